@@ -6,6 +6,7 @@ leaves max over heads of the softmaxed (or raw) scores of the last query, OmniKV
 
 import torch
 
+from kernels.dispatch import choose
 from kernels.reference import attend, head_max
 
 
@@ -31,4 +32,19 @@ def decode_dense(q, k, v, lengths, scale, keys=None, kind="softmax", scratch=Non
     the visible rows, or "raw"); positions beyond are left as they are. scratch: kernels.scratch.Scratch or None (allocates).
     Returns out [B, Q, H, D] in q.dtype. Mutates keys and scratch.
     """
+    chosen = choose(path, q)
+    if chosen == "triton":
+        return decode_dense_triton(q, k, v, lengths, scale, keys, kind, scratch)
+    if chosen == "cpu":
+        return decode_dense_cpu(q, k, v, lengths, scale, keys, kind, scratch)
+    return decode_dense_ref(q, k, v, lengths, scale, keys, kind)
+
+
+def decode_dense_cpu(q, k, v, lengths, scale, keys, kind, scratch=None):
+    """`decode_dense` on CPU tensors, same arguments."""
+    return decode_dense_ref(q, k, v, lengths, scale, keys, kind)
+
+
+def decode_dense_triton(q, k, v, lengths, scale, keys, kind, scratch=None):
+    """`decode_dense` by the Triton kernels of this file, same arguments."""
     return decode_dense_ref(q, k, v, lengths, scale, keys, kind)

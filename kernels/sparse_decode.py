@@ -2,6 +2,7 @@
 
 import torch
 
+from kernels.dispatch import choose
 from kernels.reference import attend
 
 
@@ -35,4 +36,19 @@ def decode_sparse(q, k, v, index, counts, tail_start, lengths, scale, scratch=No
     lengths counts the rows visible to the LAST query (query j sees Q-1-j fewer of the tail). Rows are visited in ascending order.
     Returns out [B, Q, H, D] in q.dtype.
     """
+    chosen = choose(path, q)
+    if chosen == "triton":
+        return decode_sparse_triton(q, k, v, index, counts, tail_start, lengths, scale, scratch)
+    if chosen == "cpu":
+        return decode_sparse_cpu(q, k, v, index, counts, tail_start, lengths, scale, scratch)
+    return decode_sparse_ref(q, k, v, index, counts, tail_start, lengths, scale)
+
+
+def decode_sparse_cpu(q, k, v, index, counts, tail_start, lengths, scale, scratch=None):
+    """`decode_sparse` on CPU tensors, same arguments."""
+    return decode_sparse_ref(q, k, v, index, counts, tail_start, lengths, scale)
+
+
+def decode_sparse_triton(q, k, v, index, counts, tail_start, lengths, scale, scratch=None):
+    """`decode_sparse` by the Triton kernels of this file, same arguments."""
     return decode_sparse_ref(q, k, v, index, counts, tail_start, lengths, scale)

@@ -2,6 +2,8 @@
 
 import torch
 
+from kernels.dispatch import choose
+
 
 def select_topk_ref(keys, lo, hi, k, out, counts):
     """Reference of `select_topk`, same arguments: a stable sort by (-key, index)."""
@@ -23,4 +25,20 @@ def select_topk(keys, lo, hi, k, out, counts, scratch=None, path="auto"):
     out [B, K] int32, filled with ascending positions and then -1; counts [B] int32 = min(k, hi - lo, K). NaN ranks lowest,
     -0 equals +0, equal keys go to the lower index. Mutates out, counts and scratch.
     """
+    chosen = choose(path, keys)
+    if chosen == "triton":
+        select_topk_triton(keys, lo, hi, k, out, counts, scratch)
+    elif chosen == "cpu":
+        select_topk_cpu(keys, lo, hi, k, out, counts, scratch)
+    else:
+        select_topk_ref(keys, lo, hi, k, out, counts)
+
+
+def select_topk_cpu(keys, lo, hi, k, out, counts, scratch=None):
+    """`select_topk` on CPU tensors, same arguments."""
+    select_topk_ref(keys, lo, hi, k, out, counts)
+
+
+def select_topk_triton(keys, lo, hi, k, out, counts, scratch=None):
+    """`select_topk` by the Triton kernels of this file, same arguments."""
     select_topk_ref(keys, lo, hi, k, out, counts)

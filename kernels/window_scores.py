@@ -2,6 +2,7 @@
 
 import torch
 
+from kernels.dispatch import choose
 from kernels.reference import head_max
 
 
@@ -30,4 +31,20 @@ def window_scores(q, k, lengths, scale, alpha, kind, keys, scratch=None, path="a
     visible to the last query (query j sees lengths - (W-1-j); queries with none are skipped); alpha [W] float32 (newest last);
     kind "softmax" (over the rows that the query sees) or "raw"; keys [B, T] float32, overwritten below lengths.
     """
+    chosen = choose(path, q)
+    if chosen == "triton":
+        window_scores_triton(q, k, lengths, scale, alpha, kind, keys, scratch)
+    elif chosen == "cpu":
+        window_scores_cpu(q, k, lengths, scale, alpha, kind, keys, scratch)
+    else:
+        window_scores_ref(q, k, lengths, scale, alpha, kind, keys)
+
+
+def window_scores_cpu(q, k, lengths, scale, alpha, kind, keys, scratch=None):
+    """`window_scores` on CPU tensors, same arguments."""
+    window_scores_ref(q, k, lengths, scale, alpha, kind, keys)
+
+
+def window_scores_triton(q, k, lengths, scale, alpha, kind, keys, scratch=None):
+    """`window_scores` by the Triton kernels of this file, same arguments."""
     window_scores_ref(q, k, lengths, scale, alpha, kind, keys)

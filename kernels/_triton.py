@@ -1,0 +1,16 @@
+"""Triton where it is installed, and a stand-in that lets every kernel file import where it is not (macOS, Windows)."""
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:                     # kernels are then plain functions that nobody calls: dispatch.choose never says "triton"
+    class _Absent:
+        constexpr = None
+
+        @staticmethod
+        def jit(function):
+            return function
+
+    triton = tl = _Absent
+
+HAVE_TRITON = hasattr(triton, "cdiv")
