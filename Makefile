@@ -1,0 +1,68 @@
+# Every target makes and reuses .venv by itself: Python 3.10+ and make are the whole set-up.
+#   make chat                          the shipped model, or MODEL=folder|alias|hub-id ARGS="--ctx 32K ..."
+#   make test lint format              what a change must pass
+#   make bench kernels check-gpu eval pocket    measurements and tools; ARGS goes to the program
+PYTHON ?= python3
+MODEL ?=
+ARGS ?=
+POCKET = weights/pocket/model.safetensors
+PY = .venv/bin/python
+PIP = $(PY) -m pip --disable-pip-version-check --quiet
+READY = .venv/.runtime
+READY_DEV = .venv/.dev
+
+.PHONY: chat test lint format bench kernels check-gpu eval pocket clean
+
+chat: have-model $(READY)
+	@$(PY) -m engine.chat $(if $(MODEL),--model "$(MODEL)") $(ARGS)
+
+# Said before anything is installed: a stranger without a model should not wait for torch to learn it.
+.PHONY: have-model
+have-model:
+	@if [ -z "$(MODEL)$(ARGS)" ] && [ ! -e $(POCKET) ]; then \
+	  echo 'no model is shipped yet: make chat MODEL=FOLDER-OR-NAME (make chat ARGS=--list-models prints the names)' >&2; \
+	  exit 2; fi
+
+test: $(READY_DEV)
+	@$(PY) tests/run.py $(ARGS)
+
+lint: $(READY_DEV)
+	@$(PY) -m ruff check .
+
+format: $(READY_DEV)
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+
+bench: $(READY_DEV)
+	@$(PY) -m tools.bench $(ARGS)
+
+kernels: $(READY_DEV)
+	@$(PY) -m tools.compile_kernels $(ARGS)
+
+check-gpu: $(READY_DEV)
+	@$(PY) -m tools.check_gpu $(ARGS)
+
+eval: $(READY)
+	@$(PY) -m tools.eval $(if $(MODEL),--model "$(MODEL)") $(ARGS)
+
+pocket: $(READY)
+	@$(PY) -m tools.train_pocket $(ARGS)
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "needs Python 3.10 or newer, found " + sys.version.split()[0] + ": make PYTHON=/path/to/python3")'
+	@echo 'making .venv (once)' >&2
+	@$(PYTHON) -m venv .venv
+
+$(READY): requirements.txt | .venv/bin/python
+	@echo 'installing the packages of requirements.txt into .venv (once; torch is large)' >&2
+	@$(PIP) install -r requirements.txt
+	@touch $@
+
+$(READY_DEV): requirements-dev.txt $(READY)
+	@echo 'installing the packages of requirements-dev.txt into .venv (once)' >&2
+	@$(PIP) install -r requirements-dev.txt
+	@touch $@
