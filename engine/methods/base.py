@@ -1,0 +1,103 @@
+"""What a method is: a frozen value that makes a layer plan, and a runtime per session that attends.
+
+Decode and prefill call the hooks below and know nothing else of a method; the layer plan tells roles, the runtime follows it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.plan import layer_plan
+from kernels.dense_decode import decode_dense
+from kernels.prefill import prefill_dense
+
+
+@dataclass(frozen=True)
+class Method:
+    """Base of all methods. Unknown fields raise, values are validated at construction."""
+
+    @property
+    def name(self):
+        """Name on the command line and in tables."""
+        return type(self).__name__.lower()
+
+    def plan(self, config):
+        """Layer plan for a model; all layers attend to everything unless a method says otherwise."""
+        return layer_plan(config.num_layers)
+
+    def budget_capacity(self, plan, capacity):
+        """Most bank tokens a sparse layer may read per step when the bank holds `capacity` tokens; 0 without sparse layers."""
+        return 0
+
+    def dense_below_tokens(self, plan, config, dtype_bytes, device_type, capacity):
+        """Below this many tokens of context every layer attends to everything."""
+        return 0
+
+    def runtime(self, setup):
+        """The state of this method in one session (a Runtime)."""
+        return Runtime(self, setup)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a runtime is built from: one session's fixed facts."""
+
+    config: object
+    plan: object
+    capacity: int
+    device: object
+    dtype: object
+    batch: int
+    path: str               # kernel path: "auto", "reference", "cpu", "triton"
+    scratch: object
+
+
+class Runtime:
+    """Full attention in every layer; the methods derive from it. One per session, reset by truncate."""
+
+    window = 0              # queries of the past that the next step's selection needs
+
+    def __init__(self, method, setup):
+        self.method, self.setup = method, setup
+        self.scale = setup.config.head_dim ** -0.5
+
+    def end_prefill(self, length):
+        """The bank holds `length` tokens at the end of a prefill (hook A); budgets by share are fixed here."""
+
+    def prefill_attend(self, layer, q, bank, start):
+        """Attention of a chunk at positions start .. start+C-1, rows already written. q [B, C, H, D] -> [B, C, H, D]."""
+        k, v = bank.kv(layer)
+        return prefill_dense(q, k, v, start, self.scale, path=self.setup.path)
+
+    def attend(self, layer, q, step):
+        """Attention of a decode step. q [B, Q, H, D] rotated; step: engine.decode.Step -> [B, Q, H, D]."""
+        return self.attend_dense(layer, q, step)
+
+    def attend_dense(self, layer, q, step, keys=None, kind="softmax"):
+        """Attention to everything in the bank, leaving head maxima in `keys` if given."""
+        k, v = step.bank.kv(layer, step.bucket)
+        return decode_dense(q, k, v, step.visible, self.scale, keys=keys, kind=kind,
+                            scratch=self.setup.scratch, path=self.setup.path)
+
+    def selections(self):
+        """{filter layer: int64 [k] positions} of the last step, for sequence 0; empty for methods that select nothing."""
+        return {}
+
+    def rows_read(self, n):
+        """Bank rows that each layer reads in a decode step at n tokens: a list of ints, one per layer (exact, from the plan)."""
+        return [n] * self.setup.config.num_layers
+
+    def snapshot(self):
+        """State that truncate must bring back, apart from what follows from the bank and the query ring."""
+        return None
+
+    def restore(self, state, length):
+        """Undo to a snapshot taken when the bank held `length` tokens."""
+
+    def forget(self):
+        """Drop what the last step chose (after truncate)."""
+
+
+def device_int(value, setup):
+    """One int per sequence on the device: int32 [B]."""
+    return torch.full((setup.batch,), value, dtype=torch.int32, device=setup.device)

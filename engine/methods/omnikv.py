@@ -1,0 +1,245 @@
+"""OmniKV: filter layers attend to everything and choose k tokens, the layers after them attend to those and the tail.
+
+Source: the OmniKV paper (ICLR 2025), section 4, Eq. 1-4; METHODS.md section 3, items 1-19. Every key and value stays in the bank.
+`official=True` follows the published code instead, to the last index (engine/methods/official.py).
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from engine.errors import SettingError
+from engine.methods.base import Method, Runtime, device_int
+from engine.plan import Role, layer_plan, tail_start
+from engine.selector import SELECTORS, budget_from_mem, window_weights
+from kernels.dense_decode import decode_dense
+from kernels.sparse_decode import decode_sparse
+from kernels.topk import select_topk
+from kernels.window_scores import window_scores
+
+DEFAULT_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class OmniKV(Method):
+    """Settings of OmniKV; defaults as in DESIGN.md.
+
+    filter_layers: ascending distinct layer numbers, or None (omnikv.json beside the model, the published table, else a spread).
+    tokens | share | mem: the budget k, at most one; none means 2048 tokens. share and mem are parts of the bank's length at the
+    end of the latest prefill. selector: last | uniform | exponential over `window` queries. scores: None (softmax over every key
+    the query sees) | "softmax" | "raw". wait_layers: layers after a filter that attend to everything. tail: newest tokens that
+    every layer sees. sink: first tokens that are always chosen, inside the budget. dense_below: contexts shorter than this run
+    full attention; "auto" decides from the plan's byte counts, 0 never.
+    """
+
+    filter_layers: tuple[int, ...] | None = None
+    tokens: int | None = None
+    share: float | None = None
+    mem: float | None = None
+    selector: str = "last"
+    window: int = 16
+    scores: str | None = None
+    wait_layers: int = 1
+    tail: int = 256
+    sink: int = 0
+    dense_below: int | str = "auto"
+    official: bool = False
+
+    def __post_init__(self):
+        if self.filter_layers is not None:
+            object.__setattr__(self, "filter_layers", _filters(self.filter_layers))
+        _budgets(self)
+        _choice("selector", self.selector, SELECTORS)
+        _choice("scores", self.scores, (None, "softmax", "raw"))
+        _whole("window", self.window, 1, 64)
+        _whole("wait_layers", self.wait_layers, 0)
+        _whole("tail", self.tail, 64)
+        _whole("sink", self.sink, 0)
+        if not isinstance(self.official, bool):
+            raise SettingError(f"official: found {self.official!r}, expected True or False")
+        if self.dense_below != "auto":
+            _whole("dense_below", self.dense_below, 0)
+        elif self.official:
+            object.__setattr__(self, "dense_below", 0)
+        if self.official and (self.sink or self.mem is not None):
+            raise SettingError("official: sink and mem do not exist in the published code; leave them out")
+        if self.tokens is not None and self.sink > self.tokens:
+            raise SettingError(f"sink: found {self.sink}, expected at most the budget of {self.tokens} tokens")
+
+    @property
+    def kind(self):
+        """What is ranked: "softmax" or "raw" scores (official: raw for `last`, softmax for the windows)."""
+        if self.scores is not None:
+            return self.scores
+        return "raw" if self.official and self.selector == "last" else "softmax"
+
+    def plan(self, config):
+        """Layer plan for a model; filter_layers must have been resolved by then."""
+        return layer_plan(config.num_layers, self.filter_layers or (), self.wait_layers)
+
+    def part(self, plan):
+        """Share of the bank that a budget by share or mem means, or None for a budget in tokens."""
+        return budget_from_mem(self.mem, plan.dense_share) if self.mem is not None else self.share
+
+    def budget(self, plan, length):
+        """k when the bank held `length` tokens at the end of the latest prefill."""
+        part = self.part(plan)
+        if part is None:
+            return DEFAULT_TOKENS if self.tokens is None else self.tokens
+        return max(0 if self.official else 1, math.floor(part * length))
+
+    def budget_capacity(self, plan, capacity):
+        """Most tokens that a selection can hold in a bank of `capacity` tokens."""
+        extra = self.window if self.official else 0
+        return max(1, min(capacity, self.budget(plan, capacity) + extra)) if plan.sparse_layers else 0
+
+    def dense_below_tokens(self, plan, config, dtype_bytes, device_type, capacity):
+        """Context length from which sparse layers read fewer bytes than scoring, gathering and reading cost; from byte counts only.
+
+        A sparse layer reads k + tail rows instead of n (a CPU gathers by copy: k rows cost three passes); a filter layer writes
+        and reads one float32 score per head and token, and one key per token for the top-k.
+        """
+        if self.dense_below != "auto":
+            return self.dense_below
+        sparse, filters = len(plan.sparse_layers), plan.count(Role.FILTER)
+        if not sparse:
+            return 0
+        row = config.kv_bytes(dtype_bytes)
+        scoring = filters * (8 * config.num_heads + 12)
+        passes = 3 if device_type == "cpu" else 1
+        per_token = sparse * row - scoring
+        part = self.part(plan)
+        if part is not None:
+            per_token -= sparse * row * part * passes
+            fixed = sparse * row * self.tail
+        else:
+            fixed = sparse * row * (self.budget(plan, capacity) * passes + self.tail)
+        return math.ceil(fixed / per_token) if per_token > 0 else capacity + 1
+
+    def runtime(self, setup):
+        """Selection buffers of one session."""
+        if self.official:
+            from engine.methods.official import OfficialRuntime
+            return OfficialRuntime(self, setup)
+        return OmniKVRuntime(self, setup)
+
+
+class OmniKVRuntime(Runtime):
+    """One session's selections. Buffers: keys [B, capacity] float32 shared by the filter layers, index [B, 1, K] int32 a group."""
+
+    def __init__(self, method, setup):
+        super().__init__(method, setup)
+        self.plan = setup.plan
+        self.window = 0 if method.selector == "last" else method.window
+        self.alpha = window_weights(method.selector, method.window, setup.device)
+        room = method.budget_capacity(self.plan, setup.capacity)
+        options = dict(dtype=torch.int32, device=setup.device)
+        self.keys = torch.empty(setup.batch, setup.capacity if room else 0, device=setup.device)
+        self.index = [torch.full((setup.batch, 1, room), -1, **options) for _ in self.plan.groups]
+        self.counts = [torch.zeros(setup.batch, **options) for _ in self.plan.groups]
+        self.k = 0
+        self.k_device = device_int(0, setup)
+        self.zero = device_int(0, setup)
+
+    def end_prefill(self, length):
+        """Fix k for the answer that follows."""
+        self._set_k(self.method.budget(self.plan, length))
+
+    def _set_k(self, k):
+        self.k = k
+        self.k_device.fill_(k)
+
+    def attend(self, layer, q, step):
+        """What the layer's role says: dense, dense and choose, or sparse over the group's selection."""
+        role = self.plan.roles[layer]
+        if role is Role.SPARSE:
+            return self.attend_sparse(layer, q, step)
+        if role is Role.FILTER and self.plan.groups[self.plan.group_of[layer]].layers:
+            return self.attend_and_select(layer, q, step)
+        return self.attend_dense(layer, q, step)
+
+    def attend_sparse(self, layer, q, step):
+        """Attention over the group's selection and the tail."""
+        group = self.plan.group_of[layer]
+        k, v = step.bank.kv(layer, step.bucket)
+        return decode_sparse(q, k, v, self.index[group], self.counts[group], step.tail_start(self.method.tail), step.visible,
+                             self.scale, scratch=self.setup.scratch, path=self.setup.path)
+
+    def attend_and_select(self, layer, q, step):
+        """A filter layer: attention to everything, and from the same scores the selection of its group."""
+        group = self.plan.group_of[layer]
+        k, v = step.bank.kv(layer, step.bucket)
+        common = dict(scratch=self.setup.scratch, path=self.setup.path)
+        keys = self.keys[:, :step.bucket]
+        if self.window:
+            out = decode_dense(q, k, v, step.visible, self.scale, **common)
+            window_scores(step.window_queries(layer, self.window), k, step.visible, self.scale, self.alpha, self.method.kind,
+                          keys, **common)
+        else:
+            out = decode_dense(q, k, v, step.visible, self.scale, keys=keys, kind=self.method.kind, **common)
+        if self.method.sink:
+            keys[:, :self.method.sink] = float("inf")          # always chosen, inside the budget
+        select_topk(keys, self.zero, step.tail_start(self.method.tail), self.k_device, self.index[group][:, 0],
+                    self.counts[group], **common)
+        return out
+
+    def selections(self):
+        """{filter layer: int64 [k] positions, ascending} of the last step, sequence 0."""
+        found = {}
+        for group, index, counts in zip(self.plan.groups, self.index, self.counts):
+            if group.layers:
+                found[group.filter_layer] = index[0, 0, :int(counts[0])].long().cpu()
+        return found
+
+    def rows_read(self, n):
+        """Rows per layer at n tokens: n, or the chosen ones and the tail."""
+        start = tail_start(n, self.method.tail)
+        sparse = min(self.k, start) + n - start
+        return [sparse if role is Role.SPARSE else n for role in self.plan.roles]
+
+    def snapshot(self):
+        """k is all that does not follow from the bank and the query ring."""
+        return self.k
+
+    def restore(self, state, length):
+        """Bring back the k that held then."""
+        self._set_k(state)
+
+    def forget(self):
+        """No step has chosen anything yet."""
+        for counts in self.counts:
+            counts.zero_()
+
+
+def _filters(value):
+    numbers = tuple(value) if isinstance(value, (tuple, list)) else value
+    if not isinstance(numbers, tuple) or not numbers or any(isinstance(x, bool) or not isinstance(x, int) for x in numbers):
+        raise SettingError(f"filter_layers: found {value!r}, expected a non-empty tuple of layer numbers such as (2, 8, 18)")
+    if numbers[0] < 0 or any(a >= b for a, b in zip(numbers, numbers[1:])):
+        raise SettingError(f"filter_layers: found {numbers}, expected distinct ascending numbers from 0 on")
+    return numbers
+
+
+def _budgets(method):
+    given = [name for name in ("tokens", "share", "mem") if getattr(method, name) is not None]
+    if len(given) > 1:
+        values = " and ".join(f"{name}={getattr(method, name)}" for name in given)
+        raise SettingError(f"budget: found {values}, expected exactly one of tokens, share, mem")
+    if method.tokens is not None:
+        _whole("tokens", method.tokens, 0 if method.official else 1)
+    for name in ("share", "mem"):
+        value = getattr(method, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1):
+            raise SettingError(f"{name}: found {value!r}, expected a number in (0, 1]")
+
+
+def _choice(name, value, allowed):
+    if value not in allowed:
+        raise SettingError(f"{name}: found {value!r}, expected one of {', '.join(map(str, allowed))}")
+
+
+def _whole(name, value, least, most=None):
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+        limit = f"an int >= {least}" if most is None else f"an int from {least} to {most}"
+        raise SettingError(f"{name}: found {value!r}, expected {limit}")

@@ -1,0 +1,110 @@
+"""Chunked prefill: the prompt goes through the model chunk by chunk; activations are O(chunk), logits those of the last token only."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from engine.model import after, before
+
+WINDOW_KEPT = 64    # newest queries of a chunk that go into the query ring: the largest selector window
+
+
+@dataclass(frozen=True)
+class PrefillProgress:
+    """How far a prefill is. `done` and `total` count tokens, `work` is the share of the operations done (attention is quadratic)."""
+
+    done: int
+    total: int
+    work: float
+    seconds: float
+    eta: float | None
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operations of a prefill: linear layers count tokens, attention counts (query, key) pairs."""
+
+    per_token: float
+    per_pair: float
+
+    @classmethod
+    def of(cls, config):
+        """Multiply-adds x 2 of the model's weights per token (head apart) and of attention per pair of positions."""
+        layer = config.hidden_size * (2 * config.q_size + 2 * config.kv_size + 3 * config.intermediate_size)
+        return cls(2.0 * layer * config.num_layers, 4.0 * config.q_size * config.num_layers)
+
+    def parts(self, start, stop):
+        """(linear, attention) operations of positions start .. stop-1 against all before them."""
+        return self.per_token * (stop - start), self.per_pair * (stop * (stop + 1) - start * (start + 1)) / 2
+
+
+class Clock:
+    """Time left from the two rates at which this machine does linear layers and attention.
+
+    Each chunk gives one equation seconds = a * linear + b * attention; the two rates are fitted by least squares with a weak
+    prior that both kinds of operation cost the same, so that the first chunks already give a sane estimate.
+    """
+
+    def __init__(self, work, start, stop):
+        self.work, self.stop = work, stop
+        self.total = sum(work.parts(start, stop))
+        self.start, self.began = start, time.perf_counter()
+        self.rows = []
+
+    def add(self, first, last, seconds):
+        """A chunk first .. last-1 took `seconds`."""
+        self.rows.append((*self.work.parts(first, last), seconds))
+
+    def left(self, at):
+        """Seconds for positions at .. stop-1."""
+        linear, attention = self.work.parts(at, self.stop)
+        a, b = self._rates()
+        return a * linear + b * attention
+
+    def _rates(self):
+        rate = sum(r[2] for r in self.rows) / max(1e-9, sum(r[0] + r[1] for r in self.rows))
+        weight = 0.05 * sum(r[0] ** 2 + r[1] ** 2 for r in self.rows) / max(1, len(self.rows))
+        ll = sum(r[0] * r[0] for r in self.rows) + weight
+        aa = sum(r[1] * r[1] for r in self.rows) + weight
+        la = sum(r[0] * r[1] for r in self.rows)
+        lt = sum(r[0] * r[2] for r in self.rows) + weight * rate
+        at = sum(r[1] * r[2] for r in self.rows) + weight * rate
+        det = ll * aa - la * la
+        if det <= 1e-12 * ll * aa:
+            return rate, rate
+        a, b = (lt * aa - at * la) / det, (at * ll - lt * la) / det
+        return (a, b) if a > 0 and b > 0 else (rate, rate)
+
+    def progress(self, at):
+        """PrefillProgress with tokens counted from where this prefill began."""
+        done = sum(self.work.parts(self.start, at))
+        return PrefillProgress(at - self.start, self.stop - self.start, done / max(1.0, self.total),
+                               time.perf_counter() - self.began, self.left(at) if self.rows else None)
+
+
+def run_chunk(model, rotary, runtime, bank, tokens, start, total, write=True, last_logits=False):
+    """One chunk through all layers. tokens [B, C] int64 at positions start .. start+C-1, total: the prompt's whole length.
+
+    Returns (logits [B, vocab] float32 or None, newest raw queries [layers, B, min(C, WINDOW_KEPT), H, D]). With write=False the
+    rows in the bank stay as they are (they are this chunk's own already) and only the queries are wanted.
+    """
+    config = model.config
+    positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
+    cos, sin = rotary.at(positions[:1], total)
+    sizes = config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
+    x = model.embed[tokens]
+    newest = []
+    for number, layer in enumerate(model.layers):
+        q, k, v, raw = before(layer, x, cos, sin, *sizes)
+        newest.append(raw[:, -WINDOW_KEPT:].clone())
+        del raw
+        if write:
+            bank.write_chunk(number, k, v, start)
+        del k, v
+        attended = runtime.prefill_attend(number, q, bank, start)
+        del q
+        if number == config.num_layers - 1:
+            x, attended = x[:, -1:], attended[:, -1:]       # only the last token's output leaves the last layer
+        x = after(layer, x, attended, config.rms_norm_eps)
+    return model.logits(x[:, -1]) if last_logits else None, torch.stack(newest)
