@@ -1,0 +1,74 @@
+"""Reads the small JSON files of a model folder, which is untrusted: bounded in size, regular files only, no key twice.
+
+`json` alone accepts all of these silently: a named pipe (blocks for ever), a 10 GB file, a key given twice (last wins).
+"""
+
+import json
+import os
+import stat
+from pathlib import Path
+
+from weights.errors import BadCheckpoint
+
+CONFIG_LIMIT = 16 << 20  # bytes; the largest config.json seen on the hub is under 1 MB, most are under 2 KB
+
+
+class DuplicateKey(ValueError):
+    """An object gives one key twice. A ValueError, so that json's callers see one kind of failure."""
+
+
+def shown(value: object, limit: int = 60) -> str:
+    """`value` as it may stand in a one-line message: printable, at most `limit` characters."""
+    text = value if isinstance(value, str) else repr(value)
+    text = "".join(c if c.isprintable() else "?" for c in text)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def no_duplicates(pairs: list[tuple[str, object]]) -> dict:
+    """`object_pairs_hook` for json: a dict, or DuplicateKey."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise DuplicateKey(f"key {shown(key)} is given twice")
+            seen.add(key)
+    return found
+
+
+def regular_size(path: Path) -> int:
+    """Size in bytes of a regular file, symlinks followed.
+
+    Raises BadCheckpoint when the file is missing, a symlink loop, a folder, a pipe or a device, or cannot be looked at.
+    """
+    try:
+        info = os.stat(path)
+    except FileNotFoundError:
+        raise BadCheckpoint(f"{path}: {'dangling symlink' if path.is_symlink() else 'missing'}") from None
+    except OSError as error:  # ELOOP, EACCES, ENAMETOOLONG, ENOTDIR
+        raise BadCheckpoint(f"{path}: cannot be opened: {error.strerror}") from None
+    if not stat.S_ISREG(info.st_mode):
+        kind = "a folder" if stat.S_ISDIR(info.st_mode) else "no regular file"
+        raise BadCheckpoint(f"{path}: found {kind}, expected a file")
+    return info.st_size
+
+
+def read_object(path: Path, limit: int = CONFIG_LIMIT) -> dict:
+    """The JSON object in `path`.
+
+    Raises BadCheckpoint naming the file for anything but one well-formed object of at most `limit` bytes.
+    """
+    size = regular_size(path)
+    if size > limit:
+        raise BadCheckpoint(f"{path}: found {size} bytes, expected at most {limit}")
+    try:
+        with open(path, "rb") as file:
+            data = json.loads(file.read(limit + 1), object_pairs_hook=no_duplicates)
+    except OSError as error:
+        raise BadCheckpoint(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # bad JSON or UTF-8, DuplicateKey, over-long integers
+        reason = "nested too deeply" if isinstance(error, RecursionError) else shown(str(error), 120)
+        raise BadCheckpoint(f"{path}: not valid JSON: {reason}") from None
+    if not isinstance(data, dict):
+        raise BadCheckpoint(f"{path}: found a JSON {type(data).__name__}, expected an object")
+    return data
