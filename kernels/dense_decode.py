@@ -6,8 +6,11 @@ leaves max over heads of the softmaxed (or raw) scores of the last query, OmniKV
 
 import torch
 
+from kernels._triton import tl, triton
 from kernels.dispatch import choose
 from kernels.reference import attend, head_max
+from kernels.scratch import make_scratch
+from kernels.split import DENSE_SPLIT, decode_config, dense_splits, merge, softmax_step, store_partial
 
 
 def decode_dense_ref(q, k, v, lengths, scale, keys=None, kind="softmax"):
@@ -45,6 +48,103 @@ def decode_dense_cpu(q, k, v, lengths, scale, keys, kind, scratch=None):
     return decode_dense_ref(q, k, v, lengths, scale, keys, kind)
 
 
+@triton.jit
+def dense_kernel(q, k, v, lengths, part, lse, logits, scale, sqb, sqq, sqh, skb, skh, skt, svb, svh, svt, capacity, heads,
+                 queries, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLIT: tl.constexpr,
+                 BLOCK: tl.constexpr, SCORED: tl.constexpr):
+    """One split of SPLIT rows for one kv head: grid (splits, kv_heads, B). Programs beyond the length leave at once.
+
+    Row j * G + g of the tile is query j under head g of the group. SCORED also stores the last query's logits [B, H, capacity].
+    """
+    s = tl.program_id(0)
+    h = tl.program_id(1)
+    b = tl.program_id(2)
+    n = tl.load(lengths + b)
+    first = s * SPLIT
+    if first < n:
+        r = tl.arange(0, M)
+        d = tl.arange(0, DP)
+        j = r // G
+        head = h * G + r % G
+        live = j < queries
+        wide = b.to(tl.int64)
+        at = wide * sqb + j[:, None] * sqq + head[:, None] * sqh + d[None, :]
+        rows = tl.load(q + at, mask=live[:, None] & (d < D)[None, :], other=0.0)
+        limit = n - (queries - 1 - j) - first                      # rows of this split that query j may see
+        stop = tl.minimum(n - first, SPLIT)
+        k += wide * skb + h.to(tl.int64) * skh + first.to(tl.int64) * skt      # 64-bit once; inside a split 32 bits are enough
+        v += wide * svb + h.to(tl.int64) * svh + first.to(tl.int64) * svt
+        if SCORED:
+            logits += (wide * heads + head[:, None]) * capacity + first
+            newest = (j == queries - 1)[:, None]
+        m = tl.full([M], float("-inf"), tl.float32)
+        total = tl.zeros([M], tl.float32)
+        acc = tl.zeros([M, DP], tl.float32)
+        for start in range(0, stop, BLOCK):
+            t = start + tl.arange(0, BLOCK)
+            inside = (t < stop)[:, None] & (d < D)[None, :]
+            keys = tl.load(k + t[:, None] * skt + d[None, :], mask=inside, other=0.0)
+            values = tl.load(v + t[:, None] * svt + d[None, :], mask=inside, other=0.0)
+            scores = tl.dot(rows, tl.trans(keys), input_precision="ieee") * scale
+            if SCORED:
+                tl.store(logits + t[None, :], scores, mask=newest & (t < stop)[None, :])
+            scores = tl.where(t[None, :] < tl.minimum(limit, stop)[:, None], scores, float("-inf"))
+            m, total, acc = softmax_step(scores, values, m, total, acc)
+        packed = queries * G
+        slot = ((wide * tl.num_programs(1) + h) * tl.num_programs(0) + s) * packed
+        store_partial(part, lse, slot, r, d, live, m, total, acc, D)
+
+
+@triton.jit
+def keys_kernel(logits, lse, lengths, keys, capacity, heads, queries, skeys, SOFTMAX: tl.constexpr, HEADS: tl.constexpr,
+                BLOCK: tl.constexpr):
+    """keys[b, t] = max over heads of exp(logit - lse) or of the logit, for t below the length. Grid (tiles, B)."""
+    b = tl.program_id(1)
+    n = tl.load(lengths + b)
+    first = tl.program_id(0) * BLOCK
+    if first < n:
+        t = first + tl.arange(0, BLOCK)
+        best = tl.full([BLOCK], float("-inf"), tl.float32)
+        for h in range(0, heads, HEADS):
+            head = h + tl.arange(0, HEADS)
+            inside = (head < heads)[:, None] & (t < n)[None, :]
+            at = (b.to(tl.int64) * heads + head) * capacity
+            x = tl.load(logits + at[:, None] + t[None, :], mask=inside, other=float("-inf"))
+            if SOFTMAX:
+                last = tl.load(lse + (b * queries + queries - 1) * heads + head, mask=head < heads, other=0.0)
+                x = tl.exp2((x - last[:, None]) * 1.4426950408889634)
+            best = tl.maximum(best, tl.max(x, 0))
+        tl.store(keys + b.to(tl.int64) * skeys + t, best, mask=t < n)
+
+
 def decode_dense_triton(q, k, v, lengths, scale, keys, kind, scratch=None):
-    """`decode_dense` by the Triton kernels of this file, same arguments."""
-    return decode_dense_ref(q, k, v, lengths, scale, keys, kind)
+    """`decode_dense` by the Triton kernels of this file, same arguments.
+
+    Launches: decode, merge (two levels past 32K rows) and, with keys, the head maxima. Bytes beyond K and V: partial results,
+    4 * (D + 1) * Q * G per split and kv head (written and read), and with keys 4 * H per row (written and read).
+    """
+    batch, queries, heads, head_dim = q.shape
+    kv_heads, capacity = k.shape[1], k.shape[2]
+    group = heads // kv_heads
+    if scratch is None:
+        scratch = make_scratch(batch, queries, heads, kv_heads, head_dim, capacity, 0, q.device, keys is not None, 0, path="triton")
+    splits, config = dense_splits(capacity), dense_config(queries * group, head_dim, q.element_size())
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dense_kernel[(splits, kv_heads, batch)](
+        q, k, v, lengths, scratch.part, scratch.lse, scratch.logits, scale, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        capacity, heads, queries, G=group, M=config.rows, D=head_dim, DP=config.dim, SPLIT=DENSE_SPLIT, BLOCK=config.block,
+        SCORED=keys is not None, num_warps=config.warps, num_stages=config.stages)
+    merge(scratch, out, lengths, kv_heads, splits, DENSE_SPLIT, config.block)
+    if keys is not None:
+        keys_kernel[(-(-capacity // KEYS_TILE), batch)](
+            scratch.logits, scratch.out_lse, lengths, keys, capacity, heads, queries, keys.stride(0), SOFTMAX=kind == "softmax",
+            HEADS=4, BLOCK=KEYS_TILE, num_warps=4)
+    return out
+
+
+KEYS_TILE = 512            # 256 programs at 128K rows, each reading 2 KB lines per head
+
+
+def dense_config(packed, head_dim, itemsize):
+    """16 KB tiles: 64 rows of 128 bf16, see `decode_config`."""
+    return decode_config(packed, head_dim, itemsize, 16384)
