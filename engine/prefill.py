@@ -102,9 +102,12 @@ def run_chunk(model, rotary, runtime, bank, tokens, start, total, write=True, la
         if write:
             bank.write_chunk(number, k, v, start)
         del k, v
-        attended = runtime.prefill_attend(number, q, bank, start)
+        first = start
+        if number == config.num_layers - 1 and not runtime.reads_every_query:
+            if not last_logits:
+                break                                       # the last layer's output is wanted for the prompt's last token only
+            x, q, first = x[:, -1:], q[:, -1:], start + tokens.shape[1] - 1
+        attended = runtime.prefill_attend(number, q, bank, first)
         del q
-        if number == config.num_layers - 1:
-            x, attended = x[:, -1:], attended[:, -1:]       # only the last token's output leaves the last layer
         x = after(layer, x, attended, config.rms_norm_eps)
     return model.logits(x[:, -1]) if last_logits else None, torch.stack(newest)

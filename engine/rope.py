@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies of the five kinds, cos/sin tables, and the rotation itself.
+"""Rotary position embedding: frequencies of the five kinds, cos and sin at any position, and the rotation itself.
 
 Frequencies are computed with the same float32 operations in the same order as transformers 5.x
 (modeling_rope_utils.py): at position 262144 one unit in the last place of a frequency is 0.01 rad, so "mathematically
@@ -46,7 +46,7 @@ def _dynamic(rope: Rope, head_dim: int, seq_lens: torch.Tensor) -> torch.Tensor:
     Up to the original maximum the plain base is used, exactly: the formula's 1.0 is a rounding error away from one in
     float32.
     """
-    original, exponents = rope.original_max_positions, _exponents(head_dim)
+    original, exponents = rope.original_max_positions, _exponents(head_dim).to(seq_lens.device)
     stretch = (rope.factor * seq_lens.clamp(min=original).to(torch.float32) / original) - (rope.factor - 1)
     base = rope.theta * stretch ** (head_dim / (head_dim - 2))
     grown = 1.0 / (base[:, None] ** exponents)
@@ -85,48 +85,36 @@ def _yarn(rope: Rope, head_dim: int, power: torch.Tensor) -> torch.Tensor:
     return (1.0 / (rope.factor * power)) * (1 - kept) + (1.0 / power) * kept
 
 
-class RopeTable:
-    """cos and sin of every position up to `capacity`, made once: float32 [capacity, head_dim / 2] each, on `device`.
+class Rotary:
+    """cos and sin of any positions, computed where they are needed: no table, so nothing here grows with the context.
 
-    `cos` and `sin` serve decode: row p is what a sequence of p + 1 tokens uses at its last position (this differs from
-    prefill for dynamic NTK only). Both include the attention factor. Costs 8 * capacity * head_dim / 2 bytes.
+    `apply` is the rotation itself (apply_rope), kept beside the angles so that callers need one object.
     """
 
-    def __init__(self, config: ModelConfig, capacity: int, device: torch.device | str = "cpu"):
-        self.rope, self.head_dim, self.capacity = config.rope, config.head_dim, capacity
-        self.device = torch.device(device)
-        self._plain = inv_freq(self.rope, self.head_dim)
-        self.cos = torch.empty(capacity, self.head_dim // 2, dtype=torch.float32, device=self.device)
-        self.sin = torch.empty_like(self.cos)
-        for start in range(0, capacity, 8192):  # in pieces: temporaries of a few MB whatever the capacity
-            stop = min(start + 8192, capacity)
-            freq = self._plain
-            if self.rope.kind == "dynamic":
-                freq = _dynamic(self.rope, self.head_dim, torch.arange(start + 1, stop + 1))
-            cos, sin = self._turn(start, stop, freq)
-            self.cos[start:stop].copy_(cos)
-            self.sin[start:stop].copy_(sin)
+    def __init__(self, config: ModelConfig, device: torch.device | str = "cpu"):
+        self.rope, self.head_dim = config.rope, config.head_dim
+        self._freq = inv_freq(self.rope, self.head_dim).to(device)
+        self._scale = attention_scaling(self.rope)
 
-    def rows(self, start: int, stop: int, total: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin) of positions start..stop for prefill: float32 [stop - start, head_dim / 2] each, not to be
-        written.
+    def at(self, positions: torch.Tensor, total: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, sin) float32 [..., head_dim / 2] of positions [...] int64, the attention factor included.
 
-        `total` is the length in tokens of the whole prompt, the bank's rows before it included; dynamic NTK turns
-        every position of one prompt with the frequencies of that length, so that chunking does not change the answer.
-        ValueError out of range.
+        `total`: length in tokens of the whole prompt, the bank's rows before it included (prefill). Dynamic NTK turns every
+        position of one prompt with the frequencies of that length, so that chunking does not change the answer; without it
+        (decode) position p is what a sequence of p + 1 tokens uses at its last position. No other kind looks at it.
         """
-        if not 0 <= start <= stop <= min(total, self.capacity):
-            raise ValueError(f"rope rows {start}..{stop} of a prompt of {total}, table has {self.capacity}")
-        if self.rope.kind != "dynamic" or total <= self.rope.original_max_positions:
-            return self.cos[start:stop], self.sin[start:stop]
-        cos, sin = self._turn(start, stop, inv_freq(self.rope, self.head_dim, total))
-        return cos.to(self.device), sin.to(self.device)
+        freq = self._freq
+        if self.rope.kind == "dynamic":
+            lengths = positions + 1 if total is None else positions.new_full((), total)
+            freq = _dynamic(self.rope, self.head_dim, lengths.reshape(-1)).view(*lengths.shape, -1)
+        angle = positions.unsqueeze(-1).float() * freq
+        cos, sin = angle.cos(), angle.sin()
+        return (cos, sin) if self._scale == 1.0 else (cos * self._scale, sin * self._scale)
 
-    def _turn(self, start: int, stop: int, freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos, sin of positions start..stop at `freq` [head_dim / 2] or [stop - start, head_dim / 2], on the CPU."""
-        angle = torch.arange(start, stop, dtype=torch.float32)[:, None] * freq
-        scale = attention_scaling(self.rope)
-        return angle.cos() * scale, angle.sin() * scale
+    @staticmethod
+    def apply(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """apply_rope."""
+        return apply_rope(x, cos, sin)
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

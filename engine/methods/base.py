@@ -33,6 +33,9 @@ class Method:
         """Below this many tokens of context every layer attends to everything."""
         return 0
 
+    def check(self, plan):
+        """Raise SettingError where these settings cannot work on this layer plan."""
+
     def runtime(self, setup):
         """The state of this method in one session (a Runtime)."""
         return Runtime(self, setup)
@@ -55,7 +58,9 @@ class Setup:
 class Runtime:
     """Full attention in every layer; the methods derive from it. One per session, reset by truncate."""
 
-    window = 0              # queries of the past that the next step's selection needs
+    window = 0                  # queries of the past that the next step's selection needs
+    capturable = True           # whether a step can be captured into a CUDA graph (no visit to the host)
+    reads_every_query = False   # whether prefill_attend must see all queries of the last layer (methods that sum attention)
 
     def __init__(self, method, setup):
         self.method, self.setup = method, setup
@@ -94,8 +99,8 @@ class Runtime:
     def restore(self, state, length):
         """Undo to a snapshot taken when the bank held `length` tokens."""
 
-    def forget(self):
-        """Drop what the last step chose (after truncate)."""
+    def forget(self, length):
+        """Drop what the last step chose: the session was truncated to `length` tokens (0: as new)."""
 
 
 def device_int(value, setup):

@@ -5,6 +5,7 @@ Source: the OmniKV paper (ICLR 2025), section 4, Eq. 1-4; METHODS.md section 3, 
 """
 
 import math
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -84,7 +85,7 @@ class OmniKV(Method):
 
     def budget(self, plan, length):
         """k when the bank held `length` tokens at the end of the latest prefill."""
-        part = self.part(plan)
+        part = self.part(plan) if plan.sparse_layers else None
         if part is None:
             return DEFAULT_TOKENS if self.tokens is None else self.tokens
         return max(0 if self.official else 1, math.floor(part * length))
@@ -116,6 +117,14 @@ class OmniKV(Method):
         else:
             fixed = sparse * row * (self.budget(plan, capacity) * passes + self.tail)
         return math.ceil(fixed / per_token) if per_token > 0 else capacity + 1
+
+    def check(self, plan):
+        """Mem% must exceed what the dense layers take; a plan without sparse layers is legal and warned about."""
+        if not plan.sparse_layers:
+            warnings.warn(f"OmniKV with filter_layers={self.filter_layers} and wait_layers={self.wait_layers} leaves no sparse layer "
+                          f"of {plan.num_layers}: every layer runs full attention", stacklevel=3)
+        elif self.mem is not None:
+            budget_from_mem(self.mem, plan.dense_share)
 
     def runtime(self, setup):
         """Selection buffers of one session."""
@@ -161,10 +170,13 @@ class OmniKVRuntime(Runtime):
 
     def attend_sparse(self, layer, q, step):
         """Attention over the group's selection and the tail."""
+        return self._sparse(layer, q, step, step.tail_start(self.method.tail))
+
+    def _sparse(self, layer, q, step, start):
         group = self.plan.group_of[layer]
         k, v = step.bank.kv(layer, step.bucket)
-        return decode_sparse(q, k, v, self.index[group], self.counts[group], step.tail_start(self.method.tail), step.visible,
-                             self.scale, scratch=self.setup.scratch, path=self.setup.path)
+        return decode_sparse(q, k, v, self.index[group], self.counts[group], start, step.visible, self.scale,
+                             scratch=self.setup.scratch, path=self.setup.path)
 
     def attend_and_select(self, layer, q, step):
         """A filter layer: attention to everything, and from the same scores the selection of its group."""
@@ -206,7 +218,7 @@ class OmniKVRuntime(Runtime):
         """Bring back the k that held then."""
         self._set_k(state)
 
-    def forget(self):
+    def forget(self, length):
         """No step has chosen anything yet."""
         for counts in self.counts:
             counts.zero_()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.config import ModelConfig
-from engine.rope import RopeTable, apply_rope, attention_scaling, inv_freq
+from engine.rope import Rotary, apply_rope, attention_scaling, inv_freq
 
 transformers = pytest.importorskip("transformers")
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb  # noqa: E402
@@ -48,6 +48,11 @@ def both(name, head_dim=64):
     return ours, LlamaRotaryEmbedding(transformers.LlamaConfig(**shape, rope_parameters=parameters))
 
 
+def row(table, p):
+    cos, sin = table.at(torch.tensor(p))
+    return cos, sin
+
+
 def theirs_at(embedding, positions):
     cos, sin = embedding(torch.zeros(1), torch.tensor(positions)[None])
     half = cos.shape[-1] // 2
@@ -68,9 +73,9 @@ def test_frequencies_are_bitwise_those_of_transformers(name, head_dim):
 @pytest.mark.parametrize("name", KINDS)
 def test_prefill_rows(name, total):
     ours, theirs = both(name)
-    table = RopeTable(ours, 5000)
+    table = Rotary(ours)
     for start, stop in {(0, total), (total // 3, total), (total - 1, total), (total, total)}:
-        cos, sin = table.rows(start, stop, total)
+        cos, sin = table.at(torch.arange(start, stop), total)
         expected = theirs_at(theirs, list(range(total)))
         for found, wanted in zip((cos, sin), expected, strict=True):
             assert found.shape == (stop - start, 32) and found.dtype == torch.float32
@@ -81,11 +86,11 @@ def test_prefill_rows(name, total):
 def test_far_positions(name):
     """At 200000 a frequency wrong in its last bit would show: the tolerance is that of cos itself."""
     ours, theirs = both(name)
-    table = RopeTable(ours, 200001)
+    table = Rotary(ours)
     for p in (65535, 131072, 200000):
         cos, sin = theirs_at(theirs, [p])
-        torch.testing.assert_close(table.cos[p], cos[0], rtol=0, atol=1e-6)
-        torch.testing.assert_close(table.sin[p], sin[0], rtol=0, atol=1e-6)
+        torch.testing.assert_close(row(table, p)[0], cos[0], rtol=0, atol=1e-6)
+        torch.testing.assert_close(row(table, p)[1], sin[0], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["dynamic", "dynamic-fraction", "yarn", "llama3"])
@@ -95,34 +100,27 @@ def test_decode_rows_follow_the_growing_sequence(name):
     The table's powers are vectorised and may differ from scalar ones in the last bit: 2**-23 of an angle of p rad at most.
     """
     ours, theirs = both(name)
-    table = RopeTable(ours, 1030)
+    table = Rotary(ours)
     theirs_at(theirs, list(range(290)))
     for p in range(290, 1030, 1 if "dynamic" in name else 97):
         cos, sin = theirs_at(theirs, [p])
-        torch.testing.assert_close(table.cos[p], cos[0], rtol=0, atol=2e-6 + p * 2**-22)
-        torch.testing.assert_close(table.sin[p], sin[0], rtol=0, atol=2e-6 + p * 2**-22)
+        torch.testing.assert_close(row(table, p)[0], cos[0], rtol=0, atol=2e-6 + p * 2**-22)
+        torch.testing.assert_close(row(table, p)[1], sin[0], rtol=0, atol=2e-6 + p * 2**-22)
 
 
 def test_dynamic_depends_on_the_whole_prompt_only_beyond_the_maximum():
     ours, _ = both("dynamic")
-    table = RopeTable(ours, 2000)
-    assert torch.equal(table.rows(0, 10, 10)[1], table.rows(0, 10, 512)[1])
-    assert not torch.allclose(table.rows(0, 10, 512)[1], table.rows(0, 10, 1500)[1])
-    assert torch.equal(table.rows(0, 1500, 1500)[1][700:], table.rows(700, 1500, 1500)[1])  # chunked = whole, bitwise
-
-
-def test_out_of_range_rows_are_refused():
-    table = RopeTable(both("default")[0], 100)
-    for start, stop, total in ((0, 101, 101), (-1, 5, 10), (6, 5, 10), (0, 11, 10)):
-        with pytest.raises(ValueError, match="table has 100"):
-            table.rows(start, stop, total)
+    table = Rotary(ours)
+    assert torch.equal(table.at(torch.arange(0, 10), 10)[1], table.at(torch.arange(0, 10), 512)[1])
+    assert not torch.allclose(table.at(torch.arange(0, 10), 512)[1], table.at(torch.arange(0, 10), 1500)[1])
+    assert torch.equal(table.at(torch.arange(0, 1500), 1500)[1][700:], table.at(torch.arange(700, 1500), 1500)[1])  # chunked = whole, bitwise
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("lead", [(), (1,), (3,), (2, 1)])
 def test_rotation(dtype, lead):
     ours, _ = both("yarn")
-    cos, sin = RopeTable(ours, 50).rows(7, 50, 50)
+    cos, sin = Rotary(ours).at(torch.arange(7, 50), 50)
     torch.manual_seed(0)
     x = torch.randn(*lead, 43, 5, 64).to(dtype)
     kept = x.clone()
@@ -135,20 +133,20 @@ def test_rotation(dtype, lead):
 
 def test_rotation_per_sequence():
     """cos and sin may carry a batch dimension of their own: decode reads different positions per sequence."""
-    table = RopeTable(both("default")[0], 64)
+    table = Rotary(both("default")[0])
     x = torch.randn(3, 1, 4, 64)
     at = torch.tensor([[5], [0], [63]])
-    found = apply_rope(x, table.cos[at], table.sin[at])
+    found = apply_rope(x, *table.at(at))
     for b in range(3):
-        assert torch.equal(found[b], apply_rope(x[b], table.cos[at[b]], table.sin[at[b]]))
+        assert torch.equal(found[b], apply_rope(x[b], *table.at(at[b])))
 
 
 def test_scores_depend_on_the_distance_only():
-    table = RopeTable(both("default")[0], 1000)
+    table = Rotary(both("default")[0])
     q, k = torch.randn(1, 1, 64, dtype=torch.float64), torch.randn(1, 1, 64, dtype=torch.float64)
 
     def score(i, j):
-        rotated = (apply_rope(t.float(), table.cos[p:p + 1], table.sin[p:p + 1]) for t, p in ((q, i), (k, j)))
+        rotated = (apply_rope(t.float(), *table.at(torch.tensor([p]))) for t, p in ((q, i), (k, j)))
         return torch.mul(*rotated).sum()
 
     torch.testing.assert_close(score(10, 3), score(907, 900), rtol=1e-3, atol=1e-3)

@@ -1,0 +1,237 @@
+"""The public face: LLM(model, ...) plans, loads and makes sessions; generate, stream and chat are thin over the one decode loop."""
+
+import contextlib
+import dataclasses
+import threading
+from pathlib import Path
+
+import torch
+
+from engine import calibration
+from engine.config import ModelConfig
+from engine.errors import BadCheckpoint, Busy, OutOfMemoryPlan, SettingError
+from engine.generate import Completion, generate
+from engine.graph import compiled_pieces
+from engine.memory import make_plan
+from engine.methods.base import Method
+from engine.methods.full import Full
+from engine.methods.omnikv import OmniKV
+from engine.model import Llama, after, assemble, before, ignored, targets
+from engine.rope import Rotary
+from engine.session import Session
+from engine.text import Tokenizer
+from weights.checkpoint import Checkpoint
+from weights.resolve import resolve
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KERNEL_PATHS = ("auto", "reference", "cpu", "triton")
+
+
+class LLM:
+    """One model on one device.
+
+    model: alias, hub id or folder in Hugging Face layout, or (config, weights) through LLM.from_stream. device: "auto" | "cpu" |
+    "cuda" | "cuda:N". dtype: "auto" (as stored; float16 becomes bfloat16 on a CPU) or a name. max_context: tokens per session
+    (default: the model's own length or what fits). threads: CPU threads. chunk: tokens per prefill chunk. compile: None (on for a
+    GPU, off for a CPU). method: Full() | OmniKV(...), default OmniKV where the model is known to have filter layers, else Full.
+    vram_budget, ram_budget: bytes to stay within. load=False plans only; call load() later. progress(LoadProgress).
+    Raises typed errors (engine.errors), all before anything large is allocated.
+    """
+
+    def __init__(self, model, *, device="auto", dtype="auto", max_context=None, threads=None, chunk=None, compile=None,
+                 offload="auto", vram_budget=None, ram_budget=None, method=None, load=True, progress=None, check_finite=True,
+                 kernels="auto", download_progress=None):
+        self._settings(threads, max_context, chunk, kernels, offload)
+        self.resolved = resolve(str(model), progress=download_progress)
+        self.folder, self.name = Path(self.resolved.folder), str(model)
+        config = ModelConfig.from_folder(self.folder)
+        self._prepare(config, device, dtype, compile)
+        self.method, layers = self.resolve_method(method if method is not None else self._default_method())
+        self._plan = make_plan(self.name, config, self.method, layers, self.dtype, self.device, self._context(max_context), chunk,
+                               vram_budget if self.device.type == "cuda" else ram_budget, self._hint)
+        self.checkpoint = Checkpoint.open(self.folder)
+        self.checkpoint.check(targets(config), ignored(config))
+        self.tokenizer = Tokenizer(self.folder)
+        if self.tokenizer.vocab_max_id >= config.vocab_size:
+            raise BadCheckpoint(f"{self.folder / 'tokenizer.json'}: found token id {self.tokenizer.vocab_max_id}, expected ids below "
+                                f"{config.vocab_size} (the embedding's rows)")
+        self._progress, self._check_finite = progress, check_finite
+        if load:
+            self.load()
+
+    @classmethod
+    def from_stream(cls, config, stream, *, name="random", device="auto", dtype="auto", max_context=None, threads=None, chunk=None,
+                    compile=None, offload="auto", vram_budget=None, ram_budget=None, method=None, kernels="auto", tokenizer=None):
+        """An LLM from a ModelConfig and stream(config, dtype, device) -> iterable of (target name, tensor), e.g. model.random_stream.
+
+        For benchmarks and tests: no folder, no tokenizer unless one is given. Same plan, same checks, same paths.
+        """
+        self = cls.__new__(cls)
+        self._settings(threads, max_context, chunk, kernels, offload)
+        self.resolved, self.folder, self.name, self.checkpoint, self.tokenizer = None, None, name, None, tokenizer
+        self._prepare(config, device, dtype, compile)
+        self.method, layers = self.resolve_method(method if method is not None else Full())
+        self._plan = make_plan(name, config, self.method, layers, self.dtype, self.device, self._context(max_context), chunk,
+                               vram_budget if self.device.type == "cuda" else ram_budget, self._hint)
+        self._plan.check()
+        self._finish(assemble(config, self.dtype, self.device, stream(config, self.dtype, self.device), kernels))
+        return self
+
+    # ---------------------------------------------------------------- construction
+
+    def _settings(self, threads, max_context, chunk, kernels, offload):
+        for name, value in (("threads", threads), ("max_context", max_context), ("chunk", chunk)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise SettingError(f"{name}: found {value!r}, expected an int of at least 1")
+        if kernels not in KERNEL_PATHS:
+            raise SettingError(f"kernels: found {kernels!r}, expected one of {', '.join(KERNEL_PATHS)}")
+        if offload not in ("auto", "device"):
+            raise SettingError(f"offload: found {offload!r}, expected 'auto' or 'device'")
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self.kernels, self.model, self._hint = kernels, None, ""
+        self._owner, self._depth, self._guard = None, 0, threading.Lock()
+
+    def _prepare(self, config, device, dtype, compile):
+        self.config = config
+        self.device = _device(device)
+        self.dtype = _dtype(dtype, config.dtype, self.device)
+        self._compile = self.device.type == "cuda" if compile is None else compile
+
+    def _context(self, max_context):
+        if max_context is not None and max_context > self.config.max_positions:
+            raise SettingError(f"max_context: found {max_context}, expected at most {self.config.max_positions} "
+                               f"(the model's own positions, max_position_embeddings in config.json)")
+        return max_context
+
+    def _default_method(self):
+        known = calibration.filter_layers(self.folder, self.resolved, self.config)
+        return OmniKV() if known.source != "spread" else Full()
+
+    def resolve_method(self, method):
+        """(method with its filter layers filled in, layer plan) for this model; SettingError where they do not fit together."""
+        if not isinstance(method, Method):
+            raise SettingError(f"method: found {method!r}, expected Full(), OmniKV(...) or another engine method")
+        if getattr(method, "filter_layers", ()) is None:
+            known = calibration.filter_layers(self.folder, self.resolved, self.config)
+            self._hint = known.hint
+            method = dataclasses.replace(method, filter_layers=known.layers) if known.layers else Full()
+        plan = method.plan(self.config)
+        method.check(plan)
+        return method, plan
+
+    def load(self):
+        """Read the weights (once). Raises OutOfMemoryPlan first where the plan does not fit."""
+        if self.model is not None:
+            return
+        self._plan.check()
+        stream = self.checkpoint.stream(targets(self.config), self.device, self.dtype, check_finite=self._check_finite,
+                                        progress=self._progress)
+        self._finish(assemble(self.config, self.dtype, self.device, stream, self.kernels))
+
+    def _finish(self, model: Llama):
+        self.model = model
+        self.rotary = Rotary(self.config, self.device)
+        self.pieces = compiled_pieces() if self._compile else (before, after)
+        self.graphs = self._compile and self.device.type == "cuda"
+
+    # ---------------------------------------------------------------- facts
+
+    def plan(self):
+        """Layer plan and memory plan (engine.memory.Plan): str() is for people, to_dict() for programs."""
+        return self._plan
+
+    @property
+    def max_context(self):
+        """Tokens that one session can hold."""
+        return self._plan.max_context
+
+    @property
+    def chunk(self):
+        """Tokens per prefill chunk."""
+        return self._plan.chunk
+
+    @property
+    def end_token_ids(self):
+        """Token ids that end an answer (generation_config.json, else config.json)."""
+        return self.config.eos_token_ids
+
+    @contextlib.contextmanager
+    def busy(self):
+        """Hold this LLM for one request; the same thread may nest, a second one gets Busy."""
+        me = threading.get_ident()
+        with self._guard:
+            if self._owner not in (None, me):
+                raise Busy("this LLM is running another request; wait for it, or load a second LLM")
+            self._owner, self._depth = me, self._depth + 1
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._depth -= 1
+                if self._depth == 0:
+                    self._owner = None
+
+    # ---------------------------------------------------------------- requests
+
+    def session(self, method=None):
+        """A new, empty Session; `method` defaults to the LLM's own."""
+        self.load()
+        method, plan = self.resolve_method(method) if method is not None else (self.method, self._plan.layers)
+        try:
+            return Session(self, self.max_context, method, plan)
+        except (RuntimeError, MemoryError) as error:           # torch's allocators raise RuntimeError, CUDA's a subclass of it
+            if "memory" not in str(error).lower():
+                raise
+            raise OutOfMemoryPlan(f"no memory for another session of {self.max_context} tokens ({self._plan.bytes_of('context bank')} "
+                                  f"bytes of bank); close one, or lower max_context") from error
+
+    def generate(self, prompts, params=None):
+        """Completion of a text or a list of token ids, or a list of Completions for a list of either. One after the other."""
+        if isinstance(prompts, str) or (len(prompts) > 0 and all(isinstance(t, int) for t in prompts)):
+            return Completion.join(self.stream(prompts, params))
+        return [self.generate(prompt, params) for prompt in prompts]
+
+    def stream(self, prompt, params=None, progress=None, should_stop=None):
+        """Iterator of Piece for a text or token ids, on a session of its own that ends with it. Closable early."""
+        ids = self.encode(prompt)
+        with self.session() as session:
+            yield from generate(session, ids, params, progress=progress, should_stop=should_stop)
+
+    def chat(self, messages, params=None):
+        """Completion of a conversation: messages are {"role", "content"}; needs a model with a chat template (TemplateError)."""
+        text = self._words().render(messages, add_generation_prompt=True)
+        return Completion.join(self.stream(self._words().encode(text, special=False), params))
+
+    def encode(self, prompt):
+        """Token ids of a text (with the model's own start tokens), or a copy of the ids given."""
+        return self._words().encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _words(self):
+        if self.tokenizer is None:
+            raise SettingError("this LLM has no tokenizer (it was made from a stream of weights); pass token ids")
+        return self.tokenizer
+
+
+def _device(name):
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise SettingError(f"device: found {name!r}, expected 'auto', 'cpu', 'cuda' or 'cuda:N'")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SettingError(f"device: found {name!r}, but this torch ({torch.__version__}) sees no CUDA device; use device='cpu'")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise SettingError(f"device: found {name!r}, expected an index below {torch.cuda.device_count()}")
+    return torch.device(device.type, device.index or 0) if device.type == "cuda" else device
+
+
+def _dtype(name, stored, device):
+    if name == "auto":
+        name = "bfloat16" if stored == "float16" and device.type == "cpu" else stored
+    if name not in DTYPES:
+        raise SettingError(f"dtype: found {name!r}, expected 'auto', {', '.join(map(repr, DTYPES))}")
+    return DTYPES[name]

@@ -1,0 +1,178 @@
+"""The memory plan: what a model will need, from config.json alone, before anything is allocated; and what fits."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.decode import RING
+from engine.errors import OutOfMemoryPlan
+from engine.plan import LayerPlan
+from kernels.scratch import scratch_bytes
+
+GIB = 1024 ** 3
+HEADROOM = 0.95         # of the free memory may be planned for: a card filled to 98% is 5-20 times slower, without an error
+ROUND = 64              # contexts are whole blocks
+
+
+def available_bytes(device):
+    """(free bytes, what was asked) on a device: CUDA's own figure, or MemAvailable and the container's limit on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0], f"{torch.cuda.get_device_name(device)}"
+    free = _meminfo() or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _container_left()
+    return (free, "free RAM") if limit is None or limit >= free else (limit, "left of the container's memory limit")
+
+
+def _meminfo():
+    path = Path("/proc/meminfo")
+    if not path.is_file():
+        return None
+    for line in path.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _container_left():
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        return None if limit == "max" else max(0, int(limit) - int((folder / "memory.current").read_text()))
+    except (OSError, ValueError):
+        return None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Layer plan and memory plan of one model under one method; printable, nothing allocated."""
+
+    model: str
+    method: object
+    layers: LayerPlan
+    device: str
+    dtype: str
+    max_context: int
+    largest_context: int
+    chunk: int
+    dense_below: int
+    items: tuple            # (name, bytes, note)
+    free: int
+    free_name: str
+    note: str = ""
+
+    @property
+    def total(self):
+        """Bytes at the peak: everything resident plus the prefill workspace."""
+        return sum(size for _, size, _ in self.items)
+
+    @property
+    def fits(self):
+        """Whether the peak stays within the memory that may be planned for."""
+        return self.total <= self.free * HEADROOM
+
+    def bytes_of(self, name):
+        """Bytes of one item by name."""
+        return next(size for item, size, _ in self.items if item == name)
+
+    def to_dict(self):
+        """Plain dict for JSON."""
+        return {"model": self.model, "method": repr(self.method), "layers": self.layers.describe(), "device": self.device,
+                "dtype": self.dtype, "max_context": self.max_context, "largest_context": self.largest_context, "chunk": self.chunk,
+                "dense_below": self.dense_below, "total_bytes": self.total, "free_bytes": self.free, "fits": self.fits,
+                "items": {name: size for name, size, _ in self.items}}
+
+    def __str__(self):
+        width = max(len(name) for name, _, _ in self.items)
+        lines = [f"model     {self.model}, {self.dtype} on {self.device}", f"method    {self.method!r}",
+                 f"layers    {self.layers.describe()}"]
+        if self.layers.sparse_layers:
+            lines.append("sparse    " + ("at every length" if not self.dense_below else
+                         f"from {self.dense_below} tokens on (below, full attention reads less)"))
+        lines += [f"context   {self.max_context} tokens, prefill in chunks of {self.chunk}", "memory"]
+        lines += [f"  {name:<{width}}  {human(size):>10}  {note}".rstrip() for name, size, note in self.items]
+        lines.append(f"  {'total at peak':<{width}}  {human(self.total):>10}  of {human(self.free)} {self.free_name}")
+        lines.append(f"largest context that fits here: {self.largest_context} tokens")
+        if self.note:
+            lines.append(self.note)
+        return "\n".join(lines)
+
+    def check(self, flag="max_context"):
+        """Raise OutOfMemoryPlan with the remedies in order where the plan does not fit."""
+        if self.fits:
+            return
+        part, size, _ = max(self.items, key=lambda item: item[1])
+        fewer = f"a context of at most {self.largest_context} tokens ({flag}={self.largest_context})" \
+            if self.largest_context >= ROUND else "a smaller model"
+        raise OutOfMemoryPlan(
+            f"{self.model} at {self.max_context} tokens needs {human(self.total)} ({part}: {human(size)}), but only "
+            f"{human(self.free * HEADROOM)} of the {human(self.free)} {self.free_name} may be used; remedies: {fewer}, "
+            f"then a smaller dtype than {self.dtype}, then freeing memory")
+
+
+def human(size):
+    """Bytes for people."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.2f} {unit}"
+    return f"{int(size)} B"
+
+
+def default_chunk(device_type):
+    """Tokens per prefill chunk: large enough that the weights' products run at full rate, small beside any long prompt."""
+    return 2048 if device_type == "cuda" else 512
+
+
+def memory_items(config, method, layers, dtype, device, context, chunk):
+    """The plan's parts at a context: tuple of (name, bytes, note). Everything but the bank and a few buffers is O(1) in context."""
+    size = dtype.itemsize
+    bank = config.num_layers * context * config.kv_bytes(size)
+    budget = method.budget_capacity(layers, context)
+    windowed = getattr(method, "selector", "last") != "last"
+    scratch = scratch_bytes(batch=1, queries=1, heads=config.num_heads, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+                            capacity=context, budget=budget, device=device, dtype=dtype, scored=budget > 0,
+                            window=method.window if windowed else 0)
+    selection = (4 * context + 4 * budget * len(layers.groups)) if budget else 0
+    ring = config.num_layers * RING * config.q_size * size
+    return (
+        ("weights", config.parameters * size, f"{config.parameters / 1e9:.2f} B parameters"),
+        ("context bank", bank, f"{config.num_layers} layers x {config.kv_bytes(size)} B per token"),
+        ("query ring", ring, f"last {RING} queries of every layer"),
+        ("decode scratch", scratch, ""),
+        ("selection", selection, "scores and indices" if budget else ""),
+        ("prefill workspace", prefill_bytes(config, size, chunk), f"activations of one chunk of {chunk} tokens"),
+    )
+
+
+def prefill_bytes(config, size, chunk):
+    """Peak activations of one chunk: residual, norm, q/k/v, attention in float32 with its log-sum-exp, gate, up and product."""
+    attention = config.q_size * (2 * size + 8) + 2 * config.kv_size * size + 8 * config.num_heads
+    mlp = 3 * config.intermediate_size * size
+    return chunk * (4 * config.hidden_size * size + 4 * config.hidden_size + max(attention, mlp)) + 4 * config.vocab_size
+
+
+def make_plan(name, config, method, layers, dtype, device, max_context=None, chunk=None, budget=None, note=""):
+    """The Plan of a model. max_context None: the model's own length or what fits, whichever is less. budget: bytes to stay within."""
+    chunk = chunk or default_chunk(device.type)
+    free, free_name = available_bytes(device)
+    if budget is not None:
+        free, free_name = min(free, int(budget / HEADROOM)), "allowed"
+
+    def total(context):
+        return sum(size for _, size, _ in memory_items(config, method, layers, dtype, device, context, min(chunk, context)))
+
+    largest = _largest(total, free * HEADROOM, config.max_positions)
+    context = max_context or max(ROUND, largest)
+    step = min(chunk, context)
+    below = method.dense_below_tokens(layers, config, dtype.itemsize, device.type, context)
+    return Plan(name, method, layers, str(device), str(dtype).removeprefix("torch."), context, largest, step, below,
+                memory_items(config, method, layers, dtype, device, context, step), free, free_name, note)
+
+
+def _largest(total, room, most):
+    low, high = 0, most
+    while high - low >= 1:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if total(middle) <= room else (low, middle - 1)
+    return low if low == most else low // ROUND * ROUND

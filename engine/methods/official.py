@@ -1,0 +1,97 @@
+"""OmniKV(official=True): the published research code's behaviour, to the last selected index, for comparison number by number.
+
+Differences from the engine's own OmniKV (METHODS.md 3.3, items 13-19): only prompt tokens are scored, every generated token is
+tail; softmax runs over the scored keys only; a window's queries are all rotated to the current position; prompt tokens inside the
+window are not scored but always selected and count against the budget; a second prefill is refused. Plain torch, not capturable.
+"""
+
+import torch
+
+from engine.errors import SettingError
+from engine.methods.base import device_int
+from engine.methods.omnikv import OmniKVRuntime
+from engine.plan import Role
+from kernels.topk import select_topk
+
+
+class OfficialRuntime(OmniKVRuntime):
+    """Selection state of one session with one prompt."""
+
+    capturable = False      # the step's number decides shapes: it is read on the host
+
+    def __init__(self, method, setup):
+        super().__init__(method, setup)
+        if method.selector != "last" and method.kind == "raw":
+            raise SettingError("scores: found 'raw' with a windowed selector, expected None or 'softmax' (official=True)")
+        self.window = 0 if method.selector == "last" else method.window
+        self.prompt = 0
+
+    def end_prefill(self, length):
+        """The prompt is what the first prefill read; the published code breaks silently on a second one."""
+        if self.prompt and length > self.prompt:
+            raise SettingError("official: the published code knows one prompt per session; a second prefill is not supported")
+        least = max(2, self.window - 1)
+        if length < least:
+            raise SettingError(f"official: found a prompt of {length} tokens, expected at least {least} "
+                               f"(the published code fails below)")
+        self.prompt = length
+        self._set_k(self.method.budget(self.plan, length))
+
+    def attend_sparse(self, layer, q, step):
+        """As OmniKV's, with everything generated as tail."""
+        return self._sparse(layer, q, step, device_int(self.prompt, self.setup))
+
+    def attend_and_select(self, layer, q, step):
+        """Selection from the prompt's rows, then attention to everything."""
+        group = self.plan.group_of[layer]
+        generated = int(step.visible[0]) - self.prompt
+        forced = max(0, self.window - generated)
+        scored = self.prompt - forced
+        keys = self._scores(layer, q, step, scored)
+        k = max(1, self.k - forced) if forced else self.k
+        index, counts = self.index[group], self.counts[group]
+        select_topk(keys, self.zero, device_int(scored, self.setup), device_int(k, self.setup), index[:, 0], counts,
+                    scratch=self.setup.scratch, path=self.setup.path)
+        if forced:
+            kept = int(counts[0])
+            index[:, 0, kept:kept + forced] = torch.arange(scored, self.prompt, device=index.device, dtype=index.dtype)
+            counts += forced
+        return self.attend_dense(layer, q, step)
+
+    def _scores(self, layer, q, step, scored):
+        """Scores of prompt rows 0 .. scored-1: float32 [B, scored]."""
+        k, _ = step.bank.kv(layer)
+        rows = k[:, :, :scored]
+        if self.window:
+            at = step.positions[:, -1:] + torch.arange(1 - self.window, 1, device=q.device)
+            cos, sin = step.rotary.at(step.positions[:, -1:].expand(-1, self.window))      # all at the current position
+            q = step.rotary.apply(step.ring.read(layer, at.clamp_(min=0)), cos, sin)
+        batch, queries, heads, dim = q.shape
+        packed = q.view(batch, queries, rows.shape[1], -1, dim).permute(0, 2, 1, 3, 4).flatten(2, 3)
+        logits = (packed @ rows.transpose(2, 3)).float() * self.scale
+        logits = logits.view(batch, rows.shape[1], queries, -1, scored).transpose(1, 2).flatten(2, 3)
+        if self.method.kind == "softmax":
+            logits = torch.softmax(logits, dim=-1)
+        return (logits.amax(dim=2) * self.alpha.view(1, -1, 1)).sum(1).contiguous()
+
+    def rows_read(self, n):
+        """Chosen rows, the window's forced ones included, and everything generated."""
+        forced = max(0, self.window - (n - self.prompt))
+        chosen = min(self.k, self.prompt) if not forced else min(max(1, self.k - forced), self.prompt - forced) + forced
+        sparse = chosen + n - self.prompt
+        return [sparse if role is Role.SPARSE else n for role in self.plan.roles]
+
+    def snapshot(self):
+        """The budget and the prompt's length."""
+        return self.k, self.prompt
+
+    def restore(self, state, length):
+        """Bring both back."""
+        k, self.prompt = state
+        self._set_k(k)
+
+    def forget(self, length):
+        """An emptied session may read another prompt."""
+        super().forget(length)
+        if length == 0:
+            self.prompt = 0

@@ -1,0 +1,312 @@
+"""One conversation: its bank lives on between turns, its tokens are ids, and nothing that was read is read again."""
+
+import time
+from dataclasses import asdict, dataclass, field
+
+import torch
+
+from engine.bank import DeviceBank
+from engine.decode import RING, Decoder, QueryRing
+from engine.errors import ContextTooLong, SessionClosed, SettingError
+from engine.graph import StepRunner
+from engine.methods.base import Setup
+from engine.methods.full import Full
+from engine.plan import Role
+from engine.prefill import Clock, Work, run_chunk
+from kernels.scratch import make_scratch
+
+
+@dataclass
+class SessionStats:
+    """Counters of one session since it began, and the sizes of what it holds. Times in seconds, sizes in bytes."""
+
+    tokens: int = 0
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_steps: int = 0
+    decode_seconds: float = 0.0
+    sparse_steps: int = 0              # steps in which the sparse layers read a selection, not everything
+    dense_steps: int = 0
+    rows_read_sparse: int = 0          # bank rows read by the sparse layers, summed over layers and steps
+    bytes_read_sparse: int = 0
+    bytes_read_dense: int = 0
+    bank_bytes: int = 0
+    scratch_bytes: int = 0
+    ring_bytes: int = 0
+    selection_bytes: int = 0
+
+    def to_dict(self):
+        """Plain dict for JSON."""
+        return asdict(self)
+
+
+@dataclass
+class _Mark:
+    """The end of a prefill: the bank's length then, and what the method fixed for the answer that follows."""
+
+    length: int
+    state: object = field(repr=False, default=None)
+    logits: object = field(repr=False, default=None)
+
+
+class Session:
+    """Made by LLM.session(). `len(s)` tokens are in the bank; `s.ids` are they. Not thread-safe; one runs at a time per LLM."""
+
+    def __init__(self, llm, capacity, method, plan):
+        self.llm, self.capacity = llm, capacity
+        self.ids = []
+        self.last_logits = None        # float32 [vocab] of the newest token
+        self._marks = []
+        self._stats = SessionStats()
+        config, model = llm.config, llm.model
+        self.bank = DeviceBank(config, plan, capacity, model.dtype, model.device)
+        self._ring = QueryRing(config, 1, model.dtype, model.device)
+        self._token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+        self._length = torch.zeros(1, dtype=torch.int32, device=model.device)
+        self._use(method, plan)
+
+    # ---------------------------------------------------------------- what it holds
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    @property
+    def closed(self):
+        """Whether close() was called."""
+        return self.bank is None
+
+    @property
+    def stats(self):
+        """A SessionStats of now."""
+        s = self._stats
+        s.tokens = len(self.ids)
+        if not self.closed:
+            s.bank_bytes, s.ring_bytes, s.scratch_bytes = self.bank.nbytes, self._ring.nbytes, self._scratch_bytes
+        return s
+
+    @property
+    def selections(self):
+        """{filter_layer: int64 [k]} of the last step, ascending positions; empty before one or where nothing was selected."""
+        return self._runtime.selections() if self._selected else {}
+
+    # ---------------------------------------------------------------- method
+
+    def _use(self, method, plan):
+        llm, config = self.llm, self.llm.config
+        self.method, self.plan = method, plan
+        windowed = getattr(method, "selector", "last") != "last"
+        budget = method.budget_capacity(plan, self.capacity)
+        self._scratch = make_scratch(batch=1, queries=1, heads=config.num_heads, kv_heads=config.num_kv_heads,
+                                     head_dim=config.head_dim, capacity=self.capacity, budget=budget,
+                                     device=llm.model.device, scored=budget > 0,
+                                     window=method.window if windowed else 0, path=llm.kernels)
+        setup = Setup(config, plan, self.capacity, llm.model.device, llm.model.dtype, 1, llm.kernels, self._scratch)
+        self._runtime = method.runtime(setup)
+        full = Full()
+        self._dense_runtime = full.runtime(Setup(config, full.plan(config), *_rest(setup)))
+        self._dense_below = method.dense_below_tokens(plan, config, llm.model.dtype.itemsize, llm.model.device.type, self.capacity)
+        decoder = Decoder(llm.model, llm.rotary, self._runtime, self._ring, llm.pieces)
+        dense = Decoder(llm.model, llm.rotary, self._dense_runtime, self._ring, llm.pieces)
+        self._sparse_step = StepRunner(decoder, self._token, self._length, self.bank, llm.graphs)
+        self._dense_step = StepRunner(dense, self._token, self._length, self.bank, llm.graphs)
+        self._selected = False
+
+    def set_method(self, method):
+        """Go on with another method; nothing is read again. The bank's layers change layout where the new plan wants it."""
+        self._open()
+        method, plan = self.llm.resolve_method(method)
+        with self.llm.busy():
+            self.bank.relayout(plan)
+            self._use(method, plan)
+            if self.ids:
+                self._runtime.end_prefill(self._marks[-1].length if self._marks else len(self.ids))
+                self._marks = [_Mark(m.length, self._runtime.snapshot(), m.logits) for m in self._marks[-1:]]
+
+    # ---------------------------------------------------------------- reading and writing tokens
+
+    def prefill(self, token_ids, progress=None):
+        """Append tokens to the bank, chunk by chunk; returns float32 logits [vocab] of the last one.
+
+        progress(PrefillProgress) is called after every chunk; if it (or Ctrl-C) raises, whole chunks stay in the session.
+        Raises ContextTooLong before anything is read where the tokens do not fit.
+        """
+        self._open()
+        new = self._checked(token_ids)
+        start, stop = len(self.ids), len(self.ids) + len(new)
+        self._room(stop)
+        chunk, device = self.llm.chunk, self.llm.model.device
+        clock = Clock(Work.of(self.llm.config), start, stop)
+        with self.llm.busy(), torch.inference_mode():
+            for first in range(start, stop, chunk):
+                last = min(stop, first + chunk)
+                began = time.perf_counter()
+                tokens = torch.tensor([new[first - start:last - start]], dtype=torch.int64, device=device)
+                logits, newest = run_chunk(self.llm.model, self.llm.rotary, self._runtime, self.bank, tokens, first, stop,
+                                           last_logits=last == stop)
+                self._commit(new[first - start:last - start], newest)
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)         # a chunk is seconds of work: its time must be true for the time left
+                seconds = time.perf_counter() - began
+                clock.add(first, last, seconds)
+                self._stats.prefill_seconds += seconds
+                self._stats.prefill_tokens += last - first
+                if last == stop:
+                    self._end_prefill(logits[0])
+                if progress is not None:
+                    progress(clock.progress(last))
+        return self.last_logits
+
+    def _commit(self, ids, newest):
+        length = len(self.ids) + len(ids)
+        self._ring.commit(newest[:, :, -min(newest.shape[2], len(ids)):], length)
+        self.ids.extend(ids)
+        self._ring.advanced(length, min(newest.shape[2], len(ids)))
+        self.last_logits = None
+
+    def _end_prefill(self, logits):
+        self._runtime.end_prefill(len(self.ids))
+        self._marks.append(_Mark(len(self.ids), self._runtime.snapshot(), logits))
+        self.last_logits = logits
+        self._selected = False
+
+    def decode(self, token_id):
+        """Append one token; returns float32 logits [vocab]. Raises ContextTooLong where the bank is full."""
+        self._open()
+        (token_id,) = self._checked([token_id])
+        n = len(self.ids) + 1
+        self._room(n)
+        with self.llm.busy(), torch.inference_mode():
+            self._restore_window()
+            began = time.perf_counter()
+            sparse = n >= self._dense_below and bool(self.plan.sparse_layers)
+            self._token.fill_(token_id)
+            self._length.fill_(n - 1)
+            logits = (self._sparse_step if sparse else self._dense_step)(n)[0, -1]
+            self.ids.append(token_id)
+            self._ring.advanced(n, 1)
+            self.last_logits = logits
+            self._selected = sparse
+            self._count(n, sparse, time.perf_counter() - began)
+        return logits
+
+    def _count(self, n, sparse, seconds):
+        s, row = self._stats, self.llm.config.kv_bytes(self.llm.model.dtype.itemsize)
+        runtime = self._runtime if sparse else self._dense_runtime
+        rows = runtime.rows_read(n)
+        read = sum(r for r, role in zip(rows, self.plan.roles) if role is Role.SPARSE)
+        s.decode_steps += 1
+        s.decode_seconds += seconds
+        s.sparse_steps += sparse
+        s.dense_steps += not sparse
+        s.rows_read_sparse += read
+        s.bytes_read_sparse += read * row
+        s.bytes_read_dense += (sum(rows) - read) * row
+
+    # ---------------------------------------------------------------- going back, copies, end
+
+    def truncate(self, n):
+        """Forget all but the first n tokens; what the next step sees is what it would have seen had they never been there."""
+        self._open()
+        if not 0 <= n <= len(self.ids):
+            raise SettingError(f"truncate: found {n}, expected 0 to {len(self.ids)} (the session's tokens)")
+        if n == len(self.ids):
+            return
+        del self.ids[n:]
+        self.last_logits = None
+        self._selected = False
+        self._runtime.forget(n)
+        cut = [m for m in self._marks if m.length > n]
+        self._marks = [m for m in self._marks if m.length <= n]
+        if cut and n:                                      # the cut is inside a prompt: the bank's latest prefill ends here now
+            self._runtime.end_prefill(n)
+            self._marks.append(_Mark(n, self._runtime.snapshot()))
+        elif self._marks:
+            self._runtime.restore(self._marks[-1].state, n)
+            if self._marks[-1].length == n:
+                self.last_logits = self._marks[-1].logits
+
+    def refresh_logits(self):
+        """Logits of the newest token where a truncate left none: that token goes through the model once more, the bank unchanged."""
+        self._open()
+        if not self.ids:
+            raise SettingError("generate: found an empty session and no tokens, expected a prompt of at least one token")
+        n = len(self.ids)
+        tokens = torch.tensor([self.ids[-1:]], dtype=torch.int64, device=self.llm.model.device)
+        with torch.inference_mode():
+            logits, _ = run_chunk(self.llm.model, self.llm.rotary, self._dense_runtime, self.bank, tokens, n - 1, n, write=False,
+                                  last_logits=True)
+        self.last_logits = logits[0]
+
+    def _restore_window(self):
+        """Recompute queries that the selector's window needs and the ring has lost (a truncate by more than the ring holds)."""
+        window, n = self._runtime.window, len(self.ids)
+        first = max(0, n - window)
+        if window == 0 or self._ring.covers(first, n):
+            return
+        tokens = torch.tensor([self.ids[first:]], dtype=torch.int64, device=self.llm.model.device)
+        _, newest = run_chunk(self.llm.model, self.llm.rotary, self._dense_runtime, self.bank, tokens, first, n, write=False)
+        self._ring.commit(newest, n)
+        self._ring.low = first
+
+    def fork(self):
+        """An independent session with the same tokens; rows are copied, the selection state too."""
+        self._open()
+        with self.llm.busy():
+            twin = self.llm.session(self.method)
+            twin.bank.copy_from(self.bank, len(self.ids))
+            twin.ids = list(self.ids)
+            twin._ring.slots.copy_(self._ring.slots)
+            twin._ring.low = self._ring.low
+            twin.last_logits = None if self.last_logits is None else self.last_logits.clone()
+            twin._marks = [_Mark(m.length, m.state, m.logits) for m in self._marks]
+            if twin._marks:
+                twin._runtime.restore(twin._marks[-1].state, len(self.ids))
+        return twin
+
+    def generate(self, token_ids, params=None, progress=None, should_stop=None):
+        """Prefill token_ids (may be empty after a prefill), then decode: an iterator of engine.generate.Piece, closable early."""
+        from engine.generate import generate
+        return generate(self, token_ids, params, progress=progress, should_stop=should_stop)
+
+    def close(self):
+        """Give the bank's memory back. Further calls raise SessionClosed."""
+        if self.bank is not None:
+            self.bank.close()
+            self.bank = self._ring = self._scratch = self._runtime = self._dense_runtime = None
+            self._sparse_step = self._dense_step = None
+            self.last_logits = None
+
+    # ---------------------------------------------------------------- checks
+
+    def _open(self):
+        if self.closed:
+            raise SessionClosed("this session was closed; make a new one with llm.session()")
+
+    def _checked(self, token_ids):
+        ids = [int(t) for t in token_ids]
+        vocab = self.llm.config.vocab_size
+        bad = next((t for t in ids if not 0 <= t < vocab), None)
+        if bad is not None:
+            raise SettingError(f"token id: found {bad}, expected 0 to {vocab - 1} (the model's vocabulary)")
+        if not ids:
+            raise SettingError("prefill: found no tokens, expected at least one")
+        return ids
+
+    def _room(self, wanted):
+        if wanted > self.capacity:
+            raise ContextTooLong(
+                f"{wanted} tokens do not fit: this session holds {len(self.ids)} and its context limit is {self.capacity} "
+                f"(the model's own is {self.llm.config.max_positions}); raise it with max_context / --ctx, or shorten the text")
+
+
+def _rest(setup):
+    return setup.capacity, setup.device, setup.dtype, setup.batch, setup.path, setup.scratch
+
+
+assert RING >= 2 * 64       # a window of 64 queries survives a truncate of as many
