@@ -48,7 +48,7 @@ class LLM:
         self._prepare(config, device, dtype, compile)
         self.method, layers = self.resolve_method(method if method is not None else self._default_method())
         self._plan = make_plan(self.name, config, self.method, layers, self.dtype, self.device, self._context(max_context), chunk,
-                               vram_budget if self.device.type == "cuda" else ram_budget, self._hint)
+                               vram_budget if self.device.type == "cuda" else ram_budget, self._hint, kernels)
         self.checkpoint = Checkpoint.open(self.folder)
         self.checkpoint.check(targets(config), ignored(config))
         self.tokenizer = Tokenizer(self.folder)
@@ -72,7 +72,7 @@ class LLM:
         self._prepare(config, device, dtype, compile)
         self.method, layers = self.resolve_method(method if method is not None else Full())
         self._plan = make_plan(name, config, self.method, layers, self.dtype, self.device, self._context(max_context), chunk,
-                               vram_budget if self.device.type == "cuda" else ram_budget, self._hint)
+                               vram_budget if self.device.type == "cuda" else ram_budget, self._hint, kernels)
         self._plan.check()
         self._finish(assemble(config, self.dtype, self.device, stream(config, self.dtype, self.device), kernels))
         return self

@@ -124,15 +124,15 @@ def default_chunk(device_type):
     return 2048 if device_type == "cuda" else 512
 
 
-def memory_items(config, method, layers, dtype, device, context, chunk):
+def memory_items(config, method, layers, dtype, device, context, chunk, path="auto"):
     """The plan's parts at a context: tuple of (name, bytes, note). Everything but the bank and a few buffers is O(1) in context."""
     size = dtype.itemsize
     bank = config.num_layers * context * config.kv_bytes(size)
     budget = method.budget_capacity(layers, context)
     windowed = getattr(method, "selector", "last") != "last"
     scratch = scratch_bytes(batch=1, queries=1, heads=config.num_heads, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-                            capacity=context, budget=budget, device=device, dtype=dtype, scored=budget > 0,
-                            window=method.window if windowed else 0)
+                            capacity=context, budget=budget, device=device, scored=budget > 0,
+                            window=method.window if windowed else 0, path=path)
     selection = (4 * context + 4 * budget * len(layers.groups)) if budget else 0
     ring = config.num_layers * RING * config.q_size * size
     return (
@@ -152,7 +152,8 @@ def prefill_bytes(config, size, chunk):
     return chunk * (4 * config.hidden_size * size + 4 * config.hidden_size + max(attention, mlp)) + 4 * config.vocab_size
 
 
-def make_plan(name, config, method, layers, dtype, device, max_context=None, chunk=None, budget=None, note=""):
+def make_plan(name, config, method, layers, dtype, device, max_context=None, chunk=None, budget=None, note="",
+              path="auto"):
     """The Plan of a model. max_context None: the model's own length or what fits, whichever is less. budget: bytes to stay within."""
     chunk = chunk or default_chunk(device.type)
     free, free_name = available_bytes(device)
@@ -160,14 +161,14 @@ def make_plan(name, config, method, layers, dtype, device, max_context=None, chu
         free, free_name = min(free, int(budget / HEADROOM)), "allowed"
 
     def total(context):
-        return sum(size for _, size, _ in memory_items(config, method, layers, dtype, device, context, min(chunk, context)))
+        return sum(size for _, size, _ in memory_items(config, method, layers, dtype, device, context, min(chunk, context), path))
 
     largest = _largest(total, free * HEADROOM, config.max_positions)
     context = max_context or max(ROUND, largest)
     step = min(chunk, context)
     below = method.dense_below_tokens(layers, config, dtype.itemsize, device.type, context)
     return Plan(name, method, layers, str(device), str(dtype).removeprefix("torch."), context, largest, step, below,
-                memory_items(config, method, layers, dtype, device, context, step), free, free_name, note)
+                memory_items(config, method, layers, dtype, device, context, step, path), free, free_name, note)
 
 
 def _largest(total, room, most):

@@ -1,7 +1,7 @@
 """One conversation: its bank lives on between turns, its tokens are ids, and nothing that was read is read again."""
 
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
@@ -13,7 +13,7 @@ from engine.methods.base import Setup
 from engine.methods.full import Full
 from engine.plan import Role
 from engine.prefill import Clock, Work, run_chunk
-from kernels.scratch import make_scratch
+from kernels.scratch import make_scratch, scratch_bytes
 
 
 @dataclass
@@ -83,12 +83,10 @@ class Session:
 
     @property
     def stats(self):
-        """A SessionStats of now."""
-        s = self._stats
-        s.tokens = len(self.ids)
-        if not self.closed:
-            s.bank_bytes, s.ring_bytes, s.scratch_bytes = self.bank.nbytes, self._ring.nbytes, self._scratch_bytes
-        return s
+        """A SessionStats of now (a copy)."""
+        held = {} if self.closed else dict(bank_bytes=self.bank.nbytes, ring_bytes=self._ring.nbytes, scratch_bytes=self._scratch_bytes,
+                                           selection_bytes=self._runtime.nbytes)
+        return replace(self._stats, tokens=len(self.ids), **held)
 
     @property
     def selections(self):
@@ -102,10 +100,10 @@ class Session:
         self.method, self.plan = method, plan
         windowed = getattr(method, "selector", "last") != "last"
         budget = method.budget_capacity(plan, self.capacity)
-        self._scratch = make_scratch(batch=1, queries=1, heads=config.num_heads, kv_heads=config.num_kv_heads,
-                                     head_dim=config.head_dim, capacity=self.capacity, budget=budget,
-                                     device=llm.model.device, scored=budget > 0,
-                                     window=method.window if windowed else 0, path=llm.kernels)
+        sizes = dict(batch=1, queries=1, heads=config.num_heads, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+                     capacity=self.capacity, budget=budget, device=llm.model.device, scored=budget > 0,
+                     window=method.window if windowed else 0, path=llm.kernels)
+        self._scratch, self._scratch_bytes = make_scratch(**sizes), scratch_bytes(**sizes)
         setup = Setup(config, plan, self.capacity, llm.model.device, llm.model.dtype, 1, llm.kernels, self._scratch)
         self._runtime = method.runtime(setup)
         full = Full()

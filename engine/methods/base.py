@@ -66,6 +66,11 @@ class Runtime:
         self.method, self.setup = method, setup
         self.scale = setup.config.head_dim ** -0.5
 
+    @property
+    def nbytes(self):
+        """Device bytes of this runtime's own buffers."""
+        return 0
+
     def end_prefill(self, length):
         """The bank holds `length` tokens at the end of a prefill (hook A); budgets by share are fixed here."""
 

@@ -151,6 +151,11 @@ class OmniKVRuntime(Runtime):
         self.k_device = device_int(0, setup)
         self.zero = device_int(0, setup)
 
+    @property
+    def nbytes(self):
+        """Bytes of keys and indices."""
+        return sum(t.numel() * t.element_size() for t in (self.keys, *self.index))
+
     def end_prefill(self, length):
         """Fix k for the answer that follows."""
         self._set_k(self.method.budget(self.plan, length))
