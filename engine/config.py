@@ -80,6 +80,15 @@ class ModelConfig:
         return 2 * self.kv_size * dtype_bytes
 
     @property
+    def context_limit(self) -> int:
+        """Most positions a caller may ask for: max_positions, times the factor where linear or dynamic rope stretches them.
+
+        Files of such models state the trained length or the stretched one; the default stays at what the file says.
+        """
+        stretched = self.rope.kind in ("linear", "dynamic")
+        return max(self.max_positions, int(self.max_positions * self.rope.factor)) if stretched else self.max_positions
+
+    @property
     def parameters(self) -> int:
         """Number of stored weights; a tied lm_head is not counted twice."""
         attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)

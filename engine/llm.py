@@ -99,8 +99,8 @@ class LLM:
         self._compile = self.device.type == "cuda" if compile is None else compile
 
     def _context(self, max_context):
-        if max_context is not None and max_context > self.config.max_positions:
-            raise SettingError(f"max_context: found {max_context}, expected at most {self.config.max_positions} "
+        if max_context is not None and max_context > self.config.context_limit:
+            raise SettingError(f"max_context: found {max_context}, expected at most {self.config.context_limit} "
                                f"(the model's own positions, max_position_embeddings in config.json)")
         return max_context
 
