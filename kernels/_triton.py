@@ -3,7 +3,7 @@
 try:
     import triton
     import triton.language as tl
-except ImportError:                     # kernels are then plain functions that nobody calls: dispatch.choose never says "triton"
+except ImportError:                     # kernels then are plain functions that nobody calls, see dispatch.choose
     class _Absent:
         constexpr = None
 

@@ -1,7 +1,8 @@
-"""Dense flash-decoding: a few new queries attend to every row of the bank; optionally the selector's keys are left behind.
+"""Dense flash-decoding: a few new queries attend to every row of the bank; optionally the selector's keys are left
+behind.
 
-`decode_dense` is what FULL, WAIT and FILTER layers run in a decode step. A FILTER layer passes `keys`: the same pass over K
-leaves max over heads of the softmaxed (or raw) scores of the last query, OmniKV Eq. 3 with selector "last".
+`decode_dense` is what FULL, WAIT and FILTER layers run in a decode step. A FILTER layer passes `keys`: the same pass
+over K leaves max over heads of the softmaxed (or raw) scores of the last query, OmniKV Eq. 3 with selector "last".
 """
 
 import torch
@@ -29,11 +30,11 @@ def decode_dense_ref(q, k, v, lengths, scale, keys=None, kind="softmax"):
 def decode_dense(q, k, v, lengths, scale, keys=None, kind="softmax", scratch=None, path="auto"):
     """Attention of Q <= 8 new queries over all rows of the bank.
 
-    q [B, Q, H, D]; k, v [B, Hkv, T, D] views of any strides, last dim contiguous, rows of the new tokens already written;
-    lengths [B] int32 on q's device: rows visible to the LAST query (query j sees lengths - (Q-1-j)); scale: 1/sqrt(D).
-    keys [B, T] float32 or None: positions < lengths are overwritten with the last query's head maxima (`kind` "softmax" over
-    the visible rows, or "raw"); positions beyond are left as they are. scratch: kernels.scratch.Scratch or None (allocates).
-    Returns out [B, Q, H, D] in q.dtype. Mutates keys and scratch.
+    q [B, Q, H, D]; k, v [B, Hkv, T, D] views of any strides, last dim contiguous, rows of the new tokens already
+    written; lengths [B] int32 on q's device: rows visible to the LAST query (query j sees lengths - (Q-1-j)); scale:
+    1/sqrt(D). keys [B, T] float32 or None: positions < lengths are overwritten with the last query's head maxima
+    (`kind` "softmax" over the visible rows, or "raw"); positions beyond are left as they are. scratch:
+    kernels.scratch.Scratch or None (allocates). Returns out [B, Q, H, D] in q.dtype. Mutates keys and scratch.
     """
     chosen = choose(path, q)
     if chosen == "triton":
@@ -49,12 +50,13 @@ def decode_dense_cpu(q, k, v, lengths, scale, keys, kind, scratch=None):
 
 
 @triton.jit
-def dense_kernel(q, k, v, lengths, part, lse, logits, scale, sqb, sqq, sqh, skb, skh, skt, svb, svh, svt, capacity, heads,
-                 queries, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLIT: tl.constexpr,
+def dense_kernel(q, k, v, lengths, part, lse, logits, scale, sqb, sqq, sqh, skb, skh, skt, svb, svh, svt, capacity,
+                 heads, queries, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLIT: tl.constexpr,
                  BLOCK: tl.constexpr, SCORED: tl.constexpr):
     """One split of SPLIT rows for one kv head: grid (splits, kv_heads, B). Programs beyond the length leave at once.
 
-    Row j * G + g of the tile is query j under head g of the group. SCORED also stores the last query's logits [B, H, capacity].
+    Row j * G + g of the tile is query j under head g of the group. SCORED also stores the last query's logits [B, H,
+    capacity].
     """
     s = tl.program_id(0)
     h = tl.program_id(1)
@@ -72,7 +74,7 @@ def dense_kernel(q, k, v, lengths, part, lse, logits, scale, sqb, sqq, sqh, skb,
         rows = tl.load(q + at, mask=live[:, None] & (d < D)[None, :], other=0.0)
         limit = n - (queries - 1 - j) - first                      # rows of this split that query j may see
         stop = tl.minimum(n - first, SPLIT)
-        k += wide * skb + h.to(tl.int64) * skh + first.to(tl.int64) * skt      # 64-bit once; inside a split 32 bits are enough
+        k += wide * skb + h.to(tl.int64) * skh + first.to(tl.int64) * skt      # 64 bits once, 32 inside a split
         v += wide * svb + h.to(tl.int64) * svh + first.to(tl.int64) * svt
         if SCORED:
             logits += (wide * heads + head[:, None]) * capacity + first
@@ -117,34 +119,36 @@ def keys_kernel(logits, lse, lengths, keys, capacity, heads, queries, skeys, SOF
         tl.store(keys + b.to(tl.int64) * skeys + t, best, mask=t < n)
 
 
-def decode_dense_triton(q, k, v, lengths, scale, keys, kind, scratch=None):
-    """`decode_dense` by the Triton kernels of this file, same arguments.
-
-    Launches: decode, merge (two levels past 32K rows) and, with keys, the head maxima. Bytes beyond K and V: partial results,
-    4 * (D + 1) * Q * G per split and kv head (written and read), and with keys 4 * H per row (written and read).
-    """
-    batch, queries, heads, head_dim = q.shape
-    kv_heads, capacity = k.shape[1], k.shape[2]
-    group = heads // kv_heads
-    if scratch is None:
-        scratch = make_scratch(batch, queries, heads, kv_heads, head_dim, capacity, 0, q.device, keys is not None, 0, path="triton")
-    splits, config = dense_splits(capacity), dense_config(queries * group, head_dim, q.element_size())
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    dense_kernel[(splits, kv_heads, batch)](
-        q, k, v, lengths, scratch.part, scratch.lse, scratch.logits, scale, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        capacity, heads, queries, G=group, M=config.rows, D=head_dim, DP=config.dim, SPLIT=DENSE_SPLIT, BLOCK=config.block,
-        SCORED=keys is not None, num_warps=config.warps, num_stages=config.stages)
-    merge(scratch, out, lengths, kv_heads, splits, DENSE_SPLIT, config.block)
-    if keys is not None:
-        keys_kernel[(-(-capacity // KEYS_TILE), batch)](
-            scratch.logits, scratch.out_lse, lengths, keys, capacity, heads, queries, keys.stride(0), SOFTMAX=kind == "softmax",
-            HEADS=4, BLOCK=KEYS_TILE, num_warps=4)
-    return out
-
-
 KEYS_TILE = 512            # 256 programs at 128K rows, each reading 2 KB lines per head
 
 
 def dense_config(packed, head_dim, itemsize):
     """16 KB tiles: 64 rows of 128 bf16, see `decode_config`."""
     return decode_config(packed, head_dim, itemsize, 16384)
+
+
+def decode_dense_triton(q, k, v, lengths, scale, keys, kind, scratch=None):
+    """`decode_dense` by the Triton kernels of this file, same arguments.
+
+    Launches: decode, merge (two levels past 32K rows) and, with keys, the head maxima. Bytes beyond K and V: partial
+    results, 4 * (D + 1) * Q * G per split and kv head (written and read), and with keys 4 * H per row (written and
+    read).
+    """
+    batch, queries, heads, head_dim = q.shape
+    kv_heads, capacity = k.shape[1], k.shape[2]
+    group = heads // kv_heads
+    if scratch is None:
+        scratch = make_scratch(batch, queries, heads, kv_heads, head_dim, capacity, 0, q.device, keys is not None, 0,
+                               path="triton")
+    splits, config = dense_splits(capacity), dense_config(queries * group, head_dim, q.element_size())
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dense_kernel[(splits, kv_heads, batch)](
+        q, k, v, lengths, scratch.part, scratch.lse, scratch.logits, scale, *q.stride()[:3], *k.stride()[:3],
+        *v.stride()[:3], capacity, heads, queries, G=group, M=config.rows, D=head_dim, DP=config.dim, SPLIT=DENSE_SPLIT,
+        BLOCK=config.block, SCORED=keys is not None, num_warps=config.warps, num_stages=config.stages)
+    merge(scratch, out, lengths, kv_heads, splits, DENSE_SPLIT, config.block)
+    if keys is not None:
+        keys_kernel[(-(-capacity // KEYS_TILE), batch)](
+            scratch.logits, scratch.out_lse, lengths, keys, capacity, heads, queries, keys.stride(0),
+            SOFTMAX=kind == "softmax", HEADS=4, BLOCK=KEYS_TILE, num_warps=4)
+    return out

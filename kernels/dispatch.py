@@ -8,9 +8,9 @@ PATHS = ("auto", "reference", "cpu", "triton")
 def choose(path, tensor):
     """Resolve a launcher's `path` to "reference", "cpu" or "triton".
 
-    "auto" is "triton" for CUDA tensors where triton imports, "cpu" for CPU tensors and "reference" elsewhere. A named path is
-    taken as it is ("triton" on CPU tensors works under TRITON_INTERPRET=1). Raises ValueError for an unknown path, and for
-    "triton" where triton is not installed.
+    "auto" is "triton" for CUDA tensors where triton imports, "cpu" for CPU tensors and "reference" elsewhere. A named
+    path is taken as it is ("triton" on CPU tensors works under TRITON_INTERPRET=1). Raises ValueError for an unknown
+    path, and for "triton" where triton is not installed.
     """
     if path not in PATHS:
         raise ValueError(f"path: found {path!r}, expected one of {', '.join(PATHS)}")

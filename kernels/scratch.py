@@ -1,24 +1,24 @@
-"""Scratch memory of the decode kernels: made once per session, reused by every layer of every step, its bytes known beforehand."""
+"""Scratch memory of the decode kernels: made once per session, reused by every layer of every step, its bytes known
+beforehand."""
 
 from dataclasses import dataclass
 
 import torch
 
 from kernels.dispatch import choose
-from kernels.split import MERGE_CHUNK, dense_splits, sparse_splits
+from kernels.split import MERGE_CHUNK, dense_splits, most_sparse_splits
 
-DIGITS = (256, 4096, 4096)         # bins of the three digits of the top-k select (8, 12 and 12 bits)
-STATE = 8                          # int32 of its state per row
-SELECT_PROGRAMS = 128              # most programs per row, see `select_span`
+SELECT_PROGRAMS = 128              # most programs per row of the top-k
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """Flat buffers that launchers slice by their own shapes. Anything may be in them between calls, but `select` stays zero.
+    """Flat buffers that launchers slice by their own shapes. Between calls anything may be in them, except that `hist`
+    is zero.
 
-    part, lse: results of the splits, [B, Hkv, splits, rows, D] and [B, Hkv, splits, rows]; chunk_part, chunk_lse: the same per
-    64 splits; out_lse [B, Q, H]; logits [B, H, capacity] of the last query (scored only), all float32;
-    select: histograms, state and counts of the top-k, int32.
+    part, lse: results of the splits, [B, Hkv, splits, rows, D] and [B, Hkv, splits, rows]; chunk_part, chunk_lse: the
+    same per 64 splits; out_lse [B, Q, H]; logits [B, H, capacity] of the last query (scored only), all float32; hist
+    [B, 256 + 4096 + 4096] and ranks [B, 8 + 2 * programs]: histograms, state and counts of the top-k, int32.
     """
 
     part: torch.Tensor
@@ -27,31 +27,17 @@ class Scratch:
     chunk_lse: torch.Tensor
     out_lse: torch.Tensor
     logits: torch.Tensor
-    select: torch.Tensor
-
-
-def select_span(capacity):
-    """Keys of one top-k program: at least 1024, and at most SELECT_PROGRAMS programs a row, so that one vector holds their counts."""
-    return max(1024, 1 << (-(-capacity // SELECT_PROGRAMS) - 1).bit_length())
-
-
-def select_layout(batch, capacity):
-    """Offsets (in int32) of the histograms, the state and the program counts in `select`, and its size."""
-    programs = -(-capacity // select_span(capacity))
-    offsets, at = [], 0
-    for size in (*DIGITS, STATE, 2 * programs):
-        offsets.append(at)
-        at += batch * size
-    return tuple(offsets), at
+    hist: torch.Tensor
+    ranks: torch.Tensor
 
 
 def _sizes(batch, queries, heads, kv_heads, head_dim, capacity, budget, device, scored, window, path):
     """{field: (elements, dtype)} of what `make_scratch` allocates."""
     if choose(path, torch.empty(0, device=device)) != "triton":
-        return {name: (0, torch.int32 if name == "select" else torch.float32) for name in Scratch.__dataclass_fields__}
+        return {name: (0, torch.float32) for name in Scratch.__dataclass_fields__}
     group = heads // kv_heads
     dense = dense_splits(capacity)
-    splits = max(dense, sparse_splits(budget, kv_heads) if budget else 0)
+    splits = max(dense, most_sparse_splits(budget, kv_heads) if budget else 0)
     chunks = -(-splits // MERGE_CHUNK)
     rows = batch * kv_heads * queries * group
     floats = {
@@ -62,20 +48,22 @@ def _sizes(batch, queries, heads, kv_heads, head_dim, capacity, budget, device, 
         "out_lse": batch * max(queries, window) * heads,
         "logits": batch * heads * capacity if scored else 0,
     }
-    sizes = {name: (count, torch.float32) for name, count in floats.items()}
-    sizes["select"] = (select_layout(batch, capacity)[1] if scored or window else 0, torch.int32)
-    return sizes
+    ints = {
+        "hist": batch * (256 + 4096 + 4096) if scored or window else 0,
+        "ranks": batch * (8 + 2 * SELECT_PROGRAMS) if scored or window else 0,
+    }
+    return {name: (count, torch.int32 if name in ints else torch.float32) for name, count in (floats | ints).items()}
 
 
 def make_scratch(batch, queries, heads, kv_heads, head_dim, capacity, budget, device, scored, window, path="auto"):
     """Scratch for decode steps of up to these sizes.
 
-    capacity: rows of the bank; budget: the most tokens that a sparse layer reads (0: none); scored: filter layers leave keys
-    (and the top-k runs); window: queries of a windowed selector (0: none); path: as in the launchers.
+    capacity: rows of the bank; budget: the most tokens that a sparse layer reads (0: none); scored: filter layers leave
+    keys (and the top-k runs); window: queries of a windowed selector (0: none); path: as in the launchers.
     """
     sizes = _sizes(batch, queries, heads, kv_heads, head_dim, capacity, budget, device, scored, window, path)
     buffers = {name: torch.empty(count, dtype=dtype, device=device) for name, (count, dtype) in sizes.items()}
-    buffers["select"].zero_()
+    buffers["hist"].zero_()
     return Scratch(**buffers)
 
 

@@ -1,4 +1,5 @@
-"""Gather-sparse flash-decoding: queries attend to chosen rows of the bank and to the tail, in one pass, read by index in place."""
+"""Gather-sparse flash-decoding: queries attend to chosen rows of the bank and to the tail, in one pass, read by index
+in place."""
 
 import torch
 
@@ -6,8 +7,7 @@ from kernels._triton import tl, triton
 from kernels.dispatch import choose
 from kernels.reference import attend
 from kernels.scratch import make_scratch
-from kernels.split import (decode_config, merge, softmax_step, sparse_extent, sparse_split, sparse_splits,
-                           store_partial)
+from kernels.split import decode_config, merge, softmax_step, sparse_extent, sparse_split, sparse_splits, store_partial
 
 
 def decode_sparse_ref(q, k, v, index, counts, tail_start, lengths, scale):
@@ -35,10 +35,10 @@ def decode_sparse_ref(q, k, v, index, counts, tail_start, lengths, scale):
 def decode_sparse(q, k, v, index, counts, tail_start, lengths, scale, scratch=None, path="auto"):
     """Attention of Q <= 8 new queries over the rows `index` and the rows tail_start .. lengths-1.
 
-    q [B, Q, H, D]; k, v [B, Hkv, T, D] views of any strides, last dim contiguous; index [B, 1 or Hkv, K] int32, the first
-    counts[b] entries ascending, distinct and < tail_start[b], the rest ignored; counts, tail_start, lengths [B] int32;
-    lengths counts the rows visible to the LAST query (query j sees Q-1-j fewer of the tail). Rows are visited in ascending order.
-    Returns out [B, Q, H, D] in q.dtype.
+    q [B, Q, H, D]; k, v [B, Hkv, T, D] views of any strides, last dim contiguous; index [B, 1 or Hkv, K] int32, the
+    first counts[b] entries ascending, distinct and < tail_start[b], the rest ignored; counts, tail_start, lengths [B]
+    int32; lengths counts the rows visible to the LAST query (query j sees Q-1-j fewer of the tail). Rows are visited in
+    ascending order. Returns out [B, Q, H, D] in q.dtype.
     """
     chosen = choose(path, q)
     if chosen == "triton":
@@ -61,12 +61,13 @@ def bank_rows(index, t, stop, kept, start):
 
 
 @triton.jit
-def sparse_kernel(q, k, v, index, counts, tail_start, lengths, part, lse, scale, sqb, sqq, sqh, skb, skh, skt, svb, svh, svt,
-                  sib, sih, queries, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+def sparse_kernel(q, k, v, index, counts, tail_start, lengths, part, lse, scale, sqb, sqq, sqh, skb, skh, skt, svb,
+                  svh, svt, sib, sih, queries, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
                   SPLIT: tl.constexpr, BLOCK: tl.constexpr):
     """One split of the visited rows (chosen, then tail) for one kv head: grid (splits, kv_heads, B).
 
-    The bank rows of a tile are known one iteration ahead (loop-carried): only then does the compiler pipeline the K and V loads.
+    The bank rows of a tile are known one iteration ahead (loop-carried): only then does the compiler pipeline the K and
+    V loads.
     """
     s = tl.program_id(0)
     h = tl.program_id(1)
@@ -113,15 +114,16 @@ def sparse_config(packed, head_dim, itemsize):
 def decode_sparse_triton(q, k, v, index, counts, tail_start, lengths, scale, scratch=None):
     """`decode_sparse` by the Triton kernels of this file, same arguments.
 
-    Launches: decode and merge. 2048 tokens and a tail under 8 kv heads are 37 splits of 64 rows, 296 programs that work (132
-    SMs hold three or more of them each at once). A row that is visited is read once; partial results add
-    4 * (D + 1) * Q * G bytes per split and kv head, written and read.
+    Launches: decode and merge. 2048 tokens and a tail under 8 kv heads are 37 splits of 64 rows, 296 programs that work
+    (132 SMs hold three or more of them each at once). A row that is visited is read once; partial results add 4 * (D +
+    1) * Q * G bytes per split and kv head, written and read.
     """
     batch, queries, heads, head_dim = q.shape
     kv_heads, budget = k.shape[1], index.shape[2]
     group = heads // kv_heads
     if scratch is None:
-        scratch = make_scratch(batch, queries, heads, kv_heads, head_dim, 1, max(1, budget), q.device, False, 0, path="triton")
+        scratch = make_scratch(batch, queries, heads, kv_heads, head_dim, 1, max(1, budget), q.device, False, 0,
+                               path="triton")
     split, splits = sparse_split(budget, kv_heads), sparse_splits(budget, kv_heads)
     config = sparse_config(queries * group, head_dim, q.element_size())
     block = min(config.block, split)

@@ -1,4 +1,5 @@
-"""Split-K flash-decoding, the parts that the dense and the sparse kernel share: shapes, the softmax step of a tile, the merge.
+"""Split-K flash-decoding, the parts that the dense and the sparse kernel share: shapes, the softmax step of a tile, the
+merge.
 
 Rows are visited in fixed-length splits at absolute boundaries and merged in a fixed order, so that an output, and the
 log-sum-exp that a selection hangs on, depends on the rows alone: not on the capacity, the grid or the number of SMs.
@@ -8,10 +9,10 @@ from dataclasses import dataclass
 
 from kernels._triton import tl, triton
 
-DENSE_SPLIT = 512          # rows of one program; partial results then are 1.6 % of the bytes (group 4, bf16), 256 would be 3.1 %
+DENSE_SPLIT = 512          # rows of one program: partial results are 1.6 % of the bytes (group 4, bf16), with 256 3.1 %
 MERGE_CHUNK = 64           # splits merged by one program: 32 KB at head_dim 128; longer contexts merge in two levels
-TAIL_ROOM = 512            # tail rows that the sparse grid is sized for (the default tail stays below 320); longer tails still work
-FILL = 264                 # programs that fill a GPU of 132 SMs twice: the sparse kernel's split is the longest that reaches it
+TAIL_ROOM = 512            # tail rows that the sparse grid is sized for (default tail: below 320); longer ones still work
+FILL = 264                 # programs that fill 132 SMs twice: the sparse kernel's split is the longest that reaches it
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Config:
     """Launch shape of one kernel: rows of its tile, padded sizes, warps and software-pipeline stages."""
 
     block: int             # bank rows of one tile
-    rows: int              # packed (query, head of the group) rows, padded to a power of two >= 16 (the tensor cores' least)
+    rows: int              # packed (query, head of the group) rows, a power of two >= 16 (the tensor cores' least)
     dim: int               # head_dim padded to a power of two
     warps: int
     stages: int
@@ -33,8 +34,9 @@ def power_of_two(x):
 def decode_config(packed, head_dim, itemsize, tile_bytes):
     """Config of a decode kernel for `packed` = queries x group rows.
 
-    One K tile holds `tile_bytes` (K and V, two tiles in flight: four times that in shared memory: 64 KB of 16 KB tiles leaves
-    three programs on an H100 or H200 and one on sm_89 with its 99 KB). Past 8192 accumulator elements 4 warps would spill.
+    One K tile holds `tile_bytes` (K and V, two tiles in flight: four times that in shared memory: 64 KB of 16 KB tiles
+    leaves three programs on an H100 or H200 and one on sm_89 with its 99 KB). Past 8192 accumulator elements 4 warps
+    would spill.
     """
     rows, dim = max(16, power_of_two(packed)), max(16, power_of_two(head_dim))
     block = min(128, max(16, tile_bytes // (dim * itemsize)))
@@ -44,7 +46,8 @@ def decode_config(packed, head_dim, itemsize, tile_bytes):
 
 
 def sparse_split(budget, kv_heads):
-    """Rows of one program of the sparse kernel: the longest of 256..32 that still makes FILL programs for one sequence."""
+    """Rows of one program of the sparse kernel: the longest of 256..32 that still makes FILL programs for one
+    sequence."""
     for split in (256, 128, 64):
         if kv_heads * -(-(budget + TAIL_ROOM) // split) >= FILL:
             return split
@@ -59,9 +62,16 @@ def sparse_splits(budget, kv_heads):
     return -(-(budget + TAIL_ROOM) // sparse_split(budget, kv_heads))
 
 
+def most_sparse_splits(budget, kv_heads):
+    """The most splits that any budget up to this one makes: a shorter split is only taken while a longer one misses
+    FILL."""
+    return max(-(-(budget + TAIL_ROOM) // 256), 2 * -(-FILL // kv_heads))
+
+
 @triton.jit
 def softmax_step(scores, values, m, total, acc):
-    """One tile of online softmax: scores [M, N] (-inf where masked), values [N, D]; m, total [M], acc [M, D] are carried."""
+    """One tile of online softmax: scores [M, N] (-inf where masked), values [N, D]; m, total [M], acc [M, D] are
+    carried."""
     top = tl.maximum(m, tl.max(scores, 1))
     base = tl.where(top == float("-inf"), 0.0, top)               # a row that has seen nothing yet must not make NaN
     p = tl.exp2((scores - base[:, None]) * 1.4426950408889634)
@@ -81,7 +91,8 @@ def store_partial(part, lse, slot, r, d, live, m, total, acc, D: tl.constexpr):
 
 @triton.jit
 def sparse_extent(counts, tail_start, lengths, b, splits, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
-    """(chosen rows, first tail row, all rows, rows per split) of sequence b; a tail beyond TAIL_ROOM lengthens the splits."""
+    """(chosen rows, first tail row, all rows, rows per split) of sequence b; a tail beyond TAIL_ROOM lengthens the
+    splits."""
     kept = tl.load(counts + b)
     start = tl.load(tail_start + b)
     rows = kept + tl.load(lengths + b) - start
@@ -94,8 +105,9 @@ def merge_kernel(part, lse, out, out_lse, lengths, counts, tail_start, splits, c
                  D: tl.constexpr, DP: tl.constexpr):
     """Merges up to `span` splits of one packed row by log-sum-exp, in ascending order.
 
-    Grid (packed * kv_heads, chunks, B). `unit`: decode splits that one entry of `part` stands for (1, or MERGE_CHUNK on the
-    second level). LAST writes out [B, Q, H, D] and out_lse [B, Q, H]; else the same layout as part, one entry per chunk.
+    Grid (packed * kv_heads, chunks, B). `unit`: decode splits that one entry of `part` stands for (1, or MERGE_CHUNK on
+    the second level). LAST writes out [B, Q, H, D] and out_lse [B, Q, H]; else the same layout as part, one entry per
+    chunk.
     """
     r = tl.program_id(0) % packed
     h = tl.program_id(0) // packed
@@ -139,10 +151,11 @@ def merge_kernel(part, lse, out, out_lse, lengths, counts, tail_start, splits, c
 
 
 def merge(scratch, out, lengths, kv_heads, splits, split, block, counts=None, tail_start=None):
-    """Merges scratch.part [B, Hkv, S, Q*G, D] and .lse [B, Hkv, S, Q*G] into out [B, Q, H, D] and scratch.out_lse [B, Q, H].
+    """Merges scratch.part [B, Hkv, S, Q*G, D] and .lse [B, Hkv, S, Q*G] into out [B, Q, H, D] and scratch.out_lse [B,
+    Q, H].
 
-    One launch up to MERGE_CHUNK splits, two beyond. An entry that a level does not use is never read, so the result is the
-    same bit for bit with one level or two.
+    One launch up to MERGE_CHUNK splits, two beyond. An entry that a level does not use is never read, so the result is
+    the same bit for bit with one level or two.
     """
     batch, queries, heads, head_dim = out.shape
     group = heads // kv_heads
@@ -156,6 +169,7 @@ def merge(scratch, out, lengths, kv_heads, splits, split, block, counts=None, ta
     for unit, programs, span in levels:
         last = programs == 1
         target = (out, scratch.out_lse) if last else (scratch.chunk_part, scratch.chunk_lse)
-        merge_kernel[(packed * kv_heads, programs, batch)](part, lse, *target, lengths, counts, tail_start, splits, programs,
-                                                           heads, unit, span, packed, group, LAST=last, **shape)
+        merge_kernel[(packed * kv_heads, programs, batch)](
+            part, lse, *target, lengths, counts, tail_start, splits, programs, heads, unit, span, packed, group, LAST=last,
+            **shape)
         part, lse = scratch.chunk_part, scratch.chunk_lse

@@ -1,8 +1,12 @@
-"""Exact top-k of one long row per sequence: ascending indices, the lowest index wins ties, no visit to the host on a GPU."""
+"""Exact top-k of one long row per sequence: ascending indices, the lowest index wins ties, no visit to the host on a
+GPU."""
 
 import torch
 
+from kernels._triton import tl, triton
 from kernels.dispatch import choose
+from kernels.scratch import SELECT_PROGRAMS, make_scratch
+from kernels.split import power_of_two
 
 
 def select_topk_ref(keys, lo, hi, k, out, counts):
@@ -22,8 +26,8 @@ def select_topk(keys, lo, hi, k, out, counts, scratch=None, path="auto"):
     """The k largest keys in [lo, hi) of every row, as ascending indices.
 
     keys [B, T] float32; lo, hi, k [B] int32 on the device (k may exceed hi - lo: then all are taken; hi < lo is empty);
-    out [B, K] int32, filled with ascending positions and then -1; counts [B] int32 = min(k, hi - lo, K). NaN ranks lowest,
-    -0 equals +0, equal keys go to the lower index. Mutates out, counts and scratch.
+    out [B, K] int32, filled with ascending positions and then -1; counts [B] int32 = min(k, hi - lo, K). NaN ranks
+    lowest, -0 equals +0, equal keys go to the lower index. Mutates out, counts and scratch.
     """
     chosen = choose(path, keys)
     if chosen == "triton":
@@ -39,6 +43,187 @@ def select_topk_cpu(keys, lo, hi, k, out, counts, scratch=None):
     select_topk_ref(keys, lo, hi, k, out, counts)
 
 
-def select_topk_triton(keys, lo, hi, k, out, counts, scratch=None):
-    """`select_topk` by the Triton kernels of this file, same arguments."""
-    select_topk_ref(keys, lo, hi, k, out, counts)
+# The Triton path: a radix select over 32-bit ordered keys, digits of 8, 12 and 12 bits, five launches, no spinning.
+# Every launch rereads the keys (4 bytes each, from L2: 0.5 MB at 128K rows): launches are the cost, not bytes.
+
+@triton.jit
+def ordered(keys, t, inside):
+    """uint32 that order as the keys do, in integers so that no compiler mode flushes denormals; NaN as -inf, -0 as
+    +0."""
+    bits = tl.load(keys + t, mask=inside, other=0.0).to(tl.uint32, bitcast=True)
+    bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0xFF800000, bits).to(tl.uint32)
+    bits = tl.where(bits == 0x80000000, 0, bits).to(tl.uint32)
+    return tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits ^ 0x80000000).to(tl.uint32)
+
+
+@triton.jit
+def candidates(lo, hi, k, b, room, capacity):
+    """(first, past the last, how many are wanted) of row b."""
+    first = tl.maximum(tl.load(lo + b), 0)
+    stop = tl.maximum(tl.minimum(tl.load(hi + b), capacity), first)
+    return first, stop, tl.maximum(tl.minimum(tl.minimum(tl.load(k + b), stop - first), room), 0)
+
+
+@triton.jit
+def crossing(hist, wanted, BINS: tl.constexpr):
+    """(digit d, missing): the largest d that has >= wanted keys at or above it, and how many of its own are needed."""
+    d = tl.arange(0, BINS)
+    counts = tl.load(hist + d)
+    reached = tl.cumsum(counts, 0, reverse=True)
+    digit = tl.sum((reached >= wanted).to(tl.int32), 0) - 1
+    return digit, wanted - tl.sum(tl.where(d > digit, counts, 0), 0)
+
+
+@triton.jit
+def count_digit(hist, digit, inside, BINS: tl.constexpr, TILE: tl.constexpr):
+    """Adds a tile's digits to a histogram in memory: few keys one atomic each, many (a constant row) through
+    tl.histogram."""
+    if tl.sum(inside.to(tl.int32), 0) > TILE // 8:
+        tile = tl.histogram(digit, BINS, mask=inside)
+        tl.atomic_add(hist + tl.arange(0, BINS), tile, mask=tile > 0, sem="relaxed")
+    else:
+        tl.atomic_add(hist + digit, 1, mask=inside, sem="relaxed")
+
+
+@triton.jit
+def digit_kernel(keys, lo, hi, k, hists, state, skeys, room, capacity, span, STRIDE: tl.constexpr,
+                 LEVEL: tl.constexpr, TILE: tl.constexpr):
+    """Histogram of one digit over the keys that share the digits before it. Grid (programs, B).
+
+    LEVEL 0: bits 31..24; 1: bits 23..12 below the first crossing digit; 2: bits 11..0 below the second. A row of
+    `state`: prefix and missing after level 1, the same after level 2, the threshold and its ties, two unused, then the
+    (greater, equal) counts of every program.
+    """
+    pid = tl.program_id(0)
+    b = tl.program_id(1)
+    first, stop, wanted = candidates(lo, hi, k, b, room, capacity)
+    hist0 = hists + b * 8448                # a row's histograms: 256, 4096 and 4096 bins
+    hist1 = hist0 + 256
+    hist2 = hist0 + 4352
+    state += b * STRIDE
+    begin = pid * span
+    if wanted > 0 and (pid == 0 or (begin < stop and begin + span > first)):
+        if LEVEL == 1:
+            prefix, missing = crossing(hist0, wanted, 256)
+            if pid == 0:
+                tl.store(state, prefix)
+                tl.store(state + 1, missing)
+        if LEVEL == 2:
+            above = tl.load(state)
+            digit, missing = crossing(hist1, tl.load(state + 1), 4096)
+            prefix = above * 4096 + digit
+            if pid == 0:
+                tl.store(state + 2, prefix)
+                tl.store(state + 3, missing)
+                tl.store(hist0 + tl.arange(0, 256), tl.zeros([256], tl.int32))
+        keys += b.to(tl.int64) * skeys
+        for at in range(begin, tl.minimum(begin + span, stop), TILE):
+            t = at + tl.arange(0, TILE)
+            inside = (t >= first) & (t < stop)
+            x = ordered(keys, t, inside)
+            if LEVEL == 0:
+                tile = tl.histogram((x >> 24).to(tl.int32), 256, mask=inside)
+                tl.atomic_add(hist0 + tl.arange(0, 256), tile, mask=tile > 0, sem="relaxed")
+            if LEVEL == 1:
+                inside &= (x >> 24).to(tl.int32) == prefix
+                count_digit(hist1, ((x >> 12) & 4095).to(tl.int32), inside, 4096, TILE)
+            if LEVEL == 2:
+                inside &= (x >> 12).to(tl.int32) == prefix
+                count_digit(hist2, (x & 4095).to(tl.int32), inside, 4096, TILE)
+
+
+@triton.jit
+def count_kernel(keys, lo, hi, k, hists, state, skeys, room, capacity, span, STRIDE: tl.constexpr, TILE: tl.constexpr):
+    """The threshold key, and how many keys of each program's span lie above it and on it. Grid (programs, B)."""
+    pid = tl.program_id(0)
+    b = tl.program_id(1)
+    first, stop, wanted = candidates(lo, hi, k, b, room, capacity)
+    state += b * STRIDE
+    begin = pid * span
+    greater = 0
+    equal = 0
+    if wanted > 0 and (pid == 0 or (begin < stop and begin + span > first)):
+        digit, missing = crossing(hists + b * 8448 + 4352, tl.load(state + 3), 4096)
+        threshold = tl.load(state + 2).to(tl.uint32) * 4096 + digit.to(tl.uint32)
+        if pid == 0:
+            tl.store(state + 4, threshold.to(tl.int32, bitcast=True))
+            tl.store(state + 5, missing)
+            tl.store(hists + b * 8448 + 256 + tl.arange(0, 4096), tl.zeros([4096], tl.int32))
+        keys += b.to(tl.int64) * skeys
+        for at in range(begin, tl.minimum(begin + span, stop), TILE):
+            t = at + tl.arange(0, TILE)
+            inside = (t >= first) & (t < stop)
+            x = ordered(keys, t, inside)
+            greater += tl.sum((inside & (x > threshold)).to(tl.int32), 0)
+            equal += tl.sum((inside & (x == threshold)).to(tl.int32), 0)
+    slot = state + 8 + pid * 2
+    tl.store(slot, greater)
+    tl.store(slot + 1, equal)
+
+
+@triton.jit
+def emit_kernel(keys, lo, hi, k, hists, state, out, counts, skeys, sout, room, capacity, span,
+                STRIDE: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr):
+    """Writes the chosen positions in ascending order, -1 behind them, and the count; leaves the histograms zero."""
+    pid = tl.program_id(0)
+    b = tl.program_id(1)
+    programs = tl.num_programs(0)
+    first, stop, wanted = candidates(lo, hi, k, b, room, capacity)
+    out += b.to(tl.int64) * sout
+    state += b * STRIDE
+    begin = pid * span
+    if pid == 0:
+        tl.store(counts + b, wanted)
+        tl.store(hists + b * 8448 + 4352 + tl.arange(0, 4096), tl.zeros([4096], tl.int32))
+    if wanted > 0 and begin < stop and begin + span > first:
+        threshold = tl.load(state + 4).to(tl.uint32, bitcast=True)
+        ties = tl.load(state + 5)                        # how many keys on the threshold are taken: the first ones
+        p = tl.arange(0, PROGRAMS)
+        slot = state + 8 + p * 2
+        above = tl.sum(tl.load(slot, mask=p < pid, other=0), 0)
+        on = tl.sum(tl.load(slot + 1, mask=p < pid, other=0), 0)
+        keys += b.to(tl.int64) * skeys
+        for at in range(begin, tl.minimum(begin + span, stop), TILE):
+            t = at + tl.arange(0, TILE)
+            inside = (t >= first) & (t < stop)
+            x = ordered(keys, t, inside)
+            greater = (inside & (x > threshold)).to(tl.int32)
+            equal = (inside & (x == threshold)).to(tl.int32)
+            both = greater * 65536 + equal                 # one scan for both counts: a tile has fewer than 65536 keys
+            before = tl.cumsum(both, 0) - both
+            rank = on + (before & 65535)
+            place = above + (before >> 16) + tl.minimum(rank, ties)
+            tl.store(out + place, t, mask=(greater > 0) | ((equal > 0) & (rank < ties)))
+            above += tl.sum(greater, 0)
+            on += tl.sum(equal, 0)
+    for at in range(wanted + pid * TILE, room, programs * TILE):
+        t = at + tl.arange(0, TILE)
+        tl.store(out + t, tl.full([TILE], -1, tl.int32), mask=t < room)
+
+
+def select_span(capacity):
+    """Keys of one program: at least 1024, and few enough programs a row for one vector to hold their counts."""
+    return max(1024, power_of_two(-(-capacity // SELECT_PROGRAMS)))
+
+
+def select_topk_triton(keys, lo, hi, k, out, counts, scratch=None, span=None):
+    """`select_topk` by the Triton kernels of this file, same arguments.
+
+    Radix select by digits of 8, 12 and 12 bits; 5 launches; 20 bytes read per key. `span`: keys per program, a power of
+    two (for tests: the result does not depend on it).
+    """
+    batch, capacity = keys.shape
+    span = span or select_span(capacity)
+    programs = max(1, -(-capacity // span))
+    if programs > SELECT_PROGRAMS:
+        raise ValueError(f"span: found {span}, expected at most {SELECT_PROGRAMS} programs for {capacity} keys")
+    if scratch is None:
+        scratch = make_scratch(batch, 1, 1, 1, 16, 1, 0, keys.device, True, 0, path="triton")
+    rows = (keys, lo, hi, k, scratch.hist, scratch.ranks)
+    sizes = (out.shape[1], capacity, span)
+    shape = dict(STRIDE=8 + 2 * SELECT_PROGRAMS, TILE=min(1024, span), num_warps=4)
+    for level in range(3):
+        digit_kernel[(programs, batch)](*rows, keys.stride(0), *sizes, LEVEL=level, **shape)
+    count_kernel[(programs, batch)](*rows, keys.stride(0), *sizes, **shape)
+    emit_kernel[(programs, batch)](*rows, out, counts, keys.stride(0), out.stride(0), *sizes,
+                                   PROGRAMS=power_of_two(programs), **shape)

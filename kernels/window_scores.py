@@ -1,9 +1,13 @@
-"""Scores of a window of queries for the `uniform` and `exponential` selectors: sum over the window of weighted head maxima."""
+"""Scores of a window of queries for the `uniform` and `exponential` selectors: sum over the window of weighted head
+maxima."""
 
 import torch
 
+from kernels._triton import tl, triton
 from kernels.dispatch import choose
 from kernels.reference import head_max
+from kernels.scratch import make_scratch
+from kernels.split import DENSE_SPLIT, Config, dense_splits, power_of_two
 
 
 def window_scores_ref(q, k, lengths, scale, alpha, kind, keys):
@@ -17,7 +21,7 @@ def window_scores_ref(q, k, lengths, scale, alpha, kind, keys):
         logits = torch.einsum("hwgd,hnd->whgn", packed, rows).reshape(window, heads, n) * scale
         limit = n - (window - 1) + torch.arange(window, device=k.device)
         logits = logits.masked_fill(torch.arange(n, device=k.device) >= limit.view(-1, 1, 1), float("-inf"))
-        live = limit > 0                                   # a window longer than the sequence has queries before its start
+        live = limit > 0                                   # a window longer than the sequence begins before it
         maxima = head_max(logits[live], kind)
         if kind == "raw":                                  # a row that a query cannot see adds nothing to the sum
             maxima = maxima.masked_fill(torch.isinf(maxima), 0.0)
@@ -28,8 +32,8 @@ def window_scores(q, k, lengths, scale, alpha, kind, keys, scratch=None, path="a
     """keys[b, i] = sum over window queries j of alpha[j] * max over heads of the score of row i (OmniKV Eq. 3 and 4).
 
     q [B, W, H, D]: the last W queries, each rotated to its own position; k [B, Hkv, T, D] view; lengths [B] int32: rows
-    visible to the last query (query j sees lengths - (W-1-j); queries with none are skipped); alpha [W] float32 (newest last);
-    kind "softmax" (over the rows that the query sees) or "raw"; keys [B, T] float32, overwritten below lengths.
+    visible to the last query (query j sees lengths - (W-1-j); queries with none are skipped); alpha [W] float32 (newest
+    last); kind "softmax" (over the rows that the query sees) or "raw"; keys [B, T] float32, overwritten below lengths.
     """
     chosen = choose(path, q)
     if chosen == "triton":
@@ -45,6 +49,164 @@ def window_scores_cpu(q, k, lengths, scale, alpha, kind, keys, scratch=None):
     window_scores_ref(q, k, lengths, scale, alpha, kind, keys)
 
 
+@triton.jit
+def window_rows(q, b, h, sqb, sqw, sqh, W: tl.constexpr, G: tl.constexpr, WP: tl.constexpr, GP: tl.constexpr,
+                D: tl.constexpr, DP: tl.constexpr):
+    """Queries of kv head h as [WP * GP, DP], row j * GP + g; the padding is zero."""
+    r = tl.arange(0, WP * GP)
+    d = tl.arange(0, DP)
+    j = r // GP
+    g = r % GP
+    at = b.to(tl.int64) * sqb + j[:, None] * sqw + (h * G + g)[:, None] * sqh + d[None, :]
+    return tl.load(q + at, mask=((j < W) & (g < G))[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def window_lse_kernel(q, k, lengths, lse, scale, ahead, sqb, sqw, sqh, skb, skh, skt, W: tl.constexpr, G: tl.constexpr,
+                      WP: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLIT: tl.constexpr,
+                      BLOCK: tl.constexpr):
+    """Log-sum-exp of one split of the rows for every (query, head of the group): grid (splits, kv_heads, B).
+
+    `ahead`: tokens between the first query of this launch and the newest one.
+    """
+    s = tl.program_id(0)
+    h = tl.program_id(1)
+    b = tl.program_id(2)
+    n = tl.load(lengths + b)
+    first = s * SPLIT
+    if first < n:
+        rows = window_rows(q, b, h, sqb, sqw, sqh, W, G, WP, GP, D, DP)
+        r = tl.arange(0, WP * GP)
+        d = tl.arange(0, DP)
+        limit = n - (ahead - r // GP) - first
+        stop = tl.minimum(n - first, SPLIT)
+        k += b.to(tl.int64) * skb + h.to(tl.int64) * skh + first.to(tl.int64) * skt
+        m = tl.full([WP * GP], float("-inf"), tl.float32)
+        total = tl.zeros([WP * GP], tl.float32)
+        for start in range(0, stop, BLOCK):
+            t = start + tl.arange(0, BLOCK)
+            keys = tl.load(k + t[:, None] * skt + d[None, :], mask=(t < stop)[:, None] & (d < D)[None, :], other=0.0)
+            scores = tl.dot(rows, tl.trans(keys), input_precision="ieee") * scale
+            scores = tl.where(t[None, :] < tl.minimum(limit, stop)[:, None], scores, float("-inf"))
+            top = tl.maximum(m, tl.max(scores, 1))
+            base = tl.where(top == float("-inf"), 0.0, top)
+            p = tl.exp2((scores - base[:, None]) * 1.4426950408889634)
+            total = total * tl.exp2((m - base) * 1.4426950408889634) + tl.sum(p, 1)
+            m = top
+        live = (r // GP < W) & (r % GP < G)
+        slot = ((b.to(tl.int64) * tl.num_programs(1) + h) * tl.num_programs(0) + s) * (W * G) + r // GP * G + r % GP
+        tl.store(lse + slot, tl.where(total > 0, m + tl.log(tl.where(total > 0, total, 1.0)), float("-inf")), mask=live)
+
+
+@triton.jit
+def window_merge_kernel(lse, out, lengths, splits, packed, SPLIT: tl.constexpr, ROWS: tl.constexpr):
+    """Log-sum-exp over the splits, 16 at a time in ascending order: grid (tiles of W*G rows, kv_heads, B)."""
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+    used = tl.cdiv(tl.load(lengths + tl.program_id(2)), SPLIT)
+    lse += row.to(tl.int64) * splits * packed
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for start in range(0, used, 16):
+        s = start + tl.arange(0, 16)
+        x = tl.load(lse + s[:, None] * packed + r[None, :], mask=(s < used)[:, None] & (r < packed)[None, :],
+                    other=float("-inf"))
+        top = tl.maximum(m, tl.max(x, 0))
+        base = tl.where(top == float("-inf"), 0.0, top)
+        total = total * tl.exp2((m - base) * 1.4426950408889634)
+        total += tl.sum(tl.exp2((x - base[None, :]) * 1.4426950408889634), 0)
+        m = top
+    safe = tl.where(total > 0, total, 1.0)
+    tl.store(out + row * packed + r, tl.where(total > 0, m + tl.log(safe), float("-inf")), mask=r < packed)
+
+
+@triton.jit
+def window_keys_kernel(q, k, lengths, lse, alpha, keys, scale, ahead, kv_heads, sqb, sqw, sqh, skb, skh, skt, skeys,
+                       W: tl.constexpr, G: tl.constexpr, WP: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
+                       DP: tl.constexpr, BLOCK: tl.constexpr, SOFTMAX: tl.constexpr,
+                       ADD: tl.constexpr):
+    """Keys of one tile of rows: maxima over all heads per query, then the weighted sum over the window. Grid (tiles,
+    B).
+
+    ADD continues the sum of an earlier launch over older queries.
+    """
+    b = tl.program_id(1)
+    n = tl.load(lengths + b)
+    first = tl.program_id(0) * BLOCK
+    if first < n:
+        t = first + tl.arange(0, BLOCK)
+        r = tl.arange(0, WP * GP)
+        d = tl.arange(0, DP)
+        j = r // GP
+        live = (j < W) & (r % GP < G)
+        seen = live[:, None] & (t[None, :] < tl.minimum(n - (ahead - j), n)[:, None])
+        k += b.to(tl.int64) * skb + first.to(tl.int64) * skt
+        best = tl.full([WP, BLOCK], float("-inf"), tl.float32)
+        for h in range(0, kv_heads):
+            rows = window_rows(q, b, h, sqb, sqw, sqh, W, G, WP, GP, D, DP)
+            at = tl.cast(h, tl.int64) * skh + tl.arange(0, BLOCK)[:, None] * skt + d[None, :]
+            tile = tl.load(k + at, mask=(t < n)[:, None] & (d < D)[None, :], other=0.0)
+            x = tl.dot(rows, tl.trans(tile), input_precision="ieee") * scale
+            if SOFTMAX:
+                whole = tl.load(lse + ((b * kv_heads + h) * W + j) * G + r % GP, mask=live, other=0.0)
+                x = (x - whole[:, None]) * 1.4426950408889634
+            x = tl.where(seen, x, float("-inf"))
+            best = tl.maximum(best, tl.max(tl.reshape(x, [WP, GP, BLOCK]), 1))
+        w = tl.arange(0, WP)
+        weight = tl.load(alpha + w, mask=w < W, other=0.0)
+        best = tl.where(best == float("-inf"), 0.0, tl.exp2(best) if SOFTMAX else best)
+        score = tl.sum(weight[:, None] * best, 0)
+        keys += b.to(tl.int64) * skeys
+        if ADD:
+            score += tl.load(keys + t, mask=t < n, other=0.0)
+        tl.store(keys + t, score, mask=t < n)
+
+
+def window_config(window, group, head_dim, itemsize):
+    """(queries of one launch, Config of both passes): its queries under one kv head are one tile, W x G rows (16 x 4:
+    64).
+
+    Up to 64 KB of queries and 256 rows at once, so that the scores of a tile stay at 64 registers a thread under 8
+    warps.
+    """
+    dim = max(16, power_of_two(head_dim))
+    most = min(256, 65536 // (dim * itemsize))
+    padded = power_of_two(group)
+    queries = min(window, most // padded)
+    rows = max(16, power_of_two(queries) * padded)
+    block = max(16, min(128 if rows <= 64 else 64, 16384 // (dim * itemsize)))
+    stages = 3 if rows * dim * itemsize <= 32768 else 2
+    return queries, Config(block, rows, dim, warps=8 if rows > 64 else 4, stages=stages)
+
+
 def window_scores_triton(q, k, lengths, scale, alpha, kind, keys, scratch=None):
-    """`window_scores` by the Triton kernels of this file, same arguments."""
-    window_scores_ref(q, k, lengths, scale, alpha, kind, keys)
+    """`window_scores` by the Triton kernels of this file, same arguments.
+
+    "softmax" reads K twice (log-sum-exp, then scores) and q once per tile from L2: 4 * Hkv * D bytes per row in bf16,
+    as much as one dense layer's K and V, where keeping the window's logits would write and read 8 * W * H. "raw" reads
+    K once. Beside that, 4 * W * H bytes per 512 rows (written and read). A window past 256 rows (W x G) or 64 KB takes
+    several such launches.
+    """
+    batch, window, heads, head_dim = q.shape
+    kv_heads, capacity = k.shape[1], k.shape[2]
+    group = heads // kv_heads
+    softmax = kind == "softmax"
+    if scratch is None:
+        scratch = make_scratch(batch, 1, heads, kv_heads, head_dim, capacity, 0, q.device, False, window, path="triton")
+    queries, config = window_config(window, group, head_dim, q.element_size())
+    padded, splits = power_of_two(group), dense_splits(capacity)
+    shape = dict(G=group, WP=config.rows // padded, GP=padded, D=head_dim, DP=config.dim, BLOCK=config.block,
+                 num_warps=config.warps, num_stages=config.stages)
+    strides = (*q.stride()[:3], *k.stride()[:3])
+    for first in range(0, window, queries):
+        part = q[:, first:first + queries]
+        shape["W"], ahead = part.shape[1], window - 1 - first
+        packed = part.shape[1] * group
+        if softmax:
+            window_lse_kernel[(splits, kv_heads, batch)](part, k, lengths, scratch.lse, scale, ahead, *strides,
+                                                         SPLIT=DENSE_SPLIT, **shape)
+            window_merge_kernel[(-(-packed // 16), kv_heads, batch)](
+                scratch.lse, scratch.out_lse, lengths, splits, packed, SPLIT=DENSE_SPLIT, ROWS=16, num_warps=1)
+        window_keys_kernel[(-(-capacity // config.block), batch)](
+            part, k, lengths, scratch.out_lse, alpha[first:], keys, scale, ahead, kv_heads, *strides, keys.stride(0),
+            SOFTMAX=softmax, ADD=first > 0, **shape)

@@ -1,4 +1,5 @@
-"""These tests run every Triton kernel in the interpreter, on the CPU: `TRITON_INTERPRET=1 pytest tests/kernels`, a process of its own.
+"""These tests run every Triton kernel in the interpreter, on the CPU: `TRITON_INTERPRET=1 pytest tests/kernels`, a
+process of its own.
 
 TRITON_INTERPRET is read when triton is imported, so the ahead-of-time tests (tests/aot) cannot share the process.
 """
@@ -15,7 +16,7 @@ if "triton" not in sys.modules:
 def pytest_collection_modifyitems(items):
     if os.environ.get("TRITON_INTERPRET") == "1":
         return
-    mark = pytest.mark.skip(reason="triton was imported without TRITON_INTERPRET=1: run tests/kernels in a process of its own")
+    mark = pytest.mark.skip(reason="triton is imported without TRITON_INTERPRET=1: tests/kernels need a process of their own")
     for item in items:
         if "tests/kernels" in item.path.as_posix():
             item.add_marker(mark)
