@@ -32,7 +32,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path, settings: Mapping) -> "ChatTemplate | None":
-        """The folder's chat_template.jinja, else chat_template in tokenizer_config.json (one, or several named ones)."""
+        """The folder's chat_template.jinja, else chat_template in tokenizer_config.json (or several named ones)."""
         variables = {}
         for name, value in settings.items():
             if name.endswith("_token"):

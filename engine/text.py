@@ -9,12 +9,12 @@ import json
 import re
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import tokenizers
 
-from engine.errors import BadCheckpoint, UnsupportedCheckpoint
+from engine.errors import BadCheckpoint, TemplateError, UnsupportedCheckpoint
 from engine.template import ChatTemplate
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -113,6 +113,12 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids, special tokens left out, as transformers decodes with skip_special_tokens=True."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def render(self, messages: Sequence[Mapping], add_generation_prompt: bool = True) -> str:
+        """A dialogue as the model's text, to be encoded with special=False; TemplateError without a chat template."""
+        if self.template is None:
+            raise TemplateError("this model has no chat template (a base model): give it text to complete")
+        return self.template.render(messages, add_generation_prompt)
 
     def token(self, token_id: int) -> str | None:
         """The vocabulary's spelling of one id; None where it has none (a padded embedding row)."""
@@ -279,7 +285,7 @@ class FallbackStream:
         return text
 
 
-class StopStrings:
+class StopScanner:
     """Holds back the end of a text as long as it could still become a stop string.
 
     The first stop string to be complete ends the text, the longest where several end together: the result does not
@@ -289,19 +295,20 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]):
         self._stops = tuple(stops)
         self._held = ""
+        self.found = False      # a stop string was met
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """(text that may be shown, whether a stop string was met); what follows a stop string is dropped."""
-        if not self._stops:
-            return text, False
+    def push(self, text: str) -> str:
+        """Text that may be shown; a stop string and what follows it are dropped and set `found`."""
+        if not self._stops or self.found:
+            return "" if self.found else text
         text = self._held + text
         found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            self._held = ""
-            return text[:min(found)[1]], True
+            self._held, self.found = "", True
+            return text[:min(found)[1]]
         keep = max((n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
         self._held = text[len(text) - keep:]
-        return text[:len(text) - keep], False
+        return text[:len(text) - keep]
 
     def flush(self) -> str:
         """The text still held back, when the answer ends for another reason."""

@@ -30,7 +30,8 @@ LLAMA2 = (
     "{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}"
     "{% elif message['role'] == 'assistant' %}{{ ' '  + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}")
 ODD = ("{%- for m in messages %}\n    {%- generation %}{{ m | tojson }}{% endgeneration %}\n"
-       "    {%- if loop.last %}{% break %}{% endif %}\n{%- endfor %} {{ strftime_now('%d %b %Y') }} {{ messages | length }}\n")
+       "    {%- if loop.last %}{% break %}{% endif %}\n{%- endfor %}"
+       " {{ strftime_now('%d %b %Y') }} {{ messages | length }}\n")
 TALK = [{"role": "user", "content": " What is <b> & 'c'? 你好 "}, {"role": "assistant", "content": "It is."},
         {"role": "user", "content": "Sure?"}]
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import BadCheckpoint, UnsupportedCheckpoint
-from engine.text import REPLACEMENT, StopStrings, Tokenizer, tokens_before
+from engine.text import REPLACEMENT, StopScanner, Tokenizer, tokens_before
 from tests.engine.tokenizers_made import MADE, SPECIALS, byte_fallback, byte_level, save
 from tests.helpers import shared_model
 
@@ -197,13 +197,9 @@ def test_damaged_folders_get_one_line(tmp_path):
 
 def shown(stops, pieces):
     """(all that is shown, whether it stopped) for a text that comes in pieces."""
-    holder, text = StopStrings(stops), ""
-    for piece in pieces:
-        part, stopped = holder.push(piece)
-        text += part
-        if stopped:
-            return text, True
-    return text + holder.flush(), False
+    holder = StopScanner(stops)
+    text = "".join(holder.push(piece) for piece in pieces)
+    return text + holder.flush(), holder.found
 
 
 @settings(max_examples=400, deadline=None)
@@ -218,9 +214,8 @@ def test_stop_strings_do_not_depend_on_how_a_text_is_cut(text, stops, cuts):
 
 
 def test_only_what_could_become_a_stop_string_is_held_back():
-    holder = StopStrings(["</end>", "\n\nUser:"])
-    assert holder.push("Hello <") == ("Hello ", False)
-    assert holder.push("b> and </e") == ("<b> and ", False)
-    assert holder.push("nd") == ("", False)
-    assert holder.push("> gone") == ("", True)
-    assert StopStrings([]).push("</end>") == ("</end>", False)
+    holder = StopScanner(["</end>", "\n\nUser:"])
+    assert [holder.push(text) for text in ("Hello <", "b> and </e", "nd")] == ["Hello ", "<b> and ", ""]
+    assert not holder.found and holder.push("> gone") == "" and holder.found
+    assert holder.push("more") == holder.flush() == ""
+    assert StopScanner([]).push("</end>") == "</end>"
