@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field
 
 from engine.sampling import Sampler, SamplingParams
-from engine.text import StopScanner
+from engine.text import StopStrings
 
 
 @dataclass
@@ -95,7 +95,7 @@ def generate(session, token_ids, params=None, progress=None, should_stop=None):
 def _loop(session, params, sampler, stats, should_stop):
     llm = session.llm
     ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(llm.end_token_ids))
-    words, scanner = llm.tokenizer.stream() if llm.tokenizer else None, StopScanner(params.stop)
+    words, scanner = llm.tokenizer.stream(session.ids) if llm.tokenizer else None, StopStrings(params.stop)
     start = session.stats.to_dict()
     while True:
         if should_stop is not None and should_stop():
@@ -107,8 +107,8 @@ def _loop(session, params, sampler, stats, should_stop):
             yield _last(words, scanner, "stop", stats, token, logprob, top)
             return
         stats.new_tokens += 1
-        shown = scanner.push(words.push(token) if words else "")
-        reason = "stop" if scanner.found else "length" if stats.new_tokens >= params.max_tokens else None
+        shown, stopped = scanner.push(words.push(token) if words else "")
+        reason = "stop" if stopped else "length" if stats.new_tokens >= params.max_tokens else None
         if len(session) >= session.capacity:
             reason = reason or "context"
         else:
@@ -117,9 +117,10 @@ def _loop(session, params, sampler, stats, should_stop):
         if reason is None:
             yield Piece(shown, token, logprob, top, None, stats)
             continue
-        if not scanner.found:
-            shown += scanner.push(words.flush() if words else "") + scanner.flush()
-        yield Piece(shown, token, logprob, top, "stop" if scanner.found else reason, stats)
+        if not stopped:
+            rest, stopped = _rest(words, scanner)
+            shown += rest
+        yield Piece(shown, token, logprob, top, "stop" if stopped else reason, stats)
         return
 
 
@@ -135,8 +136,11 @@ def _count(session, start, stats):
     stats.dense_steps = now.dense_steps - start["dense_steps"]
 
 
+def _rest(words, scanner):
+    """(text still held back at the end of an answer, whether it completed a stop string)."""
+    shown, stopped = scanner.push(words.flush() if words else "")
+    return (shown, True) if stopped else (shown + scanner.flush(), False)
+
+
 def _last(words, scanner, reason, stats, token=None, logprob=None, top=()):
-    shown = "" if scanner.found else scanner.push(words.flush() if words else "") + scanner.flush()
-    return Piece(shown, token, logprob, top, reason, stats)
-
-
+    return Piece(_rest(words, scanner)[0], token, logprob, top, reason, stats)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 
 from engine import calibration
 from engine.config import ModelConfig
-from engine.errors import BadCheckpoint, Busy, OutOfMemoryPlan, SettingError
+from engine.errors import BadCheckpoint, Busy, OutOfMemoryPlan, SettingError, TemplateError
 from engine.generate import Completion, generate
 from engine.graph import compiled_pieces
 from engine.memory import make_plan
@@ -19,7 +20,8 @@ from engine.methods.omnikv import OmniKV
 from engine.model import Llama, after, assemble, before, ignored, targets
 from engine.rope import Rotary
 from engine.session import Session
-from engine.text import Tokenizer
+from engine.template import ChatTemplate
+from engine.text import Tokenizer, read_settings
 from weights.checkpoint import Checkpoint
 from weights.resolve import resolve
 
@@ -74,7 +76,7 @@ class LLM:
         self._plan = make_plan(name, config, self.method, layers, self.dtype, self.device, self._context(max_context), chunk,
                                vram_budget if self.device.type == "cuda" else ram_budget, self._hint, kernels)
         self._plan.check()
-        self._finish(assemble(config, self.dtype, self.device, stream(config, self.dtype, self.device), kernels))
+        self._finish(assemble(config, self.dtype, self.device, stream(config, self.dtype, self.device), _form(kernels)))
         return self
 
     # ---------------------------------------------------------------- construction
@@ -127,7 +129,7 @@ class LLM:
         self._plan.check()
         stream = self.checkpoint.stream(targets(self.config), self.device, self.dtype, check_finite=self._check_finite,
                                         progress=self._progress)
-        self._finish(assemble(self.config, self.dtype, self.device, stream, self.kernels))
+        self._finish(assemble(self.config, self.dtype, self.device, stream, _form(self.kernels)))
 
     def _finish(self, model: Llama):
         self.model = model
@@ -200,8 +202,15 @@ class LLM:
 
     def chat(self, messages, params=None):
         """Completion of a conversation: messages are {"role", "content"}; needs a model with a chat template (TemplateError)."""
-        text = self._words().render(messages, add_generation_prompt=True)
+        if self.template is None:
+            raise TemplateError(f"{self.name}: this model has no chat template; use generate() to complete text")
+        text = self.template.render(messages, add_generation_prompt=True)
         return Completion.join(self.stream(self._words().encode(text, special=False), params))
+
+    @functools.cached_property
+    def template(self):
+        """The model's chat template (engine.template.ChatTemplate), or None for a base model."""
+        return ChatTemplate.load(self.folder, read_settings(self.folder)) if self.folder is not None else None
 
     def encode(self, prompt):
         """Token ids of a text (with the model's own start tokens), or a copy of the ids given."""
@@ -211,6 +220,11 @@ class LLM:
         if self.tokenizer is None:
             raise SettingError("this LLM has no tokenizer (it was made from a stream of weights); pass token ids")
         return self.tokenizer
+
+
+def _form(kernels):
+    """Weights are held in the fastest form unless a kernel path was forced, which then compares plain products."""
+    return "auto" if kernels in ("auto", "cpu") else "plain"
 
 
 def _device(name):

@@ -121,17 +121,17 @@ def ignored(config):
 _PACKED = ("qkv", "o", "gate_up", "down")
 
 
-def assemble(config, dtype, device, stream, path="auto"):
+def assemble(config, dtype, device, stream, form="auto"):
     """Build a Llama from an iterable of (target name, tensor), each packed as it arrives so that one copy of it lives.
 
-    A bias is kept until its weight has come (and the other way round): the loader may send them in any order.
+    form: how weights are held, as in kernels.linear.pack_linear. A bias is kept until its weight has come (and the other way round): the loader may send them in any order.
     """
     plain, waiting, packed = {}, {}, {}
     for name, tensor in stream:
         base = name.removesuffix(".bias")
         kind = base.split(".")[-1]
         if kind not in _PACKED:
-            plain[name] = pack_linear(tensor, None, path=path) if name == "lm_head" else tensor
+            plain[name] = pack_linear(tensor, None, path=form) if name == "lm_head" else tensor
             continue
         has_bias = config.attention_bias if kind in ("qkv", "o") else config.mlp_bias
         parts = waiting.setdefault(base, {})
@@ -139,14 +139,15 @@ def assemble(config, dtype, device, stream, path="auto"):
         del tensor
         if len(parts) == 1 + has_bias:
             del waiting[base]
-            packed[base] = pack_linear(parts.pop("weight"), parts.pop("bias", None), path=path)
+            packed[base] = pack_linear(parts.pop("weight"), parts.pop("bias", None), path=form)
     layers = [
         Layer(plain[f"{i}.input_norm"], packed[f"{i}.qkv"], packed[f"{i}.o"], plain[f"{i}.post_norm"],
               packed[f"{i}.gate_up"], packed[f"{i}.down"])
         for i in range(config.num_layers)
     ]
-    lm_head = plain["lm_head"] if not config.tied_embeddings else pack_linear(plain["embed"], None, path="shared")
-    return Llama(config, dtype, torch.device(device), plain["embed"], layers, plain["norm"], lm_head)
+    if config.tied_embeddings:              # the embedding itself is read, so no form that copies it
+        plain["lm_head"] = pack_linear(plain["embed"], None, path="left" if torch.device(device).type == "cpu" else "plain")
+    return Llama(config, dtype, torch.device(device), plain["embed"], layers, plain["norm"], plain["lm_head"])
 
 
 def random_stream(config, dtype, device, seed=0, sharpness=1.0):
