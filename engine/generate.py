@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field
 
 from engine.sampling import Sampler, SamplingParams
-from engine.text import StopStrings
+from engine.text import StopScanner
 
 
 @dataclass
@@ -95,7 +95,7 @@ def generate(session, token_ids, params=None, progress=None, should_stop=None):
 def _loop(session, params, sampler, stats, should_stop):
     llm = session.llm
     ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(llm.end_token_ids))
-    words, scanner = llm.tokenizer.stream(session.ids) if llm.tokenizer else None, StopStrings(params.stop)
+    words, scanner = llm.tokenizer.stream(session.ids) if llm.tokenizer else None, StopScanner(params.stop)
     start = session.stats.to_dict()
     while True:
         if should_stop is not None and should_stop():
@@ -107,8 +107,8 @@ def _loop(session, params, sampler, stats, should_stop):
             yield _last(words, scanner, "stop", stats, token, logprob, top)
             return
         stats.new_tokens += 1
-        shown, stopped = scanner.push(words.push(token) if words else "")
-        reason = "stop" if stopped else "length" if stats.new_tokens >= params.max_tokens else None
+        shown = scanner.push(words.push(token) if words else "")
+        reason = "stop" if scanner.found else "length" if stats.new_tokens >= params.max_tokens else None
         if len(session) >= session.capacity:
             reason = reason or "context"
         else:
@@ -117,10 +117,8 @@ def _loop(session, params, sampler, stats, should_stop):
         if reason is None:
             yield Piece(shown, token, logprob, top, None, stats)
             continue
-        if not stopped:
-            rest, stopped = _rest(words, scanner)
-            shown += rest
-        yield Piece(shown, token, logprob, top, "stop" if stopped else reason, stats)
+        shown += _rest(words, scanner)
+        yield Piece(shown, token, logprob, top, "stop" if scanner.found else reason, stats)
         return
 
 
@@ -137,10 +135,10 @@ def _count(session, start, stats):
 
 
 def _rest(words, scanner):
-    """(text still held back at the end of an answer, whether it completed a stop string)."""
-    shown, stopped = scanner.push(words.flush() if words else "")
-    return (shown, True) if stopped else (shown + scanner.flush(), False)
+    """Text still held back at the end of an answer; may complete a stop string, which `scanner.found` tells."""
+    shown = scanner.push(words.flush() if words else "")
+    return shown if scanner.found else shown + scanner.flush()
 
 
 def _last(words, scanner, reason, stats, token=None, logprob=None, top=()):
-    return Piece(_rest(words, scanner)[0], token, logprob, top, reason, stats)
+    return Piece(_rest(words, scanner), token, logprob, top, reason, stats)

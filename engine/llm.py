@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import threading
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 
 from engine import calibration
 from engine.config import ModelConfig
-from engine.errors import BadCheckpoint, Busy, OutOfMemoryPlan, SettingError, TemplateError
+from engine.errors import BadCheckpoint, Busy, OutOfMemoryPlan, SettingError
 from engine.generate import Completion, generate
 from engine.graph import compiled_pieces
 from engine.memory import make_plan
@@ -20,8 +19,7 @@ from engine.methods.omnikv import OmniKV
 from engine.model import Llama, after, assemble, before, ignored, targets
 from engine.rope import Rotary
 from engine.session import Session
-from engine.template import ChatTemplate
-from engine.text import Tokenizer, read_settings
+from engine.text import Tokenizer
 from weights.checkpoint import Checkpoint
 from weights.resolve import resolve
 
@@ -202,15 +200,8 @@ class LLM:
 
     def chat(self, messages, params=None):
         """Completion of a conversation: messages are {"role", "content"}; needs a model with a chat template (TemplateError)."""
-        if self.template is None:
-            raise TemplateError(f"{self.name}: this model has no chat template; use generate() to complete text")
-        text = self.template.render(messages, add_generation_prompt=True)
+        text = self._words().render(messages, add_generation_prompt=True)
         return Completion.join(self.stream(self._words().encode(text, special=False), params))
-
-    @functools.cached_property
-    def template(self):
-        """The model's chat template (engine.template.ChatTemplate), or None for a base model."""
-        return ChatTemplate.load(self.folder, read_settings(self.folder)) if self.folder is not None else None
 
     def encode(self, prompt):
         """Token ids of a text (with the model's own start tokens), or a copy of the ids given."""
