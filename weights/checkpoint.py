@@ -112,7 +112,8 @@ class Checkpoint:
         self, targets: Iterable[Target], device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
         check_finite: bool = True, progress: Callable[[LoadProgress], None] | None = None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (target.name, tensor) in file order: contiguous, of `dtype`, on `device`. `check` has accepted `targets`.
+        """Yields (target.name, tensor) in file order: contiguous, of `dtype`, on `device`. `check` has accepted
+        `targets`.
 
         A tensor is the caller's alone: nothing here keeps it or shares memory with the files. `progress` is called
         after every stored tensor. With `check_finite`, NaN, infinity, or a value beyond the range of `dtype` raises

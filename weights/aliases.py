@@ -1,0 +1,75 @@
+"""Short names of models: one table, printed by --list-models. A folder or a hub id always works too."""
+
+import difflib
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A model on the hub: `context` in tokens, `params` of the weights, and the published OmniKV filter layers.
+
+    `filter_layers` is None where nobody has published any. `note` is a remark for people, may be empty.
+    """
+
+    hub_id: str
+    context: int
+    params: int
+    filter_layers: tuple[int, ...] | None = None
+    note: str = ""
+
+    @property
+    def bytes_bf16(self) -> int:
+        """Size of the weights in bfloat16."""
+        return 2 * self.params
+
+
+_GATED = "gated: accept the licence on the hub"
+
+# Filter layers: OmniKV (ICLR 2025), table of models; contexts and sizes: the models' cards.
+ALIASES: dict[str, Alias] = {
+    "llama-3-8b-262k": Alias("gradientai/Llama-3-8B-Instruct-262k", 262144, 8_030_261_248, (2, 8, 18)),
+    "llama-3-8b-1048k": Alias("gradientai/Llama-3-8B-Instruct-Gradient-1048k", 1048576, 8_030_261_248),
+    "llama-3.1-8b": Alias("meta-llama/Llama-3.1-8B-Instruct", 131072, 8_030_261_248, None, _GATED),
+    "llama-3.1-70b": Alias(
+        "meta-llama/Llama-3.1-70B-Instruct", 131072, 70_553_706_496, (4, 19, 41),
+        "141 GB in bf16, needs quantisation: not yet",
+    ),
+    "llama-3.2-1b": Alias("meta-llama/Llama-3.2-1B-Instruct", 131072, 1_235_814_400, None, _GATED),
+    "llama-3.2-3b": Alias("meta-llama/Llama-3.2-3B-Instruct", 131072, 3_212_749_824, None, _GATED),
+    "llama-2-7b": Alias("meta-llama/Llama-2-7b-chat-hf", 4096, 6_738_415_616, None, _GATED),
+    "yi-6b-200k": Alias("01-ai/Yi-6B-200K", 200000, 6_061_035_520, None, "base model"),
+    "yi-9b-200k": Alias("01-ai/Yi-9B-200K", 200000, 8_829_407_232, (6, 11, 30), "base model"),
+    "yi-34b-200k": Alias("01-ai/Yi-34B-200K", 200000, 34_388_917_248, None, "base model"),
+    "mistral-7b": Alias("mistralai/Mistral-7B-Instruct-v0.3", 32768, 7_248_023_552),
+    "smollm2-135m": Alias("HuggingFaceTB/SmolLM2-135M-Instruct", 8192, 134_515_008, None, "small: for a first try"),
+}
+
+
+def suggest(name: str, most: int = 3) -> list[str]:
+    """Aliases, and hub ids of the table, that `name` may have meant, nearest first; may be empty."""
+    known = {_plain(alias): alias for alias in ALIASES}
+    known |= {_plain(entry.hub_id): entry.hub_id for entry in ALIASES.values()}
+    wanted = _plain(name)[:100]
+    near = difflib.get_close_matches(wanted, known, n=most, cutoff=0.6)
+    near += [key for key in known if wanted and (key.startswith(wanted) or wanted.startswith(key))]
+    return [known[key] for key in dict.fromkeys(near)][:most]
+
+
+def _plain(name: str) -> str:
+    """Letters, digits and the slash only: people forget where the hyphens and dots go."""
+    return "".join(c for c in name.lower() if c.isalnum() or c == "/")
+
+
+def table() -> str:
+    """The aliases as aligned text, one line each under a head line."""
+    head = ("name", "hub id", "context", "size", "filter layers", "note")
+    rows = [
+        (
+            name, a.hub_id, f"{a.context}", f"{a.params / 1e9:.1f}B, {a.bytes_bf16 / 1e9:.1f} GB",
+            ",".join(map(str, a.filter_layers or ())) or "-", a.note,
+        )
+        for name, a in ALIASES.items()
+    ]
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in [head, *rows])
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,178 @@
+"""A model's name to a folder: a local folder always wins, then the hub cache, then the hub.
+
+HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN are huggingface_hub's own and are obeyed by using it;
+it is imported only when a name is no folder. With a complete copy in the cache no network call is made, ever.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from weights.aliases import ALIASES, Alias, suggest
+from weights.errors import HubError, ModelNotFound, UnsupportedCheckpoint
+from weights.jsonfile import shown
+
+# What is fetched, and no more: repositories carry the same weights again as pickles, "original/" and "consolidated".
+PATTERNS = [
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.jinja", "chat_template.json", "model*.safetensors",
+    "model.safetensors.index.json", "omnikv.json",
+]
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Where a model is: `folder`, and how it was found ("folder" | "cache" | "hub").
+
+    `name` is what was asked for; `hub_id`, `revision` (commit) and `alias` (the table's entry) are None where they do
+    not apply.
+    """
+
+    folder: Path
+    source: str
+    name: str
+    hub_id: str | None = None
+    revision: str | None = None
+    alias: Alias | None = None
+
+
+def resolve(name: str | Path, progress: Callable[[str], None] | None = None) -> Resolved:
+    """The folder of a model given by folder, alias or hub id; downloads what is missing (resumable, with progress bars).
+
+    `progress` is told one line before a download starts. Raises ModelNotFound (nothing of this name; near names
+    suggested) or HubError (gated, offline, unreachable, partial); UnsupportedCheckpoint for a repository without
+    safetensors.
+    """
+    name = str(name)
+    try:
+        path = Path(name).expanduser()
+        is_folder, exists = path.is_dir(), path.exists()
+    except (OSError, ValueError, RuntimeError):  # too long for a path, a NUL in it, no home
+        is_folder = exists = False
+    if is_folder and name:  # an empty name is the current folder to pathlib
+        return Resolved(path, "folder", name)
+    alias = ALIASES.get(name.lower())
+    hub_id = alias.hub_id if alias else name
+    if exists and name and not alias:
+        raise ModelNotFound(f"model {shown(name)}: found a file, expected a folder, an alias or a hub id")
+    if not alias and (not _HUB_ID.fullmatch(name) or ".." in name or "--" in name or name.endswith((".git", ".", "-"))):
+        raise ModelNotFound(
+            f"model {shown(name)}: no such folder, and neither an alias nor a hub id (ORG/NAME){_near(name)}"
+        )
+    hub = _hub()
+    folder = _cached(hub, hub_id)
+    if folder and not _missing(folder):
+        return Resolved(folder, "cache", name, hub_id, _revision(folder), alias)
+    if hub.constants.HF_HUB_OFFLINE:
+        raise _offline(hub, hub_id, folder)
+    if progress:
+        progress(f"{'resuming' if folder else 'fetching'} {hub_id} into {hub.constants.HF_HUB_CACHE}")
+    folder = _download(hub, hub_id, name)
+    missing = _missing(folder)
+    if missing:
+        raise _not_ours(folder, hub_id, missing)
+    return Resolved(folder, "hub", name, hub_id, _revision(folder), alias)
+
+
+def _hub():
+    """huggingface_hub, imported late: it takes half a second, and a local folder does not need it."""
+    try:
+        import huggingface_hub
+        import huggingface_hub.errors
+    except ImportError as error:
+        raise HubError(f"huggingface_hub cannot be imported ({error}): install it, or name a folder") from error
+    return huggingface_hub
+
+
+def _cached(hub, hub_id: str) -> Path | None:
+    """The newest snapshot in the cache, complete or not; None where there is none. Never uses the network."""
+    try:
+        return Path(hub.snapshot_download(hub_id, allow_patterns=PATTERNS, local_files_only=True))
+    except hub.errors.LocalEntryNotFoundError as error:
+        partial = getattr(error, "snapshot_path", None)  # newer versions raise for partial snapshots too, and say where
+        return Path(partial) if partial else None
+    except hub.errors.HFValidationError as error:
+        raise ModelNotFound(f"model {shown(hub_id)}: no valid hub id: {shown(str(error), 120)}") from None
+
+
+def _missing(folder: Path) -> str | None:
+    """The first file that a usable snapshot lacks, None where it is complete. Looks at names and the index only."""
+    if not (folder / "config.json").is_file():
+        return "config.json"
+    if (folder / "model.safetensors").is_file():
+        return None
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return "model.safetensors"
+    try:
+        shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        return next((shard for shard in shards if not (folder / shard).is_file()), None)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None  # complete as far as names go: weights.checkpoint says what is wrong with the index
+
+
+def _offline(hub, hub_id: str, folder: Path | None) -> HubError:
+    """Offline mode and nothing usable in the cache."""
+    cache = hub.constants.HF_HUB_CACHE
+    if folder:
+        return HubError(
+            f"{hub_id}: partial download in {folder}: {_missing(folder)} is missing, and HF_HUB_OFFLINE is set; "
+            f"run once without it to resume"
+        )
+    return HubError(
+        f"{hub_id}: not in the cache {cache}, and HF_HUB_OFFLINE is set; run once without it, or name a folder"
+    )
+
+
+def _download(hub, hub_id: str, name: str) -> Path:
+    """Fetches what is missing; every way the hub can say no becomes one line with a remedy."""
+    errors, page = hub.errors, f"{hub.constants.ENDPOINT}/{hub_id}"
+    try:
+        return Path(hub.snapshot_download(hub_id, allow_patterns=PATTERNS))
+    except errors.GatedRepoError as error:  # before RepositoryNotFoundError, which it derives from
+        raise HubError(f"{hub_id}: gated: accept its licence at {page}, then set HF_TOKEN (hf auth login)") from error
+    except errors.RepositoryNotFoundError as error:
+        raise ModelNotFound(
+            f"model {shown(name)}: the hub has no {hub_id}, or it is private (set HF_TOKEN to a token that may read it)"
+            f"{_near(name)}"
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        raise HubError(
+            f"{hub_id}: not complete in the cache and the hub cannot be reached: {_cause(error)}; "
+            f"check the connection and run again to resume"
+        ) from error
+    except errors.HfHubHTTPError as error:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        remedy = "check HF_TOKEN" if status in (401, 403) else "run again to resume"
+        raise HubError(f"{hub_id}: the hub answered {status or 'with an error'}: {_cause(error)}; {remedy}") from error
+    except Exception as error:  # whatever the transport raises (requests, httpx, xet, a full disk)
+        raise HubError(f"{hub_id}: download failed: {_cause(error)}; run again to resume") from error
+
+
+def _cause(error: BaseException) -> str:
+    """The innermost reason on one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    return shown(f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__, 160)
+
+
+def _not_ours(folder: Path, hub_id: str, missing: str) -> Exception:
+    """The hub gave all it has, and it is no model of ours."""
+    if (folder / "model.safetensors.index.json").is_file():
+        return HubError(f"{hub_id}: the hub's index names {shown(missing)}, which the repository does not hold")
+    return UnsupportedCheckpoint(
+        f"{hub_id}: found no {missing} on the hub, expected Hugging Face layout with safetensors (pickle or GGUF only?)"
+    )
+
+
+def _near(name: str) -> str:
+    near = suggest(name)
+    return f"; did you mean {' or '.join(near)}?" if near else "; --list-models shows the aliases"
+
+
+def _revision(folder: Path) -> str | None:
+    return folder.name if folder.parent.name == "snapshots" else None
