@@ -1,0 +1,9 @@
+"""OmniKV inference for Llama-architecture models. The public names are these; everything else may move."""
+
+from engine.errors import EngineError
+from engine.llm import LLM
+from engine.methods.full import Full
+from engine.methods.omnikv import OmniKV
+from engine.sampling import SamplingParams
+
+__all__ = ["LLM", "EngineError", "Full", "OmniKV", "SamplingParams"]
