@@ -119,6 +119,8 @@ class Session:
         """Go on with another method; nothing is read again. The bank's layers change layout where the new plan wants it."""
         self._open()
         method, plan = self.llm.resolve_method(method)
+        if self.ids:
+            method.check_prefill(0, self._marks[-1].length if self._marks else len(self.ids))
         with self.llm.busy():
             self.bank.relayout(plan)
             self._use(method, plan)
@@ -138,6 +140,7 @@ class Session:
         new = self._checked(token_ids)
         start, stop = len(self.ids), len(self.ids) + len(new)
         self._room(stop)
+        self.method.check_prefill(start, stop)
         chunk, device = self.llm.chunk, self.llm.model.device
         clock = Clock(Work.of(self.llm.config), start, stop)
         with self.llm.busy(), torch.inference_mode():

@@ -36,6 +36,9 @@ class Method:
     def check(self, plan):
         """Raise SettingError where these settings cannot work on this layer plan."""
 
+    def check_prefill(self, start, stop):
+        """Raise SettingError where a session of `start` tokens cannot read on to `stop`; asked before reading."""
+
     def runtime(self, setup):
         """The state of this method in one session (a Runtime)."""
         return Runtime(self, setup)

@@ -7,7 +7,6 @@ window are not scored but always selected and count against the budget; a second
 
 import torch
 
-from engine.errors import SettingError
 from engine.methods.base import device_int
 from engine.methods.omnikv import OmniKVRuntime
 from engine.plan import Role
@@ -21,19 +20,11 @@ class OfficialRuntime(OmniKVRuntime):
 
     def __init__(self, method, setup):
         super().__init__(method, setup)
-        if method.selector != "last" and method.kind == "raw":
-            raise SettingError("scores: found 'raw' with a windowed selector, expected None or 'softmax' (official=True)")
         self.window = 0 if method.selector == "last" else method.window
         self.prompt = 0
 
     def end_prefill(self, length):
-        """The prompt is what the first prefill read; the published code breaks silently on a second one."""
-        if self.prompt and length > self.prompt:
-            raise SettingError("official: the published code knows one prompt per session; a second prefill is not supported")
-        least = max(2, self.window - 1)
-        if length < least:
-            raise SettingError(f"official: found a prompt of {length} tokens, expected at least {least} "
-                               f"(the published code fails below)")
+        """The prompt is what the one prefill read."""
         self.prompt = length
         self._set_k(self.method.budget(self.plan, length))
 
@@ -48,7 +39,7 @@ class OfficialRuntime(OmniKVRuntime):
         forced = max(0, self.window - generated)
         scored = self.prompt - forced
         keys = self._scores(layer, q, step, scored)
-        k = max(1, self.k - forced) if forced else self.k
+        k = max(1, self.k - forced) if self.window else self.k      # a window chooses one at least, `last` may choose none
         index, counts = self.index[group], self.counts[group]
         select_topk(keys, self.zero, device_int(scored, self.setup), device_int(k, self.setup), index[:, 0], counts,
                     scratch=self.setup.scratch, path=self.setup.path)
@@ -69,7 +60,8 @@ class OfficialRuntime(OmniKVRuntime):
         batch, queries, heads, dim = q.shape
         packed = q.view(batch, queries, rows.shape[1], -1, dim).permute(0, 2, 1, 3, 4).flatten(2, 3)
         logits = (packed @ rows.transpose(2, 3)).float() * self.scale
-        logits = logits.view(batch, rows.shape[1], queries, -1, scored).transpose(1, 2).flatten(2, 3)
+        logits = logits.view(batch, rows.shape[1], queries, heads // rows.shape[1], scored)
+        logits = logits.transpose(1, 2).flatten(2, 3)
         if self.method.kind == "softmax":
             logits = torch.softmax(logits, dim=-1)
         return (logits.amax(dim=2) * self.alpha.view(1, -1, 1)).sum(1).contiguous()
@@ -77,7 +69,8 @@ class OfficialRuntime(OmniKVRuntime):
     def rows_read(self, n):
         """Chosen rows, the window's forced ones included, and everything generated."""
         forced = max(0, self.window - (n - self.prompt))
-        chosen = min(self.k, self.prompt) if not forced else min(max(1, self.k - forced), self.prompt - forced) + forced
+        k = max(1, self.k - forced) if self.window else self.k
+        chosen = min(k, self.prompt - forced) + forced
         sparse = chosen + n - self.prompt
         return [sparse if role is Role.SPARSE else n for role in self.plan.roles]
 

@@ -63,6 +63,8 @@ class OmniKV(Method):
             _whole("dense_below", self.dense_below, 0)
         elif self.official:
             object.__setattr__(self, "dense_below", 0)
+        if self.official and self.selector != "last" and self.scores == "raw":
+            raise SettingError("scores: found 'raw' with a windowed selector, expected None or 'softmax' (official)")
         if self.official and (self.sink or self.mem is not None):
             raise SettingError("official: sink and mem do not exist in the published code; leave them out")
         if self.tokens is not None and self.sink > self.tokens:
@@ -125,6 +127,17 @@ class OmniKV(Method):
                           f"of {plan.num_layers}: every layer runs full attention", stacklevel=3)
         elif self.mem is not None:
             budget_from_mem(self.mem, plan.dense_share)
+
+    def check_prefill(self, start, stop):
+        """official: one prompt per session (the published code breaks silently on a second), as long as its windows."""
+        if not self.official:
+            return
+        if start:
+            raise SettingError("official: the published code knows one prompt per session; a second prefill is not supported")
+        least = 2 if self.selector == "last" else max(2, self.window - 1)
+        if stop < least:
+            raise SettingError(f"official: found a prompt of {stop} tokens, expected at least {least} "
+                               f"(the published code fails below)")
 
     def runtime(self, setup):
         """Selection buffers of one session."""
