@@ -12,7 +12,8 @@ def tiny_config(layers=6, heads=4, kv_heads=2, hidden=64, head_dim=None, vocab=9
     data = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocab, "hidden_size": hidden,
             "intermediate_size": 96, "num_hidden_layers": layers, "num_attention_heads": heads,
             "num_key_value_heads": kv_heads, "head_dim": head_dim or hidden // heads,
-            "max_position_embeddings": max_positions, "rms_norm_eps": 1e-5, "torch_dtype": "float32", "tie_word_embeddings": False, "hidden_act": "silu"}
+            "max_position_embeddings": max_positions, "rms_norm_eps": 1e-5, "torch_dtype": "float32",
+            "tie_word_embeddings": False, "hidden_act": "silu"}
     return ModelConfig.from_dict({**data, **changes})
 
 
