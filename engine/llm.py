@@ -12,7 +12,7 @@ from engine.config import ModelConfig
 from engine.errors import BadCheckpoint, Busy, OutOfMemoryPlan, SettingError
 from engine.generate import Completion, generate
 from engine.graph import compiled_pieces
-from engine.memory import make_plan
+from engine.memory import make_plan, trim_heap
 from engine.methods.base import Method
 from engine.methods.full import Full
 from engine.methods.omnikv import OmniKV
@@ -42,20 +42,15 @@ class LLM:
                  offload="auto", vram_budget=None, ram_budget=None, method=None, load=True, progress=None, check_finite=True,
                  kernels="auto", download_progress=None):
         self._settings(threads, max_context, chunk, kernels, offload)
-        self.resolved = resolve(str(model), progress=download_progress)
+        self.resolved = resolve(str(model), progress=download_progress, config_only=not load)
         self.folder, self.name = Path(self.resolved.folder), str(model)
         config = ModelConfig.from_folder(self.folder)
         self._prepare(config, device, dtype, compile)
         self.method, layers = self.resolve_method(method if method is not None else self._default_method())
         self._plan = make_plan(self.name, config, self.method, layers, self.dtype, self.device, self._context(max_context), chunk,
                                vram_budget if self.device.type == "cuda" else ram_budget, self._hint, kernels)
-        self.checkpoint = Checkpoint.open(self.folder)
-        self.checkpoint.check(targets(config), ignored(config))
-        self.tokenizer = Tokenizer(self.folder)
-        if self.tokenizer.vocab_max_id >= config.vocab_size:
-            raise BadCheckpoint(f"{self.folder / 'tokenizer.json'}: found token id {self.tokenizer.vocab_max_id}, expected ids below "
-                                f"{config.vocab_size} (the embedding's rows)")
-        self._progress, self._check_finite = progress, check_finite
+        self._progress, self._download_progress, self._check_finite = progress, download_progress, check_finite
+        self.tokenizer = None
         if load:
             self.load()
 
@@ -68,7 +63,7 @@ class LLM:
         """
         self = cls.__new__(cls)
         self._settings(threads, max_context, chunk, kernels, offload)
-        self.resolved, self.folder, self.name, self.checkpoint, self.tokenizer = None, None, name, None, tokenizer
+        self.resolved, self.folder, self.name, self.tokenizer = None, None, name, tokenizer
         self._prepare(config, device, dtype, compile)
         self.method, layers = self.resolve_method(method if method is not None else Full())
         self._plan = make_plan(name, config, self.method, layers, self.dtype, self.device, self._context(max_context), chunk,
@@ -121,16 +116,24 @@ class LLM:
         return method, plan
 
     def load(self):
-        """Read the weights (once). Raises OutOfMemoryPlan first where the plan does not fit."""
+        """Read the weights (once). Raises OutOfMemoryPlan first where the plan does not fit, then what is wrong with the folder."""
         if self.model is not None:
             return
         self._plan.check()
-        stream = self.checkpoint.stream(targets(self.config), self.device, self.dtype, check_finite=self._check_finite,
-                                        progress=self._progress)
-        self._finish(assemble(self.config, self.dtype, self.device, stream, _form(self.kernels)))
+        self.folder = resolve(self.name, progress=self._download_progress).folder     # a plan may have fetched config.json only
+        config = self.config
+        checkpoint = Checkpoint.open(self.folder)
+        checkpoint.check(targets(config), ignored(config))
+        self.tokenizer = Tokenizer(self.folder)
+        if self.tokenizer.vocab_max_id >= config.vocab_size:
+            raise BadCheckpoint(f"{self.folder / 'tokenizer.json'}: found token id {self.tokenizer.vocab_max_id}, expected ids below "
+                                f"{config.vocab_size} (the embedding's rows)")
+        stream = checkpoint.stream(targets(config), self.device, self.dtype, check_finite=self._check_finite, progress=self._progress)
+        self._finish(assemble(config, self.dtype, self.device, stream, _form(self.kernels)))
 
     def _finish(self, model: Llama):
         self.model = model
+        trim_heap()
         self.rotary = Rotary(self.config, self.device)
         self.pieces = compiled_pieces() if self._compile else (before, after)
         self.graphs = self._compile and self.device.type == "cuda"

@@ -20,6 +20,7 @@ PATTERNS = [
     "added_tokens.json", "chat_template.jinja", "chat_template.json", "model*.safetensors",
     "model.safetensors.index.json", "omnikv.json",
 ]
+CONFIG_PATTERNS = ["config.json", "generation_config.json", "omnikv.json"]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
 
 
@@ -39,9 +40,10 @@ class Resolved:
     alias: Alias | None = None
 
 
-def resolve(name: str | Path, progress: Callable[[str], None] | None = None) -> Resolved:
+def resolve(name: str | Path, progress: Callable[[str], None] | None = None, config_only: bool = False) -> Resolved:
     """The folder of a model given by folder, alias or hub id; downloads what is missing (resumable, with progress bars).
 
+    `config_only` (a plan without loading) is content with a snapshot that holds config.json and fetches no weights.
     `progress` is told one line before a download starts. Raises ModelNotFound (nothing of this name; near names
     suggested) or HubError (gated, offline, unreachable, partial); UnsupportedCheckpoint for a repository without
     safetensors.
@@ -64,15 +66,15 @@ def resolve(name: str | Path, progress: Callable[[str], None] | None = None) -> 
         )
     hub = _hub()
     folder = _cached(hub, hub_id)
-    if folder and not _missing(folder):
+    if folder and ((folder / "config.json").is_file() if config_only else not _missing(folder)):
         return Resolved(folder, "cache", name, hub_id, _revision(folder), alias)
     if hub.constants.HF_HUB_OFFLINE:
         raise _offline(hub, hub_id, folder)
     if progress:
         progress(f"{'resuming' if folder else 'fetching'} {hub_id} into {hub.constants.HF_HUB_CACHE}")
-    folder = _download(hub, hub_id, name)
+    folder = _download(hub, hub_id, name, CONFIG_PATTERNS if config_only else PATTERNS)
     missing = _missing(folder)
-    if missing:
+    if missing and not (config_only and missing != "config.json"):
         raise _not_ours(folder, hub_id, missing)
     return Resolved(folder, "hub", name, hub_id, _revision(folder), alias)
 
@@ -127,11 +129,11 @@ def _offline(hub, hub_id: str, folder: Path | None) -> HubError:
     )
 
 
-def _download(hub, hub_id: str, name: str) -> Path:
+def _download(hub, hub_id: str, name: str, patterns: list[str]) -> Path:
     """Fetches what is missing; every way the hub can say no becomes one line with a remedy."""
     errors, page = hub.errors, f"{hub.constants.ENDPOINT}/{hub_id}"
     try:
-        return Path(hub.snapshot_download(hub_id, allow_patterns=PATTERNS))
+        return Path(hub.snapshot_download(hub_id, allow_patterns=patterns))
     except errors.GatedRepoError as error:  # before RepositoryNotFoundError, which it derives from
         raise HubError(f"{hub_id}: gated: accept its licence at {page}, then set HF_TOKEN (hf auth login)") from error
     except errors.RepositoryNotFoundError as error:
