@@ -140,9 +140,16 @@ class LLM:
 
     # ---------------------------------------------------------------- facts
 
-    def plan(self):
-        """Layer plan and memory plan (engine.memory.Plan): str() is for people, to_dict() for programs."""
-        return self._plan
+    def plan(self, method=None, max_context=None):
+        """Layer plan and memory plan (engine.memory.Plan): str() is for people, to_dict() for programs.
+
+        Of this LLM as it is, or of a session with another method or capacity (nothing is allocated, nothing checked to fit).
+        """
+        if method is None and max_context is None:
+            return self._plan
+        method, layers = self.resolve_method(method if method is not None else self.method)
+        return make_plan(self.name, self.config, method, layers, self.dtype, self.device, max_context or self.max_context, self.chunk,
+                         path=self.kernels)
 
     @property
     def max_context(self):
@@ -177,16 +184,19 @@ class LLM:
 
     # ---------------------------------------------------------------- requests
 
-    def session(self, method=None):
-        """A new, empty Session; `method` defaults to the LLM's own."""
+    def session(self, method=None, max_context=None):
+        """A new, empty Session; `method` defaults to the LLM's own, `max_context` (tokens it can hold) to the planned one."""
         self.load()
+        capacity = self.max_context if max_context is None else max_context
+        if isinstance(capacity, bool) or not isinstance(capacity, int) or not 1 <= capacity <= self.max_context:
+            raise SettingError(f"max_context: found {capacity!r}, expected an int from 1 to {self.max_context} (this LLM's plan)")
         method, plan = self.resolve_method(method) if method is not None else (self.method, self._plan.layers)
         try:
-            return Session(self, self.max_context, method, plan)
+            return Session(self, capacity, method, plan)
         except (RuntimeError, MemoryError) as error:           # torch's allocators raise RuntimeError, CUDA's a subclass of it
             if "memory" not in str(error).lower():
                 raise
-            raise OutOfMemoryPlan(f"no memory for another session of {self.max_context} tokens ({self._plan.bytes_of('context bank')} "
+            raise OutOfMemoryPlan(f"no memory for another session of {capacity} tokens ({self._plan.bytes_of('context bank')} "
                                   f"bytes of bank); close one, or lower max_context") from error
 
     def generate(self, prompts, params=None):

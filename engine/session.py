@@ -11,8 +11,11 @@ from engine.errors import ContextTooLong, SessionClosed, SettingError
 from engine.graph import StepRunner
 from engine.methods.base import Setup
 from engine.methods.full import Full
+from engine.model import after, before
 from engine.plan import Role
 from engine.prefill import Clock, Work, run_chunk
+from engine.synthetic import fill_rows, synthesize
+from kernels.dispatch import PATHS as KERNEL_PATHS
 from kernels.scratch import make_scratch, scratch_bytes
 
 
@@ -54,6 +57,7 @@ class Session:
 
     def __init__(self, llm, capacity, method, plan):
         self.llm, self.capacity = llm, capacity
+        self.kernels = llm.kernels
         self.ids = []
         self.last_logits = None        # float32 [vocab] of the newest token
         self._marks = []
@@ -102,17 +106,19 @@ class Session:
         budget = method.budget_capacity(plan, self.capacity)
         sizes = dict(batch=1, queries=1, heads=config.num_heads, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
                      capacity=self.capacity, budget=budget, device=llm.model.device, scored=budget > 0,
-                     window=method.window if windowed else 0, path=llm.kernels)
+                     window=method.window if windowed else 0, path=self.kernels)
         self._scratch, self._scratch_bytes = make_scratch(**sizes), scratch_bytes(**sizes)
-        setup = Setup(config, plan, self.capacity, llm.model.device, llm.model.dtype, 1, llm.kernels, self._scratch)
+        setup = Setup(config, plan, self.capacity, llm.model.device, llm.model.dtype, 1, self.kernels, self._scratch)
         self._runtime = method.runtime(setup)
         full = Full()
         self._dense_runtime = full.runtime(Setup(config, full.plan(config), *_rest(setup)))
         self._dense_below = method.dense_below_tokens(plan, config, llm.model.dtype.itemsize, llm.model.device.type, self.capacity)
-        decoder = Decoder(llm.model, llm.rotary, self._runtime, self._ring, llm.pieces)
-        dense = Decoder(llm.model, llm.rotary, self._dense_runtime, self._ring, llm.pieces)
-        self._sparse_step = StepRunner(decoder, self._token, self._length, self.bank, llm.graphs)
-        self._dense_step = StepRunner(dense, self._token, self._length, self.bank, llm.graphs)
+        eager = self.kernels == "reference"                # the oracle: plain launchers, pieces uncompiled, no graph
+        pieces, graphs = ((before, after), False) if eager else (llm.pieces, llm.graphs)
+        decoder = Decoder(llm.model, llm.rotary, self._runtime, self._ring, pieces)
+        dense = Decoder(llm.model, llm.rotary, self._dense_runtime, self._ring, pieces)
+        self._sparse_step = StepRunner(decoder, self._token, self._length, self.bank, graphs)
+        self._dense_step = StepRunner(dense, self._token, self._length, self.bank, graphs)
         self._selected = False
 
     def set_method(self, method):
@@ -123,10 +129,25 @@ class Session:
             method.check_prefill(0, self._marks[-1].length if self._marks else len(self.ids))
         with self.llm.busy():
             self.bank.relayout(plan)
-            self._use(method, plan)
-            if self.ids:
-                self._runtime.end_prefill(self._marks[-1].length if self._marks else len(self.ids))
-                self._marks = [_Mark(m.length, self._runtime.snapshot(), m.logits) for m in self._marks[-1:]]
+            self._again(method, plan)
+
+    def set_kernels(self, path):
+        """Go on with other launchers ("auto", "reference", "cpu", "triton") over the same bank; nothing is read again.
+
+        "reference" runs eagerly on the plain launchers: what a fast path is checked against (benchmarks do so before they time).
+        """
+        self._open()
+        if path not in KERNEL_PATHS:
+            raise SettingError(f"kernels: found {path!r}, expected one of {', '.join(KERNEL_PATHS)}")
+        with self.llm.busy():
+            self.kernels = path
+            self._again(self.method, self.plan)
+
+    def _again(self, method, plan):
+        self._use(method, plan)
+        if self.ids:
+            self._runtime.end_prefill(self._marks[-1].length if self._marks else len(self.ids))
+            self._marks = [_Mark(m.length, self._runtime.snapshot(), m.logits) for m in self._marks[-1:]]
 
     # ---------------------------------------------------------------- reading and writing tokens
 
@@ -175,6 +196,19 @@ class Session:
         self._marks.append(_Mark(len(self.ids), self._runtime.snapshot(), logits))
         self.last_logits = logits
         self._selected = False
+
+    def synthesize(self, n, seed=0):
+        """Fill this empty session with n random tokens without reading them (engine/synthetic.py): for benchmarks at any depth."""
+        self._open()
+        ids, head = synthesize(self, n, seed)
+        self._room(n)
+        self.prefill(ids[:head])
+        with self.llm.busy(), torch.inference_mode():
+            for layer in range(self.plan.num_layers):
+                fill_rows(self.bank, layer, head, n, seed)
+        if n > head:
+            self.ids, self._marks, self._ring.low = ids, [], n
+            self._end_prefill(None)
 
     def decode(self, token_id):
         """Append one token; returns float32 logits [vocab]. Raises ContextTooLong where the bank is full."""
