@@ -45,6 +45,6 @@ def fill_rows(bank, layer, head, n, seed):
 
 def _tile(rows, count, generator):
     batch, heads, _, dim = rows.shape
-    deviation = rows.float().square().mean(dim=(0, 2, 3)).sqrt().clamp_(min=1e-3)
+    deviation = rows.float().contiguous().square().mean(dim=(0, 2, 3)).sqrt().clamp_(min=1e-3)     # one order of sums
     noise = torch.randn(batch, count, heads, dim, generator=generator, device=rows.device)
     return (noise * deviation.view(1, 1, heads, 1)).to(rows.dtype)
