@@ -20,7 +20,7 @@ def make(capacity=10000):
 
 
 def planted(reuse, tokens=256, **more):
-    return Replay(filter_layers=(1, 3), tokens=tokens, tail=64, dense_below=0, reuse=reuse, **more)
+    return Replay(filter_layers=(0, 3), tokens=tokens, tail=64, dense_below=0, reuse=reuse, **more)
 
 
 def test_synthetic_rows_have_the_scale_of_read_rows_and_none_repeats():
@@ -70,13 +70,13 @@ def test_replay_plants_the_asked_reuse(reuse):
     last, shares = None, []
     for token in range(9):
         session.decode(token)
-        chosen = session.selections[1]
+        chosen = session.selections[0]
         assert chosen.numel() == 256 and torch.all(chosen[1:] > chosen[:-1]) and chosen[-1] < 4096 - 64
         if last is not None:
             shares.append(torch.isin(chosen, last).float().mean().item())
         last = chosen
     assert abs(sum(shares) / len(shares) - reuse) < 0.01
-    assert not torch.equal(session.selections[1], session.selections[3])
+    assert not torch.equal(session.selections[0], session.selections[3])
 
 
 def test_replay_is_a_function_of_the_position_and_survives_a_fork():
@@ -94,7 +94,7 @@ def test_replay_with_few_candidates_and_bad_settings():
     session = make(512).session(planted(0.0, tokens=400))
     session.synthesize(300)
     session.decode(1)
-    assert session.selections[1].tolist() == list(range(300 // 64 * 64 - 64))
+    assert session.selections[0].tolist() == list(range(300 // 64 * 64 - 64))
     for bad in (-0.1, 1.5, "much", True):
         with pytest.raises(SettingError, match="reuse"):
             planted(bad)
