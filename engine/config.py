@@ -81,7 +81,8 @@ class ModelConfig:
 
     @property
     def context_limit(self) -> int:
-        """Most positions a caller may ask for: max_positions, times the factor where linear or dynamic rope stretches them.
+        """Most positions a caller may ask for: max_positions, times the factor where linear or dynamic rope stretches
+        them.
 
         Files of such models state the trained length or the stretched one; the default stays at what the file says.
         """

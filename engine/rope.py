@@ -99,9 +99,10 @@ class Rotary:
     def at(self, positions: torch.Tensor, total: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(cos, sin) float32 [..., head_dim / 2] of positions [...] int64, the attention factor included.
 
-        `total`: length in tokens of the whole prompt, the bank's rows before it included (prefill). Dynamic NTK turns every
-        position of one prompt with the frequencies of that length, so that chunking does not change the answer; without it
-        (decode) position p is what a sequence of p + 1 tokens uses at its last position. No other kind looks at it.
+        `total`: length in tokens of the whole prompt, the bank's rows before it included (prefill). Dynamic NTK turns
+        every position of one prompt with the frequencies of that length, so that chunking does not change the answer;
+        without it (decode) position p is what a sequence of p + 1 tokens uses at its last position. No other kind
+        looks at it.
         """
         freq = self._freq
         if self.rope.kind == "dynamic":

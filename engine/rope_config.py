@@ -59,8 +59,7 @@ class Fields:
         raise UnsupportedCheckpoint(self._line(key, found, expected) + " (not supported)")
 
     def _line(self, key: str, found: object, expected: str) -> str:
-        found = "nothing" if found is None else shown(found)
-        return f"{self.source}: {self.prefix}{key}: found {found}, expected {expected}"
+        return f"{self.source}: {self.prefix}{key}: found {shown(found)}, expected {expected}"
 
     def _get(self, key: str, default: object, expected: str) -> object:
         value = self.data.get(key)

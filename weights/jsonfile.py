@@ -19,6 +19,8 @@ class DuplicateKey(ValueError):
 
 def shown(value: object, limit: int = 60) -> str:
     """`value` as it may stand in a one-line message: printable, at most `limit` characters."""
+    if value is None:
+        return "nothing"
     text = value if isinstance(value, str) else repr(value)
     text = "".join(c if c.isprintable() else "?" for c in text)
     return text if len(text) <= limit else text[: limit - 3] + "..."

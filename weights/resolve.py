@@ -41,7 +41,7 @@ class Resolved:
 
 
 def resolve(name: str | Path, progress: Callable[[str], None] | None = None, config_only: bool = False) -> Resolved:
-    """The folder of a model given by folder, alias or hub id; downloads what is missing (resumable, with progress bars).
+    """The folder of a model given by folder, alias or hub id; downloads what is missing (resumable, with bars).
 
     `config_only` (a plan without loading) is content with a snapshot that holds config.json and fetches no weights.
     `progress` is told one line before a download starts. Raises ModelNotFound (nothing of this name; near names
