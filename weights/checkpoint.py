@@ -237,7 +237,9 @@ def _inside(folder: Path, name: str) -> Path:
     if root.parent.name == "snapshots":  # hub cache: models--ORG--NAME/snapshots/REVISION/file -> ../../blobs/HASH
         roots.append(root.parent.parent / "blobs")
     if not any(real.is_relative_to(allowed) for allowed in roots):
-        raise BadCheckpoint(f"{path}: found a symlink to {shown(str(real))}, expected a file inside the model's folder")
+        raise BadCheckpoint(
+            f"{path}: found a symlink to {shown(str(real), 200)}, expected a file inside the model's folder"
+        )
     return path
 
 

@@ -59,10 +59,10 @@ def resolve(name: str | Path, progress: Callable[[str], None] | None = None, con
     alias = ALIASES.get(name.lower())
     hub_id = alias.hub_id if alias else name
     if exists and name and not alias:
-        raise ModelNotFound(f"model {shown(name)}: found a file, expected a folder, an alias or a hub id")
+        raise ModelNotFound(f"model {shown(name, 200)}: found a file, expected a folder, an alias or a hub id")
     if not alias and (not _HUB_ID.fullmatch(name) or ".." in name or "--" in name or name.endswith((".git", ".", "-"))):
         raise ModelNotFound(
-            f"model {shown(name)}: no such folder, and neither an alias nor a hub id (ORG/NAME){_near(name)}"
+            f"model {shown(name, 200)}: no such folder, and neither an alias nor a hub id (ORG/NAME){_near(name)}"
         )
     hub = _hub()
     folder = _cached(hub, hub_id)
@@ -138,7 +138,7 @@ def _download(hub, hub_id: str, name: str, patterns: list[str]) -> Path:
         raise HubError(f"{hub_id}: gated: accept its licence at {page}, then set HF_TOKEN (hf auth login)") from error
     except errors.RepositoryNotFoundError as error:
         raise ModelNotFound(
-            f"model {shown(name)}: the hub has no {hub_id}, or it is private (set HF_TOKEN to a token that may read it)"
+            f"model {shown(name, 200)}: the hub has no {hub_id}, or it is private and HF_TOKEN may not read it"
             f"{_near(name)}"
         ) from error
     except errors.LocalEntryNotFoundError as error:

@@ -1,0 +1,68 @@
+"""Every malformed folder gets its one line and its exit code: through the library, here, and through the command line.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from engine import LLM
+from engine.errors import EngineError
+from tests.broken_models import BROKEN
+from tests.tiny_model import sound
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="symlinks and pipes need rights that Windows users lack")
+
+
+def test_table_is_wide_enough():
+    names = [case.name for case in BROKEN]
+    assert len(names) == len(set(names)) >= 80
+    assert all(case.words for case in BROKEN) and {case.code for case in BROKEN} == {1, 2}
+
+
+def test_the_sound_model_works(tmp_path):
+    """Otherwise every refusal below could be for another reason."""
+    sound(tmp_path / "m")
+    llm = LLM(str(tmp_path / "m"), device="cpu", max_context=64)
+    assert len(llm.session().prefill([3, 4, 5])) == 64
+
+
+def check(case, line, folder):
+    """The line is one line, names what it should, and no Python leaks into it."""
+    assert all(word in line for word in case.words), line
+    assert "\n" not in line and "Traceback" not in line and len(line) < 500
+    assert str(folder) in line or case.name in line
+
+
+@pytest.mark.parametrize("case", BROKEN, ids=lambda case: case.name)
+def test_library(case, tmp_path):
+    folder = tmp_path / case.name
+    case.build(folder)
+    with pytest.raises(EngineError) as caught:
+        LLM(str(folder), device="cpu", max_context=64)
+    assert caught.value.exit_code == case.code
+    check(case, str(caught.value), folder)
+
+
+@pytest.mark.parametrize("case", BROKEN, ids=lambda case: case.name)
+def test_command_line(case, tmp_path, capsys):
+    chat = pytest.importorskip("engine.chat")
+    folder = tmp_path / case.name
+    case.build(folder)
+    assert chat.main(["--model", str(folder), "-p", "hi", "--device", "cpu", "--ctx", "64"]) == case.code
+    printed = capsys.readouterr()
+    lines = [line for line in printed.err.splitlines() if line.strip()]
+    assert printed.out == "" and "Traceback" not in printed.err
+    check(case, lines[-1], folder)
+
+
+@pytest.mark.parametrize("case", [case for case in BROKEN if case.name in ("size-negative", "no-folder")],
+                         ids=lambda case: case.name)
+def test_process(case, tmp_path):
+    pytest.importorskip("engine.chat")
+    case.build(tmp_path / case.name)
+    command = [sys.executable, "-m", "engine.chat", "--model", str(tmp_path / case.name), "-p", "hi"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+    assert done.returncode == case.code and done.stdout == "" and "Traceback" not in done.stderr
+    check(case, done.stderr.strip().splitlines()[-1], tmp_path / case.name)
