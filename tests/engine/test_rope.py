@@ -113,7 +113,7 @@ def test_dynamic_depends_on_the_whole_prompt_only_beyond_the_maximum():
     table = Rotary(ours)
     assert torch.equal(table.at(torch.arange(0, 10), 10)[1], table.at(torch.arange(0, 10), 512)[1])
     assert not torch.allclose(table.at(torch.arange(0, 10), 512)[1], table.at(torch.arange(0, 10), 1500)[1])
-    assert torch.equal(table.at(torch.arange(0, 1500), 1500)[1][700:], table.at(torch.arange(700, 1500), 1500)[1])  # chunked = whole, bitwise
+    assert torch.equal(table.at(torch.arange(0, 1500), 1500)[1][700:], table.at(torch.arange(700, 1500), 1500)[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
