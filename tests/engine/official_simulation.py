@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 SCORINGS = ("last", "softmax_before_last", "uniform", "exp")
+RELATIVE = 1e-5     # a float64 gap at rank k below this is a tie to float32
 
 
 @dataclass(frozen=True)
@@ -205,3 +206,17 @@ class Decode:
 def top(scores, k):
     """Indices of the k largest, ascending; k capped at their number."""
     return np.sort(np.argsort(-scores, kind="stable")[:min(k, len(scores))])
+
+
+def check_choice(mine, choice, k):
+    """Equal, or different only where the float64 scores around rank k are a float32 tie; returns whether they were."""
+    mine, theirs = np.asarray(mine), choice.indices
+    assert (np.diff(mine) > 0).all(), mine
+    if np.array_equal(mine, theirs):
+        return False
+    assert len(mine) == len(theirs), (len(mine), len(theirs))
+    last_in = np.sort(choice.scores)[::-1][k - 1]
+    for index in set(mine.tolist()) ^ set(theirs.tolist()):
+        assert index < len(choice.scores), f"index {index} is not among the scored keys"
+        assert abs(choice.scores[index] - last_in) < RELATIVE * abs(last_in), (mine, theirs)
+    return True

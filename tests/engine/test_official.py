@@ -14,6 +14,7 @@ from engine.errors import SettingError
 from engine.methods.full import Full
 from engine.methods.omnikv import OmniKV
 from tests.engine import official_simulation as simulation
+from tests.engine.official_simulation import check_choice
 from tests.engine.tiny import random_ids, tiny_config, tiny_llm, tiny_weights
 
 LAYERS = 12
@@ -24,7 +25,6 @@ FILTER_SETS = ((0, 4), (2, 3, 8), (1, 5), (2,))
 BUDGETS = (8, 1, 0, 0.003, 33, 0.067, 0.3)
 ENGINE = {"last": ("last", None), "softmax_before_last": ("last", "softmax"), "uniform": ("uniform", None),
           "exp": ("exponential", None)}
-RELATIVE = 1e-5     # a float64 gap at rank k below this is a tie to float32
 
 
 def cases():
@@ -52,20 +52,6 @@ def official(scoring, filters, wait, budget, window=16):
     size = {"tokens": budget} if isinstance(budget, int) else {"share": budget}
     return OmniKV(filter_layers=filters, wait_layers=wait, selector=selector, scores=scores, window=window,
                   official=True, **size)
-
-
-def check_choice(mine, choice, k):
-    """Equal, or different only where the float64 scores around rank k are a float32 tie; returns whether they were."""
-    mine, theirs = np.asarray(mine), choice.indices
-    assert (np.diff(mine) > 0).all(), mine
-    if np.array_equal(mine, theirs):
-        return False
-    assert len(mine) == len(theirs), (len(mine), len(theirs))
-    last_in = np.sort(choice.scores)[::-1][k - 1]
-    for index in set(mine) ^ set(theirs):
-        assert index < len(choice.scores), f"index {index} is not among the scored keys"
-        assert abs(choice.scores[index] - last_in) < RELATIVE * abs(last_in), (mine, theirs)
-    return True
 
 
 def compare(world, length, settings, steps):
