@@ -1,8 +1,17 @@
-"""Causal attention of a chunk of queries against all rows before it and itself: what dense layers run in prefill."""
+"""Causal attention of a chunk of queries against all rows before it and itself: what dense layers run in prefill.
+
+Two parts merged by their log-sum-exp: the past needs no mask, so the queries of a group are folded into one long row of queries and
+no K/V head is repeated; only the chunk itself is causal. No mask of any size is built and activations are O(chunk).
+"""
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 
+from kernels.dispatch import choose
 from kernels.reference import attend
+
+_flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def prefill_dense_ref(q, k, v, start, scale):
@@ -21,4 +30,56 @@ def prefill_dense(q, k, v, start, scale, path="auto"):
     q [B, C, H, D]; k, v [B, Hkv, T, D] views of any strides, last dim contiguous; start: int, the same for all sequences.
     Returns [B, C, H, D] in q.dtype.
     """
-    return prefill_dense_ref(q, k, v, start, scale)
+    chosen = choose(path, q)
+    if chosen == "reference":
+        return prefill_dense_ref(q, k, v, start, scale)
+    if chosen == "triton":
+        return prefill_dense_cuda(q, k, v, start, scale)
+    return prefill_dense_lse(q, k, v, start, scale)[0]
+
+
+def prefill_dense_cuda(q, k, v, start, scale):
+    """`prefill_dense` by torch's fused attention: its bottom-right causal mask is a flag of the kernel, not a tensor."""
+    stop = start + q.shape[1]
+    out = scaled_dot_product_attention(q.transpose(1, 2), k[:, :, :stop], v[:, :, :stop], scale=scale, enable_gqa=True,
+                                       attn_mask=causal_lower_right(q.shape[1], stop))
+    return out.transpose(1, 2)
+
+
+def prefill_dense_lse(q, k, v, start, scale):
+    """`prefill_dense` on CPU tensors and the log-sum-exp of every query's scores: (out [B, C, H, D], lse [B, C, H] float32)."""
+    own = attend_chunk(q, k, v, start, scale)
+    return own if start == 0 else merge([attend_rows(q, k[:, :, :start], v[:, :, :start], scale), own], q.dtype)
+
+
+def attend_rows(q, k, v, scale):
+    """Every query sees every row. q [B, C, H, D], k and v [B, Hkv, n, D] -> (out [B, C, H, D], lse [B, C, H] float32)."""
+    batch, chunk, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    folded = q.view(batch, chunk, kv_heads, group, dim).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, group * chunk, dim)
+    out, lse = _flash_cpu(folded, k, v, 0.0, False, scale=scale)
+    out = out.view(batch, kv_heads, group, chunk, dim).permute(0, 3, 1, 2, 4).reshape(batch, chunk, heads, dim)
+    return out, lse.float().reshape(batch, kv_heads, group, chunk).permute(0, 3, 1, 2).reshape(batch, chunk, heads)
+
+
+def attend_chunk(q, k, v, start, scale):
+    """The chunk against itself, causal: rows start .. start+C-1 of k and v. Returns as `attend_rows`.
+
+    K/V heads are repeated here, for the chunk's own rows only (the fused CPU kernel wants as many as there are query heads).
+    """
+    group = q.shape[2] // k.shape[1]
+    rows = slice(start, start + q.shape[1])
+    own = [t[:, :, rows].repeat_interleave(group, dim=1) if group > 1 else t[:, :, rows] for t in (k, v)]
+    out, lse = _flash_cpu(q.transpose(1, 2), *own, 0.0, True, scale=scale)
+    return out.transpose(1, 2), lse.float().view(q.shape[0], q.shape[2], q.shape[1]).transpose(1, 2)
+
+
+def merge(parts, dtype):
+    """Attention over disjoint sets of rows from its parts: [(out [B, C, H, D], lse [B, C, H])] -> the same of all, out in dtype.
+
+    The one log-sum-exp merge of the project for whole tensors; a part without rows has lse -inf.
+    """
+    lse = torch.logsumexp(torch.stack([part[1] for part in parts]), dim=0)
+    out = sum(part[0].float() * torch.exp(part[1] - lse).unsqueeze(-1) for part in parts)
+    return out.to(dtype), lse
