@@ -46,19 +46,20 @@ class Clock:
     prior that both kinds of operation cost the same, so that the first chunks already give a sane estimate.
     """
 
-    def __init__(self, work, start, stop):
-        self.work, self.stop = work, stop
-        self.total = sum(work.parts(start, stop))
+    def __init__(self, parts, start, stop):
+        """parts(start, stop) -> (linear, attention) operations, as Runtime.prefill_work counts them."""
+        self.parts, self.stop = parts, stop
+        self.total = sum(parts(start, stop))
         self.start, self.began = start, time.perf_counter()
         self.rows = []
 
     def add(self, first, last, seconds):
         """A chunk first .. last-1 took `seconds`."""
-        self.rows.append((*self.work.parts(first, last), seconds))
+        self.rows.append((*self.parts(first, last), seconds))
 
     def left(self, at):
         """Seconds for positions at .. stop-1."""
-        linear, attention = self.work.parts(at, self.stop)
+        linear, attention = self.parts(at, self.stop)
         a, b = self._rates()
         return a * linear + b * attention
 
@@ -78,7 +79,7 @@ class Clock:
 
     def progress(self, at):
         """PrefillProgress with tokens counted from where this prefill began."""
-        done = sum(self.work.parts(self.start, at))
+        done = sum(self.parts(self.start, at))
         return PrefillProgress(at - self.start, self.stop - self.start, done / max(1.0, self.total),
                                time.perf_counter() - self.began, self.left(at) if self.rows else None)
 

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -163,7 +164,8 @@ class Session:
         self._room(stop)
         self.method.check_prefill(start, stop)
         chunk, device = self.llm.chunk, self.llm.model.device
-        clock = Clock(Work.of(self.llm.config), start, stop)
+        self._runtime.begin_prefill(start, stop)
+        clock = Clock(partial(self._runtime.prefill_work, Work.of(self.llm.config)), start, stop)
         with self.llm.busy(), torch.inference_mode():
             for first in range(start, stop, chunk):
                 last = min(stop, first + chunk)

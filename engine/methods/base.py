@@ -74,6 +74,13 @@ class Runtime:
         """Device bytes of this runtime's own buffers."""
         return 0
 
+    def begin_prefill(self, start, stop):
+        """Positions start .. stop-1 are about to be read, chunk by chunk."""
+
+    def prefill_work(self, work, start, stop):
+        """(linear, attention) operations of reading positions start .. stop-1; `work` is engine.prefill.Work."""
+        return work.parts(start, stop)
+
     def end_prefill(self, length):
         """The bank holds `length` tokens at the end of a prefill (hook A); budgets by share are fixed here."""
 

@@ -12,6 +12,7 @@ import torch
 
 from engine.errors import SettingError
 from engine.methods.base import Method, Runtime, device_int
+from engine.methods.omnikv_prefill import PrefillSelector
 from engine.plan import Role, layer_plan, tail_start
 from engine.selector import SELECTORS, budget_from_mem, window_weights
 from kernels.dense_decode import decode_dense
@@ -31,7 +32,9 @@ class OmniKV(Method):
     end of the latest prefill. selector: last | uniform | exponential over `window` queries. scores: None (softmax over every key
     the query sees) | "softmax" | "raw". wait_layers: layers after a filter that attend to everything. tail: newest tokens that
     every layer sees. sink: first tokens that are always chosen, inside the budget. dense_below: contexts shorter than this run
-    full attention; "auto" decides from the plan's byte counts, 0 never.
+    full attention; "auto" decides from the plan's byte counts, 0 never. prefill_ratio: r of chunked OmniKV-prefill, None for exact
+    prefill: each block of `prefill_block` queries attends, in the sparse layers, to the r * prefill_block rows of the past that
+    every `prefill_stride`-th query of the block scores highest; the prompt's last `prefill_dense_end` tokens are read densely.
     """
 
     filter_layers: tuple[int, ...] | None = None
@@ -46,6 +49,10 @@ class OmniKV(Method):
     sink: int = 0
     dense_below: int | str = "auto"
     official: bool = False
+    prefill_ratio: int | None = None
+    prefill_block: int = 256
+    prefill_stride: int = 1
+    prefill_dense_end: int = 512
 
     def __post_init__(self):
         if self.filter_layers is not None:
@@ -65,6 +72,13 @@ class OmniKV(Method):
             object.__setattr__(self, "dense_below", 0)
         if self.official and self.selector != "last" and self.scores == "raw":
             raise SettingError("scores: found 'raw' with a windowed selector, expected None or 'softmax' (official)")
+        if self.prefill_ratio is not None:
+            _whole("prefill_ratio", self.prefill_ratio, 1)
+        _whole("prefill_block", self.prefill_block, 64)
+        _whole("prefill_stride", self.prefill_stride, 1)
+        _whole("prefill_dense_end", self.prefill_dense_end, 0)
+        if self.official and self.prefill_ratio is not None:
+            raise SettingError("prefill_ratio: the published code has no sparse prefill; leave it out with official=True")
         if self.official and (self.sink or self.mem is not None):
             raise SettingError("official: sink and mem do not exist in the published code; leave them out")
         if self.tokens is not None and self.sink > self.tokens:
@@ -160,6 +174,7 @@ class OmniKVRuntime(Runtime):
         self.keys = torch.empty(setup.batch, setup.capacity if room else 0, device=setup.device)
         self.index = [torch.full((setup.batch, 1, room), -1, **options) for _ in self.plan.groups]
         self.counts = [torch.zeros(setup.batch, **options) for _ in self.plan.groups]
+        self.prefill = PrefillSelector(method, setup) if method.prefill_ratio and self.plan.sparse_layers else None
         self.k = 0
         self.k_device = device_int(0, setup)
         self.zero = device_int(0, setup)
@@ -167,7 +182,23 @@ class OmniKVRuntime(Runtime):
     @property
     def nbytes(self):
         """Bytes of keys and indices."""
-        return sum(t.numel() * t.element_size() for t in (self.keys, *self.index))
+        own = sum(t.numel() * t.element_size() for t in (self.keys, *self.index))
+        return own + (self.prefill.nbytes if self.prefill else 0)
+
+    def begin_prefill(self, start, stop):
+        """Tell the prefill selector how long the prompt is: its end is read densely."""
+        if self.prefill:
+            self.prefill.total = stop
+
+    def prefill_attend(self, layer, q, bank, start):
+        """Exact, or by the r-ratio where it was asked for."""
+        if self.prefill is None:
+            return super().prefill_attend(layer, q, bank, start)
+        return self.prefill.attend(layer, q, bank, start)
+
+    def prefill_work(self, work, start, stop):
+        """Operations of a prefill, those that the r-ratio saves left out."""
+        return work.parts(start, stop) if self.prefill is None else self.prefill.work(work, start, stop)
 
     def end_prefill(self, length):
         """Fix k for the answer that follows."""
