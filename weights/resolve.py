@@ -83,6 +83,7 @@ def _hub():
     """huggingface_hub, imported late: it takes half a second, and a local folder does not need it."""
     try:
         import huggingface_hub
+        import huggingface_hub.constants
         import huggingface_hub.errors
     except ImportError as error:
         raise HubError(f"huggingface_hub cannot be imported ({error}): install it, or name a folder") from error
