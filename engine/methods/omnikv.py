@@ -111,6 +111,12 @@ class OmniKV(Method):
         extra = self.window if self.official else 0
         return max(1, min(capacity, self.budget(plan, capacity) + extra)) if plan.sparse_layers else 0
 
+    def runtime_bytes(self, plan, capacity):
+        """Scores (4 B a token, twice with prefill_ratio) and one row of indices a group."""
+        room = self.budget_capacity(plan, capacity)
+        scores = 4 * capacity * (2 if self.prefill_ratio else 1)
+        return scores + 4 * room * len(plan.groups) if room else 0
+
     def dense_below_tokens(self, plan, config, dtype_bytes, device_type, capacity):
         """Context length from which sparse layers read fewer bytes than scoring, gathering and reading cost; from byte counts only.
 

@@ -50,7 +50,8 @@ def test_what_does_not_fit_says_how_much_and_what_would():
 
 
 @pytest.mark.parametrize("method", [Full(), OmniKV(filter_layers=(1, 4), tokens=100), OmniKV(filter_layers=(1, 4), share=0.1),
-                                    OmniKV(filter_layers=(2,), tokens=64, selector="uniform")])
+                                    OmniKV(filter_layers=(2,), tokens=64, selector="uniform"),
+                                    OmniKV(filter_layers=(2,), tokens=64, prefill_ratio=2), OmniKV(filter_layers=(1, 7))])
 @pytest.mark.parametrize("path", ["auto", "reference"])
 def test_planned_bytes_are_allocated_bytes(method, path):
     """Byte for byte: weights, bank, ring, scratch and selection (U2)."""
