@@ -18,7 +18,7 @@ def inv_freq(rope: Rope, head_dim: int, seq_len: int = 0) -> torch.Tensor:
     `seq_len` (tokens) matters to dynamic NTK only, which stretches once it passes the original maximum.
     """
     if rope.kind == "dynamic":
-        return _dynamic(rope, head_dim, torch.tensor([seq_len]))[0]
+        return _dynamic(rope, _exponents(head_dim), torch.tensor([seq_len]))[0]
     power = rope.theta ** _exponents(head_dim)
     if rope.kind == "yarn":
         return _yarn(rope, head_dim, power)
@@ -40,13 +40,13 @@ def _exponents(head_dim: int) -> torch.Tensor:
     return torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
 
 
-def _dynamic(rope: Rope, head_dim: int, seq_lens: torch.Tensor) -> torch.Tensor:
-    """Dynamic NTK: the base grows with the sequence. seq_lens int64 [N] -> float32 [N, head_dim / 2].
+def _dynamic(rope: Rope, exponents: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
+    """Dynamic NTK: the base grows with the sequence. exponents [head_dim / 2], seq_lens int64 [N] -> [N, head_dim / 2].
 
     Up to the original maximum the plain base is used, exactly: the formula's 1.0 is a rounding error away from one in
     float32.
     """
-    original, exponents = rope.original_max_positions, _exponents(head_dim).to(seq_lens.device)
+    original, head_dim = rope.original_max_positions, 2 * len(exponents)
     stretch = (rope.factor * seq_lens.clamp(min=original).to(torch.float32) / original) - (rope.factor - 1)
     base = rope.theta * stretch ** (head_dim / (head_dim - 2))
     grown = 1.0 / (base[:, None] ** exponents)
@@ -94,6 +94,7 @@ class Rotary:
     def __init__(self, config: ModelConfig, device: torch.device | str = "cpu"):
         self.rope, self.head_dim = config.rope, config.head_dim
         self._freq = inv_freq(self.rope, self.head_dim).to(device)
+        self._exponents = _exponents(self.head_dim).to(device)  # here: a copy to the device inside a step would sync
         self._scale = attention_scaling(self.rope)
 
     def at(self, positions: torch.Tensor, total: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,7 +108,7 @@ class Rotary:
         freq = self._freq
         if self.rope.kind == "dynamic":
             lengths = positions + 1 if total is None else positions.new_full((), total)
-            freq = _dynamic(self.rope, self.head_dim, lengths.reshape(-1)).view(*lengths.shape, -1)
+            freq = _dynamic(self.rope, self._exponents, lengths.reshape(-1)).view(*lengths.shape, -1)
         angle = positions.unsqueeze(-1).float() * freq
         cos, sin = angle.cos(), angle.sin()
         return (cos, sin) if self._scale == 1.0 else (cos * self._scale, sin * self._scale)
