@@ -11,7 +11,7 @@ from kernels._triton import tl, triton
 from kernels.dispatch import choose
 from kernels.reference import attend, head_max
 from kernels.scratch import make_scratch
-from kernels.split import DENSE_SPLIT, decode_config, dense_splits, merge, softmax_step, store_partial
+from kernels.split import DENSE_SPLIT, decode_config, dense_splits, merge, needs_wide, softmax_step, store_partial
 
 
 def decode_dense_ref(q, k, v, lengths, scale, keys=None, kind="softmax"):
@@ -52,7 +52,7 @@ def decode_dense_cpu(q, k, v, lengths, scale, keys, kind, scratch=None):
 @triton.jit
 def dense_kernel(q, k, v, lengths, part, lse, logits, scale, sqb, sqq, sqh, skb, skh, skt, svb, svh, svt, capacity,
                  heads, queries, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLIT: tl.constexpr,
-                 BLOCK: tl.constexpr, SCORED: tl.constexpr):
+                 BLOCK: tl.constexpr, SCORED: tl.constexpr, WIDE: tl.constexpr):
     """One split of SPLIT rows for one kv head: grid (splits, kv_heads, B). Programs beyond the length leave at once.
 
     Row j * G + g of the tile is query j under head g of the group. SCORED also stores the last query's logits [B, H,
@@ -70,14 +70,14 @@ def dense_kernel(q, k, v, lengths, part, lse, logits, scale, sqb, sqq, sqh, skb,
         head = h * G + r % G
         live = j < queries
         wide = b.to(tl.int64)
-        at = wide * sqb + j[:, None] * sqq + head[:, None] * sqh + d[None, :]
-        rows = tl.load(q + at, mask=live[:, None] & (d < D)[None, :], other=0.0)
+        place = wide * sqb + j[:, None] * sqq + head[:, None] * sqh + d[None, :]
+        rows = tl.load(q + place, mask=live[:, None] & (d < D)[None, :], other=0.0)
         limit = n - (queries - 1 - j) - first                      # rows of this split that query j may see
         stop = tl.minimum(n - first, SPLIT)
         k += wide * skb + h.to(tl.int64) * skh + first.to(tl.int64) * skt      # 64 bits once, 32 inside a split
         v += wide * svb + h.to(tl.int64) * svh + first.to(tl.int64) * svt
         if SCORED:
-            logits += (wide * heads + head[:, None]) * capacity + first
+            left = logits + (wide * heads + head[:, None]) * capacity + first
             newest = (j == queries - 1)[:, None]
         m = tl.full([M], float("-inf"), tl.float32)
         total = tl.zeros([M], tl.float32)
@@ -85,11 +85,12 @@ def dense_kernel(q, k, v, lengths, part, lse, logits, scale, sqb, sqq, sqh, skb,
         for start in range(0, stop, BLOCK):
             t = start + tl.arange(0, BLOCK)
             inside = (t < stop)[:, None] & (d < D)[None, :]
-            keys = tl.load(k + t[:, None] * skt + d[None, :], mask=inside, other=0.0)
-            values = tl.load(v + t[:, None] * svt + d[None, :], mask=inside, other=0.0)
+            at = t.to(tl.int64) if WIDE else t
+            keys = tl.load(k + at[:, None] * skt + d[None, :], mask=inside, other=0.0)
+            values = tl.load(v + at[:, None] * svt + d[None, :], mask=inside, other=0.0)
             scores = tl.dot(rows, tl.trans(keys), input_precision="ieee") * scale
             if SCORED:
-                tl.store(logits + t[None, :], scores, mask=newest & (t < stop)[None, :])
+                tl.store(left + t[None, :], scores, mask=newest & (t < stop)[None, :])
             scores = tl.where(t[None, :] < tl.minimum(limit, stop)[:, None], scores, float("-inf"))
             m, total, acc = softmax_step(scores, values, m, total, acc)
         packed = queries * G
@@ -123,8 +124,8 @@ KEYS_TILE = 512            # 256 programs at 128K rows, each reading 2 KB lines 
 
 
 def dense_config(packed, head_dim, itemsize):
-    """16 KB tiles: 64 rows of 128 bf16, see `decode_config`."""
-    return decode_config(packed, head_dim, itemsize, 16384)
+    """16 KB tiles: 64 rows of 128 bf16, see `decode_config`; half of it in float32, whose products take registers."""
+    return decode_config(packed, head_dim, itemsize, 16384 if itemsize < 4 else 8192)
 
 
 def decode_dense_triton(q, k, v, lengths, scale, keys, kind, scratch=None):
@@ -145,7 +146,7 @@ def decode_dense_triton(q, k, v, lengths, scale, keys, kind, scratch=None):
     dense_kernel[(splits, kv_heads, batch)](
         q, k, v, lengths, scratch.part, scratch.lse, scratch.logits, scale, *q.stride()[:3], *k.stride()[:3],
         *v.stride()[:3], capacity, heads, queries, G=group, M=config.rows, D=head_dim, DP=config.dim, SPLIT=DENSE_SPLIT,
-        BLOCK=config.block, SCORED=keys is not None, num_warps=config.warps, num_stages=config.stages)
+        BLOCK=config.block, SCORED=keys is not None, WIDE=needs_wide(k.stride(2), v.stride(2)), num_warps=config.warps, num_stages=config.stages)
     merge(scratch, out, lengths, kv_heads, splits, DENSE_SPLIT, config.block)
     if keys is not None:
         keys_kernel[(-(-capacity // KEYS_TILE), batch)](

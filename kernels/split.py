@@ -68,6 +68,11 @@ def most_sparse_splits(budget, kv_heads):
     return max(-(-(budget + TAIL_ROOM) // 256), 2 * -(-FILL // kv_heads))
 
 
+def needs_wide(*strides):
+    """Whether offsets inside a split of DENSE_SPLIT rows of these strides pass 31 bits (they never do in our own banks)."""
+    return max(strides) * DENSE_SPLIT >= 2**31
+
+
 @triton.jit
 def softmax_step(scores, values, m, total, acc):
     """One tile of online softmax: scores [M, N] (-inf where masked), values [N, D]; m, total [M], acc [M, D] are

@@ -76,13 +76,19 @@ def crossing(hist, wanted, BINS: tl.constexpr):
 
 @triton.jit
 def count_digit(hist, digit, inside, BINS: tl.constexpr, TILE: tl.constexpr):
-    """Adds a tile's digits to a histogram in memory: few keys one atomic each, many (a constant row) through
-    tl.histogram."""
+    """Adds a tile's digits to a histogram in memory, one atomic per key: few keys share the digits before.
+
+    Where many do (equal keys, zeros), their least and greatest digit are counted first and added at once, or a constant row
+    would queue all its atomics on one address. tl.histogram with 4096 bins would spill instead.
+    """
     if tl.sum(inside.to(tl.int32), 0) > TILE // 8:
-        tile = tl.histogram(digit, BINS, mask=inside)
-        tl.atomic_add(hist + tl.arange(0, BINS), tile, mask=tile > 0, sem="relaxed")
-    else:
-        tl.atomic_add(hist + digit, 1, mask=inside, sem="relaxed")
+        least = tl.min(tl.where(inside, digit, BINS), 0)
+        most = tl.max(tl.where(inside, digit, -1), 0)
+        tl.atomic_add(hist + least, tl.sum((inside & (digit == least)).to(tl.int32), 0), sem="relaxed")
+        inside &= digit != least
+        tl.atomic_add(hist + most, tl.sum((inside & (digit == most)).to(tl.int32), 0), sem="relaxed")
+        inside &= digit != most
+    tl.atomic_add(hist + digit, 1, mask=inside, sem="relaxed")
 
 
 @triton.jit
@@ -221,7 +227,7 @@ def select_topk_triton(keys, lo, hi, k, out, counts, scratch=None, span=None):
         scratch = make_scratch(batch, 1, 1, 1, 16, 1, 0, keys.device, True, 0, path="triton")
     rows = (keys, lo, hi, k, scratch.hist, scratch.ranks)
     sizes = (out.shape[1], capacity, span)
-    shape = dict(STRIDE=8 + 2 * SELECT_PROGRAMS, TILE=min(1024, span), num_warps=4)
+    shape = dict(STRIDE=8 + 2 * SELECT_PROGRAMS, TILE=min(1024, span), num_warps=8)
     for level in range(3):
         digit_kernel[(programs, batch)](*rows, keys.stride(0), *sizes, LEVEL=level, **shape)
     count_kernel[(programs, batch)](*rows, keys.stride(0), *sizes, **shape)

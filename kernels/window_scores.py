@@ -7,7 +7,7 @@ from kernels._triton import tl, triton
 from kernels.dispatch import choose
 from kernels.reference import head_max
 from kernels.scratch import make_scratch
-from kernels.split import DENSE_SPLIT, Config, dense_splits, power_of_two
+from kernels.split import DENSE_SPLIT, Config, dense_splits, needs_wide, power_of_two
 
 
 def window_scores_ref(q, k, lengths, scale, alpha, kind, keys):
@@ -64,7 +64,7 @@ def window_rows(q, b, h, sqb, sqw, sqh, W: tl.constexpr, G: tl.constexpr, WP: tl
 @triton.jit
 def window_lse_kernel(q, k, lengths, lse, scale, ahead, sqb, sqw, sqh, skb, skh, skt, W: tl.constexpr, G: tl.constexpr,
                       WP: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLIT: tl.constexpr,
-                      BLOCK: tl.constexpr):
+                      BLOCK: tl.constexpr, WIDE: tl.constexpr):
     """Log-sum-exp of one split of the rows for every (query, head of the group): grid (splits, kv_heads, B).
 
     `ahead`: tokens between the first query of this launch and the newest one.
@@ -85,7 +85,8 @@ def window_lse_kernel(q, k, lengths, lse, scale, ahead, sqb, sqw, sqh, skb, skh,
         total = tl.zeros([WP * GP], tl.float32)
         for start in range(0, stop, BLOCK):
             t = start + tl.arange(0, BLOCK)
-            keys = tl.load(k + t[:, None] * skt + d[None, :], mask=(t < stop)[:, None] & (d < D)[None, :], other=0.0)
+            at = t.to(tl.int64) if WIDE else t
+            keys = tl.load(k + at[:, None] * skt + d[None, :], mask=(t < stop)[:, None] & (d < D)[None, :], other=0.0)
             scores = tl.dot(rows, tl.trans(keys), input_precision="ieee") * scale
             scores = tl.where(t[None, :] < tl.minimum(limit, stop)[:, None], scores, float("-inf"))
             top = tl.maximum(m, tl.max(scores, 1))
@@ -144,7 +145,7 @@ def window_keys_kernel(q, k, lengths, lse, alpha, keys, scale, ahead, kv_heads, 
         best = tl.full([WP, BLOCK], float("-inf"), tl.float32)
         for h in range(0, kv_heads):
             rows = window_rows(q, b, h, sqb, sqw, sqh, W, G, WP, GP, D, DP)
-            at = tl.cast(h, tl.int64) * skh + tl.arange(0, BLOCK)[:, None] * skt + d[None, :]
+            at = tl.cast(h, tl.int64) * skh + tl.arange(0, BLOCK).to(tl.int64)[:, None] * skt + d[None, :]
             tile = tl.load(k + at, mask=(t < n)[:, None] & (d < D)[None, :], other=0.0)
             x = tl.dot(rows, tl.trans(tile), input_precision="ieee") * scale
             if SOFTMAX:
@@ -174,8 +175,8 @@ def window_config(window, group, head_dim, itemsize):
     padded = power_of_two(group)
     queries = min(window, most // padded)
     rows = max(16, power_of_two(queries) * padded)
-    block = max(16, min(128 if rows <= 64 else 64, 16384 // (dim * itemsize)))
-    stages = 3 if rows * dim * itemsize <= 32768 else 2
+    block = max(16, min(64, 16384 // (dim * itemsize)))
+    stages = 3 if rows * dim * itemsize < 32768 else 2       # the queries of the next kv head are staged too
     return queries, Config(block, rows, dim, warps=8 if rows > 64 else 4, stages=stages)
 
 
@@ -204,7 +205,7 @@ def window_scores_triton(q, k, lengths, scale, alpha, kind, keys, scratch=None):
         packed = part.shape[1] * group
         if softmax:
             window_lse_kernel[(splits, kv_heads, batch)](part, k, lengths, scratch.lse, scale, ahead, *strides,
-                                                         SPLIT=DENSE_SPLIT, **shape)
+                                                         SPLIT=DENSE_SPLIT, WIDE=needs_wide(k.stride(2)), **shape)
             window_merge_kernel[(-(-packed // 16), kv_heads, batch)](
                 scratch.lse, scratch.out_lse, lengths, splits, packed, SPLIT=DENSE_SPLIT, ROWS=16, num_warps=1)
         window_keys_kernel[(-(-capacity // config.block), batch)](
