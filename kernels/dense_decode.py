@@ -146,7 +146,8 @@ def decode_dense_triton(q, k, v, lengths, scale, keys, kind, scratch=None):
     dense_kernel[(splits, kv_heads, batch)](
         q, k, v, lengths, scratch.part, scratch.lse, scratch.logits, scale, *q.stride()[:3], *k.stride()[:3],
         *v.stride()[:3], capacity, heads, queries, G=group, M=config.rows, D=head_dim, DP=config.dim, SPLIT=DENSE_SPLIT,
-        BLOCK=config.block, SCORED=keys is not None, WIDE=needs_wide(k.stride(2), v.stride(2)), num_warps=config.warps, num_stages=config.stages)
+        BLOCK=config.block, SCORED=keys is not None, WIDE=needs_wide(k.stride(2), v.stride(2)), num_warps=config.warps,
+        num_stages=config.stages)
     merge(scratch, out, lengths, kv_heads, splits, DENSE_SPLIT, config.block)
     if keys is not None:
         keys_kernel[(-(-capacity // KEYS_TILE), batch)](

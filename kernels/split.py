@@ -104,7 +104,7 @@ def sparse_extent(counts, tail_start, lengths, b, splits, SPLIT: tl.constexpr, B
     return kept, start, rows, tl.maximum(SPLIT, tl.cdiv(tl.cdiv(rows, splits), BLOCK) * BLOCK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "chunks", "heads", "unit", "span", "packed", "group"])
 def merge_kernel(part, lse, out, out_lse, lengths, counts, tail_start, splits, chunks, heads, unit, span, packed, group,
                  SPARSE: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr,
                  D: tl.constexpr, DP: tl.constexpr):

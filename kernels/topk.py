@@ -91,7 +91,7 @@ def count_digit(hist, digit, inside, BINS: tl.constexpr, TILE: tl.constexpr):
     tl.atomic_add(hist + digit, 1, mask=inside, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["room", "capacity"])
 def digit_kernel(keys, lo, hi, k, hists, state, skeys, room, capacity, span, STRIDE: tl.constexpr,
                  LEVEL: tl.constexpr, TILE: tl.constexpr):
     """Histogram of one digit over the keys that share the digits before it. Grid (programs, B).
@@ -138,7 +138,7 @@ def digit_kernel(keys, lo, hi, k, hists, state, skeys, room, capacity, span, STR
                 count_digit(hist2, (x & 4095).to(tl.int32), inside, 4096, TILE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["room", "capacity"])
 def count_kernel(keys, lo, hi, k, hists, state, skeys, room, capacity, span, STRIDE: tl.constexpr, TILE: tl.constexpr):
     """The threshold key, and how many keys of each program's span lie above it and on it. Grid (programs, B)."""
     pid = tl.program_id(0)
@@ -167,7 +167,7 @@ def count_kernel(keys, lo, hi, k, hists, state, skeys, room, capacity, span, STR
     tl.store(slot + 1, equal)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["room", "capacity"])
 def emit_kernel(keys, lo, hi, k, hists, state, out, counts, skeys, sout, room, capacity, span,
                 STRIDE: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr):
     """Writes the chosen positions in ascending order, -1 behind them, and the count; leaves the histograms zero."""

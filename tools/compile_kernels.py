@@ -163,11 +163,11 @@ def specialise(function, arguments, options, case):
             signature[name] = "*" + TYPES[str(value.dtype).removeprefix("torch.")]
             if value.storage_offset() * value.element_size() % 16 == 0:
                 aligned.append(name)
-        elif parameter.is_constexpr or (isinstance(value, int) and value == 1):
+        elif parameter.is_constexpr or (isinstance(value, int) and value == 1 and not parameter.do_not_specialize):
             signature[name], constants[name] = "constexpr", value
         elif isinstance(value, int):
             signature[name] = "i32" if -2**31 <= value < 2**31 else "i64"
-            if value % 16 == 0:
+            if value % 16 == 0 and not parameter.do_not_specialize:
                 aligned.append(name)
         else:
             signature[name] = "fp32"

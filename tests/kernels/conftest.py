@@ -1,7 +1,6 @@
-"""These tests run every Triton kernel in the interpreter, on the CPU: `TRITON_INTERPRET=1 pytest tests/kernels`, a
-process of its own.
+"""These tests run every Triton kernel in the interpreter, on the CPU: `TRITON_INTERPRET=1 pytest tests/kernels`.
 
-TRITON_INTERPRET is read when triton is imported, so the ahead-of-time tests (tests/aot) cannot share the process.
+They need a process of their own: TRITON_INTERPRET is read when triton is imported, and tests/aot need it unset.
 """
 
 import os
@@ -14,9 +13,15 @@ if "triton" not in sys.modules:
 
 
 def pytest_collection_modifyitems(items):
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return
-    mark = pytest.mark.skip(reason="triton is imported without TRITON_INTERPRET=1: tests/kernels need a process of their own")
-    for item in items:
-        if "tests/kernels" in item.path.as_posix():
-            item.add_marker(mark)
+    reason = None
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        reason = "triton is imported without TRITON_INTERPRET=1: tests/kernels need a process of their own"
+    try:
+        from tests.kernels import interpreter
+        interpreter.install()
+    except ImportError:
+        reason = "triton is not installed here"
+    if reason:
+        for item in items:
+            if "tests/kernels/" in item.path.as_posix():
+                item.add_marker(pytest.mark.skip(reason=reason))

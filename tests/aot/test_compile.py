@@ -1,0 +1,75 @@
+"""The kernels compiled ahead of time for four NVIDIA architectures, without a GPU: no spills in decode, shared memory in bounds.
+
+A process of its own: compiling needs TRITON_INTERPRET unset. `make kernels` compiles every shipped configuration; this is a part.
+"""
+
+import os
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed here")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("compiling needs a process without TRITON_INTERPRET=1", allow_module_level=True)
+
+from kernels.split import Config  # noqa: E402
+from tools import compile_kernels  # noqa: E402
+from tools.compile_kernels import TARGETS, Case, examine, variants  # noqa: E402
+
+NVIDIA = [name for name in TARGETS if name.startswith("sm_")]
+MOST = 80                              # variants of this file: two minutes on one core
+
+
+def cases(target):
+    """All bounded shapes on sm_90; a corner each, and every other kernel, on the others."""
+    if target == "sm_90":
+        decode = [Case(name, head_dim=d, group=g) for name in ("dense", "scored", "sparse") for d in (64, 128) for g in (1, 4, 8)]
+        return [*decode, Case("dense", dtype="float32"), Case("window"), Case("topk")]
+    least = [Case("dense", head_dim=64, group=1), Case("sparse", group=4)]
+    return [*least, *{"sm_80": [Case("scored", group=8), Case("topk")], "sm_89": [Case("window", group=8)], "sm_100": [Case("scored")]}[target]]
+
+
+PLAN = [(target, launch) for target in NVIDIA for launch in variants(cases(target))]
+
+
+def test_the_plan_is_small_enough():
+    assert 40 <= len(PLAN) <= MOST
+
+
+@pytest.mark.parametrize("target", NVIDIA)
+def test_no_spills_and_shared_memory_in_bounds(target):
+    reports = [examine(launch, name) for name, launch in PLAN if name == target]
+    assert [report.fault() for report in reports if report.fault()] == []
+    assert [f"{r.kernel} {r.case}: {r.spill}" for r in reports if r.spill] == []
+    for report in reports:
+        assert 0 < report.registers <= 255
+        if report.kernel in ("dense_kernel", "sparse_kernel"):           # loads are pipelined through shared memory
+            assert report.instructions["LDGSTS"] >= 16, report
+
+
+def test_the_recorder_sees_what_a_launcher_launches():
+    names = [launch.function.__name__ for launch in variants([Case("topk")])]
+    assert names == ["digit_kernel"] * 3 + ["count_kernel", "emit_kernel"]
+    launch = variants([Case("dense", group=4)])[0]
+    assert launch.signature["k"] == "*bf16" and launch.signature["queries"] == "constexpr"
+    assert {"k", "skt", "skh", "lengths"} <= set(launch.aligned) and launch.constants["G"] == 4
+
+
+@pytest.mark.parametrize("config, said", [
+    (Config(block=128, rows=16, dim=128, warps=4, stages=8), "shared memory, the limit is 232448"),
+    (Config(block=32, rows=64, dim=128, warps=1, stages=2), "spills"),
+])
+def test_a_broken_kernel_fails_the_tool(config, said, capsys, tmp_path):
+    """The tool's own exit status and last line, with a configuration that asks too much."""
+    with mock.patch("kernels.dense_decode.dense_config", lambda *_: config), \
+            mock.patch.object(compile_kernels, "shipped", lambda everything: [Case("dense")]):
+        status = compile_kernels.main(["--targets", "sm_90", "--json", str(tmp_path / "kernels.json")])
+    output = capsys.readouterr().out
+    assert status == 1 and "FAULT: dense_kernel (dense bf16 d128 g4) for sm_90" in output and said in output
+    assert (tmp_path / "kernels.json").stat().st_size > 100
+
+
+def test_wrong_target_is_refused(capsys):
+    with pytest.raises(SystemExit) as stop:
+        compile_kernels.main(["--targets", "sm_70"])
+    assert stop.value.code == 2 and "found sm_70, expected some of" in capsys.readouterr().err

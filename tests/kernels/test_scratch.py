@@ -1,0 +1,56 @@
+"""Scratch: its bytes are known before it exists, what is in it does not matter, and it serves every kernel of a step."""
+
+import pytest
+import torch
+
+from kernels.dense_decode import decode_dense
+from kernels.dispatch import choose
+from kernels.scratch import make_scratch, scratch_bytes
+from kernels.sparse_decode import decode_sparse
+from kernels.topk import select_topk
+from kernels.window_scores import window_scores
+from tests.kernel_checks import ints
+
+
+@pytest.mark.parametrize("path", ["cpu", "triton"])
+@pytest.mark.parametrize("sizes", [
+    (1, 1, 32, 8, 128, 131072, 2048, "meta", True, 0),
+    (2, 8, 8, 8, 96, 1000, 1, "meta", False, 0),
+    (3, 3, 8, 2, 64, 50000, 900, "meta", True, 16),
+])
+def test_bytes_are_what_is_allocated(sizes, path):
+    scratch = make_scratch(*sizes, path=path)
+    found = sum(t.numel() * t.element_size() for t in vars(scratch).values() if isinstance(t, torch.Tensor))
+    assert found == scratch_bytes(*sizes, path=path)
+
+
+def step(scratch, q, k, v):
+    """Every kernel of a step at 600 of 700 rows; returns all that they leave."""
+    lengths, scale, keys = ints([600, 99], "cpu"), 0.2, torch.zeros(2, 700)
+    index, counts = torch.zeros(2, 1, 40, dtype=torch.int32), ints([0, 0], "cpu")
+    dense = decode_dense(q, k, v, lengths, scale, keys, "softmax", scratch, path="triton")
+    select_topk(keys, ints([0, 0], "cpu"), ints([500, 60], "cpu"), ints([40, 30], "cpu"), index[:, 0], counts, scratch, path="triton")
+    sparse = decode_sparse(q, k, v, index, counts, ints([500, 60], "cpu"), lengths, scale, scratch, path="triton")
+    window = torch.zeros(2, 700)
+    window_scores(q.repeat(1, 8, 1, 1), k, lengths, scale, torch.ones(16), "softmax", window, scratch, path="triton")
+    return dense, keys, index, counts, sparse, window
+
+
+def test_one_scratch_for_a_step_whatever_it_held():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 2, 8, 32), torch.randn(2, 2, 700, 32), torch.randn(2, 2, 700, 32)
+    alone = step(None, q, k, v)
+    scratch = make_scratch(2, 2, 8, 2, 32, 1300, 64, "cpu", True, 16, path="triton")
+    for name, buffer in vars(scratch).items():
+        if name != "hist" and isinstance(buffer, torch.Tensor):
+            buffer.fill_(float("nan") if buffer.is_floating_point() else -1)
+    for _ in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(alone, step(scratch, q, k, v)))
+
+
+def test_dispatch():
+    cpu = torch.zeros(1)
+    assert choose("auto", cpu) == "cpu" and choose("reference", cpu) == "reference" and choose("triton", cpu) == "triton"
+    assert choose("auto", torch.zeros(1, device="meta")) == "reference"
+    with pytest.raises(ValueError, match="path: found 'fast', expected one of auto"):
+        choose("fast", cpu)
