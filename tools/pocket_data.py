@@ -15,7 +15,7 @@ from tools.tasks.talk import outside
 WARM_UP = ("recall", "copy", "arithmetic")  # kinds of rows that no user asks for, dense in supervision
 # task: weight in rows of at least this many tokens
 MIXTURE = {
-    64: {"recall": 6, "copy": 1, "arithmetic": 2},
+    64: {"recall": 4, "copy": 1, "arithmetic": 5},
     128: {
         "recall": 2,
         "copy": 0.5,
