@@ -23,7 +23,7 @@ class QueryRing:
     def __init__(self, config, batch, dtype, device):
         shape = (config.num_layers, batch, RING, config.num_heads, config.head_dim)
         self.slots = torch.zeros(shape, dtype=dtype, device=device)
-        self.low = 0        # positions low .. length-1 are in the ring
+        self.low = self.high = 0        # positions low .. high-1 are in the ring
 
     @property
     def nbytes(self):
@@ -46,13 +46,28 @@ class QueryRing:
         self.slots.index_copy_(2, where, newest)
 
     def advanced(self, length, appended):
-        """Keep `low` true after `appended` consecutive queries ending at `length` were stored."""
+        """`appended` consecutive queries ending at `length` were stored: they extend what is held, or begin anew after a gap."""
         first = length - appended
-        self.low = max(self.low if self.covers(first, first) else first, length - RING)
+        self.low = max(self.low if self.low <= first <= self.high else first, length - RING)
+        self.high = length
+
+    def truncated(self, length):
+        """Positions from `length` on are forgotten; their slots may hold them still, but nobody may believe it."""
+        self.high = min(self.high, length)
+        self.low = min(self.low, self.high)
+
+    def hold(self, start, stop):
+        """Exactly the queries start .. stop-1 have just been committed (recomputed), or none at all."""
+        self.low, self.high = start, stop
 
     def covers(self, start, stop):
-        """Whether positions start .. stop-1 are held (an empty range is held if it touches what is)."""
-        return start >= self.low
+        """Whether positions start .. stop-1 are held."""
+        return start >= stop or (self.low <= start and stop <= self.high)
+
+    def copy_from(self, other):
+        """Hold what another ring of the same model holds (fork)."""
+        self.slots.copy_(other.slots)
+        self.low, self.high = other.low, other.high
 
     def read(self, layer, positions):
         """Queries [B, W, H, D] at positions [B, W] int64."""

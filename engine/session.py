@@ -1,5 +1,6 @@
 """One conversation: its bank lives on between turns, its tokens are ids, and nothing that was read is read again."""
 
+import contextlib
 import time
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -46,8 +47,9 @@ class SessionStats:
 
 @dataclass
 class _Mark:
-    """The end of a prefill: the bank's length then, and what the method fixed for the answer that follows."""
+    """The end of a prefill: the bank's length before it and then, and what the method fixed for the answer that follows."""
 
+    start: int
     length: int
     state: object = field(repr=False, default=None)
     logits: object = field(repr=False, default=None)
@@ -121,6 +123,7 @@ class Session:
         self._sparse_step = StepRunner(decoder, self._token, self._length, self.bank, graphs)
         self._dense_step = StepRunner(dense, self._token, self._length, self.bank, graphs)
         self._selected = False
+        self._fresh = self._runtime.snapshot()      # before the first prefill
 
     def set_method(self, method):
         """Go on with another method; nothing is read again. The bank's layers change layout where the new plan wants it."""
@@ -147,8 +150,7 @@ class Session:
     def _again(self, method, plan):
         self._use(method, plan)
         if self.ids:
-            self._runtime.end_prefill(self._marks[-1].length if self._marks else len(self.ids))
-            self._marks = [_Mark(m.length, self._runtime.snapshot(), m.logits) for m in self._marks[-1:]]
+            self._marks = [self._mark(m.start, m.length, m.logits) for m in self._marks] or [self._mark(0, len(self.ids))]
 
     # ---------------------------------------------------------------- reading and writing tokens
 
@@ -166,7 +168,7 @@ class Session:
         chunk, device = self.llm.chunk, self.llm.model.device
         self._runtime.begin_prefill(start, stop)
         clock = Clock(partial(self._runtime.prefill_work, Work.of(self.llm.config)), start, stop)
-        with self.llm.busy(), torch.inference_mode():
+        with self.llm.busy(), torch.inference_mode(), self._whole_chunks(start):
             for first in range(start, stop, chunk):
                 last = min(stop, first + chunk)
                 began = time.perf_counter()
@@ -181,7 +183,7 @@ class Session:
                 self._stats.prefill_seconds += seconds
                 self._stats.prefill_tokens += last - first
                 if last == stop:
-                    self._end_prefill(logits[0])
+                    self._end_prefill(start, logits[0])
                 if progress is not None:
                     progress(clock.progress(last))
         return self.last_logits
@@ -193,11 +195,25 @@ class Session:
         self._ring.advanced(length, min(newest.shape[2], len(ids)))
         self.last_logits = None
 
-    def _end_prefill(self, logits):
-        self._runtime.end_prefill(len(self.ids))
-        self._marks.append(_Mark(len(self.ids), self._runtime.snapshot(), logits))
+    @contextlib.contextmanager
+    def _whole_chunks(self, start):
+        """Where a prefill is interrupted, the prompt was what its whole chunks hold."""
+        try:
+            yield
+        except BaseException:
+            done = self._marks[-1].length if self._marks else 0
+            if len(self.ids) > max(start, done):
+                self._end_prefill(start, None)
+            raise
+
+    def _end_prefill(self, start, logits):
+        self._marks.append(self._mark(start, len(self.ids), logits))
         self.last_logits = logits
         self._selected = False
+
+    def _mark(self, start, length, logits=None):
+        self._runtime.end_prefill(length)
+        return _Mark(start, length, self._runtime.snapshot(), logits)
 
     def synthesize(self, n, seed=0):
         """Fill this empty session with n random tokens without reading them (engine/synthetic.py): for benchmarks at any depth."""
@@ -209,8 +225,9 @@ class Session:
             for layer in range(self.plan.num_layers):
                 fill_rows(self.bank, layer, head, n, seed)
         if n > head:
-            self.ids, self._marks, self._ring.low = ids, [], n
-            self._end_prefill(None)
+            self.ids, self._marks = ids, []
+            self._ring.hold(n, n)
+            self._end_prefill(0, None)
 
     def decode(self, token_id):
         """Append one token; returns float32 logits [vocab]. Raises ContextTooLong where the bank is full."""
@@ -258,15 +275,15 @@ class Session:
         self.last_logits = None
         self._selected = False
         self._runtime.forget(n)
-        cut = [m for m in self._marks if m.length > n]
+        self._ring.truncated(n)
+        cut = next((m for m in self._marks if m.length > n), None)
         self._marks = [m for m in self._marks if m.length <= n]
-        if cut and n:                                      # the cut is inside a prompt: the bank's latest prefill ends here now
-            self._runtime.end_prefill(n)
-            self._marks.append(_Mark(n, self._runtime.snapshot()))
-        elif self._marks:
-            self._runtime.restore(self._marks[-1].state, n)
-            if self._marks[-1].length == n:
-                self.last_logits = self._marks[-1].logits
+        if cut is not None and cut.start < n:              # inside a prompt: the bank's latest prefill ends here now
+            self._marks.append(self._mark(cut.start, n))
+            return
+        self._runtime.restore(self._marks[-1].state if self._marks else self._fresh, n)
+        if self._marks and self._marks[-1].length == n:
+            self.last_logits = self._marks[-1].logits
 
     def refresh_logits(self):
         """Logits of the newest token where a truncate left none: that token goes through the model once more, the bank unchanged."""
@@ -289,7 +306,7 @@ class Session:
         tokens = torch.tensor([self.ids[first:]], dtype=torch.int64, device=self.llm.model.device)
         _, newest = run_chunk(self.llm.model, self.llm.rotary, self._dense_runtime, self.bank, tokens, first, n, write=False)
         self._ring.commit(newest, n)
-        self._ring.low = first
+        self._ring.hold(first, n)
 
     def fork(self):
         """An independent session with the same tokens; rows are copied, the selection state too."""
@@ -298,12 +315,10 @@ class Session:
             twin = self.llm.session(self.method)
             twin.bank.copy_from(self.bank, len(self.ids))
             twin.ids = list(self.ids)
-            twin._ring.slots.copy_(self._ring.slots)
-            twin._ring.low = self._ring.low
+            twin._ring.copy_from(self._ring)
             twin.last_logits = None if self.last_logits is None else self.last_logits.clone()
-            twin._marks = [_Mark(m.length, m.state, m.logits) for m in self._marks]
-            if twin._marks:
-                twin._runtime.restore(twin._marks[-1].state, len(self.ids))
+            twin._marks, twin._fresh = list(self._marks), self._fresh
+            twin._runtime.restore(twin._marks[-1].state if twin._marks else twin._fresh, len(self.ids))
         return twin
 
     def generate(self, token_ids, params=None, progress=None, should_stop=None):

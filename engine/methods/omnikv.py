@@ -181,9 +181,9 @@ class OmniKVRuntime(Runtime):
         self.index = [torch.full((setup.batch, 1, room), -1, **options) for _ in self.plan.groups]
         self.counts = [torch.zeros(setup.batch, **options) for _ in self.plan.groups]
         self.prefill = PrefillSelector(method, setup) if method.prefill_ratio and self.plan.sparse_layers else None
-        self.k = 0
         self.k_device = device_int(0, setup)
         self.zero = device_int(0, setup)
+        self._set_k(method.budget(self.plan, 0))        # for a session that decodes before it has read anything
 
     @property
     def nbytes(self):

@@ -40,12 +40,16 @@ class Conversation:
     """One sequence: `prompt` appends tokens under full attention, `step` one token under the rule."""
 
     def __init__(self, model, rule):
-        self.model, self.rule = model, rule
+        self.model = model
         shape = model.shape
         self.keys = [np.zeros((0, shape.kv_heads, shape.head_dim)) for _ in range(shape.layers)]
         self.values = [k.copy() for k in self.keys]
         self.queries = [np.zeros((0, shape.heads, shape.head_dim)) for _ in range(shape.layers)]    # each at its own position
-        self.source = source_of(shape.layers, rule.filters, rule.wait)
+        self.use(rule)
+
+    def use(self, rule):
+        """Go on under another rule; no filters means full attention."""
+        self.rule, self.source = rule, source_of(self.model.shape.layers, rule.filters, rule.wait)
 
     def __len__(self):
         return len(self.keys[0])
