@@ -4,6 +4,7 @@
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 
@@ -46,15 +47,17 @@ def test_library(case, tmp_path):
 
 
 @pytest.mark.parametrize("case", BROKEN, ids=lambda case: case.name)
-def test_command_line(case, tmp_path, capsys):
+def test_command_line(case, tmp_path, capsys, monkeypatch):
     chat = pytest.importorskip("engine.chat")
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # main() replaces it: restored afterwards
     folder = tmp_path / case.name
     case.build(folder)
     assert chat.main(["--model", str(folder), "-p", "hi", "--device", "cpu", "--ctx", "64"]) == case.code
     printed = capsys.readouterr()
-    lines = [line for line in printed.err.splitlines() if line.strip()]
-    assert printed.out == "" and "Traceback" not in printed.err
-    check(case, lines[-1], folder)
+    errors = [line for line in printed.err.splitlines() if "error" in line.lower()]
+    assert printed.out == "" and "Traceback" not in printed.err and len(errors) == 1, printed.err
+    assert errors[0] == printed.err.strip().splitlines()[-1]
+    check(case, errors[0], folder)
 
 
 @pytest.mark.parametrize("case", [case for case in BROKEN if case.name in ("size-negative", "no-folder")],
