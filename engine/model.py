@@ -131,7 +131,7 @@ def assemble(config, dtype, device, stream, form="auto"):
         base = name.removesuffix(".bias")
         kind = base.split(".")[-1]
         if kind not in _PACKED:
-            plain[name] = pack_linear(tensor, None, path=form) if name == "lm_head" else tensor
+            plain[name] = tensor
             continue
         has_bias = config.attention_bias if kind in ("qkv", "o") else config.mlp_bias
         parts = waiting.setdefault(base, {})
@@ -145,9 +145,10 @@ def assemble(config, dtype, device, stream, form="auto"):
               packed[f"{i}.gate_up"], packed[f"{i}.down"])
         for i in range(config.num_layers)
     ]
-    if config.tied_embeddings:              # the embedding itself is read, so no form that copies it
-        plain["lm_head"] = pack_linear(plain["embed"], None, path="left" if torch.device(device).type == "cpu" else "plain")
-    return Llama(config, dtype, torch.device(device), plain["embed"], layers, plain["norm"], plain["lm_head"])
+    # The largest matrix of small models, and the embedding itself where it is tied: no form that makes a second copy of it.
+    lm_head = pack_linear(plain["embed" if config.tied_embeddings else "lm_head"], None,
+                          path="left" if torch.device(device).type == "cpu" and form == "auto" else "plain")
+    return Llama(config, dtype, torch.device(device), plain["embed"], layers, plain["norm"], lm_head)
 
 
 def random_stream(config, dtype, device, seed=0, sharpness=1.0):
