@@ -183,6 +183,14 @@ def _hole(header, data):
     return joined(header, data[:first] + bytes(64) + data[first:])
 
 
+def _slow_tokenizer(folder):
+    sound(folder)
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+
+
+# A post-processor that names a token it does not define: the tokenizers library panics (not raises) at the first use.
+PANIC = {"type": "TemplateProcessing", "pair": [], "special_tokens": {},
+         "single": [{"SpecialToken": {"id": "<nope>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 GPTQ = {"quant_method": "gptq", "bits": 4}
 SHARD = "model-00002-of-00003.safetensors"
@@ -293,6 +301,13 @@ BROKEN: list[Broken] = [
     Broken("tokenizer-empty", _file("tokenizer.json", b""), 1, ("tokenizer.json",)),
     Broken("tokenizer-text", _file("tokenizer.json", "{]"), 1, ("tokenizer.json",)),
     Broken("tokenizer-other", _file("tokenizer.json", {"model": {"type": "Magic"}}), 1, ("tokenizer.json",)),
+    Broken("tokenizer-panic", _file("tokenizer.json", {**tokenizer(60), "post_processor": PANIC}), 1,
+           ("tokenizer.json", "fails", "no entry found for key")),
+    Broken("tokenizer-settings", _file("tokenizer_config.json", "[1"), 1, ("tokenizer_config.json", "not JSON")),
+    Broken("template-number", _file("tokenizer_config.json", {"chat_template": 5}), 1,
+           ("tokenizer_config.json", "chat_template", "found int", "expected")),
+    Broken("tokenizer-slow", _slow_tokenizer, 1, ("tokenizer.json", "only tokenizer.model")),
+    Broken("calibration", _file("omnikv.json", {"format": 1, "filter_layers": [9]}), 1, ("omnikv.json", "[9]", "expected")),
     Broken("tokenizer-beyond", _file("tokenizer.json", tokenizer(65)), 1,
            ("tokenizer.json", "found token id 64", "64")),
 ]
