@@ -331,3 +331,27 @@ def test_targets_name_what_an_independent_writer_writes(tmp_path):
         wanted = {name: tuple(shape) for target in targets(config) for name, shape in target.parts}
         assert wanted == {name: tuple(t.shape) for name, t in tensors({**CONFIG, **variant}).items()}
         assert sum(t.numel() for t in tensors({**CONFIG, **variant}).values()) == config.parameters
+
+
+@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+@pytest.mark.parametrize("kind", ["llama", "llama-tied", "llama-yarn", "mistral"])
+def test_folders_that_transformers_writes(tmp_path, kind, shard):
+    """Its config.json (with rope_parameters and no torch_dtype), its index, its shards: opened, checked, and equal."""
+    transformers = pytest.importorskip("transformers")
+    shape = {key: CONFIG[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+                                          "num_attention_heads", "num_key_value_heads", "max_position_embeddings")}
+    if kind == "mistral":
+        model = transformers.MistralForCausalLM(transformers.MistralConfig(**shape, sliding_window=None))
+    else:
+        rope = {"rope_theta": 5e5, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+        extra = {"rope_parameters": rope} if kind == "llama-yarn" else {"attention_bias": True, "mlp_bias": True}
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **extra, tie_word_embeddings=kind == "llama-tied"))
+    model.to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size=shard)
+    assert (tmp_path / INDEX).exists() == (shard == "20KB")
+    config = ModelConfig.from_folder(tmp_path)
+    assert config.dtype == "bfloat16" and config.parameters == sum(p.numel() for p in model.parameters())
+    assert config.rope.kind == ("yarn" if kind == "llama-yarn" else "default")
+    checkpoint, wanted = opened(tmp_path)
+    for name, tensor in checkpoint.stream(wanted, dtype=torch.bfloat16):
+        target = next(t for t in wanted if t.name == name)
+        assert torch.equal(tensor, fused(model.state_dict(), target))
