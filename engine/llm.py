@@ -216,6 +216,13 @@ class LLM:
         text = self._words().render(messages, add_generation_prompt=True)
         return Completion.join(self.stream(self._words().encode(text, special=False), params))
 
+    def check(self, prompt, params=None, steps=32):
+        """Answer a prompt, then compare full and sparse attention along the answer: an engine.check.Report."""
+        with self.session() as session:
+            for _ in generate(session, self.encode(prompt), params):
+                pass
+            return session.check(steps)
+
     def encode(self, prompt):
         """Token ids of a text (with the model's own start tokens), or a copy of the ids given."""
         return self._words().encode(prompt) if isinstance(prompt, str) else list(prompt)

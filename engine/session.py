@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from engine.bank import DeviceBank
+from engine.check import Pair, check
 from engine.decode import RING, Decoder, QueryRing
 from engine.errors import ContextTooLong, SessionClosed, SettingError
 from engine.graph import StepRunner
@@ -63,6 +64,7 @@ class Session:
         self.kernels = llm.kernels
         self.ids = []
         self.last_logits = None        # float32 [vocab] of the newest token
+        self.watch = None              # an engine.check.Watch: a running estimate of the attention mass kept
         self._marks = []
         self._stats = SessionStats()
         config, model = llm.config, llm.model
@@ -94,6 +96,21 @@ class Session:
         held = {} if self.closed else dict(bank_bytes=self.bank.nbytes, ring_bytes=self._ring.nbytes, scratch_bytes=self._scratch_bytes,
                                            selection_bytes=self._runtime.nbytes)
         return replace(self._stats, tokens=len(self.ids), **held)
+
+    @property
+    def runtime(self):
+        """State of the session's method (engine.methods.base.Runtime); for tools that look inside, such as engine/check.py."""
+        return self._runtime
+
+    @property
+    def dense_runtime(self):
+        """Full attention over the same bank."""
+        return self._dense_runtime
+
+    @property
+    def query_ring(self):
+        """The newest queries of every layer (engine.decode.QueryRing)."""
+        return self._ring
 
     @property
     def selections(self):
@@ -239,15 +256,30 @@ class Session:
             self._restore_window()
             began = time.perf_counter()
             sparse = n >= self._dense_below and bool(self.plan.sparse_layers)
+            metered = sparse and self.watch is not None and self.watch.due()
+            if sparse and not metered and self.watch is not None and self.watch.exact:
+                sparse, self.watch.exact_steps = False, self.watch.exact_steps + 1
             self._token.fill_(token_id)
             self._length.fill_(n - 1)
-            logits = (self._sparse_step if sparse else self._dense_step)(n)[0, -1]
+            logits = self._metered() if metered else (self._sparse_step if sparse else self._dense_step)(n)[0, -1]
             self.ids.append(token_id)
             self._ring.advanced(n, 1)
             self.last_logits = logits
             self._selected = sparse
             self._count(n, sparse, time.perf_counter() - began)
         return logits
+
+    def _metered(self):
+        """A sparse step that also measures the attention mass kept, for `watch`."""
+        pair = Pair(self)
+        logits = pair.sparse.step(self._token, self._length, self.bank)[0, -1]
+        self.watch.saw(pair.meter.mass)
+        return logits
+
+    def check(self, steps=32, progress=None):
+        """Full against sparse attention at the last positions, over the same bank: an engine.check.Report. Nothing changes."""
+        self._open()
+        return check(self, steps, progress)
 
     def _count(self, n, sparse, seconds):
         s, row = self._stats, self.llm.config.kv_bytes(self.llm.model.dtype.itemsize)

@@ -28,9 +28,9 @@ class OfficialRuntime(OmniKVRuntime):
         self.prompt = length
         self._set_k(self.method.budget(self.plan, length))
 
-    def attend_sparse(self, layer, q, step):
-        """As OmniKV's, with everything generated as tail."""
-        return self._sparse(layer, q, step, device_int(self.prompt, self.setup))
+    def tail_first(self, step):
+        """Everything generated is tail."""
+        return device_int(self.prompt, self.setup)
 
     def attend_and_select(self, layer, q, step):
         """Selection from the prompt's rows, then attention to everything."""

@@ -223,14 +223,20 @@ class OmniKVRuntime(Runtime):
             return self.attend_and_select(layer, q, step)
         return self.attend_dense(layer, q, step)
 
+    def tail_first(self, step):
+        """First position of the tail [B] int32: what every layer sees from there on."""
+        return step.tail_start(self.method.tail)
+
+    def chosen_rows(self, layer):
+        """Positions int64 [k] that a sparse layer read in the last step beside the tail, sequence 0."""
+        group = self.plan.group_of[layer]
+        return self.index[group][0, 0, :int(self.counts[group][0])].long()
+
     def attend_sparse(self, layer, q, step):
         """Attention over the group's selection and the tail."""
-        return self._sparse(layer, q, step, step.tail_start(self.method.tail))
-
-    def _sparse(self, layer, q, step, start):
         group = self.plan.group_of[layer]
         k, v = step.bank.kv(layer, step.bucket)
-        return decode_sparse(q, k, v, self.index[group], self.counts[group], start, step.visible, self.scale,
+        return decode_sparse(q, k, v, self.index[group], self.counts[group], self.tail_first(step), step.visible, self.scale,
                              scratch=self.setup.scratch, path=self.setup.path)
 
     def attend_and_select(self, layer, q, step):
