@@ -21,7 +21,10 @@ def shown(value: object, limit: int = 60) -> str:
     """`value` as it may stand in a one-line message: printable, at most `limit` characters."""
     if value is None:
         return "nothing"
-    text = value if isinstance(value, str) else repr(value)
+    try:
+        text = value if isinstance(value, str) else repr(value)
+    except (ValueError, RecursionError):  # an integer of over 4300 digits; nested without end
+        text = f"a huge {type(value).__name__}"
     text = "".join(c if c.isprintable() else "?" for c in text)
     return text if len(text) <= limit else text[: limit - 3] + "..."
 

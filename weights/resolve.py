@@ -97,6 +97,8 @@ def _cached(hub, hub_id: str) -> Path | None:
     except hub.errors.LocalEntryNotFoundError as error:
         partial = getattr(error, "snapshot_path", None)  # newer versions raise for partial snapshots too, and say where
         return Path(partial) if partial else None
+    except OSError as error:
+        raise HubError(f"the cache {hub.constants.HF_HUB_CACHE} cannot be read: {_cause(error)}; see HF_HOME") from error
     except hub.errors.HFValidationError as error:
         raise ModelNotFound(f"model {shown(hub_id)}: no valid hub id: {shown(str(error), 120)}") from None
 

@@ -258,6 +258,14 @@ def test_unreadable_config(tmp_path, content, words):
     assert str(tmp_path / "config.json") in line and words in line and "\n" not in line
 
 
+def test_values_too_large_to_print():
+    deep: list = []
+    deep.append(deep)
+    for value in (10**5000, [10**5000], [deep] * 3):
+        with pytest.raises(BadCheckpoint, match="hidden_size: found "):
+            config(hidden_size=value)
+
+
 _junk = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3), max_leaves=4,

@@ -295,6 +295,12 @@ def test_a_repository_that_is_no_model_of_ours(cache, fake, files, kind, words):
         resolve("org/name")
 
 
+def test_a_cache_that_cannot_be_read_is_named(cache, fake, monkeypatch):
+    monkeypatch.setattr(hub, "snapshot_download", lambda *a, **k: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+    with pytest.raises(HubError, match=f"the cache {cache} cannot be read: PermissionError: .*Permission denied; see HF_HOME"):
+        resolve("org/name")
+
+
 def test_without_the_client_the_remedy_is_named(cache, monkeypatch):
     """An import error must never read as "unsupported" or "not found"."""
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
