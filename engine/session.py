@@ -117,6 +117,11 @@ class Session:
         """{filter_layer: int64 [k]} of the last step, ascending positions; empty before one or where nothing was selected."""
         return self._runtime.selections() if self._selected else {}
 
+    @property
+    def selection_scores(self):
+        """{filter_layer: float32 [k]}: by which scores `selections` were chosen, for the deepest filter layer; may be empty."""
+        return self._runtime.selection_scores() if self._selected else {}
+
     # ---------------------------------------------------------------- method
 
     def _use(self, method, plan):

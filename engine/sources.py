@@ -1,16 +1,21 @@
 """Which passages of what was read an answer looked at: from counted selections to quoted text. Pure functions, no model.
 
-A sparse layer attends to the tokens that its filter layer chose at this step. Each choice counts one for each chosen token;
-a passage's score is the share of its tokens that were chosen, summed over steps and filter layers, so that long passages
-do not win by length. A score equal to the number of choices means: read whole, at every step, in every group.
+A sparse layer attends to the tokens that its filter layer chose at this step. A budget of k tokens is always filled, so most
+of a choice is background; where the session still has the scores behind a choice (the deepest filter layer's), each token
+counts by its score. Measured on a model that retrieves (120 keys, four questions): by score the passage with the fact came
+first in 8 of 8, by mere choice in 0 of 8. A passage's score is the mean over its tokens, summed over steps, so that long
+passages do not win by length.
 """
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 SHORTEST = 24       # characters; less is no passage of its own and goes to the one before it
+FOLD = 256          # selections kept as they are: counting 2048 positions in Python at every step would cost 3% of a 10 ms step
 LONGEST = 400       # characters; a longer sentence is cut, so that a text without stops has passages too
 # A sentence ends at a stop followed by white space, a line at its end; a stop inside "3.14" or "e.g.x" ends nothing.
 BORDER = re.compile(r"[.!?。！？]+[\"'”’)\]]*(?:\s+|$)|\n+")
@@ -33,15 +38,35 @@ class Choices:
     """Counts, over the steps of one answer, how often each position was chosen."""
 
     def __init__(self):
-        self.counts: Counter[int] = Counter()
-        self.made = 0           # selections counted: steps times filter layers
+        self.made = 0           # selections counted
+        self._counts: Counter[int] = Counter()
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def add(self, selections: Mapping[int, Iterable[int]]) -> None:
-        """One step's selections: {filter layer: positions}, tensors or lists; an empty one (full attention) counts nothing."""
-        for positions in selections.values():
-            positions = positions.tolist() if hasattr(positions, "tolist") else list(positions)
-            self.counts.update(positions)
-            self.made += bool(positions)
+    def add(self, selections: Mapping[int, torch.Tensor], scores: Mapping[int, torch.Tensor] | None = None) -> None:
+        """One step's selections, {filter layer: positions int64 [k]}, and the scores of some of them, float32 [k].
+
+        With scores, the layers that have them count; without, every chosen token counts 1. Full attention adds nothing.
+        """
+        for layer, positions in selections.items():
+            if len(positions) and (not scores or layer in scores):
+                self.made += 1
+                self._kept.append((positions, scores[layer] if scores else torch.ones(len(positions))))
+        if len(self._kept) > FOLD:
+            self._fold()
+
+    @property
+    def counts(self) -> Counter[int]:
+        """How much each position was chosen."""
+        self._fold()
+        return self._counts
+
+    def _fold(self) -> None:
+        if self._kept:
+            every, where = torch.cat([p.to("cpu", torch.int64) for p, _ in self._kept]).unique(return_inverse=True)
+            sums = torch.zeros(len(every), dtype=torch.float64)
+            sums.index_add_(0, where, torch.cat([s.to("cpu", torch.float64) for _, s in self._kept]))
+            self._counts.update(dict(zip(every.tolist(), sums.tolist())))
+            self._kept.clear()
 
 
 def split_passages(text: str, start: int = 0, stop: int | None = None) -> list[tuple[int, int]]:
@@ -69,12 +94,12 @@ def _stripped(text: str, start: int, stop: int) -> tuple[int, int]:
     return start, stop
 
 
-def rank_passages(text: str, ends: Sequence[int], counts: Mapping[int, int], start: int = 0, stop: int | None = None,
+def rank_passages(text: str, ends: Sequence[int], counts: Mapping[int, float], start: int = 0, stop: int | None = None,
                   most: int = 5) -> list[Passage]:
-    """The passages of text[start:stop] that were chosen most, best first, at most `most`, none with a score of 0.
+    """The passages of text[start:stop] that were chosen most, best first, at most `most`, none that was not chosen.
 
     text: all that the tokens spell. ends: for each token the position in text where its characters end, ascending.
-    counts: how often each token position was chosen. Equal scores keep the order of the text.
+    counts: how much each token position was chosen. Equal scores keep the order of the text.
     """
     ranked, token, line, counted = [], 0, 1, 0
     for begin, end in split_passages(text, start, stop):

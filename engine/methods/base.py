@@ -107,6 +107,10 @@ class Runtime:
         """{filter layer: int64 [k] positions} of the last step, for sequence 0; empty for methods that select nothing."""
         return {}
 
+    def selection_scores(self):
+        """{filter layer: float32 [k]} of those selections whose scores are still at hand after the step; may be empty."""
+        return {}
+
     def rows_read(self, n):
         """Bank rows that each layer reads in a decode step at n tokens: a list of ints, one per layer (exact, from the plan)."""
         return [n] * self.setup.config.num_layers

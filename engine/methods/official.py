@@ -66,6 +66,10 @@ class OfficialRuntime(OmniKVRuntime):
             logits = torch.softmax(logits, dim=-1)
         return (logits.amax(dim=2) * self.alpha.view(1, -1, 1)).sum(1).contiguous()
 
+    def selection_scores(self):
+        """None are kept: each filter layer scores in a tensor of its own."""
+        return {}
+
     def rows_read(self, n):
         """Chosen rows, the window's forced ones included, and everything generated."""
         forced = max(0, self.window - (n - self.prompt))

@@ -265,6 +265,19 @@ class OmniKVRuntime(Runtime):
                 found[group.filter_layer] = index[0, 0, :int(counts[0])].long().cpu()
         return found
 
+    def selection_scores(self):
+        """{filter layer: float32 [k]}: the last group's only, since the filter layers share one buffer of keys.
+
+        Raw scores become shares of the selection (a softmax over it), so that a larger number always means more attention.
+        """
+        chosen = self.selections()
+        if not chosen:
+            return {}
+        layer, positions = max(chosen.items())
+        keys = self.keys[0, positions.to(self.keys.device)].cpu()
+        keys = torch.softmax(keys, 0) if self.method.kind == "raw" else keys
+        return {layer: keys.nan_to_num(0.0, posinf=0.0)}       # a sink is chosen by an infinite key, whatever its score
+
     def rows_read(self, n):
         """Rows per layer at n tokens: n, or the chosen ones and the tail."""
         start = tail_start(n, self.method.tail)

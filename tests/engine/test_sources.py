@@ -37,6 +37,17 @@ def test_the_passage_that_was_read_comes_first_with_its_place():
     assert len(best) == 5 and all(a.score >= b.score for a, b in zip(best, best[1:], strict=False))
 
 
+def test_scores_weigh_what_was_chosen_and_stand_for_their_layer():
+    ends = word_ends(FILLER * 30 + FACT)
+    fact, noise = len(ends) - 8, list(range(12, 60))
+    choices = Choices()
+    for _ in range(300):        # more than are kept unfolded
+        picked = torch.tensor([*noise, fact])
+        choices.add({1: torch.tensor(noise), 4: picked}, {4: torch.tensor([0.001] * len(noise) + [0.9])})
+    assert choices.made == 300 and abs(choices.counts[fact] - 270) < 1e-3 and abs(choices.counts[noise[0]] - 0.3) < 1e-6
+    assert rank_passages(FILLER * 30 + FACT, ends, choices.counts)[0].text == FACT
+
+
 def test_nothing_chosen_gives_nothing_and_full_attention_counts_nothing():
     choices = Choices()
     choices.add({})
