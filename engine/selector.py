@@ -32,7 +32,7 @@ def budget_from_mem(mem, dense_share):
     if mem <= dense_share:
         raise SettingError(f"mem: found {mem:g}, expected more than {dense_share:.4g}, which the full, filter and wait layers "
                            f"of this plan take already (fewer filter layers or wait_layers=0 lower it)")
-    return (mem - dense_share) / (1.0 - dense_share)
+    return round((mem - dense_share) / (1.0 - dense_share), 12)      # 0.7 of a plan at 0.625 is 0.2, not 0.19999999999999996
 
 
 def mem_from_budget(tokens, prompt, dense_share):

@@ -142,11 +142,11 @@ class OmniKV(Method):
 
     def check(self, plan):
         """Mem% must exceed what the dense layers take; a plan without sparse layers is legal and warned about."""
+        if self.mem is not None and (plan.sparse_layers or self.mem < 1.0):
+            budget_from_mem(self.mem, plan.dense_share)
         if not plan.sparse_layers:
             warnings.warn(f"OmniKV with filter_layers={self.filter_layers} and wait_layers={self.wait_layers} leaves no sparse layer "
                           f"of {plan.num_layers}: every layer runs full attention", stacklevel=3)
-        elif self.mem is not None:
-            budget_from_mem(self.mem, plan.dense_share)
 
     def check_prefill(self, start, stop):
         """official: one prompt per session (the published code breaks silently on a second), as long as its windows."""

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from engine.decode import RING
-from engine.prefill import WINDOW_KEPT
 from engine.methods.full import Full
 from engine.methods.omnikv import OmniKV
+from engine.prefill import WINDOW_KEPT
 from tests.engine.official_simulation import Model, Shape, check_choice
 from tests.engine.paper_simulation import Conversation, Rule
 from tests.engine.tiny import random_ids, tiny_config, tiny_llm, tiny_weights
