@@ -1,0 +1,120 @@
+"""Calibration finds the layers that see what later layers need, exactly, and its files are refused when they are not this model's.
+
+Stops: a greedy choice, a similarity that counts the wrong rows, a calibration file used beside other weights.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from engine import Full
+from engine.plan import layer_plan, tail_start
+from tests.helpers import random_ids, tiny_llm
+from tools.choose_layers import best_sets, choose, mean_mass
+from tools.similarity import head_groups, measure
+
+
+@pytest.mark.parametrize("layers", [2, 5, 8, 11])
+@pytest.mark.parametrize("wait", [0, 1, 2])
+def test_dynamic_programming_equals_brute_force(layers, wait):
+    generator = torch.Generator().manual_seed(layers * 10 + wait)
+    mass = torch.triu(torch.rand(layers, layers, generator=generator, dtype=torch.float64), 1)
+    found = best_sets(mass.tolist(), 3, wait)
+    for count in (1, 2, 3):
+        by_cost = {}
+        for filters in itertools.combinations(range(layers), count):
+            plan = layer_plan(layers, filters, wait)
+            if plan.sparse_layers:
+                dense = layers - len(plan.sparse_layers)
+                by_cost[dense] = max(by_cost.get(dense, 0.0), mean_mass(mass, filters, wait))
+        assert {d for c, d in found if c == count} == set(by_cost)
+        for dense, wanted in by_cost.items():
+            choice = found[count, dense]
+            assert choice.mass == pytest.approx(wanted, abs=1e-12)
+            assert mean_mass(mass, choice.filters, wait) == pytest.approx(choice.mass, abs=1e-12)
+            assert layers - len(layer_plan(layers, choice.filters, wait).sparse_layers) == dense
+
+
+def test_the_choice_is_the_cheapest_within_the_slack():
+    mass = torch.zeros(8, 8)
+    mass[2, 3:] = 0.9
+    mass[1, 2:] = 0.895
+    sets = best_sets(mass.tolist(), 2, 1)
+    assert choose(sets, 4).filters == (1,) and choose(sets, 4, slack=0.0).mass == pytest.approx(0.9)
+    assert choose(sets, 1) is None
+
+
+def test_similarity_equals_an_independent_float64_computation():
+    llm = tiny_llm(Full(), sharpness=3.0)
+    ids, k, tail = random_ids(500), 20, 64
+    with llm.session() as session:
+        meter = measure(session, ids, 3, k, tail)
+        assert meter.steps == 3
+        found = meter.mean()
+        rows = [torch.cat([session.bank.kv(layer, 500)[0][0].double()]) for layer in range(8)]
+    wanted = torch.zeros(8, 8, dtype=torch.float64)
+    queries = all_queries(llm, ids)
+    for n in (498, 499, 500):
+        start = tail_start(n, tail)
+        weights = [torch.softmax(torch.einsum("hgd,hnd->hgn", queries[layer][n - 1].view(2, 2, 16), rows[layer][:, :n]) / 4, -1)
+                   .flatten(0, 1) for layer in range(8)]
+        for i, j in itertools.combinations(range(8), 2):
+            top = torch.topk(weights[i].amax(0)[:start], k).indices
+            wanted[i, j] += (weights[j][:, top].sum(-1) + weights[j][:, start:].sum(-1)).mean() / 3
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+    assert torch.equal(found, torch.triu(found, 1)) and 0 < found[0, 1] <= 1
+
+
+def all_queries(llm, ids):
+    """Rotated queries of every layer and position, float64 [positions, H, D], from a whole prefill."""
+    seen = {}
+    with llm.session() as session:
+        attend = session.runtime.prefill_attend
+
+        def spy(layer, q, bank, start):
+            seen.setdefault(layer, []).append(q[0].double())
+            return attend(layer, q, bank, start)
+
+        session.runtime.prefill_attend = spy
+        session.runtime.reads_every_query = True
+        session.prefill(ids)
+    return {layer: torch.cat(parts) for layer, parts in seen.items()}
+
+
+def test_a_planted_filter_layer_is_found():
+    """Layer 3 attends where layers 5-8 attend: their query and key weights are its own, on a residual stream that hardly changes."""
+    from functools import partial
+
+    from engine import LLM
+    from engine.model import random_stream
+    from tests.helpers import tiny_config
+
+    config = tiny_config(num_hidden_layers=10)
+
+    def planted(config, dtype, device):
+        kept = {}
+        for name, tensor in partial(random_stream, seed=5, sharpness=4.0)(config, dtype, device):
+            if name.endswith((".o", ".down")):
+                tensor *= 0.02
+            if name.endswith(".qkv"):
+                layer = int(name.split(".")[0])
+                kept[layer] = tensor
+                if 5 <= layer <= 8:
+                    tensor[: config.q_size + config.kv_size] = kept[3][: config.q_size + config.kv_size]
+            yield name, tensor
+
+    llm = LLM.from_stream(config, planted, device="cpu", method=Full(), max_context=2048, chunk=128)
+    with llm.session() as session:
+        mass = measure(session, random_ids(800), 8, 30, 64).mean()
+    assert all(int(mass[:5, layer].argmax()) == 3 for layer in (5, 6, 7, 8))
+    chosen = choose(best_sets(mass[:9, :9].tolist(), 1, 1), 5)
+    assert chosen.filters == (3,)
+
+
+def test_head_groups_merge_the_most_alike_neighbours():
+    heads = torch.zeros(5, 5, 2, dtype=torch.float64)
+    for i, (a, b) in enumerate([(0.9, 0.1), (0.2, 0.8), (0.8, 0.7), (0.1, 0.6)]):
+        heads[i, i + 1, 0], heads[i, i + 1, 1] = a, b
+    assert head_groups(heads, 3) == [(0, 2, 4), (0, 1, 4)]
+    assert head_groups(heads, 5) == [(0, 1, 2, 3, 4)] * 2

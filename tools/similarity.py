@@ -1,0 +1,98 @@
+"""Inter-layer similarity: how much of layer j's attention falls on the tokens that layer i would choose, at decode positions.
+
+Source: the OmniKV paper's Eq. for C(l, l') and section 3.8 items 37-38 of the method catalogue. Streaming: one layer's weights of one
+position at a time, of every layer only its chosen indices and their sums stay.
+"""
+
+import torch
+
+from engine.decode import Decoder
+from engine.plan import tail_start
+from kernels.topk import select_topk
+
+
+class SimilarityMeter:
+    """Full attention that records, layer by layer of one step, what the layers below would have chosen.
+
+    mass [L, L] float64: mass[i, j] (i < j) sums over steps the share of layer j's softmax, mean over query heads, on the top-k rows of
+    layer i (max over heads of its softmax, among rows older than the tail) and on the tail. heads [L, L, H]: the same per query head.
+    """
+
+    def __init__(self, inner, k, tail):
+        config = inner.setup.config
+        self.inner, self.k, self.tail, self.steps = inner, k, tail, 0
+        self.layers = config.num_layers
+        self.mass = torch.zeros(self.layers, self.layers, dtype=torch.float64)
+        self.heads = torch.zeros(self.layers, self.layers, config.num_heads, dtype=torch.float64)
+        self._chosen = []
+
+    def attend(self, layer, q, step):
+        """Attention as the inner runtime's; afterwards this layer's sums and its own choice."""
+        n = int(step.visible[0])
+        start = tail_start(n, self.tail)
+        weights = softmax_rows(q[0, -1], step.bank, layer, n, self.inner.scale)
+        tail = weights[:, start:].sum(-1)
+        for below, rows in enumerate(self._chosen[:layer]):
+            per_head = (weights.index_select(1, rows).sum(-1) + tail).double().cpu()
+            self.heads[below, layer] += per_head
+            self.mass[below, layer] += per_head.mean()
+        self._chosen = self._chosen[:layer] + [top_rows(weights.amax(0), start, self.k)]
+        if layer == self.layers - 1:
+            self.steps += 1
+        return self.inner.attend(layer, q, step)
+
+    def mean(self):
+        """Mean mass over the steps seen: float64 [L, L], zero where j <= i."""
+        return self.mass / max(1, self.steps)
+
+
+def softmax_rows(q, bank, layer, n, scale):
+    """Softmax of one query over rows 0 .. n-1 of a layer. q [H, D] -> float32 [H, n]; K is read in blocks."""
+    logits = []
+    for _, k, _ in bank.blocks(layer, 0, n):
+        heads = k[0].float()
+        logits.append(torch.matmul(q.float().view(heads.shape[0], -1, q.shape[-1]), heads.transpose(1, 2)) * scale)
+    return torch.softmax(torch.cat(logits, dim=-1), dim=-1).flatten(0, 1)
+
+
+def top_rows(keys, stop, k):
+    """The k largest of keys[:stop] as ascending positions, int64, by the selector's own rule."""
+    sizes = (torch.full((1,), size, dtype=torch.int32, device=keys.device) for size in (0, stop, k))
+    index = torch.empty(1, max(1, min(k, keys.numel())), dtype=torch.int32, device=keys.device)
+    counts = torch.empty(1, dtype=torch.int32, device=keys.device)
+    select_topk(keys[None].contiguous(), *sizes, index, counts)
+    return index[0, :int(counts[0])].long()
+
+
+def measure(session, ids, positions, k, tail, progress=None):
+    """Read `ids` into an empty session but for the last `positions`, then take those as decode steps under a SimilarityMeter.
+
+    Returns the meter. progress(done, total) after each step.
+    """
+    head = len(ids) - positions
+    session.prefill(ids[:head])
+    meter = SimilarityMeter(session.dense_runtime, k, tail)
+    decoder = Decoder(session.llm.model, session.llm.rotary, meter, session.query_ring)
+    device = session.llm.model.device
+    with torch.inference_mode():
+        for position in range(head, len(ids)):
+            token = torch.tensor([[ids[position]]], device=device)
+            decoder.step(token, torch.tensor([position], dtype=torch.int32, device=device), session.bank)
+            if progress is not None:
+                progress(position - head + 1, positions)
+    return meter
+
+
+def head_groups(heads, group_count):
+    """PoD's head-wise layer groups (its Algorithm 1): per query head, consecutive layers whose attention is most alike.
+
+    heads: float64 [L, L, H] mean mass; group_count: how many groups a head's layers fall into. Returns per head a tuple of the first
+    layers of its groups. Consecutive layers are merged greedily, the pair with the largest mass first, until the count is reached.
+    """
+    layers, _, count = heads.shape
+    found = []
+    for h in range(count):
+        likeness = [(float(heads[i, i + 1, h]), -i) for i in range(layers - 1)]
+        merged = {-i for _, i in sorted(likeness, reverse=True)[:max(0, layers - group_count)]}
+        found.append(tuple(i for i in range(layers) if i == 0 or i - 1 not in merged))
+    return found
