@@ -1,0 +1,74 @@
+"""Which methods a benchmark runs: names to frozen method values, found in engine/methods, with what cannot run saying why."""
+
+import dataclasses
+import importlib
+import pkgutil
+from dataclasses import dataclass
+
+import engine.methods
+from engine.errors import SettingError
+from engine.methods.base import Method
+from engine.methods.full import Full
+from engine.methods.omnikv import OmniKV
+from engine.methods.replay import Replay
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One column of a comparison: label, method value, where the bank lies ("device" or "host"), and why it cannot run, if so."""
+
+    label: str
+    method: object = None
+    offload: str = "device"
+    why: str = ""
+
+
+def registered():
+    """{name: class} of all methods in engine/methods, planted ones apart."""
+    for found in pkgutil.iter_modules(engine.methods.__path__):
+        importlib.import_module(f"engine.methods.{found.name}")
+    classes, todo = {}, [Method]
+    while todo:
+        cls = todo.pop()
+        todo += cls.__subclasses__()
+        if cls not in (Method, Replay):
+            classes[cls.__name__.lower()] = cls
+    return classes
+
+
+def specs(names, filter_layers, tokens, waits, reuses, dense_below=0, tail=256):
+    """Spec list for names such as "full", "omnikv", "omnikv-host", "brutal" or any registered method.
+
+    OmniKV is multiplied by `waits` (numbers of wait layers) and, on "omnikv-host", by `reuses` (planted shares; None: as chosen).
+    Raises SettingError for a name that nobody knows.
+    """
+    known, found = registered(), []
+    for name in names:
+        base, _, place = name.partition("-")
+        if place not in ("", "host") or base not in known and base != "brutal":
+            raise SettingError(f"methods: found {name!r}, expected full, omnikv, omnikv-host, brutal or one of {', '.join(known)}")
+        if base == "brutal" and base not in known:
+            found.append(Spec("brutal", why="brutal offload is not in this build"))
+        elif base == "omnikv":
+            settings = dict(filter_layers=filter_layers, tokens=tokens, dense_below=dense_below, tail=tail)
+            found += _omnikv(settings, waits, reuses if place else (None,), place)
+        else:
+            found.append(Spec(name, _fill(known[base], filter_layers, tokens, dense_below), "host" if place else "device"))
+    return found
+
+
+def _omnikv(settings, waits, reuses, place):
+    for wait in waits:
+        for reuse in reuses:
+            label = f"omnikv{'-host' if place else ''} w{wait}" + ("" if reuse is None else f" reuse {reuse:g}")
+            method = OmniKV(wait_layers=wait, **settings) if reuse is None else Replay(wait_layers=wait, reuse=reuse, **settings)
+            yield Spec(label, method, "host" if place else "device")
+
+
+def _fill(cls, filter_layers, tokens, dense_below):
+    """A method with those of our settings that it has."""
+    if cls is Full:
+        return Full()
+    names = {field.name for field in dataclasses.fields(cls)}
+    offered = dict(filter_layers=filter_layers, tokens=tokens, dense_below=dense_below)
+    return cls(**{name: value for name, value in offered.items() if name in names})

@@ -1,0 +1,252 @@
+"""Contestants of a decode benchmark and the rounds they run: interleaved A B A B, every step timed, warm-up apart.
+
+A contestant offers `name`, `settings` (text), rewind(), step() -> token, prefill(ids) -> seconds or None, close(). The engine's own
+is here and uses the public API only; peers are in tools/bench_hf.py and tools/bench_llamacpp.py.
+"""
+
+import statistics
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from engine.errors import EngineError
+from tools.bench_floor import StepBytes, step_bytes, sync
+
+NOISY = 1.25            # p95 over median beyond this is called noisy
+
+
+@dataclass
+class Cell:
+    """One row of the table: one contestant, one test. Times in seconds; `why` says why there is none."""
+
+    name: str
+    test: str                       # "tg" (one token at depth n) or "pp" (a prompt of n tokens)
+    n: int
+    tokens: int = 1                 # tokens per timed call
+    seconds: list = field(default_factory=list)
+    why: str = ""
+    note: str = ""
+    settings: str = ""
+    floor: float | None = None
+    needed: StepBytes | None = None
+    extra: dict = field(default_factory=dict)
+
+    @property
+    def median(self):
+        """Seconds per call, or None."""
+        return statistics.median(self.seconds) if self.seconds else None
+
+    @property
+    def p95(self):
+        """Seconds that 95% of the calls stay below."""
+        ordered = sorted(self.seconds)
+        return ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))] if ordered else None
+
+    @property
+    def rate(self):
+        """(mean, standard deviation) of tokens per second."""
+        rates = [self.tokens / s for s in self.seconds]
+        return (statistics.fmean(rates), statistics.stdev(rates) if len(rates) > 1 else 0.0) if rates else None
+
+    @property
+    def noisy(self):
+        """Whether the spread says that something else ran."""
+        return bool(self.seconds) and self.p95 > NOISY * self.median
+
+    def to_dict(self):
+        """Plain dict for JSON; milliseconds, bytes and shares."""
+        found = {"name": self.name, "test": self.test, "n": self.n, "settings": self.settings, "why": self.why, "note": self.note}
+        if self.seconds:
+            mean, deviation = self.rate
+            found |= {"ms_median": 1e3 * self.median, "ms_p95": 1e3 * self.p95, "ms_min": 1e3 * min(self.seconds),
+                      "samples": len(self.seconds), "tokens_per_s": mean, "tokens_per_s_sd": deviation, "noisy": self.noisy}
+        if self.needed is not None:
+            found["bytes"] = vars(self.needed)
+        if self.floor is not None:
+            found["floor_ms"] = 1e3 * self.floor
+            if self.seconds:
+                found |= {"share_of_floor": self.floor / self.median, "gb_per_s": self.needed.floor / self.median / 1e9}
+        return found | self.extra
+
+
+class Engine:
+    """One of our sessions at depth n. Public API: LLM.session, Session.synthesize, decode, truncate, set_kernels, stats."""
+
+    def __init__(self, name, llm, method, n, room):
+        self.name, self.llm, self.n = name, llm, n
+        self.session = llm.session(method, max_context=n + room)
+        self.settings = f"{self.session.method!r}"
+        try:
+            self.session.synthesize(n)
+        except BaseException:
+            self.session.close()
+            raise
+        self.token = self.session.ids[-1]
+
+    def rewind(self):
+        """Back to n tokens."""
+        self.session.truncate(self.n)
+
+    def step(self):
+        """One greedy step; reading the token waits for the device."""
+        self.token = int(self.session.decode(self.token).argmax())
+        return self.token
+
+    def prefill(self, ids):
+        """Seconds to read a prompt into a session of its own, logits included."""
+        with self.llm.session(self.session.method, max_context=len(ids)) as session:
+            start = time.perf_counter()
+            session.prefill(ids)
+            sync(self.llm.device)
+            return time.perf_counter() - start
+
+    def needed(self):
+        """StepBytes of the first timed step, from the plan alone."""
+        return engine_bytes(self.llm, self.session.method, self.n + 2)
+
+    def close(self):
+        """Give the bank back."""
+        self.session.close()
+
+
+def engine_bytes(llm, method, n):
+    """StepBytes of a step at n tokens under a method, from its plan; what session.stats counts afterwards must agree."""
+    plan = llm.plan(method, max_context=min(n + 64, llm.max_context))
+    method = plan.method
+    budget = method.budget(plan.layers, n) if plan.layers.sparse_layers else 0
+    return step_bytes(llm.config, llm.dtype.itemsize, plan.layers, n, budget, getattr(method, "tail", 256),
+                      dense=n < plan.dense_below)
+
+
+class Mismatch(Exception):
+    """The timed path does not say what the reference path says: its times mean nothing."""
+
+
+def verify(contestant, steps=4):
+    """Compare the timed path with the eager reference launchers on the same bank, token by token, before anything is timed.
+
+    Both paths are fed the same tokens. Tokens must be equal, except where the reference's own gap between the two is below twice the
+    largest difference of the logits; that difference must stay within what rounding does (measured: 0.1 of their spread in 16 bits,
+    1e-5 in float32; allowed: 0.4 and 0.01).
+    Returns the largest difference. Raises Mismatch.
+    """
+    session, n = contestant.session, contestant.n
+    allowed = 0.01 if contestant.llm.dtype is torch.float32 else 0.4
+    fed, fast = [session.ids[-1]], []
+    contestant.rewind()
+    for _ in range(steps):
+        fast.append(session.decode(fed[-1]).clone())
+        fed.append(int(fast[-1].argmax()))
+    contestant.rewind()
+    session.set_kernels("reference")
+    worst = 0.0
+    try:
+        for number, (token, got) in enumerate(zip(fed, fast)):
+            want = session.decode(token)
+            difference = (got - want).abs().max().item()
+            worst = max(worst, difference)
+            gap = (want.max() - want[fed[number + 1]]).item()
+            if not difference <= allowed * want.std().item() or gap > 2 * difference:
+                raise Mismatch(f"step {number} at {n} tokens: the timed path says token {fed[number + 1]}, the reference "
+                               f"{int(want.argmax())} (largest logit difference {difference:.3g}, spread {want.std().item():.3g})")
+    finally:
+        contestant.rewind()
+        session.set_kernels("auto")
+    return worst
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """Who takes part at one depth: a name, how to make the contestant, and the bytes it will hold."""
+
+    name: str
+    make: object            # () -> contestant
+    bytes: int = 0
+    check: object = None    # contestant -> dict of facts for the cell, before it is timed; raises Mismatch
+
+
+FAILURES = (EngineError, RuntimeError, MemoryError, OSError, ValueError)
+
+
+class Match:
+    """Rounds of several entrants at one depth: in turns A B A B, each going back to depth n, warming up and timing some steps.
+
+    Where all fit into `room` bytes together they are made once and live on; otherwise each is made anew for its turn. Every other
+    round runs in reverse order. An entrant that raises leaves with its reason, the others go on.
+    """
+
+    def __init__(self, entrants, device, room, held=None):
+        self.entrants, self.device, self.held = entrants, device, held or (lambda: 0)
+        self.together = sum(e.bytes for e in entrants) <= room
+        self.times, self.facts, self.failed = {e.name: [] for e in entrants}, {e.name: {} for e in entrants}, {}
+        self.live = {}
+
+    def run(self, rounds, steps, budget=None, warm_up=1, finish=None):
+        """Time up to `rounds` rounds (at least two, then none that begins after `budget` seconds). finish(name, contestant) runs once
+        per entrant after its last turn. Everything is closed at the end."""
+        began = time.perf_counter()
+        try:
+            for number in range(rounds):
+                last = number + 1 == rounds or (number >= 1 and budget is not None and time.perf_counter() - began > budget)
+                for entrant in self.entrants[::1 if number % 2 == 0 else -1]:
+                    if entrant.name not in self.failed:
+                        self._enter(entrant, steps, warm_up, finish if last else None)
+                if last:
+                    break
+        finally:
+            for contestant in self.live.values():
+                contestant.close()
+            self.live = {}
+
+    def _enter(self, entrant, steps, warm_up, finish):
+        contestant = self.live.get(entrant.name)
+        try:
+            if contestant is None:
+                contestant = self._make(entrant)
+            self.times[entrant.name] += _turn(contestant, steps, self.device, warm_up)
+            if finish is not None:
+                finish(entrant.name, contestant)
+        except (*FAILURES, Mismatch, Missing) as error:
+            self.failed[entrant.name], self.times[entrant.name] = reason(error), []
+            self.live.pop(entrant.name, None)
+            if contestant is not None:
+                contestant.close()
+            return
+        if not self.together:
+            contestant.close()
+            self.live.pop(entrant.name, None)
+
+    def _make(self, entrant):
+        before, facts = self.held(), self.facts[entrant.name]
+        contestant = self.live[entrant.name] = entrant.make()
+        contestant.step()
+        facts.setdefault("held_bytes", self.held() - before)
+        facts["settings"] = contestant.settings
+        if entrant.check is not None and "checked" not in facts:
+            facts["checked"] = entrant.check(contestant)
+        return contestant
+
+
+def _turn(contestant, steps, device, warm_up):
+    contestant.rewind()
+    for _ in range(warm_up):
+        contestant.step()
+    sync(device)
+    seconds = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        contestant.step()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def reason(error):
+    """One line that says why a cell is empty."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    known = isinstance(error, (EngineError, Mismatch, Missing))
+    return (text if known else f"{type(error).__name__}: {text}")[:300]
+
+
+class Missing(Exception):
+    """A peer that is not installed or cannot run this shape."""

@@ -1,0 +1,297 @@
+"""One benchmark run: builds the model, goes through the contexts, and collects cells, splits and memory figures."""
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from engine import LLM, Full
+from engine.errors import EngineError
+from engine.memory import available_bytes, human
+from engine.model import random_stream
+from tools.bench_floor import floor_seconds, measure_rates
+from tools.bench_memory import Peak, held
+from tools.bench_run import Cell, Engine, Entrant, Match, Missing, engine_bytes, reason, verify
+from tools.bench_shapes import shape_config
+from tools.bench_split import split_step
+
+ROOM = 640              # tokens a session can hold beyond its depth: timed steps, and one prefill chunk of 512 at depth
+CHUNK = 512             # tokens of the prefill that is timed at depth
+SHARPNESS = 1.5         # of random queries and keys: scores spread by 2.25, so that attention is uneven as on text
+
+
+def sharp_stream(config, dtype, device):
+    """Random weights whose attention is uneven, see SHARPNESS."""
+    return random_stream(config, dtype, device, sharpness=SHARPNESS)
+
+
+@dataclass
+class Options:
+    """What to run; the command line of tools/bench.py fills it."""
+
+    shape: str | None = "160m"
+    model: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    threads: int | None = None
+    contexts: tuple = (4096,)
+    specs: tuple = ()
+    peers: tuple = ()
+    prefill: tuple = ()
+    rounds: int = 3
+    steps: int = 5
+    seconds: float | None = None        # of the whole run; what does not fit in is left out and says so
+    split: bool = True
+    verify: bool = True
+    chunk: int | None = None
+    rates_bytes: int | None = None
+    kernels: str = "auto"
+
+
+@dataclass
+class Result:
+    """Everything a run found out."""
+
+    cells: list = field(default_factory=list)
+    splits: list = field(default_factory=list)      # dicts: name, n, stages in seconds, step, timed median
+    memory: list = field(default_factory=list)      # dicts: name, n, what, planned and measured bytes
+    peers: dict = field(default_factory=dict)       # name -> settings, trials, or why it is missing
+    model: dict = field(default_factory=dict)
+    rates: object = None
+    rates_after: object = None
+    failed_checks: int = 0
+
+
+class Suite:
+    """Runs Options into a Result. `say` gets one line of progress at a time."""
+
+    def __init__(self, options, say=lambda line: None):
+        self.options, self.say, self.result = options, say, Result()
+        self._began = time.perf_counter()
+
+    def run(self):
+        """All of it. Raises EngineError where the model itself cannot be made."""
+        o = self.options
+        if o.threads is not None:
+            torch.set_num_threads(o.threads)
+        largest = max((*o.contexts, *o.prefill)) + ROOM
+        self.llm = self._build(largest)
+        self.device = self.llm.device
+        self.say("measuring memory bandwidth")
+        self.result.rates = measure_rates(self.device, o.rates_bytes)
+        self._peers = self._make_peers()
+        try:
+            for n in o.contexts:
+                self._context(n)
+            for n in o.prefill:
+                self._prefill(n)
+        finally:
+            for peer in self._peers:
+                peer.close()
+        self.result.rates_after = measure_rates(self.device, o.rates_bytes, seconds=1.0)
+        return self.result
+
+    def left(self):
+        """Seconds left of the run's budget."""
+        return float("inf") if self.options.seconds is None else self.options.seconds - (time.perf_counter() - self._began)
+
+    # ---------------------------------------------------------------- model
+
+    def _build(self, largest):
+        o = self.options
+        before, began = held("cpu" if o.device == "auto" and not torch.cuda.is_available() else o.device), time.perf_counter()
+        settings = dict(device=o.device, dtype=o.dtype, threads=o.threads, chunk=o.chunk, method=Full(), kernels=o.kernels)
+        if o.model:
+            self.say(f"loading {o.model}")
+            llm = LLM(o.model, load=False, **settings)
+            largest = min(largest, llm.config.max_positions, llm.plan().largest_context)
+            llm = LLM(o.model, max_context=largest, **settings)
+        else:
+            self.say(f"making {o.shape} of random weights")
+            config = shape_config(o.shape)
+            try:
+                llm = LLM.from_stream(config, sharp_stream, name=o.shape, max_context=min(largest, config.max_positions), **settings)
+            except EngineError as error:            # too deep for this machine: the deepest that fits; deeper cells say what they need
+                fits = _largest(error)
+                if not fits:
+                    raise
+                llm = LLM.from_stream(config, sharp_stream, name=o.shape, max_context=fits, **settings)
+        planned = llm.plan().bytes_of("weights")
+        self.result.memory.append({"name": "weights", "n": 0, "planned": planned, "measured": held(llm.device) - before})
+        self.result.model = {
+            "name": llm.name, "parameters": llm.config.parameters, "weight_bytes": planned, "dtype": str(llm.dtype)[6:],
+            "layers": llm.config.num_layers, "heads": llm.config.num_heads, "kv_heads": llm.config.num_kv_heads,
+            "head_dim": llm.config.head_dim, "kv_bytes_per_token": llm.config.num_layers * llm.config.kv_bytes(llm.dtype.itemsize),
+            "seconds_to_make": time.perf_counter() - began, "device": str(llm.device)}
+        return llm
+
+    def _make_peers(self):
+        from tools.bench_peers import make_peer
+        peers = []
+        for name in self.options.peers:
+            self.say(f"making {name}")
+            try:
+                peers.append(make_peer(name, self.llm, self.options))
+            except (Missing, RuntimeError, MemoryError, OSError) as error:
+                self.result.peers[name] = {"why": reason(error)}
+        return peers
+
+    # ---------------------------------------------------------------- decode
+
+    def _context(self, n):
+        entrants, cells = [], {}
+        for spec in self.options.specs:
+            cell = cells[spec.label] = Cell(spec.label, "tg", n)
+            cell.why = spec.why or self._cannot(spec, n)
+            if not cell.why:
+                cell.settings = repr(spec.method)
+                cell.needed = engine_bytes(self.llm, spec.method, n + 2)        # predicted before anything is timed
+                cell.floor = floor_seconds(cell.needed, self.result.rates)
+                entrants.append(self._entrant(spec, n))
+        for peer in self._peers:
+            cells[peer.name] = Cell(peer.name, "tg", n, settings=peer.settings)
+            try:
+                entrants.append(Entrant(peer.name, peer.at(n, ROOM), peer.bytes_at(n + ROOM)))
+            except (Missing, RuntimeError, MemoryError) as error:
+                cells[peer.name].why = reason(error)
+        for name, facts in self.result.peers.items():
+            if "why" in facts:
+                cells[name] = Cell(name, "tg", n, why=facts["why"])
+        if self.left() <= 0:
+            for cell in cells.values():
+                cell.why = cell.why or f"left out: the run's {self.options.seconds:g} s were over (--seconds)"
+        elif entrants:
+            self._compete(n, entrants, cells)
+        self.result.cells += cells.values()
+
+    def _cannot(self, spec, n):
+        """Why a spec cannot run at depth n, or ""."""
+        try:
+            if spec.offload == "host":
+                return "offload to host memory is not in this build"
+            if n + ROOM > self.llm.config.max_positions:
+                return f"the model ends at {self.llm.config.max_positions} tokens"
+            plan = self.llm.plan(spec.method, max_context=n + ROOM)
+            if n + ROOM > self.llm.max_context or not plan.fits:
+                return f"needs {human(plan.total)}, {human(plan.free)} {plan.free_name}"
+        except EngineError as error:
+            return reason(error)
+        return ""
+
+    def _entrant(self, spec, n):
+        plan = self.llm.plan(spec.method, max_context=n + ROOM)
+        size = plan.total - plan.bytes_of("weights") - plan.bytes_of("prefill workspace")
+        check = (lambda contestant: {"largest_logit_difference": verify(contestant)}) if self.options.verify else None
+        return Entrant(spec.label, lambda: Engine(spec.label, self.llm, spec.method, n, ROOM), size, check)
+
+    def _compete(self, n, entrants, cells):
+        o = self.options
+        free = available_bytes(self.device)[0]
+        match = Match(entrants, self.device, 0.8 * free, lambda: held(self.device))
+        plain = {}
+
+        def finish(name, contestant):
+            self._after(name, contestant, n, cells, plain, match)
+
+        self.say(f"{n} tokens: {', '.join(e.name for e in entrants)}{'' if match.together else ' (in turns: memory)'}")
+        match.run(o.rounds, o.steps, budget=min(120.0, self.left() / 3), finish=finish)
+        for entrant in entrants:
+            cell, facts = cells[entrant.name], match.facts[entrant.name]
+            cell.seconds, cell.why = match.times[entrant.name], match.failed.get(entrant.name, "")
+            cell.extra |= {"checked": facts.get("checked"), "interleaved": match.together}
+            cell.settings = facts.get("settings", cell.settings)
+            self.result.failed_checks += cell.why.startswith("step ")
+            if cell.needed is not None and cell.seconds:
+                self.result.memory.append({"name": cell.name, "n": n, "planned": entrant.bytes, "measured": facts["held_bytes"]})
+        for row in self.result.splits:
+            if row["n"] == n and cells[row["name"]].seconds:
+                row["timed"] = cells[row["name"]].median
+
+    def _after(self, name, contestant, n, cells, plain, match):
+        """After an entrant's last turn: what its counters say, its split, and one prefill chunk at depth."""
+        if not isinstance(contestant, Engine):
+            return
+        counted = _counted(contestant)
+        needed = cells[name].needed
+        cells[name].extra |= {"counted_kv_bytes": counted, "predicted_kv_bytes": needed.dense + needed.sparse,
+                              **_fetched(contestant.session.stats)}
+        if self.options.split:
+            row = split_step(contestant, plain_dense=plain.get(n))
+            plain[n] = plain.get(n) or row.get("dense_layer")
+            self.result.splits.append({"name": name, "n": n, "stages": {k: v for k, v in row.items() if k not in ("step", "dense_layer")},
+                                       "step": row["step"]})
+        if isinstance(contestant.session.method, Full) and self.left() > 30:
+            cell = Cell(f"{name}", f"pp{CHUNK} @ d{n}", n, tokens=CHUNK)
+            contestant.rewind()
+            ids = [i % self.llm.config.vocab_size for i in range(CHUNK)]
+            start = time.perf_counter()
+            contestant.session.prefill(ids)
+            cell.seconds = [time.perf_counter() - start]
+            self.result.cells.append(cell)
+            contestant.rewind()
+
+    # ---------------------------------------------------------------- prefill
+
+    def _prefill(self, n):
+        """A whole prompt of n tokens, ours and the peers' in turns, with the peak of memory against the plan."""
+        ids = torch.randint(self.llm.config.vocab_size, (n,), generator=torch.Generator().manual_seed(1)).tolist()
+        ours = Cell("full", f"pp{n}", n, tokens=n)
+        self.result.cells.append(ours)
+        if self.left() <= 0 or n > self.llm.max_context:
+            ours.why = "left out: no time" if self.left() <= 0 else f"this machine fits {self.llm.max_context} tokens"
+            return
+        self.say(f"prompt of {n} tokens")
+        plan, cells = self.llm.plan(Full(), max_context=n), [Cell(p.name, f"pp{n}", n, tokens=n, settings=p.settings) for p in self._peers]
+        for number in range(2):
+            with Peak(self.device) as peak:
+                ours.seconds.append(_read(self.llm, ids))
+            if number == 0:
+                self.result.memory.append({"name": "prefill", "n": n, "planned": plan.total - plan.bytes_of("weights"),
+                                           "measured": peak.bytes})
+            for peer, cell in zip(self._peers, cells):
+                if cell.why:
+                    continue
+                try:
+                    cell.seconds.append(peer.prefill(ids))
+                except (Missing, RuntimeError, MemoryError) as error:
+                    cell.why = reason(error)
+            if self.left() < 2 * (time.perf_counter() - self._began) / 4 or ours.seconds[0] > 30:
+                break
+        self.result.cells += cells
+
+
+def _read(llm, ids):
+    """Seconds from a prompt to the logits of its last token, in a session of its own."""
+    with llm.session(Full(), max_context=len(ids)) as session:
+        start = time.perf_counter()
+        session.prefill(ids)
+        return time.perf_counter() - start
+
+
+def _counted(contestant):
+    """Bank bytes that session.stats counts for the step at the depth that was predicted."""
+    contestant.rewind()
+    contestant.step()
+    before = contestant.session.stats
+    contestant.step()
+    after = contestant.session.stats
+    contestant.rewind()
+    return after.bytes_read_sparse + after.bytes_read_dense - before.bytes_read_sparse - before.bytes_read_dense
+
+
+def _fetched(stats):
+    """Bytes over the link and hit rate per token, where the session counts them (host tier)."""
+    facts, steps = stats.to_dict(), max(1, stats.decode_steps)
+    found = {}
+    if facts.get("bytes_fetched"):
+        found["fetched_bytes_per_token"] = facts["bytes_fetched"] / steps
+    if facts.get("hit_rate") is not None:
+        found["hit_rate"] = facts["hit_rate"]
+    return found
+
+
+def _largest(error):
+    """The context that a memory plan's refusal says would fit, or None."""
+    import re
+    found = re.search(r"max_context=(\d+)", str(error))
+    return int(found.group(1)) if found else None
