@@ -1,5 +1,6 @@
 """How much memory this process holds, and its peak while something runs."""
 
+import ctypes
 import re
 import threading
 from pathlib import Path
@@ -11,11 +12,24 @@ def held(device):
     """Bytes held now: allocated on a GPU, anonymous resident memory on a CPU (0 where the system does not tell)."""
     if torch.device(device).type == "cuda":
         return torch.cuda.memory_allocated(device)
+    _trim()
+    return _resident()
+
+
+def _resident():
     try:
         found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
     except OSError:
         return 0
     return int(found.group(1)) * 1024 if found else 0
+
+
+def _trim():
+    """Give freed heap pages back first, where the C library offers it: they are nobody's."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError, TypeError):
+        pass
 
 
 class Peak:
@@ -35,7 +49,7 @@ class Peak:
 
     def _watch(self):
         while not self._stop.wait(0.005):
-            self.bytes = max(self.bytes, held(self.device) - self._base)
+            self.bytes = max(self.bytes, _resident() - self._base)
 
     def __exit__(self, *_):
         if self.device.type == "cuda":
@@ -43,4 +57,3 @@ class Peak:
             return
         self._stop.set()
         self._thread.join()
-        self.bytes = max(self.bytes, held(self.device) - self._base)

@@ -23,6 +23,12 @@ class Spec:
     why: str = ""
 
 
+def describe(method):
+    """A method as its call with the fields that differ from their defaults: "OmniKV(filter_layers=(2, 5, 8), tokens=2048)"."""
+    given = [f"{f.name}={getattr(method, f.name)!r}" for f in dataclasses.fields(method) if getattr(method, f.name) != f.default]
+    return f"{type(method).__name__}({', '.join(given)})"
+
+
 def registered():
     """{name: class} of all methods in engine/methods, planted ones apart."""
     for found in pkgutil.iter_modules(engine.methods.__path__):

@@ -44,8 +44,9 @@ def _header(result, head):
     lines = [
         f"{head['program']} | commit {head['commit']} | {head['date']}", f"{head['hardware']}", f"python {head['python']}, {packages}",
         f"flags: {head['flags'] or '(defaults)'} | threads: {head['threads']}",
-        f"model: {m['name']}, {m['parameters'] / 1e9:.3f} B parameters, {m['dtype']}, {human(m['weight_bytes'])}; {m['layers']} layers, "
-        f"{m['heads']}/{m['kv_heads']} heads of {m['head_dim']}; {m['kv_bytes_per_token']} B of keys and values per token; on {m['device']}",
+        f"model: {m['name']}, {m['parameters'] / 1e9:.3f} B parameters, {m['dtype']}, {human(m['weight_bytes'])}; "
+        f"{m['layers']} layers, {m['heads']}/{m['kv_heads']} heads of {m['head_dim']}; "
+        f"{m['kv_bytes_per_token']} B of keys and values per token; on {m['device']}",
         "measured before: " + ", ".join(f"{name} {value} GB/s" for name, value in head["measured"].items()),
     ]
     for name, facts in result.peers.items():
@@ -124,7 +125,8 @@ def _memory_rows(result):
     rows = []
     for row in result.memory:
         share = row["measured"] / row["planned"] - 1 if row["planned"] else 0.0
-        rows.append([row["name"], f"d{row['n']}" if row["n"] else "", human(row["planned"]), human(max(0, row["measured"])), f"{share:+.1%}"])
+        at, sizes = f"d{row['n']}" if row["n"] else "", (human(row["planned"]), human(max(0, row["measured"])))
+        rows.append([row["name"], at, *sizes, f"{share:+.1%}"])
     return _table(["memory", "at", "planned", "measured", "difference"], rows) if rows else []
 
 

@@ -12,6 +12,7 @@ import torch
 
 from engine.errors import EngineError
 from tools.bench_floor import StepBytes, step_bytes, sync
+from tools.bench_methods import describe
 
 NOISY = 1.25            # p95 over median beyond this is called noisy
 
@@ -76,7 +77,7 @@ class Engine:
     def __init__(self, name, llm, method, n, room):
         self.name, self.llm, self.n = name, llm, n
         self.session = llm.session(method, max_context=n + room)
-        self.settings = f"{self.session.method!r}"
+        self.settings = describe(self.session.method)
         try:
             self.session.synthesize(n)
         except BaseException:

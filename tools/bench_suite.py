@@ -11,6 +11,7 @@ from engine.memory import available_bytes, human
 from engine.model import random_stream
 from tools.bench_floor import floor_seconds, measure_rates
 from tools.bench_memory import Peak, held
+from tools.bench_methods import describe
 from tools.bench_run import Cell, Engine, Entrant, Match, Missing, engine_bytes, reason, verify
 from tools.bench_shapes import shape_config
 from tools.bench_split import split_step
@@ -123,6 +124,9 @@ class Suite:
             "layers": llm.config.num_layers, "heads": llm.config.num_heads, "kv_heads": llm.config.num_kv_heads,
             "head_dim": llm.config.head_dim, "kv_bytes_per_token": llm.config.num_layers * llm.config.kv_bytes(llm.dtype.itemsize),
             "seconds_to_make": time.perf_counter() - began, "device": str(llm.device)}
+        with llm.session(max_context=min(64, llm.max_context)) as session:      # first use of every library: not a session's memory
+            session.prefill([0, 1])
+            session.decode(2)
         return llm
 
     def _make_peers(self):
@@ -144,7 +148,7 @@ class Suite:
             cell = cells[spec.label] = Cell(spec.label, "tg", n)
             cell.why = spec.why or self._cannot(spec, n)
             if not cell.why:
-                cell.settings = repr(spec.method)
+                cell.settings = describe(spec.method)
                 cell.needed = engine_bytes(self.llm, spec.method, n + 2)        # predicted before anything is timed
                 cell.floor = floor_seconds(cell.needed, self.result.rates)
                 entrants.append(self._entrant(spec, n))
