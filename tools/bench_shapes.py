@@ -2,7 +2,8 @@
 
 from engine.config import ModelConfig
 
-_LLAMA3 = {"vocab_size": 128256, "rope_theta": 500000.0, "max_position_embeddings": 1048576}
+POSITIONS = 2 ** 21         # room for a bank of a million tokens and the steps after it, whatever the released model was trained for
+_LLAMA3 = {"vocab_size": 128256, "rope_theta": 500000.0, "max_position_embeddings": POSITIONS}
 _SHAPES = {
     # name: ((layers, hidden, intermediate, heads, kv heads, head dim), filter layers, other fields of config.json)
     "160m": ((12, 768, 3072, 12, 4, 64), (2, 5, 8), {"vocab_size": 32000}),
@@ -17,12 +18,12 @@ SHAPES = tuple(_SHAPES)
 
 
 def shape_config(name):
-    """ModelConfig of a shape; rows for a million positions unless the shape says otherwise."""
+    """ModelConfig of a shape."""
     (layers, hidden, intermediate, heads, kv_heads, head_dim), _, more = _SHAPES[name]
     data = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden, "intermediate_size": intermediate,
         "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim,
-        "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": 1048576, "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "max_position_embeddings": POSITIONS, "tie_word_embeddings": False,
         "torch_dtype": "bfloat16", **more,
     }
     return ModelConfig.from_dict(data, source=f"shape {name}")

@@ -25,7 +25,7 @@ _LAUNCHERS = (
 # Names of GPU kernels, most telling part first; a merge belongs to the attention before it.
 _KERNELS = (
     ("sparse_kernel", "sparse attention"), ("dense_kernel", "dense attention"), ("keys_kernel", "scoring"), ("window", "scoring"),
-    ("histogram", "top-k"), ("select", "top-k"), ("digit", "top-k"), ("compact", "top-k"), ("topk", "top-k"),
+    ("digit_kernel", "top-k"), ("count_kernel", "top-k"), ("emit_kernel", "top-k"),
     ("gather_", "gather"), ("fetch", "gather"),
     ("gemv", "linear"), ("gemm", "linear"), ("cutlass", "linear"), ("nvjet", "linear"), ("splitK", "linear"), ("cublas", "linear"),
 )

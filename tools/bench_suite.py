@@ -68,6 +68,7 @@ class Suite:
 
     def __init__(self, options, say=lambda line: None):
         self.options, self.say, self.result = options, say, Result()
+        self.on_context = lambda result: None       # called after every depth, for programs that write as they go
         self._began = time.perf_counter()
 
     def run(self):
@@ -78,12 +79,14 @@ class Suite:
         largest = max((*o.contexts, *o.prefill)) + ROOM
         self.llm = self._build(largest)
         self.device = self.llm.device
-        self.say("measuring memory bandwidth")
-        self.result.rates = measure_rates(self.device, o.rates_bytes)
+        if self.result.rates is None:
+            self.say("measuring memory bandwidth")
+            self.result.rates = measure_rates(self.device, o.rates_bytes)
         self._peers = self._make_peers()
         try:
             for n in o.contexts:
                 self._context(n)
+                self.on_context(self.result)
             for n in o.prefill:
                 self._prefill(n)
         finally:
