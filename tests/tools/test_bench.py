@@ -1,0 +1,285 @@
+"""`make bench`: the figures it prints are those of the path that users run, its floors are counted, its last line is JSON."""
+
+import csv
+import io
+import json
+import sys
+
+import pytest
+import torch
+
+import engine.methods.omnikv
+from engine import LLM, Full, OmniKV
+from engine.errors import SettingError
+from tools import bench, bench_suite
+from tools.bench_floor import Rates, floor_seconds, measure_rates, step_bytes, streamed_weights
+from tools.bench_methods import describe, registered, specs
+from tools.bench_run import Cell, Engine, Entrant, Match, Mismatch, engine_bytes, verify
+from tools.bench_shapes import SHAPES, parse_size, shape_config, shape_filters, short_size
+from tools.bench_split import STAGES, split_step
+from tools.bench_suite import ROOM, sharp_stream
+
+TINY = ["--shape", "tiny", "--device", "cpu", "--dtype", "float32", "-d", "600", "-p", "64", "-r", "2", "-n", "2", "--tokens", "32"]
+
+
+@pytest.fixture(autouse=True)
+def quick_rates(monkeypatch):
+    monkeypatch.setattr(bench_suite, "measure_rates", lambda *_, **__: Rates(10e9, 8e9))
+
+
+def tiny_llm(context=3000):
+    return LLM.from_stream(shape_config("tiny"), sharp_stream, device="cpu", dtype="float32", max_context=context)
+
+
+def omnikv(**more):
+    return OmniKV(**{"filter_layers": (1, 3), "tokens": 32, "tail": 64, "wait_layers": 0, "dense_below": 0, **more})
+
+
+def run(capsys, *arguments):
+    code = bench.main([*TINY, *arguments])
+    out = capsys.readouterr().out
+    return code, out, json.loads(out.strip().splitlines()[-1])
+
+
+# ---------------------------------------------------------------- the program
+
+def test_table_and_json_of_a_whole_run(capsys, tmp_path):
+    code, out, data = run(capsys, "--peers", "none", "--save", str(tmp_path / "run.json"))
+    assert code == 0 and data["failed_checks"] == 0
+    assert "| method " in out and "tg @ d600" in out and "pp64" in out and "split of a step" in out and "planned" in out
+    assert json.loads((tmp_path / "run.json").read_text())["cells"] == data["cells"]
+    names = {c["name"]: c for c in data["cells"] if c["test"] == "tg"}
+    assert set(names) == {"full", "omnikv w1", "omnikv w0"}
+    for c in names.values():
+        assert c["samples"] == 4 and c["ms_median"] > 0 and 0 < c["share_of_floor"] and c["checked"]["largest_logit_difference"] < 1e-2
+        assert c["counted_kv_bytes"] == c["predicted_kv_bytes"] == c["bytes"]["dense"] + c["bytes"]["sparse"]
+    assert names["omnikv w0"]["bytes"]["sparse"] > names["omnikv w1"]["bytes"]["sparse"] > 0 == names["full"]["bytes"]["sparse"]
+    assert names["omnikv w0"]["vs_full"] == pytest.approx(names["full"]["ms_median"] / names["omnikv w0"]["ms_median"])
+    for word in ("commit", "hardware", "packages", "threads", "flags", "measured"):
+        assert word in data["header"]
+
+
+def test_csv_and_jsonl(capsys):
+    _, out, data = run(capsys, "--peers", "none", "--no-split", "--methods", "full", "-o", "csv")
+    rows = list(csv.DictReader(io.StringIO(out.strip().rsplit("\n\n", 1)[0])))
+    assert [r["test"] for r in rows] == [c["test"] for c in data["cells"]]
+    _, out, data = run(capsys, "--peers", "none", "--no-split", "--methods", "full", "-o", "jsonl")
+    assert [json.loads(line) for line in out.strip().splitlines()[:-1]] == data["cells"]
+
+
+def test_missing_peers_say_why_in_their_cells(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    code, out, data = run(capsys, "--methods", "full", "--no-split")
+    whys = {c["name"]: c["why"] for c in data["cells"] if c["why"]}
+    assert code == 0 and "not installed" in whys["transformers"] and "not installed" in whys["llama.cpp"]
+    assert "transformers tg @ d600: transformers is not installed" in out
+
+
+def test_transformers_beside_us(capsys):
+    pytest.importorskip("transformers")
+    _, _, data = run(capsys, "--methods", "full", "--peers", "transformers", "--no-split")
+    cells = {(c["name"], c["test"]): c for c in data["cells"]}
+    assert cells["transformers", "tg"]["ms_median"] > 0 and cells["transformers", "pp64"]["ms_median"] > 0
+    assert cells["full", "tg"]["vs_transformers"] > 0 and "cache" in cells["transformers", "tg"]["settings"]
+
+
+def test_llamacpp_beside_us(capsys):
+    pytest.importorskip("llama_cpp")
+    pytest.importorskip("gguf")
+    _, _, data = run(capsys, "--methods", "full", "--peers", "llama.cpp", "--no-split", "-d", "1024")
+    cells = {(c["name"], c["test"]): c for c in data["cells"]}
+    assert cells["llama.cpp", "tg"]["ms_median"] > 0 and cells["full", "tg"]["vs_llama.cpp"] > 0
+
+
+def test_a_wrong_path_is_not_timed(capsys, monkeypatch):
+    right = engine.methods.omnikv.decode_sparse
+
+    def wrong(*arguments, path="auto", **named):
+        out = right(*arguments, path=path, **named)
+        return out if path == "reference" else out.roll(1, -1)
+
+    monkeypatch.setattr(engine.methods.omnikv, "decode_sparse", wrong)
+    code, out, data = run(capsys, "--peers", "none", "--no-split")
+    cells = {c["name"]: c for c in data["cells"] if c["test"] == "tg"}
+    assert code == 1 and data["failed_checks"] == 2
+    assert "ms_median" in cells["full"] and "ms_median" not in cells["omnikv w0"]
+    assert "the timed path says token" in cells["omnikv w0"]["why"] and "the timed path says token" in out
+
+
+def test_what_does_not_fit_prints_the_bytes(capsys, monkeypatch):
+    monkeypatch.setattr("engine.memory.available_bytes", lambda device: (4_500_000, "free RAM"))
+    code, _, data = run(capsys, "--peers", "none", "--no-split", "-d", "64,4096", "-p", "none")
+    cells = {(c["name"], c["n"]): c for c in data["cells"] if c["test"] == "tg"}
+    assert code == 0 and "ms_median" in cells["full", 64]
+    assert "needs" in cells["full", 4096]["why"] and "MB" in cells["full", 4096]["why"]
+
+
+def test_time_that_is_over_is_said(capsys):
+    _, _, data = run(capsys, "--peers", "none", "--seconds", "0.001")
+    assert all("left out" in c["why"] for c in data["cells"])
+
+
+def test_usage_errors(capsys):
+    assert bench.main([*TINY, "--methods", "omnikw"]) == 2
+    assert "found 'omnikw', expected full" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        bench.main(["--contexts", "4Q"])
+    assert stop.value.code == 2
+
+
+def test_plots(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    run(capsys, "--peers", "none", "--no-split", "--plot", str(tmp_path))
+    assert {p.name for p in tmp_path.iterdir()} == {"latency.png", "speedup.png", "memory.png"}
+
+
+# ---------------------------------------------------------------- floors
+
+def test_floor_of_llama_3_8b_is_the_published_arithmetic():
+    config = shape_config("llama-3-8b")
+    assert streamed_weights(config, 2) == pytest.approx(15.01e9, rel=1e-3)
+    method = OmniKV(filter_layers=shape_filters("llama-3-8b"), tokens=2048, dense_below=0)
+    layers = method.plan(config)
+    full, sparse = step_bytes(config, 2, Full().plan(config), 131072), step_bytes(config, 2, layers, 131072, 2048)
+    assert full.floor / 4.3e12 == pytest.approx(7.49e-3, rel=2e-3)
+    assert sparse.floor / 4.3e12 == pytest.approx(4.54e-3, rel=4e-3)
+    assert full.floor / sparse.floor == pytest.approx(1.65, abs=0.01)
+    assert sparse.sparse == 24 * (2048 + 256) * 4096 and sparse.dense == 8 * 131072 * 4096
+    assert step_bytes(config, 2, layers, 131072, 2048, dense=True).floor == full.floor
+
+
+def test_floor_takes_the_slower_of_memory_and_link():
+    needed = step_bytes(shape_config("tiny"), 4, Full().plan(shape_config("tiny")), 100)
+    assert floor_seconds(needed, Rates(1e9, 1e9)) == needed.floor / 1e9
+    assert floor_seconds(needed, Rates(1e9, 1e9, 1e6), fetched=10 ** 6) == 1.0
+
+
+def test_tied_weights_stream_their_embedding():
+    tied, untied = shape_config("llama-3.2-1b"), shape_config("160m")
+    assert streamed_weights(tied, 2) == 2 * tied.parameters
+    assert streamed_weights(untied, 2) == 2 * (untied.parameters - (untied.vocab_size - 1) * untied.hidden_size)
+
+
+@pytest.mark.parametrize("n", [40, 64, 300, 1000])
+def test_predicted_bytes_are_those_that_a_step_counts(n):
+    llm = tiny_llm()
+    for method in (Full(), omnikv(), omnikv(wait_layers=1), omnikv(tokens=None, share=0.2), omnikv(dense_below=500)):
+        with llm.session(method) as session:
+            session.synthesize(n)
+            before = session.stats
+            session.decode(1)
+            after = session.stats
+        needed = engine_bytes(llm, method, n + 1)
+        if method == omnikv(tokens=None, share=0.2):                    # its k was fixed at n tokens
+            needed = engine_bytes(llm, omnikv(tokens=max(1, int(0.2 * n))), n + 1)
+        assert after.bytes_read_sparse - before.bytes_read_sparse + after.bytes_read_dense - before.bytes_read_dense \
+            == needed.dense + needed.sparse
+
+
+def test_measured_rates_are_plausible():
+    rates = measure_rates("cpu", 2 ** 22, seconds=0.05)
+    assert 1e8 < rates.copy <= rates.read < 1e13 and rates.h2d is None and "h2d" not in rates.to_dict()
+
+
+# ---------------------------------------------------------------- rounds and checks
+
+class Fake:
+    settings = "fake"
+
+    def __init__(self, name, log, fails=None):
+        self.name, self.log, self.fails = name, log, fails
+        log.append(f"make {name}")
+
+    def rewind(self):
+        self.log.append(f"rewind {self.name}")
+
+    def step(self):
+        if self.fails:
+            raise RuntimeError(self.fails)
+
+    def close(self):
+        self.log.append(f"close {self.name}")
+
+
+def test_rounds_alternate_and_everything_is_closed():
+    log = []
+    match = Match([Entrant(n, lambda n=n: Fake(n, log)) for n in "ab"], "cpu", room=100)
+    match.run(3, 2)
+    assert [line for line in log if line.startswith("rewind")] == [f"rewind {n}" for n in "abbaab"]
+    assert {n: len(t) for n, t in match.times.items()} == {"a": 6, "b": 6}
+    assert sorted(line for line in log if not line.startswith("rewind")) == ["close a", "close b", "make a", "make b"]
+
+
+def test_what_does_not_fit_together_takes_turns():
+    log = []
+    match = Match([Entrant(n, lambda n=n: Fake(n, log), bytes=60) for n in "ab"], "cpu", room=100)
+    match.run(2, 1)
+    assert not match.together
+    assert [line for line in log if "rewind" not in line] == [f"{what} {n}" for n in "abba" for what in ("make", "close")]
+
+
+def test_one_that_fails_leaves_with_its_reason():
+    log = []
+    match = Match([Entrant("a", lambda: Fake("a", log, "llama_decode returned 1")), Entrant("b", lambda: Fake("b", log))], "cpu", 100)
+    match.run(2, 1)
+    assert match.failed == {"a": "RuntimeError: llama_decode returned 1"} and match.times["a"] == [] and len(match.times["b"]) == 2
+
+
+def test_verify_agrees_with_itself_and_restores_the_session():
+    contestant = Engine("omnikv", tiny_llm(), omnikv(), 700, ROOM)
+    assert verify(contestant) < 1e-2
+    assert len(contestant.session) == 700 and contestant.session.kernels == "auto"
+    contestant.session._runtime.scale *= 3                              # set_kernels makes a new runtime: only the timed one is wrong
+    with pytest.raises(Mismatch, match="step 0 at 700 tokens"):
+        verify(contestant)
+
+
+def test_statistics_of_a_cell():
+    c = Cell("x", "tg", 10, seconds=[0.1, 0.2, 0.1, 0.1, 0.1])
+    assert c.median == 0.1 and c.p95 == 0.2 and c.noisy and c.rate[0] == pytest.approx(9)
+    assert Cell("x", "tg", 10).to_dict()["test"] == "tg" and Cell("x", "tg", 10).median is None
+
+
+def test_split_adds_up_and_names_its_stages():
+    llm = tiny_llm()
+    for method, stages in ((Full(), {"linear", "dense attention"}),
+                           (omnikv(), {"linear", "dense attention", "top-k", "sparse attention"})):
+        contestant = Engine("x", llm, method, 2000, ROOM)
+        row = split_step(contestant)
+        assert sum(row[stage] for stage in STAGES) == pytest.approx(row["step"])
+        assert all(row[stage] > 0 for stage in stages) and row["other"] > 0 and row["gather"] == 0
+        assert len(contestant.session) == 2000
+    assert engine.methods.omnikv.decode_sparse.__name__ == "decode_sparse"          # nothing stays wrapped
+
+
+# ---------------------------------------------------------------- words
+
+def test_sizes():
+    assert [parse_size(t) for t in ("4K", "1m", "131072")] == [4096, 1048576, 131072]
+    assert [short_size(n) for n in (4096, 1048576, 450000)] == ["4K", "1M", "450000"]
+    for bad in ("", "K", "4.5K", "-1", "0"):
+        with pytest.raises(ValueError, match="number of tokens"):
+            parse_size(bad)
+
+
+def test_shapes_and_methods():
+    for name in SHAPES:
+        config, filters = shape_config(name), shape_filters(name)
+        assert filters[-1] < config.num_layers
+    assert shape_config("llama-3-8b").parameters == pytest.approx(8.03e9, rel=1e-3)
+    assert {"full", "omnikv"} <= set(registered()) and "replay" not in registered()
+    found = specs(("full", "omnikv", "omnikv-host"), (1, 3), 32, (1, 0), (0.0, 0.9))
+    assert [s.label for s in found] == ["full", "omnikv w1", "omnikv w0", "omnikv-host w1 reuse 0", "omnikv-host w1 reuse 0.9",
+                                        "omnikv-host w0 reuse 0", "omnikv-host w0 reuse 0.9"]
+    assert found[-1].method.reuse == 0.9 and found[-1].offload == "host"
+    assert describe(found[1].method) == "OmniKV(filter_layers=(1, 3), tokens=32, dense_below=0)"
+    with pytest.raises(SettingError, match="methods: found 'nothing'"):
+        specs(("nothing",), (1,), 32, (1,), (None,))
+
+
+def test_default_run_is_sane():
+    chosen = bench.options(bench.parser().parse_args(["--device", "cpu"]))
+    assert chosen.shape == "160m" and chosen.contexts == (4096, 8192, 16384, 32768) and chosen.seconds == bench.CPU_SECONDS
+    assert [s.label for s in chosen.specs] == ["full", "omnikv w1", "omnikv w0"] and torch.get_num_threads() >= 1

@@ -1,0 +1,101 @@
+"""`make check-gpu` rehearsed on a CPU: every section runs, results are written as they come, a second call goes on where one stopped."""
+
+import json
+
+import pytest
+
+from tools import check_gpu, gpu_kernels, gpu_sections, gpu_verdict
+from tools.bench_floor import Rates
+
+
+def call(tmp_path, *arguments):
+    return check_gpu.main(["--cpu-rehearsal", "--out", str(tmp_path), *arguments])
+
+
+def test_every_section_runs_on_a_cpu(tmp_path, capsys):
+    assert call(tmp_path, "--in-process") == 0
+    last = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert last["failed_sections"] == []
+    kept = json.loads((tmp_path / "results.json").read_text())
+    assert list(kept["sections"]) == list(gpu_sections.SECTIONS)
+    assert all("error" not in found and "unfinished" not in found for found in kept["sections"].values())
+    assert all(row["ok"] for row in kept["sections"]["kernels"]["checks"].values())
+    text = (tmp_path / "results.md").read_text()
+    assert "PASS      kernels equal their references" in text and "Attack next" in text and "| full | tg @ d512 |" in text
+
+
+def test_a_section_of_its_own_process_and_resuming(tmp_path, capsys):
+    assert call(tmp_path, "--sections", "facts") == 0
+    first = json.loads((tmp_path / "results.json").read_text())
+    assert first["sections"]["facts"]["rates"]["read"] > 0
+    assert call(tmp_path, "--sections", "facts", "--seconds", "1") == 0                  # nothing left to do, so no time is needed
+    assert "done before" in capsys.readouterr().err
+    assert call(tmp_path, "--sections", "facts", "--seconds", "1", "--fresh") == 1       # forgotten, and no time to begin
+    assert "left for another call" in capsys.readouterr().err
+
+
+def test_a_fault_keeps_what_was_noted(tmp_path, monkeypatch):
+    def faulty(ctx):
+        ctx.note({"half": 1})
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setitem(gpu_sections.SECTIONS, "facts", (faulty, 10))
+    assert call(tmp_path, "--in-process", "--sections", "facts,graph") == 1
+    kept = json.loads((tmp_path / "results.json").read_text())["sections"]
+    assert kept["facts"]["half"] == 1 and "illegal memory access" in kept["facts"]["error"] and kept["graph"]["full"]["flat"]
+    assert "illegal memory access" in (tmp_path / "results.md").read_text()
+
+
+def test_no_gpu_and_bad_sections_are_usage_errors(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(check_gpu, "_has_gpu", lambda: False)
+    assert check_gpu.main(["--out", str(tmp_path)]) == 2
+    assert "--cpu-rehearsal" in capsys.readouterr().err
+    assert call(tmp_path, "--sections", "facts,nothing") == 2
+
+
+def test_a_wrong_kernel_fails_its_check(monkeypatch):
+    right = gpu_kernels.decode_sparse
+
+    def wrong(*arguments, path="auto", **named):
+        out = right(*arguments, path=path, **named)
+        return out if path == "reference" else out * 1.01
+
+    monkeypatch.setattr(gpu_kernels, "decode_sparse", wrong)
+    checks = gpu_kernels.check(gpu_kernels.SMALL, "cpu")
+    assert not checks["sparse decode"]["ok"] and checks["dense decode"]["ok"]
+    found = gpu_verdict.verdicts({"kernels": {"checks": checks}})
+    assert any(v.status == "FAIL" and v.figure == "sparse decode" for v in found)
+
+
+def cell(name, n, ms, share, **more):
+    return {"name": name, "n": n, "test": "tg", "ms_median": ms, "share_of_floor": share, **more}
+
+
+def test_verdicts_follow_the_figures():
+    decode = {"cells": [cell("full", 131072, 8.7, 0.86), cell("omnikv w1", 131072, 5.8, 0.79, vs_full=1.5)], "splits": [],
+              "header": {"measured": {"read": 4300.0}}}
+    found = {v.goal: v.status for v in gpu_verdict.verdicts({"decode": decode})}
+    assert found["full >= 85% of the floor at 131072 and <= 8.8 ms"] == "PASS"
+    assert found["omnikv w1 >= 80% of its floor at 131072 and <= 5.7 ms"] == "FAIL"
+    assert found["omnikv w1 over full >= 1.48x at 131072 (or >= 85% of its floor)"] == "PASS"
+    assert found["full >= 85% of the floor at 450000"] == "no figure"
+    assert all(v.status == "no figure" for v in gpu_verdict.verdicts({}))
+
+
+def test_targets_are_gaps_to_the_bytes():
+    c = cell("full", 1000, 5.0, 0.5, bytes={"weights": 2_000_000, "dense": 1_000_000, "sparse": 0, "scoring": 0})
+    split = {"name": "full", "n": 1000, "step_ms": 5.0, "stages_ms": {"linear": 3.0, "dense attention": 1.5, "other": 0.5}}
+    found = gpu_verdict.next_targets({"decode": {"cells": [c], "splits": [split], "header": {"measured": {"read": 1.0}}}})
+    assert [text.split(" ms to gain")[0] for text in found] == ["1.000", "0.500", "0.500"]
+    assert "linear takes 3.000 ms, its bytes allow 2.000 ms" in found[0]
+
+
+def test_sections_fit_the_nine_minutes():
+    assert sum(seconds for _, seconds in gpu_sections.SECTIONS.values()) <= check_gpu.SECONDS
+
+
+def test_kernel_speed_rows_have_floors():
+    rows = gpu_kernels.speed(gpu_kernels.SMALL, "cpu", Rates(1e9, 1e9))
+    dense = next(r for r in rows if r["kernel"] == "dense decode" and r["n"] == 1000)
+    assert dense["floor_us"] == pytest.approx(1000 * 2 * 2 * 32 * 4 / 1e9 * 1e6)
+    assert {"torch_topk_us", "share"} <= set(next(r for r in rows if r["kernel"] == "top-k"))
