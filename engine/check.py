@@ -111,7 +111,8 @@ class Report:
         ]
         if mass:
             low = min(mass, key=mass.get)
-            lines += [f"  attention mass kept                mean {sum(mass.values()) / len(mass):.3f}, least {mass[low]:.3f} in layer {low}",
+            mean = sum(mass.values()) / len(mass)
+            lines += [f"  attention mass kept                mean {mean:.3f}, least {mass[low]:.3f} in layer {low}",
                       "    by layer  " + "  ".join(f"{layer}:{kept:.3f}" for layer, kept in mass.items())]
         return "\n".join(lines)
 

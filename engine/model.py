@@ -124,7 +124,8 @@ _PACKED = ("qkv", "o", "gate_up", "down")
 def assemble(config, dtype, device, stream, form="auto"):
     """Build a Llama from an iterable of (target name, tensor), each packed as it arrives so that one copy of it lives.
 
-    form: how weights are held, as in kernels.linear.pack_linear. A bias is kept until its weight has come (and the other way round): the loader may send them in any order.
+    form: how weights are held, as in kernels.linear.pack_linear.
+    A bias is kept until its weight has come (and the other way round): the loader may send them in any order.
     """
     plain, waiting, packed = {}, {}, {}
     for name, tensor in stream:

@@ -14,8 +14,9 @@ from kernels.topk import select_topk
 class SimilarityMeter:
     """Full attention that records, layer by layer of one step, what the layers below would have chosen.
 
-    mass [L, L] float64: mass[i, j] (i < j) sums over steps the share of layer j's softmax, mean over query heads, on the top-k rows of
-    layer i (max over heads of its softmax, among rows older than the tail) and on the tail. heads [L, L, H]: the same per query head.
+    mass [L, L] float64: mass[i, j] (i < j) sums over steps the share of layer j's attention to rows older than the tail that falls on
+    the top-k of layer i among them. Attention is the paper's: the maximum over heads, made to sum to one, so that the heads that point
+    at something count and diffuse ones do not drown them. heads [L, L, H]: the same share per query head, each by its own softmax.
     """
 
     def __init__(self, inner, k, tail):
@@ -31,12 +32,12 @@ class SimilarityMeter:
         n = int(step.visible[0])
         start = tail_start(n, self.tail)
         weights = softmax_rows(q[0, -1], step.bank, layer, n, self.inner.scale)
-        tail = weights[:, start:].sum(-1)
+        old = weights[:, :start]
+        highest = old.amax(0)
         for below, rows in enumerate(self._chosen[:layer]):
-            per_head = (weights.index_select(1, rows).sum(-1) + tail).double().cpu()
-            self.heads[below, layer] += per_head
-            self.mass[below, layer] += per_head.mean()
-        self._chosen = self._chosen[:layer] + [top_rows(weights.amax(0), start, self.k)]
+            self.heads[below, layer] += (old.index_select(1, rows).sum(-1) / old.sum(-1)).double().cpu()
+            self.mass[below, layer] += float(highest[rows].sum() / highest.sum())
+        self._chosen = self._chosen[:layer] + [top_rows(highest, start, self.k)]
         if layer == self.layers - 1:
             self.steps += 1
         return self.inner.attend(layer, q, step)

@@ -61,7 +61,8 @@ def test_similarity_equals_an_independent_float64_computation():
                    .flatten(0, 1) for layer in range(8)]
         for i, j in itertools.combinations(range(8), 2):
             top = torch.topk(weights[i].amax(0)[:start], k).indices
-            wanted[i, j] += (weights[j][:, top].sum(-1) + weights[j][:, start:].sum(-1)).mean() / 3
+            highest = weights[j].amax(0)[:start]
+            wanted[i, j] += highest[top].sum() / highest.sum() / 3
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
     assert torch.equal(found, torch.triu(found, 1)) and 0 < found[0, 1] <= 1
 
@@ -118,3 +119,12 @@ def test_head_groups_merge_the_most_alike_neighbours():
         heads[i, i + 1, 0], heads[i, i + 1, 1] = a, b
     assert head_groups(heads, 3) == [(0, 2, 4), (0, 1, 4)]
     assert head_groups(heads, 5) == [(0, 1, 2, 3, 4)] * 2
+
+
+def test_a_text_that_decides_nothing_is_refused(tmp_path, capsys):
+    from tools.calibrate import main
+
+    (tmp_path / "short.txt").write_text("too short")
+    assert main(["--model", str(tmp_path / "nowhere"), "--text", str(tmp_path / "short.txt")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: model ") and error.count("\n") == 1
