@@ -18,7 +18,9 @@ def human(size: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Seconds for people: 0.8 s, 42 s, 3:05, 1:02:09."""
+    """Seconds for people: 40 ms, 0.8 s, 42 s, 3:05, 1:02:09."""
+    if seconds < 0.0995:
+        return f"{1000 * seconds:.0f} ms"
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)
