@@ -239,7 +239,8 @@ def test_settings_system_retry_and_leaving(fake, monkeypatch, capsys):
 @pytest.mark.parametrize("line, words", [
     ("/rest", "/rest: no such command; did you mean /reset?"), ("/read", "/read: found nothing"), ("/read /no/file", "/no/file"),
     ("/set temprature 1", "did you mean temperature?"), ("/set temp hot", "temperature: found 'hot'"), ("/set top_p 7", "top_p: found 7.0"),
-    ("/method magic", "found 'magic'"), ("/sources x", "/sources: found 'x'"), ("/sources", "no answer yet"), ("/retry", "nothing to answer"),
+    ("/method magic", "found 'magic'"), ("/sources x", "/sources: found 'x'"), ("/sources", "no answer yet"),
+    ("/retry", "nothing to answer"),
 ])
 def test_what_a_command_cannot_mean_is_one_line_and_the_chat_goes_on(fake, monkeypatch, capsys, line, words):
     code, out, err = chat(fake("fine"), monkeypatch, capsys, line, "go on")
