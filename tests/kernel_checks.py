@@ -42,10 +42,14 @@ def plain(q, k, v, visible, scale, dtype):
 
 
 def assert_close(found, exact, plain_result, dtype, what):
-    """The rule: error of `found` within twice plain torch's, plus one rounding of the result."""
+    """The rule: error of `found` within twice plain torch's, plus one rounding of the result (float32: four).
+
+    In float32 both errors are the order of summation, which differs by chance: 3.2x was seen, and 0.5x more often.
+    """
     exact = exact.double()
     error = (found.double() - exact).abs().max().item()
-    allowed = 2 * (plain_result.double() - exact).abs().max().item() + EPSILON[dtype] * exact.abs().max().item()
+    rounding = EPSILON[dtype] * exact.abs().max().item() * (4 if dtype == torch.float32 else 1)
+    allowed = 2 * (plain_result.double() - exact).abs().max().item() + rounding
     assert error <= allowed, f"{what}: error {error:.3e}, allowed {allowed:.3e}"
 
 

@@ -26,7 +26,8 @@ def cases(target):
         decode = [Case(name, head_dim=d, group=g) for name in ("dense", "scored", "sparse") for d in (64, 128) for g in (1, 4, 8)]
         return [*decode, Case("dense", dtype="float32"), Case("window"), Case("topk")]
     least = [Case("dense", head_dim=64, group=1), Case("sparse", group=4)]
-    return [*least, *{"sm_80": [Case("scored", group=8), Case("topk")], "sm_89": [Case("window", group=8)], "sm_100": [Case("scored")]}[target]]
+    others = {"sm_80": [Case("scored", group=8), Case("topk")], "sm_89": [Case("window", group=8)], "sm_100": [Case("scored")]}
+    return [*least, *others[target]]
 
 
 PLAN = [(target, launch) for target in NVIDIA for launch in variants(cases(target))]
