@@ -51,24 +51,25 @@ def decode_dense_cpu(q, k, v, lengths, scale, keys, kind, scratch=None):
 
 @triton.jit
 def dense_kernel(q, k, v, lengths, part, lse, logits, scale, sqb, sqq, sqh, skb, skh, skt, svb, svh, svt, capacity,
-                 heads, queries, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLIT: tl.constexpr,
-                 BLOCK: tl.constexpr, SCORED: tl.constexpr, WIDE: tl.constexpr):
-    """One split of SPLIT rows for one kv head: grid (splits, kv_heads, B). Programs beyond the length leave at once.
+                 heads, queries, QT: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+                 DP: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, SCORED: tl.constexpr, WIDE: tl.constexpr):
+    """One split of SPLIT rows for one kv head: grid (splits, kv_heads * tiles of QT queries, B).
 
-    Row j * G + g of the tile is query j under head g of the group. SCORED also stores the last query's logits [B, H,
-    capacity].
+    Programs beyond the length leave at once. Row j * G + g of a tile is its query j under head g of the group. SCORED
+    also stores the last query's logits [B, H, capacity].
     """
     s = tl.program_id(0)
-    h = tl.program_id(1)
+    h = tl.program_id(1) // tl.cdiv(queries, QT)
+    first_query = tl.program_id(1) % tl.cdiv(queries, QT) * QT
     b = tl.program_id(2)
     n = tl.load(lengths + b)
     first = s * SPLIT
     if first < n:
         r = tl.arange(0, M)
         d = tl.arange(0, DP)
-        j = r // G
+        j = first_query + r // G
         head = h * G + r % G
-        live = j < queries
+        live = (r < QT * G) & (j < queries)
         wide = b.to(tl.int64)
         place = wide * sqb + j[:, None] * sqq + head[:, None] * sqh + d[None, :]
         rows = tl.load(q + place, mask=live[:, None] & (d < D)[None, :], other=0.0)
@@ -78,7 +79,7 @@ def dense_kernel(q, k, v, lengths, part, lse, logits, scale, sqb, sqq, sqh, skb,
         v += wide * svb + h.to(tl.int64) * svh + first.to(tl.int64) * svt
         if SCORED:
             left = logits + (wide * heads + head[:, None]) * capacity + first
-            newest = (j == queries - 1)[:, None]
+            newest = (live & (j == queries - 1))[:, None]
         m = tl.full([M], float("-inf"), tl.float32)
         total = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, DP], tl.float32)
@@ -93,8 +94,7 @@ def dense_kernel(q, k, v, lengths, part, lse, logits, scale, sqb, sqq, sqh, skb,
                 tl.store(left + t[None, :], scores, mask=newest & (t < stop)[None, :])
             scores = tl.where(t[None, :] < tl.minimum(limit, stop)[:, None], scores, float("-inf"))
             m, total, acc = softmax_step(scores, values, m, total, acc)
-        packed = queries * G
-        slot = ((wide * tl.num_programs(1) + h) * tl.num_programs(0) + s) * packed
+        slot = ((wide * (heads // G) + h) * tl.num_programs(0) + s) * (queries * G) + first_query * G
         store_partial(part, lse, slot, r, d, live, m, total, acc, D)
 
 
@@ -123,9 +123,9 @@ def keys_kernel(logits, lse, lengths, keys, capacity, heads, queries, skeys, SOF
 KEYS_TILE = 512            # 256 programs at 128K rows, each reading 2 KB lines per head
 
 
-def dense_config(packed, head_dim, itemsize):
+def dense_config(queries, group, head_dim, itemsize):
     """16 KB tiles: 64 rows of 128 bf16, see `decode_config`; half of it in float32, whose products take registers."""
-    return decode_config(packed, head_dim, itemsize, 16384 if itemsize < 4 else 8192)
+    return decode_config(queries, group, head_dim, itemsize, 16384 if itemsize < 4 else 8192)
 
 
 def decode_dense_triton(q, k, v, lengths, scale, keys, kind, scratch=None):
@@ -141,11 +141,14 @@ def decode_dense_triton(q, k, v, lengths, scale, keys, kind, scratch=None):
     if scratch is None:
         scratch = make_scratch(batch, queries, heads, kv_heads, head_dim, capacity, 0, q.device, keys is not None, 0,
                                path="triton")
-    splits, config = dense_splits(capacity), dense_config(queries * group, head_dim, q.element_size())
+    splits, config = dense_splits(capacity), dense_config(queries, group, head_dim, q.element_size())
+    slots = batch * heads * queries * splits
+    scratch.require(part=slots * head_dim, lse=slots, out_lse=batch * queries * heads,
+                    logits=batch * heads * capacity if keys is not None else 0)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    dense_kernel[(splits, kv_heads, batch)](
+    dense_kernel[(splits, kv_heads * -(-queries // config.queries), batch)](
         q, k, v, lengths, scratch.part, scratch.lse, scratch.logits, scale, *q.stride()[:3], *k.stride()[:3],
-        *v.stride()[:3], capacity, heads, queries, G=group, M=config.rows, D=head_dim, DP=config.dim, SPLIT=DENSE_SPLIT,
+        *v.stride()[:3], capacity, heads, queries, QT=config.queries, G=group, M=config.rows, D=head_dim, DP=config.dim, SPLIT=DENSE_SPLIT,
         BLOCK=config.block, SCORED=keys is not None, WIDE=needs_wide(k.stride(2), v.stride(2)), num_warps=config.warps,
         num_stages=config.stages)
     merge(scratch, out, lengths, kv_heads, splits, DENSE_SPLIT, config.block)

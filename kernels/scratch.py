@@ -30,6 +30,12 @@ class Scratch:
     hist: torch.Tensor
     ranks: torch.Tensor
 
+    def require(self, **elements):
+        """Raise ValueError if a buffer has fewer elements than a call needs; kernels would write past its end."""
+        for name, count in elements.items():
+            if getattr(self, name).numel() < count:
+                raise ValueError(f"scratch.{name}: found {getattr(self, name).numel()} elements, this call needs {count}")
+
 
 def _sizes(batch, queries, heads, kv_heads, head_dim, capacity, budget, device, scored, window, path):
     """{field: (elements, dtype)} of what `make_scratch` allocates."""

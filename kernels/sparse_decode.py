@@ -62,24 +62,25 @@ def bank_rows(index, t, stop, kept, start):
 
 @triton.jit
 def sparse_kernel(q, k, v, index, counts, tail_start, lengths, part, lse, scale, sqb, sqq, sqh, skb, skh, skt, svb,
-                  svh, svt, sib, sih, queries, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-                  SPLIT: tl.constexpr, BLOCK: tl.constexpr):
-    """One split of the visited rows (chosen, then tail) for one kv head: grid (splits, kv_heads, B).
+                  svh, svt, sib, sih, kv_heads, queries, QT: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
+                  D: tl.constexpr, DP: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
+    """One split of the visited rows (chosen, then tail) for one kv head: grid as in `dense_kernel`.
 
     The bank rows of a tile are known one iteration ahead (loop-carried): only then does the compiler pipeline the K and
     V loads.
     """
     s = tl.program_id(0)
-    h = tl.program_id(1)
+    h = tl.program_id(1) // tl.cdiv(queries, QT)
+    first_query = tl.program_id(1) % tl.cdiv(queries, QT) * QT
     b = tl.program_id(2)
     kept, start, visited, per = sparse_extent(counts, tail_start, lengths, b, tl.num_programs(0), SPLIT, BLOCK)
     first = s * per
     if first < visited:
         r = tl.arange(0, M)
         d = tl.arange(0, DP)
-        j = r // G
+        j = first_query + r // G
         head = h * G + r % G
-        live = j < queries
+        live = (r < QT * G) & (j < queries)
         wide = b.to(tl.int64)
         at = wide * sqb + j[:, None] * sqq + head[:, None] * sqh + d[None, :]
         rows = tl.load(q + at, mask=live[:, None] & (d < D)[None, :], other=0.0)
@@ -102,13 +103,13 @@ def sparse_kernel(q, k, v, index, counts, tail_start, lengths, part, lse, scale,
             m, total, acc = softmax_step(scores, values, m, total, acc)
             t += BLOCK
             row = bank_rows(index, t, stop, kept, start)
-        slot = ((wide * tl.num_programs(1) + h) * tl.num_programs(0) + s) * (queries * G)
+        slot = ((wide * kv_heads + h) * tl.num_programs(0) + s) * (queries * G) + first_query * G
         store_partial(part, lse, slot, r, d, live, m, total, acc, D)
 
 
-def sparse_config(packed, head_dim, itemsize):
+def sparse_config(queries, group, head_dim, itemsize):
     """8 KB tiles: 32 rows of 128 bf16. A split of 64 rows then is two tiles, both in flight from the start."""
-    return decode_config(packed, head_dim, itemsize, 8192)
+    return decode_config(queries, group, head_dim, itemsize, 8192)
 
 
 def decode_sparse_triton(q, k, v, index, counts, tail_start, lengths, scale, scratch=None):
@@ -125,13 +126,15 @@ def decode_sparse_triton(q, k, v, index, counts, tail_start, lengths, scale, scr
         scratch = make_scratch(batch, queries, heads, kv_heads, head_dim, 1, max(1, budget), q.device, False, 0,
                                path="triton")
     split, splits = sparse_split(budget, kv_heads), sparse_splits(budget, kv_heads)
-    config = sparse_config(queries * group, head_dim, q.element_size())
+    config = sparse_config(queries, group, head_dim, q.element_size())
     block = min(config.block, split)
+    slots = batch * heads * queries * splits
+    scratch.require(part=slots * head_dim, lse=slots, out_lse=batch * queries * heads)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     sih = index.stride(1) if index.shape[1] > 1 else 0
-    sparse_kernel[(splits, kv_heads, batch)](
+    sparse_kernel[(splits, kv_heads * -(-queries // config.queries), batch)](
         q, k, v, index, counts, tail_start, lengths, scratch.part, scratch.lse, scale, *q.stride()[:3], *k.stride()[:3],
-        *v.stride()[:3], index.stride(0), sih, queries, G=group, M=config.rows, D=head_dim, DP=config.dim, SPLIT=split,
-        BLOCK=block, num_warps=config.warps, num_stages=config.stages)
+        *v.stride()[:3], index.stride(0), sih, kv_heads, queries, QT=config.queries, G=group, M=config.rows,
+        D=head_dim, DP=config.dim, SPLIT=split, BLOCK=block, num_warps=config.warps, num_stages=config.stages)
     merge(scratch, out, lengths, kv_heads, splits, split, block, counts, tail_start)
     return out

@@ -24,6 +24,7 @@ class Config:
     dim: int               # head_dim padded to a power of two
     warps: int
     stages: int
+    queries: int           # queries packed in one tile
 
 
 def power_of_two(x):
@@ -31,18 +32,19 @@ def power_of_two(x):
     return 1 << (x - 1).bit_length()
 
 
-def decode_config(packed, head_dim, itemsize, tile_bytes):
-    """Config of a decode kernel for `packed` = queries x group rows.
+def decode_config(queries, group, head_dim, itemsize, tile_bytes):
+    """Config of a decode kernel.
 
-    One K tile holds `tile_bytes` (K and V, two tiles in flight: four times that in shared memory: 64 KB of 16 KB tiles
-    leaves three programs on an H100 or H200 and one on sm_89 with its 99 KB). Past 8192 accumulator elements 4 warps
-    would spill.
+    One K tile holds `tile_bytes`: with two tiles of K and V in flight, four times that in shared memory; 64 KB of 16 KB tiles
+    leaves three programs on an H100 or H200 and one on sm_89 with its 99 KB. Queries are packed up to 64 rows and 16 KB (the
+    accumulator then stays at 64 registers a thread); past that, a second program reads the same rows, from L2. In float32 the
+    products run in registers, not in tensor cores: 32 rows.
     """
-    rows, dim = max(16, power_of_two(packed)), max(16, power_of_two(head_dim))
-    block = min(128, max(16, tile_bytes // (dim * itemsize)))
-    if rows >= 64:
-        block = min(block, 64)                 # the score tile lives in registers too
-    return Config(block, rows, dim, warps=8 if rows * dim > 8192 else 4, stages=3)
+    dim = max(16, power_of_two(head_dim))
+    most = min(64 if itemsize < 4 else 32, 16384 // (dim * itemsize))
+    packed = max(1, min(queries, most // group))
+    block = min(64 if packed * group > 32 else 128, max(16, tile_bytes // (dim * itemsize)))
+    return Config(block, max(16, power_of_two(packed * group)), dim, warps=4, stages=3, queries=packed)
 
 
 def sparse_split(budget, kv_heads):

@@ -225,6 +225,7 @@ def select_topk_triton(keys, lo, hi, k, out, counts, scratch=None, span=None):
         raise ValueError(f"span: found {span}, expected at most {SELECT_PROGRAMS} programs for {capacity} keys")
     if scratch is None:
         scratch = make_scratch(batch, 1, 1, 1, 16, 1, 0, keys.device, True, 0, path="triton")
+    scratch.require(hist=batch * 8448, ranks=batch * (8 + 2 * SELECT_PROGRAMS))
     rows = (keys, lo, hi, k, scratch.hist, scratch.ranks)
     sizes = (out.shape[1], capacity, span)
     shape = dict(STRIDE=8 + 2 * SELECT_PROGRAMS, TILE=min(1024, span), num_warps=8)

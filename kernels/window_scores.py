@@ -164,20 +164,18 @@ def window_keys_kernel(q, k, lengths, lse, alpha, keys, scale, ahead, kv_heads, 
 
 
 def window_config(window, group, head_dim, itemsize):
-    """(queries of one launch, Config of both passes): its queries under one kv head are one tile, W x G rows (16 x 4:
-    64).
+    """Config of both passes: the queries of one launch under one kv head are one tile, W x G rows (16 x 4: 64).
 
-    Up to 64 KB of queries and 256 rows at once, so that the scores of a tile stay at 64 registers a thread under 8
-    warps.
+    Up to 64 KB of queries and 256 rows at once, so that the scores of a tile stay at 64 registers a thread under 8 warps;
+    half of it in float32, whose products take registers too.
     """
-    dim = max(16, power_of_two(head_dim))
-    most = min(256, 65536 // (dim * itemsize))
-    padded = power_of_two(group)
-    queries = min(window, most // padded)
+    dim, padded = max(16, power_of_two(head_dim)), power_of_two(group)
+    room = 65536 if itemsize < 4 else 32768
+    queries = max(1, min(window, min(256, room // (dim * itemsize)) // padded))
     rows = max(16, power_of_two(queries) * padded)
-    block = max(16, min(64, 16384 // (dim * itemsize)))
+    block = max(16, min(64, room // 4 // (dim * itemsize)))
     stages = 3 if rows * dim * itemsize < 32768 else 2       # the queries of the next kv head are staged too
-    return queries, Config(block, rows, dim, warps=8 if rows > 64 else 4, stages=stages)
+    return Config(block, rows, dim, warps=8 if rows > 64 else 4, stages=stages, queries=queries)
 
 
 def window_scores_triton(q, k, lengths, scale, alpha, kind, keys, scratch=None):
@@ -194,13 +192,14 @@ def window_scores_triton(q, k, lengths, scale, alpha, kind, keys, scratch=None):
     softmax = kind == "softmax"
     if scratch is None:
         scratch = make_scratch(batch, 1, heads, kv_heads, head_dim, capacity, 0, q.device, False, window, path="triton")
-    queries, config = window_config(window, group, head_dim, q.element_size())
+    config = window_config(window, group, head_dim, q.element_size())
     padded, splits = power_of_two(group), dense_splits(capacity)
     shape = dict(G=group, WP=config.rows // padded, GP=padded, D=head_dim, DP=config.dim, BLOCK=config.block,
                  num_warps=config.warps, num_stages=config.stages)
+    scratch.require(lse=batch * heads * config.queries * splits, out_lse=batch * heads * config.queries)
     strides = (*q.stride()[:3], *k.stride()[:3])
-    for first in range(0, window, queries):
-        part = q[:, first:first + queries]
+    for first in range(0, window, config.queries):
+        part = q[:, first:first + config.queries]
         shape["W"], ahead = part.shape[1], window - 1 - first
         packed = part.shape[1] * group
         if softmax:

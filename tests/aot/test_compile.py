@@ -57,8 +57,8 @@ def test_the_recorder_sees_what_a_launcher_launches():
 
 
 @pytest.mark.parametrize("config, said", [
-    (Config(block=128, rows=16, dim=128, warps=4, stages=8), "shared memory, the limit is 232448"),
-    (Config(block=32, rows=64, dim=128, warps=1, stages=2), "spills"),
+    (Config(block=128, rows=16, dim=128, warps=4, stages=8, queries=1), "shared memory, the limit is 232448"),
+    (Config(block=32, rows=64, dim=128, warps=1, stages=2, queries=1), "spills"),
 ])
 def test_a_broken_kernel_fails_the_tool(config, said, capsys, tmp_path):
     """The tool's own exit status and last line, with a configuration that asks too much."""

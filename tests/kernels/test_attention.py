@@ -23,6 +23,8 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
     ([97], dict(queries=8, group=16, head_dim=32, kv_heads=1, dtype=BF16)),
     ([200, 1], dict(head_dim=256, group=2, dtype=F16, kv_heads=1)),
     ([300], dict(group=1, dtype=BF16, head_dim=128, layout="tokens")),
+    ([77], dict(queries=8, group=16, head_dim=256, kv_heads=2, dtype=F16, kind="softmax")),       # four query tiles
+    ([77], dict(queries=5, group=8, head_dim=96, kv_heads=1, kind="raw")),                        # two, the last partly full
 ])
 def test_dense(lengths, shape):
     check_dense("cpu", "triton", lengths, **shape)
@@ -50,6 +52,7 @@ def test_dense_two_merge_levels_give_the_same_bits():
     ([64, 65], [9, 8], dict(queries=8, group=4, dtype=BF16, per_head=True)),
     ([50], [12], dict(queries=3, group=1, head_dim=40)),
     ([40], [20], dict(queries=8, group=16, head_dim=32, kv_heads=1, dtype=BF16)),
+    ([40], [20], dict(queries=5, group=8, head_dim=96, kv_heads=2)),
     ([0], [1100], dict(kv_heads=1, head_dim=32)),
     ([300, 5], [1500, 2], dict(kv_heads=1, head_dim=32, budget=400)),
 ])

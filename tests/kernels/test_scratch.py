@@ -48,6 +48,16 @@ def test_one_scratch_for_a_step_whatever_it_held():
         assert all(torch.equal(a, b) for a, b in zip(alone, step(scratch, q, k, v)))
 
 
+def test_too_small_a_scratch_is_refused():
+    """A bank of 1300 rows with scratch for 600: an error, not a write past its end."""
+    scratch = make_scratch(1, 1, 4, 2, 32, 600, 0, "cpu", True, 0, path="triton")
+    q, kv, keys = torch.randn(1, 1, 4, 32), torch.randn(2, 1, 2, 1300, 32), torch.zeros(1, 1300)
+    with pytest.raises(ValueError, match="scratch.part: found 256 elements, this call needs 384"):
+        decode_dense(q, kv[0], kv[1], ints([1300], "cpu"), 0.2, scratch=scratch, path="triton")
+    with pytest.raises(ValueError, match="scratch.logits: found 2400"):
+        decode_dense(q, kv[0][:, :, :1000], kv[1][:, :, :1000], ints([900], "cpu"), 0.2, keys, scratch=scratch, path="triton")
+
+
 def test_dispatch():
     cpu = torch.zeros(1)
     assert choose("auto", cpu) == "cpu" and choose("reference", cpu) == "reference" and choose("triton", cpu) == "triton"
