@@ -18,8 +18,9 @@ from importlib import metadata
 from pathlib import Path
 
 import weights
-from engine.chat_commands import read_text
+from engine.chat_commands import decoded, read_text
 from engine.chat_loop import Chat
+from engine.chat_proof import watch_of
 from engine.display import Display, human
 from engine.errors import EngineError, SettingError, UsageError
 from engine.llm import LLM
@@ -131,6 +132,10 @@ def parser() -> Parser:
     group.add_argument("--sink", type=int, metavar="N", help="first tokens that are always chosen (0)")
     group.add_argument("--dense-below", type=auto_or(scaled_or_zero), metavar="N",
                        help="full attention on shorter contexts; 0 never (auto)")
+    group = p.add_argument_group("proof")
+    group.add_argument("--watch", type=int, metavar="N",
+                       help="measure at every N-th step how much attention the sparse layers keep, and warn")
+    group.add_argument("--exact-below", type=float, metavar="X", help="answer with full attention while less than this share is kept")
     group = p.add_argument_group("what to show")
     group.add_argument("--plan", "--dry-run", dest="plan", action="store_true", help="print what the model would need, and end")
     group.add_argument("--json", action="store_true", help="one JSON object per answer on stdout")
@@ -222,7 +227,7 @@ def introduce(llm: LLM, display: Display) -> None:
 
 def read_stdin() -> str:
     """All of standard input as text."""
-    return sys.stdin.buffer.read().decode("utf-8-sig", "replace").replace("\r\n", "\n")
+    return decoded(sys.stdin.buffer.read(), "standard input")
 
 
 def converse(args, llm: LLM, params: SamplingParams, display: Display) -> int:
@@ -231,7 +236,8 @@ def converse(args, llm: LLM, params: SamplingParams, display: Display) -> int:
     document = None if args.file is None else read_stdin() if args.file == "-" else read_text(args.file)
     introduce(llm, display)
     llm.load()
-    chat = Chat(llm, params, display, args.system, args.json, args.stats, omnikv=omnikv_of(args))
+    chat = Chat(llm, params, display, args.system, args.json, args.stats, omnikv=omnikv_of(args),
+                watch=watch_of(args.watch, args.exact_below))
     if args.model is None and not once:
         welcome(chat, display)
     if document is not None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.chat_proof import run_check, sources_file
 from engine.display import clock, count, human, resident_bytes
 from engine.errors import SettingError, UsageError
 from engine.methods.full import Full
@@ -80,12 +81,21 @@ def _read(chat, rest: str):
 
 
 def read_text(name: str) -> str:
-    """A file's text (UTF-8; what is not is replaced). UsageError where it cannot be read."""
+    """A file's text, nothing in it changed but a byte order mark dropped. UsageError where it cannot be read or is not UTF-8."""
     path = Path(name.strip("'\"")).expanduser()
     try:
-        return path.read_bytes().decode("utf-8-sig", "replace").replace("\r\n", "\n")
+        return decoded(path.read_bytes(), str(path))
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def decoded(data: bytes, name: str) -> str:
+    """Bytes as UTF-8 text. UsageError naming the first byte that is not, and what to do: text is never changed silently."""
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{name}: found byte 0x{data[error.start]:02x} at {error.start}, expected UTF-8 text; "
+                         f"convert it first (iconv -f latin1 -t utf-8)") from error
 
 
 def stats_text(chat) -> str:
@@ -196,14 +206,18 @@ def expected_speed(chat, name: str) -> str:
 
 def _sources(chat, rest: str):
     conversation = chat.conversation
-    if rest and not rest.isdigit():
-        raise UsageError(f"/sources: found {rest!r}, expected how many passages, such as /sources 10")
+    page = rest.endswith((".html", ".json"))
+    if rest and not rest.isdigit() and not page:
+        raise UsageError(f"/sources: found {rest!r}, expected how many passages, such as /sources 10, or a FILE.html")
     if chat.last is None:
         chat.display.line("no answer yet")
         return
     if not conversation.choices.made:
         chat.display.line("the last answer ran full attention: every token was read, none was chosen "
                           "(--method omnikv --dense-below 0 chooses at every length)")
+        return
+    if page:
+        sources_file(chat, rest)
         return
     found = conversation.sources(int(rest or 5))
     if not found:
@@ -225,7 +239,8 @@ COMMANDS = (
     Command(("system",), "TEXT", "set the system prompt and begin anew", _system),
     Command(("retry",), "", "answer the last message again; after an interruption, read on and answer", _retry),
     Command(("read",), "FILE", "read a document into the conversation", _read),
-    Command(("sources",), "[N]", "which passages the last answer looked at, most read first", _sources),
+    Command(("sources",), "[N|FILE.html]", "which passages the last answer looked at, most read first; or as a page", _sources),
+    Command(("check",), "[N]", "compare the last N steps with full attention, over the same bank", run_check),
     Command(("stats", "tps"), "", "counters of this session and figures of the last answer", _stats),
     Command(("plan",), "", "layer plan and memory plan", _plan),
     Command(("memory",), "", "memory planned and held", _memory),

@@ -7,6 +7,7 @@ import threading
 import time
 
 from engine import chat_commands
+from engine.chat_proof import watch_line
 from engine.conversation import Conversation
 from engine.display import Display, clock, count, human, printable, resident_bytes
 from engine.errors import EngineError
@@ -53,12 +54,13 @@ class Chat:
     """A conversation with a person or a pipe. llm: a loaded LLM (or what a test puts in its place)."""
 
     def __init__(self, llm, params: SamplingParams, display: Display, system: str | None = None, as_json: bool = False,
-                 show_stats: bool = False, out=None, omnikv=None):
+                 show_stats: bool = False, out=None, omnikv=None, watch=None):
         self.llm, self.params, self.display = llm, params, display
         self.as_json, self.show_stats, self.out = as_json, show_stats, out or sys.stdout
         self.omnikv = omnikv                            # what /method omnikv goes back to: the flags' settings
         self.interrupts = Interrupts(display)
         self.conversation = Conversation(llm, system, announce=display.line)
+        self.conversation.session.watch = watch
         self.last = None                                # GenerationStats of the last answer
         self.last_bytes = 0                             # bytes that its steps read
         if not self.conversation.templated:
@@ -131,6 +133,7 @@ class Chat:
             self._write_json("".join(written), ids, logprobs, piece)
         self._end_line(written)
         self._figures(piece)
+        watch_line(self)
         return piece.finish_reason
 
     def _end_line(self, written: list[str]) -> None:

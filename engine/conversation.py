@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from engine.errors import TemplateError
+from engine.provenance import Trace
 from engine.sources import Choices, Passage, rank_passages
 from engine.text import tokens_before
 
@@ -74,7 +75,7 @@ class Conversation:
         self.opened = ""                                # content of a user turn that began with documents
         self.asked: str | None = None                   # a turn's content that has no answer yet
         self.documents: list[Document] = []
-        self.choices = Choices()
+        self.choices, self.trace = Choices(), Trace()
         self._answer_at: tuple[int, int] | None = None  # (tokens, characters) in the bank where the last answer began
         self._ended = False                             # the bank's last token is the model's end token
 
@@ -146,13 +147,15 @@ class Conversation:
     def _answer(self, target: str, params, progress, should_stop) -> Iterator:
         feed = self._reach(target)
         before = len(self.session)
-        self.choices = Choices()
+        self.choices, self.trace = Choices(), Trace()
         pieces = self.session.generate(feed.ids, params, progress=progress, should_stop=should_stop)
         reason = None
         try:
             for piece in pieces:
                 reason = piece.finish_reason
-                self.choices.add(self.session.selections, self.session.selection_scores)
+                chosen, scores = self.session.selections, self.session.selection_scores
+                self.choices.add(chosen, scores)
+                self.trace.add(piece.text, chosen, scores)
                 yield piece
         finally:
             pieces.close()
@@ -162,11 +165,16 @@ class Conversation:
 
     # ---------------------------------------------------------------- what the bank holds
 
+    @property
+    def answer_start(self) -> int:
+        """Character of the conversation's text where the last answer began; its end where there is none."""
+        return (self._answer_at or (0, len(self.text)))[1]
+
     def sources(self, most: int = 5) -> list[Passage]:
         """Passages of the documents (of everything before the last answer, where there are none) that it read most."""
         if not self.choices.made:
             return []
-        spans = [(d.start, d.stop) for d in self.documents] or [(0, (self._answer_at or (0, len(self.text)))[1])]
+        spans = [(d.start, d.stop) for d in self.documents] or [(0, self.answer_start)]
         found = [p for start, stop in spans
                  for p in rank_passages(self.text, self.ends, self.choices.counts, start, stop, most)]
         return sorted(found, key=lambda passage: -passage.score)[:most]

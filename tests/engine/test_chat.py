@@ -75,7 +75,7 @@ def test_json_is_one_object_with_ids_and_figures(fake, capsys):
 def test_a_document_and_a_question(fake, capsys, tmp_path):
     llm = fake("Lily.")
     path = tmp_path / "story.txt"
-    path.write_bytes("\ufeffOnce there was Lily.\r\n".encode())
+    path.write_bytes("\ufeffOnce there was Lily.\n".encode())
     assert main(["--model", "x", "-f", str(path), "-p", "Who?"]) == 0
     talk = llm.sessions[0]
     spelled = llm.tokenizer.backend.decode(talk.ids, skip_special_tokens=False)
@@ -434,3 +434,11 @@ def test_numbers_for_people_and_text_that_cannot_rule_the_screen():
     assert [clock(s) for s in (0.04, 0.4, 9.9, 42, 59.7, 185, 3729)] == ["40 ms", "0.4 s", "9.9 s", "42 s", "1:00", "3:05", "1:02:09"]
     assert [human(b) for b in (12, 5300, 2.5e6, 1.618e10)] == ["12 B", "5.3 kB", "2.5 MB", "16.18 GB"]
     assert printable("a\x1b[2J\tb\n\x07é\x9b") == "a\ufffd[2J\tb\n\ufffdé\ufffd"
+
+
+def test_text_that_is_not_utf8_is_refused_and_never_changed(fake, capsys, tmp_path):
+    fake("Lily.")
+    path = tmp_path / "latin.txt"
+    path.write_bytes("caf\xe9".encode("latin-1"))
+    assert main(["--model", "x", "-f", str(path), "-p", "Who?"]) == 2
+    assert "found byte 0xe9 at 3, expected UTF-8" in capsys.readouterr().err
