@@ -23,20 +23,30 @@ class PrefillProgress:
 
 @dataclass(frozen=True)
 class Work:
-    """Operations of a prefill: linear layers count tokens, attention counts (query, key) pairs."""
+    """Operations of a prefill: linear layers count tokens, attention counts (query, key) pairs.
+
+    per_token: of all weights (head apart). per_pair: of one layer's attention. layers: how many attend; the last one does for the
+    prompt's last token only (run_chunk), and is left out but for its rows.
+    """
 
     per_token: float
     per_pair: float
+    layers: int
 
     @classmethod
     def of(cls, config):
-        """Multiply-adds x 2 of the model's weights per token (head apart) and of attention per pair of positions."""
-        layer = config.hidden_size * (2 * config.q_size + 2 * config.kv_size + 3 * config.intermediate_size)
-        return cls(2.0 * layer * config.num_layers, 4.0 * config.q_size * config.num_layers)
+        """Multiply-adds x 2 of a model's weights per token and of one layer's attention per pair of positions."""
+        rows = config.hidden_size * (config.q_size + 2 * config.kv_size)
+        layer = rows + config.hidden_size * (config.q_size + 3 * config.intermediate_size)
+        return cls(2.0 * (layer * (config.num_layers - 1) + rows), 4.0 * config.q_size, config.num_layers - 1)
 
     def parts(self, start, stop):
         """(linear, attention) operations of positions start .. stop-1 against all before them."""
-        return self.per_token * (stop - start), self.per_pair * (stop * (stop + 1) - start * (start + 1)) / 2
+        return self.per_token * (stop - start), self.layers * self.pairs(start, stop)
+
+    def pairs(self, start, stop):
+        """Attention operations of one dense layer for positions start .. stop-1 against all before them and themselves."""
+        return self.per_pair * (stop * (stop + 1) - start * (start + 1)) / 2
 
 
 class Clock:

@@ -8,7 +8,7 @@ import torch
 
 from kernels.dispatch import choose
 
-ROWS = 1024         # rows per block on a CPU: the block's weights (4 B x C x G x ROWS, 6 MB at C = 512, G = 3) stay near the cache
+ROWS = 1024         # rows per block on a CPU: the block's weights (4 B x C x G x ROWS, 3 MB at C = 256, G = 3) stay near the cache
 
 
 def column_scores_ref(q, k, lse, stop, scale, sums):
@@ -34,18 +34,23 @@ def column_scores(q, k, lse, stop, scale, sums, path="auto"):
 
 
 def column_scores_blocks(q, k, lse, stop, scale, sums):
-    """`column_scores` in plain torch, ROWS rows of the past at a time, one K/V head after the other."""
+    """`column_scores` in plain torch, ROWS rows of the past at a time, one K/V head after the other.
+
+    The exponential is monotone, so the largest logit - lse over the heads is found first: one exponential per (query, row), not one
+    per head.
+    """
     batch, chunk, heads, dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
     for b in range(batch):
-        folded = (q[b] * scale).view(chunk, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(kv_heads, group * chunk, dim)
-        shift = lse[b].t().reshape(kv_heads, group * chunk, 1)
+        folded = q[b].view(chunk, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(kv_heads, group * chunk, dim)
+        shift = -lse[b].t().reshape(kv_heads, group * chunk, 1)
         for first in range(0, stop, ROWS):
             last = min(stop, first + ROWS)
             best = None
             for h in range(kv_heads):
-                weights = torch.mm(folded[h], k[b, h, first:last].t()).float().sub_(shift[h]).exp_()
-                most = weights.view(group, chunk, -1).amax(0) if group > 1 else weights
+                logits = torch.mm(folded[h], k[b, h, first:last].t())
+                most = torch.add(shift[h], logits, alpha=scale)                 # float32, whatever the product's dtype
+                most = most.view(group, chunk, -1).amax(0) if group > 1 else most
                 best = most if best is None else torch.maximum(best, most, out=best)
-            sums[b, first:last] = best.sum(0)
+            sums[b, first:last] = best.exp_().sum(0)

@@ -5,6 +5,8 @@ is decided here: FULL, FILTER and WAIT layers stay dense; blocks begin at absolu
 a block (the tail of DESIGN.md) are always seen; the prompt's end is read densely, so that no boundary falls inside the question.
 """
 
+import math
+
 import torch
 
 from engine.plan import Role, tail_start
@@ -23,6 +25,7 @@ class PrefillSelector:
         self.block = method.prefill_block
         self.k = min(method.prefill_ratio * self.block, setup.capacity)
         self.total = 0
+        self.under_way = []             # blocks of the chunk under way; the last layer may see the chunk's last query only
         self.keys = torch.empty(setup.batch, setup.capacity, device=setup.device)
         self.chosen = {}                # (group, block's start) -> (index [B, k] int32, count)
         self.rows_read = 0              # rows of the past read by sparse layers, summed over blocks (for tests and tables)
@@ -46,8 +49,10 @@ class PrefillSelector:
         """Prefill attention of one layer by its role. q [B, C, H, D] -> [B, C, H, D]."""
         role, group = self.plan.roles[layer], self.plan.group_of[layer]
         k, v = bank.kv(layer)
-        blocks = list(self.blocks(start, start + q.shape[1]))
-        if any(local is not None for _, _, local in blocks):
+        if layer == 0:
+            self.under_way = list(self.blocks(start, start + q.shape[1]))
+        blocks = [(max(first, start), last, local, first) for first, last, local in self.under_way if last > start]
+        if any(local is not None for _, _, local, _ in blocks):
             if role is Role.SPARSE:
                 return self._sparse(group, q, k, v, start, blocks)
             if role is Role.FILTER and self.plan.groups[group].layers:
@@ -57,7 +62,7 @@ class PrefillSelector:
     def _filter(self, group, q, k, v, start, blocks):
         out, lse = prefill_dense_lse(q, k, v, start, self.scale)
         self.chosen = {key: value for key, value in self.chosen.items() if key[0] != group}
-        for first, last, local in blocks:
+        for first, last, local, _ in blocks:
             if local is not None:
                 part = slice(first - start, last - start, self.method.prefill_stride)
                 self.chosen[group, first] = self._select(q[:, part], k, lse[:, part], local)
@@ -74,28 +79,26 @@ class PrefillSelector:
 
     def _sparse(self, group, q, k, v, start, blocks):
         out = torch.empty_like(q)
-        for first, last, local in blocks:
+        for first, last, local, origin in blocks:
             part = slice(first - start, last - start)
             if local is None:
                 out[:, part] = prefill_dense(q[:, part], k, v, first, self.scale, path=self.setup.path)
                 continue
-            index, count = self.chosen[group, first]
+            index, count = self.chosen[group, origin]
             out[:, part] = prefill_sparse(q[:, part], k, v, index, count, local, first, self.scale, path=self.setup.path)
             self.rows_read += count + first - local
         return out
 
     def work(self, work, start, stop):
         """(linear, attention) operations of positions start .. stop-1: dense layers, scoring (half an attention), sparse layers."""
-        linear, dense = work.parts(start, stop)
-        layers = self.plan.num_layers
-        per_pair = work.per_pair / layers
-        sparse, filters = len(self.plan.sparse_layers), sum(1 for g in self.plan.groups if g.layers)
-        attention = dense * (1 - sparse / layers)
+        linear, attention = work.parts(start, stop)
+        sparse = sum(1 for layer in self.plan.sparse_layers if layer < work.layers)
+        filters = sum(1 for group in self.plan.groups if group.layers)
         for first, last, local in self.blocks(start, stop):
-            count = last - first
             if local is None:
-                attention += sparse * per_pair * (last * (last + 1) - first * (first + 1)) / 2
                 continue
-            attention += sparse * per_pair * count * (self.k + first - local + (count + 1) / 2)
-            attention += filters * per_pair * 0.5 * count * local / self.method.prefill_stride
+            count = last - first
+            pairs = count * (self.k + first - local + (count + 1) / 2)
+            attention += sparse * (work.per_pair * pairs - work.pairs(first, last))
+            attention += filters * work.per_pair * 0.5 * math.ceil(count / self.method.prefill_stride) * local
         return linear, attention
