@@ -131,7 +131,7 @@ class Session:
         budget = method.budget_capacity(plan, self.capacity)
         sizes = dict(batch=1, queries=1, heads=config.num_heads, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
                      capacity=self.capacity, budget=budget, device=llm.model.device, scored=budget > 0,
-                     window=method.window if windowed else 0, path=self.kernels)
+                     window=method.window if windowed else 0, path=self.kernels, dtype=llm.model.dtype)
         self._scratch, self._scratch_bytes = make_scratch(**sizes), scratch_bytes(**sizes)
         setup = Setup(config, plan, self.capacity, llm.model.device, llm.model.dtype, 1, self.kernels, self._scratch)
         self._runtime = method.runtime(setup)

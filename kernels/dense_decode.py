@@ -8,6 +8,7 @@ over K leaves max over heads of the softmaxed (or raw) scores of the last query,
 import torch
 
 from kernels._triton import tl, triton
+from kernels.cpu import attend_scored, attend_sequence
 from kernels.dispatch import choose
 from kernels.reference import attend, head_max
 from kernels.scratch import make_scratch
@@ -45,8 +46,21 @@ def decode_dense(q, k, v, lengths, scale, keys=None, kind="softmax", scratch=Non
 
 
 def decode_dense_cpu(q, k, v, lengths, scale, keys, kind, scratch=None):
-    """`decode_dense` on CPU tensors, same arguments."""
-    return decode_dense_ref(q, k, v, lengths, scale, keys, kind)
+    """`decode_dense` on CPU tensors, same arguments.
+
+    With keys, one query's attention is made of plain products (its logits are needed anyway), else of the fused kernel.
+    """
+    out = torch.empty_like(q)
+    buffers = (None, None) if scratch is None else (scratch.blocks, scratch.logits)
+    for b in range(q.shape[0]):
+        n = int(lengths[b])
+        own = k[b, :, :n], v[b, :, :n]
+        scored = attend_scored(q[b, -1:], *own, scale, keys[b, :n], kind, *buffers) if keys is not None and n else None
+        if scored is not None and q.shape[1] == 1:
+            out[b] = scored
+        else:
+            out[b], _ = attend_sequence(q[b], *own, scale)
+    return out
 
 
 @triton.jit

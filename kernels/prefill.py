@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kernels.dispatch import choose
 from kernels.reference import attend
 
+PAST_BLOCK = 16384      # rows of the past at a time: the fused kernel packs a copy of its bfloat16 K and V, whatever their length
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -49,8 +50,11 @@ def prefill_dense_cuda(q, k, v, start, scale):
 
 def prefill_dense_lse(q, k, v, start, scale):
     """`prefill_dense` on CPU tensors and the log-sum-exp of every query's scores: (out [B, C, H, D], lse [B, C, H] float32)."""
-    own = attend_chunk(q, k, v, start, scale)
-    return own if start == 0 else merge([attend_rows(q, k[:, :, :start], v[:, :, :start], scale), own], q.dtype)
+    out, lse = attend_chunk(q, k, v, start, scale)
+    for first in range(0, start, PAST_BLOCK):
+        rows = slice(first, min(start, first + PAST_BLOCK))
+        out, lse = merge([(out, lse), attend_rows(q, k[:, :, rows], v[:, :, rows], scale)], torch.float32)
+    return out.to(q.dtype), lse
 
 
 def attend_rows(q, k, v, scale):

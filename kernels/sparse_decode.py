@@ -4,6 +4,7 @@ in place."""
 import torch
 
 from kernels._triton import tl, triton
+from kernels.cpu import attend_sequence
 from kernels.dispatch import choose
 from kernels.reference import attend
 from kernels.scratch import make_scratch
@@ -49,8 +50,44 @@ def decode_sparse(q, k, v, index, counts, tail_start, lengths, scale, scratch=No
 
 
 def decode_sparse_cpu(q, k, v, index, counts, tail_start, lengths, scale, scratch=None):
-    """`decode_sparse` on CPU tensors, same arguments."""
-    return decode_sparse_ref(q, k, v, index, counts, tail_start, lengths, scale)
+    """`decode_sparse` on CPU tensors, same arguments: rows are gathered into scratch, then attended as one short sequence.
+
+    Where K and V of a token lie side by side ([T, 2, Hkv, D] storage) one gather of whole rows moves both: contiguous
+    rows are 10x to 400x cheaper to gather than a row per head. Other layouts gather per kv head.
+    """
+    out = torch.empty_like(q)
+    batch, queries, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    for b in range(batch):
+        kept, start, n = int(counts[b]), int(tail_start[b]), int(lengths[b])
+        total, rows = kept + n - start, token_rows(k, v, b)
+        buffer = None if scratch is None else scratch.rows
+        if buffer is None or buffer.dtype != k.dtype or buffer.numel() < total * 2 * kv_heads * dim:
+            buffer = torch.empty(total * 2 * kv_heads * dim, dtype=k.dtype)
+        buffer = buffer[: total * 2 * kv_heads * dim]
+        if rows is not None and index.shape[1] == 1:
+            packed = buffer.view(total, 2 * kv_heads * dim)
+            torch.index_select(rows, 0, index[b, 0, :kept], out=packed[:kept])
+            packed[kept:].copy_(rows[start:n])
+            gathered = packed.view(total, 2, kv_heads, dim).permute(1, 2, 0, 3)
+        else:
+            gathered = buffer.view(2, kv_heads, total, dim)
+            for side, bank in enumerate((k[b], v[b])):
+                for h in range(kv_heads):
+                    torch.index_select(bank[h], 0, index[b, h % index.shape[1], :kept], out=gathered[side, h, :kept])
+                    gathered[side, h, kept:].copy_(bank[h, start:n])
+        out[b], _ = attend_sequence(q[b], gathered[0], gathered[1], scale)
+    return out
+
+
+def token_rows(k, v, b):
+    """Sequence b as [T, 2 * Hkv * D], one row per token, where K and V are views of [B, T, 2, Hkv, D] storage; else None."""
+    _, kv_heads, capacity, dim = k.shape
+    half = kv_heads * dim
+    packed = (k.stride()[1:] == v.stride()[1:] == (dim, 2 * half, 1) or kv_heads == 1) and k.stride(2) == v.stride(2)
+    if not packed or k.stride(2) != 2 * half or v.data_ptr() - k.data_ptr() != half * k.element_size():
+        return None
+    return k.as_strided((capacity, 2 * half), (2 * half, 1), k.storage_offset() + b * k.stride(0))
 
 
 @triton.jit

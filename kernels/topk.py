@@ -8,6 +8,8 @@ from kernels.dispatch import choose
 from kernels.scratch import SELECT_PROGRAMS, make_scratch
 from kernels.split import power_of_two
 
+TIE_BLOCK = 8192                    # CPU path: keys looked through at a time for equals of the last place
+
 
 def select_topk_ref(keys, lo, hi, k, out, counts):
     """Reference of `select_topk`, same arguments: a stable sort by (-key, index)."""
@@ -39,8 +41,40 @@ def select_topk(keys, lo, hi, k, out, counts, scratch=None, path="auto"):
 
 
 def select_topk_cpu(keys, lo, hi, k, out, counts, scratch=None):
-    """`select_topk` on CPU tensors, same arguments."""
-    select_topk_ref(keys, lo, hi, k, out, counts)
+    """`select_topk` on CPU tensors, same arguments.
+
+    One more key than asked for tells whether the last place is contested: if the smallest of k + 1 is alone, the others
+    are the answer; if not, the lowest indices among its equals fill the last places (softmaxed keys underflow to many zeros).
+    """
+    out.fill_(-1)
+    for b in range(keys.shape[0]):
+        first = int(lo[b])
+        row = keys[b, first : max(first, int(hi[b]))]
+        kept = max(0, min(int(k[b]), row.numel(), out.shape[1]))
+        counts[b] = kept
+        if kept in (0, row.numel()):
+            out[b, :kept] = torch.arange(first, first + kept)
+            continue
+        if bool(torch.isnan(row.sum())):                   # a NaN, or infinities of both signs: rare, so a copy will do
+            row = torch.where(torch.isnan(row), float("-inf"), row)
+        values, order = torch.topk(row, kept + 1, sorted=False)
+        floor = values.min()
+        chosen = order[values > floor]
+        if chosen.numel() < kept:
+            chosen = torch.cat([chosen, _lowest_equal(row, floor, kept - chosen.numel())])
+        out[b, :kept] = torch.sort(chosen).values + first
+
+
+def _lowest_equal(row, value, count):
+    """The `count` lowest indices at which row equals value, found block by block."""
+    found, missing = [], count
+    for start in range(0, row.numel(), TIE_BLOCK):
+        equal = torch.nonzero(row[start : start + TIE_BLOCK] == value).flatten()[:missing] + start
+        found.append(equal)
+        missing -= equal.numel()
+        if not missing:
+            break
+    return torch.cat(found)
 
 
 # The Triton path: a radix select over 32-bit ordered keys, digits of 8, 12 and 12 bits, five launches, no spinning.

@@ -4,6 +4,7 @@ maxima."""
 import torch
 
 from kernels._triton import tl, triton
+from kernels.cpu import WINDOW_BLOCK, logit_blocks
 from kernels.dispatch import choose
 from kernels.reference import head_max
 from kernels.scratch import make_scratch
@@ -45,8 +46,34 @@ def window_scores(q, k, lengths, scale, alpha, kind, keys, scratch=None, path="a
 
 
 def window_scores_cpu(q, k, lengths, scale, alpha, kind, keys, scratch=None):
-    """`window_scores` on CPU tensors, same arguments."""
-    window_scores_ref(q, k, lengths, scale, alpha, kind, keys)
+    """`window_scores` on CPU tensors, same arguments: one product per block of rows and kv head for all queries.
+
+    kind "softmax" visits K twice, for the log-sum-exps and for the scores: heads x W logits per row would not fit anywhere.
+    """
+    for b in range(q.shape[0]):
+        n = int(lengths[b])
+        live = min(q.shape[1], n)                          # a window longer than the sequence begins before it
+        if not live:
+            continue
+        rows, late, weights = k[b, :, :n], q[b, -live:], alpha[-live:]
+        buffer = None if scratch is None else scratch.blocks
+        limit = n - (live - 1) + torch.arange(live).view(-1, 1, 1)
+        total = None
+        for start, stop, logits in logit_blocks(late, rows, scale, buffer, WINDOW_BLOCK) if kind == "softmax" else ():
+            part = torch.logsumexp(_mask_late(logits, start, stop, limit), -1, keepdim=True)
+            total = part if total is None else torch.logaddexp(total, part)
+        for start, stop, logits in logit_blocks(late, rows, scale, buffer, WINDOW_BLOCK):
+            _mask_late(logits, start, stop, limit)
+            best = (logits if total is None else logits.sub_(total)).amax(2).amax(0)          # [live, stop - start]
+            best = best.masked_fill_(best == float("-inf"), 0.0) if total is None else best.exp_()
+            torch.mv(best.t(), weights, out=keys[b, start:stop])
+
+
+def _mask_late(logits, start, stop, limit):
+    """Sets logits [Hkv, W, G, rows start..stop] to -inf from `limit` [W, 1, 1] on; only the newest blocks need it."""
+    if stop > int(limit[0]):
+        logits.masked_fill_(torch.arange(start, stop) >= limit, float("-inf"))
+    return logits
 
 
 @triton.jit
