@@ -13,7 +13,14 @@ from kernels.sparse_decode import decode_sparse, token_rows
 from kernels.topk import select_topk
 from kernels.window_scores import window_scores
 from tests.kernel_checks import (
-    HOSTILE_ROWS, check_dense, check_sparse, check_topk, check_window, hostile_row, ints, make_bank,
+    HOSTILE_ROWS,
+    check_dense,
+    check_sparse,
+    check_topk,
+    check_window,
+    hostile_row,
+    ints,
+    make_bank,
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
