@@ -14,6 +14,8 @@ import torch
 
 from tools.bench_run import Missing
 
+BLOCK = 512             # tokens of a batch and of the block that fills the cache
+PATIENCE = 45.0         # seconds that a prompt may take; a longer one is left out and says so
 VARIANTS = (("bf16", False), ("f16", False), ("f16", True))       # KV type, flash attention
 
 
@@ -112,9 +114,9 @@ class LlamaCpp:
         lib, self.owner, self.n = model.lib, model, n
         kind, flash = variant
         self.settings = f"llama-cpp-python {model.version}, KV {kind}, flash attention {'on' if flash else 'off'}, {model.threads} threads"
-        self.block = block = min(n, 512 if n <= 32768 else 2048)
+        self.block = block = min(n, BLOCK)
         p = lib.llama_context_default_params()
-        p.n_ctx, p.n_batch, p.n_ubatch, p.n_seq_max = n + room + 512, max(512, block), 512, 2
+        p.n_ctx, p.n_batch, p.n_ubatch, p.n_seq_max = n + room + BLOCK, BLOCK, BLOCK, 2
         p.n_threads = p.n_threads_batch = model.threads
         p.type_k = p.type_v = 30 if kind == "bf16" else lib.GGML_TYPE_F16       # 30: GGML_TYPE_BF16, not named in the package
         p.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
@@ -123,7 +125,7 @@ class LlamaCpp:
         if not self.context:
             raise Missing(f"llama.cpp {model.version} makes no context of {n} tokens (KV {kind}, flash {flash})")
         self.memory = lib.llama_get_memory(self.context)
-        self._batch = lib.llama_batch_init(max(512, block), 0, 1)
+        self._batch = lib.llama_batch_init(BLOCK, 0, 1)
         self.token = 1
         self.agreement = self._fill()
 
@@ -169,11 +171,14 @@ class LlamaCpp:
         return self.token
 
     def prefill(self, ids):
-        """Seconds to read a prompt into an empty cache, 512 tokens a batch. The filled cache is lost: call it last."""
+        """Seconds to read a prompt into an empty cache, BLOCK tokens a batch; the filled cache is lost. Raises Missing beyond PATIENCE."""
         self.owner.lib.llama_memory_clear(self.memory, False)
         start = time.perf_counter()
-        for first in range(0, len(ids), 512):
-            self._decode(ids[first:first + 512], first)
+        for first in range(0, len(ids), BLOCK):
+            self._decode(ids[first:first + BLOCK], first)
+            expected = (time.perf_counter() - start) * len(ids) / min(len(ids), first + BLOCK)
+            if expected > PATIENCE:
+                raise Missing(f"left out: {len(ids)} tokens would take {expected:.0f} s or more")
         return time.perf_counter() - start
 
     def close(self):
