@@ -114,7 +114,7 @@ class LlamaCpp:
         lib, self.owner, self.n = model.lib, model, n
         kind, flash = variant
         self.settings = f"llama-cpp-python {model.version}, KV {kind}, flash attention {'on' if flash else 'off'}, {model.threads} threads"
-        self.block = block = min(n, BLOCK)
+        self.block = min(n, BLOCK)
         p = lib.llama_context_default_params()
         p.n_ctx, p.n_batch, p.n_ubatch, p.n_seq_max = n + room + BLOCK, BLOCK, BLOCK, 2
         p.n_threads = p.n_threads_batch = model.threads

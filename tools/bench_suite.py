@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import torch
 
 from engine import LLM, Full
-from engine.errors import EngineError
-from engine.memory import available_bytes, human
+from engine.errors import EngineError, OutOfMemoryPlan
+from engine.memory import HEADROOM, available_bytes, human
 from engine.model import random_stream
 from tools.bench_floor import floor_seconds, measure_rates
 from tools.bench_memory import Peak, held
@@ -113,13 +113,11 @@ class Suite:
         else:
             self.say(f"making {o.shape} of random weights")
             config = shape_config(o.shape)
+            most, made = min(largest, config.max_positions), dict(name=o.shape, **settings)
             try:
-                llm = LLM.from_stream(config, sharp_stream, name=o.shape, max_context=min(largest, config.max_positions), **settings)
-            except EngineError as error:            # too deep for this machine: the deepest that fits; deeper cells say what they need
-                fits = _largest(error)
-                if not fits:
-                    raise
-                llm = LLM.from_stream(config, sharp_stream, name=o.shape, max_context=fits, **settings)
+                llm = LLM.from_stream(config, sharp_stream, max_context=most, **made)
+            except OutOfMemoryPlan:                 # as deep as fits; deeper cells say what they would need
+                llm = LLM.from_stream(config, sharp_stream, **made)
         planned = llm.plan().bytes_of("weights")
         self.result.memory.append({"name": "weights", "n": 0, "planned": planned, "measured": held(llm.device) - before})
         self.result.model = {
@@ -179,8 +177,9 @@ class Suite:
             if n + ROOM > self.llm.config.max_positions:
                 return f"the model ends at {self.llm.config.max_positions} tokens"
             plan = self.llm.plan(spec.method, max_context=n + ROOM)
-            if n + ROOM > self.llm.max_context or not plan.fits:
-                return f"needs {human(plan.total)}, {human(plan.free)} {plan.free_name}"
+            room, beside = HEADROOM * available_bytes(self.device)[0], plan.total - plan.bytes_of("weights")
+            if n + ROOM > self.llm.max_context or beside > room:
+                return f"needs {human(beside)} beside the weights, {human(room)} may be used"
         except EngineError as error:
             return reason(error)
         return ""
@@ -295,10 +294,3 @@ def _fetched(stats):
     if facts.get("hit_rate") is not None:
         found["hit_rate"] = facts["hit_rate"]
     return found
-
-
-def _largest(error):
-    """The context that a memory plan's refusal says would fit, or None."""
-    import re
-    found = re.search(r"max_context=(\d+)", str(error))
-    return int(found.group(1)) if found else None
