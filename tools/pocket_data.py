@@ -15,7 +15,7 @@ from tools.tasks.talk import outside
 WARM_UP = ("recall", "copy", "arithmetic")  # kinds of rows that no user asks for, dense in supervision
 # task: weight in rows of at least this many tokens
 MIXTURE = {
-    64: {"recall": 4, "copy": 1, "arithmetic": 5},
+    64: {"recall": 6, "copy": 1, "arithmetic": 2},
     128: {
         "recall": 2,
         "copy": 0.5,
@@ -31,7 +31,7 @@ MIXTURE = {
     256: {
         "recall": 0.7,
         "copy": 0.3,
-        "arithmetic": 1.5,
+        "arithmetic": 2.5,
         "kv": 2.5,
         "facts": 3,
         "passkey": 1,
@@ -50,7 +50,7 @@ MIXTURE = {
         "number_string": 0.3,
     },
     512: {
-        "arithmetic": 0.5,
+        "arithmetic": 1.0,
         "kv": 2.5,
         "facts": 3,
         "passkey": 1,

@@ -144,7 +144,7 @@ def structured_start(model: Pocket, spelled: list[str], seed: int) -> None:
     mean = F.normalize(torch.randn(d, generator=gen), dim=0)
     project = torch.eye(d) - mean[:, None] * mean[None, :]
     content = F.normalize(torch.randn(s.vocab, d, generator=gen) @ project, dim=1)
-    content = F.normalize(content + digit_vectors(spelled, d, gen) @ project, dim=1)
+    content = F.normalize(content + 0.8 * digit_vectors(spelled, d, gen) @ project, dim=1)
     model.embed.copy_(content + mean)
     for stack, scale in ((model.q, 0.5), (model.k, 0.5), (model.v, 0.5), (model.gate, 0.7), (model.up, 0.7)):
         stack.copy_(torch.randn(stack.shape, generator=gen) * scale / math.sqrt(d))
@@ -157,22 +157,18 @@ def structured_start(model: Pocket, spelled: list[str], seed: int) -> None:
     outs = [torch.zeros(hd, d) for _ in range(2)]
     for out in outs:
         out[low] = _orthonormal(len(low), d, gen) @ project
-    # layer 0: constant keys, and queries turned by a few positions: the heads look one, two, five and three tokens back
+    # layer 0, kv head 0: a constant key; queries turned by one and two positions; the value is the token's code
     frequency = s.theta ** (-torch.arange(half, dtype=torch.float32) / half)
     weight = torch.where(frequency > 0.04, torch.ones(half), torch.zeros(half))
     constant = torch.cat((weight, torch.zeros(half)))
     norm_mean = math.sqrt(d / 2)  # length of the mean part of a normed embedding
     strength = 2.6 * math.sqrt(math.sqrt(hd))
-    wide = _orthonormal(hd, d, gen) @ project
-    for kv, value in ((0, code), (1, wide)):
-        model.k[0, kv * hd : (kv + 1) * hd] = strength * constant[:, None] * mean[None, :] / norm_mean
-        model.v[0, kv * hd : (kv + 1) * hd] = value
-    # "a + b = c" has b two and a five tokens before the place where c is predicted
-    for head, offset in enumerate((1, 2, 5, 3)):
+    model.k[0, :hd] = strength * constant[:, None] * mean[None, :] / norm_mean
+    for head, offset in ((0, 1), (1, 2)):
         turned = torch.cat((weight * torch.cos(offset * frequency), -weight * torch.sin(offset * frequency)))
         model.q[0, head * hd : (head + 1) * hd] = strength * turned[:, None] * mean[None, :] / norm_mean
-        out = outs[head] if head < 2 else _orthonormal(hd, d, gen) @ project
-        model.o[0, :, head * hd : (head + 1) * hd] = 0.14 * out.T
+        model.o[0, :, head * hd : (head + 1) * hd] = 0.14 * outs[head].T
+    model.v[0, :hd] = code
     # matching layers: head 0 finds tokens whose previous token is mine, head 2 those whose two previous are my previous
     gain = 1.75
     for layer in MATCH_LAYERS:
@@ -184,24 +180,21 @@ def structured_start(model: Pocket, spelled: list[str], seed: int) -> None:
             model.o[layer, :, head * hd : (head + 1) * hd] = 0.2 * copy.T
 
 
-PERIODS = (1000.0, 333.0, 100.0, 50.0, 20.0, 10.0, 5.0, 2.0)
-
-
 def digit_vectors(spelled: list[str], width: int, gen: torch.Generator) -> Tensor:
-    """[vocab, width] of norm near one: for a token of one to three digits its digits by place, and its value as points
-    on circles of several periods, so that a sum is a turn (a product of features, as SwiGLU computes) without a carry."""
+    """[vocab, width]: for a token of one to three digits the sum of vectors of (place, digit), with the digit also as
+    a point on circles."""
     places = torch.randn(3, 10, width, generator=gen) / math.sqrt(width)
-    circles = torch.randn(2 * len(PERIODS), width, generator=gen) / math.sqrt(width)
+    circle = torch.randn(3, 6, width, generator=gen) / math.sqrt(width)
     length = torch.randn(3, width, generator=gen) / math.sqrt(width)
     out = torch.zeros(len(spelled), width)
     for index, text in enumerate(spelled):
         if text.isascii() and text.isdigit() and len(text) <= 3:
             for place, char in enumerate(reversed(text)):
-                out[index] += 0.3 * places[place, int(char)]
-            angle = 2 * math.pi * int(text) / torch.tensor(PERIODS)
-            out[index] += torch.cat((angle.cos(), angle.sin())) @ circles / math.sqrt(len(PERIODS))
-            out[index] += 0.3 * length[len(text) - 1]
-    return out
+                angle = 2 * math.pi * int(char) / 10 * torch.tensor([1.0, 2.0, 5.0])
+                turn = torch.cat((angle.cos(), angle.sin()))
+                out[index] += places[place, int(char)] + turn @ circle[place]
+            out[index] += 0.5 * length[len(text) - 1]
+    return out / 2
 
 
 def config_json(s: Shape) -> dict:
