@@ -331,7 +331,8 @@ def process(rank: int, args: argparse.Namespace, meeting: str) -> None:
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=profile.processes)
     if not args.no_compile:
         torch._dynamo.config.recompile_limit = 64
-        pocket_model.block = torch.compile(pocket_model.block, dynamic=False)
+        for name in ("before", "after", "plain_attention"):
+            setattr(pocket_model, name, torch.compile(getattr(pocket_model, name), dynamic=False))
     run = Run(args, rank)
     if rank == 0:
         count = sum(p.numel() for p in run.model.parameters())
