@@ -300,12 +300,11 @@ class Run:
             if self.rank == 0:
                 self.elapsed = time.monotonic() - base
             self.advance()
-            if self.step % LOG_STEPS == 0:
-                if not self.next_stage(self.report()):
-                    return False
-                if time.monotonic() - saved > SAVE_SECONDS:
-                    self.save()
-                    saved = time.monotonic()
+            if self.step % LOG_STEPS == 0 and not self.next_stage(self.report()):
+                return False
+            if time.monotonic() - saved > SAVE_SECONDS:
+                self.save()
+                saved = time.monotonic()
         self.save()
         return True
 
