@@ -57,10 +57,11 @@ STAGES = (
 
 @dataclass(frozen=True)
 class Profile:
-    """tokens: per process and step. minutes: the default wall budget."""
+    """shards: a step's rows come in so many parts, of `tokens` tokens each, which the processes share out (so that the data do not depend
+    on how many there are). minutes: the default wall budget. workers: processes that make rows ahead."""
 
     device: str
-    processes: int
+    shards: int
     tokens: int
     minutes: float
     workers: int
@@ -85,8 +86,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--lr", type=float, default=0.012, help="Muon's peak learning rate")
     parser.add_argument("--adam-lr", type=float, default=3e-3, help="AdamW's peak learning rate (embeddings and norms)")
+    parser.add_argument("--processes", type=int, choices=(1, 2), help="on a CPU (default 2; 1 where others keep the machine busy)")
     parser.add_argument("--no-compile", action="store_true")
     return parser.parse_args()
+
+
+def processes(args: argparse.Namespace) -> int:
+    """How many training processes there are: one on a GPU."""
+    return 1 if args.profile == "gpu" else args.processes or PROFILES[args.profile].shards
 
 
 class Run:
@@ -94,7 +101,7 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, rank: int):
         self.args, self.rank, self.profile = args, rank, PROFILES[args.profile]
-        self.world, self.device = self.profile.processes, self.profile.device
+        self.world, self.device = processes(args), self.profile.device
         self.minutes = args.minutes or self.profile.minutes
         self.tokenizer = train_tokenizer()
         self.maker = pocket_data.RowMaker(self.tokenizer)
@@ -120,31 +127,31 @@ class Run:
         rng = pocket_data.row_random(self.args.seed, step, -1)
         return rng.choice(stage.mixed) if stage.mixed and rng.random() < 0.4 else stage.length
 
-    def request(self, step: int) -> tuple:
-        """What `pocket_data.batch` needs for a step of this process."""
+    def request(self, step: int, shard: int) -> tuple:
+        """What `pocket_data.batch` needs for one shard of a step."""
         length = self.length_of(step)
         rows = max(1, self.profile.tokens // length)
         stretch = 0.0 if length < 128 else 0.4
-        return self.args.seed, step, self.rank * rows, rows, length, stretch, 32768
+        return self.args.seed, step, shard * rows, rows, length, stretch, 32768
 
-    def data(self):
-        """The batch of the present step; with workers the next ones are made meanwhile."""
-        want = self.request(self.step)
+    def data(self, shard: int):
+        """One shard of the present step; with workers the next steps' are made meanwhile."""
+        want = self.request(self.step, shard)
         if self.pool is None:
             return pocket_data.batch(self.maker, *want)
         for step in range(self.step, self.step + 2 * self.profile.workers):
-            asked = self.request(step)
+            asked = self.request(step, shard)
             if asked not in self.ahead:
                 self.ahead[asked] = self.pool.submit(_work, asked)
         self.ahead = {k: v for k, v in self.ahead.items() if k[1] >= self.step}
         return self.ahead.pop(want).result()
 
-    def loss(self):
-        """Answer loss plus a tenth of the loss on some document tokens; fills the gradients and the statistics."""
-        ids, where, kinds, spans = self.data()
+    def loss(self, shard: int) -> None:
+        """One shard's answer loss plus a tenth of the loss on some document tokens; fills the gradients and the statistics."""
+        ids, where, kinds, spans = self.data(shard)
         ids, where, kinds = ids.to(self.device), where.to(self.device), kinds.to(self.device)
         states = self.model.hidden(ids[:, :-1].contiguous(), where)
-        gen = torch.Generator().manual_seed(self.step * 2 + self.rank)
+        gen = torch.Generator().manual_seed(self.step * 2 + shard)
         some = (torch.rand(kinds.shape, generator=gen) < 0.15).to(self.device)
         answer, document = kinds == 2, (kinds == 1) & some
         picked = (answer | document).flatten().nonzero().squeeze(1)
@@ -154,12 +161,11 @@ class Run:
         weight = answer.flatten()[picked].float()
         answer_loss = (each * weight).sum() / weight.sum().clamp(min=1)
         document_loss = (each * (1 - weight)).sum() / (1 - weight).sum().clamp(min=1)
-        (answer_loss + 0.1 * document_loss).backward()
+        ((answer_loss + 0.1 * document_loss) / self.profile.shards).backward()
         with torch.no_grad():
             right = torch.ones(kinds.numel(), device=self.device)
             right[picked] = (logits.argmax(-1) == target).float()
             self.tally(right.view(kinds.shape).cpu(), spans, float(answer_loss))
-        self.tokens += ids.shape[0] * (ids.shape[1] - 1) * self.world
 
     def tally(self, right: torch.Tensor, spans, loss: float) -> None:
         """Count whole answers that greedy decoding would get right given the right prefix; fresh data, so this is
@@ -173,13 +179,13 @@ class Run:
         self.counts[-1] += 1
 
     def share_gradients(self) -> None:
-        """The mean gradient over all processes, and the clock of the first one."""
+        """The gradient summed over all processes, and the clock of the first one."""
         grads = [p.grad for p in self.model.parameters()]
         if self.world > 1:
             flat = torch.cat([g.flatten() for g in grads] + [torch.tensor([self.elapsed if self.rank == 0 else 0.0])])
             dist.all_reduce(flat)
             self.elapsed = float(flat[-1])
-            for grad, part in zip(grads, flat[:-1].div_(self.world).split([g.numel() for g in grads]), strict=True):
+            for grad, part in zip(grads, flat[:-1].split([g.numel() for g in grads]), strict=True):
                 grad.copy_(part.view_as(grad))
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
 
@@ -191,7 +197,10 @@ class Run:
 
     def advance(self) -> None:
         """One optimizer step."""
-        self.loss()
+        for shard in range(self.rank, self.profile.shards, self.world):
+            self.loss(shard)
+        length = self.length_of(self.step)
+        self.tokens += self.profile.shards * max(1, self.profile.tokens // length) * length
         self.share_gradients()  # also makes the clock, and so the rates, the same everywhere
         factor = self.rates()
         self.muon.param_groups[0]["lr"] = self.args.lr * factor
@@ -326,8 +335,8 @@ def process(rank: int, args: argparse.Namespace, meeting: str) -> None:
     """One training process."""
     profile = PROFILES[args.profile]
     torch.set_num_threads(1)
-    if profile.processes > 1:
-        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=profile.processes)
+    if processes(args) > 1:
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=processes(args))
     if not args.no_compile:
         torch._dynamo.config.recompile_limit = 64
         for name in ("before", "after", "plain_attention"):
@@ -336,14 +345,14 @@ def process(rank: int, args: argparse.Namespace, meeting: str) -> None:
     if rank == 0:
         count = sum(p.numel() for p in run.model.parameters())
         print(
-            f"{count / 1e6:.2f} M parameters, vocabulary {run.model.shape.vocab}, {profile.processes} process(es) "
+            f"{count / 1e6:.2f} M parameters, vocabulary {run.model.shape.vocab}, {run.world} process(es) "
             f"on {profile.device}, "
             f"torch {torch.__version__}, seed {args.seed}, budget {run.minutes:g} min",
             flush=True,
         )
     run.resume()
     good = run.train()
-    if profile.processes > 1:
+    if run.world > 1:
         dist.destroy_process_group()
     if not good:
         sys.exit(3)
@@ -363,7 +372,7 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         torch.multiprocessing.spawn(
-            process, (args, f"file://{meeting.resolve()}"), nprocs=PROFILES[args.profile].processes
+            process, (args, f"file://{meeting.resolve()}"), nprocs=processes(args)
         )
     finally:
         meeting.unlink(missing_ok=True)
