@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from tools.pocket_simulation import Setting, Simulated, layer_roles
+from tools.tasks import TASKS as KINDS
 from tools.tasks import make_sample
 from weights.fingerprint import fingerprint
 
@@ -16,7 +17,7 @@ TASKS = ("passkey", "kv", "two_stage", "chains", "facts", "needle_multi_key", "c
 
 
 def prompts(model: Simulated, folder: Path, tasks, length: int, count: int, questions: int, with_mass: bool = False):
-    """Yields (task, read prompt, ids fed, right ids) for every question, each asked in a dialogue's first turn."""
+    """Yields (task, prompt with the question read, its last logits, right ids) for every question; a document is read once."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -24,43 +25,35 @@ def prompts(model: Simulated, folder: Path, tasks, length: int, count: int, ques
     special = {name: tokenizer.token_to_id(f"<|{name}|>") for name in ("bos", "user", "assistant", "end")}
     for task in tasks:
         for seed in range(count):
-            sample = make_sample(task, length, lambda text: len(encode(text)), 10_000 + seed, questions)
+            sample = make_sample(task, length, lambda text: len(encode(text)), 10_000 + seed, min(questions, KINDS[task].max_questions))
+            document = model.read([special["bos"], *encode(sample.document.rstrip() + "\n")], with_mass)
             for question, answer in zip(sample.questions, sample.answers, strict=True):
-                ids = [special["bos"], *encode(sample.document), special["user"], *encode(question), special["assistant"]]
-                right = [*encode(answer), special["end"]]
-                # the last prompt token is read with the prompt, as the engine does
-                yield task, model.read(ids, with_mass), ids, right
+                prompt, last = model.extend(document, [special["user"], *encode(question), special["assistant"]])
+                yield task, prompt, last, [*encode(answer), special["end"]]
 
 
 def score(model: Simulated, folder: Path, settings: dict[str, Setting], tasks, length: int, count: int, questions: int) -> dict:
     """{setting: {task: [right, asked]}}."""
     table = {name: {task: [0, 0] for task in tasks} for name in settings}
-    with_mass = any(s.keep == "h2o" for s in settings.values())
-    for task, prompt, ids, right in prompts(model, folder, tasks, length, count, questions, with_mass):
-        first = model.answer(shortened(prompt), ids[-1:], Setting())[-1].argmax()
+    evicting = any(s.keep for s in settings.values())
+    for task, prompt, last, right in prompts(model, folder, tasks, length, count, questions, evicting):
+        first, rest = int(last.argmax()) == right[0], torch.tensor(right[1:])
         for name, setting in settings.items():
-            logits = model.answer(prompt, right[:-1], setting)
-            good = bool(first == right[0]) and torch.equal(logits.argmax(-1), torch.tensor(right[1:]))
+            # the first token comes from the prompt, which every method but an evicting one reads in full
+            good = first and torch.equal(model.answer(prompt, right[:-1], setting).argmax(-1), rest)
             table[name][task][0] += good
             table[name][task][1] += 1
     return table
 
 
-def shortened(prompt):
-    """The prompt without its last token, so that the last row can be computed for its logits."""
-    from tools.pocket_simulation import Prompt
-
-    return Prompt([k[:, :-1] for k in prompt.keys], [v[:, :-1] for v in prompt.values], [], prompt.length - 1)
-
-
-def candidates(layers: int, most: int, wait_choices) -> dict[str, Setting]:
+def candidates(layers: int, most: int, wait_choices, share: float) -> dict[str, Setting]:
     """Every set of one to `most` filter layers that leaves at least two sparse layers."""
     out = {}
     for size in range(1, most + 1):
         for filters in itertools.combinations(range(layers - 1), size):
             for wait in wait_choices:
                 if layer_roles(layers, filters, wait).count("sparse") >= 2:
-                    out[f"{','.join(map(str, filters))} wait {wait}"] = Setting(filters, wait)
+                    out[f"{','.join(map(str, filters))} wait {wait}"] = Setting(filters, wait, share)
     return out
 
 
@@ -74,17 +67,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.pocket_filters", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--documents", type=int, default=8, help="per task")
-    parser.add_argument("--questions", type=int, default=2, help="per document")
+    parser.add_argument("--documents", type=int, default=4, help="per task")
+    parser.add_argument("--questions", type=int, default=4, help="per document, at most")
     parser.add_argument("--most", type=int, default=2, help="most filter layers in a set")
     parser.add_argument("--wait", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--share", type=float, default=0.0667)
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS))
     parser.add_argument("--dry", action="store_true", help="print the table, write nothing")
     args = parser.parse_args()
     torch.set_num_threads(1)
     began, model = time.monotonic(), Simulated(args.folder)
-    settings = {"full": Setting()} | candidates(model.layers, args.most, args.wait)
-    table = score(model, args.folder, settings, TASKS, args.length, args.documents, args.questions)
+    settings = {"full": Setting()} | candidates(model.layers, args.most, args.wait, args.share)
+    table = score(model, args.folder, settings, args.tasks, args.length, args.documents, args.questions)
     ranked = sorted(settings, key=lambda name: -mean(table[name]))
     for name in ranked:
         print(f"{name:16s} mean {mean(table[name]):.3f} | " + " ".join(f"{t}={r / n:.2f}" for t, (r, n) in table[name].items()))

@@ -95,15 +95,26 @@ class Simulated:
     @torch.inference_mode()
     def answer(self, prompt: Prompt, ids: list[int], setting: Setting) -> Tensor:
         """Logits [len(ids), vocab] after each of `ids`, which follow the prompt one by one, under a setting."""
+        return self._follow(prompt, ids, setting)[0]
+
+    @torch.inference_mode()
+    def extend(self, prompt: Prompt, ids: list[int]) -> tuple[Prompt, Tensor]:
+        """The prompt with more tokens read by full attention (mass stays that of the document), and the last one's logits [vocab]."""
+        logits, keys, values = self._follow(prompt, ids, Setting())
+        return Prompt(keys, values, prompt.mass, prompt.length + len(ids)), logits[-1]
+
+    def _follow(self, prompt: Prompt, ids: list[int], setting: Setting):
         x = self.weights["model.embed_tokens.weight"][ids]
         rows, group, start = len(ids), self.heads // self.kv_heads, prompt.length
         after = torch.ones(rows, rows, dtype=torch.bool).tril()
         causal = torch.cat((torch.ones(rows, start, dtype=torch.bool), after), 1)
         roles = layer_roles(self.layers, setting.filters, setting.wait)
-        chosen = None
+        chosen, keys, values = None, [], []
         for layer in range(self.layers):
             q, k, v = self._qkv(x, layer, start)
             k, v = torch.cat((prompt.keys[layer], k), 1), torch.cat((prompt.values[layer], v), 1)
+            keys.append(k)
+            values.append(v)
             seen = causal
             if setting.keep:
                 kept = kept_tokens(prompt, layer, setting).repeat_interleave(group, 0)
@@ -115,8 +126,8 @@ class Simulated:
             if roles[layer] == "filter":
                 chosen = choose(weight.amax(0), start, setting) & causal
             x = self._rest(x, weight @ v.repeat_interleave(group, 0), layer)
-        return self._norm(x, self.weights["model.norm.weight"]) @ self.weights.get(
-            "lm_head.weight", self.weights["model.embed_tokens.weight"]).T
+        head = self.weights.get("lm_head.weight", self.weights["model.embed_tokens.weight"])
+        return self._norm(x, self.weights["model.norm.weight"]) @ head.T, keys, values
 
 
 def layer_roles(layers: int, filters: tuple[int, ...], wait: int) -> list[str]:
@@ -147,14 +158,19 @@ def choose(scores: Tensor, prompt: int, setting: Setting) -> Tensor:
 
 
 def kept_tokens(prompt: Prompt, layer: int, setting: Setting) -> Tensor:
-    """[Hkv, P] bool: what an evicting method has left of the prompt."""
-    count = max(5, math.floor(setting.share * prompt.length))
+    """[Hkv, P] bool: what an evicting method has left of the document, and all of the question that was read after it.
+
+    H2O: half the budget the newest, half those with the most attention; StreamingLLM: four first tokens, the rest the newest.
+    """
+    document = prompt.mass[layer].shape[1]
+    count = max(5, math.floor(setting.share * document))
     kept = torch.zeros(prompt.keys[0].shape[0], prompt.length, dtype=torch.bool)
+    kept[:, document:] = True
     if setting.keep == "streaming":
         kept[:, :4] = True
-        kept[:, prompt.length - (count - 4):] = True
+        kept[:, document - (count - 4) : document] = True
         return kept
     recent = count // 2
-    kept[:, prompt.length - recent:] = True
-    best = prompt.mass[layer][:, : prompt.length - recent].topk(count - recent, dim=1).indices
+    kept[:, document - recent : document] = True
+    best = prompt.mass[layer][:, : document - recent].topk(count - recent, dim=1).indices
     return kept.scatter_(1, best, True)
