@@ -11,6 +11,7 @@ from engine.display import clock, count, human, resident_bytes
 from engine.errors import SettingError, UsageError
 from engine.methods.full import Full
 from engine.methods.omnikv import OmniKV
+from engine.plan import tail_start
 from engine.sampling import SamplingParams
 
 LEAVE = object()        # what /quit returns
@@ -229,7 +230,15 @@ def _sources(chat, rest: str):
         where = f"{name}, line {passage.line}, tokens {passage.first:,}-{passage.last:,}"
         lines.append(f"{100 * passage.score / total:3.0f}  {where}\n     \"{' '.join(passage.text.split())}\"")
     chat.display.line("\n".join([f"what the last answer looked at, most read first (100: the passages shown together; "
-                                 f"{count(conversation.choices.made, 'choice')} in all)", *lines]))
+                                 f"{count(conversation.choices.made, 'choice')} in all)", *lines, *_tail_note(conversation)]))
+
+
+def _tail_note(conversation) -> list[str]:
+    """A line where the tail reaches into a document: it is read whole at every step, so there is nothing to rank."""
+    start = tail_start(len(conversation.session), getattr(conversation.session.method, "tail", 0))
+    if all(document.stop <= (conversation.ends[start - 1] if start else 0) for document in conversation.documents):
+        return []
+    return [f"(from token {start:,} on every layer reads everything at every step: the tail is not ranked)"]
 
 
 COMMANDS = (

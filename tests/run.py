@@ -21,23 +21,23 @@ NO_TESTS_COLLECTED = 5  # pytest's exit status; right where triton or a folder i
 
 @dataclass
 class Run:
-    """One pytest process: its paths and environment, then its exit status, output and counts."""
+    """One pytest process: its paths and environment, then its exit status and counts."""
 
     name: str
     paths: list[str]
     environment: dict[str, str] = field(default_factory=dict)
     status: int = 0
-    output: str = ""
     counts: dict[str, int] = field(default_factory=dict)
 
     def execute(self, options: list[str], report: Path) -> None:
         """Run pytest to its end; an unreadable report (a crash) counts as one error."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **self.environment}
-        command = [sys.executable, "-m", "pytest", f"--junitxml={report}", "--color=no", *self.paths, *options]
-        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT, text=True, errors="replace")
-        self.status, self.output = done.returncode, done.stdout
-        self.counts = read_counts(report)
+        command = [sys.executable, "-m", "pytest", f"--junitxml={report}", "--color=no", "--durations=8", *self.paths, *options]
+        with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              text=True, errors="replace") as process:
+            for line in process.stdout:         # as it comes: a run that is stopped has shown how far it was
+                print(f"[{self.name}] {line.rstrip()}", flush=True)
+        self.status, self.counts = process.returncode, read_counts(report)
 
 
 def read_counts(report: Path) -> dict[str, int]:
@@ -55,14 +55,14 @@ def suite() -> list[list[Run]]:
     apart = [name for name in ("tests/kernels", "tests/aot") if (ROOT / name).is_dir()]
     lanes = [[Run("engine", ["tests", *(f"--ignore={name}" for name in apart)], {"TRITON_INTERPRET": "0"})], []]
     if "tests/kernels" in apart:
-        lanes[1].append(Run("kernels, interpreted", ["tests/kernels"], {"TRITON_INTERPRET": "1"}))
+        lanes[1].append(Run("kernels", ["tests/kernels"], {"TRITON_INTERPRET": "1"}))
     if "tests/aot" in apart:
-        lanes[1].append(Run("kernels, compiled ahead of time", ["tests/aot"], {"TRITON_INTERPRET": "0"}))
+        lanes[1].append(Run("compile", ["tests/aot"], {"TRITON_INTERPRET": "0"}))
     return lanes
 
 
 def main(arguments: list[str]) -> int:
-    """Run everything, print each output whole, and end with one line that adds them up."""
+    """Run everything and end with one line that adds it up."""
     start = time.monotonic()
     paths = [a for a in arguments if not a.startswith("-") and (ROOT / a.split("::")[0]).exists()]
     options = [a for a in arguments if a not in paths]
@@ -72,7 +72,6 @@ def main(arguments: list[str]) -> int:
         def drive(number: int) -> None:
             for index, run in enumerate(lanes[number]):
                 run.execute(options, Path(folder) / f"{number}-{index}.xml")
-                print(f"\n--- {run.name}\n{run.output}", flush=True)
 
         threads = [threading.Thread(target=drive, args=(number,)) for number in range(len(lanes))]
         for thread in threads:

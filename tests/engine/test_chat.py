@@ -280,6 +280,12 @@ def test_sources_quotes_the_passage_that_was_chosen(fake, monkeypatch, capsys, t
     code, out, err = chat(llm, monkeypatch, capsys, f"/read {tmp_path / 'd.txt'}", "Which key?", "/sources")
     assert code == 0 and out == "48213\n"
     assert err.index("d.txt, line 21, tokens") < err.index('"The key is 48213 for the gate."')
+    assert "the tail is not ranked" not in err
+
+    llm.sessions.clear()
+    llm.session = lambda old=llm.session: _with_tail(old())
+    code, out, err = chat(llm, monkeypatch, capsys, f"/read {tmp_path / 'd.txt'}", "Which key?", "/sources")
+    assert '"The key is 48213 for the gate."' in err and "every layer reads everything" in err
 
 
 def test_several_lines_in_one_message(fake, monkeypatch, capsys):
@@ -303,6 +309,11 @@ def test_method_full_states_what_it_costs(fake, monkeypatch, capsys):
     code, _, err = chat(llm, monkeypatch, capsys, "hello", "/method full", "/method omnikv", "/method", "again", flags=["--tokens", "64"])
     assert code == 0 and "Full()" in err and "a step of full attention reads" in err and "per token" in err
     assert "OmniKV(" in err and "tokens=64" in err
+
+
+def _with_tail(session):
+    session.method = SimpleNamespace(tail=256)
+    return session
 
 
 def _with_method(session):
