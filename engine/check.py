@@ -160,8 +160,9 @@ class Pair:
         device = self.session.llm.model.device
         token = torch.tensor([[self.session.ids[position]]], device=device)
         length = torch.tensor([position], dtype=torch.int32, device=device)
-        full = self.full.step(token, length, self.session.bank)[0, -1]
-        sparse = self.sparse.step(token, length, self.session.bank)[0, -1]
+        with self.session.bank.rehearsal(position + 1):
+            full = self.full.step(token, length, self.session.bank)[0, -1]
+            sparse = self.sparse.step(token, length, self.session.bank)[0, -1]
         p, q = torch.log_softmax(full.double(), -1), torch.log_softmax(sparse.double(), -1)
         return StepCheck(position, int(full.argmax()), int(sparse.argmax()), max(0.0, float((p.exp() * (p - q)).sum())),
                          dict(self.meter.mass))

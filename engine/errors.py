@@ -10,7 +10,7 @@ from weights.errors import (
 )
 
 __all__ = [
-    "BadCheckpoint", "Busy", "ContextTooLong", "EngineError", "HubError", "ModelNotFound", "OutOfMemoryPlan",
+    "BadCheckpoint", "Busy", "ContextTooLong", "EngineError", "HubError", "ModelNotFound", "OutOfHostMemory", "OutOfMemoryPlan",
     "SessionClosed", "SettingError", "TemplateError", "UnsupportedCheckpoint", "UsageError",
 ]
 
@@ -25,6 +25,10 @@ class ContextTooLong(EngineError):
 
 class OutOfMemoryPlan(EngineError):
     """The memory plan does not fit; names what, how much, and the remedies in order. Nothing was allocated."""
+
+
+class OutOfHostMemory(EngineError):
+    """The host tier got no memory for more tokens; names the limit and the remedies. The session keeps the length it had."""
 
 
 class Busy(EngineError):

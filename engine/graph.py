@@ -39,7 +39,7 @@ class StepRunner:
 
     def __init__(self, decoder, token, length, bank, graphs):
         self._decoder, self._token, self._length, self._bank = decoder, token, length, bank
-        self._graphs_wanted = graphs and decoder.runtime.capturable
+        self._graphs_wanted = graphs and decoder.runtime.capturable and bank.capturable(decoder.runtime)
         self._graphs = {}
 
     def __call__(self, n):

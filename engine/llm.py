@@ -12,11 +12,13 @@ from engine.config import ModelConfig
 from engine.errors import BadCheckpoint, Busy, OutOfMemoryPlan, SettingError
 from engine.generate import Completion, generate
 from engine.graph import compiled_pieces
+from engine.host import HostPool
 from engine.memory import make_plan, trim_heap
 from engine.methods.base import Method
 from engine.methods.full import Full
 from engine.methods.omnikv import OmniKV
 from engine.model import Llama, after, assemble, before, ignored, targets
+from engine.placement import SLOTS, full_placement
 from engine.rope import Rotary
 from engine.session import Session
 from engine.text import Tokenizer
@@ -34,21 +36,22 @@ class LLM:
     "cuda" | "cuda:N". dtype: "auto" (as stored; float16 becomes bfloat16 on a CPU) or a name. max_context: tokens per session
     (default: the model's own length or what fits). threads: CPU threads. chunk: tokens per prefill chunk. compile: None (on for a
     GPU, off for a CPU). method: Full() | OmniKV(...), default OmniKV where the model is known to have filter layers, else Full.
-    vram_budget, ram_budget: bytes to stay within. load=False plans only; call load() later. progress(LoadProgress).
+    offload: "auto" (on a GPU, what does not fit goes to host memory) | "host" (all sparse layers) | "device" (nothing). slots: rows
+    that an offloaded group keeps on the device per selected token (0: nothing is kept from step to step). host_pool: an
+    engine.host.HostPool to share with other LLMs. vram_budget, ram_budget: bytes to stay within. load=False plans only; call load() later. progress(LoadProgress).
     Raises typed errors (engine.errors), all before anything large is allocated.
     """
 
     def __init__(self, model, *, device="auto", dtype="auto", max_context=None, threads=None, chunk=None, compile=None,
                  offload="auto", vram_budget=None, ram_budget=None, method=None, load=True, progress=None, check_finite=True,
-                 kernels="auto", download_progress=None):
-        self._settings(threads, max_context, chunk, kernels, offload)
+                 kernels="auto", download_progress=None, slots=SLOTS, host_pool=None):
+        self._settings(threads, max_context, chunk, kernels, offload, slots, vram_budget, ram_budget, host_pool)
         self.resolved = resolve(str(model), progress=download_progress, config_only=not load)
         self.folder, self.name = Path(self.resolved.folder), str(model)
         config = ModelConfig.from_folder(self.folder)
         self._prepare(config, device, dtype, compile)
         self.method, layers = self.resolve_method(method if method is not None else self._default_method())
-        self._plan = make_plan(self.name, config, self.method, layers, self.dtype, self.device, self._context(max_context), chunk,
-                               vram_budget if self.device.type == "cuda" else ram_budget, self._hint, kernels)
+        self._plan = self._make_plan(self.method, layers, self._context(max_context), chunk)
         self._progress, self._download_progress, self._check_finite = progress, download_progress, check_finite
         self.tokenizer = None
         if load:
@@ -56,32 +59,36 @@ class LLM:
 
     @classmethod
     def from_stream(cls, config, stream, *, name="random", device="auto", dtype="auto", max_context=None, threads=None, chunk=None,
-                    compile=None, offload="auto", vram_budget=None, ram_budget=None, method=None, kernels="auto", tokenizer=None):
+                    compile=None, offload="auto", vram_budget=None, ram_budget=None, method=None, kernels="auto", tokenizer=None,
+                    slots=SLOTS, host_pool=None):
         """An LLM from a ModelConfig and stream(config, dtype, device) -> iterable of (target name, tensor), e.g. model.random_stream.
 
         For benchmarks and tests: no folder, no tokenizer unless one is given. Same plan, same checks, same paths.
         """
         self = cls.__new__(cls)
-        self._settings(threads, max_context, chunk, kernels, offload)
+        self._settings(threads, max_context, chunk, kernels, offload, slots, vram_budget, ram_budget, host_pool)
         self.resolved, self.folder, self.name, self.tokenizer = None, None, name, tokenizer
         self._prepare(config, device, dtype, compile)
         self.method, layers = self.resolve_method(method if method is not None else Full())
-        self._plan = make_plan(name, config, self.method, layers, self.dtype, self.device, self._context(max_context), chunk,
-                               vram_budget if self.device.type == "cuda" else ram_budget, self._hint, kernels)
+        self._plan = self._make_plan(self.method, layers, self._context(max_context), chunk)
         self._plan.check()
         self._finish(assemble(config, self.dtype, self.device, stream(config, self.dtype, self.device), _form(kernels)))
         return self
 
     # ---------------------------------------------------------------- construction
 
-    def _settings(self, threads, max_context, chunk, kernels, offload):
+    def _settings(self, threads, max_context, chunk, kernels, offload, slots, vram_budget, ram_budget, host_pool):
         for name, value in (("threads", threads), ("max_context", max_context), ("chunk", chunk)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise SettingError(f"{name}: found {value!r}, expected an int of at least 1")
         if kernels not in KERNEL_PATHS:
             raise SettingError(f"kernels: found {kernels!r}, expected one of {', '.join(KERNEL_PATHS)}")
-        if offload not in ("auto", "device"):
-            raise SettingError(f"offload: found {offload!r}, expected 'auto' or 'device'")
+        if offload not in ("auto", "host", "device"):
+            raise SettingError(f"offload: found {offload!r}, expected 'auto', 'host' or 'device'")
+        if isinstance(slots, bool) or not isinstance(slots, (int, float)) or not (slots == 0 or slots >= 1):
+            raise SettingError(f"slots: found {slots!r}, expected a number of at least 1 (rows per selected token), or 0 for no reuse")
+        self._offload, self._slots, self._vram_budget, self._ram_budget = offload, slots, vram_budget, ram_budget
+        self._host_pool = host_pool
         if threads is not None:
             torch.set_num_threads(threads)
         self.kernels, self.model, self._hint = kernels, None, ""
@@ -92,6 +99,29 @@ class LLM:
         self.device = _device(device)
         self.dtype = _dtype(dtype, config.dtype, self.device)
         self._compile = self.device.type == "cuda" if compile is None else compile
+
+    def _make_plan(self, method, layers, max_context, chunk):
+        on_gpu = self.device.type == "cuda"
+        return make_plan(self.name, self.config, method, layers, self.dtype, self.device, max_context, chunk,
+                         self._vram_budget if on_gpu else self._ram_budget, self._hint, self.kernels, self._offload, self._slots,
+                         self._ram_budget)
+
+    def placement(self, method, layers, capacity):
+        """engine.placement.Placement of a session with this method and capacity, or None where nothing is offloaded."""
+        planned = self._plan.placement
+        if planned is None and not (self._offload == "host" or (method.stages and self._offload == "auto" and self.device.type == "cuda")):
+            return None
+        placement = full_placement(self.config, method, layers, self.dtype.itemsize, capacity, min(self.chunk, capacity), self._slots,
+                                   by_layer=self.device.type == "cuda")
+        same = placement is not None and planned is not None and set(planned.packs) <= set(placement.packs)
+        return placement.keeping(planned.packs) if same else placement
+
+    @property
+    def host_pool(self):
+        """The engine.host.HostPool of this LLM's sessions, made when first needed."""
+        if self._host_pool is None:
+            self._host_pool = HostPool(self._ram_budget if self.device.type == "cuda" else None)
+        return self._host_pool
 
     def _context(self, max_context):
         if max_context is not None and max_context > self.config.context_limit:
@@ -148,8 +178,7 @@ class LLM:
         if method is None and max_context is None:
             return self._plan
         method, layers = self.resolve_method(method if method is not None else self.method)
-        return make_plan(self.name, self.config, method, layers, self.dtype, self.device, max_context or self.max_context, self.chunk,
-                         path=self.kernels)
+        return self._make_plan(method, layers, max_context or self.max_context, self.chunk)
 
     @property
     def max_context(self):
@@ -192,7 +221,7 @@ class LLM:
             raise SettingError(f"max_context: found {capacity!r}, expected an int from 1 to {self.max_context} (this LLM's plan)")
         method, plan = self.resolve_method(method) if method is not None else (self.method, self._plan.layers)
         try:
-            return Session(self, capacity, method, plan)
+            return Session(self, capacity, method, plan, self.placement(method, plan, capacity))
         except (RuntimeError, MemoryError) as error:           # torch's allocators raise RuntimeError, CUDA's a subclass of it
             if "memory" not in str(error).lower():
                 raise

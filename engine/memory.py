@@ -9,7 +9,9 @@ import torch
 
 from engine.decode import RING
 from engine.errors import OutOfMemoryPlan
+from engine.placement import SLOTS, fitting, full_placement
 from engine.plan import LayerPlan
+from engine.selector import mem_from_budget
 from kernels.scratch import scratch_bytes
 
 GIB = 1024 ** 3
@@ -73,6 +75,11 @@ class Plan:
     free: int
     free_name: str
     note: str = ""
+    placement: object = None        # engine.placement.Placement: what lives in host memory; None: nothing
+    host_bytes: int = 0             # host tier of one session at max_context (on a CPU it is part of the total)
+    host_free: int = 0
+    full_bank: int = 0              # bytes of all rows of all layers at max_context
+    budget: int = 0                 # selected tokens at max_context
 
     @property
     def total(self):
@@ -81,8 +88,26 @@ class Plan:
 
     @property
     def fits(self):
-        """Whether the peak stays within the memory that may be planned for."""
-        return self.total <= self.free * HEADROOM
+        """Whether the peaks stay within the device and host memory that may be planned for."""
+        return self.total <= self.free * HEADROOM and (self.host_bytes <= self.host_free * HEADROOM)
+
+    @property
+    def mem(self):
+        """The paper's Mem% at max_context: a + b (1 - a), the share of the bank that a step reads."""
+        return mem_from_budget(self.budget, self.max_context, self.layers.dense_share) if self.budget else 1.0
+
+    @property
+    def resident(self):
+        """Share of the bank that is allocated on the device at max_context, slots, tail and staging included."""
+        held = sum(size for name, size, _ in self.items if name in ("context bank", "working sets", "streaming"))
+        return held / max(1, self.full_bank)
+
+    @property
+    def where(self):
+        """One line of what went where."""
+        if self.placement is None:
+            return "everything on the device"
+        return f"{self.placement.describe()}; {human(self.host_bytes)} of {human(self.host_free)} free host memory"
 
     def bytes_of(self, name):
         """Bytes of one item by name."""
@@ -93,7 +118,8 @@ class Plan:
         return {"model": self.model, "method": repr(self.method), "layers": self.layers.describe(), "device": self.device,
                 "dtype": self.dtype, "max_context": self.max_context, "largest_context": self.largest_context, "chunk": self.chunk,
                 "dense_below": self.dense_below, "total_bytes": self.total, "free_bytes": self.free, "fits": self.fits,
-                "items": {name: size for name, size, _ in self.items}}
+                "items": {name: size for name, size, _ in self.items}, "host_bytes": self.host_bytes, "mem": self.mem,
+                "resident": self.resident, "placement": self.where}
 
     def __str__(self):
         width = max(len(name) for name, _, _ in self.items)
@@ -105,6 +131,7 @@ class Plan:
         lines += [f"context   {self.max_context} tokens, prefill in chunks of {self.chunk}", "memory"]
         lines += [f"  {name:<{width}}  {human(size):>10}  {note}".rstrip() for name, size, note in self.items]
         lines.append(f"  {'total at peak':<{width}}  {human(self.total):>10}  of {human(self.free)} {self.free_name}")
+        lines.append(f"placement {self.where}; mem {self.mem:.1%} (formula), resident {self.resident:.1%} (allocated)")
         lines.append(f"largest context that fits here: {self.largest_context} tokens")
         if self.note:
             lines.append(self.note)
@@ -114,6 +141,11 @@ class Plan:
         """Raise OutOfMemoryPlan with the remedies in order where the plan does not fit."""
         if self.fits:
             return
+        if self.total <= self.free * HEADROOM:
+            raise OutOfMemoryPlan(
+                f"{self.model} at {self.max_context} tokens needs {human(self.host_bytes)} of host memory for offloaded layers, but "
+                f"only {human(self.host_free * HEADROOM)} of the {human(self.host_free)} free may be used; remedies: {flag}="
+                f"{self.largest_context}, then offload='device', then freeing memory")
         part, size, _ = max(self.items, key=lambda item: item[1])
         fewer = f"a context of at most {self.largest_context} tokens ({flag}={self.largest_context})" \
             if self.largest_context >= ROUND else "a smaller model"
@@ -136,10 +168,14 @@ def default_chunk(device_type):
     return 2048 if device_type == "cuda" else 512
 
 
-def memory_items(config, method, layers, dtype, device, context, chunk, path="auto"):
-    """The plan's parts at a context: tuple of (name, bytes, note). Everything but the bank and a few buffers is O(1) in context."""
+def memory_items(config, method, layers, dtype, device, context, chunk, path="auto", placement=None):
+    """The plan's parts at a context: tuple of (name, bytes, note). Everything but the bank and a few buffers is O(1) in context.
+
+    placement: what lives in host memory; on a CPU, where it takes the same memory, the host tier is an item too.
+    """
     size = dtype.itemsize
-    bank = config.num_layers * context * config.kv_bytes(size)
+    kept = config.num_layers - (len(placement.layers) if placement else 0)
+    bank = kept * context * config.kv_bytes(size)
     budget = method.budget_capacity(layers, context)
     windowed = getattr(method, "selector", "last") != "last"
     scratch = scratch_bytes(batch=1, queries=1, heads=config.num_heads, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
@@ -149,12 +185,24 @@ def memory_items(config, method, layers, dtype, device, context, chunk, path="au
     ring = config.num_layers * RING * config.q_size * size
     return (
         ("weights", config.parameters * size, f"{config.parameters / 1e9:.2f} B parameters"),
-        ("context bank", bank, f"{config.num_layers} layers x {config.kv_bytes(size)} B per token"),
+        ("context bank", bank, f"{kept} layers x {config.kv_bytes(size)} B per token"),
+        *_tier_items(config, placement, size, context, device),
         ("query ring", ring, f"last {RING} queries of every layer"),
         ("decode scratch", scratch, ""),
         ("selection", selection, "scores and indices" if budget else ""),
         ("prefill workspace", prefill_bytes(config, size, chunk), f"activations of one chunk of {chunk} tokens"),
     )
+
+
+def _tier_items(config, placement, size, context, device):
+    if placement is None:
+        return ()
+    parts = placement.device_items(config, size, context)
+    items = (("working sets", parts["slots"] + parts["maps"], f"{placement.slots} slots and {placement.ring} newest rows per group"),
+             ("streaming", parts["staging"], f"blocks of {placement.block} tokens"))
+    if device.type == "cpu":
+        items += (("host tier", placement.host_bytes(config, size, context), "in ordinary memory"),)
+    return items
 
 
 def prefill_bytes(config, size, chunk):
@@ -165,27 +213,54 @@ def prefill_bytes(config, size, chunk):
 
 
 def make_plan(name, config, method, layers, dtype, device, max_context=None, chunk=None, budget=None, note="",
-              path="auto"):
-    """The Plan of a model. max_context None: the model's own length or what fits, whichever is less. budget: bytes to stay within."""
+              path="auto", offload="auto", slots=SLOTS, host_budget=None):
+    """The Plan of a model. max_context None: the model's own length or what fits, whichever is less. budget: bytes to stay within.
+
+    offload: "auto" offloads on a GPU what does not fit, "host" everything that the method lets go, "device" nothing. slots: per
+    budgeted token. host_budget: bytes of host memory to stay within.
+    """
     chunk = chunk or default_chunk(device.type)
     free, free_name = available_bytes(device)
     if budget is not None:
         free, free_name = min(free, int(budget / HEADROOM)), "allowed"
+    cpu = torch.device("cpu")
+    host_free = available_bytes(cpu)[0] if device.type != "cpu" else free
+    if host_budget is not None:
+        host_free = min(host_free, int(host_budget / HEADROOM))
+    size = dtype.itemsize
 
-    def total(context):
-        return sum(size for _, size, _ in memory_items(config, method, layers, dtype, device, context, min(chunk, context), path))
+    def items(context, placement):
+        return memory_items(config, method, layers, dtype, device, context, min(chunk, context), path, placement)
 
-    largest = _largest(total, free * HEADROOM, config.max_positions)
+    def fits(context, placement):
+        if placement is not None and device.type != "cpu" and placement.host_bytes(config, size, context) > host_free * HEADROOM:
+            return False
+        return sum(b for _, b, _ in items(context, placement)) <= free * HEADROOM
+
+    def everything(context):
+        if offload == "device" or (offload == "auto" and device.type == "cpu"):
+            return None
+        return full_placement(config, method, layers, size, context, min(chunk, context), slots, by_layer=device.type == "cuda")
+
+    def best(context):
+        full = everything(context)
+        if full is None or offload == "host" or method.stages:
+            return full
+        return fitting(full, lambda placement: fits(context, placement))
+
+    largest = _largest(lambda context: fits(context, best(context)), config.max_positions)
     context = max_context or max(ROUND, largest)
-    step = min(chunk, context)
-    below = method.dense_below_tokens(layers, config, dtype.itemsize, device.type, context)
-    return Plan(name, method, layers, str(device), str(dtype).removeprefix("torch."), context, largest, step, below,
-                memory_items(config, method, layers, dtype, device, context, step, path), free, free_name, note)
+    placement = best(context)
+    below = method.dense_below_tokens(layers, config, size, device.type, context)
+    return Plan(name, method, layers, str(device), str(dtype).removeprefix("torch."), context, largest, min(chunk, context), below,
+                items(context, placement), free, free_name, note, placement,
+                placement.host_bytes(config, size, context) if placement and device.type != "cpu" else 0, host_free,
+                config.num_layers * context * config.kv_bytes(size), method.budget_capacity(layers, context))
 
 
-def _largest(total, room, most):
+def _largest(fits, most):
     low, high = 0, most
     while high - low >= 1:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if total(middle) <= room else (low, middle - 1)
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low if low == most else low // ROUND * ROUND

@@ -9,7 +9,7 @@ import torch
 
 from engine.bank import DeviceBank
 from engine.check import Pair, check
-from engine.decode import RING, Decoder, QueryRing
+from engine.decode import RING, Decoder, QueryRing, Step
 from engine.errors import ContextTooLong, SessionClosed, SettingError
 from engine.graph import StepRunner
 from engine.methods.base import Setup
@@ -17,9 +17,13 @@ from engine.methods.full import Full
 from engine.model import after, before
 from engine.plan import Role
 from engine.prefill import Clock, Work, run_chunk
+from engine.selector import mem_from_budget
 from engine.synthetic import fill_rows, synthesize
+from engine.tiered import TieredBank, bank_figures
 from kernels.dispatch import PATHS as KERNEL_PATHS
 from kernels.scratch import make_scratch, scratch_bytes
+
+WARM = 8        # queries at a prompt's end whose selections fill the working sets before the first step
 
 
 @dataclass
@@ -40,6 +44,16 @@ class SessionStats:
     scratch_bytes: int = 0
     ring_bytes: int = 0
     selection_bytes: int = 0
+    host_bytes: int = 0                # host blocks of this session
+    resident: float = 1.0              # bank bytes on the device / bytes of all rows at the session's capacity
+    mem: float = 1.0                   # the paper's formula: share of the bank that a sparse step reads
+    hits: int = 0                      # selected tokens found in the working sets, summed over groups and steps
+    misses: int = 0
+    evictions: int = 0
+    bytes_fetched: int = 0             # by selection: misses x bytes of a group's row, exactly
+    bytes_streamed: int = 0            # whole layers and blocks brought back (prefill, dense steps, brutal offload)
+    staging_stalls: int = 0            # chunks of a layer that found their staging buffer still on its way home
+    groups: dict = field(default_factory=dict)      # {first layer: {"hits", "misses", "evictions", "plans", "bytes"}}
 
     def to_dict(self):
         """Plain dict for JSON."""
@@ -59,7 +73,7 @@ class _Mark:
 class Session:
     """Made by LLM.session(). `len(s)` tokens are in the bank; `s.ids` are they. Not thread-safe; one runs at a time per LLM."""
 
-    def __init__(self, llm, capacity, method, plan):
+    def __init__(self, llm, capacity, method, plan, placement=None):
         self.llm, self.capacity = llm, capacity
         self.kernels = llm.kernels
         self.ids = []
@@ -68,7 +82,10 @@ class Session:
         self._marks = []
         self._stats = SessionStats()
         config, model = llm.config, llm.model
-        self.bank = DeviceBank(config, plan, capacity, model.dtype, model.device)
+        if placement is None:
+            self.bank = DeviceBank(config, plan, capacity, model.dtype, model.device)
+        else:
+            self.bank = TieredBank(config, plan, capacity, model.dtype, model.device, placement, llm.host_pool, llm.kernels)
         self._ring = QueryRing(config, 1, model.dtype, model.device)
         self._token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
         self._length = torch.zeros(1, dtype=torch.int32, device=model.device)
@@ -93,9 +110,14 @@ class Session:
     @property
     def stats(self):
         """A SessionStats of now (a copy)."""
-        held = {} if self.closed else dict(bank_bytes=self.bank.nbytes, ring_bytes=self._ring.nbytes, scratch_bytes=self._scratch_bytes,
-                                           selection_bytes=self._runtime.nbytes)
+        held = {} if self.closed else dict(ring_bytes=self._ring.nbytes, scratch_bytes=self._scratch_bytes,
+                                           selection_bytes=self._runtime.nbytes, mem=self._mem(), **bank_figures(self.bank))
         return replace(self._stats, tokens=len(self.ids), **held)
+
+    def _mem(self):
+        prompt = self._marks[-1].length if self._marks else len(self.ids)
+        k = getattr(self._runtime, "k", 0)
+        return mem_from_budget(k, prompt, self.plan.dense_share) if k and self.plan.sparse_layers else 1.0
 
     @property
     def runtime(self):
@@ -154,7 +176,8 @@ class Session:
         if self.ids:
             method.check_prefill(0, self._marks[-1].length if self._marks else len(self.ids))
         with self.llm.busy():
-            self.bank.relayout(plan)
+            placement = self.llm.placement(method, plan, self.capacity) if self.bank.tiered and plan.sparse_layers else None
+            self.bank = self.bank.relayout(plan, placement)
             self._again(method, plan)
 
     def set_kernels(self, path):
@@ -190,7 +213,7 @@ class Session:
         chunk, device = self.llm.chunk, self.llm.model.device
         self._runtime.begin_prefill(start, stop)
         clock = Clock(partial(self._runtime.prefill_work, Work.of(self.llm.config)), start, stop)
-        with self.llm.busy(), torch.inference_mode(), self._whole_chunks(start):
+        with self.llm.busy(), torch.inference_mode(), self._whole_chunks(start), self._whole():
             for first in range(start, stop, chunk):
                 last = min(stop, first + chunk)
                 began = time.perf_counter()
@@ -209,6 +232,16 @@ class Session:
                 if progress is not None:
                     progress(clock.progress(last))
         return self.last_logits
+
+    @contextlib.contextmanager
+    def _whole(self):
+        """Whatever breaks off inside (Ctrl-C, no host memory): the bank goes back to the tokens that are in the session."""
+        try:
+            yield
+        except BaseException:
+            if not self.closed:
+                self.bank.rewind(len(self.ids))
+            raise
 
     def _commit(self, ids, newest):
         length = len(self.ids) + len(ids)
@@ -232,6 +265,16 @@ class Session:
         self._marks.append(self._mark(start, len(self.ids), logits))
         self.last_logits = logits
         self._selected = False
+        if self.bank.tiered and self._runtime.packed and len(self.ids) >= self._dense_below:
+            self._runtime.warm(self._last_steps())
+
+    def _last_steps(self):
+        """Steps of the newest tokens, oldest first, as decode would have seen them: what they choose is chosen again soon."""
+        n, device = len(self.ids), self.llm.model.device
+        for length in range(max(1, n - WARM + 1, self._ring.low + 1), n + 1):
+            positions = torch.full((1, 1), length - 1, device=device)
+            visible = torch.full((1,), length, dtype=torch.int32, device=device)
+            yield Step(positions, visible, self.bank, self.capacity, self._ring, self.llm.rotary)
 
     def _mark(self, start, length, logits=None):
         self._runtime.end_prefill(length)
@@ -243,7 +286,7 @@ class Session:
         ids, head = synthesize(self, n, seed)
         self._room(n)
         self.prefill(ids[:head])
-        with self.llm.busy(), torch.inference_mode():
+        with self.llm.busy(), torch.inference_mode(), self._whole():
             for layer in range(self.plan.num_layers):
                 fill_rows(self.bank, layer, head, n, seed)
         if n > head:
@@ -257,7 +300,7 @@ class Session:
         (token_id,) = self._checked([token_id])
         n = len(self.ids) + 1
         self._room(n)
-        with self.llm.busy(), torch.inference_mode():
+        with self.llm.busy(), torch.inference_mode(), self._whole():
             self._restore_window()
             began = time.perf_counter()
             sparse = n >= self._dense_below and bool(self.plan.sparse_layers)
@@ -266,7 +309,9 @@ class Session:
                 sparse, self.watch.exact_steps = False, self.watch.exact_steps + 1
             self._token.fill_(token_id)
             self._length.fill_(n - 1)
+            self.bank.before_step(n)
             logits = self._metered() if metered else (self._sparse_step if sparse else self._dense_step)(n)[0, -1]
+            self.bank.after_step(n)
             self.ids.append(token_id)
             self._ring.advanced(n, 1)
             self.last_logits = logits
@@ -309,6 +354,7 @@ class Session:
         if n == len(self.ids):
             return
         del self.ids[n:]
+        self.bank.rewind(n)
         self.last_logits = None
         self._selected = False
         self._runtime.forget(n)
@@ -350,7 +396,12 @@ class Session:
         self._open()
         with self.llm.busy():
             twin = self.llm.session(self.method)
-            twin.bank.copy_from(self.bank, len(self.ids))
+            try:
+                with torch.inference_mode():
+                    twin.bank.copy_from(self.bank, len(self.ids))
+            except BaseException:
+                twin.close()
+                raise
             twin.ids = list(self.ids)
             twin._ring.copy_from(self._ring)
             twin.last_logits = None if self.last_logits is None else self.last_logits.clone()

@@ -12,6 +12,19 @@ from kernels.reference import attend
 
 PAST_BLOCK = 16384      # rows of the past at a time: the fused kernel packs a copy of its bfloat16 K and V, whatever their length
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_cuda = torch.ops.aten._scaled_dot_product_flash_attention
+_efficient_cuda = torch.ops.aten._scaled_dot_product_efficient_attention
+
+
+def _fused(q, k, v, causal, scale):
+    """torch's fused attention with as many K/V as query heads: (out [B, H, C, D], lse [B, H, C]). causal: square only."""
+    if q.device.type == "cpu":
+        return _flash_cpu(q, k, v, 0.0, causal, scale=scale)
+    if q.dtype == torch.float32:                       # the flash kernel knows 16 bits only
+        out, lse, *_ = _efficient_cuda(q, k, v, None, True, 0.0, causal, scale=scale)
+    else:
+        out, lse, *_ = _flash_cuda(q, k, v, 0.0, causal, scale=scale)
+    return out, lse[:, :, :q.shape[2]]                 # the efficient kernel rounds its rows up
 
 
 def prefill_dense_ref(q, k, v, start, scale):
@@ -63,7 +76,7 @@ def attend_rows(q, k, v, scale):
     kv_heads = k.shape[1]
     group = heads // kv_heads
     folded = q.view(batch, chunk, kv_heads, group, dim).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, group * chunk, dim)
-    out, lse = _flash_cpu(folded, k, v, 0.0, False, scale=scale)
+    out, lse = _fused(folded, k, v, False, scale)
     out = out.view(batch, kv_heads, group, chunk, dim).permute(0, 3, 1, 2, 4).reshape(batch, chunk, heads, dim)
     return out, lse.float().reshape(batch, kv_heads, group, chunk).permute(0, 3, 1, 2).reshape(batch, chunk, heads)
 
@@ -76,7 +89,7 @@ def attend_chunk(q, k, v, start, scale):
     group = q.shape[2] // k.shape[1]
     rows = slice(start, start + q.shape[1])
     own = [t[:, :, rows].repeat_interleave(group, dim=1) if group > 1 else t[:, :, rows] for t in (k, v)]
-    out, lse = _flash_cpu(q.transpose(1, 2), *own, 0.0, True, scale=scale)
+    out, lse = _fused(q.transpose(1, 2), *own, True, scale)
     return out.transpose(1, 2), lse.float().view(q.shape[0], q.shape[2], q.shape[1]).transpose(1, 2)
 
 

@@ -33,6 +33,7 @@ TARGETS = {                            # name: (backend, architecture, warp size
 DEFAULT_TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
 INSTRUCTIONS = ("HMMA", "HGMMA", "LDGSTS", "LDG", "LDL", "STL")
 TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int64": "i64"}
+HOST_LAUNCHERS = ("slots", "fetch", "home")
 DECODE_KERNELS = ("dense_kernel", "sparse_kernel", "merge_kernel")
 CAPACITY, BUDGET = 131072, 2048        # grids do not enter a kernel: any long bank compiles the same code
 
@@ -54,8 +55,8 @@ class Case:
         return decode and self.head_dim in (64, 128) and self.group in (1, 4, 8) and self.queries == 1 and self.dtype != "float32"
 
     def __str__(self):
-        if self.launcher == "topk":
-            return "topk"
+        if self.launcher in ("topk", *HOST_LAUNCHERS):
+            return self.launcher
         many = f" q{self.queries}" if self.queries > 1 else ""
         return f"{self.launcher} {TYPES[self.dtype]} d{self.head_dim} g{self.group}{many}"
 
@@ -115,11 +116,12 @@ def shipped(everything=False):
         cases = [Case(name, "bfloat16", d, g) for name in ("dense", "scored", "sparse") for d in (64, 128) for g in (1, 4, 8)]
         cases += [Case("window", "bfloat16", d, g) for d, g in ((64, 4), (128, 4), (128, 8))]
         cases += [Case(name, dtype, 128, 4) for name in ("dense", "sparse") for dtype in ("float16", "float32")]
-        return [*cases, Case("dense", "bfloat16", 128, 4, 8), Case("sparse", "bfloat16", 128, 4, 8), Case("topk")]
+        return [*cases, Case("dense", "bfloat16", 128, 4, 8), Case("sparse", "bfloat16", 128, 4, 8), Case("topk"),
+                *(Case(name) for name in HOST_LAUNCHERS)]
     cases = [Case(name, dtype, d, g, q) for name in ("dense", "scored", "sparse", "window") for dtype in TYPES
              if dtype[0] in "bf" for d in (32, 64, 80, 96, 128, 256) for g in (1, 4, 8, 16) for q in (1, 8)
              if name != "window" or q == 1]
-    return [*cases, Case("topk")]
+    return [*cases, Case("topk"), *(Case(name) for name in HOST_LAUNCHERS)]
 
 
 def call(case):
@@ -132,6 +134,9 @@ def call(case):
     def meta(*shape, dtype=torch.int32):
         return torch.empty(shape, dtype=dtype, device="meta")
 
+    if case.launcher in ("slots", "fetch", "home"):
+        call_host(case.launcher, meta)
+        return
     dtype, scale = getattr(torch, case.dtype), case.head_dim ** -0.5
     heads = 8 * case.group
     queries = 16 if case.launcher == "window" else case.queries
@@ -152,6 +157,24 @@ def call(case):
             decode_dense(q, k, v, meta(1), scale, keys, kind, path="triton")
     else:
         decode_dense(q, k, v, meta(1), scale, path="triton")
+
+
+def call_host(launcher, meta):
+    """The host tier's launchers at an 8B's sizes: rows of 4 KB per layer, groups of 12 layers, 2048 tokens, 8192 slots."""
+    from kernels.gather import move_rows
+    from kernels.slots import make_slots, plan_slots
+
+    slots = make_slots(CAPACITY, 4 * BUDGET, BUDGET, "meta")
+    table, rows = meta(CAPACITY // 64, dtype=torch.int64), meta(4 * BUDGET, 12 * 1024)
+    if launcher == "slots":
+        plan_slots(meta(BUDGET), meta(1), slots, path="triton")
+    elif launcher == "home":
+        move_rows(table, 4096, 12 * 4096, meta(2048, 1024), 4096, 0, 2048, None, to_host=True, path="triton")
+        move_rows(table, 4096, 12 * 4096, meta(65536, 1024), 0, 0, 65536, None, path="triton")
+    else:
+        for part in (rows, rows[:, 1024:2048]):                        # a group's packed row, and one layer of it
+            move_rows(table, 4096, 12 * 4096, part, slots.source, slots.target, slots.misses, None,
+                      moved=meta(1, dtype=torch.int64), path="triton")
 
 
 def specialise(function, arguments, options, case):

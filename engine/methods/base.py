@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.plan import layer_plan
+from engine.stream import attend_stream
 from kernels.dense_decode import decode_dense
 from kernels.prefill import prefill_dense
 
@@ -36,6 +37,13 @@ class Method:
     def dense_below_tokens(self, plan, config, dtype_bytes, device_type, capacity):
         """Below this many tokens of context every layer attends to everything."""
         return 0
+
+    selects = False         # whether sparse layers read a selection that `bank.fetch` was told of
+    stages = 0              # whole offloaded layers that a step keeps on the device at once
+
+    def packs(self, plan):
+        """Layers that may live in host memory, those fetched together in one tuple: the groups, unless a method says otherwise."""
+        return tuple(group.layers for group in plan.groups if group.layers)
 
     def check(self, plan):
         """Raise SettingError where these settings cannot work on this layer plan."""
@@ -67,6 +75,7 @@ class Runtime:
 
     window = 0                  # queries of the past that the next step's selection needs
     capturable = True           # whether a step can be captured into a CUDA graph (no visit to the host)
+    packed = False              # whether sparse layers read what `bank.fetch` brought (else rows are gathered and waited for)
     reads_every_query = False   # whether prefill_attend must see all queries of the last layer (methods that sum attention)
 
     def __init__(self, method, setup):
@@ -88,8 +97,13 @@ class Runtime:
     def end_prefill(self, length):
         """The bank holds `length` tokens at the end of a prefill (hook A); budgets by share are fixed here."""
 
+    def warm(self, steps):
+        """Make ready what the first decode step would fetch: `steps` are engine.decode.Step of the prompt's last tokens, oldest first."""
+
     def prefill_attend(self, layer, q, bank, start):
         """Attention of a chunk at positions start .. start+C-1, rows already written. q [B, C, H, D] -> [B, C, H, D]."""
+        if bank.hosts(layer) and self.setup.path != "reference":
+            return attend_stream(q, bank, layer, start, self.scale)
         k, v = bank.kv(layer)
         return prefill_dense(q, k, v, start, self.scale, path=self.setup.path)
 
@@ -99,6 +113,8 @@ class Runtime:
 
     def attend_dense(self, layer, q, step, keys=None, kind="softmax"):
         """Attention to everything in the bank, leaving head maxima in `keys` if given."""
+        if keys is None and step.bank.streams(layer, self.setup.path):
+            return attend_stream(q, step.bank, layer, step.bank.length - q.shape[1], self.scale)
         k, v = step.bank.kv(layer, step.bucket)
         return decode_dense(q, k, v, step.visible, self.scale, keys=keys, kind=kind,
                             scratch=self.setup.scratch, path=self.setup.path)

@@ -16,6 +16,7 @@ from kernels.topk import select_topk
 class OfficialRuntime(OmniKVRuntime):
     """Selection state of one session with one prompt."""
 
+    packed = False          # its tail is everything generated, which no ring holds
     capturable = False      # the step's number decides shapes: it is read on the host
 
     def __init__(self, method, setup):

@@ -91,6 +91,11 @@ class OmniKV(Method):
             return self.scores
         return "raw" if self.official and self.selector == "last" else "softmax"
 
+    @property
+    def selects(self):
+        """Whether the slots of an offloaded group serve: the published code's tail grows without bound, and is gathered."""
+        return not self.official
+
     def plan(self, config):
         """Layer plan for a model; filter_layers must have been resolved by then."""
         return layer_plan(config.num_layers, self.filter_layers or (), self.wait_layers)
@@ -170,6 +175,8 @@ class OmniKV(Method):
 class OmniKVRuntime(Runtime):
     """One session's selections. Buffers: keys [B, capacity] float32 shared by the filter layers, index [B, 1, K] int32 a group."""
 
+    packed = True
+
     def __init__(self, method, setup):
         super().__init__(method, setup)
         self.plan = setup.plan
@@ -220,7 +227,11 @@ class OmniKVRuntime(Runtime):
         if role is Role.SPARSE:
             return self.attend_sparse(layer, q, step)
         if role is Role.FILTER and self.plan.groups[self.plan.group_of[layer]].layers:
-            return self.attend_and_select(layer, q, step)
+            out = self.attend_and_select(layer, q, step)
+            if self.packed:
+                group = self.plan.group_of[layer]
+                step.bank.fetch(self.plan.groups[group].layers, self.index[group], self.counts[group])
+            return out
         return self.attend_dense(layer, q, step)
 
     def tail_first(self, step):
@@ -235,9 +246,8 @@ class OmniKVRuntime(Runtime):
     def attend_sparse(self, layer, q, step):
         """Attention over the group's selection and the tail."""
         group = self.plan.group_of[layer]
-        k, v = step.bank.kv(layer, step.bucket)
-        return decode_sparse(q, k, v, self.index[group], self.counts[group], self.tail_first(step), step.visible, self.scale,
-                             scratch=self.setup.scratch, path=self.setup.path)
+        rows = step.bank.selected(layer, self.index[group], self.counts[group], self.tail_first(step), step, self.packed)
+        return decode_sparse(q, *rows, self.scale, scratch=self.setup.scratch, path=self.setup.path)
 
     def attend_and_select(self, layer, q, step):
         """A filter layer: attention to everything, and from the same scores the selection of its group."""
@@ -256,6 +266,14 @@ class OmniKVRuntime(Runtime):
         select_topk(keys, self.zero, step.tail_start(self.method.tail), self.k_device, self.index[group][:, 0],
                     self.counts[group], **common)
         return out
+
+    def warm(self, steps):
+        """Choose for the prompt's last queries, so that their tokens are in the working sets before the first step asks."""
+        if self.packed:
+            for step in steps:
+                for group in self.plan.groups:
+                    if group.layers:
+                        self.attend(group.filter_layer, step.window_queries(group.filter_layer, 1), step)
 
     def selections(self):
         """{filter layer: int64 [k] positions, ascending} of the last step, sequence 0."""

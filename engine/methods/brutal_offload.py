@@ -1,0 +1,55 @@
+"""Brutal offload: exact attention with the last layers' rows in host memory; all of them come back in every step.
+
+Source: the OmniKV paper's ablation without the context selector; METHODS.md item 25 and row `brutal_offload`: the last 20 of 32
+layers, each copied up while the layer four before it runs. The baseline that shows what selection buys. The newest rows stay on the
+device (the ring). Over a bank that is on the device it is full attention.
+"""
+
+from dataclasses import dataclass
+
+from engine.errors import SettingError
+from engine.methods.base import Method, Runtime
+
+
+@dataclass(frozen=True)
+class BrutalOffload(Method):
+    """layers: how many of the last layers live in host memory (all, where a model has fewer). ahead: layers between the start of
+    a copy and its use; ahead + 1 whole layers are staged on the device."""
+
+    layers: int = 20
+    ahead: int = 4
+
+    def __post_init__(self):
+        for name in ("layers", "ahead"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise SettingError(f"{name}: found {value!r}, expected an int of at least 1")
+
+    @property
+    def name(self):
+        """Name in tables."""
+        return "brutal_offload"
+
+    @property
+    def stages(self):
+        """Whole layers on the device at once: the one in use and those under way."""
+        return self.ahead + 1
+
+    def packs(self, plan):
+        """The last layers, each by itself: a copy is one layer."""
+        return tuple((layer,) for layer in range(max(0, plan.num_layers - self.layers), plan.num_layers))
+
+    def runtime(self, setup):
+        """Full attention that starts copies ahead of itself."""
+        return BrutalRuntime(self, setup)
+
+
+class BrutalRuntime(Runtime):
+    """Not capturable over an offloaded bank: how much is copied depends on the length, which the host knows."""
+
+    def attend(self, layer, q, step):
+        """Start the copy of the layer `ahead` further on, then attend to everything."""
+        ahead = self.method.ahead
+        for coming in range(layer if layer == 0 else layer + ahead, min(layer + ahead, self.setup.plan.num_layers - 1) + 1):
+            step.bank.stage(coming)
+        return self.attend_dense(layer, q, step)

@@ -1,0 +1,451 @@
+"""The context bank with a host tier: sparse layers' rows live in host memory, the device keeps slots, the tail and what streams by.
+
+Same interface as DeviceBank. Positions 0 .. home-1 are in host memory; the newest (a tail and up to 127 more) also, or only, in a ring
+on the device. Prefill sends rows home chunk by chunk; decode sends every complete block of 64; what a layer reads comes back as a
+fetched selection (`selected`), as a stream of blocks (`blocks`), or whole (`kv`). Host and device order is kept by events.
+"""
+
+import contextlib
+import weakref
+
+import torch
+
+from engine.bank import DeviceBank
+from engine.host import BlockTable
+from engine.placement import part_bytes
+from engine.plan import TAIL_BLOCK, tail_start
+from engine.prefetch import Lane, WorkingSet, main_mark, wait
+from kernels.gather import move_rows
+
+
+class TieredBank(DeviceBank):
+    """Keys and values of one sequence; the layers of `placement` in `pool`'s host memory, the others as in DeviceBank.
+
+    path: kernel path of the copies ("auto", "reference", "cpu", "triton"). Memory: the dense layers as in DeviceBank, for the others
+    Placement.device_bytes; host blocks as tokens come. Raises OutOfHostMemory from write_chunk and before_step, nothing changed.
+    """
+
+    tiered = True
+
+    def __init__(self, config, plan, capacity, dtype, device, placement, pool, path="auto", donor=None):
+        super().__init__(config, plan, capacity, dtype, device, hosted=placement.layers, donor=donor)
+        self._config, self.pool = config, pool
+        self._path = path if pool.pinned or self.device.type == "cpu" else "reference"     # unpinned rows go through the CPU
+        self._fetch, self._home_lane = Lane(self.device), Lane(self.device)
+        self.streamed = self.stalls = 0
+        self._lengths()
+        self._build(placement)
+        self._end = weakref.finalize(self, _give_back, self.table, (self._fetch, self._home_lane))
+
+    # ---------------------------------------------------------------- what it is made of
+
+    def _build(self, placement):
+        self.placement = placement
+        self._part = part_bytes(self._config, self.dtype.itemsize)
+        sizes = self._config.num_kv_heads, self._config.head_dim, self._part, self.capacity, self.dtype, self.device, self._path
+        self._sets = [WorkingSet(pack, placement, *sizes) for pack in placement.packs]
+        self._of, self._offset, at = {}, {}, 0
+        for ws in self._sets:
+            self._of.update(dict.fromkeys(ws.pack, ws))
+            self._offset.update({layer: at + i * self._part for layer, i in ws.at.items()})
+            at += TAIL_BLOCK * ws.pitch
+        self.table = BlockTable(self.pool, at, self.capacity, self.device)
+        self._stage = [self._rows(placement.chunk) for _ in range(2)]
+        self._stage_free, self._staged, self._turn = [None, None], [None, None], 0
+        self._block = [self._rows(placement.block) for _ in range(2)]
+        self._block_free, self._block_turn, self._ahead = [None, None], 0, None
+        self._whole = [self._rows(self.capacity) for _ in range(placement.stages)]
+        self._whole_of, self._spare = {}, None
+        self._order = list(placement.layers)
+
+    def _rows(self, count):
+        return torch.empty(count, self._part // self.dtype.itemsize, dtype=self.dtype, device=self.device)
+
+    def _lengths(self):
+        self.home = 0               # positions below are in host memory
+        self._ring_low = 0          # positions _ring_low .. _ring_stop-1 are in the ring
+        self._ring_stop = 0
+        self._rehearsed = 0         # the length that a rehearsal pretends
+        self._home_event, self._layer_event = None, {}
+
+    @property
+    def length(self):
+        """Tokens whose rows are somewhere, the one being written included."""
+        return self._rehearsed or max(self.home, self._ring_stop)
+
+    @property
+    def nbytes(self):
+        """Bytes reserved on the device."""
+        own = [*self._stage, *self._block, *self._whole, self.table.addresses, *([] if self._spare is None else [self._spare])]
+        return super().nbytes + sum(t.numel() * t.element_size() for t in own) + sum(ws.nbytes for ws in self._sets)
+
+    @property
+    def host_nbytes(self):
+        """Bytes of host blocks held, shared ones too."""
+        return len(self.table.blocks) * self.table.block_bytes
+
+    def hosts(self, layer):
+        """Whether a layer's rows live in host memory."""
+        return layer in self._of
+
+    def streams(self, layer, path):
+        """Whether dense attention to a layer must go block by block: it is offloaded and longer than a stream block.
+
+        Never on the reference launchers: there rows are brought together, so that placement cannot change a bit.
+        """
+        return layer in self._of and path != "reference" and self.length > self.placement.block
+
+    def capturable(self, runtime):
+        """Whether a step of this runtime can be captured: it fetches by selection (lengths stay on the device), from pinned memory."""
+        return runtime.packed and self.pool.pinned
+
+    def counters(self):
+        """{pack's first layer: (hits, misses, evictions, plans, bytes)} read from the device in one copy."""
+        if not self._sets:
+            return {}
+        rows = torch.stack([ws.counters() for ws in self._sets]).tolist()
+        return {ws.pack[0]: tuple(row) for ws, row in zip(self._sets, rows)}
+
+    # ---------------------------------------------------------------- writing
+
+    def write(self, layer, k, v, positions):
+        """Rows of a decode step: dense layers as in DeviceBank, the others into the ring."""
+        ws = self._of.get(layer)
+        if ws is None:
+            super().write(layer, k, v, positions)
+            return
+        at = positions[0] % ws.ring + ws.first
+        ws.write(layer, k, v, torch.cat((at, at + ws.ring)))
+
+    def write_chunk(self, layer, k, v, start):
+        """Rows k, v [1, C, Hkv, D] of a prefill chunk: staged, and sent home on their own lane under the compute that follows."""
+        if layer not in self._of:
+            super().write_chunk(layer, k, v, start)
+            return
+        size = self.placement.chunk
+        self._begin(start, start + k.shape[1])
+        for first in range(0, k.shape[1], size):
+            part = slice(first, first + size)
+            self._send(layer, k[:, part], v[:, part], start + first)
+
+    def _begin(self, start, stop):
+        """Make room for positions start .. stop-1 at home; the rows decoded since the last prefill go home first."""
+        if self.home < start:
+            self.settle(start)
+        self._reserve_home(start, stop)
+        self.home = max(self.home, stop)
+        self._ring_low = self._ring_stop = 0            # a chunk does not pass through the ring: it is read back when decode begins
+
+    def _reserve_home(self, start, stop):
+        if self.table.shares(start, stop):
+            self._home_lane.synchronize()               # race: a copy of a shared block would miss rows that are still going home
+        self.table.reserve(start, stop)
+
+    def _send(self, layer, k, v, start):
+        turn, count = self._turn, k.shape[1]
+        self._turn = 1 - turn
+        free = self._stage_free[turn]
+        if free is not None and not free.query():
+            self.stalls += 1
+        wait(free)                                      # race: the rows staged two layers ago may still be on their way home
+        stage, width = self._stage[turn], self.kv_heads * self.head_dim
+        stage[:count, :width] = k[0].flatten(1)
+        stage[:count, width:2 * width] = v[0].flatten(1)
+        with self._home_lane.after_main():              # race: the copy would read the stage before it is written
+            self._move(layer, start, stage, 0, count, to_host=True)
+        self._layer_event[layer] = (self._layer_event.get(layer, (None, None))[1], self._home_lane.mark())
+        self._stage_free[turn] = self._home_event = self._layer_event[layer][1]
+        self._staged[turn] = (layer, start, start + count)
+
+    def _move(self, layer, token, buffer, slot, count, to_host=False):
+        """Rows token .. token+count-1 of a layer between the host and buffer[slot:], on the current stream."""
+        ws = self._of[layer]
+        move_rows(self.table.addresses, self._offset[layer], ws.pitch, buffer.view(torch.int32), token, slot, count,
+                  self.pool.slabs, to_host=to_host, path=self._path)
+
+    def settle(self, stop):
+        """Send rows home .. stop-1 home from the ring."""
+        if stop <= self.home:
+            return
+        self._reserve_home(self.home, stop)
+        with self._home_lane.after_main():              # race: the ring's newest rows may not be written yet
+            for ws in self._sets:
+                move_rows(self.table.addresses, self._offset[ws.pack[0]], ws.pitch, ws.words, self.home,
+                          ws.first + self.home % ws.ring, stop - self.home, self.pool.slabs, to_host=True, path=self._path)
+        self._home_event = self._home_lane.mark()
+        self._layer_event = dict.fromkeys(self._order, (self._home_event, self._home_event))
+        self.home = stop
+
+    # ---------------------------------------------------------------- around a step
+
+    def before_step(self, n):
+        """The next step makes the bank n tokens long: room at home, the tail in the ring, what went home has arrived in time."""
+        self._reserve_home(self.home, n)
+        if n % TAIL_BLOCK == 0:
+            # Race: this step's selection may hold the block that went home 64 steps ago, and it begins to overwrite the ring where
+            # an older one was copied from. Only now: a wait in the step behind the copy would be seen.
+            wait(self._home_event)
+        if self._ring_stop == 0 and n > 1:
+            self._refill(n - 1)
+        self._ring_stop = n
+
+    def after_step(self, n):
+        """A step has been issued; a block that is now complete goes home."""
+        if n % TAIL_BLOCK == 0:
+            self.settle(n)
+
+    @contextlib.contextmanager
+    def rehearsal(self, n):
+        """As DeviceBank's: the ring is filled for n tokens, and again for the true length when the next step begins."""
+        self.settle(self.length)
+        self._refill(n - 1)
+        self._rehearsed = n
+        try:
+            yield
+        finally:
+            self._rehearsed = self._ring_low = self._ring_stop = 0
+
+    def _refill(self, length):
+        """Bring the tail of `length` tokens back into the ring."""
+        ring = self.placement.ring
+        low = tail_start(length, ring - 2 * TAIL_BLOCK)
+        wait(self._home_event)                          # race: the rows may still be on their way home
+        for ws in self._sets:
+            at, stop = low, min(length, self.home)
+            while at < stop:                            # up to the ring's end, then from its beginning; both copies
+                count = min(stop - at, ring - at % ring)
+                for copy in (0, ring):
+                    move_rows(self.table.addresses, self._offset[ws.pack[0]], ws.pitch, ws.words, at, ws.first + copy + at % ring,
+                              count, self.pool.slabs, path=self._path)
+                at += count
+        self._ring_low = low
+
+    def rewind(self, n):
+        """Forget positions n and beyond: truncate, or a chunk or step that was broken off."""
+        if n >= self.length and not self._ahead:
+            return
+        self._drain()
+        self.table.cut(n)
+        if n < self.home:
+            for ws in self._sets:
+                ws.forget(n)
+            self.home, self._ring_low, self._ring_stop = n, 0, 0
+        elif self._ring_stop:
+            self._ring_stop = n
+        self._staged, self._ahead, self._whole_of = [None, None], None, {}
+
+    def _drain(self):
+        self._fetch.synchronize()
+        self._home_lane.synchronize()
+
+    # ---------------------------------------------------------------- reading
+
+    def fetch(self, group_layers, index, counts):
+        """A filter layer has chosen index [1, 1, K], counts [1] for these sparse layers: fetch what their slots do not hold."""
+        ws = self._of.get(group_layers[0])
+        if ws is not None:
+            ws.load(index[0, 0], counts, self.table.addresses, self._offset[ws.pack[0]], self.pool.slabs, self._fetch)
+
+    def selected(self, layer, index, counts, start, step, packed=True):
+        """(k, v, index, counts, tail start, lengths) as `decode_sparse` takes them, for a selection and the tail from `start` [1].
+
+        packed: the selection was fetched by `fetch`; else its rows are gathered on the host, copied and waited for.
+        """
+        ws = self._of.get(layer)
+        if ws is None:
+            return super().selected(layer, index, counts, start, step, packed)
+        if not packed:
+            return self._gathered(layer, index, counts, start)
+        ws.ready(layer)
+        first = start % ws.ring + ws.first
+        return *ws.kv(layer), ws.slots.slot_of[None, None], counts, first, first + (step.visible - start)
+
+    def _gathered(self, layer, index, counts, start):
+        kept, tail = int(counts[0]), int(start[0])
+        stop = self.length
+        rows = self._rows(kept + stop - tail)
+        if kept:
+            wait(self._home_event)
+            ws = self._of[layer]
+            move_rows(self.table.addresses, self._offset[layer], ws.pitch, rows.view(torch.int32), index[0, 0], 0, kept,
+                      self.pool.slabs, path="reference")
+        self._read(layer, tail, stop, rows[kept:])
+        self.streamed += rows.numel() * rows.element_size()
+        order = torch.arange(kept, dtype=torch.int32, device=self.device)[None, None]
+        return *self._views(rows), order, counts, counts, torch.full_like(counts, kept + stop - tail)
+
+    def _views(self, rows):
+        width, shape = self.kv_heads * self.head_dim, (self.kv_heads, self.head_dim)
+        return tuple(rows[:, i * width:(i + 1) * width].unflatten(1, shape).transpose(0, 1)[None] for i in (0, 1))
+
+    def _read(self, layer, first, stop, out):
+        """Copy rows first .. stop-1 of a layer to out on the current stream, from the host, and past `home` from the ring."""
+        ws, middle = self._of[layer], min(max(first, self.home), stop)
+        if first < middle:
+            self._move(layer, first, out, 0, middle - first)
+        if middle < stop:
+            at = ws.first + middle % ws.ring
+            out[middle - first:stop - first] = ws.rows[at:at + stop - middle, ws.at[layer]]
+
+    def kv(self, layer, stop=None):
+        """K and V of a layer as [1, Hkv, T, D] views. An offloaded layer is brought over whole (T at most its length): the way of
+        methods that know nothing of tiers; it holds until the next such call."""
+        if layer not in self._of:
+            return super().kv(layer, stop)
+        count = self.length if stop is None else min(stop, self.length)
+        if layer in self._whole_of:
+            rows, event = self._whole_of.pop(layer)
+            wait(event)                                 # race: attention would read rows that are still arriving
+            newest = max(0, min(self.home, count) - TAIL_BLOCK)
+            return self._views(self._newest(layer, rows, newest, count)[:count])
+        wait(self._home_event)                          # race: rows may still be on their way home
+        rows = self._block[self._block_turn] if count <= self.placement.block else self._spacious(count)
+        self._read(layer, 0, count, rows)
+        self.streamed += count * self._part
+        return self._views(rows[:count])
+
+    def _newest(self, layer, rows, first, stop):
+        """Rows from `first` on anew: a copy that was started before this step's row was written does not hold it."""
+        self._read(layer, first, stop, rows[first:stop])
+        return rows
+
+    def _spacious(self, count):
+        if self._spare is None or len(self._spare) < count:
+            self._spare = None
+            self._spare = self._rows(min(self.capacity, max(count, 2 * self.placement.block)))
+        return self._spare
+
+    def stage(self, layer):
+        """Start bringing a whole offloaded layer over, on the fetch lane (brutal offload); `kv` waits for it."""
+        if layer not in self._of or layer in self._whole_of or not self._whole:
+            return
+        rows = self._whole[self._order.index(layer) % len(self._whole)]
+        with self._fetch.after_main():                  # race: the layer that had this stage before may still be read
+            self._fetch.follow(self._home_event)        # race: rows may still be on their way home
+            count = min(self.home, self.length)
+            self._move(layer, 0, rows, 0, count)
+        self.streamed += count * self._part
+        self._whole_of[layer] = rows, self._fetch.mark()
+
+    def blocks(self, layer, start, stop, size=None):
+        """Stream rows start .. stop-1 of a layer: yields (first, K, V), the next block in flight while one is worked on."""
+        if layer not in self._of:
+            yield from super().blocks(layer, start, stop, size or self.placement.block)
+            return
+        size = min(size or self.placement.block, self.placement.block)
+        spans = [(first, min(stop, first + size)) for first in range(start, stop, size)]
+        coming = [self._start(layer, *spans[0])] if spans else []
+        for i, (first, last) in enumerate(spans):
+            if i + 1 < len(spans):
+                coming.append(self._start(layer, *spans[i + 1]))
+            turn, event = coming.pop(0)
+            wait(event)                                 # race: attention would read rows that are still arriving
+            yield first, *self._views(self._block[turn][:last - first])
+            self._block_free[turn] = main_mark(self.device)
+        after = self._order.index(layer) + 1
+        if spans and after < len(self._order) and spans[0][1] <= self.home:
+            self._ahead = (self._order[after], *spans[0], self._start(self._order[after], *spans[0]))
+
+    def _start(self, layer, first, last):
+        """Begin to fill the next stream block; returns (its number, the event to wait for)."""
+        if self._ahead is not None:
+            ahead, self._ahead = self._ahead, None
+            if ahead[:3] == (layer, first, last):
+                return ahead[3]
+        turn = self._block_turn
+        self._block_turn = 1 - turn
+        staged = self._staged_rows(layer, last)
+        with self._fetch.after_main():                  # race: staged rows and the ring may not be written yet
+            self._fetch.follow(self._block_free[turn])  # race: attention may still read what this block held before
+            self._fetch.follow(self._past_event(layer))  # race: rows may still be on their way home
+            middle = last if staged is None else max(first, min(last, staged[0]))
+            self._read(layer, first, middle, self._block[turn])
+            if staged is not None:
+                self._block[turn][middle - first:last - first] = staged[1][middle - staged[0]:last - staged[0]]
+            self.streamed += (middle - first) * self._part
+            return turn, self._fetch.mark()
+
+    def _past_event(self, layer):
+        """Behind what went home of a layer; the chunk that is still staged apart, which is read from its stage."""
+        held = self._staged[1 - self._turn]
+        return self._layer_event.get(layer, (None, None))[held is None or held[0] != layer]
+
+    def _staged_rows(self, layer, last):
+        """(first position, rows) of the newest chunk of a layer while it is still staged and reaches `last`, or None."""
+        held = self._staged[1 - self._turn]
+        if held is None or held[0] != layer or not held[1] < last <= held[2]:
+            return None
+        return held[1], self._stage[1 - self._turn]
+
+    def own(self, layer, first, last):
+        """K and V of rows first .. last-1, the newest chunk or step, as views: from the stage where they still are."""
+        staged = self._staged_rows(layer, last)
+        if staged is not None and first >= staged[0]:
+            return self._views(staged[1][first - staged[0]:last - staged[0]])
+        wait(self._home_event)
+        rows = self._rows(last - first)
+        self._read(layer, first, last, rows)
+        return self._views(rows)
+
+    # ---------------------------------------------------------------- copies, other plans, end
+
+    def copy_from(self, other, length):
+        """The first `length` rows of another bank of the same model (fork): host blocks are shared, the rest is copied."""
+        shared = other.tiered and other.placement.packs == self.placement.packs and other.pool is self.pool
+        for layer in range(self.num_layers):
+            if layer not in self._of and not other.hosts(layer):
+                self._copy_layer(layer, other, length)
+            elif not shared:
+                for first, k, v in other.blocks(layer, 0, length, self.placement.chunk):
+                    self.write_chunk(layer, k.transpose(1, 2), v.transpose(1, 2), first)
+        if shared:
+            other.settle(length)
+            other._drain()                              # race: this bank's lanes know nothing of the other's
+            self.table.share(other.table, length)
+            self.home, self._ring_low, self._ring_stop = length, 0, 0
+
+    def relayout(self, plan, placement=None):
+        """The bank that serves another layer plan: this one where rows may stay where they are, else a new one that was given them.
+
+        Raises OutOfHostMemory with this bank as it was: both packings of the offloaded rows exist for a moment.
+        """
+        if placement is None or placement == self.placement:
+            return super().relayout(plan)
+        self.settle(self.length)
+        self._drain()
+        new = TieredBank(self._config, plan, self.capacity, self.dtype, self.device, placement, self.pool, self._path, donor=self)
+        try:
+            new.copy_from(self, self.home)
+        except BaseException:
+            new.close()
+            raise
+        self.close()
+        return new
+
+    def close(self):
+        """Give all memory back, once whatever is in flight has landed."""
+        self._end()
+        super().close()
+        self._sets, self._of = [], {}
+        self._stage = self._block = self._whole = []
+        self._spare, self._whole_of = None, {}
+
+
+def _give_back(table, lanes):
+    for lane in lanes:
+        lane.synchronize()                              # race: freed memory would still be read or written by a transfer
+    table.cut(0)
+
+
+def bank_figures(bank):
+    """A bank's part of SessionStats, as keyword arguments; one copy from the device where there is a host tier."""
+    size = torch.empty((), dtype=bank.dtype).element_size()
+    every = bank.num_layers * bank.capacity * 2 * bank.kv_heads * bank.head_dim * size * bank.batch
+    figures = dict(bank_bytes=bank.nbytes, resident=bank.nbytes / every)
+    if not bank.tiered:
+        return figures
+    names = ("hits", "misses", "evictions", "plans", "bytes")
+    groups = {layer: dict(zip(names, row)) for layer, row in bank.counters().items()}
+    total = {name: sum(row[name] for row in groups.values()) for name in names}
+    return figures | dict(host_bytes=bank.host_nbytes, hits=total["hits"], misses=total["misses"], evictions=total["evictions"],
+                          bytes_fetched=total["bytes"], bytes_streamed=bank.streamed, staging_stalls=bank.stalls, groups=groups)
