@@ -38,7 +38,8 @@ class LLM:
     GPU, off for a CPU). method: Full() | OmniKV(...), default OmniKV where the model is known to have filter layers, else Full.
     offload: "auto" (on a GPU, what does not fit goes to host memory) | "host" (all sparse layers) | "device" (nothing). slots: rows
     that an offloaded group keeps on the device per selected token (0: nothing is kept from step to step). host_pool: an
-    engine.host.HostPool to share with other LLMs. vram_budget, ram_budget: bytes to stay within. load=False plans only; call load() later. progress(LoadProgress).
+    engine.host.HostPool to share with other LLMs. vram_budget, ram_budget: bytes to stay within. load=False plans only; call
+    load() later. progress(LoadProgress).
     Raises typed errors (engine.errors), all before anything large is allocated.
     """
 

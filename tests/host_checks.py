@@ -1,0 +1,146 @@
+"""Checks of the host tier's kernels, shared by the interpreted, the reference and the GPU tests.
+
+The model of the slot policy is plain Python on purpose: dictionaries, no tensors, the definition spelled out.
+"""
+
+import random
+
+import torch
+
+from kernels.gather import BLOCK_TOKENS, move_rows
+from kernels.slots import forget_slots, make_slots, plan_slots
+
+
+class SlotModel:
+    """Exact least-recently-used at step granularity, ties by slot number, empty slots first."""
+
+    def __init__(self, slots):
+        self.token = [None] * slots
+        self.used = [0] * slots
+        self.step = 0
+        self.counters = [0, 0, 0, 0]
+
+    def plan(self, chosen):
+        """Slot of every chosen token; [(token, slot)] to fetch."""
+        self.step += 1
+        where = {token: slot for slot, token in enumerate(self.token) if token is not None}
+        misses = [token for token in chosen if token not in where]
+        for token in chosen:
+            if token in where:
+                self.used[where[token]] = self.step
+
+        def age(slot):
+            return 255 if self.token[slot] is None else min(254, self.step - self.used[slot])
+
+        oldest = sorted(range(len(self.token)), key=lambda slot: (-age(slot), slot))
+        victims = sorted(oldest[:len(misses)])
+        evicted = sum(self.token[slot] is not None for slot in victims)
+        for token, slot in zip(misses, victims, strict=True):
+            self.token[slot], self.used[slot], where[token] = token, self.step, slot
+        for i, more in enumerate((len(chosen) - len(misses), len(misses), evicted, 1)):
+            self.counters[i] += more
+        return [where[token] for token in chosen], list(zip(misses, victims, strict=True))
+
+    def forget(self, length):
+        self.token = [None if token is not None and token >= length else token for token in self.token]
+
+
+def selection(rng, capacity, budget, last):
+    """A hostile selection: nothing, everything it may, mostly the last one, or random."""
+    kind = rng.choice(["none", "same", "part", "random", "full"])
+    if kind == "none":
+        return []
+    if kind == "same":
+        return last
+    keep = rng.sample(last, len(last) * 3 // 4) if kind == "part" else []
+    count = budget if kind == "full" else rng.randint(0, budget)
+    fresh = rng.sample(range(capacity), min(capacity, count))
+    return sorted(set(keep) | set(fresh[:max(0, count - len(keep))]))[:budget]
+
+
+def check_slots(device, path, seed, budget, width, capacity, steps):
+    """Drive plan_slots and the model with one stream of selections; everything that is defined must be identical."""
+    rng, model = random.Random(seed), SlotModel(width)
+    slots = make_slots(capacity, width, budget, device)
+    index, last = torch.zeros(budget, dtype=torch.int32, device=device), []
+    for _ in range(steps):
+        if rng.random() < 0.1:
+            length = rng.randint(0, capacity)
+            forget_slots(slots, length)
+            model.forget(length)
+        last = selection(rng, capacity, budget, last)
+        index.fill_(-1)
+        index[:len(last)] = torch.tensor(last, dtype=torch.int32)
+        plan_slots(index, torch.tensor([len(last)], dtype=torch.int32, device=device), slots, path)
+        where, fetched = model.plan(last)
+        assert slots.slot_of[:len(last)].tolist() == where
+        assert int(slots.misses) == len(fetched)
+        assert list(zip(slots.source[:len(fetched)].tolist(), slots.target[:len(fetched)].tolist(), strict=True)) == fetched
+        assert slots.slot_token.tolist() == [-1 if token is None else token for token in model.token]
+        held = {token: slot for slot, token in enumerate(model.token) if token is not None}
+        assert {t: s for t, s in enumerate(slots.token_slot.tolist()) if s >= 0} == held
+        assert slots.counters.tolist() == model.counters
+    return model
+
+
+def host_blocks(count, block_bytes, generator, slabs=2, pin=False):
+    """(slabs, addresses int64 [count]) of random blocks in random places of several slabs."""
+    per = -(-count // slabs)
+    memory = []
+    for _ in range(slabs):
+        raw = torch.empty(per * block_bytes + 64, dtype=torch.uint8, pin_memory=pin).random_(0, 256, generator=generator)
+        skip = -raw.data_ptr() % 64
+        memory.append(raw[skip:skip + per * block_bytes])
+    every = [slab.data_ptr() + i * block_bytes for slab in memory for i in range(per)]
+    order = torch.randperm(len(every), generator=generator)[:count]
+    return memory, torch.tensor(every)[order]
+
+
+def check_moves(device, path, seed, width, layers, blocks, count, programs=None, pin=False):
+    """Rows fetched by list, streamed in order and sent home land where a plain loop over bytes puts them, and nowhere else."""
+    generator = torch.Generator().manual_seed(seed)
+    pitch, tokens = layers * width, blocks * BLOCK_TOKENS
+    slabs, addresses = host_blocks(blocks, BLOCK_TOKENS * pitch, generator, pin=pin)
+    table, layer = addresses.to(device), layers - 1
+
+    def host_row(token, at=layer * width, size=width):
+        address = int(addresses[token // BLOCK_TOKENS]) + (token % BLOCK_TOKENS) * pitch + at
+        slab = next(s for s in slabs if s.data_ptr() <= address < s.data_ptr() + s.numel())
+        return slab[address - slab.data_ptr():address - slab.data_ptr() + size]
+
+    def as_bytes(row):
+        return row.cpu().contiguous().view(torch.uint8)
+
+    token = torch.randperm(tokens, generator=generator)[:count].int().to(device)
+    slot = torch.randperm(count + 5, generator=generator)[:count].int().to(device)
+    buffer = torch.full((count + 5, layers * width // 4), -1, dtype=torch.int32, device=device)
+    part = buffer[:, layer * width // 4:(layer + 1) * width // 4]
+    moved = torch.zeros(1, dtype=torch.int64, device=device)
+    common = dict(slabs=slabs, path=path, programs=programs)
+    some = count - count // 3
+    move_rows(table, layer * width, pitch, part, token, slot, torch.tensor([some], dtype=torch.int32, device=device), moved=moved,
+              **common)
+    assert int(moved) == some * width
+    for t, s in zip(token[:some].tolist(), slot[:some].tolist(), strict=True):
+        assert torch.equal(as_bytes(part[s]), host_row(t))
+    rest = torch.ones(count + 5, dtype=torch.bool)
+    rest[slot[:some].cpu().long()] = False
+    assert (buffer.cpu()[rest] == -1).all() and (buffer[:, :layer * width // 4] == -1).all()
+    # in order, from an odd place
+    first = 3
+    move_rows(table, 0, pitch, buffer, first, 2, count, **common)
+    for i in range(count):
+        assert torch.equal(as_bytes(buffer[2 + i]), host_row(first + i, 0, pitch))
+    # home, and only there
+    before = [slab.clone() for slab in slabs]
+    new = torch.randint(-2**31, 2**31 - 1, (count, width // 4), generator=generator, dtype=torch.int64).int().to(device)
+    move_rows(table, layer * width, pitch, new, first, 0, count, to_host=True, **common)
+    if device != "cpu":
+        torch.cuda.synchronize()
+    for i in range(count):
+        assert torch.equal(host_row(first + i), as_bytes(new[i]))
+        host_row(first + i).zero_()
+    for slab, old in zip(slabs, before, strict=True):
+        changed = slab != old
+        assert int(changed.sum()) <= count * width
+    assert sum(int((slab != old).any()) for slab, old in zip(slabs, before, strict=True)) > 0
