@@ -65,13 +65,12 @@ class TieredBank(DeviceBank):
         self.home = 0               # positions below are in host memory
         self._ring_low = 0          # positions _ring_low .. _ring_stop-1 are in the ring
         self._ring_stop = 0
-        self._rehearsed = 0         # the length that a rehearsal pretends
         self._home_event, self._layer_event = None, {}
 
     @property
     def length(self):
         """Tokens whose rows are somewhere, the one being written included."""
-        return self._rehearsed or max(self.home, self._ring_stop)
+        return max(self.home, self._ring_stop)
 
     @property
     def nbytes(self):
@@ -197,13 +196,14 @@ class TieredBank(DeviceBank):
     @contextlib.contextmanager
     def rehearsal(self, n):
         """As DeviceBank's: the ring is filled for n tokens, and again for the true length when the next step begins."""
-        self.settle(self.length)
+        home = self.length
+        self.settle(home)
         self._refill(n - 1)
-        self._rehearsed = n
+        self.home, self._ring_stop = n - 1, n           # the steps' own row is read from the ring, where they write it
         try:
             yield
         finally:
-            self._rehearsed = self._ring_low = self._ring_stop = 0
+            self.home, self._ring_low, self._ring_stop = home, 0, 0
 
     def _refill(self, length):
         """Bring the tail of `length` tokens back into the ring."""
