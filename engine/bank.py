@@ -140,8 +140,8 @@ class DeviceBank:
         """Context manager: steps inside make the bank n tokens long once more, as it was; nothing of them stays."""
         return contextlib.nullcontext()
 
-    def rewind(self, n):
-        """Forget positions n and beyond: truncate, or a chunk or step that was broken off."""
+    def rewind(self, n, broken=False):
+        """Forget positions n and beyond: truncate, or (broken) a chunk or step that was broken off somewhere."""
 
     def stage(self, layer):
         """Start bringing a whole layer over."""

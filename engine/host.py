@@ -103,7 +103,7 @@ class HostPool:
         self._free[size].extend(slab.carved)
 
     def _grow(self, size):
-        wanted = max(self.slab_bytes, 1 << (size - 1).bit_length())
+        wanted = self.slab_bytes if self.slab_bytes >= size else 1 << (size - 1).bit_length()
         left = wanted if self.limit is None else self.limit - self.reserved
         while wanted > left and wanted >= 2 * size:
             wanted //= 2                # the last slab is what the limit leaves

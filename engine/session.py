@@ -240,7 +240,7 @@ class Session:
             yield
         except BaseException:
             if not self.closed:
-                self.bank.rewind(len(self.ids))
+                self.bank.rewind(len(self.ids), broken=True)
             raise
 
     def _commit(self, ids, newest):

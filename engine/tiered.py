@@ -63,7 +63,6 @@ class TieredBank(DeviceBank):
 
     def _lengths(self):
         self.home = 0               # positions below are in host memory
-        self._ring_low = 0          # positions _ring_low .. _ring_stop-1 are in the ring
         self._ring_stop = 0
         self._home_event, self._layer_event = None, {}
 
@@ -133,7 +132,7 @@ class TieredBank(DeviceBank):
             self.settle(start)
         self._reserve_home(start, stop)
         self.home = max(self.home, stop)
-        self._ring_low = self._ring_stop = 0            # a chunk does not pass through the ring: it is read back when decode begins
+        self._ring_stop = 0            # a chunk does not pass through the ring: it is read back when decode begins
 
     def _reserve_home(self, start, stop):
         if self.table.shares(start, stop):
@@ -203,7 +202,7 @@ class TieredBank(DeviceBank):
         try:
             yield
         finally:
-            self.home, self._ring_low, self._ring_stop = home, 0, 0
+            self.home, self._ring_stop = home, 0
 
     def _refill(self, length):
         """Bring the tail of `length` tokens back into the ring."""
@@ -218,20 +217,22 @@ class TieredBank(DeviceBank):
                     move_rows(self.table.addresses, self._offset[ws.pack[0]], ws.pitch, ws.words, at, ws.first + copy + at % ring,
                               count, self.pool.slabs, path=self._path)
                 at += count
-        self._ring_low = low
 
-    def rewind(self, n):
+    def rewind(self, n, broken=False):
         """Forget positions n and beyond: truncate, or a chunk or step that was broken off."""
-        if n >= self.length and not self._ahead:
+        if broken:                  # between a plan and its copy the maps promise rows that never came: start with empty slots
+            for ws in self._sets:
+                ws.forget(0)
+        elif n >= self.length and not self._ahead:
             return
         self._drain()
         self.table.cut(n)
         if n < self.home:
             for ws in self._sets:
                 ws.forget(n)
-            self.home, self._ring_low, self._ring_stop = n, 0, 0
+            self.home, self._ring_stop = n, 0
         elif self._ring_stop:
-            self._ring_stop = n
+            self._ring_stop = min(self._ring_stop, n)
         self._staged, self._ahead, self._whole_of = [None, None], None, {}
 
     def _drain(self):
@@ -402,7 +403,7 @@ class TieredBank(DeviceBank):
             other.settle(length)
             other._drain()                              # race: this bank's lanes know nothing of the other's
             self.table.share(other.table, length)
-            self.home, self._ring_low, self._ring_stop = length, 0, 0
+            self.home, self._ring_stop = length, 0
 
     def relayout(self, plan, placement=None):
         """The bank that serves another layer plan: this one where rows may stay where they are, else a new one that was given them.

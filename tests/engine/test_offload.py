@@ -148,7 +148,7 @@ def test_many_stream_blocks(monkeypatch, path, block):
     for session in (a, b):
         session.set_method(Full())                       # dense steps over the offloaded layers, streamed
     x, y = a.decode(3), b.decode(3)
-    assert (x - y).abs().max() < 2e-4 and a.ids == b.ids and b.bank.hosts(5)
+    assert (x - y).abs().max() < 2e-4 and a.ids == b.ids and b.bank.hosts(6)
 
 
 def test_methods_change_over_an_offloaded_bank():
