@@ -85,7 +85,7 @@ QUIET = settings(deadline=None, derandomize=True, suppress_health_check=list(Hea
 
 
 @pytest.mark.filterwarnings("ignore:OmniKV with filter_layers")
-@settings(QUIET, max_examples=40)
+@settings(QUIET, max_examples=25)
 @given(runs())
 def test_a_budget_for_everything_is_full_attention_to_the_bit(run):
     shape, method, chunk, turns = run
@@ -94,7 +94,7 @@ def test_a_budget_for_everything_is_full_attention_to_the_bit(run):
 
 
 @pytest.mark.filterwarnings("ignore:OmniKV with filter_layers")
-@settings(QUIET, max_examples=20)
+@settings(QUIET, max_examples=12)
 @given(runs())
 def test_and_within_rounding_on_the_fast_kernels(run):
     shape, method, chunk, turns = run

@@ -61,7 +61,7 @@ def run(place, rule, turns, kernels="reference", chunk=512):
     return compared, ties
 
 
-TURNS = [(random_ids(200, seed=1), random_ids(5, seed=2)), (random_ids(130, seed=3), random_ids(5, seed=4))]
+TURNS = [(random_ids(200, seed=1), random_ids(4, seed=2)), (random_ids(100, seed=3), random_ids(4, seed=4))]
 
 
 @pytest.mark.parametrize("kernels", ["reference", "auto"])
@@ -73,7 +73,7 @@ def test_selections_are_those_of_the_paper_in_float64(selector, kernels):
         rule = Rule((0, 3) if number % 2 else (1,), 24, wait, selector, raw, (16, 3, 64)[number % 3], tail, sink)
         found = run(place, rule, TURNS, kernels)
         compared, ties = compared + found[0], ties + found[1]
-    assert compared >= 100 and ties <= 2, (compared, ties)
+    assert compared == 88 and ties <= 1, (compared, ties)      # 8 steps, 1 or 2 groups (with 2 waits one of (0, 3) is empty)
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
