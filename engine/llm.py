@@ -13,7 +13,7 @@ from engine.errors import BadCheckpoint, Busy, OutOfMemoryPlan, SettingError
 from engine.generate import Completion, generate
 from engine.graph import compiled_pieces
 from engine.host import HostPool
-from engine.memory import make_plan, trim_heap
+from engine.memory import make_plan, trim_heap, trimmed
 from engine.methods.base import Method
 from engine.methods.full import Full
 from engine.methods.omnikv import OmniKV
@@ -160,7 +160,7 @@ class LLM:
             raise BadCheckpoint(f"{self.folder / 'tokenizer.json'}: found token id {self.tokenizer.vocab_max_id}, expected ids below "
                                 f"{config.vocab_size} (the embedding's rows)")
         stream = checkpoint.stream(targets(config), self.device, self.dtype, check_finite=self._check_finite, progress=self._progress)
-        self._finish(assemble(config, self.dtype, self.device, stream, _form(self.kernels)))
+        self._finish(assemble(config, self.dtype, self.device, trimmed(stream), _form(self.kernels)))
 
     def _finish(self, model: Llama):
         self.model = model

@@ -58,6 +58,18 @@ def trim_heap():
         return
 
 
+def trimmed(stream, every=32 * 2**20):
+    """Pass (name, tensor) pairs on, trimming the heap after each `every` bytes: what a load holds stays near what it has loaded."""
+    since = 0
+    for name, tensor in stream:
+        since += tensor.numel() * tensor.element_size()
+        yield name, tensor
+        del tensor
+        if since >= every:
+            trim_heap()
+            since = 0
+
+
 @dataclass(frozen=True)
 class Plan:
     """Layer plan and memory plan of one model under one method; printable, nothing allocated."""
