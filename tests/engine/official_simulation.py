@@ -87,7 +87,7 @@ class Model:
     def logits_of(self, q, k):
         """Scaled scores [H, T, keys] of q [T, H, D] against k [keys, Hkv, D], kv heads repeated."""
         k = np.repeat(k, self.shape.heads // self.shape.kv_heads, axis=1)
-        return np.einsum("thd,khd->htk", q, k) / np.sqrt(self.shape.head_dim)
+        return q.transpose(1, 0, 2) @ k.transpose(1, 2, 0) / np.sqrt(self.shape.head_dim)
 
     def attend(self, q, k, v, mask=None):
         """Attention output [T, H * D]."""
@@ -95,7 +95,7 @@ class Model:
         if mask is not None:
             scores = np.where(mask, scores, -np.inf)
         v = np.repeat(v, self.shape.heads // self.shape.kv_heads, axis=1)
-        return np.einsum("htk,khd->thd", softmax(scores), v).reshape(len(q), -1)
+        return (softmax(scores) @ v.transpose(1, 0, 2)).transpose(1, 0, 2).reshape(len(q), -1)
 
     def rest(self, layer, x, attended):
         """Output projection, residual, MLP."""

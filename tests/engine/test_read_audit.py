@@ -19,9 +19,9 @@ WEIGHTS = tiny_weights(CONFIG, seed=1)
 SELECTORS = ("last", "uniform", "exponential")
 
 
-def make(kernels, **changes):
-    """An LLM and a session of OmniKV after a prompt and 3 steps: filters 1 and 5, sparse layers 3, 4, 7 and 8."""
-    llm = tiny_llm(CONFIG, WEIGHTS, Full(), max_context=CAPACITY, kernels=kernels)
+def make(kernels, dtype="float32", **changes):
+    """A session of OmniKV after a prompt and 3 steps: filters 1 and 5, sparse layers 3, 4, 7 and 8."""
+    llm = tiny_llm(CONFIG, WEIGHTS, Full(), max_context=CAPACITY, kernels=kernels, dtype=dtype)
     settings = dict(filter_layers=(1, 5), tokens=20, tail=TAIL, dense_below=0)
     session = llm.session(OmniKV(**{**settings, **changes}))
     session.prefill(random_ids(PROMPT))
@@ -61,10 +61,10 @@ class Poisoned:
             part[:, self.head, self.rows] = kept
 
 
-@pytest.mark.parametrize("kernels", ["reference", "auto"])
+@pytest.mark.parametrize(("kernels", "dtype"), [("reference", "float32"), ("auto", "float32"), ("auto", "bfloat16")])
 @pytest.mark.parametrize("selector", SELECTORS)
-def test_nothing_but_selection_and_tail_is_read(kernels, selector):
-    session = make(kernels, selector=selector)
+def test_nothing_but_selection_and_tail_is_read(kernels, dtype, selector):
+    session = make(kernels, dtype, selector=selector)
     expected, n = session.decode(5), len(session)
     sets = read_sets(session)
     assert sorted(sets) == list(session.plan.sparse_layers) == [3, 4, 7, 8]
@@ -78,11 +78,11 @@ def test_nothing_but_selection_and_tail_is_read(kernels, selector):
     assert session.stats.sparse_steps == 5 and session.stats.dense_steps == 0
 
 
-@pytest.mark.parametrize("kernels", ["reference", "auto"])
-def test_rows_beyond_the_length_are_never_looked_at(kernels):
+@pytest.mark.parametrize(("kernels", "dtype"), [("reference", "float32"), ("auto", "float32"), ("auto", "bfloat16")])
+def test_rows_beyond_the_length_are_never_looked_at(kernels, dtype):
     """The bank is reserved, not cleared: what lies beyond the length may be anything, in every layer and under every method."""
     for method in (Full(), OmniKV(filter_layers=(1, 5), tokens=20, tail=TAIL, dense_below=0, selector="uniform")):
-        llm = tiny_llm(CONFIG, WEIGHTS, method, max_context=CAPACITY, kernels=kernels)
+        llm = tiny_llm(CONFIG, WEIGHTS, method, max_context=CAPACITY, kernels=kernels, dtype=dtype)
         with llm.session() as clean, llm.session() as dirty:
             for layer in range(LAYERS):
                 for part in dirty.bank.kv(layer):
