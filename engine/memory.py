@@ -175,9 +175,15 @@ def human(size):
     return f"{int(size)} B"
 
 
-def default_chunk(device_type):
-    """Tokens per prefill chunk: large enough that the weights' products run at full rate, small beside any long prompt."""
-    return 2048 if device_type == "cuda" else 512
+def default_chunk(device_type, config):
+    """Tokens per prefill chunk: large enough that products run at full rate, small beside any long prompt.
+
+    On a CPU 1024 is within 4% of a whole prompt at once and 512 within 10% (docs/LOG.md, 2026-11-20); above two billion parameters
+    512, because a chunk is also how long Ctrl-C waits.
+    """
+    if device_type == "cuda":
+        return 2048
+    return 1024 if config.parameters <= 2e9 else 512
 
 
 def memory_items(config, method, layers, dtype, device, context, chunk, path="auto", placement=None):
@@ -231,7 +237,7 @@ def make_plan(name, config, method, layers, dtype, device, max_context=None, chu
     offload: "auto" offloads on a GPU what does not fit, "host" everything that the method lets go, "device" nothing. slots: per
     budgeted token. host_budget: bytes of host memory to stay within.
     """
-    chunk = chunk or default_chunk(device.type)
+    chunk = chunk or default_chunk(device.type, config)
     free, free_name = available_bytes(device)
     if budget is not None:
         free, free_name = min(free, int(budget / HEADROOM)), "allowed"
