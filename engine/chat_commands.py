@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.chat_proof import run_check, sources_file
-from engine.display import clock, count, human, resident_bytes
+from engine.display import brief, clock, count, human, resident_bytes
 from engine.errors import SettingError, UsageError
 from engine.methods.full import Full
 from engine.methods.omnikv import OmniKV
@@ -183,10 +183,10 @@ def _method(chat, rest: str):
     if name not in ("full", "omnikv"):
         if rest:
             raise UsageError(f"/method: found {rest!r}, expected full or omnikv")
-        chat.display.line(f"{session.method!r}")
+        chat.display.line(brief(session.method))
         return
     session.set_method(Full() if name == "full" else chat.omnikv or OmniKV())
-    chat.display.line(f"{session.method!r}: nothing is read again{expected_speed(chat, name)}")
+    chat.display.line(f"{brief(session.method)}: nothing is read again{expected_speed(chat, name)}")
 
 
 def expected_speed(chat, name: str) -> str:

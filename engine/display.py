@@ -1,5 +1,6 @@
 """What the chat shows beside the text, all on stderr: progress that tells the truth, one dim line per turn, errors."""
 
+import dataclasses
 import os
 import shutil
 import sys
@@ -42,6 +43,14 @@ def resident_bytes() -> int | None:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
         return None
+
+
+def brief(settings) -> str:
+    """A frozen setting without the fields that are at their defaults: OmniKV(filter_layers=(2, 8, 18), tokens=64)."""
+    if not dataclasses.is_dataclass(settings):
+        return str(settings)
+    changed = [f"{f.name}={value!r}" for f in dataclasses.fields(settings) if (value := getattr(settings, f.name)) != f.default]
+    return f"{type(settings).__name__}({', '.join(changed)})"
 
 
 def printable(text: str) -> str:
