@@ -83,7 +83,7 @@ def move_kernel(buffer, table, tokens, slots, count, moved, first_token, first_s
             slot = tl.load(slots + i, mask=live, other=0).to(tl.int64)
         block = tl.load(table + token // 64, mask=live, other=0)
         address = block + offset + (token % 64).to(tl.int64) * pitch
-        host = tl.multiple_of(address, 16).to(tl.pointer_type(tl.int32))
+        host = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)       # what 16-byte loads hang on
         device = buffer + tl.multiple_of(slot * stride, 4)
         for first in range(0, W, WORDS):
             c = first + w

@@ -89,7 +89,8 @@ SCRIPTS = st.lists(st.one_of(
     st.tuples(st.just("refresh"), st.just(0)), st.tuples(st.just("check"), st.integers(1, 12))), max_size=5)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow], phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow],
+          phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(st.sampled_from([(1,), (0, 3), (1, 4), (2,), (1, 2, 4)]), st.integers(0, 2), st.integers(1, 90), st.integers(1, 100),
        st.sampled_from([64, 100, 192]), st.sampled_from([1, 1.5, 2, 4, 8, 0]), st.sampled_from(["last", "uniform", "exponential"]),
        st.integers(5, 300), SCRIPTS)

@@ -4,7 +4,9 @@ Stops: a victim that is in use, ties by chance, a map that disagrees with the sl
 """
 
 import pytest
+import torch
 
+from engine.placement import part_bytes
 from tests.host_checks import check_moves, check_slots
 
 
@@ -19,3 +21,26 @@ def test_slots_follow_the_model(seed, budget, width, capacity):
     (64, 1, 7, None), (64, 3, 150, 2), (512, 2, 65, 4), (4096, 2, 9, 3), (1024 + 64, 1, 20, 1), (24576, 1, 3, 2)])
 def test_rows_land_where_they_should(width, layers, count, programs):
     check_moves("cpu", "triton", width + layers, width, layers, 4, count, programs)
+
+
+def test_a_whole_offloaded_session_on_interpreted_kernels(monkeypatch):
+    """Slots, moves and attention by the Triton kernels: the same bits as with everything on the device, because rows are visited in
+    the same order whatever their slot."""
+    import engine.session
+    from engine import OmniKV
+    from tests.helpers import random_ids, tiny_config, tiny_llm
+
+    method = OmniKV(filter_layers=(1,), tokens=20, tail=64, dense_below=0)
+    monkeypatch.setattr(engine.session, "WARM", 2)         # the interpreter takes a second a step
+    answers = []
+    for offload in ("device", "host"):
+        llm = tiny_llm(method, config=tiny_config(num_hidden_layers=5), offload=offload, kernels="triton", max_context=256, chunk=200, slots=2)
+        session = llm.session()
+        session.prefill(random_ids(150))
+        answers.append([session.decode(token) for token in (5, 9)])
+    assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
+    stats = session.stats
+    assert stats.misses > 0 and stats.bytes_fetched == stats.misses * part_bytes(llm.config, 4) * 2
+    session.truncate(100)
+    session.close()
+    assert llm.host_pool.in_use == 0
