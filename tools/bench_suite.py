@@ -187,7 +187,7 @@ class Suite:
     def _entrant(self, spec, n):
         plan = self.llm.plan(spec.method, max_context=n + ROOM)
         size = plan.total - plan.bytes_of("weights") - plan.bytes_of("prefill workspace")
-        check = (lambda contestant: {"largest_logit_difference": verify(contestant)}) if self.options.verify else None
+        check = verify if self.options.verify else None
         return Entrant(spec.label, lambda: Engine(spec.label, self.llm, spec.method, n, ROOM), size, check)
 
     def _compete(self, n, entrants, cells):
@@ -206,7 +206,7 @@ class Suite:
             cell.seconds, cell.why = match.times[entrant.name], match.failed.get(entrant.name, "")
             cell.extra |= {"checked": facts.get("checked"), "interleaved": match.together}
             cell.settings = facts.get("settings", cell.settings)
-            self.result.failed_checks += cell.why.startswith("step ")
+            self.result.failed_checks += entrant.name in match.wrong
             if cell.needed is not None and cell.seconds:
                 self.result.memory.append({"name": cell.name, "n": n, "planned": entrant.bytes, "measured": facts["held_bytes"]})
         for row in self.result.splits:

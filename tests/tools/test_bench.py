@@ -105,7 +105,7 @@ def test_a_wrong_path_is_not_timed(capsys, monkeypatch):
     cells = {c["name"]: c for c in data["cells"] if c["test"] == "tg"}
     assert code == 1 and data["failed_checks"] == 2
     assert "ms_median" in cells["full"] and "ms_median" not in cells["omnikv w0"]
-    assert "the timed path says token" in cells["omnikv w0"]["why"] and "the timed path says token" in out
+    assert "the timed path" in cells["omnikv w0"]["why"] and cells["omnikv w0"]["why"] in out
 
 
 def test_what_does_not_fit_prints_the_bytes(capsys, monkeypatch):
@@ -229,11 +229,22 @@ def test_one_that_fails_leaves_with_its_reason():
 
 def test_verify_agrees_with_itself_and_restores_the_session():
     contestant = Engine("omnikv", tiny_llm(), omnikv(), 700, ROOM)
-    assert verify(contestant) < 1e-2
+    facts = verify(contestant)
+    assert facts["largest_logit_difference"] < 1e-2 and facts["selections_agree"] > 0.95 and contestant.session.method == omnikv()
     assert len(contestant.session) == 700 and contestant.session.kernels == "auto"
-    contestant.session._runtime.scale *= 3                              # set_kernels makes a new runtime: only the timed one is wrong
-    with pytest.raises(Mismatch, match="step 0 at 700 tokens"):
+
+
+def test_verify_sees_a_wrong_selection(monkeypatch):
+    right = engine.methods.omnikv.select_topk
+
+    def wrong(keys, *arguments, path="auto", **named):
+        return right(keys if path == "reference" else -keys, *arguments, path=path, **named)
+
+    monkeypatch.setattr(engine.methods.omnikv, "select_topk", wrong)
+    contestant = Engine("omnikv", tiny_llm(), omnikv(), 700, ROOM)
+    with pytest.raises(Mismatch, match="selection at 700 tokens"):
         verify(contestant)
+    assert contestant.session.kernels == "auto" and contestant.session.method == omnikv() and len(contestant.session) == 700
 
 
 def test_statistics_of_a_cell():
