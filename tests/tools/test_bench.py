@@ -109,7 +109,7 @@ def test_a_wrong_path_is_not_timed(capsys, monkeypatch):
 
 
 def test_what_does_not_fit_prints_the_bytes(capsys, monkeypatch):
-    monkeypatch.setattr("engine.memory.available_bytes", lambda device: (4_500_000, "free RAM"))
+    monkeypatch.setattr("engine.memory.available_bytes", lambda device: (7_500_000, "free RAM"))
     code, _, data = run(capsys, "--peers", "none", "--no-split", "-d", "64,4096", "-p", "none")
     cells = {(c["name"], c["n"]): c for c in data["cells"] if c["test"] == "tg"}
     assert code == 0 and "ms_median" in cells["full", 64]
