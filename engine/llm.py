@@ -1,6 +1,7 @@
 """The public face: LLM(model, ...) plans, loads and makes sessions; generate, stream and chat are thin over the one decode loop."""
 
 import contextlib
+import copy
 import dataclasses
 import threading
 from pathlib import Path
@@ -211,6 +212,19 @@ class LLM:
                 self._depth -= 1
                 if self._depth == 0:
                     self._owner = None
+
+    def twin(self, *, method=None, max_context=None, offload="auto", slots=SLOTS):
+        """Another LLM over the same weights, planned anew for a method, a capacity and a place for the bank; nothing is loaded.
+
+        For comparisons side by side. Its plan still counts the weights, which are there already, so it is not checked to fit.
+        """
+        self.load()
+        other = copy.copy(self)
+        other._settings(None, max_context, None, self.kernels, offload, slots, self._vram_budget, self._ram_budget, self.host_pool)
+        other.model = self.model
+        other.method, layers = other.resolve_method(method if method is not None else self.method)
+        other._plan = other._make_plan(other.method, layers, other._context(max_context or self.max_context), self.chunk)
+        return other
 
     # ---------------------------------------------------------------- requests
 

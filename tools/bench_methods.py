@@ -15,12 +15,11 @@ from engine.methods.replay import Replay
 
 @dataclass(frozen=True)
 class Spec:
-    """One column of a comparison: label, method value, where the bank lies ("device" or "host"), and why it cannot run, if so."""
+    """One column of a comparison: label, method value, and where the sparse layers' rows lie ("device" or "host")."""
 
     label: str
-    method: object = None
+    method: object
     offload: str = "device"
-    why: str = ""
 
 
 def describe(method):
@@ -37,8 +36,8 @@ def registered():
     while todo:
         cls = todo.pop()
         todo += cls.__subclasses__()
-        if cls not in (Method, Replay):
-            classes[cls.__name__.lower()] = cls
+        if cls is not Replay:
+            classes[cls().name] = cls
     return classes
 
 
@@ -51,11 +50,10 @@ def specs(names, filter_layers, tokens, waits, reuses, dense_below=0, tail=256):
     known, found = registered(), []
     for name in names:
         base, _, place = name.partition("-")
-        if place not in ("", "host") or base not in known and base != "brutal":
+        base, place = ("brutal_offload", "host") if name == "brutal" else (base, place)
+        if place not in ("", "host") or base not in known:
             raise SettingError(f"methods: found {name!r}, expected full, omnikv, omnikv-host, brutal or one of {', '.join(known)}")
-        if base == "brutal" and base not in known:
-            found.append(Spec("brutal", why="brutal offload is not in this build"))
-        elif base == "omnikv":
+        if base == "omnikv":
             settings = dict(filter_layers=filter_layers, tokens=tokens, dense_below=dense_below, tail=tail)
             found += _omnikv(settings, waits, reuses if place else (None,), place)
         else:

@@ -1,7 +1,7 @@
 """Contestants of a decode benchmark and the rounds they run: interleaved A B A B, every step timed, warm-up apart.
 
-A contestant offers `name`, `settings` (text), rewind(), step() -> token, prefill(ids) -> seconds or None, close(). The engine's own
-is here and uses the public API only; peers are in tools/bench_hf.py and tools/bench_llamacpp.py.
+A contestant offers `name`, `settings` (text), rewind(), step() -> token and close(). The engine's own is here and uses the public
+API only; peers are in tools/bench_hf.py and tools/bench_llamacpp.py.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from engine.methods.replay import Replay
 from tools.bench_floor import StepBytes, step_bytes, sync
 from tools.bench_methods import describe
 
+DRIFT = 100             # steps that a contestant may be past its depth: below 2.5% of the shallowest
 NOISY = 1.25            # p95 over median beyond this is called noisy
 
 
@@ -75,11 +76,11 @@ class Cell:
 
 
 class Engine:
-    """One of our sessions at depth n. Public API: LLM.session, Session.synthesize, decode, truncate, set_kernels, stats."""
+    """A session of an LLM at depth n. Public API: LLM.session, Session.synthesize, decode, truncate, set_kernels, stats."""
 
-    def __init__(self, name, llm, method, n, room):
+    def __init__(self, name, llm, n):
         self.name, self.llm, self.n = name, llm, n
-        self.session = llm.session(method, max_context=n + room)
+        self.session = llm.session()
         self.settings = describe(self.session.method)
         try:
             self.session.synthesize(n)
@@ -89,7 +90,12 @@ class Engine:
         self.token = self.session.ids[-1]
 
     def rewind(self):
-        """Back to n tokens."""
+        """Back to n tokens, once there is little room left: going back each time would find what later steps fetched."""
+        if len(self.session) - self.n > DRIFT:
+            self.back()
+
+    def back(self):
+        """Back to exactly n tokens."""
         self.session.truncate(self.n)
 
     def step(self):
@@ -97,30 +103,28 @@ class Engine:
         self.token = int(self.session.decode(self.token).argmax())
         return self.token
 
-    def prefill(self, ids):
-        """Seconds to read a prompt into a session of its own, logits included."""
-        with self.llm.session(self.session.method, max_context=len(ids)) as session:
-            start = time.perf_counter()
-            session.prefill(ids)
-            sync(self.llm.device)
-            return time.perf_counter() - start
-
-    def needed(self):
-        """StepBytes of the first timed step, from the plan alone."""
-        return engine_bytes(self.llm, self.session.method, self.n + 2)
-
     def close(self):
         """Give the bank back."""
         self.session.close()
 
 
-def engine_bytes(llm, method, n):
-    """StepBytes of a step at n tokens under a method, from its plan; what session.stats counts afterwards must agree."""
-    plan = llm.plan(method, max_context=min(n + 64, llm.max_context))
-    method = plan.method
-    budget = method.budget(plan.layers, n) if plan.layers.sparse_layers else 0
-    return step_bytes(llm.config, llm.dtype.itemsize, plan.layers, n, budget, getattr(method, "tail", 256),
+def engine_bytes(llm, n):
+    """StepBytes of a step at n tokens of an LLM's own method, from its plan; what session.stats counts afterwards must agree."""
+    plan = llm.plan()
+    budget = plan.method.budget(plan.layers, n) if hasattr(plan.method, "budget") and plan.layers.sparse_layers else 0
+    return step_bytes(llm.config, llm.dtype.itemsize, plan.layers, n, budget, getattr(plan.method, "tail", 256),
                       dense=n < plan.dense_below)
+
+
+def fetched_bytes(llm, n):
+    """Bytes that a step at n tokens brings over the link: whole layers where nothing selects, else what planted reuse leaves over."""
+    plan, row = llm.plan(), llm.config.kv_bytes(llm.dtype.itemsize)
+    if plan.placement is None:
+        return 0
+    layers = len(plan.placement.layers)
+    if not plan.placement.budget:
+        return layers * n * row
+    return round(layers * min(plan.placement.budget, n) * row * (1 - getattr(plan.method, "reuse", 0.0)))
 
 
 class Mismatch(Exception):
@@ -146,7 +150,7 @@ def verify(contestant, steps=None):
             session.set_method(Replay(**planted, reuse=0.5))
         facts["largest_logit_difference"] = _same_logits(contestant, steps)
     finally:
-        contestant.rewind()
+        contestant.back()
         session.set_kernels("auto")
         if session.method != method:
             session.set_method(method)
@@ -161,10 +165,10 @@ def _same_selections(contestant):
     session, chosen = contestant.session, []
     for path in ("auto", "reference"):
         session.set_kernels(path)
-        contestant.rewind()
+        contestant.back()
         session.decode(session.ids[-1])
         chosen.append(session.selections)
-    contestant.rewind()
+    contestant.back()
     session.set_kernels("auto")
     shares = [torch.isin(mine, chosen[1][layer]).float().mean().item() for layer, mine in chosen[0].items() if len(mine)]
     if shares and (min(shares) < SAME or any(len(mine) != len(chosen[1][layer]) for layer, mine in chosen[0].items())):
@@ -177,11 +181,11 @@ def _same_logits(contestant, steps):
     session, n, worst = contestant.session, contestant.n, 0.0
     allowed = 0.01 if contestant.llm.dtype is torch.float32 else 0.4
     fed, fast = [session.ids[-1]], []
-    contestant.rewind()
+    contestant.back()
     for _ in range(steps):
         fast.append(session.decode(fed[-1]).clone())
         fed.append(int(fast[-1].argmax()))
-    contestant.rewind()
+    contestant.back()
     session.set_kernels("reference")
     for number, (token, got) in enumerate(zip(fed, fast)):
         want = session.decode(token)

@@ -6,16 +6,17 @@ from dataclasses import dataclass, field
 import torch
 
 from engine import LLM, Full
-from engine.errors import EngineError, OutOfMemoryPlan
+from engine.errors import EngineError
 from engine.memory import HEADROOM, available_bytes, human
 from engine.model import random_stream
 from tools.bench_floor import floor_seconds, measure_rates
 from tools.bench_memory import Peak, held
 from tools.bench_methods import describe
-from tools.bench_run import Cell, Engine, Entrant, Match, Missing, engine_bytes, reason, verify
+from tools.bench_run import Cell, Engine, Entrant, Match, Missing, engine_bytes, fetched_bytes, reason, verify
 from tools.bench_shapes import shape_config
 from tools.bench_split import split_step
 
+SMALL = 4096            # capacity of the LLM that holds the weights
 ROOM = 640              # tokens a session can hold beyond its depth: timed steps, and one prefill chunk of 512 at depth
 CHUNK = 512             # tokens of the prefill that is timed at depth
 SHARPNESS = 1.5         # of random queries and keys: scores spread by 2.25, so that attention is uneven as on text
@@ -76,8 +77,7 @@ class Suite:
         o = self.options
         if o.threads is not None:
             torch.set_num_threads(o.threads)
-        largest = max((*o.contexts, *o.prefill)) + ROOM
-        self.llm = self._build(largest)
+        self.llm = self._build()
         self.device = self.llm.device
         if self.result.rates is None:
             self.say("measuring memory bandwidth")
@@ -101,23 +101,14 @@ class Suite:
 
     # ---------------------------------------------------------------- model
 
-    def _build(self, largest):
+    def _build(self):
+        """The LLM whose weights all others share (LLM.twin); its own capacity is small."""
         o = self.options
         before, began = held("cpu" if o.device == "auto" and not torch.cuda.is_available() else o.device), time.perf_counter()
-        settings = dict(device=o.device, dtype=o.dtype, threads=o.threads, chunk=o.chunk, method=Full(), kernels=o.kernels)
-        if o.model:
-            self.say(f"loading {o.model}")
-            llm = LLM(o.model, load=False, **settings)
-            largest = min(largest, llm.config.max_positions, llm.plan().largest_context)
-            llm = LLM(o.model, max_context=largest, **settings)
-        else:
-            self.say(f"making {o.shape} of random weights")
-            config = shape_config(o.shape)
-            most, made = min(largest, config.max_positions), dict(name=o.shape, **settings)
-            try:
-                llm = LLM.from_stream(config, sharp_stream, max_context=most, **made)
-            except OutOfMemoryPlan:                 # as deep as fits; deeper cells say what they would need
-                llm = LLM.from_stream(config, sharp_stream, **made)
+        settings = dict(device=o.device, dtype=o.dtype, threads=o.threads, chunk=o.chunk, method=Full(), kernels=o.kernels,
+                        offload="device", max_context=SMALL)
+        self.say(f"loading {o.model}" if o.model else f"making {o.shape} of random weights")
+        llm = LLM(o.model, **settings) if o.model else LLM.from_stream(shape_config(o.shape), sharp_stream, name=o.shape, **settings)
         planned = llm.plan().bytes_of("weights")
         self.result.memory.append({"name": "weights", "n": 0, "planned": planned, "measured": held(llm.device) - before})
         self.result.model = {
@@ -147,12 +138,17 @@ class Suite:
         entrants, cells = [], {}
         for spec in self.options.specs:
             cell = cells[spec.label] = Cell(spec.label, "tg", n)
-            cell.why = spec.why or self._cannot(spec, n)
+            try:
+                llm = self.llm.twin(method=spec.method, max_context=n + ROOM, offload=spec.offload)
+                cell.why = self._cannot(llm.plan())
+            except EngineError as error:
+                cell.why = reason(error)
             if not cell.why:
-                cell.settings = describe(spec.method)
-                cell.needed = engine_bytes(self.llm, spec.method, n + 2)        # predicted before anything is timed
-                cell.floor = floor_seconds(cell.needed, self.result.rates)
-                entrants.append(self._entrant(spec, n))
+                cell.settings = describe(llm.method)
+                cell.needed = engine_bytes(llm, n + 2)                          # predicted before anything is timed
+                cell.extra["fetched_predicted"] = fetched_bytes(llm, n + 2)
+                cell.floor = floor_seconds(cell.needed, self.result.rates, cell.extra["fetched_predicted"])
+                entrants.append(self._entrant(spec.label, llm, n))
         for peer in self._peers:
             cells[peer.name] = Cell(peer.name, "tg", n, settings=peer.settings)
             try:
@@ -169,26 +165,19 @@ class Suite:
             self._compete(n, entrants, cells)
         self.result.cells += cells.values()
 
-    def _cannot(self, spec, n):
-        """Why a spec cannot run at depth n, or ""."""
-        try:
-            if spec.offload == "host":
-                return "offload to host memory is not in this build"
-            if n + ROOM > self.llm.config.max_positions:
-                return f"the model ends at {self.llm.config.max_positions} tokens"
-            plan = self.llm.plan(spec.method, max_context=n + ROOM)
-            room, beside = HEADROOM * available_bytes(self.device)[0], plan.total - plan.bytes_of("weights")
-            if n + ROOM > self.llm.max_context or beside > room:
-                return f"needs {human(beside)} beside the weights, {human(room)} may be used"
-        except EngineError as error:
-            return reason(error)
+    def _cannot(self, plan):
+        """Why a plan does not fit beside the loaded weights, or ""."""
+        beside, room = plan.total - plan.bytes_of("weights"), HEADROOM * available_bytes(self.device)[0]
+        if beside > room:
+            return f"needs {human(beside)} beside the weights, {human(room)} may be used"
+        if plan.host_bytes > HEADROOM * plan.host_free:
+            return f"needs {human(plan.host_bytes)} of host memory, {human(HEADROOM * plan.host_free)} may be used"
         return ""
 
-    def _entrant(self, spec, n):
-        plan = self.llm.plan(spec.method, max_context=n + ROOM)
+    def _entrant(self, label, llm, n):
+        plan = llm.plan()
         size = plan.total - plan.bytes_of("weights") - plan.bytes_of("prefill workspace")
-        check = verify if self.options.verify else None
-        return Entrant(spec.label, lambda: Engine(spec.label, self.llm, spec.method, n, ROOM), size, check)
+        return Entrant(label, lambda: Engine(label, llm, n), size, verify if self.options.verify else None)
 
     def _compete(self, n, entrants, cells):
         o = self.options
@@ -217,10 +206,8 @@ class Suite:
         """After an entrant's last turn: what its counters say, its split, and one prefill chunk at depth."""
         if not isinstance(contestant, Engine):
             return
-        counted = _counted(contestant)
-        needed = cells[name].needed
-        cells[name].extra |= {"counted_kv_bytes": counted, "predicted_kv_bytes": needed.dense + needed.sparse,
-                              **_fetched(contestant.session.stats)}
+        needed, fetched = cells[name].needed, _fetched(contestant)
+        cells[name].extra |= {"counted_kv_bytes": _counted(contestant), "predicted_kv_bytes": needed.dense + needed.sparse, **fetched}
         if self.options.split:
             row = split_step(contestant, plain_dense=plain.get(n))
             plain[n] = plain.get(n) or row.get("dense_layer")
@@ -228,13 +215,13 @@ class Suite:
                                        "step": row["step"]})
         if isinstance(contestant.session.method, Full) and self.left() > 30:
             cell = Cell(f"{name}", f"pp{CHUNK} @ d{n}", n, tokens=CHUNK)
-            contestant.rewind()
+            contestant.back()
             ids = [i % self.llm.config.vocab_size for i in range(CHUNK)]
             start = time.perf_counter()
             contestant.session.prefill(ids)
             cell.seconds = [time.perf_counter() - start]
             self.result.cells.append(cell)
-            contestant.rewind()
+            contestant.back()
 
     # ---------------------------------------------------------------- prefill
 
@@ -243,14 +230,16 @@ class Suite:
         ids = torch.randint(self.llm.config.vocab_size, (n,), generator=torch.Generator().manual_seed(1)).tolist()
         ours = Cell("full", f"pp{n}", n, tokens=n)
         self.result.cells.append(ours)
-        if self.left() <= 0 or n > self.llm.max_context:
-            ours.why = "left out: no time" if self.left() <= 0 else f"this machine fits {self.llm.max_context} tokens"
+        llm = self.llm.twin(method=Full(), max_context=n, offload="device")
+        plan = llm.plan()
+        ours.why = "left out: no time" if self.left() <= 0 else self._cannot(plan)
+        if ours.why:
             return
         self.say(f"prompt of {n} tokens")
-        plan, cells = self.llm.plan(Full(), max_context=n), [Cell(p.name, f"pp{n}", n, tokens=n, settings=p.settings) for p in self._peers]
+        cells = [Cell(p.name, f"pp{n}", n, tokens=n, settings=p.settings) for p in self._peers]
         for number in range(2):
             with Peak(self.device) as peak:
-                ours.seconds.append(_read(self.llm, ids))
+                ours.seconds.append(_read(llm, ids))
             if number == 0:
                 self.result.memory.append({"name": "prefill", "n": n, "planned": plan.total - plan.bytes_of("weights"),
                                            "measured": peak.bytes})
@@ -268,7 +257,7 @@ class Suite:
 
 def _read(llm, ids):
     """Seconds from a prompt to the logits of its last token, in a session of its own."""
-    with llm.session(Full(), max_context=len(ids)) as session:
+    with llm.session() as session:
         start = time.perf_counter()
         session.prefill(ids)
         return time.perf_counter() - start
@@ -276,21 +265,24 @@ def _read(llm, ids):
 
 def _counted(contestant):
     """Bank bytes that session.stats counts for the step at the depth that was predicted."""
-    contestant.rewind()
+    contestant.back()
     contestant.step()
     before = contestant.session.stats
     contestant.step()
     after = contestant.session.stats
-    contestant.rewind()
     return after.bytes_read_sparse + after.bytes_read_dense - before.bytes_read_sparse - before.bytes_read_dense
 
 
-def _fetched(stats):
-    """Bytes over the link and hit rate per token, where the session counts them (host tier)."""
-    facts, steps = stats.to_dict(), max(1, stats.decode_steps)
-    found = {}
-    if facts.get("bytes_fetched"):
-        found["fetched_bytes_per_token"] = facts["bytes_fetched"] / steps
-    if facts.get("hit_rate") is not None:
-        found["hit_rate"] = facts["hit_rate"]
-    return found
+def _fetched(contestant):
+    """Bytes over the link per token and hit rate, over some steps at depth; empty where nothing is offloaded."""
+    session, steps = contestant.session, 8
+    before = session.stats
+    if not before.host_bytes:
+        return {}
+    for _ in range(steps):
+        contestant.step()
+    after = session.stats
+    asked = after.hits + after.misses - before.hits - before.misses
+    return {"fetched_bytes_per_token": (after.bytes_fetched + after.bytes_streamed - before.bytes_fetched - before.bytes_streamed) / steps,
+            "hit_rate": (after.hits - before.hits) / asked if asked else None, "host_bytes": after.host_bytes,
+            "resident": after.resident}

@@ -99,18 +99,17 @@ class ReplayRuntime(OmniKVRuntime):
 def ring_shape(k, candidates, reuse):
     """(rows, fresh): windows of k tokens on a ring of rows * fresh, each `fresh` further on, so that k - fresh of a window stay.
 
-    The ring holds at most `candidates` tokens and closes after at most MOST_ROWS windows; it must hold k + fresh for a window not
-    to meet itself, so a larger reuse comes out where candidates are few.
+    The ring is as long as candidates and MOST_ROWS allow: a token that comes round again must have left every working set by then.
+    It must hold k + fresh for a window not to meet itself, so a larger reuse comes out where candidates are few.
     """
     fresh = min(round((1 - reuse) * k), candidates - k)
     if k == 0 or fresh <= 0:
         return 1, 0
     fresh = max(fresh, -(-k // (MOST_ROWS - 1)))
-    rows = -(-(k + fresh) // fresh)
-    while rows * fresh > candidates and fresh > 1:
+    while fresh > 1 and candidates // fresh * fresh < k + fresh:
         fresh -= 1
-        rows = -(-(k + fresh) // fresh)
-    return (rows, fresh) if rows <= MOST_ROWS and rows * fresh <= candidates else (1, 0)
+    rows = min(MOST_ROWS, candidates // fresh)
+    return (rows, fresh) if rows * fresh >= k + fresh else (1, 0)
 
 
 def _overlap(table):

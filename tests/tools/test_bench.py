@@ -14,10 +14,10 @@ from engine.errors import SettingError
 from tools import bench, bench_suite
 from tools.bench_floor import Rates, floor_seconds, measure_rates, step_bytes, streamed_weights
 from tools.bench_methods import describe, registered, specs
-from tools.bench_run import Cell, Engine, Entrant, Match, Mismatch, engine_bytes, verify
+from tools.bench_run import Cell, Engine, Entrant, Match, Mismatch, engine_bytes, fetched_bytes, verify
 from tools.bench_shapes import SHAPES, parse_size, shape_config, shape_filters, short_size
 from tools.bench_split import STAGES, split_step
-from tools.bench_suite import ROOM, sharp_stream
+from tools.bench_suite import sharp_stream
 
 TINY = ["--shape", "tiny", "--device", "cpu", "--dtype", "float32", "-d", "600", "-p", "64", "-r", "2", "-n", "2", "--tokens", "32"]
 
@@ -27,8 +27,9 @@ def quick_rates(monkeypatch):
     monkeypatch.setattr(bench_suite, "measure_rates", lambda *_, **__: Rates(10e9, 8e9))
 
 
-def tiny_llm(context=3000):
-    return LLM.from_stream(shape_config("tiny"), sharp_stream, device="cpu", dtype="float32", max_context=context)
+def tiny_llm(method=None, context=3000, offload="device"):
+    return LLM.from_stream(shape_config("tiny"), sharp_stream, device="cpu", dtype="float32", max_context=context,
+                           method=method or Full(), offload=offload)
 
 
 def omnikv(**more):
@@ -109,11 +110,11 @@ def test_a_wrong_path_is_not_timed(capsys, monkeypatch):
 
 
 def test_what_does_not_fit_prints_the_bytes(capsys, monkeypatch):
-    monkeypatch.setattr("engine.memory.available_bytes", lambda device: (7_500_000, "free RAM"))
-    code, _, data = run(capsys, "--peers", "none", "--no-split", "-d", "64,4096", "-p", "none")
+    monkeypatch.setattr(bench_suite, "available_bytes", lambda device: (9_000_000, "free RAM"))
+    code, _, data = run(capsys, "--peers", "none", "--no-split", "-d", "64,32768", "-p", "none")
     cells = {(c["name"], c["n"]): c for c in data["cells"] if c["test"] == "tg"}
     assert code == 0 and "ms_median" in cells["full", 64]
-    assert "needs" in cells["full", 4096]["why"] and "MB" in cells["full", 4096]["why"]
+    assert "needs" in cells["full", 32768]["why"] and "MB" in cells["full", 32768]["why"]
 
 
 def test_time_that_is_over_is_said(capsys):
@@ -171,11 +172,29 @@ def test_predicted_bytes_are_those_that_a_step_counts(n):
             before = session.stats
             session.decode(1)
             after = session.stats
-        needed = engine_bytes(llm, method, n + 1)
         if method == omnikv(tokens=None, share=0.2):                    # its k was fixed at n tokens
-            needed = engine_bytes(llm, omnikv(tokens=max(1, int(0.2 * n))), n + 1)
+            method = omnikv(tokens=max(1, int(0.2 * n)))
+        needed = engine_bytes(llm.twin(method=method, offload="device"), n + 1)
         assert after.bytes_read_sparse - before.bytes_read_sparse + after.bytes_read_dense - before.bytes_read_dense \
             == needed.dense + needed.sparse
+
+
+def test_host_tier_and_brutal_offload_beside_the_device(capsys):
+    _, out, data = run(capsys, "--peers", "none", "--methods", "full,omnikv-host,brutal", "--reuse", "0,0.9", "--wait-layers", "0",
+                       "-d", "2000", "--no-split")
+    cells = {c["name"]: c for c in data["cells"] if c["test"] == "tg"}
+    assert set(cells) == {"full", "omnikv-host w0 reuse 0", "omnikv-host w0 reuse 0.9", "brutal"}
+    assert all("ms_median" in c for c in cells.values()), cells
+    assert cells["omnikv-host w0 reuse 0"]["hit_rate"] < 0.05 and abs(cells["omnikv-host w0 reuse 0.9"]["hit_rate"] - 0.9) < 0.05
+    assert cells["brutal"]["fetched_bytes_per_token"] >= 0.9 * cells["brutal"]["fetched_predicted"] > 0
+    for c in ("omnikv-host w0 reuse 0", "omnikv-host w0 reuse 0.9"):
+        assert cells[c]["fetched_bytes_per_token"] == pytest.approx(cells[c]["fetched_predicted"], rel=0.2)
+
+
+def test_nothing_is_fetched_on_the_device():
+    assert fetched_bytes(tiny_llm(omnikv()), 1000) == 0
+    host = tiny_llm(omnikv(), offload="host")
+    assert fetched_bytes(host, 1000) == 3 * 32 * host.config.kv_bytes(4)
 
 
 def test_measured_rates_are_plausible():
@@ -228,7 +247,7 @@ def test_one_that_fails_leaves_with_its_reason():
 
 
 def test_verify_agrees_with_itself_and_restores_the_session():
-    contestant = Engine("omnikv", tiny_llm(), omnikv(), 700, ROOM)
+    contestant = Engine("omnikv", tiny_llm(omnikv()), 700)
     facts = verify(contestant)
     assert facts["largest_logit_difference"] < 1e-2 and facts["selections_agree"] > 0.95 and contestant.session.method == omnikv()
     assert len(contestant.session) == 700 and contestant.session.kernels == "auto"
@@ -241,7 +260,7 @@ def test_verify_sees_a_wrong_selection(monkeypatch):
         return right(keys if path == "reference" else -keys, *arguments, path=path, **named)
 
     monkeypatch.setattr(engine.methods.omnikv, "select_topk", wrong)
-    contestant = Engine("omnikv", tiny_llm(), omnikv(), 700, ROOM)
+    contestant = Engine("omnikv", tiny_llm(omnikv()), 700)
     with pytest.raises(Mismatch, match="selection at 700 tokens"):
         verify(contestant)
     assert contestant.session.kernels == "auto" and contestant.session.method == omnikv() and len(contestant.session) == 700
@@ -254,14 +273,13 @@ def test_statistics_of_a_cell():
 
 
 def test_split_adds_up_and_names_its_stages():
-    llm = tiny_llm()
     for method, stages in ((Full(), {"linear", "dense attention"}),
                            (omnikv(), {"linear", "dense attention", "top-k", "sparse attention"})):
-        contestant = Engine("x", llm, method, 2000, ROOM)
+        contestant = Engine("x", tiny_llm(method), 2000)
         row = split_step(contestant)
         assert sum(row[stage] for stage in STAGES) == pytest.approx(row["step"])
         assert all(row[stage] > 0 for stage in stages) and row["other"] > 0 and row["gather"] == 0
-        assert len(contestant.session) == 2000
+        assert 2000 <= len(contestant.session) < 2010
     assert engine.methods.omnikv.decode_sparse.__name__ == "decode_sparse"          # nothing stays wrapped
 
 
@@ -280,7 +298,7 @@ def test_shapes_and_methods():
         config, filters = shape_config(name), shape_filters(name)
         assert filters[-1] < config.num_layers
     assert shape_config("llama-3-8b").parameters == pytest.approx(8.03e9, rel=1e-3)
-    assert {"full", "omnikv"} <= set(registered()) and "replay" not in registered()
+    assert {"full", "omnikv", "brutal_offload"} <= set(registered()) and "replay" not in registered()
     found = specs(("full", "omnikv", "omnikv-host"), (1, 3), 32, (1, 0), (0.0, 0.9))
     assert [s.label for s in found] == ["full", "omnikv w1", "omnikv w0", "omnikv-host w1 reuse 0", "omnikv-host w1 reuse 0.9",
                                         "omnikv-host w0 reuse 0", "omnikv-host w0 reuse 0.9"]
