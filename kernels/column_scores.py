@@ -1,49 +1,53 @@
-"""How much a chunk of queries reads each row of the past: the scores of OmniKV-prefill, and of every method that sums attention.
+"""How much blocks of queries read each row of the past: the scores of OmniKV-prefill, and of every method that sums attention.
 
-S_i = sum over the chunk's queries of max over heads of softmax(q . k_i) (OmniKV section D.10 with Eq. 3-4, uniform weights).
-q . k is computed again from the log-sum-exp that the dense pass left; what leaves the kernel is one number per row.
+S_i = sum over a block's queries of max over heads of softmax(q . k_i) (OmniKV section D.10 with Eq. 3-4, uniform weights).
+q . k is computed again from the log-sum-exp that the dense pass left; what leaves the kernel is one number per row and block.
+The exponential is monotone, so the largest logit - lse over the heads is found first: one exponential per (query, row).
 """
 
 import torch
 
+from kernels._triton import tl, triton
 from kernels.dispatch import choose
+from kernels.split import Config, power_of_two
 
-ROWS = 1024         # rows per block on a CPU: the block's weights (4 B x C x G x ROWS, 3 MB at C = 256, G = 3) stay near the cache
+ROWS = 1024         # rows per block on a CPU: the block's logits (4 B x C x G x ROWS, 3 MB at C = 256, G = 3) stay near the cache
+
+
+def column_scores(q, k, lse, blocks, start, stride, scale, sums, path="auto"):
+    """sums[b, n, i] = sum over queries of block n of max over heads of exp(q . k_i * scale - lse), for rows i below the block's stop.
+
+    q [B, C, H, D]: queries at positions start .. start+C-1; k [B, Hkv, T, D] view of any strides, last dim contiguous; lse [B, C, H]
+    float32: log-sum-exp over everything the query sees (prefill_dense_lse); blocks: list of (first, last, stop): queries at positions
+    first, first + stride, .. below last score rows 0 .. stop-1, stop <= first; sums [B, >= len(blocks), T] float32, overwritten below
+    each stop and left as it is beyond.
+    """
+    if choose(path, q) == "triton":
+        column_scores_triton(q, k, lse, blocks, start, stride, scale, sums)
+        return
+    score = column_scores_ref if path == "reference" else column_scores_cpu
+    for n, (first, last, stop) in enumerate(blocks):
+        part = slice(first - start, last - start, stride)
+        score(q[:, part], k, lse[:, part], stop, scale, sums[:, n])
 
 
 def column_scores_ref(q, k, lse, stop, scale, sums):
-    """Reference of `column_scores`, same arguments; holds every weight."""
+    """Reference of one block: q [B, C, H, D], lse [B, C, H], sums [B, T]; holds every weight."""
     batch, chunk, heads, dim = q.shape
     kv_heads = k.shape[1]
-    folded = q.float().view(batch, chunk, kv_heads, heads // kv_heads, dim)
+    folded = q.float().reshape(batch, chunk, kv_heads, heads // kv_heads, dim)
     logits = torch.einsum("bchgd,bhnd->bchgn", folded, k[:, :, :stop].float()) * scale
-    weights = torch.exp(logits - lse.view(batch, chunk, kv_heads, -1, 1))
+    weights = torch.exp(logits - lse.reshape(batch, chunk, kv_heads, -1, 1))
     sums[:, :stop] = weights.flatten(2, 3).amax(2).sum(1)
 
 
-def column_scores(q, k, lse, stop, scale, sums, path="auto"):
-    """sums[b, i] = sum over queries of max over heads of exp(q . k_i * scale - lse), for rows i < stop.
-
-    q [B, C, H, D]: queries that all see rows 0 .. stop-1; k [B, Hkv, T, D] view of any strides, last dim contiguous; lse [B, C, H]
-    float32: log-sum-exp over everything the query sees (prefill_dense_lse); sums [B, T] float32, overwritten below stop.
-    """
-    if choose(path, q) == "reference":
-        column_scores_ref(q, k, lse, stop, scale, sums)
-    else:
-        column_scores_blocks(q, k, lse, stop, scale, sums)
-
-
-def column_scores_blocks(q, k, lse, stop, scale, sums):
-    """`column_scores` in plain torch, ROWS rows of the past at a time, one K/V head after the other.
-
-    The exponential is monotone, so the largest logit - lse over the heads is found first: one exponential per (query, row), not one
-    per head.
-    """
+def column_scores_cpu(q, k, lse, stop, scale, sums):
+    """One block in plain torch, arguments as `column_scores_ref`: ROWS rows of the past at a time, one K/V head after the other."""
     batch, chunk, heads, dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
     for b in range(batch):
-        folded = q[b].view(chunk, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(kv_heads, group * chunk, dim)
+        folded = q[b].reshape(chunk, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(kv_heads, group * chunk, dim)
         shift = -lse[b].t().reshape(kv_heads, group * chunk, 1)
         for first in range(0, stop, ROWS):
             last = min(stop, first + ROWS)
@@ -54,3 +58,64 @@ def column_scores_blocks(q, k, lse, stop, scale, sums):
                 most = most.view(group, chunk, -1).amax(0) if group > 1 else most
                 best = most if best is None else torch.maximum(best, most, out=best)
             sums[b, first:last] = best.exp_().sum(0)
+
+
+@triton.jit
+def column_kernel(q, k, lse, blocks, sums, scale, count, kv_heads, sqb, sqc, sqh, skb, skh, skt, slb, slc, slh, ssb, ssn, stride,
+                  G: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """One tile of N rows for one block of queries: grid (tiles, blocks * B). Heads inside, queries outside: the maximum over all heads
+    comes before the sum over queries. `blocks` [count, 3] int32: (first query, past the last, rows), queries counted in q."""
+    n = tl.program_id(1) % count
+    b = (tl.program_id(1) // count).to(tl.int64)
+    first = tl.load(blocks + 3 * n)
+    last = tl.load(blocks + 3 * n + 1)
+    stop = tl.load(blocks + 3 * n + 2)
+    row = tl.program_id(0) * N
+    if row < stop:
+        t = row + tl.arange(0, N)
+        d = tl.arange(0, DP)
+        k += b * skb + t.to(tl.int64)[:, None] * skt + d[None, :]
+        q += b * sqb + d[None, :]
+        lse += b * slb
+        inside = (t < stop)[:, None] & (d < D)[None, :]
+        total = tl.zeros([N], tl.float32)
+        for c in range(first, last, M * stride):
+            at = c + tl.arange(0, M) * stride
+            live = at < last
+            place = at.to(tl.int64)[:, None] * sqc
+            best = tl.full([M, N], float("-inf"), tl.float32)
+            for h in range(0, kv_heads):
+                tile = tl.load(k + tl.cast(h, tl.int64) * skh, mask=inside, other=0.0)
+                for g in range(0, G):
+                    head = h * G + g
+                    rows = tl.load(q + place + head * sqh, mask=live[:, None] & (d < D)[None, :], other=0.0)
+                    shift = tl.load(lse + at * slc + head * slh, mask=live, other=0.0) * 1.4426950408889634
+                    x = tl.dot(rows, tl.trans(tile), input_precision="ieee") * (scale * 1.4426950408889634)
+                    best = tl.maximum(best, x - shift[:, None])
+            total += tl.sum(tl.where(live[:, None], tl.exp2(best), 0.0), 0)
+        tl.store(sums + b * ssb + n * ssn + t, total, mask=t < stop)
+
+
+def column_config(head_dim, itemsize):
+    """128 x 128 score tiles in 16 bits (two of them, best and new: 128 registers under 8 warps), a quarter of that in float32, whose
+    products take registers. From 8 kv heads and group 4 on, a product of 4.2 MFLOP reads 40 KB (queries, a quarter of a K tile)."""
+    dim = max(16, power_of_two(head_dim))
+    side = 128 if itemsize < 4 and dim <= 128 else 64
+    side = 32 if itemsize == 4 and dim > 64 else side
+    return Config(side, side, dim, warps=8 if side == 128 else 4, stages=2, queries=side)
+
+
+def column_scores_triton(q, k, lse, blocks, start, stride, scale, sums):
+    """`column_scores` by the Triton kernel of this file, same arguments: one launch for all blocks.
+
+    Bytes: K once per block of queries, the block's queries once per tile of rows (from L2), 4 bytes written per row and block.
+    """
+    batch, _, heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    config = column_config(head_dim, q.element_size())
+    table = torch.tensor([(first - start, last - start, stop) for first, last, stop in blocks], dtype=torch.int32).to(q.device)
+    tiles = -(-max(1, max(stop for *_, stop in blocks)) // config.block)
+    column_kernel[(tiles, len(blocks) * batch)](
+        q, k, lse, table, sums, scale, len(blocks), kv_heads, *q.stride()[:3], *k.stride()[:3], *lse.stride(), *sums.stride()[:2],
+        stride, G=heads // kv_heads, M=config.rows, N=config.block, D=head_dim, DP=config.dim, num_warps=config.warps,
+        num_stages=config.stages)

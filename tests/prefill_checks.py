@@ -28,53 +28,65 @@ def column_oracle(q, k, lse, scale, dtype):
 
 
 def check_column_scores(device, path, chunk, stop, kv_heads=2, group=3, head_dim=32, dtype=torch.float32, layout="heads", batch=2,
-                        sharpness=1.0, seed=0):
-    """column_scores against the oracle; rows from `stop` on are NaN and their sums stay as they were."""
+                        sharpness=1.0, blocks=None, stride=1, seed=0):
+    """column_scores against the oracle; rows from the largest stop on are NaN, and the sums beyond each stop stay as they were.
+
+    blocks: [(first, last, rows)] counted in the chunk, or None for all of it over `stop` rows.
+    """
     generator = torch.Generator().manual_seed(seed)
-    scale = head_dim ** -0.5
+    scale, blocks = head_dim ** -0.5, blocks or [(0, chunk, stop)]
     k, _ = make_bank(batch, kv_heads, stop + 19, head_dim, dtype, layout, device, generator)
     q = make_queries(batch, chunk, kv_heads * group, head_dim, dtype, device, generator, sharpness)
     every = k.double().repeat_interleave(group, 1)                   # the queries also see rows that are not scored
     lse = torch.logsumexp(torch.einsum("bchd,bhnd->bchn", q.double(), every) * scale, -1).float()
     k[:, :, stop:] = math.nan
-    sums = torch.full((batch, stop + 19), 7.0, device=device)
-    column_scores(q, k, lse, stop, scale, sums, path=path)
-    assert (sums[:, stop:] == 7.0).all(), "sums beyond the scored rows were written"
+    sums = torch.full((batch, len(blocks) + 1, stop + 19), 7.0, device=device)
+    absolute = [(stop + first, stop + last, rows) for first, last, rows in blocks]
+    column_scores(q, k, lse, absolute, stop, stride, scale, sums, path=path)
+    assert (sums[:, len(blocks)] == 7.0).all(), "sums of no block were written"
     for b in range(batch):
-        rows = k[b, :, :stop]
-        exact, rough = (column_oracle(q[b], rows, lse[b], scale, kind) for kind in (torch.float64, dtype))
-        assert_keys(sums[b, :stop], exact, rough, f"sums of sequence {b}")
+        for n, (first, last, rows) in enumerate(blocks):
+            assert (sums[b, n, rows:] == 7.0).all(), "sums beyond the scored rows were written"
+            part = slice(first, last, stride)
+            exact, rough = (column_oracle(q[b, part], k[b, :, :rows], lse[b, part], scale, kind) for kind in (torch.float64, dtype))
+            assert_keys(sums[b, n, :rows], exact, rough, f"sums of sequence {b}, block {n}")
     return sums
 
 
 def check_prefill_sparse(device, path, chunk, count, band, gap=40, kv_heads=2, group=3, head_dim=32, dtype=torch.float32, layout="tokens",
-                         batch=2, room=5, sharpness=1.0, seed=0):
-    """prefill_sparse against the oracle. `count` of count + gap rows are chosen, `band` rows lie between them and the chunk; every
-    other row is NaN, and the index row has `room` entries of rubbish at its end."""
+                         batch=2, room=5, sharpness=1.0, edges=(), seed=0):
+    """prefill_sparse against the oracle. The chunk is cut into blocks at `edges`; before the first one `count` of count + gap rows are
+    chosen and `band` rows lie between them and the block; every block chooses for itself, all bands begin at the same row. Rows that no
+    block may read are NaN, and every index row has `room` entries of rubbish at its end."""
     generator = torch.Generator().manual_seed(seed)
     scale, local = head_dim ** -0.5, count + gap
     start = local + band
-    stop = start + chunk
-    k, v = make_bank(batch, kv_heads, stop + 11, head_dim, dtype, layout, device, generator)
+    k, v = make_bank(batch, kv_heads, start + chunk + 11, head_dim, dtype, layout, device, generator)
     q = make_queries(batch, chunk, kv_heads * group, head_dim, dtype, device, generator, sharpness)
-    index = torch.full((batch, count + room), 2**30, dtype=torch.int32)
+    cuts = [0, *edges, chunk]
+    blocks = [(start + first, start + last, local, max(0, count - n)) for n, (first, last) in enumerate(zip(cuts, cuts[1:]))]
+    index = torch.full((batch, len(blocks), count + room), 2**30, dtype=torch.int32)
     for b in range(batch):
-        index[b, :count] = torch.randperm(local, generator=generator)[:count].sort().values
+        for n, (*_, kept) in enumerate(blocks):
+            index[b, n, :kept] = torch.randperm(local, generator=generator)[:kept].sort().values
     index = index.to(device)
-    keep = torch.zeros(batch, stop + 11, dtype=torch.bool, device=device)
-    keep.scatter_(1, index[:, :count].long(), True)
-    keep[:, local:stop] = True
     for b in range(batch):
-        k[b, :, ~keep[b]] = v[b, :, ~keep[b]] = math.nan
-    out = prefill_sparse(q, k, v, index, count, local, start, scale, path=path)
+        keep = torch.zeros(k.shape[2], dtype=torch.bool, device=device)
+        keep[local:start + chunk] = True
+        for n, (*_, kept) in enumerate(blocks):
+            keep[index[b, n, :kept].long()] = True
+        k[b, :, ~keep] = v[b, :, ~keep] = math.nan
+    out = prefill_sparse(q, k, v, index, blocks, start, scale, path=path)
     assert out.shape == q.shape and out.dtype == dtype and torch.isfinite(out).all()
-    visible = [count + band + i + 1 for i in range(chunk)]
-    for b in range(batch):
-        rows = [torch.cat([t[b].index_select(1, index[b, :count].long()), t[b, :, local:stop]], 1) for t in (k, v)]
-        exact, _ = plain(q[b], *rows, visible, scale, torch.float64)
-        rough = [plain(q[b], *rows, visible, scale, dtype)[0], fused(q[b], *rows, visible, scale)]
-        rough = max(rough, key=lambda t: (t.double() - exact).abs().max().item())
-        assert_close(out[b], exact, rough, dtype, f"out of sequence {b}")
+    for n, (first, last, local, kept) in enumerate(blocks):
+        visible = [kept + position + 1 - local for position in range(first, last)]
+        for b in range(batch):
+            rows = [torch.cat([t[b].index_select(1, index[b, n, :kept].long()), t[b, :, local:last]], 1) for t in (k, v)]
+            queries = q[b, first - start:last - start]
+            exact, _ = plain(queries, *rows, visible, scale, torch.float64)
+            rough = [plain(queries, *rows, visible, scale, dtype)[0], fused(queries, *rows, visible, scale)]
+            rough = max(rough, key=lambda t: (t.double() - exact).abs().max().item())
+            assert_close(out[b, first - start:last - start], exact, rough, dtype, f"out of sequence {b}, block {n}")
     return out
 
 

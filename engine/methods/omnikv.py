@@ -12,7 +12,7 @@ import torch
 
 from engine.errors import SettingError
 from engine.methods.base import Method, Runtime, device_int
-from engine.methods.omnikv_prefill import PrefillSelector
+from engine.methods.omnikv_prefill import AT_ONCE, PrefillSelector
 from engine.plan import Role, layer_plan, tail_start
 from engine.selector import SELECTORS, budget_from_mem, window_weights
 from kernels.dense_decode import decode_dense
@@ -117,9 +117,9 @@ class OmniKV(Method):
         return max(1, min(capacity, self.budget(plan, capacity) + extra)) if plan.sparse_layers else 0
 
     def runtime_bytes(self, plan, capacity):
-        """Scores (4 B a token, twice with prefill_ratio) and one row of indices a group."""
+        """Scores (4 B a token, and 4 B for every block that prefill_ratio scores at once) and one row of indices a group."""
         room = self.budget_capacity(plan, capacity)
-        scores = 4 * capacity * (2 if self.prefill_ratio else 1)
+        scores = 4 * capacity * (1 + AT_ONCE if self.prefill_ratio else 1)
         return scores + 4 * room * len(plan.groups) if room else 0
 
     def dense_below_tokens(self, plan, config, dtype_bytes, device_type, capacity):

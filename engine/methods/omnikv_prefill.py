@@ -16,6 +16,9 @@ from kernels.sparse_prefill import prefill_sparse
 from kernels.topk import select_topk
 
 
+AT_ONCE = 4         # blocks scored by one launch: 4 x 64 tiles fill a GPU from 8K rows on, and the scores stay at 16 bytes a token
+
+
 class PrefillSelector:
     """Selections of one session's prefill: per group, one index row per block of the chunk under way."""
 
@@ -26,8 +29,9 @@ class PrefillSelector:
         self.k = min(method.prefill_ratio * self.block, setup.capacity)
         self.total = 0
         self.under_way = []             # blocks of the chunk under way; the last layer may see the chunk's last query only
-        self.keys = torch.empty(setup.batch, setup.capacity, device=setup.device)
-        self.chosen = {}                # (group, block's start) -> (index [B, k] int32, count)
+        self.keys = torch.empty(setup.batch, AT_ONCE, setup.capacity, device=setup.device)
+        self.scored = []                # its sparse blocks; of the newest chunk that had any
+        self.index = {}                 # group -> index [B, sparse blocks of the chunk, k] int32
         self.rows_read = 0              # rows of the past read by sparse layers, summed over blocks (for tests and tables)
 
     @property
@@ -50,44 +54,68 @@ class PrefillSelector:
         role, group = self.plan.roles[layer], self.plan.group_of[layer]
         k, v = bank.kv(layer)
         if layer == 0:
-            self.under_way = list(self.blocks(start, start + q.shape[1]))
-        blocks = [(max(first, start), last, local, first) for first, last, local in self.under_way if last > start]
-        if any(local is not None for _, _, local, _ in blocks):
+            self._begin(start, start + q.shape[1])
+        if any(local is not None for _, last, local in self.under_way if last > start):
             if role is Role.SPARSE:
-                return self._sparse(group, q, k, v, start, blocks)
+                return self._sparse(group, q, k, v, start)
             if role is Role.FILTER and self.plan.groups[group].layers:
-                return self._filter(group, q, k, v, start, blocks)
+                return self._filter(group, q, k, v, start)
         return prefill_dense(q, k, v, start, self.scale, path=self.setup.path)
 
-    def _filter(self, group, q, k, v, start, blocks):
+    def _begin(self, start, stop):
+        """A new chunk; what an earlier one chose is forgotten where this one chooses."""
+        self.under_way = list(self.blocks(start, stop))
+        sparse = [block for block in self.under_way if block[2] is not None]
+        if sparse:
+            self.scored, self.index = sparse, {}
+
+    def _filter(self, group, q, k, v, start):
+        """A dense layer that leaves its scores behind; from them one selection per block."""
         out, lse = prefill_dense_lse(q, k, v, start, self.scale)
-        self.chosen = {key: value for key, value in self.chosen.items() if key[0] != group}
-        for first, last, local, _ in blocks:
-            if local is not None:
-                part = slice(first - start, last - start, self.method.prefill_stride)
-                self.chosen[group, first] = self._select(q[:, part], k, lse[:, part], local)
+        chosen = []
+        for at in range(0, len(self.scored), AT_ONCE):
+            blocks = self.scored[at:at + AT_ONCE]
+            column_scores(q, k, lse, blocks, start, self.method.prefill_stride, self.scale, self.keys, path=self.setup.path)
+            chosen.append(self._select([local for *_, local in blocks]))
+        self.index[group] = torch.cat(chosen, 1)
         return out
 
-    def _select(self, q, k, lse, local):
-        column_scores(q, k, lse, local, self.scale, self.keys, path=self.setup.path)
-        batch = q.shape[0]
-        sizes = torch.tensor([[0, local, self.k]] * batch, dtype=torch.int32, device=q.device).unbind(1)
-        index = torch.empty(batch, self.k, dtype=torch.int32, device=q.device)
-        select_topk(self.keys, *(size.contiguous() for size in sizes), index, torch.empty(batch, dtype=torch.int32, device=q.device),
-                    path=self.setup.path)
-        return index, min(self.k, local)
+    def _select(self, stops):
+        """The k best rows below each block's stop: [B, blocks, k] int32."""
+        batch, count, device = len(self.keys), len(stops), self.keys.device
+        keys = self.keys[:, :count].reshape(batch * count, -1)
+        hi = torch.tensor(stops * batch, dtype=torch.int32).to(device)
+        chosen = torch.empty(batch * count, self.k, dtype=torch.int32, device=device)
+        select_topk(keys, torch.zeros_like(hi), hi, torch.full_like(hi, self.k), chosen, torch.empty_like(hi), path=self.setup.path)
+        return chosen.view(batch, count, self.k)
 
-    def _sparse(self, group, q, k, v, start, blocks):
-        out = torch.empty_like(q)
-        for first, last, local, origin in blocks:
+    def _sparse(self, group, q, k, v, start):
+        """Runs of sparse blocks by one launch each, runs of dense ones likewise."""
+        out, number = torch.empty_like(q), 0
+        runs = []                       # [sparse?, first, last, blocks, where their index rows begin]
+        for first, last, local in self.under_way:
+            number += local is not None
+            if last <= start:           # the last layer sees the chunk's last query only
+                continue
+            first = max(first, start)
+            if not runs or runs[-1][0] != (local is not None):
+                runs.append([local is not None, first, last, [], number - 1])
+            runs[-1][2] = last
+            runs[-1][3].append((first, last, local, self.k))
+        for sparse, first, last, blocks, row in runs:
             part = slice(first - start, last - start)
-            if local is None:
+            if not sparse:
                 out[:, part] = prefill_dense(q[:, part], k, v, first, self.scale, path=self.setup.path)
                 continue
-            index, count = self.chosen[group, origin]
-            out[:, part] = prefill_sparse(q[:, part], k, v, index, count, local, first, self.scale, path=self.setup.path)
-            self.rows_read += count + first - local
+            index = self.index[group][:, row:row + len(blocks)]
+            out[:, part] = prefill_sparse(q[:, part], k, v, index, blocks, first, self.scale, path=self.setup.path)
+            self.rows_read += sum(count + first - local for first, _, local, count in blocks)
         return out
+
+    def selections(self):
+        """{(filter layer, block's first position): int64 [k]} of the newest chunk that chose, sequence 0."""
+        return {(self.plan.groups[group].filter_layer, first): index[0, n].long().cpu()
+                for group, index in self.index.items() for n, (first, *_) in enumerate(self.scored)}
 
     def work(self, work, start, stop):
         """(linear, attention) operations of positions start .. stop-1: dense layers, scoring (half an attention), sparse layers."""

@@ -17,6 +17,7 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
     (64, 64, dict(group=8, kv_heads=1, head_dim=96)),
     (33, 65, dict(head_dim=40, batch=1)),
     (17, 300, dict(kv_heads=4, group=1, head_dim=128)),
+    (60, 90, dict(blocks=[(0, 20, 40), (20, 41, 90), (41, 60, 1)], stride=4)),
     (9, 200, dict(sharpness=6.0)),                        # one row takes nearly all, most weights underflow
     (9, 200, dict(sharpness=0.0)),                        # all weights equal
 ])
@@ -33,5 +34,5 @@ def test_blocks_of_rows_change_no_bit(monkeypatch):
 
 def test_nothing_to_score_writes_nothing():
     sums = torch.full((1, 8), 7.0)
-    column_scores(torch.randn(1, 2, 4, 16), torch.randn(1, 2, 8, 16), torch.zeros(1, 2, 4), 0, 0.25, sums)
+    column_scores(torch.randn(1, 2, 4, 16), torch.randn(1, 2, 8, 16), torch.zeros(1, 2, 4), [(0, 2, 0)], 0, 1, 0.25, sums[None])
     assert (sums == 7.0).all()

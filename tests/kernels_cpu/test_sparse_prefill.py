@@ -19,6 +19,7 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
     (65, 33, 1, dict(group=1, kv_heads=3, head_dim=40)),
     (31, 100, 130, dict(group=8, kv_heads=1, head_dim=96, batch=1)),
     (20, 0, 0, dict(gap=7)),
+    (50, 30, 10, dict(edges=(1, 20, 45))),
     (20, 30, 10, dict(sharpness=6.0)),
     (20, 50, 10, dict(gap=0)),                            # every row of the past is chosen
 ])
@@ -33,7 +34,7 @@ def test_all_rows_chosen_is_dense(layout):
     rows = torch.randn(1, 90, 2, 2, 16, generator=generator).permute(2, 0, 3, 1, 4)
     k, v = rows if layout == "tokens" else rows.contiguous()
     q = torch.randn(1, 25, 6, 16, generator=generator)
-    index = torch.arange(40, dtype=torch.int32)[None]
+    index = torch.arange(40, dtype=torch.int32)[None, None]
     for path in ("cpu", "reference"):
-        sparse = prefill_sparse(q, k, v, index, 40, 40, 65, 0.25, path=path)
+        sparse = prefill_sparse(q, k, v, index, [(65, 90, 40, 40)], 65, 0.25, path=path)
         torch.testing.assert_close(sparse, prefill_dense(q, k, v, 65, 0.25, path="reference"), atol=1e-6, rtol=1e-5)

@@ -1,0 +1,38 @@
+"""Column scores and gathered prefill attention, interpreted, against the float64 oracle on hostile shapes."""
+
+import pytest
+import torch
+
+from tests.prefill_checks import check_column_scores, check_prefill_sparse
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
+@pytest.mark.parametrize("chunk, stop, shape", [
+    (1, 1, dict()),
+    (5, 63, dict(group=1, kv_heads=3, layout="tokens")),
+    (64, 130, dict(group=8, kv_heads=1, head_dim=96, dtype=BF16, batch=1)),
+    (33, 65, dict(head_dim=40, dtype=F16)),
+    (140, 300, dict(group=4, head_dim=16, dtype=BF16, batch=1)),
+    (60, 90, dict(blocks=[(0, 20, 40), (20, 41, 90), (41, 60, 1)], stride=4)),
+    (300, 140, dict(blocks=[(0, 256, 140), (256, 300, 100)], stride=16, dtype=BF16)),
+    (9, 200, dict(sharpness=6.0)),
+    (9, 70, dict(sharpness=0.0, dtype=F16)),
+])
+def test_column_scores(chunk, stop, shape):
+    check_column_scores("cpu", "triton", chunk, stop, **shape)
+
+
+@pytest.mark.parametrize("chunk, count, band, shape", [
+    (1, 1, 0, dict()),
+    (1, 0, 3, dict(gap=0)),
+    (64, 128, 64, dict(layout="heads", dtype=BF16, head_dim=128, group=4)),
+    (65, 33, 1, dict(group=1, kv_heads=3, head_dim=40)),
+    (31, 100, 130, dict(group=8, kv_heads=1, head_dim=96, batch=1, dtype=F16)),
+    (20, 0, 0, dict(gap=7)),
+    (50, 30, 10, dict(edges=(1, 20, 45), group=16, kv_heads=1)),
+    (90, 64, 64, dict(edges=(64,), group=3, dtype=BF16)),
+    (20, 30, 10, dict(sharpness=6.0)),
+])
+def test_prefill_sparse(chunk, count, band, shape):
+    check_prefill_sparse("cpu", "triton", chunk, count, band, **shape)
