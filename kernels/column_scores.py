@@ -61,10 +61,13 @@ def column_scores_cpu(q, k, lse, stop, scale, sums):
 
 
 @triton.jit
-def column_kernel(q, k, lse, blocks, sums, scale, count, kv_heads, sqb, sqc, sqh, skb, skh, skt, slb, slc, slh, ssb, ssn, stride,
-                  G: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """One tile of N rows for one block of queries: grid (tiles, blocks * B). Heads inside, queries outside: the maximum over all heads
-    comes before the sum over queries. `blocks` [count, 3] int32: (first query, past the last, rows), queries counted in q."""
+def column_kernel(q, k, lse, blocks, sums, scale, count, kv_heads, group, sqb, sqc, sqh, skb, skh, skt, slb, slc, slh, ssb, ssn,
+                  stride, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """One tile of N rows for one block of queries: grid (tiles, blocks * B).
+
+    Heads inside, queries outside: the maximum over all heads comes before the sum over queries. `group` is no constant: unrolled, the
+    heads of a group make sm_80 spill. `blocks` [count, 3] int32: (first query, past the last, rows), queries counted in q.
+    """
     n = tl.program_id(1) % count
     b = (tl.program_id(1) // count).to(tl.int64)
     first = tl.load(blocks + 3 * n)
@@ -74,9 +77,9 @@ def column_kernel(q, k, lse, blocks, sums, scale, count, kv_heads, sqb, sqc, sqh
     if row < stop:
         t = row + tl.arange(0, N)
         d = tl.arange(0, DP)
-        k += b * skb + t.to(tl.int64)[:, None] * skt + d[None, :]
-        q += b * sqb + d[None, :]
-        lse += b * slb
+        tile_at = k + b * skb + t.to(tl.int64)[:, None] * skt + d[None, :]
+        rows_at = q + b * sqb + d[None, :]
+        shift_at = lse + b * slb
         inside = (t < stop)[:, None] & (d < D)[None, :]
         total = tl.zeros([N], tl.float32)
         for c in range(first, last, M * stride):
@@ -85,11 +88,11 @@ def column_kernel(q, k, lse, blocks, sums, scale, count, kv_heads, sqb, sqc, sqh
             place = at.to(tl.int64)[:, None] * sqc
             best = tl.full([M, N], float("-inf"), tl.float32)
             for h in range(0, kv_heads):
-                tile = tl.load(k + tl.cast(h, tl.int64) * skh, mask=inside, other=0.0)
-                for g in range(0, G):
-                    head = h * G + g
-                    rows = tl.load(q + place + head * sqh, mask=live[:, None] & (d < D)[None, :], other=0.0)
-                    shift = tl.load(lse + at * slc + head * slh, mask=live, other=0.0) * 1.4426950408889634
+                tile = tl.load(tile_at + tl.cast(h, tl.int64) * skh, mask=inside, other=0.0)
+                for g in range(0, group):
+                    head = h * group + g
+                    rows = tl.load(rows_at + place + head * sqh, mask=live[:, None] & (d < D)[None, :], other=0.0)
+                    shift = tl.load(shift_at + at * slc + head * slh, mask=live, other=0.0) * 1.4426950408889634
                     x = tl.dot(rows, tl.trans(tile), input_precision="ieee") * (scale * 1.4426950408889634)
                     best = tl.maximum(best, x - shift[:, None])
             total += tl.sum(tl.where(live[:, None], tl.exp2(best), 0.0), 0)
@@ -97,12 +100,13 @@ def column_kernel(q, k, lse, blocks, sums, scale, count, kv_heads, sqb, sqc, sqh
 
 
 def column_config(head_dim, itemsize):
-    """128 x 128 score tiles in 16 bits (two of them, best and new: 128 registers under 8 warps), a quarter of that in float32, whose
-    products take registers. From 8 kv heads and group 4 on, a product of 4.2 MFLOP reads 40 KB (queries, a quarter of a K tile)."""
+    """64 queries x 128 rows in 16 bits under 8 warps: two score tiles (best and new) take 64 registers; with 128 queries sm_80 and sm_89
+    spill up to 200 bytes. Smaller tiles in float32, whose products take registers. At group 4 a product of 2.1 MFLOP reads 24 KB."""
     dim = max(16, power_of_two(head_dim))
-    side = 128 if itemsize < 4 and dim <= 128 else 64
-    side = 32 if itemsize == 4 and dim > 64 else side
-    return Config(side, side, dim, warps=8 if side == 128 else 4, stages=2, queries=side)
+    if itemsize == 4 or dim > 128:
+        side = 32 if itemsize == 4 and dim > 64 else 64
+        return Config(side, side, dim, warps=4, stages=2, queries=side)
+    return Config(128, 64, dim, warps=8, stages=2, queries=64)
 
 
 def column_scores_triton(q, k, lse, blocks, start, stride, scale, sums):
@@ -116,6 +120,6 @@ def column_scores_triton(q, k, lse, blocks, start, stride, scale, sums):
     table = torch.tensor([(first - start, last - start, stop) for first, last, stop in blocks], dtype=torch.int32).to(q.device)
     tiles = -(-max(1, max(stop for *_, stop in blocks)) // config.block)
     column_kernel[(tiles, len(blocks) * batch)](
-        q, k, lse, table, sums, scale, len(blocks), kv_heads, *q.stride()[:3], *k.stride()[:3], *lse.stride(), *sums.stride()[:2],
-        stride, G=heads // kv_heads, M=config.rows, N=config.block, D=head_dim, DP=config.dim, num_warps=config.warps,
+        q, k, lse, table, sums, scale, len(blocks), kv_heads, heads // kv_heads, *q.stride()[:3], *k.stride()[:3], *lse.stride(),
+        *sums.stride()[:2], stride, M=config.rows, N=config.block, D=head_dim, DP=config.dim, num_warps=config.warps,
         num_stages=config.stages)

@@ -62,10 +62,11 @@ def prefill_dense_cuda(q, k, v, start, scale):
 
 
 def prefill_dense_lse(q, k, v, start, scale):
-    """`prefill_dense` on CPU tensors and the log-sum-exp of every query's scores: (out [B, C, H, D], lse [B, C, H] float32)."""
+    """`prefill_dense` and the log-sum-exp of every query's scores: (out [B, C, H, D], lse [B, C, H] float32)."""
     out, lse = attend_chunk(q, k, v, start, scale)
-    for first in range(0, start, PAST_BLOCK):
-        rows = slice(first, min(start, first + PAST_BLOCK))
+    size = PAST_BLOCK if q.device.type == "cpu" else max(1, start)      # a GPU packs nothing: one pass over the past
+    for first in range(0, start, size):
+        rows = slice(first, min(start, first + size))
         out, lse = merge([(out, lse), attend_rows(q, k[:, :, rows], v[:, :, rows], scale)], torch.float32)
     return out.to(q.dtype), lse
 

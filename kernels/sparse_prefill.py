@@ -121,7 +121,7 @@ def gathered_config(group, head_dim, itemsize):
     dim = max(16, power_of_two(head_dim))
     rows = max(16, power_of_two(group), min(128, 32768 // (dim * itemsize)))
     block = max(16, min(64, 16384 // (dim * itemsize)))
-    return Config(block, rows, dim, warps=8 if rows * dim > 8192 else 4, stages=2, queries=rows // group)
+    return Config(block, rows, dim, warps=8 if rows * dim >= 8192 else 4, stages=2, queries=rows // group)
 
 
 def prefill_sparse_triton(q, k, v, index, blocks, start, scale):

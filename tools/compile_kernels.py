@@ -42,7 +42,7 @@ CAPACITY, BUDGET = 131072, 2048        # grids do not enter a kernel: any long b
 class Case:
     """One shipped configuration: a launcher and the shapes it is called with."""
 
-    launcher: str                      # dense | scored | sparse | topk | window
+    launcher: str                      # dense | scored | sparse | topk | window | columns | gathered
     dtype: str = "bfloat16"
     head_dim: int = 128
     group: int = 4
@@ -50,9 +50,9 @@ class Case:
 
     @property
     def bounded(self):
-        """Whether a spill here is a fault: decode at head_dim 64 or 128, groups 1, 4, 8, one query, 16-bit."""
-        decode = self.launcher in ("dense", "scored", "sparse")
-        return decode and self.head_dim in (64, 128) and self.group in (1, 4, 8) and self.queries == 1 and self.dtype != "float32"
+        """Whether a spill here is a fault: decode and prefill at head_dim 64 or 128, groups 1, 4, 8, one query, 16-bit."""
+        bounded = self.launcher in ("dense", "scored", "sparse", "columns", "gathered")
+        return bounded and self.head_dim in (64, 128) and self.group in (1, 4, 8) and self.queries == 1 and self.dtype != "float32"
 
     def __str__(self):
         if self.launcher in ("topk", *HOST_LAUNCHERS):
@@ -116,11 +116,12 @@ def shipped(everything=False):
         cases = [Case(name, "bfloat16", d, g) for name in ("dense", "scored", "sparse") for d in (64, 128) for g in (1, 4, 8)]
         cases += [Case("window", "bfloat16", d, g) for d, g in ((64, 4), (128, 4), (128, 8))]
         cases += [Case(name, dtype, 128, 4) for name in ("dense", "sparse") for dtype in ("float16", "float32")]
+        cases += [Case(name, "bfloat16", d, g) for name in ("columns", "gathered") for d, g in ((64, 4), (128, 1), (128, 4), (128, 8))]
         return [*cases, Case("dense", "bfloat16", 128, 4, 8), Case("sparse", "bfloat16", 128, 4, 8), Case("topk"),
                 *(Case(name) for name in HOST_LAUNCHERS)]
-    cases = [Case(name, dtype, d, g, q) for name in ("dense", "scored", "sparse", "window") for dtype in TYPES
+    cases = [Case(name, dtype, d, g, q) for name in ("dense", "scored", "sparse", "window", "columns", "gathered") for dtype in TYPES
              if dtype[0] in "bf" for d in (32, 64, 80, 96, 128, 256) for g in (1, 4, 8, 16) for q in (1, 8)
-             if name != "window" or q == 1]
+             if name in ("dense", "scored", "sparse") or q == 1]
     return [*cases, Case("topk"), *(Case(name) for name in HOST_LAUNCHERS)]
 
 
@@ -145,6 +146,9 @@ def call(case):
     if case.launcher == "sparse":                          # gathered layers are token-major, the others head-major
         k, v = meta(1, CAPACITY, 2, 8, case.head_dim, dtype=dtype).permute(2, 0, 3, 1, 4)
         decode_sparse(q, k, v, meta(1, 1, BUDGET), meta(1), meta(1), meta(1), scale, path="triton")
+        return
+    if case.launcher in ("columns", "gathered"):
+        call_prefill(case, meta)
         return
     k, v = meta(2, 1, 8, CAPACITY, case.head_dim, dtype=dtype)
     if case.launcher == "topk":
@@ -175,6 +179,24 @@ def call_host(launcher, meta):
         for part in (rows, rows[:, 1024:2048]):                        # a group's packed row, and one layer of it
             move_rows(table, 4096, 12 * 4096, part, slots.source, slots.target, slots.misses, None,
                       moved=meta(1, dtype=torch.int64), path="triton")
+
+
+def call_prefill(case, meta):
+    """Run a prefill launcher on meta tensors: blocks of 256 queries of a chunk of 4096 at the bank's end."""
+    from kernels.column_scores import column_scores
+    from kernels.sparse_prefill import prefill_sparse
+
+    dtype, scale, start = getattr(torch, case.dtype), case.head_dim ** -0.5, CAPACITY - 4096
+    q = meta(1, 4096, 8 * case.group, case.head_dim, dtype=dtype)
+    edges = range(start, CAPACITY, 256)
+    if case.launcher == "columns":
+        k, _ = meta(2, 1, 8, CAPACITY, case.head_dim, dtype=dtype)
+        lse, sums = (meta(*shape, dtype=torch.float32) for shape in ((1, 4096, 8 * case.group), (1, 4, CAPACITY)))
+        column_scores(q, k, lse, [(first, first + 256, first - 256) for first in edges[:4]], start, 16, scale, sums, path="triton")
+        return
+    k, v = meta(1, CAPACITY, 2, 8, case.head_dim, dtype=dtype).permute(2, 0, 3, 1, 4)
+    blocks = [(first, first + 256, first - 256, 512) for first in edges]
+    prefill_sparse(q, k, v, meta(1, len(edges), 512), blocks, start, scale, path="triton")
 
 
 def specialise(function, arguments, options, case):
@@ -292,7 +314,7 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(prog="compile_kernels", description="Compile the Triton kernels without a GPU.")
     parser.add_argument("--targets", default=",".join(DEFAULT_TARGETS), help="of " + ", ".join(TARGETS))
     parser.add_argument("--all", action="store_true", help="every dtype, head size, group and Q (a long run)")
-    parser.add_argument("--kernels", default="", help="only launchers whose name begins so: dense, scored, sparse, topk, window")
+    parser.add_argument("--kernels", default="", help="only launchers whose name begins so, such as dense,topk,columns")
     parser.add_argument("--json", metavar="FILE", help="write the reports there too")
     options = parser.parse_args(arguments)
     targets = [name for name in options.targets.split(",") if name]

@@ -15,7 +15,6 @@ from kernels.prefill import prefill_dense, prefill_dense_lse
 from kernels.sparse_prefill import prefill_sparse
 from kernels.topk import select_topk
 
-
 AT_ONCE = 4         # blocks scored by one launch: 4 x 64 tiles fill a GPU from 8K rows on, and the scores stay at 16 bytes a token
 
 
