@@ -189,14 +189,14 @@ class Chat:
         terminal = sys.stdin.isatty()
         if terminal:
             self.display.note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves")
-        interrupted = False
+        interrupted, failed = False, 0      # a pipe learns from the exit code that a message got no answer; a person saw it
         while True:
             try:
                 text = read_message(self.display)
             except EOFError:
                 if terminal:
                     self.display.line()
-                return 0
+                return 0 if terminal else failed
             except KeyboardInterrupt:
                 if interrupted or not terminal:
                     return 130
@@ -206,14 +206,15 @@ class Chat:
             interrupted = False
             if not text.strip():
                 continue
+            command = text.startswith("/") and not text.startswith("//")
             try:
-                if text.startswith("/") and not text.startswith("//"):
-                    if chat_commands.run(self, text) is chat_commands.LEAVE:
-                        return 0
-                else:
+                if not command:
                     self.ask(text.removeprefix("/") if text.startswith("//") else text)
+                elif chat_commands.run(self, text) is chat_commands.LEAVE:
+                    return 0 if terminal else failed
             except EngineError as error:
                 self.display.line(f"error: {error}")
+                failed = failed if command else error.exit_code
 
 
 def _bytes_read(session) -> int:

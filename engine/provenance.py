@@ -99,7 +99,8 @@ def record(trace, text, ends, spans, model, method):
     for _, chosen in trace.steps:
         sums = torch.zeros(len(passages) + 1, dtype=torch.float64)
         for positions, scores in chosen:
-            sums.index_add_(0, owner[positions.clamp(max=len(ends))], scores.double())      # owner -1 is the last, dropped slot
+            whose = owner[positions.clamp(max=len(ends))]
+            sums.index_add_(0, whose.where(whose >= 0, len(passages)), scores.double())     # the last slot, nobody's, is dropped
         best = torch.topk(sums[:-1] / sizes, min(KEPT, len(passages))) if passages else None
         reads.append({int(i): float(s) for s, i in zip(best.values, best.indices) if s > 0} if passages else {})
     return Run(model, method, "\n\n".join(shown), tuple(passages), tuple(t for t, _ in trace.steps), tuple(reads))

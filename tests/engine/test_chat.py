@@ -247,6 +247,11 @@ def test_what_a_command_cannot_mean_is_one_line_and_the_chat_goes_on(fake, monke
     assert code == 0 and out == "fine\n" and words in err and "Traceback" not in err
 
 
+def test_a_pipe_learns_that_a_message_got_no_answer(fake, monkeypatch, capsys):
+    code, out, err = chat(fake("fine", max_context=60), monkeypatch, capsys, "long " * 100, "short")
+    assert code == 1 and out == "fine\n" and "the limit is 60" in err
+
+
 def test_documents_are_read_at_once_and_a_slash_can_be_said(fake, monkeypatch, capsys, tmp_path):
     llm = fake("ok")
     (tmp_path / "a b.txt").write_text("The sun was warm. " * 9)

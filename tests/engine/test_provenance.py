@@ -45,6 +45,14 @@ def test_the_planted_passage_is_the_darkest():
     assert "".join(run.answer) == "48213."
 
 
+def test_tokens_outside_every_passage_count_for_none():
+    """The selection may hold tokens of the template, of the question and of empty lines; once an IndexError."""
+    text, trace = "<s>One fact.\n\nQ", Trace()
+    trace.add("A", {1: torch.arange(5)}, {1: torch.tensor([0.9, 0.1, 0.2, 0.9, 0.9])})
+    run = record(trace, text, array("q", [3, 6, 12, 14, 15]), [(3, 12)], "m", "OmniKV()")
+    assert run.reads == ({0: pytest.approx(0.15)},)
+
+
 def test_a_document_of_markup_stays_text():
     run, _ = planted(HOSTILE)
     html = page(run)
