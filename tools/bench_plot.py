@@ -42,6 +42,8 @@ def plots(summary, folder):
             if rows(name, "floor_ms")[0]:
                 ax.plot(*rows(name, "floor_ms"), ":", color=f"C{number}", label=f"{name}, floor")
         ax.set_yscale("log")
+        for axis_formatter in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
+            axis_formatter(lambda value, _: f"{value:g}")
 
     def speedup(ax):
         for number, name in enumerate(names):

@@ -19,13 +19,18 @@ def summary(result, head, warnings):
 
 
 def ratios(cell, cells):
-    """{"vs_full": x, "vs_transformers": y, ...}: how many times faster this cell is than each of the same test and depth."""
+    """{"vs_full": x, "vs_transformers": y, ...}: how many times faster this cell is than each of the same test and depth;
+
+    "bytes_allow": how many times faster than full attention its floor is.
+    """
     found = {}
     if cell.seconds:
         for other in cells:
             if other.test == cell.test and other.n == cell.n and other.seconds and other is not cell \
                     and other.name in ("full", "transformers", "llama.cpp"):
                 found[f"vs_{other.name}"] = other.median / cell.median
+                if other.name == "full" and other.floor and cell.floor:
+                    found["bytes_allow"] = other.floor / cell.floor
     return found
 
 
@@ -73,7 +78,7 @@ def decode_rows(result):
     if not cells:
         return []
     peers = [name for name in ("transformers", "llama.cpp") if any(c.name == name and c.seconds for c in cells)]
-    columns = ["method", "test", "t/s", "ms/token", "p95", "floor ms", "of floor", "GB/s", "x full", *(f"x {p}" for p in peers)]
+    columns = ["method", "test", "t/s", "ms/token", "p95", "floor ms", "of floor", "GB/s", "x full", "bytes allow", *(f"x {p}" for p in peers)]
     rows, notes = [], []
     for c in cells:
         test = f"tg @ d{c.n}"
@@ -85,7 +90,7 @@ def decode_rows(result):
         rows.append([c.name, test, f"{mean:.2f} ± {deviation:.2f}", f"{1e3 * c.median:.2f}", f"{1e3 * c.p95:.2f}",
                      _number(c.floor, 1e3, ".2f"), _percent(c.floor and c.floor / c.median),
                      _number(c.needed and c.needed.floor / c.median, 1e-9, ".1f"),
-                     *(_number(found.get(f"vs_{name}"), 1, ".2f") for name in ("full", *peers))])
+                     *(_number(found.get(key), 1, ".2f") for key in ("vs_full", "bytes_allow", *(f"vs_{p}" for p in peers)))])
     settings = dict.fromkeys(f"{c.name}: {c.settings}" for c in cells if c.settings)
     return _table(columns, rows) + [""] * bool(notes) + notes + ["", *settings]
 

@@ -56,6 +56,7 @@ def test_table_and_json_of_a_whole_run(capsys, tmp_path):
         assert c["counted_kv_bytes"] == c["predicted_kv_bytes"] == c["bytes"]["dense"] + c["bytes"]["sparse"]
     assert names["omnikv w0"]["bytes"]["sparse"] > names["omnikv w1"]["bytes"]["sparse"] > 0 == names["full"]["bytes"]["sparse"]
     assert names["omnikv w0"]["vs_full"] == pytest.approx(names["full"]["ms_median"] / names["omnikv w0"]["ms_median"])
+    assert names["omnikv w0"]["bytes_allow"] == pytest.approx(names["full"]["floor_ms"] / names["omnikv w0"]["floor_ms"])
     for word in ("commit", "hardware", "packages", "threads", "flags", "measured"):
         assert word in data["header"]
 
