@@ -78,7 +78,8 @@ def decode_rows(result):
     if not cells:
         return []
     peers = [name for name in ("transformers", "llama.cpp") if any(c.name == name and c.seconds for c in cells)]
-    columns = ["method", "test", "t/s", "ms/token", "p95", "floor ms", "of floor", "GB/s", "x full", "bytes allow", *(f"x {p}" for p in peers)]
+    columns = ["method", "test", "t/s", "ms/token", "p95", "floor ms", "of floor", "GB/s", "x full", "bytes allow"]
+    columns += [f"x {p}" for p in peers]
     rows, notes = [], []
     for c in cells:
         test = f"tg @ d{c.n}"
