@@ -35,6 +35,8 @@ class OmniKV(Method):
     full attention; "auto" decides from the plan's byte counts, 0 never. prefill_ratio: r of chunked OmniKV-prefill, None for exact
     prefill: each block of `prefill_block` queries attends, in the sparse layers, to the r * prefill_block rows of the past that
     every `prefill_stride`-th query of the block scores highest; the prompt's last `prefill_dense_end` tokens are read densely.
+    dense_layers: "block_sparse" makes FULL and WAIT layers read, in prefill, only the key blocks that carry `dense_mass` of the
+    attention as estimated from every `dense_stride`-th antidiagonal (engine/methods/block_sparse.py).
     """
 
     filter_layers: tuple[int, ...] | None = None
@@ -53,6 +55,9 @@ class OmniKV(Method):
     prefill_block: int = 256
     prefill_stride: int = 1
     prefill_dense_end: int = 512
+    dense_layers: str = "dense"
+    dense_mass: float = 0.9
+    dense_stride: int = 16
 
     def __post_init__(self):
         if self.filter_layers is not None:
@@ -77,6 +82,12 @@ class OmniKV(Method):
         _whole("prefill_block", self.prefill_block, 64)
         _whole("prefill_stride", self.prefill_stride, 1)
         _whole("prefill_dense_end", self.prefill_dense_end, 0)
+        _choice("dense_layers", self.dense_layers, ("dense", "block_sparse"))
+        _choice("dense_stride", self.dense_stride, (4, 8, 16, 32))
+        if isinstance(self.dense_mass, bool) or not isinstance(self.dense_mass, (int, float)) or not 0 < self.dense_mass <= 1:
+            raise SettingError(f"dense_mass: found {self.dense_mass!r}, expected a number in (0, 1]")
+        if self.official and self.dense_layers != "dense":
+            raise SettingError("dense_layers: the published code reads prompts densely; leave it out with official=True")
         if self.official and self.prefill_ratio is not None:
             raise SettingError("prefill_ratio: the published code has no sparse prefill; leave it out with official=True")
         if self.official and (self.sink or self.mem is not None):
@@ -190,7 +201,9 @@ class OmniKVRuntime(Runtime):
         self.keys = torch.empty(setup.batch, setup.capacity if room else 0, device=setup.device)
         self.index = [torch.full((setup.batch, 1, room), -1, **options) for _ in self.plan.groups]
         self.counts = [torch.zeros(setup.batch, **options) for _ in self.plan.groups]
-        self.prefill = PrefillSelector(method, setup) if method.prefill_ratio and self.plan.sparse_layers else None
+        self.prefill = None
+        if method.dense_layers != "dense" or method.prefill_ratio and self.plan.sparse_layers:
+            self.prefill = PrefillSelector(method, setup)
         self.k_device = device_int(0, setup)
         self.zero = device_int(0, setup)
         self._set_k(method.budget(self.plan, 0))        # for a session that decodes before it has read anything

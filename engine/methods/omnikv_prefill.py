@@ -9,6 +9,7 @@ import math
 
 import torch
 
+from engine.methods.block_sparse import BlockSparse
 from engine.plan import Role, tail_start
 from kernels.column_scores import column_scores
 from kernels.prefill import prefill_dense, prefill_dense_lse
@@ -25,10 +26,11 @@ class PrefillSelector:
         self.method, self.setup, self.plan = method, setup, setup.plan
         self.scale = setup.config.head_dim ** -0.5
         self.block = method.prefill_block
-        self.k = min(method.prefill_ratio * self.block, setup.capacity)
+        self.k = min(method.prefill_ratio * self.block, setup.capacity) if method.prefill_ratio else setup.capacity
+        self.block_sparse = BlockSparse(method, setup) if method.dense_layers == "block_sparse" else None
         self.total = 0
         self.under_way = []             # blocks of the chunk under way; the last layer may see the chunk's last query only
-        self.keys = torch.empty(setup.batch, AT_ONCE, setup.capacity, device=setup.device)
+        self.keys = torch.empty(setup.batch, AT_ONCE, setup.capacity if method.prefill_ratio else 0, device=setup.device)
         self.scored = []                # its sparse blocks; of the newest chunk that had any
         self.index = {}                 # group -> index [B, sparse blocks of the chunk, k] int32
         self.rows_read = 0              # rows of the past read by sparse layers, summed over blocks (for tests and tables)
@@ -59,6 +61,8 @@ class PrefillSelector:
                 return self._sparse(group, q, k, v, start)
             if role is Role.FILTER and self.plan.groups[group].layers:
                 return self._filter(group, q, k, v, start)
+        if self.block_sparse and role in (Role.FULL, Role.WAIT):
+            return self.block_sparse.attend(layer, q, k, v, start, self.total)
         return prefill_dense(q, k, v, start, self.scale, path=self.setup.path)
 
     def _begin(self, start, stop):
@@ -121,6 +125,9 @@ class PrefillSelector:
         linear, attention = work.parts(start, stop)
         sparse = sum(1 for layer in self.plan.sparse_layers if layer < work.layers)
         filters = sum(1 for group in self.plan.groups if group.layers)
+        if self.block_sparse:
+            wide = sum(1 for role in self.plan.roles[:work.layers] if role in (Role.FULL, Role.WAIT))
+            attention -= wide * self.block_sparse.saved(work, start, stop, self.total)
         for first, last, local in self.blocks(start, stop):
             if local is None:
                 continue
