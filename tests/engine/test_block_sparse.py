@@ -42,7 +42,8 @@ def test_antidiagonal_mass_against_a_loop(stride):
             expected = torch.zeros(start // BLOCK + 2, dtype=torch.float64)
             for i in range(block * BLOCK // stride, (block + 1) * BLOCK // stride):
                 last = start // stride + i                       # the tile row's own tile column
-                sums = torch.stack([(one[i * stride + stride - 1 - positions] * keys[m * stride + positions]).sum() for m in range(last + 1)])
+                turned = one[i * stride + stride - 1 - positions]
+                sums = torch.stack([(turned * keys[m * stride + positions]).sum() for m in range(last + 1)])
                 for m, weight in enumerate(torch.softmax(sums * scale / stride, 0)):
                     expected[m * stride // BLOCK] += weight * stride / BLOCK
             torch.testing.assert_close(mass[0, head, block].double(), expected, atol=1e-5, rtol=1e-4)
@@ -99,7 +100,8 @@ def test_attention_over_kept_blocks_against_float64(dtype):
             rough, _ = plain(queries, *part, visible, 0.25, dtype)
             found = out[0, n * BLOCK:(n + 1) * BLOCK, head:head + 1]
             assert_close(found, exact, rough, torch.bfloat16 if dtype is torch.bfloat16 else torch.float16, "out")
-            torch.testing.assert_close(lse[0, n * BLOCK:(n + 1) * BLOCK, head].double(), torch.logsumexp(logits[:, 0], -1), atol=1e-3, rtol=0)
+            sums = lse[0, n * BLOCK:(n + 1) * BLOCK, head].double()
+            torch.testing.assert_close(sums, torch.logsumexp(logits[:, 0], -1), atol=1e-3, rtol=0)
 
 
 def test_everything_kept_is_dense():
