@@ -27,6 +27,7 @@ from weights.checkpoint import Checkpoint
 from weights.resolve import resolve
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+OFFLOADS = ("auto", "host", "device")
 KERNEL_PATHS = ("auto", "reference", "cpu", "triton")
 
 
@@ -85,7 +86,7 @@ class LLM:
                 raise SettingError(f"{name}: found {value!r}, expected an int of at least 1")
         if kernels not in KERNEL_PATHS:
             raise SettingError(f"kernels: found {kernels!r}, expected one of {', '.join(KERNEL_PATHS)}")
-        if offload not in ("auto", "host", "device"):
+        if offload not in OFFLOADS:
             raise SettingError(f"offload: found {offload!r}, expected 'auto', 'host' or 'device'")
         if isinstance(slots, bool) or not isinstance(slots, (int, float)) or not (slots == 0 or slots >= 1):
             raise SettingError(f"slots: found {slots!r}, expected a number of at least 1 (rows per selected token), or 0 for no reuse")
@@ -102,16 +103,20 @@ class LLM:
         self.dtype = _dtype(dtype, config.dtype, self.device)
         self._compile = self.device.type == "cuda" if compile is None else compile
 
-    def _make_plan(self, method, layers, max_context, chunk):
+    def _make_plan(self, method, layers, max_context, chunk, offload=None):
         on_gpu = self.device.type == "cuda"
         return make_plan(self.name, self.config, method, layers, self.dtype, self.device, max_context, chunk,
-                         self._vram_budget if on_gpu else self._ram_budget, self._hint, self.kernels, self._offload, self._slots,
+                         self._vram_budget if on_gpu else self._ram_budget, self._hint, self.kernels, offload or self._offload, self._slots,
                          self._ram_budget)
 
-    def placement(self, method, layers, capacity):
-        """engine.placement.Placement of a session with this method and capacity, or None where nothing is offloaded."""
-        planned = self._plan.placement
-        if planned is None and not (self._offload == "host" or (method.stages and self._offload == "auto" and self.device.type == "cuda")):
+    def placement(self, method, layers, capacity, offload=None):
+        """engine.placement.Placement of a session with this method and capacity, or None where nothing is offloaded.
+
+        offload: "host" or "device" for this session; None as the LLM was made.
+        """
+        offload, planned = offload or self._offload, None if offload else self._plan.placement
+        brutal = method.stages and offload == "auto" and self.device.type == "cuda"
+        if offload == "device" or (planned is None and offload != "host" and not brutal):
             return None
         placement = full_placement(self.config, method, layers, self.dtype.itemsize, capacity, min(self.chunk, capacity), self._slots,
                                    by_layer=self.device.type == "cuda")
@@ -172,15 +177,15 @@ class LLM:
 
     # ---------------------------------------------------------------- facts
 
-    def plan(self, method=None, max_context=None):
+    def plan(self, method=None, max_context=None, offload=None):
         """Layer plan and memory plan (engine.memory.Plan): str() is for people, to_dict() for programs.
 
-        Of this LLM as it is, or of a session with another method or capacity (nothing is allocated, nothing checked to fit).
+        Of this LLM as it is, or of a session with another method, capacity or offload (nothing is allocated, nothing checked).
         """
-        if method is None and max_context is None:
+        if method is None and max_context is None and offload is None:
             return self._plan
         method, layers = self.resolve_method(method if method is not None else self.method)
-        return self._make_plan(method, layers, max_context or self.max_context, self.chunk)
+        return self._make_plan(method, layers, max_context or self.max_context, self.chunk, offload)
 
     @property
     def max_context(self):
@@ -228,15 +233,18 @@ class LLM:
 
     # ---------------------------------------------------------------- requests
 
-    def session(self, method=None, max_context=None):
-        """A new, empty Session; `method` defaults to the LLM's own, `max_context` (tokens it can hold) to the planned one."""
+    def session(self, method=None, max_context=None, offload=None):
+        """A new, empty Session; `method` defaults to the LLM's own, `max_context` (tokens it can hold) to the planned one,
+        offload ("host" | "device") to what the LLM was made with."""
         self.load()
         capacity = self.max_context if max_context is None else max_context
         if isinstance(capacity, bool) or not isinstance(capacity, int) or not 1 <= capacity <= self.max_context:
             raise SettingError(f"max_context: found {capacity!r}, expected an int from 1 to {self.max_context} (this LLM's plan)")
+        if offload not in (None, *OFFLOADS):
+            raise SettingError(f"offload: found {offload!r}, expected 'auto', 'host' or 'device'")
         method, plan = self.resolve_method(method) if method is not None else (self.method, self._plan.layers)
         try:
-            return Session(self, capacity, method, plan, self.placement(method, plan, capacity))
+            return Session(self, capacity, method, plan, self.placement(method, plan, capacity, offload), offload)
         except (RuntimeError, MemoryError) as error:           # torch's allocators raise RuntimeError, CUDA's a subclass of it
             if "memory" not in str(error).lower():
                 raise

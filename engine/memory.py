@@ -101,7 +101,7 @@ class Plan:
     @property
     def fits(self):
         """Whether the peaks stay within the device and host memory that may be planned for."""
-        return self.total <= self.free * HEADROOM and (self.host_bytes <= self.host_free * HEADROOM)
+        return self.total <= self.free * HEADROOM and (self.device == "cpu" or self.host_bytes <= self.host_free * HEADROOM)
 
     @property
     def mem(self):
@@ -281,7 +281,7 @@ def make_plan(name, config, method, layers, dtype, device, max_context=None, chu
     below = method.dense_below_tokens(layers, config, size, device.type, context)
     return Plan(name, method, layers, str(device), str(dtype).removeprefix("torch."), context, largest, min(chunk, context), below,
                 items(context, placement), free, free_name, note, placement,
-                placement.host_bytes(config, size, context) if placement and device.type != "cpu" else 0, host_free,
+                placement.host_bytes(config, size, context) if placement else 0, host_free,
                 config.num_layers * context * config.kv_bytes(size), method.budget_capacity(layers, context))
 
 

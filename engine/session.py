@@ -50,6 +50,7 @@ class SessionStats:
     hits: int = 0                      # selected tokens found in the working sets, summed over groups and steps
     misses: int = 0
     evictions: int = 0
+    hit_rate: float = 0.0              # hits / selected tokens
     bytes_fetched: int = 0             # by selection: misses x bytes of a group's row, exactly
     bytes_streamed: int = 0            # whole layers and blocks brought back (prefill, dense steps, brutal offload)
     staging_stalls: int = 0            # chunks of a layer that found their staging buffer still on its way home
@@ -73,8 +74,8 @@ class _Mark:
 class Session:
     """Made by LLM.session(). `len(s)` tokens are in the bank; `s.ids` are they. Not thread-safe; one runs at a time per LLM."""
 
-    def __init__(self, llm, capacity, method, plan, placement=None):
-        self.llm, self.capacity = llm, capacity
+    def __init__(self, llm, capacity, method, plan, placement=None, offload=None):
+        self.llm, self.capacity, self._offload = llm, capacity, offload
         self.kernels = llm.kernels
         self.ids = []
         self.last_logits = None        # float32 [vocab] of the newest token
@@ -176,7 +177,7 @@ class Session:
         if self.ids:
             method.check_prefill(0, self._marks[-1].length if self._marks else len(self.ids))
         with self.llm.busy():
-            placement = self.llm.placement(method, plan, self.capacity) if self.bank.tiered and plan.sparse_layers else None
+            placement = self.llm.placement(method, plan, self.capacity, self._offload) if self.bank.tiered and plan.sparse_layers else None
             self.bank = self.bank.relayout(plan, placement)
             self._again(method, plan)
 
@@ -395,7 +396,7 @@ class Session:
         """An independent session with the same tokens; rows are copied, the selection state too."""
         self._open()
         with self.llm.busy():
-            twin = self.llm.session(self.method)
+            twin = self.llm.session(self.method, offload=self._offload)
             try:
                 with torch.inference_mode():
                     twin.bank.copy_from(self.bank, len(self.ids))
