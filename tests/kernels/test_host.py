@@ -34,7 +34,8 @@ def test_a_whole_offloaded_session_on_interpreted_kernels(monkeypatch):
     monkeypatch.setattr(engine.session, "WARM", 2)         # the interpreter takes a second a step
     answers = []
     for offload in ("device", "host"):
-        llm = tiny_llm(method, config=tiny_config(num_hidden_layers=5), offload=offload, kernels="triton", max_context=256, chunk=200, slots=2)
+        llm = tiny_llm(method, config=tiny_config(num_hidden_layers=5), offload=offload, kernels="triton", max_context=256,
+                       chunk=200, slots=2)
         session = llm.session()
         session.prefill(random_ids(150))
         answers.append([session.decode(token) for token in (5, 9)])
