@@ -200,11 +200,12 @@ def _same_logits(contestant, steps):
 
 @dataclass(frozen=True)
 class Entrant:
-    """Who takes part at one depth: a name, how to make the contestant, and the bytes it will hold."""
+    """Who takes part at one depth: a name, how to make the contestant, and the bytes it will hold (on a GPU also those of the host)."""
 
     name: str
     make: object            # () -> contestant
     bytes: int = 0
+    host_bytes: int = 0
     check: object = None    # contestant -> dict of facts for the cell, before it is timed; raises Mismatch
 
 
@@ -212,15 +213,15 @@ FAILURES = (EngineError, RuntimeError, MemoryError, OSError, ValueError)
 
 
 class Match:
-    """Rounds of several entrants at one depth: in turns A B A B, each going back to depth n, warming up and timing some steps.
+    """Rounds of several entrants at one depth: in turns A B A B, each with a warm-up step and some timed ones.
 
-    Where all fit into `room` bytes together they are made once and live on; otherwise each is made anew for its turn. Every other
-    round runs in reverse order. An entrant that raises leaves with its reason, the others go on.
+    Where all fit into `room` (and `host_room`) bytes together they are made once and live on; otherwise each is made anew for its
+    turn. Every other round runs in reverse order. An entrant that raises leaves with its reason, the others go on.
     """
 
-    def __init__(self, entrants, device, room, held=None):
+    def __init__(self, entrants, device, room, held=None, host_room=float("inf")):
         self.entrants, self.device, self.held = entrants, device, held or (lambda: 0)
-        self.together = sum(e.bytes for e in entrants) <= room
+        self.together = sum(e.bytes for e in entrants) <= room and sum(e.host_bytes for e in entrants) <= host_room
         self.times, self.facts, self.failed = {e.name: [] for e in entrants}, {e.name: {} for e in entrants}, {}
         self.live, self.wrong = {}, set()       # wrong: entrants whose check found another answer
 

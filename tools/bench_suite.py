@@ -82,6 +82,7 @@ class Suite:
         if self.result.rates is None:
             self.say("measuring memory bandwidth")
             self.result.rates = measure_rates(self.device, o.rates_bytes)
+            self._release()
         self._peers = self._make_peers()
         try:
             for n in o.contexts:
@@ -136,6 +137,7 @@ class Suite:
 
     def _context(self, n):
         entrants, cells = [], {}
+        self._release()
         for spec in self.options.specs:
             cell = cells[spec.label] = Cell(spec.label, "tg", n)
             try:
@@ -165,6 +167,11 @@ class Suite:
             self._compete(n, entrants, cells)
         self.result.cells += cells.values()
 
+    def _release(self):
+        """Give cached blocks back to the GPU: what is free is asked of the driver."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def _cannot(self, plan):
         """Why a plan does not fit beside the loaded weights, or ""."""
         beside, room = plan.total - plan.bytes_of("weights"), HEADROOM * available_bytes(self.device)[0]
@@ -177,12 +184,14 @@ class Suite:
     def _entrant(self, label, llm, n):
         plan = llm.plan()
         size = plan.total - plan.bytes_of("weights") - plan.bytes_of("prefill workspace")
-        return Entrant(label, lambda: Engine(label, llm, n), size, verify if self.options.verify else None)
+        check = verify if self.options.verify else None
+        return Entrant(label, lambda: Engine(label, llm, n), size, plan.host_bytes, check)
 
     def _compete(self, n, entrants, cells):
         o = self.options
         free = available_bytes(self.device)[0]
-        match = Match(entrants, self.device, 0.8 * free, lambda: held(self.device))
+        host_free = available_bytes(torch.device("cpu"))[0]
+        match = Match(entrants, self.device, 0.8 * free, lambda: held(self.device), 0.8 * host_free)
         plain = {}
 
         def finish(name, contestant):

@@ -84,13 +84,18 @@ class Bench:
         return prefill_dense(q, self.k, self.v, self.n - chunk, self.scale, path=path)
 
 
-def select(keys, k, path="auto"):
-    """Top-k of a row: (index [1, k] int32, counts)."""
+def selecting(keys, k, path="auto"):
+    """A function without arguments that selects the top k of a row and returns the index [1, k] int32; its buffers are made here."""
     one = torch.ones(1, dtype=torch.int32, device=keys.device)
+    lo, hi, count, kept = one * 0, one * keys.shape[1], one * k, one.clone()
     out = torch.empty(1, k, dtype=torch.int32, device=keys.device)
-    counts = one.clone()
-    select_topk(keys, one * 0, one * keys.shape[1], one * k, out, counts, path=path)
-    return out, counts
+    scratch = make_scratch(1, 1, 1, 1, 16, keys.shape[1], 0, keys.device, True, 0)
+
+    def run():
+        select_topk(keys, lo, hi, count, out, kept, scratch=scratch, path=path)
+        return out
+
+    return run
 
 
 def check(sizes, device):
@@ -110,9 +115,9 @@ def check(sizes, device):
     fast, slow = b.windowed(keys=torch.zeros_like(b.keys)), b.windowed("reference", torch.zeros_like(b.keys))
     compare("window scores", fast / slow.max(), slow / slow.max())
     compare("prefill attention", b.prefill(), b.prefill("reference"))
-    compare("top-k", select(slow, sizes.budget)[0], select(slow, sizes.budget, "reference")[0], 0.0)
+    compare("top-k", selecting(slow, sizes.budget)(), selecting(slow, sizes.budget, "reference")(), 0.0)
     ties = (slow * 50).round()
-    compare("top-k with ties", select(ties, sizes.budget)[0], select(ties, sizes.budget, "reference")[0], 0.0)
+    compare("top-k with ties", selecting(ties, sizes.budget)(), selecting(ties, sizes.budget, "reference")(), 0.0)
     return found
 
 
@@ -135,12 +140,15 @@ def speed(sizes, device, rates, note=lambda row: None):
         add("dense decode with scores", n, lambda b=b: b.dense(keys=b.keys), n * row)
         add("sparse decode", n, b.sparse, visited * row)
         add("window scores", n, b.windowed, n * row // 2)
+        chunk = min(sizes.chunk, n)
+        add("prefill attention of a chunk", n, b.prefill, n * row)
+        rows[-1]["tflops"] = 4 * chunk * n * sizes.heads * sizes.head_dim / rows[-1]["us"] / 1e6
     del b
     for n in sizes.top:
         keys = torch.rand(1, n, device=device)
         k = min(sizes.budget, n)
         torch_us = 1e6 * median_time(lambda keys=keys, k=k: torch.topk(keys, k), device)
-        add("top-k", n, lambda keys=keys, k=k: select(keys, k), 4 * n, torch_topk_us=torch_us)
+        add("top-k", n, selecting(keys, k), 4 * n, torch_topk_us=torch_us)
     return rows
 
 

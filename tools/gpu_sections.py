@@ -93,13 +93,15 @@ def kernels(ctx):
     return found
 
 
-def _suite(ctx, contexts, methods, prefill=(), peers=(), reuse=(0.0, 0.9), **more):
+def _suite(ctx, contexts, methods, prefill=(), peers=(), **more):
     filters, budget = shape_filters(ctx.shape), 64 if ctx.small else 2048
-    below = more.pop("dense_below", 0)
+    below, waits = more.pop("dense_below", 0), more.pop("waits", (1, 0))
+    wanted = [spec for name in methods
+              for spec in specs((name,), filters, budget, waits if name == "omnikv" else (1,), (0.0, 0.9), below)]
     chosen = Options(
         shape=ctx.shape, device=ctx.device, dtype=ctx.dtype, contexts=contexts, prefill=prefill, peers=peers,
-        specs=tuple(specs(methods, filters, budget, more.pop("waits", (1, 0)), reuse, below)),
-        rounds=2 if ctx.small else 3, steps=2 if ctx.small else 20, seconds=ctx.seconds, rates_bytes=2 ** 24 if ctx.small else None, **more)
+        specs=tuple(wanted), rounds=2 if ctx.small else 3, steps=2 if ctx.small else 20, seconds=ctx.seconds,
+        rates_bytes=2 ** 24 if ctx.small else None, **more)
     suite = Suite(chosen, say=lambda line: print(f"    {line}", file=sys.stderr, flush=True))
     suite.result.rates = ctx.measured()
     suite.on_context = lambda result: ctx.note(_facts(result, suite, ctx))
@@ -156,8 +158,9 @@ def _graph_facts(ctx, session, n, steps):
     fed = [(7 * i) % 200 for i in range(steps)]
     session.decode(fed[0])                                   # captures
     session.truncate(n)
+    captured = [int(session.decode(fed[0]).argmax())]
     before = held(ctx.device)
-    captured = [int(session.decode(token).argmax()) for token in fed]
+    captured += [int(session.decode(token).argmax()) for token in fed[1:]]
     grown = held(ctx.device) - before
     session.truncate(n)
     session.set_kernels("reference")
