@@ -10,8 +10,10 @@ import time
 
 import torch
 
+import engine.hostread
 import engine.methods.base
 import engine.methods.omnikv
+import engine.prefetch
 from kernels.linear import Linear
 
 STAGES = ("linear", "dense attention", "scoring", "top-k", "gather", "sparse attention", "other")
@@ -21,12 +23,15 @@ _LAUNCHERS = (
     (engine.methods.omnikv, "decode_sparse", "sparse attention"),
     (engine.methods.omnikv, "select_topk", "top-k"),
     (engine.methods.omnikv, "window_scores", "scoring"),
+    (engine.methods.base, "attend_stream", "dense attention"),
+    (engine.prefetch.WorkingSet, "load", "gather"),
+    (engine.hostread.HostReader, "stage", "gather"),
 )
 # Names of GPU kernels, most telling part first; a merge belongs to the attention before it.
 _KERNELS = (
     ("sparse_kernel", "sparse attention"), ("dense_kernel", "dense attention"), ("keys_kernel", "scoring"), ("window", "scoring"),
     ("digit_kernel", "top-k"), ("count_kernel", "top-k"), ("emit_kernel", "top-k"),
-    ("gather_", "gather"), ("fetch", "gather"),
+    ("move_kernel", "gather"), ("probe_kernel", "gather"), ("victims_kernel", "gather"), ("assign_kernel", "gather"), ("HtoD", "gather"),
     ("gemv", "linear"), ("gemm", "linear"), ("cutlass", "linear"), ("nvjet", "linear"), ("splitK", "linear"), ("cublas", "linear"),
 )
 

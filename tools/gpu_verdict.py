@@ -111,6 +111,9 @@ def _offload(decode):
         ratio = inside and host and host["ms_median"] / inside["ms_median"]
         goal = f"offload costs <= {limit:.2f}x at {n} (reuse 0.9)"
         found.append(_line(goal, None if not ratio else ratio <= limit, f"{ratio or 0:.2f}x"))
+    deep = cell(decode, "omnikv-host w1 reuse 0.9", 1048576)
+    found.append(_line("a million tokens at >= 70 tokens/s (omnikv-host, reuse 0.9)", None if not deep else deep["ms_median"] <= 1000 / 70,
+                       "" if not deep else f"{deep['ms_median']:.2f} ms"))
     return found
 
 
