@@ -54,6 +54,7 @@ class HostPool:
         self.pinned = torch.cuda.is_available() if pin is None else pin
         self.pin_seconds = 0.0
         self.in_use = 0                 # bytes of blocks with refs > 0
+        self.programs = None            # of the gather, where the link was measured (engine/link.py)
         self._allocate = allocate or _allocate
         self._slabs, self._free = [], {}
         self._lock = threading.RLock()

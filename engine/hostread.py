@@ -17,7 +17,7 @@ class HostReader:
         """A filter layer has chosen index [1, 1, K], counts [1] for these sparse layers: fetch what their slots do not hold."""
         ws = self._of.get(group_layers[0])
         if ws is not None:
-            ws.load(index[0, 0], counts, self.table.addresses, self._offset[ws.pack[0]], self.pool.slabs, self._fetch)
+            ws.load(index[0, 0], counts, self.table.addresses, self._offset[ws.pack[0]], self.pool, self._fetch)
 
     def selected(self, layer, index, counts, start, step, packed=True):
         """(k, v, index, counts, tail start, lengths) as `decode_sparse` takes them, for a selection and the tail from `start` [1].

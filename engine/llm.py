@@ -14,7 +14,8 @@ from engine.errors import BadCheckpoint, Busy, OutOfMemoryPlan, SettingError
 from engine.generate import Completion, generate
 from engine.graph import compiled_pieces
 from engine.host import HostPool
-from engine.memory import make_plan, trim_heap, trimmed
+from engine.link import measure_link
+from engine.memory import HEADROOM, make_plan, trim_heap, trimmed
 from engine.methods.base import Method
 from engine.methods.full import Full
 from engine.methods.omnikv import OmniKV
@@ -91,7 +92,7 @@ class LLM:
         if isinstance(slots, bool) or not isinstance(slots, (int, float)) or not (slots == 0 or slots >= 1):
             raise SettingError(f"slots: found {slots!r}, expected a number of at least 1 (rows per selected token), or 0 for no reuse")
         self._offload, self._slots, self._vram_budget, self._ram_budget = offload, slots, vram_budget, ram_budget
-        self._host_pool = host_pool
+        self._host = {"pool": host_pool, "link": None}         # one for all twins, made when first needed
         if threads is not None:
             torch.set_num_threads(threads)
         self.kernels, self.model, self._hint = kernels, None, ""
@@ -106,8 +107,8 @@ class LLM:
     def _make_plan(self, method, layers, max_context, chunk, offload=None):
         on_gpu = self.device.type == "cuda"
         return make_plan(self.name, self.config, method, layers, self.dtype, self.device, max_context, chunk,
-                         self._vram_budget if on_gpu else self._ram_budget, self._hint, self.kernels, offload or self._offload, self._slots,
-                         self._ram_budget)
+                         budget=self._vram_budget if on_gpu else self._ram_budget, note=self._hint, path=self.kernels,
+                         offload=offload or self._offload, slots=self._slots, host_budget=self._ram_budget)
 
     def placement(self, method, layers, capacity, offload=None):
         """engine.placement.Placement of a session with this method and capacity, or None where nothing is offloaded.
@@ -126,9 +127,18 @@ class LLM:
     @property
     def host_pool(self):
         """The engine.host.HostPool of this LLM's sessions, made when first needed."""
-        if self._host_pool is None:
-            self._host_pool = HostPool(self._ram_budget if self.device.type == "cuda" else None)
-        return self._host_pool
+        host, on_gpu = self._host, self.device.type == "cuda"
+        if host["pool"] is None:
+            host["pool"] = HostPool((self._ram_budget or int(self._plan.host_free * HEADROOM)) if on_gpu else None)
+        if host["link"] is None and on_gpu:
+            host["link"] = measure_link(host["pool"], self.device)
+            host["pool"].programs = host["link"].programs if host["link"] else None
+        return host["pool"]
+
+    @property
+    def link(self):
+        """engine.link.Link: what the gather reaches here; None before the host tier is used, and without a GPU."""
+        return self._host["link"]
 
     def _context(self, max_context):
         if max_context is not None and max_context > self.config.context_limit:
@@ -225,8 +235,8 @@ class LLM:
         """
         self.load()
         other = copy.copy(self)
-        other._settings(None, max_context, None, self.kernels, offload, slots, self._vram_budget, self._ram_budget, self.host_pool)
-        other.model = self.model
+        other._settings(None, max_context, None, self.kernels, offload, slots, self._vram_budget, self._ram_budget, None)
+        other.model, other._host = self.model, self._host
         other.method, layers = other.resolve_method(method if method is not None else self.method)
         other._plan = other._make_plan(other.method, layers, other._context(max_context or self.max_context), self.chunk)
         return other

@@ -16,6 +16,7 @@ from kernels.scratch import scratch_bytes
 
 GIB = 1024 ** 3
 HEADROOM = 0.95         # of the free memory may be planned for: a card filled to 98% is 5-20 times slower, without an error
+OFFLOAD_CHUNK = 4096    # 3.3K tokens hide a layer's past at 650 TFLOP/s and 50 GB/s (docs/OFFLOAD.md)
 ROUND = 64              # contexts are whole blocks
 
 
@@ -119,7 +120,8 @@ class Plan:
         """One line of what went where."""
         if self.placement is None:
             return "everything on the device"
-        return f"{self.placement.describe()}; {human(self.host_bytes)} of {human(self.host_free)} free host memory"
+        slow = "" if self.device == "cpu" or self.chunk >= OFFLOAD_CHUNK else f"; chunks of {self.chunk} do not hide the past's way back"
+        return f"{self.placement.describe()}; {human(self.host_bytes)} of {human(self.host_free)} free host memory{slow}"
 
     def bytes_of(self, name):
         """Bytes of one item by name."""
@@ -239,7 +241,19 @@ def prefill_bytes(config, size, chunk, device_type):
     return chunk * (residual + attention + mlp + config.intermediate_size * size) * 3 // 2 + widest + 4 * config.vocab_size
 
 
-def make_plan(name, config, method, layers, dtype, device, max_context=None, chunk=None, budget=None, note="",
+def make_plan(name, config, method, layers, dtype, device, max_context=None, chunk=None, **settings):
+    """The Plan of a model (`plan_at`). chunk None: the device's default, on a GPU a larger one where layers are offloaded and it fits.
+
+    A chunk of C tokens hides the past's way back while C >= operations per second / (4 x link bytes per second).
+    """
+    plan = plan_at(name, config, method, layers, dtype, device, max_context, chunk, **settings)
+    if chunk is None and plan.placement is not None and device.type == "cuda":
+        larger = plan_at(name, config, method, layers, dtype, device, max_context or plan.max_context, OFFLOAD_CHUNK, **settings)
+        return larger if larger.fits or not plan.fits else plan
+    return plan
+
+
+def plan_at(name, config, method, layers, dtype, device, max_context=None, chunk=None, budget=None, note="",
               path="auto", offload="auto", slots=SLOTS, host_budget=None):
     """The Plan of a model. max_context None: the model's own length or what fits, whichever is less. budget: bytes to stay within.
 

@@ -85,7 +85,7 @@ class WorkingSet:
         both = torch.cat((k.flatten(2), v.flatten(2)), dim=2)[0]
         self.rows[:, self.at[layer], :2 * self.width].index_copy_(0, where, torch.cat((both, both)))
 
-    def load(self, index, count, table, offset, slabs, lane):
+    def load(self, index, count, table, offset, pool, lane):
         """Fetch what a selection adds: index int32 [K], count int32 [1], both on the device. Layers wait by `ready`.
 
         The lane runs behind the filter layer that chose (race: the plan would read indices that are not written yet) and so behind
@@ -96,7 +96,8 @@ class WorkingSet:
                 forget_slots(self.slots, 0)
             plan_slots(index, count, self.slots, self.path)
             s = self.slots
-            move = dict(tokens=s.source, slots=s.target, count=s.misses, slabs=slabs, moved=self.moved, path=self.path)
+            move = dict(tokens=s.source, slots=s.target, count=s.misses, slabs=pool.slabs, moved=self.moved,
+                        programs=pool.programs, path=self.path)
             if not self.by_layer:
                 move_rows(table, offset, self.pitch, self.words, **move)
                 self._done = dict.fromkeys(self.pack, lane.mark())

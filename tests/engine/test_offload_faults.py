@@ -249,3 +249,18 @@ def test_a_refused_reserve_changes_nothing():
     assert table.blocks == before[0] and torch.equal(table.addresses, before[1]) and pool.in_use == before[2]
     other.cut(0)
     assert not table.reserve(128, 140) and pool.in_use == 3 * 128
+
+
+def test_the_fewest_programs_that_fill_the_link():
+    from engine.link import Link, choose, measure_link
+    assert choose({2: 20e9, 4: 39e9, 8: 49e9, 16: 50e9, 32: 50.5e9}) == 8
+    assert choose({2: 50e9, 4: 50e9}) == 2
+    assert measure_link(HostPool(), torch.device("cpu")) is None
+    assert "8 programs" in str(Link(8, 49e9, 54e9)) and "91%" in str(Link(8, 49e9, 54e9))
+
+
+@pytest.mark.parametrize("slots", [0.5, -1, "many", True])
+def test_slots_are_validated(slots):
+    from engine.errors import SettingError
+    with pytest.raises(SettingError, match="slots: found"):
+        tiny_llm(METHOD, offload="host", slots=slots)
