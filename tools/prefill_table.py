@@ -1,8 +1,8 @@
 """Prefill on this machine: `python -m tools.prefill_table` (speed against the operation count, time left against the truth, memory).
 
-Speed: chunks are timed at depths 0, 1/4, 1/2, 3/4 and 1 of each length over a synthetic bank, the methods taking turns, and integrated
-(a chunk's time is affine in its depth: trapezoids are exact). Beside every ratio of times stands the ratio that the operation count
-allows (engine.prefill.Work: linear layers, attention, scoring). ETA and memory: whole prompts are read.
+Speed: the first chunk and the last of every length are timed over a synthetic bank, the methods taking turns, and integrated (a chunk's
+time is affine in its depth once every method is sparse). Beside every ratio of times stands the ratio that the operation count allows
+(engine.prefill.Work: linear layers, attention, scoring), summed over all chunks. ETA: a whole prompt is read.
 """
 
 import argparse
@@ -24,7 +24,6 @@ from engine.prefill import Work, run_chunk
 from tools.bench_header import commit, hardware, version
 from tools.bench_shapes import SHAPES, parse_size, shape_config, shape_filters, short_size
 
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 MARKS = (0.10, 0.25, 0.50)              # of the work, where the predicted time is compared
 FAR = 2 ** 40                           # a prompt's length whose dense end no timed chunk reaches
 
@@ -70,7 +69,7 @@ def methods(args):
 
 
 def timed_chunk(session, first, count):
-    """Seconds of one chunk of `count` random tokens at position `first` of a session whose rows are there, and its operations."""
+    """Seconds of one chunk of `count` random tokens at position `first` of a session whose rows are there."""
     llm, runtime = session.llm, session.runtime
     runtime.begin_prefill(first, FAR)
     tokens = torch.randint(llm.config.vocab_size, (1, count), device=llm.model.device)
@@ -79,7 +78,7 @@ def timed_chunk(session, first, count):
     with torch.inference_mode():
         run_chunk(llm.model, llm.rotary, runtime, session.bank, tokens, first, FAR)
     _wait(llm)
-    return time.perf_counter() - began, runtime.prefill_work(Work.of(llm.config), first, first + count)
+    return time.perf_counter() - began
 
 
 def _wait(llm):
@@ -92,29 +91,30 @@ def speed(args):
     longest, found = max(args.lengths), methods(args)
     llm = make_llm(args, longest + 1)
     chunk = llm.chunk
-    depths = sorted({_whole(depth * (length - chunk), chunk) for length in args.lengths for depth in DEPTHS if length >= chunk})
+    depths = sorted({0, *(_whole(length - chunk, chunk) for length in args.lengths)})
     seconds, work = {}, {}
     with llm.session(Full()) as dense, llm.session(found[list(found)[-1]]) as sparse:
         for session in (dense, sparse):
             session.synthesize(longest)
         for depth in depths:
-            for _ in range(args.repeats + 1):                # the first one warms up
+            for _ in range(args.repeats + (depth == 0)):     # the very first one warms up
                 for name, method in found.items():
                     session = dense if isinstance(method, Full) else sparse
                     if session is sparse:
                         session.set_method(method)
-                    spent, operations = timed_chunk(session, depth, chunk)
-                    seconds.setdefault((name, depth), []).append(spent)
-                    work[name, depth] = operations
+                    seconds.setdefault((name, depth), []).append(timed_chunk(session, depth, chunk))
+                    if name not in work:
+                        count = partial(session.runtime.prefill_work, Work.of(llm.config))
+                        work[name] = [count(first, first + chunk) for first in range(0, longest, chunk)]
             print(f"\rtimed at {short_size(depth)} of {short_size(longest)}   ", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    least = {key: min(values[1:]) for key, values in seconds.items()}
+    least = {key: min(values) for key, values in seconds.items()}
     records = []
     for length in args.lengths:
-        at = sorted({_whole(depth * (length - chunk), chunk) for depth in DEPTHS})
+        at = [depth for depth in depths if depth <= length - chunk]
         for name in found:
             total = integrate([(depth, least[name, depth]) for depth in at], length, chunk)
-            linear, attention = (integrate([(depth, work[name, depth][part]) for depth in at], length, chunk) for part in (0, 1))
+            linear, attention = (sum(parts[i] for parts in work[name][:length // chunk]) for i in (0, 1))
             records.append({"length": length, "method": name, "seconds": total, "linear": linear, "attention": attention,
                             "chunks": {str(depth): seconds[name, depth] for depth in at}})
     dense = {r["length"]: r for r in records if r["method"] == "dense"}
