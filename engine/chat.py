@@ -132,6 +132,8 @@ def parser() -> Parser:
     group.add_argument("--sink", type=int, metavar="N", help="first tokens that are always chosen (0)")
     group.add_argument("--dense-below", type=auto_or(scaled_or_zero), metavar="N",
                        help="full attention on shorter contexts; 0 never (auto)")
+    group.add_argument("--prefill-ratio", type=int, metavar="R",
+                       help="sparse prefill: sparse layers read R blocks' worth of chosen tokens (exact prefill; docs/PREFILL.md)")
     group = p.add_argument_group("proof")
     group.add_argument("--watch", type=int, metavar="N",
                        help="measure at every N-th step how much attention the sparse layers keep, and warn")
@@ -152,7 +154,8 @@ def scaled_or_zero(text: str) -> int:
     return 0 if text.strip() == "0" else scaled(text)
 
 
-OMNIKV_FLAGS = ("filter_layers", "tokens", "share", "mem", "selector", "window", "wait_layers", "tail", "sink", "dense_below")
+OMNIKV_FLAGS = ("filter_layers", "tokens", "share", "mem", "selector", "window", "wait_layers", "tail", "sink", "dense_below",
+                "prefill_ratio")
 # Fields of the library's settings that have another name as a flag; the rest differ by a hyphen only.
 FLAG_OF = {"max_tokens": "-n/--max-tokens", "temperature": "--temp", "repetition_penalty": "--repeat-penalty", "max_context": "--ctx",
            "vram_budget": "--vram-budget", "ram_budget": "--ram-budget"}
