@@ -120,7 +120,8 @@ def parse_rope(data: dict, source: str, max_positions: int, head_dim: int) -> Ro
     kind_key = "rope_type" if inside.get("rope_type") is not None else "type"
     nested = [key for key, value in inside.items() if isinstance(value, dict)]
     if nested:
-        inner.unsupported(nested[0], "its own rope", "one rope for all layers")
+        named = nested[0] if nested[0].isidentifier() else ascii(nested[0])[:60]     # a key of theirs: it may hold anything
+        inner.unsupported(named, "its own rope", "one rope for all layers")
     kind = inner.text(kind_key, default="default")
     if kind not in KINDS:
         inner.unsupported(kind_key, kind, "one of " + ", ".join(KINDS))

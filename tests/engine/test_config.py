@@ -5,7 +5,7 @@ import json
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.config import ModelConfig, Rope
@@ -272,6 +272,7 @@ _junk = st.recursive(
 )
 
 
+@example({"rope_scaling": {"\n": {}}})
 @settings(max_examples=400, deadline=None)
 @given(st.dictionaries(st.sampled_from([*BASE, "rope_scaling", "rope_theta", "head_dim", "quantization_config",
     "dtype"]), _junk))

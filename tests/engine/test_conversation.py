@@ -135,8 +135,9 @@ def test_whatever_happens_the_bank_and_the_text_agree(folders, seed, data):
         except KeyboardInterrupt:
             pass
         assert len(talk.ends) == len(talk.session.ids), action
-        whole = spelled(talk)
-        assert whole.startswith(talk.text) or "\ufffd" in whole or tokenizer.template is None
+        # White space apart: where a template trims an answer, the text follows the template and the bank keeps what was sampled.
+        whole, text = "".join(spelled(talk).split()), "".join(talk.text.split())
+        assert whole.startswith(text) or "\ufffd" in whole or tokenizer.template is None
         assert all(0 <= d.start < d.stop <= len(talk.text) for d in talk.documents)
     llm.script = scripted(tokenizer, "fine")
     assert finish(talk.ask("last")) == "fine"
