@@ -42,31 +42,33 @@ class Stage:
     least: int = 100
     check: tuple = ()
     mixed: tuple = ()
+    halved: bool = False
 
 
 STAGES = (
     Stage(64, {"recall": 0.85, "copy": 0.5}, 0.15, 200, ((300, "recall", 0.3), (600, "recall", 0.7))),
     Stage(128, {"kv": 0.7, "recall": 0.9}, 0.17, 200, ((600, "kv", 0.2),)),
     Stage(256, {"kv": 0.9, "two_stage": 0.8, "facts": 0.8, "chains": 0.8}, 0.34, 300, ((1000, "kv", 0.5),), (128,)),
-    Stage(512, {"kv": 0.95, "two_stage": 0.9, "facts": 0.9, "chains": 0.9}, 0.58, 300, (), (256, 128)),
-    Stage(1024, {"kv": 0.95, "two_stage": 0.95, "facts": 0.95, "chains": 0.93}, 0.82, 300, (), (512, 256)),
-    Stage(2048, {}, 1.0, 0, (), (1024, 512)),
+    Stage(512, {"kv": 0.95, "two_stage": 0.9, "facts": 0.9, "chains": 0.9}, 0.58, 300, (), (256, 128), True),
+    Stage(1024, {"kv": 0.95, "two_stage": 0.95, "facts": 0.95, "chains": 0.93}, 0.82, 300, (), (512, 256), True),
+    Stage(2048, {}, 1.0, 0, (), (1024, 512), True),
 )
 
 
 @dataclass(frozen=True)
 class Profile:
-    """shards: a step's rows come in so many parts, of `tokens` tokens each, which the processes share out (so that the data do not depend
-    on how many there are). minutes: the default wall budget. workers: processes that make rows ahead."""
+    """tokens: per step in stages of full batches, and at most `part` of them at once. minutes: the default wall budget. workers: processes
+    that make rows ahead."""
 
     device: str
-    shards: int
+    processes: int
     tokens: int
+    part: int
     minutes: float
     workers: int
 
 
-PROFILES = {"cpu": Profile("cpu", 2, 2048, 77.0, 0), "gpu": Profile("cuda", 1, 32768, 8.0, 12)}
+PROFILES = {"cpu": Profile("cpu", 2, 4096, 2048, 77.0, 0), "gpu": Profile("cuda", 1, 32768, 32768, 8.0, 12)}
 
 
 def arguments() -> argparse.Namespace:
@@ -92,7 +94,7 @@ def arguments() -> argparse.Namespace:
 
 def processes(args: argparse.Namespace) -> int:
     """How many training processes there are: one on a GPU."""
-    return 1 if args.profile == "gpu" else args.processes or PROFILES[args.profile].shards
+    return 1 if args.profile == "gpu" else args.processes or PROFILES[args.profile].processes
 
 
 class Run:
@@ -120,6 +122,14 @@ class Run:
         )
         self.ahead: dict = {}
 
+    def step_tokens(self) -> int:
+        """Tokens of a step: all of the profile's, or half of them in stages that take more and smaller steps."""
+        return self.profile.tokens // (2 if STAGES[self.stage].halved and self.profile.processes > 1 else 1)
+
+    def shards(self) -> int:
+        """A step's rows come in so many parts, which the processes share out. Which rows there are does not depend on it."""
+        return max(self.world, self.step_tokens() // self.profile.part)
+
     def length_of(self, step: int) -> int:
         """The row length of a step: the stage's, or one of its shorter ones in 40% of the steps."""
         stage = STAGES[self.stage]
@@ -129,7 +139,7 @@ class Run:
     def request(self, step: int, shard: int) -> tuple:
         """What `pocket_data.batch` needs for one shard of a step."""
         length = self.length_of(step)
-        rows = max(1, self.profile.tokens // length)
+        rows = max(1, self.step_tokens() // self.shards() // length)
         stretch = 0.0 if length < 128 else 0.4
         return self.args.seed, step, shard * rows, rows, length, stretch, 32768
 
@@ -160,7 +170,7 @@ class Run:
         weight = answer.flatten()[picked].float()
         answer_loss = (each * weight).sum() / weight.sum().clamp(min=1)
         document_loss = (each * (1 - weight)).sum() / (1 - weight).sum().clamp(min=1)
-        ((answer_loss + 0.1 * document_loss) / self.profile.shards).backward()
+        ((answer_loss + 0.1 * document_loss) / self.shards()).backward()
         with torch.no_grad():
             right = torch.ones(kinds.numel(), device=self.device)
             right[picked] = (logits.argmax(-1) == target).float()
@@ -196,10 +206,10 @@ class Run:
 
     def advance(self) -> None:
         """One optimizer step."""
-        for shard in range(self.rank, self.profile.shards, self.world):
+        for shard in range(self.rank, self.shards(), self.world):
             self.loss(shard)
         length = self.length_of(self.step)
-        self.tokens += self.profile.shards * max(1, self.profile.tokens // length) * length
+        self.tokens += self.shards() * max(1, self.step_tokens() // self.shards() // length) * length
         self.share_gradients()  # also makes the clock, and so the rates, the same everywhere
         factor = self.rates()
         self.muon.param_groups[0]["lr"] = self.args.lr * factor

@@ -10,7 +10,7 @@ from tools import train_pocket
 
 @pytest.fixture
 def make(tmp_path, monkeypatch):
-    monkeypatch.setitem(train_pocket.PROFILES, "cpu", train_pocket.Profile("cpu", 1, 128, 1000.0, 0))
+    monkeypatch.setitem(train_pocket.PROFILES, "cpu", train_pocket.Profile("cpu", 1, 256, 128, 1000.0, 0))
     monkeypatch.setattr(train_pocket.pocket_model.Shape, "__init__", _small(train_pocket.pocket_model.Shape.__init__))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
