@@ -92,6 +92,7 @@ class RowMaker:
 
     def __init__(self, tokenizer):
         self.encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+        self.top = min(5000, tokenizer.get_vocab_size())  # random tokens of the warm-up rows lie below
         self.size = {}
         for name, task in TASKS.items():
             if task.trained:  # tokens per piece, to guess how many pieces fill a document
@@ -163,7 +164,7 @@ class RowMaker:
         learnt."""
         style = rng.randrange(4)
         # 5..1300 in one token: numbers and frequent words alike, so that matching is not tied to any kind of token
-        token = lambda: [rng.randrange(261, 5000)]  # noqa: E731
+        token = lambda: [rng.randrange(261, self.top)]  # noqa: E731
         number = lambda: self.encode(str(rng.randrange(100, 1000)))  # noqa: E731
         two = lambda: self.encode(str(rng.randrange(100000, 1000000)))  # noqa: E731
         key, value = ((token, token), (number, token), (two, two), (number, number))[style]
@@ -185,7 +186,7 @@ class RowMaker:
     def _copy(self, rng: Random, row: Row, length: int) -> None:
         """Random tokens repeated with a period; everything after the first period is learnt."""
         period = rng.randint(4, max(5, int(length / 2.5)))
-        block = [rng.randrange(261, 5000) for _ in range(period)]
+        block = [rng.randrange(261, self.top) for _ in range(period)]
         self._add(row, block, 0)
         while len(row.ids) < length:
             row.spans.append(("copy", len(row.ids), len(row.ids) + period))

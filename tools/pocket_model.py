@@ -241,25 +241,44 @@ def config_json(s: Shape) -> dict:
     }
 
 
+NAMES = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+    "norm1": "input_layernorm",
+    "norm2": "post_attention_layernorm",
+}
+
+
+@torch.no_grad()
+def load(folder: Path) -> Pocket:
+    """A folder that export wrote (or another tied Llama without biases), ready to train."""
+    from safetensors.torch import load_file
+
+    c = json.loads((folder / "config.json").read_text())
+    shape = Shape(c["vocab_size"], c["hidden_size"], c["intermediate_size"], c["num_hidden_layers"], c["num_attention_heads"],
+                  c["num_key_value_heads"], c["head_dim"], c["rope_theta"], c["rms_norm_eps"], c["max_position_embeddings"])
+    model, tensors = Pocket(shape), load_file(folder / "model.safetensors")
+    model.embed.copy_(tensors["model.embed_tokens.weight"])
+    model.norm.copy_(tensors["model.norm.weight"])
+    for short, long in NAMES.items():
+        for layer in range(shape.layers):
+            getattr(model, short)[layer].copy_(tensors[f"model.layers.{layer}.{long}.weight"])
+    return model
+
+
 def export(model: Pocket, folder: Path) -> None:
     """config.json, generation_config.json and model.safetensors (bf16, Hugging Face names), each written beside and
     renamed."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    names = {
-        "q": "self_attn.q_proj",
-        "k": "self_attn.k_proj",
-        "v": "self_attn.v_proj",
-        "o": "self_attn.o_proj",
-        "gate": "mlp.gate_proj",
-        "up": "mlp.up_proj",
-        "down": "mlp.down_proj",
-        "norm1": "input_layernorm",
-        "norm2": "post_attention_layernorm",
-    }
     tensors = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.norm}
-    for short, long in names.items():
+    for short, long in NAMES.items():
         for layer in range(model.shape.layers):
             tensors[f"model.layers.{layer}.{long}.weight"] = getattr(model, short)[layer]
     tensors = {name: tensor.detach().bfloat16().contiguous().clone() for name, tensor in tensors.items()}

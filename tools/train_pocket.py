@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from tokenizers import Tokenizer
 from torch.nn import functional as F
 
 from tools import pocket_data, pocket_model
@@ -55,6 +56,14 @@ STAGES = (
 )
 
 
+TUNING = (  # from a model that retrieves already (--init)
+    Stage(256, {}, 0.2, 0, (), (128,), True),
+    Stage(512, {}, 0.4, 0, (), (256,), True),
+    Stage(1024, {}, 0.7, 0, (), (512, 256), True),
+    Stage(2048, {}, 1.0, 0, (), (1024, 512, 256), True),
+)
+
+
 @dataclass(frozen=True)
 class Profile:
     """tokens: per step in stages of full batches, and at most `part` of them at once. minutes: the default wall budget. workers: processes
@@ -87,6 +96,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--lr", type=float, default=0.012, help="Muon's peak learning rate")
     parser.add_argument("--adam-lr", type=float, default=3e-3, help="AdamW's peak learning rate (embeddings and norms)")
+    parser.add_argument("--init", type=Path, help="folder of a model of this architecture to go on from, instead of from scratch")
     parser.add_argument("--processes", type=int, choices=(1, 2), help="on a CPU (default 2; 1 where others keep the machine busy)")
     parser.add_argument("--no-compile", action="store_true")
     return parser.parse_args()
@@ -104,11 +114,16 @@ class Run:
         self.args, self.rank, self.profile = args, rank, PROFILES[args.profile]
         self.world, self.device = processes(args), self.profile.device
         self.minutes = args.minutes or self.profile.minutes
-        self.tokenizer = train_tokenizer()
+        self.stages = TUNING if args.init else STAGES
+        if args.init:
+            self.tokenizer = Tokenizer.from_file(str(args.init / "tokenizer.json"))
+            self.model = pocket_model.load(args.init)
+        else:
+            self.tokenizer = train_tokenizer()
+            size = self.tokenizer.get_vocab_size()
+            self.model = pocket_model.Pocket(pocket_model.Shape(vocab=size))
+            pocket_model.structured_start(self.model, [self.tokenizer.decode([i]) for i in range(size)], args.seed)
         self.maker = pocket_data.RowMaker(self.tokenizer)
-        size = self.tokenizer.get_vocab_size()
-        self.model = pocket_model.Pocket(pocket_model.Shape(vocab=size))
-        pocket_model.structured_start(self.model, [self.tokenizer.decode([i]) for i in range(size)], args.seed)
         self.model.to(self.device)
         self.muon = Muon(self.model.matrices(), lr=args.lr)
         self.adam = torch.optim.AdamW(
@@ -124,7 +139,7 @@ class Run:
 
     def step_tokens(self) -> int:
         """Tokens of a step: all of the profile's, or half of them in stages that take more and smaller steps."""
-        return self.profile.tokens // (2 if STAGES[self.stage].halved and self.profile.processes > 1 else 1)
+        return self.profile.tokens // (2 if self.stages[self.stage].halved and self.profile.processes > 1 else 1)
 
     def shards(self) -> int:
         """A step's rows come in so many parts, which the processes share out. Which rows there are does not depend on it."""
@@ -132,7 +147,7 @@ class Run:
 
     def length_of(self, step: int) -> int:
         """The row length of a step: the stage's, or one of its shorter ones in 40% of the steps."""
-        stage = STAGES[self.stage]
+        stage = self.stages[self.stage]
         rng = pocket_data.row_random(self.args.seed, step, -1)
         return rng.choice(stage.mixed) if stage.mixed and rng.random() < 0.4 else stage.length
 
@@ -237,7 +252,7 @@ class Run:
             left = max(0.0, self.minutes * 60 - self.elapsed)
             shown = " ".join(f"{k}={v:.2f}" for k, v in accuracy.items())
             print(
-                f"step {self.step} L={STAGES[self.stage].length} loss {loss:.3f} {self.tokens / 1e6:.2f}Mtok "
+                f"step {self.step} L={self.stages[self.stage].length} loss {loss:.3f} {self.tokens / 1e6:.2f}Mtok "
                 f"{self.elapsed / 60:.1f}min "
                 f"left {left / 60:.1f}min lr x{self.rates():.2f} | {shown}",
                 flush=True,
@@ -246,7 +261,7 @@ class Run:
 
     def next_stage(self, accuracy: dict[str, float]) -> bool:
         """Move on when the stage is done. False when a go/no-go check failed."""
-        stage, used = STAGES[self.stage], self.step - self.stage_start
+        stage, used = self.stages[self.stage], self.step - self.stage_start
         for steps, kind, least in stage.check:
             if steps <= used < steps + LOG_STEPS and accuracy.get(kind, 0.0) < least:
                 if self.rank == 0:
@@ -258,12 +273,12 @@ class Run:
                 return False
         met = used >= stage.least and stage.goal and all(accuracy.get(k, 0.0) >= v for k, v in stage.goal.items())
         late = self.elapsed > stage.until * self.minutes * 60
-        if (met or late) and self.stage + 1 < len(STAGES):
+        if (met or late) and self.stage + 1 < len(self.stages):
             self.stage, self.stage_start = self.stage + 1, self.step
             self.recent.clear()
             if self.rank == 0:
                 print(
-                    f"stage: rows of {STAGES[self.stage].length} tokens ({'goal met' if met else 'time share used'})",
+                    f"stage: rows of {self.stages[self.stage].length} tokens ({'goal met' if met else 'time share used'})",
                     flush=True,
                 )
         return True
