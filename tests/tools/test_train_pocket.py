@@ -16,9 +16,8 @@ def make(tmp_path, monkeypatch):
     torch.set_num_threads(1)
 
     def run(out="a", **more):
-        settings = {"profile": "cpu", "minutes": None, "stop_after": None, "out": tmp_path / out, "seed": 1, "processes": None, "init": None,
-                   
-                    "lr": 0.01, "adam_lr": 1e-3}
+        settings = {"profile": "cpu", "minutes": None, "stop_after": None, "out": tmp_path / out, "seed": 1, "processes": None,
+                    "init": None, "lr": 0.01, "adam_lr": 1e-3}
         return train_pocket.Run(argparse.Namespace(**settings | more), 0)
 
     yield run
