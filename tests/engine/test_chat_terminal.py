@@ -48,7 +48,7 @@ class Terminal:
             left = end - time.monotonic()
             assert left > 0, f"{pattern!r} not shown; the screen since: {self.screen[self.seen:][-2000:]!r}"
             if press and time.monotonic() >= again:
-                self.type(press)
+                self.press(press, time.monotonic() > end - seconds + 4)
                 again = time.monotonic() + 5
             if select.select([self.leader], [], [], min(left, 1.0))[0]:
                 try:
@@ -61,12 +61,22 @@ class Terminal:
     def type(self, text):
         os.write(self.leader, text.encode())
 
+    def press(self, key, repeated):
+        """Type a key; once it was lost, a blank behind it, which is the next key that the race waits for (until)."""
+        self.type(key)
+        if repeated:
+            time.sleep(0.3)
+            try:
+                self.type(" ")
+            except OSError:             # the chat has left meanwhile
+                return
+
     def code(self, seconds=PATIENCE, press=""):
         """The exit code; the rest of the screen is read away meanwhile. `press` as in until()."""
         end, again = time.monotonic() + seconds, time.monotonic()
         while self.process.poll() is None and time.monotonic() < end:
             if press and time.monotonic() >= again:
-                self.type(press)
+                self.press(press, time.monotonic() > end - seconds + 4)
                 again = time.monotonic() + 5
             if select.select([self.leader], [], [], 0.2)[0]:
                 try:
