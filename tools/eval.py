@@ -28,7 +28,7 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--model", default=str(POCKET), help="alias, hub id or folder (default: the shipped model)")
     parser.add_argument("--tasks", nargs="+", default=list(DEFAULT_TASKS), help=f"of: {', '.join(TASKS)}")
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096], help="document lengths in tokens")
-    parser.add_argument("--answers", type=int, default=32, help="per task, length and method")
+    parser.add_argument("--answers", type=int, default=24, help="per task, length and method")
     parser.add_argument("--questions", type=int, default=4, help="per document, at most")
     parser.add_argument("--shares", nargs="*", type=float, default=[0.0667], help="OmniKV budgets, shares of the prompt (none: full only)")
     parser.add_argument("--filters", type=int, nargs="+", help="OmniKV filter layers (default: those the model comes with)")
