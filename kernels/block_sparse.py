@@ -1,10 +1,11 @@
 """Block-sparse prefill attention of dense layers: a block of queries attends, per head, to the key blocks that carry its mass.
 
-The mass is estimated from few products. "antidiagonal" is XAttention's estimator (mit-han-lab/x-attention, xattn/src/Xattention.py):
-S queries in reverse beside S keys in order make one product of width S x D, the sum of an antidiagonal of the S x S tile; a softmax over
-those, summed over the tiles of a block pair, stands for the pair's mass. "pooled" is the cheap second candidate (SpargeAttn without its
-quantised part): the mean query against the mean key of S rows. Each head chooses for itself: the union over a group's heads would keep
-nearly everything. Blocks lie at absolute multiples of BLOCK, so how a prompt is cut into chunks of whole blocks does not change a result.
+The mass is estimated from few products: a softmax over one number per S x S tile, summed over the tiles of a block pair. "pooled" (as in
+SpargeAttn, thu-ml/SpargeAttn, without its quantised part): the mean query of S rows against the mean key of S. "antidiagonal" (XAttention,
+mit-han-lab/x-attention, xattn/src/Xattention.py): S queries in reverse beside S keys in order make one product of width S x D, the sum
+of the tile's antidiagonal. Which keeps more with fewer blocks: docs/PREFILL.md. Each head chooses for itself: the union over a group's
+heads would keep nearly everything. Blocks lie at absolute multiples of BLOCK, so how a prompt is cut into chunks of whole blocks does not
+change a result.
 """
 
 import torch

@@ -41,7 +41,7 @@ class BlockSparse:
                 part = slice(low - start, high - start)
                 out[:, part] = prefill_dense(q[:, part], k, v, low, self.scale, path=self.setup.path)
         part = slice(first - start, last - start)
-        mass = block_mass(q[:, part], k, first, self.method.dense_stride, self.scale)
+        mass = block_mass(q[:, part], k, first, self.method.dense_stride, self.scale, self.method.dense_estimator)
         keep = choose_blocks(mass, first, self.method.dense_mass)
         out[:, part] = attend_blocks(q[:, part], k, v, keep, first, self.scale)[0]
         self._count(layer, q[:, part], k, keep, first)
@@ -56,8 +56,10 @@ class BlockSparse:
             self.meter.append({"layer": layer, "first": first, "recall": recall, "density": keep.sum(-1) / causal})
 
     def saved(self, work, start, stop, total):
-        """Attention operations of one layer that are expected to be left out, the estimate's own (a 2S-th) taken off."""
+        """Attention operations of one layer that are expected to be left out, the estimate's own taken off: with stride S half of
+        one in S products of the attention's width ("antidiagonal"), or in S x S ("pooled")."""
         first, last = self.span(start, stop, total)
         if first == last:
             return 0.0
-        return work.pairs(first, last) * (1 - EXPECTED_DENSITY - 0.5 / self.method.dense_stride)
+        own = 0.5 / self.method.dense_stride ** (2 if self.method.dense_estimator == "pooled" else 1)
+        return work.pairs(first, last) * (1 - EXPECTED_DENSITY - own)

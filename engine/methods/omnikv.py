@@ -36,7 +36,8 @@ class OmniKV(Method):
     prefill: each block of `prefill_block` queries attends, in the sparse layers, to the r * prefill_block rows of the past that
     every `prefill_stride`-th query of the block scores highest; the prompt's last `prefill_dense_end` tokens are read densely.
     dense_layers: "block_sparse" makes FULL and WAIT layers read, in prefill, only the key blocks that carry `dense_mass` of the
-    attention as estimated from every `dense_stride`-th antidiagonal (engine/methods/block_sparse.py).
+    attention as `dense_estimator` ("pooled" | "antidiagonal") estimates it from `dense_stride` rows at a time
+    (engine/methods/block_sparse.py).
     """
 
     filter_layers: tuple[int, ...] | None = None
@@ -57,7 +58,8 @@ class OmniKV(Method):
     prefill_dense_end: int = 512
     dense_layers: str = "dense"
     dense_mass: float = 0.9
-    dense_stride: int = 16
+    dense_stride: int = 8
+    dense_estimator: str = "pooled"
 
     def __post_init__(self):
         if self.filter_layers is not None:
@@ -83,6 +85,7 @@ class OmniKV(Method):
         _whole("prefill_stride", self.prefill_stride, 1)
         _whole("prefill_dense_end", self.prefill_dense_end, 0)
         _choice("dense_layers", self.dense_layers, ("dense", "block_sparse"))
+        _choice("dense_estimator", self.dense_estimator, ("pooled", "antidiagonal"))
         _choice("dense_stride", self.dense_stride, (4, 8, 16, 32))
         if isinstance(self.dense_mass, bool) or not isinstance(self.dense_mass, (int, float)) or not 0 < self.dense_mass <= 1:
             raise SettingError(f"dense_mass: found {self.dense_mass!r}, expected a number in (0, 1]")
