@@ -93,6 +93,7 @@ class Terminal:
 
 
 def _own_terminal():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)        # a suite run in the background of a shell ignores it, and children inherit that
     import fcntl
     import termios
 
