@@ -118,13 +118,14 @@ class Report:
 
 
 def check(session, steps=32, progress=None):
-    """Compare full and sparse attention at the last `steps` positions of a session; the session is left as it was.
+    """Compare full and sparse attention at the last `steps` positions of a session's answer; the session is left as it was.
 
+    Positions that a prefill read are never checked: their rows come from a chunk, and a step would leave its own there.
     progress(done, total) after every position. Raises SettingError where there is nothing to compare: too few tokens, or a method
     without sparse layers.
     """
     last = len(session)
-    steps = min(steps, MOST_STEPS, last - 1)
+    steps = min(steps, MOST_STEPS, session.answer_length)
     if not session.plan.sparse_layers:
         raise SettingError("check: this method has no sparse layer, there is nothing to compare; use method=OmniKV(...)")
     if steps < 1:

@@ -327,6 +327,11 @@ class Session:
         self.watch.saw(pair.meter.mass)
         return logits
 
+    @property
+    def answer_length(self):
+        """Tokens decoded since the latest prefill."""
+        return len(self.ids) - (self._marks[-1].length if self._marks else 0)
+
     def check(self, steps=32, progress=None):
         """Full against sparse attention at the last positions, over the same bank: an engine.check.Report. Nothing changes."""
         self._open()

@@ -104,3 +104,11 @@ def test_nothing_to_compare():
         Watch(every=0)
     with pytest.raises(SettingError, match="exact_below: found 2"):
         Watch(exact_below=2)
+
+
+def test_rows_of_the_prompt_are_never_rewritten():
+    """Asked for more steps than the answer has: the answer's are checked, no row of the bank changes."""
+    session = answered(omnikv(16), kernels="reference")
+    before = [[rows.clone() for rows in session.bank.kv(layer, len(session))] for layer in range(8)]
+    assert len(session.check(60).steps) == 24
+    assert all(torch.equal(a, b) for layer in range(8) for a, b in zip(before[layer], session.bank.kv(layer, len(session))))
