@@ -23,7 +23,7 @@ def forms(dtype):
 @pytest.mark.parametrize("with_bias", (False, True))
 def test_every_form_is_within_twice_torchs_own_error(dtype, with_bias):
     torch.manual_seed(0)
-    for outs, ins in ((7, 5), (96, 64), (130, 1030)):
+    for outs, ins in ((7, 5), (96, 64), (130, 1030), (1030, 1500)):
         weight = torch.randn(outs, ins).to(dtype)
         bias = torch.randn(outs).to(dtype) if with_bias else None
         for rows in ((), (1,), (1, 1), (2,), (1, 3), (4,), (2, 4), (33,), (70,), (0,)):
@@ -61,13 +61,13 @@ def test_wrong_words_and_shapes_are_refused():
     assert choose_form(torch.zeros(2, 2, dtype=torch.float16)) == "plain"
 
 
-@pytest.mark.parametrize("form", ("plain", "left", "narrow"))
+@pytest.mark.parametrize("form", ("plain", "left", "narrow", "widened"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_compiles_without_a_graph_break(form, dtype):
     torch.manual_seed(1)
     torch._dynamo.reset()
     linear = pack_linear(torch.randn(24, 16).to(dtype), path=form)
     step = torch.compile(lambda x: linear(x) + 1, fullgraph=True, backend="aot_eager")
-    for rows in (1, 5):
+    for rows in (1, 5, 40):
         x = torch.randn(1, rows, 16).to(dtype)
         assert torch.allclose(step(x), linear(x) + 1, rtol=2e-2, atol=2e-2)
