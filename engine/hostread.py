@@ -5,7 +5,6 @@ The reading half of TieredBank (engine/tiered.py), which owns every buffer named
 
 import torch
 
-from engine.plan import TAIL_BLOCK
 from engine.prefetch import main_mark, wait
 from kernels.gather import move_rows
 
@@ -69,18 +68,13 @@ class HostReader:
         if layer in self._whole_of:
             rows, event = self._whole_of.pop(layer)
             wait(event)                                 # race: attention would read rows that are still arriving
-            newest = max(0, min(self.home, count) - TAIL_BLOCK)
-            return self._views(self._newest(layer, rows, newest, count)[:count])
+            self._read(layer, min(self.home, count), count, rows[min(self.home, count):])    # the newest are in the ring only
+            return self._views(rows[:count])
         wait(self._home_event)                          # race: rows may still be on their way home
         rows = self._block[self._block_turn] if count <= self.placement.block else self._spacious(count)
         self._read(layer, 0, count, rows)
         self.streamed += count * self._part
         return self._views(rows[:count])
-
-    def _newest(self, layer, rows, first, stop):
-        """Rows from `first` on anew: a copy that was started before this step's row was written does not hold it."""
-        self._read(layer, first, stop, rows[first:stop])
-        return rows
 
     def _spacious(self, count):
         if self._spare is None or len(self._spare) < count:

@@ -165,7 +165,7 @@ class Session:
         pieces, graphs = ((before, after), False) if eager else (llm.pieces, llm.graphs)
         decoder = Decoder(llm.model, llm.rotary, self._runtime, self._ring, pieces)
         dense = Decoder(llm.model, llm.rotary, self._dense_runtime, self._ring, pieces)
-        self._sparse_step = StepRunner(decoder, self._token, self._length, self.bank, graphs)
+        self._own_step = StepRunner(decoder, self._token, self._length, self.bank, graphs)
         self._dense_step = StepRunner(dense, self._token, self._length, self.bank, graphs)
         self._selected = False
         self._fresh = self._runtime.snapshot()      # before the first prefill
@@ -304,14 +304,16 @@ class Session:
         with self.llm.busy(), torch.inference_mode(), self._whole():
             self._restore_window()
             began = time.perf_counter()
-            sparse = n >= self._dense_below and bool(self.plan.sparse_layers)
+            own = n >= self._dense_below and self._runtime.differs
+            sparse = own and bool(self.plan.sparse_layers)
             metered = sparse and self.watch is not None and self.watch.due()
             if sparse and not metered and self.watch is not None and self.watch.exact:
-                sparse, self.watch.exact_steps = False, self.watch.exact_steps + 1
+                own = sparse = False
+                self.watch.exact_steps += 1
             self._token.fill_(token_id)
             self._length.fill_(n - 1)
             self.bank.before_step(n)
-            logits = self._metered() if metered else (self._sparse_step if sparse else self._dense_step)(n)[0, -1]
+            logits = self._metered() if metered else (self._own_step if own else self._dense_step)(n)[0, -1]
             self.bank.after_step(n)
             self.ids.append(token_id)
             self._ring.advanced(n, 1)
@@ -425,7 +427,7 @@ class Session:
         if self.bank is not None:
             self.bank.close()
             self.bank = self._ring = self._scratch = self._runtime = self._dense_runtime = None
-            self._sparse_step = self._dense_step = None
+            self._own_step = self._dense_step = None
             self.last_logits = None
 
     # ---------------------------------------------------------------- checks

@@ -88,11 +88,11 @@ class TieredBank(HostReader, DeviceBank):
         return layer in self._of
 
     def streams(self, layer, path):
-        """Whether dense attention to a layer must go block by block: it is offloaded and longer than a stream block.
+        """Whether dense attention to a layer must go block by block: it is offloaded, longer than a stream block and not staged whole.
 
         Never on the reference launchers: there rows are brought together, so that placement cannot change a bit.
         """
-        return layer in self._of and path != "reference" and self.length > self.placement.block
+        return layer in self._of and layer not in self._whole_of and path != "reference" and self.length > self.placement.block
 
     def capturable(self, runtime):
         """Whether a step of this runtime can be captured: it fetches by selection (lengths stay on the device), from pinned memory."""

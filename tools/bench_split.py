@@ -25,7 +25,7 @@ _LAUNCHERS = (
     (engine.methods.omnikv, "window_scores", "scoring"),
     (engine.methods.base, "attend_stream", "dense attention"),
     (engine.prefetch.WorkingSet, "load", "gather"),
-    (engine.hostread.HostReader, "stage", "gather"),
+    (engine.hostread, "move_rows", "gather"),       # blocks and whole layers on their way back
 )
 # Names of GPU kernels, most telling part first; a merge belongs to the attention before it.
 _KERNELS = (
@@ -74,12 +74,20 @@ def _sum(calls, whole, plain_dense):
 
 @contextlib.contextmanager
 def _wrapped(calls):
-    """Time every launcher and weight product into calls: (stage, whether scores are left behind, seconds)."""
+    """Time every launcher and weight product into calls: (stage, whether scores are left behind, seconds).
+
+    A call inside another (attention that streams its blocks) counts for its own stage only.
+    """
+    inside = [0.0]          # seconds of finished inner calls, per call under way
+
     def timing(function, stage):
         def timed(*arguments, **named):
+            inside.append(0.0)
             start = time.perf_counter()
             result = function(*arguments, **named)
-            calls.append((stage, named.get("keys") is not None and stage == "dense attention", time.perf_counter() - start))
+            whole = time.perf_counter() - start
+            calls.append((stage, named.get("keys") is not None and stage == "dense attention", whole - inside.pop()))
+            inside[-1] += whole
             return result
         return timed
 

@@ -87,6 +87,11 @@ class Runtime:
         """Device bytes of this runtime's own buffers."""
         return 0
 
+    @property
+    def differs(self):
+        """Whether a decode step of this runtime is anything but plain full attention; where not, the session runs that."""
+        return bool(self.setup.plan.sparse_layers)
+
     def begin_prefill(self, start, stop):
         """Positions start .. stop-1 are about to be read, chunk by chunk."""
 

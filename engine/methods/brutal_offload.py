@@ -47,9 +47,11 @@ class BrutalOffload(Method):
 class BrutalRuntime(Runtime):
     """Not capturable over an offloaded bank: how much is copied depends on the length, which the host knows."""
 
+    differs = True          # its steps start copies, whatever they attend to
+
     def attend(self, layer, q, step):
-        """Start the copy of the layer `ahead` further on, then attend to everything."""
-        ahead = self.method.ahead
-        for coming in range(layer if layer == 0 else layer + ahead, min(layer + ahead, self.setup.plan.num_layers - 1) + 1):
+        """Start the copy of the layer `ahead` further on (at the first layer, of all up to it), then attend to everything."""
+        plan, last = self.setup.plan, layer + self.method.ahead
+        for coming in range(layer if plan.is_first(layer) else last, min(last + 1, plan.num_layers)):
             step.bank.stage(coming)
         return self.attend_dense(layer, q, step)

@@ -128,8 +128,27 @@ def test_brutal_offload_is_full_attention():
     got, (session,) = play(brutal.session(), script)
     for a, b in zip(expected, got, strict=True):
         assert equal(a, b)
-    streamed = 4 * part_bytes(CONFIG, 4) * sum(range(200, 280))         # every row of four layers, every step
-    assert streamed * 0.75 < session.stats.bytes_streamed - 4 * part_bytes(CONFIG, 4) * (64 + 128 + 192 + 200) <= streamed
+    prompt = 3 * (64 + 128 + 192 + 200) + 200           # every chunk reads the rows so far, the last layer only for the last token
+    steps = 4 * (200 * 56 + 256 * 24)                   # every row that is at home; a block goes home at 256
+    assert session.stats.bytes_streamed == part_bytes(CONFIG, 4) * (prompt + steps)
+
+
+def test_brutal_offload_starts_copies_ahead(monkeypatch):
+    """Layer l + 2 starts when layer l attends; at the first layer everything up to it. Below `layers` nothing is copied."""
+    log = []
+    _, llm = pair(BrutalOffload(layers=5, ahead=2))
+    session = llm.session()
+    session.prefill(random_ids(100))
+    stage, attend = session.bank.stage, session.runtime.attend_dense
+    monkeypatch.setattr(session.bank, "stage", lambda layer: (log.append(("stage", layer)), stage(layer)))
+    monkeypatch.setattr(session.runtime, "attend_dense", lambda layer, *args: (log.append(("attend", layer)), attend(layer, *args))[1])
+    session.decode(1)
+    last = CONFIG.num_layers - 1
+    expected = [("stage", layer) for layer in (0, 1)]
+    for layer in range(last + 1):
+        expected += [("stage", layer + 2)] * (layer + 2 <= last) + [("attend", layer)]
+    assert log == expected
+    assert len(session.bank._whole) == 3 and not session.bank._whole_of          # every copy was read
 
 
 @pytest.mark.parametrize("path", ["reference", "cpu"])

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import engine.methods.omnikv
+import engine.placement
 from engine import LLM, Full, OmniKV
 from engine.errors import SettingError
+from engine.methods.brutal_offload import BrutalOffload
 from tools import bench, bench_suite
 from tools.bench_floor import Rates, floor_seconds, measure_rates, step_bytes, streamed_weights
 from tools.bench_methods import describe, registered, specs
@@ -282,6 +284,20 @@ def test_split_adds_up_and_names_its_stages():
         assert all(row[stage] > 0 for stage in stages) and row["other"] > 0 and row["gather"] == 0
         assert 2000 <= len(contestant.session) < 2010
     assert engine.methods.omnikv.decode_sparse.__name__ == "decode_sparse"          # nothing stays wrapped
+
+
+@pytest.mark.parametrize("method", [BrutalOffload(layers=4, ahead=1), omnikv(), Full()], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("block", [65536, 512])
+def test_split_counts_what_comes_back_from_the_host(method, block, monkeypatch):
+    """Whole layers (brutal offload, full attention), their blocks, and fetched selections; none of them twice."""
+    monkeypatch.setattr(engine.placement, "STREAM_BLOCK", block)
+    contestant = Engine("x", tiny_llm(omnikv() if method == Full() else method, offload="host"), 2000)
+    contestant.session.set_method(method)
+    streamed = contestant.session.stats.bytes_streamed
+    row = split_step(contestant, steps=1)
+    assert row["gather"] > 0 and row["dense attention"] > 0 and row["other"] > 0
+    assert sum(row[stage] for stage in STAGES) == pytest.approx(row["step"])
+    assert (contestant.session.stats.bytes_streamed > streamed) == (type(method) is not OmniKV)
 
 
 # ---------------------------------------------------------------- words
