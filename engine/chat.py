@@ -242,6 +242,9 @@ def converse(args, llm: LLM, params: SamplingParams, display: Display) -> int:
     document = None if args.file is None else read_stdin() if args.file == "-" else read_text(args.file)
     introduce(llm, display)
     llm.load()
+    if llm.plan().placement is not None:
+        display.note(f"{llm.plan().where}")
+        display.note(f"{llm.link}")
     chat = Chat(llm, params, display, args.system, args.json, args.stats, omnikv=omnikv_of(args),
                 watch=watch_of(args.watch, args.exact_below))
     if args.model is None and not once:

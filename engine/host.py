@@ -9,15 +9,16 @@ import time
 import warnings
 from collections import deque
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
 from engine.errors import OutOfHostMemory
+from engine.memory import HEADROOM, available_bytes, human
+from engine.pinned import limits
+from engine.pinned import ways as default_ways
 from kernels.gather import BLOCK_TOKENS
 
-SLAB = 1 << 30          # pinned slabs are powers of two: torch's pinned allocator rounds every request up to one
-ALIGN = 64              # bytes: a host sector read twice made unaligned rows 4 to 18 times slower (KERNELS.md 2.1)
+SLAB = 1 << 30          # bytes; a power of two, which is what torch's pinned allocator rounds a request up to
 
 
 @dataclass(eq=False)
@@ -45,19 +46,31 @@ class _Slab:
 class HostPool:
     """Blocks of host memory, at most `limit` bytes of slabs (None: no limit but the machine's).
 
-    pin: None pins where there is a GPU. Where pinning fails the pool warns once and goes on with ordinary memory: `pinned` says
-    which. allocate(bytes, pinned) -> uint8 tensor, replaceable in tests. Thread-safe. Times in seconds, sizes in bytes.
+    pin: None pins where there is a GPU. A way of pinning that is refused at the first slab gives way to the next, and pinning to
+    ordinary memory with one warning: `pinned` and `way` say which it is. ways: engine.pinned.Way list in order, free() -> bytes of
+    free RAM; both replaceable in tests. Thread-safe. Times in seconds, sizes in bytes.
     """
 
-    def __init__(self, limit=None, slab_bytes=SLAB, pin=None, allocate=None):
+    def __init__(self, limit=None, slab_bytes=SLAB, pin=None, ways=None, free=None):
         self.limit, self.slab_bytes = limit, slab_bytes
-        self.pinned = torch.cuda.is_available() if pin is None else pin
         self.pin_seconds = 0.0
         self.in_use = 0                 # bytes of blocks with refs > 0
         self.programs = None            # of the gather, where the link was measured (engine/link.py)
-        self._allocate = allocate or _allocate
+        self._ways = list(ways if ways is not None else default_ways(torch.cuda.is_available() if pin is None else pin))
+        self._free_ram = free or (lambda: available_bytes(torch.device("cpu"))[0])
+        self._refusals = []
         self._slabs, self._free = [], {}
         self._lock = threading.RLock()
+
+    @property
+    def way(self):
+        """The engine.pinned.Way that slabs come by; before the first slab, the one that will be tried."""
+        return self._ways[0]
+
+    @property
+    def pinned(self):
+        """Whether kernels can read the blocks."""
+        return self.way.pinned
 
     @property
     def reserved(self):
@@ -104,31 +117,47 @@ class HostPool:
         self._free[size].extend(slab.carved)
 
     def _grow(self, size):
-        wanted = self.slab_bytes if self.slab_bytes >= size else 1 << (size - 1).bit_length()
-        left = wanted if self.limit is None else self.limit - self.reserved
-        while wanted > left and wanted >= 2 * size:
-            wanted //= 2                # the last slab is what the limit leaves
-        if wanted > left:
-            raise OutOfHostMemory(_refused(size, self, f"the pool's limit is {self.limit} bytes"))
-        began = time.perf_counter()
-        try:
-            memory = self._get(wanted)
-        finally:
-            self.pin_seconds += time.perf_counter() - began
+        memory = None
+        while memory is None:
+            wanted, pinned, began = self._slab_size(size), self.pinned, time.perf_counter()
+            memory = self._get(size, wanted)
+            self.pin_seconds += (time.perf_counter() - began) * pinned
         slab = _Slab(memory)
         self._slabs.append(slab)
         return slab
 
-    def _get(self, size):
+    def _slab_size(self, size):
+        """Bytes of the next slab: the usual size, or what the limit and, for pages that are locked at once, the free RAM leave."""
+        exact = self.way.exact
+        wanted = self.slab_bytes if self.slab_bytes >= size else size if exact else 1 << (size - 1).bit_length()
+        left, why = float("inf"), ""
+        if self.limit is not None:
+            left, why = self.limit - self.reserved, f"the pool's limit is {self.limit} bytes"
+        if self.pinned and (free := int(self._free_ram() * HEADROOM)) < left:
+            left, why = free, f"only {human(free)} of RAM may still be locked"
+        if wanted > left and exact:
+            wanted = left // size * size
+        while wanted > left and wanted >= 2 * size:
+            wanted //= 2
+        if not size <= wanted <= left:
+            raise OutOfHostMemory(_refused(size, self, why))
+        return wanted
+
+    def _get(self, size, wanted):
+        """A slab's memory, or None where its way was refused and the next one takes its place."""
         try:
-            return self._allocate(size, self.pinned)
-        except (RuntimeError, MemoryError) as error:
-            if self.pinned and not self._slabs:
-                warnings.warn(f"host memory cannot be pinned ({_first_line(error)}); going on with ordinary memory, which is slower. "
-                              f"{_limits()}", stacklevel=2)
-                self.pinned = False
-                return self._get(size)
-            raise OutOfHostMemory(_refused(size, self, _first_line(error))) from error
+            return self.way.allocate(wanted)
+        except (RuntimeError, MemoryError, OSError) as error:
+            why = _first_line(error)
+            follower = self._ways[1] if len(self._ways) > 1 else None
+            if follower is None or (self._slabs and follower.pinned != self.pinned):
+                raise OutOfHostMemory(_refused(size, self, why)) from error
+        refused = self._ways.pop(0)
+        self._refusals.append(f"{refused.name}: {why}")
+        if refused.pinned and not follower.pinned:
+            warnings.warn(f"host memory cannot be pinned ({'; '.join(self._refusals)}); going on with ordinary memory, which is "
+                          f"slower. {limits()}", stacklevel=2)
+        return None
 
     def retain(self, blocks):
         """One more holder of each block (fork)."""
@@ -154,33 +183,12 @@ class HostPool:
             self._slabs, self._free = [], {}
 
 
-def _allocate(size, pinned):
-    memory = torch.empty(size + (0 if pinned else ALIGN), dtype=torch.uint8, pin_memory=pinned)
-    skip = -memory.data_ptr() % ALIGN
-    return memory[skip:skip + size]
-
-
 def _first_line(error):
     return str(error).split("\n")[0][:200]
 
 
-def _limits():
-    """The limits that a host allocation can meet here, and what to do about them."""
-    found = []
-    try:
-        import resource
-        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        found.append("ulimit -l is unlimited" if soft == resource.RLIM_INFINITY else f"ulimit -l allows {soft // 1024} kB")
-    except (ImportError, OSError, ValueError):
-        pass
-    container = Path("/sys/fs/cgroup/memory.max")
-    if container.is_file():
-        found.append(f"the container's memory.max is {container.read_text().strip()}")
-    return "; ".join([*found, "remedies: a smaller max_context, ram_budget, ulimit -l unlimited, closing other sessions, freeing RAM"])
-
-
 def _refused(size, pool, why):
-    return (f"no host memory for {size} more bytes of context ({pool.in_use} bytes of {pool.reserved} in use): {why}; {_limits()}")
+    return (f"no host memory for {size} more bytes of context ({pool.in_use} bytes of {pool.reserved} in use): {why}; {limits()}")
 
 
 class BlockTable:

@@ -124,21 +124,24 @@ class LLM:
         same = placement is not None and planned is not None and set(planned.packs) <= set(placement.packs)
         return placement.keeping(planned.packs) if same else placement
 
-    @property
-    def host_pool(self):
-        """The engine.host.HostPool of this LLM's sessions, made when first needed."""
+    def _host_tier(self):
         host, on_gpu = self._host, self.device.type == "cuda"
         if host["pool"] is None:
             host["pool"] = HostPool((self._ram_budget or int(self._plan.host_free * HEADROOM)) if on_gpu else None)
-        if host["link"] is None and on_gpu:
+        if host["link"] is None:
             host["link"] = measure_link(host["pool"], self.device)
-            host["pool"].programs = host["link"].programs if host["link"] else None
-        return host["pool"]
+            host["pool"].programs = host["link"].programs
+        return host
+
+    @property
+    def host_pool(self):
+        """The engine.host.HostPool of this LLM's sessions, made when first needed."""
+        return self._host_tier()["pool"]
 
     @property
     def link(self):
-        """engine.link.Link: what the gather reaches here; None before the host tier is used, and without a GPU."""
-        return self._host["link"]
+        """engine.link.Link: how rows travel between host memory and this device, measured when the host tier is first needed."""
+        return self._host_tier()["link"]
 
     def _context(self, max_context):
         if max_context is not None and max_context > self.config.context_limit:

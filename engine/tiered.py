@@ -294,6 +294,7 @@ def bank_figures(bank):
     names = ("hits", "misses", "evictions", "plans", "bytes")
     groups = {layer: dict(zip(names, row)) for layer, row in bank.counters().items()}
     total = {name: sum(row[name] for row in groups.values()) for name in names}
-    return figures | dict(host_bytes=bank.host_nbytes, hits=total["hits"], misses=total["misses"], evictions=total["evictions"],
+    return figures | dict(host_bytes=bank.host_nbytes, pin_seconds=bank.pool.pin_seconds, hits=total["hits"],
+                          misses=total["misses"], evictions=total["evictions"],
                           hit_rate=total["hits"] / max(1, total["hits"] + total["misses"]),
                           bytes_fetched=total["bytes"], bytes_streamed=bank.streamed, staging_stalls=bank.stalls, groups=groups)

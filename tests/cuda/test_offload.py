@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from engine import LLM, Full, OmniKV
+from engine.host import HostPool
 from engine.methods.brutal_offload import BrutalOffload
 from engine.model import random_stream
+from engine.pinned import cuda_driver, registered
+from kernels.gather import move_rows
 from tests.helpers import random_ids, tiny_config
 from tests.host_checks import check_moves, check_slots
 
@@ -78,3 +81,20 @@ def test_full_attention_streams_an_offloaded_bank(monkeypatch):
     expected = llm(Full(), "device", compile=False).session()
     expected.prefill(random_ids(1500))
     assert (session.decode(5) - expected.decode(5)).abs().max() < 1e-3
+
+
+def test_registered_pages_are_read_and_a_refusal_leaves_no_error_behind():
+    driver = cuda_driver()
+    if driver is None:
+        pytest.skip("no library of the driver here")
+    memory = registered(driver, 3 * (1 << 20) + 64)
+    memory[:512].view(torch.int64).copy_(torch.arange(64))
+    assert memory.is_pinned()
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_"):
+        driver.register(memory.data_ptr(), 4096)                    # registered already
+    table = torch.tensor([memory.data_ptr()], device="cuda")
+    buffer = torch.zeros(2, 4, dtype=torch.int32, device="cuda")
+    move_rows(table, 0, 16, buffer, torch.tensor([3, 1], dtype=torch.int32, device="cuda"), 0, 2, [memory])
+    torch.cuda.synchronize()
+    assert buffer.cpu().view(torch.int64).tolist() == [[6, 7], [2, 3]]
+    assert HostPool().take(64, 1)[0].slab.memory.is_pinned()

@@ -77,7 +77,9 @@ class FakeSession:
 
 
 class FakePlan:
-    """A plan of 1000 bytes of weights."""
+    """A plan of 1000 bytes of weights, everything on the device."""
+
+    placement = None
 
     def bytes_of(self, name):
         return {"weights": 1000}[name]

@@ -4,7 +4,6 @@ Stops: a session that is longer than its rows, a block that nobody gives back, a
 """
 
 import gc
-import warnings
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ import torch
 from engine import OmniKV
 from engine.errors import OutOfHostMemory
 from engine.host import BlockTable, HostPool
+from engine.pinned import Way, ordinary
 from engine.placement import part_bytes
 from engine.tiered import TieredBank
 from tests.helpers import random_ids, tiny_config, tiny_llm
@@ -27,11 +27,11 @@ class Refusing:
     def __init__(self, at):
         self.at, self.asked, self.on = at, 0, True
 
-    def __call__(self, size, pinned):
+    def __call__(self, size):
         self.asked += 1
         if self.on and self.asked > self.at:
             raise RuntimeError("cannot allocate memory")
-        return torch.empty(size, dtype=torch.uint8)
+        return ordinary(size)
 
 
 def offloaded(pool):
@@ -50,7 +50,7 @@ def expected():
 def test_refused_at_every_allocation_of_a_prefill(at, expected):
     """One slab per block, refused at the at-th: whole chunks stay, and once there is memory again the rest gives the same answer."""
     allocate = Refusing(at)
-    pool = HostPool(slab_bytes=64, allocate=allocate)
+    pool = HostPool(slab_bytes=64, ways=[Way("test", allocate)])
     session = offloaded(pool).session()
     ids = random_ids(250)
     with pytest.raises(OutOfHostMemory, match="no host memory for .* remedies"):
@@ -69,7 +69,7 @@ def test_refused_at_every_allocation_of_a_prefill(at, expected):
 def test_refused_while_generating(expected):
     """The step that would begin a new block raises before anything is written; the session goes on when there is memory."""
     allocate = Refusing(4)
-    session = offloaded(HostPool(slab_bytes=64, allocate=allocate)).session()
+    session = offloaded(HostPool(slab_bytes=64, ways=[Way("test", allocate)])).session()
     session.prefill(random_ids(250))
     got = [session.decode(5) for _ in range(6)]
     for _ in range(2):
@@ -203,24 +203,6 @@ def test_another_packing_that_finds_no_memory_leaves_the_session_as_it_was(expec
     assert [torch.equal(session.decode(5), e) for e in expected[1]] == [True] * 20
 
 
-def test_memory_that_cannot_be_pinned_is_ordinary_and_said_once():
-    asked = []
-
-    def allocate(size, pinned):
-        asked.append(pinned)
-        if pinned:
-            raise RuntimeError("cannot pin: locked memory limit")
-        return torch.empty(size, dtype=torch.uint8)
-
-    pool = HostPool(slab_bytes=4096, pin=True, allocate=allocate)
-    with pytest.warns(UserWarning, match="cannot be pinned .*ordinary memory"):
-        blocks = pool.take(4096, 1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        pool.release(blocks + pool.take(4096, 3))
-    assert asked == [True] + 4 * [False] and not pool.pinned and pool.in_use == 0
-
-
 def test_blocks_go_round_in_a_ring_and_any_free_one_serves():
     pool = HostPool(limit=4 * 128, slab_bytes=4 * 128)
     first = pool.take(128, 4)
@@ -249,14 +231,6 @@ def test_a_refused_reserve_changes_nothing():
     assert table.blocks == before[0] and torch.equal(table.addresses, before[1]) and pool.in_use == before[2]
     other.cut(0)
     assert not table.reserve(128, 140) and pool.in_use == 3 * 128
-
-
-def test_the_fewest_programs_that_fill_the_link():
-    from engine.link import Link, choose, measure_link
-    assert choose({2: 20e9, 4: 39e9, 8: 49e9, 16: 50e9, 32: 50.5e9}) == 8
-    assert choose({2: 50e9, 4: 50e9}) == 2
-    assert measure_link(HostPool(), torch.device("cpu")) is None
-    assert "8 programs" in str(Link(8, 49e9, 54e9)) and "91%" in str(Link(8, 49e9, 54e9))
 
 
 @pytest.mark.parametrize("slots", [0.5, -1, "many", True])
