@@ -248,6 +248,7 @@ class Session:
     def _commit(self, ids, newest):
         length = len(self.ids) + len(ids)
         self._ring.commit(newest[:, :, -min(newest.shape[2], len(ids)):], length)
+        self._runtime.advance(len(ids))
         self.ids.extend(ids)
         self._ring.advanced(length, min(newest.shape[2], len(ids)))
         self.last_logits = None
@@ -272,14 +273,20 @@ class Session:
 
     def _last_steps(self):
         """Steps of the newest tokens, oldest first, as decode would have seen them: what they choose is chosen again soon."""
-        n, device = len(self.ids), self.llm.model.device
+        n = len(self.ids)
         for length in range(max(1, n - WARM + 1, self._ring.low + 1), n + 1):
-            positions = torch.full((1, 1), length - 1, device=device)
-            visible = torch.full((1,), length, dtype=torch.int32, device=device)
-            yield Step(positions, visible, self.bank, self.capacity, self._ring, self.llm.rotary)
+            yield self._step_of(length)
+
+    def _step_of(self, length):
+        """The engine.decode.Step of the newest of `length` tokens."""
+        device = self.llm.model.device
+        positions = torch.full((1, 1), length - 1, device=device)
+        visible = torch.full((1,), length, dtype=torch.int32, device=device)
+        return Step(positions, visible, self.bank, self.capacity, self._ring, self.llm.rotary)
 
     def _mark(self, start, length, logits=None):
-        self._runtime.end_prefill(length)
+        with torch.inference_mode():
+            self._runtime.end_prefill(length, self._step_of(length))
         return _Mark(start, length, self._runtime.snapshot(), logits)
 
     def synthesize(self, n, seed=0):
@@ -316,6 +323,7 @@ class Session:
             self.bank.before_step(n)
             logits = self._metered() if metered else (self._own_step if own else self._dense_step)(n)[0, -1]
             self.bank.after_step(n)
+            self._runtime.advance(1)
             self.ids.append(token_id)
             self._ring.advanced(n, 1)
             self.last_logits = logits
@@ -416,6 +424,7 @@ class Session:
             twin.last_logits = None if self.last_logits is None else self.last_logits.clone()
             twin._marks, twin._fresh = list(self._marks), self._fresh
             twin._runtime.restore(twin._marks[-1].state if twin._marks else twin._fresh, len(self.ids))
+            twin._runtime.copy_from(self._runtime)
         return twin
 
     def generate(self, token_ids, params=None, progress=None, should_stop=None):

@@ -99,8 +99,17 @@ class Runtime:
         """(linear, attention) operations of reading positions start .. stop-1; `work` is engine.prefill.Work."""
         return work.parts(start, stop)
 
-    def end_prefill(self, length):
-        """The bank holds `length` tokens at the end of a prefill (hook A); budgets by share are fixed here."""
+    def advance(self, count):
+        """The `count` tokens of the chunk or step that has just run are there to stay: what it left pending holds from here on.
+
+        Attention itself changes nothing that a second run of the same chunk or step would see; whatever breaks off, nothing happened.
+        """
+
+    def end_prefill(self, length, step=None):
+        """The bank holds `length` tokens at the end of a prefill (hook A); budgets by share are fixed here.
+
+        step: engine.decode.Step of the newest token, with the bank, the query ring and the rotation; None in a session without tokens.
+        """
 
     def warm(self, steps):
         """Make ready what the first decode step would fetch: `steps` are engine.decode.Step of the prompt's last tokens, oldest first."""
@@ -142,6 +151,9 @@ class Runtime:
 
     def restore(self, state, length):
         """Undo to a snapshot taken when the bank held `length` tokens."""
+
+    def copy_from(self, other, sequence=0):
+        """Hold for sequence `sequence` what the runtime of one sequence holds beyond a snapshot (fork; a batch)."""
 
     def forget(self, length):
         """Drop what the last step chose: the session was truncated to `length` tokens (0: as new)."""

@@ -24,7 +24,7 @@ class OfficialRuntime(OmniKVRuntime):
         self.window = 0 if method.selector == "last" else method.window
         self.prompt = 0
 
-    def end_prefill(self, length):
+    def end_prefill(self, length, step=None):
         """The prompt is what the one prefill read."""
         self.prompt = length
         self._set_k(self.method.budget(self.plan, length))

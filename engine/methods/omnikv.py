@@ -232,7 +232,7 @@ class OmniKVRuntime(Runtime):
         """Operations of a prefill, those that the r-ratio saves left out."""
         return work.parts(start, stop) if self.prefill is None else self.prefill.work(work, start, stop)
 
-    def end_prefill(self, length):
+    def end_prefill(self, length, step=None):
         """Fix k for the answer that follows."""
         self._set_k(self.method.budget(self.plan, length))
 

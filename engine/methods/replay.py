@@ -58,9 +58,9 @@ class ReplayRuntime(OmniKVRuntime):
         """Bytes of keys, indices and tables."""
         return super().nbytes + sum(t.numel() * t.element_size() for t in self.tables)
 
-    def end_prefill(self, length):
+    def end_prefill(self, length, step=None):
         """Draw the tables: candidates are the tokens older than the tail now, so they stay candidates."""
-        super().end_prefill(length)
+        super().end_prefill(length, step)
         candidates = tail_start(length, self.method.tail)
         k = min(self.k, candidates)
         rows, fresh = ring_shape(k, candidates, self.method.reuse)

@@ -1,0 +1,87 @@
+"""The one table of methods: what each is at its neutral setting, at settings that read less, and which rows it declares to read.
+
+tests/engine/test_methods.py runs U1 to U8 of METHODS.md over it. A new method is one new row; a property that a method cannot have is
+named in `without` with the reason, which the test prints where it skips (or shows the opposite).
+"""
+
+from dataclasses import dataclass, field
+
+from engine.methods.ablations import OmniKVPerLayer, OmniKVUnpacked
+from engine.methods.brutal_offload import BrutalOffload
+from engine.methods.full import Full
+from engine.methods.omnikv import OmniKV
+from engine.plan import Role, tail_start
+
+CAPACITY = 512          # of the sessions that the table is run on
+PLANTED = 8             # tokens that U8 plants: every budget in the table has room for them
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method. neutral: the setting at which its logits equal full attention's (for contexts up to CAPACITY). sparse: settings that
+    read less at 300 tokens. reads(runtime, n): {layer: one ascending list of positions per K/V head} that a step at n tokens has read
+    beside what every layer reads; layers it leaves out read everything. offload: where U1 and U2 put the bank. tolerance: of U1 where
+    it is not bitwise (0)."""
+
+    name: str
+    neutral: object
+    sparse: tuple = ()
+    reads: object = None
+    selects: bool = False           # chooses rows by score in every step
+    scans: bool = False             # its partial layers read every key to choose, and the values of the chosen ones only
+    evicts: bool = False            # forgets rows: what it dropped is never read again
+    approximate: bool = False       # its prefill is not full attention even where nothing was dropped before
+    random: bool = False            # takes a seed
+    chunk_defined: str = ""         # why the result depends on how a prompt is cut, where it does
+    one_prompt: str = ""            # why a session has one prompt only
+    offload: str = "device"
+    tolerance: float = 0.0
+    without: dict = field(default_factory=dict)     # {"U5": reason}
+
+
+def shared_rows(runtime, n):
+    """OmniKV: a group's selection and the tail, the same for all heads and all layers of the group."""
+    start, heads = tail_start(n, runtime.method.tail), runtime.setup.config.num_kv_heads
+    chosen = runtime.selections()
+    return {layer: [[*chosen[group.filter_layer].tolist(), *range(start, n)]] * heads
+            for group in runtime.plan.groups for layer in group.layers}
+
+
+def official_rows(runtime, n):
+    """The published code: a group's selection and everything generated."""
+    heads, chosen = runtime.setup.config.num_kv_heads, runtime.selections()
+    return {layer: [[*chosen[group.filter_layer].tolist(), *range(runtime.prompt, n)]] * heads
+            for group in runtime.plan.groups for layer in group.layers}
+
+
+SPARSE = dict(filter_layers=(1, 4), tokens=20, tail=64, dense_below=0)
+EVERYTHING = dict(SPARSE, tokens=CAPACITY)
+OFFICIAL = dict(filter_layers=(1, 4), official=True)
+
+TABLE = (
+    Row("full", Full()),
+    Row("omnikv", OmniKV(**EVERYTHING), (OmniKV(**SPARSE), OmniKV(**SPARSE | dict(tokens=None, share=0.1, wait_layers=0)),
+                                         OmniKV(scores="raw", sink=4, **SPARSE)), shared_rows, selects=True),
+    Row("omnikv_uniform", OmniKV(selector="uniform", **EVERYTHING), (OmniKV(selector="uniform", **SPARSE),), shared_rows, selects=True),
+    Row("omnikv_exp", OmniKV(selector="exponential", **EVERYTHING), (OmniKV(selector="exponential", sink=2, **SPARSE),), shared_rows,
+        selects=True),
+    Row("omnikv_prefill", OmniKV(prefill_ratio=8, prefill_block=64, **EVERYTHING),
+        (OmniKV(prefill_ratio=1, prefill_block=64, prefill_dense_end=64, **SPARSE),), shared_rows, selects=True, approximate=True,
+        tolerance=5e-5, chunk_defined="a block of queries ends where its chunk ends, and chooses for itself"),
+    Row("official", OmniKV(tokens=CAPACITY, **OFFICIAL), (OmniKV(tokens=20, **OFFICIAL), OmniKV(share=0.2, scores="softmax", **OFFICIAL)),
+        official_rows, selects=True, one_prompt="the published code breaks on a second prompt, here it is refused",
+        without={"U5": "the published code flattens its index and counts steps on the host: one sequence only"}),
+    Row("omnikv_per_layer", OmniKVPerLayer(**EVERYTHING), (OmniKVPerLayer(**SPARSE),), shared_rows, selects=True, scans=True),
+    Row("omnikv_unpacked", OmniKVUnpacked(**EVERYTHING), (OmniKVUnpacked(**SPARSE),), shared_rows, selects=True, offload="host"),
+    Row("brutal_offload", BrutalOffload(layers=3, ahead=2), offload="host"),
+)
+
+
+def every(kind=lambda row: True):
+    """(id, row, method) of every setting of the table's rows of a kind that reads less; a row without any counts by its neutral one."""
+    return [(f"{row.name}-{i}", row, method) for row in TABLE if kind(row) for i, method in enumerate(row.sparse or (row.neutral,))]
+
+
+def partial_layers(plan):
+    """Layers that read less than everything."""
+    return [layer for layer, role in enumerate(plan.roles) if role is Role.SPARSE]

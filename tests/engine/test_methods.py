@@ -1,0 +1,243 @@
+"""U1 to U8 of METHODS.md for every method of the table (tests/engine/method_table.py).
+
+Stops: a method that is not full attention where it should be, bytes that nobody declared, a row read that was not declared or not
+read that was, a result that depends on chance, on its neighbours in a batch, on the kernel path or on how the prompt was cut.
+"""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from engine.methods.full import Full
+from tests.engine.method_checks import SHAPES, allocated, batched, llm_of, planted_runtime
+from tests.engine.method_table import CAPACITY, PLANTED, TABLE, every, partial_layers
+from tests.engine.tiny import random_ids
+
+SMALL = 1024            # bytes of counters and the like that a runtime may hold beside what it declares, whatever the context
+QUIET = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate])
+ROWS = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+
+
+def settings_of(kind=lambda row: True):
+    """Parametrises over every setting of the rows of a kind that reads less."""
+    return pytest.mark.parametrize(("row", "method"), [pytest.param(row, method, id=name) for name, row, method in every(kind)])
+
+
+def may(row, check):
+    """Skip, with the row's reason, what a method cannot have."""
+    if check in row.without:
+        pytest.skip(row.without[check])
+
+
+def turns_of(row, turns):
+    """As many turns as the method knows."""
+    return turns[:1] if row.one_prompt else turns
+
+
+def play(session, turns, seed=0):
+    """All logits of prompts and answers of the given lengths, ids from the seed."""
+    seen = []
+    for number, (prompt, answer) in enumerate(turns):
+        ids = random_ids(prompt + answer, seed=seed + number)
+        seen.append(session.prefill(ids[:prompt]))
+        seen += [session.decode(token) for token in ids[prompt:]]
+    return torch.stack(seen)
+
+
+def assert_less_was_read(session):
+    """Every step was the method's own, and its partial layers read fewer rows than there are."""
+    partial = partial_layers(session.plan)
+    if not partial:
+        return
+    assert session.stats.sparse_steps == session.stats.decode_steps > 0
+    rows = session.runtime.rows_read(len(session))
+    assert all(rows[layer] < len(session) for layer in partial), rows
+
+
+# ---------------------------------------------------------------- U1 identity
+
+@ROWS
+@settings(QUIET, max_examples=6)
+@given(st.sampled_from(SHAPES), st.sampled_from((1, 7, 64, 512)),
+       st.lists(st.tuples(st.integers(1, 130), st.integers(1, 8)), min_size=1, max_size=3), st.integers(0, 9))
+def test_u1_the_neutral_setting_is_full_attention(row, shape, chunk, turns, seed):
+    """To the bit on the reference launchers; within rounding where the row says why."""
+    turns = [(max(2, turns[0][0]), turns[0][1]), *turns[1:]]            # the published code wants two tokens at least
+    llm = llm_of(shape, chunk)
+    with llm.session(row.neutral, offload=row.offload) as one, llm.session(Full()) as full:
+        got, expected = play(one, turns_of(row, turns), seed), play(full, turns_of(row, turns), seed)
+        assert torch.equal(got, expected) if not row.tolerance else torch.allclose(got, expected, atol=row.tolerance, rtol=row.tolerance)
+        if partial_layers(one.plan):
+            assert one.stats.sparse_steps == one.stats.decode_steps
+
+
+@ROWS
+@pytest.mark.parametrize("shape", SHAPES)
+def test_u1_and_within_rounding_on_the_fast_kernels(row, shape):
+    llm, turns = llm_of(shape, 67, "auto"), turns_of(row, [(191, 5), (30, 5)])
+    with llm.session(row.neutral, offload=row.offload) as one, llm.session(Full()) as full:
+        torch.testing.assert_close(play(one, turns), play(full, turns), atol=5e-5, rtol=5e-5)
+
+
+@settings_of(lambda row: row.sparse)
+def test_u1_can_fail(row, method):
+    """A setting that reads less is not full attention, after the first step at the latest."""
+    llm = llm_of()
+    with llm.session(method) as one, llm.session(Full()) as full:
+        assert not torch.allclose(play(one, [(300, 3)])[1:], play(full, [(300, 3)])[1:], atol=1e-4)
+
+
+# ---------------------------------------------------------------- U2 accounting
+
+@settings_of()
+def test_u2_declared_bytes_are_allocated(row, method):
+    """After a prompt and 1, 10, 100 steps: the plan's items, the counters of the session, and what hangs on bank and runtime."""
+    llm = llm_of()
+    plan = llm.plan(method, offload=row.offload)
+    with llm.session(method, offload=row.offload) as session:
+        session.prefill(random_ids(300))
+        for steps in (0, 1, 9, 90):
+            for token in random_ids(steps, seed=steps):
+                session.decode(token)
+            stats, bank = session.stats, session.bank
+            planned = sum(size for name, size, _ in plan.items if name in ("context bank", "working sets", "streaming"))
+            assert stats.bank_bytes == planned
+            assert bank.tiered or allocated(bank) == planned
+            assert stats.selection_bytes == plan.bytes_of("selection") == method.runtime_bytes(plan.layers, CAPACITY)
+            assert 0 <= allocated(session.runtime) - session.runtime.nbytes <= SMALL
+
+
+# ---------------------------------------------------------------- U3 read audit
+
+def again(session, token):
+    """The last step once more, after whatever was done to the bank."""
+    session.truncate(len(session) - 1)
+    return session.decode(token)
+
+
+def poison(session, layer, head, rows, keys=True):
+    """NaN in rows of one K/V head, in the values only where the keys are scored; returns a call that undoes it."""
+    rows, parts = torch.tensor(rows, dtype=torch.int64), session.bank.kv(layer)[0 if keys else 1:]
+    kept = [part[:, head, rows].clone() for part in parts]
+    for part in parts:
+        part[:, head, rows] = float("nan")
+
+    def undo():
+        for part, old in zip(parts, kept):
+            part[:, head, rows] = old
+    return undo
+
+
+@pytest.mark.parametrize("kernels", ["reference", "auto"])
+@settings_of(lambda row: row.reads and not row.evicts)
+def test_u3_exactly_the_declared_rows_are_read(row, method, kernels):
+    """Rows outside the declared set may be NaN in every layer and head at once; one of the set may not, wherever it lies."""
+    with llm_of(kernels=kernels).session(method) as session:
+        session.prefill(random_ids(300))
+        for token in (3, 1, 4):
+            session.decode(token)
+        expected, n = session.decode(5), len(session)
+        declared = row.reads(session.runtime, n)
+        assert sorted(declared) == partial_layers(session.plan)
+        for layer, heads in declared.items():
+            for head, rows in enumerate(heads):
+                assert rows == sorted(set(rows)) and len(rows) < n
+                poison(session, layer, head, sorted(set(range(CAPACITY)) - set(rows)), not row.scans)
+        assert torch.equal(again(session, 5), expected)
+        assert row.reads(session.runtime, n) == declared
+        for layer, heads in declared.items():
+            for head, rows in enumerate(heads):
+                for at in (*rows[:-1:11], rows[-2]):                # the newest row is written by the step itself
+                    undo = poison(session, layer, head, [at])
+                    assert again(session, 5).isnan().any(), (layer, head, at)
+                    undo()
+        assert torch.equal(again(session, 5), expected)
+
+
+# ---------------------------------------------------------------- U4 determinism
+
+@settings_of()
+def test_u4_the_same_tokens_give_the_same_bits(row, method):
+    """In two sessions, and again after a truncate to the prompt's end."""
+    turns = turns_of(row, [(150, 6), (60, 6)])
+    with llm_of().session(method) as one, llm_of().session(method) as two:
+        first = play(one, turns)
+        assert torch.equal(first, play(two, turns))
+        one.truncate(sum(map(sum, turns)) - 6)
+        for token, logits in zip(random_ids(turns[-1][0] + 6, seed=len(turns) - 1)[-6:], first[-6:]):
+            assert torch.equal(one.decode(token), logits)
+
+
+# ---------------------------------------------------------------- U5 batch independence
+
+@pytest.mark.parametrize("kernels", ["reference", "auto"])
+@settings_of()
+def test_u5_a_ragged_batch_is_each_sequence_alone(row, method, kernels):
+    """At the level of `step`: lengths 300 and 171 side by side, index sets and budgets per sequence."""
+    may(row, "U5")
+    llm, lengths = llm_of(kernels=kernels), (300, 171)
+    if getattr(method, "share", None) is not None and not row.evicts:
+        lengths = (300, 300)                    # one budget for all sequences of a runtime: equal lengths, other tokens
+    sessions = [llm.session(method) for _ in lengths]
+    for number, (session, length) in enumerate(zip(sessions, lengths)):
+        session.prefill(random_ids(length, seed=number))
+    decoder, bank = batched(llm, sessions, kernels)
+    for step in range(4):
+        tokens = random_ids(len(lengths), seed=100 + step)
+        counts = torch.tensor([len(session) for session in sessions], dtype=torch.int32)
+        with torch.inference_mode():
+            logits = decoder.step(torch.tensor(tokens)[:, None], counts, bank)
+            decoder.runtime.advance(1)
+        for number, session in enumerate(sessions):
+            torch.testing.assert_close(logits[number, 0], session.decode(tokens[number]), atol=2e-5, rtol=2e-5)
+            assert_less_was_read(session)
+
+
+# ---------------------------------------------------------------- U6 kernel = reference
+
+@pytest.mark.parametrize("shape", SHAPES)
+@settings_of()
+def test_u6_the_fast_path_is_the_reference(row, method, shape):
+    """Lengths around a block and a prime; the rows that are read are the same (no two scores are within rounding here)."""
+    for prompt in (257, 319):
+        with llm_of(shape).session(method) as slow, llm_of(shape, kernels="auto").session(method) as fast:
+            torch.testing.assert_close(play(slow, [(prompt, 4)]), play(fast, [(prompt, 4)]), atol=1e-4, rtol=1e-4)
+            if row.reads:
+                assert row.reads(slow.runtime, len(slow)) == row.reads(fast.runtime, len(fast))
+            assert_less_was_read(fast)
+
+
+# ---------------------------------------------------------------- U7 chunked prefill
+
+@settings_of()
+@settings(QUIET, max_examples=4)
+@given(st.lists(st.integers(10, 200), min_size=1, max_size=2), st.sampled_from((1, 7, 63, 64, 65, 127)), st.integers(0, 9))
+def test_u7_how_a_prompt_is_cut_changes_nothing(row, method, prompts, chunk, seed):
+    turns = turns_of(row, [(prompt if chunk > 1 else 16 + prompt // 5, 3) for prompt in prompts])
+    turns, chunk = ([(300, 3)], 7) if row.chunk_defined else (turns, chunk)
+    with llm_of(chunk=512).session(method) as whole, llm_of(chunk=chunk).session(method) as cut:
+        expected, got = play(whole, turns, seed), play(cut, turns, seed)
+    if row.chunk_defined:
+        assert not torch.allclose(got, expected, atol=1e-4), row.chunk_defined
+        return
+    assert torch.equal(got.argmax(-1), expected.argmax(-1))
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+# ---------------------------------------------------------------- U8 planted recall
+
+@pytest.mark.parametrize("kernels", ["reference", "auto"])
+@settings_of(lambda row: row.reads)
+def test_u8_planted_tokens_are_read(row, method, kernels):
+    """Eight tokens in the middle that every query looks at: an exact selector has them all, in every layer and head."""
+    for seed in range(3):
+        positions = sorted(40 + 22 * i + 3 * seed for i in range(PLANTED))
+        runtime = planted_runtime(method, positions, seed=seed, kernels=kernels)
+        for layer, heads in row.reads(runtime, 321).items():
+            for head, rows in enumerate(heads):
+                found = len(set(positions) & set(rows)) / PLANTED
+                if "U8" in row.without:
+                    assert found < 1.0, row.without["U8"]
+                else:
+                    assert found == 1.0, (layer, head)
