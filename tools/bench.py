@@ -71,6 +71,7 @@ def parser():
     p.add_argument("-n", "--steps", type=int, default=5, help="timed steps in a turn (default 5)")
     p.add_argument("--seconds", type=float, help=f"budget of the run, what is left out says so (default {CPU_SECONDS} on a CPU)")
     p.add_argument("--no-split", action="store_true", help="leave out the split of a step")
+    p.add_argument("--no-gather", action="store_true", help="leave out the ways of bringing rows from host memory")
     p.add_argument("--no-verify", action="store_true", help="time without comparing with the reference path first")
     p.add_argument("-o", "--output", choices=("md", "csv", "json", "jsonl"), default="md", help="form on stdout; its last line is JSON")
     p.add_argument("--save", type=Path, metavar="FILE", help="also write the JSON to a file")
@@ -93,7 +94,7 @@ def options(args):
         specs=tuple(specs(methods, filters, args.tokens, args.wait_layers, args.reuse, below)),
         peers=PEERS if args.peers is None else args.peers, prefill=prefill, rounds=max(1, args.rounds), steps=max(1, args.steps),
         seconds=args.seconds if args.seconds is not None else (None if gpu else CPU_SECONDS),
-        split=not args.no_split, verify=not args.no_verify)
+        split=not args.no_split, verify=not args.no_verify, gather=not args.no_gather)
 
 
 def main(argv=None):

@@ -5,6 +5,7 @@ import io
 import json
 
 from engine.memory import human
+from tools import bench_gather
 from tools.bench_split import STAGES
 
 
@@ -15,6 +16,7 @@ def summary(result, head, warnings):
         "rates_after": result.rates_after.to_dict() if result.rates_after else None, "peers": result.peers,
         "cells": [cell.to_dict() | ratios(cell, result.cells) for cell in result.cells],
         "splits": [_split_dict(row) for row in result.splits], "memory": result.memory,
+        "link": result.link, "gather": result.gather,
     }
 
 
@@ -35,9 +37,9 @@ def ratios(cell, cells):
 
 
 def markdown(result, head, warnings):
-    """Header, tables of decode, prefill, split and memory, and what could have spoilt them."""
+    """Header, tables of decode, prefill, split, gather and memory, and what could have spoilt them."""
     parts = [_header(result, head), "\n".join(decode_rows(result)), "\n".join(_prefill_rows(result)), "\n".join(_split_rows(result)),
-             "\n".join(_memory_rows(result))]
+             "\n".join(_gather_rows(result)), "\n".join(_memory_rows(result))]
     if warnings:
         parts.append("\n".join(f"WARNING {line}" for line in warnings))
     return "\n\n".join(part for part in parts if part)
@@ -125,6 +127,13 @@ def _split_rows(result):
         rows.append([row["name"], f"d{row['n']}", *(f"{found['stages_ms'].get(stage, 0.0):.2f}" for stage in names),
                      f"{sum(found['stages_ms'].values()):.2f}", _number(found.get("timed_ms"), 1, ".2f")])
     return _table(["split of a step, ms", "at", *names, "sum", "timed"], rows) if rows else []
+
+
+def _gather_rows(result):
+    if not result.gather:
+        return []
+    note = [] if result.gather[0]["on"] == "cuda" else [bench_gather.CPU_NOTE]
+    return [*_table(bench_gather.COLUMNS, bench_gather.table_rows(result.gather)), "", result.link, *note]
 
 
 def _memory_rows(result):

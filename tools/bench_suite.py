@@ -9,6 +9,7 @@ from engine import LLM, Full
 from engine.errors import EngineError
 from engine.memory import HEADROOM, available_bytes, human
 from engine.model import random_stream
+from tools import bench_gather
 from tools.bench_floor import floor_seconds, measure_rates
 from tools.bench_memory import Peak, held
 from tools.bench_methods import describe
@@ -48,6 +49,7 @@ class Options:
     chunk: int | None = None
     rates_bytes: int | None = None
     kernels: str = "auto"
+    gather: bool = False                # compare the ways of bringing rows from host memory
 
 
 @dataclass
@@ -59,6 +61,8 @@ class Result:
     memory: list = field(default_factory=list)      # dicts: name, n, what, planned and measured bytes
     peers: dict = field(default_factory=dict)       # name -> settings, trials, or why it is missing
     model: dict = field(default_factory=dict)
+    gather: list = field(default_factory=list)      # rows of bench_gather.compare
+    link: str = ""
     rates: object = None
     rates_after: object = None
     failed_checks: int = 0
@@ -83,6 +87,9 @@ class Suite:
             self.say("measuring memory bandwidth")
             self.result.rates = measure_rates(self.device, o.rates_bytes)
             self._release()
+        if o.gather:
+            self.say("bringing rows from host memory")
+            self.result.link, self.result.gather = bench_gather.compare(self.device)
         self._peers = self._make_peers()
         try:
             for n in o.contexts:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from engine import LLM, Full, OmniKV
-from tools import bench_header, gpu_kernels
+from tools import bench_gather, bench_header, gpu_kernels
 from tools.bench_floor import Rates, best_time, measure_rates, sync
 from tools.bench_memory import held
 from tools.bench_methods import specs
@@ -80,9 +80,12 @@ def tests(ctx):
 
 
 def kernels(ctx):
-    """Every launcher against its reference, then against its floor."""
+    """Every launcher against its reference, the ways of bringing rows from host memory, then every launcher against its floor."""
     sizes = gpu_kernels.SMALL if ctx.small else gpu_kernels.GPU
     found = {"checks": gpu_kernels.check(sizes, ctx.device), "speed": []}
+    ctx.note(found)
+    small = dict(shapes=((256, 256), (256, 768)), rows=70, rounds=2) if ctx.small else {}
+    found["link"], found["gather"] = bench_gather.compare(ctx.device, **small)
     ctx.note(found)
 
     def note(row):

@@ -1,9 +1,11 @@
 """`make check-gpu`, its verdicts: a line per goal from the sections' facts, and what to attack next.
 
-Goals: issue 3 ("Speed", GPU) and docs/PERFORMANCE.md. A goal without a figure says so; nothing is assumed.
+Goals: the "Speed" goals for a GPU, decode and offload, and docs/PERFORMANCE.md. A goal without a figure says so; nothing is assumed.
 """
 
 from dataclasses import dataclass
+
+from tools import bench_gather
 
 BYTE_RATIOS = {131072: 1.65, 262144: 2.07, 450000: 2.47}       # Llama-3-8B, {2,8,18}, wait 1, 2048 tokens
 
@@ -31,8 +33,8 @@ def cell(section, name, n, test="tg"):
 
 def verdicts(results):
     """All verdicts of a results dict (section name -> facts)."""
-    return [*_correct(results), *_decode(results.get("decode")), *_peers(results), *_kernels(results), *_offload(results.get("decode")),
-            *_prefill(results.get("prefill"))]
+    return [*_correct(results), *_decode(results.get("decode")), *_peers(results), *_kernels(results), *_gather(results.get("kernels")),
+            *_offload(results.get("decode")), *_prefill(results.get("prefill"))]
 
 
 def _line(goal, ok, figure):
@@ -104,6 +106,19 @@ def _kernels(results):
     return found
 
 
+def _gather(kernels):
+    """The gather kernel beside a contiguous copy and a copy per row, on each shape that a GPU was asked for."""
+    found, rows = [], [r for r in (kernels or {}).get("gather", ()) if r["way"] == bench_gather.KERNEL]
+    for row, pitch in bench_gather.GPU_SHAPES:
+        r = next((r for r in rows if (r["row_bytes"], r["pitch"], r["on"]) == (row, pitch, "cuda")), None)
+        what = f"gather of {bench_gather.ROWS} rows of {row} B" + (f" out of {pitch}" if pitch != row else "")
+        figure = "" if r is None else f"{r['of_contiguous']:.0%}, {r['gb_per_s']:.1f} GB/s"
+        found.append(_line(f"{what} >= 85% of the contiguous copy", None if r is None else r["of_contiguous"] >= 0.85, figure))
+        found.append(_line(f"{what} >= 20x a copy per row", None if r is None else r["vs_single"] >= 20,
+                           "" if r is None else f"{r['vs_single']:.1f}x"))
+    return found
+
+
 def _offload(decode):
     found = []
     for n, limit in ((131072, 1.10), (450000, 1.05)):
@@ -160,7 +175,14 @@ def markdown(results):
     if speed:
         lines += ["", "## kernels", "", "| kernel | rows | us | floor us | of floor |", "|---|---:|---:|---:|---:|"]
         lines += [f"| {r['kernel']} | {r['n']} | {r['us']:.1f} | {r['floor_us']:.1f} | {r['share']:.0%} |" for r in speed]
+    gather = (results.get("kernels") or {}).get("gather")
+    if gather:
+        lines += ["", "## gather", "", results["kernels"]["link"], "", *_markdown(bench_gather.COLUMNS, bench_gather.table_rows(gather))]
     return "\n".join(lines) + "\n"
+
+
+def _markdown(columns, rows):
+    return ["| " + " | ".join(cells) + " |" for cells in (columns, ["---", *["---:"] * (len(columns) - 1)], *rows)]
 
 
 def _row(c):

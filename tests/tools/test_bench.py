@@ -13,7 +13,7 @@ import engine.placement
 from engine import LLM, Full, OmniKV
 from engine.errors import SettingError
 from engine.methods.brutal_offload import BrutalOffload
-from tools import bench, bench_suite
+from tools import bench, bench_gather, bench_suite
 from tools.bench_floor import Rates, floor_seconds, measure_rates, step_bytes, streamed_weights
 from tools.bench_methods import describe, registered, specs
 from tools.bench_run import Cell, Engine, Entrant, Match, Mismatch, engine_bytes, fetched_bytes, verify
@@ -21,7 +21,8 @@ from tools.bench_shapes import SHAPES, parse_size, shape_config, shape_filters, 
 from tools.bench_split import STAGES, split_step
 from tools.bench_suite import sharp_stream
 
-TINY = ["--shape", "tiny", "--device", "cpu", "--dtype", "float32", "-d", "600", "-p", "64", "-r", "2", "-n", "2", "--tokens", "32"]
+TINY = ["--shape", "tiny", "--device", "cpu", "--dtype", "float32", "-d", "600", "-p", "64", "-r", "2", "-n", "2", "--tokens", "32",
+        "--no-gather"]
 
 
 @pytest.fixture(autouse=True)
@@ -329,3 +330,34 @@ def test_default_run_is_sane():
     chosen = bench.options(bench.parser().parse_args(["--device", "cpu"]))
     assert chosen.shape == "160m" and chosen.contexts == (4096, 8192, 16384, 32768) and chosen.seconds == bench.CPU_SECONDS
     assert [s.label for s in chosen.specs] == ["full", "omnikv w1", "omnikv w0"] and torch.get_num_threads() >= 1
+
+
+# ---------------------------------------------------------------- rows from host memory
+
+@pytest.mark.parametrize("rows, row, pitch", [(1, 16, 16), (64, 64, 64), (65, 256, 768), (127, 4096, 4096)])
+def test_every_way_brings_the_chosen_rows(rows, row, pitch):
+    link, found = bench_gather.compare("cpu", ((row, pitch),), rows, rounds=2)
+    assert [r["way"] for r in found] == list(bench_gather.WAYS) and "ordinary memory" in link
+    assert all(r["us"] > 0 and r["on"] == "cpu" for r in found)
+    kernel, contiguous, _, single = found
+    assert contiguous["of_contiguous"] == single["vs_single"] == 1
+    assert kernel["of_contiguous"] == pytest.approx(kernel["gb_per_s"] / contiguous["gb_per_s"])
+    assert kernel["gb_per_s"] == pytest.approx(rows * row / kernel["us"] / 1e3)
+
+
+def test_a_gather_of_other_rows_is_not_timed(monkeypatch):
+    right = bench_gather.move_rows
+    monkeypatch.setattr(bench_gather, "move_rows", lambda table, offset, pitch, buffer, tokens, *rest, **named: right(
+        table, offset, pitch, buffer, tokens.flip(0), *rest, **named))
+    with pytest.raises(AssertionError, match="gather kernel: other rows"):
+        bench_gather.compare("cpu", ((64, 64),), 100)
+
+
+def test_the_gather_table_says_that_there_was_no_gpu(capsys):
+    assert bench.main([*TINY[:-1], "--peers", "none", "--methods", "full", "--no-split", "-p", "none"]) == 0
+    out = capsys.readouterr().out
+    data = json.loads(out.strip().splitlines()[-1])
+    assert "| gather kernel" in out and "| copy per row" in out and bench_gather.CPU_NOTE in out and data["link"] in out
+    assert {r["way"] for r in data["gather"]} == set(bench_gather.WAYS)
+    _, out, data = run(capsys, "--peers", "none", "--methods", "full", "--no-split", "-p", "none")
+    assert "gather kernel" not in out and data["gather"] == []

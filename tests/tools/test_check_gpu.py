@@ -21,6 +21,7 @@ def test_every_section_runs_on_a_cpu(tmp_path, capsys):
     assert all("error" not in found and "unfinished" not in found for found in kept["sections"].values())
     assert all(row["ok"] for row in kept["sections"]["kernels"]["checks"].values())
     text = (tmp_path / "results.md").read_text()
+    assert "| gather kernel | 70 x 256 (768) |" in text
     assert "PASS      kernels equal their references" in text and "Attack next" in text and "| full | tg @ d512 |" in text
 
 
@@ -99,3 +100,17 @@ def test_kernel_speed_rows_have_floors():
     dense = next(r for r in rows if r["kernel"] == "dense decode" and r["n"] == 1000)
     assert dense["floor_us"] == pytest.approx(1000 * 2 * 2 * 32 * 4 / 1e9 * 1e6)
     assert {"torch_topk_us", "share"} <= set(next(r for r in rows if r["kernel"] == "top-k"))
+
+
+def test_gather_goals_follow_the_figures():
+    def row(shape, share, times, on="cuda"):
+        return {"way": "gather kernel", "rows": 2048, "row_bytes": shape[0], "pitch": shape[1], "us": 1.0, "gb_per_s": 50.0,
+                "of_contiguous": share, "vs_single": times, "on": on}
+
+    kernels = {"gather": [row((4096, 4096), 0.86, 19.0), row((4096, 49152), 0.84, 21.0), row((49152, 49152), 0.9, 30.0, on="cpu")]}
+    found = {v.goal: v.status for v in gpu_verdict.verdicts({"kernels": kernels})}
+    assert found["gather of 2048 rows of 4096 B >= 85% of the contiguous copy"] == "PASS"
+    assert found["gather of 2048 rows of 4096 B >= 20x a copy per row"] == "FAIL"
+    assert found["gather of 2048 rows of 4096 B out of 49152 >= 85% of the contiguous copy"] == "FAIL"
+    assert found["gather of 2048 rows of 4096 B out of 49152 >= 20x a copy per row"] == "PASS"
+    assert found["gather of 2048 rows of 49152 B >= 85% of the contiguous copy"] == "no figure"      # a CPU's figures decide nothing
