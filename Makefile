@@ -1,7 +1,7 @@
 # Every target makes and reuses .venv by itself: Python 3.10+ and make are the whole set-up.
 #   make chat                          the shipped model, or MODEL=folder|alias|hub-id ARGS="--ctx 32K ..."
 #   make test lint format              what a change must pass
-#   make bench kernels check-gpu eval pocket    measurements and tools; ARGS goes to the program
+#   make bench kernels check-gpu eval compare pocket    measurements and tools; ARGS goes to the program
 PYTHON ?= python3
 MODEL ?=
 ARGS ?=
@@ -11,7 +11,7 @@ PIP = $(PY) -m pip --disable-pip-version-check --quiet
 READY = .venv/.runtime
 READY_DEV = .venv/.dev
 
-.PHONY: chat test lint format bench kernels check-gpu eval pocket clean
+.PHONY: chat test lint format bench kernels check-gpu eval compare pocket clean
 
 chat: have-model $(READY)
 	@$(PY) -m engine.chat $(if $(MODEL),--model "$(MODEL)") $(ARGS)
@@ -44,6 +44,9 @@ check-gpu: $(READY_DEV)
 
 eval: $(READY)
 	@$(PY) -m tools.eval $(if $(MODEL),--model "$(MODEL)") $(ARGS)
+
+compare: $(READY)
+	@$(PY) -m tools.compare $(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
 pocket: $(READY)
 	@$(PY) -m tools.train_pocket $(ARGS)

@@ -33,24 +33,6 @@ def test_summary_agreement_and_depths(tmp_path):
     assert json.loads((tmp_path / "report.json").read_text())["cells"][0]["asked"] == 10
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    import torch
-
-    from tools.pocket_model import Pocket, Shape, export, structured_start
-    from tools.pocket_tokenizer import save_tokenizer, train_tokenizer
-
-    folder = tmp_path_factory.mktemp("tiny")
-    tokenizer = train_tokenizer()
-    size = tokenizer.get_vocab_size()
-    torch.manual_seed(0)
-    model = Pocket(Shape(vocab=size, hidden=64, inner=64, layers=6, heads=4, kv_heads=2, head_dim=64, positions=4096))
-    structured_start(model, [tokenizer.decode([i]) for i in range(size)], 0)
-    export(model, folder)
-    save_tokenizer(tokenizer, folder)
-    return folder
-
-
 def run(tiny, out, *more):
     return evaluation.main(["--model", str(tiny), "--out", str(out), "--tasks", "passkey", "kv", "--lengths", "400", "--answers", "3",
                             "--questions", "2", "--filters", "2", "--threads", "1", "--max-tokens", "4", *more])

@@ -1,0 +1,211 @@
+"""The methods of a comparison in one table: how each is built at a token share and at a share of resident bytes, and how it reads prompts.
+
+A `Variant` is one column of the comparison: a method at one budget, for documents of one length. Where a budget cannot be reached, the
+variant has no method and says why.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from engine import Full, OmniKV
+from engine.errors import SettingError, UsageError
+from engine.methods.ablations import OmniKVPerLayer
+from engine.methods.brutal_offload import BrutalOffload
+from tools.compare_bytes import device_share, offloaded
+
+PAPER_SHARE = 6.67      # per cent: what the first hypothesis is about
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a variant is built from: the model, one session's capacity in tokens, and OmniKV's settings.
+
+    filters: filter layers, None for those the model comes with; wait: wait layers; tail: newest tokens that every layer sees, outside
+    the budget (64, the least there is, so that budgets say what is read).
+    """
+
+    llm: object
+    capacity: int
+    filters: tuple | None = None
+    wait: int = 1
+    tail: int = 64
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One method of the table.
+
+    note: one line for --help. group: "t1" (the paper's own and its baselines) or "others". build(facts, share) -> the method that reads
+    `share` of the prompt (None for methods without a budget). at_bytes(facts, part) -> the method whose resident KV bytes are at most
+    `part` of full attention's, or a text why there is none. reads: "shared" where the method leaves prefill alone, so that one reading of
+    a document by full attention serves, "whole" where it must read the prompt with its question by itself. evicts: whether it gives tokens
+    up for good. place: "device" or "host", where answers are given. sparse: whether every decode step must have been sparse.
+    """
+
+    note: str
+    build: Callable
+    at_bytes: Callable | None = None
+    group: str = "t1"
+    budget: bool = True
+    reads: str = "shared"
+    evicts: bool = False
+    place: str = "device"
+    sparse: bool = True
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A method at a budget. kind: "share" | "mem" | "none"; budget in per cent; alias: the variant that is the same method, if any."""
+
+    name: str
+    kind: str
+    budget: float
+    method: object = None
+    why: str = ""
+    alias: str = ""
+
+    @property
+    def label(self):
+        """Name in tables: "h2o 10%", "omnikv Mem 75%", "full"."""
+        return self.name + {"none": "", "share": f" {self.budget:g}%", "mem": f" Mem {self.budget:g}%"}[self.kind]
+
+    @property
+    def entry(self):
+        """Its row of the table."""
+        return REGISTRY[self.name]
+
+
+# -------------------------------------------------------------------- how methods are built
+
+
+def _omnikv(cls=OmniKV, **more):
+    def build(facts, share):
+        return cls(filter_layers=facts.filters, share=share, wait_layers=facts.wait, tail=facts.tail, dense_below=0, **more)
+    return build
+
+
+def _omnikv_bytes(build):
+    """OmniKV over an offloaded bank: the most tokens whose slots, with the dense layers and the tails, fit."""
+    def at_bytes(facts, part):
+        def resident(tokens):
+            return device_share(facts.llm, replace(build(facts, None), tokens=tokens), facts.capacity)
+
+        least = resident(1)
+        if least > part:
+            _, plan = facts.llm.resolve_method(build(facts, 0.5))
+            return (f"its {plan.num_layers - len(plan.sparse_layers)} dense layers of {plan.num_layers} and the tails of the others hold "
+                    f"{100 * least:.1f}% before a token is chosen")
+        low, high = 1, facts.capacity
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if resident(middle) <= part else (low, middle - 1)
+        return replace(build(facts, None), tokens=low)
+    return at_bytes
+
+
+def _keeps_all(facts, part):
+    return "every key and value stays on the device, 100% at any budget"
+
+
+def _streams(build):
+    def at_bytes(facts, part):
+        held = device_share(facts.llm, build(facts, 0.5), facts.capacity)
+        return f"its budget changes what is read, not what is held: {100 * held:.1f}%, the keys come over in every step"
+    return at_bytes
+
+
+REGISTRY = {
+    "full": Entry("full attention, what everything is compared with", lambda facts, share: Full(), budget=False, sparse=False),
+    "omnikv": Entry("OmniKV, last-token selector", _omnikv(), _omnikv_bytes(_omnikv())),
+    "omnikv_uniform": Entry("OmniKV, uniform selector over 16 queries", _omnikv(selector="uniform"),
+                            _omnikv_bytes(_omnikv(selector="uniform"))),
+    "omnikv_exponential": Entry("OmniKV, exponential selector over 16 queries", _omnikv(selector="exponential"),
+                                _omnikv_bytes(_omnikv(selector="exponential"))),
+    "omnikv_per_layer": Entry("OmniKV without sharing between layers (ablation)", _omnikv(OmniKVPerLayer),
+                              _streams(_omnikv(OmniKVPerLayer))),
+    "brutal_offload": Entry("exact attention, the last 20 layers in host memory (ablation)", lambda facts, share: BrutalOffload(),
+                            budget=False, reads="whole", place="host", sparse=False),
+    "omnikv_prefill": Entry("OmniKV that also reads prompts sparsely, r = 2", _omnikv(prefill_ratio=2), group="others", reads="whole"),
+}
+GROUPS = ("t1", "others")
+
+
+def known_wait(folder):
+    """wait_layers of the model's omnikv.json, else 1 (the paper's)."""
+    try:
+        return json.loads((folder / "omnikv.json").read_text())["wait_layers"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return 1
+
+
+# -------------------------------------------------------------------- what the command line asks for
+
+
+def wanted(words, shares, mems):
+    """[(name, kind, budget)] for words such as "t1", "quest", "others@30", "omnikv@3,6.67,m75": shares and resident bytes in per cent.
+
+    "full" comes first whether asked for or not; "t1" and "omnikv" without an @ include the share of the first hypothesis.
+    """
+    found = {("full", "none", 100.0): None}
+    for word in words:
+        base, at, own = word.partition("@")
+        names = [n for n, e in REGISTRY.items() if e.group == base] if base in GROUPS else [base]
+        if base not in REGISTRY and base not in GROUPS:
+            raise UsageError(f"unknown method {base!r}: one of {', '.join((*GROUPS, *REGISTRY))}")
+        for name in names:
+            entry = REGISTRY[name]
+            if not entry.budget:
+                found[name, "none", 100.0] = None
+                continue
+            budgets = _budgets(word, own) if at else [("share", s) for s in shares] + [("mem", m) for m in mems]
+            if name == "omnikv" and not at:
+                budgets.append(("share", PAPER_SHARE))
+            for kind, value in sorted(set(budgets), key=lambda b: (b[0] == "mem", b[1])):
+                if kind == "share" or entry.at_bytes is not None:
+                    found[name, kind, checked(value)] = None
+    return list(found)
+
+
+def _budgets(word, text):
+    out = []
+    for part in text.split(","):
+        kind, digits = ("mem", part[1:]) if part[:1] == "m" else ("share", part)
+        try:
+            out.append((kind, float(digits)))
+        except ValueError:
+            raise UsageError(f"{word}: found the budget {part!r}, expected per cent such as 30 (of the tokens) or m30 (of the resident "
+                             "bytes)") from None
+    return out
+
+
+def checked(value):
+    """A budget in per cent, or UsageError."""
+    if not (math.isfinite(value) and 0 < value <= 100):
+        raise UsageError(f"budget: found {value:g}, expected per cent above 0 and at most 100")
+    return float(value)
+
+
+def variants(facts, names):
+    """Variants of all `names` [(name, kind, budget)] for one capacity. Raises SettingError where a method does not fit the model."""
+    out, seen = [], {}
+    for name, kind, budget in names:
+        entry = REGISTRY[name]
+        made = entry.at_bytes(facts, budget / 100) if kind == "mem" else entry.build(facts, budget / 100)
+        variant = Variant(name, kind, budget)
+        if isinstance(made, str):
+            out.append(replace(variant, why=made))
+            continue
+        method, plan = facts.llm.resolve_method(made)
+        if entry.sparse and not plan.sparse_layers:
+            raise SettingError(f"{name}: the plan of this model has no sparse layer ({plan.describe()}): choose other filter layers")
+        key = (name, repr(method))
+        out.append(replace(variant, method=method, alias=seen.get(key, "")))
+        seen.setdefault(key, out[-1].label)
+    return out
+
+
+def memory_session(variant, facts):
+    """A session in the form in which a method saves memory, and its LLM's plan: offloaded where it lets layers go."""
+    return offloaded(facts.llm, variant.method, facts.capacity)
