@@ -7,9 +7,10 @@ the same command goes on where it was stopped; documents go round tasks and leng
 
 import argparse
 import json
+import os
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from engine import EngineError
@@ -62,7 +63,8 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, help="CPU threads of each process")
-    parser.add_argument("--processes", type=int, default=1, help="documents at once, each with a copy of the model and one thread")
+    parser.add_argument("--processes", type=int, help="documents at once, each with a copy of the model and one thread (default: one per "
+                        "core for a model of up to 100 million parameters on a CPU, else 1)")
     parser.add_argument("--minutes", type=float, help="stop at a whole document before this many minutes are over")
     parser.add_argument("--estimate", action="store_true", help="print what would run and how long it would take, and stop")
     parser.add_argument("--out", type=Path, default=Path("compare-out"))
@@ -76,7 +78,7 @@ def order_of(args) -> Order:
         if task not in TASKS:
             raise UsageError(f"unknown task {task!r}: one of {', '.join(TASKS)}")
     for name in ("answers", "questions", "processes"):
-        if getattr(args, name) < 1:
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UsageError(f"--{name}: found {getattr(args, name)}, expected at least 1")
     if min(args.lengths) < 1:
         raise UsageError(f"--lengths: found {min(args.lengths)}, expected at least 1")
@@ -86,8 +88,7 @@ def order_of(args) -> Order:
     folder = resolve(args.model).folder
     wait = known_wait(Path(folder)) if args.wait is None else args.wait
     rules = Rules(args.questions, args.turns, args.judge, args.max_tokens, args.seed)
-    threads = args.threads or (1 if args.processes > 1 else None)
-    return Order(str(args.model), args.device, args.dtype, threads, tuple(names), tuple(dict.fromkeys(args.lengths)),
+    return Order(str(args.model), args.device, args.dtype, args.threads, tuple(names), tuple(dict.fromkeys(args.lengths)),
                  tuple(args.filters) if args.filters else None, wait, args.tail, rules)
 
 
@@ -189,9 +190,13 @@ class Comparison:
     def _say(self, text):
         print(f"\r{text}   ", end="", file=sys.stderr, flush=True)
 
-    def config(self, held):
-        """What ran, resolved: written beside the answers."""
-        llm, args = self.bench.llm, self.args
+    def config(self, held, processes):
+        """What runs, resolved: written beside the answers, with the runs that these came from."""
+        llm, args, path = self.bench.llm, self.args, self.args.out / "config.json"
+        before = json.loads(path.read_text())["runs"] if path.exists() and self.records else []
+        this = {"commit": bench_header.commit(), "hardware": bench_header.hardware(llm.device), "load": load_average(),
+                "processes": processes, "threads": self.bench.order.threads, "flags": " ".join(bench_header.flags_given()),
+                "packages": {p: bench_header.version(p) for p in bench_header.PACKAGES}}
         variants = {}
         for length, found in self.bench.variants.items():
             for v in found:
@@ -204,10 +209,21 @@ class Comparison:
                     row |= {"held": held[length][v.alias or v.label].to_dict()}
                 variants.setdefault(v.label, {})[str(length)] = row
         return {"model": "weights/pocket" if args.model == str(POCKET) else args.model, "settings": self.settings, "variants": variants,
-                "device": str(llm.device), "dtype": str(llm.dtype).removeprefix("torch."), "hardware": bench_header.hardware(llm.device),
-                "commit": bench_header.commit(), "packages": {p: bench_header.version(p) for p in bench_header.PACKAGES},
-                "processes": args.processes, "threads": self.bench.order.threads, "answers": args.answers, "tasks": args.tasks,
-                "lengths": sorted(self.bench.order.lengths)}
+                "device": str(llm.device), "dtype": str(llm.dtype).removeprefix("torch."), "answers": args.answers, "tasks": args.tasks,
+                "lengths": sorted(self.bench.order.lengths), "runs": [*before, this]}
+
+
+def load_average():
+    """Programs that ran on this machine in the last minute, as the system counts them; None where it does not."""
+    return round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
+
+
+def processes_of(args, bench):
+    """How many processes answer."""
+    if args.processes is not None:
+        return args.processes
+    small = bench.llm.device.type == "cpu" and bench.llm.config.parameters <= 100e6
+    return len(os.sched_getaffinity(0)) if small and args.threads is None and hasattr(os, "sched_getaffinity") else 1
 
 
 def span(seconds):
@@ -235,14 +251,18 @@ def run(args, began) -> None:
     bench = Bench(order)
     comparison = Comparison(args, bench, began)
     print(f"warming up on {bench.llm.device}: every method at every length, once", file=sys.stderr)
+    processes = processes_of(args, bench)
+    if processes > 1 and order.threads is None:
+        order = replace(order, threads=1)                   # also of this process, whose warm-up stands for what the workers do
+        bench.use(order)
     clock = Clock(bench, args.tasks)
-    say_plan(comparison, clock, args.processes)
+    say_plan(comparison, clock, processes)
     if args.estimate:
         return
     held = {length: bench.bytes_held(length, args.tasks[0]) for length in order.lengths}
-    config = comparison.config(held)
+    config = comparison.config(held, processes)
     store(args.out / "config.json", config)
-    pool = Inside(bench) if args.processes == 1 else Outside(order, args.processes)
+    pool = Inside(bench) if processes == 1 else Outside(order, processes)
     try:
         comparison.run(clock, pool)
     finally:

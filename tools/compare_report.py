@@ -51,11 +51,13 @@ def markdown(rows, found, config):
 
 
 def _about(config):
-    packages = ", ".join(f"{name} {version}" for name, version in config["packages"].items() if version)
-    at = f"{config['processes']} processes at once" if config["processes"] > 1 else "1 process"
-    threads = f", {config['threads']} thread(s) each" if config["threads"] else ""
-    return [f"- model: {config['model']}, {config['dtype']} on {config['device']}", f"- hardware: {config['hardware']}; {at}{threads}",
-            f"- commit {config['commit']}; {packages}",
+    lines = [f"- model: {config['model']}, {config['dtype']} on {config['device']}"]
+    for run in config["runs"]:
+        packages = ", ".join(f"{name} {version}" for name, version in run["packages"].items() if version)
+        at = f"{run['processes']} process(es)" + (f" of {run['threads']} thread(s)" if run["threads"] else "")
+        busy = "" if run["load"] is None else f", load average {run['load']} when it began"
+        lines.append(f"- {run['hardware']}; {at}{busy}; commit {run['commit']}; {packages}")
+    return [*lines,
             f"- answers: up to {config['answers']} first questions per method, task and length; judged {config['settings']['judge']}",
             "- full settings of every method: config.json; every answer: answers.jsonl"]
 

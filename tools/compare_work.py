@@ -58,6 +58,11 @@ class Bench:
                              "this model can hold here")
         self.variants = {length: variants(self.facts(length), order.names) for length in order.lengths}
 
+    def use(self, order):
+        """Go on with another Order that differs in threads only."""
+        self.order = order
+        torch.set_num_threads(order.threads)
+
     def facts(self, length):
         """What budgets at a length are reckoned from: a session of the document and little more."""
         return Facts(self.llm, length + EDGE, self.order.filters, self.order.wait, self.order.tail)
@@ -109,7 +114,8 @@ class Clock:
         rules = bench.order.rules
         per = min(rules.questions, TASKS[task].max_questions)
         warm = type(rules)(per, rules.turns, rules.judge, WARM, rules.seed)
-        bench.run(Job(task, length, WARM_NUMBER, 1), rules=warm)                    # whatever is done once is done now
+        if not self.fixed:
+            bench.run(Job(task, length, WARM_NUMBER, 1), rules=warm)                # whatever is done once is done now
         began = time.perf_counter()
         records, seconds, reading = bench.run(Job(task, length, WARM_NUMBER, 1), rules=warm)
         steps, decoding = sum(r["steps"] for r in records), sum(r["decode_seconds"] for r in records)

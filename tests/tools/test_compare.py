@@ -141,8 +141,9 @@ def test_report_tables_json_and_plots(tmp_path):
           for r in records}
     by["h2o Mem 30%"] = {"1000": {**row, "name": "h2o", "kind": "mem", "budget": 30.0, "alias": "h2o 30%"}}
     by["omnikv Mem 30%"] = {"1000": {"name": "omnikv", "kind": "mem", "budget": 30.0, "evicts": False, "why": "too much"}}
-    config = {"model": "m", "variants": by, "settings": {"judge": "exact"}, "device": "cpu", "dtype": "float32", "hardware": "h",
-              "commit": "c", "packages": {"torch": "2"}, "processes": 1, "threads": 1, "answers": 20}
+    runs = [{"commit": "c", "hardware": "h", "load": 1.5, "processes": 2, "threads": 1, "packages": {"torch": "2", "triton": None}}]
+    config = {"model": "m", "variants": by, "settings": {"judge": "exact"}, "device": "cpu", "dtype": "float32", "answers": 20,
+              "runs": runs}
     page = write(records, config, tmp_path)
     report = json.loads((tmp_path / "report.json").read_text())
     assert [f["claim"] for f in report["findings"]] == [f.claim for f in compare_stats.findings(records, {"h2o"})]
@@ -326,9 +327,9 @@ def test_time_left_follows_what_documents_took():
 
 
 def run(tiny, out, *more):
-    return compare.main(["--model", str(tiny), "--dtype", "float32", "--out", str(out), "--methods", "omnikv@10,m95", "omnikv_prefill@30",
-                         "brutal_offload", "--tasks", *TASKS, "--lengths", "400", "--answers", "3", "--filters", "2", "--wait", "1",
-                         "--threads", "1", "--max-tokens", "3", *more])
+    return compare.main(["--model", str(tiny), "--dtype", "float32", "--out", str(out), "--processes", "1", "--methods", "omnikv@10,m95",
+                         "omnikv_prefill@30", "brutal_offload", "--tasks", *TASKS, "--lengths", "400", "--answers", "3", "--filters", "2",
+                         "--wait", "1", "--threads", "1", "--max-tokens", "3", *more])
 
 
 def read(out):
@@ -354,7 +355,8 @@ def test_a_run_stops_in_time_and_goes_on(tiny, tmp_path, capsys):
     assert len(set(keys)) == len(keys)
     config = json.loads((tmp_path / "config.json").read_text())
     assert "share=0.1" in config["variants"]["omnikv 10%"]["400"]["method"] and "dense_below=0" in header["methods"]["omnikv 10% @ 400"]
-    assert config["variants"]["omnikv Mem 95%"]["400"]["held"]["resident"] <= 0.95 and config["commit"] and config["hardware"]
+    assert config["variants"]["omnikv Mem 95%"]["400"]["held"]["resident"] <= 0.95
+    assert [run["processes"] for run in config["runs"]] == [1] and config["runs"][0]["commit"] and config["runs"][0]["hardware"]
     assert "| omnikv Mem 95% | 3 |" in page and (tmp_path / "report.md").read_text() == page[:page.index("\nreport, answers")]
 
     lines = (tmp_path / "answers.jsonl").read_text().splitlines()
@@ -362,6 +364,7 @@ def test_a_run_stops_in_time_and_goes_on(tiny, tmp_path, capsys):
     assert run(tiny, tmp_path) == 0
     again = {compare.Comparison._key(r): r["tokens"] for r in read(tmp_path)[1:]}
     assert again == {compare.Comparison._key(r): r["tokens"] for r in records}
+    assert len(json.loads((tmp_path / "config.json").read_text())["runs"]) == 2
     assert run(tiny, tmp_path, "--seed", "5") == 2
     assert "--fresh" in capsys.readouterr().err
 
@@ -371,7 +374,7 @@ def test_two_processes_answer_what_one_does(tiny, tmp_path, capsys):
     assert run(tiny, tmp_path / "one", *few) == 0 and run(tiny, tmp_path / "two", *few, "--processes", "2") == 0
     one, two = ({compare.Comparison._key(r): (r["tokens"], r["compared"], r["same"]) for r in read(tmp_path / name)[1:]}
                 for name in ("one", "two"))
-    assert one == two and "2 processes at once" in capsys.readouterr().out
+    assert one == two and "; 2 process(es) of 1 thread(s)" in capsys.readouterr().out
 
 
 def test_a_worker_that_fails_ends_the_run_in_one_line(tiny, tmp_path, capsys, monkeypatch):
