@@ -2,64 +2,24 @@
 
 import contextlib
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 
 from engine.bank import DeviceBank
 from engine.check import Pair, check
-from engine.decode import RING, Decoder, QueryRing, Step
+from engine.decode import RING, QueryRing
 from engine.errors import ContextTooLong, SessionClosed, SettingError
-from engine.graph import StepRunner
-from engine.methods.base import Setup
-from engine.methods.full import Full
-from engine.model import after, before
-from engine.plan import Role
 from engine.prefill import Clock, Work, run_chunk
 from engine.selector import mem_from_budget
+from engine.stats import SessionStats
+from engine.steps import Steps
 from engine.synthetic import fill_rows, synthesize
 from engine.tiered import TieredBank, bank_figures
 from kernels.dispatch import PATHS as KERNEL_PATHS
-from kernels.scratch import make_scratch, scratch_bytes
 
 WARM = 8        # queries at a prompt's end whose selections fill the working sets before the first step
-
-
-@dataclass
-class SessionStats:
-    """Counters of one session since it began, and the sizes of what it holds. Times in seconds, sizes in bytes."""
-
-    tokens: int = 0
-    prefill_tokens: int = 0
-    prefill_seconds: float = 0.0
-    decode_steps: int = 0
-    decode_seconds: float = 0.0
-    sparse_steps: int = 0              # steps in which the sparse layers read a selection, not everything
-    dense_steps: int = 0
-    rows_read_sparse: int = 0          # bank rows read by the sparse layers, summed over layers and steps
-    bytes_read_sparse: int = 0
-    bytes_read_dense: int = 0
-    bank_bytes: int = 0
-    scratch_bytes: int = 0
-    ring_bytes: int = 0
-    selection_bytes: int = 0
-    host_bytes: int = 0                # host blocks of this session
-    pin_seconds: float = 0.0           # that its pool has spent page-locking host memory
-    resident: float = 1.0              # bank bytes on the device / bytes of all rows at the session's capacity
-    mem: float = 1.0                   # the paper's formula: share of the bank that a sparse step reads
-    hits: int = 0                      # selected tokens found in the working sets, summed over groups and steps
-    misses: int = 0
-    evictions: int = 0
-    hit_rate: float = 0.0              # hits / selected tokens
-    bytes_fetched: int = 0             # by selection: misses x bytes of a group's row, exactly
-    bytes_streamed: int = 0            # whole layers and blocks brought back (prefill, dense steps, brutal offload)
-    staging_stalls: int = 0            # chunks of a layer that found their staging buffer still on its way home
-    groups: dict = field(default_factory=dict)      # {first layer: {"hits", "misses", "evictions", "plans", "bytes"}}
-
-    def to_dict(self):
-        """Plain dict for JSON."""
-        return asdict(self)
 
 
 @dataclass
@@ -84,13 +44,12 @@ class Session:
         self._marks = []
         self._stats = SessionStats()
         config, model = llm.config, llm.model
+        self._row_bytes = config.kv_bytes(model.dtype.itemsize)
         if placement is None:
             self.bank = DeviceBank(config, plan, capacity, model.dtype, model.device)
         else:
             self.bank = TieredBank(config, plan, capacity, model.dtype, model.device, placement, llm.host_pool, llm.kernels)
         self._ring = QueryRing(config, 1, model.dtype, model.device)
-        self._token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-        self._length = torch.zeros(1, dtype=torch.int32, device=model.device)
         self._use(method, plan)
 
     # ---------------------------------------------------------------- what it holds
@@ -112,24 +71,24 @@ class Session:
     @property
     def stats(self):
         """A SessionStats of now (a copy)."""
-        held = {} if self.closed else dict(ring_bytes=self._ring.nbytes, scratch_bytes=self._scratch_bytes,
-                                           selection_bytes=self._runtime.nbytes, mem=self._mem(), **bank_figures(self.bank))
+        held = {} if self.closed else dict(ring_bytes=self._ring.nbytes, scratch_bytes=self._steps.scratch_bytes,
+                                           selection_bytes=self.runtime.nbytes, mem=self._mem(), **bank_figures(self.bank))
         return replace(self._stats, tokens=len(self.ids), **held)
 
     def _mem(self):
         prompt = self._marks[-1].length if self._marks else len(self.ids)
-        k = getattr(self._runtime, "k", 0)
+        k = getattr(self.runtime, "k", 0)
         return mem_from_budget(k, prompt, self.plan.dense_share) if k and self.plan.sparse_layers else 1.0
 
     @property
     def runtime(self):
         """State of the session's method (engine.methods.base.Runtime); for tools that look inside, such as engine/check.py."""
-        return self._runtime
+        return self._steps.runtime
 
     @property
     def dense_runtime(self):
         """Full attention over the same bank."""
-        return self._dense_runtime
+        return self._steps.dense_runtime
 
     @property
     def query_ring(self):
@@ -139,37 +98,20 @@ class Session:
     @property
     def selections(self):
         """{filter_layer: int64 [k]} of the last step, ascending positions; empty before one or where nothing was selected."""
-        return self._runtime.selections() if self._selected else {}
+        return self.runtime.selections() if self._selected else {}
 
     @property
     def selection_scores(self):
         """{filter_layer: float32 [k]}: by which scores `selections` were chosen, for the deepest filter layer; may be empty."""
-        return self._runtime.selection_scores() if self._selected else {}
+        return self.runtime.selection_scores() if self._selected else {}
 
     # ---------------------------------------------------------------- method
 
     def _use(self, method, plan):
-        llm, config = self.llm, self.llm.config
         self.method, self.plan = method, plan
-        windowed = getattr(method, "selector", "last") != "last"
-        budget = method.budget_capacity(plan, self.capacity)
-        sizes = dict(batch=1, queries=1, heads=config.num_heads, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-                     capacity=self.capacity, budget=budget, device=llm.model.device, scored=budget > 0,
-                     window=method.window if windowed else 0, path=self.kernels, dtype=llm.model.dtype)
-        self._scratch, self._scratch_bytes = make_scratch(**sizes), scratch_bytes(**sizes)
-        setup = Setup(config, plan, self.capacity, llm.model.device, llm.model.dtype, 1, self.kernels, self._scratch)
-        self._runtime = method.runtime(setup)
-        full = Full()
-        self._dense_runtime = full.runtime(Setup(config, full.plan(config), *_rest(setup)))
-        self._dense_below = method.dense_below_tokens(plan, config, llm.model.dtype.itemsize, llm.model.device.type, self.capacity)
-        eager = self.kernels == "reference"                # the oracle: plain launchers, pieces uncompiled, no graph
-        pieces, graphs = ((before, after), False) if eager else (llm.pieces, llm.graphs)
-        decoder = Decoder(llm.model, llm.rotary, self._runtime, self._ring, pieces)
-        dense = Decoder(llm.model, llm.rotary, self._dense_runtime, self._ring, pieces)
-        self._own_step = StepRunner(decoder, self._token, self._length, self.bank, graphs)
-        self._dense_step = StepRunner(dense, self._token, self._length, self.bank, graphs)
+        self._steps = Steps(self.llm, method, plan, self.capacity, self.kernels, self.bank, self._ring)
         self._selected = False
-        self._fresh = self._runtime.snapshot()      # before the first prefill
+        self._fresh = self.runtime.snapshot()       # before the first prefill
 
     def set_method(self, method):
         """Go on with another method; nothing is read again. The bank's layers change layout where the new plan wants it."""
@@ -213,22 +155,21 @@ class Session:
         self._room(stop)
         self.method.check_prefill(start, stop)
         chunk, device = self.llm.chunk, self.llm.model.device
-        self._runtime.begin_prefill(start, stop)
-        clock = Clock(partial(self._runtime.prefill_work, Work.of(self.llm.config)), start, stop)
+        self.runtime.begin_prefill(start, stop)
+        clock = Clock(partial(self.runtime.prefill_work, Work.of(self.llm.config)), start, stop)
         with self.llm.busy(), torch.inference_mode(), self._whole_chunks(start), self._whole():
             for first in range(start, stop, chunk):
                 last = min(stop, first + chunk)
                 began = time.perf_counter()
                 tokens = torch.tensor([new[first - start:last - start]], dtype=torch.int64, device=device)
-                logits, newest = run_chunk(self.llm.model, self.llm.rotary, self._runtime, self.bank, tokens, first, stop,
+                logits, newest = run_chunk(self.llm.model, self.llm.rotary, self.runtime, self.bank, tokens, first, stop,
                                            last_logits=last == stop)
                 self._commit(new[first - start:last - start], newest)
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)         # a chunk is seconds of work: its time must be true for the time left
                 seconds = time.perf_counter() - began
                 clock.add(first, last, seconds)
-                self._stats.prefill_seconds += seconds
-                self._stats.prefill_tokens += last - first
+                self._stats.count_prefill(last - first, seconds)
                 if last == stop:
                     self._end_prefill(start, logits[0])
                 if progress is not None:
@@ -248,7 +189,7 @@ class Session:
     def _commit(self, ids, newest):
         length = len(self.ids) + len(ids)
         self._ring.commit(newest[:, :, -min(newest.shape[2], len(ids)):], length)
-        self._runtime.advance(len(ids))
+        self.runtime.advance(len(ids))
         self.ids.extend(ids)
         self._ring.advanced(length, min(newest.shape[2], len(ids)))
         self.last_logits = None
@@ -268,26 +209,13 @@ class Session:
         self._marks.append(self._mark(start, len(self.ids), logits))
         self.last_logits = logits
         self._selected = False
-        if self.bank.tiered and self._runtime.packed and len(self.ids) >= self._dense_below:
-            self._runtime.warm(self._last_steps())
-
-    def _last_steps(self):
-        """Steps of the newest tokens, oldest first, as decode would have seen them: what they choose is chosen again soon."""
-        n = len(self.ids)
-        for length in range(max(1, n - WARM + 1, self._ring.low + 1), n + 1):
-            yield self._step_of(length)
-
-    def _step_of(self, length):
-        """The engine.decode.Step of the newest of `length` tokens."""
-        device = self.llm.model.device
-        positions = torch.full((1, 1), length - 1, device=device)
-        visible = torch.full((1,), length, dtype=torch.int32, device=device)
-        return Step(positions, visible, self.bank, self.capacity, self._ring, self.llm.rotary)
+        if self.bank.tiered and self.runtime.packed and len(self.ids) >= self._steps.dense_below:
+            self.runtime.warm(self._steps.newest(len(self.ids), WARM))
 
     def _mark(self, start, length, logits=None):
         with torch.inference_mode():
-            self._runtime.end_prefill(length, self._step_of(length))
-        return _Mark(start, length, self._runtime.snapshot(), logits)
+            self.runtime.end_prefill(length, self._steps.at(length))
+        return _Mark(start, length, self.runtime.snapshot(), logits)
 
     def synthesize(self, n, seed=0):
         """Fill this empty session with n random tokens without reading them (engine/synthetic.py): for benchmarks at any depth."""
@@ -312,29 +240,28 @@ class Session:
         with self.llm.busy(), torch.inference_mode(), self._whole():
             self._restore_window()
             began = time.perf_counter()
-            own = n >= self._dense_below and self._runtime.differs
-            sparse = own and bool(self.plan.sparse_layers)
+            own, sparse = self._steps.kind(n)
             metered = sparse and self.watch is not None and self.watch.due()
             if sparse and not metered and self.watch is not None and self.watch.exact:
                 own = sparse = False
                 self.watch.exact_steps += 1
-            self._token.fill_(token_id)
-            self._length.fill_(n - 1)
+            self._steps.feed(token_id, n)
             self.bank.before_step(n)
-            logits = self._metered() if metered else (self._own_step if own else self._dense_step)(n)[0, -1]
+            logits = self._metered() if metered else self._steps.run(n, own)
             self.bank.after_step(n)
-            self._runtime.advance(1)
+            self.runtime.advance(1)
             self.ids.append(token_id)
             self._ring.advanced(n, 1)
             self.last_logits = logits
             self._selected = sparse
-            self._count(n, sparse, time.perf_counter() - began)
+            rows = (self.runtime if sparse else self.dense_runtime).rows_read(n)
+            self._stats.count_step(rows, self.plan.roles, self._row_bytes, sparse, time.perf_counter() - began)
         return logits
 
     def _metered(self):
         """A sparse step that also measures the attention mass kept, for `watch`."""
         pair = Pair(self)
-        logits = pair.sparse.step(self._token, self._length, self.bank)[0, -1]
+        logits = pair.sparse.step(self._steps.token, self._steps.length, self.bank)[0, -1]
         self.watch.saw(pair.meter.mass)
         return logits
 
@@ -347,19 +274,6 @@ class Session:
         """Full against sparse attention at the last positions, over the same bank: an engine.check.Report. Nothing changes."""
         self._open()
         return check(self, steps, progress)
-
-    def _count(self, n, sparse, seconds):
-        s, row = self._stats, self.llm.config.kv_bytes(self.llm.model.dtype.itemsize)
-        runtime = self._runtime if sparse else self._dense_runtime
-        rows = runtime.rows_read(n)
-        read = sum(r for r, role in zip(rows, self.plan.roles) if role is Role.SPARSE)
-        s.decode_steps += 1
-        s.decode_seconds += seconds
-        s.sparse_steps += sparse
-        s.dense_steps += not sparse
-        s.rows_read_sparse += read
-        s.bytes_read_sparse += read * row
-        s.bytes_read_dense += (sum(rows) - read) * row
 
     # ---------------------------------------------------------------- going back, copies, end
 
@@ -374,14 +288,14 @@ class Session:
         self.bank.rewind(n)
         self.last_logits = None
         self._selected = False
-        self._runtime.forget(n)
+        self.runtime.forget(n)
         self._ring.truncated(n)
         cut = next((m for m in self._marks if m.length > n), None)
         self._marks = [m for m in self._marks if m.length <= n]
         if cut is not None and cut.start < n:              # inside a prompt: the bank's latest prefill ends here now
             self._marks.append(self._mark(cut.start, n))
             return
-        self._runtime.restore(self._marks[-1].state if self._marks else self._fresh, n)
+        self.runtime.restore(self._marks[-1].state if self._marks else self._fresh, n)
         if self._marks and self._marks[-1].length == n:
             self.last_logits = self._marks[-1].logits
 
@@ -393,18 +307,18 @@ class Session:
         n = len(self.ids)
         tokens = torch.tensor([self.ids[-1:]], dtype=torch.int64, device=self.llm.model.device)
         with torch.inference_mode():
-            logits, _ = run_chunk(self.llm.model, self.llm.rotary, self._dense_runtime, self.bank, tokens, n - 1, n, write=False,
+            logits, _ = run_chunk(self.llm.model, self.llm.rotary, self.dense_runtime, self.bank, tokens, n - 1, n, write=False,
                                   last_logits=True)
         self.last_logits = logits[0]
 
     def _restore_window(self):
         """Recompute queries that the selector's window needs and the ring has lost (a truncate by more than the ring holds)."""
-        window, n = self._runtime.window, len(self.ids)
+        window, n = self.runtime.window, len(self.ids)
         first = max(0, n - window)
         if window == 0 or self._ring.covers(first, n):
             return
         tokens = torch.tensor([self.ids[first:]], dtype=torch.int64, device=self.llm.model.device)
-        _, newest = run_chunk(self.llm.model, self.llm.rotary, self._dense_runtime, self.bank, tokens, first, n, write=False)
+        _, newest = run_chunk(self.llm.model, self.llm.rotary, self.dense_runtime, self.bank, tokens, first, n, write=False)
         self._ring.commit(newest, n)
         self._ring.hold(first, n)
 
@@ -423,8 +337,8 @@ class Session:
             twin._ring.copy_from(self._ring)
             twin.last_logits = None if self.last_logits is None else self.last_logits.clone()
             twin._marks, twin._fresh = list(self._marks), self._fresh
-            twin._runtime.restore(twin._marks[-1].state if twin._marks else twin._fresh, len(self.ids))
-            twin._runtime.copy_from(self._runtime)
+            twin.runtime.restore(twin._marks[-1].state if twin._marks else twin._fresh, len(self.ids))
+            twin.runtime.copy_from(self.runtime)
         return twin
 
     def generate(self, token_ids, params=None, progress=None, should_stop=None):
@@ -436,9 +350,7 @@ class Session:
         """Give the bank's memory back. Further calls raise SessionClosed."""
         if self.bank is not None:
             self.bank.close()
-            self.bank = self._ring = self._scratch = self._runtime = self._dense_runtime = None
-            self._own_step = self._dense_step = None
-            self.last_logits = None
+            self.bank = self._ring = self._steps = self.last_logits = None
 
     # ---------------------------------------------------------------- checks
 
@@ -461,10 +373,6 @@ class Session:
             raise ContextTooLong(
                 f"{wanted} tokens do not fit: this session holds {len(self.ids)} and its context limit is {self.capacity} "
                 f"(the model's own is {self.llm.config.max_positions}); raise it with max_context / --ctx, or shorten the text")
-
-
-def _rest(setup):
-    return setup.capacity, setup.device, setup.dtype, setup.batch, setup.path, setup.scratch
 
 
 assert RING >= 2 * 64       # a window of 64 queries survives a truncate of as many
