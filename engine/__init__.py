@@ -4,6 +4,8 @@ from engine.errors import EngineError
 from engine.llm import LLM
 from engine.methods.full import Full
 from engine.methods.omnikv import OmniKV
+from engine.methods.quest import Quest
+from engine.methods.tidaldecode import TidalDecode
 from engine.sampling import SamplingParams
 
-__all__ = ["LLM", "EngineError", "Full", "OmniKV", "SamplingParams"]
+__all__ = ["LLM", "EngineError", "Full", "OmniKV", "Quest", "SamplingParams", "TidalDecode"]

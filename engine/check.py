@@ -41,6 +41,9 @@ class MassMeter:
             logits.append(torch.matmul(folded, heads.transpose(1, 2)) * scale)
         weights = torch.softmax(torch.cat(logits, dim=-1), dim=-1).flatten(0, 1)
         chosen = self.inner.chosen_rows(layer).to(weights.device)
+        if chosen.dim() == 2:                       # a choice per head: those of a K/V head hold for its query heads
+            chosen = chosen.repeat_interleave(len(weights) // len(chosen), 0)
+            return float((weights.gather(1, chosen).sum(-1) + weights[:, start:n].sum(-1)).mean())
         return float((weights[:, chosen].sum(-1) + weights[:, start:n].sum(-1)).mean())
 
 

@@ -201,7 +201,7 @@ def memory_items(config, method, layers, dtype, device, context, chunk, path="au
     scratch = scratch_bytes(batch=1, queries=1, heads=config.num_heads, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
                             capacity=context, budget=budget, device=device, scored=budget > 0,
                             window=method.window if windowed else 0, path=path, dtype=dtype)
-    selection = method.runtime_bytes(layers, context)
+    selection = method.runtime_bytes(layers, context, config, size)
     ring = config.num_layers * RING * config.q_size * size
     return (
         ("weights", config.parameters * size, f"{config.parameters / 1e9:.2f} B parameters"),

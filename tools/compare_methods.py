@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from engine import Full, OmniKV
+from engine import Full, OmniKV, Quest, TidalDecode
 from engine.errors import SettingError, UsageError
 from engine.methods.ablations import OmniKVPerLayer
 from engine.methods.brutal_offload import BrutalOffload
@@ -127,6 +127,9 @@ REGISTRY = {
                               _streams(_omnikv(OmniKVPerLayer))),
     "brutal_offload": Entry("exact attention, the last 20 layers in host memory (ablation)", lambda facts, share: BrutalOffload(),
                             budget=False, reads="whole", place="host", sparse=False),
+    "quest": Entry("Quest, pages of 16 by their extremes", lambda facts, share: Quest(share=share), _keeps_all, group="others"),
+    "tidaldecode": Entry("TidalDecode, two choosing layers, every query head its own", lambda facts, share: TidalDecode(share=share),
+                         _keeps_all, group="others"),
     "omnikv_prefill": Entry("OmniKV that also reads prompts sparsely, r = 2", _omnikv(prefill_ratio=2), group="others", reads="whole"),
 }
 GROUPS = ("t1", "others")

@@ -30,8 +30,8 @@ class Method:
         """Most bank tokens a sparse layer may read per step when the bank holds `capacity` tokens; 0 without sparse layers."""
         return 0
 
-    def runtime_bytes(self, plan, capacity):
-        """Device bytes of the runtime's own buffers in a bank of `capacity` tokens; equals Runtime.nbytes."""
+    def runtime_bytes(self, plan, capacity, config, size):
+        """Device bytes of the runtime's own buffers in a bank of `capacity` tokens of `size` bytes an element; equals Runtime.nbytes."""
         return 0
 
     def dense_below_tokens(self, plan, config, dtype_bytes, device_type, capacity):

@@ -130,7 +130,7 @@ class OmniKV(Method):
         extra = self.window if self.official else 0
         return max(1, min(capacity, self.budget(plan, capacity) + extra)) if plan.sparse_layers else 0
 
-    def runtime_bytes(self, plan, capacity):
+    def runtime_bytes(self, plan, capacity, config, size):
         """Scores (4 B a token, and 4 B for every block that prefill_ratio scores at once) and one row of indices a group."""
         room = self.budget_capacity(plan, capacity)
         scores = 4 * capacity * (1 + AT_ONCE if self.prefill_ratio else 1)

@@ -6,10 +6,14 @@ named in `without` with the reason, which the test prints where it skips (or sho
 
 from dataclasses import dataclass, field
 
+import torch
+
 from engine.methods.ablations import OmniKVPerLayer, OmniKVUnpacked
 from engine.methods.brutal_offload import BrutalOffload
 from engine.methods.full import Full
 from engine.methods.omnikv import OmniKV
+from engine.methods.quest import Quest
+from engine.methods.tidaldecode import TidalDecode
 from engine.plan import Role, tail_start
 
 CAPACITY = 512          # of the sessions that the table is run on
@@ -54,6 +58,29 @@ def official_rows(runtime, n):
             for group in runtime.plan.groups for layer in group.layers}
 
 
+def rows_by_head(runtime, n):
+    """Methods whose heads choose apart: what any query head of a K/V head chose, and everything from the runtime's own tail on."""
+    heads, found = runtime.setup.config.num_kv_heads, {}
+    tail = range(int(runtime.tail_first(Length(n))[0]), n)
+    for layer in partial_layers(runtime.setup.plan):
+        rows = runtime.chosen_rows(layer)
+        rows = rows.view(heads, -1) if len(rows) % heads == 0 else rows.expand(heads, -1)
+        found[layer] = [sorted({*own.tolist(), *tail}) for own in rows]
+    return found
+
+
+@dataclass(frozen=True)
+class Length:
+    """Of an engine.decode.Step what `tail_first` looks at."""
+
+    n: int
+
+    @property
+    def visible(self):
+        """Rows that the step sees, [1] int32."""
+        return torch.tensor([self.n], dtype=torch.int32)
+
+
 SPARSE = dict(filter_layers=(1, 4), tokens=20, tail=64, dense_below=0)
 EVERYTHING = dict(SPARSE, tokens=CAPACITY)
 OFFICIAL = dict(filter_layers=(1, 4), official=True)
@@ -74,6 +101,9 @@ TABLE = (
     Row("omnikv_per_layer", OmniKVPerLayer(**EVERYTHING), (OmniKVPerLayer(**SPARSE),), shared_rows, selects=True, scans=True),
     Row("omnikv_unpacked", OmniKVUnpacked(**EVERYTHING), (OmniKVUnpacked(**SPARSE),), shared_rows, selects=True, offload="host"),
     Row("brutal_offload", BrutalOffload(layers=3, ahead=2), offload="host"),
+    Row("quest", Quest(tokens=CAPACITY), (Quest(tokens=80, page=8, gqa_reduce="sum"), Quest(share=0.5)), rows_by_head, selects=True),
+    Row("tidaldecode", TidalDecode(tokens=CAPACITY), (TidalDecode(tokens=20), TidalDecode(share=0.1, gqa_reduce="max", correction_layer=5)),
+        rows_by_head, selects=True),
 )
 
 

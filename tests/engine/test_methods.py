@@ -104,7 +104,7 @@ def test_u2_declared_bytes_are_allocated(row, method):
             planned = sum(size for name, size, _ in plan.items if name in ("context bank", "working sets", "streaming"))
             assert stats.bank_bytes == planned
             assert bank.tiered or allocated(bank) == planned
-            assert stats.selection_bytes == plan.bytes_of("selection") == method.runtime_bytes(plan.layers, CAPACITY)
+            assert stats.selection_bytes == plan.bytes_of("selection") == method.runtime_bytes(plan.layers, CAPACITY, llm.config, 4)
             assert 0 <= allocated(session.runtime) - session.runtime.nbytes <= SMALL
 
 
