@@ -256,6 +256,19 @@ def test_a_conversation_is_what_the_template_writes(llm):
     assert Paper(llm, Job("kv", 400, 3, 2), Rules(turns=1)).second(0) is None
 
 
+@pytest.mark.parametrize("most", [1, 3, 60])
+def test_a_second_question_follows_every_token_of_the_answer(llm, most):
+    """Also the last one, which a cut answer leaves out of the bank."""
+    paper, variant = Paper(llm, Job("kv", 400, 3, 2), Rules(max_tokens=most)), Variant("full", "none", 100.0, Full())
+    with Reader(llm, paper, 700) as reader, llm.session(Full(), max_context=700) as session:
+        prompt = paper.turns.shared + paper.turns.own[0]
+        first, second = reader._converse(session, variant, 0, prompt)
+        between = paper.turns.following(0, llm.tokenizer.decode(first["tokens"]), 1)
+        whole = prompt + first["tokens"] + between + second["tokens"]
+        assert session.ids == whole[:len(session.ids)] and len(whole) - len(session.ids) <= 1
+        assert first["steps"] == min(most - 1, len(first["tokens"])) and (first["question"], second["question"]) == (0, 1)
+
+
 def test_a_base_model_is_asked_in_plain_text(llm, monkeypatch):
     monkeypatch.setattr(llm.tokenizer, "template", None)
     paper = Paper(llm, Job("kv", 400, 3, 2), Rules())
