@@ -40,8 +40,9 @@ class Entry:
     note: one line for --help. group: "t1" (the paper's own and its baselines) or "others". build(facts, share) -> the method that reads
     `share` of the prompt (None for methods without a budget). at_bytes(facts, part) -> the method whose resident KV bytes are at most
     `part` of full attention's, or a text why there is none. reads: "shared" where the method leaves prefill alone, so that one reading of
-    a document by full attention serves, "whole" where it must read the prompt with its question by itself. evicts: whether it gives tokens
-    up for good. place: "device" or "host", where answers are given. sparse: whether every decode step must have been sparse.
+    a document by full attention serves; "own" where it must see the document itself, but may read the question after it; "whole" where it
+    must read both together. evicts: whether it gives tokens up for good. place: "device" or "host", where answers are given. sparse:
+    whether every decode step must have been sparse.
     """
 
     note: str
@@ -126,7 +127,7 @@ REGISTRY = {
     "omnikv_per_layer": Entry("OmniKV without sharing between layers (ablation)", _omnikv(OmniKVPerLayer),
                               _streams(_omnikv(OmniKVPerLayer))),
     "brutal_offload": Entry("exact attention, the last 20 layers in host memory (ablation)", lambda facts, share: BrutalOffload(),
-                            budget=False, reads="whole", place="host", sparse=False),
+                            budget=False, reads="own", place="host", sparse=False),
     "quest": Entry("Quest, pages of 16 by their extremes", lambda facts, share: Quest(share=share), _keeps_all, group="others"),
     "tidaldecode": Entry("TidalDecode, two choosing layers, every query head its own", lambda facts, share: TidalDecode(share=share),
                          _keeps_all, group="others"),

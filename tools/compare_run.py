@@ -170,18 +170,35 @@ class Reader:
 
     def records(self, variant, conversations):
         """Records of one variant: both turns of every conversation. Full attention must have gone first."""
-        began, out = time.perf_counter(), []
-        for first in range(conversations):
-            if variant.entry.reads == "shared":
-                session, seconds = self._ready(variant, first)
-                out += self._converse(session, variant, first, (), seconds)
-                session.truncate(len(self.paper.turns.shared))
-                session.set_method(Full())
-            else:
-                with self.llm.session(variant.method, max_context=self.capacity, offload=variant.entry.place) as session:
-                    out += self._converse(session, variant, first, (*self.paper.turns.shared, *self.paper.turns.own[first]))
+        began = time.perf_counter()
+        out = list({"shared": self._together, "own": self._apart, "whole": self._anew}[variant.entry.reads](variant, conversations))
         self.seconds[variant.label] = time.perf_counter() - began
         return out
+
+    def _together(self, variant, conversations):
+        """Over the shared reading."""
+        for first in range(conversations):
+            session, seconds = self._ready(variant, first)
+            yield from self._converse(session, variant, first, (), seconds)
+            session.set_method(Full())                      # before the truncate: full attention has nothing to redo
+            session.truncate(len(self.paper.turns.shared))
+
+    def _apart(self, variant, conversations):
+        """In a session of its own that reads the document once."""
+        turns = self.paper.turns
+        with self.llm.session(variant.method, max_context=self.capacity, offload=variant.entry.place) as session:
+            if turns.shared:
+                session.prefill(turns.shared)
+            seconds = session.stats.prefill_seconds
+            for first in range(conversations):
+                session.truncate(len(turns.shared))
+                yield from self._converse(session, variant, first, turns.own[first], seconds)
+
+    def _anew(self, variant, conversations):
+        """In a session per conversation that reads document and question together."""
+        for first in range(conversations):
+            with self.llm.session(variant.method, max_context=self.capacity, offload=variant.entry.place) as session:
+                yield from self._converse(session, variant, first, (*self.paper.turns.shared, *self.paper.turns.own[first]))
 
     def _ready(self, variant, first):
         """(the shared session, document and question read by full attention, handed to the variant's method; seconds of that reading)."""
