@@ -10,6 +10,7 @@ import contextlib
 import torch
 
 from engine.plan import Role
+from kernels.store import store_step
 
 
 class DeviceBank:
@@ -63,18 +64,12 @@ class DeviceBank:
         k, v = rows[0], rows[1]
         return (k, v) if stop is None else (k[:, :, :stop], v[:, :, :stop])
 
-    def write(self, layer, k, v, positions):
-        """Write rows k, v [B, Q, Hkv, D] at positions [B, Q] int64. On a GPU no position visits the host."""
-        bank_k, bank_v = self.kv(layer)
-        if self.device.type == "cpu":
-            for b, start in enumerate(positions[:, 0].tolist()):        # positions are consecutive: one slice copy each
-                stop = start + k.shape[1]
-                bank_k[b, :, start:stop] = k[b].transpose(0, 1)
-                bank_v[b, :, start:stop] = v[b].transpose(0, 1)
-            return
-        rows = torch.arange(self.batch, device=self.device).unsqueeze(1)
-        bank_k.transpose(1, 2)[rows, positions] = k
-        bank_v.transpose(1, 2)[rows, positions] = v
+    def write(self, layer, k, v, raw, ring, positions):
+        """Write a step's rows k, v [B, Q, Hkv, D] at positions [B, Q] int64, and raw [B, Q, H, D] into the layer's ring (QueryRing).
+
+        On a GPU no position visits the host.
+        """
+        store_step(k, v, raw, *self.kv(layer), ring.slots[layer], positions)
 
     def write_chunk(self, layer, k, v, start):
         """Write rows k, v [B, C, Hkv, D] at start .. start + C - 1 of every sequence (prefill; start is an int)."""

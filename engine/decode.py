@@ -128,7 +128,6 @@ class Decoder:
         x = model.embed[tokens]
         for number, layer in enumerate(model.layers):
             q, k, v, raw = self._before(layer, x, cos, sin, *sizes)
-            bank.write(number, k, v, positions)
-            self.ring.write(number, raw, positions)
+            bank.write(number, k, v, raw, self.ring, positions)
             x = self._after(layer, x, self.runtime.attend(number, q, step), config.rms_norm_eps)
         return model.logits(x)

@@ -107,12 +107,13 @@ class TieredBank(HostReader, DeviceBank):
 
     # ---------------------------------------------------------------- writing
 
-    def write(self, layer, k, v, positions):
-        """Rows of a decode step: dense layers as in DeviceBank, the others into the ring."""
+    def write(self, layer, k, v, raw, ring, positions):
+        """Rows of a decode step: dense layers as in DeviceBank, the others into their working set's ring."""
         ws = self._of.get(layer)
         if ws is None:
-            super().write(layer, k, v, positions)
+            super().write(layer, k, v, raw, ring, positions)
             return
+        ring.write(layer, raw, positions)
         at = positions[0] % ws.ring + ws.first
         ws.write(layer, k, v, torch.cat((at, at + ws.ring)))
 

@@ -9,6 +9,7 @@ import torch
 
 from kernels.gather import BLOCK_TOKENS, move_rows
 from kernels.slots import forget_slots, make_slots, plan_slots
+from kernels.store import store_step
 
 
 class SlotModel:
@@ -144,3 +145,35 @@ def check_moves(device, path, seed, width, layers, blocks, count, programs=None,
         changed = slab != old
         assert int(changed.sum()) <= count * width
     assert sum(int((slab != old).any()) for slab, old in zip(slabs, before, strict=True)) > 0
+
+
+STORES = [dict(), dict(batch=3, queries=3, group=1, layout="tokens"), dict(queries=8, group=8, kv_heads=1, dim=80),
+          dict(batch=2, dim=5, group=3, layout="tokens"), dict(queries=7, slots=7, capacity=7, dtype=torch.bfloat16),
+          dict(kv_heads=5, dim=128, dtype=torch.float16, capacity=1)]
+
+
+def check_store(device, path, seed, batch=1, queries=1, kv_heads=2, group=4, dim=64, capacity=300, slots=128, dtype=torch.float32,
+                layout="heads"):
+    """`store_step` puts every row in its place and touches nothing else: bit for bit against a loop over tokens."""
+    gen = torch.Generator().manual_seed(seed)
+    heads = kv_heads * group
+
+    def made(*shape):
+        return torch.randn(shape, generator=gen).to(device, dtype)
+
+    qkv = made(batch, queries, heads + 2 * kv_heads, dim)              # split views, as a layer makes them
+    raw, k, v = qkv.split([heads, kv_heads, kv_heads], dim=2)
+    if layout == "heads":
+        bank_k, bank_v = made(2, batch, kv_heads, capacity, dim)
+    else:
+        bank_k, bank_v = made(batch, capacity, 2, kv_heads, dim).permute(2, 0, 3, 1, 4)
+    ring = made(batch, slots, heads, dim)
+    starts = torch.randint(0, capacity - queries + 1, (batch,), generator=gen)
+    starts[0] = capacity - queries
+    want = [t.clone() for t in (bank_k, bank_v, ring)]
+    for b, start in enumerate(starts.tolist()):
+        for j in range(queries):
+            want[0][b, :, start + j], want[1][b, :, start + j] = k[b, j], v[b, j]
+            want[2][b, (start + j) % slots] = raw[b, j]
+    store_step(k, v, raw, bank_k, bank_v, ring, (starts[:, None] + torch.arange(queries)).to(device), path=path)
+    assert all(torch.equal(a, b) for a, b in zip((bank_k, bank_v, ring), want, strict=True))

@@ -33,7 +33,7 @@ TARGETS = {                            # name: (backend, architecture, warp size
 DEFAULT_TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
 INSTRUCTIONS = ("HMMA", "HGMMA", "LDGSTS", "LDG", "LDL", "STL")
 TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int64": "i64"}
-HOST_LAUNCHERS = ("slots", "fetch", "home")
+HOST_LAUNCHERS = ("slots", "fetch", "home", "store")
 DECODE_KERNELS = ("dense_kernel", "sparse_kernel", "merge_kernel")
 CAPACITY, BUDGET = 131072, 2048        # grids do not enter a kernel: any long bank compiles the same code
 
@@ -135,7 +135,7 @@ def call(case):
     def meta(*shape, dtype=torch.int32):
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    if case.launcher in ("slots", "fetch", "home"):
+    if case.launcher in HOST_LAUNCHERS:
         call_host(case.launcher, meta)
         return
     dtype, scale = getattr(torch, case.dtype), case.head_dim ** -0.5
@@ -167,7 +167,14 @@ def call_host(launcher, meta):
     """The host tier's launchers at an 8B's sizes: rows of 4 KB per layer, groups of 12 layers, 2048 tokens, 8192 slots."""
     from kernels.gather import move_rows
     from kernels.slots import make_slots, plan_slots
+    from kernels.store import store_step
 
+    if launcher == "store":
+        raw, k, v = meta(1, 1, 48, 128, dtype=torch.bfloat16).split([32, 8, 8], dim=2)
+        for bank in (meta(2, 1, 8, CAPACITY, 128, dtype=torch.bfloat16),
+                     meta(CAPACITY, 2, 1, 8, 128, dtype=torch.bfloat16).permute(1, 2, 3, 0, 4)):
+            store_step(k, v, raw, *bank, meta(1, 128, 32, 128, dtype=torch.bfloat16), meta(1, 1, dtype=torch.int64), path="triton")
+        return
     slots = make_slots(CAPACITY, 4 * BUDGET, BUDGET, "meta")
     table, rows = meta(CAPACITY // 64, dtype=torch.int64), meta(4 * BUDGET, 12 * 1024)
     if launcher == "slots":

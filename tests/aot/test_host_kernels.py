@@ -14,12 +14,12 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from tools.compile_kernels import Case, compile_for, examine, variants  # noqa: E402
 
-LAUNCHES = variants([Case("slots"), Case("fetch"), Case("home")])
+LAUNCHES = variants([Case("slots"), Case("fetch"), Case("home"), Case("store")])
 
 
 def test_the_launches_are_those_meant():
     names = [launch.function.__name__ for launch in LAUNCHES]
-    assert names == ["probe_kernel", "victims_kernel", "assign_kernel", *["move_kernel"] * 4]
+    assert names == ["probe_kernel", "victims_kernel", "assign_kernel", *["move_kernel"] * 4, "store_kernel"]
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100"])

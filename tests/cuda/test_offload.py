@@ -12,7 +12,7 @@ from engine.model import random_stream
 from engine.pinned import cuda_driver, registered
 from kernels.gather import move_rows
 from tests.helpers import random_ids, tiny_config
-from tests.host_checks import check_moves, check_slots
+from tests.host_checks import STORES, check_moves, check_slots, check_store
 
 pytestmark = [
     pytest.mark.cuda,
@@ -98,3 +98,8 @@ def test_registered_pages_are_read_and_a_refusal_leaves_no_error_behind():
     torch.cuda.synchronize()
     assert buffer.cpu().view(torch.int64).tolist() == [[6, 7], [2, 3]]
     assert HostPool().take(64, 1)[0].slab.memory.is_pinned()
+
+
+@pytest.mark.parametrize("shape", STORES)
+def test_a_step_stores_its_rows(shape):
+    check_store("cuda", "triton", 3, **shape)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.placement import part_bytes
-from tests.host_checks import check_moves, check_slots
+from tests.host_checks import STORES, check_moves, check_slots, check_store
 
 
 @pytest.mark.parametrize("seed, budget, width, capacity", [
@@ -21,6 +21,11 @@ def test_slots_follow_the_model(seed, budget, width, capacity):
     (64, 1, 7, None), (64, 3, 150, 2), (512, 2, 65, 4), (4096, 2, 9, 3), (1024 + 64, 1, 20, 1), (24576, 1, 3, 2)])
 def test_rows_land_where_they_should(width, layers, count, programs):
     check_moves("cpu", "triton", width + layers, width, layers, 4, count, programs)
+
+
+@pytest.mark.parametrize("shape", STORES)
+def test_a_step_stores_its_rows(shape):
+    check_store("cpu", "triton", 1, **shape)
 
 
 def test_a_whole_offloaded_session_on_interpreted_kernels(monkeypatch):

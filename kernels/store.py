@@ -1,0 +1,75 @@
+"""A decode step's new rows put where they live: K and V into the bank, the query before rotation into the selector's ring.
+
+One launch per layer instead of the six of three indexed assignments and their index arithmetic: at a step of a few milliseconds
+launches are what is left to save (32 layers x 5 launches x about 2 us).
+"""
+
+import torch
+
+from kernels._triton import tl, triton
+from kernels.dispatch import choose
+from kernels.split import power_of_two
+
+
+def store_step_ref(k, v, raw, bank_k, bank_v, ring, positions):
+    """Reference of `store_step`, same arguments: three indexed assignments."""
+    rows = torch.arange(positions.shape[0], device=positions.device).unsqueeze(1)
+    bank_k.transpose(1, 2)[rows, positions] = k
+    bank_v.transpose(1, 2)[rows, positions] = v
+    ring[rows, positions % ring.shape[1]] = raw
+
+
+def store_step_cpu(k, v, raw, bank_k, bank_v, ring, positions):
+    """`store_step` by slice copies, for a CPU: positions of a sequence are consecutive. Same arguments."""
+    for b, start in enumerate(positions[:, 0].tolist()):
+        stop = start + k.shape[1]
+        bank_k[b, :, start:stop] = k[b].transpose(0, 1)
+        bank_v[b, :, start:stop] = v[b].transpose(0, 1)
+    if len(positions) == 1:
+        ring.index_copy_(1, positions[0] % ring.shape[1], raw)
+        return
+    rows = torch.arange(len(positions)).unsqueeze(1)
+    ring[rows, positions % ring.shape[1]] = raw
+
+
+def store_step(k, v, raw, bank_k, bank_v, ring, positions, path="auto"):
+    """bank[b, :, positions[b, j]] = k[b, j], v[b, j]; ring[b, positions[b, j] % R] = raw[b, j].
+
+    k, v [B, Q, Hkv, D] and raw [B, Q, H, D]: views with a contiguous last dim; bank_k, bank_v [B, Hkv, T, D] views of any
+    strides, last dim contiguous; ring [B, R, H, D] contiguous, R >= Q; positions [B, Q] int64, consecutive in a sequence, below
+    T. All of one dtype. Mutates bank and ring; no position visits the host on a GPU.
+    """
+    chosen = choose(path, k)
+    run = {"reference": store_step_ref, "cpu": store_step_cpu, "triton": store_step_triton}[chosen]
+    run(k, v, raw, bank_k, bank_v, ring, positions)
+
+
+@triton.jit
+def store_kernel(k, v, raw, bank_k, bank_v, ring, positions, queries, slots, skb, skq, skh, svb, svq, svh, srb, srq, srh,
+                 tkb, tkh, tkt, tvb, tvh, tvt, tr, HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """One head of one new token: grid (B * Q, 2 * HKV + H). Heads come as K's, V's, then the query's."""
+    b = (tl.program_id(0) // queries).to(tl.int64)
+    j = tl.program_id(0) % queries
+    head = tl.program_id(1)
+    at = tl.load(positions + tl.program_id(0))
+    d = tl.arange(0, DP)
+    if head < HKV:
+        row = tl.load(k + b * skb + j * skq + head * skh + d, mask=d < D)
+        tl.store(bank_k + b * tkb + head * tkh.to(tl.int64) + at * tkt + d, row, mask=d < D)
+    elif head < 2 * HKV:
+        head -= HKV
+        row = tl.load(v + b * svb + j * svq + head * svh + d, mask=d < D)
+        tl.store(bank_v + b * tvb + head * tvh.to(tl.int64) + at * tvt + d, row, mask=d < D)
+    else:
+        head -= 2 * HKV
+        row = tl.load(raw + b * srb + j * srq + head * srh + d, mask=d < D)
+        tl.store(ring + (b * slots + at % slots) * tr + head * D + d, row, mask=d < D)
+
+
+def store_step_triton(k, v, raw, bank_k, bank_v, ring, positions):
+    """`store_step` by the Triton kernel of this file, same arguments. Bytes: the new rows, read and written once."""
+    batch, queries, kv_heads, dim = k.shape
+    slots, heads = ring.shape[1], ring.shape[2]
+    store_kernel[(batch * queries, 2 * kv_heads + heads)](
+        k, v, raw, bank_k, bank_v, ring, positions.contiguous(), queries, slots, *k.stride()[:3], *v.stride()[:3], *raw.stride()[:3],
+        *bank_k.stride()[:3], *bank_v.stride()[:3], heads * dim, HKV=kv_heads, D=dim, DP=power_of_two(dim), num_warps=1)
