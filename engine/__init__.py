@@ -3,9 +3,11 @@
 from engine.errors import EngineError
 from engine.llm import LLM
 from engine.methods.full import Full
+from engine.methods.minference import MInference
 from engine.methods.omnikv import OmniKV
+from engine.methods.pod import PodUntrained
 from engine.methods.quest import Quest
 from engine.methods.tidaldecode import TidalDecode
 from engine.sampling import SamplingParams
 
-__all__ = ["LLM", "EngineError", "Full", "OmniKV", "Quest", "SamplingParams", "TidalDecode"]
+__all__ = ["LLM", "EngineError", "Full", "MInference", "OmniKV", "PodUntrained", "Quest", "SamplingParams", "TidalDecode"]

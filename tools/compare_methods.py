@@ -9,11 +9,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from engine import Full, OmniKV, Quest, TidalDecode
-from engine.errors import SettingError, UsageError
+from engine import Full, MInference, OmniKV, PodUntrained, Quest, TidalDecode
+from engine.errors import BadCheckpoint, SettingError, UsageError
 from engine.methods.ablations import OmniKVPerLayer
 from engine.methods.brutal_offload import BrutalOffload
 from tools.compare_bytes import device_share, offloaded
+from tools.pod_groups import read_blocks
 
 PAPER_SHARE = 6.67      # per cent: what the first hypothesis is about
 
@@ -117,6 +118,15 @@ def _streams(build):
     return at_bytes
 
 
+def _pod(facts, share):
+    """The proximal tokens are the share; without blocks a text says how to make them."""
+    try:
+        blocks = read_blocks(facts.llm.folder)
+    except BadCheckpoint as error:
+        return str(error)
+    return PodUntrained(blocks, recent=max(1, round(share * facts.capacity) - PodUntrained.first))
+
+
 REGISTRY = {
     "full": Entry("full attention, what everything is compared with", lambda facts, share: Full(), budget=False, sparse=False),
     "omnikv": Entry("OmniKV, last-token selector", _omnikv(), _omnikv_bytes(_omnikv())),
@@ -128,6 +138,10 @@ REGISTRY = {
                               _streams(_omnikv(OmniKVPerLayer))),
     "brutal_offload": Entry("exact attention, the last 20 layers in host memory (ablation)", lambda facts, share: BrutalOffload(),
                             budget=False, reads="own", place="host", sparse=False),
+    "minference": Entry("MInference, sparse prefill, full attention in answers", lambda facts, share: MInference(share=share), _keeps_all,
+                        reads="whole", sparse=False),
+    "pod_untrained": Entry("PoD without its training; blocks from pod.json beside the model (tools.pod_groups)", _pod, _keeps_all,
+                           group="others", reads="own"),
     "quest": Entry("Quest, pages of 16 by their extremes", lambda facts, share: Quest(share=share), _keeps_all, group="others"),
     "tidaldecode": Entry("TidalDecode, two choosing layers, every query head its own", lambda facts, share: TidalDecode(share=share),
                          _keeps_all, group="others"),

@@ -70,9 +70,13 @@ def measure(session, ids, positions, k, tail, progress=None):
 
     Returns the meter. progress(done, total) after each step.
     """
+    return measure_with(session, ids, positions, SimilarityMeter(session.dense_runtime, k, tail), progress)
+
+
+def measure_with(session, ids, positions, meter, progress=None):
+    """As `measure`, under a meter of one's own: a runtime that attends."""
     head = len(ids) - positions
     session.prefill(ids[:head])
-    meter = SimilarityMeter(session.dense_runtime, k, tail)
     decoder = Decoder(session.llm.model, session.llm.rotary, meter, session.query_ring)
     device = session.llm.model.device
     with torch.inference_mode():

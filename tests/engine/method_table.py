@@ -11,7 +11,9 @@ import torch
 from engine.methods.ablations import OmniKVPerLayer, OmniKVUnpacked
 from engine.methods.brutal_offload import BrutalOffload
 from engine.methods.full import Full
+from engine.methods.minference import MInference
 from engine.methods.omnikv import OmniKV
+from engine.methods.pod import PodUntrained
 from engine.methods.quest import Quest
 from engine.methods.tidaldecode import TidalDecode
 from engine.plan import Role, tail_start
@@ -101,6 +103,9 @@ TABLE = (
     Row("omnikv_per_layer", OmniKVPerLayer(**EVERYTHING), (OmniKVPerLayer(**SPARSE),), shared_rows, selects=True, scans=True),
     Row("omnikv_unpacked", OmniKVUnpacked(**EVERYTHING), (OmniKVUnpacked(**SPARSE),), shared_rows, selects=True, offload="host"),
     Row("brutal_offload", BrutalOffload(layers=3, ahead=2), offload="host"),
+    Row("minference", MInference(), (MInference(("vertical_slash", 30, 100)), MInference(("a_shape", 30, 50))), approximate=True,
+        tolerance=1e-5, chunk_defined="lines are ranked by a chunk's own queries, and its blocks end where it ends"),
+    Row("pod_untrained", PodUntrained(), (PodUntrained((0, 2, 5), first=8, recent=64), PodUntrained((0, 3), 8, 64, 0.7)), approximate=True),
     Row("quest", Quest(tokens=CAPACITY), (Quest(tokens=80, page=8, gqa_reduce="sum"), Quest(share=0.5)), rows_by_head, selects=True),
     Row("tidaldecode", TidalDecode(tokens=CAPACITY), (TidalDecode(tokens=20), TidalDecode(share=0.1, gqa_reduce="max", correction_layer=5)),
         rows_by_head, selects=True),
