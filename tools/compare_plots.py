@@ -40,8 +40,9 @@ def by_budget(rows, evicting, path, title):
     styles = _styles(list(dict.fromkeys(row["name"] for row in rows)), evicting)
     for axis, panel in zip(axes.flat, panels):
         some = rows if panel == "mean" else [row for row in rows if row["task"] == panel]
-        for name, style in styles.items():
-            _line(axis, [row for row in some if row["name"] == name], shares, style, name, panel == "mean")
+        for number, (name, style) in enumerate(styles.items()):
+            aside = 1.0 + 0.02 * (number - len(styles) / 2)        # equal values lie beside each other, not on top
+            _line(axis, [row for row in some if row["name"] == name], shares, style, name, aside, panel == "mean")
         axis.set(title=panel, ylim=(-0.03, 1.05), xscale="log")
         axis.set_xticks(shares, [f"{share:g}" for share in shares], fontsize=7)
         axis.minorticks_off()
@@ -49,7 +50,7 @@ def by_budget(rows, evicting, path, title):
     for axis in list(axes.flat)[len(panels):]:
         axis.set_visible(False)
     handles, names = axes.flat[0].get_legend_handles_labels()
-    figure.suptitle(f"accuracy by budget: {title}", fontsize=10)
+    figure.suptitle(f"accuracy by budget: {title}", fontsize=10, y=0.99)
     figure.legend(handles, names, loc="center right", fontsize=7)
     figure.tight_layout(rect=(0, 0, 1 - 1.9 / (3.6 * across + 2.2), 0.97))
     return _save(figure, path)
@@ -65,19 +66,20 @@ def _styles(names, evicting):
             for i, name in enumerate(sorted(names, key=lambda n: n != "full"), start=-1)}
 
 
-def _line(axis, rows, shares, style, name, mean):
+def _line(axis, rows, shares, style, name, aside, mean):
+    """One method in one panel: its accuracy at each share (mean over tasks in the panel of the mean), or a level where it has none."""
     colour, line, marker = style
     if not any(row["kind"] == "share" for row in rows):
         rows = [row for row in rows if row["kind"] == "none"]
         if rows:
             level = sum(row["accuracy"] for row in rows) / len(rows)
-            axis.plot([shares[0], shares[-1]], [level, level], color=colour, linestyle="--", linewidth=1, label=name)
+            axis.plot([shares[0] * 0.85, shares[-1] * 1.18], [level, level], color=colour, linestyle="--", linewidth=1, label=name)
         return
     points = []
     for share in shares:
         found = [row for row in rows if row["kind"] == "share" and row["budget"] == share]
         if found:
-            points.append((share, sum(row["accuracy"] for row in found) / len(found),
+            points.append((share * aside, sum(row["accuracy"] for row in found) / len(found),
                            found[0] if len(found) == 1 and not mean else None))
     axis.plot([p[0] for p in points], [p[1] for p in points], color=colour, linestyle=line, marker=marker, markersize=4, linewidth=1,
               label=name)
@@ -107,7 +109,7 @@ def depth_maps(rows, path, title):
         axis.set_yticks(range(DEPTH_BINS), [f"{100 * i // DEPTH_BINS}%" for i in range(DEPTH_BINS)], fontsize=6)
     for axis in list(axes.flat)[len(variants):]:
         axis.set_visible(False)
-    figure.suptitle(f"accuracy by depth of the evidence and length: {title}", fontsize=9)
+    figure.suptitle(f"accuracy by depth of the evidence and length: {title}", fontsize=9, y=0.995)
     figure.tight_layout(rect=(0, 0, 0.93, 0.97))
     figure.colorbar(image, cax=figure.add_axes((0.945, 0.15, 0.012, 0.7)))
     return _save(figure, path)
