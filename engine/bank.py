@@ -144,6 +144,9 @@ class DeviceBank:
     def fetch(self, layers, index, counts):
         """A filter layer has chosen index [B, 1, K], counts [B] for these sparse layers."""
 
+    def arrived(self, layers):
+        """The current stream waits until what was fetched for these layers is there; the indices may then be written again."""
+
     def selected(self, layer, index, counts, start, step, packed=True):
         """(k, v, index, counts, tail start, lengths) as `decode_sparse` takes them, for a selection and the tail from `start` [B]."""
         return *self.kv(layer, step.bucket), index, counts, start, step.visible

@@ -5,7 +5,7 @@ The reading half of TieredBank (engine/tiered.py), which owns every buffer named
 
 import torch
 
-from engine.prefetch import main_mark, wait
+from engine.prefetch import copy_rows, main_mark, wait
 from kernels.gather import move_rows
 
 
@@ -17,6 +17,13 @@ class HostReader:
         ws = self._of.get(group_layers[0])
         if ws is not None:
             ws.load(index[0, 0], counts, self.table.addresses, self._offset[ws.pack[0]], self.pool, self._fetch)
+
+    def arrived(self, layers):
+        """The current stream waits until what was fetched for these layers is there."""
+        ws = self._of.get(layers[0])
+        if ws is not None:
+            for layer in ws.pack:
+                ws.ready(layer)
 
     def selected(self, layer, index, counts, start, step, packed=True):
         """(k, v, index, counts, tail start, lengths) as `decode_sparse` takes them, for a selection and the tail from `start` [1].
@@ -57,7 +64,7 @@ class HostReader:
             self._move(layer, first, out, 0, middle - first)
         if middle < stop:
             at = ws.first + middle % ws.ring
-            out[middle - first:stop - first] = ws.rows[at:at + stop - middle, ws.at[layer]]
+            copy_rows(out[middle - first:stop - first], ws.rows[at:at + stop - middle, ws.at[layer]])
 
     def kv(self, layer, stop=None):
         """K and V of a layer as [1, Hkv, T, D] views. An offloaded layer is brought over whole (T at most its length): the way of
@@ -128,7 +135,7 @@ class HostReader:
             middle = last if staged is None else max(first, min(last, staged[0]))
             self._read(layer, first, middle, self._block[turn])
             if staged is not None:
-                self._block[turn][middle - first:last - first] = staged[1][middle - staged[0]:last - staged[0]]
+                copy_rows(self._block[turn][middle - first:last - first], staged[1][middle - staged[0]:last - staged[0]])
             self.streamed += (middle - first) * self._part
             return turn, self._fetch.mark()
 

@@ -50,6 +50,11 @@ def main_mark(device):
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
+def copy_rows(target, source):
+    """Rows within the device, on whatever lane is current."""
+    target.copy_(source)
+
+
 class WorkingSet:
     """One group's buffer on the device: `slots` rows of fetched tokens, then the newest tokens twice over.
 

@@ -209,7 +209,7 @@ class Session:
         self._marks.append(self._mark(start, len(self.ids), logits))
         self.last_logits = logits
         self._selected = False
-        if self.bank.tiered and self.runtime.packed and len(self.ids) >= self._steps.dense_below:
+        if self.bank.tiered and self.bank.placement.reuse and self.runtime.packed and len(self.ids) >= self._steps.dense_below:
             self.runtime.warm(self._steps.newest(len(self.ids), WARM))
 
     def _mark(self, start, length, logits=None):

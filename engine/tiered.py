@@ -216,12 +216,12 @@ class TieredBank(HostReader, DeviceBank):
 
     def rewind(self, n, broken=False):
         """Forget positions n and beyond: truncate, or a chunk or step that was broken off."""
+        if not broken and n >= self.length and not self._ahead:
+            return
+        self._drain()               # race: a plan that is still to run would promise its rows after the maps were emptied
         if broken:                  # between a plan and its copy the maps promise rows that never came: start with empty slots
             for ws in self._sets:
                 ws.forget(0)
-        elif n >= self.length and not self._ahead:
-            return
-        self._drain()
         self.table.cut(n)
         if n < self.home:
             for ws in self._sets:

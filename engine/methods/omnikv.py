@@ -293,6 +293,7 @@ class OmniKVRuntime(Runtime):
                 for group in self.plan.groups:
                     if group.layers:
                         self.attend(group.filter_layer, step.window_queries(group.filter_layer, 1), step)
+                        step.bank.arrived(group.layers)     # race: the next choice would be written while this one is looked up
 
     def selections(self):
         """{filter layer: int64 [k] positions, ascending} of the last step, sequence 0."""
