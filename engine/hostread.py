@@ -44,7 +44,7 @@ class HostReader:
         stop = self.length
         rows = self._rows(kept + stop - tail)
         if kept:
-            wait(self._home_event)
+            wait(self._home_event)                      # race: chosen rows may still be on their way home
             ws = self._of[layer]
             move_rows(self.table.addresses, self._offset[layer], ws.pitch, rows.view(torch.int32), index[0, 0], 0, kept,
                       self.pool.slabs, path="reference")
@@ -156,7 +156,7 @@ class HostReader:
         staged = self._staged_rows(layer, last)
         if staged is not None and first >= staged[0]:
             return self._views(staged[1][first - staged[0]:last - staged[0]])
-        wait(self._home_event)
+        wait(self._home_event)                          # race: rows may still be on their way home
         rows = self._rows(last - first)
         self._read(layer, first, last, rows)
         return self._views(rows)

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from engine.plan import TAIL_BLOCK
 from kernels.slots import slots_bytes
 
-STREAM_BLOCK = 65536        # tokens of one of the two device blocks through which a layer's past streams back: 256 MB at 4 KB a row
+# Tokens of one of the two device blocks through which a layer's past streams back: 201 MB at 4 KB a row. With 65536 an 8B model took
+# 34.07 KiB of device memory per token at 2^20 tokens; smaller blocks mean more partial results to merge.
+STREAM_BLOCK = 49152
 SLOTS = 4                   # slots per budgeted token: hit rates saturate near four times a step's set (KERNELS.md 2.1)
 ROW_ALIGN = 64              # bytes of every row part: one host sector
 

@@ -6,7 +6,12 @@ PATHS = ("auto", "reference", "cpu", "triton")
 
 
 def choose(path, tensor):
-    """Resolve a launcher's `path` to "reference", "cpu" or "triton".
+    """Resolve a launcher's `path` to "reference", "cpu" or "triton" for a tensor; `choose_for` its device."""
+    return choose_for(path, tensor.device)
+
+
+def choose_for(path, device):
+    """Resolve a launcher's `path` for a torch.device, which need not be there: plans ask for machines that they only describe.
 
     "auto" is "triton" for CUDA tensors where triton imports, "cpu" for CPU tensors and "reference" elsewhere. A named
     path is taken as it is ("triton" on CPU tensors works under TRITON_INTERPRET=1). Raises ValueError for an unknown
@@ -18,6 +23,6 @@ def choose(path, tensor):
         raise ValueError("path: found 'triton', but the package triton is not installed; use 'auto'")
     if path != "auto":
         return path
-    if tensor.is_cuda and HAVE_TRITON:
+    if device.type == "cuda" and HAVE_TRITON:
         return "triton"
-    return "cpu" if tensor.device.type == "cpu" else "reference"
+    return "cpu" if device.type == "cpu" else "reference"

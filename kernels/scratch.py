@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.cpu import BLOCK, WINDOW_BLOCK, block_floats
-from kernels.dispatch import choose
+from kernels.dispatch import choose_for
 from kernels.split import MERGE_CHUNK, TAIL_ROOM, dense_splits, most_sparse_splits
 
 SELECT_PROGRAMS = 128              # most programs per row of the top-k
@@ -44,7 +44,7 @@ class Scratch:
 
 def _sizes(batch, queries, heads, kv_heads, head_dim, capacity, budget, device, scored, window, path, dtype):
     """{field: (elements, dtype)} of what `make_scratch` allocates."""
-    chosen, sizes = choose(path, torch.empty(0, device=device)), {}
+    chosen, sizes = choose_for(path, torch.device(device)), {}
     if chosen == "cpu":
         blocks = max(block_floats(0, head_dim, 1, min(BLOCK, capacity)) if scored else 0,
                      block_floats(heads, head_dim, window, min(WINDOW_BLOCK, capacity)) if window else 0)

@@ -4,6 +4,8 @@ Stops: rows read before they arrive, a buffer that is written again while its la
 change under a fetch; on a GPU these come true now and then, on a CPU never.
 """
 
+import gc
+
 import pytest
 import torch
 
@@ -66,7 +68,8 @@ def test_late_stream_blocks_change_nothing(block, monkeypatch):
 
 
 @pytest.mark.parametrize("function, method, script, kernels", [
-    ("ready", METHOD, SCRIPT[:2], "reference"), ("kv", METHOD, SCRIPT[:2], "reference"), ("_drain", METHOD, [*SCRIPT[:3], ("decode", 20), ("fork", 0), ("decode", 8)], "reference"),
+    ("ready", METHOD, SCRIPT[:2], "reference"), ("kv", METHOD, SCRIPT[:2], "reference"),
+    ("_drain", METHOD, [*SCRIPT[:3], ("decode", 20), ("fork", 0), ("decode", 8)], "reference"),
     ("kv", BRUTAL, SCRIPT[:2], "reference"), ("stage", BRUTAL, SCRIPT, "reference"), ("_gathered", UNPACKED, SCRIPT, "reference"),
     ("before_step", METHOD, [("prefill", 30), ("decode", 110)], "reference"), ("_refill", METHOD, SCRIPT[:2], "cpu"),
     ("_send", METHOD, SCRIPT[:1], "cpu"), ("blocks", METHOD, STREAM[:1], "cpu"), ("_start", METHOD, STREAM[:4], "cpu"),
@@ -111,3 +114,40 @@ def test_broken_off_between_a_plan_and_its_copy(call, monkeypatch):
         assert torch.equal(session.decode(token), expected.decode(token))
     session.close()
     assert host.host_pool.in_use == 0
+
+
+def pending():
+    """Whether work is under way on any lane."""
+    return any(lane.done < len(lane.work) for lane in LateLane.made)
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_closed_or_dropped_while_rows_are_on_their_way(close, monkeypatch):
+    """Whatever is in flight lands before its memory is anybody else's."""
+    _, host = pair(METHOD, chunk=50)
+    install(monkeypatch)
+    session = host.session()
+    session.prefill(random_ids(60))
+    for _ in range(4):
+        session.decode(1)                       # the block that is now complete goes home
+    assert pending() and host.host_pool.in_use > 0
+    if close:
+        session.close()
+    else:
+        del session
+        gc.collect()
+    assert not pending() and host.host_pool.in_use == 0
+
+
+def test_stalls_of_the_staging_ring_are_counted(monkeypatch):
+    """Two staging slots: the third layer's rows find theirs still on its way; without lanes nothing ever waits."""
+    monkeypatch.setattr(placement, "STREAM_BLOCK", 64)
+    stalls = []
+    for late in (False, True):
+        _, host = pair(METHOD, chunk=50, kernels="cpu")
+        if late:
+            install(monkeypatch)
+        with host.session() as session:
+            session.prefill(random_ids(50))
+            stalls.append(session.stats.staging_stalls)
+    assert stalls == [0, len(METHOD.plan(host.config).sparse_layers) - 2]
