@@ -216,10 +216,10 @@ class Run:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
 
     def rates(self) -> float:
-        """The learning rates' factor: a warm-up of 100 steps, then flat, then a linear fall to 3% over the last 55% of
+        """The learning rates' factor: a warm-up of 100 steps, then flat, then a linear fall to 3% over the last 80% of
         the time."""
         used = self.elapsed / (self.minutes * 60)
-        return min(1.0, (self.step + 1) / 100) * min(1.0, max(0.03, (1 - used) / 0.55))
+        return min(1.0, (self.step + 1) / 100) * min(1.0, max(0.03, (1 - used) / 0.8))
 
     def advance(self) -> None:
         """One optimizer step."""
