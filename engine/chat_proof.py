@@ -3,6 +3,7 @@
 import time
 
 from engine.check import Watch
+from engine.display import brief
 from engine.errors import UsageError
 from engine.memory import human
 from engine.provenance import record, write_page, write_run
@@ -53,6 +54,6 @@ def sources_file(chat, path):
     """/sources FILE.html | FILE.json: what every token of the last answer read, as a page or as a run for python -m tools.sources."""
     conversation = chat.conversation
     spans = [(d.start, d.stop) for d in conversation.documents] or [(0, conversation.answer_start)]
-    run = record(conversation.trace, conversation.text, conversation.ends, spans, chat.llm.name, repr(conversation.session.method))
+    run = record(conversation.trace, conversation.text, conversation.ends, spans, chat.llm.name, brief(conversation.session.method))
     (write_page if path.endswith(".html") else write_run)(run, path)
     chat.display.line(f"written: {path}")

@@ -108,7 +108,7 @@ class Report:
         words = f" near {''.join(self.texts[max(0, at - 8):at + 1])!r}" if self.texts else ""
         mass = self.mass_by_layer()
         lines = [
-            f"checked {len(self.steps)} steps at {self.context} tokens of context, {self.budget} chosen per step:",
+            f"checked {len(self.steps)} steps at {self.context} tokens of context, {min(self.budget, self.context)} chosen per step:",
             f"  same next token as full attention  {same}/{len(self.steps)} ({100 * self.agreement:.1f}%)",
             f"  KL(full || sparse)                 mean {self.mean_kl:.2g}, worst {worst.kl:.2g} nats at position {worst.position}{words}",
         ]
