@@ -12,7 +12,16 @@ from kernels.cpu import attend_scored, attend_sequence
 from kernels.dispatch import choose
 from kernels.reference import attend, head_max
 from kernels.scratch import make_scratch
-from kernels.split import DENSE_SPLIT, decode_config, dense_splits, merge, needs_wide, softmax_step, store_partial
+from kernels.split import (
+    DENSE_SPLIT,
+    decode_config,
+    dense_splits,
+    merge,
+    needs_wide,
+    query_tile,
+    softmax_step,
+    store_partial,
+)
 
 
 def decode_dense_ref(q, k, v, lengths, scale, keys=None, kind="softmax"):
@@ -79,14 +88,8 @@ def dense_kernel(q, k, v, lengths, part, lse, logits, scale, sqb, sqq, sqh, skb,
     n = tl.load(lengths + b)
     first = s * SPLIT
     if first < n:
-        r = tl.arange(0, M)
-        d = tl.arange(0, DP)
-        j = first_query + r // G
-        head = h * G + r % G
-        live = (r < QT * G) & (j < queries)
         wide = b.to(tl.int64)
-        place = wide * sqb + j[:, None] * sqq + head[:, None] * sqh + d[None, :]
-        rows = tl.load(q + place, mask=live[:, None] & (d < D)[None, :], other=0.0)
+        r, d, j, head, live, rows = query_tile(q + wide * sqb, first_query, queries, h, sqq, sqh, QT, G, M, D, DP)
         limit = n - (queries - 1 - j) - first                      # rows of this split that query j may see
         stop = tl.minimum(n - first, SPLIT)
         k += wide * skb + h.to(tl.int64) * skh + first.to(tl.int64) * skt      # 64 bits once, 32 inside a split

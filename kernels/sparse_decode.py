@@ -8,7 +8,16 @@ from kernels.cpu import attend_sequence
 from kernels.dispatch import choose
 from kernels.reference import attend
 from kernels.scratch import make_scratch
-from kernels.split import decode_config, merge, softmax_step, sparse_extent, sparse_split, sparse_splits, store_partial
+from kernels.split import (
+    decode_config,
+    merge,
+    query_tile,
+    softmax_step,
+    sparse_extent,
+    sparse_split,
+    sparse_splits,
+    store_partial,
+)
 
 
 def decode_sparse_ref(q, k, v, index, counts, tail_start, lengths, scale):
@@ -113,14 +122,8 @@ def sparse_kernel(q, k, v, index, counts, tail_start, lengths, part, lse, scale,
     kept, start, visited, per = sparse_extent(counts, tail_start, lengths, b, tl.num_programs(0), SPLIT, BLOCK)
     first = s * per
     if first < visited:
-        r = tl.arange(0, M)
-        d = tl.arange(0, DP)
-        j = first_query + r // G
-        head = h * G + r % G
-        live = (r < QT * G) & (j < queries)
         wide = b.to(tl.int64)
-        at = wide * sqb + j[:, None] * sqq + head[:, None] * sqh + d[None, :]
-        rows = tl.load(q + at, mask=live[:, None] & (d < D)[None, :], other=0.0)
+        r, d, j, _, live, rows = query_tile(q + wide * sqb, first_query, queries, h, sqq, sqh, QT, G, M, D, DP)
         limit = visited - (queries - 1 - j)
         stop = tl.minimum(first + per, visited)
         k += wide * skb + h.to(tl.int64) * skh

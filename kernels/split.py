@@ -76,6 +76,20 @@ def needs_wide(*strides):
 
 
 @triton.jit
+def query_tile(q, first, queries, h, sqq, sqh, QT: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+               DP: tl.constexpr):
+    """QT queries from `first` on under the G heads of kv head h, as M packed rows: (row numbers r, dims d, query of each
+    row, its head, whether it is one, rows [M, DP])."""
+    r = tl.arange(0, M)
+    d = tl.arange(0, DP)
+    j = first + r // G
+    head = h * G + r % G
+    live = (r < QT * G) & (j < queries)
+    at = j[:, None] * sqq + head[:, None] * sqh + d[None, :]
+    return r, d, j, head, live, tl.load(q + at, mask=live[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
 def softmax_step(scores, values, m, total, acc):
     """One tile of online softmax: scores [M, N] (-inf where masked), values [N, D]; m, total [M], acc [M, D] are
     carried."""
