@@ -10,7 +10,10 @@ change a result.
 
 import torch
 
+from kernels._triton import tl, triton
+from kernels.dispatch import choose
 from kernels.prefill import attend_chunk, attend_rows, merge
+from kernels.split import Config, power_of_two, softmax_step
 
 BLOCK = 128
 ESTIMATORS = ("antidiagonal", "pooled")
@@ -55,12 +58,20 @@ def choose_blocks(mass, first, threshold):
     return (keep | (column == 0) | (column == own - 1) | (column == own)) & (column <= own)
 
 
-def attend_blocks(q, k, v, keep, first, scale):
+def attend_blocks(q, k, v, keep, first, scale, path="auto"):
     """Causal attention over the kept key blocks: (out [B, C, H, D] in q.dtype, lse [B, C, H] float32).
 
-    keep [B, H, C / BLOCK, (first + C) / BLOCK] bool with every query block's own key block. Plain torch: kept blocks are gathered per
-    head, the own block is causal, both merged by log-sum-exp.
+    q [B, C, H, D] at positions first .. first+C-1, first and C multiples of BLOCK; k, v [B, Hkv, >= first+C, D] views of any strides,
+    last dim contiguous; keep [B, H, C / BLOCK, (first + C) / BLOCK] bool, in which every query block's own key block is taken as kept.
     """
+    if choose(path, q) == "triton":
+        return attend_blocks_triton(q, k, v, keep, first, scale)
+    return attend_blocks_ref(q, k, v, keep, first, scale)
+
+
+def attend_blocks_ref(q, k, v, keep, first, scale):
+    """`attend_blocks` in plain torch, same arguments, on every other path: kept blocks are gathered per head, the own block is causal,
+    both merged by log-sum-exp."""
     batch, chunk, heads, dim = q.shape
     group = heads // k.shape[1]
     out, lse = torch.empty_like(q), torch.empty(batch, chunk, heads, device=q.device)
@@ -77,6 +88,97 @@ def attend_blocks(q, k, v, keep, first, scale):
                 chosen = [t[head // group].index_select(0, lists[head][n]).view(1, 1, -1, dim) for t in (rows_k, rows_v)]
                 past_out[:, :, head:head + 1], past_lse[:, :, head:head + 1] = attend_rows(q[b:b + 1, part, head:head + 1], *chosen, scale)
             out[b:b + 1, part], lse[b:b + 1, part] = merge([own, (past_out, past_lse)], q.dtype)
+    return out, lse
+
+
+def block_lists(keep, first):
+    """The past blocks that are kept, ascending, as a kernel reads them: (lists [B, H, N, L] int32, counts [B, H, N] int32) of keep
+    [B, H, N, L]; a query block's own and later ones left out. Entries from the count on mean nothing. No sync, no sort."""
+    column = torch.arange(keep.shape[-1], device=keep.device)
+    own = first // BLOCK + torch.arange(keep.shape[-2], device=keep.device).unsqueeze(1)
+    past = keep & (column < own)
+    place = past.cumsum(-1) - 1
+    lists = torch.zeros(*keep.shape[:-1], keep.shape[-1] + 1, dtype=torch.int32, device=keep.device)
+    lists.scatter_(-1, torch.where(past, place, keep.shape[-1]), column.int().expand_as(place))        # the rest to a place of its own
+    return lists[..., :-1].contiguous(), past.sum(-1, dtype=torch.int32)
+
+
+@triton.jit
+def blocks_kernel(q, k, v, lists, counts, out, lse, scale, longest, heads, sqb, sqc, sqh, skb, skh, skt, svb, svh, svt, sob, soc, soh,
+                  first, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """M queries of one block under one head: grid (heads * BLOCK // M, blocks, B), the last blocks first, whose lists are longest.
+
+    The kept past blocks, TILE rows at a time and without a mask, then the own block up to the tile's last query. lists [B, H, blocks,
+    longest]; the rows of a tile are known one iteration ahead, so that the loads of K and V are pipelined.
+    """
+    head = tl.program_id(0) // (BLOCK // M)
+    tile = tl.program_id(0) % (BLOCK // M)
+    blocks = tl.num_programs(1)
+    n = blocks - 1 - tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    r = tl.arange(0, M)
+    d = tl.arange(0, DP)
+    t = tl.arange(0, TILE)
+    c = n * BLOCK + tile * M + r
+    at = b * sqb + c.to(tl.int64)[:, None] * sqc + head * sqh + d[None, :]
+    rows = tl.load(q + at, mask=(d < D)[None, :], other=0.0)
+    k += b * skb + (head // G).to(tl.int64) * skh
+    v += b * svb + (head // G).to(tl.int64) * svh
+    entry = (b * heads + head) * blocks + n
+    tiles = tl.load(counts + entry) * (BLOCK // TILE)
+    lists += entry * longest
+    m = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, DP], tl.float32)
+    row = tl.load(lists, mask=tiles > 0, other=0) * BLOCK + t
+    for i in range(0, tiles):
+        place = row.to(tl.int64)[:, None]
+        keys = tl.load(k + place * skt + d[None, :], mask=(d < D)[None, :], other=0.0)
+        values = tl.load(v + place * svt + d[None, :], mask=(d < D)[None, :], other=0.0)
+        scores = tl.dot(rows, tl.trans(keys), input_precision="ieee") * scale
+        m, total, acc = softmax_step(scores, values, m, total, acc)
+        after = i + 1
+        block = tl.load(lists + after // (BLOCK // TILE), mask=after < tiles, other=0)
+        row = block * BLOCK + after % (BLOCK // TILE) * TILE + t
+    k += (first + n * BLOCK).to(tl.int64) * skt
+    v += (first + n * BLOCK).to(tl.int64) * svt
+    for start in range(0, (tile + 1) * M, TILE):
+        place = (start + t).to(tl.int64)[:, None]
+        keys = tl.load(k + place * skt + d[None, :], mask=(d < D)[None, :], other=0.0)
+        values = tl.load(v + place * svt + d[None, :], mask=(d < D)[None, :], other=0.0)
+        scores = tl.dot(rows, tl.trans(keys), input_precision="ieee") * scale
+        scores = tl.where((start + t)[None, :] <= (tile * M + r)[:, None], scores, float("-inf"))
+        m, total, acc = softmax_step(scores, values, m, total, acc)
+    at = b * sob + c.to(tl.int64)[:, None] * soc + head * soh + d[None, :]
+    tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=(d < D)[None, :])
+    tl.store(lse + (b * (blocks * BLOCK) + c) * heads + head, m + tl.log(total))
+
+
+def blocks_config(head_dim, itemsize):
+    """A whole block of 128 queries and 64 rows in 16 bits at head_dim 128: 64 accumulator registers under 8 warps, K and V twice in
+    flight in 64 KB beside 32 KB of queries, within the 99 KB of sm_89. Smaller where a row is wider; where one is at most 128 bytes, three
+    times in flight (head_dim 64 with two spilled 8 bytes on sm_100)."""
+    dim = max(16, power_of_two(head_dim))
+    rows = max(16, min(BLOCK, 32768 // (dim * itemsize)))
+    tile = max(16, min(64, 16384 // (dim * itemsize)))
+    return Config(tile, rows, dim, warps=8 if rows * dim >= 8192 else 4, stages=3 if dim * itemsize <= 128 else 2, queries=rows)
+
+
+def attend_blocks_triton(q, k, v, keep, first, scale):
+    """`attend_blocks` by the Triton kernel of this file, same arguments: one launch, every kept row read in place.
+
+    Heads of a group that keep the same block find it in L2 (their programs are neighbours). Operations: 4 * 128 * 128 * D per kept
+    block and head, the own ones whole.
+    """
+    batch, chunk, heads, head_dim = q.shape
+    config = blocks_config(head_dim, q.element_size())
+    lists, counts = block_lists(keep, first)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, chunk, heads, dtype=torch.float32, device=q.device)
+    blocks_kernel[(heads * (BLOCK // config.rows), chunk // BLOCK, batch)](
+        q, k, v, lists, counts, out, lse, scale, lists.shape[-1], heads, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        *out.stride()[:3], first, G=heads // k.shape[1], M=config.rows, D=head_dim, DP=config.dim, TILE=config.block, BLOCK=BLOCK,
+        num_warps=config.warps, num_stages=config.stages)
     return out, lse
 
 

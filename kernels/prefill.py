@@ -46,13 +46,13 @@ def prefill_dense(q, k, v, start, scale, path="auto"):
     chosen = choose(path, q)
     if chosen == "reference":
         return prefill_dense_ref(q, k, v, start, scale)
-    if chosen == "triton":
+    if chosen == "triton" and q.dtype != torch.float32:         # in float32 torch would build the mask, and every score
         return prefill_dense_cuda(q, k, v, start, scale)
     return prefill_dense_lse(q, k, v, start, scale)[0]
 
 
 def prefill_dense_cuda(q, k, v, start, scale):
-    """`prefill_dense` by torch's fused attention: its bottom-right causal mask is a flag of the kernel, not a tensor."""
+    """`prefill_dense` by torch's fused attention in 16 bits: its bottom-right causal mask is a flag of the kernel, not a tensor."""
     from torch.nn.attention.bias import causal_lower_right  # here: it imports torch.compile's machinery, 1.3 s
 
     stop = start + q.shape[1]

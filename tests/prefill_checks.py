@@ -9,6 +9,7 @@ import math
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from kernels.block_sparse import BLOCK, attend_blocks
 from kernels.column_scores import column_scores
 from kernels.sparse_prefill import prefill_sparse
 from tests.kernel_checks import assert_close, assert_keys, make_bank, plain
@@ -88,6 +89,41 @@ def check_prefill_sparse(device, path, chunk, count, band, gap=40, kv_heads=2, g
             rough = max(rough, key=lambda t: (t.double() - exact).abs().max().item())
             assert_close(out[b, first - start:last - start], exact, rough, dtype, f"out of sequence {b}, block {n}")
     return out
+
+
+def check_blocks(device, path, blocks, past, kv_heads=2, group=2, head_dim=32, dtype=torch.float32, layout="heads", batch=1, density=0.5,
+                 sharpness=1.0, seed=0):
+    """attend_blocks against the oracle: `blocks` blocks of queries after `past` blocks of rows, every head keeps its own random share of
+    them (density 0: its own block only, 1: everything). Blocks that no head of a K/V head keeps hold NaN, as do rows past the chunk."""
+    generator = torch.Generator().manual_seed(seed)
+    scale, first, chunk, heads = head_dim ** -0.5, past * BLOCK, blocks * BLOCK, kv_heads * group
+    k, v = make_bank(batch, kv_heads, first + chunk + 9, head_dim, dtype, layout, device, generator)
+    q = make_queries(batch, chunk, heads, head_dim, dtype, device, generator, sharpness)
+    keep = torch.rand(batch, heads, blocks, past + blocks, generator=generator) < density
+    own = past + torch.arange(blocks)
+    keep &= torch.arange(past + blocks) <= own.unsqueeze(1)
+    keep[:, :, torch.arange(blocks), own] = True
+    read = keep.view(batch, kv_heads, group, blocks, -1).any(3).any(2).repeat_interleave(BLOCK, -1).to(device)
+    for side in (k, v):
+        side[:, :, :first + chunk].masked_fill_(~read.unsqueeze(-1), math.nan)
+        side[:, :, first + chunk:] = math.nan
+    out, lse = attend_blocks(q, k, v, keep.to(device), first, scale, path=path)
+    assert out.shape == q.shape and out.dtype == dtype and torch.isfinite(out).all()
+    for b in range(batch):
+        for head in range(heads):
+            for n in range(blocks):
+                chosen = keep[b, head, n].nonzero().flatten().tolist()
+                rows = [torch.cat([t[b, head // group, i * BLOCK:(i + 1) * BLOCK] for i in chosen])[None] for t in (k, v)]
+                visible = [(len(chosen) - 1) * BLOCK + j + 1 for j in range(BLOCK)]
+                part, what = slice(n * BLOCK, (n + 1) * BLOCK), f"out of sequence {b}, head {head}, block {n}"
+                queries = q[b, part, head:head + 1]
+                exact, logits = plain(queries, *rows, visible, scale, torch.float64)
+                rough = [plain(queries, *rows, visible, scale, dtype)[0], fused(queries, *rows, visible, scale)]
+                rough = max(rough, key=lambda t: (t.double() - exact).abs().max().item())
+                assert_close(out[b, part, head:head + 1], exact, rough, dtype, what)
+                wanted, sums = torch.logsumexp(logits[:, 0], -1), lse[b, part, head].double()
+                assert (sums - wanted).abs().max() <= 4e-6 * wanted.abs().max() + 1e-6, f"log-sum-exp of {what}"
+    return keep
 
 
 def fused(q, k, v, visible, scale):

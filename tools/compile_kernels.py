@@ -33,6 +33,7 @@ TARGETS = {                            # name: (backend, architecture, warp size
 DEFAULT_TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
 INSTRUCTIONS = ("HMMA", "HGMMA", "LDGSTS", "LDG", "LDL", "STL")
 TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int64": "i64"}
+PREFILL_LAUNCHERS = ("columns", "gathered", "blocks")
 HOST_LAUNCHERS = ("slots", "fetch", "home", "store")
 DECODE_KERNELS = ("dense_kernel", "sparse_kernel", "merge_kernel")
 CAPACITY, BUDGET = 131072, 2048        # grids do not enter a kernel: any long bank compiles the same code
@@ -42,7 +43,7 @@ CAPACITY, BUDGET = 131072, 2048        # grids do not enter a kernel: any long b
 class Case:
     """One shipped configuration: a launcher and the shapes it is called with."""
 
-    launcher: str                      # dense | scored | sparse | topk | window | columns | gathered
+    launcher: str                      # dense | scored | sparse | topk | window | columns | gathered | blocks
     dtype: str = "bfloat16"
     head_dim: int = 128
     group: int = 4
@@ -51,7 +52,7 @@ class Case:
     @property
     def bounded(self):
         """Whether a spill here is a fault: decode and prefill at head_dim 64 or 128, groups 1, 4, 8, one query, 16-bit."""
-        bounded = self.launcher in ("dense", "scored", "sparse", "columns", "gathered")
+        bounded = self.launcher in ("dense", "scored", "sparse", *PREFILL_LAUNCHERS)
         return bounded and self.head_dim in (64, 128) and self.group in (1, 4, 8) and self.queries == 1 and self.dtype != "float32"
 
     def __str__(self):
@@ -116,10 +117,10 @@ def shipped(everything=False):
         cases = [Case(name, "bfloat16", d, g) for name in ("dense", "scored", "sparse") for d in (64, 128) for g in (1, 4, 8)]
         cases += [Case("window", "bfloat16", d, g) for d, g in ((64, 4), (128, 4), (128, 8))]
         cases += [Case(name, dtype, 128, 4) for name in ("dense", "sparse") for dtype in ("float16", "float32")]
-        cases += [Case(name, "bfloat16", d, g) for name in ("columns", "gathered") for d, g in ((64, 4), (128, 1), (128, 4), (128, 8))]
+        cases += [Case(name, "bfloat16", d, g) for name in PREFILL_LAUNCHERS for d, g in ((64, 4), (128, 1), (128, 4), (128, 8))]
         return [*cases, Case("dense", "bfloat16", 128, 4, 8), Case("sparse", "bfloat16", 128, 4, 8), Case("topk"),
                 *(Case(name) for name in HOST_LAUNCHERS)]
-    cases = [Case(name, dtype, d, g, q) for name in ("dense", "scored", "sparse", "window", "columns", "gathered") for dtype in TYPES
+    cases = [Case(name, dtype, d, g, q) for name in ("dense", "scored", "sparse", "window", *PREFILL_LAUNCHERS) for dtype in TYPES
              if dtype[0] in "bf" for d in (32, 64, 80, 96, 128, 256) for g in (1, 4, 8, 16) for q in (1, 8)
              if name in ("dense", "scored", "sparse") or q == 1]
     return [*cases, Case("topk"), *(Case(name) for name in HOST_LAUNCHERS)]
@@ -147,7 +148,7 @@ def call(case):
         k, v = meta(1, CAPACITY, 2, 8, case.head_dim, dtype=dtype).permute(2, 0, 3, 1, 4)
         decode_sparse(q, k, v, meta(1, 1, BUDGET), meta(1), meta(1), meta(1), scale, path="triton")
         return
-    if case.launcher in ("columns", "gathered"):
+    if case.launcher in PREFILL_LAUNCHERS:
         call_prefill(case, meta)
         return
     k, v = meta(2, 1, 8, CAPACITY, case.head_dim, dtype=dtype)
@@ -189,7 +190,8 @@ def call_host(launcher, meta):
 
 
 def call_prefill(case, meta):
-    """Run a prefill launcher on meta tensors: blocks of 256 queries of a chunk of 4096 at the bank's end."""
+    """Run a prefill launcher on meta tensors: blocks of 256 (block-sparse: 128) queries of a chunk of 4096 at the bank's end."""
+    from kernels.block_sparse import BLOCK, attend_blocks
     from kernels.column_scores import column_scores
     from kernels.sparse_prefill import prefill_sparse
 
@@ -200,6 +202,11 @@ def call_prefill(case, meta):
         k, _ = meta(2, 1, 8, CAPACITY, case.head_dim, dtype=dtype)
         lse, sums = (meta(*shape, dtype=torch.float32) for shape in ((1, 4096, 8 * case.group), (1, 4, CAPACITY)))
         column_scores(q, k, lse, [(first, first + 256, first - 256) for first in edges[:4]], start, 16, scale, sums, path="triton")
+        return
+    if case.launcher == "blocks":                          # layers that read everything are head-major
+        k, v = meta(2, 1, 8, CAPACITY, case.head_dim, dtype=dtype)
+        keep = meta(1, 8 * case.group, 4096 // BLOCK, CAPACITY // BLOCK, dtype=torch.bool)
+        attend_blocks(q, k, v, keep, start, scale, path="triton")
         return
     k, v = meta(1, CAPACITY, 2, 8, case.head_dim, dtype=dtype).permute(2, 0, 3, 1, 4)
     blocks = [(first, first + 256, first - 256, 512) for first in edges]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.block_sparse import BLOCK, attend_blocks
 from kernels.dense_decode import decode_dense
 from kernels.prefill import prefill_dense
 from kernels.scratch import make_scratch
@@ -31,6 +32,7 @@ class Sizes:
 
 
 GPU = Sizes(32, 8, 128, (32768, 131072, 450000), 2048, (131072, 1048576), 20000, 2048, torch.bfloat16)
+KEPT = 0.3              # share of key blocks that the block-sparse kernel is timed with
 SMALL = Sizes(8, 2, 32, (1000, 3000), 128, (3000, 5000), 700, 64, torch.float32)
 
 
@@ -55,6 +57,10 @@ class Bench:
         self.index[0, 0, :len(chosen)] = chosen.int()
         self.counts.fill_(len(chosen))
         self.scale = s.head_dim ** -0.5
+        self.whole = max(BLOCK, s.chunk // BLOCK * BLOCK)              # a chunk of whole blocks, at the last block that leaves room for it
+        self.first = (n - self.whole) // BLOCK * BLOCK
+        shape = 1, s.heads, self.whole // BLOCK, (self.first + self.whole) // BLOCK
+        self.keep = torch.rand(shape, **options) < KEPT
         self.scratch = make_scratch(1, 1, s.heads, s.kv_heads, s.head_dim, n, s.budget, self.device, True, 16)
 
     def int(self, value):
@@ -82,6 +88,18 @@ class Bench:
         chunk = min(self.sizes.chunk, self.n)
         q = self.q.expand(1, chunk, -1, -1) * torch.linspace(0.5, 1, chunk, device=self.device).view(1, -1, 1, 1).to(self.q.dtype)
         return prefill_dense(q, self.k, self.v, self.n - chunk, self.scale, path=path)
+
+
+    def blocks(self, path="auto"):
+        """attend_blocks of a chunk, of the past KEPT of all blocks per head."""
+        q = self.q.expand(1, self.whole, -1, -1) * torch.linspace(0.5, 1, self.whole, device=self.device).view(1, -1, 1, 1).to(self.q.dtype)
+        return attend_blocks(q, self.k, self.v, self.keep, self.first, self.scale, path=path)[0]
+
+    def blocks_operations(self):
+        """Products of `blocks`, in operations: whole tiles of every kept past block, and the own one's lower half."""
+        own = self.first // BLOCK + torch.arange(self.whole // BLOCK, device=self.device).unsqueeze(1)
+        past = int((self.keep & (torch.arange(self.keep.shape[-1], device=self.device) < own)).sum())
+        return 4 * BLOCK * BLOCK * self.sizes.head_dim * (past + 0.5 * self.sizes.heads * (self.whole // BLOCK))
 
 
 def selecting(keys, k, path="auto"):
@@ -115,6 +133,7 @@ def check(sizes, device):
     fast, slow = b.windowed(keys=torch.zeros_like(b.keys)), b.windowed("reference", torch.zeros_like(b.keys))
     compare("window scores", fast / slow.max(), slow / slow.max())
     compare("prefill attention", b.prefill(), b.prefill("reference"))
+    compare("block-sparse prefill", b.blocks(), b.blocks("reference"))
     compare("top-k", selecting(slow, sizes.budget)(), selecting(slow, sizes.budget, "reference")(), 0.0)
     ties = (slow * 50).round()
     compare("top-k with ties", selecting(ties, sizes.budget)(), selecting(ties, sizes.budget, "reference")(), 0.0)
@@ -143,6 +162,8 @@ def speed(sizes, device, rates, note=lambda row: None):
         chunk = min(sizes.chunk, n)
         add("prefill attention of a chunk", n, b.prefill, n * row)
         rows[-1]["tflops"] = 4 * chunk * n * sizes.heads * sizes.head_dim / rows[-1]["us"] / 1e6
+        add("block-sparse prefill of a chunk", n, b.blocks, n * row, kept=KEPT)
+        rows[-1]["tflops"] = b.blocks_operations() / rows[-1]["us"] / 1e6
     del b
     for n in sizes.top:
         keys = torch.rand(1, n, device=device)

@@ -43,7 +43,7 @@ class BlockSparse:
         part = slice(first - start, last - start)
         mass = block_mass(q[:, part], k, first, self.method.dense_stride, self.scale, self.method.dense_estimator)
         keep = choose_blocks(mass, first, self.method.dense_mass)
-        out[:, part] = attend_blocks(q[:, part], k, v, keep, first, self.scale)[0]
+        out[:, part] = attend_blocks(q[:, part], k, v, keep, first, self.scale, path=self.setup.path)[0]
         self._count(layer, q[:, part], k, keep, first)
         return out
 
