@@ -45,6 +45,11 @@ class QueryRing:
         where = torch.arange(stop - width, stop, device=newest.device) % RING
         self.slots.index_copy_(2, where, newest)
 
+    def newest(self, most=64):
+        """A copy of the newest raw queries, at most `most`: [layers, B, W, H, D], as `commit` takes them."""
+        first = max(self.low, self.high - most)
+        return self.slots.index_select(2, torch.arange(first, self.high, device=self.slots.device) % RING)
+
     def advanced(self, length, appended):
         """`appended` consecutive queries ending at `length` were stored: they extend what is held, or begin anew after a gap."""
         first = length - appended

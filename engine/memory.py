@@ -203,6 +203,7 @@ def memory_items(config, method, layers, dtype, device, context, chunk, path="au
                             window=method.window if windowed else 0, path=path, dtype=dtype)
     selection = method.runtime_bytes(layers, context, config, size)
     ring = config.num_layers * RING * config.q_size * size
+    store = method.store_bytes(layers, config, size, context)
     return (
         ("weights", config.parameters * size, f"{config.parameters / 1e9:.2f} B parameters"),
         ("context bank", bank, f"{kept} layers x {config.kv_bytes(size)} B per token"),
@@ -210,6 +211,7 @@ def memory_items(config, method, layers, dtype, device, context, chunk, path="au
         ("query ring", ring, f"last {RING} queries of every layer"),
         ("decode scratch", scratch, ""),
         ("selection", selection, "scores and indices" if budget else ""),
+        *((("retained rows", store, "the most that is kept beside the bank"),) if store else ()),
         ("prefill workspace", prefill_bytes(config, size, chunk, device.type), f"activations of one chunk of {chunk} tokens"),
     )
 

@@ -16,6 +16,7 @@ class Role(enum.Enum):
     FILTER = "filter"      # attends to everything and chooses for the group after it
     WAIT = "wait"          # attends to everything while a packed load is under way
     SPARSE = "sparse"      # attends to its group's selection and the tail
+    RETAINED = "retained"  # attends to the rows that its method has kept; what was dropped is never read again
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,19 @@ class LayerPlan:
         return tuple(i for i, role in enumerate(self.roles) if role is Role.SPARSE)
 
     @property
+    def partial_layers(self):
+        """Numbers of the layers that read less than everything, ascending: SPARSE and RETAINED."""
+        return tuple(i for i, role in enumerate(self.roles) if role in (Role.SPARSE, Role.RETAINED))
+
+    @property
     def dense_share(self):
         """a of the paper's Mem% formula: (FULL + FILTER + WAIT) / layers."""
-        return 1.0 - self.count(Role.SPARSE) / self.num_layers
+        return 1.0 - len(self.partial_layers) / self.num_layers
 
     def describe(self):
         """One line for people: roles counted, filter layers and groups named."""
+        if self.count(Role.RETAINED):
+            return f"{self.num_layers} layers, each reads what it has retained"
         if not self.groups:
             return f"{self.num_layers} layers, all full attention"
         groups = "; ".join(f"{g.filter_layer} -> {_span(g.layers)}" for g in self.groups)

@@ -114,7 +114,9 @@ def run_chunk(model, rotary, runtime, bank, tokens, start, total, write=True, la
             bank.write_chunk(number, k, v, start)
         del k, v
         first = start
-        if number == config.num_layers - 1 and not runtime.reads_every_query:
+        if number == config.num_layers - 1:
+            if runtime.reads_every_query:
+                runtime.prefill_attend(number, q, bank, first)
             if not last_logits:
                 break                                       # the last layer's output is wanted for the prompt's last token only
             x, q, first = x[:, -1:], q[:, -1:], start + tokens.shape[1] - 1

@@ -113,6 +113,17 @@ class Rotary:
         cos, sin = angle.cos(), angle.sin()
         return (cos, sin) if self._scale == 1.0 else (cos * self._scale, sin * self._scale)
 
+    def turn(self, x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        """Moves rotated x [..., S, heads, D] on by `by` [..., S] int64 positions, back where negative: R(p) x -> R(p + by) x.
+
+        Rotations of one frequency add up, so this holds for every kind but dynamic NTK, whose frequencies depend on the length
+        (ValueError). The attention factor is in x already and is not applied again.
+        """
+        if self.rope.kind == "dynamic":
+            raise ValueError("turn: dynamic rope has no frequencies that hold at two lengths")
+        angle = by.unsqueeze(-1).float() * self._freq
+        return apply_rope(x, angle.cos(), angle.sin())
+
     @staticmethod
     def apply(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """apply_rope."""

@@ -2,11 +2,12 @@
 
 import contextlib
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 
+from engine.anew import Mark, go_again, look_again
 from engine.bank import DeviceBank
 from engine.check import Pair, check
 from engine.decode import RING, QueryRing
@@ -20,16 +21,6 @@ from engine.tiered import TieredBank, bank_figures
 from kernels.dispatch import PATHS as KERNEL_PATHS
 
 WARM = 8        # queries at a prompt's end whose selections fill the working sets before the first step
-
-
-@dataclass
-class _Mark:
-    """The end of a prefill: the bank's length before it and then, and what the method fixed for the answer that follows."""
-
-    start: int
-    length: int
-    state: object = field(repr=False, default=None)
-    logits: object = field(repr=False, default=None)
 
 
 class Session:
@@ -71,14 +62,25 @@ class Session:
     @property
     def stats(self):
         """A SessionStats of now (a copy)."""
-        held = {} if self.closed else dict(ring_bytes=self._ring.nbytes, scratch_bytes=self._steps.scratch_bytes,
-                                           selection_bytes=self.runtime.nbytes, mem=self._mem(), **bank_figures(self.bank))
+        if self.closed:
+            return replace(self._stats, tokens=len(self.ids))
+        held = dict(ring_bytes=self._ring.nbytes, scratch_bytes=self._steps.scratch_bytes, selection_bytes=self.runtime.nbytes,
+                    mem=self._mem(), **bank_figures(self.bank))
+        if self.runtime.evicts:                             # what it needs, of what its tokens would take; the bank stands beside it
+            every = self.plan.num_layers * self._row_bytes * max(1, len(self.ids))
+            held |= dict(selection_bytes=0, store_bytes=self.runtime.nbytes, snapshot_bytes=sum(m.nbytes for m in self._marks),
+                         resident=self.runtime.resident_bytes / every)
         return replace(self._stats, tokens=len(self.ids), **held)
+
+    @property
+    def counters(self):
+        """The SessionStats that this session counts in (not a copy)."""
+        return self._stats
 
     def _mem(self):
         prompt = self._marks[-1].length if self._marks else len(self.ids)
         k = getattr(self.runtime, "k", 0)
-        return mem_from_budget(k, prompt, self.plan.dense_share) if k and self.plan.sparse_layers else 1.0
+        return mem_from_budget(k, prompt, self.plan.dense_share) if k and self.plan.partial_layers else 1.0
 
     @property
     def runtime(self):
@@ -111,14 +113,19 @@ class Session:
         self.method, self.plan = method, plan
         self._steps = Steps(self.llm, method, plan, self.capacity, self.kernels, self.bank, self._ring)
         self._selected = False
+        self.runtime.bank = self.bank
         self._fresh = self.runtime.snapshot()       # before the first prefill
 
     def set_method(self, method):
-        """Go on with another method; nothing is read again. The bank's layers change layout where the new plan wants it."""
+        """Go on with another method; nothing is read again. The bank's layers change layout where the new plan wants it.
+
+        An evicting method takes all tokens so far for one prompt; one that sums attention runs their queries over the bank once more.
+        """
         self._open()
         method, plan = self.llm.resolve_method(method)
         if self.ids:
             method.check_prefill(0, self._marks[-1].length if self._marks else len(self.ids))
+            method.check_switch(len(self.ids))
         with self.llm.busy():
             placement = self.llm.placement(method, plan, self.capacity, self._offload) if self.bank.tiered and plan.sparse_layers else None
             self.bank = self.bank.relayout(plan, placement)
@@ -138,7 +145,12 @@ class Session:
 
     def _again(self, method, plan):
         self._use(method, plan)
-        if self.ids:
+        if self.ids and self.runtime.evicts:
+            last = self._marks[-1] if self._marks else None
+            if self.runtime.reads_every_query:
+                look_again(self)
+            self._marks = [self._mark(0, len(self.ids), last.logits if last and last.length == len(self.ids) else None)]
+        elif self.ids:
             self._marks = [self._mark(m.start, m.length, m.logits) for m in self._marks] or [self._mark(0, len(self.ids))]
 
     # ---------------------------------------------------------------- reading and writing tokens
@@ -215,7 +227,8 @@ class Session:
     def _mark(self, start, length, logits=None):
         with torch.inference_mode():
             self.runtime.end_prefill(length, self._steps.at(length))
-        return _Mark(start, length, self.runtime.snapshot(), logits)
+            queries = self._ring.newest() if self.runtime.evicts else None
+        return Mark(start, length, self.runtime.snapshot(), logits, queries)
 
     def synthesize(self, n, seed=0):
         """Fill this empty session with n random tokens without reading them (engine/synthetic.py): for benchmarks at any depth."""
@@ -241,10 +254,11 @@ class Session:
             self._restore_window()
             began = time.perf_counter()
             own, sparse = self._steps.kind(n)
-            metered = sparse and self.watch is not None and self.watch.due()
-            if sparse and not metered and self.watch is not None and self.watch.exact:
+            watch = self.watch if sparse and self.plan.sparse_layers else None
+            metered = watch is not None and watch.due()
+            if watch is not None and not metered and watch.exact:
                 own = sparse = False
-                self.watch.exact_steps += 1
+                watch.exact_steps += 1
             self._steps.feed(token_id, n)
             self.bank.before_step(n)
             logits = self._metered() if metered else self._steps.run(n, own)
@@ -284,6 +298,11 @@ class Session:
             raise SettingError(f"truncate: found {n}, expected 0 to {len(self.ids)} (the session's tokens)")
         if n == len(self.ids):
             return
+        if self.runtime.evicts:
+            self._selected = False
+            self._marks, again = go_again(self, self._marks, self._fresh, n)
+            again()
+            return
         del self.ids[n:]
         self.bank.rewind(n)
         self.last_logits = None
@@ -305,6 +324,12 @@ class Session:
         if not self.ids:
             raise SettingError("generate: found an empty session and no tokens, expected a prompt of at least one token")
         n = len(self.ids)
+        if self.runtime.evicts:                             # an interrupted prompt's chunks left none: it is read again to its end
+            start = self._marks[-1].start if self._marks else 0
+            ids = self.ids[start:]
+            self.truncate(start)
+            self.prefill(ids)
+            return
         tokens = torch.tensor([self.ids[-1:]], dtype=torch.int64, device=self.llm.model.device)
         with torch.inference_mode():
             logits, _ = run_chunk(self.llm.model, self.llm.rotary, self.dense_runtime, self.bank, tokens, n - 1, n, write=False,
@@ -337,7 +362,6 @@ class Session:
             twin._ring.copy_from(self._ring)
             twin.last_logits = None if self.last_logits is None else self.last_logits.clone()
             twin._marks, twin._fresh = list(self._marks), self._fresh
-            twin.runtime.restore(twin._marks[-1].state if twin._marks else twin._fresh, len(self.ids))
             twin.runtime.copy_from(self.runtime)
         return twin
 

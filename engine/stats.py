@@ -25,13 +25,16 @@ class SessionStats:
     selection_bytes: int = 0
     host_bytes: int = 0                # host blocks of this session
     pin_seconds: float = 0.0           # that its pool has spent page-locking host memory
-    resident: float = 1.0              # bank bytes on the device / bytes of all rows at the session's capacity
+    resident: float = 1.0              # bank bytes on the device / bytes of all rows at the session's capacity; where rows are
+                                       # evicted: bytes that the method needs / bytes of all rows of the tokens so far
     mem: float = 1.0                   # the paper's formula: share of the bank that a sparse step reads
     hits: int = 0                      # selected tokens found in the working sets, summed over groups and steps
     misses: int = 0
     evictions: int = 0
     hit_rate: float = 0.0              # hits / selected tokens
     bytes_fetched: int = 0             # by selection: misses x bytes of a group's row, exactly
+    store_bytes: int = 0               # rows, positions and scores that an evicting method keeps
+    snapshot_bytes: int = 0            # positions, scores and queries kept so that its answer can be taken back
     bytes_streamed: int = 0            # whole layers and blocks brought back (prefill, dense steps, brutal offload)
     staging_stalls: int = 0            # chunks of a layer that found their staging buffer still on its way home
     groups: dict = field(default_factory=dict)      # {first layer: {"hits", "misses", "evictions", "plans", "bytes"}}
@@ -47,7 +50,7 @@ class SessionStats:
 
     def count_step(self, rows, roles, row_bytes, sparse, seconds):
         """A decode step has run. rows: bank rows that each layer read; sparse: whether its sparse layers read a selection."""
-        read = sum(r for r, role in zip(rows, roles) if role is Role.SPARSE)
+        read = sum(r for r, role in zip(rows, roles) if role in (Role.SPARSE, Role.RETAINED))
         self.decode_steps += 1
         self.decode_seconds += seconds
         self.sparse_steps += sparse

@@ -30,7 +30,7 @@ class Steps:
         self.runtime = method.runtime(Setup(config, plan, *common))
         self.dense_runtime = full.runtime(Setup(config, full.plan(config), *common))
         self.dense_below = method.dense_below_tokens(plan, config, model.dtype.itemsize, model.device.type, capacity)
-        self._selecting = bool(plan.sparse_layers)
+        self._partial = bool(plan.partial_layers)
         self.token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
         self.length = torch.zeros(1, dtype=torch.int32, device=model.device)
         # The reference is the oracle: plain launchers, pieces uncompiled, no graph.
@@ -39,9 +39,9 @@ class Steps:
                                                             bank, graphs) for runtime in (self.runtime, self.dense_runtime)}
 
     def kind(self, n):
-        """(own, sparse) of the step that makes the bank n tokens long: whether the method's own runs, and whether it selects."""
+        """(own, sparse) of the step that makes the bank n tokens long: whether the method's own runs, and whether it reads a part."""
         own = n >= self.dense_below and self.runtime.differs
-        return own, own and self._selecting
+        return own, own and self._partial
 
     def feed(self, token_id, n):
         """Put the n-th token where the next step reads it."""

@@ -34,10 +34,15 @@ class Method:
         """Device bytes of the runtime's own buffers in a bank of `capacity` tokens of `size` bytes an element; equals Runtime.nbytes."""
         return 0
 
+    def store_bytes(self, plan, config, itemsize, capacity):
+        """Device bytes of rows that the method keeps beside a bank of `capacity` tokens, at most (evicting methods)."""
+        return 0
+
     def dense_below_tokens(self, plan, config, dtype_bytes, device_type, capacity):
         """Below this many tokens of context every layer attends to everything."""
         return 0
 
+    evicts = False          # whether rows are given up for good (engine/methods/evicting.py)
     selects = False         # whether sparse layers read a selection that `bank.fetch` was told of
     stages = 0              # whole offloaded layers that a step keeps on the device at once
 
@@ -50,6 +55,9 @@ class Method:
 
     def check_prefill(self, start, stop):
         """Raise SettingError where a session of `start` tokens cannot read on to `stop`; asked before reading."""
+
+    def check_switch(self, length):
+        """Raise SettingError where a session that has read `length` tokens under another method cannot go on with this one."""
 
     def runtime(self, setup):
         """The state of this method in one session (a Runtime)."""
@@ -76,7 +84,9 @@ class Runtime:
     window = 0                  # queries of the past that the next step's selection needs
     capturable = True           # whether a step can be captured into a CUDA graph (no visit to the host)
     packed = False              # whether sparse layers read what `bank.fetch` brought (else rows are gathered and waited for)
-    reads_every_query = False   # whether prefill_attend must see all queries of the last layer (methods that sum attention)
+    bank = None                 # the session's bank, set by the session
+    evicts = False              # whether what a session has read cannot be attended to again: truncate reads anew (Session.truncate)
+    reads_every_query = False   # whether the last layer shows all queries of a chunk too, before the one whose output counts
 
     def __init__(self, method, setup):
         self.method, self.setup = method, setup
@@ -153,7 +163,8 @@ class Runtime:
         """Undo to a snapshot taken when the bank held `length` tokens."""
 
     def copy_from(self, other, sequence=0):
-        """Hold for sequence `sequence` what the runtime of one sequence holds beyond a snapshot (fork; a batch)."""
+        """Hold for sequence `sequence` what the runtime of one sequence holds (fork; a batch)."""
+        self.restore(other.snapshot(), None)
 
     def forget(self, length):
         """Drop what the last step chose: the session was truncated to `length` tokens (0: as new)."""

@@ -24,7 +24,7 @@ def llm_of(shape=SHAPES[0], chunk=64, kernels="reference", seed=3):
     return tiny_llm(config, tiny_weights(config, seed=seed), Full(), max_context=CAPACITY, chunk=chunk, kernels=kernels)
 
 
-def allocated(thing, stop=("setup", "method", "plan", "pool"), seen=None):
+def allocated(thing, stop=("setup", "method", "plan", "pool", "bank"), seen=None):
     """Bytes of every tensor storage that hangs on an object of ours, each counted once; what `stop` names is somebody else's."""
     seen = {} if seen is None else seen
     if isinstance(thing, torch.Tensor):
@@ -116,8 +116,7 @@ def planted_runtime(method, positions, length=320, seed=0, kernels="reference"):
     step = step_of(length + 1)
     for layer in range(config.num_layers):
         q, k, v, _ = rows(1)
-        bank.write(layer, k, v, step.positions)
-        ring.write(layer, q, step.positions)
+        bank.write(layer, k, v, q, ring, step.positions)
         runtime.attend(layer, q, step)
     runtime.advance(1)
     return runtime

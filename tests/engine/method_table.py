@@ -8,15 +8,27 @@ from dataclasses import dataclass, field
 
 import torch
 
+from engine.methods.a2sf import A2SF
 from engine.methods.ablations import OmniKVPerLayer, OmniKVUnpacked
+from engine.methods.ada_pyramid import AdaPyramid
+from engine.methods.ada_snapkv import AdaSnapKV
 from engine.methods.brutal_offload import BrutalOffload
 from engine.methods.full import Full
+from engine.methods.h2o import H2O
+from engine.methods.h2o_plus import H2OPlus
+from engine.methods.keyformer import Keyformer
+from engine.methods.lm_infinite import LMInfinite
 from engine.methods.minference import MInference
 from engine.methods.omnikv import OmniKV
 from engine.methods.pod import PodUntrained
+from engine.methods.pyramidkv import PyramidKV
 from engine.methods.quest import Quest
+from engine.methods.scissorhands import Scissorhands
+from engine.methods.snapkv import SnapKV
+from engine.methods.streaming_llm import StreamingLLM
 from engine.methods.tidaldecode import TidalDecode
-from engine.plan import Role, tail_start
+from engine.methods.window import Window
+from engine.plan import tail_start
 
 CAPACITY = 512          # of the sessions that the table is run on
 PLANTED = 8             # tokens that U8 plants: every budget in the table has room for them
@@ -53,6 +65,11 @@ def shared_rows(runtime, n):
             for group in runtime.plan.groups for layer in group.layers}
 
 
+def retained_rows(runtime, n):
+    """Evicting methods: what each K/V head's store holds, in every layer."""
+    return {layer: runtime.positions(layer) for layer in range(runtime.plan.num_layers)}
+
+
 def official_rows(runtime, n):
     """The published code: a group's selection and everything generated."""
     heads, chosen = runtime.setup.config.num_kv_heads, runtime.selections()
@@ -85,6 +102,7 @@ class Length:
 
 SPARSE = dict(filter_layers=(1, 4), tokens=20, tail=64, dense_below=0)
 EVERYTHING = dict(SPARSE, tokens=CAPACITY)
+BY_POSITION = {"U8": "it chooses by position, whatever the scores"}
 OFFICIAL = dict(filter_layers=(1, 4), official=True)
 
 TABLE = (
@@ -102,6 +120,26 @@ TABLE = (
         without={"U5": "the published code flattens its index and counts steps on the host: one sequence only"}),
     Row("omnikv_per_layer", OmniKVPerLayer(**EVERYTHING), (OmniKVPerLayer(**SPARSE),), shared_rows, selects=True, scans=True),
     Row("omnikv_unpacked", OmniKVUnpacked(**EVERYTHING), (OmniKVUnpacked(**SPARSE),), shared_rows, selects=True, offload="host"),
+    Row("h2o", H2O(tokens=CAPACITY), (H2O(tokens=40), H2O(share=0.2, cut="prefill", gqa_reduce="sum")), retained_rows, evicts=True),
+    Row("a2sf", A2SF(tokens=CAPACITY), (A2SF(tokens=40), A2SF(share=0.2, forgetting=0.5)), retained_rows, evicts=True),
+    Row("keyformer", Keyformer(tokens=CAPACITY), (Keyformer(tokens=40), Keyformer(share=0.2, noise=False, every=1)), retained_rows,
+        evicts=True, random=True),
+    Row("scissorhands", Scissorhands(tokens=CAPACITY), (Scissorhands(tokens=40), Scissorhands(share=0.2, history=7, drop=0.1)),
+        retained_rows, evicts=True),
+    Row("h2o_plus", H2OPlus(tokens=CAPACITY, segment=CAPACITY), (H2OPlus(tokens=40, segment=50), H2OPlus(share=0.2, segment="auto_70b")),
+        retained_rows, evicts=True, approximate=True),
+    Row("window", Window(tokens=CAPACITY), (Window(tokens=40), Window(share=0.2)), retained_rows, evicts=True, approximate=True,
+        without=BY_POSITION),
+    Row("streaming_llm", StreamingLLM(tokens=CAPACITY), (StreamingLLM(tokens=40), StreamingLLM(share=0.2, sink=20),
+                                                        StreamingLLM(official=True)), retained_rows, evicts=True, approximate=True,
+        without=BY_POSITION),
+    Row("lm_infinite", LMInfinite(tokens=CAPACITY), (LMInfinite(tokens=40), LMInfinite(share=0.1, sink=20)), retained_rows, evicts=True,
+        approximate=True, without=BY_POSITION),
+    Row("snapkv", SnapKV(tokens=CAPACITY), (SnapKV(tokens=96), SnapKV(share=0.2, window=4, kernel=5, pool="mean", gqa_reduce="max")),
+        retained_rows, evicts=True),
+    Row("pyramidkv", PyramidKV(tokens=CAPACITY), (PyramidKV(tokens=100, beta=4), PyramidKV(share=0.3, beta=3)), retained_rows, evicts=True),
+    Row("ada_snapkv", AdaSnapKV(tokens=CAPACITY), (AdaSnapKV(tokens=128), AdaSnapKV(share=0.35, alpha=0.8)), retained_rows, evicts=True),
+    Row("ada_pyramid", AdaPyramid(tokens=CAPACITY), (AdaPyramid(tokens=80, kernel=1),), retained_rows, evicts=True),
     Row("brutal_offload", BrutalOffload(layers=3, ahead=2), offload="host"),
     Row("minference", MInference(), (MInference(("vertical_slash", 30, 100)), MInference(("a_shape", 30, 50))), approximate=True,
         tolerance=1e-5, chunk_defined="lines are ranked by a chunk's own queries, and its blocks end where it ends"),
@@ -119,4 +157,4 @@ def every(kind=lambda row: True):
 
 def partial_layers(plan):
     """Layers that read less than everything."""
-    return [layer for layer, role in enumerate(plan.roles) if role is Role.SPARSE]
+    return list(plan.partial_layers)

@@ -1,0 +1,53 @@
+"""Evicting methods against dense float64 simulations of their rules: logits, and what every head of every layer holds, step by step.
+
+Stops: a score summed over the wrong queries or in the wrong order of heads, a token kept or dropped one step early, a softmax over what is
+gone, a distance that is not the method's.
+"""
+
+import numpy as np
+import pytest
+
+from engine.methods.ada_snapkv import AdaSnapKV
+from engine.methods.full import Full
+from engine.methods.h2o import H2O
+from engine.methods.lm_infinite import LMInfinite
+from engine.methods.snapkv import SnapKV
+from engine.methods.streaming_llm import StreamingLLM
+from tests.engine.evicting_simulation import Conversation, Rule
+from tests.engine.official_simulation import Model, Shape
+from tests.engine.tiny import random_ids, tiny_config, tiny_llm, tiny_weights
+
+LAYERS = 3
+METHODS = {
+    "h2o": (H2O(tokens=20), Rule("h2o", 20, recent=10)),
+    "h2o uneven": (H2O(tokens=31, recent_share=0.2), Rule("h2o", 31, recent=6)),
+    "streaming_llm": (StreamingLLM(tokens=24), Rule("streaming_llm", 24, sink=4)),
+    "lm_infinite": (LMInfinite(tokens=24, sink=5), Rule("lm_infinite", 24, sink=5)),
+    "lm_infinite, more sinks than window": (LMInfinite(tokens=24, sink=20), Rule("lm_infinite", 24, sink=20)),
+    "snapkv": (SnapKV(tokens=30, window=8), Rule("snapkv", 30, window=8, kernel=7)),
+    "snapkv unpooled": (SnapKV(tokens=20, window=16, kernel=1), Rule("snapkv", 20, window=16)),
+    "ada_snapkv": (AdaSnapKV(tokens=30, window=8), Rule("ada_snapkv", 30, window=8, kernel=7, alpha=0.5)),
+    "ada_snapkv, all adaptive": (AdaSnapKV(tokens=21, window=5, kernel=3, alpha=1.0),
+                                 Rule("ada_snapkv", 21, window=5, kernel=3, alpha=1.0)),
+}
+
+
+@pytest.mark.parametrize("kernels", ["reference", "auto"])
+@pytest.mark.parametrize("heads", [(4, 1), (8, 2), (4, 4)])
+@pytest.mark.parametrize("name", METHODS)
+def test_rows_and_logits_are_the_simulations(name, heads, kernels):
+    """Two turns: a prompt of 90 tokens, an answer, a second prompt over what is left, an answer."""
+    method, rule = METHODS[name]
+    config = tiny_config(layers=LAYERS, heads=heads[0], kv_heads=heads[1])
+    weights = tiny_weights(config, seed=sum(heads))
+    llm = tiny_llm(config, weights, Full(), max_context=256, kernels=kernels, chunk=37)
+    oracle = Conversation(Model(Shape(LAYERS, *heads, 64 // heads[0], 1e-5), weights), rule)
+    with llm.session(method) as session:
+        for turn, (prompt, answer) in enumerate(((90, 6), (25, 3))):
+            ids = random_ids(prompt + answer, seed=turn)
+            np.testing.assert_allclose(session.prefill(ids[:prompt]).numpy(), oracle.prompt(ids[:prompt]), atol=1e-4)
+            for token in ids[prompt:]:
+                np.testing.assert_allclose(session.decode(token).numpy(), oracle.step(token), atol=1e-4)
+                for layer in range(LAYERS):
+                    assert session.runtime.positions(layer) == oracle.kept(layer), (turn, layer)
+        assert session.stats.sparse_steps == 9 and session.runtime.rows_read(len(session))[0] < len(session)
