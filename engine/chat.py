@@ -24,8 +24,8 @@ from engine.chat_proof import watch_of
 from engine.display import Display, brief, human
 from engine.errors import EngineError, SettingError, UsageError
 from engine.llm import LLM
-from engine.methods.full import Full
 from engine.methods.omnikv import OmniKV
+from engine.methods.registry import make, methods
 from engine.sampling import SamplingParams
 from engine.version import VERSION
 
@@ -118,8 +118,9 @@ def parser() -> Parser:
     group.add_argument("--vram-budget", type=gigabytes, metavar="GB", help="stay within this much GPU memory")
     group.add_argument("--ram-budget", type=gigabytes, metavar="GB", help="stay within this much RAM")
     group = p.add_argument_group("method")
-    group.add_argument("--method", "--attention", dest="method", choices=("omnikv", "full"),
-                       help="default: OmniKV where the model's filter layers are known")
+    group.add_argument("--method", "--attention", dest="method", choices=tuple(methods()), metavar="NAME",
+                       help="default: OmniKV where the model's filter layers are known; omnikv, full, or a rival for comparison: "
+                            + ", ".join(name for name in methods() if name not in ("omnikv", "full")))
     group.add_argument("--filter-layers", type=layers, metavar="L,L,...", help="layers that attend to everything and choose")
     group.add_argument("--tokens", "--budget", dest="tokens", type=int, metavar="K",
                        help="tokens that a sparse layer reads per step (2048)")
@@ -169,12 +170,9 @@ def omnikv_of(args) -> OmniKV | None:
 
 def method_of(args, pocket: bool):
     """The method that the flags ask for; None leaves the choice to the model."""
+    if args.method not in (None, "omnikv"):
+        return make(args.method, {name: value for name in OMNIKV_FLAGS if (value := getattr(args, name)) is not None})
     omnikv = omnikv_of(args)
-    if args.method == "full":
-        if omnikv is not None:
-            flag = next(name for name in OMNIKV_FLAGS if getattr(args, name) is not None)
-            raise UsageError(f"--{flag.replace('_', '-')}: belongs to --method omnikv, but --method full was given")
-        return Full()
     if omnikv is None and pocket:
         # The share that Mem 30% is on the paper's models; at every length, so that /sources always has something to show.
         return OmniKV(share=0.067, dense_below=0)

@@ -9,8 +9,8 @@ from pathlib import Path
 from engine.chat_proof import run_check, sources_file
 from engine.display import brief, clock, count, human, resident_bytes
 from engine.errors import SettingError, UsageError
-from engine.methods.full import Full
 from engine.methods.omnikv import OmniKV
+from engine.methods.registry import make, methods
 from engine.plan import tail_start
 from engine.sampling import SamplingParams
 
@@ -180,13 +180,15 @@ def changed(params: SamplingParams, key: str, value: str) -> SamplingParams:
 
 def _method(chat, rest: str):
     session, name = chat.conversation.session, rest.lower()
-    if name not in ("full", "omnikv"):
+    if name not in methods():
         if rest:
-            raise UsageError(f"/method: found {rest!r}, expected full or omnikv")
+            raise UsageError(f"/method: found {rest!r}, expected one of {', '.join(methods())}")
         chat.display.line(brief(session.method))
         return
-    session.set_method(Full() if name == "full" else chat.omnikv or OmniKV())
-    chat.display.line(f"{brief(session.method)}: nothing is read again{expected_speed(chat, name)}")
+    method = (chat.omnikv or OmniKV()) if name == "omnikv" else make(name, {})
+    session.set_method(method)
+    done = "its attention was summed once more" if getattr(method, "scored", False) else "nothing is read again"
+    chat.display.line(f"{brief(session.method)}: {done}{expected_speed(chat, name)}")
 
 
 def expected_speed(chat, name: str) -> str:

@@ -1,15 +1,12 @@
 """Which methods a benchmark runs: names to frozen method values, found in engine/methods, with what cannot run saying why."""
 
 import dataclasses
-import importlib
-import pkgutil
 from dataclasses import dataclass
 
-import engine.methods
 from engine.errors import SettingError
-from engine.methods.base import Method
 from engine.methods.full import Full
 from engine.methods.omnikv import OmniKV
+from engine.methods.registry import methods
 from engine.methods.replay import Replay
 
 
@@ -28,26 +25,13 @@ def describe(method):
     return f"{type(method).__name__}({', '.join(given)})"
 
 
-def registered():
-    """{name: class} of all methods in engine/methods, planted ones apart."""
-    for found in pkgutil.iter_modules(engine.methods.__path__):
-        importlib.import_module(f"engine.methods.{found.name}")
-    classes, todo = {}, [Method]
-    while todo:
-        cls = todo.pop()
-        todo += cls.__subclasses__()
-        if cls is not Replay:
-            classes[cls().name] = cls
-    return classes
-
-
 def specs(names, filter_layers, tokens, waits, reuses, dense_below=0, tail=256):
     """Spec list for names such as "full", "omnikv", "omnikv-host", "brutal" or any registered method.
 
     OmniKV is multiplied by `waits` (numbers of wait layers) and, on "omnikv-host", by `reuses` (planted shares; None: as chosen).
     Raises SettingError for a name that nobody knows.
     """
-    known, found = registered(), []
+    known, found = methods(), []
     for name in names:
         base, _, place = name.partition("-")
         base, place = ("brutal_offload", "host") if name == "brutal" else (base, place)

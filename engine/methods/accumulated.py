@@ -25,6 +25,7 @@ class Accumulating(Evicting):
     cut: str = "prefill"
     every: int = 1
 
+    named = False
     scored = True
 
     def __post_init__(self):

@@ -42,6 +42,7 @@ class Method:
         """Below this many tokens of context every layer attends to everything."""
         return 0
 
+    named = False           # whether users may ask for it by its name: what a class says itself counts, True where it is silent
     evicts = False          # whether rows are given up for good (engine/methods/evicting.py)
     selects = False         # whether sparse layers read a selection that `bank.fetch` was told of
     stages = 0              # whole offloaded layers that a step keeps on the device at once

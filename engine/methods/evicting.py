@@ -28,6 +28,7 @@ class Evicting(Method):
     tokens: int | None = None
     share: float | None = None
 
+    named = False
     evicts = True
     scored = False              # whether a float32 score per query head is kept with every row
     cut = "prefill"             # when a first prompt is cut: at its end, or after the "first_step" of the answer

@@ -28,6 +28,8 @@ class Replay(OmniKV):
     reuse: float = 0.9
     seed: int = 0
 
+    named = False
+
     def __post_init__(self):
         super().__post_init__()
         if isinstance(self.reuse, bool) or not isinstance(self.reuse, (int, float)) or not 0 <= self.reuse <= 1:

@@ -21,6 +21,7 @@ from kernels.prefill import prefill_dense
 class Windowed(Evicting):
     """Budget tokens | share: sinks and window together. sink: first tokens that are always seen; window = budget - sink."""
 
+    named = False
     own_prefill = True
     clips = True                # whether a sink's distance is changed, which dynamic rope does not allow
 

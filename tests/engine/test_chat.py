@@ -13,7 +13,10 @@ from engine.chat import flag_named, gigabytes, main, method_of, parser, scaled
 from engine.display import Display, brief, clock, human, printable
 from engine.errors import ModelNotFound, UnsupportedCheckpoint
 from engine.methods.full import Full
+from engine.methods.h2o import H2O
 from engine.methods.omnikv import OmniKV
+from engine.methods.snapkv import SnapKV
+from engine.methods.streaming_llm import StreamingLLM
 from engine.text import Tokenizer
 from tests.engine.fake_llm import FakeLLM
 from tests.engine.test_conversation import PLAIN, scripted
@@ -119,6 +122,8 @@ def test_the_method_follows_the_flags():
     assert method("--tokens", "64") == method("--budget", "64", "--method", "omnikv") == OmniKV(tokens=64)
     assert method(pocket=True) == OmniKV(share=0.067, dense_below=0) and method("--method", "full", pocket=True) == Full()
     assert method("--dense-below", "auto", "--mem", "0.3") == OmniKV(mem=0.3, dense_below="auto")
+    assert method("--method", "h2o", "--share", "0.3") == H2O(share=0.3) and method("--method", "snapkv", pocket=True) == SnapKV()
+    assert method("--method", "streaming_llm", "--sink", "8", "--tokens", "99") == StreamingLLM(tokens=99, sink=8)
 
 
 def test_what_needs_no_model(capsys):
@@ -152,6 +157,7 @@ BAD = [
     (["--selector", "best"], "--selector"), (["--window", "0"], "--window: found 0"), (["--wait-layers", "-1"], "--wait-layers: found -1"),
     (["--dense-below", "x"], "--dense-below"), (["--method", "magic"], "--method"), (["--offload", "cloud"], "--offload"),
     (["--method", "full", "--tokens", "9"], "--tokens: belongs to --method omnikv"), (["--vram-budget", "much"], "--vram-budget"),
+    (["--method", "h2o", "--tail", "64"], "--tail: belongs to --method omnikv, but --method h2o"),
     (["--threads", "x"], "--threads"), (["-f", "-", "-i"], "-f -"), (["-f", "/no/such/file.txt"], "/no/such/file.txt"),
 ]
 

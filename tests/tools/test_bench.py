@@ -13,9 +13,10 @@ import engine.placement
 from engine import LLM, Full, OmniKV
 from engine.errors import SettingError
 from engine.methods.brutal_offload import BrutalOffload
+from engine.methods.registry import methods
 from tools import bench, bench_gather, bench_suite
 from tools.bench_floor import Rates, floor_seconds, measure_rates, step_bytes, streamed_weights
-from tools.bench_methods import describe, registered, specs
+from tools.bench_methods import describe, specs
 from tools.bench_run import Cell, Engine, Entrant, Match, Mismatch, engine_bytes, fetched_bytes, verify
 from tools.bench_shapes import SHAPES, parse_size, shape_config, shape_filters, short_size
 from tools.bench_split import STAGES, split_step
@@ -316,7 +317,7 @@ def test_shapes_and_methods():
         config, filters = shape_config(name), shape_filters(name)
         assert filters[-1] < config.num_layers
     assert shape_config("llama-3-8b").parameters == pytest.approx(8.03e9, rel=1e-3)
-    assert {"full", "omnikv", "brutal_offload"} <= set(registered()) and "replay" not in registered()
+    assert {"full", "omnikv", "brutal_offload", "h2o"} <= set(methods()) and not {"replay", "method", "evicting"} & set(methods())
     found = specs(("full", "omnikv", "omnikv-host"), (1, 3), 32, (1, 0), (0.0, 0.9))
     assert [s.label for s in found] == ["full", "omnikv w1", "omnikv w0", "omnikv-host w1 reuse 0", "omnikv-host w1 reuse 0.9",
                                         "omnikv-host w0 reuse 0", "omnikv-host w0 reuse 0.9"]
