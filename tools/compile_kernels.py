@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -310,17 +311,29 @@ def describe(launch):
     return " ".join([str(launch.case), *forms])
 
 
-def table(reports):
-    """The reports as Markdown."""
-    columns = ("kernel", "configuration", "target", "regs", "spill", "static", "dynamic", *INSTRUCTIONS, "s")
+def table(reports, timed=True):
+    """The reports as Markdown; without the compiler's own time it is the same on every machine."""
+    columns = ("kernel", "configuration", "target", "regs", "spill", "static", "dynamic", *INSTRUCTIONS, *(["s"] if timed else []))
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     for r in reports:
         counts = [r.instructions.get(name, 0) for name in INSTRUCTIONS]
-        cells = (r.kernel, r.case, r.target, r.registers, r.spill, r.static_shared, r.dynamic_shared, *counts, r.seconds)
+        cells = (r.kernel, r.case, r.target, r.registers, r.spill, r.static_shared, r.dynamic_shared, *counts,
+                 *([r.seconds] if timed else []))
         if r.error:
             cells = (r.kernel, r.case, r.target, r.error[:60], *[""] * (len(columns) - 4))
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
+
+
+def write_table(path, reports, faults):
+    """The table as a document, replaced in one move: a run that is stopped leaves the old one."""
+    text = (f"# What the compiler makes of the kernels\n\nWritten by `python -m tools.compile_kernels --table FILE` with triton "
+            f"{triton.__version__}, no GPU: {len(reports)} variants, {faults} faults. Sizes in bytes; shared memory static and dynamic; "
+            f"counts are of instructions in the code. How fast any of it runs is not measured here.\n\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_text(text + table(reports, timed=False) + "\n")
+    fresh.replace(path)
 
 
 def main(arguments=None):
@@ -330,6 +343,7 @@ def main(arguments=None):
     parser.add_argument("--all", action="store_true", help="every dtype, head size, group and Q (a long run)")
     parser.add_argument("--kernels", default="", help="only launchers whose name begins so, such as dense,topk,columns")
     parser.add_argument("--json", metavar="FILE", help="write the reports there too")
+    parser.add_argument("--table", metavar="FILE", type=Path, help="write the table there too, without times")
     options = parser.parse_args(arguments)
     targets = [name for name in options.targets.split(",") if name]
     unknown = [name for name in targets if name not in TARGETS]
@@ -353,6 +367,8 @@ def main(arguments=None):
           f"{time.monotonic() - start:.0f} s, {len(faults)} faults")
     for fault in faults:
         print(f"FAULT: {fault}")
+    if options.table:
+        write_table(options.table, reports, len(faults))
     if options.json:
         with open(options.json, "w") as file:
             json.dump({"triton": triton.__version__, "reports": [asdict(report) for report in reports]}, file, indent=1)

@@ -67,10 +67,12 @@ def test_a_broken_kernel_fails_the_tool(config, said, capsys, tmp_path):
     """The tool's own exit status and last line, with a configuration that asks too much."""
     with mock.patch("kernels.dense_decode.dense_config", lambda *_: config), \
             mock.patch.object(compile_kernels, "shipped", lambda everything: [Case("dense")]):
-        status = compile_kernels.main(["--targets", "sm_90", "--json", str(tmp_path / "kernels.json")])
+        status = compile_kernels.main(["--targets", "sm_90", "--json", str(tmp_path / "kernels.json"), "--table", str(tmp_path / "k.md")])
     output = capsys.readouterr().out
     assert status == 1 and "FAULT: dense_kernel (dense bf16 d128 g4) for sm_90" in output and said in output
     assert (tmp_path / "kernels.json").stat().st_size > 100
+    lines = (tmp_path / "k.md").read_text().splitlines()
+    assert "1 faults" in lines[2] and len(lines) == output.count("\n| ") + 6 and not lines[4].endswith("| s |")
 
 
 def test_wrong_target_is_refused(capsys):
