@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import torch
 
 from engine.errors import OutOfHostMemory
-from engine.memory import HEADROOM, available_bytes, human
+from engine.freemem import available_bytes
+from engine.memory import HEADROOM, human
 from engine.pinned import limits
 from engine.pinned import ways as default_ways
 from kernels.gather import BLOCK_TOKENS

@@ -1,14 +1,13 @@
 """The memory plan: what a model will need, from config.json alone, before anything is allocated; and what fits."""
 
 import ctypes
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from engine.decode import RING
 from engine.errors import OutOfMemoryPlan
+from engine.freemem import available_bytes
 from engine.placement import SLOTS, fitting, full_placement
 from engine.plan import LayerPlan
 from engine.selector import mem_from_budget
@@ -18,34 +17,6 @@ GIB = 1024 ** 3
 HEADROOM = 0.95         # of the free memory may be planned for: a card filled to 98% is 5-20 times slower, without an error
 OFFLOAD_CHUNK = 4096    # 3.3K tokens hide a layer's past at 650 TFLOP/s and 50 GB/s (docs/OFFLOAD.md)
 ROUND = 64              # contexts are whole blocks
-
-
-def available_bytes(device):
-    """(free bytes, what was asked) on a device: CUDA's own figure, or MemAvailable and the container's limit on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0], f"{torch.cuda.get_device_name(device)}"
-    free = _meminfo() or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _container_left()
-    return (free, "free RAM") if limit is None or limit >= free else (limit, "left of the container's memory limit")
-
-
-def _meminfo():
-    path = Path("/proc/meminfo")
-    if not path.is_file():
-        return None
-    for line in path.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
-def _container_left():
-    folder = Path("/sys/fs/cgroup")
-    try:
-        limit = (folder / "memory.max").read_text().strip()
-        return None if limit == "max" else max(0, int(limit) - int((folder / "memory.current").read_text()))
-    except (OSError, ValueError):
-        return None
 
 
 def trim_heap():

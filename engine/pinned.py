@@ -10,11 +10,11 @@ import sys
 import weakref
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from engine.memory import available_bytes, human
+from engine.freemem import available_bytes, container_memory
+from engine.memory import human
 
 ALIGN = 64              # bytes: a host sector read twice made unaligned rows 4 to 18 times slower (KERNELS.md 2.1)
 PORTABLE, MAPPED = 1, 2         # CU_MEMHOSTREGISTER_PORTABLE and _DEVICEMAP: for every context, readable in kernels
@@ -122,9 +122,9 @@ def limits():
         found.append("ulimit -l is unlimited" if soft == resource.RLIM_INFINITY else f"ulimit -l allows {soft // 1024} kB")
     except (ImportError, OSError, ValueError):
         pass
-    container = Path("/sys/fs/cgroup/memory.max")
-    if container.is_file():
-        found.append(f"the container's memory.max is {container.read_text().strip()}")
+    container = container_memory()
+    if container is not None:
+        found.append(f"the container's memory limit is {human(container[0])}")
     free, where = available_bytes(torch.device("cpu"))
     found.append(f"{human(free)} {where}")
     return "; ".join([*found, "remedies: a smaller max_context, ram_budget, ulimit -l unlimited, closing other sessions, freeing RAM"])

@@ -7,7 +7,8 @@ import torch
 
 from engine import LLM, Full
 from engine.errors import EngineError
-from engine.memory import HEADROOM, available_bytes, human
+from engine.freemem import available_bytes
+from engine.memory import HEADROOM, human
 from engine.model import random_stream
 from tools import bench_gather
 from tools.bench_floor import floor_seconds, measure_rates
