@@ -105,10 +105,18 @@ def _prefill_rows(result):
         if c.seconds:
             found = ratios(c, cells)
             rows.append([c.name, c.test, f"{c.rate[0]:.1f} ± {c.rate[1]:.1f}", f"{c.median:.2f}",
-                         *(_number(found.get(f"vs_{name}"), 1, ".2f") for name in ("transformers", "llama.cpp"))])
+                         *(_number(found.get(f"vs_{name}"), 1, ".2f") for name in ("transformers", "llama.cpp")), _over_link(c.extra)])
         else:
-            rows.append([c.name, c.test, c.why, "-", "-", "-"])
-    return _table(["prefill", "test", "t/s", "seconds (to first token)", "x transformers", "x llama.cpp"], rows) if rows else []
+            rows.append([c.name, c.test, c.why, "-", "-", "-", ""])
+    columns = ["prefill", "test", "t/s", "seconds (to first token)", "x transformers", "x llama.cpp", "from host memory"]
+    return _table(columns, rows) if rows else []
+
+
+def _over_link(extra):
+    """The past's bytes that came back from host memory, and the least time that they take over the link where there is one."""
+    if "streamed_bytes" not in extra:
+        return ""
+    return human(extra["streamed_bytes"]) + (f", link {extra['link_seconds']:.2f} s" if "link_seconds" in extra else "")
 
 
 def _split_dict(row):

@@ -120,12 +120,18 @@ def _gather(kernels):
 
 
 def _offload(decode):
-    found = []
-    for n, limit in ((131072, 1.10), (450000, 1.05)):
-        inside, host = cell(decode, "omnikv w1", n), cell(decode, "omnikv-host w1 reuse 0.9", n)
+    """What host memory costs a step by planted reuse, the million tokens, and the device memory that a token takes there."""
+    found, link = [], ((decode or {}).get("header") or {}).get("measured", {}).get("h2d", 0)
+    for n, reuse, limit in ((131072, 0.7, 1.10), (450000, 0.7, 1.05), (131072, 0, 1.35)):
+        inside, host = cell(decode, "omnikv w1", n), cell(decode, f"omnikv-host w1 reuse {reuse:g}", n)
         ratio = inside and host and host["ms_median"] / inside["ms_median"]
-        goal = f"offload costs <= {limit:.2f}x at {n} (reuse 0.9)"
-        found.append(_line(goal, None if not ratio else ratio <= limit, f"{ratio or 0:.2f}x"))
+        goal = f"offload costs <= {limit:.2f}x at {n} (reuse {reuse:g}{'' if reuse else ', as without slots; link of at least 45 GB/s'})"
+        counts = ratio and (reuse or link >= 45)
+        found.append(_line(goal, None if not counts else ratio <= limit, f"{ratio or 0:.2f}x, link {link} GB/s"))
+    held = next((row["measured"] for row in (decode or {}).get("memory", ())
+                 if row["name"].startswith("omnikv-host w1") and row["n"] == 1048576), None)
+    found.append(_line("a session holds at most 34 KiB of device memory per token at 1048576", None if held is None else
+                       held <= 34 * 1024 * 1048576, f"{(held or 0) / 1048576 / 1024:.2f} KiB"))
     deep = cell(decode, "omnikv-host w1 reuse 0.9", 1048576)
     found.append(_line("a million tokens at >= 70 tokens/s (omnikv-host, reuse 0.9)", None if not deep else deep["ms_median"] <= 1000 / 70,
                        "" if not deep else f"{deep['ms_median']:.2f} ms"))

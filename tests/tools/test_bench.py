@@ -194,6 +194,10 @@ def test_host_tier_and_brutal_offload_beside_the_device(capsys):
     assert cells["brutal"]["fetched_bytes_per_token"] >= 0.9 * cells["brutal"]["fetched_predicted"] > 0
     for c in ("omnikv-host w0 reuse 0", "omnikv-host w0 reuse 0.9"):
         assert cells[c]["fetched_bytes_per_token"] == pytest.approx(cells[c]["fetched_predicted"], rel=0.2)
+    appended = {c["name"]: c for c in data["cells"] if c["test"] == "pp1024 @ d2000"}
+    (first,) = appended.values()                    # a second turn, once per depth: the past of three layers comes back for it
+    assert first["name"] in cells and first["streamed_bytes"] >= 2000 * 3 * shape_config("tiny").kv_bytes(4)
+    assert "link_seconds" not in first and "from host memory" in out
 
 
 def test_nothing_is_fetched_on_the_device():

@@ -114,3 +114,21 @@ def test_gather_goals_follow_the_figures():
     assert found["gather of 2048 rows of 4096 B out of 49152 >= 85% of the contiguous copy"] == "FAIL"
     assert found["gather of 2048 rows of 4096 B out of 49152 >= 20x a copy per row"] == "PASS"
     assert found["gather of 2048 rows of 49152 B >= 85% of the contiguous copy"] == "no figure"      # a CPU's figures decide nothing
+
+
+def test_offload_goals_follow_the_figures():
+    def decode(link):
+        cells = [cell("omnikv w1", 131072, 4.0, 0.9), cell("omnikv-host w1 reuse 0.7", 131072, 4.5, 0.9),
+                 cell("omnikv-host w1 reuse 0", 131072, 5.3, 0.9), cell("omnikv w1", 450000, 8.0, 0.9),
+                 cell("omnikv-host w1 reuse 0.7", 450000, 8.2, 0.9), cell("omnikv-host w1 reuse 0.9", 1048576, 14.0, 0.9)]
+        memory = [{"name": "omnikv-host w1 reuse 0", "n": 1048576, "planned": 1, "measured": 33 * 1024 * 1048576}]
+        return {"cells": cells, "memory": memory, "splits": [], "header": {"measured": {"read": 4300.0, "h2d": link}}}
+
+    found = {v.goal: v.status for v in gpu_verdict.verdicts({"decode": decode(54.0)})}
+    assert found["offload costs <= 1.10x at 131072 (reuse 0.7)"] == "FAIL"
+    assert found["offload costs <= 1.05x at 450000 (reuse 0.7)"] == "PASS"
+    assert found["offload costs <= 1.35x at 131072 (reuse 0, as without slots; link of at least 45 GB/s)"] == "PASS"
+    assert found["a million tokens at >= 70 tokens/s (omnikv-host, reuse 0.9)"] == "PASS"
+    assert found["a session holds at most 34 KiB of device memory per token at 1048576"] == "PASS"
+    slow = {v.goal: v.status for v in gpu_verdict.verdicts({"decode": decode(25.0)})}
+    assert slow["offload costs <= 1.35x at 131072 (reuse 0, as without slots; link of at least 45 GB/s)"] == "no figure"
