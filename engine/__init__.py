@@ -8,6 +8,7 @@ from engine.methods.ada_snapkv import AdaSnapKV
 from engine.methods.full import Full
 from engine.methods.h2o import H2O
 from engine.methods.h2o_plus import H2OPlus
+from engine.methods.infllm import InfLLM
 from engine.methods.keyformer import Keyformer
 from engine.methods.lm_infinite import LMInfinite
 from engine.methods.minference import MInference
@@ -22,6 +23,6 @@ from engine.methods.tidaldecode import TidalDecode
 from engine.methods.window import Window
 from engine.sampling import SamplingParams
 
-__all__ = ["A2SF", "LLM", "AdaPyramid", "AdaSnapKV", "EngineError", "Full", "H2O", "H2OPlus", "Keyformer", "LMInfinite", "MInference",
-           "OmniKV", "PodUntrained", "PyramidKV", "Quest", "SamplingParams", "Scissorhands", "SnapKV", "StreamingLLM", "TidalDecode",
-           "Window"]
+__all__ = ["A2SF", "LLM", "AdaPyramid", "AdaSnapKV", "EngineError", "Full", "H2O", "H2OPlus", "InfLLM", "Keyformer", "LMInfinite",
+           "MInference", "OmniKV", "PodUntrained", "PyramidKV", "Quest", "SamplingParams", "Scissorhands", "SnapKV", "StreamingLLM",
+           "TidalDecode", "Window"]

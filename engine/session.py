@@ -144,8 +144,11 @@ class Session:
             self._again(self.method, self.plan)
 
     def _again(self, method, plan):
+        before = self.runtime
         self._use(method, plan)
-        if self.ids and self.runtime.evicts:
+        if self.ids and self.runtime.replays:               # the same method on other kernels (Method.check_switch)
+            self.runtime.copy_from(before)
+        elif self.ids and self.runtime.evicts:
             last = self._marks[-1] if self._marks else None
             if self.runtime.reads_every_query:
                 look_again(self)
@@ -227,7 +230,7 @@ class Session:
     def _mark(self, start, length, logits=None):
         with torch.inference_mode():
             self.runtime.end_prefill(length, self._steps.at(length))
-            queries = self._ring.newest() if self.runtime.evicts else None
+            queries = self._ring.newest() if self.runtime.evicts or self.runtime.replays else None
         return Mark(start, length, self.runtime.snapshot(), logits, queries)
 
     def synthesize(self, n, seed=0):
@@ -298,7 +301,7 @@ class Session:
             raise SettingError(f"truncate: found {n}, expected 0 to {len(self.ids)} (the session's tokens)")
         if n == len(self.ids):
             return
-        if self.runtime.evicts:
+        if self.runtime.evicts or self.runtime.replays:
             self._selected = False
             self._marks, again = go_again(self, self._marks, self._fresh, n)
             again()
@@ -324,7 +327,7 @@ class Session:
         if not self.ids:
             raise SettingError("generate: found an empty session and no tokens, expected a prompt of at least one token")
         n = len(self.ids)
-        if self.runtime.evicts:                             # an interrupted prompt's chunks left none: it is read again to its end
+        if self.runtime.evicts or self.runtime.replays:     # an interrupted prompt's chunks left none: it is read again to its end
             start = self._marks[-1].start if self._marks else 0
             ids = self.ids[start:]
             self.truncate(start)

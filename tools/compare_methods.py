@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from engine import Full, MInference, OmniKV, PodUntrained, Quest, TidalDecode
+from engine import Full, InfLLM, MInference, OmniKV, PodUntrained, Quest, TidalDecode
 from engine.errors import BadCheckpoint, SettingError, UsageError
 from engine.methods.ablations import OmniKVPerLayer
 from engine.methods.brutal_offload import BrutalOffload
@@ -118,6 +118,17 @@ def _streams(build):
     return at_bytes
 
 
+def _infllm(facts, share):
+    """Initial rows, window and blocks as 1 to 8 to 8, as in the OmniKV paper's LongBench setting (128, 1024, 8 blocks of 128); blocks are
+    halved until there is room for eight."""
+    rows = max(34, round(share * facts.capacity))
+    block = next((size for size in (128, 64, 32, 16, 8, 4) if 17 * size <= rows), 2)
+    local = max(8, rows * 8 // 17)
+    topk = max(1, (rows - rows // 17 - local) // block)
+    return InfLLM(block=block, init=rows // 17, local=local, topk=topk, representatives=min(4, block), cached=4 * topk,
+                  chunk=min(512, local))
+
+
 def _pod(facts, share):
     """The proximal tokens are the share; without blocks a text says how to make them."""
     try:
@@ -138,6 +149,7 @@ REGISTRY = {
                               _streams(_omnikv(OmniKVPerLayer))),
     "brutal_offload": Entry("exact attention, the last 20 layers in host memory (ablation)", lambda facts, share: BrutalOffload(),
                             budget=False, reads="own", place="host", sparse=False),
+    "infllm": Entry("InfLLM, blocks of the past by representative keys, its own prefill", _infllm, _keeps_all, reads="own"),
     "minference": Entry("MInference, sparse prefill, full attention in answers", lambda facts, share: MInference(share=share), _keeps_all,
                         reads="whole", sparse=False),
     "pod_untrained": Entry("PoD without its training; blocks from pod.json beside the model (tools.pod_groups)", _pod, _keeps_all,

@@ -87,6 +87,7 @@ class Runtime:
     packed = False              # whether sparse layers read what `bank.fetch` brought (else rows are gathered and waited for)
     bank = None                 # the session's bank, set by the session
     evicts = False              # whether what a session has read cannot be attended to again: truncate reads anew (Session.truncate)
+    replays = False             # whether only its own steps lead to its state: truncate goes the way since the last prompt's end again
     reads_every_query = False   # whether the last layer shows all queries of a chunk too, before the one whose output counts
 
     def __init__(self, method, setup):

@@ -80,6 +80,11 @@ class Still:
 
     apply = staticmethod(apply_rope)
 
+    @staticmethod
+    def turn(x, by):
+        """x as it is."""
+        return x
+
 
 def planted_runtime(method, positions, length=320, seed=0, kernels="reference"):
     """A runtime that has read `length` tokens and run one step, whose keys at `positions` carry nearly all attention of every head."""
@@ -101,6 +106,7 @@ def planted_runtime(method, positions, length=320, seed=0, kernels="reference"):
     def step_of(n):
         return Step(torch.full((1, 1), n - 1), torch.full((1,), n, dtype=torch.int32), bank, CAPACITY, ring, Still())
 
+    runtime.rotary = Still()            # of methods that turn rows themselves
     runtime.begin_prefill(0, length)
     newest = []
     for layer in range(config.num_layers):

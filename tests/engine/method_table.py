@@ -16,6 +16,7 @@ from engine.methods.brutal_offload import BrutalOffload
 from engine.methods.full import Full
 from engine.methods.h2o import H2O
 from engine.methods.h2o_plus import H2OPlus
+from engine.methods.infllm import InfLLM
 from engine.methods.keyformer import Keyformer
 from engine.methods.lm_infinite import LMInfinite
 from engine.methods.minference import MInference
@@ -49,6 +50,7 @@ class Row:
     scans: bool = False             # its partial layers read every key to choose, and the values of the chosen ones only
     evicts: bool = False            # forgets rows: what it dropped is never read again
     approximate: bool = False       # its prefill is not full attention even where nothing was dropped before
+    replays: bool = False           # going back runs the steps since again, which have read other rows
     random: bool = False            # takes a seed
     chunk_defined: str = ""         # why the result depends on how a prompt is cut, where it does
     one_prompt: str = ""            # why a session has one prompt only
@@ -83,7 +85,7 @@ def rows_by_head(runtime, n):
     tail = range(int(runtime.tail_first(Length(n))[0]), n)
     for layer in partial_layers(runtime.setup.plan):
         rows = runtime.chosen_rows(layer)
-        rows = rows.view(heads, -1) if len(rows) % heads == 0 else rows.expand(heads, -1)
+        rows = rows.expand(heads, -1) if rows.dim() == 1 or len(rows) == 1 else rows.view(heads, -1)
         found[layer] = [sorted({*own.tolist(), *tail}) for own in rows]
     return found
 
@@ -141,8 +143,10 @@ TABLE = (
     Row("ada_snapkv", AdaSnapKV(tokens=CAPACITY), (AdaSnapKV(tokens=128), AdaSnapKV(share=0.35, alpha=0.8)), retained_rows, evicts=True),
     Row("ada_pyramid", AdaPyramid(tokens=CAPACITY), (AdaPyramid(tokens=80, kernel=1),), retained_rows, evicts=True),
     Row("brutal_offload", BrutalOffload(layers=3, ahead=2), offload="host"),
+    Row("infllm", InfLLM(local=CAPACITY), (InfLLM(block=8, init=8, local=64, topk=9, representatives=2, cached=12, chunk=32),),
+        rows_by_head, selects=True, approximate=True, replays=True, chunk_defined="pieces end where a chunk ends"),
     Row("minference", MInference(), (MInference(("vertical_slash", 30, 100)), MInference(("a_shape", 30, 50))), approximate=True,
-        tolerance=1e-5, chunk_defined="lines are ranked by a chunk's own queries, and its blocks end where it ends"),
+        chunk_defined="lines are ranked by a chunk's own queries, and its blocks end where it ends"),
     Row("pod_untrained", PodUntrained(), (PodUntrained((0, 2, 5), first=8, recent=64), PodUntrained((0, 3), 8, 64, 0.7)), approximate=True),
     Row("quest", Quest(tokens=CAPACITY), (Quest(tokens=80, page=8, gqa_reduce="sum"), Quest(share=0.5)), rows_by_head, selects=True),
     Row("tidaldecode", TidalDecode(tokens=CAPACITY), (TidalDecode(tokens=20), TidalDecode(share=0.1, gqa_reduce="max", correction_layer=5)),
