@@ -43,11 +43,6 @@ class TidalDecode(Budgeted, Method):
             whole("correction_layer", self.correction_layer, self.select_layer + 1)
         choice("gqa_reduce", self.gqa_reduce, REDUCTIONS)
 
-    @property
-    def name(self):
-        """Name in tables."""
-        return "tidaldecode"
-
     def plan(self, config):
         """FULL below the first choice, FILTER where one is made, SPARSE elsewhere; nothing waits, for nothing is loaded."""
         layers, correction = config.num_layers, self.correction_layer
@@ -135,7 +130,7 @@ class TidalRuntime(Runtime):
                     path=self.setup.path)
 
     def _attend_chosen(self, q, k, v, index, step):
-        counts = self.counts[::index.shape[1]]
+        counts = self.counts[::index.shape[1]].contiguous()
         if index.shape[1] in (1, k.shape[1]):
             return decode_sparse(q, k, v, index, counts, step.visible, step.visible, self.scale, scratch=self.setup.scratch,
                                  path=self.setup.path)
