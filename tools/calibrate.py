@@ -17,7 +17,7 @@ from engine.calibration import FORMAT, NAME, cache_file
 from engine.errors import UsageError
 from engine.version import VERSION
 from tools.choose_layers import best_sets, choose, mean_mass
-from tools.similarity import head_groups, measure
+from tools.similarity import head_groups, kept, measure
 from tools.tasks import make_sample
 from weights.aliases import ALIASES
 from weights.fingerprint import fingerprint
@@ -58,30 +58,34 @@ def texts_for(llm, files, count, length, seed):
 
 
 def collect(llm, texts, positions, share, tail, say):
-    """Mean similarity over all texts: (mass [L, L], heads [L, L, H], k of the longest text)."""
-    mass = heads = 0
+    """Means over all texts: (mass [L, L], reads kept [L, L], heads [L, L, H], k of the longest text); see tools/similarity.py."""
+    mass = heads = lost = pointed = 0
     steps, k, began = 0, 0, time.perf_counter()
     for number, (name, ids) in enumerate(texts):
         k = max(k, max(16, int(share * len(ids))))
         with llm.session() as session:
             meter = measure(session, ids, min(positions, len(ids) // 2), max(16, int(share * len(ids))), tail)
         mass, heads, steps = mass + meter.mass, heads + meter.heads, steps + meter.steps
+        lost, pointed = lost + meter.lost, pointed + meter.pointed
         done = number + 1
         left = (time.perf_counter() - began) / done * (len(texts) - done)
         say(f"text {done}/{len(texts)} {name}: {len(ids)} tokens, {meter.steps} positions, about {left:.0f} s left")
-    return mass / steps, heads / steps, k
+    return mass / steps, kept(mass / steps, lost / steps, pointed / steps, llm.config.num_heads), heads / steps, k
 
 
-def report(sets, chosen, config, n, k, tail, size, published, mass, wait):
-    """The trade-off table and the choice as Markdown lines."""
+def report(sets, chosen, config, n, k, tail, size, published, value, mass, wait):
+    """The trade-off table and the choice as Markdown lines; value: the matrix that the sets were chosen by."""
     row, full = config.kv_bytes(size), config.num_layers * n * config.kv_bytes(size)
-    lines = [f"| filters | full layers | mass seen | KV bytes per step at {n} | share of full attention |", "|---|---|---|---|---|"]
+    lines = [f"| filters | full layers | reads kept | mass seen | KV bytes per step at {n} | share of full attention |",
+             "|---|---|---|---|---|---|"]
     for (_, _), c in sorted(sets.items(), key=lambda item: (len(item[1].filters), item[1].dense)):
         mark = " **chosen**" if c == chosen else ""
-        lines.append(f"| {','.join(map(str, c.filters))}{mark} | {c.dense}/{config.num_layers} | {c.mass:.4f} | "
+        lines.append(f"| {','.join(map(str, c.filters))}{mark} | {c.dense}/{config.num_layers} | "
+                     f"{mean_mass(value, c.filters, wait):.4f} | {mean_mass(mass, c.filters, wait):.4f} | "
                      f"{c.bytes_per_step(n, k, tail, row)} | {c.bytes_per_step(n, k, tail, row) / full:.3f} |")
     if published:
-        lines.append(f"\npublished filter layers {published}: mass seen {mean_mass(mass, published, wait):.4f}")
+        lines.append(f"\npublished filter layers {published}: reads kept {mean_mass(value, published, wait):.4f}, "
+                     f"mass seen {mean_mass(mass, published, wait):.4f}")
     return lines
 
 
@@ -138,7 +142,9 @@ def parser():
     p.add_argument("--wait-layers", type=int, default=1)
     p.add_argument("--filters", type=int, default=3, help="most filter layers (default 3)")
     p.add_argument("--most-dense", type=float, default=0.375, help="most full layers, as a share of all (default 0.375)")
-    p.add_argument("--slack", type=float, default=0.01, help="mass that fewer full layers may cost (default 0.01)")
+    p.add_argument("--slack", type=float, default=0.01, help="reads kept (or mass) that fewer full layers may cost (default 0.01)")
+    p.add_argument("--by", choices=("reads", "mass"), default="reads",
+                   help="reads: heads that read one token must find it, diffuse ones count a tenth (default); mass: the paper's mean mass")
     p.add_argument("--dtype", default="auto")
     p.add_argument("--device", default="auto")
     p.add_argument("--seed", type=int, default=0)
@@ -160,23 +166,24 @@ def run(args):
                          f"expected a length of at least 256, a share in (0, 1) and counts of at least 1")
     texts = texts_for(llm, args.text, args.texts, length, args.seed)
     tail = 64 if length < 2048 else 256
-    mass, heads, k = collect(llm, texts, args.positions, args.share, tail, lambda line: print(line, file=sys.stderr))
-    sets = best_sets(mass.tolist(), args.filters, args.wait_layers)
+    mass, reads, heads, k = collect(llm, texts, args.positions, args.share, tail, lambda line: print(line, file=sys.stderr))
+    value = reads if args.by == "reads" else mass
+    sets = best_sets(value.tolist(), args.filters, args.wait_layers)
     most_dense = max(int(args.most_dense * config.num_layers), min(4, config.num_layers - 1))    # shallow models need as many
     chosen = choose(sets, most_dense, args.slack)
     if chosen is None:
         raise UsageError(f"--most-dense: found {args.most_dense}, expected a share that leaves a sparse layer of {config.num_layers}")
     hub_id = llm.resolved.hub_id
     published = next((a.filter_layers for a in ALIASES.values() if a.filter_layers and a.hub_id == hub_id), None)
-    print("\n".join(report(sets, chosen, config, length, k, tail, llm.dtype.itemsize, published, mass, args.wait_layers)))
-    print(f"\nchosen: {chosen.filters}, {chosen.dense} of {config.num_layers} layers full, mass seen {chosen.mass:.4f}")
+    print("\n".join(report(sets, chosen, config, length, k, tail, llm.dtype.itemsize, published, value, mass, args.wait_layers)))
+    print(f"\nchosen: {chosen.filters}, {chosen.dense} of {config.num_layers} layers full, by {args.by}: {chosen.mass:.4f}")
     data = {"format": FORMAT, "fingerprint": fingerprint(llm.folder), "filter_layers": list(chosen.filters),
             "wait_layers": args.wait_layers, "k": k, "scores": "softmax", "made_by": f"tools.calibrate {VERSION}"}
     if args.plot:
         plot(args.plot, mass, heads, chosen)
     if args.json:
         groups = head_groups(heads, max(1, config.num_layers // 4))
-        Path(args.json).write_text(json.dumps(data | {"mass": mass.tolist(), "head_groups": groups,
+        Path(args.json).write_text(json.dumps(data | {"mass": mass.tolist(), "reads": reads.tolist(), "by": args.by, "head_groups": groups,
                                                       "sets": [[c.filters, c.dense, c.mass] for c in sets.values()]}))
     if not args.dry_run:
         print(f"written: {save(llm.folder, data, args.out)}")

@@ -12,7 +12,7 @@ from engine import Full
 from engine.plan import layer_plan, tail_start
 from tests.helpers import random_ids, tiny_llm
 from tools.choose_layers import best_sets, choose, mean_mass
-from tools.similarity import head_groups, measure
+from tools.similarity import head_groups, kept, measure
 
 
 @pytest.mark.parametrize("layers", [2, 5, 8, 11])
@@ -46,14 +46,14 @@ def test_the_choice_is_the_cheapest_within_the_slack():
 
 
 def test_similarity_equals_an_independent_float64_computation():
-    llm = tiny_llm(Full(), sharpness=3.0)
+    llm = tiny_llm(Full(), sharpness=9.0)
     ids, k, tail = random_ids(500), 20, 64
     with llm.session() as session:
         meter = measure(session, ids, 3, k, tail)
         assert meter.steps == 3
-        found = meter.mean()
+        found, lost, pointed = meter.mean(), meter.lost, meter.pointed
         rows = [torch.cat([session.bank.kv(layer, 500)[0][0].double()]) for layer in range(8)]
-    wanted = torch.zeros(8, 8, dtype=torch.float64)
+    wanted, missed, points = (torch.zeros(*size, dtype=torch.float64) for size in ((8, 8), (8, 8), (8,)))
     queries = all_queries(llm, ids)
     for n in (498, 499, 500):
         start = tail_start(n, tail)
@@ -63,6 +63,9 @@ def test_similarity_equals_an_independent_float64_computation():
             top = torch.topk(weights[i].amax(0)[:start], k).indices
             highest = weights[j].amax(0)[:start]
             wanted[i, j] += highest[top].sum() / highest.sum() / 3
+            missed[i, j] += sum(1 for head in weights[j][:, :start] if head.max() > 0.5 and int(head.argmax()) not in top.tolist())
+        points += torch.tensor([sum(1 for head in weights[j][:, :start] if head.max() > 0.5) for j in range(8)])
+    assert torch.equal(lost, missed) and torch.equal(pointed, points) and 0 < missed.sum()
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
     assert torch.equal(found, torch.triu(found, 1)) and 0 < found[0, 1] <= 1
 
@@ -111,6 +114,16 @@ def test_a_planted_filter_layer_is_found():
     assert all(int(mass[:5, layer].argmax()) == 3 for layer in (5, 6, 7, 8))
     chosen = choose(best_sets(mass[:9, :9].tolist(), 1, 1), 5)
     assert chosen.filters == (3,)
+
+
+def test_a_lost_read_outweighs_diffuse_mass():
+    """Layer 4's one pointed head of four is found by layer 1, its three diffuse ones better seen by layer 0: layer 1 is the choice."""
+    mass, lost, pointed = (torch.zeros(*size, dtype=torch.float64) for size in ((5, 5), (5, 5), (5,)))
+    pointed[4], lost[0, 4], mass[0, 4], mass[1, 4] = 1, 1, 0.9, 0.2
+    value = kept(mass, lost, pointed, 4)
+    assert float(value[0, 4]) == pytest.approx(1 - 1 / 4 - 0.1 * 0.75 * 0.1) and float(value[1, 4]) == pytest.approx(1 - 0.1 * 0.75 * 0.8)
+    assert choose(best_sets(value.tolist(), 1, 2), 4).filters == (1,)
+    assert not value.tril().any()
 
 
 def test_head_groups_merge_the_most_alike_neighbours():
