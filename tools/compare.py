@@ -51,7 +51,7 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", default=list(DEFAULT_TASKS), help=f"of: {', '.join(TASKS)}")
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096], help="document lengths in tokens")
     parser.add_argument("--answers", type=int, default=100, help="first questions per method, task and length")
-    parser.add_argument("--questions", type=int, default=2, help="questions per document, at most")
+    parser.add_argument("--questions", type=int, default=4, help="questions per document, at most")
     parser.add_argument("--turns", type=int, choices=(1, 2), default=2, help="2: every question is asked once more as a second question")
     parser.add_argument("--filters", type=int, nargs="+", help="OmniKV's filter layers (default: those the model comes with)")
     parser.add_argument("--wait", type=int, help="OmniKV's wait layers (default: what omnikv.json says, else 1)")
@@ -156,6 +156,7 @@ class Comparison:
         """Do the documents in order until there are none, or none that would end in time."""
         total, finished, given = len(self.todo), 0, []
         waiting = [job for job, _ in self.todo]
+        self.left = total
         with open(self.path, "a", encoding="utf-8") as file:
             while waiting or given:
                 while waiting and len(given) < pool.processes and self._in_time(clock, waiting[0]):
@@ -167,6 +168,7 @@ class Comparison:
                 job, records, seconds = pool.take()
                 given.remove(job)
                 finished += 1
+                self.left = total - finished
                 clock.done(job, seconds)
                 self._keep(file, records)
                 self._say(f"{finished}/{total} documents, {time.monotonic() - self.began:.0f} s, about "
@@ -190,12 +192,13 @@ class Comparison:
     def _say(self, text):
         print(f"\r{text}   ", end="", file=sys.stderr, flush=True)
 
-    def config(self, held, processes):
+    def config(self, held, processes, estimated):
         """What runs, resolved: written beside the answers, with the runs that these came from."""
         llm, args, path = self.bench.llm, self.args, self.args.out / "config.json"
         before = json.loads(path.read_text())["runs"] if path.exists() and self.records else []
         this = {"commit": bench_header.commit(), "hardware": bench_header.hardware(llm.device), "load": load_average(),
-                "processes": processes, "threads": self.bench.order.threads, "flags": " ".join(bench_header.flags_given()),
+                "processes": processes, "threads": self.bench.order.threads, "documents": len(self.todo), "estimated_seconds": estimated,
+                "flags": " ".join(bench_header.flags_given()),
                 "packages": {p: bench_header.version(p) for p in bench_header.PACKAGES}}
         variants = {}
         for length, found in self.bench.variants.items():
@@ -231,16 +234,14 @@ def span(seconds):
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def say_plan(comparison, clock, processes):
+def say_plan(comparison, seconds, processes):
     """What will run and how long, on stderr."""
     bench = comparison.bench
     for length in sorted(bench.variants):
         run = [v.label for v in bench.variants[length] if v.method is not None and not v.alias]
         print(f"{length:,} tokens, {len(run)} columns: {', '.join(run)}", file=sys.stderr)
-        for v in bench.variants[length]:
-            if v.method is None:
-                print(f"  not at {length:,}: {v.label}: {v.why}", file=sys.stderr)
-    seconds = clock.left([job for job, _ in comparison.todo], processes)
+        for why in dict.fromkeys(v.why for v in bench.variants[length] if v.method is None):
+            print(f"  not: {', '.join(v.label for v in bench.variants[length] if v.why == why)}: {why}", file=sys.stderr)
     print(f"{len(comparison.todo)} documents to do, estimated {seconds / 3600:.2f} hours ({span(seconds)}) on {processes} process(es), "
           "from a timed warm-up", file=sys.stderr)
 
@@ -256,17 +257,20 @@ def run(args, began) -> None:
         order = replace(order, threads=1)                   # also of this process, whose warm-up stands for what the workers do
         bench.use(order)
     clock = Clock(bench, args.tasks)
-    say_plan(comparison, clock, processes)
+    estimated = clock.left([job for job, _ in comparison.todo], processes)
+    say_plan(comparison, estimated, processes)
     if args.estimate:
         return
     held = {length: bench.bytes_held(length, args.tasks[0]) for length in order.lengths}
-    config = comparison.config(held, processes)
+    config = comparison.config(held, processes, estimated)
     store(args.out / "config.json", config)
-    pool = Inside(bench) if processes == 1 else Outside(order, processes)
+    pool, began = Inside(bench) if processes == 1 else Outside(order, processes), time.monotonic()
     try:
         comparison.run(clock, pool)
     finally:
         pool.close()
+        config["runs"][-1] |= {"seconds": time.monotonic() - began, "documents_left": comparison.left}
+        store(args.out / "config.json", config)
         if comparison.records:
             page = write(comparison.records, config, args.out)
     if comparison.records:

@@ -9,14 +9,35 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from engine import Full, InfLLM, MInference, OmniKV, PodUntrained, Quest, TidalDecode
+from engine import (
+    A2SF,
+    H2O,
+    AdaPyramid,
+    AdaSnapKV,
+    Full,
+    H2OPlus,
+    InfLLM,
+    Keyformer,
+    LMInfinite,
+    MInference,
+    OmniKV,
+    PodUntrained,
+    PyramidKV,
+    Quest,
+    Scissorhands,
+    SnapKV,
+    StreamingLLM,
+    TidalDecode,
+    Window,
+)
 from engine.errors import BadCheckpoint, SettingError, UsageError
-from engine.methods.ablations import OmniKVPerLayer
+from engine.methods.ablations import OmniKVPerLayer, OmniKVUnpacked
 from engine.methods.brutal_offload import BrutalOffload
 from tools.compare_bytes import device_share, offloaded
 from tools.pod_groups import read_blocks
 
 PAPER_SHARE = 6.67      # per cent: what the first hypothesis is about
+NEAR = 0.005            # of full attention's bytes: a share and a resident budget that differ by less are one run
 
 
 @dataclass(frozen=True)
@@ -107,6 +128,32 @@ def _omnikv_bytes(build):
     return at_bytes
 
 
+def _evicting_bytes(build):
+    """A method that evicts: the share itself where its store is that part within NEAR, else the largest budget in tokens that fits."""
+    def at_bytes(facts, part):
+        method = build(facts, part)
+        if abs(device_share(facts.llm, method, facts.capacity) - part) <= NEAR:
+            return method
+        least = max(getattr(method, "window", 1), getattr(method, "sink", 0) + 1)       # SnapKV's queries, a window beside the sinks
+        share = device_share(facts.llm, replace(method, share=None, tokens=least), facts.capacity)
+        if share > part:
+            return f"the least it can keep, {least} tokens per head, takes {100 * share:.1f}%"
+        low, high = least, facts.capacity
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = device_share(facts.llm, replace(method, share=None, tokens=middle), facts.capacity) <= part
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return replace(method, share=None, tokens=low)
+    return at_bytes
+
+
+def _evicting(note, cls, group="others", reads="shared", **settings):
+    """An Entry for a method that evicts by a budget in tokens or as a share."""
+    def build(facts, share):
+        return cls(share=share, **settings)
+    return Entry(note, build, _evicting_bytes(build), group, reads=reads, evicts=True)
+
+
 def _keeps_all(facts, part):
     return "every key and value stays on the device, 100% at any budget"
 
@@ -149,14 +196,30 @@ REGISTRY = {
                               _streams(_omnikv(OmniKVPerLayer))),
     "brutal_offload": Entry("exact attention, the last 20 layers in host memory (ablation)", lambda facts, share: BrutalOffload(),
                             budget=False, reads="own", place="host", sparse=False),
+    "h2o": _evicting("H2O, the newest tokens and the heavy hitters, half each", H2O, "t1", "own"),
+    "h2o_plus": _evicting("H2O+, H2O that evicts while it reads, in segments of 500", H2OPlus, "t1", "whole"),
+    "streaming_llm": _evicting("StreamingLLM, 4 sinks and a window, in prefill too", StreamingLLM, "t1", "whole"),
+    "streaming_llm_trim": _evicting("the OmniKV paper's StreamingLLM: full prefill, then trimmed to 1% sinks and a window", StreamingLLM,
+                                    "t1", official=True),
     "infllm": Entry("InfLLM, blocks of the past by representative keys, its own prefill", _infllm, _keeps_all, reads="own"),
     "minference": Entry("MInference, sparse prefill, full attention in answers", lambda facts, share: MInference(share=share), _keeps_all,
                         reads="whole", sparse=False),
+    "snapkv": _evicting("SnapKV, chosen by the prompt's last 32 queries", SnapKV),
+    "pyramidkv": _evicting("PyramidKV, SnapKV with budgets that fall with depth", PyramidKV),
+    "ada_snapkv": _evicting("Ada-SnapKV, SnapKV with a budget per head", AdaSnapKV),
+    "ada_pyramid": _evicting("Ada-Pyramid, both", AdaPyramid),
+    "keyformer": _evicting("Keyformer, H2O with noise and temperature", Keyformer, reads="whole"),
+    "scissorhands": _evicting("Scissorhands, above average lately, dropped many at once", Scissorhands, reads="whole"),
+    "a2sf": _evicting("A2SF, H2O with forgetting", A2SF, reads="whole"),
+    "window": _evicting("window attention, the newest tokens only, in prefill too", Window, reads="whole"),
+    "lm_infinite": _evicting("LM-Infinite, 10 first tokens and a window, in prefill too", LMInfinite, reads="whole"),
     "pod_untrained": Entry("PoD without its training; blocks from pod.json beside the model (tools.pod_groups)", _pod, _keeps_all,
                            group="others", reads="own"),
     "quest": Entry("Quest, pages of 16 by their extremes", lambda facts, share: Quest(share=share), _keeps_all, group="others"),
     "tidaldecode": Entry("TidalDecode, two choosing layers, every query head its own", lambda facts, share: TidalDecode(share=share),
                          _keeps_all, group="others"),
+    "omnikv_unpacked": Entry("OmniKV whose layers load one by one, over host memory (ablation)", _omnikv(OmniKVUnpacked), group="others",
+                             reads="own", place="host"),
     "omnikv_prefill": Entry("OmniKV that also reads prompts sparsely, r = 2", _omnikv(prefill_ratio=2), group="others", reads="whole"),
 }
 GROUPS = ("t1", "others")
@@ -228,7 +291,7 @@ def variants(facts, names):
             out.append(replace(variant, why=made))
             continue
         method, plan = facts.llm.resolve_method(made)
-        if entry.sparse and not plan.sparse_layers:
+        if entry.sparse and not plan.partial_layers:
             raise SettingError(f"{name}: the plan of this model has no sparse layer ({plan.describe()}): choose other filter layers")
         key = (name, repr(method))
         out.append(replace(variant, method=method, alias=seen.get(key, "")))

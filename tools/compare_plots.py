@@ -35,9 +35,11 @@ def by_budget(rows, evicting, path, title):
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     panels, across = ["mean", *tasks], min(3, len(tasks) + 1)
     down = -(-len(panels) // across)
-    figure, axes = pyplot.subplots(down, across, figsize=(3.6 * across + 2.2, 2.9 * down), squeeze=False, sharey=True)
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    height = max(2.9 * down, 0.18 * len(names)) + 0.4                     # the legend is beside the panels
+    figure, axes = pyplot.subplots(down, across, figsize=(3.6 * across + 2.2, height), squeeze=False, sharey=True)
     shares = sorted({row["budget"] for row in rows if row["kind"] == "share"}) or [100.0]
-    styles = _styles(list(dict.fromkeys(row["name"] for row in rows)), evicting)
+    styles = _styles(names, evicting)
     for axis, panel in zip(axes.flat, panels):
         some = rows if panel == "mean" else [row for row in rows if row["task"] == panel]
         for number, (name, style) in enumerate(styles.items()):
@@ -49,10 +51,9 @@ def by_budget(rows, evicting, path, title):
         axis.set_xlabel("% of the prompt's tokens", fontsize=8)
     for axis in list(axes.flat)[len(panels):]:
         axis.set_visible(False)
-    handles, names = axes.flat[0].get_legend_handles_labels()
-    figure.suptitle(f"accuracy by budget: {title}", fontsize=10, y=0.99)
-    figure.legend(handles, names, loc="center right", fontsize=7)
-    figure.tight_layout(rect=(0, 0, 1 - 1.9 / (3.6 * across + 2.2), 0.97))
+    figure.suptitle(f"accuracy by budget: {title}", fontsize=10)
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="center right", fontsize=7)
+    figure.tight_layout(rect=(0, 0, 1 - 1.9 / (3.6 * across + 2.2), 1 - 0.3 / height))
     return _save(figure, path)
 
 
@@ -89,13 +90,17 @@ def _line(axis, rows, shares, style, name, aside, mean):
 
 
 def depth_maps(rows, path, title):
-    """Accuracy by depth (down) and length (across), a map per variant."""
+    """Accuracy by depth (down) and length (across), a map per method at the largest token share that it ran with."""
     from matplotlib import pyplot
 
-    variants, lengths = list(dict.fromkeys(row["variant"] for row in rows)), sorted({row["length"] for row in rows})
+    largest = {}
+    for row in rows:
+        if row["kind"] != "mem" and row["budget"] >= largest.get(row["name"], row)["budget"]:
+            largest[row["name"]] = row
+    variants, lengths = [row["variant"] for row in largest.values()], sorted({row["length"] for row in rows})
     across = min(6, len(variants))
     down = -(-len(variants) // across)
-    figure, axes = pyplot.subplots(down, across, figsize=(1.9 * across + 0.8, 2.1 * down + 0.5), squeeze=False)
+    figure, axes = pyplot.subplots(down, across, figsize=(1.9 * across + 0.8, 2.0 * down + 0.6), squeeze=False)
     image = None
     for axis, variant in zip(axes.flat, variants):
         grid = [[_share(rows, variant, length, depth) for length in lengths] for depth in range(DEPTH_BINS)]
@@ -109,9 +114,9 @@ def depth_maps(rows, path, title):
         axis.set_yticks(range(DEPTH_BINS), [f"{100 * i // DEPTH_BINS}%" for i in range(DEPTH_BINS)], fontsize=6)
     for axis in list(axes.flat)[len(variants):]:
         axis.set_visible(False)
-    figure.suptitle(f"accuracy by depth of the evidence and length: {title}", fontsize=9, y=0.995)
-    figure.tight_layout(rect=(0, 0, 0.93, 0.97))
-    figure.colorbar(image, cax=figure.add_axes((0.945, 0.15, 0.012, 0.7)))
+    figure.suptitle(f"accuracy by depth of the evidence and length: {title}", fontsize=9)
+    figure.tight_layout(rect=(0, 0, 0.93, 1 - 0.35 / (2.0 * down + 0.6)))
+    figure.colorbar(image, cax=figure.add_axes((0.945, 0.15, 0.012, 0.7))).ax.tick_params(labelsize=6)
     return _save(figure, path)
 
 

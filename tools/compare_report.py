@@ -17,8 +17,10 @@ NOTES = """## How it was measured
   every layer sees) lies outside its budget and inside the bytes. Mem 75% is three quarters of full attention's resident bytes.
 - "resident": keys and values that a session really allocated on the device for a prompt of this length, and as a share of full attention's.
   A method is measured in the form in which it saves memory (what it lets go lies in host memory, one slot per chosen token); metadata:
-  scores, indices, maps; buffers: what rows stream through. Answers of methods marked "shared" come from a bank on the device that full
-  attention had read (placement never changes an answer), so their ms per token hold for that bank.
+  scores, indices, positions, maps; buffers: what rows stream through; peak: the most that stood on the device at once. What evicting
+  methods hold is their store; this engine keeps the bank beside it, unread, so that a session can go back: it is in the peak. Answers of
+  methods marked "shared" come from a bank on the device that full attention had read (placement never changes an answer), so their ms per
+  token hold for that bank.
 - ms per token and bytes read: decode steps of both turns; bytes read are keys and values, over the link those from host memory."""
 
 
@@ -56,7 +58,9 @@ def _about(config):
         packages = ", ".join(f"{name} {version}" for name, version in run["packages"].items() if version)
         at = f"{run['processes']} process(es)" + (f" of {run['threads']} thread(s)" if run["threads"] else "")
         busy = "" if run["load"] is None else f", load average {run['load']} when it began"
-        lines.append(f"- {run['hardware']}; {at}{busy}; commit {run['commit']}; {packages}")
+        done = run["documents"] - run.get("documents_left", run["documents"])
+        lines.append(f"- {run['hardware']}; {at}{busy}; commit {run['commit']}; {packages}; {done} of {run['documents']} documents in "
+                     f"{run.get('seconds', 0) / 3600:.2f} hours (all of them estimated at {run['estimated_seconds'] / 3600:.2f})")
     return [*lines,
             f"- answers: up to {config['answers']} first questions per method, task and length; judged {config['settings']['judge']}",
             "- full settings of every method: config.json; every answer: answers.jsonl"]
@@ -80,7 +84,7 @@ def _accuracy(rows, labels, turn):
 
 def _costs(rows, labels, config, length):
     lines = ["| method | reads prompts | top-1 | KL | tokens | ms per token | prompt s | read per step | over the link | resident KV "
-             "| % of full | metadata | buffers | host |", "|---" * 14 + "|"]
+             "| % of full | metadata | buffers | host | peak |", "|---" * 15 + "|"]
     for label in labels:
         facts = config["variants"][label].get(length)
         found = [row for row in rows if row["variant"] == label]
@@ -90,7 +94,8 @@ def _costs(rows, labels, config, length):
         agree = (f"{first['top1']:.3f}", f"{first['kl']:.4f}", f"{first['compared']}") if first["compared"] else ("", "", "")
         reads = {"shared": "shared", "own": "itself", "whole": "itself, whole"}[facts["reads"]]
         shown = (*agree, _number(every["ms"], 2), _number(first["prompt_seconds"], 2), _size(every["read"]), _size(every["link"] or None),
-                 _size(held["device"]), f"{100 * held['resident']:.1f}", *(_size(held[part]) for part in ("metadata", "buffers", "host")))
+                 _size(held["device"]), f"{100 * held['resident']:.1f}",
+                 *(_size(held[part]) for part in ("metadata", "buffers", "host", "peak")))
         lines.append(f"| {label} | {reads} | " + " | ".join(shown) + " |")
     return lines
 

@@ -89,7 +89,7 @@ def speak(session, ids, most, sparse, path=None, keep=None):
 class Rules:
     """What holds for every document: questions per document, turns (1 or 2), how answers are judged and cut, the seed."""
 
-    questions: int = 2
+    questions: int = 4
     turns: int = 2
     judge: str = "exact"
     max_tokens: int | None = None
@@ -223,8 +223,7 @@ class Reader:
         out = [paper.record(variant, first, 1, answer)]
         second = paper.second(first)
         if second is not None:
-            between = paper.turns.following(first, paper.llm.tokenizer.decode(answer.tokens), second)
-            answer = speak(session, answer.tokens[answer.fed:] + between, paper.most(second), sparse)
+            answer = speak(session, answer.tokens[answer.fed:] + paper.turns.following(first, second), paper.most(second), sparse)
             out.append(paper.record(variant, second, 2, answer))
         return out
 

@@ -196,8 +196,9 @@ def second_turn(records, evicting):
     rivals = [n for n in verdicts if n in evicting]
     if "omnikv" not in verdicts or not rivals:
         return Finding(claim, "not run", (*lines, "needs second-turn answers of `full`, `omnikv` and a method that evicts"))
-    _, together, _ = losses(records, rivals)
-    lines.append(f"all that evict together: {together.points()} in the second turn ({together.answers} questions)")
+    _, together, extra = losses(records, rivals)
+    more = f", {extra.points()} more than in the first" if extra else ""
+    lines.append(f"all that evict together: {together.points()} in the second turn{more} ({together.answers} questions)")
     if together.low > 0:
         outcome = "does not hold: OmniKV loses too" if verdicts["omnikv"] else "holds"
     else:

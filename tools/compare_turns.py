@@ -3,7 +3,10 @@
 Through the model's own chat template; a base model gets its text with "Question:" and "Answer:".
 """
 
-from engine.errors import UsageError
+from engine.errors import TemplateError, UsageError
+
+PATIENCE = 3        # a template has two seconds, which a busy machine may take away from it
+MARK = "0"          # an answer whose place in a rendered dialogue is looked up
 
 
 class Turns:
@@ -11,38 +14,49 @@ class Turns:
 
     def __init__(self, tokenizer, document, questions):
         self.tokenizer, self.document, self.questions = tokenizer, document.rstrip(), questions
-        self.plain = tokenizer.template is None
-        whole = [self._encode(self._first(question), start=True) for question in questions]
+        self.plain, self._following = tokenizer.template is None, {}
+        self._prompts = [self._first(number) for number in range(len(questions))]
+        whole = [self._encode(text, start=True) for text in self._prompts]
         shared, least = 0, min(map(len, whole)) - 1         # every question keeps at least one token of its own
         while shared < least and all(ids[shared] == whole[0][shared] for ids in whole):
             shared += 1
         self.shared = whole[0][:shared]                     # what precedes every question
         self.own = [ids[shared:] for ids in whole]          # what follows it, per question
 
-    def following(self, first, answer, second):
-        """Ids between an answer and the next question's answer. first, second: numbers of questions; answer: the text that was said.
+    def following(self, first, second):
+        """Ids between an answer to question `first` and the answer to question `second` (numbers).
 
         Raises UsageError where the template does not write an earlier turn as it was said.
         """
-        if self.plain:
-            return self._encode(f"\nQuestion: {self.questions[second]}\nAnswer:")
-        asked = [{"role": "user", "content": self._content(first)}]
-        before = self.tokenizer.render(asked)
-        asked += [{"role": "assistant", "content": answer}, {"role": "user", "content": self.questions[second]}]
-        both = self.tokenizer.render(asked)
-        for said in (answer, answer.strip(), answer.rstrip(), answer.lstrip()):
-            if both.startswith(before + said) and len(both) > len(before + said):
-                return self._encode(both[len(before + said):])
-        raise UsageError("this model's chat template does not repeat an answer as it was said, so no second question can follow it: use "
-                         "--turns 1")
+        if (first, second) not in self._following:
+            self._following[first, second] = self._encode(self._between(first, second))
+        return self._following[first, second]
 
-    def _content(self, question):
-        return f"{self.document}\n\n{self.questions[question]}"
+    def _between(self, first, second):
+        if self.plain:
+            return f"\nQuestion: {self.questions[second]}\nAnswer:"
+        again = {"role": "user", "content": self.questions[second]}
+        both = self._render([self._asked(first), {"role": "assistant", "content": MARK}, again])
+        if not both.startswith(self._prompts[first] + MARK):
+            raise UsageError("this model's chat template does not repeat a dialogue as it was said, so no second question can follow: use "
+                             "--turns 1")
+        return both[len(self._prompts[first] + MARK):]
+
+    def _asked(self, question):
+        return {"role": "user", "content": f"{self.document}\n\n{self.questions[question]}"}
 
     def _first(self, question):
         if self.plain:
-            return f"{self.document}\n\nQuestion: {question}\nAnswer:"
-        return self.tokenizer.render([{"role": "user", "content": f"{self.document}\n\n{question}"}])
+            return f"{self.document}\n\nQuestion: {self.questions[question]}\nAnswer:"
+        return self._render([self._asked(question)])
+
+    def _render(self, messages):
+        for left in reversed(range(PATIENCE)):
+            try:
+                return self.tokenizer.render(messages)
+            except TemplateError:
+                if not left:
+                    raise
 
     def _encode(self, text, start=False):
         return self.tokenizer.encode(text, special=start and self.plain)

@@ -11,7 +11,7 @@ import torch
 from engine import LLM, Full
 from engine.errors import EngineError, UsageError
 from tools.compare_bytes import measure
-from tools.compare_methods import Facts, variants
+from tools.compare_methods import REGISTRY, Facts, variants
 from tools.compare_run import Job, Paper, run_document
 from tools.tasks import TASKS
 
@@ -98,7 +98,8 @@ class Bench:
 class Clock:
     """Seconds of documents: from a timed warm-up at first, from what they took as they are done.
 
-    A document costs reading once, then per variant a part that does not depend on the answers and a part per token.
+    A document costs its readings once (the shared one and those of methods that read it by themselves for all its questions), then per
+    conversation a part that does not depend on the answers and a part per token.
     """
 
     def __init__(self, bench, tasks):
@@ -117,10 +118,12 @@ class Clock:
         if not self.fixed:
             bench.run(Job(task, length, WARM_NUMBER, 1), rules=warm)                # whatever is done once is done now
         began = time.perf_counter()
-        records, seconds, reading = bench.run(Job(task, length, WARM_NUMBER, 1), rules=warm)
+        records, seconds, shared = bench.run(Job(task, length, WARM_NUMBER, 1), rules=warm)
+        took = time.perf_counter() - began
+        read = shared + sum(r["prompt_seconds"] for r in records if r["turn"] == 1 and REGISTRY[r["name"]].reads == "own")
         steps, decoding = sum(r["steps"] for r in records), sum(r["decode_seconds"] for r in records)
         turns = len(records) / max(1, len({r["variant"] for r in records}))
-        self.fixed[length] = (time.perf_counter() - began - sum(seconds.values()), sum(seconds.values()) - decoding)
+        self.fixed[length] = (took - sum(seconds.values()) + read, sum(seconds.values()) - decoding - read)
         self.token[length] = decoding / max(1, steps) * len({r["variant"] for r in records}) * turns
 
     def guess(self, job):
