@@ -69,7 +69,7 @@ class Session:
         if self.runtime.evicts:                             # what it needs, of what its tokens would take; the bank stands beside it
             every = self.plan.num_layers * self._row_bytes * max(1, len(self.ids))
             held |= dict(selection_bytes=0, store_bytes=self.runtime.nbytes, snapshot_bytes=sum(m.nbytes for m in self._marks),
-                         resident=self.runtime.resident_bytes / every)
+                         resident=self.runtime.kv_bytes / every)
         return replace(self._stats, tokens=len(self.ids), **held)
 
     @property
@@ -146,8 +146,8 @@ class Session:
     def _again(self, method, plan):
         before = self.runtime
         self._use(method, plan)
-        if self.ids and self.runtime.replays:               # the same method on other kernels (Method.check_switch)
-            self.runtime.copy_from(before)
+        if self.ids and (self.runtime.replays or self.runtime.evicts and before.method == method):
+            self.runtime.copy_from(before)                  # the same method on other kernels: what it has done stays done
         elif self.ids and self.runtime.evicts:
             last = self._marks[-1] if self._marks else None
             if self.runtime.reads_every_query:

@@ -26,7 +26,7 @@ class SessionStats:
     host_bytes: int = 0                # host blocks of this session
     pin_seconds: float = 0.0           # that its pool has spent page-locking host memory
     resident: float = 1.0              # bank bytes on the device / bytes of all rows at the session's capacity; where rows are
-                                       # evicted: bytes that the method needs / bytes of all rows of the tokens so far
+                                       # evicted: keys and values that the method needs / those of all tokens so far
     mem: float = 1.0                   # the paper's formula: share of the bank that a sparse step reads
     hits: int = 0                      # selected tokens found in the working sets, summed over groups and steps
     misses: int = 0

@@ -59,7 +59,7 @@ class Accumulating(Evicting):
         return base, held
 
     def held_bytes(self, plan, config, itemsize, prompt, generated=0):
-        """As `Evicting.held_bytes`; where nothing is cut yet, the scores of all tokens."""
+        """As Evicting's; where nothing is cut yet, the scores of all tokens."""
         if self.cut == "first_step" and generated == 0:
             return 4 * config.num_layers * config.num_heads * prompt
         return super().held_bytes(plan, config, itemsize, prompt, generated)
@@ -94,6 +94,12 @@ class AccumulatingRuntime(EvictingRuntime):
             if held:
                 sums[:, :, :held] = before
             sequence.sums.append(sums)
+
+    def end_prefill(self, length, step=None):
+        """As Evicting's; rows that nobody has read (a synthetic bank) have had no attention."""
+        if step is not None and not self.reading:
+            self.begin_prefill(self.sequences[0].length, length)
+        super().end_prefill(length, step)
 
     def observe(self, sequence, layer, number, q, k, first, start):
         """Leave this chunk's or step's column sums pending; a chunk's last query that comes once more for its output is in them already."""

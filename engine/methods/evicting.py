@@ -72,11 +72,19 @@ class Evicting(Method):
         kept = min(length, budget)
         return kept, kept + generated
 
+    def rows_reserved(self, plan, prompt, generated=0):
+        """Rows that the stores of all layers hold per K/V head, in use or not, after one prompt and `generated` tokens."""
+        return sum(reserved(*self.course(budget, prompt, generated), self.most(budget)) for budget in self.budgets(plan, prompt))
+
+    def kv_bytes(self, plan, config, itemsize, prompt, generated=0):
+        """Bytes of keys and values that are needed then: the stores', or the bank's where nothing is cut yet."""
+        if self.cut == "first_step" and generated == 0:
+            return config.num_layers * prompt * config.kv_bytes(itemsize)
+        return self.rows_reserved(plan, prompt, generated) * config.kv_bytes(itemsize)
+
     def held_bytes(self, plan, config, itemsize, prompt, generated=0):
-        """Bytes of the store after one prompt and `generated` tokens: exactly what a session allocates (U2)."""
-        rows = 0
-        for budget in self.budgets(plan, prompt):
-            rows += reserved(*self.course(budget, prompt, generated), self.most(budget))
+        """Bytes of the stores then, positions and scores included: exactly what a session allocates beside its bank (U2)."""
+        rows = self.rows_reserved(plan, prompt, generated)
         return rows * config.num_kv_heads * row_bytes(config, itemsize, self.scored)
 
     def store_bytes(self, plan, config, itemsize, capacity):
@@ -141,11 +149,12 @@ class EvictingRuntime(Runtime):
         return total
 
     @property
-    def resident_bytes(self):
-        """Bytes that the method needs between steps: `nbytes`, and every row in the bank while nothing is cut."""
+    def kv_bytes(self):
+        """Bytes of keys and values that the method needs between steps: the stores', and the bank's rows while nothing is cut."""
         config = self.setup.config
         row = config.num_layers * config.kv_bytes(self.setup.dtype.itemsize)
-        return self.nbytes + sum(row * (s.length - s.since if s.layers is not None else s.length) for s in self.sequences)
+        whole = sum(row * s.length for s in self.sequences if s.layers is None)
+        return whole + sum(rows.kv_bytes for s in self.sequences for layer in s.layers or () for rows in layer)
 
     def positions(self, layer, sequence=0):
         """Positions that each K/V head of a layer holds: one ascending list per head."""

@@ -92,7 +92,7 @@ class H2OPlusRuntime(AccumulatingRuntime):
             if under.scores is not None:
                 new[:, :, :under.scores.shape[2]] += under.scores
             under, at = replace(under, scores=new), end
-            if end == self.total or (end - self.start) % self.segment == 0:
+            if (end - self.start) % self.segment == 0:
                 under = self._cut(layer, under, k, v, end)
         self.pending[layer] = under, newest
         return torch.cat(out, 1)
@@ -107,9 +107,11 @@ class H2OPlusRuntime(AccumulatingRuntime):
         positions = torch.arange(under.since, end, dtype=torch.int32, device=k.device).expand(len(k), -1)
         if under.rows:
             positions = torch.cat([under.rows.positions[:, :under.rows.held], positions], 1)
-        keys = self.keys(under.scores, positions, end, self.budget)
-        index = best(keys, positions, self.budget)
-        rows = Rows.gather(slice(0, self.heads), k, v, positions, under.scores, index, self.method.most(self.budget))
+        scores = k.new_zeros(len(k), self.setup.config.group, k.shape[1], dtype=torch.float32)
+        if under.scores is not None:
+            scores[:, :, :under.scores.shape[2]] = under.scores
+        index = best(self.keys(scores, positions, end, self.budget), positions, self.budget)
+        rows = Rows.gather(slice(0, self.heads), k, v, positions, scores, index, self.method.most(self.budget))
         return Under(rows, end, rows.scores[:, :, :rows.held])
 
     def commit(self, b, sequence, count):
@@ -121,9 +123,11 @@ class H2OPlusRuntime(AccumulatingRuntime):
             self.under[layer] = under
 
     def end_prefill(self, length, step=None):
-        """The last segment was cut; one that was broken off is cut now."""
+        """The last segment, whole or not, is cut now."""
         if step is None:
             return
+        if not self.reading:
+            self.begin_prefill(self.sequences[0].length, length)
         self.reading, self.bank, sequence = False, step.bank, self.sequences[0]
         for layer, under in enumerate(self.under):
             if under.since < length:

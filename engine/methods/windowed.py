@@ -64,13 +64,6 @@ class WindowedRuntime(EvictingRuntime):
         super().__init__(method, setup)
         self.rotary = Rotary(setup.config, setup.device)
 
-    def begin_prefill(self, start, stop):
-        """Sinks and window follow from the prompt's end; the store's rows are put in order, which blocks of rows rely on."""
-        super().begin_prefill(start, stop)
-        sequence = self.sequences[0]
-        for budget, parts in zip(sequence.budgets, sequence.layers or ()):
-            parts[:] = [rows.keep(torch.argsort(rows.positions[:, :rows.held], dim=1), self.method.most(budget)) for rows in parts]
-
     def sizes(self, length):
         """(sinks, window) after a prompt of `length` tokens."""
         budget = self.method.budget(self.plan, length)
@@ -85,8 +78,10 @@ class WindowedRuntime(EvictingRuntime):
             return super().attend_rows(layer, q, k, v, first, start)
         kept = first - (start - self.sequences[0].since)           # rows of the store, before those of this prompt
         positions = torch.arange(self.sequences[0].since, start + q.shape[1], device=q.device)
-        if kept:
-            positions = torch.cat([self.sequences[0].layers[layer][0].positions[0, :kept].long(), positions])
+        if kept:                                                    # in order of position, which blocks of rows rely on
+            old, order = torch.sort(self.sequences[0].layers[layer][0].positions[0, :kept].long())
+            positions = torch.cat([old, positions])
+            k, v = (torch.cat([t[:, order], t[:, kept:]], 1) for t in (k, v))
         out = [prefill_dense(q[:, :count], k[None, :, :first + count], v[None, :, :first + count], first, self.scale,
                              path=self.setup.path)] if count else []
         block = max(16, TILE // (q.shape[2] * (window + sinks + 64)))

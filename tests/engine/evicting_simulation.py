@@ -14,8 +14,9 @@ from tests.engine.official_simulation import softmax
 
 @dataclass(frozen=True)
 class Rule:
-    """name: h2o | streaming_llm | lm_infinite | snapkv | ada_snapkv. budget: tokens per K/V head; recent: H2O's newest ones; window,
-    kernel: SnapKV's; alpha: Ada-KV's; sink: first tokens of the window methods."""
+    """name: h2o | a2sf | keyformer | scissorhands | streaming_llm | lm_infinite | snapkv | ada_snapkv. budget: tokens per K/V head;
+    recent: newest ones that are never dropped; forgetting: A2SF's; tau_delta: of Keyformer without noise, tau 1 at first; history, target:
+    Scissorhands'; window, kernel: SnapKV's; alpha: Ada-KV's; sink: first tokens of the window methods."""
 
     name: str
     budget: int
@@ -24,6 +25,15 @@ class Rule:
     kernel: int = 1
     alpha: float = 0.0
     sink: int = 0
+    forgetting: float = 1.0
+    tau_delta: float = 0.0
+    history: int = 0
+    target: int = 0
+
+    @property
+    def summed(self):
+        """Whether tokens live by the attention they have received."""
+        return self.name in ("h2o", "a2sf", "keyformer", "scissorhands")
 
     @property
     def by_position(self):
@@ -45,18 +55,25 @@ class Conversation:
 
     def prompt(self, ids):
         """Read a prompt; the window and the store are cut at its end where the rule says so."""
+        self.answered = 0
         logits = self._forward(ids)
-        if self.rule.name in ("snapkv", "ada_snapkv"):
-            for layer in range(self.model.shape.layers):
+        for layer in range(self.model.shape.layers):
+            if self.rule.name in ("snapkv", "ada_snapkv"):
                 self._snap(layer)
+            elif self.rule.summed and self.rule.name != "h2o":
+                self._heavy(layer, self.rule.budget)
         return logits
 
     def step(self, token):
         """One token of an answer."""
+        self.answered += 1
         logits = self._forward([token])
-        if self.rule.name == "h2o":
-            for layer in range(self.model.shape.layers):
-                self._heavy(layer)
+        for layer in range(self.model.shape.layers):
+            if self.rule.name == "scissorhands" and self.alive[layer][0].sum() > self.rule.budget:
+                self._heavy(layer, self.rule.target)
+                self.scores[layer][:] = 0
+            elif self.rule.summed:
+                self._heavy(layer, self.rule.budget)
         return logits
 
     def _forward(self, ids):
@@ -69,12 +86,25 @@ class Conversation:
             self.keys[layer], self.values[layer] = np.concatenate([self.keys[layer], k]), np.concatenate([self.values[layer], v])
             self.alive[layer] = np.concatenate([self.alive[layer], np.ones((model.shape.kv_heads, count), dtype=bool)], 1)
             self.scores[layer] = np.concatenate([self.scores[layer], np.zeros((model.shape.heads, count))], 1)
-            weights = softmax(self._logits(layer, q, at))
-            self.scores[layer] += weights.sum(1)
+            logits = self._logits(layer, q, at)
+            weights = softmax(logits)
+            self.scores[layer] = self.scores[layer] * self.rule.forgetting ** count + self._added(layer, logits, weights)
             values = np.repeat(self.values[layer], self.group, axis=1).transpose(1, 0, 2)
             x = model.rest(layer, x, (weights @ values).transpose(1, 0, 2).reshape(count, -1))
             self.queries[layer] = np.concatenate([self.queries[layer], q])
         return model.head(x[-1])
+
+    def _added(self, layer, logits, weights):
+        """What the queries of a chunk add to the scores [H, T]."""
+        count = weights.shape[1]
+        if self.rule.name == "keyformer":
+            return softmax(logits / (1 + self.answered * self.rule.tau_delta)).sum(1)
+        if self.rule.name == "scissorhands":
+            late = np.arange(count)[:, None] >= count - self.rule.history
+            if self.answered:
+                late[:] = self.rule.budget - (self.alive[layer][0].sum() - 1) < self.rule.history
+            return ((weights * np.isfinite(logits).sum(-1, keepdims=True) > 1) & late).sum(1)
+        return (weights * self.rule.forgetting ** np.arange(count - 1, -1, -1)[:, None]).sum(1)
 
     def _logits(self, layer, q, at):
         """[H, C, T]: -inf where a query sees nothing."""
@@ -94,15 +124,15 @@ class Conversation:
             seen = ((ages >= 0) & ((there < self.rule.sink) | (ages < window)))[None]
         return np.where(seen, found / np.sqrt(model.shape.head_dim), -np.inf)
 
-    def _heavy(self, layer):
-        """H2O: the newest tokens and those of the largest sums, maximum over a group."""
-        n = len(self.keys[layer])
+    def _heavy(self, layer, budget):
+        """The newest tokens and those of the largest scores, maximum (H2O, Keyformer) or sum over a group."""
+        n, reduce = len(self.keys[layer]), np.max if self.rule.name in ("h2o", "keyformer") else np.sum
         for h, alive in enumerate(self.alive[layer]):
-            sums = self.scores[layer][h * self.group:(h + 1) * self.group].max(0)
+            sums = reduce(self.scores[layer][h * self.group:(h + 1) * self.group], axis=0)
             sums = np.where(alive, sums, -np.inf)
             sums[n - self.rule.recent:] = np.inf
-            if alive.sum() > self.rule.budget:
-                alive[newest_first(sums)[self.rule.budget:]] = False
+            if alive.sum() > budget:
+                alive[newest_first(sums)[budget:]] = False
 
     def pooled(self, layer):
         """SnapKV's scores of the living tokens before the window: [(positions, pooled scores)] per K/V head."""

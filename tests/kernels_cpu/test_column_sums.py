@@ -24,7 +24,7 @@ def oracle(q, k, first, scale):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("tile", [(1, 1), (7, 64), (16, 4096), (1024, 2 ** 22)])
+@pytest.mark.parametrize("tile", [(5, 24), (16, 4096), (1024, 2 ** 22)])
 def test_sums_are_the_oracles(shape, tile, dtype, monkeypatch):
     """Error at most twice that of plain torch's softmax in float32 on the same inputs."""
     monkeypatch.setattr(column_sums, "ROWS", tile[0])
