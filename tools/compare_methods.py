@@ -154,6 +154,14 @@ def _evicting(note, cls, group="others", reads="shared", **settings):
     return Entry(note, build, _evicting_bytes(build), group, reads=reads, evicts=True)
 
 
+def _windowed(note, cls, group="others", sink=0):
+    """An Entry for a method with a window, read in prefill too. Its budget is in tokens of the planned length: the same for a document
+    as for the question after it, so that reading them apart changes nothing."""
+    def build(facts, share):
+        return cls(tokens=max(sink + 1, math.floor(share * facts.capacity)))
+    return Entry(note, build, _evicting_bytes(build), group, reads="own", evicts=True)
+
+
 def _keeps_all(facts, part):
     return "every key and value stays on the device, 100% at any budget"
 
@@ -198,7 +206,7 @@ REGISTRY = {
                             budget=False, reads="own", place="host", sparse=False),
     "h2o": _evicting("H2O, the newest tokens and the heavy hitters, half each", H2O, "t1", "own"),
     "h2o_plus": _evicting("H2O+, H2O that evicts while it reads, in segments of 500", H2OPlus, "t1", "whole"),
-    "streaming_llm": _evicting("StreamingLLM, 4 sinks and a window, in prefill too", StreamingLLM, "t1", "whole"),
+    "streaming_llm": _windowed("StreamingLLM, 4 sinks and a window, in prefill too", StreamingLLM, "t1", StreamingLLM.sink),
     "streaming_llm_trim": _evicting("the OmniKV paper's StreamingLLM: full prefill, then trimmed to 1% sinks and a window", StreamingLLM,
                                     "t1", official=True),
     "infllm": Entry("InfLLM, blocks of the past by representative keys, its own prefill", _infllm, _keeps_all, reads="own"),
@@ -211,8 +219,8 @@ REGISTRY = {
     "keyformer": _evicting("Keyformer, H2O with noise and temperature", Keyformer, reads="whole"),
     "scissorhands": _evicting("Scissorhands, above average lately, dropped many at once", Scissorhands, reads="whole"),
     "a2sf": _evicting("A2SF, H2O with forgetting", A2SF, reads="whole"),
-    "window": _evicting("window attention, the newest tokens only, in prefill too", Window, reads="whole"),
-    "lm_infinite": _evicting("LM-Infinite, 10 first tokens and a window, in prefill too", LMInfinite, reads="whole"),
+    "window": _windowed("window attention, the newest tokens only, in prefill too", Window),
+    "lm_infinite": _windowed("LM-Infinite, 10 first tokens and a window, in prefill too", LMInfinite, sink=LMInfinite.sink),
     "pod_untrained": Entry("PoD without its training; blocks from pod.json beside the model (tools.pod_groups)", _pod, _keeps_all,
                            group="others", reads="own"),
     "quest": Entry("Quest, pages of 16 by their extremes", lambda facts, share: Quest(share=share), _keeps_all, group="others"),
