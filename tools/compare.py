@@ -195,12 +195,12 @@ class Comparison:
     def config(self, held, processes, estimated):
         """What runs, resolved: written beside the answers, with the runs that these came from."""
         llm, args, path = self.bench.llm, self.args, self.args.out / "config.json"
-        before = json.loads(path.read_text())["runs"] if path.exists() and self.records else []
+        before = json.loads(path.read_text()) if path.exists() and self.records else {"variants": {}, "runs": []}
         this = {"commit": bench_header.commit(), "hardware": bench_header.hardware(llm.device), "load": load_average(),
                 "processes": processes, "threads": self.bench.order.threads, "documents": len(self.todo), "estimated_seconds": estimated,
                 "flags": " ".join(bench_header.flags_given()),
                 "packages": {p: bench_header.version(p) for p in bench_header.PACKAGES}}
-        variants = {}
+        variants = before["variants"]                       # columns of earlier runs stay in the report
         for length, found in self.bench.variants.items():
             for v in found:
                 row = {"name": v.name, "kind": v.kind, "budget": v.budget, "reads": v.entry.reads, "evicts": v.entry.evicts,
@@ -213,7 +213,7 @@ class Comparison:
                 variants.setdefault(v.label, {})[str(length)] = row
         return {"model": "weights/pocket" if args.model == str(POCKET) else args.model, "settings": self.settings, "variants": variants,
                 "device": str(llm.device), "dtype": str(llm.dtype).removeprefix("torch."), "answers": args.answers, "tasks": args.tasks,
-                "lengths": sorted(self.bench.order.lengths), "runs": [*before, this]}
+                "lengths": sorted(self.bench.order.lengths), "runs": [*before["runs"], this]}
 
 
 def load_average():

@@ -200,7 +200,7 @@ def storages(thing, seen, skip):
     return {k: v for part in inside for k, v in storages(part, seen, skip).items()}
 
 
-def every_variant(llm, capacity=464, budgets=(30, "m85", "m95")):
+def every_variant(llm, capacity=464, budgets=(30, "m95")):
     names = [(name, "mem" if str(b).startswith("m") else "share", float(str(b).strip("m"))) for name, e in REGISTRY.items() for b in budgets
              if e.budget and (not str(b).startswith("m") or e.at_bytes)] + [(n, "none", 100.0) for n, e in REGISTRY.items() if not e.budget]
     return variants(facts(llm, capacity), names)
@@ -317,7 +317,7 @@ def test_one_reading_serves_as_well_as_many(llm):
 
     found = [v for v in every_variant(llm, budgets=(10,)) if v.method is not None and v.entry.reads != "whole"]
     assert {v.entry.reads for v in found} == {"shared", "own"} and any(v.entry.evicts for v in found)
-    paper = Paper(llm, Job("kv", 400, 5, 2), Rules(2, max_tokens=6))
+    paper = Paper(llm, Job("kv", 300, 5, 2), Rules(2, max_tokens=4))
     shared, _, _ = run_document(llm, paper, found, 700)
     assert len(shared) == 4 * len(found)
     with Reader(llm, paper, 700) as reader:
@@ -395,6 +395,9 @@ def test_a_run_stops_in_time_and_goes_on(tiny, tmp_path, capsys):
     again = {compare.Comparison._key(r): r["tokens"] for r in read(tmp_path)[1:]}
     assert again == {compare.Comparison._key(r): r["tokens"] for r in records}
     assert len(json.loads((tmp_path / "config.json").read_text())["runs"]) == 2
+    assert run(tiny, tmp_path, "--methods", "quest@30") == 0                                # more columns beside those that are there
+    page = capsys.readouterr().out
+    assert "| quest 30% | 3 |" in page and "| omnikv Mem 95% | 3 |" in page
     assert run(tiny, tmp_path, "--seed", "5") == 2
     assert "--fresh" in capsys.readouterr().err
 
