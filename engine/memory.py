@@ -63,7 +63,8 @@ class Plan:
     host_bytes: int = 0             # host tier of one session at max_context (on a CPU it is part of the total)
     host_free: int = 0
     full_bank: int = 0              # bytes of all rows of all layers at max_context
-    budget: int = 0                 # selected tokens at max_context
+    budget: int = 0                 # selected (or retained) tokens at max_context
+    kept: int = 0                   # bytes of keys and values that an evicting method keeps after a prompt of max_context
 
     @property
     def total(self):
@@ -82,7 +83,10 @@ class Plan:
 
     @property
     def resident(self):
-        """Share of the bank that is allocated on the device at max_context, slots, tail and staging included."""
+        """Share of the bank that is allocated on the device at max_context, slots, tail and staging included; where rows are evicted, what
+        is kept: the bank stands beside it."""
+        if self.kept:
+            return self.kept / max(1, self.full_bank)
         held = sum(size for name, size, _ in self.items if name in ("context bank", "working sets", "streaming"))
         return held / max(1, self.full_bank)
 
@@ -269,7 +273,9 @@ def plan_at(name, config, method, layers, dtype, device, max_context=None, chunk
     return Plan(name, method, layers, str(device), str(dtype).removeprefix("torch."), context, largest, min(chunk, context), below,
                 items(context, placement), free, free_name, note, placement,
                 placement.host_bytes(config, size, context) if placement else 0, host_free,
-                config.num_layers * context * config.kv_bytes(size), method.budget_capacity(layers, context))
+                config.num_layers * context * config.kv_bytes(size),
+                min(context, method.budget(layers, context)) if method.evicts else method.budget_capacity(layers, context),
+                method.kv_bytes(layers, config, size, context - 1, 1) if method.evicts and context > 1 else 0)
 
 
 def _largest(fits, most):

@@ -5,7 +5,10 @@ Also that going back, copies, interruptions and changes of method are exact, or 
 
 import pytest
 import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
+from engine import SamplingParams
 from engine.errors import SettingError
 from engine.methods.a2sf import A2SF
 from engine.methods.ada_pyramid import AdaPyramid
@@ -431,6 +434,42 @@ def test_what_cannot_be_is_refused_in_one_line():
             (lambda: LMInfinite(sink=-1), "sink: found -1")):
         with pytest.raises(SettingError, match=message.replace("(", r"\(")):
             call()
+
+
+@settings(deadline=None, derandomize=True, max_examples=12, suppress_health_check=list(HealthCheck),
+          phases=[Phase.explicit, Phase.generate])
+@given(st.sampled_from(SOME), st.sampled_from(SHAPES), st.sampled_from((1, 7, 64)),
+       st.lists(st.tuples(st.sampled_from((1, 2, 5, 31, 33, 64, 90)), st.integers(0, 9)), min_size=1, max_size=3))
+def test_any_lengths_turns_and_chunks(method, shape, chunk, turns):
+    """Prompts shorter than a window, a budget, a segment; answers of no token: held are distinct tokens, within the plan's bytes."""
+    llm = llm_of(shape, chunk, "auto")
+    most = llm.plan(method).bytes_of("retained rows")
+    with llm.session(method) as session:
+        for number, (prompt, answer) in enumerate(turns):
+            ids = random_ids(prompt + answer, seed=number)
+            assert session.prefill(ids[:prompt]).isfinite().all()
+            for token in ids[prompt:]:
+                assert session.decode(token).isfinite().all()
+                n = len(session)
+                for layer in range(session.plan.num_layers):
+                    heads = session.runtime.positions(layer)
+                    assert all(head == sorted(set(head)) and head[0] >= 0 and head[-1] == n - 1 for head in heads)
+                assert 0 < session.stats.store_bytes <= most
+
+
+def test_an_evicting_method_through_the_public_calls():
+    """LLM(method=...): the plan says what is kept beside the bank, generate answers, a second turn goes on."""
+    config = tiny_config(layers=3)
+    llm = tiny_llm(config, tiny_weights(config), H2O(share=0.3), max_context=256)
+    plan = llm.plan()
+    assert plan.bytes_of("retained rows") == H2O(share=0.3).store_bytes(plan.layers, config, 4, 256)
+    assert "each reads what it has retained" in str(plan) and plan.mem == 76 / 256 and plan.resident == 77 / 256
+    answer = llm.generate(random_ids(100), SamplingParams(max_tokens=5, ignore_eos=True))
+    with llm.session() as session:
+        pieces = list(session.generate(random_ids(100), SamplingParams(max_tokens=5, ignore_eos=True)))
+        assert [piece.token_id for piece in pieces if piece.token_id is not None] == answer.token_ids
+        assert len(list(session.generate(random_ids(20, seed=1), SamplingParams(max_tokens=5, ignore_eos=True)))) >= 5
+        assert 0.29 < session.stats.mem < 0.31 and session.stats.sparse_steps == session.stats.decode_steps > 5
 
 
 def test_published_defaults():
