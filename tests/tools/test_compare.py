@@ -395,6 +395,7 @@ def test_a_run_stops_in_time_and_goes_on(tiny, tmp_path, capsys):
     again = {compare.Comparison._key(r): r["tokens"] for r in read(tmp_path)[1:]}
     assert again == {compare.Comparison._key(r): r["tokens"] for r in records}
     assert len(json.loads((tmp_path / "config.json").read_text())["runs"]) == 2
+    capsys.readouterr()
     assert run(tiny, tmp_path, "--methods", "quest@30") == 0                                # more columns beside those that are there
     page = capsys.readouterr().out
     assert "| quest 30% | 3 |" in page and "| omnikv Mem 95% | 3 |" in page
