@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.methods.accumulated import Accumulating, AccumulatingRuntime
-from engine.methods.evicting import portion, whole
+from engine.methods.checks import portion, whole
 from kernels.column_sums import column_sums
 
 

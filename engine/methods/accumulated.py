@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.methods.evicting import GROUP_RULES, Evicting, EvictingRuntime, choice, portion, whole
+from engine.methods.checks import choice, portion, whole
+from engine.methods.evicting import GROUP_RULES, Evicting, EvictingRuntime
 from engine.methods.retained import best, reduce_group, worst
 from kernels.column_sums import column_sums
 

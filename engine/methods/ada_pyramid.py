@@ -7,7 +7,7 @@ PyramidKV, with beta 1 Ada-SnapKV.
 from dataclasses import dataclass
 
 from engine.methods.ada_snapkv import AdaRuntime
-from engine.methods.evicting import portion
+from engine.methods.checks import portion
 from engine.methods.pyramidkv import PyramidKV
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.methods.evicting import portion
+from engine.methods.checks import portion
 from engine.methods.retained import best
 from engine.methods.snapkv import SnapKV, SnapRuntime
 

@@ -7,8 +7,8 @@ device (the ring). Over a bank that is on the device it is full attention.
 
 from dataclasses import dataclass
 
-from engine.errors import SettingError
 from engine.methods.base import Method, Runtime
+from engine.methods.checks import whole
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,7 @@ class BrutalOffload(Method):
 
     def __post_init__(self):
         for name in ("layers", "ahead"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise SettingError(f"{name}: found {value!r}, expected an int of at least 1")
+            whole(name, getattr(self, name), 1)
 
     @property
     def name(self):

@@ -12,6 +12,7 @@ import torch
 
 from engine.errors import SettingError
 from engine.methods.base import Method, Runtime
+from engine.methods.checks import one_budget, portion, whole
 from engine.methods.retained import Rows, reserved, row_bytes
 from engine.plan import LayerPlan, Role
 from kernels.dense_decode import decode_dense
@@ -37,8 +38,7 @@ class Evicting(Method):
     own_prefill = False         # whether a prompt is read in a way of its own, so that a session read otherwise cannot go on with it
 
     def __post_init__(self):
-        if self.tokens is not None and self.share is not None:
-            raise SettingError(f"budget: found tokens={self.tokens} and share={self.share}, expected at most one of tokens, share")
+        one_budget(self, "tokens", "share")
         if self.tokens is not None:
             whole("tokens", self.tokens, self.least)
         elif self.share is not None:
@@ -330,21 +330,3 @@ def everything(part):
     """Index [h, T] of all rows of a part."""
     positions = part[3]
     return torch.arange(positions.shape[1], device=positions.device).expand(len(positions), -1)
-
-
-def whole(name, value, least):
-    """Raise SettingError unless value is an int of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise SettingError(f"{name}: found {value!r}, expected an int of at least {least}")
-
-
-def portion(name, value, zero=False):
-    """Raise SettingError unless value is a number in (0, 1] (or [0, 1])."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1 or (value == 0 and not zero):
-        raise SettingError(f"{name}: found {value!r}, expected a number in {'[' if zero else '('}0, 1]")
-
-
-def choice(name, value, allowed):
-    """Raise SettingError unless value is one of `allowed`."""
-    if value not in allowed:
-        raise SettingError(f"{name}: found {value!r}, expected one of {', '.join(map(str, allowed))}")

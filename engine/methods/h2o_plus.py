@@ -11,7 +11,7 @@ import torch
 
 from engine.errors import SettingError
 from engine.methods.accumulated import AccumulatingRuntime
-from engine.methods.evicting import whole
+from engine.methods.checks import whole
 from engine.methods.h2o import H2O
 from engine.methods.retained import Rows, best
 from kernels.prefill import prefill_dense

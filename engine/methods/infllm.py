@@ -15,8 +15,9 @@ import torch
 
 from engine.errors import SettingError
 from engine.methods.base import Method, Runtime
+from engine.methods.checks import whole
 from engine.methods.infllm_memory import BlockMemory, Layout, attend_far_and_near
-from engine.methods.reading import layers_apart, whole
+from engine.methods.reading import layers_apart
 from engine.rope import Rotary
 from kernels.prefill import prefill_dense
 

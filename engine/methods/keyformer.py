@@ -12,7 +12,7 @@ import torch
 
 from engine.errors import SettingError
 from engine.methods.accumulated import Accumulating, AccumulatingRuntime
-from engine.methods.evicting import whole
+from engine.methods.checks import whole
 from kernels.column_sums import column_sums
 
 

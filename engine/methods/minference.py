@@ -14,6 +14,7 @@ import torch
 
 from engine.errors import SettingError
 from engine.methods.base import Method, Runtime
+from engine.methods.checks import portion
 from engine.methods.patterns import BLOCK, LAST, Pooled, a_shape, checked, line_sums, sizes, vertical_slash
 from kernels.prefill import attend_chunk, attend_rows, merge, prefill_dense, prefill_dense_lse
 
@@ -33,9 +34,8 @@ class MInference(Method):
         if not single and not (isinstance(table, (tuple, list)) and table and all(isinstance(r, (tuple, list)) and r for r in table)):
             raise SettingError(f"patterns: found {str(table)[:60]!r}, expected a pattern, or a table [layer][query head] of them")
         object.__setattr__(self, "patterns", checked(table) if single else tuple(tuple(map(checked, row)) for row in table))
-        share = self.share
-        if share is not None and (isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1):
-            raise SettingError(f"share: found {share!r}, expected a number in (0, 1]")
+        if self.share is not None:
+            portion("share", self.share)
 
     def plan(self, config):
         """All layers FULL: a step reads everything. The table must be this model's."""

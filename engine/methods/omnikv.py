@@ -12,6 +12,7 @@ import torch
 
 from engine.errors import SettingError
 from engine.methods.base import Method, Runtime, device_int
+from engine.methods.checks import choice, one_budget, portion, whole
 from engine.methods.omnikv_prefill import AT_ONCE, PrefillSelector
 from engine.plan import Role, layer_plan, tail_start
 from engine.selector import SELECTORS, budget_from_mem, window_weights
@@ -65,30 +66,29 @@ class OmniKV(Method):
         if self.filter_layers is not None:
             object.__setattr__(self, "filter_layers", _filters(self.filter_layers))
         _budgets(self)
-        _choice("selector", self.selector, SELECTORS)
-        _choice("scores", self.scores, (None, "softmax", "raw"))
-        _whole("window", self.window, 1, 64)
-        _whole("wait_layers", self.wait_layers, 0)
-        _whole("tail", self.tail, 64)
-        _whole("sink", self.sink, 0)
+        choice("selector", self.selector, SELECTORS)
+        choice("scores", self.scores, (None, "softmax", "raw"))
+        whole("window", self.window, 1, 64)
+        whole("wait_layers", self.wait_layers, 0)
+        whole("tail", self.tail, 64)
+        whole("sink", self.sink, 0)
         if not isinstance(self.official, bool):
             raise SettingError(f"official: found {self.official!r}, expected True or False")
         if self.dense_below != "auto":
-            _whole("dense_below", self.dense_below, 0)
+            whole("dense_below", self.dense_below, 0)
         elif self.official:
             object.__setattr__(self, "dense_below", 0)
         if self.official and self.selector != "last" and self.scores == "raw":
             raise SettingError("scores: found 'raw' with a windowed selector, expected None or 'softmax' (official)")
         if self.prefill_ratio is not None:
-            _whole("prefill_ratio", self.prefill_ratio, 1)
-        _whole("prefill_block", self.prefill_block, 64)
-        _whole("prefill_stride", self.prefill_stride, 1)
-        _whole("prefill_dense_end", self.prefill_dense_end, 0)
-        _choice("dense_layers", self.dense_layers, ("dense", "block_sparse"))
-        _choice("dense_estimator", self.dense_estimator, ("pooled", "antidiagonal"))
-        _choice("dense_stride", self.dense_stride, (4, 8, 16, 32))
-        if isinstance(self.dense_mass, bool) or not isinstance(self.dense_mass, (int, float)) or not 0 < self.dense_mass <= 1:
-            raise SettingError(f"dense_mass: found {self.dense_mass!r}, expected a number in (0, 1]")
+            whole("prefill_ratio", self.prefill_ratio, 1)
+        whole("prefill_block", self.prefill_block, 64)
+        whole("prefill_stride", self.prefill_stride, 1)
+        whole("prefill_dense_end", self.prefill_dense_end, 0)
+        choice("dense_layers", self.dense_layers, ("dense", "block_sparse"))
+        choice("dense_estimator", self.dense_estimator, ("pooled", "antidiagonal"))
+        choice("dense_stride", self.dense_stride, (4, 8, 16, 32))
+        portion("dense_mass", self.dense_mass)
         if self.official and self.dense_layers != "dense":
             raise SettingError("dense_layers: the published code reads prompts densely; leave it out with official=True")
         if self.official and self.prefill_ratio is not None:
@@ -346,24 +346,9 @@ def _filters(value):
 
 
 def _budgets(method):
-    given = [name for name in ("tokens", "share", "mem") if getattr(method, name) is not None]
-    if len(given) > 1:
-        values = " and ".join(f"{name}={getattr(method, name)}" for name in given)
-        raise SettingError(f"budget: found {values}, expected exactly one of tokens, share, mem")
+    one_budget(method, "tokens", "share", "mem")
     if method.tokens is not None:
-        _whole("tokens", method.tokens, 0 if method.official else 1)
+        whole("tokens", method.tokens, 0 if method.official else 1)
     for name in ("share", "mem"):
-        value = getattr(method, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1):
-            raise SettingError(f"{name}: found {value!r}, expected a number in (0, 1]")
-
-
-def _choice(name, value, allowed):
-    if value not in allowed:
-        raise SettingError(f"{name}: found {value!r}, expected one of {', '.join(map(str, allowed))}")
-
-
-def _whole(name, value, least, most=None):
-    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
-        limit = f"an int >= {least}" if most is None else f"an int from {least} to {most}"
-        raise SettingError(f"{name}: found {value!r}, expected {limit}")
+        if getattr(method, name) is not None:
+            portion(name, getattr(method, name))

@@ -8,7 +8,7 @@ multiples; a block reads whatever its pattern shows to any of its queries (the p
 import torch
 
 from engine.errors import SettingError
-from engine.methods.reading import whole
+from engine.methods.checks import whole
 
 BLOCK = 64
 LAST = 64                   # newest queries of a chunk, from which columns and diagonals are ranked

@@ -14,7 +14,8 @@ import torch
 
 from engine.errors import SettingError
 from engine.methods.base import Method, Runtime
-from engine.methods.reading import layers_apart, whole
+from engine.methods.checks import whole
+from engine.methods.reading import layers_apart
 from engine.methods.spans import attend_span, merge_parts
 
 

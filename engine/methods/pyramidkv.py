@@ -7,7 +7,7 @@ Default beta 20; window and pooling as SnapKV's (Ada-KV's setting for both). Wit
 
 from dataclasses import dataclass
 
-from engine.methods.evicting import whole
+from engine.methods.checks import whole
 from engine.methods.snapkv import SnapKV
 
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from engine.methods.base import Method, Runtime
+from engine.methods.checks import choice, whole
 from engine.methods.pages import REDUCTIONS, PageExtremes
-from engine.methods.reading import Budgeted, choice, layers_apart, whole
+from engine.methods.reading import Budgeted, layers_apart
 from engine.plan import Role
 from kernels.sparse_decode import decode_sparse
 from kernels.topk import select_topk

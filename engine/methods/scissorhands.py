@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.methods.accumulated import Accumulating, AccumulatingRuntime
-from engine.methods.evicting import portion, whole
+from engine.methods.checks import portion, whole
 from engine.methods.retained import best
 from kernels.column_sums import column_sums
 

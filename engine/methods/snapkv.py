@@ -12,7 +12,8 @@ import torch
 from torch.nn import functional
 
 from engine.errors import SettingError
-from engine.methods.evicting import GROUP_RULES, Evicting, EvictingRuntime, choice, whole
+from engine.methods.checks import choice, whole
+from engine.methods.evicting import GROUP_RULES, Evicting, EvictingRuntime
 from engine.methods.retained import best, reduce_group
 from kernels.column_sums import column_sums
 

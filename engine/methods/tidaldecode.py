@@ -12,7 +12,8 @@ import torch
 
 from engine.errors import SettingError
 from engine.methods.base import Method, Runtime
-from engine.methods.reading import Budgeted, choice, whole
+from engine.methods.checks import choice, whole
+from engine.methods.reading import Budgeted
 from engine.plan import Role, layer_plan
 from kernels.prefill import attend_rows
 from kernels.reference import attend

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from engine.errors import SettingError
-from engine.methods.evicting import Evicting, EvictingRuntime, everything, whole
+from engine.methods.checks import whole
+from engine.methods.evicting import Evicting, EvictingRuntime, everything
 from engine.methods.retained import best, worst
 from engine.rope import Rotary
 from kernels.column_sums import TILE
