@@ -6,7 +6,7 @@ from engine.errors import SettingError
 def whole(name, value, least, most=None):
     """Raise SettingError unless value is an int from `least` to `most`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
-        limit = f"an int of at least {least}" if most is None else f"an int from {least} to {most}"
+        limit = f"an int >= {least}" if most is None else f"an int from {least} to {most}"
         raise SettingError(f"{name}: found {value!r}, expected {limit}")
 
 
