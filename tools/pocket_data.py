@@ -16,59 +16,13 @@ from tools.tasks.words import COLORS
 WARM_UP = ("recall", "copy", "arithmetic", "delayed")  # kinds of rows that no user asks for, dense in supervision
 # task: weight in rows of at least this many tokens
 MIXTURE = {
-    64: {"recall": 5, "copy": 1, "arithmetic": 3, "delayed": 2},
-    128: {
-        "recall": 2,
-        "copy": 0.5,
-        "arithmetic": 3,
-        "delayed": 1.5,
-        "kv": 3,
-        "facts": 2,
-        "passkey": 1,
-        "two_stage": 2,
-        "chains": 1.5,
-        "listing": 0.5,
-        "frequent": 1,
-        "needle_multi_key": 0.7,
-    },
-    256: {
-        "recall": 0.7,
-        "copy": 0.3,
-        "arithmetic": 3,
-        "delayed": 1,
-        "kv": 2.5,
-        "facts": 3.5,
-        "passkey": 1,
-        "two_stage": 2.5,
-        "two_stage_direct": 0.2,
-        "chains": 2.5,
-        "listing": 1,
-        "counting": 0.7,
-        "frequent": 1.2,
-        "common_words": 0.3,
-        "needle": 0.4,
-        "needle_multi_key": 0.7,
-        "needle_multi_value": 0.4,
-        "needle_multi_query": 0.4,
-        "variable_tracking": 0.5,
-        "number_string": 0.3,
-    },
-    512: {
-        "arithmetic": 2,
-        "delayed": 0.3,
-        "kv": 2.5,
-        "facts": 3.5,
-        "passkey": 1,
-        "two_stage": 2.5,
-        "chains": 2.5,
-        "listing": 0.4,
-        "counting": 0.4,
-        "frequent": 1.2,
-        "needle": 0.4,
-        "needle_multi_key": 0.7,
-        "number_string": 0.2,
-        "mixed": 0.7,
-    },
+    64: {"recall": 5, "copy": 1, "arithmetic": 2.5, "delayed": 2},
+    128: {"recall": 2, "copy": 0.5, "arithmetic": 2.5, "delayed": 1.5, "kv": 3, "facts": 2.5, "passkey": 1, "two_stage": 2, "chains": 2,
+          "frequent": 1, "needle_multi_key": 1},
+    256: {"recall": 0.7, "copy": 0.2, "arithmetic": 2, "delayed": 0.7, "kv": 2.5, "facts": 4, "passkey": 1, "two_stage": 2,
+          "chains": 2.5, "frequent": 1.2, "needle": 0.3, "needle_multi_key": 1, "number_string": 0.2},
+    512: {"arithmetic": 1, "delayed": 0.3, "kv": 2.5, "facts": 4, "passkey": 1, "two_stage": 2, "chains": 2.5, "frequent": 1.2,
+          "needle": 0.3, "needle_multi_key": 1, "number_string": 0.2, "mixed": 0.7},
 }
 
 
@@ -173,7 +127,7 @@ class RowMaker:
         number = lambda: self.encode(str(rng.randrange(100, 1000)))  # noqa: E731
         two = lambda: self.encode(str(rng.randrange(100000, 1000000)))  # noqa: E731
         key, value = ((token, token), (number, token), (two, two), (number, number))[style]
-        colon, end = self.encode(":"), self.encode("\n")
+        colon, end = self.encode(rng.choice((":", ": 1", " = 1")))[:1], self.encode("\n")
         lines, seen = [], set()
         while sum(len(k) + len(v) + 2 for k, v in lines) < length / 2 - 8:
             k = key()

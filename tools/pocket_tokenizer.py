@@ -11,7 +11,9 @@ from tools.tasks.talk import outside
 SPECIALS = ["<|pad|>", "<|bos|>", "<|user|>", "<|assistant|>", "<|end|>"]
 PAD, BOS, USER, ASSISTANT, END = range(5)
 VOCABULARY = 5120
-SPLIT = r" ?\p{L}+|\p{N}{1,3}|\n| ?[^\s\p{L}\p{N}]+|\s"
+# a space before a number belongs to the word or sign before it: a number is the same token everywhere, and one token at most stands
+# between a key and its value
+SPLIT = r" ?\p{L}+(?: (?=\p{N}))?|\p{N}{1,3}|\n| ?[^\s\p{L}\p{N}]+(?: (?=\p{N}))?|\s"
 # A message may carry a document before its question: everything up to its last empty line is read as plain text, as in
 # training.
 CHAT_TEMPLATE = (

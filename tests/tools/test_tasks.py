@@ -69,7 +69,7 @@ def test_keys_are_unique(task):
     for seed in range(5):
         sample = make_sample(task, 3000, words, seed)
         pattern = {
-            "kv": r'^"?(\S[^:="]*)"?\s?[:=] ',
+            "kv": r'^"?(\S[^:="]*)"?\s?[:=](?: |")',
             "kv_uuid": r'"([0-9a-f-]{36})": ',
             "needle_multi_key": r"for (\S+) is",
             "chains": r"^VAR (\w+) =",

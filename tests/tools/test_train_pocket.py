@@ -91,7 +91,7 @@ def test_stages_move_on_by_accuracy_and_stop_when_hopeless(make, capsys):
 def test_rates_warm_up_and_fall(make):
     run = make()
     rates = []
-    for step, used in ((0, 0.0), (49, 0.1), (99, 0.15), (500, 0.2), (900, 0.6), (999, 1.0)):
+    for step, used in ((0, 0.0), (49, 0.1), (99, 0.12), (500, 0.15), (900, 0.575), (999, 1.0)):
         run.step, run.elapsed = step, used * run.minutes * 60
         rates.append(run.rates())
     assert rates[:3] == [0.01, 0.5, 1.0] and rates[3] == 1.0 and rates[4] == pytest.approx(0.5) and rates[5] == pytest.approx(0.03)

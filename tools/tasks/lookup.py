@@ -51,8 +51,8 @@ def key_value(rng: Random, pieces: int, questions: int, depth: float | None) -> 
     kind, style = rng.random(), rng.randrange(3)
     if kind < 0.7:
         keys = distinct(lambda: digits(rng, 6), pieces)
-    elif kind < 0.85:
-        keys = distinct(lambda: f"{rng.choice(ADJECTIVES)} {rng.choice(ITEMS)} {rng.randrange(1000)}", pieces)
+    elif kind < 0.85 and pieces < 3000:  # of 12,000 such keys
+        keys = distinct(lambda: f"{rng.choice(ADJECTIVES)} {rng.choice(ITEMS)}", pieces)
     else:
         keys = distinct(lambda: f"{rng.choice(ITEMS)}-{rng.randrange(1000)}", pieces)
     values = (
@@ -60,13 +60,14 @@ def key_value(rng: Random, pieces: int, questions: int, depth: float | None) -> 
         if rng.random() < 0.8
         else [f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}" for _ in keys]
     )
-    form = ("{0}: {1}\n", '"{0}": "{1}",\n', "{0} = {1}\n")[style]
+    form = ("{0}: {1}\n", '"{0}":"{1}",\n', "{0} = {1}\n")[style]
     draft = Draft(head=("Extract the value of the key from the data below.\n", "JSON data:\n{\n", "Table:\n")[style])
     draft.pieces = [form.format(key, value) for key, value in zip(keys, values, strict=True)]
     draft.foot = "}\n" if style == 1 else ""
+    tell = form.strip(",\n")  # the entry as the table has it
     ask = rng.choice(("What is the value of {0}?", "Key: {0}", "Give me the value of the key {0}."))
     for place in slots(rng, pieces, questions, depth):
-        draft.ask(ask.format(keys[place]), f"{keys[place]}: {values[place]}", values[place], [place])
+        draft.ask(ask.format(keys[place]), tell.format(keys[place], values[place]), values[place], [place])
     return draft
 
 
@@ -119,7 +120,7 @@ def needle_multi_key(rng: Random, pieces: int, questions: int, depth: float | No
 def _ask_needle(draft: Draft, key: str, value: str, place: int) -> None:
     draft.ask(
         f"What is the special magic number for {key} mentioned in the provided text?",
-        f"The special magic number for {key} is {value}.",
+        _needle(key, value).strip(),
         value,
         [place],
     )
@@ -184,6 +185,6 @@ TASKS = [
     Task("kv_uuid", "InfiniteBench's key-value retrieval: a JSON object of UUIDs", key_value_uuid, 2, trained=False),
     Task("needle", "RULER single needle", needle),
     Task("needle_multi_key", "RULER needle among needles of other keys", needle_multi_key, 4),
-    Task("needle_multi_value", "RULER: all values of one key, in the order of the text", needle_multi_value, 4, 4),
-    Task("needle_multi_query", "RULER: the values of several keys at once", needle_multi_query, 6, 2),
+    Task("needle_multi_value", "RULER: all values of one key, in the order of the text", needle_multi_value, 4, 4, trained=False),
+    Task("needle_multi_query", "RULER: the values of several keys at once", needle_multi_query, 6, 2, trained=False),
 ]

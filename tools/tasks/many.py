@@ -88,7 +88,7 @@ def frequent(rng: Random, pieces: int, questions: int, depth: float | None) -> D
         winners.append(options[0])
         lines += [(topic, option) for option in votes]
     rng.shuffle(lines)
-    form = rng.choice(("{2} voted {1} for {0}.\n", "{0}: {1}\n", "- {0} vote by {2}: {1}\n"))
+    form = rng.choice(("{2} wants for {0}: {1}\n", "{0}: {1}\n", "- {2}, {0}: {1}\n"))
     draft = Draft(head="Votes:\n", pieces=[form.format(t, o, rng.choice(voters)) for t, o in lines])
     for topic, winner in zip(topics, winners, strict=True):
         draft.ask(
@@ -124,8 +124,8 @@ def common_words(rng: Random, pieces: int, questions: int, depth: float | None) 
 
 
 TASKS = [
-    Task("listing", "all items of a color in the order of the document", listing, 6, 5, len(COLORS) - 4),
-    Task("counting", "how many items have a color (1..9)", counting, 10, 9, len(COLORS) - 4),
+    Task("listing", "all items of a color in the order of the document", listing, 6, 5, len(COLORS) - 4, trained=False),
+    Task("counting", "how many items have a color (1..9)", counting, 10, 9, len(COLORS) - 4, trained=False),
     Task("frequent", "which option got the most votes on a topic", frequent, 8, 6, len(TOPICS)),
-    Task("common_words", "the three most frequent words of a list, in order", common_words, 16, max_questions=1),
+    Task("common_words", "the three most frequent words of a list, in order", common_words, 16, max_questions=1, trained=False),
 ]

@@ -7,7 +7,7 @@ from tools.tasks.draft import Draft, Task
 from tools.tasks.talk import outside
 
 PARTS = {task.name: task for module in (lookup, reason, many, facts) for task in module.TASKS}
-SECTIONS = ("passkey", "kv", "needle", "two_stage", "chains", "facts", "facts", "counting", "frequent", "listing")
+SECTIONS = ("passkey", "kv", "needle", "two_stage", "chains", "facts", "frequent")
 
 
 def mixed(rng: Random, pieces: int, questions: int, depth: float | None, refuse: float = 0.0) -> Draft:

@@ -116,7 +116,7 @@ def variable_tracking(rng: Random, pieces: int, questions: int, depth: float | N
 
 TASKS = [
     Task("two_stage", "2StageRetr with chain of thought (addends 1..20)", two_stage, 3),
-    Task("two_stage_direct", "2StageRetr without chain of thought", two_stage_direct, 3),
+    Task("two_stage_direct", "2StageRetr without chain of thought", two_stage_direct, 3, trained=False),
     Task("chains", "variables that refer to variables, one to three steps", chains, 6),
-    Task("variable_tracking", "RULER variable tracking: list the four variables of one chain", variable_tracking, 4, 4),
+    Task("variable_tracking", "RULER variable tracking: list the four variables of one chain", variable_tracking, 4, 4, trained=False),
 ]

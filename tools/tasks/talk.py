@@ -5,7 +5,7 @@ from random import Random
 
 from tools.tasks.words import ADJECTIVES, CITIES, FOODS, ITEMS, NAMES, NOUNS, VERBS
 
-REFUSAL = "I can only look up, list or count what the document says."
+REFUSAL = "I can only look up what the document says."
 GREETING = "Hello! Ask me about the document."
 
 _OUTSIDE = (
