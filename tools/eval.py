@@ -14,11 +14,10 @@ from pathlib import Path
 
 from engine import LLM, EngineError, Full, OmniKV
 from tools.eval_report import write
-from tools.tasks import TASKS, make_sample
+from tools.tasks import MAIN, TASKS, make_sample
 from weights.errors import UsageError
 
 POCKET = Path(__file__).resolve().parents[1] / "weights" / "pocket"
-DEFAULT_TASKS = ("passkey", "kv", "two_stage", "chains", "facts", "needle_multi_key", "counting", "listing", "frequent")
 SPARE = 8  # tokens an answer may be longer than the right one before it is cut
 
 
@@ -26,7 +25,7 @@ def arguments(argv=None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.eval", description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=str(POCKET), help="alias, hub id or folder (default: the shipped model)")
-    parser.add_argument("--tasks", nargs="+", default=list(DEFAULT_TASKS), help=f"of: {', '.join(TASKS)}")
+    parser.add_argument("--tasks", nargs="+", default=list(MAIN), help=f"of: {', '.join(TASKS)}")
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096], help="document lengths in tokens")
     parser.add_argument("--answers", type=int, default=24, help="per task, length and method")
     parser.add_argument("--questions", type=int, default=4, help="per document, at most")

@@ -23,6 +23,8 @@ MIXTURE = {
           "chains": 2.5, "frequent": 1.2, "needle": 0.3, "needle_multi_key": 1, "number_string": 0.2},
     512: {"arithmetic": 1, "delayed": 0.3, "kv": 2.5, "facts": 4, "passkey": 1, "two_stage": 2, "chains": 2.5, "frequent": 1.2,
           "needle": 0.3, "needle_multi_key": 1, "number_string": 0.2, "mixed": 0.7},
+    1024: {"arithmetic": 3, "delayed": 0.3, "kv": 2.5, "facts": 4, "passkey": 1, "two_stage": 2.5, "chains": 2, "frequent": 1.2,
+           "needle": 0.3, "needle_multi_key": 1, "number_string": 0.2, "mixed": 0.7},  # sums are what is learnt last
 }
 
 

@@ -9,11 +9,8 @@ from pathlib import Path
 import torch
 
 from tools.pocket_simulation import Setting, Simulated, layer_roles
-from tools.tasks import TASKS as KINDS
-from tools.tasks import make_sample
+from tools.tasks import MAIN, TASKS, make_sample
 from weights.fingerprint import fingerprint
-
-TASKS = ("passkey", "kv", "two_stage", "chains", "facts", "needle_multi_key", "counting", "listing", "frequent")
 
 
 def prompts(model: Simulated, folder: Path, tasks, length: int, count: int, questions: int, with_mass: bool = False):
@@ -25,7 +22,7 @@ def prompts(model: Simulated, folder: Path, tasks, length: int, count: int, ques
     special = {name: tokenizer.token_to_id(f"<|{name}|>") for name in ("bos", "user", "assistant", "end")}
     for task in tasks:
         for seed in range(count):
-            sample = make_sample(task, length, lambda text: len(encode(text)), 10_000 + seed, min(questions, KINDS[task].max_questions))
+            sample = make_sample(task, length, lambda text: len(encode(text)), 10_000 + seed, min(questions, TASKS[task].max_questions))
             document = model.read([special["bos"], *encode(sample.document.rstrip() + "\n")], with_mass)
             for question, answer in zip(sample.questions, sample.answers, strict=True):
                 prompt, last = model.extend(document, [special["user"], *encode(question), special["assistant"]])
@@ -72,7 +69,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=2, help="most filter layers in a set")
     parser.add_argument("--wait", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--share", type=float, default=0.0667)
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS))
+    parser.add_argument("--tasks", nargs="+", default=list(MAIN))
     parser.add_argument("--dry", action="store_true", help="print the table, write nothing")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -22,10 +22,9 @@ from engine import LLM, EngineError, Full, OmniKV
 from tools.bench_header import commit
 from tools.eval import POCKET, prompts
 from tools.eval_report import wilson
-from tools.tasks import TASKS, make_sample
+from tools.tasks import MAIN, TASKS, make_sample
 from weights.errors import UsageError
 
-DEFAULT_TASKS = ("chains", "variable_tracking", "two_stage", "listing", "frequent", "needle_multi_query", "facts", "kv", "passkey")
 NEVER = 2 ** 40         # dense_below: every decode step is exact
 
 
@@ -33,7 +32,7 @@ def arguments(argv=None):
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.prefill_quality", description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=str(POCKET), help="alias, hub id or folder (default: the shipped model)")
-    parser.add_argument("--tasks", nargs="+", default=list(DEFAULT_TASKS), help=f"of: {', '.join(TASKS)}")
+    parser.add_argument("--tasks", nargs="+", default=list(MAIN), help=f"of: {', '.join(TASKS)}")
     parser.add_argument("--length", type=int, default=2048, help="document length in tokens")
     parser.add_argument("--answers", type=int, default=32, help="per task and method")
     parser.add_argument("--questions", type=int, default=4, help="per document, at most")

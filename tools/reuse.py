@@ -16,7 +16,7 @@ from kernels.slots import make_slots, plan_slots
 from tools.eval import POCKET
 from tools.tasks import make_sample
 
-TASKS = ("passkey", "kv", "two_stage", "chains", "facts", "counting")
+TASKS = ("passkey", "kv", "two_stage", "chains", "facts", "frequent")
 SLOTS = (1, 1.5, 2, 3, 4, 8)
 
 

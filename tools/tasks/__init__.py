@@ -6,5 +6,7 @@ from tools.tasks.draft import Draft, Task
 from tools.tasks.sample import Sample, make_sample
 
 TASKS: dict[str, Task] = {task.name: task for module in (lookup, reason, many, facts, mixed) for task in module.TASKS}
+# one of each kind that the shipped model was trained for: what the tools run where no --tasks are given
+MAIN = ("passkey", "kv", "two_stage", "chains", "facts", "needle_multi_key", "frequent")
 
-__all__ = ["TASKS", "Draft", "Sample", "Task", "make_sample"]
+__all__ = ["MAIN", "TASKS", "Draft", "Sample", "Task", "make_sample"]
