@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import BadCheckpoint, EngineError
-from engine.plan import spread_filter_layers
+from engine.plan import PAPER_WAIT, spread_filter_layers
 from weights.aliases import ALIASES
 from weights.fingerprint import fingerprint
 
@@ -21,6 +21,7 @@ class Known:
     layers: tuple[int, ...]
     source: str
     hint: str = ""
+    wait: int = PAPER_WAIT      # layers after a filter that attend to everything
 
 
 def cache_file(digest):
@@ -38,7 +39,7 @@ def filter_layers(folder, resolved, config):
         if path.is_file():
             found = read(path, config)
             if digest is None or found["fingerprint"] in (None, digest):
-                return Known(tuple(found["filter_layers"]), "file")
+                return Known(tuple(found["filter_layers"]), "file", wait=found["wait_layers"])
             hint = f"{path}: ignored, it was made for other weights (fingerprint {found['fingerprint'][:12]}, " \
                    f"this model is {digest[:12]}); calibrate again"
     for alias in ALIASES.values():
@@ -74,6 +75,9 @@ def read(path, config):
     whole = isinstance(layers, list) and layers and all(isinstance(x, int) and not isinstance(x, bool) for x in layers)
     if not whole or not 0 <= layers[0] or layers[-1] >= config.num_layers or any(a >= b for a, b in zip(layers, layers[1:])):
         refuse("filter_layers", f"ascending numbers below {config.num_layers}")
+    wait = data.setdefault("wait_layers", PAPER_WAIT)
+    if isinstance(wait, bool) or not isinstance(wait, int) or wait < 0:
+        refuse("wait_layers", "an int >= 0")
     digest = data.setdefault("fingerprint", None)
     if digest is not None and (not isinstance(digest, str) or len(digest) != 64):
         refuse("fingerprint", "64 hexadecimal digits")

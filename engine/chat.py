@@ -128,7 +128,7 @@ def parser() -> Parser:
     group.add_argument("--mem", type=float, metavar="X", help="the same from the paper's Mem%%, as a share")
     group.add_argument("--selector", choices=("last", "exponential", "uniform"))
     group.add_argument("--window", type=int, metavar="N", help="queries that a windowed selector looks at (16)")
-    group.add_argument("--wait-layers", type=int, metavar="N", help="layers after a filter that attend to everything (1)")
+    group.add_argument("--wait-layers", type=int, metavar="N", help="full layers after a filter (the calibration's, or 1)")
     group.add_argument("--tail", type=int, metavar="N", help="newest tokens that every layer sees (256)")
     group.add_argument("--sink", type=int, metavar="N", help="first tokens that are always chosen (0)")
     group.add_argument("--dense-below", type=auto_or(scaled_or_zero), metavar="N",

@@ -160,7 +160,8 @@ class LLM:
         if getattr(method, "filter_layers", ()) is None:
             known = calibration.filter_layers(self.folder, self.resolved, self.config)
             self._hint = known.hint
-            method = dataclasses.replace(method, filter_layers=known.layers) if known.layers else Full()
+            wait = {"wait_layers": known.wait} if getattr(method, "wait_layers", 0) is None else {}
+            method = dataclasses.replace(method, filter_layers=known.layers, **wait) if known.layers else Full()
         plan = method.plan(self.config)
         method.check(plan)
         return method, plan

@@ -125,6 +125,7 @@ def spread_filter_layers(num_layers):
     return tuple(sorted({max(1, round(num_layers * share)) for share in (0.0625, 0.25, 0.5625)}))
 
 
+PAPER_WAIT = 1      # layers after a filter that attend to everything: the paper's
 TAIL_BLOCK = 64     # tokens; a block goes home when complete (DESIGN.md, "tail")
 
 

@@ -45,18 +45,12 @@ def arguments(argv=None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def methods(args: argparse.Namespace, model_folder: Path | None) -> dict:
+def methods(args: argparse.Namespace) -> dict:
     """{name: method}: full attention first, then OmniKV at every share."""
-    wait = args.wait
-    if wait is None:
-        try:
-            wait = json.loads((model_folder / "omnikv.json").read_text())["wait_layers"]
-        except (OSError, ValueError, KeyError, TypeError):
-            wait = 1
     filters = tuple(args.filters) if args.filters else None
     found = {"full": Full()}
     for share in args.shares:
-        found[f"omnikv {100 * share:g}%"] = OmniKV(filter_layers=filters, share=share, wait_layers=wait, selector=args.selector,
+        found[f"omnikv {100 * share:g}%"] = OmniKV(filter_layers=filters, share=share, wait_layers=args.wait, selector=args.selector,
                                                    dense_below=0)
     return found
 
@@ -107,7 +101,7 @@ class Evaluation:
         if max(args.lengths) + 256 > limit:
             raise UsageError(f"documents of {max(args.lengths)} tokens and 256 for question and answer do not fit the {limit} tokens "
                              f"this model can hold here")
-        self.methods = methods(args, self.llm.folder)
+        self.methods = methods(args)
         self.count = lambda text: len(self.llm.tokenizer.encode(text, special=False))
         keys = ("model", "questions", "filters", "wait", "selector", "judge", "max_tokens", "seed", "dtype")
         self.settings = {key: getattr(args, key) for key in keys}

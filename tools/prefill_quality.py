@@ -43,7 +43,7 @@ def arguments(argv=None):
     parser.add_argument("--tail", type=int, default=64, help="rows before a block that are always seen (blocks of a short document "
                         "would otherwise see a good part of it)")
     parser.add_argument("--filters", type=int, nargs="+", help="filter layers (default: those the model comes with)")
-    parser.add_argument("--wait", type=int, default=1)
+    parser.add_argument("--wait", type=int, help="wait layers (default: those the model comes with, else 1)")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after the document that passes this; every prefix is fair")

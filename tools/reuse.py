@@ -29,7 +29,7 @@ def arguments(argv=None):
     parser.add_argument("--documents", type=int, default=2, help="per task")
     parser.add_argument("--shares", nargs="+", type=float, default=[0.03, 0.0667, 0.13], help="budgets, shares of the prompt")
     parser.add_argument("--filters", type=int, nargs="+", help="filter layers (default: those the model comes with)")
-    parser.add_argument("--wait", type=int, default=1)
+    parser.add_argument("--wait", type=int, help="wait layers (default: those the model comes with, else 1)")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int)
     return parser.parse_args(argv)

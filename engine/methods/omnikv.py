@@ -14,7 +14,7 @@ from engine.errors import SettingError
 from engine.methods.base import Method, Runtime, device_int
 from engine.methods.checks import choice, one_budget, portion, whole
 from engine.methods.omnikv_prefill import AT_ONCE, PrefillSelector
-from engine.plan import Role, layer_plan, tail_start
+from engine.plan import PAPER_WAIT, Role, layer_plan, tail_start
 from engine.selector import SELECTORS, budget_from_mem, window_weights
 from kernels.dense_decode import decode_dense
 from kernels.sparse_decode import decode_sparse
@@ -31,9 +31,10 @@ class OmniKV(Method):
     filter_layers: ascending distinct layer numbers, or None (omnikv.json beside the model, the published table, else a spread).
     tokens | share | mem: the budget k, at most one; none means 2048 tokens. share and mem are parts of the bank's length at the
     end of the latest prefill. selector: last | uniform | exponential over `window` queries. scores: None (softmax over every key
-    the query sees) | "softmax" | "raw". wait_layers: layers after a filter that attend to everything. tail: newest tokens that
-    every layer sees. sink: first tokens that are always chosen, inside the budget. dense_below: contexts shorter than this run
-    full attention; "auto" decides from the plan's byte counts, 0 never. prefill_ratio: r of chunked OmniKV-prefill, None for exact
+    the query sees) | "softmax" | "raw". wait_layers: layers after a filter that attend to everything (None: 1,
+    or what the calibration says that filter_layers=None takes). tail: newest tokens that every layer sees. sink: first tokens that are
+    always chosen, inside the budget. dense_below: contexts shorter than this run full attention; "auto" decides from the plan's byte
+    counts, 0 never. prefill_ratio: r of chunked OmniKV-prefill, None for exact
     prefill: each block of `prefill_block` queries attends, in the sparse layers, to the r * prefill_block rows of the past that
     every `prefill_stride`-th query of the block scores highest; the prompt's last `prefill_dense_end` tokens are read densely.
     dense_layers: "block_sparse" makes FULL and WAIT layers read, in prefill, only the key blocks that carry `dense_mass` of the
@@ -48,7 +49,7 @@ class OmniKV(Method):
     selector: str = "last"
     window: int = 16
     scores: str | None = None
-    wait_layers: int = 1
+    wait_layers: int | None = None
     tail: int = 256
     sink: int = 0
     dense_below: int | str = "auto"
@@ -69,7 +70,10 @@ class OmniKV(Method):
         choice("selector", self.selector, SELECTORS)
         choice("scores", self.scores, (None, "softmax", "raw"))
         whole("window", self.window, 1, 64)
-        whole("wait_layers", self.wait_layers, 0)
+        if self.wait_layers is not None:
+            whole("wait_layers", self.wait_layers, 0)
+        elif self.filter_layers is not None:
+            object.__setattr__(self, "wait_layers", PAPER_WAIT)
         whole("tail", self.tail, 64)
         whole("sink", self.sink, 0)
         if not isinstance(self.official, bool):

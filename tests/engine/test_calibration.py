@@ -38,6 +38,20 @@ def test_a_file_beside_the_model_wins_over_the_cache(model):
     assert filter_layers(model, None, config).layers == (1,)
 
 
+def test_wait_layers_come_with_the_filter_layers(model):
+    """A calibration for wait_layers=0 that runs with 1 leaves half the layers dense that it wanted sparse."""
+    def roles(**settings):
+        return LLM(model, device="cpu", load=False).resolve_method(OmniKV(**settings))[1].roles
+
+    (model / "omnikv.json").write_text(json.dumps(calibration(model, filter_layers=[1, 3])))
+    assert roles() == roles(filter_layers=(1, 3), wait_layers=0) != roles(filter_layers=(1, 3))
+    assert roles(wait_layers=1) == roles(filter_layers=(1, 3)) == roles(filter_layers=(1, 3), wait_layers=1)
+    without = calibration(model, filter_layers=[1, 3])
+    del without["wait_layers"]
+    (model / "omnikv.json").write_text(json.dumps(without))
+    assert roles() == roles(filter_layers=(1, 3))
+
+
 def test_a_stale_file_is_ignored_with_one_line(model):
     config = LLM(model, device="cpu", load=False).config
     (model / "omnikv.json").write_text(json.dumps(calibration(model, fingerprint="0" * 64)))
@@ -50,7 +64,8 @@ def test_a_stale_file_is_ignored_with_one_line(model):
     ("", "readable JSON"), ("{", "readable JSON"), ("[]", "format"), ('{"format": 2}', "format"),
     ({"filter_layers": []}, "filter_layers"), ({"filter_layers": [99]}, "filter_layers"), ({"filter_layers": [1, 0]}, "filter_layers"),
     ({"filter_layers": [-1]}, "filter_layers"), ({"filter_layers": ["1"]}, "filter_layers"), ({"filter_layers": [True]}, "filter_layers"),
-    ({"fingerprint": "abc"}, "fingerprint"), ({"fingerprint": 5}, "fingerprint"),
+    ({"wait_layers": -1}, "wait_layers"),
+    ({"wait_layers": True}, "wait_layers"), ({"fingerprint": "abc"}, "fingerprint"), ({"fingerprint": 5}, "fingerprint"),
 ])
 def test_a_damaged_file_is_refused_with_one_line(model, text, field):
     path = model / "omnikv.json"

@@ -455,7 +455,8 @@ def test_colour_only_on_a_terminal_that_wants_it(monkeypatch):
 def test_numbers_for_people_and_text_that_cannot_rule_the_screen():
     assert [clock(s) for s in (0.04, 0.4, 9.9, 42, 59.7, 185, 3729)] == ["40 ms", "0.4 s", "9.9 s", "42 s", "1:00", "3:05", "1:02:09"]
     assert [human(b) for b in (12, 5300, 2.5e6, 1.618e10)] == ["12 B", "5.3 kB", "2.5 MB", "16.18 GB"]
-    assert brief(OmniKV(filter_layers=(2, 8), dense_below=0)) == "OmniKV(filter_layers=(2, 8), dense_below=0)" and brief(Full()) == "Full()"
+    assert brief(OmniKV(filter_layers=(2, 8), dense_below=0)) == "OmniKV(filter_layers=(2, 8), wait_layers=1, dense_below=0)"
+    assert brief(Full()) == "Full()"
     assert printable("a\x1b[2J\tb\n\x07é\x9b") == "a\ufffd[2J\tb\n\ufffdé\ufffd"
 
 
