@@ -114,6 +114,7 @@ def plots(rows: list[dict], folder: Path) -> list[Path]:
                           yerr=[[max(0.0, r["accuracy"] - r["low"]) for r in found], [max(0.0, r["high"] - r["accuracy"]) for r in found]])
         axis.set(title=task, ylim=(-0.03, 1.05), xscale="log")
         axis.set_xticks(lengths, [f"{n:,}" for n in lengths], fontsize=7)
+        axis.minorticks_off()                               # a log axis writes 2 x 10^3 between the lengths
     axes.flat[0].legend(fontsize=7)
     for axis in list(axes.flat)[len(tasks):]:
         axis.set_visible(False)

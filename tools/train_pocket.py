@@ -377,7 +377,10 @@ def process(rank: int, args: argparse.Namespace, meeting: str) -> None:
             flush=True,
         )
     run.resume()
-    good = run.train()
+    try:
+        good = run.train()
+    except KeyboardInterrupt:
+        sys.exit(130)
     if run.world > 1:
         dist.destroy_process_group()
     if not good:
@@ -400,6 +403,14 @@ def main() -> None:
         torch.multiprocessing.spawn(
             process, (args, f"file://{meeting.resolve()}"), nprocs=processes(args)
         )
+    except torch.multiprocessing.ProcessExitedException as ended:
+        if ended.exit_code == 3:                            # hopeless, and said so
+            sys.exit(3)
+        print(f"stopped (exit status {ended.exit_code}): the same command goes on from {args.out}/run.pt", file=sys.stderr)
+        sys.exit(130 if ended.exit_code == 130 else 1)
+    except KeyboardInterrupt:
+        print(f"stopped: the same command goes on from {args.out}/run.pt", file=sys.stderr)
+        sys.exit(130)
     finally:
         meeting.unlink(missing_ok=True)
 
