@@ -322,6 +322,8 @@ def test_one_reading_serves_as_well_as_many(llm):
     assert len(shared) == 4 * len(found)
     with Reader(llm, paper, 700) as reader:
         for variant in found:
+            if variant.name == "infllm":            # its pieces end where a reading ends: document and question are two readings
+                continue
             alone = object.__new__(type(variant))
             alone.__dict__.update(variant.__dict__)
             entry = replace(variant.entry, reads="whole")
