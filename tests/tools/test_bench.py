@@ -326,7 +326,7 @@ def test_shapes_and_methods():
     assert [s.label for s in found] == ["full", "omnikv w1", "omnikv w0", "omnikv-host w1 reuse 0", "omnikv-host w1 reuse 0.9",
                                         "omnikv-host w0 reuse 0", "omnikv-host w0 reuse 0.9"]
     assert found[-1].method.reuse == 0.9 and found[-1].offload == "host"
-    assert describe(found[1].method) == "OmniKV(filter_layers=(1, 3), tokens=32, dense_below=0)"
+    assert describe(found[1].method) == "OmniKV(filter_layers=(1, 3), tokens=32, wait_layers=1, dense_below=0)"
     with pytest.raises(SettingError, match="methods: found 'nothing'"):
         specs(("nothing",), (1,), 32, (1,), (None,))
 
