@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from engine.errors import SettingError
 
+PAPER_WAIT = 1      # layers after a filter that attend to everything: the paper's
+
 
 class Role(enum.Enum):
     """What a layer does in a decode step (DESIGN.md, "The words")."""
@@ -78,7 +80,7 @@ def _span(layers):
     return "none" if not layers else f"{layers[0]}-{layers[-1]}"
 
 
-def layer_plan(num_layers, filter_layers=(), wait_layers=1):
+def layer_plan(num_layers, filter_layers=(), wait_layers=PAPER_WAIT):
     """Roles and groups of a model's layers (METHODS.md 3.1; groups run from WAIT+1 to the next filter - 1).
 
     num_layers: int > 0. filter_layers: ascending distinct layer numbers; empty means full attention everywhere.
@@ -125,7 +127,6 @@ def spread_filter_layers(num_layers):
     return tuple(sorted({max(1, round(num_layers * share)) for share in (0.0625, 0.25, 0.5625)}))
 
 
-PAPER_WAIT = 1      # layers after a filter that attend to everything: the paper's
 TAIL_BLOCK = 64     # tokens; a block goes home when complete (DESIGN.md, "tail")
 
 

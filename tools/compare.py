@@ -15,7 +15,7 @@ from pathlib import Path
 
 from engine import EngineError
 from tools import bench_header
-from tools.compare_methods import GROUPS, REGISTRY, known_wait, wanted
+from tools.compare_methods import GROUPS, REGISTRY, wanted
 from tools.compare_report import write
 from tools.compare_run import Rules
 from tools.compare_work import Bench, Clock, Inside, Order, Outside, jobs
@@ -23,7 +23,6 @@ from tools.eval import POCKET
 from tools.tasks import TASKS
 from weights.errors import UsageError
 from weights.fingerprint import fingerprint
-from weights.resolve import resolve
 
 DEFAULT_TASKS = ("passkey", "kv", "two_stage", "chains", "facts")
 EPILOG = """methods:
@@ -54,7 +53,7 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--questions", type=int, default=4, help="questions per document, at most")
     parser.add_argument("--turns", type=int, choices=(1, 2), default=2, help="2: every question is asked once more as a second question")
     parser.add_argument("--filters", type=int, nargs="+", help="OmniKV's filter layers (default: those the model comes with)")
-    parser.add_argument("--wait", type=int, help="OmniKV's wait layers (default: what omnikv.json says, else 1)")
+    parser.add_argument("--wait", type=int, help="OmniKV's wait layers (default: those the model comes with, else 1)")
     parser.add_argument("--tail", type=int, default=64, help="newest tokens that OmniKV's layers always see, outside its budget")
     parser.add_argument("--judge", choices=("exact", "contains"), default="exact",
                         help="exact: the whole answer; contains: the value stands in it (for models that answer in their own words)")
@@ -85,11 +84,9 @@ def order_of(args) -> Order:
     if args.minutes is not None and not args.minutes > 0:
         raise UsageError(f"--minutes: found {args.minutes:g}, expected a number above 0")
     names = wanted(args.methods, args.shares, args.mem)
-    folder = resolve(args.model).folder
-    wait = known_wait(Path(folder)) if args.wait is None else args.wait
     rules = Rules(args.questions, args.turns, args.judge, args.max_tokens, args.seed)
     return Order(str(args.model), args.device, args.dtype, args.threads, tuple(names), tuple(dict.fromkeys(args.lengths)),
-                 tuple(args.filters) if args.filters else None, wait, args.tail, rules)
+                 tuple(args.filters) if args.filters else None, args.wait, args.tail, rules)
 
 
 class Comparison:

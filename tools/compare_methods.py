@@ -4,7 +4,6 @@ A `Variant` is one column of the comparison: a method at one budget, for documen
 variant has no method and says why.
 """
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -44,14 +43,14 @@ NEAR = 0.005            # of full attention's bytes: a share and a resident budg
 class Facts:
     """What a variant is built from: the model, one session's capacity in tokens, and OmniKV's settings.
 
-    filters: filter layers, None for those the model comes with; wait: wait layers; tail: newest tokens that every layer sees, outside
+    filters, wait: filter and wait layers, None for those the model comes with; tail: newest tokens that every layer sees, outside
     the budget (64, the least there is, so that budgets say what is read).
     """
 
     llm: object
     capacity: int
     filters: tuple | None = None
-    wait: int = 1
+    wait: int | None = None
     tail: int = 64
 
 
@@ -231,14 +230,6 @@ REGISTRY = {
     "omnikv_prefill": Entry("OmniKV that also reads prompts sparsely, r = 2", _omnikv(prefill_ratio=2), group="others", reads="whole"),
 }
 GROUPS = ("t1", "others")
-
-
-def known_wait(folder):
-    """wait_layers of the model's omnikv.json, else 1 (the paper's)."""
-    try:
-        return json.loads((folder / "omnikv.json").read_text())["wait_layers"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return 1
 
 
 # -------------------------------------------------------------------- what the command line asks for

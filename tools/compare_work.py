@@ -32,7 +32,7 @@ class Order:
     names: tuple            # (name, kind, budget)
     lengths: tuple
     filters: tuple | None
-    wait: int
+    wait: int | None
     tail: int
     rules: object           # compare_run.Rules
 

@@ -31,7 +31,7 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--questions", type=int, default=4, help="per document, at most")
     parser.add_argument("--shares", nargs="*", type=float, default=[0.0667], help="OmniKV budgets, shares of the prompt (none: full only)")
     parser.add_argument("--filters", type=int, nargs="+", help="OmniKV filter layers (default: those the model comes with)")
-    parser.add_argument("--wait", type=int, help="OmniKV wait layers (default: what omnikv.json says, else 1)")
+    parser.add_argument("--wait", type=int, help="OmniKV wait layers (default: those the model comes with, else 1)")
     parser.add_argument("--selector", default="last", choices=("last", "uniform", "exponential"))
     parser.add_argument("--judge", choices=("exact", "contains"), default="exact",
                         help="exact: the whole answer; contains: the value stands in it (for models that answer in their own words)")

@@ -6,26 +6,15 @@ PyramidKV, with beta 1 Ada-SnapKV.
 
 from dataclasses import dataclass
 
-from engine.methods.ada_snapkv import AdaRuntime
-from engine.methods.checks import portion
+from engine.methods.ada_snapkv import AdaSnapKV
 from engine.methods.pyramidkv import PyramidKV
 
 
 @dataclass(frozen=True)
-class AdaPyramid(PyramidKV):
-    """alpha: weight of the adaptive budgets, in [0, 1]; the rest as PyramidKV."""
-
-    alpha: float = 0.5
-
-    def __post_init__(self):
-        super().__post_init__()
-        portion("alpha", self.alpha, zero=True)
+class AdaPyramid(AdaSnapKV, PyramidKV):
+    """alpha as AdaSnapKV's, beta as PyramidKV's."""
 
     @property
     def name(self):
         """Name on the command line and in tables."""
         return "ada_pyramid"
-
-    def runtime(self, setup):
-        """Stores of one session, one per head."""
-        return AdaRuntime(self, setup)
