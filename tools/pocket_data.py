@@ -11,20 +11,20 @@ import torch
 from tools.pocket_tokenizer import ASSISTANT, BOS, END, PAD, USER
 from tools.tasks import TASKS
 from tools.tasks.talk import outside
-from tools.tasks.words import COLORS
+from tools.tasks.words import COLORS, NOUNS, prose
 
 WARM_UP = ("recall", "copy", "arithmetic", "delayed")  # kinds of rows that no user asks for, dense in supervision
 # task: weight in rows of at least this many tokens
-MIXTURE = {
+MIXTURE = {  # sums are learnt last and carry 2StageRetr: three of 17 rows at every length
     64: {"recall": 5, "copy": 1, "arithmetic": 2.5, "delayed": 2},
-    128: {"recall": 2, "copy": 0.5, "arithmetic": 2.5, "delayed": 1.5, "kv": 3, "facts": 2.5, "passkey": 1, "two_stage": 2, "chains": 2,
+    128: {"recall": 2, "copy": 0.5, "arithmetic": 3, "delayed": 1.5, "kv": 3, "facts": 3, "passkey": 1, "two_stage": 2, "chains": 2,
           "frequent": 1, "needle_multi_key": 1},
-    256: {"recall": 0.7, "copy": 0.2, "arithmetic": 2, "delayed": 0.7, "kv": 2.5, "facts": 4, "passkey": 1, "two_stage": 2,
+    256: {"recall": 0.7, "copy": 0.2, "arithmetic": 3, "delayed": 0.7, "kv": 2.5, "facts": 4.5, "passkey": 1, "two_stage": 2,
           "chains": 2.5, "frequent": 1.2, "needle": 0.3, "needle_multi_key": 1, "number_string": 0.2},
-    512: {"arithmetic": 1, "delayed": 0.3, "kv": 2.5, "facts": 4, "passkey": 1, "two_stage": 2, "chains": 2.5, "frequent": 1.2,
-          "needle": 0.3, "needle_multi_key": 1, "number_string": 0.2, "mixed": 0.7},
-    1024: {"arithmetic": 3, "delayed": 0.3, "kv": 2.5, "facts": 4, "passkey": 1, "two_stage": 2.5, "chains": 2, "frequent": 1.2,
-           "needle": 0.3, "needle_multi_key": 1, "number_string": 0.2, "mixed": 0.7},  # sums are what is learnt last
+    512: {"arithmetic": 3, "delayed": 0.3, "kv": 2.5, "facts": 4.5, "passkey": 1, "two_stage": 2, "chains": 2.5, "frequent": 1.2,
+          "needle": 0.3, "needle_multi_key": 1, "number_string": 0.2, "mixed": 2},
+    2048: {"arithmetic": 1.5, "delayed": 0.3, "kv": 2.5, "facts": 4.5, "passkey": 1.5, "two_stage": 2, "chains": 2.5, "frequent": 1.5,
+           "needle": 0.3, "needle_multi_key": 1, "number_string": 0.2, "mixed": 2},
 }
 
 
@@ -54,6 +54,8 @@ class RowMaker:
     def __init__(self, tokenizer):
         self.encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
         self.top = min(5000, tokenizer.get_vocab_size())  # random tokens of the warm-up rows lie below
+        texts = (tokenizer.decode([index]) for index in range(tokenizer.get_vocab_size()))
+        self.ends = {END, *(index for index, text in enumerate(texts) if text.endswith(("\n", ".")))}  # of a line or sentence
         self.size = {}
         for name, task in TASKS.items():
             if task.trained:  # tokens per piece, to guess how many pieces fill a document
@@ -88,7 +90,8 @@ class RowMaker:
     def _episode(self, rng: Random, row: Row, name: str, length: int) -> None:
         task, room = TASKS[name], length - len(row.ids)
         share = rng.uniform(0.35, 0.7) if length <= 512 else rng.uniform(0.5, 0.85)
-        pieces = int(room * share / self.size[name])
+        head = self.encode(opening(rng, length)) if rng.random() < (0.15 if length < 256 else 0.35) else []
+        pieces = int((room * share - len(head)) / self.size[name])
         if pieces < task.needed(1):
             return
         questions = min(
@@ -97,7 +100,9 @@ class RowMaker:
         if rng.random() < 0.1:
             questions = min(questions, rng.randint(1, 3))
         draft = task.build(rng, pieces, max(1, questions), None)
-        document = self.encode(draft.document)
+        if length >= 256 and rng.random() < 0.15:  # something else in between
+            draft.pieces.insert(rng.randrange(pieces), prose(rng, rng.randint(1, 2)) + "\n")
+        document = head + self.encode(draft.document)
         if len(document) > room - 30:
             return
         self._add(row, document, 1)
@@ -179,13 +184,22 @@ class RowMaker:
             self._add(row, ids, 2)
 
 
-def places(rng: Random, length: int, limit: int, chance: float) -> list[int]:
+def opening(rng: Random, length: int) -> str:
+    """What may stand before a document without meaning anything for its questions: prose of any words, a title, a line of notes."""
+    kind, most = rng.random(), 2 if length < 256 else 5
+    if kind < 0.6:
+        return prose(rng, rng.randint(1, most)) + rng.choice(("\n", "\n\n"))
+    words = " ".join(rng.choice(NOUNS) for _ in range(rng.randint(1, 4 * most)))
+    return f"# {words.capitalize()}\n\n" if kind < 0.8 else f"Notes on {words}\n"
+
+
+def places(rng: Random, length: int, limit: int, chance: float, starts: list[int]) -> list[int]:
     """Positions of a row: 0.., or with `chance` stretched up to a length drawn log-uniformly below `limit`, by jumps
-    at one to eight cuts."""
+    at one to eight of the places `starts`, where a line or a sentence begins: inside one, no look-back could work."""
     if rng.random() >= chance or length >= limit:
         return list(range(length))
     gap = int(length * (limit / length) ** rng.random()) - length
-    cuts = sorted(rng.randrange(length) for _ in range(rng.randint(1, 8)))
+    cuts = sorted(rng.choice(starts) for _ in range(rng.randint(1, 8)))
     marks = sorted(rng.random() for _ in cuts)
     jumps = [int(gap * (b - a)) for a, b in zip([0.0, *marks[:-1]], marks, strict=True)]
     out, shift, at = [], 0, 0
@@ -206,6 +220,7 @@ def batch(maker: RowMaker, seed: int, step: int, first: int, rows: int, length: 
         row = maker.row(rng, length)
         ids.append(row.ids)
         kinds.append(row.kind[1:])
-        where.append(places(rng, length, limit, stretch))
+        starts = [0] + [place + 1 for place, token in enumerate(row.ids[: length - 1]) if token in maker.ends]
+        where.append(places(rng, length, limit, stretch, starts))
         spans += [(index, task, start - 1, stop - 1) for task, start, stop in row.spans]
     return torch.tensor(ids), torch.tensor(where), torch.tensor(kinds), spans

@@ -73,11 +73,11 @@ class Pocket(nn.Module):
         """Final normed states [B, L, hidden] (self.dtype) of tokens [B, L] at positions [B, L]."""
         s = self.shape
         table = tuple(t.to(self.dtype) for t in rope_table(positions, s))
-        x = F.embedding(tokens, self.embed.to(self.dtype)).flatten(0, 1)
-        stacks = [m.to(self.dtype).unbind(0) for m in (*self.matrices(), self.norm1, self.norm2)]
+        x = F.embedding(tokens, self.embed).flatten(0, 1)  # what the layers add up stays float32; products are in self.dtype
+        stacks = [m.to(self.dtype).unbind(0) for m in self.matrices()] + [self.norm1.unbind(0), self.norm2.unbind(0)]
         for weights in zip(*stacks, strict=True):
             x = block(x, tokens.shape[0], table, s, *weights)
-        return rms(x, self.norm.to(self.dtype), s.eps).view(*tokens.shape, -1)
+        return rms(x, self.norm, s.eps).to(self.dtype).view(*tokens.shape, -1)
 
     def logits(self, states: Tensor) -> Tensor:
         """[..., vocab] float32."""
@@ -115,7 +115,7 @@ def before(x: Tensor, table, s: Shape, q: Tensor, k: Tensor, v: Tensor, norm: Te
 
     Flat, so that one compiled form serves every row length of the same number of tokens (a compilation takes minutes on a busy CPU).
     """
-    h = rms(x, norm, s.eps)
+    h = rms(x, norm, s.eps).to(q.dtype)
     query, key, value = ((h @ w.T).view(x.shape[0], -1, s.head_dim) for w in (q, k, v))
     return rotate(query, table), rotate(key, table), value
 
@@ -143,7 +143,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def after(x: Tensor, mixed: Tensor, s: Shape, o: Tensor, gate: Tensor, up: Tensor, down: Tensor, norm: Tensor) -> Tensor:
     """The rest of a layer on flat tokens: x [N, hidden], mixed [N, H * D]."""
     x = x + mixed @ o.T
-    h = rms(x, norm, s.eps)
+    h = rms(x, norm, s.eps).to(gate.dtype)
     return x + (F.silu(h @ gate.T) * (h @ up.T)) @ down.T
 
 

@@ -16,7 +16,6 @@ from tools.tasks.words import (
     NOUNS,
     PETS,
     digits,
-    distinct,
     filler,
     invented,
     people,
@@ -79,7 +78,7 @@ RELATIONS = (
         (
             "{e} is {v} years old.",
             "{e} turned {v} this year.",
-            "At the age of {v}, {e} started again.",
+            "{e} started again at the age of {v}.",
             "{e} (age {v}) was there too.",
         ),
         ("How old is {e}?", "What is the age of {e}?"),
@@ -103,7 +102,7 @@ RELATIONS = (
         (
             "{e} has a {v} at home.",
             "{e} keeps a {v} as a pet.",
-            "The {v} of {e} is never far away.",
+            "{e} never goes out without the {v}.",
             "{e} shares the house with a {v}.",
         ),
         ("What pet does {e} have?", "Which animal does {e} keep?"),
@@ -152,9 +151,9 @@ RELATIONS = (
         "project",
         (
             "Project {e} is led by {v}.",
-            "{v} is in charge of project {e}.",
+            "Project {e} is in the hands of {v}.",
             "The lead of project {e} is {v}.",
-            "We asked {v} to run project {e}.",
+            "To run project {e} we asked {v}.",
         ),
         ("Who leads project {e}?", "Who is in charge of project {e}?"),
         "Project {e} is led by {v}.",
@@ -197,7 +196,7 @@ RELATIONS = (
     ),
     Relation(
         "shop",
-        ("The {e} shop opens at {v}.", "You can enter the {e} shop from {v}.", "At {v} the {e} shop opens its doors."),
+        ("The {e} shop opens at {v}.", "You can enter the {e} shop from {v}.", "The doors of the {e} shop open at {v}."),
         ("When does the {e} shop open?", "At what time does the {e} shop open?"),
         "The {e} shop opens at {v}.",
         _clock,
@@ -214,7 +213,7 @@ RELATIONS = (
         (
             "The {e} shop sells {v}s for a good price.",
             "In the {e} shop you will find a nice {v}.",
-            "I bought a {v} in the {e} shop.",
+            "At the {e} shop I bought a {v}.",
         ),
         ("What does the {e} shop sell?", "What can I buy in the {e} shop?"),
         "The {e} shop sells a {v}.",
@@ -222,12 +221,13 @@ RELATIONS = (
     ),
     Relation(
         "shop",
-        ("The {e} shop is in {v}.", "You will find the {e} shop in {v}.", "In {v} there is the {e} shop."),
+        ("The {e} shop is in {v}.", "You will find the {e} shop in {v}.", "The way to the {e} shop leads through {v}."),
         ("Where is the {e} shop?", "In which city is the {e} shop?"),
         "The {e} shop is in {v}.",
         _city,
     ),
 )
+ENTITIES = 48  # a letter or a guide names a few dozen people and things, however long it is
 FORMS = (  # how a document opens, and what stands between its paragraphs
     ("Dear friend,\nthank you for your letter. Here is the news from us.\n\n", "\n\n"),
     ("Meeting notes\n\n", "\n- "),
@@ -239,13 +239,13 @@ FORMS = (  # how a document opens, and what stands between its paragraphs
 
 
 def facts(rng: Random, pieces: int, questions: int, depth: float | None, density: float | None = None) -> Draft:
-    """Sentences that state facts of several entities, among sentences that state none; questions in words of their
-    own."""
+    """Sentences that state facts of several entities, at most ENTITIES unless more are asked about, among sentences that
+    state none; questions in words of their own."""
     head, between = rng.choice(FORMS)
     density = rng.uniform(0.3, 0.9) if density is None else density
-    count = max(questions, 2, round(pieces * density))
-    count = min(count, pieces)
     per_entity = rng.uniform(1.0, 4.0)
+    count = min(round(pieces * density), round(ENTITIES * per_entity))
+    count = min(max(questions, 2, count), pieces)
     entities = people(rng, max(2, round(count / per_entity)))
     kinds = {name: rng.choice(("person", "person", "project", "shop")) for name in entities}
     made, seen = [], set()
@@ -255,9 +255,7 @@ def facts(rng: Random, pieces: int, questions: int, depth: float | None, density
         if RELATIONS[relation].kind != kinds[name]:
             continue
         if (name, relation) in seen:  # all said of this one: somebody new comes in
-            name = distinct(lambda: invented(rng) + rng.choice(("", "", "son", "ford")), 1)[0]
-            if name in kinds:
-                continue
+            name = people(rng, 1, entities)[0]
             entities.append(name)
             kinds[name] = RELATIONS[relation].kind
         seen.add((name, relation))

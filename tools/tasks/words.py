@@ -10,6 +10,13 @@ Umar Vera Walter Yusuf Amir Bianca Cedric Dora Elias Felix Greta Hugo Ingrid Jon
 Stefan Thea Viktor
 Wanda Anton Beatrice Conrad Delia Erik Flora Gavin Helga Igor Joan Klaus Linda Marco Nadia Otto Petra Ralph Sofia Tomas
 Vivian""".split()
+SURNAMES = """Keller Novak Rossi Silva Jensen Weber Fischer Moreau Costa Larsen Byrne Walsh Nolan Hayes Foster Porter Mason
+Carter Turner Parker
+Cooper Bennett Brooks Reed Shaw Webb Lloyd Doyle Quinn Murphy Kovacs Horvat Popov Ivanova Petrov Sato Tanaka Mori Chen
+Wang Singh Patel Khan
+Haddad Mansour Okafor Mensah Diallo Santos Vargas Mendez Torres Castro Romero Duran Lindgren Berg Holm Dahl Virtanen
+Kowalski Nowak Dvorak
+Steiner Huber Brandt Vogel Winter Sommer Schmidt Lange Bauer""".split()
 CITIES = """Paris Berlin Madrid Rome Vienna Prague Lisbon Dublin Oslo Athens Warsaw Helsinki London Boston Chicago
 Denver Seattle Toronto
 Sydney Tokyo Delhi Cairo Lima Bogota Havana Zurich Geneva Munich Hamburg Milan Naples Turin Lyon Porto Krakow Budapest
@@ -104,6 +111,28 @@ TOPICS = {
     "month": MONTHS,
     "job": JOBS,
 }
+COMMON = """the a this that these some any every all no one two many most other another such what which who it they we you
+I he she he is are was were be been
+has have had do does did will would can could should may might must not and or but so because while when where how if
+then than as of in on at
+to from with without for by about over under after before between into through during against again also always never
+often still only just even
+very too quite rather much more less well here there now soon later once twice today yesterday people person man woman
+child friend family group
+team company city town country world place home room time day week month year hour moment life work job thing part way
+case point fact idea
+problem question answer reason result example number line page text word name list note report plan offer rule test
+model small large big little
+great good better best bad new old young long short high low early late easy hard full empty open free true right wrong
+clear ready sure own
+same different important possible make made take took give gave get got go went come came see saw know knew think
+thought say said tell told ask
+asked find found keep kept let put set use used need want like look help start stop try show read write wrote written
+learn play move live
+believe bring happen hold stand run turn follow change lead understand watch speak spend grow win send build fall cut
+reach remember consider
+appear buy wait serve die expect stay carry draw choose explain add below above inside outside near far away back up
+down off out together""".split()
 CLASSIC_NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
 
 _ONSETS = "b br c ch d dr f fl g gr h j k kl l m n p pr qu r s st t tr v w z".split()
@@ -114,7 +143,7 @@ _CODAS = "l n r s t m nd rk x".split() + ["", "", ""]
 def invented(rng: Random) -> str:
     """A made-up capitalised word of two or three syllables: a name no word list holds."""
     return "".join(
-        rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS) for _ in range(rng.choice((2, 2, 3)))
+        rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS) for _ in range(rng.choice((2, 2, 2, 2, 3)))
     ).capitalize()
 
 
@@ -134,9 +163,42 @@ def distinct(make, count: int) -> list:
     return out
 
 
-def people(rng: Random, count: int) -> list[str]:
-    """Different names, about half from the pool while it lasts and half made up."""
-    return distinct(lambda: rng.choice(NAMES) if rng.random() < 0.5 else invented(rng), count)
+def people(rng: Random, count: int, taken: list[str] = ()) -> list[str]:
+    """Different names, none of `taken`: first names while they last, first names with a surname, and made-up ones. Who is
+    called by the first name alone shares it with nobody."""
+    whole, alone = set(taken), {name for name in taken if " " not in name}
+    shared, out = {name.split()[0] for name in taken}, []
+    while len(out) < count:
+        kind = rng.random()
+        first = rng.choice(NAMES) if kind < 0.7 else invented(rng)
+        name = f"{first} {rng.choice(SURNAMES)}" if 0.4 <= kind < 0.7 else first
+        if name in whole or first in alone or (name == first and first in shared):
+            continue
+        whole.add(name)
+        shared.add(first)
+        if name == first:
+            alone.add(name)
+        out.append(name)
+    return out
+
+
+def prose(rng: Random, sentences: int) -> str:
+    """Sentences of any words, sense aside, as the rest of a user's document may be: they answer nothing and ask nothing."""
+
+    def word() -> str:
+        kind = rng.random()
+        if kind < 0.7:
+            return rng.choice(COMMON)
+        return rng.choice(rng.choice((NOUNS, ADJECTIVES, VERBS, ITEMS))) if kind < 0.9 else invented(rng)
+
+    out = []
+    for _ in range(sentences):
+        words = [word() for _ in range(rng.randint(3, 14))]
+        if len(words) > 6 and rng.random() < 0.3:
+            words[len(words) // 2] += ","
+        text = " ".join(words)
+        out.append(text[0].upper() + text[1:] + rng.choice("...:!"))
+    return " ".join(out)
 
 
 def filler(rng: Random) -> str:
