@@ -7,18 +7,25 @@ kernels/column_scores.py and kernels/window_scores.py.
 
 import torch
 
-ROWS = 1024             # rows of a tile
-TILE = 4 * 2 ** 20      # floats of a tile: 16 MB
+QUERIES, ROWS = 16, 1024                                # the least of a tile, where there are as many
+TILES = {"cpu": 2 ** 18, "cuda": 4 * 2 ** 20}           # floats of a tile: on a CPU 1 MB, what a core's cache holds (5 times faster than 16)
+
+
+def tile_floats(device):
+    """The most floats of a tile on a device."""
+    return TILES.get(device.type, TILES["cuda"])
 
 
 def tiles(q, k, first):
-    """(queries, rows) slices that cover what q [C, H, D] sees of k [Hkv, T, D], query j rows < first + j + 1; unseen tiles left out."""
+    """[(queries slice, [rows slices])] that cover what q [C, H, D] sees of k [Hkv, T, D], query j rows < first + j + 1."""
     count, heads, _ = q.shape
-    width = max(1, TILE // (heads * ROWS))
+    size = tile_floats(q.device)
+    high = max(ROWS, size // (heads * QUERIES))
+    width = max(1, size // (heads * min(high, k.shape[1])))
     for start in range(0, count, width):
         stop = min(count, start + width)
-        for row in range(0, min(k.shape[1], first + stop), ROWS):
-            yield slice(start, stop), slice(row, min(row + ROWS, k.shape[1], first + stop))
+        end = min(k.shape[1], first + stop)
+        yield slice(start, stop), [slice(row, min(row + high, end)) for row in range(0, end, high)]
 
 
 def tile_logits(q, k, queries, rows, first, scale):
@@ -36,19 +43,21 @@ def tile_logits(q, k, queries, rows, first, scale):
 def weight_tiles(q, k, first, scale, change=None):
     """Softmax weights of q [C, H, D] over the rows of k [Hkv, T, D] that each query sees (query j: rows < first + j + 1).
 
-    Yields (queries slice, rows slice, float32 [Hkv, G, queries, rows]); two passes over K. change(logits, queries, rows) -> logits
-    replaces what the softmax is taken of (Keyformer's noise and temperature); it is asked for every tile twice.
+    Yields (queries slice, rows slice, float32 [Hkv, G, queries, rows]). change(logits, queries, rows) -> logits replaces what the
+    softmax is taken of (Keyformer's noise and temperature). Where queries see more rows than a tile holds, K is read twice and `change`
+    asked for every tile twice.
     """
     def logits_of(queries, rows):
         logits = tile_logits(q, k, queries, rows, first, scale)
         return logits if change is None else change(logits, queries, rows)
 
-    kv_heads = k.shape[0]
-    lse = torch.full((kv_heads, q.shape[1] // kv_heads, q.shape[0]), float("-inf"), device=q.device)
-    for queries, rows in tiles(q, k, first):
-        lse[:, :, queries] = torch.logaddexp(lse[:, :, queries], torch.logsumexp(logits_of(queries, rows), -1))
-    for queries, rows in tiles(q, k, first):
-        yield queries, rows, torch.exp(logits_of(queries, rows) - lse[:, :, queries].unsqueeze(-1))
+    for queries, parts in tiles(q, k, first):
+        if len(parts) == 1:
+            yield queries, parts[0], logits_of(queries, parts[0]).softmax(-1)
+            continue
+        lse = torch.logsumexp(torch.stack([torch.logsumexp(logits_of(queries, rows), -1) for rows in parts]), 0).unsqueeze(-1)
+        for rows in parts:
+            yield queries, rows, logits_of(queries, rows).sub_(lse).exp_()
 
 
 def column_sums(q, k, first, scale, each=None, change=None):

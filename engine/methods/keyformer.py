@@ -86,12 +86,16 @@ def gumbel(seed, layer, heads, queries, keys):
     """
     x = queries.view(1, 1, -1, 1) * 0x1000003 + heads.view(*heads.shape, 1, 1) * 0x5bd1e995
     x = _mix(x + (seed * 0x27d4eb2f + layer * 0x165667b1) % (1 << 61)) ^ keys.view(len(keys), 1, 1, -1) * 0x9e3779b1
-    uniform = ((_mix(x) >> 20) & 0xffffff).double().add_(0.5).mul_(2.0 ** -24)
+    uniform = (_mix(x) >> 20).bitwise_and_(0xffffff).double().add_(0.5).mul_(2.0 ** -24)
     return uniform.log_().neg_().log_().neg_().float()
 
 
 def _mix(x):
-    """A bijection of int64 whose every output bit depends on every input bit."""
-    for factor in (-49064778989728563, -4265267296055464877):          # 0xff51afd7ed558ccd and 0xc4ceb9fe1a85ec53 as int64
-        x = (x ^ ((x >> 33) & MASK)) * factor
-    return x ^ ((x >> 33) & MASK)
+    """A bijection of int64 whose every output bit depends on every input bit, in place."""
+    high = torch.empty_like(x)
+    for factor in (-49064778989728563, -4265267296055464877, None):    # 0xff51afd7ed558ccd and 0xc4ceb9fe1a85ec53 as int64
+        torch.bitwise_right_shift(x, 33, out=high)
+        x ^= high.bitwise_and_(MASK)
+        if factor is not None:
+            x *= factor
+    return x

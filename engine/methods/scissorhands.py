@@ -66,9 +66,12 @@ class ScissorhandsRuntime(AccumulatingRuntime):
             late = start if left < method.history else start + 1
 
         def above(tile, queries, rows):
-            """Whether weights [h, G, queries, rows] are above 1 / (rows seen), for queries that count."""
+            """Whether weights [h, G, queries, rows] are above 1 / (rows seen)."""
             at = torch.arange(queries.start, queries.stop, device=tile.device)
-            return ((tile * (first + 1 + at).unsqueeze(1) > 1) & (start + at >= late).unsqueeze(1)).float()
+            return (tile * (first + 1 + at).unsqueeze(1) > 1).float()
+
+        idle = min(len(q), max(0, late - start))                   # queries at the front that do not count
+        q, first = q[idle:], first + idle
         return column_sums(q, k, first, self.scale, each=above)
 
     def trim(self, rows, budget, sequence):

@@ -14,7 +14,7 @@ from engine.methods.checks import whole
 from engine.methods.evicting import Evicting, EvictingRuntime, everything
 from engine.methods.retained import best, worst
 from engine.rope import Rotary
-from kernels.column_sums import TILE
+from kernels.column_sums import tile_floats
 from kernels.prefill import prefill_dense
 
 
@@ -85,7 +85,7 @@ class WindowedRuntime(EvictingRuntime):
             k, v = (torch.cat([t[:, order], t[:, kept:]], 1) for t in (k, v))
         out = [prefill_dense(q[:, :count], k[None, :, :first + count], v[None, :, :first + count], first, self.scale,
                              path=self.setup.path)] if count else []
-        block = max(16, TILE // (q.shape[2] * (window + sinks + 64)))
+        block = max(16, tile_floats(q.device) // (q.shape[2] * (window + sinks + 64)))
         for at in range(count, q.shape[1], block):
             part = q[:, at:at + block]
             low = int(torch.searchsorted(positions, start + at - window, right=True))
