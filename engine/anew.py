@@ -15,7 +15,8 @@ from engine.prefill import run_chunk
 class Mark:
     """The end of a prefill: the bank's length before it and then, and what the method fixed for the answer that follows.
 
-    logits: of its last token; queries: the newest raw queries then (QueryRing.newest), kept where they could not be recomputed.
+    logits: of its last token; queries: the newest raw queries then (QueryRing.newest), kept where they could not be recomputed. open:
+    the prompt goes on in the next prefill.
     """
 
     start: int
@@ -23,6 +24,7 @@ class Mark:
     state: object = field(repr=False, default=None)
     logits: object = field(repr=False, default=None)
     queries: object = field(repr=False, default=None)
+    open: bool = False
 
     @property
     def nbytes(self):

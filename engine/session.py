@@ -158,17 +158,19 @@ class Session:
 
     # ---------------------------------------------------------------- reading and writing tokens
 
-    def prefill(self, token_ids, progress=None):
+    def prefill(self, token_ids, progress=None, more=False):
         """Append tokens to the bank, chunk by chunk; returns float32 logits [vocab] of the last one.
 
-        progress(PrefillProgress) is called after every chunk; if it (or Ctrl-C) raises, whole chunks stay in the session.
-        Raises ContextTooLong before anything is read where the tokens do not fit.
+        progress(PrefillProgress) is called after every chunk; if it (or Ctrl-C) raises, whole chunks stay in the session. more: the
+        prompt goes on in the next prefill, so that what a method does at a prompt's end (a budget by its length, an eviction) waits for
+        that; a decode step ends it too. Raises ContextTooLong before anything is read where the tokens do not fit.
         """
         self._open()
         new = self._checked(token_ids)
         start, stop = len(self.ids), len(self.ids) + len(new)
         self._room(stop)
         self.method.check_prefill(start, stop)
+        self.method.check_parts(more or bool(self._marks) and self._marks[-1].open)
         chunk, device = self.llm.chunk, self.llm.model.device
         self.runtime.begin_prefill(start, stop)
         clock = Clock(partial(self.runtime.prefill_work, Work.of(self.llm.config)), start, stop)
@@ -186,7 +188,7 @@ class Session:
                 clock.add(first, last, seconds)
                 self._stats.count_prefill(last - first, seconds)
                 if last == stop:
-                    self._end_prefill(start, logits[0])
+                    self._pause(start, logits[0]) if more else self._end_prefill(start, logits[0])
                 if progress is not None:
                     progress(clock.progress(last))
         return self.last_logits
@@ -219,6 +221,13 @@ class Session:
             if len(self.ids) > max(start, done):
                 self._end_prefill(start, None)
             raise
+
+    def _pause(self, start, logits):
+        """A prompt's part has been read."""
+        with torch.inference_mode():
+            queries = self._ring.newest() if self.runtime.evicts or self.runtime.replays else None
+            self._marks.append(Mark(start, len(self.ids), self.runtime.snapshot(), logits, queries, open=True))
+        self.last_logits = logits
 
     def _end_prefill(self, start, logits):
         self._marks.append(self._mark(start, len(self.ids), logits))
@@ -253,6 +262,9 @@ class Session:
         (token_id,) = self._checked([token_id])
         n = len(self.ids) + 1
         self._room(n)
+        if self._marks and self._marks[-1].open and self._marks[-1].length == n - 1:
+            part = self._marks.pop()                       # the prompt that was to go on ends here
+            self._end_prefill(part.start, part.logits)
         with self.llm.busy(), torch.inference_mode(), self._whole():
             self._restore_window()
             began = time.perf_counter()

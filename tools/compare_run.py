@@ -188,7 +188,7 @@ class Reader:
         turns = self.paper.turns
         with self.llm.session(variant.method, max_context=self.capacity, offload=variant.entry.place) as session:
             if turns.shared:
-                session.prefill(turns.shared)
+                session.prefill(turns.shared, more=variant.method.in_parts)
             seconds = session.stats.prefill_seconds
             for first in range(conversations):
                 session.truncate(len(turns.shared))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.errors import SettingError
 from engine.plan import layer_plan
 from engine.stream import attend_stream
 from kernels.dense_decode import decode_dense
@@ -56,6 +57,13 @@ class Method:
 
     def check_prefill(self, start, stop):
         """Raise SettingError where a session of `start` tokens cannot read on to `stop`; asked before reading."""
+
+    in_parts = True         # whether a prompt may be read in several calls (Session.prefill's `more`)
+
+    def check_parts(self, more):
+        """Raise SettingError where a prompt cannot be read in parts."""
+        if more and not self.in_parts:
+            raise SettingError(f"{self.name}: reads a prompt in one call, and prefill was told that more follows")
 
     def check_switch(self, length):
         """Raise SettingError where a session that has read `length` tokens under another method cannot go on with this one."""

@@ -27,6 +27,7 @@ class H2OPlus(H2O):
     segment: int | str = 500
 
     own_prefill = True
+    in_parts = False            # segments are counted from the prompt's beginning
 
     def __post_init__(self):
         super().__post_init__()

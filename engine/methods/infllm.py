@@ -36,6 +36,8 @@ class InfLLM(Method):
     cached: int = 32
     chunk: int = 512
 
+    in_parts = False            # pieces end where a call ends
+
     def __post_init__(self):
         for name, least, most in (("block", 1, None), ("init", 0, None), ("local", 1, None), ("topk", 1, None), ("chunk", 1, self.local),
                                   ("representatives", 1, self.block), ("cached", self.topk, None)):

@@ -28,6 +28,8 @@ class MInference(Method):
     patterns: tuple = ("vertical_slash", 1000, 6096)
     share: float | None = None
 
+    in_parts = False            # lines are ranked by a prompt's last queries
+
     def __post_init__(self):
         table = self.patterns
         single = isinstance(table, (tuple, list)) and table and isinstance(table[0], str)

@@ -174,6 +174,11 @@ class OmniKV(Method):
             warnings.warn(f"OmniKV with filter_layers={self.filter_layers} and wait_layers={self.wait_layers} leaves no sparse layer "
                           f"of {plan.num_layers}: every layer runs full attention", stacklevel=3)
 
+    @property
+    def in_parts(self):
+        """Prompts that are read sparsely are read in one call: their end is dense, and blocks end where a call ends."""
+        return not (self.official or self.prefill_ratio or self.dense_layers != "dense")
+
     def check_prefill(self, start, stop):
         """official: one prompt per session (the published code breaks silently on a second), as long as its windows."""
         if not self.official:

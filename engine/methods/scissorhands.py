@@ -26,6 +26,8 @@ class Scissorhands(Accumulating):
     newest: int = 10
     drop: float = 0.5
 
+    in_parts = False            # only the prompt's last queries count: its end must be known
+
     def __post_init__(self):
         super().__post_init__()
         whole("history", self.history, 1)

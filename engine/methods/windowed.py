@@ -24,6 +24,7 @@ class Windowed(Evicting):
 
     named = False
     own_prefill = True
+    in_parts = False            # a budget by share is reckoned before the prompt is read
     clips = True                # whether a sink's distance is changed, which dynamic rope does not allow
 
     def sinks(self, budget, length):

@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from engine.errors import SettingError
 from engine.methods.full import Full
 from tests.engine.method_checks import SHAPES, allocated, batched, llm_of, planted_runtime
 from tests.engine.method_table import CAPACITY, PLANTED, TABLE, every, partial_layers
@@ -298,6 +299,40 @@ def test_u7_how_a_prompt_is_cut_changes_nothing(row, method, prompts, chunk, see
         return
     assert torch.equal(got.argmax(-1), expected.argmax(-1))
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+@settings_of()
+def test_a_prompt_may_be_read_in_parts(row, method):
+    """Where a method can: logits, rows and budgets of the whole, also from a part that was gone back to; where not, it says so."""
+    first, last, then, steps = random_ids(200), random_ids(41, seed=1), random_ids(30, seed=2), random_ids(4, seed=3)
+    llm = llm_of(chunk=512)
+    with llm.session(method) as parts, llm.session(method) as whole:
+        if not method.in_parts:
+            with pytest.raises(SettingError, match="one call"):
+                parts.prefill(first, more=True)
+            assert len(parts) == 0
+            return
+        expected = [whole.prefill(first + last), *map(whole.decode, steps), whole.prefill(then), *map(whole.decode, steps)]
+        rows = whole.runtime.rows_read(len(whole))
+        parts.prefill(first, more=True)
+        for _ in range(2):
+            got = [parts.prefill(last), *map(parts.decode, steps), parts.prefill(then), *map(parts.decode, steps)]
+            torch.testing.assert_close(torch.stack(got), torch.stack(expected), atol=1e-4, rtol=1e-4)
+            assert parts.runtime.rows_read(len(parts)) == rows
+            parts.truncate(200)
+
+
+@settings_of(lambda row: row.evicts)
+def test_a_step_ends_a_prompt_that_was_to_go_on(row, method):
+    if not method.in_parts:
+        pytest.skip("it reads a prompt in one call")
+    ids, llm = random_ids(203), llm_of(chunk=512)
+    with llm.session(method) as one, llm.session(method) as other:
+        one.prefill(ids[:200], more=True)
+        other.prefill(ids[:200])
+        for token in ids[200:]:
+            assert torch.equal(one.decode(token), other.decode(token))
+        assert one.answer_length == 3
 
 
 # ---------------------------------------------------------------- U8 planted recall
