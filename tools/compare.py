@@ -22,7 +22,7 @@ from tools.compare_work import Bench, Clock, Inside, Order, Outside, jobs
 from tools.eval import POCKET
 from tools.tasks import TASKS
 from weights.errors import UsageError
-from weights.fingerprint import fingerprint
+from weights.fingerprint import weights_digest
 
 DEFAULT_TASKS = ("passkey", "kv", "two_stage", "chains", "facts")
 EPILOG = """methods:
@@ -97,7 +97,7 @@ class Comparison:
         self.path = args.out / "answers.jsonl"
         self.records, self.done = [], set()
         order = bench.order
-        settings = {"model": args.model, "fingerprint": fingerprint(bench.llm.folder), "dtype": args.dtype, **asdict(order.rules),
+        settings = {"model": args.model, "weights": weights_digest(bench.llm.folder), "dtype": args.dtype, **asdict(order.rules),
                     "filters": order.filters, "wait": order.wait, "tail": order.tail}
         self.settings = json.loads(json.dumps(settings))    # as they are read back: tuples are lists
         self.methods = {f"{v.label} @ {length}": repr(v.method) for length, found in bench.variants.items() for v in found if v.method}

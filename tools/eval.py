@@ -16,6 +16,7 @@ from engine import LLM, EngineError, Full, OmniKV
 from tools.eval_report import write
 from tools.tasks import MAIN, TASKS, make_sample
 from weights.errors import UsageError
+from weights.fingerprint import weights_digest
 
 POCKET = Path(__file__).resolve().parents[1] / "weights" / "pocket"
 SPARE = 8  # tokens an answer may be longer than the right one before it is cut
@@ -104,7 +105,7 @@ class Evaluation:
         self.methods = methods(args)
         self.count = lambda text: len(self.llm.tokenizer.encode(text, special=False))
         keys = ("model", "questions", "filters", "wait", "selector", "judge", "max_tokens", "seed", "dtype")
-        self.settings = {key: getattr(args, key) for key in keys}
+        self.settings = {key: getattr(args, key) for key in keys} | {"weights": weights_digest(self.llm.folder)}
         self.path = args.out / "answers.jsonl"
         self.records, self.done = [], set()
         args.out.mkdir(parents=True, exist_ok=True)

@@ -50,6 +50,11 @@ def test_runs_resumes_and_refuses_other_settings(tiny, tmp_path, capsys):
     assert sorted(again) == sorted(lines)
     assert run(tiny, tmp_path, "--seed", "5") == 2
     assert "--fresh" in capsys.readouterr().err
+    header = json.loads(again[0])
+    header["settings"]["weights"] = "0" * 64                # another training of the same shape in the same folder
+    (tmp_path / "answers.jsonl").write_text("\n".join([json.dumps(header), *again[1:]]))
+    assert run(tiny, tmp_path) == 2
+    assert "--fresh" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("more, said", [
