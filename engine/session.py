@@ -188,7 +188,7 @@ class Session:
                 clock.add(first, last, seconds)
                 self._stats.count_prefill(last - first, seconds)
                 if last == stop:
-                    self._pause(start, logits[0]) if more else self._end_prefill(start, logits[0])
+                    self._end_prefill(start, logits[0], more)
                 if progress is not None:
                     progress(clock.progress(last))
         return self.last_logits
@@ -222,25 +222,19 @@ class Session:
                 self._end_prefill(start, None)
             raise
 
-    def _pause(self, start, logits):
-        """A prompt's part has been read."""
-        with torch.inference_mode():
-            queries = self._ring.newest() if self.runtime.evicts or self.runtime.replays else None
-            self._marks.append(Mark(start, len(self.ids), self.runtime.snapshot(), logits, queries, open=True))
-        self.last_logits = logits
-
-    def _end_prefill(self, start, logits):
-        self._marks.append(self._mark(start, len(self.ids), logits))
+    def _end_prefill(self, start, logits, more=False):
+        self._marks.append(self._mark(start, len(self.ids), logits, more))
         self.last_logits = logits
         self._selected = False
-        if self.bank.tiered and self.bank.placement.reuse and self.runtime.packed and len(self.ids) >= self._steps.dense_below:
+        if not more and self.bank.tiered and self.bank.placement.reuse and self.runtime.packed and len(self.ids) >= self._steps.dense_below:
             self.runtime.warm(self._steps.newest(len(self.ids), WARM))
 
-    def _mark(self, start, length, logits=None):
+    def _mark(self, start, length, logits=None, more=False):
         with torch.inference_mode():
-            self.runtime.end_prefill(length, self._steps.at(length))
+            if not more:
+                self.runtime.end_prefill(length, self._steps.at(length))
             queries = self._ring.newest() if self.runtime.evicts or self.runtime.replays else None
-        return Mark(start, length, self.runtime.snapshot(), logits, queries)
+        return Mark(start, length, self.runtime.snapshot(), logits, queries, open=more)
 
     def synthesize(self, n, seed=0):
         """Fill this empty session with n random tokens without reading them (engine/synthetic.py): for benchmarks at any depth."""

@@ -58,9 +58,12 @@ def _about(config):
         packages = ", ".join(f"{name} {version}" for name, version in run["packages"].items() if version)
         at = f"{run['processes']} process(es)" + (f" of {run['threads']} thread(s)" if run["threads"] else "")
         busy = "" if run["load"] is None else f", load average {run['load']} when it began"
-        done = run["documents"] - run.get("documents_left", run["documents"])
-        lines.append(f"- {run['hardware']}; {at}{busy}; commit {run['commit']}; {packages}; {done} of {run['documents']} documents in "
-                     f"{run.get('seconds', 0) / 3600:.2f} hours (all of them estimated at {run['estimated_seconds'] / 3600:.2f})")
+        if "seconds" in run:
+            done = f"{run['documents'] - run['documents_left']} of {run['documents']} documents in {run['seconds'] / 3600:.2f} hours"
+        else:
+            done = f"killed, of {run['documents']} documents those it had done"
+        lines.append(f"- {run['hardware']}; {at}{busy}; commit {run['commit']}; {packages}; {done} (all of them estimated at "
+                     f"{run['estimated_seconds'] / 3600:.2f})")
     return [*lines,
             f"- answers: up to {config['answers']} first questions per method, task and length; judged {config['settings']['judge']}",
             "- full settings of every method: config.json; every answer: answers.jsonl"]

@@ -15,7 +15,7 @@ from tools.tasks.words import COLORS, NOUNS, prose
 
 WARM_UP = ("recall", "copy", "arithmetic", "delayed")  # kinds of rows that no user asks for, dense in supervision
 # task: weight in rows of at least this many tokens
-MIXTURE = {  # sums are learnt last and carry 2StageRetr: three of 17 rows at every length
+MIXTURE = {  # sums are learnt last and carry 2StageRetr: three of 17 rows up to 1,024 tokens
     64: {"recall": 5, "copy": 1, "arithmetic": 2.5, "delayed": 2},
     128: {"recall": 2, "copy": 0.5, "arithmetic": 3, "delayed": 1.5, "kv": 3, "facts": 3, "passkey": 1, "two_stage": 2, "chains": 2,
           "frequent": 1, "needle_multi_key": 1},

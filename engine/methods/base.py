@@ -46,6 +46,7 @@ class Method:
     named = False           # whether users may ask for it by its name: what a class says itself counts, True where it is silent
     evicts = False          # whether rows are given up for good (engine/methods/evicting.py)
     selects = False         # whether sparse layers read a selection that `bank.fetch` was told of
+    in_parts = True         # whether a prompt may be read in several calls (Session.prefill's `more`)
     stages = 0              # whole offloaded layers that a step keeps on the device at once
 
     def packs(self, plan):
@@ -57,8 +58,6 @@ class Method:
 
     def check_prefill(self, start, stop):
         """Raise SettingError where a session of `start` tokens cannot read on to `stop`; asked before reading."""
-
-    in_parts = True         # whether a prompt may be read in several calls (Session.prefill's `more`)
 
     def check_parts(self, more):
         """Raise SettingError where a prompt cannot be read in parts."""

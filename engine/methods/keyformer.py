@@ -93,9 +93,12 @@ def gumbel(seed, layer, heads, queries, keys):
 def _mix(x):
     """A bijection of int64 whose every output bit depends on every input bit, in place."""
     high = torch.empty_like(x)
-    for factor in (-49064778989728563, -4265267296055464877, None):    # 0xff51afd7ed558ccd and 0xc4ceb9fe1a85ec53 as int64
+
+    def fold():
+        """x ^= its upper 31 bits."""
         torch.bitwise_right_shift(x, 33, out=high)
-        x ^= high.bitwise_and_(MASK)
-        if factor is not None:
-            x *= factor
-    return x
+        return x.bitwise_xor_(high.bitwise_and_(MASK))
+
+    for factor in (-49064778989728563, -4265267296055464877):          # 0xff51afd7ed558ccd and 0xc4ceb9fe1a85ec53 as int64
+        fold().mul_(factor)
+    return fold()

@@ -150,6 +150,7 @@ def test_report_tables_json_and_plots(tmp_path):
     by["omnikv Mem 30%"] = {"1000": {"name": "omnikv", "kind": "mem", "budget": 30.0, "evicts": False, "why": "too much"}}
     runs = [{"commit": "c", "hardware": "h", "load": 1.5, "processes": 2, "threads": 1, "packages": {"torch": "2", "triton": None},
              "documents": 40, "documents_left": 30, "seconds": 1800.0, "estimated_seconds": 7200.0}]
+    runs.append({key: value for key, value in runs[0].items() if key not in ("documents_left", "seconds")})     # killed by hand
     config = {"model": "m", "variants": by, "settings": {"judge": "exact"}, "device": "cpu", "dtype": "float32", "answers": 20,
               "runs": runs}
     page = write(records, config, tmp_path)
@@ -164,6 +165,7 @@ def test_report_tables_json_and_plots(tmp_path):
     aliases = [c for c in rows_of(records, config) if c["variant"] == "h2o Mem 30%"]
     assert len(aliases) == 4 and {c["right"] for c in aliases} == {c["right"] for c in report["cells"] if c["variant"] == "h2o 30%"}
     assert "10 of 40 documents in 0.50 hours (all of them estimated at 2.00)" in page
+    assert "killed, of 40 documents those it had done (all of them estimated at 2.00)" in page
     assert "- omnikv Mem 30%: too much" in page and "| 2.00 MB | 50.0 |" in page
     pytest.importorskip("matplotlib")
     assert {p.name for p in tmp_path.glob("*.png")} == {"budget-1000.png", "second-1000.png", "depth.png"}
