@@ -97,7 +97,8 @@ class Comparison:
         self.path = args.out / "answers.jsonl"
         self.records, self.done = [], set()
         order = bench.order
-        settings = {"model": args.model, "weights": weights_digest(bench.llm.folder), "dtype": args.dtype, **asdict(order.rules),
+        shipped = args.model == str(POCKET)                 # wherever this folder lies: the digest says which training it is
+        settings = {"model": "weights/pocket" if shipped else args.model, "weights": weights_digest(bench.llm.folder), "dtype": args.dtype, **asdict(order.rules),
                     "filters": order.filters, "wait": order.wait, "tail": order.tail}
         self.settings = json.loads(json.dumps(settings))    # as they are read back: tuples are lists
         self.methods = {f"{v.label} @ {length}": repr(v.method) for length, found in bench.variants.items() for v in found if v.method}
@@ -208,7 +209,7 @@ class Comparison:
                     row |= {"method": repr(v.method), "alias": v.alias}
                     row |= {"held": held[length][v.alias or v.label].to_dict()}
                 variants.setdefault(v.label, {})[str(length)] = row
-        return {"model": "weights/pocket" if args.model == str(POCKET) else args.model, "settings": self.settings, "variants": variants,
+        return {"model": self.settings["model"], "settings": self.settings, "variants": variants,
                 "device": str(llm.device), "dtype": str(llm.dtype).removeprefix("torch."), "answers": args.answers, "tasks": args.tasks,
                 "lengths": sorted(self.bench.order.lengths), "runs": [*before["runs"], this]}
 
