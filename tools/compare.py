@@ -98,8 +98,8 @@ class Comparison:
         self.records, self.done = [], set()
         order = bench.order
         shipped = args.model == str(POCKET)                 # wherever this folder lies: the digest says which training it is
-        settings = {"model": "weights/pocket" if shipped else args.model, "weights": weights_digest(bench.llm.folder), "dtype": args.dtype, **asdict(order.rules),
-                    "filters": order.filters, "wait": order.wait, "tail": order.tail}
+        settings = {"model": "weights/pocket" if shipped else args.model, "weights": weights_digest(bench.llm.folder), "dtype": args.dtype,
+                    **asdict(order.rules), "filters": order.filters, "wait": order.wait, "tail": order.tail}
         self.settings = json.loads(json.dumps(settings))    # as they are read back: tuples are lists
         self.methods = {f"{v.label} @ {length}": repr(v.method) for length, found in bench.variants.items() for v in found if v.method}
         args.out.mkdir(parents=True, exist_ok=True)
