@@ -43,6 +43,8 @@ def go_again(session, marks, fresh, n):
     once more. Returns (marks kept, a call that does it): the session stores the first before it makes the second.
     """
     kept, cut = [m for m in marks if m.length <= n], next((m for m in marks if m.length > n), None)
+    while kept and kept[-1].open and 0 < n - kept[-1].length < session.method.last_part:
+        cut = kept.pop()                                                # too little of this prompt is left for a part of its own
     mark, ids, stats = kept[-1] if kept else Mark(0, 0, fresh), session.ids[:n], replace(session.counters)
     prompt = cut.start if cut is not None and cut.start < n else n
 

@@ -170,9 +170,10 @@ class Session:
         start, stop = len(self.ids), len(self.ids) + len(new)
         self._room(stop)
         self.method.check_prefill(start, stop)
-        self.method.check_parts(more or bool(self._marks) and self._marks[-1].open)
+        goes_on = self._marks and self._marks[-1].open and self._marks[-1].length == start
+        self.method.check_parts(more or goes_on, len(new) if goes_on and not more else None)
         chunk, device = self.llm.chunk, self.llm.model.device
-        self.runtime.begin_prefill(start, stop)
+        self.runtime.begin_prefill(start, stop, more)
         clock = Clock(partial(self.runtime.prefill_work, Work.of(self.llm.config)), start, stop)
         with self.llm.busy(), torch.inference_mode(), self._whole_chunks(start), self._whole():
             for first in range(start, stop, chunk):
@@ -257,6 +258,7 @@ class Session:
         n = len(self.ids) + 1
         self._room(n)
         if self._marks and self._marks[-1].open and self._marks[-1].length == n - 1:
+            self.method.check_parts(True, 0)
             part = self._marks.pop()                       # the prompt that was to go on ends here
             self._end_prefill(part.start, part.logits)
         with self.llm.busy(), torch.inference_mode(), self._whole():

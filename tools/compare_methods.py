@@ -61,8 +61,8 @@ class Entry:
     note: one line for --help. group: "t1" (the paper's own and its baselines) or "others". build(facts, share) -> the method that reads
     `share` of the prompt (None for methods without a budget). at_bytes(facts, part) -> the method whose resident KV bytes are at most
     `part` of full attention's, or a text why there is none. reads: "shared" where the method leaves prefill alone, so that one reading of
-    a document by full attention serves; "own" where it must see the document itself, but may read the question after it; "whole" where it
-    must read both together. evicts: whether it gives tokens up for good. place: "device" or "host", where answers are given. sparse:
+    a document by full attention serves; "own" where it must see the document itself. head(llm, method, length): how many tokens of a
+    document of `length` such a method may read once for all questions, to read the rest with each of them (None: all). evicts: whether it gives tokens up for good. place: "device" or "host", where answers are given. sparse:
     whether every decode step must have been sparse.
     """
 
@@ -72,6 +72,7 @@ class Entry:
     group: str = "t1"
     budget: bool = True
     reads: str = "shared"
+    head: Callable | None = None
     evicts: bool = False
     place: str = "device"
     sparse: bool = True
@@ -146,19 +147,29 @@ def _evicting_bytes(build):
     return at_bytes
 
 
-def _evicting(note, cls, group="others", reads="shared", **settings):
+def _evicting(note, cls, group="others", reads="shared", head=None, **settings):
     """An Entry for a method that evicts by a budget in tokens or as a share."""
     def build(facts, share):
         return cls(share=share, **settings)
-    return Entry(note, build, _evicting_bytes(build), group, reads=reads, evicts=True)
+    return Entry(note, build, _evicting_bytes(build), group, reads=reads, head=head, evicts=True)
 
 
-def _windowed(note, cls, group="others", sink=0):
-    """An Entry for a method with a window, read in prefill too. Its budget is in tokens of the planned length: the same for a document
-    as for the question after it, so that reading them apart changes nothing."""
+def _as_it_reads(note, cls, group="others", sink=0, head=None):
+    """An Entry for a method that evicts while it reads. Its budget is in tokens of the planned length: the same for a document as for the
+    question after it, so that reading them apart changes nothing."""
     def build(facts, share):
         return cls(tokens=max(sink + 1, math.floor(share * facts.capacity)))
-    return Entry(note, build, _evicting_bytes(build), group, reads="own", evicts=True)
+    return Entry(note, build, _evicting_bytes(build), group, reads="own", head=head, evicts=True)
+
+
+def _whole_chunks(llm, method, length):
+    """Chunks that end before what the method must read with the question: cut at the same places, they are read the same."""
+    return max(0, length - method.last_part) // llm.chunk * llm.chunk
+
+
+def _whole_segments(llm, method, length):
+    """H2O+'s segments."""
+    return length // method.segment * method.segment
 
 
 def _keeps_all(facts, part):
@@ -204,22 +215,22 @@ REGISTRY = {
     "brutal_offload": Entry("exact attention, the last 20 layers in host memory (ablation)", lambda facts, share: BrutalOffload(),
                             budget=False, reads="own", place="host", sparse=False),
     "h2o": _evicting("H2O, the newest tokens and the heavy hitters, half each", H2O, "t1", "own"),
-    "h2o_plus": _evicting("H2O+, H2O that evicts while it reads, in segments of 500", H2OPlus, "t1", "whole"),
-    "streaming_llm": _windowed("StreamingLLM, 4 sinks and a window, in prefill too", StreamingLLM, "t1", StreamingLLM.sink),
+    "h2o_plus": _as_it_reads("H2O+, H2O that evicts while it reads, in segments of 500", H2OPlus, "t1", head=_whole_segments),
+    "streaming_llm": _as_it_reads("StreamingLLM, 4 sinks and a window, in prefill too", StreamingLLM, "t1", StreamingLLM.sink),
     "streaming_llm_trim": _evicting("the OmniKV paper's StreamingLLM: full prefill, then trimmed to 1% sinks and a window", StreamingLLM,
                                     "t1", official=True),
     "infllm": Entry("InfLLM, blocks of the past by representative keys, its own prefill", _infllm, _keeps_all, reads="own"),
     "minference": Entry("MInference, sparse prefill, full attention in answers", lambda facts, share: MInference(share=share), _keeps_all,
-                        reads="whole", sparse=False),
+                        reads="own", head=_whole_chunks, sparse=False),
     "snapkv": _evicting("SnapKV, chosen by the prompt's last 32 queries", SnapKV),
     "pyramidkv": _evicting("PyramidKV, SnapKV with budgets that fall with depth", PyramidKV),
     "ada_snapkv": _evicting("Ada-SnapKV, SnapKV with a budget per head", AdaSnapKV),
     "ada_pyramid": _evicting("Ada-Pyramid, both", AdaPyramid),
     "keyformer": _evicting("Keyformer, H2O with noise and temperature", Keyformer, reads="own"),
-    "scissorhands": _evicting("Scissorhands, above average lately, dropped many at once", Scissorhands, reads="whole"),
+    "scissorhands": _evicting("Scissorhands, above average lately, dropped many at once", Scissorhands, reads="own", head=_whole_chunks),
     "a2sf": _evicting("A2SF, H2O with forgetting", A2SF, reads="own"),
-    "window": _windowed("window attention, the newest tokens only, in prefill too", Window),
-    "lm_infinite": _windowed("LM-Infinite, 10 first tokens and a window, in prefill too", LMInfinite, sink=LMInfinite.sink),
+    "window": _as_it_reads("window attention, the newest tokens only, in prefill too", Window),
+    "lm_infinite": _as_it_reads("LM-Infinite, 10 first tokens and a window, in prefill too", LMInfinite, sink=LMInfinite.sink),
     "pod_untrained": Entry("PoD without its training; blocks from pod.json beside the model (tools.pod_groups)", _pod, _keeps_all,
                            group="others", reads="own"),
     "quest": Entry("Quest, pages of 16 by their extremes", lambda facts, share: Quest(share=share), _keeps_all, group="others"),
@@ -227,7 +238,8 @@ REGISTRY = {
                          _keeps_all, group="others"),
     "omnikv_unpacked": Entry("OmniKV whose layers load one by one, over host memory (ablation)", _omnikv(OmniKVUnpacked), group="others",
                              reads="own", place="host"),
-    "omnikv_prefill": Entry("OmniKV that also reads prompts sparsely, r = 2", _omnikv(prefill_ratio=2), group="others", reads="whole"),
+    "omnikv_prefill": Entry("OmniKV that also reads prompts sparsely, r = 2", _omnikv(prefill_ratio=2), group="others", reads="own",
+                            head=_whole_chunks),
 }
 GROUPS = ("t1", "others")
 

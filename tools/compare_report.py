@@ -95,7 +95,7 @@ def _costs(rows, labels, config, length):
             continue
         first, every, held = pooled([row for row in found if row["turn"] == 1]), pooled(found), facts["held"]
         agree = (f"{first['top1']:.3f}", f"{first['kl']:.4f}", f"{first['compared']}") if first["compared"] else ("", "", "")
-        reads = {"shared": "shared", "own": "itself", "whole": "itself, whole"}[facts["reads"]]
+        reads = "shared" if facts["reads"] == "shared" else "itself"
         shown = (*agree, _number(every["ms"], 2), _number(first["prompt_seconds"], 2), _size(every["read"]), _size(every["link"] or None),
                  _size(held["device"]), f"{100 * held['resident']:.1f}",
                  *(_size(held[part]) for part in ("metadata", "buffers", "host", "peak")))

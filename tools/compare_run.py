@@ -160,6 +160,7 @@ class Reader:
         self.llm, self.paper, self.capacity = llm, paper, capacity
         self.paths, self.seconds, self._shared = {}, {}, None
         self.document_seconds = 0.0         # of the shared reading
+        self.once_seconds = 0.0             # of all readings that are made once for all questions
 
     def __enter__(self):
         return self
@@ -171,7 +172,7 @@ class Reader:
     def records(self, variant, conversations):
         """Records of one variant: both turns of every conversation. Full attention must have gone first."""
         began = time.perf_counter()
-        out = list({"shared": self._together, "own": self._apart, "whole": self._anew}[variant.entry.reads](variant, conversations))
+        out = list((self._together if variant.entry.reads == "shared" else self._apart)(variant, conversations))
         self.seconds[variant.label] = time.perf_counter() - began
         return out
 
@@ -184,21 +185,17 @@ class Reader:
             session.truncate(len(self.paper.turns.shared))
 
     def _apart(self, variant, conversations):
-        """In a session of its own that reads the document once."""
-        turns = self.paper.turns
-        with self.llm.session(variant.method, max_context=self.capacity, offload=variant.entry.place) as session:
-            if turns.shared:
-                session.prefill(turns.shared, more=variant.method.in_parts)
+        """In a session of its own that reads the document once, or its head where the rest must be read with the question."""
+        turns, method, entry = self.paper.turns, variant.method, variant.entry
+        head = len(turns.shared) if entry.head is None else entry.head(self.llm, method, len(turns.shared))
+        with self.llm.session(method, max_context=self.capacity, offload=entry.place) as session:
+            if head:
+                session.prefill(turns.shared[:head], more=method.in_parts)
             seconds = session.stats.prefill_seconds
+            self.once_seconds += seconds
             for first in range(conversations):
-                session.truncate(len(turns.shared))
-                yield from self._converse(session, variant, first, turns.own[first], seconds)
-
-    def _anew(self, variant, conversations):
-        """In a session per conversation that reads document and question together."""
-        for first in range(conversations):
-            with self.llm.session(variant.method, max_context=self.capacity, offload=variant.entry.place) as session:
-                yield from self._converse(session, variant, first, (*self.paper.turns.shared, *self.paper.turns.own[first]))
+                session.truncate(head)
+                yield from self._converse(session, variant, first, turns.shared[head:] + turns.own[first], seconds)
 
     def _ready(self, variant, first):
         """(the shared session, document and question read by full attention, handed to the variant's method; seconds of that reading)."""
@@ -208,6 +205,7 @@ class Reader:
             if turns.shared:
                 self._shared.prefill(turns.shared)
             self.document_seconds = self._shared.stats.prefill_seconds
+            self.once_seconds += self.document_seconds
         before = self._shared.stats.prefill_seconds
         self._shared.prefill(turns.own[first])
         if variant.name != "full":
@@ -229,7 +227,7 @@ class Reader:
 
 
 def run_document(llm, paper, variants, capacity, skip=()):
-    """(records, {variant label: seconds}, seconds of the shared reading) of one Paper under `variants`, in their order.
+    """(records, {variant label: seconds}, seconds of what was read once for all questions) of one Paper under `variants`, in their order.
 
     skip: labels whose answers exist; full attention then runs for comparison only, and its records are left out.
     """
@@ -241,4 +239,4 @@ def run_document(llm, paper, variants, capacity, skip=()):
         for variant in [full, *(v for v in todo if v.name != "full")]:
             found = reader.records(variant, paper.job.conversations)
             out += found if variant in todo else []
-        return out, reader.seconds, reader.document_seconds
+        return out, reader.seconds, reader.once_seconds

@@ -11,7 +11,7 @@ import torch
 from engine import LLM, Full
 from engine.errors import EngineError, UsageError
 from tools.compare_bytes import measure
-from tools.compare_methods import REGISTRY, Facts, variants
+from tools.compare_methods import Facts, variants
 from tools.compare_run import Job, Paper, run_document
 from tools.tasks import TASKS
 
@@ -118,9 +118,8 @@ class Clock:
         if not self.fixed:
             bench.run(Job(task, length, WARM_NUMBER, 1), rules=warm)                # whatever is done once is done now
         began = time.perf_counter()
-        records, seconds, shared = bench.run(Job(task, length, WARM_NUMBER, 1), rules=warm)
+        records, seconds, read = bench.run(Job(task, length, WARM_NUMBER, 1), rules=warm)
         took = time.perf_counter() - began
-        read = shared + sum(r["prompt_seconds"] for r in records if r["turn"] == 1 and REGISTRY[r["name"]].reads == "own")
         steps, decoding = sum(r["steps"] for r in records), sum(r["decode_seconds"] for r in records)
         turns = len(records) / max(1, len({r["variant"] for r in records}))
         self.fixed[length] = (took - sum(seconds.values()) + read, sum(seconds.values()) - decoding - read)

@@ -79,9 +79,9 @@ class AccumulatingRuntime(EvictingRuntime):
 
     reads_every_query = True
 
-    def begin_prefill(self, start, stop):
+    def begin_prefill(self, start, stop, more=False):
         """Scores of everything that this prompt's queries will see: those of the store, and zeros."""
-        super().begin_prefill(start, stop)
+        super().begin_prefill(start, stop, more)
         sequence, old = self.sequences[0], self.sequences[0].sums
         sequence.sums = []
         for layer in range(self.plan.num_layers):

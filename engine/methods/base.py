@@ -47,6 +47,7 @@ class Method:
     evicts = False          # whether rows are given up for good (engine/methods/evicting.py)
     selects = False         # whether sparse layers read a selection that `bank.fetch` was told of
     in_parts = True         # whether a prompt may be read in several calls (Session.prefill's `more`)
+    last_part = 0           # its newest tokens that are read in another way than the rest, so that one call must hold them
     stages = 0              # whole offloaded layers that a step keeps on the device at once
 
     def packs(self, plan):
@@ -59,10 +60,13 @@ class Method:
     def check_prefill(self, start, stop):
         """Raise SettingError where a session of `start` tokens cannot read on to `stop`; asked before reading."""
 
-    def check_parts(self, more):
-        """Raise SettingError where a prompt cannot be read in parts."""
+    def check_parts(self, more, last=None):
+        """Raise SettingError where a prompt cannot be read in parts, or not ended by a part of `last` tokens."""
         if more and not self.in_parts:
             raise SettingError(f"{self.name}: reads a prompt in one call, and prefill was told that more follows")
+        if last is not None and last < self.last_part:
+            raise SettingError(f"{self.name}: reads the last {self.last_part} tokens of a prompt in a way of their own, and the part that "
+                               f"ends this one has {last}: let it have {self.last_part}")
 
     def check_switch(self, length):
         """Raise SettingError where a session that has read `length` tokens under another method cannot go on with this one."""
@@ -111,8 +115,8 @@ class Runtime:
         """Whether a decode step of this runtime is anything but plain full attention; where not, the session runs that."""
         return bool(self.setup.plan.sparse_layers)
 
-    def begin_prefill(self, start, stop):
-        """Positions start .. stop-1 are about to be read, chunk by chunk."""
+    def begin_prefill(self, start, stop, more=False):
+        """Positions start .. stop-1 are about to be read, chunk by chunk. more: at least Method.last_part tokens of the prompt follow."""
 
     def prefill_work(self, work, start, stop):
         """(linear, attention) operations of reading positions start .. stop-1; `work` is engine.prefill.Work."""

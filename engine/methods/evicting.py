@@ -172,9 +172,9 @@ class EvictingRuntime(Runtime):
 
     # ---------------------------------------------------------------- reading a prompt
 
-    def begin_prefill(self, start, stop):
-        """A prompt ends at `stop`."""
-        self.reading, self.total, self.pending = True, stop, {}
+    def begin_prefill(self, start, stop, more=False):
+        """A prompt ends at `stop`, or (more) far behind it."""
+        self.reading, self.total, self.pending = True, math.inf if more else stop, {}
 
     def live(self, layer, bank, stop, sequence=0):
         """[(heads, k, v [h, T, D], held)]: what a layer attends to, its store and then the bank's rows from `since` to `stop`."""

@@ -68,7 +68,7 @@ class Under:
 class H2OPlusRuntime(AccumulatingRuntime):
     """Segments of a chunk one after the other, each layer for itself; nothing holds before `advance`."""
 
-    def begin_prefill(self, start, stop):
+    def begin_prefill(self, start, stop, more=False):
         """Every layer begins with what it has kept."""
         self.reading, self.total, self.pending, self.start = True, stop, {}, start
         self.budget, self.segment = self.method.budget(self.plan, stop), self.method.segment_of(stop)

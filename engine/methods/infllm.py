@@ -96,7 +96,7 @@ class InfLLMRuntime(Runtime):
         """Most rows that a step reads."""
         return self.method.budget_capacity(self.setup.plan, self.setup.capacity)
 
-    def begin_prefill(self, start, stop):
+    def begin_prefill(self, start, stop, more=False):
         """Nothing is left of a chunk that broke off."""
         self._newest = None
 

@@ -91,7 +91,7 @@ class MInferenceRuntime(Runtime):
             return out
         return self._newest[2]
 
-    def begin_prefill(self, start, stop):
+    def begin_prefill(self, start, stop, more=False):
         """Nothing is left of a chunk that broke off."""
         self._newest = None
 

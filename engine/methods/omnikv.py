@@ -176,8 +176,13 @@ class OmniKV(Method):
 
     @property
     def in_parts(self):
-        """Prompts that are read sparsely are read in one call: their end is dense, and blocks end where a call ends."""
-        return not (self.official or self.prefill_ratio or self.dense_layers != "dense")
+        """The published code reads a prompt in one call, and so do block-sparse dense layers: their calls' ends are dense."""
+        return not (self.official or self.dense_layers != "dense")
+
+    @property
+    def last_part(self):
+        """A prompt that is read sparsely is read densely at its end. (Parts that end at whole blocks are read as in one call.)"""
+        return self.prefill_dense_end if self.prefill_ratio else 0
 
     def check_prefill(self, start, stop):
         """official: one prompt per session (the published code breaks silently on a second), as long as its windows."""
@@ -226,10 +231,10 @@ class OmniKVRuntime(Runtime):
         own = sum(t.numel() * t.element_size() for t in (self.keys, *self.index))
         return own + (self.prefill.nbytes if self.prefill else 0)
 
-    def begin_prefill(self, start, stop):
+    def begin_prefill(self, start, stop, more=False):
         """Tell the prefill selector how long the prompt is: its end is read densely."""
         if self.prefill:
-            self.prefill.total = stop
+            self.prefill.total = math.inf if more else stop
 
     def prefill_attend(self, layer, q, bank, start):
         """Exact, or by the r-ratio where it was asked for."""

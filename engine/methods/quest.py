@@ -90,7 +90,7 @@ class QuestRuntime(Runtime):
         """Rows that a step reads at most."""
         return self.pages * self.method.page
 
-    def begin_prefill(self, start, stop):
+    def begin_prefill(self, start, stop, more=False):
         """Rows from `start` on are about to be written."""
         self.extremes.forget(start)
 

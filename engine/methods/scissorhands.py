@@ -26,13 +26,16 @@ class Scissorhands(Accumulating):
     newest: int = 10
     drop: float = 0.5
 
-    in_parts = False            # only the prompt's last queries count: its end must be known
-
     def __post_init__(self):
         super().__post_init__()
         whole("history", self.history, 1)
         whole("newest", self.newest, 0)
         portion("drop", self.drop)
+
+    @property
+    def last_part(self):
+        """The history: in a part that is not a prompt's last nothing counts yet."""
+        return self.history
 
     def recent(self, budget):
         """`newest`, at most the budget."""

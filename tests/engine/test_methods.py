@@ -304,7 +304,8 @@ def test_u7_how_a_prompt_is_cut_changes_nothing(row, method, prompts, chunk, see
 @settings_of()
 def test_a_prompt_may_be_read_in_parts(row, method):
     """Where a method can: logits, rows and budgets of the whole, also from a part that was gone back to; where not, it says so."""
-    first, last, then, steps = random_ids(200), random_ids(41, seed=1), random_ids(30, seed=2), random_ids(4, seed=3)
+    end = max(64, method.last_part)
+    first, last, then, steps = random_ids(320 if end == 64 else 64), random_ids(end, seed=1), random_ids(30, seed=2), random_ids(4, seed=3)
     llm = llm_of(chunk=512)
     with llm.session(method) as parts, llm.session(method) as whole:
         if not method.in_parts:
@@ -319,13 +320,41 @@ def test_a_prompt_may_be_read_in_parts(row, method):
             got = [parts.prefill(last), *map(parts.decode, steps), parts.prefill(then), *map(parts.decode, steps)]
             torch.testing.assert_close(torch.stack(got), torch.stack(expected), atol=1e-4, rtol=1e-4)
             assert parts.runtime.rows_read(len(parts)) == rows
-            parts.truncate(200)
+            parts.truncate(len(first))
+
+
+@settings_of(lambda row: any(method.in_parts and method.last_part for method in row.sparse))
+def test_a_prompt_whose_end_is_read_otherwise_ends_with_a_part_that_has_it(row, method):
+    """A shorter part or a step is refused and changes nothing; going back so far that too little is left of it reads the whole anew."""
+    end = method.last_part
+    first, last, steps = random_ids(100), random_ids(end, seed=1), random_ids(3, seed=2)
+    llm = llm_of(chunk=512)
+    with llm.session(method) as parts, llm.session(method) as whole:
+        parts.prefill(first, more=True)
+        with pytest.raises(SettingError, match=f"last {end} tokens .* has {end - 1}: let it have {end}"):
+            parts.prefill(last[1:])
+        with pytest.raises(SettingError, match="has 0"):
+            parts.decode(steps[0])
+        assert parts.ids == first
+        parts.prefill(last[:1], more=True)
+        parts.truncate(100)
+        parts.prefill(last)
+        parts.decode(steps[0])
+        cut = 100 + end - 1
+        parts.truncate(cut)
+        whole.prefill((first + last)[:cut])
+        for token in steps:
+            got, expected = parts.decode(token), whole.decode(token)
+            if row.evicts:                          # else the bank's rows are those that the longer prompt wrote
+                torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+        if row.evicts:
+            assert parts.runtime.positions(2) == whole.runtime.positions(2)
 
 
 @settings_of(lambda row: row.evicts)
 def test_a_step_ends_a_prompt_that_was_to_go_on(row, method):
-    if not method.in_parts:
-        pytest.skip("it reads a prompt in one call")
+    if not method.in_parts or method.last_part:
+        pytest.skip("it reads a prompt in one call, or its end in another way")
     ids, llm = random_ids(203), llm_of(chunk=512)
     with llm.session(method) as one, llm.session(method) as other:
         one.prefill(ids[:200], more=True)

@@ -313,27 +313,45 @@ def test_agreement_counts_up_to_the_parting_token():
     assert path.compare(answer, keep, 3) and not path.compare(answer, keep, 3)      # nothing is compared beyond full attention's end
 
 
+def apart(llm, paper, variant, capacity):
+    """Records of both turns with a session per conversation that reads document and question in one call."""
+    reader, out = Reader(llm, paper, capacity), []
+    for first in range(paper.job.conversations):
+        with llm.session(variant.method, max_context=capacity, offload=variant.entry.place) as session:
+            out += reader._converse(session, variant, first, paper.turns.shared + paper.turns.own[first])
+    return out
+
+
+def test_the_head_of_a_document_is_read_once_where_its_end_goes_with_the_question(tiny):
+    """H2O+, MInference, Scissorhands and OmniKV-prefill: the tokens, rows and reading times of a session that reads both together."""
+    llm = LLM(str(tiny), dtype="float32", threads=1, method=Full(), chunk=64)
+    found = [v for v in every_variant(llm, 1300, budgets=(10, 40)) if v.method is not None and v.entry.head]
+    assert {v.name for v in found} == {"h2o_plus", "minference", "scissorhands", "omnikv_prefill"}
+    paper = Paper(llm, Job("kv", 1100, 5, 2), Rules(2, max_tokens=4))
+    shared, _, once = run_document(llm, paper, [Variant("full", "none", 100.0, Full()), *found], 1300)
+    length = len(paper.turns.shared)
+    for variant in found:
+        head = variant.entry.head(llm, variant.method, length)
+        assert length // 3 < head < length and head % (500 if variant.name == "h2o_plus" else 64) == 0
+        mine = [r for r in shared if r["variant"] == variant.label]
+        for record, other in zip(mine, apart(llm, paper, variant, 1300), strict=True):
+            assert (record["tokens"], record["bytes_read"]) == (other["tokens"], other["bytes_read"]), variant.label
+    assert 0 < once < sum(r["prompt_seconds"] for r in shared)
+
+
 def test_one_reading_serves_as_well_as_many(llm):
     """Methods that leave prefill alone, or read a document once, answer as they do with a session per question, in both turns."""
-    from dataclasses import replace
-
-    found = [v for v in every_variant(llm, budgets=(10,)) if v.method is not None and v.entry.reads != "whole"]
+    found = [v for v in every_variant(llm, budgets=(10,)) if v.method is not None]
     assert {v.entry.reads for v in found} == {"shared", "own"} and any(v.entry.evicts for v in found)
     paper = Paper(llm, Job("kv", 300, 5, 2), Rules(2, max_tokens=4))
     shared, _, _ = run_document(llm, paper, found, 700)
     assert len(shared) == 4 * len(found)
-    with Reader(llm, paper, 700) as reader:
-        for variant in found:
-            if variant.name == "infllm":            # its pieces end where a reading ends: document and question are two readings
-                continue
-            alone = object.__new__(type(variant))
-            alone.__dict__.update(variant.__dict__)
-            entry = replace(variant.entry, reads="whole")
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setitem(REGISTRY, variant.name, entry)
-                records = reader.records(alone, 2)
-            assert [r["tokens"] for r in records] == [r["tokens"] for r in shared if r["variant"] == variant.label], variant.label
-            assert all(r["steps"] and r["decode_seconds"] > 0 and r["bytes_read"] > 0 for r in records)
+    for variant in found:
+        if variant.name == "infllm":                # its pieces end where a reading ends: document and question are two readings
+            continue
+        records = apart(llm, paper, variant, 700)
+        assert [r["tokens"] for r in records] == [r["tokens"] for r in shared if r["variant"] == variant.label], variant.label
+        assert all(r["steps"] and r["decode_seconds"] > 0 and r["bytes_read"] > 0 for r in records)
     by = {v.label: [r for r in shared if r["variant"] == v.label] for v in found}
     less = {label: sum(r["bytes_read"] for r in rows) / sum(r["steps"] for r in rows) for label, rows in by.items()}
     assert all(less[v.label] < less["full"] for v in found if v.entry.sparse)
