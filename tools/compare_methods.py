@@ -62,8 +62,8 @@ class Entry:
     `share` of the prompt (None for methods without a budget). at_bytes(facts, part) -> the method whose resident KV bytes are at most
     `part` of full attention's, or a text why there is none. reads: "shared" where the method leaves prefill alone, so that one reading of
     a document by full attention serves; "own" where it must see the document itself. head(llm, method, length): how many tokens of a
-    document of `length` such a method may read once for all questions, to read the rest with each of them (None: all). evicts: whether it gives tokens up for good. place: "device" or "host", where answers are given. sparse:
-    whether every decode step must have been sparse.
+    document of `length` such a method may read once for all questions, to read the rest with each of them (None: all). evicts: whether it
+    gives tokens up for good. place: "device" or "host", where answers are given. sparse: whether every decode step must have been sparse.
     """
 
     note: str

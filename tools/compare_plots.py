@@ -43,7 +43,7 @@ def by_budget(rows, evicting, path, title):
     for axis, panel in zip(axes.flat, panels):
         some = rows if panel == "mean" else [row for row in rows if row["task"] == panel]
         for number, (name, style) in enumerate(styles.items()):
-            aside = 1.0 + 0.02 * (number - len(styles) / 2)        # equal values lie beside each other, not on top
+            aside = 1.0 + min(0.02, 0.3 / len(styles)) * (number - len(styles) / 2)        # equal values beside each other, not on top
             _line(axis, [row for row in some if row["name"] == name], shares, style, name, aside, panel == "mean")
         axis.set(title=panel, ylim=(-0.03, 1.05), xscale="log")
         axis.set_xticks(shares, [f"{share:g}" for share in shares], fontsize=7)
@@ -61,9 +61,10 @@ def _styles(names, evicting):
     """{method: (colour, line, marker)}: full attention black, methods that evict dotted."""
     from matplotlib import colormaps
 
-    colours, markers = colormaps["tab20"].colors, "osD^v<>Pp*X"
+    strong, other, markers = colormaps["tab20"].colors, colormaps["tab20b"].colors, "osD^v<>Pp*X"
+    colours = [*strong[::2], *strong[1::2], *other[::2]]        # 30: more than there are methods
     return {name: ("black", "--", None) if name == "full" else
-            (colours[i * 2 % 20 + i // 10 % 2], ":" if name in evicting else "-", markers[i % len(markers)])
+            (colours[i % len(colours)], ":" if name in evicting else "-", markers[i % len(markers)])
             for i, name in enumerate(sorted(names, key=lambda n: n != "full"), start=-1)}
 
 
