@@ -42,9 +42,10 @@ def go_again(session, marks, fresh, n):
     The session is set back to the last mark at or before n, and its tokens from there on are decoded, or read where they were a prompt,
     once more. Returns (marks kept, a call that does it): the session stores the first before it makes the second.
     """
-    kept, cut = [m for m in marks if m.length <= n], next((m for m in marks if m.length > n), None)
+    kept = [m for m in marks if m.length <= n]
     while kept and kept[-1].open and 0 < n - kept[-1].length < session.method.last_part:
-        cut = kept.pop()                                                # too little of this prompt is left for a part of its own
+        kept.pop()                                                      # too little of this prompt is left for a part of its own
+    cut = next(iter(marks[len(kept):]), None)
     mark, ids, stats = kept[-1] if kept else Mark(0, 0, fresh), session.ids[:n], replace(session.counters)
     prompt = cut.start if cut is not None and cut.start < n else n
 

@@ -163,7 +163,8 @@ class Session:
 
         progress(PrefillProgress) is called after every chunk; if it (or Ctrl-C) raises, whole chunks stay in the session. more: the
         prompt goes on in the next prefill, so that what a method does at a prompt's end (a budget by its length, an eviction) waits for
-        that; a decode step ends it too. Raises ContextTooLong before anything is read where the tokens do not fit.
+        that; a decode step ends it too. Raises ContextTooLong where the tokens do not fit, and SettingError where the method cannot read
+        parts or this one is too short to end its prompt (Method.last_part); nothing has been read then.
         """
         self._open()
         new = self._checked(token_ids)
@@ -252,7 +253,8 @@ class Session:
             self._end_prefill(0, None)
 
     def decode(self, token_id):
-        """Append one token; returns float32 logits [vocab]. Raises ContextTooLong where the bank is full."""
+        """Append one token; returns float32 logits [vocab]. Raises ContextTooLong where the bank is full, SettingError where it cannot
+        end a prompt that was to go on."""
         self._open()
         (token_id,) = self._checked([token_id])
         n = len(self.ids) + 1
@@ -336,10 +338,9 @@ class Session:
             raise SettingError("generate: found an empty session and no tokens, expected a prompt of at least one token")
         n = len(self.ids)
         if self.runtime.evicts or self.runtime.replays:     # an interrupted prompt's chunks left none: it is read again to its end
-            start = self._marks[-1].start if self._marks else 0
-            ids = self.ids[start:]
-            self.truncate(start)
-            self.prefill(ids)
+            last = self._marks[-1] if self._marks else Mark(0, n)
+            self._marks, again = go_again(self, [*self._marks[:-1], replace(last, length=n + 1)], self._fresh, n)
+            again()
             return
         tokens = torch.tensor([self.ids[-1:]], dtype=torch.int64, device=self.llm.model.device)
         with torch.inference_mode():

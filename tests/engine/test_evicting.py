@@ -345,6 +345,27 @@ def test_an_interrupted_prompt_keeps_its_whole_chunks(method):
         assert torch.equal(session.prefill(ids), llm.session(method).prefill(ids))
 
 
+def test_an_interrupted_last_part_loses_nothing():
+    """Too short for a part of its own, its whole chunks are read again with what came before."""
+    class Stop(Exception):
+        pass
+
+    def stop(progress):
+        if progress.done >= 64:
+            raise Stop
+    method, llm, ids = Scissorhands(tokens=40, history=100), llm_of(chunk=32), random_ids(220)
+    with llm.session(method) as session, llm.session(method) as fresh:
+        session.prefill(ids[:96], more=True)
+        with pytest.raises(Stop):
+            session.prefill(ids[96:], progress=stop)
+        assert session.ids == ids[:160] and session.last_logits is None
+        session.refresh_logits()
+        assert session.ids == ids[:160]
+        torch.testing.assert_close(session.last_logits, fresh.prefill(ids[:160]))
+        torch.testing.assert_close(session.decode(3), fresh.decode(3))
+        assert session.runtime.positions(2) == fresh.runtime.positions(2)
+
+
 @pytest.mark.parametrize("method", SOME, ids=lambda m: m.name)
 def test_what_breaks_off_has_not_happened(method, monkeypatch):
     """A prompt's first chunk and a step, each broken in the middle of the model; then both again, as if nothing had been."""

@@ -304,8 +304,9 @@ def test_u7_how_a_prompt_is_cut_changes_nothing(row, method, prompts, chunk, see
 @settings_of()
 def test_a_prompt_may_be_read_in_parts(row, method):
     """Where a method can: logits, rows and budgets of the whole, also from a part that was gone back to; where not, it says so."""
-    end = max(64, method.last_part)
-    first, last, then, steps = random_ids(320 if end == 64 else 64), random_ids(end, seed=1), random_ids(30, seed=2), random_ids(4, seed=3)
+    end = method.last_part or 41
+    first = random_ids({41: 200, 64: 320}.get(end, 60))             # OmniKV-prefill: whole blocks
+    last, then, steps = random_ids(end, seed=1), random_ids(30, seed=2), random_ids(4, seed=3)
     llm = llm_of(chunk=512)
     with llm.session(method) as parts, llm.session(method) as whole:
         if not method.in_parts:

@@ -119,6 +119,13 @@ def test_calibration_belongs_to_these_weights():
 
 
 @SHIPPED
+def test_blocks_belong_to_these_weights_and_save_what_the_card_says():
+    from tools.pod_groups import read_blocks, saving
+
+    assert saving(read_blocks(POCKET), 8) >= 0.35
+
+
+@SHIPPED
 def test_tokenizer_is_the_trained_one(tokenizer):
     assert json.loads((POCKET / "tokenizer.json").read_text()) == json.loads(tokenizer.to_str())
 
