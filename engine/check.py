@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from engine.decode import RING, Decoder
+from engine.decode import Decoder
 from engine.errors import SettingError
-from engine.plan import Role
+from engine.plan.layers import Role
+from engine.query_ring import RING
 
 MOST_STEPS = RING - 64      # a windowed selector needs up to 64 queries before the first checked position, and the ring holds RING
 

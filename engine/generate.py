@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field
 
 from engine.sampling import Sampler, SamplingParams
-from engine.text import StopScanner
+from engine.text.stop import StopScanner
 
 
 @dataclass

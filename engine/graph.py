@@ -6,7 +6,7 @@ the device, so a graph replays at any length within its bucket.
 
 import torch
 
-from engine.model import after, before
+from engine.model.llama import after, before
 
 FIRST_BUCKET = 4096
 

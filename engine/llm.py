@@ -8,22 +8,22 @@ from pathlib import Path
 
 import torch
 
-from engine import calibration
-from engine.config import ModelConfig
+from engine.bank.host_pool import HostPool
+from engine.bank.link import measure_link
 from engine.errors import BadCheckpoint, Busy, OutOfMemoryPlan, SettingError
 from engine.generate import Completion, generate
 from engine.graph import compiled_pieces
-from engine.host import HostPool
-from engine.link import measure_link
-from engine.memory import HEADROOM, make_plan, trim_heap, trimmed
 from engine.methods.base import Method
 from engine.methods.full import Full
-from engine.methods.omnikv import OmniKV
-from engine.model import Llama, after, assemble, before, ignored, targets
-from engine.placement import SLOTS, full_placement
-from engine.rope import Rotary
+from engine.methods.omnikv.settings import OmniKV
+from engine.model.config import ModelConfig
+from engine.model.llama import Llama, after, assemble, before, ignored, targets
+from engine.model.rope import Rotary
+from engine.plan import filter_layers as calibration
+from engine.plan.memory import HEADROOM, make_plan, trim_heap, trimmed
+from engine.plan.placement import SLOTS, full_placement
 from engine.session import Session
-from engine.text import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from weights.checkpoint import Checkpoint
 from weights.resolve import resolve
 
@@ -41,7 +41,7 @@ class LLM:
     GPU, off for a CPU). method: Full() | OmniKV(...), default OmniKV where the model is known to have filter layers, else Full.
     offload: "auto" (on a GPU, what does not fit goes to host memory) | "host" (all sparse layers) | "device" (nothing). slots: rows
     that an offloaded group keeps on the device per selected token (0: nothing is kept from step to step). host_pool: an
-    engine.host.HostPool to share with other LLMs. vram_budget, ram_budget: bytes to stay within. load=False plans only; call
+    engine.bank.host_pool.HostPool to share with other LLMs. vram_budget, ram_budget: bytes to stay within. load=False plans only; call
     load() later. progress(LoadProgress).
     Raises typed errors (engine.errors), all before anything large is allocated.
     """
@@ -111,7 +111,7 @@ class LLM:
                          offload=offload or self._offload, slots=self._slots, host_budget=self._ram_budget)
 
     def placement(self, method, layers, capacity, offload=None):
-        """engine.placement.Placement of a session with this method and capacity, or None where nothing is offloaded.
+        """engine.plan.placement.Placement of a session with this method and capacity, or None where nothing is offloaded.
 
         offload: "host" or "device" for this session; None as the LLM was made.
         """
@@ -135,12 +135,12 @@ class LLM:
 
     @property
     def host_pool(self):
-        """The engine.host.HostPool of this LLM's sessions, made when first needed."""
+        """The engine.bank.host_pool.HostPool of this LLM's sessions, made when first needed."""
         return self._host_tier()["pool"]
 
     @property
     def link(self):
-        """engine.link.Link: how rows travel between host memory and this device, measured when the host tier is first needed."""
+        """engine.bank.link.Link: how rows travel between host memory and this device, measured when the host tier is first needed."""
         return self._host_tier()["link"]
 
     def _context(self, max_context):
@@ -192,7 +192,7 @@ class LLM:
     # ---------------------------------------------------------------- facts
 
     def plan(self, method=None, max_context=None, offload=None):
-        """Layer plan and memory plan (engine.memory.Plan): str() is for people, to_dict() for programs.
+        """Layer plan and memory plan (engine.plan.memory.Plan): str() is for people, to_dict() for programs.
 
         Of this LLM as it is, or of a session with another method, capacity or offload (nothing is allocated, nothing checked).
         """

@@ -7,18 +7,19 @@ from functools import partial
 
 import torch
 
-from engine.anew import Mark, go_again, look_again
-from engine.bank import DeviceBank
+from engine.bank.device import DeviceBank
+from engine.bank.tiered import TieredBank, bank_figures
 from engine.check import Pair, check
-from engine.decode import RING, QueryRing
 from engine.errors import ContextTooLong, SessionClosed, SettingError
-from engine.prefill import Clock, Work, run_chunk
-from engine.selector import mem_from_budget
+from engine.history import Mark, go_again, look_again
+from engine.plan.mem import mem_from_budget
+from engine.prefill import run_chunk
+from engine.prefill_eta import Clock, Work
+from engine.query_ring import RING, QueryRing
 from engine.stats import SessionStats
 from engine.steps import Steps
-from engine.synthetic import fill_rows, synthesize
-from engine.tiered import TieredBank, bank_figures
 from kernels.dispatch import PATHS as KERNEL_PATHS
+from tools.synthetic_bank import fill_rows, synthesize
 
 WARM = 8        # queries at a prompt's end whose selections fill the working sets before the first step
 
@@ -239,7 +240,7 @@ class Session:
         return Mark(start, length, self.runtime.snapshot(), logits, queries, open=more)
 
     def synthesize(self, n, seed=0):
-        """Fill this empty session with n random tokens without reading them (engine/synthetic.py): for benchmarks at any depth."""
+        """Fill this empty session with n random tokens without reading them (tools/synthetic_bank.py): for benchmarks at any depth."""
         self._open()
         ids, head = synthesize(self, n, seed)
         self._room(n)

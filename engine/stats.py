@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass, field
 
-from engine.plan import Role
+from engine.plan.layers import Role
 
 
 @dataclass

@@ -6,7 +6,7 @@ from engine.decode import Decoder, Step
 from engine.graph import StepRunner
 from engine.methods.base import Setup
 from engine.methods.full import Full
-from engine.model import after, before
+from engine.model.llama import after, before
 from kernels.scratch import make_scratch, scratch_bytes
 
 

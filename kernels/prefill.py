@@ -53,7 +53,9 @@ def prefill_dense(q, k, v, start, scale, path="auto"):
 
 def prefill_dense_cuda(q, k, v, start, scale):
     """`prefill_dense` by torch's fused attention in 16 bits: its bottom-right causal mask is a flag of the kernel, not a tensor."""
-    from torch.nn.attention.bias import causal_lower_right  # here: it imports torch.compile's machinery, 1.3 s
+    from torch.nn.attention.bias import (
+        causal_lower_right,  # here: it imports torch.compile's machinery, 1.3 s
+    )
 
     stop = start + q.shape[1]
     out = scaled_dot_product_attention(q.transpose(1, 2), k[:, :, :stop], v[:, :, :stop], scale=scale, enable_gqa=True,

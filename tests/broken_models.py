@@ -13,7 +13,18 @@ from pathlib import Path
 
 import torch
 
-from tests.tiny_model import CONFIG, HEADER_FIELDS, INDEX, NORM, SINGLE, joined, packed, sharded, sound, tokenizer
+from tests.tiny_model import (
+    CONFIG,
+    HEADER_FIELDS,
+    INDEX,
+    NORM,
+    SINGLE,
+    joined,
+    packed,
+    sharded,
+    sound,
+    tokenizer,
+)
 
 EMBED = "model.embed_tokens.weight"
 Q = "model.layers.0.self_attn.q_proj.weight"

@@ -28,7 +28,7 @@ def word_tokenizer(folder: Path, size: int) -> None:
 
 def tiny_config(**changes):
     """A ModelConfig of a few thousand weights: 8 layers, 4 heads on 2 K/V heads of 16, vocabulary 96."""
-    from engine.config import ModelConfig
+    from engine.model.config import ModelConfig
 
     fields = dict(architectures=["LlamaForCausalLM"], vocab_size=96, hidden_size=48, intermediate_size=96, num_hidden_layers=8,
                   num_attention_heads=4, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-5, max_position_embeddings=8192,
@@ -41,7 +41,7 @@ def tiny_llm(method=None, seed=0, sharpness=2.5, config=None, **settings):
     from functools import partial
 
     from engine import LLM
-    from engine.model import random_stream
+    from engine.model.llama import random_stream
 
     settings = dict(max_context=2048, chunk=64) | settings
     stream = partial(random_stream, seed=seed, sharpness=sharpness)

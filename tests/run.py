@@ -2,7 +2,7 @@
 
 Three processes, because TRITON_INTERPRET is read once, when triton is imported: the interpreter tests (tests/kernels)
 need it set and the ahead-of-time compile tests (tests/aot) need it unset. The engine's tests run beside those two.
-Arguments go to every pytest run, except that paths replace the suite: `tests/run.py tests/engine/test_text.py -x`.
+Arguments go to every pytest run, except that paths replace the suite: `tests/run.py tests/engine/text/test_text.py -x`.
 """
 
 import os

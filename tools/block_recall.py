@@ -12,9 +12,9 @@ import torch
 
 from engine import LLM, EngineError, Full, OmniKV
 from engine.methods.base import Runtime
-from engine.plan import Role
+from engine.plan.layers import Role
 from kernels.block_sparse import BLOCK, block_mass, choose_blocks, exact_mass
-from tools.eval import POCKET
+from tools.eval.cli import POCKET
 from tools.tasks import TASKS, make_sample
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from engine import LLM, EngineError, Full
-from engine.calibration import FORMAT, NAME, cache_file
 from engine.errors import UsageError
+from engine.plan.filter_layers import FORMAT, NAME, cache_file
 from engine.version import VERSION
 from tools.choose_layers import best_sets, choose, mean_mass
 from tools.similarity import head_groups, kept, measure

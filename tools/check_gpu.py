@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 
-from tools import bench_header, gpu_verdict
-from tools.gpu_sections import SECTIONS, Context, run_section
+from tools.bench import header as bench_header
+from tools.gpu import verdict as gpu_verdict
+from tools.gpu.sections import SECTIONS, Context, run_section
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 540

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from engine.plan import layer_plan
+from engine.plan.layers import layer_plan
 
 
 @dataclass(frozen=True)

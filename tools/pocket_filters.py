@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tools.pocket_simulation import Setting, Simulated, layer_roles
+from tools.pocket.simulation import Setting, Simulated, layer_roles
 from tools.tasks import MAIN, TASKS, make_sample
 from weights.fingerprint import fingerprint
 

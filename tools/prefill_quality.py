@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 
 from engine import LLM, EngineError, Full, OmniKV
-from tools.bench_header import commit
-from tools.eval import POCKET, prompts
-from tools.eval_report import wilson
+from tools.bench.header import commit
+from tools.eval.cli import POCKET, prompts
+from tools.eval.report import wilson
 from tools.tasks import MAIN, TASKS, make_sample
 from weights.errors import UsageError
 

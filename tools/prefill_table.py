@@ -19,10 +19,11 @@ import torch
 
 from engine import LLM, Full, OmniKV
 from engine.errors import EngineError
-from engine.model import random_stream
-from engine.prefill import Work, run_chunk
-from tools.bench_header import commit, hardware, version
-from tools.bench_shapes import SHAPES, parse_size, shape_config, shape_filters, short_size
+from engine.model.llama import random_stream
+from engine.prefill import run_chunk
+from engine.prefill_eta import Work
+from tools.bench.header import commit, hardware, version
+from tools.bench.shapes import SHAPES, parse_size, shape_config, shape_filters, short_size
 
 MARKS = (0.10, 0.25, 0.50)              # of the work, where the predicted time is compared
 FAR = 2 ** 40                           # a prompt's length whose dense end no timed chunk reaches

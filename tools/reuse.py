@@ -13,7 +13,7 @@ import torch
 import engine.session
 from engine import LLM, EngineError, OmniKV
 from kernels.slots import make_slots, plan_slots
-from tools.eval import POCKET
+from tools.eval.cli import POCKET
 from tools.tasks import make_sample
 
 TASKS = ("passkey", "kv", "two_stage", "chains", "facts", "frequent")

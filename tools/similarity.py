@@ -7,7 +7,7 @@ position at a time, of every layer only its chosen indices and their sums stay.
 import torch
 
 from engine.decode import Decoder
-from engine.plan import tail_start
+from engine.plan.layers import tail_start
 from kernels.topk import select_topk
 
 POINTED = 0.5       # a head that puts more than this on one token reads that token: without it, its answer is another one

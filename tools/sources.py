@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from engine import EngineError
-from engine.provenance import Run, write_page
+from engine.chat.provenance import Run, write_page
 
 
 def main(argv=None):

@@ -22,9 +22,10 @@ import torch.distributed as dist
 from tokenizers import Tokenizer
 from torch.nn import functional as F
 
-from tools import pocket_data, pocket_model
-from tools.pocket_optim import Muon
-from tools.pocket_tokenizer import save_tokenizer, train_tokenizer
+from tools.pocket import data as pocket_data
+from tools.pocket import model as pocket_model
+from tools.pocket.optim import Muon
+from tools.pocket.tokenizer import save_tokenizer, train_tokenizer
 
 KINDS = ("recall", "copy", "arithmetic", "delayed", "refuse", *sorted(pocket_data.TASKS))
 SAVE_SECONDS, LOG_STEPS, WINDOW = 100, 20, 4  # accuracy is judged over the last WINDOW x LOG_STEPS steps

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.bank.streamed_attention import attend_stream
 from engine.errors import SettingError
-from engine.plan import layer_plan
-from engine.stream import attend_stream
+from engine.plan.layers import layer_plan
 from kernels.dense_decode import decode_dense
 from kernels.prefill import prefill_dense
 
@@ -44,7 +44,7 @@ class Method:
         return 0
 
     named = False           # whether users may ask for it by its name: what a class says itself counts, True where it is silent
-    evicts = False          # whether rows are given up for good (engine/methods/evicting.py)
+    evicts = False          # whether rows are given up for good (engine/methods/evict/base.py)
     selects = False         # whether sparse layers read a selection that `bank.fetch` was told of
     in_parts = True         # whether a prompt may be read in several calls (Session.prefill's `more`)
     last_part = 0           # its newest tokens that are read in another way than the rest, so that one call must hold them

@@ -8,7 +8,7 @@ device (the ring). Over a bank that is on the device it is full attention.
 from dataclasses import dataclass
 
 from engine.methods.base import Method, Runtime
-from engine.methods.checks import whole
+from engine.methods.settings import whole
 
 
 @dataclass(frozen=True)

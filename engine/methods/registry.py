@@ -11,8 +11,8 @@ from engine.methods.base import Method
 
 def methods():
     """{name: class} of every method in engine/methods that has a name of its own (Method.named), sorted by name."""
-    for found in pkgutil.iter_modules(engine.methods.__path__):
-        importlib.import_module(f"engine.methods.{found.name}")
+    for found in pkgutil.walk_packages(engine.methods.__path__, "engine.methods."):
+        importlib.import_module(found.name)
     classes, todo = {}, [Method]
     while todo:
         cls = todo.pop()

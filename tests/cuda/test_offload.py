@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from engine import LLM, Full, OmniKV
-from engine.host import HostPool
+from engine.bank.host_pool import HostPool
+from engine.bank.pinned_memory import cuda_driver, registered
 from engine.methods.brutal_offload import BrutalOffload
-from engine.model import random_stream
-from engine.pinned import cuda_driver, registered
+from engine.model.llama import random_stream
 from kernels.gather import move_rows
 from tests.helpers import random_ids, tiny_config
 from tests.host_checks import STORES, check_moves, check_slots, check_store
@@ -74,7 +74,7 @@ def test_a_step_is_one_graph_without_a_sync_or_an_allocation():
 
 
 def test_full_attention_streams_an_offloaded_bank(monkeypatch):
-    monkeypatch.setattr("engine.placement.STREAM_BLOCK", 512)
+    monkeypatch.setattr("engine.plan.placement.STREAM_BLOCK", 512)
     session = llm(METHOD, "host", compile=False).session()
     session.prefill(random_ids(1500))
     session.set_method(Full())

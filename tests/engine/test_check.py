@@ -9,7 +9,7 @@ import torch
 from engine import Full, OmniKV
 from engine.check import Watch
 from engine.errors import SettingError
-from engine.plan import tail_start
+from engine.plan.layers import tail_start
 from tests.helpers import random_ids, tiny_llm
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.methods.full import Full
-from engine.methods.omnikv import OmniKV
+from engine.methods.omnikv.settings import OmniKV
 from tests.engine.tiny import random_ids, tiny_config, tiny_llm, tiny_weights
 
 CONFIG = tiny_config(layers=6, heads=4, kv_heads=2)

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.methods.full import Full
-from engine.methods.omnikv import OmniKV
-from engine.plan import tail_start
+from engine.methods.omnikv.settings import OmniKV
+from engine.plan.layers import tail_start
 from tests.engine.tiny import random_ids, tiny_config, tiny_llm, tiny_weights
 
 CAPACITY = 512

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine.decode import RING
 from engine.methods.full import Full
-from engine.methods.omnikv import OmniKV
+from engine.methods.omnikv.settings import OmniKV
 from engine.prefill import WINDOW_KEPT
-from tests.engine.official_simulation import Model, Shape, check_choice
-from tests.engine.paper_simulation import Conversation, Rule
+from engine.query_ring import RING
+from tests.engine.methods.official_simulation import Model, Shape, check_choice
+from tests.engine.methods.paper_simulation import Conversation, Rule
 from tests.engine.tiny import random_ids, tiny_config, tiny_llm, tiny_weights
 
 CAPACITY = 1024

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from engine.methods.full import Full
-from engine.methods.omnikv import OmniKV
-from engine.plan import Role, tail_start
+from engine.methods.omnikv.settings import OmniKV
+from engine.plan.layers import Role, tail_start
 from tests.engine.tiny import random_ids, tiny_config, tiny_llm, tiny_weights
 
 LAYERS, CAPACITY, PROMPT, TAIL = 9, 512, 300, 64

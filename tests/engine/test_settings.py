@@ -12,9 +12,9 @@ import pytest
 from engine.errors import SettingError, UsageError
 from engine.llm import LLM
 from engine.methods.full import Full
-from engine.methods.omnikv import OmniKV
-from engine.plan import Role, layer_plan, spread_filter_layers
-from engine.selector import budget_from_mem, mem_from_budget
+from engine.methods.omnikv.settings import OmniKV
+from engine.plan.layers import Role, layer_plan, spread_filter_layers
+from engine.plan.mem import budget_from_mem, mem_from_budget
 from tests.engine.tiny import random_ids, stream_of, tiny_config, tiny_llm, tiny_weights
 
 BAD = [

@@ -6,12 +6,13 @@ Stops: a sequence that reads another's rows, selection, length or tail; a draft'
 import pytest
 import torch
 
-from engine.bank import DeviceBank
-from engine.decode import Decoder, QueryRing
+from engine.bank.device import DeviceBank
+from engine.decode import Decoder
 from engine.methods.base import Setup
 from engine.methods.full import Full
-from engine.methods.omnikv import OmniKV
-from engine.plan import tail_start
+from engine.methods.omnikv.settings import OmniKV
+from engine.plan.layers import tail_start
+from engine.query_ring import QueryRing
 from kernels.scratch import make_scratch
 from tests.engine.tiny import random_ids, tiny_config, tiny_llm, tiny_weights
 

@@ -2,9 +2,9 @@
 
 import torch
 
-from engine.config import ModelConfig
 from engine.llm import LLM
-from engine.model import targets
+from engine.model.config import ModelConfig
+from engine.model.llama import targets
 
 
 def tiny_config(layers=6, heads=4, kv_heads=2, hidden=64, head_dim=None, vocab=97, max_positions=4096, **changes):

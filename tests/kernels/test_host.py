@@ -6,7 +6,7 @@ Stops: a victim that is in use, ties by chance, a map that disagrees with the sl
 import pytest
 import torch
 
-from engine.placement import part_bytes
+from engine.plan.placement import part_bytes
 from tests.host_checks import STORES, check_moves, check_slots, check_store
 
 

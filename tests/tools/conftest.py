@@ -7,8 +7,8 @@ import pytest
 def tiny(tmp_path_factory):
     import torch
 
-    from tools.pocket_model import Pocket, Shape, export, structured_start
-    from tools.pocket_tokenizer import save_tokenizer, train_tokenizer
+    from tools.pocket.model import Pocket, Shape, export, structured_start
+    from tools.pocket.tokenizer import save_tokenizer, train_tokenizer
 
     folder = tmp_path_factory.mktemp("tiny")
     tokenizer = train_tokenizer()

@@ -8,19 +8,30 @@ import sys
 import pytest
 import torch
 
-import engine.methods.omnikv
-import engine.placement
+import engine.methods.omnikv.settings
+import engine.plan.placement
 from engine import LLM, Full, OmniKV
 from engine.errors import SettingError
 from engine.methods.brutal_offload import BrutalOffload
 from engine.methods.registry import methods
-from tools import bench, bench_gather, bench_suite
-from tools.bench_floor import Rates, floor_seconds, measure_rates, step_bytes, streamed_weights
-from tools.bench_methods import describe, specs
-from tools.bench_run import Cell, Engine, Entrant, Match, Mismatch, engine_bytes, fetched_bytes, verify
-from tools.bench_shapes import SHAPES, parse_size, shape_config, shape_filters, short_size
-from tools.bench_split import STAGES, split_step
-from tools.bench_suite import sharp_stream
+from tools.bench import cli as bench
+from tools.bench import gather as bench_gather
+from tools.bench import suite as bench_suite
+from tools.bench.floor import Rates, floor_seconds, measure_rates, step_bytes, streamed_weights
+from tools.bench.methods import describe, specs
+from tools.bench.run import (
+    Cell,
+    Engine,
+    Entrant,
+    Match,
+    Mismatch,
+    engine_bytes,
+    fetched_bytes,
+    verify,
+)
+from tools.bench.shapes import SHAPES, parse_size, shape_config, shape_filters, short_size
+from tools.bench.split import STAGES, split_step
+from tools.bench.suite import sharp_stream
 
 TINY = ["--shape", "tiny", "--device", "cpu", "--dtype", "float32", "-d", "600", "-p", "64", "-r", "2", "-n", "2", "--tokens", "32",
         "--no-gather"]
@@ -100,13 +111,13 @@ def test_llamacpp_beside_us(capsys):
 
 
 def test_a_wrong_path_is_not_timed(capsys, monkeypatch):
-    right = engine.methods.omnikv.decode_sparse
+    right = engine.methods.omnikv.settings.decode_sparse
 
     def wrong(*arguments, path="auto", **named):
         out = right(*arguments, path=path, **named)
         return out if path == "reference" else out.roll(1, -1)
 
-    monkeypatch.setattr(engine.methods.omnikv, "decode_sparse", wrong)
+    monkeypatch.setattr(engine.methods.omnikv.settings, "decode_sparse", wrong)
     code, out, data = run(capsys, "--peers", "none", "--no-split")
     cells = {c["name"]: c for c in data["cells"] if c["test"] == "tg"}
     assert code == 1 and data["failed_checks"] == 2
@@ -263,12 +274,12 @@ def test_verify_agrees_with_itself_and_restores_the_session():
 
 
 def test_verify_sees_a_wrong_selection(monkeypatch):
-    right = engine.methods.omnikv.select_topk
+    right = engine.methods.omnikv.settings.select_topk
 
     def wrong(keys, *arguments, path="auto", **named):
         return right(keys if path == "reference" else -keys, *arguments, path=path, **named)
 
-    monkeypatch.setattr(engine.methods.omnikv, "select_topk", wrong)
+    monkeypatch.setattr(engine.methods.omnikv.settings, "select_topk", wrong)
     contestant = Engine("omnikv", tiny_llm(omnikv()), 700)
     with pytest.raises(Mismatch, match="selection at 700 tokens"):
         verify(contestant)
@@ -289,14 +300,14 @@ def test_split_adds_up_and_names_its_stages():
         assert sum(row[stage] for stage in STAGES) == pytest.approx(row["step"])
         assert all(row[stage] > 0 for stage in stages) and row["other"] > 0 and row["gather"] == 0
         assert 2000 <= len(contestant.session) < 2010
-    assert engine.methods.omnikv.decode_sparse.__name__ == "decode_sparse"          # nothing stays wrapped
+    assert engine.methods.omnikv.settings.decode_sparse.__name__ == "decode_sparse"          # nothing stays wrapped
 
 
 @pytest.mark.parametrize("method", [BrutalOffload(layers=4, ahead=1), omnikv(), Full()], ids=lambda m: type(m).__name__)
 @pytest.mark.parametrize("block", [65536, 512])
 def test_split_counts_what_comes_back_from_the_host(method, block, monkeypatch):
     """Whole layers (brutal offload, full attention), their blocks, and fetched selections; none of them twice."""
-    monkeypatch.setattr(engine.placement, "STREAM_BLOCK", block)
+    monkeypatch.setattr(engine.plan.placement, "STREAM_BLOCK", block)
     contestant = Engine("x", tiny_llm(omnikv() if method == Full() else method, offload="host"), 2000)
     contestant.session.set_method(method)
     streamed = contestant.session.stats.bytes_streamed

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine import Full
-from engine.plan import layer_plan, tail_start
+from engine.plan.layers import layer_plan, tail_start
 from tests.helpers import random_ids, tiny_llm
 from tools.choose_layers import best_sets, choose, mean_mass
 from tools.similarity import head_groups, kept, measure
@@ -91,7 +91,7 @@ def test_a_planted_filter_layer_is_found():
     from functools import partial
 
     from engine import LLM
-    from engine.model import random_stream
+    from engine.model.llama import random_stream
     from tests.helpers import tiny_config
 
     config = tiny_config(num_hidden_layers=10)

@@ -4,8 +4,11 @@ import json
 
 import pytest
 
-from tools import check_gpu, gpu_kernels, gpu_sections, gpu_verdict
-from tools.bench_floor import Rates
+from tools import check_gpu
+from tools.bench.floor import Rates
+from tools.gpu import kernels as gpu_kernels
+from tools.gpu import sections as gpu_sections
+from tools.gpu import verdict as gpu_verdict
 
 
 def call(tmp_path, *arguments):

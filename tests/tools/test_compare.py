@@ -1,4 +1,4 @@
-"""tools/compare.py: documents in fair order, resuming, bytes as allocated, both turns, the findings on made records, bad input.
+"""tools/compare/cli.py: documents in fair order, resuming, bytes as allocated, both turns, the findings on made records, bad input.
 
 The model is random, the tokenizer the shipped one.
 """
@@ -12,11 +12,13 @@ import torch
 
 from engine import LLM, Full
 from engine.errors import SettingError, UsageError
-from tools import compare, compare_bytes, compare_stats
-from tools.compare_methods import NEAR, REGISTRY, Facts, Variant, variants, wanted
-from tools.compare_report import rows_of, write
-from tools.compare_run import Job, Paper, Path, Reader, Rules, run_document
-from tools.compare_work import Clock, Outside, jobs
+from tools.compare import bytes as compare_bytes
+from tools.compare import cli as compare
+from tools.compare import stats as compare_stats
+from tools.compare.methods import NEAR, REGISTRY, Facts, Variant, variants, wanted
+from tools.compare.report import rows_of, write
+from tools.compare.run import Job, Paper, Path, Reader, Rules, run_document
+from tools.compare.work import Clock, Outside, jobs
 
 TASKS = ["passkey", "kv"]
 
@@ -210,8 +212,8 @@ def every_variant(llm, capacity=464, budgets=(30, "m95")):
 
 def test_bytes_are_what_is_allocated(llm):
     """Walks every tensor of a session's bank and runtime; the parts add up to what they hold, and to the plan that chose the budget."""
-    from engine.bank import DeviceBank
-    from engine.host import Block, HostPool
+    from engine.bank.device import DeviceBank
+    from engine.bank.host_pool import Block, HostPool
     from engine.methods.base import Setup
 
     ids, reached = list(range(5, 468)), 0
@@ -296,7 +298,7 @@ def test_a_base_model_is_asked_in_plain_text(llm, monkeypatch):
 
 
 def test_agreement_counts_up_to_the_parting_token():
-    from tools.compare_run import Answer
+    from tools.compare.run import Answer
 
     path, answer = Path(), Answer()
     for token in (1, 2, 3):

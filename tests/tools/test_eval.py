@@ -1,11 +1,11 @@
-"""tools/eval.py: intervals, tables, resuming, sparse steps asserted, bad input. The model is random, the tokenizer the shipped one."""
+"""tools/eval/cli.py: intervals, tables, resuming, sparse steps asserted, bad input. The model is random, the tokenizer the shipped one."""
 
 import json
 
 import pytest
 
-from tools import eval as evaluation
-from tools.eval_report import overall, summarise, wilson, write
+from tools.eval import cli as evaluation
+from tools.eval.report import overall, summarise, wilson, write
 
 
 def record(method, task, seed, right, tokens, depth=0.5, length=1000):

@@ -7,9 +7,10 @@ from random import Random
 import pytest
 import torch
 
-from tools import pocket_data, pocket_model
-from tools.pocket_optim import orthogonalise
-from tools.pocket_tokenizer import ASSISTANT, BOS, END, USER, train_tokenizer
+from tools.pocket import data as pocket_data
+from tools.pocket import model as pocket_model
+from tools.pocket.optim import orthogonalise
+from tools.pocket.tokenizer import ASSISTANT, BOS, END, USER, train_tokenizer
 
 POCKET = Path(__file__).resolve().parents[2] / "weights" / "pocket"
 SHIPPED = pytest.mark.skipif(not (POCKET / "model.safetensors").exists(), reason="the shipped model is not in this checkout")

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from engine import LLM, Full, OmniKV
+from tools.pocket.model import Pocket, Shape, export, structured_start
+from tools.pocket.simulation import Setting, Simulated, choose, kept_tokens, layer_roles
+from tools.pocket.tokenizer import save_tokenizer, train_tokenizer
 from tools.pocket_filters import candidates, score
-from tools.pocket_model import Pocket, Shape, export, structured_start
-from tools.pocket_simulation import Setting, Simulated, choose, kept_tokens, layer_roles
-from tools.pocket_tokenizer import save_tokenizer, train_tokenizer
 
 
 @pytest.fixture(scope="module")

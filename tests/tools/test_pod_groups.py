@@ -10,7 +10,15 @@ import torch
 from engine import Full, PodUntrained
 from engine.errors import BadCheckpoint, UsageError
 from tests.helpers import random_ids, tiny_llm
-from tools.pod_groups import divergence, greedy_blocks, group, main, read_blocks, saving, similarity_of
+from tools.pod_groups import (
+    divergence,
+    greedy_blocks,
+    group,
+    main,
+    read_blocks,
+    saving,
+    similarity_of,
+)
 
 
 def test_divergence_is_jensen_shannons_in_bits():

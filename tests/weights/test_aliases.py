@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from engine.config import ModelConfig
+from engine.model.config import ModelConfig
 from weights.aliases import ALIASES, suggest, table
 
 # hidden, intermediate, layers, heads, kv heads, head_dim, vocab, tied: from the models' config.json on the hub

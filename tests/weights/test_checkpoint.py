@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import ModelConfig
-from engine.model import ignored, targets
+from engine.model.config import ModelConfig
+from engine.model.llama import ignored, targets
 from tests.tiny_model import CONFIG, INDEX, SINGLE, joined, packed, sharded, sound, tensors
 from weights.checkpoint import CHUNK, Checkpoint, Target
 from weights.errors import BadCheckpoint, UnsupportedCheckpoint
@@ -325,7 +325,7 @@ def test_imports_stay_light(module):
 
 
 def test_targets_name_what_an_independent_writer_writes(tmp_path):
-    """tests/tiny_model.py does not know engine/model.py: both lists must come out the same."""
+    """tests/tiny_model.py does not know engine/model/llama.py: both lists must come out the same."""
     for variant in VARIANTS.values():
         config = ModelConfig.from_dict({**CONFIG, **variant})
         wanted = {name: tuple(shape) for target in targets(config) for name, shape in target.parts}

@@ -1,5 +1,5 @@
 """Tasks with exact answers, seeded, of any length in any tokenizer: used to train the shipped model and by
-tools/eval.py."""
+tools/eval/cli.py."""
 
 from tools.tasks import facts, lookup, many, mixed, reason
 from tools.tasks.draft import Draft, Task

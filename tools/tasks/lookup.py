@@ -3,7 +3,16 @@
 from random import Random
 
 from tools.tasks.draft import Draft, Task, slots
-from tools.tasks.words import ADJECTIVES, CLASSIC_NOISE, ITEMS, NOUNS, digits, distinct, filler, people
+from tools.tasks.words import (
+    ADJECTIVES,
+    CLASSIC_NOISE,
+    ITEMS,
+    NOUNS,
+    digits,
+    distinct,
+    filler,
+    people,
+)
 
 
 def noise(rng: Random, count: int) -> list[str]:

@@ -1,0 +1,7 @@
+"""`python -m engine.chat`."""
+
+import sys
+
+from engine.chat.cli import main
+
+sys.exit(main())

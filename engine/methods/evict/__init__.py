@@ -1,0 +1,1 @@
+"""Methods that give tokens up for good."""

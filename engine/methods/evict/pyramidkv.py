@@ -1,0 +1,38 @@
+"""PyramidKV: SnapKV whose budget falls linearly from the first layer to the last, its sum unchanged.
+
+Source: Cai et al., PyramidKV (2024); METHODS.md row `pyramidkv`: with C the budget, W the window and N the prompt, the last layer keeps
+(C - W) / beta tokens beside its window, the first 2 (C - W) less that, at most N - W (what the first cannot use goes to the last).
+Default beta 20; window and pooling as SnapKV's (Ada-KV's setting for both). With beta 1 it is SnapKV.
+"""
+
+from dataclasses import dataclass
+
+from engine.methods.evict.snapkv import SnapKV
+from engine.methods.settings import whole
+
+
+@dataclass(frozen=True)
+class PyramidKV(SnapKV):
+    """beta: how many times fewer tokens than the mean the last layer keeps."""
+
+    beta: int = 20
+
+    def __post_init__(self):
+        super().__post_init__()
+        whole("beta", self.beta, 1)
+
+    def budgets(self, plan, length):
+        """Falling, with the sum of equal ones up to one token a layer."""
+        return pyramid(plan.num_layers, self.budget(plan, length), length, self.window, self.beta)
+
+
+def pyramid(layers, budget, length, window, beta):
+    """Budgets of all layers, the window included: a list of ints."""
+    base, room = budget - window, length - window
+    if layers == 1 or base >= room:
+        return [budget] * layers
+    low = base // beta
+    high = 2 * base - low
+    if high >= room:
+        high, low = room, 2 * base - room
+    return [high - layer * (high - low) // (layers - 1) + window for layer in range(layers)]

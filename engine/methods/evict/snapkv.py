@@ -1,0 +1,78 @@
+"""SnapKV: at the end of a prompt keep what its last queries look at, and those queries' own window; what is generated stays.
+
+Source: Li et al., SnapKV (NeurIPS 2024); METHODS.md row `snapkv`. Score of a token before the window: mean over the window's queries of
+softmax(q k), over everything the query sees; reduced over the group (mean), then pooled along the text (hook A). Defaults: window 32, and
+of the published settings the maximum over 7 neighbours, as in Ada-KV's experiments (the code's own default is the mean over 5); budget
+2048. A later prompt is cut in the same way, from what is still held and its own tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from engine.errors import SettingError
+from engine.methods.evict.base import GROUP_RULES, Evicting, EvictingRuntime
+from engine.methods.evict.store import best, reduce_group
+from engine.methods.settings import choice, whole
+from kernels.column_sums import column_sums
+
+WINDOW_MOST = 64        # newest queries that a session keeps at a prompt's end (engine/prefill.py)
+
+
+@dataclass(frozen=True)
+class SnapKV(Evicting):
+    """window: newest queries that choose, and newest tokens that are kept. kernel: neighbours (odd) that are pooled by `pool`
+    ("max" | "mean"). gqa_reduce: "mean" | "max" | "sum" over a group, before pooling. A budget is at least the window."""
+
+    window: int = 32
+    kernel: int = 7
+    pool: str = "max"
+    gqa_reduce: str = "mean"
+
+    def __post_init__(self):
+        super().__post_init__()
+        whole("window", self.window, 1)
+        if self.window > WINDOW_MOST:
+            raise SettingError(f"window: found {self.window}, expected at most {WINDOW_MOST}")
+        whole("kernel", self.kernel, 1)
+        if self.kernel % 2 == 0:
+            raise SettingError(f"kernel: found {self.kernel}, expected an odd number")
+        choice("pool", self.pool, ("max", "mean"))
+        choice("gqa_reduce", self.gqa_reduce, GROUP_RULES)
+        if self.tokens is not None and self.tokens < self.window:
+            raise SettingError(f"tokens: found {self.tokens}, expected at least the window of {self.window} tokens")
+
+    def default_budget(self):
+        """The code's 2048 tokens."""
+        return {"tokens": 2048}
+
+    def budget(self, plan, length):
+        """tokens, or the share; the window at least."""
+        return max(self.window, super().budget(plan, length))
+
+    def runtime(self, setup):
+        """The stores of one session."""
+        return SnapRuntime(self, setup)
+
+
+class SnapRuntime(EvictingRuntime):
+    """One session's stores, cut at every prompt's end."""
+
+    def choose(self, sequence, layer, parts, step):
+        """The window and the highest pooled scores, the same number in every head."""
+        (part,), keep = parts, sequence.budgets[layer]
+        return [(part, best(self.ranked(sequence, layer, part, step), part[3], keep))]
+
+    def ranked(self, sequence, layer, part, step):
+        """What is ranked [h, T]: pooled scores, infinite in the window."""
+        heads, k, _, positions, _ = part
+        window = min(self.method.window, sequence.length)
+        at = torch.arange(sequence.length - window, sequence.length, device=k.device).unsqueeze(0)
+        q = step.rotary.apply(step.ring.read(layer, at), *step.rotary.at(at, sequence.length))
+        sums = column_sums(self.queries(q, heads)[0], k, k.shape[1] - window, self.scale)
+        scores = reduce_group(sums / window, self.method.gqa_reduce)[:, :-window]
+        if scores.shape[1]:
+            pool = functional.max_pool1d if self.method.pool == "max" else functional.avg_pool1d
+            scores = pool(scores, self.method.kernel, 1, self.method.kernel // 2)
+        return functional.pad(scores, (0, window), value=float("inf"))

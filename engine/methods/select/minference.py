@@ -1,0 +1,166 @@
+"""MInference 1.0: prefill by a sparse pattern per head, its lines ranked from the newest queries; decode is full attention.
+
+Source: MInference 1.0 (Jiang et al., NeurIPS 2024), section 3, and microsoft/MInference (minference_forward.py); METHODS.md row
+`minference`. Patterns: engine/methods/select/minference_patterns.py. Published defaults: ("vertical_slash", 1000, 6096) for heads that no table names,
+lines ranked by the last 64 queries, the first 30 columns and the nearest 100 diagonals always among them; a table per model from an
+offline search by the attention mass kept (tools/minference_search.py). Every query head chooses for itself, so nothing is
+reduced over a group. Lines are ranked per chunk of a prompt, from that chunk's last 64 queries: a prompt read in one chunk is the
+published method.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.errors import SettingError
+from engine.methods.base import Method, Runtime
+from engine.methods.select.minference_patterns import (
+    BLOCK,
+    LAST,
+    Pooled,
+    a_shape,
+    checked,
+    line_sums,
+    sizes,
+    vertical_slash,
+)
+from engine.methods.settings import portion
+from kernels.prefill import attend_chunk, attend_rows, merge, prefill_dense, prefill_dense_lse
+
+
+@dataclass(frozen=True)
+class MInference(Method):
+    """patterns: one pattern for all heads, or a table [layer][query head] of them. share: their sizes scaled, per chunk, so that they add
+    up to this share of the rows seen (the published minima of 30 columns and 50 diagonals stay); None: as they are. Blocks of 64 queries
+    read the rows of all their diagonals, so what is read is more where diagonals lie apart: `pairs_read` says."""
+
+    patterns: tuple = ("vertical_slash", 1000, 6096)
+    share: float | None = None
+
+    in_parts = False            # lines are ranked by a prompt's last queries
+
+    def __post_init__(self):
+        table = self.patterns
+        single = isinstance(table, (tuple, list)) and table and isinstance(table[0], str)
+        if not single and not (isinstance(table, (tuple, list)) and table and all(isinstance(r, (tuple, list)) and r for r in table)):
+            raise SettingError(f"patterns: found {str(table)[:60]!r}, expected a pattern, or a table [layer][query head] of them")
+        object.__setattr__(self, "patterns", checked(table) if single else tuple(tuple(map(checked, row)) for row in table))
+        if self.share is not None:
+            portion("share", self.share)
+
+    def plan(self, config):
+        """All layers FULL: a step reads everything. The table must be this model's."""
+        self.table(config)
+        return super().plan(config)
+
+    def table(self, config):
+        """[layer][query head] patterns."""
+        layers, heads = config.num_layers, config.num_heads
+        if isinstance(self.patterns[0], str):
+            return ((self.patterns,) * heads,) * layers
+        if len(self.patterns) != layers or any(len(row) != heads for row in self.patterns):
+            raise SettingError(f"patterns: found a table of {len(self.patterns)} layers with {len(self.patterns[0])} heads, expected "
+                               f"{layers} layers with {heads} query heads (this model); search anew (tools.minference_search)")
+        return self.patterns
+
+    def runtime(self, setup):
+        """Sparse prefill of one session."""
+        return MInferenceRuntime(self, setup)
+
+
+class MInferenceRuntime(Runtime):
+    """Nothing lives between chunks but counters: pairs_read and pairs_causal of (query, row) pairs, summed over the heads of sparse calls.
+
+    meter: a list takes {"layer", "start", "recall" [H]} per chunk: the dense attention mass that each head's pattern keeps.
+    """
+
+    reads_every_query = True        # the last layer's lines are ranked by 64 queries too
+
+    def __init__(self, method, setup):
+        super().__init__(method, setup)
+        self.table = method.table(setup.config)
+        self.pairs_read = self.pairs_causal = 0
+        self.meter = self._newest = None
+
+    def prefill_attend(self, layer, q, bank, start):
+        """Attention of a chunk at positions start .. start+C-1; dense where every head's pattern shows everything.
+
+        The last layer comes twice, with all queries and with the newest alone, whose lines are those of all.
+        """
+        k, v = bank.kv(layer)
+        stop, patterns = start + q.shape[1], self.table[layer]
+        if all(self._covers(pattern, stop) for pattern in patterns):
+            return prefill_dense(q, k, v, start, self.scale, path=self.setup.path)
+        if q.shape[1] > 1 or self._newest is None or self._newest[:2] != (layer, stop):
+            out, lse = self.attend_patterns(patterns, q, k, v, start)
+            if self.meter is not None:
+                recall = torch.exp(lse - prefill_dense_lse(q, k, v, start, self.scale)[1]).mean((0, 1))
+                self.meter.append({"layer": layer, "start": start, "recall": recall})
+            self._newest = layer, stop, out[:, -1:]
+            return out
+        return self._newest[2]
+
+    def begin_prefill(self, start, stop, more=False):
+        """Nothing is left of a chunk that broke off."""
+        self._newest = None
+
+    def advance(self, count):
+        """The chunk is done."""
+        self._newest = None
+
+    def _covers(self, pattern, stop):
+        reach = sizes(pattern, stop, self.method.share)
+        return reach[0] * BLOCK >= stop if pattern[0] == "block_sparse" else max(reach) >= stop
+
+    def attend_patterns(self, patterns, q, k, v, start):
+        """Each query head by its own pattern: (out [B, C, H, D], lse [B, C, H] float32)."""
+        out, lse, stop = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device), start + q.shape[1]
+        group = q.shape[2] // k.shape[1]
+        edges = [start, *range((start // BLOCK + 1) * BLOCK, stop, BLOCK), stop]
+        for b in range(q.shape[0]):
+            shown = self._shown(patterns, q[b], k[b], start)
+            for first, last in zip(edges, edges[1:]):
+                part = slice(first - start, last - start)
+                own = attend_chunk(q[b:b + 1, part], k[b:b + 1], v[b:b + 1], first, self.scale)
+                past = torch.zeros_like(own[0]), torch.full_like(own[1], float("-inf"))
+                for head, lines in enumerate(shown):
+                    rows = lines.past(first, last)
+                    self.pairs_read += len(rows) * (last - first)
+                    if len(rows):
+                        chosen = (t[b, head // group].index_select(0, rows)[None, None] for t in (k, v))
+                        past[0][:, :, head:head + 1], past[1][:, :, head:head + 1] = attend_rows(
+                            q[b:b + 1, part, head:head + 1], *chosen, self.scale)
+                out[b:b + 1, part], lse[b:b + 1, part] = merge([own, past], q.dtype)
+                self.pairs_read += causal_pairs(0, last - first) * len(shown)
+        self.pairs_causal += causal_pairs(start, stop) * q.shape[0] * q.shape[2]
+        return out, lse
+
+    def _shown(self, patterns, q, k, start):
+        """What each query head of one sequence reads in this chunk. q [C, H, D]; k [Hkv, T, D]."""
+        stop, group, sums, shown = start + len(q), q.shape[1] // len(k), None, []
+        for head, pattern in enumerate(patterns):
+            reach = sizes(pattern, stop, self.method.share)
+            if pattern[0] == "a_shape":
+                shown.append(a_shape(stop, *reach, q.device))
+            elif pattern[0] == "block_sparse":
+                shown.append(Pooled(q[:, head], k[head // group], start, *reach))
+            else:
+                sums = sums or line_sums(q[-LAST:], k, stop, self.scale)
+                shown.append(vertical_slash(sums[0][head], sums[1][head], *reach))
+        return shown
+
+    def prefill_work(self, work, start, stop):
+        """(linear, attention) operations, a head's lines counted as rows of every query: diagonals that lie apart read up to 64 times as
+        many, which only the text knows (pairs_read says afterwards). The ranking, 64 queries of a chunk, is left out."""
+        pairs = 0.0
+        for row in self.table:
+            for pattern in row:
+                reach = sum(sizes(pattern, stop, self.method.share)) * (BLOCK if pattern[0] == "block_sparse" else 1) + BLOCK // 2
+                middle = min(stop, max(start, reach))
+                pairs += (causal_pairs(start, middle) + (stop - middle) * reach) / len(row)
+        return work.parts(start, stop)[0], work.per_pair * pairs
+
+
+def causal_pairs(start, stop):
+    """(query, row) pairs of queries start .. stop-1 with all rows up to their own."""
+    return (stop * (stop + 1) - start * (start + 1)) // 2

@@ -1,0 +1,111 @@
+"""The three sparse patterns of MInference: which rows of the past a block of queries reads, per query head.
+
+Source: MInference 1.0 (Jiang et al., NeurIPS 2024), section 3 and microsoft/MInference (minference_forward.py). A pattern is a tuple:
+("a_shape", sink, window), ("vertical_slash", columns, diagonals) or ("block_sparse", blocks). Queries go in blocks of 64 at absolute
+multiples; a block reads whatever its pattern shows to any of its queries (the published kernels do the same), and itself causally.
+"""
+
+import torch
+
+from engine.errors import SettingError
+from engine.methods.settings import whole
+
+BLOCK = 64
+LAST = 64                   # newest queries of a chunk, from which columns and diagonals are ranked
+LEAST = {"vertical_slash": (30, 50), "a_shape": (30, 50), "block_sparse": (1,)}      # published minima
+FIRST_COLUMNS, NEAR_DIAGONALS = 30, 100     # always among the chosen, as published
+
+
+def checked(pattern):
+    """A pattern as a tuple; SettingError naming it where it is none."""
+    pattern = tuple(pattern) if isinstance(pattern, (tuple, list)) else (pattern,)
+    if pattern[0] not in LEAST or len(pattern) != 1 + len(LEAST[pattern[0]]):
+        raise SettingError(f"patterns: found {pattern!r}, expected ('vertical_slash', columns, diagonals), ('a_shape', sink, window) or "
+                           f"('block_sparse', blocks)")
+    for size in pattern[1:]:
+        whole(f"patterns: {pattern[0]}", size, 1)
+    return pattern
+
+
+def sizes(pattern, stop, share=None):
+    """The pattern's numbers where `stop` rows are seen: at least the published minima, at most all; share: scaled so that together they
+    are that share of the rows."""
+    kind, *given = pattern
+    unit = BLOCK if kind == "block_sparse" else 1
+    scale = 1.0 if share is None else share * stop / (sum(given) * unit)
+    most = -(-stop // unit)
+    return tuple(min(most, max(least, int(size * scale))) for size, least in zip(given, LEAST[kind]))
+
+
+def line_sums(q, k, stop, scale):
+    """Attention of the newest queries summed along columns and along diagonals: two float32 [H, stop].
+
+    q [R, H, D]: the queries at positions stop-R .. stop-1; k [Hkv, >= stop, D]. Diagonal d holds the pairs (i, i - d). One K/V head's
+    weights exist at a time: 4 x group x R x stop bytes.
+    """
+    count, heads, dim = q.shape
+    group = heads // len(k)
+    columns, diagonals = torch.zeros(2, heads, stop, device=q.device)
+    later = torch.arange(stop, device=q.device) > torch.arange(stop - count, stop, device=q.device).unsqueeze(1)
+    for head in range(len(k)):
+        own = slice(head * group, (head + 1) * group)
+        logits = q[:, own].float().transpose(0, 1) @ k[head, :stop].float().t() * scale
+        weights = torch.softmax(logits.masked_fill(later, float("-inf")), -1)
+        columns[own] = weights.sum(1)
+        for i in range(count):
+            seen = stop - count + i + 1
+            diagonals[own, :seen] += weights[:, i, :seen].flip(-1)
+    return columns, diagonals
+
+
+class Lines:
+    """What one head reads: `rows` (bool [stop], None: none) in every block, and the spans of `diagonals` (ascending), shifted with it."""
+
+    def __init__(self, rows, diagonals=None):
+        self.rows, self.diagonals = rows, diagonals
+
+    def past(self, first, last):
+        """Rows below `first` that the block of queries first .. last-1 reads, ascending int64."""
+        seen = self.rows[:first].clone()
+        if self.diagonals is not None:
+            edges = torch.zeros(first + 1, dtype=torch.int64, device=seen.device)
+            low, high = ((at - self.diagonals).clamp(0, first) for at in (first, last))
+            one = torch.ones_like(low)
+            seen |= edges.index_add_(0, low, one).index_add_(0, high, -one).cumsum(0)[:first] > 0
+        return seen.nonzero().squeeze(1)
+
+
+def vertical_slash(columns, diagonals, vertical, slash):
+    """The `vertical` columns and `slash` diagonals of largest sum (each float32 [stop]), the first columns and nearest diagonals always."""
+    chosen = []
+    for sums, forced, count in ((columns, FIRST_COLUMNS, vertical), (diagonals, NEAR_DIAGONALS, slash)):
+        sums = sums.clone()
+        near = min(forced, len(sums))
+        sums[:near] = float("inf") if count >= near else torch.arange(near, 0, -1, device=sums.device) * 1e30
+        chosen.append(torch.topk(sums, count).indices)
+    rows = torch.zeros(len(columns), dtype=torch.bool, device=columns.device)
+    rows[chosen[0]] = True
+    return Lines(rows, chosen[1])
+
+
+def a_shape(stop, sink, window, device):
+    """The first `sink` rows and the newest `window` of every query."""
+    rows = torch.arange(stop, device=device) < sink
+    return Lines(rows, torch.arange(min(window, stop), device=device))
+
+
+class Pooled:
+    """Block-sparse: per block of queries its own block and the blocks-1 others whose mean key is nearest to its mean query."""
+
+    def __init__(self, q, k, start, blocks):
+        """q [C, D] at positions start .., k [T, D] of one head."""
+        self.q, self.start, self.blocks = q, start, blocks
+        self.means = k[:(start + len(q)) // BLOCK * BLOCK].float().unflatten(0, (-1, BLOCK)).mean(1)
+
+    def past(self, first, last):
+        """As Lines.past."""
+        mean, before = self.q[first - self.start:last - self.start].float().mean(0), first // BLOCK
+        chosen = torch.topk(self.means[:before] @ mean, min(self.blocks - 1, before)).indices.sort().values
+        rows = (chosen.unsqueeze(1) * BLOCK + torch.arange(BLOCK, device=chosen.device)).flatten()
+        inside = torch.arange(before * BLOCK, first, device=rows.device)        # a block that a chunk's edge has cut
+        return torch.cat((rows, inside))

@@ -1,0 +1,242 @@
+"""The one parser of config.json: an untrusted dict in, one frozen typed ModelConfig out.
+
+Nothing else in the project reads config.json or generation_config.json. Every field is checked here, before anything
+is allocated: what is missing or senseless raises BadCheckpoint, what is sound but not ours raises
+UnsupportedCheckpoint, each in one line that names file, key, found and expected. Defaults are those of transformers'
+LlamaConfig. Rope is parsed in engine/model/rope_config.py.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import BadCheckpoint, UnsupportedCheckpoint
+from engine.model.fields import Fields
+from engine.model.rope_config import Rope, parse_rope
+from weights.jsonfile import read_object, shown
+
+__all__ = ["ModelConfig", "Rope"]
+
+# Architecture -> model_type where config.json names none. The twins compute exactly what Llama does.
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "LLaMAForCausalLM": "llama",  # the spelling of early Llama 1 conversions
+    "YiForCausalLM": "Yi",
+    "MistralForCausalLM": "mistral",
+}
+DTYPES = ("float32", "bfloat16", "float16")
+
+# Upper bounds: an order of magnitude beyond any released model, so that no product of two sizes is absurd.
+MAX_VOCAB = 1 << 24
+MAX_WIDTH = 1 << 20  # hidden and intermediate size
+MAX_LAYERS = 4096
+MAX_HEADS = 4096
+MAX_HEAD_DIM = 1024
+MAX_POSITIONS = 1 << 31
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What a Llama-architecture model is: sizes, rope, biases, stored dtype, special tokens. Immutable and hashable.
+
+    `dtype` is the stored one ("float32" | "bfloat16" | "float16"). `attention_bias` puts a bias on q, k, v and o,
+    `mlp_bias` on gate, up and down. `max_positions` is the context in tokens that the model was made for.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_positions: int
+    rope: Rope
+    tied_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    dtype: str
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    model_type: str
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one K/V head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def q_size(self) -> int:
+        """Width of the query projection: heads times head_dim."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of the key (or value) projection: K/V heads times head_dim."""
+        return self.num_kv_heads * self.head_dim
+
+    def kv_bytes(self, dtype_bytes: int) -> int:
+        """Bytes of K and V of one token in one layer."""
+        return 2 * self.kv_size * dtype_bytes
+
+    @property
+    def context_limit(self) -> int:
+        """Most positions a caller may ask for: max_positions, times the factor where linear or dynamic rope stretches
+        them.
+
+        Files of such models state the trained length or the stretched one; the default stays at what the file says.
+        """
+        stretched = self.rope.kind in ("linear", "dynamic")
+        return max(self.max_positions, int(self.max_positions * self.rope.factor)) if stretched else self.max_positions
+
+    @property
+    def parameters(self) -> int:
+        """Number of stored weights; a tied lm_head is not counted twice."""
+        attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
+        if self.attention_bias:
+            attention += self.q_size + 2 * self.kv_size + self.hidden_size
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        if self.mlp_bias:
+            mlp += 2 * self.intermediate_size + self.hidden_size
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
+        return embeddings + self.num_layers * (attention + mlp + 2 * self.hidden_size) + self.hidden_size
+
+    @classmethod
+    def from_dict(cls, data: dict, source: str = "config.json", generation: dict | None = None) -> "ModelConfig":
+        """Parses the contents of config.json.
+
+        `source` names the file in messages. `generation` is the content of generation_config.json: its eos wins over
+        config.json's. Raises BadCheckpoint (missing or senseless field) or UnsupportedCheckpoint (sound, but a kind
+        that this engine does not run).
+        """
+        fields = Fields(data, source)
+        architecture = _architecture(fields)
+        _refuse_unsupported(fields, architecture)
+        hidden = fields.integer("hidden_size", 1, MAX_WIDTH)
+        heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
+        kv_heads = fields.integer("num_key_value_heads", 1, MAX_HEADS, default=heads)
+        if heads % kv_heads:
+            fields.refuse("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads = {heads}")
+        head_dim = _head_dim(fields, hidden, heads)
+        max_positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
+        vocab = fields.integer("vocab_size", 1, MAX_VOCAB)
+        biased = architecture != "MistralForCausalLM"  # Mistral has no bias anywhere, whatever its config says
+        return cls(
+            architecture=architecture,
+            vocab_size=vocab,
+            hidden_size=hidden,
+            intermediate_size=fields.integer("intermediate_size", 1, MAX_WIDTH),
+            num_layers=fields.integer("num_hidden_layers", 1, MAX_LAYERS),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=fields.number("rms_norm_eps", above=0.0, below=0.1),
+            max_positions=max_positions,
+            rope=parse_rope(data, source, max_positions, head_dim),
+            tied_embeddings=fields.flag("tie_word_embeddings", default=False),
+            attention_bias=biased and fields.flag("attention_bias", default=False),
+            mlp_bias=biased and fields.flag("mlp_bias", default=False),
+            dtype=_dtype(fields),
+            bos_token_id=fields.integer("bos_token_id", 0, vocab - 1, default=None),
+            eos_token_ids=_eos(fields, generation, vocab),
+            model_type=fields.text("model_type", default=ARCHITECTURES[architecture]),
+        )
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> "ModelConfig":
+        """Parses config.json, and generation_config.json where there is one, of a model folder.
+
+        Raises BadCheckpoint or UnsupportedCheckpoint.
+        """
+        folder = Path(path)
+        generation_file = folder / "generation_config.json"
+        generation = None
+        if generation_file.is_symlink() or generation_file.exists():
+            generation = read_object(generation_file)
+        source = folder / "config.json"
+        return cls.from_dict(read_object(source), str(source), generation)
+
+
+def _architecture(fields: Fields) -> str:
+    """The architecture's name, from `architectures` or, where that is missing, from model_type."""
+    names = fields.data.get("architectures")
+    if names is None:
+        model_type = fields.text("model_type", default="")
+        for name, known in ARCHITECTURES.items():
+            if model_type.lower() == known.lower():
+                return name
+        fields.unsupported("architectures", None if not model_type else f"model_type {model_type}", _supported())
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        fields.refuse("architectures", names, "a list with one name")
+    if names[0] not in ARCHITECTURES:
+        fields.unsupported("architectures", names[0], _supported())
+    return names[0]
+
+
+def _supported() -> str:
+    return "one of " + ", ".join(ARCHITECTURES)
+
+
+def _refuse_unsupported(fields: Fields, architecture: str) -> None:
+    """Refuses what would load but compute something else: quantised weights, another activation, a sliding window."""
+    for key in ("quantization_config", "compression_config"):
+        quantised = fields.data.get(key)
+        if quantised is not None:
+            method = quantised.get("quant_method", "unnamed") if isinstance(quantised, dict) else quantised
+            raise UnsupportedCheckpoint(
+                f"{fields.source}: {key}: quantised formats not supported yet: {shown(method)}; "
+                f"expected float32, bfloat16 or float16 weights"
+            )
+    activation = fields.text("hidden_act", default="silu")
+    if activation not in ("silu", "swish"):  # two names of one function in transformers
+        fields.unsupported("hidden_act", activation, "silu")
+    window = fields.data.get("sliding_window")
+    missing = architecture == "MistralForCausalLM" and "sliding_window" not in fields.data
+    if missing:  # transformers' default for Mistral is a window of 4096: silence does not mean none
+        fields.unsupported("sliding_window", "nothing, which means 4096 for Mistral", "null (full attention)")
+    if window is not None and fields.data.get("use_sliding_window") is not False:
+        fields.unsupported("sliding_window", window, "null (full attention)")
+
+
+def _head_dim(fields: Fields, hidden: int, heads: int) -> int:
+    """The explicit head_dim, or hidden_size / heads; even, because rope rotates pairs."""
+    head_dim = fields.integer("head_dim", 1, MAX_HEAD_DIM, default=None)
+    if head_dim is None:
+        if hidden % heads:
+            fields.refuse("num_attention_heads", heads, f"a divisor of hidden_size = {hidden}, or an explicit head_dim")
+        head_dim = hidden // heads
+        if head_dim > MAX_HEAD_DIM:
+            fields.refuse("hidden_size / num_attention_heads", head_dim, f"a head_dim of at most {MAX_HEAD_DIM}")
+    if head_dim % 2:
+        fields.refuse("head_dim", head_dim, "an even number: rope rotates pairs")
+    return head_dim
+
+
+def _dtype(fields: Fields) -> str:
+    """The stored dtype from `dtype` (newer) or `torch_dtype`; float32 where neither is given, as in transformers' own
+    files.
+    """
+    key = "dtype" if fields.data.get("dtype") is not None else "torch_dtype"
+    name = fields.text(key, default="float32").removeprefix("torch.")
+    if name not in DTYPES:
+        fields.unsupported(key, name, "one of " + ", ".join(DTYPES))
+    return name
+
+
+def _eos(fields: Fields, generation: dict | None, vocab: int) -> tuple[int, ...]:
+    """End-of-sequence ids: generation_config.json's if it names any, else config.json's; an int or a list of ints."""
+    data, source = fields.data, fields.source
+    if generation is not None and generation.get("eos_token_id") is not None:
+        data, source = generation, str(Path(fields.source).with_name("generation_config.json"))
+    found = data.get("eos_token_id")
+    if found is None:
+        return ()
+    ids = found if isinstance(found, list) else [found]
+    for token in ids:
+        if type(token) is not int or not 0 <= token < vocab:
+            raise BadCheckpoint(
+                f"{source}: eos_token_id: found {shown(token)}, "
+                f"expected an id from 0 to {vocab - 1} (vocab_size {vocab})"
+            )
+    return tuple(dict.fromkeys(ids))

@@ -1,0 +1,116 @@
+"""The rope part of config.json: both forms in, one frozen Rope out; and the field reader that the whole parser uses.
+
+Older form: `rope_theta` beside `rope_scaling: {"type" or "rope_type": ..., "factor": ...}`; newer form:
+`rope_parameters` with everything inside. Precedence and defaults are those of transformers 5.x
+(modeling_rope_utils.py, convert_rope_params_to_dict and standardize_rope_params), so that the same file means the same
+frequencies; unlike there, senseless values are refused.
+"""
+
+import math
+from dataclasses import dataclass
+
+from engine.model.fields import _REQUIRED, MAX_POSITIONS, Fields
+
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+DEFAULT_THETA = 10000.0
+MAX_THETA = 1e15  # the largest released is 3.6e9 (llama-3-8b-1048k); float32 powers stay far from overflow
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding, resolved: which kind and all of its numbers.
+
+    `theta` is the base; `original_max_positions` is in tokens (dynamic: the length up to which frequencies are
+    unscaled); `attention_factor` multiplies cos and sin and is final (yarn's mscale is worked in). Fields that a kind
+    does not use keep their defaults, so that equal ropes compare equal.
+    """
+
+    kind: str
+    theta: float
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+
+
+
+
+def parse_rope(data: dict, source: str, max_positions: int, head_dim: int) -> Rope:
+    """The rope that config.json's content `data` describes, in either form.
+
+    A non-empty `rope_scaling` wins over `rope_parameters`, an inner rope_theta over the outer one, `rope_type` over
+    `type`. Raises BadCheckpoint or UnsupportedCheckpoint, naming `source`.
+    """
+    outer = Fields(data, source)
+    name = "rope_scaling" if data.get("rope_scaling") else "rope_parameters"
+    inside = data.get(name) or {}
+    if not isinstance(inside, dict):
+        outer.refuse(name, inside, "an object or null")
+    inner = Fields(inside, source, name + ".")
+    kind_key = "rope_type" if inside.get("rope_type") is not None else "type"
+    nested = [key for key, value in inside.items() if isinstance(value, dict)]
+    if nested:
+        named = nested[0] if nested[0].isidentifier() else ascii(nested[0])[:60]     # a key of theirs: it may hold anything
+        inner.unsupported(named, "its own rope", "one rope for all layers")
+    kind = inner.text(kind_key, default="default")
+    if kind not in KINDS:
+        inner.unsupported(kind_key, kind, "one of " + ", ".join(KINDS))
+    for fields in (outer, inner):
+        if fields.number("partial_rotary_factor", 0.0, 1.0, default=1.0, closed=True) != 1.0:
+            fields.unsupported("partial_rotary_factor", fields.data["partial_rotary_factor"], "1.0")
+    has_inner_theta = inside.get("rope_theta") is not None
+    theta = (inner if has_inner_theta else outer).number("rope_theta", 1.0, MAX_THETA, default=DEFAULT_THETA)
+    if kind == "default":
+        return Rope("default", theta)
+    if kind == "linear":
+        return Rope("linear", theta, _factor(inner))
+    if kind == "dynamic":  # stretches from max_position_embeddings, whatever original maximum the file may name
+        if head_dim < 4:
+            outer.refuse("head_dim", head_dim,
+                "at least 4 with dynamic rope: its exponent is head_dim / (head_dim - 2)")
+        return Rope("dynamic", theta, _factor(inner), max_positions)
+    where = outer if data.get("original_max_position_embeddings") is not None else inner
+    original = where.integer("original_max_position_embeddings", 1, MAX_POSITIONS, default=max_positions)
+    if kind == "llama3":
+        low = inner.number("low_freq_factor", 0.0, 1e6)
+        high = inner.number("high_freq_factor", 0.0, 1e6)
+        if high <= low:
+            inner.refuse("high_freq_factor", high, f"more than low_freq_factor = {low:g}")
+        return Rope("llama3", theta, _factor(inner), original, low, high)
+    return _yarn(inner, theta, original, max_positions)
+
+
+def _factor(fields: Fields, default: object = _REQUIRED) -> float:
+    return fields.number("factor", 1.0, 1e6, default=default, closed=True)
+
+
+def _yarn(fields: Fields, theta: float, original: int, max_positions: int) -> Rope:
+    """YaRN (arXiv 2309.00071), its attention factor resolved as transformers 5.x does."""
+    if max_positions < original and fields.data.get("factor") is None:
+        fields.refuse("original_max_position_embeddings", original,
+            f"at most max_position_embeddings = {max_positions}")
+    factor = _factor(fields, default=max_positions / original)
+    beta_fast = fields.number("beta_fast", 0.0, 1e6, default=32.0, closed=True) or 32.0  # 0 means unset there
+    beta_slow = fields.number("beta_slow", 0.0, 1e6, default=1.0, closed=True) or 1.0
+    if beta_fast < beta_slow:
+        fields.refuse("beta_fast", beta_fast, f"at least beta_slow = {beta_slow:g}")
+    attention = fields.number("attention_factor", 0.0, 1e3, default=None)
+    mscale = fields.number("mscale", 0.0, 1e3, default=None, closed=True)
+    mscale_all_dim = fields.number("mscale_all_dim", 0.0, 1e3, default=None, closed=True)
+    if attention is None:
+        attention = yarn_mscale(factor)
+        if mscale and mscale_all_dim:  # one of the two alone counts for nothing
+            attention = yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
+    return Rope(
+        "yarn", theta, factor, original, beta_fast=beta_fast, beta_slow=beta_slow, attention_factor=attention,
+        truncate=fields.flag("truncate", default=True),
+    )
+
+
+def yarn_mscale(scale: float, mscale: float = 1.0) -> float:
+    """YaRN's temperature: 0.1 mscale ln(scale) + 1, and 1 where nothing is stretched (equation 22 of the paper)."""
+    return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0

@@ -1,0 +1,153 @@
+"""Every transfer as late as it may be: the same bits as on the device, and each wait that is left out is noticed.
+
+Stops: rows read before they arrive, a buffer that is written again while its last rows are still on their way, maps and indices that
+change under a fetch; on a GPU these come true now and then, on a CPU never.
+"""
+
+import gc
+
+import pytest
+import torch
+
+import engine.llm
+import engine.plan.placement as placement
+from engine import OmniKV
+from engine.methods.brutal_offload import BrutalOffload
+from engine.methods.omnikv.ablations import OmniKVPerLayer, OmniKVUnpacked
+from tests.engine.bank.late_lanes import LateLane, install
+from tests.engine.bank.test_offload import equal, pair, play
+from tests.helpers import random_ids
+
+METHOD = OmniKV(filter_layers=(1, 4), tokens=40, tail=64, dense_below=0)
+UNPACKED = OmniKVUnpacked(filter_layers=(1, 4), tokens=40, tail=64, dense_below=0)
+BRUTAL = BrutalOffload(layers=5, ahead=2)
+SCRIPT = [("prefill", 150), ("decode", 45), ("prefill", 90), ("decode", 5), ("truncate", 190), ("decode", 5)]
+FORKED = [("prefill", 150), ("decode", 45), ("prefill", 60), ("fork", 0), ("decode", 20), ("check", 5), ("truncate", 70), ("decode", 3)]
+STREAM = [("prefill", 300), ("decode", 30), ("prefill", 100), ("refresh", 0), ("decode", 10)]
+
+
+def differs(method, script, monkeypatch, skip="", kernels="reference", **settings):
+    """Whether an offloaded session on late lanes answers anything but what a session on the device does."""
+    device, host = pair(method, chunk=50, kernels=kernels, **settings)
+    with torch.inference_mode():
+        expected, _ = play(device.session(), script)
+        install(monkeypatch, skip)
+        try:
+            got, sessions = play(host.session(), script)
+            for session in sessions:
+                session.close()
+            assert skip or any(lane.work for lane in LateLane.made) and all(lane.done == len(lane.work) for lane in LateLane.made)
+        finally:
+            for lane in LateLane.made:          # what was not waited for must not run when somebody collects the rubbish
+                lane.work, lane.done = [], 0
+    if kernels != "reference":
+        return not all(torch.allclose(a, b, rtol=0, atol=2e-4) for a, b in zip(expected, got, strict=True) if torch.is_tensor(a))
+    return not all(equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+@pytest.mark.parametrize("slots, by_layer", [(0, False), (1, True), (4, False), (4, True)])
+def test_late_fetches_change_nothing(slots, by_layer, monkeypatch):
+    """by_layer: a load per layer, as on a GPU."""
+    real = placement.full_placement
+    monkeypatch.setattr(engine.llm, "full_placement", lambda *args, **named: real(*args, **(named | {"by_layer": by_layer})))
+    assert not differs(METHOD, FORKED, monkeypatch, slots=slots)
+
+
+@pytest.mark.parametrize("method", [BRUTAL, BrutalOffload(layers=20, ahead=1), UNPACKED,
+                                    OmniKVPerLayer(filter_layers=(1,), tokens=40, tail=64, dense_below=0),
+                                    OmniKV(filter_layers=(1, 4), tokens=40, tail=64, dense_below=190)],
+                         ids=["brutal", "brutal-all", "unpacked", "per-layer", "dense-below"])
+def test_late_whole_layers_change_nothing(method, monkeypatch):
+    assert not differs(method, SCRIPT, monkeypatch)
+
+
+@pytest.mark.parametrize("block", [64, 100])
+def test_late_stream_blocks_change_nothing(block, monkeypatch):
+    monkeypatch.setattr(placement, "STREAM_BLOCK", block)
+    assert not differs(METHOD, STREAM, monkeypatch, kernels="cpu")
+
+
+@pytest.mark.parametrize("function, method, script, kernels", [
+    ("ready", METHOD, SCRIPT[:2], "reference"), ("kv", METHOD, SCRIPT[:2], "reference"),
+    ("_drain", METHOD, [*SCRIPT[:3], ("decode", 20), ("fork", 0), ("decode", 8)], "reference"),
+    ("kv", BRUTAL, SCRIPT[:2], "reference"), ("stage", BRUTAL, SCRIPT, "reference"), ("_gathered", UNPACKED, SCRIPT, "reference"),
+    ("before_step", METHOD, [("prefill", 30), ("decode", 110)], "reference"), ("_refill", METHOD, SCRIPT[:2], "cpu"),
+    ("_send", METHOD, SCRIPT[:1], "cpu"), ("blocks", METHOD, STREAM[:1], "cpu"), ("_start", METHOD, STREAM[:4], "cpu"),
+    ("own", METHOD, [("prefill", 1), ("refresh", 0)], "cpu")])
+def test_a_wait_that_is_left_out_is_noticed(function, method, script, kernels, monkeypatch):
+    """The waits of each function do nothing: other bits come out, or something is written again under a transfer."""
+    if kernels == "cpu":
+        monkeypatch.setattr(placement, "STREAM_BLOCK", 64)
+    try:
+        noticed = differs(method, script, monkeypatch, function, kernels)
+    except AssertionError as error:
+        noticed = "was written again before it ran" in str(error)
+    assert noticed
+
+
+@pytest.mark.parametrize("call", [3, 7, 14, 21])
+def test_broken_off_between_a_plan_and_its_copy(call, monkeypatch):
+    """Ctrl-C when the call-th transfer is issued, everything issued before it still to run: the slots promise nothing that never came."""
+    import engine.bank.working_set as prefetch
+
+    device, host = pair(METHOD, chunk=50, slots=1)
+    install(monkeypatch)
+    session, expected = host.session(), device.session()
+    for s in (session, expected):
+        s.prefill(random_ids(200))
+    real, left = prefetch.move_rows, [call]
+
+    def interrupted(*arguments, **named):
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(prefetch, "move_rows", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        for token in range(40):
+            session.decode(token)
+    done = len(session) - 200
+    for token in range(done):
+        expected.decode(token)
+    for token in range(done, done + 10):
+        assert torch.equal(session.decode(token), expected.decode(token))
+    session.close()
+    assert host.host_pool.in_use == 0
+
+
+def pending():
+    """Whether work is under way on any lane."""
+    return any(lane.done < len(lane.work) for lane in LateLane.made)
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_closed_or_dropped_while_rows_are_on_their_way(close, monkeypatch):
+    """Whatever is in flight lands before its memory is anybody else's."""
+    _, host = pair(METHOD, chunk=50)
+    install(monkeypatch)
+    session = host.session()
+    session.prefill(random_ids(60))
+    for _ in range(4):
+        session.decode(1)                       # the block that is now complete goes home
+    assert pending() and host.host_pool.in_use > 0
+    if close:
+        session.close()
+    else:
+        del session
+        gc.collect()
+    assert not pending() and host.host_pool.in_use == 0
+
+
+def test_stalls_of_the_staging_ring_are_counted(monkeypatch):
+    """Two staging slots: the third layer's rows find theirs still on its way; without lanes nothing ever waits."""
+    monkeypatch.setattr(placement, "STREAM_BLOCK", 64)
+    stalls = []
+    for late in (False, True):
+        _, host = pair(METHOD, chunk=50, kernels="cpu")
+        if late:
+            install(monkeypatch)
+        with host.session() as session:
+            session.prefill(random_ids(50))
+            stalls.append(session.stats.staging_stalls)
+    assert stalls == [0, len(METHOD.plan(host.config).sparse_layers) - 2]

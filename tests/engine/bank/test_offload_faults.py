@@ -1,0 +1,241 @@
+"""What can go wrong with host memory, each line of the fault table: clear errors, usable sessions, nothing leaked.
+
+Stops: a session that is longer than its rows, a block that nobody gives back, a neighbour that pays for another's exhaustion.
+"""
+
+import gc
+
+import pytest
+import torch
+
+from engine import OmniKV
+from engine.bank.block_table import BlockTable
+from engine.bank.host_pool import HostPool
+from engine.bank.pinned_memory import Way, ordinary
+from engine.bank.tiered import TieredBank
+from engine.errors import OutOfHostMemory
+from engine.plan.placement import part_bytes
+from tests.helpers import random_ids, tiny_config, tiny_llm
+
+METHOD = OmniKV(filter_layers=(1, 4), tokens=40, tail=64, dense_below=0)
+BLOCK = 64 * part_bytes(tiny_config(), 4) * len(METHOD.plan(tiny_config()).sparse_layers)
+SMALL = dict(max_context=512, chunk=50, kernels="reference")
+
+
+class Refusing:
+    """An allocator that refuses its `at`-th request, and every one after it while `on`."""
+
+    def __init__(self, at):
+        self.at, self.asked, self.on = at, 0, True
+
+    def __call__(self, size):
+        self.asked += 1
+        if self.on and self.asked > self.at:
+            raise RuntimeError("cannot allocate memory")
+        return ordinary(size)
+
+
+def offloaded(pool):
+    return tiny_llm(METHOD, offload="host", host_pool=pool, **SMALL)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """What an undisturbed session answers at 250 tokens and after 20 steps."""
+    session = tiny_llm(METHOD, offload="device", **SMALL).session()
+    first = session.prefill(random_ids(250))
+    return first, [session.decode(5) for _ in range(20)]
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_refused_at_every_allocation_of_a_prefill(at, expected):
+    """One slab per block, refused at the at-th: whole chunks stay, and once there is memory again the rest gives the same answer."""
+    allocate = Refusing(at)
+    pool = HostPool(slab_bytes=64, ways=[Way("test", allocate)])
+    session = offloaded(pool).session()
+    ids = random_ids(250)
+    with pytest.raises(OutOfHostMemory, match="no host memory for .* remedies"):
+        session.prefill(ids)
+    kept = len(session)
+    assert kept == min(200, at * 64 // 50 * 50) and session.ids == ids[:kept]
+    assert pool.in_use == -(-kept // 64) * BLOCK
+    allocate.on = False
+    logits = session.prefill(ids[kept:])
+    assert torch.equal(logits, expected[0])
+    assert all(torch.equal(session.decode(5), e) for e in expected[1])
+    session.close()
+    assert pool.in_use == 0
+
+
+def test_refused_while_generating(expected):
+    """The step that would begin a new block raises before anything is written; the session goes on when there is memory."""
+    allocate = Refusing(4)
+    session = offloaded(HostPool(slab_bytes=64, ways=[Way("test", allocate)])).session()
+    session.prefill(random_ids(250))
+    got = [session.decode(5) for _ in range(6)]
+    for _ in range(2):
+        with pytest.raises(OutOfHostMemory):
+            session.decode(5)
+        assert len(session) == 256
+    allocate.on = False
+    got += [session.decode(5) for _ in range(14)]
+    assert all(torch.equal(a, b) for a, b in zip(got, expected[1], strict=True))
+
+
+def test_two_sessions_share_a_pool_and_the_second_exhausts_it(expected):
+    pool = HostPool(limit=8 * BLOCK, slab_bytes=BLOCK)
+    llm = offloaded(pool)
+    first, second = llm.session(), llm.session()
+    first.prefill(random_ids(250))
+    with pytest.raises(OutOfHostMemory, match="the pool's limit is"):
+        second.prefill(random_ids(300, seed=1))
+    assert len(second) == 250 and second.decode(3) is not None
+    second.truncate(100)
+    second.decode(1)                                   # a shorter one still works
+    second.close()
+    assert [torch.equal(first.decode(5), e) for e in expected[1]] == [True] * 20
+    third = llm.session()
+    third.prefill(random_ids(100))                     # what the second gave back serves again
+    assert pool.reserved <= 8 * BLOCK
+    third.close()
+    first.close()
+    assert pool.in_use == 0
+
+
+def test_a_pool_serves_two_models_one_after_the_other():
+    """Slabs are cut anew for another block size once nobody uses them."""
+    pool = HostPool(limit=1 << 20, slab_bytes=1 << 20)
+    for layers in (8, 6, 8):
+        llm = tiny_llm(METHOD, offload="host", host_pool=pool, config=tiny_config(num_hidden_layers=layers), **SMALL)
+        with llm.session() as session:
+            session.prefill(random_ids(200))
+            assert 0 < pool.in_use <= pool.reserved == 1 << 20
+        assert pool.in_use == 0
+
+
+@pytest.mark.parametrize("call", [1, 3, 5, 11, 20, 27])
+def test_interrupted_anywhere_in_a_step_or_chunk(monkeypatch, call, expected):
+    """Ctrl-C in the middle of a fetch, a copy home, a chunk: the session is at the tokens it says, and answers as ever."""
+    import engine.bank.tiered as tiered
+    import engine.bank.working_set as prefetch
+
+    session = offloaded(HostPool(slab_bytes=BLOCK)).session()
+    session.prefill(random_ids(200))
+    left, real = [call], tiered.move_rows
+
+    def interrupted(*args, **kwargs):
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    for module in (tiered, prefetch):
+        monkeypatch.setattr(module, "move_rows", interrupted)
+    got = None
+    with pytest.raises(KeyboardInterrupt):
+        got = session.prefill(random_ids(250)[200:])
+        for _ in range(20):
+            session.decode(5)
+    if len(session) == 200:
+        got = session.prefill(random_ids(250)[200:])
+    assert got is None or torch.equal(got, expected[0])
+    session.truncate(250)
+    assert [torch.equal(session.decode(5), e) for e in expected[1]] == [True] * 20
+    session.close()
+    assert session.llm.host_pool.in_use == 0
+
+
+def test_dropped_sessions_give_their_blocks_back():
+    """Nobody calls close: neither after a prefill, nor in the middle of a generation, nor after an exception."""
+    llm = offloaded(None)
+    session = llm.session()
+    session.prefill(random_ids(100))
+    pieces = session.fork().generate([1, 2, 3])
+    next(pieces)
+    assert llm.host_pool.in_use > 0
+    del session, pieces
+    gc.collect()
+    assert llm.host_pool.in_use == 0
+    pieces = llm.stream(random_ids(70))
+    next(pieces)
+    pieces.close()
+    assert llm.host_pool.in_use == 0
+
+
+def test_forks_share_blocks_until_one_writes(expected):
+    llm = offloaded(HostPool(slab_bytes=BLOCK))
+    session = llm.session()
+    session.prefill(random_ids(250))
+    held = llm.host_pool.in_use
+    twins = [session.fork() for _ in range(3)]
+    assert llm.host_pool.in_use == held
+    twins[0].truncate(70)
+    twins[0].prefill(random_ids(90, seed=9))
+    assert held < llm.host_pool.in_use <= held + 3 * BLOCK
+    for other in (twins[1], session, twins[2]):
+        assert [torch.equal(other.decode(5), e) for e in expected[1]] == [True] * 20
+    for other in (session, *twins):
+        other.close()
+    assert llm.host_pool.in_use == 0
+
+
+def test_a_fork_that_finds_no_memory_leaves_nothing(monkeypatch):
+    llm = offloaded(HostPool(slab_bytes=BLOCK))
+    session = llm.session()
+    session.prefill(random_ids(200))
+    held = llm.host_pool.in_use
+
+    def refused(*_):
+        raise OutOfHostMemory("no")
+
+    monkeypatch.setattr(TieredBank, "copy_from", refused)
+    with pytest.raises(OutOfHostMemory):
+        session.fork()
+    assert llm.host_pool.in_use == held and session.decode(1) is not None
+
+
+def test_another_packing_that_finds_no_memory_leaves_the_session_as_it_was(expected):
+    llm = offloaded(HostPool(limit=6 * BLOCK, slab_bytes=BLOCK))
+    session = llm.session()
+    session.prefill(random_ids(250))
+    with pytest.raises(OutOfHostMemory):
+        session.set_method(OmniKV(filter_layers=(0, 2), tokens=40, tail=64, dense_below=0))
+    assert session.method == METHOD
+    assert [torch.equal(session.decode(5), e) for e in expected[1]] == [True] * 20
+
+
+def test_blocks_go_round_in_a_ring_and_any_free_one_serves():
+    pool = HostPool(limit=4 * 128, slab_bytes=4 * 128)
+    first = pool.take(128, 4)
+    assert len({b.address for b in first}) == 4 and all(b.address % 64 == 0 for b in first)
+    pool.release(first[2:3])
+    pool.release(first[:1])
+    assert pool.take(128, 2) == [first[2], first[0]]   # what was given back first is taken first
+    with pytest.raises(OutOfHostMemory):
+        pool.take(128, 1)
+    assert pool.in_use == pool.reserved == 4 * 128
+    with pytest.raises(ValueError, match="are in use"):
+        pool.close()
+    pool.release(first)
+    pool.close()
+    assert pool.reserved == pool.in_use == 0
+
+
+def test_a_refused_reserve_changes_nothing():
+    pool = HostPool(limit=3 * 128, slab_bytes=128)
+    table, other = (BlockTable(pool, 128, 640, "cpu") for _ in range(2))
+    table.reserve(0, 130)
+    other.share(table, 130)
+    before = list(table.blocks), table.addresses.clone(), pool.in_use
+    with pytest.raises(OutOfHostMemory):
+        table.reserve(128, 140)                        # the last block is shared: a copy is needed
+    assert table.blocks == before[0] and torch.equal(table.addresses, before[1]) and pool.in_use == before[2]
+    other.cut(0)
+    assert not table.reserve(128, 140) and pool.in_use == 3 * 128
+
+
+@pytest.mark.parametrize("slots", [0.5, -1, "many", True])
+def test_slots_are_validated(slots):
+    from engine.errors import SettingError
+    with pytest.raises(SettingError, match="slots: found"):
+        tiny_llm(METHOD, offload="host", slots=slots)

@@ -1,0 +1,103 @@
+"""The page of what an answer read: the planted passage is the darkest, and a hostile document stays text.
+
+Stops: markup of a document becoming markup of the page, a passage credited with its neighbour's tokens, a half-written page.
+"""
+
+import json
+import re
+from array import array
+
+import pytest
+import torch
+
+from engine.chat.provenance import Run, Trace, page, record, write_page, write_run
+from engine.errors import BadCheckpoint, UsageError
+from tools.sources import main
+
+FACT = "The vault opens with the number 48213 and nothing else."
+HOSTILE = '</script><script>alert(1)</script> <img src=x onerror=alert(2)> "quoted" &amp; \u2028 <!-- and a comment.'
+
+
+def planted(extra=""):
+    """A Run over a document with FACT in its middle: two answer tokens read it, one reads another passage."""
+    filler = [f"Line {i} says that nothing of interest happened on this quiet day." for i in range(40)]
+    document = "\n".join([*filler[:20], FACT, extra, *filler[20:]]).strip()
+    text = document + "\nQ"
+    words = list(re.finditer(r"\S+\s*", text))
+    ends, at = array("q", [m.end() for m in words]), text.index(FACT)
+    fact = torch.tensor([i for i, m in enumerate(words) if at <= m.start() < at + len(FACT)])
+    other = torch.tensor([i for i, end in enumerate(ends) if 0 < end <= 30])
+    trace = Trace()
+    trace.add("48", {2: fact, 5: fact}, {5: torch.full((len(fact),), 0.5)})
+    trace.add("213", {5: torch.cat([other, fact])}, {5: torch.cat([torch.full((len(other),), 0.05), torch.full((len(fact),), 0.4)])})
+    trace.add(".", {5: other}, {})
+    return record(trace, text, ends, [(0, len(document))], "a <model>", "OmniKV()"), at
+
+
+def test_the_planted_passage_is_the_darkest():
+    run, at = planted()
+    totals = run.totals()
+    best = max(range(len(totals)), key=totals.__getitem__)
+    start, stop, line = run.passages[best]
+    assert run.text[start:stop] == FACT and start == at and line == 21
+    assert max(run.reads[0], key=run.reads[0].get) == best and run.reads[0][best] == pytest.approx(0.5)
+    assert max(run.reads[2], key=run.reads[2].get) == 0 and best not in run.reads[2]
+    assert "".join(run.answer) == "48213."
+
+
+def test_tokens_outside_every_passage_count_for_none():
+    """The selection may hold tokens of the template, of the question and of empty lines; once an IndexError."""
+    text, trace = "<s>One fact.\n\nQ", Trace()
+    trace.add("A", {1: torch.arange(5)}, {1: torch.tensor([0.9, 0.1, 0.2, 0.9, 0.9])})
+    run = record(trace, text, array("q", [3, 6, 12, 14, 15]), [(3, 12)], "m", "OmniKV()")
+    assert run.reads == ({0: pytest.approx(0.15)},)
+
+
+def test_a_document_of_markup_stays_text():
+    run, _ = planted(HOSTILE)
+    html = page(run)
+    body = html.split('<script type="application/json" id="data">')[1]
+    data, rest = body.split("</script>", 1)
+    assert "<" not in data and ">" not in data and "&" not in data and "\u2028" not in data
+    assert json.loads(data)["text"] == run.text and HOSTILE in run.text
+    assert "alert" not in html.replace(data, "") and "innerHTML" not in rest and "http://" not in html and "https://" not in html
+    assert "default-src 'none'" in html
+
+
+def test_runs_survive_the_file_and_the_tool_makes_the_same_page(tmp_path, capsys):
+    run, _ = planted(HOSTILE)
+    write_run(run, tmp_path / "run.json")
+    assert Run.load(tmp_path / "run.json") == run
+    assert main([str(tmp_path / "run.json")]) == 0
+    assert (tmp_path / "run.html").read_text() == page(run) and capsys.readouterr().out.strip().endswith("run.html")
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"format": 1}',
+                                  '{"format": 9, "text": "", "passages": [], "answer": [], "model": "", "method": ""}',
+                                  '{"format": 1, "text": "a", "passages": [[0, 5, 1]], "answer": [], "model": "", "method": ""}',
+                                  '{"format": 1, "text": "a", "passages": [], "answer": [["x", [[3, 1.0]]]], "model": "", "method": ""}'])
+def test_what_is_no_run_is_refused(tmp_path, text, capsys):
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(BadCheckpoint, match="run.json"):
+        Run.load(tmp_path / "run.json")
+    assert main([str(tmp_path / "run.json")]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    run, _ = planted()
+    with pytest.raises(UsageError, match="nowhere"):
+        write_page(run, tmp_path / "nowhere" / "page.html")
+    with pytest.raises(UsageError, match="absent.json"):
+        Run.load(tmp_path / "absent.json")
+
+
+def test_a_megabyte_of_document_is_recorded_in_bounded_time():
+    text = "A sentence of some forty characters here. " * 25000
+    ends = array("q", range(6, len(text) + 1, 6))
+    trace = Trace()
+    for _ in range(20):
+        trace.add("x", {1: torch.randint(0, len(ends), (2048,))}, {})
+    run = record(trace, text, ends, [(0, len(text))], "m", "o")
+    assert len(run.passages) > 20000 and all(len(read) <= 12 for read in run.reads) and len(page(run)) < 4 * len(text)

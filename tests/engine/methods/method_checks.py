@@ -1,0 +1,129 @@
+"""What the generic tests of methods share: models, ragged batches, planted keys, and the bytes that are really held."""
+
+import functools
+
+import torch
+
+from engine.bank.device import DeviceBank
+from engine.decode import Decoder, Step
+from engine.methods.base import Setup
+from engine.methods.full import Full
+from engine.model.rope import apply_rope
+from engine.query_ring import QueryRing
+from kernels.scratch import make_scratch
+from tests.engine.methods.method_table import CAPACITY
+from tests.engine.tiny import tiny_config, tiny_llm, tiny_weights
+
+SHAPES = ((7, 4, 2), (7, 4, 4), (7, 8, 1))          # layers, heads, kv heads: groups of 2, 1 and 8
+
+
+@functools.lru_cache
+def llm_of(shape=SHAPES[0], chunk=64, kernels="reference", seed=3):
+    """An LLM whose sessions take the method under test."""
+    layers, heads, kv_heads = shape
+    config = tiny_config(layers=layers, heads=heads, kv_heads=kv_heads)
+    return tiny_llm(config, tiny_weights(config, seed=seed), Full(), max_context=CAPACITY, chunk=chunk, kernels=kernels)
+
+
+def allocated(thing, stop=("setup", "method", "plan", "pool", "bank"), seen=None):
+    """Bytes of every tensor storage that hangs on an object of ours, each counted once; what `stop` names is somebody else's."""
+    seen = {} if seen is None else seen
+    if isinstance(thing, torch.Tensor):
+        storage = thing.untyped_storage()
+        seen[storage.data_ptr()] = storage.nbytes()
+    elif isinstance(thing, dict):
+        for part in thing.values():
+            allocated(part, stop, seen)
+    elif isinstance(thing, (list, tuple, set)):
+        for part in thing:
+            allocated(part, stop, seen)
+    elif type(thing).__module__.startswith("engine."):
+        for name, part in vars(thing).items():
+            if name not in stop:
+                allocated(part, stop, seen)
+    return sum(seen.values())
+
+
+def setup_of(config, method, batch, kernels):
+    """(plan, Setup) of a runtime outside a session."""
+    plan = method.plan(config)
+    window = method.window if getattr(method, "selector", "last") != "last" else 0
+    scratch = make_scratch(batch, 8, config.num_heads, config.num_kv_heads, config.head_dim, CAPACITY,
+                           method.budget_capacity(plan, CAPACITY), "cpu", True, window, path=kernels)
+    return plan, Setup(config, plan, CAPACITY, torch.device("cpu"), torch.float32, batch, kernels, scratch)
+
+
+def batched(llm, sessions, kernels):
+    """A decoder and a bank that hold what these sessions hold, one sequence each; beyond their lengths anything."""
+    config, method, batch = llm.config, sessions[0].method, len(sessions)
+    plan, setup = setup_of(config, method, batch, kernels)
+    bank = DeviceBank(config, plan, CAPACITY, torch.float32, "cpu", batch)
+    ring = QueryRing(config, batch, torch.float32, "cpu")
+    runtime = method.runtime(setup)
+    runtime.end_prefill(max(map(len, sessions)))
+    for number, session in enumerate(sessions):
+        ring.slots[:, number] = session.query_ring.slots[:, 0]
+        for layer in range(config.num_layers):
+            for mine, theirs in zip(bank.kv(layer), session.bank.kv(layer)):
+                mine[number].fill_(float("nan"))
+                mine[number, :, :len(session)] = theirs[0, :, :len(session)]
+        runtime.copy_from(session.runtime, number)
+    return Decoder(llm.model, llm.rotary, runtime, ring), bank
+
+
+class Still:
+    """A rotary that turns nothing, so that one planted key is as near to every query."""
+
+    def at(self, positions, total=None):
+        """cos 1 and sin 0 at any positions."""
+        shape = (*positions.shape, 8)
+        return torch.ones(shape), torch.zeros(shape)
+
+    apply = staticmethod(apply_rope)
+
+    @staticmethod
+    def turn(x, by):
+        """x as it is."""
+        return x
+
+
+def planted_runtime(method, positions, length=320, seed=0, kernels="reference"):
+    """A runtime that has read `length` tokens and run one step, whose keys at `positions` carry nearly all attention of every head."""
+    config = tiny_config(layers=7, heads=4, kv_heads=2)
+    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+    generator = torch.Generator().manual_seed(seed)
+    plan, setup = setup_of(config, method, 1, kernels)
+    bank, ring = DeviceBank(config, plan, CAPACITY, torch.float32, "cpu"), QueryRing(config, 1, torch.float32, "cpu")
+    runtime = method.runtime(setup)
+
+    def rows(count):
+        """q, k, v of `count` tokens: queries of a K/V head point one way, keys are small noise."""
+        way = torch.zeros(kv_heads, dim)
+        way[torch.arange(kv_heads), 1 + 3 * torch.arange(kv_heads)] = 1.0
+        q = way.repeat_interleave(heads // kv_heads, 0) + 0.05 * torch.randn(1, count, heads, dim, generator=generator)
+        k = 0.1 * torch.randn(1, count, kv_heads, dim, generator=generator)
+        return q, k, torch.randn(1, count, kv_heads, dim, generator=generator), way
+
+    def step_of(n):
+        return Step(torch.full((1, 1), n - 1), torch.full((1,), n, dtype=torch.int32), bank, CAPACITY, ring, Still())
+
+    runtime.rotary = Still()            # of methods that turn rows themselves
+    runtime.begin_prefill(0, length)
+    newest = []
+    for layer in range(config.num_layers):
+        q, k, v, way = rows(length)
+        k[0, positions] = 40.0 * way
+        bank.write_chunk(layer, k, v, 0)
+        runtime.prefill_attend(layer, q, bank, 0)
+        newest.append(q[:, -64:])
+    runtime.advance(length)
+    ring.commit(torch.stack(newest), length)
+    ring.hold(length - 64, length)
+    runtime.end_prefill(length, step_of(length))
+    step = step_of(length + 1)
+    for layer in range(config.num_layers):
+        q, k, v, _ = rows(1)
+        bank.write(layer, k, v, q, ring, step.positions)
+        runtime.attend(layer, q, step)
+    runtime.advance(1)
+    return runtime

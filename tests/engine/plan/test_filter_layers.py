@@ -1,0 +1,87 @@
+"""Where filter layers come from, and calibration files that are corrupt, stale or edited by hand.
+
+Stops: a file made for other weights used silently, a traceback from broken JSON, a guess that does not say that it is one.
+"""
+
+import json
+
+import pytest
+
+from engine import LLM, OmniKV
+from engine.errors import BadCheckpoint
+from engine.plan.filter_layers import cache_file, filter_layers, read
+from tests.helpers import tiny_config
+from tests.tiny_model import sound
+from weights.fingerprint import fingerprint
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "model"
+    sound(folder, num_hidden_layers=6)
+    return folder
+
+
+def calibration(folder, **changes):
+    return {"format": 1, "fingerprint": fingerprint(folder), "filter_layers": [1], "wait_layers": 0, "k": 64, "scores": "softmax",
+            "made_by": "a test"} | changes
+
+
+def test_a_file_beside_the_model_wins_over_the_cache(model):
+    config = LLM(model, device="cpu", load=False).config
+    cached = cache_file(fingerprint(model))
+    cached.parent.mkdir(parents=True)
+    cached.write_text(json.dumps(calibration(model, filter_layers=[0])))
+    assert filter_layers(model, None, config).layers == (0,) and filter_layers(model, None, config).source == "file"
+    (model / "omnikv.json").write_text(json.dumps(calibration(model)))
+    assert filter_layers(model, None, config).layers == (1,)
+
+
+def test_wait_layers_come_with_the_filter_layers(model):
+    """A calibration for wait_layers=0 that runs with 1 leaves half the layers dense that it wanted sparse."""
+    def roles(**settings):
+        return LLM(model, device="cpu", load=False).resolve_method(OmniKV(**settings))[1].roles
+
+    (model / "omnikv.json").write_text(json.dumps(calibration(model, filter_layers=[1, 3])))
+    assert roles() == roles(filter_layers=(1, 3), wait_layers=0) != roles(filter_layers=(1, 3))
+    assert roles(wait_layers=1) == roles(filter_layers=(1, 3)) == roles(filter_layers=(1, 3), wait_layers=1)
+    without = calibration(model, filter_layers=[1, 3])
+    del without["wait_layers"]
+    (model / "omnikv.json").write_text(json.dumps(without))
+    assert roles() == roles(filter_layers=(1, 3))
+
+
+def test_a_stale_file_is_ignored_with_one_line(model):
+    config = LLM(model, device="cpu", load=False).config
+    (model / "omnikv.json").write_text(json.dumps(calibration(model, fingerprint="0" * 64)))
+    known = filter_layers(model, None, config)
+    assert known.source == "spread" and "ignored, it was made for other weights" in known.hint and "\n" not in known.hint
+    assert "ignored" in str(LLM(model, device="cpu", load=False, method=OmniKV()).plan())
+
+
+@pytest.mark.parametrize("text, field", [
+    ("", "readable JSON"), ("{", "readable JSON"), ("[]", "format"), ('{"format": 2}', "format"),
+    ({"filter_layers": []}, "filter_layers"), ({"filter_layers": [99]}, "filter_layers"), ({"filter_layers": [1, 0]}, "filter_layers"),
+    ({"filter_layers": [-1]}, "filter_layers"), ({"filter_layers": ["1"]}, "filter_layers"), ({"filter_layers": [True]}, "filter_layers"),
+    ({"wait_layers": -1}, "wait_layers"),
+    ({"wait_layers": True}, "wait_layers"), ({"fingerprint": "abc"}, "fingerprint"), ({"fingerprint": 5}, "fingerprint"),
+])
+def test_a_damaged_file_is_refused_with_one_line(model, text, field):
+    path = model / "omnikv.json"
+    path.write_text(text if isinstance(text, str) else json.dumps(calibration(model, **text)))
+    with pytest.raises(BadCheckpoint) as error:
+        LLM(model, device="cpu", load=False, method=OmniKV())
+    assert field in str(error.value) and "omnikv.json" in str(error.value) and "calibrate again" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_guess_says_so():
+    known = filter_layers(None, None, tiny_config())
+    assert known.source == "spread" and "guess" in known.hint and "tools.calibrate" in known.hint
+
+
+def test_reading_keeps_every_field(model, tmp_path):
+    path = tmp_path / "omnikv.json"
+    path.write_text(json.dumps(calibration(model)))
+    assert read(path, tiny_config())["k"] == 64

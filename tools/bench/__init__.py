@@ -1,0 +1,1 @@
+"""Per-token latency of every method and peer, side by side."""

@@ -1,0 +1,129 @@
+"""Where a decode step's time goes: linear, dense attention, scoring, top-k, gather, sparse attention, other. A pass of its own.
+
+On a CPU the launchers are wrapped while this pass runs (never in a timed pass); on a GPU the kernels of a replayed step are read out
+of torch.profiler and named by what launched them.
+"""
+
+import contextlib
+import statistics
+import time
+
+import torch
+
+import engine.bank.host_reader
+import engine.bank.working_set
+import engine.methods.base
+import engine.methods.omnikv.settings
+from kernels.linear import Linear
+
+STAGES = ("linear", "dense attention", "scoring", "top-k", "gather", "sparse attention", "other")
+_LAUNCHERS = (
+    (engine.methods.base, "decode_dense", "dense attention"),
+    (engine.methods.omnikv.settings, "decode_dense", "dense attention"),
+    (engine.methods.omnikv.settings, "decode_sparse", "sparse attention"),
+    (engine.methods.omnikv.settings, "select_topk", "top-k"),
+    (engine.methods.omnikv.settings, "window_scores", "scoring"),
+    (engine.methods.base, "attend_stream", "dense attention"),
+    (engine.bank.working_set.WorkingSet, "load", "gather"),
+    (engine.bank.host_reader, "move_rows", "gather"),       # blocks and whole layers on their way back
+)
+# Names of GPU kernels, most telling part first; a merge belongs to the attention before it.
+_KERNELS = (
+    ("sparse_kernel", "sparse attention"), ("dense_kernel", "dense attention"), ("keys_kernel", "scoring"), ("window", "scoring"),
+    ("digit_kernel", "top-k"), ("count_kernel", "top-k"), ("emit_kernel", "top-k"),
+    ("move_kernel", "gather"), ("probe_kernel", "gather"), ("victims_kernel", "gather"), ("assign_kernel", "gather"), ("HtoD", "gather"),
+    ("gemv", "linear"), ("gemm", "linear"), ("cutlass", "linear"), ("nvjet", "linear"), ("splitK", "linear"), ("cublas", "linear"),
+)
+
+
+def split_step(contestant, steps=3, plain_dense=None):
+    """Seconds per stage of a step: {stage: seconds, "step": whole}. The stages add up to the step of this pass by construction;
+    what the pass itself costs shows against the timed median. plain_dense: seconds of one dense layer without scores, for plans
+    that have none of their own.
+    """
+    if contestant.llm.device.type == "cuda":
+        return _split_cuda(contestant, steps)
+    contestant.rewind()
+    contestant.step()
+    rows = []
+    for _ in range(steps):
+        calls = []
+        with _wrapped(calls):
+            start = time.perf_counter()
+            contestant.step()
+            whole = time.perf_counter() - start
+        rows.append(_sum(calls, whole, plain_dense))
+    contestant.rewind()
+    middle = sorted(rows, key=lambda row: row["step"])[len(rows) // 2]
+    return middle
+
+
+def _sum(calls, whole, plain_dense):
+    found = dict.fromkeys(STAGES, 0.0)
+    plain = [seconds for stage, scored, seconds in calls if stage == "dense attention" and not scored]
+    base = statistics.median(plain) if plain else plain_dense
+    for stage, scored, seconds in calls:
+        if scored and base is not None:
+            extra = max(0.0, seconds - base)
+            found["scoring"] += extra
+            seconds -= extra
+        found[stage] += seconds
+    found["other"] = whole - sum(found.values())
+    return found | {"step": whole, "dense_layer": base}
+
+
+@contextlib.contextmanager
+def _wrapped(calls):
+    """Time every launcher and weight product into calls: (stage, whether scores are left behind, seconds).
+
+    A call inside another (attention that streams its blocks) counts for its own stage only.
+    """
+    inside = [0.0]          # seconds of finished inner calls, per call under way
+
+    def timing(function, stage):
+        def timed(*arguments, **named):
+            inside.append(0.0)
+            start = time.perf_counter()
+            result = function(*arguments, **named)
+            whole = time.perf_counter() - start
+            calls.append((stage, named.get("keys") is not None and stage == "dense attention", whole - inside.pop()))
+            inside[-1] += whole
+            return result
+        return timed
+
+    undo = [(module, name, getattr(module, name)) for module, name, _ in _LAUNCHERS] + [(Linear, "__call__", Linear.__call__)]
+    try:
+        for module, name, stage in _LAUNCHERS:
+            setattr(module, name, timing(getattr(module, name), stage))
+        Linear.__call__ = timing(Linear.__call__, "linear")
+        yield
+    finally:
+        for owner, name, function in undo:
+            setattr(owner, name, function)
+
+
+def _split_cuda(contestant, steps):
+    contestant.rewind()
+    for _ in range(2):
+        contestant.step()
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities) as profile:
+        start = time.perf_counter()
+        for _ in range(steps):
+            contestant.step()
+        torch.cuda.synchronize()
+        whole = (time.perf_counter() - start) / steps
+    contestant.rewind()
+    events = [(e.time_range.start, e.name, e.time_range.elapsed_us()) for e in profile.events()
+              if e.device_type == torch.autograd.DeviceType.CUDA]
+    found, last = dict.fromkeys(STAGES, 0.0), "other"
+    for _, name, micros in sorted(events):
+        stage = next((stage for part, stage in _KERNELS if part in name), None)
+        if stage is None:
+            stage = last if "merge" in name else "other"
+        elif stage in ("dense attention", "sparse attention"):
+            last = stage
+        found[stage] += micros * 1e-6 / steps
+    busy = sum(found.values())
+    return found | {"step": whole, "idle": max(0.0, whole - busy), "dense_layer": None}

@@ -1,0 +1,330 @@
+"""One benchmark run: builds the model, goes through the contexts, and collects cells, splits and memory figures."""
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from engine import LLM, Full
+from engine.errors import EngineError
+from engine.model.llama import random_stream
+from engine.plan.free_memory import available_bytes
+from engine.plan.memory import HEADROOM
+from engine.units import human
+from tools.bench import gather as bench_gather
+from tools.bench.floor import floor_seconds, measure_rates
+from tools.bench.memory import Peak, held
+from tools.bench.methods import describe
+from tools.bench.run import (
+    Cell,
+    Engine,
+    Entrant,
+    Match,
+    Missing,
+    engine_bytes,
+    fetched_bytes,
+    reason,
+    verify,
+)
+from tools.bench.shapes import shape_config
+from tools.bench.split import split_step
+
+SMALL = 4096            # capacity of the LLM that holds the weights
+ROOM = 1152             # tokens a session can hold beyond its depth: timed steps, and what is appended at depth
+CHUNK = 512             # tokens of the prefill that is timed at depth
+FOLLOW_UP = 1024        # tokens of a second turn over a bank in host memory, whose past must come back over the link
+SHARPNESS = 1.5         # of random queries and keys: scores spread by 2.25, so that attention is uneven as on text
+
+
+def sharp_stream(config, dtype, device):
+    """Random weights whose attention is uneven, see SHARPNESS."""
+    return random_stream(config, dtype, device, sharpness=SHARPNESS)
+
+
+@dataclass
+class Options:
+    """What to run; the command line of tools/bench/cli.py fills it."""
+
+    shape: str | None = "160m"
+    model: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    threads: int | None = None
+    contexts: tuple = (4096,)
+    specs: tuple = ()
+    peers: tuple = ()
+    prefill: tuple = ()
+    rounds: int = 3
+    steps: int = 5
+    seconds: float | None = None        # of the whole run; what does not fit in is left out and says so
+    split: bool = True
+    verify: bool = True
+    chunk: int | None = None
+    rates_bytes: int | None = None
+    kernels: str = "auto"
+    gather: bool = False                # compare the ways of bringing rows from host memory
+
+
+@dataclass
+class Result:
+    """Everything a run found out."""
+
+    cells: list = field(default_factory=list)
+    splits: list = field(default_factory=list)      # dicts: name, n, stages in seconds, step, timed median
+    memory: list = field(default_factory=list)      # dicts: name, n, what, planned and measured bytes
+    peers: dict = field(default_factory=dict)       # name -> settings, trials, or why it is missing
+    model: dict = field(default_factory=dict)
+    gather: list = field(default_factory=list)      # rows of bench_gather.compare
+    link: str = ""
+    rates: object = None
+    rates_after: object = None
+    failed_checks: int = 0
+
+
+class Suite:
+    """Runs Options into a Result. `say` gets one line of progress at a time."""
+
+    def __init__(self, options, say=lambda line: None):
+        self.options, self.say, self.result = options, say, Result()
+        self.on_context = lambda result: None       # called after every depth, for programs that write as they go
+        self._began = time.perf_counter()
+
+    def run(self):
+        """All of it. Raises EngineError where the model itself cannot be made."""
+        o = self.options
+        if o.threads is not None:
+            torch.set_num_threads(o.threads)
+        self.llm = self._build()
+        self.device = self.llm.device
+        if self.result.rates is None:
+            self.say("measuring memory bandwidth")
+            self.result.rates = measure_rates(self.device, o.rates_bytes)
+            self._release()
+        if o.gather:
+            self.say("bringing rows from host memory")
+            self.result.link, self.result.gather = bench_gather.compare(self.device)
+        self._peers = self._make_peers()
+        try:
+            for n in o.contexts:
+                self._context(n)
+                self.on_context(self.result)
+            for n in o.prefill:
+                self._prefill(n)
+        finally:
+            for peer in self._peers:
+                peer.close()
+        self.result.rates_after = measure_rates(self.device, o.rates_bytes, seconds=1.0)
+        return self.result
+
+    def left(self):
+        """Seconds left of the run's budget."""
+        return float("inf") if self.options.seconds is None else self.options.seconds - (time.perf_counter() - self._began)
+
+    # ---------------------------------------------------------------- model
+
+    def _build(self):
+        """The LLM whose weights all others share (LLM.twin); its own capacity is small."""
+        o = self.options
+        before, began = held("cpu" if o.device == "auto" and not torch.cuda.is_available() else o.device), time.perf_counter()
+        settings = dict(device=o.device, dtype=o.dtype, threads=o.threads, chunk=o.chunk, method=Full(), kernels=o.kernels,
+                        offload="device", max_context=SMALL)
+        self.say(f"loading {o.model}" if o.model else f"making {o.shape} of random weights")
+        llm = LLM(o.model, **settings) if o.model else LLM.from_stream(shape_config(o.shape), sharp_stream, name=o.shape, **settings)
+        planned = llm.plan().bytes_of("weights")
+        self.result.memory.append({"name": "weights", "n": 0, "planned": planned, "measured": held(llm.device) - before})
+        self.result.model = {
+            "name": llm.name, "parameters": llm.config.parameters, "weight_bytes": planned, "dtype": str(llm.dtype)[6:],
+            "layers": llm.config.num_layers, "heads": llm.config.num_heads, "kv_heads": llm.config.num_kv_heads,
+            "head_dim": llm.config.head_dim, "kv_bytes_per_token": llm.config.num_layers * llm.config.kv_bytes(llm.dtype.itemsize),
+            "seconds_to_make": time.perf_counter() - began, "device": str(llm.device)}
+        with llm.session(max_context=min(64, llm.max_context)) as session:      # first use of every library: not a session's memory
+            session.prefill([0, 1])
+            session.decode(2)
+        return llm
+
+    def _make_peers(self):
+        from tools.bench.peers import make_peer
+        peers = []
+        for name in self.options.peers:
+            self.say(f"making {name}")
+            try:
+                peers.append(make_peer(name, self.llm, self.options))
+            except (Missing, RuntimeError, MemoryError, OSError) as error:
+                self.result.peers[name] = {"why": reason(error)}
+        return peers
+
+    # ---------------------------------------------------------------- decode
+
+    def _context(self, n):
+        entrants, cells = [], {}
+        self._release()
+        for spec in self.options.specs:
+            cell = cells[spec.label] = Cell(spec.label, "tg", n)
+            try:
+                llm = self.llm.twin(method=spec.method, max_context=n + ROOM, offload=spec.offload)
+                cell.why = self._cannot(llm.plan())
+            except EngineError as error:
+                cell.why = reason(error)
+            if not cell.why:
+                cell.settings = describe(llm.method)
+                cell.needed = engine_bytes(llm, n + 2)                          # predicted before anything is timed
+                cell.extra["fetched_predicted"] = fetched_bytes(llm, n + 2)
+                cell.floor = floor_seconds(cell.needed, self.result.rates, cell.extra["fetched_predicted"])
+                entrants.append(self._entrant(spec.label, llm, n))
+        for peer in self._peers:
+            cells[peer.name] = Cell(peer.name, "tg", n, settings=peer.settings)
+            try:
+                entrants.append(Entrant(peer.name, peer.at(n, ROOM), peer.bytes_at(n + ROOM)))
+            except (Missing, RuntimeError, MemoryError) as error:
+                cells[peer.name].why = reason(error)
+        for name, facts in self.result.peers.items():
+            if "why" in facts:
+                cells[name] = Cell(name, "tg", n, why=facts["why"])
+        if self.left() <= 0:
+            for cell in cells.values():
+                cell.why = cell.why or f"left out: the run's {self.options.seconds:g} s were over (--seconds)"
+        elif entrants:
+            self._compete(n, entrants, cells)
+        self.result.cells += cells.values()
+
+    def _release(self):
+        """Give cached blocks back to the GPU: what is free is asked of the driver."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _cannot(self, plan):
+        """Why a plan does not fit beside the loaded weights, or ""."""
+        beside, room = plan.total - plan.bytes_of("weights"), HEADROOM * available_bytes(self.device)[0]
+        if beside > room:
+            return f"needs {human(beside)} beside the weights, {human(room)} may be used"
+        if plan.host_bytes > HEADROOM * plan.host_free:
+            return f"needs {human(plan.host_bytes)} of host memory, {human(HEADROOM * plan.host_free)} may be used"
+        return ""
+
+    def _entrant(self, label, llm, n):
+        plan = llm.plan()
+        size = plan.total - plan.bytes_of("weights") - plan.bytes_of("prefill workspace")
+        check = verify if self.options.verify else None
+        return Entrant(label, lambda: Engine(label, llm, n), size, plan.host_bytes, check)
+
+    def _compete(self, n, entrants, cells):
+        o = self.options
+        free = available_bytes(self.device)[0]
+        host_free = available_bytes(torch.device("cpu"))[0]
+        match = Match(entrants, self.device, 0.8 * free, lambda: held(self.device), 0.8 * host_free)
+        plain = {}
+
+        def finish(name, contestant):
+            self._after(name, contestant, n, cells, plain, match)
+
+        self.say(f"{n} tokens: {', '.join(e.name for e in entrants)}{'' if match.together else ' (in turns: memory)'}")
+        match.run(o.rounds, o.steps, budget=min(120.0, self.left() / 3), finish=finish)
+        for entrant in entrants:
+            cell, facts = cells[entrant.name], match.facts[entrant.name]
+            cell.seconds, cell.why = match.times[entrant.name], match.failed.get(entrant.name, "")
+            cell.extra |= {"checked": facts.get("checked"), "interleaved": match.together}
+            cell.settings = facts.get("settings", cell.settings)
+            self.result.failed_checks += entrant.name in match.wrong
+            if cell.needed is not None and cell.seconds:
+                self.result.memory.append({"name": cell.name, "n": n, "planned": entrant.bytes, "measured": facts["held_bytes"]})
+        for row in self.result.splits:
+            if row["n"] == n and cells[row["name"]].seconds:
+                row["timed"] = cells[row["name"]].median
+
+    def _after(self, name, contestant, n, cells, plain, match):
+        """After an entrant's last turn: what its counters say, its split, and one prefill chunk at depth."""
+        if not isinstance(contestant, Engine):
+            return
+        needed, fetched = cells[name].needed, _fetched(contestant)
+        cells[name].extra |= {"counted_kv_bytes": _counted(contestant), "predicted_kv_bytes": needed.dense + needed.sparse, **fetched}
+        if self.options.split:
+            row = split_step(contestant, plain_dense=plain.get(n))
+            plain[n] = plain.get(n) or row.get("dense_layer")
+            self.result.splits.append({"name": name, "n": n, "stages": {k: v for k, v in row.items() if k not in ("step", "dense_layer")},
+                                       "step": row["step"]})
+        if self.left() > 30:
+            if isinstance(contestant.session.method, Full):
+                self._append(name, contestant, n, CHUNK)
+            elif fetched and ("follow-up", n) not in plain:             # the same for every planted reuse: once per depth
+                plain["follow-up", n] = True
+                self._append(name, contestant, n, FOLLOW_UP)
+
+    def _append(self, name, contestant, n, count):
+        """Read `count` tokens onto a bank of n; where its past streams back, with the seconds that the bytes take over the link."""
+        cell, session = Cell(name, f"pp{count} @ d{n}", n, tokens=count), contestant.session
+        contestant.back()
+        before, ids = session.stats.bytes_streamed, [i % self.llm.config.vocab_size for i in range(count)]
+        start = time.perf_counter()
+        session.prefill(ids)
+        cell.seconds = [time.perf_counter() - start]
+        streamed = session.stats.bytes_streamed - before
+        if streamed:
+            cell.extra["streamed_bytes"] = streamed
+            if self.result.rates.h2d:
+                cell.extra["link_seconds"] = streamed / self.result.rates.h2d
+        self.result.cells.append(cell)
+        contestant.back()
+
+    # ---------------------------------------------------------------- prefill
+
+    def _prefill(self, n):
+        """A whole prompt of n tokens, ours and the peers' in turns, with the peak of memory against the plan."""
+        ids = torch.randint(self.llm.config.vocab_size, (n,), generator=torch.Generator().manual_seed(1)).tolist()
+        ours = Cell("full", f"pp{n}", n, tokens=n)
+        self.result.cells.append(ours)
+        llm = self.llm.twin(method=Full(), max_context=n, offload="device")
+        plan = llm.plan()
+        ours.why = "left out: no time" if self.left() <= 0 else self._cannot(plan)
+        if ours.why:
+            return
+        self.say(f"prompt of {n} tokens")
+        cells = [Cell(p.name, f"pp{n}", n, tokens=n, settings=p.settings) for p in self._peers]
+        for number in range(2):
+            with Peak(self.device) as peak:
+                ours.seconds.append(_read(llm, ids))
+            if number == 0 and not self._peers:         # a peer in this process leaves a heap of its own making
+                self.result.memory.append({"name": "prefill", "n": n, "planned": plan.total - plan.bytes_of("weights"),
+                                           "measured": peak.bytes})
+            for peer, cell in zip(self._peers, cells):
+                if cell.why:
+                    continue
+                try:
+                    cell.seconds.append(peer.prefill(ids))
+                except (Missing, RuntimeError, MemoryError) as error:
+                    cell.why = reason(error)
+            if self.left() < 2 * (time.perf_counter() - self._began) / 4 or ours.seconds[0] > 30:
+                break
+        self.result.cells += cells
+
+
+def _read(llm, ids):
+    """Seconds from a prompt to the logits of its last token, in a session of its own."""
+    with llm.session() as session:
+        start = time.perf_counter()
+        session.prefill(ids)
+        return time.perf_counter() - start
+
+
+def _counted(contestant):
+    """Bank bytes that session.stats counts for the step at the depth that was predicted."""
+    contestant.back()
+    contestant.step()
+    before = contestant.session.stats
+    contestant.step()
+    after = contestant.session.stats
+    return after.bytes_read_sparse + after.bytes_read_dense - before.bytes_read_sparse - before.bytes_read_dense
+
+
+def _fetched(contestant):
+    """Bytes over the link per token and hit rate, over some steps at depth; empty where nothing is offloaded."""
+    session, steps = contestant.session, 8
+    before = session.stats
+    if not before.host_bytes:
+        return {}
+    for _ in range(steps):
+        contestant.step()
+    after = session.stats
+    asked = after.hits + after.misses - before.hits - before.misses
+    return {"fetched_bytes_per_token": (after.bytes_fetched + after.bytes_streamed - before.bytes_fetched - before.bytes_streamed) / steps,
+            "hit_rate": (after.hits - before.hits) / asked if asked else None, "host_bytes": after.host_bytes,
+            "resident": after.resident}

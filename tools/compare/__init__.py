@@ -1,0 +1,1 @@
+"""Accuracy, bytes and time of methods on one model."""

@@ -1,0 +1,242 @@
+"""One document under every method: what is read once or by each, the questions of both turns, and what is noted of every answer."""
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from engine import Full
+from tools.compare.turns import Turns
+from tools.tasks import TASKS, make_sample
+
+SPARE = 8           # tokens an answer may be longer than the right one before it is cut
+
+
+@dataclass
+class Answer:
+    """One greedy answer. tokens: without the end token. fed: how many of them lie in the bank.
+
+    compared, same, kl: positions with full attention's history, how many of them say its token, and the sum of KL(full || method) in nats
+    there. bytes_read: keys and values read in decode steps; bytes_link: those that crossed from host memory.
+    """
+
+    tokens: list = field(default_factory=list)
+    fed: int = 0
+    steps: int = 0
+    prompt_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    bytes_read: int = 0
+    bytes_link: int = 0
+    compared: int = 0
+    same: int = 0
+    kl: float = 0.0
+
+
+class Path:
+    """Full attention's decisions along its own answer, which others are compared with for as long as they said the same."""
+
+    def __init__(self):
+        self.said, self.chances = [], []        # token ids, the end token included; log probabilities float32 [vocab] of each decision
+
+    def add(self, logits, token):
+        """Keep a decision."""
+        self.said.append(token)
+        self.chances.append(torch.log_softmax(logits.double(), -1).float().cpu())
+
+    def compare(self, answer, logits, token):
+        """Note a decision with the same history in `answer`; returns whether the history stays the same."""
+        at = answer.compared
+        if at >= len(self.said):
+            return False
+        p, q = self.chances[at].double(), torch.log_softmax(logits.double(), -1).cpu()
+        answer.kl += max(0.0, float((p.exp() * (p - q)).sum()))
+        answer.compared += 1
+        answer.same += token == self.said[at]
+        return token == self.said[at]
+
+
+def speak(session, ids, most, sparse, path=None, keep=None):
+    """Answer greedily after reading `ids` (may be empty where the session has logits): an Answer of at most `most` tokens.
+
+    path: full attention's Path to compare with; keep: an empty Path to fill. Raises AssertionError where `sparse` and a step was not.
+    """
+    before, out, together = session.stats, Answer(), path is not None
+    logits = session.prefill(ids) if ids else session.last_logits
+    while True:
+        token = int(logits.argmax())
+        if keep is not None:
+            keep.add(logits, token)
+        together = together and path.compare(out, logits, token)
+        if token in session.llm.end_token_ids:
+            break
+        out.tokens.append(token)
+        if len(out.tokens) >= most:
+            break
+        logits = session.decode(token)
+        out.fed += 1
+    after = session.stats
+    out.steps = after.decode_steps - before.decode_steps
+    if sparse and after.sparse_steps - before.sparse_steps != out.steps:
+        raise AssertionError(f"{out.steps - after.sparse_steps + before.sparse_steps} of {out.steps} decode steps were not sparse")
+    out.prompt_seconds = after.prefill_seconds - before.prefill_seconds
+    out.decode_seconds = after.decode_seconds - before.decode_seconds
+    out.bytes_read = after.bytes_read_sparse + after.bytes_read_dense - before.bytes_read_sparse - before.bytes_read_dense
+    out.bytes_link = after.bytes_fetched + after.bytes_streamed - before.bytes_fetched - before.bytes_streamed
+    return out
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What holds for every document: questions per document, turns (1 or 2), how answers are judged and cut, the seed."""
+
+    questions: int = 4
+    turns: int = 2
+    judge: str = "exact"
+    max_tokens: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Job:
+    """One document: its task, length and number, and how many of its questions begin a conversation."""
+
+    task: str
+    length: int
+    number: int
+    conversations: int
+
+
+class Paper:
+    """One made document: its questions, right answers and prompts in a model's tokens.
+
+    Conversation i asks question i first and question i + 1 (round about) second, so that each question is asked in both turns.
+    """
+
+    def __init__(self, llm, job, rules):
+        per = min(rules.questions, TASKS[job.task].max_questions)
+        self.llm, self.job, self.rules = llm, job, rules
+        self.seed = rules.seed * 100_000 + job.number
+        self.sample = make_sample(job.task, job.length, self._count, self.seed, per)
+        self.turns = Turns(llm.tokenizer, self.sample.document, self.sample.questions)
+        self.right = [self._count(text) for text in self.sample.answers]
+
+    def _count(self, text):
+        return len(self.llm.tokenizer.encode(text, special=False))
+
+    def most(self, question):
+        """Tokens after which an answer is cut."""
+        return self.rules.max_tokens or self.right[question] + SPARE
+
+    def second(self, first):
+        """The question after the first one, or None."""
+        other = (first + 1) % len(self.sample.questions)
+        return other if self.rules.turns > 1 and other != first else None
+
+    def text(self, tokens):
+        """The text of an answer; a base model's first line."""
+        text = self.llm.tokenizer.decode(tokens)
+        return text.split("\n")[0] if self.turns.plain and text.strip() else text
+
+    def room(self, spare=64):
+        """Tokens that a session of two turns may take; spare: a template's own words."""
+        answers = max(self.most(q) for q in range(len(self.right)))
+        return len(self.turns.shared) + 2 * (max(map(len, self.turns.own)) + answers + spare)
+
+    def record(self, variant, question, turn, answer):
+        """One line of answers.jsonl."""
+        text, sample, job = self.text(answer.tokens), self.sample, self.job
+        good = text.strip() == sample.answers[question] if self.rules.judge == "exact" else sample.meta["exact"][question] in text
+        return {"variant": variant.label, "name": variant.name, "kind": variant.kind, "budget": variant.budget, "task": job.task,
+                "length": job.length, "seed": self.seed, "question": question, "turn": turn, "depth": sample.meta["depths"][question],
+                "right": int(good), "steps": answer.steps, "prompt_seconds": answer.prompt_seconds, "decode_seconds": answer.decode_seconds,
+                "bytes_read": answer.bytes_read, "bytes_link": answer.bytes_link, "compared": answer.compared, "same": answer.same,
+                "kl": answer.kl, "tokens": answer.tokens, "text": text, "expected": sample.answers[question]}
+
+
+class Reader:
+    """Asks one document's questions of one variant after the other; the document is read once for those that leave prefill alone."""
+
+    def __init__(self, llm, paper, capacity):
+        self.llm, self.paper, self.capacity = llm, paper, capacity
+        self.paths, self.seconds, self._shared = {}, {}, None
+        self.document_seconds = 0.0         # of the shared reading
+        self.once_seconds = 0.0             # of all readings that are made once for all questions
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self._shared is not None:
+            self._shared.close()
+
+    def records(self, variant, conversations):
+        """Records of one variant: both turns of every conversation. Full attention must have gone first."""
+        began = time.perf_counter()
+        out = list((self._together if variant.entry.reads == "shared" else self._apart)(variant, conversations))
+        self.seconds[variant.label] = time.perf_counter() - began
+        return out
+
+    def _together(self, variant, conversations):
+        """Over the shared reading."""
+        for first in range(conversations):
+            session, seconds = self._ready(variant, first)
+            yield from self._converse(session, variant, first, (), seconds)
+            session.set_method(Full())                      # before the truncate: full attention has nothing to redo
+            session.truncate(len(self.paper.turns.shared))
+
+    def _apart(self, variant, conversations):
+        """In a session of its own that reads the document once, or its head where the rest must be read with the question."""
+        turns, method, entry = self.paper.turns, variant.method, variant.entry
+        head = len(turns.shared) if entry.head is None else entry.head(self.llm, method, len(turns.shared))
+        with self.llm.session(method, max_context=self.capacity, offload=entry.place) as session:
+            if head:
+                session.prefill(turns.shared[:head], more=method.in_parts)
+            seconds = session.stats.prefill_seconds
+            self.once_seconds += seconds
+            for first in range(conversations):
+                session.truncate(head)
+                yield from self._converse(session, variant, first, turns.shared[head:] + turns.own[first], seconds)
+
+    def _ready(self, variant, first):
+        """(the shared session, document and question read by full attention, handed to the variant's method; seconds of that reading)."""
+        turns = self.paper.turns
+        if self._shared is None:
+            self._shared = self.llm.session(Full(), max_context=self.capacity, offload="device")
+            if turns.shared:
+                self._shared.prefill(turns.shared)
+            self.document_seconds = self._shared.stats.prefill_seconds
+            self.once_seconds += self.document_seconds
+        before = self._shared.stats.prefill_seconds
+        self._shared.prefill(turns.own[first])
+        if variant.name != "full":
+            self._shared.set_method(variant.method)
+        return self._shared, self.document_seconds + self._shared.stats.prefill_seconds - before
+
+    def _converse(self, session, variant, first, ids, seconds=0.0):
+        """Records of a conversation in a session that has read the first question in `seconds`, or reads it now as `ids`."""
+        paper, sparse, own = self.paper, variant.entry.sparse, variant.name == "full"
+        keep = self.paths.setdefault(first, Path()) if own and first not in self.paths else None
+        answer = speak(session, list(ids), paper.most(first), sparse, None if own else self.paths.get(first), keep)
+        answer.prompt_seconds += seconds
+        out = [paper.record(variant, first, 1, answer)]
+        second = paper.second(first)
+        if second is not None:
+            answer = speak(session, answer.tokens[answer.fed:] + paper.turns.following(first, second), paper.most(second), sparse)
+            out.append(paper.record(variant, second, 2, answer))
+        return out
+
+
+def run_document(llm, paper, variants, capacity, skip=()):
+    """(records, {variant label: seconds}, seconds of what was read once for all questions) of one Paper under `variants`, in their order.
+
+    skip: labels whose answers exist; full attention then runs for comparison only, and its records are left out.
+    """
+    out, todo = [], [v for v in variants if v.method is not None and not v.alias and v.label not in skip]
+    if not todo:
+        return [], {}, 0.0
+    full = next(v for v in variants if v.name == "full")
+    with Reader(llm, paper, capacity) as reader:
+        for variant in [full, *(v for v in todo if v.name != "full")]:
+            found = reader.records(variant, paper.job.conversations)
+            out += found if variant in todo else []
+        return out, reader.seconds, reader.once_seconds

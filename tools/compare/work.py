@@ -1,0 +1,228 @@
+"""The work of a comparison: documents in an order that is fair wherever it stops, how long they take, the processes that do them."""
+
+import multiprocessing
+import queue
+import time
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from engine import LLM, Full
+from engine.errors import EngineError, UsageError
+from tools.compare.bytes import measure
+from tools.compare.methods import Facts, variants
+from tools.compare.run import Job, Paper, run_document
+from tools.tasks import TASKS
+
+ROOM = 512          # tokens of a session beyond the document: two questions and answers, a template's words
+EDGE = 64           # tokens beyond the document where bytes are measured: a question and a block's rounding
+WARM = 4            # tokens per answer of the warm-up
+WARM_NUMBER = 99_999    # a document that no run asks about
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a worker needs to build its own half of a comparison; plain values."""
+
+    model: str
+    device: str
+    dtype: str
+    threads: int | None
+    names: tuple            # (name, kind, budget)
+    lengths: tuple
+    filters: tuple | None
+    wait: int | None
+    tail: int
+    rules: object           # compare_run.Rules
+
+
+def jobs(tasks, lengths, answers, questions):
+    """Jobs in rounds: one document of every task and length, then the next of each, until every cell has its answers."""
+    per = {task: min(questions, TASKS[task].max_questions) for task in tasks}
+    rounds = max(-(-answers // n) for n in per.values())
+    return [Job(task, length, number, min(per[task], answers - number * per[task]))
+            for number in range(rounds) for length in sorted(lengths) for task in tasks if number * per[task] < answers]
+
+
+class Bench:
+    """One process's model and, per length, the variants that run on it."""
+
+    def __init__(self, order):
+        warnings.simplefilter("ignore", UserWarning)
+        self.order = order
+        self.llm = LLM(order.model, device=order.device, dtype=order.dtype, threads=order.threads, method=Full())
+        limit = self.llm.max_context
+        if max(order.lengths) + ROOM > limit:
+            raise UsageError(f"documents of {max(order.lengths)} tokens and {ROOM} for questions and answers do not fit the {limit} tokens "
+                             "this model can hold here")
+        self.variants = {length: variants(self.facts(length), order.names) for length in order.lengths}
+
+    def use(self, order):
+        """Go on with another Order that differs in threads only."""
+        self.order = order
+        torch.set_num_threads(order.threads)
+
+    def facts(self, length):
+        """What budgets at a length are reckoned from: a session of the document and little more."""
+        return Facts(self.llm, length + EDGE, self.order.filters, self.order.wait, self.order.tail)
+
+    def capacity(self, length):
+        """Tokens of the sessions that answer."""
+        return length + ROOM + 2 * (self.order.rules.max_tokens or 0)
+
+    def run(self, job, skip=(), rules=None):
+        """`run_document` of a job under all variants of its length."""
+        rules = rules or self.order.rules
+        paper = Paper(self.llm, job, rules)
+        capacity = min(self.llm.max_context, self.capacity(job.length))
+        if paper.room() > capacity:
+            raise UsageError(f"{job.task} at {job.length} tokens: two questions and answers need {paper.room()} tokens, the session holds "
+                             f"{capacity}; use --max-tokens or --turns 1")
+        return run_document(self.llm, paper, self.variants[job.length], capacity, skip)
+
+    def bytes_held(self, length, task):
+        """{label: compare_bytes.Held} at one length: sessions opened, a document of `task` read, read out, closed."""
+        facts, out = self.facts(length), {}
+        ids = Paper(self.llm, Job(task, length, WARM_NUMBER, 1), self.order.rules).turns
+        ids = (ids.shared + ids.own[0])[:facts.capacity]
+        for variant in self.variants[length]:
+            if variant.method is not None and not variant.alias:
+                out[variant.label] = measure(self.llm, variant.method, facts.capacity, ids)
+        return out
+
+
+# -------------------------------------------------------------------- how long it will take
+
+
+class Clock:
+    """Seconds of documents: from a timed warm-up at first, from what they took as they are done.
+
+    A document costs its readings once (the shared one and those of methods that read it by themselves for all its questions), then per
+    conversation a part that does not depend on the answers and a part per token.
+    """
+
+    def __init__(self, bench, tasks):
+        self.fixed, self.token, self.lengths = {}, {}, {}
+        for length in sorted(bench.order.lengths):
+            self._warm(bench, length, tasks[0])
+            for task in tasks:
+                paper = Paper(bench.llm, Job(task, length, WARM_NUMBER, 1), bench.order.rules)
+                self.lengths[task, length] = sum(paper.right) / len(paper.right) + 1
+        self.took, self.ratio = {}, []
+
+    def _warm(self, bench, length, task):
+        rules = bench.order.rules
+        per = min(rules.questions, TASKS[task].max_questions)
+        warm = type(rules)(per, rules.turns, rules.judge, WARM, rules.seed)
+        if not self.fixed:
+            bench.run(Job(task, length, WARM_NUMBER, 1), rules=warm)                # whatever is done once is done now
+        began = time.perf_counter()
+        records, seconds, read = bench.run(Job(task, length, WARM_NUMBER, 1), rules=warm)
+        took = time.perf_counter() - began
+        steps, decoding = sum(r["steps"] for r in records), sum(r["decode_seconds"] for r in records)
+        turns = len(records) / max(1, len({r["variant"] for r in records}))
+        self.fixed[length] = (took - sum(seconds.values()) + read, sum(seconds.values()) - decoding - read)
+        self.token[length] = decoding / max(1, steps) * len({r["variant"] for r in records}) * turns
+
+    def guess(self, job):
+        """Seconds of a document by the warm-up."""
+        once, fixed = self.fixed[job.length]
+        return once + job.conversations * (fixed + self.token[job.length] * self.lengths[job.task, job.length])
+
+    def done(self, job, seconds):
+        """A document took so long."""
+        self.took.setdefault((job.task, job.length), []).append(seconds / job.conversations)
+        self.ratio.append((seconds, self.guess(job)))
+
+    def expected(self, job):
+        """Seconds of a document: the mean of its like, else the guess corrected by what others took."""
+        like = self.took.get((job.task, job.length))
+        if like:
+            return job.conversations * sum(like) / len(like)
+        factor = sum(s for s, _ in self.ratio) / sum(g for _, g in self.ratio) if self.ratio else 1.0
+        return factor * self.guess(job)
+
+    def left(self, todo, processes):
+        """Seconds that these documents take on so many processes."""
+        return sum(self.expected(job) for job in todo) / processes
+
+
+# -------------------------------------------------------------------- processes
+
+
+def _worker(order, tasks, answers):
+    try:
+        torch.set_num_threads(order.threads or 1)
+        bench = Bench(order)
+        while (task := tasks.get()) is not None:
+            job, skip = task
+            began = time.perf_counter()
+            records, _, _ = bench.run(job, skip)
+            answers.put((job, records, time.perf_counter() - began))
+    except KeyboardInterrupt:
+        return
+    except EngineError as error:
+        answers.put((None, f"{error}", 0.0))
+    except Exception as error:                              # whatever breaks a worker ends the run, with its name
+        answers.put((None, f"{type(error).__name__}: {error}", 0.0))
+
+
+class Inside:
+    """Documents done in this process, one at a time."""
+
+    processes = 1
+
+    def __init__(self, bench):
+        self.bench, self.ready = bench, []
+
+    def give(self, job, skip):
+        """Do it."""
+        began = time.perf_counter()
+        records, _, _ = self.bench.run(job, skip)
+        self.ready.append((job, records, time.perf_counter() - began))
+
+    def take(self):
+        """(job, records, seconds) of a document that is done."""
+        return self.ready.pop()
+
+    def close(self):
+        """Nothing to end."""
+
+
+class Outside:
+    """Documents done by worker processes, each with its own model and one thread."""
+
+    def __init__(self, order, processes):
+        context = multiprocessing.get_context("spawn")
+        self.processes, self.tasks, self.answers = processes, context.Queue(), context.Queue()
+        self.workers = [context.Process(target=_worker, args=(order, self.tasks, self.answers), daemon=True) for _ in range(processes)]
+        for worker in self.workers:
+            worker.start()
+
+    def give(self, job, skip):
+        """Queue a document."""
+        self.tasks.put((job, skip))
+
+    def take(self):
+        """(job, records, seconds) of the next document that is done. Raises EngineError where a worker failed."""
+        while True:
+            try:
+                job, records, seconds = self.answers.get(timeout=1.0)
+            except queue.Empty:
+                dead = next((worker for worker in self.workers if worker.exitcode), None)
+                if dead is not None:
+                    raise EngineError(f"a worker process ended before its work did (exit status {dead.exitcode}; out of memory?): use "
+                                      "--processes 1") from None
+                continue
+            if job is None:
+                raise EngineError(records)
+            return job, records, seconds
+
+    def close(self):
+        """End the workers."""
+        for worker in self.workers:
+            if worker.is_alive():
+                worker.terminate()
+        for worker in self.workers:
+            worker.join(5.0)

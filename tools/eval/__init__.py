@@ -1,0 +1,1 @@
+"""Scores of one method over the tasks."""

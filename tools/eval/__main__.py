@@ -1,0 +1,7 @@
+"""`python -m tools.eval`."""
+
+import sys
+
+from tools.eval.cli import main
+
+sys.exit(main())

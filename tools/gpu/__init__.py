@@ -1,0 +1,1 @@
+"""What check_gpu measures, section by section."""

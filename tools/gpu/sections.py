@@ -1,0 +1,206 @@
+"""`make check-gpu`, its sections: each a function of a Context that returns plain facts and notes them as it goes."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine import LLM, Full, OmniKV
+from tools.bench import gather as bench_gather
+from tools.bench import header as bench_header
+from tools.bench.floor import Rates, best_time, measure_rates, sync
+from tools.bench.memory import held
+from tools.bench.methods import specs
+from tools.bench.report import summary
+from tools.bench.shapes import shape_config, shape_filters
+from tools.bench.suite import Options, Suite, sharp_stream
+from tools.gpu import kernels as gpu_kernels
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Context:
+    """What a section runs on: device, whether small, seconds it may take, and where it notes what it has so far."""
+
+    device: str
+    small: bool
+    seconds: float
+    note: object = lambda facts: None
+    rates: Rates | None = None
+
+    @property
+    def shape(self):
+        """The model shape that is timed."""
+        return "tiny" if self.small else "llama-3-8b"
+
+    @property
+    def dtype(self):
+        """Its dtype."""
+        return "float32" if self.small else "bfloat16"
+
+    def measured(self):
+        """Rates of this device, measured once per section process."""
+        if self.rates is None:
+            self.rates = measure_rates(self.device, 2 ** 24 if self.small else None, seconds=0.1 if self.small else 1.0)
+        return self.rates
+
+
+def facts(ctx):
+    """Device, versions, clocks; copy, link and matrix product rates."""
+    rates = ctx.measured()
+    size = 256 if ctx.small else 8192
+    dtype = torch.float32 if ctx.small else torch.bfloat16
+    a = torch.randn(size, size, device=ctx.device, dtype=dtype)
+    seconds = best_time(lambda: a @ a, ctx.device, 0.05 if ctx.small else 1.0)
+    return {
+        "hardware": bench_header.hardware(ctx.device), "python": sys.version.split()[0],
+        "packages": {name: bench_header.version(name) for name in bench_header.PACKAGES},
+        "commit": bench_header.commit(), "clocks": bench_header.clocks(), "rates": rates.to_dict(),
+        "matmul_tflops": 2 * size ** 3 / seconds / 1e12}
+
+
+def tests(ctx):
+    """tests/cuda in a process of its own (in a rehearsal: collected only)."""
+    folder = ROOT / "tests" / "cuda"
+    if not list(folder.glob("test_*.py")):
+        return {"summary": "no tests in tests/cuda", "ok": True}
+    command = [sys.executable, "-m", "pytest", "tests/cuda", "-q", "--color=no", "-x"]
+    try:
+        done = subprocess.run(command + ["--collect-only"] * ctx.small, cwd=ROOT, capture_output=True, text=True, timeout=ctx.seconds,
+                              env={**os.environ, "TRITON_INTERPRET": "0"})
+    except subprocess.TimeoutExpired as error:
+        text = (error.stdout or b"").decode(errors="replace")
+        return {"summary": f"stopped after {ctx.seconds:.0f} s", "ok": False, "tail": text[-2000:]}
+    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    return {"summary": lines[-1] if lines else done.stderr[-300:], "ok": done.returncode in (0, 5), "tail": "\n".join(lines[-30:])}
+
+
+def kernels(ctx):
+    """Every launcher against its reference, the ways of bringing rows from host memory, then every launcher against its floor."""
+    sizes = gpu_kernels.SMALL if ctx.small else gpu_kernels.GPU
+    found = {"checks": gpu_kernels.check(sizes, ctx.device), "speed": []}
+    ctx.note(found)
+    small = dict(shapes=((256, 256), (256, 768)), rows=70, rounds=2) if ctx.small else {}
+    found["link"], found["gather"] = bench_gather.compare(ctx.device, **small)
+    ctx.note(found)
+
+    def note(row):
+        found["speed"].append(row)
+        ctx.note(found)
+
+    gpu_kernels.speed(sizes, ctx.device, ctx.measured(), note)
+    return found
+
+
+def _suite(ctx, contexts, methods, prefill=(), peers=(), **more):
+    filters, budget = shape_filters(ctx.shape), 64 if ctx.small else 2048
+    below, waits = more.pop("dense_below", 0), more.pop("waits", (1, 0))
+    wanted = [spec for name in methods
+              for spec in specs((name,), filters, budget, waits if name == "omnikv" else (1,), (0.0, 0.7, 0.9), below)]
+    chosen = Options(
+        shape=ctx.shape, device=ctx.device, dtype=ctx.dtype, contexts=contexts, prefill=prefill, peers=peers,
+        specs=tuple(wanted), rounds=2 if ctx.small else 3, steps=2 if ctx.small else 20, seconds=ctx.seconds,
+        rates_bytes=2 ** 24 if ctx.small else None, **more)
+    suite = Suite(chosen, say=lambda line: print(f"    {line}", file=sys.stderr, flush=True))
+    suite.result.rates = ctx.measured()
+    suite.on_context = lambda result: ctx.note(_facts(result, suite, ctx))
+    result = suite.run()
+    return _facts(result, suite, ctx)
+
+
+def _facts(result, suite, ctx):
+    head = bench_header.header(ctx.device, [f"--shape {ctx.shape}"], result.rates)
+    return summary(result, head, [])
+
+
+def decode(ctx):
+    """The decode table: full, OmniKV in both tiers, brutal offload; deepest last, so that a killed run keeps what it had."""
+    contexts = (512, 1024) if ctx.small else (4096, 32768, 131072, 262144, 450000, 1048576)
+    return _suite(ctx, contexts, ("full", "omnikv", "omnikv-host", "brutal"))
+
+
+def crossover(ctx):
+    """dense_below="auto" at short contexts: never slower than full attention."""
+    contexts = (512,) if ctx.small else (4096, 16384, 32768)
+    return _suite(ctx, contexts, ("full", "omnikv"), waits=(1,), dense_below="auto", split=False)
+
+
+def prefill(ctx):
+    """Whole prompts through our prefill."""
+    return _suite(ctx, (), ("full",), prefill=(256, 600) if ctx.small else (4096, 32768, 131072))
+
+
+def peers(ctx):
+    """transformers beside us in one run."""
+    contexts = (256,) if ctx.small else (4096, 32768, 131072)
+    return _suite(ctx, contexts, ("full", "omnikv"), prefill=(256,) if ctx.small else (32768,), peers=("transformers",), waits=(1,),
+                  split=False)
+
+
+def graph(ctx):
+    """Captured steps: same tokens as eager ones, no sync inside, memory flat over 100 steps, lengths that cross a capacity bucket."""
+    config, n = shape_config(ctx.shape), 300 if ctx.small else 8150
+    settings = dict(device=ctx.device, dtype=ctx.dtype, max_context=n + 400, method=Full())
+    llm = LLM.from_stream(config, sharp_stream, **settings)
+    method = OmniKV(filter_layers=shape_filters(ctx.shape), tokens=32 if ctx.small else 2048, tail=64 if ctx.small else 256, dense_below=0)
+    found = {}
+    for name, value in (("full", Full()), ("omnikv", method)):
+        with llm.session(value) as session:
+            session.synthesize(n)
+            found[name] = _graph_facts(ctx, session, n, 20 if ctx.small else 100)
+            ctx.note(found)
+    return found
+
+
+def _graph_facts(ctx, session, n, steps):
+    cuda = torch.device(ctx.device).type == "cuda"
+    fed = [(7 * i) % 200 for i in range(steps)]
+    session.decode(fed[0])                                   # captures
+    session.truncate(n)
+    captured = [int(session.decode(fed[0]).argmax())]
+    before = held(ctx.device)
+    captured += [int(session.decode(token).argmax()) for token in fed[1:]]
+    grown = held(ctx.device) - before
+    session.truncate(n)
+    session.set_kernels("reference")
+    eager = [int(session.decode(token).argmax()) for token in fed[:10]]
+    session.truncate(n)
+    session.set_kernels("auto")
+    flat = grown <= (0 if cuda else 2 ** 20)                  # resident pages of a process move by themselves
+    facts = {"steps": steps, "grown_bytes": grown, "flat": flat,
+             "equal_to_reference": sum(a == b for a, b in zip(captured, eager)), "compared": 10}
+    if cuda:
+        session.decode(fed[0])
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            session.decode(fed[1])
+            facts["sync_free"] = True
+        except RuntimeError as error:
+            facts["sync_free"], facts["sync"] = False, str(error)[:300]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        sync(ctx.device)
+    return facts
+
+
+SECTIONS = {"facts": (facts, 25), "kernels": (kernels, 70), "graph": (graph, 60), "decode": (decode, 180), "peers": (peers, 60),
+            "crossover": (crossover, 30), "prefill": (prefill, 45), "tests": (tests, 70)}      # seconds: the 540
+
+
+def run_section(name, ctx):
+    """Facts of a section, with its seconds; an exception becomes {"error": text} beside what was noted before it."""
+    noted, began = {}, time.perf_counter()
+    keep, ctx.note = ctx.note, lambda facts: (noted.update(facts), keep({**facts, "unfinished": True}))
+    try:
+        found = SECTIONS[name][0](ctx)
+    except Exception as error:
+        import traceback
+        last = traceback.format_exc().strip().splitlines()
+        found = {**noted, "error": f"{type(error).__name__}: {re.sub(chr(10), ' ', str(error))[:400]}", "trace": last[-6:]}
+    return {**found, "seconds": round(time.perf_counter() - began, 1)}
