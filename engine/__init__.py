@@ -1,4 +1,6 @@
-"""OmniKV inference for Llama-architecture models. The public names are these; everything else may move."""
+"""OmniKV inference for Llama-architecture models. The public names are these; everything else may
+move.
+"""
 
 from engine.errors import EngineError
 from engine.llm import LLM
@@ -23,6 +25,27 @@ from engine.methods.select.quest import Quest
 from engine.methods.select.tidaldecode import TidalDecode
 from engine.sampling import SamplingParams
 
-__all__ = ["A2SF", "LLM", "AdaPyramid", "AdaSnapKV", "EngineError", "Full", "H2O", "H2OPlus", "InfLLM", "Keyformer", "LMInfinite",
-           "MInference", "OmniKV", "PodUntrained", "PyramidKV", "Quest", "SamplingParams", "Scissorhands", "SnapKV", "StreamingLLM",
-           "TidalDecode", "Window"]
+__all__ = [
+    "A2SF",
+    "LLM",
+    "AdaPyramid",
+    "AdaSnapKV",
+    "EngineError",
+    "Full",
+    "H2O",
+    "H2OPlus",
+    "InfLLM",
+    "Keyformer",
+    "LMInfinite",
+    "MInference",
+    "OmniKV",
+    "PodUntrained",
+    "PyramidKV",
+    "Quest",
+    "SamplingParams",
+    "Scissorhands",
+    "SnapKV",
+    "StreamingLLM",
+    "TidalDecode",
+    "Window",
+]

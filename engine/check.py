@@ -1,7 +1,9 @@
-"""Proof on the user's own prompt: full and sparse steps at the same positions over the same bank, compared.
+"""Proof on the user's own prompt: full and sparse steps at the same positions over the same bank,
+compared.
 
-All keys and values are kept, so the comparison needs no second read: at every position of the last answer the full step runs first,
-then the session's own step, which writes last and leaves the bank as it was.
+All keys and values are kept, so the comparison needs no second read: at every position of the last
+answer the full step runs first, then the session's own step, which writes last and leaves the bank
+as it was.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -13,14 +15,18 @@ from engine.errors import SettingError
 from engine.plan.layers import Role
 from engine.query_ring import RING
 
-MOST_STEPS = RING - 64      # a windowed selector needs up to 64 queries before the first checked position, and the ring holds RING
+# a windowed selector needs up to 64 queries before the first checked position, and the ring holds
+# RING
+MOST_STEPS = RING - 64
 
 
 class MassMeter:
-    """A runtime that, beside attending as `inner` does, measures how much attention each sparse layer keeps.
+    """A runtime that, beside attending as `inner` does, measures how much attention each sparse
+    layer keeps.
 
-    mass[layer]: share of the softmax over every visible row that falls on the selection and the tail, mean over query heads
-    (METHODS.md 3.8, item 37, per head). Costs one more reading of a sparse layer's K per step.
+    mass[layer]: share of the softmax over every visible row that falls on the selection and the
+    tail, mean over query heads (METHODS.md 3.8, item 37, per head). Costs one more reading of a
+    sparse layer's K per step.
     """
 
     def __init__(self, inner):
@@ -42,7 +48,8 @@ class MassMeter:
             logits.append(torch.matmul(folded, heads.transpose(1, 2)) * scale)
         weights = torch.softmax(torch.cat(logits, dim=-1), dim=-1).flatten(0, 1)
         chosen = self.inner.chosen_rows(layer).to(weights.device)
-        if chosen.dim() == 2:                       # a choice per head: those of a K/V head hold for its query heads
+        # a choice per head: those of a K/V head hold for its query heads
+        if chosen.dim() == 2:
             chosen = chosen.repeat_interleave(len(weights) // len(chosen), 0)
             return float((weights.gather(1, chosen).sum(-1) + weights[:, start:n].sum(-1)).mean())
         return float((weights[:, chosen].sum(-1) + weights[:, start:n].sum(-1)).mean())
@@ -50,7 +57,9 @@ class MassMeter:
 
 @dataclass(frozen=True)
 class StepCheck:
-    """One position: whether both would say the same token, KL(full || sparse) in nats, and the mass kept per sparse layer."""
+    """One position: whether both would say the same token, KL(full || sparse) in nats, and the mass
+    kept per sparse layer.
+    """
 
     position: int
     full_token: int
@@ -71,7 +80,9 @@ class StepCheck:
 
 @dataclass(frozen=True)
 class Report:
-    """What a check found. `texts` are the answer's tokens as text, one per step, where there is a tokenizer."""
+    """What a check found. `texts` are the answer's tokens as text, one per step, where there is a
+    tokenizer.
+    """
 
     steps: tuple
     context: int
@@ -100,13 +111,20 @@ class Report:
 
     def to_dict(self):
         """Plain dict for JSON."""
-        return {"context": self.context, "budget": self.budget, "agreement": self.agreement, "mean_kl": self.mean_kl,
-                "mass_by_layer": self.mass_by_layer(), "texts": list(self.texts), "steps": [asdict(s) for s in self.steps]}
+        return {
+            "context": self.context,
+            "budget": self.budget,
+            "agreement": self.agreement,
+            "mean_kl": self.mean_kl,
+            "mass_by_layer": self.mass_by_layer(),
+            "texts": list(self.texts),
+            "steps": [asdict(s) for s in self.steps],
+        }
 
     def __str__(self):
         worst, same = self.worst, sum(s.agrees for s in self.steps)
         at = self.steps.index(worst)
-        words = f" near {''.join(self.texts[max(0, at - 8):at + 1])!r}" if self.texts else ""
+        words = f" near {''.join(self.texts[max(0, at - 8) : at + 1])!r}" if self.texts else ""
         mass = self.mass_by_layer()
         lines = [
             f"checked {len(self.steps)} steps at {self.context} tokens of context, {min(self.budget, self.context)} chosen per step:",
@@ -116,24 +134,31 @@ class Report:
         if mass:
             low = min(mass, key=mass.get)
             mean = sum(mass.values()) / len(mass)
-            lines += [f"  attention mass kept                mean {mean:.3f}, least {mass[low]:.3f} in layer {low}",
-                      "    by layer  " + "  ".join(f"{layer}:{kept:.3f}" for layer, kept in mass.items())]
+            lines += [
+                f"  attention mass kept                mean {mean:.3f}, least {mass[low]:.3f} in layer {low}",
+                "    by layer  " + "  ".join(f"{layer}:{kept:.3f}" for layer, kept in mass.items()),
+            ]
         return "\n".join(lines)
 
 
 def check(session, steps=32, progress=None):
-    """Compare full and sparse attention at the last `steps` positions of a session's answer; the session is left as it was.
+    """Compare full and sparse attention at the last `steps` positions of a session's answer; the
+    session is left as it was.
 
-    Positions that a prefill read are never checked: their rows come from a chunk, and a step would leave its own there.
-    progress(done, total) after every position. Raises SettingError where there is nothing to compare: too few tokens, or a method
-    without sparse layers.
+    Positions that a prefill read are never checked: their rows come from a chunk, and a step would
+    leave its own there. progress(done, total) after every position. Raises SettingError where there
+    is nothing to compare: too few tokens, or a method without sparse layers.
     """
     last = len(session)
     steps = min(steps, MOST_STEPS, session.answer_length)
     if not session.plan.sparse_layers:
-        raise SettingError("check: this method has no sparse layer, there is nothing to compare; use method=OmniKV(...)")
+        raise SettingError(
+            "check: this method has no sparse layer, there is nothing to compare; use method=OmniKV(...)"
+        )
     if steps < 1:
-        raise SettingError(f"check: found a session of {last} tokens, expected a prompt and at least one token of an answer")
+        raise SettingError(
+            f"check: found a session of {last} tokens, expected a prompt and at least one token of an answer"
+        )
     pair = Pair(session)
     slots = session.query_ring.slots.clone()
     found = []
@@ -146,7 +171,7 @@ def check(session, steps=32, progress=None):
     finally:
         session.query_ring.slots.copy_(slots)
     words = session.llm.tokenizer.stream() if session.llm.tokenizer is not None else None
-    texts = tuple(words.push(token) for token in session.ids[last - steps:]) if words else ()
+    texts = tuple(words.push(token) for token in session.ids[last - steps :]) if words else ()
     return Report(tuple(found), last, session.runtime.k, texts)
 
 
@@ -169,15 +194,21 @@ class Pair:
             full = self.full.step(token, length, self.session.bank)[0, -1]
             sparse = self.sparse.step(token, length, self.session.bank)[0, -1]
         p, q = torch.log_softmax(full.double(), -1), torch.log_softmax(sparse.double(), -1)
-        return StepCheck(position, int(full.argmax()), int(sparse.argmax()), max(0.0, float((p.exp() * (p - q)).sum())),
-                         dict(self.meter.mass))
+        return StepCheck(
+            position,
+            int(full.argmax()),
+            int(sparse.argmax()),
+            max(0.0, float((p.exp() * (p - q)).sum())),
+            dict(self.meter.mass),
+        )
 
 
 @dataclass
 class Watch:
     """A running estimate of the mass kept: every `every`-th step is metered.
 
-    exact_below: where a metered step keeps less, the steps until the next metered one run full attention; None only warns.
+    exact_below: where a metered step keeps less, the steps until the next metered one run full
+    attention; None only warns.
     """
 
     every: int = 16
@@ -185,14 +216,16 @@ class Watch:
     steps: int = 0
     sampled: int = 0
     exact_steps: int = 0
-    mass: float = 1.0           # of the newest metered step, mean over sparse layers
+    mass: float = 1.0  # of the newest metered step, mean over sparse layers
     lowest: float = 1.0
 
     def __post_init__(self):
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise SettingError(f"watch: found every={self.every!r}, expected an int of at least 1")
         if self.exact_below is not None and not 0 < self.exact_below <= 1:
-            raise SettingError(f"exact_below: found {self.exact_below!r}, expected a number in (0, 1]")
+            raise SettingError(
+                f"exact_below: found {self.exact_below!r}, expected a number in (0, 1]"
+            )
 
     def due(self):
         """Whether this sparse step is to be metered; counts it."""

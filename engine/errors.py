@@ -1,4 +1,6 @@
-"""The engine's typed errors, beside those of weights/ (re-exported, so that callers need one import)."""
+"""The engine's typed errors, beside those of weights/ (re-exported, so that callers need one
+import).
+"""
 
 from weights.errors import (
     BadCheckpoint,
@@ -10,25 +12,44 @@ from weights.errors import (
 )
 
 __all__ = [
-    "BadCheckpoint", "Busy", "ContextTooLong", "EngineError", "HubError", "ModelNotFound", "OutOfHostMemory", "OutOfMemoryPlan",
-    "SessionClosed", "SettingError", "TemplateError", "UnsupportedCheckpoint", "UsageError",
+    "BadCheckpoint",
+    "Busy",
+    "ContextTooLong",
+    "EngineError",
+    "HubError",
+    "ModelNotFound",
+    "OutOfHostMemory",
+    "OutOfMemoryPlan",
+    "SessionClosed",
+    "SettingError",
+    "TemplateError",
+    "UnsupportedCheckpoint",
+    "UsageError",
 ]
 
 
 class SettingError(UsageError):
-    """A field of a method, of SamplingParams or of LLM(...) outside its range; names field, value and range."""
+    """A field of a method, of SamplingParams or of LLM(...) outside its range; names field, value
+    and range.
+    """
 
 
 class ContextTooLong(EngineError):
-    """More tokens than the context holds; names both numbers and the remedy. Nothing was read or cut."""
+    """More tokens than the context holds; names both numbers and the remedy. Nothing was read or
+    cut.
+    """
 
 
 class OutOfMemoryPlan(EngineError):
-    """The memory plan does not fit; names what, how much, and the remedies in order. Nothing was allocated."""
+    """The memory plan does not fit; names what, how much, and the remedies in order. Nothing was
+    allocated.
+    """
 
 
 class OutOfHostMemory(EngineError):
-    """The host tier got no memory for more tokens; names the limit and the remedies. The session keeps the length it had."""
+    """The host tier got no memory for more tokens; names the limit and the remedies. The session
+    keeps the length it had.
+    """
 
 
 class Busy(EngineError):

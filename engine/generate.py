@@ -1,4 +1,6 @@
-"""The one decode loop: a generator of small results with running statistics. Everything that produces text consumes it."""
+"""The one decode loop: a generator of small results with running statistics. Everything that
+produces text consumes it.
+"""
 
 from dataclasses import asdict, dataclass, field
 
@@ -36,9 +38,11 @@ class GenerationStats:
 
 @dataclass(frozen=True)
 class Piece:
-    """One step of an answer. `text` may be empty while characters or a stop string are incomplete; the last has a finish_reason:
+    """One step of an answer. `text` may be empty while characters or a stop string are incomplete;
+    the last has a finish_reason:
 
-    "stop" (an end token, a stop token id or a stop string), "length" (max_tokens), "context" (the bank is full), "interrupted".
+    "stop" (an end token, a stop token id or a stop string), "length" (max_tokens), "context" (the
+    bank is full), "interrupted".
     """
 
     text: str
@@ -73,10 +77,12 @@ class Completion:
 
 
 def generate(session, token_ids, params=None, progress=None, should_stop=None):
-    """Prefill `token_ids` (may be empty where the session has logits), then sample and decode until something ends it.
+    """Prefill `token_ids` (may be empty where the session has logits), then sample and decode until
+    something ends it.
 
-    Yields Piece. should_stop() -> bool is asked before every step. Every sampled token that is fed lies in the session; the last
-    sampled one is fed too unless it ended the answer at a full bank, so that a next turn only appends.
+    Yields Piece. should_stop() -> bool is asked before every step. Every sampled token that is fed
+    lies in the session; the last sampled one is fed too unless it ended the answer at a full bank,
+    so that a next turn only appends.
     """
     params = params or SamplingParams()
     llm = session.llm
@@ -95,7 +101,10 @@ def generate(session, token_ids, params=None, progress=None, should_stop=None):
 def _loop(session, params, sampler, stats, should_stop):
     llm = session.llm
     ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(llm.end_token_ids))
-    words, scanner = llm.tokenizer.stream(session.ids) if llm.tokenizer else None, StopScanner(params.stop)
+    words, scanner = (
+        llm.tokenizer.stream(session.ids) if llm.tokenizer else None,
+        StopScanner(params.stop),
+    )
     start = session.stats.to_dict()
     while True:
         if should_stop is not None and should_stop():
@@ -108,7 +117,9 @@ def _loop(session, params, sampler, stats, should_stop):
             return
         stats.new_tokens += 1
         shown = scanner.push(words.push(token) if words else "")
-        reason = "stop" if scanner.found else "length" if stats.new_tokens >= params.max_tokens else None
+        reason = (
+            "stop" if scanner.found else "length" if stats.new_tokens >= params.max_tokens else None
+        )
         if len(session) >= session.capacity:
             reason = reason or "context"
         else:
@@ -135,7 +146,9 @@ def _count(session, start, stats):
 
 
 def _rest(words, scanner):
-    """Text still held back at the end of an answer; may complete a stop string, which `scanner.found` tells."""
+    """Text still held back at the end of an answer; may complete a stop string, which
+    `scanner.found` tells.
+    """
     shown = scanner.push(words.flush() if words else "")
     return shown if scanner.found else shown + scanner.flush()
 

@@ -1,7 +1,8 @@
-"""How a decode step is run: eager, with its pieces compiled by torch.compile, or replayed from a CUDA graph. All of it is here.
+"""How a decode step is run: eager, with its pieces compiled by torch.compile, or replayed from a
+CUDA graph. All of it is here.
 
-The step itself is one function (engine/decode.py). On a GPU it is captured once per capacity bucket: kernels read the length on
-the device, so a graph replays at any length within its bucket.
+The step itself is one function (engine/decode.py). On a GPU it is captured once per capacity
+bucket: kernels read the length on the device, so a graph replays at any length within its bucket.
 """
 
 import torch
@@ -12,7 +13,9 @@ FIRST_BUCKET = 4096
 
 
 def bucket_for(n, capacity):
-    """Rows that a step at n tokens lets its kernels look at: the next power of two from 4096 on, at most the capacity."""
+    """Rows that a step at n tokens lets its kernels look at: the next power of two from 4096 on, at
+    most the capacity.
+    """
     bucket = FIRST_BUCKET
     while bucket < n:
         bucket *= 2
@@ -20,26 +23,33 @@ def bucket_for(n, capacity):
 
 
 def compiled_pieces():
-    """The two halves of a layer under torch.compile: one small static graph each, shared by all layers, whatever the length.
+    """The two halves of a layer under torch.compile: one small static graph each, shared by all
+    layers, whatever the length.
 
-    Attention and selection stay outside: they are kernels of our own, and stream forks must not cross a compiled region.
+    Attention and selection stay outside: they are kernels of our own, and stream forks must not
+    cross a compiled region.
     """
     options = dict(fullgraph=True, dynamic=False)
     return torch.compile(before, **options), torch.compile(after, **options)
 
 
 class StepRunner:
-    """Calls a decoder's step on a session's static token and length tensors; captures and replays CUDA graphs where asked.
+    """Calls a decoder's step on a session's static token and length tensors; captures and replays
+    CUDA graphs where asked.
 
-    token [1, 1] int64 and length [1] int32 are filled by the session before each call. Returns logits [1, 1, vocab] float32: a
-    replayed graph overwrites its own buffer, so the caller gets a copy.
+    token [1, 1] int64 and length [1] int32 are filled by the session before each call. Returns
+    logits [1, 1, vocab] float32: a replayed graph overwrites its own buffer, so the caller gets a
+    copy.
     """
 
-    WARM_UP = 3         # eager runs before capture: compile, autotune and first allocations happen there
+    # eager runs before capture: compile, autotune and first allocations happen there
+    WARM_UP = 3
 
     def __init__(self, decoder, token, length, bank, graphs):
         self._decoder, self._token, self._length, self._bank = decoder, token, length, bank
-        self._graphs_wanted = graphs and decoder.runtime.capturable and bank.capturable(decoder.runtime)
+        self._graphs_wanted = (
+            graphs and decoder.runtime.capturable and bank.capturable(decoder.runtime)
+        )
         self._graphs = {}
 
     def __call__(self, n):
@@ -56,9 +66,11 @@ class StepRunner:
 
     def _capture(self, bucket):
         side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())       # the side stream must see the tokens that were just written
+        # the side stream must see the tokens that were just written
+        side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(self.WARM_UP):                   # idempotent: a step writes its own rows and advances nothing
+            # idempotent: a step writes its own rows and advances nothing
+            for _ in range(self.WARM_UP):
                 self._decoder.step(self._token, self._length, self._bank, bucket)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()

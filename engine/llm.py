@@ -1,4 +1,6 @@
-"""The public face: LLM(model, ...) plans, loads and makes sessions; generate, stream and chat are thin over the one decode loop."""
+"""The public face: LLM(model, ...) plans, loads and makes sessions; generate, stream and chat are
+thin over the one decode loop.
+"""
 
 import contextlib
 import copy
@@ -35,64 +37,150 @@ KERNEL_PATHS = ("auto", "reference", "cpu", "triton")
 class LLM:
     """One model on one device.
 
-    model: alias, hub id or folder in Hugging Face layout, or (config, weights) through LLM.from_stream. device: "auto" | "cpu" |
-    "cuda" | "cuda:N". dtype: "auto" (as stored; float16 becomes bfloat16 on a CPU) or a name. max_context: tokens per session
-    (default: the model's own length or what fits). threads: CPU threads. chunk: tokens per prefill chunk. compile: None (on for a
-    GPU, off for a CPU). method: Full() | OmniKV(...), default OmniKV where the model is known to have filter layers, else Full.
-    offload: "auto" (on a GPU, what does not fit goes to host memory) | "host" (all sparse layers) | "device" (nothing). slots: rows
-    that an offloaded group keeps on the device per selected token (0: nothing is kept from step to step). host_pool: an
-    engine.bank.host_pool.HostPool to share with other LLMs. vram_budget, ram_budget: bytes to stay within. load=False plans only; call
-    load() later. progress(LoadProgress).
-    Raises typed errors (engine.errors), all before anything large is allocated.
+    model: alias, hub id or folder in Hugging Face layout, or (config, weights) through
+    LLM.from_stream. device: "auto" | "cpu" | "cuda" | "cuda:N". dtype: "auto" (as stored; float16
+    becomes bfloat16 on a CPU) or a name. max_context: tokens per session (default: the model's own
+    length or what fits). threads: CPU threads. chunk: tokens per prefill chunk. compile: None (on
+    for a GPU, off for a CPU). method: Full() | OmniKV(...), default OmniKV where the model is known
+    to have filter layers, else Full. offload: "auto" (on a GPU, what does not fit goes to host
+    memory) | "host" (all sparse layers) | "device" (nothing). slots: rows that an offloaded group
+    keeps on the device per selected token (0: nothing is kept from step to step). host_pool: an
+    engine.bank.host_pool.HostPool to share with other LLMs. vram_budget, ram_budget: bytes to stay
+    within. load=False plans only; call load() later. progress(LoadProgress). Raises typed errors
+    (engine.errors), all before anything large is allocated.
     """
 
-    def __init__(self, model, *, device="auto", dtype="auto", max_context=None, threads=None, chunk=None, compile=None,
-                 offload="auto", vram_budget=None, ram_budget=None, method=None, load=True, progress=None, check_finite=True,
-                 kernels="auto", download_progress=None, slots=SLOTS, host_pool=None):
-        self._settings(threads, max_context, chunk, kernels, offload, slots, vram_budget, ram_budget, host_pool)
+    def __init__(
+        self,
+        model,
+        *,
+        device="auto",
+        dtype="auto",
+        max_context=None,
+        threads=None,
+        chunk=None,
+        compile=None,
+        offload="auto",
+        vram_budget=None,
+        ram_budget=None,
+        method=None,
+        load=True,
+        progress=None,
+        check_finite=True,
+        kernels="auto",
+        download_progress=None,
+        slots=SLOTS,
+        host_pool=None,
+    ):
+        self._settings(
+            threads, max_context, chunk, kernels, offload, slots, vram_budget, ram_budget, host_pool
+        )
         self.resolved = resolve(str(model), progress=download_progress, config_only=not load)
         self.folder, self.name = Path(self.resolved.folder), str(model)
         config = ModelConfig.from_folder(self.folder)
         self._prepare(config, device, dtype, compile)
-        self.method, layers = self.resolve_method(method if method is not None else self._default_method())
+        self.method, layers = self.resolve_method(
+            method if method is not None else self._default_method()
+        )
         self._plan = self._make_plan(self.method, layers, self._context(max_context), chunk)
-        self._progress, self._download_progress, self._check_finite = progress, download_progress, check_finite
+        self._progress, self._download_progress, self._check_finite = (
+            progress,
+            download_progress,
+            check_finite,
+        )
         self.tokenizer = None
         if load:
             self.load()
 
     @classmethod
-    def from_stream(cls, config, stream, *, name="random", device="auto", dtype="auto", max_context=None, threads=None, chunk=None,
-                    compile=None, offload="auto", vram_budget=None, ram_budget=None, method=None, kernels="auto", tokenizer=None,
-                    slots=SLOTS, host_pool=None):
-        """An LLM from a ModelConfig and stream(config, dtype, device) -> iterable of (target name, tensor), e.g. model.random_stream.
+    def from_stream(
+        cls,
+        config,
+        stream,
+        *,
+        name="random",
+        device="auto",
+        dtype="auto",
+        max_context=None,
+        threads=None,
+        chunk=None,
+        compile=None,
+        offload="auto",
+        vram_budget=None,
+        ram_budget=None,
+        method=None,
+        kernels="auto",
+        tokenizer=None,
+        slots=SLOTS,
+        host_pool=None,
+    ):
+        """An LLM from a ModelConfig and stream(config, dtype, device) -> iterable of (target name,
+        tensor), e.g. model.random_stream.
 
-        For benchmarks and tests: no folder, no tokenizer unless one is given. Same plan, same checks, same paths.
+        For benchmarks and tests: no folder, no tokenizer unless one is given. Same plan, same
+        checks, same paths.
         """
         self = cls.__new__(cls)
-        self._settings(threads, max_context, chunk, kernels, offload, slots, vram_budget, ram_budget, host_pool)
+        self._settings(
+            threads, max_context, chunk, kernels, offload, slots, vram_budget, ram_budget, host_pool
+        )
         self.resolved, self.folder, self.name, self.tokenizer = None, None, name, tokenizer
         self._prepare(config, device, dtype, compile)
         self.method, layers = self.resolve_method(method if method is not None else Full())
         self._plan = self._make_plan(self.method, layers, self._context(max_context), chunk)
         self._plan.check()
-        self._finish(assemble(config, self.dtype, self.device, stream(config, self.dtype, self.device), _form(kernels)))
+        self._finish(
+            assemble(
+                config,
+                self.dtype,
+                self.device,
+                stream(config, self.dtype, self.device),
+                _form(kernels),
+            )
+        )
         return self
 
     # ---------------------------------------------------------------- construction
 
-    def _settings(self, threads, max_context, chunk, kernels, offload, slots, vram_budget, ram_budget, host_pool):
+    def _settings(
+        self,
+        threads,
+        max_context,
+        chunk,
+        kernels,
+        offload,
+        slots,
+        vram_budget,
+        ram_budget,
+        host_pool,
+    ):
         for name, value in (("threads", threads), ("max_context", max_context), ("chunk", chunk)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int) or value < 1
+            ):
                 raise SettingError(f"{name}: found {value!r}, expected an int of at least 1")
         if kernels not in KERNEL_PATHS:
-            raise SettingError(f"kernels: found {kernels!r}, expected one of {', '.join(KERNEL_PATHS)}")
+            raise SettingError(
+                f"kernels: found {kernels!r}, expected one of {', '.join(KERNEL_PATHS)}"
+            )
         if offload not in OFFLOADS:
             raise SettingError(f"offload: found {offload!r}, expected 'auto', 'host' or 'device'")
-        if isinstance(slots, bool) or not isinstance(slots, (int, float)) or not (slots == 0 or slots >= 1):
-            raise SettingError(f"slots: found {slots!r}, expected a number of at least 1 (rows per selected token), or 0 for no reuse")
-        self._offload, self._slots, self._vram_budget, self._ram_budget = offload, slots, vram_budget, ram_budget
-        self._host = {"pool": host_pool, "link": None}         # one for all twins, made when first needed
+        if (
+            isinstance(slots, bool)
+            or not isinstance(slots, (int, float))
+            or not (slots == 0 or slots >= 1)
+        ):
+            raise SettingError(
+                f"slots: found {slots!r}, expected a number of at least 1 (rows per selected token), or 0 for no reuse"
+            )
+        self._offload, self._slots, self._vram_budget, self._ram_budget = (
+            offload,
+            slots,
+            vram_budget,
+            ram_budget,
+        )
+        # one for all twins, made when first needed
+        self._host = {"pool": host_pool, "link": None}
         if threads is not None:
             torch.set_num_threads(threads)
         self.kernels, self.model, self._hint = kernels, None, ""
@@ -106,12 +194,26 @@ class LLM:
 
     def _make_plan(self, method, layers, max_context, chunk, offload=None):
         on_gpu = self.device.type == "cuda"
-        return make_plan(self.name, self.config, method, layers, self.dtype, self.device, max_context, chunk,
-                         budget=self._vram_budget if on_gpu else self._ram_budget, note=self._hint, path=self.kernels,
-                         offload=offload or self._offload, slots=self._slots, host_budget=self._ram_budget)
+        return make_plan(
+            self.name,
+            self.config,
+            method,
+            layers,
+            self.dtype,
+            self.device,
+            max_context,
+            chunk,
+            budget=self._vram_budget if on_gpu else self._ram_budget,
+            note=self._hint,
+            path=self.kernels,
+            offload=offload or self._offload,
+            slots=self._slots,
+            host_budget=self._ram_budget,
+        )
 
     def placement(self, method, layers, capacity, offload=None):
-        """engine.plan.placement.Placement of a session with this method and capacity, or None where nothing is offloaded.
+        """engine.plan.placement.Placement of a session with this method and capacity, or None where
+        nothing is offloaded.
 
         offload: "host" or "device" for this session; None as the LLM was made.
         """
@@ -119,15 +221,29 @@ class LLM:
         brutal = method.stages and offload == "auto" and self.device.type == "cuda"
         if offload == "device" or (planned is None and offload != "host" and not brutal):
             return None
-        placement = full_placement(self.config, method, layers, self.dtype.itemsize, capacity, min(self.chunk, capacity), self._slots,
-                                   by_layer=self.device.type == "cuda")
-        same = placement is not None and planned is not None and set(planned.packs) <= set(placement.packs)
+        placement = full_placement(
+            self.config,
+            method,
+            layers,
+            self.dtype.itemsize,
+            capacity,
+            min(self.chunk, capacity),
+            self._slots,
+            by_layer=self.device.type == "cuda",
+        )
+        same = (
+            placement is not None
+            and planned is not None
+            and set(planned.packs) <= set(placement.packs)
+        )
         return placement.keeping(planned.packs) if same else placement
 
     def _host_tier(self):
         host, on_gpu = self._host, self.device.type == "cuda"
         if host["pool"] is None:
-            host["pool"] = HostPool((self._ram_budget or int(self._plan.host_free * HEADROOM)) if on_gpu else None)
+            host["pool"] = HostPool(
+                (self._ram_budget or int(self._plan.host_free * HEADROOM)) if on_gpu else None
+            )
         if host["link"] is None:
             host["link"] = measure_link(host["pool"], self.device)
             host["pool"].programs = host["link"].programs
@@ -140,13 +256,17 @@ class LLM:
 
     @property
     def link(self):
-        """engine.bank.link.Link: how rows travel between host memory and this device, measured when the host tier is first needed."""
+        """engine.bank.link.Link: how rows travel between host memory and this device, measured when
+        the host tier is first needed.
+        """
         return self._host_tier()["link"]
 
     def _context(self, max_context):
         if max_context is not None and max_context > self.config.context_limit:
-            raise SettingError(f"max_context: found {max_context}, expected at most {self.config.context_limit} "
-                               f"(the model's own positions, max_position_embeddings in config.json)")
+            raise SettingError(
+                f"max_context: found {max_context}, expected at most {self.config.context_limit} "
+                f"(the model's own positions, max_position_embeddings in config.json)"
+            )
         return max_context
 
     def _default_method(self):
@@ -154,33 +274,54 @@ class LLM:
         return OmniKV() if known.source != "spread" else Full()
 
     def resolve_method(self, method):
-        """(method with its filter layers filled in, layer plan) for this model; SettingError where they do not fit together."""
+        """(method with its filter layers filled in, layer plan) for this model; SettingError where
+        they do not fit together.
+        """
         if not isinstance(method, Method):
-            raise SettingError(f"method: found {method!r}, expected Full(), OmniKV(...) or another engine method")
+            raise SettingError(
+                f"method: found {method!r}, expected Full(), OmniKV(...) or another engine method"
+            )
         if getattr(method, "filter_layers", ()) is None:
             known = calibration.filter_layers(self.folder, self.resolved, self.config)
             self._hint = known.hint
             wait = {"wait_layers": known.wait} if getattr(method, "wait_layers", 0) is None else {}
-            method = dataclasses.replace(method, filter_layers=known.layers, **wait) if known.layers else Full()
+            method = (
+                dataclasses.replace(method, filter_layers=known.layers, **wait)
+                if known.layers
+                else Full()
+            )
         plan = method.plan(self.config)
         method.check(plan)
         return method, plan
 
     def load(self):
-        """Read the weights (once). Raises OutOfMemoryPlan first where the plan does not fit, then what is wrong with the folder."""
+        """Read the weights (once). Raises OutOfMemoryPlan first where the plan does not fit, then
+        what is wrong with the folder.
+        """
         if self.model is not None:
             return
         self._plan.check()
-        self.folder = resolve(self.name, progress=self._download_progress).folder     # a plan may have fetched config.json only
+        # a plan may have fetched config.json only
+        self.folder = resolve(self.name, progress=self._download_progress).folder
         config = self.config
         checkpoint = Checkpoint.open(self.folder)
         checkpoint.check(targets(config), ignored(config))
         self.tokenizer = Tokenizer(self.folder)
         if self.tokenizer.vocab_max_id >= config.vocab_size:
-            raise BadCheckpoint(f"{self.folder / 'tokenizer.json'}: found token id {self.tokenizer.vocab_max_id}, expected ids below "
-                                f"{config.vocab_size} (the embedding's rows)")
-        stream = checkpoint.stream(targets(config), self.device, self.dtype, check_finite=self._check_finite, progress=self._progress)
-        self._finish(assemble(config, self.dtype, self.device, trimmed(stream), _form(self.kernels)))
+            raise BadCheckpoint(
+                f"{self.folder / 'tokenizer.json'}: found token id {self.tokenizer.vocab_max_id}, expected ids below "
+                f"{config.vocab_size} (the embedding's rows)"
+            )
+        stream = checkpoint.stream(
+            targets(config),
+            self.device,
+            self.dtype,
+            check_finite=self._check_finite,
+            progress=self._progress,
+        )
+        self._finish(
+            assemble(config, self.dtype, self.device, trimmed(stream), _form(self.kernels))
+        )
 
     def _finish(self, model: Llama):
         self.model = model
@@ -192,9 +333,11 @@ class LLM:
     # ---------------------------------------------------------------- facts
 
     def plan(self, method=None, max_context=None, offload=None):
-        """Layer plan and memory plan (engine.plan.memory.Plan): str() is for people, to_dict() for programs.
+        """Layer plan and memory plan (engine.plan.memory.Plan): str() is for people, to_dict() for
+        programs.
 
-        Of this LLM as it is, or of a session with another method, capacity or offload (nothing is allocated, nothing checked).
+        Of this LLM as it is, or of a session with another method, capacity or offload (nothing is
+        allocated, nothing checked).
         """
         if method is None and max_context is None and offload is None:
             return self._plan
@@ -233,57 +376,100 @@ class LLM:
                     self._owner = None
 
     def twin(self, *, method=None, max_context=None, offload="auto", slots=SLOTS):
-        """Another LLM over the same weights, planned anew for a method, a capacity and a place for the bank; nothing is loaded.
+        """Another LLM over the same weights, planned anew for a method, a capacity and a place for
+        the bank; nothing is loaded.
 
-        For comparisons side by side. Its plan still counts the weights, which are there already, so it is not checked to fit.
+        For comparisons side by side. Its plan still counts the weights, which are there already, so
+        it is not checked to fit.
         """
         self.load()
         other = copy.copy(self)
-        other._settings(None, max_context, None, self.kernels, offload, slots, self._vram_budget, self._ram_budget, None)
+        other._settings(
+            None,
+            max_context,
+            None,
+            self.kernels,
+            offload,
+            slots,
+            self._vram_budget,
+            self._ram_budget,
+            None,
+        )
         other.model, other._host = self.model, self._host
         other.method, layers = other.resolve_method(method if method is not None else self.method)
-        other._plan = other._make_plan(other.method, layers, other._context(max_context or self.max_context), self.chunk)
+        other._plan = other._make_plan(
+            other.method, layers, other._context(max_context or self.max_context), self.chunk
+        )
         return other
 
     # ---------------------------------------------------------------- requests
 
     def session(self, method=None, max_context=None, offload=None):
-        """A new, empty Session; `method` defaults to the LLM's own, `max_context` (tokens it can hold) to the planned one,
-        offload ("host" | "device") to what the LLM was made with."""
+        """A new, empty Session; `method` defaults to the LLM's own, `max_context` (tokens it can
+        hold) to the planned one, offload ("host" | "device") to what the LLM was made with.
+        """
         self.load()
         capacity = self.max_context if max_context is None else max_context
-        if isinstance(capacity, bool) or not isinstance(capacity, int) or not 1 <= capacity <= self.max_context:
-            raise SettingError(f"max_context: found {capacity!r}, expected an int from 1 to {self.max_context} (this LLM's plan)")
+        if (
+            isinstance(capacity, bool)
+            or not isinstance(capacity, int)
+            or not 1 <= capacity <= self.max_context
+        ):
+            raise SettingError(
+                f"max_context: found {capacity!r}, expected an int from 1 to {self.max_context} (this LLM's plan)"
+            )
         if offload not in (None, *OFFLOADS):
             raise SettingError(f"offload: found {offload!r}, expected 'auto', 'host' or 'device'")
-        method, plan = self.resolve_method(method) if method is not None else (self.method, self._plan.layers)
+        method, plan = (
+            self.resolve_method(method) if method is not None else (self.method, self._plan.layers)
+        )
         try:
-            return Session(self, capacity, method, plan, self.placement(method, plan, capacity, offload), offload)
-        except (RuntimeError, MemoryError) as error:           # torch's allocators raise RuntimeError, CUDA's a subclass of it
+            return Session(
+                self,
+                capacity,
+                method,
+                plan,
+                self.placement(method, plan, capacity, offload),
+                offload,
+            )
+        # torch's allocators raise RuntimeError, CUDA's a subclass of it
+        except (RuntimeError, MemoryError) as error:
             if "memory" not in str(error).lower():
                 raise
-            raise OutOfMemoryPlan(f"no memory for another session of {capacity} tokens ({self._plan.bytes_of('context bank')} "
-                                  f"bytes of bank); close one, or lower max_context") from error
+            raise OutOfMemoryPlan(
+                f"no memory for another session of {capacity} tokens ({self._plan.bytes_of('context bank')} "
+                f"bytes of bank); close one, or lower max_context"
+            ) from error
 
     def generate(self, prompts, params=None):
-        """Completion of a text or a list of token ids, or a list of Completions for a list of either. One after the other."""
-        if isinstance(prompts, str) or (len(prompts) > 0 and all(isinstance(t, int) for t in prompts)):
+        """Completion of a text or a list of token ids, or a list of Completions for a list of
+        either. One after the other.
+        """
+        if isinstance(prompts, str) or (
+            len(prompts) > 0 and all(isinstance(t, int) for t in prompts)
+        ):
             return Completion.join(self.stream(prompts, params))
         return [self.generate(prompt, params) for prompt in prompts]
 
     def stream(self, prompt, params=None, progress=None, should_stop=None):
-        """Iterator of Piece for a text or token ids, on a session of its own that ends with it. Closable early."""
+        """Iterator of Piece for a text or token ids, on a session of its own that ends with it.
+        Closable early.
+        """
         ids = self.encode(prompt)
         with self.session() as session:
             yield from generate(session, ids, params, progress=progress, should_stop=should_stop)
 
     def chat(self, messages, params=None):
-        """Completion of a conversation: messages are {"role", "content"}; needs a model with a chat template (TemplateError)."""
+        """Completion of a conversation: messages are {"role", "content"}; needs a model with a chat
+        template (TemplateError).
+        """
         text = self._words().render(messages, add_generation_prompt=True)
         return Completion.join(self.stream(self._words().encode(text, special=False), params))
 
     def check(self, prompt, params=None, steps=32):
-        """Answer a prompt, then compare full and sparse attention along the answer: an engine.check.Report."""
+        """Answer a prompt, then compare full and sparse attention along the answer: an
+        engine.check.Report.
+        """
         with self.session() as session:
             for _ in generate(session, self.encode(prompt), params):
                 pass
@@ -295,12 +481,16 @@ class LLM:
 
     def _words(self):
         if self.tokenizer is None:
-            raise SettingError("this LLM has no tokenizer (it was made from a stream of weights); pass token ids")
+            raise SettingError(
+                "this LLM has no tokenizer (it was made from a stream of weights); pass token ids"
+            )
         return self.tokenizer
 
 
 def _form(kernels):
-    """Weights are held in the fastest form unless a kernel path was forced, which then compares plain products."""
+    """Weights are held in the fastest form unless a kernel path was forced, which then compares
+    plain products.
+    """
     return "auto" if kernels in ("auto", "cpu") else "plain"
 
 
@@ -314,9 +504,13 @@ def _device(name):
     if device is None or device.type not in ("cpu", "cuda"):
         raise SettingError(f"device: found {name!r}, expected 'auto', 'cpu', 'cuda' or 'cuda:N'")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise SettingError(f"device: found {name!r}, but this torch ({torch.__version__}) sees no CUDA device; use device='cpu'")
+        raise SettingError(
+            f"device: found {name!r}, but this torch ({torch.__version__}) sees no CUDA device; use device='cpu'"
+        )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise SettingError(f"device: found {name!r}, expected an index below {torch.cuda.device_count()}")
+        raise SettingError(
+            f"device: found {name!r}, expected an index below {torch.cuda.device_count()}"
+        )
     return torch.device(device.type, device.index or 0) if device.type == "cuda" else device
 
 
@@ -324,5 +518,7 @@ def _dtype(name, stored, device):
     if name == "auto":
         name = "bfloat16" if stored == "float16" and device.type == "cpu" else stored
     if name not in DTYPES:
-        raise SettingError(f"dtype: found {name!r}, expected 'auto', {', '.join(map(repr, DTYPES))}")
+        raise SettingError(
+            f"dtype: found {name!r}, expected 'auto', {', '.join(map(repr, DTYPES))}"
+        )
     return DTYPES[name]

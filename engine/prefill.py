@@ -1,24 +1,22 @@
-"""Chunked prefill: the prompt goes through the model chunk by chunk; activations are O(chunk), logits those of the last token only."""
-
+"""Chunked prefill: the prompt goes through the model chunk by chunk; activations are O(chunk),
+logits those of the last token only.
+"""
 
 import torch
 
 from engine.model.llama import after, before
 
-WINDOW_KEPT = 64    # newest queries of a chunk that go into the query ring: the largest selector window
-
-
-
-
-
-
+# newest queries of a chunk that go into the query ring: the largest selector window
+WINDOW_KEPT = 64
 
 
 def run_chunk(model, rotary, runtime, bank, tokens, start, total, write=True, last_logits=False):
-    """One chunk through all layers. tokens [B, C] int64 at positions start .. start+C-1, total: the prompt's whole length.
+    """One chunk through all layers. tokens [B, C] int64 at positions start .. start+C-1, total: the
+    prompt's whole length.
 
-    Returns (logits [B, vocab] float32 or None, newest raw queries [layers, B, min(C, WINDOW_KEPT), H, D]). With write=False the
-    rows in the bank stay as they are (they are this chunk's own already) and only the queries are wanted.
+    Returns (logits [B, vocab] float32 or None, newest raw queries [layers, B, min(C, WINDOW_KEPT),
+    H, D]). With write=False the rows in the bank stay as they are (they are this chunk's own
+    already) and only the queries are wanted.
     """
     config = model.config
     positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
@@ -38,7 +36,8 @@ def run_chunk(model, rotary, runtime, bank, tokens, start, total, write=True, la
             if runtime.reads_every_query:
                 runtime.prefill_attend(number, q, bank, first)
             if not last_logits:
-                break                                       # the last layer's output is wanted for the prompt's last token only
+                # the last layer's output is wanted for the prompt's last token only
+                break
             x, q, first = x[:, -1:], q[:, -1:], start + tokens.shape[1] - 1
         attended = runtime.prefill_attend(number, q, bank, first)
         del q

@@ -1,7 +1,8 @@
-"""From logits to one token: what a caller may ask for (SamplingParams) and the sampler that does it.
+"""From logits to one token: what a caller may ask for (SamplingParams) and the sampler that does
+it.
 
-The filters and their order are those of transformers' generate(): repetition penalty on the raw logits, then
-temperature, top-k, top-p, min-p.
+The filters and their order are those of transformers' generate(): repetition penalty on the raw
+logits, then temperature, top-k, top-p, min-p.
 """
 
 import math
@@ -12,19 +13,21 @@ import torch
 
 from engine.errors import EngineError, SettingError
 
-TOP_P_HEAD = 1024       # candidates tried before a full sort of the vocabulary, which is several times dearer
+# candidates tried before a full sort of the vocabulary, which is several times dearer
+TOP_P_HEAD = 1024
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How an answer is written. Checked when made: a field out of its range raises SettingError.
 
-    max_tokens: most tokens written. temperature: 0 is greedy (then top_k, top_p, min_p do nothing). top_k: 0 is off.
-    top_p: smallest set of tokens with this probability. min_p: least probability relative to the likeliest token.
-    repetition_penalty: divides positive and multiplies negative logits of tokens already in the prompt or the answer,
-    each once. seed: None draws a new one. stop: strings that end the answer, themselves left out; one or several.
-    stop_token_ids: the same for ids, beside the model's own end tokens. ignore_eos: write on past those.
-    logprobs: n > 0 gives each piece its log probability and the n likeliest alternatives, under the model's own
+    max_tokens: most tokens written. temperature: 0 is greedy (then top_k, top_p, min_p do nothing).
+    top_k: 0 is off. top_p: smallest set of tokens with this probability. min_p: least probability
+    relative to the likeliest token. repetition_penalty: divides positive and multiplies negative
+    logits of tokens already in the prompt or the answer, each once. seed: None draws a new one.
+    stop: strings that end the answer, themselves left out; one or several. stop_token_ids: the same
+    for ids, beside the model's own end tokens. ignore_eos: write on past those. logprobs: n > 0
+    gives each piece its log probability and the n likeliest alternatives, under the model's own
     distribution (before penalty, temperature and filters).
     """
 
@@ -57,7 +60,12 @@ class SamplingParams:
 
 
 def _integer(name: str, value, low: int, high: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or value < low
+        or (high is not None and value > high)
+    ):
         limit = f"{low} or more" if high is None else f"{low} to {high}"
         raise SettingError(f"{name}: found {value!r}, expected a whole number, {limit}")
 
@@ -72,37 +80,48 @@ def _number(name: str, value, low: float, high: float, above: bool = False) -> N
 
 def _strings(name: str, value) -> tuple[str, ...]:
     items = (value,) if isinstance(value, str) else value
-    if not isinstance(items, (tuple, list)) or not all(isinstance(item, str) and item for item in items):
-        raise SettingError(f"{name}: found {value!r}, expected a string or several, none of them empty")
+    if not isinstance(items, (tuple, list)) or not all(
+        isinstance(item, str) and item for item in items
+    ):
+        raise SettingError(
+            f"{name}: found {value!r}, expected a string or several, none of them empty"
+        )
     return tuple(items)
 
 
 def _ids(name: str, value) -> tuple[int, ...]:
     items = (value,) if isinstance(value, int) and not isinstance(value, bool) else value
     if not isinstance(items, (tuple, list)) or not all(
-            isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items):
+        isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items
+    ):
         raise SettingError(f"{name}: found {value!r}, expected token ids, each 0 or more")
     return tuple(items)
 
 
 @dataclass(frozen=True)
 class SamplerState:
-    """What Sampler.snapshot() remembers: the random generator's state and how many tokens were sampled."""
+    """What Sampler.snapshot() remembers: the random generator's state and how many tokens were
+    sampled.
+    """
 
     random: torch.Tensor
     sampled: int
 
 
 class Sampler:
-    """Draws the tokens of one answer. vocab_size: rows of the logits; prompt_ids: for the repetition penalty only."""
+    """Draws the tokens of one answer. vocab_size: rows of the logits; prompt_ids: for the
+    repetition penalty only.
+    """
 
     def __init__(self, params: SamplingParams, vocab_size: int, prompt_ids: Sequence[int] = ()):
         self.params, self.vocab_size = params, vocab_size
         self._penalised = params.repetition_penalty != 1.0
         self._prompt_ids = list(prompt_ids) if self._penalised else []
         self._sampled: list[int] = []
-        self._seen: torch.Tensor | None = None      # bool [vocab] on the logits' device; made at the first sample
-        # One uniform number per token from a host generator: a seed gives the same answer wherever the logits are.
+        # bool [vocab] on the logits' device; made at the first sample
+        self._seen: torch.Tensor | None = None
+        # One uniform number per token from a host generator: a seed gives the same answer wherever
+        # the logits are.
         self._random = torch.Generator()
         if params.seed is None:
             self._random.seed()
@@ -112,11 +131,14 @@ class Sampler:
     def sample(self, logits: torch.Tensor) -> tuple[int, float | None, list[tuple[int, float]]]:
         """One token from logits, float [vocab] on any device; the logits are not changed.
 
-        Returns (token id, its log probability, the likeliest (id, log probability) pairs, best first); the latter two
-        are None and empty without params.logprobs. Raises EngineError where the logits hold NaN or no finite number.
+        Returns (token id, its log probability, the likeliest (id, log probability) pairs, best
+        first); the latter two are None and empty without params.logprobs. Raises EngineError where
+        the logits hold NaN or no finite number.
         """
         if logits.shape != (self.vocab_size,):
-            raise SettingError(f"logits: found shape {tuple(logits.shape)}, expected ({self.vocab_size},)")
+            raise SettingError(
+                f"logits: found shape {tuple(logits.shape)}, expected ({self.vocab_size},)"
+            )
         # Apple's device has no float64, which the cumulated probabilities need.
         raw = (logits.cpu() if logits.device.type == "mps" else logits).float()
         scores = self._penalise(raw) if self._penalised else raw
@@ -128,10 +150,16 @@ class Sampler:
             return token, None, []
         every = torch.log_softmax(raw, dim=-1)
         top = torch.topk(every, min(self.params.logprobs, self.vocab_size))
-        return token, float(every[token]), list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+        return (
+            token,
+            float(every[token]),
+            list(zip(top.indices.tolist(), top.values.tolist(), strict=True)),
+        )
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
-        """The distribution that sample() would draw from at temperature > 0, float32 [vocab]; samples nothing."""
+        """The distribution that sample() would draw from at temperature > 0, float32 [vocab];
+        samples nothing.
+        """
         scores = self._penalise(logits.float()) if self._penalised else logits.float()
         ids, kept = self._filter(scores)
         everything = torch.zeros(self.vocab_size, dtype=torch.float32, device=logits.device)
@@ -144,15 +172,18 @@ class Sampler:
     def restore(self, state: SamplerState) -> None:
         """Go back to an earlier snapshot of this sampler: what was sampled since is forgotten."""
         if state.sampled > len(self._sampled):
-            raise SettingError(f"restore: found a snapshot of {state.sampled} tokens, expected at most "
-                               f"{len(self._sampled)}")
+            raise SettingError(
+                f"restore: found a snapshot of {state.sampled} tokens, expected at most "
+                f"{len(self._sampled)}"
+            )
         self._random.set_state(state.random)
-        del self._sampled[state.sampled:]
+        del self._sampled[state.sampled :]
         self._seen = None
 
     def _greedy(self, scores: torch.Tensor) -> int:
         best = scores.argmax().view(1)
-        # One transfer for both: the value tells a NaN, which argmax ranks first, without a second synchronisation.
+        # One transfer for both: the value tells a NaN, which argmax ranks first, without a second
+        # synchronisation.
         token, value = torch.cat((best.double(), scores.gather(0, best).double())).tolist()
         _require_finite(value)
         return int(token)
@@ -164,17 +195,21 @@ class Sampler:
         cumulated = kept.double().cumsum(0)
         total = float(cumulated[-1])
         uniform = torch.rand((), generator=self._random, dtype=torch.float64).item()
-        # right=True: a token of probability 0 is never drawn, not even for a uniform number of exactly 0.
+        # right=True: a token of probability 0 is never drawn, not even for a uniform number of
+        # exactly 0.
         mark = torch.tensor([uniform * total], dtype=torch.float64, device=cumulated.device)
         index = int(torch.searchsorted(cumulated, mark, right=True))
-        if index >= kept.numel():                       # uniform * total rounded up to the total
+        if index >= kept.numel():  # uniform * total rounded up to the total
             index = int(kept.nonzero()[-1])
         return index if ids is None else int(ids[index])
 
     def _filter(self, scores: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Probabilities of the tokens that survive, and their ids (None: all of the vocabulary, in order)."""
+        """Probabilities of the tokens that survive, and their ids (None: all of the vocabulary, in
+        order).
+        """
         params, ids = self.params, None
-        # Less their maximum, so that a tiny temperature cannot overflow; a softmax does not see the shift.
+        # Less their maximum, so that a tiny temperature cannot overflow; a softmax does not see the
+        # shift.
         scores = (scores - scores.max()) / max(params.temperature, 1e-30)
         if 0 < params.top_k < self.vocab_size:
             # Ties with the last one stay, as in transformers.
@@ -186,7 +221,9 @@ class Sampler:
             ids, probabilities = keep if ids is None else ids[keep], probabilities[keep]
             probabilities = probabilities / probabilities.sum()
         if params.min_p > 0.0:
-            probabilities = probabilities.masked_fill(probabilities < params.min_p * probabilities.max(), 0.0)
+            probabilities = probabilities.masked_fill(
+                probabilities < params.min_p * probabilities.max(), 0.0
+            )
         return ids, probabilities / probabilities.sum()
 
     def _penalise(self, logits: torch.Tensor) -> torch.Tensor:
@@ -196,7 +233,9 @@ class Sampler:
             seen[known[(known >= 0) & (known < self.vocab_size)]] = True
             self._seen = seen.to(logits.device)
         penalty = self.params.repetition_penalty
-        return torch.where(self._seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+        return torch.where(
+            self._seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits
+        )
 
 
 def _nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
@@ -213,5 +252,7 @@ def _nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
 
 def _require_finite(value: float) -> None:
     if not math.isfinite(value):
-        raise EngineError(f"the model's logits hold {value}: the weights or the numbers of this run are damaged "
-                          "(try dtype float32, and check_finite=True at loading)")
+        raise EngineError(
+            f"the model's logits hold {value}: the weights or the numbers of this run are damaged "
+            "(try dtype float32, and check_finite=True at loading)"
+        )

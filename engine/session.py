@@ -1,4 +1,6 @@
-"""One conversation: its bank lives on between turns, its tokens are ids, and nothing that was read is read again."""
+"""One conversation: its bank lives on between turns, its tokens are ids, and nothing that was read
+is read again.
+"""
 
 import contextlib
 import time
@@ -21,18 +23,22 @@ from engine.steps import Steps
 from kernels.dispatch import PATHS as KERNEL_PATHS
 from tools.synthetic_bank import fill_rows, synthesize
 
-WARM = 8        # queries at a prompt's end whose selections fill the working sets before the first step
+# queries at a prompt's end whose selections fill the working sets before the first step
+WARM = 8
 
 
 class Session:
-    """Made by LLM.session(). `len(s)` tokens are in the bank; `s.ids` are they. Not thread-safe; one runs at a time per LLM."""
+    """Made by LLM.session(). `len(s)` tokens are in the bank; `s.ids` are they. Not thread-safe;
+    one runs at a time per LLM.
+    """
 
     def __init__(self, llm, capacity, method, plan, placement=None, offload=None):
         self.llm, self.capacity, self._offload = llm, capacity, offload
         self.kernels = llm.kernels
         self.ids = []
-        self.last_logits = None        # float32 [vocab] of the newest token
-        self.watch = None              # an engine.check.Watch: a running estimate of the attention mass kept
+        self.last_logits = None  # float32 [vocab] of the newest token
+        # an engine.check.Watch: a running estimate of the attention mass kept
+        self.watch = None
         self._marks = []
         self._stats = SessionStats()
         config, model = llm.config, llm.model
@@ -40,7 +46,16 @@ class Session:
         if placement is None:
             self.bank = DeviceBank(config, plan, capacity, model.dtype, model.device)
         else:
-            self.bank = TieredBank(config, plan, capacity, model.dtype, model.device, placement, llm.host_pool, llm.kernels)
+            self.bank = TieredBank(
+                config,
+                plan,
+                capacity,
+                model.dtype,
+                model.device,
+                placement,
+                llm.host_pool,
+                llm.kernels,
+            )
         self._ring = QueryRing(config, 1, model.dtype, model.device)
         self._use(method, plan)
 
@@ -65,12 +80,22 @@ class Session:
         """A SessionStats of now (a copy)."""
         if self.closed:
             return replace(self._stats, tokens=len(self.ids))
-        held = dict(ring_bytes=self._ring.nbytes, scratch_bytes=self._steps.scratch_bytes, selection_bytes=self.runtime.nbytes,
-                    mem=self._mem(), **bank_figures(self.bank))
-        if self.runtime.evicts:                             # what it needs, of what its tokens would take; the bank stands beside it
+        held = dict(
+            ring_bytes=self._ring.nbytes,
+            scratch_bytes=self._steps.scratch_bytes,
+            selection_bytes=self.runtime.nbytes,
+            mem=self._mem(),
+            **bank_figures(self.bank),
+        )
+        # what it needs, of what its tokens would take; the bank stands beside it
+        if self.runtime.evicts:
             every = self.plan.num_layers * self._row_bytes * max(1, len(self.ids))
-            held |= dict(selection_bytes=0, store_bytes=self.runtime.nbytes, snapshot_bytes=sum(m.nbytes for m in self._marks),
-                         resident=self.runtime.kv_bytes / every)
+            held |= dict(
+                selection_bytes=0,
+                store_bytes=self.runtime.nbytes,
+                snapshot_bytes=sum(m.nbytes for m in self._marks),
+                resident=self.runtime.kv_bytes / every,
+            )
         return replace(self._stats, tokens=len(self.ids), **held)
 
     @property
@@ -81,11 +106,17 @@ class Session:
     def _mem(self):
         prompt = self._marks[-1].length if self._marks else len(self.ids)
         k = getattr(self.runtime, "k", 0)
-        return mem_from_budget(k, prompt, self.plan.dense_share) if k and self.plan.partial_layers else 1.0
+        return (
+            mem_from_budget(k, prompt, self.plan.dense_share)
+            if k and self.plan.partial_layers
+            else 1.0
+        )
 
     @property
     def runtime(self):
-        """State of the session's method (engine.methods.base.Runtime); for tools that look inside, such as engine/check.py."""
+        """State of the session's method (engine.methods.base.Runtime); for tools that look inside,
+        such as engine/check.py.
+        """
         return self._steps.runtime
 
     @property
@@ -100,27 +131,35 @@ class Session:
 
     @property
     def selections(self):
-        """{filter_layer: int64 [k]} of the last step, ascending positions; empty before one or where nothing was selected."""
+        """{filter_layer: int64 [k]} of the last step, ascending positions; empty before one or
+        where nothing was selected.
+        """
         return self.runtime.selections() if self._selected else {}
 
     @property
     def selection_scores(self):
-        """{filter_layer: float32 [k]}: by which scores `selections` were chosen, for the deepest filter layer; may be empty."""
+        """{filter_layer: float32 [k]}: by which scores `selections` were chosen, for the deepest
+        filter layer; may be empty.
+        """
         return self.runtime.selection_scores() if self._selected else {}
 
     # ---------------------------------------------------------------- method
 
     def _use(self, method, plan):
         self.method, self.plan = method, plan
-        self._steps = Steps(self.llm, method, plan, self.capacity, self.kernels, self.bank, self._ring)
+        self._steps = Steps(
+            self.llm, method, plan, self.capacity, self.kernels, self.bank, self._ring
+        )
         self._selected = False
         self.runtime.bank = self.bank
-        self._fresh = self.runtime.snapshot()       # before the first prefill
+        self._fresh = self.runtime.snapshot()  # before the first prefill
 
     def set_method(self, method):
-        """Go on with another method; nothing is read again. The bank's layers change layout where the new plan wants it.
+        """Go on with another method; nothing is read again. The bank's layers change layout where
+        the new plan wants it.
 
-        An evicting method takes all tokens so far for one prompt; one that sums attention runs their queries over the bank once more.
+        An evicting method takes all tokens so far for one prompt; one that sums attention runs
+        their queries over the bank once more.
         """
         self._open()
         method, plan = self.llm.resolve_method(method)
@@ -128,18 +167,26 @@ class Session:
             method.check_prefill(0, self._marks[-1].length if self._marks else len(self.ids))
             method.check_switch(len(self.ids))
         with self.llm.busy():
-            placement = self.llm.placement(method, plan, self.capacity, self._offload) if self.bank.tiered and plan.sparse_layers else None
+            placement = (
+                self.llm.placement(method, plan, self.capacity, self._offload)
+                if self.bank.tiered and plan.sparse_layers
+                else None
+            )
             self.bank = self.bank.relayout(plan, placement)
             self._again(method, plan)
 
     def set_kernels(self, path):
-        """Go on with other launchers ("auto", "reference", "cpu", "triton") over the same bank; nothing is read again.
+        """Go on with other launchers ("auto", "reference", "cpu", "triton") over the same bank;
+        nothing is read again.
 
-        "reference" runs eagerly on the plain launchers: what a fast path is checked against (benchmarks do so before they time).
+        "reference" runs eagerly on the plain launchers: what a fast path is checked against
+        (benchmarks do so before they time).
         """
         self._open()
         if path not in KERNEL_PATHS:
-            raise SettingError(f"kernels: found {path!r}, expected one of {', '.join(KERNEL_PATHS)}")
+            raise SettingError(
+                f"kernels: found {path!r}, expected one of {', '.join(KERNEL_PATHS)}"
+            )
         with self.llm.busy():
             self.kernels = path
             self._again(self.method, self.plan)
@@ -148,24 +195,34 @@ class Session:
         before = self.runtime
         self._use(method, plan)
         if self.ids and (self.runtime.replays or self.runtime.evicts and before.method == method):
-            self.runtime.copy_from(before)                  # the same method on other kernels: what it has done stays done
+            # the same method on other kernels: what it has done stays done
+            self.runtime.copy_from(before)
         elif self.ids and self.runtime.evicts:
             last = self._marks[-1] if self._marks else None
             if self.runtime.reads_every_query:
                 look_again(self)
-            self._marks = [self._mark(0, len(self.ids), last.logits if last and last.length == len(self.ids) else None)]
+            self._marks = [
+                self._mark(
+                    0, len(self.ids), last.logits if last and last.length == len(self.ids) else None
+                )
+            ]
         elif self.ids:
-            self._marks = [self._mark(m.start, m.length, m.logits) for m in self._marks] or [self._mark(0, len(self.ids))]
+            self._marks = [self._mark(m.start, m.length, m.logits) for m in self._marks] or [
+                self._mark(0, len(self.ids))
+            ]
 
     # ---------------------------------------------------------------- reading and writing tokens
 
     def prefill(self, token_ids, progress=None, more=False):
-        """Append tokens to the bank, chunk by chunk; returns float32 logits [vocab] of the last one.
+        """Append tokens to the bank, chunk by chunk; returns float32 logits [vocab] of the last
+        one.
 
-        progress(PrefillProgress) is called after every chunk; if it (or Ctrl-C) raises, whole chunks stay in the session. more: the
-        prompt goes on in the next prefill, so that what a method does at a prompt's end (a budget by its length, an eviction) waits for
-        that; a decode step ends it too. Raises ContextTooLong where the tokens do not fit, and SettingError where the method cannot read
-        parts or this one is too short to end its prompt (Method.last_part); nothing has been read then.
+        progress(PrefillProgress) is called after every chunk; if it (or Ctrl-C) raises, whole
+        chunks stay in the session. more: the prompt goes on in the next prefill, so that what a
+        method does at a prompt's end (a budget by its length, an eviction) waits for that; a decode
+        step ends it too. Raises ContextTooLong where the tokens do not fit, and SettingError where
+        the method cannot read parts or this one is too short to end its prompt (Method.last_part);
+        nothing has been read then.
         """
         self._open()
         new = self._checked(token_ids)
@@ -181,12 +238,23 @@ class Session:
             for first in range(start, stop, chunk):
                 last = min(stop, first + chunk)
                 began = time.perf_counter()
-                tokens = torch.tensor([new[first - start:last - start]], dtype=torch.int64, device=device)
-                logits, newest = run_chunk(self.llm.model, self.llm.rotary, self.runtime, self.bank, tokens, first, stop,
-                                           last_logits=last == stop)
-                self._commit(new[first - start:last - start], newest)
+                tokens = torch.tensor(
+                    [new[first - start : last - start]], dtype=torch.int64, device=device
+                )
+                logits, newest = run_chunk(
+                    self.llm.model,
+                    self.llm.rotary,
+                    self.runtime,
+                    self.bank,
+                    tokens,
+                    first,
+                    stop,
+                    last_logits=last == stop,
+                )
+                self._commit(new[first - start : last - start], newest)
                 if device.type == "cuda":
-                    torch.cuda.synchronize(device)         # a chunk is seconds of work: its time must be true for the time left
+                    # a chunk is seconds of work: its time must be true for the time left
+                    torch.cuda.synchronize(device)
                 seconds = time.perf_counter() - began
                 clock.add(first, last, seconds)
                 self._stats.count_prefill(last - first, seconds)
@@ -198,7 +266,9 @@ class Session:
 
     @contextlib.contextmanager
     def _whole(self):
-        """Whatever breaks off inside (Ctrl-C, no host memory): the bank goes back to the tokens that are in the session."""
+        """Whatever breaks off inside (Ctrl-C, no host memory): the bank goes back to the tokens
+        that are in the session.
+        """
         try:
             yield
         except BaseException:
@@ -208,7 +278,7 @@ class Session:
 
     def _commit(self, ids, newest):
         length = len(self.ids) + len(ids)
-        self._ring.commit(newest[:, :, -min(newest.shape[2], len(ids)):], length)
+        self._ring.commit(newest[:, :, -min(newest.shape[2], len(ids)) :], length)
         self.runtime.advance(len(ids))
         self.ids.extend(ids)
         self._ring.advanced(length, min(newest.shape[2], len(ids)))
@@ -229,7 +299,13 @@ class Session:
         self._marks.append(self._mark(start, len(self.ids), logits, more))
         self.last_logits = logits
         self._selected = False
-        if not more and self.bank.tiered and self.bank.placement.reuse and self.runtime.packed and len(self.ids) >= self._steps.dense_below:
+        if (
+            not more
+            and self.bank.tiered
+            and self.bank.placement.reuse
+            and self.runtime.packed
+            and len(self.ids) >= self._steps.dense_below
+        ):
             self.runtime.warm(self._steps.newest(len(self.ids), WARM))
 
     def _mark(self, start, length, logits=None, more=False):
@@ -240,7 +316,9 @@ class Session:
         return Mark(start, length, self.runtime.snapshot(), logits, queries, open=more)
 
     def synthesize(self, n, seed=0):
-        """Fill this empty session with n random tokens without reading them (tools/synthetic_bank.py): for benchmarks at any depth."""
+        """Fill this empty session with n random tokens without reading them
+        (tools/synthetic_bank.py): for benchmarks at any depth.
+        """
         self._open()
         ids, head = synthesize(self, n, seed)
         self._room(n)
@@ -254,15 +332,16 @@ class Session:
             self._end_prefill(0, None)
 
     def decode(self, token_id):
-        """Append one token; returns float32 logits [vocab]. Raises ContextTooLong where the bank is full, SettingError where it cannot
-        end a prompt that was to go on."""
+        """Append one token; returns float32 logits [vocab]. Raises ContextTooLong where the bank is
+        full, SettingError where it cannot end a prompt that was to go on.
+        """
         self._open()
         (token_id,) = self._checked([token_id])
         n = len(self.ids) + 1
         self._room(n)
         if self._marks and self._marks[-1].open and self._marks[-1].length == n - 1:
             self.method.check_parts(True, 0)
-            part = self._marks.pop()                       # the prompt that was to go on ends here
+            part = self._marks.pop()  # the prompt that was to go on ends here
             self._end_prefill(part.start, part.logits)
         with self.llm.busy(), torch.inference_mode(), self._whole():
             self._restore_window()
@@ -283,7 +362,9 @@ class Session:
             self.last_logits = logits
             self._selected = sparse
             rows = (self.runtime if sparse else self.dense_runtime).rows_read(n)
-            self._stats.count_step(rows, self.plan.roles, self._row_bytes, sparse, time.perf_counter() - began)
+            self._stats.count_step(
+                rows, self.plan.roles, self._row_bytes, sparse, time.perf_counter() - began
+            )
         return logits
 
     def _metered(self):
@@ -299,17 +380,23 @@ class Session:
         return len(self.ids) - (self._marks[-1].length if self._marks else 0)
 
     def check(self, steps=32, progress=None):
-        """Full against sparse attention at the last positions, over the same bank: an engine.check.Report. Nothing changes."""
+        """Full against sparse attention at the last positions, over the same bank: an
+        engine.check.Report. Nothing changes.
+        """
         self._open()
         return check(self, steps, progress)
 
     # ---------------------------------------------------------------- going back, copies, end
 
     def truncate(self, n):
-        """Forget all but the first n tokens; what the next step sees is what it would have seen had they never been there."""
+        """Forget all but the first n tokens; what the next step sees is what it would have seen had
+        they never been there.
+        """
         self._open()
         if not 0 <= n <= len(self.ids):
-            raise SettingError(f"truncate: found {n}, expected 0 to {len(self.ids)} (the session's tokens)")
+            raise SettingError(
+                f"truncate: found {n}, expected 0 to {len(self.ids)} (the session's tokens)"
+            )
         if n == len(self.ids):
             return
         if self.runtime.evicts or self.runtime.replays:
@@ -325,7 +412,8 @@ class Session:
         self._ring.truncated(n)
         cut = next((m for m in self._marks if m.length > n), None)
         self._marks = [m for m in self._marks if m.length <= n]
-        if cut is not None and cut.start < n:              # inside a prompt: the bank's latest prefill ends here now
+        # inside a prompt: the bank's latest prefill ends here now
+        if cut is not None and cut.start < n:
             self._marks.append(self._mark(cut.start, n))
             return
         self.runtime.restore(self._marks[-1].state if self._marks else self._fresh, n)
@@ -333,30 +421,57 @@ class Session:
             self.last_logits = self._marks[-1].logits
 
     def refresh_logits(self):
-        """Logits of the newest token where a truncate left none: that token goes through the model once more, the bank unchanged."""
+        """Logits of the newest token where a truncate left none: that token goes through the model
+        once more, the bank unchanged.
+        """
         self._open()
         if not self.ids:
-            raise SettingError("generate: found an empty session and no tokens, expected a prompt of at least one token")
+            raise SettingError(
+                "generate: found an empty session and no tokens, expected a prompt of at least one token"
+            )
         n = len(self.ids)
-        if self.runtime.evicts or self.runtime.replays:     # an interrupted prompt's chunks left none: it is read again to its end
+        # an interrupted prompt's chunks left none: it is read again to its end
+        if self.runtime.evicts or self.runtime.replays:
             last = self._marks[-1] if self._marks else Mark(0, n)
-            self._marks, again = go_again(self, [*self._marks[:-1], replace(last, length=n + 1)], self._fresh, n)
+            self._marks, again = go_again(
+                self, [*self._marks[:-1], replace(last, length=n + 1)], self._fresh, n
+            )
             again()
             return
         tokens = torch.tensor([self.ids[-1:]], dtype=torch.int64, device=self.llm.model.device)
         with torch.inference_mode():
-            logits, _ = run_chunk(self.llm.model, self.llm.rotary, self.dense_runtime, self.bank, tokens, n - 1, n, write=False,
-                                  last_logits=True)
+            logits, _ = run_chunk(
+                self.llm.model,
+                self.llm.rotary,
+                self.dense_runtime,
+                self.bank,
+                tokens,
+                n - 1,
+                n,
+                write=False,
+                last_logits=True,
+            )
         self.last_logits = logits[0]
 
     def _restore_window(self):
-        """Recompute queries that the selector's window needs and the ring has lost (a truncate by more than the ring holds)."""
+        """Recompute queries that the selector's window needs and the ring has lost (a truncate by
+        more than the ring holds).
+        """
         window, n = self.runtime.window, len(self.ids)
         first = max(0, n - window)
         if window == 0 or self._ring.covers(first, n):
             return
         tokens = torch.tensor([self.ids[first:]], dtype=torch.int64, device=self.llm.model.device)
-        _, newest = run_chunk(self.llm.model, self.llm.rotary, self.dense_runtime, self.bank, tokens, first, n, write=False)
+        _, newest = run_chunk(
+            self.llm.model,
+            self.llm.rotary,
+            self.dense_runtime,
+            self.bank,
+            tokens,
+            first,
+            n,
+            write=False,
+        )
         self._ring.commit(newest, n)
         self._ring.hold(first, n)
 
@@ -379,8 +494,11 @@ class Session:
         return twin
 
     def generate(self, token_ids, params=None, progress=None, should_stop=None):
-        """Prefill token_ids (may be empty after a prefill), then decode: an iterator of engine.generate.Piece, closable early."""
+        """Prefill token_ids (may be empty after a prefill), then decode: an iterator of
+        engine.generate.Piece, closable early.
+        """
         from engine.generate import generate
+
         return generate(self, token_ids, params, progress=progress, should_stop=should_stop)
 
     def close(self):
@@ -400,7 +518,9 @@ class Session:
         vocab = self.llm.config.vocab_size
         bad = next((t for t in ids if not 0 <= t < vocab), None)
         if bad is not None:
-            raise SettingError(f"token id: found {bad}, expected 0 to {vocab - 1} (the model's vocabulary)")
+            raise SettingError(
+                f"token id: found {bad}, expected 0 to {vocab - 1} (the model's vocabulary)"
+            )
         if not ids:
             raise SettingError("prefill: found no tokens, expected at least one")
         return ids
@@ -409,7 +529,8 @@ class Session:
         if wanted > self.capacity:
             raise ContextTooLong(
                 f"{wanted} tokens do not fit: this session holds {len(self.ids)} and its context limit is {self.capacity} "
-                f"(the model's own is {self.llm.config.max_positions}); raise it with max_context / --ctx, or shorten the text")
+                f"(the model's own is {self.llm.config.max_positions}); raise it with max_context / --ctx, or shorten the text"
+            )
 
 
-assert RING >= 2 * 64       # a window of 64 queries survives a truncate of as many
+assert RING >= 2 * 64  # a window of 64 queries survives a truncate of as many

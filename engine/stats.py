@@ -7,37 +7,48 @@ from engine.plan.layers import Role
 
 @dataclass
 class SessionStats:
-    """Counters of one session since it began, and the sizes of what it holds. Times in seconds, sizes in bytes."""
+    """Counters of one session since it began, and the sizes of what it holds. Times in seconds,
+    sizes in bytes.
+    """
 
     tokens: int = 0
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_steps: int = 0
     decode_seconds: float = 0.0
-    sparse_steps: int = 0              # steps in which the sparse layers read a selection, not everything
+    # steps in which the sparse layers read a selection, not everything
+    sparse_steps: int = 0
     dense_steps: int = 0
-    rows_read_sparse: int = 0          # bank rows read by the sparse layers, summed over layers and steps
+    # bank rows read by the sparse layers, summed over layers and steps
+    rows_read_sparse: int = 0
     bytes_read_sparse: int = 0
     bytes_read_dense: int = 0
     bank_bytes: int = 0
     scratch_bytes: int = 0
     ring_bytes: int = 0
     selection_bytes: int = 0
-    host_bytes: int = 0                # host blocks of this session
-    pin_seconds: float = 0.0           # that its pool has spent page-locking host memory
-    resident: float = 1.0              # bank bytes on the device / bytes of all rows at the session's capacity; where rows are
-                                       # evicted: keys and values that the method needs / those of all tokens so far
-    mem: float = 1.0                   # the paper's formula: share of the bank that a sparse step reads
-    hits: int = 0                      # selected tokens found in the working sets, summed over groups and steps
+    host_bytes: int = 0  # host blocks of this session
+    pin_seconds: float = 0.0  # that its pool has spent page-locking host memory
+    # bank bytes on the device / bytes of all rows at the session's capacity; where rows are
+    # evicted: keys and values that the method needs / those of all tokens so far
+    resident: float = 1.0
+    # the paper's formula: share of the bank that a sparse step reads
+    mem: float = 1.0
+    # selected tokens found in the working sets, summed over groups and steps
+    hits: int = 0
     misses: int = 0
     evictions: int = 0
-    hit_rate: float = 0.0              # hits / selected tokens
-    bytes_fetched: int = 0             # by selection: misses x bytes of a group's row, exactly
-    store_bytes: int = 0               # rows, positions and scores that an evicting method keeps
-    snapshot_bytes: int = 0            # positions, scores and queries kept so that its answer can be taken back
-    bytes_streamed: int = 0            # whole layers and blocks brought back (prefill, dense steps, brutal offload)
-    staging_stalls: int = 0            # chunks of a layer that found their staging buffer still on its way home
-    groups: dict = field(default_factory=dict)      # {first layer: {"hits", "misses", "evictions", "plans", "bytes"}}
+    hit_rate: float = 0.0  # hits / selected tokens
+    bytes_fetched: int = 0  # by selection: misses x bytes of a group's row, exactly
+    store_bytes: int = 0  # rows, positions and scores that an evicting method keeps
+    # positions, scores and queries kept so that its answer can be taken back
+    snapshot_bytes: int = 0
+    # whole layers and blocks brought back (prefill, dense steps, brutal offload)
+    bytes_streamed: int = 0
+    # chunks of a layer that found their staging buffer still on its way home
+    staging_stalls: int = 0
+    # {first layer: {"hits", "misses", "evictions", "plans", "bytes"}}
+    groups: dict = field(default_factory=dict)
 
     def to_dict(self):
         """Plain dict for JSON."""
@@ -49,7 +60,9 @@ class SessionStats:
         self.prefill_seconds += seconds
 
     def count_step(self, rows, roles, row_bytes, sparse, seconds):
-        """A decode step has run. rows: bank rows that each layer read; sparse: whether its sparse layers read a selection."""
+        """A decode step has run. rows: bank rows that each layer read; sparse: whether its sparse
+        layers read a selection.
+        """
         read = sum(r for r, role in zip(rows, roles) if role in (Role.SPARSE, Role.RETAINED))
         self.decode_steps += 1
         self.decode_seconds += seconds

@@ -1,9 +1,13 @@
-"""Triton where it is installed, and a stand-in that lets every kernel file import where it is not (macOS, Windows)."""
+"""Triton where it is installed, and a stand-in that lets every kernel file import where it is not
+(macOS, Windows).
+"""
 
 try:
     import triton
     import triton.language as tl
-except ImportError:                     # kernels then are plain functions that nobody calls, see dispatch.choose
+# kernels then are plain functions that nobody calls, see dispatch.choose
+except ImportError:
+
     class _Absent:
         constexpr = None
 

@@ -1,11 +1,14 @@
-"""Block-sparse prefill attention of dense layers: a block of queries attends, per head, to the key blocks that carry its mass.
+"""Block-sparse prefill attention of dense layers: a block of queries attends, per head, to the key
+blocks that carry its mass.
 
-The mass is estimated from few products: a softmax over one number per S x S tile, summed over the tiles of a block pair. "pooled" (as in
-SpargeAttn, thu-ml/SpargeAttn, without its quantised part): the mean query of S rows against the mean key of S. "antidiagonal" (XAttention,
-mit-han-lab/x-attention, xattn/src/Xattention.py): S queries in reverse beside S keys in order make one product of width S x D, the sum
-of the tile's antidiagonal. Which keeps more with fewer blocks: docs/PREFILL.md. Each head chooses for itself: the union over a group's
-heads would keep nearly everything. Blocks lie at absolute multiples of BLOCK, so how a prompt is cut into chunks of whole blocks does not
-change a result.
+The mass is estimated from few products: a softmax over one number per S x S tile, summed over the
+tiles of a block pair. "pooled" (as in SpargeAttn, thu-ml/SpargeAttn, without its quantised part):
+the mean query of S rows against the mean key of S. "antidiagonal" (XAttention,
+mit-han-lab/x-attention, xattn/src/Xattention.py): S queries in reverse beside S keys in order make
+one product of width S x D, the sum of the tile's antidiagonal. Which keeps more with fewer blocks:
+docs/PREFILL.md. Each head chooses for itself: the union over a group's heads would keep nearly
+everything. Blocks lie at absolute multiples of BLOCK, so how a prompt is cut into chunks of whole
+blocks does not change a result.
 """
 
 import torch
@@ -22,18 +25,25 @@ ESTIMATORS = ("antidiagonal", "pooled")
 def block_mass(q, k, first, stride, scale, estimator="antidiagonal"):
     """Estimated share of attention mass of every (head, query block, key block).
 
-    q [B, C, H, D] at positions first .. first+C-1, first and C multiples of BLOCK; k [B, Hkv, >= first+C, D] view; stride divides
-    BLOCK. Returns float32 [B, H, C / BLOCK, (first + C) / BLOCK]; a row sums to one, key blocks after the query block are zero.
-    Memory: 4 bytes x group x C x (first + C) / stride^2, one K/V head at a time.
+    q [B, C, H, D] at positions first .. first+C-1, first and C multiples of BLOCK; k [B, Hkv, >=
+    first+C, D] view; stride divides BLOCK. Returns float32 [B, H, C / BLOCK, (first + C) / BLOCK];
+    a row sums to one, key blocks after the query block are zero. Memory: 4 bytes x group x C x
+    (first + C) / stride^2, one K/V head at a time.
     """
     batch, chunk, heads, dim = q.shape
     kv_heads, stop = k.shape[1], first + chunk
     group, per = heads // kv_heads, BLOCK // stride
-    later = torch.arange(stop // stride, device=q.device) > torch.arange(first // stride, stop // stride, device=q.device).unsqueeze(1)
+    later = torch.arange(stop // stride, device=q.device) > torch.arange(
+        first // stride, stop // stride, device=q.device
+    ).unsqueeze(1)
     mass = torch.empty(batch, heads, chunk // BLOCK, stop // BLOCK, device=q.device)
     for b in range(batch):
         for h in range(kv_heads):
-            queries = q[b, :, h * group:(h + 1) * group].transpose(0, 1).reshape(group, chunk // stride, stride, dim)
+            queries = (
+                q[b, :, h * group : (h + 1) * group]
+                .transpose(0, 1)
+                .reshape(group, chunk // stride, stride, dim)
+            )
             keys = k[b, h, :stop].reshape(stop // stride, stride, dim)
             if estimator == "pooled":
                 logits = queries.mean(2) @ keys.mean(1).t()
@@ -41,14 +51,16 @@ def block_mass(q, k, first, stride, scale, estimator="antidiagonal"):
                 logits = (queries.flip(2).flatten(2) @ keys.flatten(1).t()).float() / stride
             weights = torch.softmax((logits.float() * scale).masked_fill(later, float("-inf")), -1)
             tiles = weights.view(group, chunk // BLOCK, per, stop // BLOCK, per)
-            mass[b, h * group:(h + 1) * group] = tiles.sum((2, 4)) / per
+            mass[b, h * group : (h + 1) * group] = tiles.sum((2, 4)) / per
     return mass
 
 
 def choose_blocks(mass, first, threshold):
-    """The fewest key blocks of each row with mass >= threshold, and block 0, the block before and the query's own.
+    """The fewest key blocks of each row with mass >= threshold, and block 0, the block before and
+    the query's own.
 
-    mass as `block_mass` returns it, first: position of the first query. Returns bool of the same shape.
+    mass as `block_mass` returns it, first: position of the first query. Returns bool of the same
+    shape.
     """
     ordered, order = mass.sort(-1, descending=True)
     wanted = ordered.cumsum(-1) - ordered < threshold
@@ -59,10 +71,12 @@ def choose_blocks(mass, first, threshold):
 
 
 def attend_blocks(q, k, v, keep, first, scale, path="auto"):
-    """Causal attention over the kept key blocks: (out [B, C, H, D] in q.dtype, lse [B, C, H] float32).
+    """Causal attention over the kept key blocks: (out [B, C, H, D] in q.dtype, lse [B, C, H]
+    float32).
 
-    q [B, C, H, D] at positions first .. first+C-1, first and C multiples of BLOCK; k, v [B, Hkv, >= first+C, D] views of any strides,
-    last dim contiguous; keep [B, H, C / BLOCK, (first + C) / BLOCK] bool, in which every query block's own key block is taken as kept.
+    q [B, C, H, D] at positions first .. first+C-1, first and C multiples of BLOCK; k, v [B, Hkv, >=
+    first+C, D] views of any strides, last dim contiguous; keep [B, H, C / BLOCK, (first + C) /
+    BLOCK] bool, in which every query block's own key block is taken as kept.
     """
     if choose(path, q) == "triton":
         return attend_blocks_triton(q, k, v, keep, first, scale)
@@ -70,46 +84,93 @@ def attend_blocks(q, k, v, keep, first, scale, path="auto"):
 
 
 def attend_blocks_ref(q, k, v, keep, first, scale):
-    """`attend_blocks` in plain torch, same arguments, on every other path: kept blocks are gathered per head, the own block is causal,
-    both merged by log-sum-exp."""
+    """`attend_blocks` in plain torch, same arguments, on every other path: kept blocks are gathered
+    per head, the own block is causal, both merged by log-sum-exp.
+    """
     batch, chunk, heads, dim = q.shape
     group = heads // k.shape[1]
     out, lse = torch.empty_like(q), torch.empty(batch, chunk, heads, device=q.device)
     for b in range(batch):
-        rows_k, rows_v = (t[b, :, :first + chunk].reshape(t.shape[1], -1, BLOCK, dim) for t in (k, v))
-        lists = [[rows[:(first // BLOCK + n)].nonzero().squeeze(1) for n, rows in enumerate(head)] for head in keep[b]]
+        rows_k, rows_v = (
+            t[b, :, : first + chunk].reshape(t.shape[1], -1, BLOCK, dim) for t in (k, v)
+        )
+        lists = [
+            [rows[: (first // BLOCK + n)].nonzero().squeeze(1) for n, rows in enumerate(head)]
+            for head in keep[b]
+        ]
         for n in range(chunk // BLOCK):
             part = slice(n * BLOCK, (n + 1) * BLOCK)
-            own = attend_chunk(q[b:b + 1, part], k[b:b + 1], v[b:b + 1], first + n * BLOCK, scale)
+            own = attend_chunk(
+                q[b : b + 1, part], k[b : b + 1], v[b : b + 1], first + n * BLOCK, scale
+            )
             past_out, past_lse = torch.zeros_like(own[0]), torch.full_like(own[1], float("-inf"))
             for head in range(heads):
                 if not len(lists[head][n]):
                     continue
-                chosen = [t[head // group].index_select(0, lists[head][n]).view(1, 1, -1, dim) for t in (rows_k, rows_v)]
-                past_out[:, :, head:head + 1], past_lse[:, :, head:head + 1] = attend_rows(q[b:b + 1, part, head:head + 1], *chosen, scale)
-            out[b:b + 1, part], lse[b:b + 1, part] = merge([own, (past_out, past_lse)], q.dtype)
+                chosen = [
+                    t[head // group].index_select(0, lists[head][n]).view(1, 1, -1, dim)
+                    for t in (rows_k, rows_v)
+                ]
+                past_out[:, :, head : head + 1], past_lse[:, :, head : head + 1] = attend_rows(
+                    q[b : b + 1, part, head : head + 1], *chosen, scale
+                )
+            out[b : b + 1, part], lse[b : b + 1, part] = merge([own, (past_out, past_lse)], q.dtype)
     return out, lse
 
 
 def block_lists(keep, first):
-    """The past blocks that are kept, ascending, as a kernel reads them: (lists [B, H, N, L] int32, counts [B, H, N] int32) of keep
-    [B, H, N, L]; a query block's own and later ones left out. Entries from the count on mean nothing. No sync, no sort."""
+    """The past blocks that are kept, ascending, as a kernel reads them: (lists [B, H, N, L] int32,
+    counts [B, H, N] int32) of keep [B, H, N, L]; a query block's own and later ones left out.
+    Entries from the count on mean nothing. No sync, no sort.
+    """
     column = torch.arange(keep.shape[-1], device=keep.device)
     own = first // BLOCK + torch.arange(keep.shape[-2], device=keep.device).unsqueeze(1)
     past = keep & (column < own)
     place = past.cumsum(-1) - 1
     lists = torch.zeros(*keep.shape[:-1], keep.shape[-1] + 1, dtype=torch.int32, device=keep.device)
-    lists.scatter_(-1, torch.where(past, place, keep.shape[-1]), column.int().expand_as(place))        # the rest to a place of its own
+    # the rest to a place of its own
+    lists.scatter_(-1, torch.where(past, place, keep.shape[-1]), column.int().expand_as(place))
     return lists[..., :-1].contiguous(), past.sum(-1, dtype=torch.int32)
 
 
 @triton.jit
-def blocks_kernel(q, k, v, lists, counts, out, lse, scale, longest, heads, sqb, sqc, sqh, skb, skh, skt, svb, svh, svt, sob, soc, soh,
-                  first, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """M queries of one block under one head: grid (heads * BLOCK // M, blocks, B), the last blocks first, whose lists are longest.
+def blocks_kernel(
+    q,
+    k,
+    v,
+    lists,
+    counts,
+    out,
+    lse,
+    scale,
+    longest,
+    heads,
+    sqb,
+    sqc,
+    sqh,
+    skb,
+    skh,
+    skt,
+    svb,
+    svh,
+    svt,
+    sob,
+    soc,
+    soh,
+    first,
+    G: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """M queries of one block under one head: grid (heads * BLOCK // M, blocks, B), the last blocks
+    first, whose lists are longest.
 
-    The kept past blocks, TILE rows at a time and without a mask, then the own block up to the tile's last query. lists [B, H, blocks,
-    longest]; the rows of a tile are known one iteration ahead, so that the loads of K and V are pipelined.
+    The kept past blocks, TILE rows at a time and without a mask, then the own block up to the
+    tile's last query. lists [B, H, blocks, longest]; the rows of a tile are known one iteration
+    ahead, so that the loads of K and V are pipelined.
     """
     head = tl.program_id(0) // (BLOCK // M)
     tile = tl.program_id(0) % (BLOCK // M)
@@ -155,20 +216,30 @@ def blocks_kernel(q, k, v, lists, counts, out, lse, scale, longest, heads, sqb, 
 
 
 def blocks_config(head_dim, itemsize):
-    """A whole block of 128 queries and 64 rows in 16 bits at head_dim 128: 64 accumulator registers under 8 warps, K and V twice in
-    flight in 64 KB beside 32 KB of queries, within the 99 KB of sm_89. Smaller where a row is wider; where one is at most 128 bytes, three
-    times in flight (head_dim 64 with two spilled 8 bytes on sm_100)."""
+    """A whole block of 128 queries and 64 rows in 16 bits at head_dim 128: 64 accumulator registers
+    under 8 warps, K and V twice in flight in 64 KB beside 32 KB of queries, within the 99 KB of
+    sm_89. Smaller where a row is wider; where one is at most 128 bytes, three times in flight
+    (head_dim 64 with two spilled 8 bytes on sm_100).
+    """
     dim = max(16, power_of_two(head_dim))
     rows = max(16, min(BLOCK, 32768 // (dim * itemsize)))
     tile = max(16, min(64, 16384 // (dim * itemsize)))
-    return Config(tile, rows, dim, warps=8 if rows * dim >= 8192 else 4, stages=3 if dim * itemsize <= 128 else 2, queries=rows)
+    return Config(
+        tile,
+        rows,
+        dim,
+        warps=8 if rows * dim >= 8192 else 4,
+        stages=3 if dim * itemsize <= 128 else 2,
+        queries=rows,
+    )
 
 
 def attend_blocks_triton(q, k, v, keep, first, scale):
-    """`attend_blocks` by the Triton kernel of this file, same arguments: one launch, every kept row read in place.
+    """`attend_blocks` by the Triton kernel of this file, same arguments: one launch, every kept row
+    read in place.
 
-    Heads of a group that keep the same block find it in L2 (their programs are neighbours). Operations: 4 * 128 * 128 * D per kept
-    block and head, the own ones whole.
+    Heads of a group that keep the same block find it in L2 (their programs are neighbours).
+    Operations: 4 * 128 * 128 * D per kept block and head, the own ones whole.
     """
     batch, chunk, heads, head_dim = q.shape
     config = blocks_config(head_dim, q.element_size())
@@ -176,21 +247,48 @@ def attend_blocks_triton(q, k, v, keep, first, scale):
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, chunk, heads, dtype=torch.float32, device=q.device)
     blocks_kernel[(heads * (BLOCK // config.rows), chunk // BLOCK, batch)](
-        q, k, v, lists, counts, out, lse, scale, lists.shape[-1], heads, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        *out.stride()[:3], first, G=heads // k.shape[1], M=config.rows, D=head_dim, DP=config.dim, TILE=config.block, BLOCK=BLOCK,
-        num_warps=config.warps, num_stages=config.stages)
+        q,
+        k,
+        v,
+        lists,
+        counts,
+        out,
+        lse,
+        scale,
+        lists.shape[-1],
+        heads,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *out.stride()[:3],
+        first,
+        G=heads // k.shape[1],
+        M=config.rows,
+        D=head_dim,
+        DP=config.dim,
+        TILE=config.block,
+        BLOCK=BLOCK,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
     return out, lse
 
 
 def exact_mass(q, k, first, scale):
-    """The true mass, float32, as `block_mass` returns its estimate; holds the weights of one head. For reports and tests."""
+    """The true mass, float32, as `block_mass` returns its estimate; holds the weights of one head.
+    For reports and tests.
+    """
     batch, chunk, heads, _ = q.shape
     group, stop = heads // k.shape[1], first + chunk
     mass = torch.empty(batch, heads, chunk // BLOCK, stop // BLOCK, device=q.device)
-    later = torch.arange(stop, device=q.device) > torch.arange(first, stop, device=q.device).unsqueeze(1)
+    later = torch.arange(stop, device=q.device) > torch.arange(
+        first, stop, device=q.device
+    ).unsqueeze(1)
     for b in range(batch):
         for head in range(heads):
             logits = (q[b, :, head].float() @ k[b, head // group, :stop].float().t()) * scale
             weights = torch.softmax(logits.masked_fill_(later, float("-inf")), -1)
-            mass[b, head] = weights.view(chunk // BLOCK, BLOCK, stop // BLOCK, BLOCK).sum((1, 3)) / BLOCK
+            mass[b, head] = (
+                weights.view(chunk // BLOCK, BLOCK, stop // BLOCK, BLOCK).sum((1, 3)) / BLOCK
+            )
     return mass

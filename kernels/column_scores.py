@@ -1,8 +1,10 @@
-"""How much blocks of queries read each row of the past: the scores of OmniKV-prefill, and of every method that sums attention.
+"""How much blocks of queries read each row of the past: the scores of OmniKV-prefill, and of every
+method that sums attention.
 
-S_i = sum over a block's queries of max over heads of softmax(q . k_i) (OmniKV section D.10 with Eq. 3-4, uniform weights).
-q . k is computed again from the log-sum-exp that the dense pass left; what leaves the kernel is one number per row and block.
-The exponential is monotone, so the largest logit - lse over the heads is found first: one exponential per (query, row).
+S_i = sum over a block's queries of max over heads of softmax(q . k_i) (OmniKV section D.10 with Eq.
+3-4, uniform weights). q . k is computed again from the log-sum-exp that the dense pass left; what
+leaves the kernel is one number per row and block. The exponential is monotone, so the largest logit
+- lse over the heads is found first: one exponential per (query, row).
 """
 
 import torch
@@ -11,16 +13,20 @@ from kernels._triton import tl, triton
 from kernels.dispatch import choose
 from kernels.split import Config, power_of_two
 
-ROWS = 1024         # rows per block on a CPU: the block's logits (4 B x C x G x ROWS, 3 MB at C = 256, G = 3) stay near the cache
+# rows per block on a CPU: the block's logits (4 B x C x G x ROWS, 3 MB at C = 256, G = 3) stay near
+# the cache
+ROWS = 1024
 
 
 def column_scores(q, k, lse, blocks, start, stride, scale, sums, path="auto"):
-    """sums[b, n, i] = sum over queries of block n of max over heads of exp(q . k_i * scale - lse), for rows i below the block's stop.
+    """sums[b, n, i] = sum over queries of block n of max over heads of exp(q . k_i * scale - lse),
+    for rows i below the block's stop.
 
-    q [B, C, H, D]: queries at positions start .. start+C-1; k [B, Hkv, T, D] view of any strides, last dim contiguous; lse [B, C, H]
-    float32: log-sum-exp over everything the query sees (prefill_dense_lse); blocks: list of (first, last, stop): queries at positions
-    first, first + stride, .. below last score rows 0 .. stop-1, stop <= first; sums [B, >= len(blocks), T] float32, overwritten below
-    each stop and left as it is beyond.
+    q [B, C, H, D]: queries at positions start .. start+C-1; k [B, Hkv, T, D] view of any strides,
+    last dim contiguous; lse [B, C, H] float32: log-sum-exp over everything the query sees
+    (prefill_dense_lse); blocks: list of (first, last, stop): queries at positions first, first +
+    stride, .. below last score rows 0 .. stop-1, stop <= first; sums [B, >= len(blocks), T]
+    float32, overwritten below each stop and left as it is beyond.
     """
     if choose(path, q) == "triton":
         column_scores_triton(q, k, lse, blocks, start, stride, scale, sums)
@@ -42,31 +48,65 @@ def column_scores_ref(q, k, lse, stop, scale, sums):
 
 
 def column_scores_cpu(q, k, lse, stop, scale, sums):
-    """One block in plain torch, arguments as `column_scores_ref`: ROWS rows of the past at a time, one K/V head after the other."""
+    """One block in plain torch, arguments as `column_scores_ref`: ROWS rows of the past at a time,
+    one K/V head after the other.
+    """
     batch, chunk, heads, dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
     for b in range(batch):
-        folded = q[b].reshape(chunk, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(kv_heads, group * chunk, dim)
+        folded = (
+            q[b]
+            .reshape(chunk, kv_heads, group, dim)
+            .permute(1, 2, 0, 3)
+            .reshape(kv_heads, group * chunk, dim)
+        )
         shift = -lse[b].t().reshape(kv_heads, group * chunk, 1)
         for first in range(0, stop, ROWS):
             last = min(stop, first + ROWS)
             best = None
             for h in range(kv_heads):
                 logits = torch.mm(folded[h], k[b, h, first:last].t())
-                most = torch.add(shift[h], logits, alpha=scale)                 # float32, whatever the product's dtype
+                # float32, whatever the product's dtype
+                most = torch.add(shift[h], logits, alpha=scale)
                 most = most.view(group, chunk, -1).amax(0) if group > 1 else most
                 best = most if best is None else torch.maximum(best, most, out=best)
             sums[b, first:last] = best.exp_().sum(0)
 
 
 @triton.jit
-def column_kernel(q, k, lse, blocks, sums, scale, count, kv_heads, group, sqb, sqc, sqh, skb, skh, skt, slb, slc, slh, ssb, ssn,
-                  stride, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+def column_kernel(
+    q,
+    k,
+    lse,
+    blocks,
+    sums,
+    scale,
+    count,
+    kv_heads,
+    group,
+    sqb,
+    sqc,
+    sqh,
+    skb,
+    skh,
+    skt,
+    slb,
+    slc,
+    slh,
+    ssb,
+    ssn,
+    stride,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+):
     """One tile of N rows for one block of queries: grid (tiles, blocks * B).
 
-    Heads inside, queries outside: the maximum over all heads comes before the sum over queries. `group` is no constant: unrolled, the
-    heads of a group make sm_80 spill. `blocks` [count, 3] int32: (first query, past the last, rows), queries counted in q.
+    Heads inside, queries outside: the maximum over all heads comes before the sum over queries.
+    `group` is no constant: unrolled, the heads of a group make sm_80 spill. `blocks` [count, 3]
+    int32: (first query, past the last, rows), queries counted in q.
     """
     n = tl.program_id(1) % count
     b = (tl.program_id(1) // count).to(tl.int64)
@@ -91,17 +131,28 @@ def column_kernel(q, k, lse, blocks, sums, scale, count, kv_heads, group, sqb, s
                 tile = tl.load(tile_at + tl.cast(h, tl.int64) * skh, mask=inside, other=0.0)
                 for g in range(0, group):
                     head = h * group + g
-                    rows = tl.load(rows_at + place + head * sqh, mask=live[:, None] & (d < D)[None, :], other=0.0)
-                    shift = tl.load(shift_at + at * slc + head * slh, mask=live, other=0.0) * 1.4426950408889634
-                    x = tl.dot(rows, tl.trans(tile), input_precision="ieee") * (scale * 1.4426950408889634)
+                    rows = tl.load(
+                        rows_at + place + head * sqh,
+                        mask=live[:, None] & (d < D)[None, :],
+                        other=0.0,
+                    )
+                    shift = (
+                        tl.load(shift_at + at * slc + head * slh, mask=live, other=0.0)
+                        * 1.4426950408889634
+                    )
+                    x = tl.dot(rows, tl.trans(tile), input_precision="ieee") * (
+                        scale * 1.4426950408889634
+                    )
                     best = tl.maximum(best, x - shift[:, None])
             total += tl.sum(tl.where(live[:, None], tl.exp2(best), 0.0), 0)
         tl.store(sums + b * ssb + n * ssn + t, total, mask=t < stop)
 
 
 def column_config(head_dim, itemsize):
-    """64 queries x 128 rows in 16 bits under 8 warps: two score tiles (best and new) take 64 registers; with 128 queries sm_80 and sm_89
-    spill up to 200 bytes. Smaller tiles in float32, whose products take registers. At group 4 a product of 2.1 MFLOP reads 24 KB."""
+    """64 queries x 128 rows in 16 bits under 8 warps: two score tiles (best and new) take 64
+    registers; with 128 queries sm_80 and sm_89 spill up to 200 bytes. Smaller tiles in float32,
+    whose products take registers. At group 4 a product of 2.1 MFLOP reads 24 KB.
+    """
     dim = max(16, power_of_two(head_dim))
     if itemsize == 4 or dim > 128:
         side = 32 if itemsize == 4 and dim > 64 else 64
@@ -112,14 +163,35 @@ def column_config(head_dim, itemsize):
 def column_scores_triton(q, k, lse, blocks, start, stride, scale, sums):
     """`column_scores` by the Triton kernel of this file, same arguments: one launch for all blocks.
 
-    Bytes: K once per block of queries, the block's queries once per tile of rows (from L2), 4 bytes written per row and block.
+    Bytes: K once per block of queries, the block's queries once per tile of rows (from L2), 4 bytes
+    written per row and block.
     """
     batch, _, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     config = column_config(head_dim, q.element_size())
-    table = torch.tensor([(first - start, last - start, stop) for first, last, stop in blocks], dtype=torch.int32).to(q.device)
+    table = torch.tensor(
+        [(first - start, last - start, stop) for first, last, stop in blocks], dtype=torch.int32
+    ).to(q.device)
     tiles = -(-max(1, max(stop for *_, stop in blocks)) // config.block)
     column_kernel[(tiles, len(blocks) * batch)](
-        q, k, lse, table, sums, scale, len(blocks), kv_heads, heads // kv_heads, *q.stride()[:3], *k.stride()[:3], *lse.stride(),
-        *sums.stride()[:2], stride, M=config.rows, N=config.block, D=head_dim, DP=config.dim, num_warps=config.warps,
-        num_stages=config.stages)
+        q,
+        k,
+        lse,
+        table,
+        sums,
+        scale,
+        len(blocks),
+        kv_heads,
+        heads // kv_heads,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *lse.stride(),
+        *sums.stride()[:2],
+        stride,
+        M=config.rows,
+        N=config.block,
+        D=head_dim,
+        DP=config.dim,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )

@@ -1,14 +1,18 @@
-"""Softmax attention weights tile by tile, and their sums over queries: what every method that counts attention is made of.
+"""Softmax attention weights tile by tile, and their sums over queries: what every method that
+counts attention is made of.
 
-Plain torch on any device. heads x queries x rows never exists: a tile is at most TILE floats. The sums are kept per query head, since
-the published methods reduce over a group after they have summed; OmniKV's own scores (maximum over all heads first) are in
-kernels/column_scores.py and kernels/window_scores.py.
+Plain torch on any device. heads x queries x rows never exists: a tile is at most TILE floats. The
+sums are kept per query head, since the published methods reduce over a group after they have
+summed; OmniKV's own scores (maximum over all heads first) are in kernels/column_scores.py and
+kernels/window_scores.py.
 """
 
 import torch
 
-QUERIES, ROWS = 16, 1024                                # the least of a tile, where there are as many
-TILES = {"cpu": 2 ** 18, "cuda": 4 * 2 ** 20}           # floats of a tile; 1 MB stays in a core's cache: 5 times faster than 16
+# the least of a tile, where there are as many
+QUERIES, ROWS = 16, 1024
+# floats of a tile; 1 MB stays in a core's cache: 5 times faster than 16
+TILES = {"cpu": 2**18, "cuda": 4 * 2**20}
 
 
 def tile_floats(device):
@@ -17,7 +21,9 @@ def tile_floats(device):
 
 
 def tiles(q, k, first):
-    """[(queries slice, [rows slices])] that cover what q [C, H, D] sees of k [Hkv, T, D], query j rows < first + j + 1."""
+    """[(queries slice, [rows slices])] that cover what q [C, H, D] sees of k [Hkv, T, D], query j
+    rows < first + j + 1.
+    """
     count, heads, _ = q.shape
     size = tile_floats(q.device)
     high = max(ROWS, size // (heads * QUERIES))
@@ -29,24 +35,31 @@ def tiles(q, k, first):
 
 
 def tile_logits(q, k, queries, rows, first, scale):
-    """Scaled logits of one tile, float32 [Hkv, G, queries, rows], -inf where a query does not see a row."""
+    """Scaled logits of one tile, float32 [Hkv, G, queries, rows], -inf where a query does not see a
+    row.
+    """
     kv_heads, _, dim = k.shape
     part = q[queries].float().view(-1, kv_heads, q.shape[1] // kv_heads, dim).permute(1, 2, 0, 3)
     logits = torch.matmul(part.flatten(1, 2), k[:, rows].float().transpose(1, 2)) * scale
     logits = logits.view(*part.shape[:3], -1)
     if rows.stop > first + queries.start + 1:
         seen = torch.arange(queries.start, queries.stop, device=q.device) + first
-        logits.masked_fill_(torch.arange(rows.start, rows.stop, device=q.device) > seen.unsqueeze(1), float("-inf"))
+        logits.masked_fill_(
+            torch.arange(rows.start, rows.stop, device=q.device) > seen.unsqueeze(1), float("-inf")
+        )
     return logits
 
 
 def weight_tiles(q, k, first, scale, change=None):
-    """Softmax weights of q [C, H, D] over the rows of k [Hkv, T, D] that each query sees (query j: rows < first + j + 1).
+    """Softmax weights of q [C, H, D] over the rows of k [Hkv, T, D] that each query sees (query j:
+    rows < first + j + 1).
 
-    Yields (queries slice, rows slice, float32 [Hkv, G, queries, rows]). change(logits, queries, rows) -> logits replaces what the
-    softmax is taken of (Keyformer's noise and temperature). Where queries see more rows than a tile holds, K is read twice and `change`
-    asked for every tile twice.
+    Yields (queries slice, rows slice, float32 [Hkv, G, queries, rows]). change(logits, queries,
+    rows) -> logits replaces what the softmax is taken of (Keyformer's noise and temperature). Where
+    queries see more rows than a tile holds, K is read twice and `change` asked for every tile
+    twice.
     """
+
     def logits_of(queries, rows):
         logits = tile_logits(q, k, queries, rows, first, scale)
         return logits if change is None else change(logits, queries, rows)
@@ -55,15 +68,19 @@ def weight_tiles(q, k, first, scale, change=None):
         if len(parts) == 1:
             yield queries, parts[0], logits_of(queries, parts[0]).softmax(-1)
             continue
-        lse = torch.logsumexp(torch.stack([torch.logsumexp(logits_of(queries, rows), -1) for rows in parts]), 0).unsqueeze(-1)
+        lse = torch.logsumexp(
+            torch.stack([torch.logsumexp(logits_of(queries, rows), -1) for rows in parts]), 0
+        ).unsqueeze(-1)
         for rows in parts:
             yield queries, rows, logits_of(queries, rows).sub_(lse).exp_()
 
 
 def column_sums(q, k, first, scale, each=None, change=None):
-    """float32 [Hkv, G, T]: sums over the queries of their weights on every row (of `each(weights, queries, rows)` where given).
+    """float32 [Hkv, G, T]: sums over the queries of their weights on every row (of `each(weights,
+    queries, rows)` where given).
 
-    q [C, H, D] at the end of k [Hkv, T, D]: query j sees rows < first + j + 1. H2O's score (its section 3.2) for a chunk of queries.
+    q [C, H, D] at the end of k [Hkv, T, D]: query j sees rows < first + j + 1. H2O's score (its
+    section 3.2) for a chunk of queries.
     """
     kv_heads, total = k.shape[:2]
     sums = torch.zeros(kv_heads, q.shape[1] // kv_heads, total, device=q.device)

@@ -1,8 +1,9 @@
-"""Dense flash-decoding: a few new queries attend to every row of the bank; optionally the selector's keys are left
-behind.
+"""Dense flash-decoding: a few new queries attend to every row of the bank; optionally the
+selector's keys are left behind.
 
-`decode_dense` is what FULL, WAIT and FILTER layers run in a decode step. A FILTER layer passes `keys`: the same pass
-over K leaves max over heads of the softmaxed (or raw) scores of the last query, OmniKV Eq. 3 with selector "last".
+`decode_dense` is what FULL, WAIT and FILTER layers run in a decode step. A FILTER layer passes
+`keys`: the same pass over K leaves max over heads of the softmaxed (or raw) scores of the last
+query, OmniKV Eq. 3 with selector "last".
 """
 
 import torch
@@ -31,7 +32,9 @@ def decode_dense_ref(q, k, v, lengths, scale, keys=None, kind="softmax"):
     for b in range(batch):
         n = int(lengths[b])
         visible = [n - (queries - 1 - j) for j in range(queries)]
-        out[b], logits = attend(q[b], k[b, :, :n], v[b, :, :n], visible, scale, scores=keys is not None)
+        out[b], logits = attend(
+            q[b], k[b, :, :n], v[b, :, :n], visible, scale, scores=keys is not None
+        )
         if keys is not None:
             keys[b, :n] = head_max(logits[-1:], kind)[0]
     return out
@@ -40,11 +43,12 @@ def decode_dense_ref(q, k, v, lengths, scale, keys=None, kind="softmax"):
 def decode_dense(q, k, v, lengths, scale, keys=None, kind="softmax", scratch=None, path="auto"):
     """Attention of Q <= 8 new queries over all rows of the bank.
 
-    q [B, Q, H, D]; k, v [B, Hkv, T, D] views of any strides, last dim contiguous, rows of the new tokens already
-    written; lengths [B] int32 on q's device: rows visible to the LAST query (query j sees lengths - (Q-1-j)); scale:
-    1/sqrt(D). keys [B, T] float32 or None: positions < lengths are overwritten with the last query's head maxima
-    (`kind` "softmax" over the visible rows, or "raw"); positions beyond are left as they are. scratch:
-    kernels.scratch.Scratch or None (allocates). Returns out [B, Q, H, D] in q.dtype. Mutates keys and scratch.
+    q [B, Q, H, D]; k, v [B, Hkv, T, D] views of any strides, last dim contiguous, rows of the new
+    tokens already written; lengths [B] int32 on q's device: rows visible to the LAST query (query j
+    sees lengths - (Q-1-j)); scale: 1/sqrt(D). keys [B, T] float32 or None: positions < lengths are
+    overwritten with the last query's head maxima (`kind` "softmax" over the visible rows, or
+    "raw"); positions beyond are left as they are. scratch: kernels.scratch.Scratch or None
+    (allocates). Returns out [B, Q, H, D] in q.dtype. Mutates keys and scratch.
     """
     chosen = choose(path, q)
     if chosen == "triton":
@@ -57,14 +61,19 @@ def decode_dense(q, k, v, lengths, scale, keys=None, kind="softmax", scratch=Non
 def decode_dense_cpu(q, k, v, lengths, scale, keys, kind, scratch=None):
     """`decode_dense` on CPU tensors, same arguments.
 
-    With keys, one query's attention is made of plain products (its logits are needed anyway), else of the fused kernel.
+    With keys, one query's attention is made of plain products (its logits are needed anyway), else
+    of the fused kernel.
     """
     out = torch.empty_like(q)
     buffers = (None, None) if scratch is None else (scratch.blocks, scratch.logits)
     for b in range(q.shape[0]):
         n = int(lengths[b])
         own = k[b, :, :n], v[b, :, :n]
-        scored = attend_scored(q[b, -1:], *own, scale, keys[b, :n], kind, *buffers) if keys is not None and n else None
+        scored = (
+            attend_scored(q[b, -1:], *own, scale, keys[b, :n], kind, *buffers)
+            if keys is not None and n
+            else None
+        )
         if scored is not None and q.shape[1] == 1:
             out[b] = scored
         else:
@@ -73,13 +82,41 @@ def decode_dense_cpu(q, k, v, lengths, scale, keys, kind, scratch=None):
 
 
 @triton.jit
-def dense_kernel(q, k, v, lengths, part, lse, logits, scale, sqb, sqq, sqh, skb, skh, skt, svb, svh, svt, capacity,
-                 heads, queries, QT: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
-                 DP: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, SCORED: tl.constexpr, WIDE: tl.constexpr):
+def dense_kernel(
+    q,
+    k,
+    v,
+    lengths,
+    part,
+    lse,
+    logits,
+    scale,
+    sqb,
+    sqq,
+    sqh,
+    skb,
+    skh,
+    skt,
+    svb,
+    svh,
+    svt,
+    capacity,
+    heads,
+    queries,
+    QT: tl.constexpr,
+    G: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SCORED: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     """One split of SPLIT rows for one kv head: grid (splits, kv_heads * tiles of QT queries, B).
 
-    Programs beyond the length leave at once. Row j * G + g of a tile is its query j under head g of the group. SCORED
-    also stores the last query's logits [B, H, capacity].
+    Programs beyond the length leave at once. Row j * G + g of a tile is its query j under head g of
+    the group. SCORED also stores the last query's logits [B, H, capacity].
     """
     s = tl.program_id(0)
     h = tl.program_id(1) // tl.cdiv(queries, QT)
@@ -89,10 +126,14 @@ def dense_kernel(q, k, v, lengths, part, lse, logits, scale, sqb, sqq, sqh, skb,
     first = s * SPLIT
     if first < n:
         wide = b.to(tl.int64)
-        r, d, j, head, live, rows = query_tile(q + wide * sqb, first_query, queries, h, sqq, sqh, QT, G, M, D, DP)
-        limit = n - (queries - 1 - j) - first                      # rows of this split that query j may see
+        r, d, j, head, live, rows = query_tile(
+            q + wide * sqb, first_query, queries, h, sqq, sqh, QT, G, M, D, DP
+        )
+        # rows of this split that query j may see
+        limit = n - (queries - 1 - j) - first
         stop = tl.minimum(n - first, SPLIT)
-        k += wide * skb + h.to(tl.int64) * skh + first.to(tl.int64) * skt      # 64 bits once, 32 inside a split
+        # 64 bits once, 32 inside a split
+        k += wide * skb + h.to(tl.int64) * skh + first.to(tl.int64) * skt
         v += wide * svb + h.to(tl.int64) * svh + first.to(tl.int64) * svt
         if SCORED:
             left = logits + (wide * heads + head[:, None]) * capacity + first
@@ -111,14 +152,29 @@ def dense_kernel(q, k, v, lengths, part, lse, logits, scale, sqb, sqq, sqh, skb,
                 tl.store(left + t[None, :], scores, mask=newest & (t < stop)[None, :])
             scores = tl.where(t[None, :] < tl.minimum(limit, stop)[:, None], scores, float("-inf"))
             m, total, acc = softmax_step(scores, values, m, total, acc)
-        slot = ((wide * (heads // G) + h) * tl.num_programs(0) + s) * (queries * G) + first_query * G
+        slot = ((wide * (heads // G) + h) * tl.num_programs(0) + s) * (
+            queries * G
+        ) + first_query * G
         store_partial(part, lse, slot, r, d, live, m, total, acc, D)
 
 
 @triton.jit
-def keys_kernel(logits, lse, lengths, keys, capacity, heads, queries, skeys, SOFTMAX: tl.constexpr, HEADS: tl.constexpr,
-                BLOCK: tl.constexpr):
-    """keys[b, t] = max over heads of exp(logit - lse) or of the logit, for t below the length. Grid (tiles, B)."""
+def keys_kernel(
+    logits,
+    lse,
+    lengths,
+    keys,
+    capacity,
+    heads,
+    queries,
+    skeys,
+    SOFTMAX: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """keys[b, t] = max over heads of exp(logit - lse) or of the logit, for t below the length. Grid
+    (tiles, B).
+    """
     b = tl.program_id(1)
     n = tl.load(lengths + b)
     first = tl.program_id(0) * BLOCK
@@ -131,46 +187,101 @@ def keys_kernel(logits, lse, lengths, keys, capacity, heads, queries, skeys, SOF
             at = (b.to(tl.int64) * heads + head) * capacity
             x = tl.load(logits + at[:, None] + t[None, :], mask=inside, other=float("-inf"))
             if SOFTMAX:
-                last = tl.load(lse + (b * queries + queries - 1) * heads + head, mask=head < heads, other=0.0)
+                last = tl.load(
+                    lse + (b * queries + queries - 1) * heads + head, mask=head < heads, other=0.0
+                )
                 x = tl.exp2((x - last[:, None]) * 1.4426950408889634)
             best = tl.maximum(best, tl.max(x, 0))
         tl.store(keys + b.to(tl.int64) * skeys + t, best, mask=t < n)
 
 
-KEYS_TILE = 512            # 256 programs at 128K rows, each reading 2 KB lines per head
+KEYS_TILE = 512  # 256 programs at 128K rows, each reading 2 KB lines per head
 
 
 def dense_config(queries, group, head_dim, itemsize):
-    """16 KB tiles: 64 rows of 128 bf16, see `decode_config`; half of it in float32, whose products take registers."""
+    """16 KB tiles: 64 rows of 128 bf16, see `decode_config`; half of it in float32, whose products
+    take registers.
+    """
     return decode_config(queries, group, head_dim, itemsize, 16384 if itemsize < 4 else 8192)
 
 
 def decode_dense_triton(q, k, v, lengths, scale, keys, kind, scratch=None):
     """`decode_dense` by the Triton kernels of this file, same arguments.
 
-    Launches: decode, merge (two levels past 32K rows) and, with keys, the head maxima. Bytes beyond K and V: partial
-    results, 4 * (D + 1) * Q * G per split and kv head (written and read), and with keys 4 * H per row (written and
-    read).
+    Launches: decode, merge (two levels past 32K rows) and, with keys, the head maxima. Bytes beyond
+    K and V: partial results, 4 * (D + 1) * Q * G per split and kv head (written and read), and with
+    keys 4 * H per row (written and read).
     """
     batch, queries, heads, head_dim = q.shape
     kv_heads, capacity = k.shape[1], k.shape[2]
     group = heads // kv_heads
     if scratch is None:
-        scratch = make_scratch(batch, queries, heads, kv_heads, head_dim, capacity, 0, q.device, keys is not None, 0,
-                               path="triton")
-    splits, config = dense_splits(capacity), dense_config(queries, group, head_dim, q.element_size())
+        scratch = make_scratch(
+            batch,
+            queries,
+            heads,
+            kv_heads,
+            head_dim,
+            capacity,
+            0,
+            q.device,
+            keys is not None,
+            0,
+            path="triton",
+        )
+    splits, config = (
+        dense_splits(capacity),
+        dense_config(queries, group, head_dim, q.element_size()),
+    )
     slots = batch * heads * queries * splits
-    scratch.require(part=slots * head_dim, lse=slots, out_lse=batch * queries * heads,
-                    logits=batch * heads * capacity if keys is not None else 0)
+    scratch.require(
+        part=slots * head_dim,
+        lse=slots,
+        out_lse=batch * queries * heads,
+        logits=batch * heads * capacity if keys is not None else 0,
+    )
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dense_kernel[(splits, kv_heads * -(-queries // config.queries), batch)](
-        q, k, v, lengths, scratch.part, scratch.lse, scratch.logits, scale, *q.stride()[:3], *k.stride()[:3],
-        *v.stride()[:3], capacity, heads, queries, QT=config.queries, G=group, M=config.rows, D=head_dim, DP=config.dim, SPLIT=DENSE_SPLIT,
-        BLOCK=config.block, SCORED=keys is not None, WIDE=needs_wide(k.stride(2), v.stride(2)), num_warps=config.warps,
-        num_stages=config.stages)
+        q,
+        k,
+        v,
+        lengths,
+        scratch.part,
+        scratch.lse,
+        scratch.logits,
+        scale,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        capacity,
+        heads,
+        queries,
+        QT=config.queries,
+        G=group,
+        M=config.rows,
+        D=head_dim,
+        DP=config.dim,
+        SPLIT=DENSE_SPLIT,
+        BLOCK=config.block,
+        SCORED=keys is not None,
+        WIDE=needs_wide(k.stride(2), v.stride(2)),
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
     merge(scratch, out, lengths, kv_heads, splits, DENSE_SPLIT, config.block)
     if keys is not None:
         keys_kernel[(-(-capacity // KEYS_TILE), batch)](
-            scratch.logits, scratch.out_lse, lengths, keys, capacity, heads, queries, keys.stride(0),
-            SOFTMAX=kind == "softmax", HEADS=4, BLOCK=KEYS_TILE, num_warps=4)
+            scratch.logits,
+            scratch.out_lse,
+            lengths,
+            keys,
+            capacity,
+            heads,
+            queries,
+            keys.stride(0),
+            SOFTMAX=kind == "softmax",
+            HEADS=4,
+            BLOCK=KEYS_TILE,
+            num_warps=4,
+        )
     return out

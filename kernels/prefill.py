@@ -1,7 +1,9 @@
-"""Causal attention of a chunk of queries against all rows before it and itself: what dense layers run in prefill.
+"""Causal attention of a chunk of queries against all rows before it and itself: what dense layers
+run in prefill.
 
-Two parts merged by their log-sum-exp: the past needs no mask, so the queries of a group are folded into one long row of queries and
-no K/V head is repeated; only the chunk itself is causal. No mask of any size is built and activations are O(chunk).
+Two parts merged by their log-sum-exp: the past needs no mask, so the queries of a group are folded
+into one long row of queries and no K/V head is repeated; only the chunk itself is causal. No mask
+of any size is built and activations are O(chunk).
 """
 
 import torch
@@ -10,21 +12,25 @@ from torch.nn.functional import scaled_dot_product_attention
 from kernels.dispatch import choose
 from kernels.reference import attend
 
-PAST_BLOCK = 16384      # rows of the past at a time: the fused kernel packs a copy of its bfloat16 K and V, whatever their length
+# rows of the past at a time: the fused kernel packs a copy of its bfloat16 K and V, whatever their
+# length
+PAST_BLOCK = 16384
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_cuda = torch.ops.aten._scaled_dot_product_flash_attention
 _efficient_cuda = torch.ops.aten._scaled_dot_product_efficient_attention
 
 
 def _fused(q, k, v, causal, scale):
-    """torch's fused attention with as many K/V as query heads: (out [B, H, C, D], lse [B, H, C]). causal: square only."""
+    """torch's fused attention with as many K/V as query heads: (out [B, H, C, D], lse [B, H, C]).
+    causal: square only.
+    """
     if q.device.type == "cpu":
         return _flash_cpu(q, k, v, 0.0, causal, scale=scale)
-    if q.dtype == torch.float32:                       # the flash kernel knows 16 bits only
+    if q.dtype == torch.float32:  # the flash kernel knows 16 bits only
         out, lse, *_ = _efficient_cuda(q, k, v, None, True, 0.0, causal, scale=scale)
     else:
         out, lse, *_ = _flash_cuda(q, k, v, 0.0, causal, scale=scale)
-    return out, lse[:, :, :q.shape[2]]                 # the efficient kernel rounds its rows up
+    return out, lse[:, :, : q.shape[2]]  # the efficient kernel rounds its rows up
 
 
 def prefill_dense_ref(q, k, v, start, scale):
@@ -38,66 +44,99 @@ def prefill_dense_ref(q, k, v, start, scale):
 
 
 def prefill_dense(q, k, v, start, scale, path="auto"):
-    """Attention of a chunk at positions start .. start+C-1 to rows 0 .. its own position, rows already written.
+    """Attention of a chunk at positions start .. start+C-1 to rows 0 .. its own position, rows
+    already written.
 
-    q [B, C, H, D]; k, v [B, Hkv, T, D] views of any strides, last dim contiguous; start: int, the same for all sequences.
-    Returns [B, C, H, D] in q.dtype.
+    q [B, C, H, D]; k, v [B, Hkv, T, D] views of any strides, last dim contiguous; start: int, the
+    same for all sequences. Returns [B, C, H, D] in q.dtype.
     """
     chosen = choose(path, q)
     if chosen == "reference":
         return prefill_dense_ref(q, k, v, start, scale)
-    if chosen == "triton" and q.dtype != torch.float32:         # in float32 torch would build the mask, and every score
+    # in float32 torch would build the mask, and every score
+    if chosen == "triton" and q.dtype != torch.float32:
         return prefill_dense_cuda(q, k, v, start, scale)
     return prefill_dense_lse(q, k, v, start, scale)[0]
 
 
 def prefill_dense_cuda(q, k, v, start, scale):
-    """`prefill_dense` by torch's fused attention in 16 bits: its bottom-right causal mask is a flag of the kernel, not a tensor."""
+    """`prefill_dense` by torch's fused attention in 16 bits: its bottom-right causal mask is a flag
+    of the kernel, not a tensor.
+    """
     from torch.nn.attention.bias import (
         causal_lower_right,  # here: it imports torch.compile's machinery, 1.3 s
     )
 
     stop = start + q.shape[1]
-    out = scaled_dot_product_attention(q.transpose(1, 2), k[:, :, :stop], v[:, :, :stop], scale=scale, enable_gqa=True,
-                                       attn_mask=causal_lower_right(q.shape[1], stop))
+    out = scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k[:, :, :stop],
+        v[:, :, :stop],
+        scale=scale,
+        enable_gqa=True,
+        attn_mask=causal_lower_right(q.shape[1], stop),
+    )
     return out.transpose(1, 2)
 
 
 def prefill_dense_lse(q, k, v, start, scale):
-    """`prefill_dense` and the log-sum-exp of every query's scores: (out [B, C, H, D], lse [B, C, H] float32)."""
+    """`prefill_dense` and the log-sum-exp of every query's scores: (out [B, C, H, D], lse [B, C, H]
+    float32).
+    """
     out, lse = attend_chunk(q, k, v, start, scale)
-    size = PAST_BLOCK if q.device.type == "cpu" else max(1, start)      # a GPU packs nothing: one pass over the past
+    # a GPU packs nothing: one pass over the past
+    size = PAST_BLOCK if q.device.type == "cpu" else max(1, start)
     for first in range(0, start, size):
         rows = slice(first, min(start, first + size))
-        out, lse = merge([(out, lse), attend_rows(q, k[:, :, rows], v[:, :, rows], scale)], torch.float32)
+        out, lse = merge(
+            [(out, lse), attend_rows(q, k[:, :, rows], v[:, :, rows], scale)], torch.float32
+        )
     return out.to(q.dtype), lse
 
 
 def attend_rows(q, k, v, scale):
-    """Every query sees every row. q [B, C, H, D], k and v [B, Hkv, n, D] -> (out [B, C, H, D], lse [B, C, H] float32)."""
+    """Every query sees every row. q [B, C, H, D], k and v [B, Hkv, n, D] -> (out [B, C, H, D], lse
+    [B, C, H] float32).
+    """
     batch, chunk, heads, dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
-    folded = q.view(batch, chunk, kv_heads, group, dim).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, group * chunk, dim)
+    folded = (
+        q.view(batch, chunk, kv_heads, group, dim)
+        .permute(0, 2, 3, 1, 4)
+        .reshape(batch, kv_heads, group * chunk, dim)
+    )
     out, lse = _fused(folded, k, v, False, scale)
-    out = out.view(batch, kv_heads, group, chunk, dim).permute(0, 3, 1, 2, 4).reshape(batch, chunk, heads, dim)
-    return out, lse.float().reshape(batch, kv_heads, group, chunk).permute(0, 3, 1, 2).reshape(batch, chunk, heads)
+    out = (
+        out.view(batch, kv_heads, group, chunk, dim)
+        .permute(0, 3, 1, 2, 4)
+        .reshape(batch, chunk, heads, dim)
+    )
+    return out, lse.float().reshape(batch, kv_heads, group, chunk).permute(0, 3, 1, 2).reshape(
+        batch, chunk, heads
+    )
 
 
 def attend_chunk(q, k, v, start, scale):
-    """The chunk against itself, causal: rows start .. start+C-1 of k and v. Returns as `attend_rows`.
+    """The chunk against itself, causal: rows start .. start+C-1 of k and v. Returns as
+    `attend_rows`.
 
-    K/V heads are repeated here, for the chunk's own rows only (the fused CPU kernel wants as many as there are query heads).
+    K/V heads are repeated here, for the chunk's own rows only (the fused CPU kernel wants as many
+    as there are query heads).
     """
     group = q.shape[2] // k.shape[1]
     rows = slice(start, start + q.shape[1])
-    own = [t[:, :, rows].repeat_interleave(group, dim=1) if group > 1 else t[:, :, rows] for t in (k, v)]
+    own = [
+        t[:, :, rows].repeat_interleave(group, dim=1) if group > 1 else t[:, :, rows]
+        for t in (k, v)
+    ]
     out, lse = _fused(q.transpose(1, 2), *own, True, scale)
     return out.transpose(1, 2), lse.float().view(q.shape[0], q.shape[2], q.shape[1]).transpose(1, 2)
 
 
 def merge(parts, dtype):
-    """Attention over disjoint sets of rows from its parts: [(out [B, C, H, D], lse [B, C, H])] -> the same of all, out in dtype.
+    """Attention over disjoint sets of rows from its parts: [(out [B, C, H, D], lse [B, C, H])] ->
+    the same of all, out in dtype.
 
     The one log-sum-exp merge of the project for whole tensors; a part without rows has lse -inf.
     """

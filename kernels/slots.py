@@ -1,9 +1,11 @@
-"""The working set's plan of one step: which chosen tokens have a slot already, which slots the others take, nothing of it on the host.
+"""The working set's plan of one step: which chosen tokens have a slot already, which slots the
+others take, nothing of it on the host.
 
-Policy: exact least-recently-used at step granularity. A slot's age is the number of plans since its token was last chosen (254 at
-most), empty slots are oldest; the misses of a plan take the oldest slots, equal ages by slot number. Slots of this plan's own
-tokens have age 0 and are never taken. Algorithm: probe, victims, assign: three launches, because a store read by another thread of
-the same Triton program needs a barrier that the language does not promise.
+Policy: exact least-recently-used at step granularity. A slot's age is the number of plans since its
+token was last chosen (254 at most), empty slots are oldest; the misses of a plan take the oldest
+slots, equal ages by slot number. Slots of this plan's own tokens have age 0 and are never taken.
+Algorithm: probe, victims, assign: three launches, because a store read by another thread of the
+same Triton program needs a barrier that the language does not promise.
 """
 
 from dataclasses import dataclass
@@ -15,8 +17,8 @@ from kernels.dispatch import choose
 from kernels.split import power_of_two
 
 EMPTY_AGE, OLDEST_AGE = 255, 254
-PROBE = 256                 # chosen tokens per program
-TILE = 1024                 # slots per iteration of the victims' program
+PROBE = 256  # chosen tokens per program
+TILE = 1024  # slots per iteration of the victims' program
 HITS, MISSES, EVICTIONS, PLANS = range(4)
 
 
@@ -24,10 +26,11 @@ HITS, MISSES, EVICTIONS, PLANS = range(4)
 class Slots:
     """Slots of one group and the plan of its latest step. All int32 on the device, counters int64.
 
-    token_slot [capacity]: slot of a token or -1; slot_token [W]: token of a slot or -1; stamp [W]: plan that last used it;
-    now [1]: number of the latest plan; slot_of [K]: slot of every chosen token, what sparse attention indexes with;
-    source, target [K]: tokens to fetch and the slots they go to, the first misses[0] of them; victims [K], found [K / 256]
-    scratch; counters [4]: hits, misses, evictions, plans since the beginning.
+    token_slot [capacity]: slot of a token or -1; slot_token [W]: token of a slot or -1; stamp [W]:
+    plan that last used it; now [1]: number of the latest plan; slot_of [K]: slot of every chosen
+    token, what sparse attention indexes with; source, target [K]: tokens to fetch and the slots
+    they go to, the first misses[0] of them; victims [K], found [K / 256] scratch; counters [4]:
+    hits, misses, evictions, plans since the beginning.
     """
 
     token_slot: torch.Tensor
@@ -59,9 +62,17 @@ def make_slots(capacity, slots, budget, device):
         raise ValueError(f"slots: found {slots}, expected at least the budget of {budget} tokens")
     options = dict(dtype=torch.int32, device=device)
     lists = [torch.zeros(budget, **options) for _ in range(4)]
-    return Slots(torch.full((capacity,), -1, **options), torch.full((slots,), -1, **options), torch.zeros(slots, **options),
-                 torch.zeros(1, **options), *lists[:3], torch.zeros(1, **options), lists[3],
-                 torch.zeros(-(-budget // PROBE), **options), torch.zeros(4, dtype=torch.int64, device=device))
+    return Slots(
+        torch.full((capacity,), -1, **options),
+        torch.full((slots,), -1, **options),
+        torch.zeros(slots, **options),
+        torch.zeros(1, **options),
+        *lists[:3],
+        torch.zeros(1, **options),
+        lists[3],
+        torch.zeros(-(-budget // PROBE), **options),
+        torch.zeros(4, dtype=torch.int64, device=device),
+    )
 
 
 def forget_slots(slots, length):
@@ -80,24 +91,26 @@ def plan_slots_ref(index, count, slots):
     slots.stamp[slot[hit].long()] = now
     new = tokens[~hit]
     age = torch.where(slots.slot_token < 0, EMPTY_AGE, (now - slots.stamp).clamp(max=OLDEST_AGE))
-    victims = torch.sort(torch.sort(age, descending=True, stable=True).indices[:len(new)]).values
+    victims = torch.sort(torch.sort(age, descending=True, stable=True).indices[: len(new)]).values
     old = slots.slot_token[victims]
     slots.token_slot[old[old >= 0].long()] = -1
     slots.token_slot[new] = victims.int()
     slots.slot_token[victims] = new.int()
     slots.stamp[victims] = now
     slots.slot_of[:kept] = slots.token_slot[tokens]
-    slots.source[:len(new)] = new.int()
-    slots.target[:len(new)] = victims.int()
+    slots.source[: len(new)] = new.int()
+    slots.target[: len(new)] = victims.int()
     slots.misses.fill_(len(new))
     step = (int(hit.sum()), len(new), int((old >= 0).sum()), 1)
     slots.counters.add_(torch.tensor(step, device=slots.counters.device))
 
 
 def plan_slots(index, count, slots, path="auto"):
-    """Give every chosen token a slot: index int32 [K], the first count[0] ascending and distinct; count int32 [1].
+    """Give every chosen token a slot: index int32 [K], the first count[0] ascending and distinct;
+    count int32 [1].
 
-    Fills slots.slot_of, and source, target, misses with what must be fetched before the rows are read. Mutates `slots` only.
+    Fills slots.slot_of, and source, target, misses with what must be fetched before the rows are
+    read. Mutates `slots` only.
     """
     if choose(path, index) == "triton":
         plan_slots_triton(index, count, slots)
@@ -107,7 +120,9 @@ def plan_slots(index, count, slots, path="auto"):
 
 @triton.jit
 def probe_kernel(index, count, token_slot, stamp, now, slot_of, found, PROBE: tl.constexpr):
-    """Looks PROBE chosen tokens up; stamps the hits (tokens are distinct: one writer per slot); counts the misses."""
+    """Looks PROBE chosen tokens up; stamps the hits (tokens are distinct: one writer per slot);
+    counts the misses.
+    """
     pid = tl.program_id(0)
     i = pid * PROBE + tl.arange(0, PROBE)
     live = i < tl.load(count)
@@ -128,9 +143,23 @@ def ages(slot_token, stamp, now, s, W):
 
 
 @triton.jit
-def victims_kernel(count, slot_token, stamp, now, found, victims, misses, counters, W, programs, PROGRAMS: tl.constexpr,
-                   TILE: tl.constexpr):
-    """One program: the oldest slots, as many as there are misses, ascending by slot number. Two passes over the stamps."""
+def victims_kernel(
+    count,
+    slot_token,
+    stamp,
+    now,
+    found,
+    victims,
+    misses,
+    counters,
+    W,
+    programs,
+    PROGRAMS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One program: the oldest slots, as many as there are misses, ascending by slot number. Two
+    passes over the stamps.
+    """
     p = tl.arange(0, PROGRAMS)
     missing = tl.sum(tl.load(found + p, mask=p < programs, other=0), 0)
     step = tl.load(now)
@@ -139,9 +168,11 @@ def victims_kernel(count, slot_token, stamp, now, found, victims, misses, counte
         _, age = ages(slot_token, stamp, step, first + tl.arange(0, TILE), W)
         hist += tl.histogram(age, 256)
     bins = tl.arange(0, 256)
-    at_least = tl.cumsum(hist, 0, reverse=True)                    # slots of this age or older
-    limit = tl.max(tl.where(at_least >= missing, bins, 0), 0)      # the youngest age that must give slots
-    ties = missing - tl.sum(tl.where(bins > limit, hist, 0), 0)    # how many of that age: the lowest slot numbers
+    at_least = tl.cumsum(hist, 0, reverse=True)  # slots of this age or older
+    # the youngest age that must give slots
+    limit = tl.max(tl.where(at_least >= missing, bins, 0), 0)
+    # how many of that age: the lowest slot numbers
+    ties = missing - tl.sum(tl.where(bins > limit, hist, 0), 0)
     taken = 0
     equal_before = 0
     evicted = 0
@@ -158,15 +189,32 @@ def victims_kernel(count, slot_token, stamp, now, found, victims, misses, counte
         evicted += tl.sum(((take > 0) & (token >= 0)).to(tl.int32), 0)
     tl.store(misses, missing)
     c = tl.arange(0, 4)
-    more = tl.where(c == 0, tl.load(count) - missing, tl.where(c == 1, missing, tl.where(c == 2, evicted, 1)))
+    more = tl.where(
+        c == 0, tl.load(count) - missing, tl.where(c == 1, missing, tl.where(c == 2, evicted, 1))
+    )
     tl.store(counters + c, tl.load(counters + c) + more)
 
 
 @triton.jit
-def assign_kernel(index, count, token_slot, slot_token, stamp, now, slot_of, found, victims, source, target,
-                  PROGRAMS: tl.constexpr, PROBE: tl.constexpr):
-    """The r-th miss takes the r-th victim. An evicted token is not chosen now (its slot would have age 0) and victims are distinct,
-    so the two writes to token_slot never meet, whatever the order of programs."""
+def assign_kernel(
+    index,
+    count,
+    token_slot,
+    slot_token,
+    stamp,
+    now,
+    slot_of,
+    found,
+    victims,
+    source,
+    target,
+    PROGRAMS: tl.constexpr,
+    PROBE: tl.constexpr,
+):
+    """The r-th miss takes the r-th victim. An evicted token is not chosen now (its slot would have
+    age 0) and victims are distinct, so the two writes to token_slot never meet, whatever the order
+    of programs.
+    """
     pid = tl.program_id(0)
     i = pid * PROBE + tl.arange(0, PROBE)
     live = i < tl.load(count)
@@ -188,14 +236,45 @@ def assign_kernel(index, count, token_slot, slot_token, stamp, now, slot_of, fou
 
 
 def plan_slots_triton(index, count, slots):
-    """`plan_slots` by the Triton kernels of this file, same arguments: 24 bytes per chosen token, 16 per slot, four launches."""
+    """`plan_slots` by the Triton kernels of this file, same arguments: 24 bytes per chosen token,
+    16 per slot, four launches.
+    """
     budget, width = slots.slot_of.shape[0], slots.slot_token.shape[0]
     programs = -(-budget // PROBE)
     many = max(2, power_of_two(programs))
     s = slots
     s.now.add_(1)
-    probe_kernel[(programs,)](index, count, s.token_slot, s.stamp, s.now, s.slot_of, s.found, PROBE=PROBE, num_warps=4)
-    victims_kernel[(1,)](count, s.slot_token, s.stamp, s.now, s.found, s.victims, s.misses, s.counters, width, programs,
-                         PROGRAMS=many, TILE=TILE, num_warps=8)
-    assign_kernel[(programs,)](index, count, s.token_slot, s.slot_token, s.stamp, s.now, s.slot_of, s.found, s.victims,
-                               s.source, s.target, PROGRAMS=many, PROBE=PROBE, num_warps=4)
+    probe_kernel[(programs,)](
+        index, count, s.token_slot, s.stamp, s.now, s.slot_of, s.found, PROBE=PROBE, num_warps=4
+    )
+    victims_kernel[(1,)](
+        count,
+        s.slot_token,
+        s.stamp,
+        s.now,
+        s.found,
+        s.victims,
+        s.misses,
+        s.counters,
+        width,
+        programs,
+        PROGRAMS=many,
+        TILE=TILE,
+        num_warps=8,
+    )
+    assign_kernel[(programs,)](
+        index,
+        count,
+        s.token_slot,
+        s.slot_token,
+        s.stamp,
+        s.now,
+        s.slot_of,
+        s.found,
+        s.victims,
+        s.source,
+        s.target,
+        PROGRAMS=many,
+        PROBE=PROBE,
+        num_warps=4,
+    )

@@ -1,5 +1,6 @@
-"""Gather-sparse flash-decoding: queries attend to chosen rows of the bank and to the tail, in one pass, read by index
-in place."""
+"""Gather-sparse flash-decoding: queries attend to chosen rows of the bank and to the tail, in one
+pass, read by index in place.
+"""
 
 import torch
 
@@ -21,7 +22,9 @@ from kernels.split import (
 
 
 def decode_sparse_ref(q, k, v, index, counts, tail_start, lengths, scale):
-    """Reference of `decode_sparse`, same arguments; gathers rows in ascending order, then the tail, then attends."""
+    """Reference of `decode_sparse`, same arguments; gathers rows in ascending order, then the tail,
+    then attends.
+    """
     batch, queries, heads, _ = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
@@ -31,12 +34,16 @@ def decode_sparse_ref(q, k, v, index, counts, tail_start, lengths, scale):
         visible = [kept + n - start - (queries - 1 - j) for j in range(queries)]
         if index.shape[1] == 1:
             chosen = index[b, 0, :kept].long()
-            rows = [torch.cat([t[b].index_select(1, chosen), t[b, :, start:n]], dim=1) for t in (k, v)]
+            rows = [
+                torch.cat([t[b].index_select(1, chosen), t[b, :, start:n]], dim=1) for t in (k, v)
+            ]
             out[b], _ = attend(q[b], *rows, visible, scale)
             continue
         for h in range(kv_heads):
             chosen = index[b, h, :kept].long()
-            rows = [torch.cat([t[b, h].index_select(0, chosen), t[b, h, start:n]])[None] for t in (k, v)]
+            rows = [
+                torch.cat([t[b, h].index_select(0, chosen), t[b, h, start:n]])[None] for t in (k, v)
+            ]
             heads_of = slice(h * group, (h + 1) * group)
             out[b, :, heads_of], _ = attend(q[b, :, heads_of], *rows, visible, scale)
     return out
@@ -45,10 +52,11 @@ def decode_sparse_ref(q, k, v, index, counts, tail_start, lengths, scale):
 def decode_sparse(q, k, v, index, counts, tail_start, lengths, scale, scratch=None, path="auto"):
     """Attention of Q <= 8 new queries over the rows `index` and the rows tail_start .. lengths-1.
 
-    q [B, Q, H, D]; k, v [B, Hkv, T, D] views of any strides, last dim contiguous; index [B, 1 or Hkv, K] int32, the
-    first counts[b] entries ascending, distinct and < tail_start[b], the rest ignored; counts, tail_start, lengths [B]
-    int32; lengths counts the rows visible to the LAST query (query j sees Q-1-j fewer of the tail). Rows are visited in
-    ascending order. Returns out [B, Q, H, D] in q.dtype.
+    q [B, Q, H, D]; k, v [B, Hkv, T, D] views of any strides, last dim contiguous; index [B, 1 or
+    Hkv, K] int32, the first counts[b] entries ascending, distinct and < tail_start[b], the rest
+    ignored; counts, tail_start, lengths [B] int32; lengths counts the rows visible to the LAST
+    query (query j sees Q-1-j fewer of the tail). Rows are visited in ascending order. Returns out
+    [B, Q, H, D] in q.dtype.
     """
     chosen = choose(path, q)
     if chosen == "triton":
@@ -59,10 +67,12 @@ def decode_sparse(q, k, v, index, counts, tail_start, lengths, scale, scratch=No
 
 
 def decode_sparse_cpu(q, k, v, index, counts, tail_start, lengths, scale, scratch=None):
-    """`decode_sparse` on CPU tensors, same arguments: rows are gathered into scratch, then attended as one short sequence.
+    """`decode_sparse` on CPU tensors, same arguments: rows are gathered into scratch, then attended
+    as one short sequence.
 
-    Where K and V of a token lie side by side ([T, 2, Hkv, D] storage) one gather of whole rows moves both: contiguous
-    rows are 10x to 400x cheaper to gather than a row per head. Other layouts gather per kv head.
+    Where K and V of a token lie side by side ([T, 2, Hkv, D] storage) one gather of whole rows
+    moves both: contiguous rows are 10x to 400x cheaper to gather than a row per head. Other layouts
+    gather per kv head.
     """
     out = torch.empty_like(q)
     batch, queries, heads, dim = q.shape
@@ -83,47 +93,95 @@ def decode_sparse_cpu(q, k, v, index, counts, tail_start, lengths, scale, scratc
             gathered = buffer.view(2, kv_heads, total, dim)
             for side, bank in enumerate((k[b], v[b])):
                 for h in range(kv_heads):
-                    torch.index_select(bank[h], 0, index[b, h % index.shape[1], :kept], out=gathered[side, h, :kept])
+                    torch.index_select(
+                        bank[h],
+                        0,
+                        index[b, h % index.shape[1], :kept],
+                        out=gathered[side, h, :kept],
+                    )
                     gathered[side, h, kept:].copy_(bank[h, start:n])
         out[b], _ = attend_sequence(q[b], gathered[0], gathered[1], scale)
     return out
 
 
 def token_rows(k, v, b):
-    """Sequence b as [T, 2 * Hkv * D], one row per token, where K and V are views of [B, T, 2, Hkv, D] storage; else None."""
+    """Sequence b as [T, 2 * Hkv * D], one row per token, where K and V are views of [B, T, 2, Hkv,
+    D] storage; else None.
+    """
     _, kv_heads, capacity, dim = k.shape
     half = kv_heads * dim
-    packed = (k.stride()[1:] == v.stride()[1:] == (dim, 2 * half, 1) or kv_heads == 1) and k.stride(2) == v.stride(2)
-    if not packed or k.stride(2) != 2 * half or v.data_ptr() - k.data_ptr() != half * k.element_size():
+    packed = (k.stride()[1:] == v.stride()[1:] == (dim, 2 * half, 1) or kv_heads == 1) and k.stride(
+        2
+    ) == v.stride(2)
+    if (
+        not packed
+        or k.stride(2) != 2 * half
+        or v.data_ptr() - k.data_ptr() != half * k.element_size()
+    ):
         return None
     return k.as_strided((capacity, 2 * half), (2 * half, 1), k.storage_offset() + b * k.stride(0))
 
 
 @triton.jit
 def bank_rows(index, t, stop, kept, start):
-    """Bank rows of the visited positions t: index[t] for the chosen ones, then the tail; 0 at and past `stop`."""
+    """Bank rows of the visited positions t: index[t] for the chosen ones, then the tail; 0 at and
+    past `stop`.
+    """
     chosen = tl.load(index + t, mask=t < tl.minimum(kept, stop), other=0)
     return tl.where(t < kept, chosen, tl.where(t < stop, t - kept + start, 0)).to(tl.int64)
 
 
 @triton.jit
-def sparse_kernel(q, k, v, index, counts, tail_start, lengths, part, lse, scale, sqb, sqq, sqh, skb, skh, skt, svb,
-                  svh, svt, sib, sih, kv_heads, queries, QT: tl.constexpr, G: tl.constexpr, M: tl.constexpr,
-                  D: tl.constexpr, DP: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
+def sparse_kernel(
+    q,
+    k,
+    v,
+    index,
+    counts,
+    tail_start,
+    lengths,
+    part,
+    lse,
+    scale,
+    sqb,
+    sqq,
+    sqh,
+    skb,
+    skh,
+    skt,
+    svb,
+    svh,
+    svt,
+    sib,
+    sih,
+    kv_heads,
+    queries,
+    QT: tl.constexpr,
+    G: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One split of the visited rows (chosen, then tail) for one kv head: grid as in `dense_kernel`.
 
-    The bank rows of a tile are known one iteration ahead (loop-carried): only then does the compiler pipeline the K and
-    V loads.
+    The bank rows of a tile are known one iteration ahead (loop-carried): only then does the
+    compiler pipeline the K and V loads.
     """
     s = tl.program_id(0)
     h = tl.program_id(1) // tl.cdiv(queries, QT)
     first_query = tl.program_id(1) % tl.cdiv(queries, QT) * QT
     b = tl.program_id(2)
-    kept, start, visited, per = sparse_extent(counts, tail_start, lengths, b, tl.num_programs(0), SPLIT, BLOCK)
+    kept, start, visited, per = sparse_extent(
+        counts, tail_start, lengths, b, tl.num_programs(0), SPLIT, BLOCK
+    )
     first = s * per
     if first < visited:
         wide = b.to(tl.int64)
-        r, d, j, _, live, rows = query_tile(q + wide * sqb, first_query, queries, h, sqq, sqh, QT, G, M, D, DP)
+        r, d, j, _, live, rows = query_tile(
+            q + wide * sqb, first_query, queries, h, sqq, sqh, QT, G, M, D, DP
+        )
         limit = visited - (queries - 1 - j)
         stop = tl.minimum(first + per, visited)
         k += wide * skb + h.to(tl.int64) * skh
@@ -148,23 +206,37 @@ def sparse_kernel(q, k, v, index, counts, tail_start, lengths, part, lse, scale,
 
 
 def sparse_config(queries, group, head_dim, itemsize):
-    """8 KB tiles: 32 rows of 128 bf16. A split of 64 rows then is two tiles, both in flight from the start."""
+    """8 KB tiles: 32 rows of 128 bf16. A split of 64 rows then is two tiles, both in flight from
+    the start.
+    """
     return decode_config(queries, group, head_dim, itemsize, 8192)
 
 
 def decode_sparse_triton(q, k, v, index, counts, tail_start, lengths, scale, scratch=None):
     """`decode_sparse` by the Triton kernels of this file, same arguments.
 
-    Launches: decode and merge. 2048 tokens and a tail under 8 kv heads are 37 splits of 64 rows, 296 programs that work
-    (132 SMs hold three or more of them each at once). A row that is visited is read once; partial results add 4 * (D +
+    Launches: decode and merge. 2048 tokens and a tail under 8 kv heads are 37 splits of 64 rows,
+    296 programs that work (132 SMs hold three or more of them each at once). A row that is visited
+    is read once; partial results add 4 * (D +
     1) * Q * G bytes per split and kv head, written and read.
     """
     batch, queries, heads, head_dim = q.shape
     kv_heads, budget = k.shape[1], index.shape[2]
     group = heads // kv_heads
     if scratch is None:
-        scratch = make_scratch(batch, queries, heads, kv_heads, head_dim, 1, max(1, budget), q.device, False, 0,
-                               path="triton")
+        scratch = make_scratch(
+            batch,
+            queries,
+            heads,
+            kv_heads,
+            head_dim,
+            1,
+            max(1, budget),
+            q.device,
+            False,
+            0,
+            path="triton",
+        )
     split, splits = sparse_split(budget, kv_heads), sparse_splits(budget, kv_heads)
     config = sparse_config(queries, group, head_dim, q.element_size())
     block = min(config.block, split)
@@ -173,8 +245,32 @@ def decode_sparse_triton(q, k, v, index, counts, tail_start, lengths, scale, scr
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     sih = index.stride(1) if index.shape[1] > 1 else 0
     sparse_kernel[(splits, kv_heads * -(-queries // config.queries), batch)](
-        q, k, v, index, counts, tail_start, lengths, scratch.part, scratch.lse, scale, *q.stride()[:3], *k.stride()[:3],
-        *v.stride()[:3], index.stride(0), sih, kv_heads, queries, QT=config.queries, G=group, M=config.rows,
-        D=head_dim, DP=config.dim, SPLIT=split, BLOCK=block, num_warps=config.warps, num_stages=config.stages)
+        q,
+        k,
+        v,
+        index,
+        counts,
+        tail_start,
+        lengths,
+        scratch.part,
+        scratch.lse,
+        scale,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        index.stride(0),
+        sih,
+        kv_heads,
+        queries,
+        QT=config.queries,
+        G=group,
+        M=config.rows,
+        D=head_dim,
+        DP=config.dim,
+        SPLIT=split,
+        BLOCK=block,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
     merge(scratch, out, lengths, kv_heads, splits, split, block, counts, tail_start)
     return out

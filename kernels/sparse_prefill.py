@@ -1,4 +1,6 @@
-"""Gathered prefill attention: blocks of queries attend to chosen rows of the past, to a local band and, causally, to themselves."""
+"""Gathered prefill attention: blocks of queries attend to chosen rows of the past, to a local band
+and, causally, to themselves.
+"""
 
 import torch
 
@@ -11,12 +13,14 @@ from kernels.split import Config, power_of_two, softmax_step
 
 
 def prefill_sparse(q, k, v, index, blocks, start, scale, path="auto"):
-    """Attention of queries in blocks: each block's to its rows of `index`, all visible, and to rows local .. their own position.
+    """Attention of queries in blocks: each block's to its rows of `index`, all visible, and to rows
+    local .. their own position.
 
-    q [B, C, H, D]: queries at positions start .. start+C-1; k, v [B, Hkv, T, D] views of any strides, last dim contiguous; index
-    [B, N, K] int32; blocks: list of N (first, last, local, count): queries first .. last-1 see the first `count` entries of
-    index[:, n], distinct and < local, and from row local <= first on every row up to their own. The blocks tile the queries in order.
-    Returns [B, C, H, D] in q.dtype.
+    q [B, C, H, D]: queries at positions start .. start+C-1; k, v [B, Hkv, T, D] views of any
+    strides, last dim contiguous; index [B, N, K] int32; blocks: list of N (first, last, local,
+    count): queries first .. last-1 see the first `count` entries of index[:, n], distinct and <
+    local, and from row local <= first on every row up to their own. The blocks tile the queries in
+    order. Returns [B, C, H, D] in q.dtype.
     """
     if choose(path, q) == "triton":
         return prefill_sparse_triton(q, k, v, index, blocks, start, scale)
@@ -35,18 +39,21 @@ def prefill_sparse_ref(q, k, v, index, count, local, start, scale):
     stop = start + chunk
     for b in range(batch):
         chosen = index[b, :count].long()
-        rows = [torch.cat([t[b].index_select(1, chosen), t[b, :, local:stop]], dim=1) for t in (k, v)]
+        rows = [
+            torch.cat([t[b].index_select(1, chosen), t[b, :, local:stop]], dim=1) for t in (k, v)
+        ]
         visible = torch.arange(1, chunk + 1, device=q.device) + count + start - local
         out[b], _ = attend(q[b], *rows, visible, scale)
     return out
 
 
 def prefill_sparse_cpu(q, k, v, index, count, local, start, scale):
-    """One block in plain torch, arguments as `prefill_sparse_ref`: chosen rows gathered once per block of queries, three parts merged by
-    log-sum-exp."""
+    """One block in plain torch, arguments as `prefill_sparse_ref`: chosen rows gathered once per
+    block of queries, three parts merged by log-sum-exp.
+    """
     outs = []
     for b in range(q.shape[0]):
-        one, k_b, v_b = q[b:b + 1], k[b:b + 1], v[b:b + 1]
+        one, k_b, v_b = q[b : b + 1], k[b : b + 1], v[b : b + 1]
         parts = [attend_chunk(one, k_b, v_b, start, scale)]
         if local < start:
             parts.append(attend_rows(one, k_b[:, :, local:start], v_b[:, :, local:start], scale))
@@ -57,22 +64,62 @@ def prefill_sparse_cpu(q, k, v, index, count, local, start, scale):
 
 
 def gather(k, v, chosen):
-    """Rows `chosen` of k and v [1, Hkv, T, D] as two [1, Hkv, n, D] views; whole contiguous rows are copied where K and V lie
-    side by side (a token-major bank), else head by head."""
+    """Rows `chosen` of k and v [1, Hkv, T, D] as two [1, Hkv, n, D] views; whole contiguous rows
+    are copied where K and V lie side by side (a token-major bank), else head by head.
+    """
     _, heads, rows, dim = k.shape
     wide = 2 * heads * dim
-    if k.stride() == v.stride() == (k.stride(0), dim, wide, 1) and v.data_ptr() - k.data_ptr() == heads * dim * k.element_size():
-        packed = k.as_strided((rows, wide), (wide, 1)).index_select(0, chosen).view(-1, 2, heads, dim).permute(1, 2, 0, 3)
+    if (
+        k.stride() == v.stride() == (k.stride(0), dim, wide, 1)
+        and v.data_ptr() - k.data_ptr() == heads * dim * k.element_size()
+    ):
+        packed = (
+            k.as_strided((rows, wide), (wide, 1))
+            .index_select(0, chosen)
+            .view(-1, 2, heads, dim)
+            .permute(1, 2, 0, 3)
+        )
         return packed[0:1], packed[1:2]
-    return tuple(torch.stack([t[0, h].index_select(0, chosen) for h in range(heads)])[None] for t in (k, v))
+    return tuple(
+        torch.stack([t[0, h].index_select(0, chosen) for h in range(heads)])[None] for t in (k, v)
+    )
 
 
 @triton.jit
-def gathered_kernel(q, k, v, index, blocks, out, scale, count, sqb, sqc, sqh, skb, skh, skt, svb, svh, svt, sib, sin, sob, soc, soh,
-                    G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr):
-    """M // G queries of one block under one kv head: grid (tiles, kv_heads, blocks * B). Row j * G + g of the tile is query j under
-    head g of the group. Rows are visited in one pass, read in place: the chosen ones, the band, then the chunk up to the tile's last
-    query. `blocks` [count, 5] int32: first and last query, counted in q; local; chosen rows; rows between local and the first query.
+def gathered_kernel(
+    q,
+    k,
+    v,
+    index,
+    blocks,
+    out,
+    scale,
+    count,
+    sqb,
+    sqc,
+    sqh,
+    skb,
+    skh,
+    skt,
+    svb,
+    svh,
+    svt,
+    sib,
+    sin,
+    sob,
+    soc,
+    soh,
+    G: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """M // G queries of one block under one kv head: grid (tiles, kv_heads, blocks * B). Row j * G
+    + g of the tile is query j under head g of the group. Rows are visited in one pass, read in
+    place: the chosen ones, the band, then the chunk up to the tile's last query. `blocks` [count,
+    5] int32: first and last query, counted in q; local; chosen rows; rows between local and the
+    first query.
     """
     h = tl.program_id(1)
     n = tl.program_id(2) % count
@@ -81,7 +128,8 @@ def gathered_kernel(q, k, v, index, blocks, out, scale, count, sqb, sqc, sqh, sk
     last = tl.load(blocks + 5 * n + 1)
     local = tl.load(blocks + 5 * n + 2)
     kept = tl.load(blocks + 5 * n + 3)
-    before = kept + tl.load(blocks + 5 * n + 4)             # rows that every query of the block sees, its own part apart
+    # rows that every query of the block sees, its own part apart
+    before = kept + tl.load(blocks + 5 * n + 4)
     tile = first + tl.program_id(0) * (M // G)
     if tile < last:
         r = tl.arange(0, M)
@@ -112,34 +160,64 @@ def gathered_kernel(q, k, v, index, blocks, out, scale, count, sqb, sqc, sqh, sk
             row = bank_rows(index, t, stop, kept, local)
         safe = tl.where(total > 0, total, 1.0)
         at = b * sob + c.to(tl.int64)[:, None] * soc + head[:, None] * soh + d[None, :]
-        tl.store(out + at, (acc / safe[:, None]).to(out.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
+        tl.store(
+            out + at,
+            (acc / safe[:, None]).to(out.dtype.element_ty),
+            mask=live[:, None] & (d < D)[None, :],
+        )
 
 
 def gathered_config(group, head_dim, itemsize):
-    """Tiles of 128 (query, head) rows and 64 bank rows in 16 bits at head_dim 128: 64 accumulator registers under 8 warps, K and V
-    twice in flight in 64 KB, so that it also runs on sm_89 with its 99 KB. Smaller where a row is wider."""
+    """Tiles of 128 (query, head) rows and 64 bank rows in 16 bits at head_dim 128: 64 accumulator
+    registers under 8 warps, K and V twice in flight in 64 KB, so that it also runs on sm_89 with
+    its 99 KB. Smaller where a row is wider.
+    """
     dim = max(16, power_of_two(head_dim))
     rows = max(16, power_of_two(group), min(128, 32768 // (dim * itemsize)))
     block = max(16, min(64, 16384 // (dim * itemsize)))
-    return Config(block, rows, dim, warps=8 if rows * dim >= 8192 else 4, stages=2, queries=rows // group)
+    return Config(
+        block, rows, dim, warps=8 if rows * dim >= 8192 else 4, stages=2, queries=rows // group
+    )
 
 
 def prefill_sparse_triton(q, k, v, index, blocks, start, scale):
-    """`prefill_sparse` by the Triton kernel of this file, same arguments: one launch for all blocks of a chunk.
+    """`prefill_sparse` by the Triton kernel of this file, same arguments: one launch for all blocks
+    of a chunk.
 
-    A chunk of 4096 in blocks of 256, 8 kv heads, group 4: 1024 programs. Every tile of 32 queries reads its block's rows again, from
-    L2: a block's chosen rows of one head are 256 KB.
+    A chunk of 4096 in blocks of 256, 8 kv heads, group 4: 1024 programs. Every tile of 32 queries
+    reads its block's rows again, from L2: a block's chosen rows of one head are 256 KB.
     """
     batch, _, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
     config = gathered_config(group, head_dim, q.element_size())
-    table = [(first - start, last - start, local, count, first - local) for first, last, local, count in blocks]
+    table = [
+        (first - start, last - start, local, count, first - local)
+        for first, last, local, count in blocks
+    ]
     table = torch.tensor(table, dtype=torch.int32).to(q.device)
     tiles = -(-max(last - first for first, last, _, _ in blocks) // (config.rows // group))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     gathered_kernel[(tiles, kv_heads, len(blocks) * batch)](
-        q, k, v, index, table, out, scale, len(blocks), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *index.stride()[:2],
-        *out.stride()[:3], G=group, M=config.rows, D=head_dim, DP=config.dim, BLOCK=config.block, num_warps=config.warps,
-        num_stages=config.stages)
+        q,
+        k,
+        v,
+        index,
+        table,
+        out,
+        scale,
+        len(blocks),
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *index.stride()[:2],
+        *out.stride()[:3],
+        G=group,
+        M=config.rows,
+        D=head_dim,
+        DP=config.dim,
+        BLOCK=config.block,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
     return out

@@ -1,7 +1,9 @@
-"""A decode step's new rows put where they live: K and V into the bank, the query before rotation into the selector's ring.
+"""A decode step's new rows put where they live: K and V into the bank, the query before rotation
+into the selector's ring.
 
-One launch per layer instead of the six of three indexed assignments and their index arithmetic: at a step of a few milliseconds
-launches are what is left to save (32 layers x 5 launches x about 2 us).
+One launch per layer instead of the six of three indexed assignments and their index arithmetic: at
+a step of a few milliseconds launches are what is left to save (32 layers x 5 launches x about 2
+us).
 """
 
 import torch
@@ -20,7 +22,9 @@ def store_step_ref(k, v, raw, bank_k, bank_v, ring, positions):
 
 
 def store_step_cpu(k, v, raw, bank_k, bank_v, ring, positions):
-    """`store_step` by slice copies, for a CPU: positions of a sequence are consecutive. Same arguments."""
+    """`store_step` by slice copies, for a CPU: positions of a sequence are consecutive. Same
+    arguments.
+    """
     for b, start in enumerate(positions[:, 0].tolist()):
         stop = start + k.shape[1]
         bank_k[b, :, start:stop] = k[b].transpose(0, 1)
@@ -35,9 +39,10 @@ def store_step_cpu(k, v, raw, bank_k, bank_v, ring, positions):
 def store_step(k, v, raw, bank_k, bank_v, ring, positions, path="auto"):
     """bank[b, :, positions[b, j]] = k[b, j], v[b, j]; ring[b, positions[b, j] % R] = raw[b, j].
 
-    k, v [B, Q, Hkv, D] and raw [B, Q, H, D]: views with a contiguous last dim; bank_k, bank_v [B, Hkv, T, D] views of any
-    strides, last dim contiguous; ring [B, R, H, D] contiguous, R >= Q; positions [B, Q] int64, consecutive in a sequence, below
-    T. All of one dtype. Mutates bank and ring; no position visits the host on a GPU.
+    k, v [B, Q, Hkv, D] and raw [B, Q, H, D]: views with a contiguous last dim; bank_k, bank_v [B,
+    Hkv, T, D] views of any strides, last dim contiguous; ring [B, R, H, D] contiguous, R >= Q;
+    positions [B, Q] int64, consecutive in a sequence, below T. All of one dtype. Mutates bank and
+    ring; no position visits the host on a GPU.
     """
     chosen = choose(path, k)
     run = {"reference": store_step_ref, "cpu": store_step_cpu, "triton": store_step_triton}[chosen]
@@ -45,9 +50,39 @@ def store_step(k, v, raw, bank_k, bank_v, ring, positions, path="auto"):
 
 
 @triton.jit
-def store_kernel(k, v, raw, bank_k, bank_v, ring, positions, queries, slots, skb, skq, skh, svb, svq, svh, srb, srq, srh,
-                 tkb, tkh, tkt, tvb, tvh, tvt, tr, HKV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """One head of one new token: grid (B * Q, 2 * HKV + H). Heads come as K's, V's, then the query's."""
+def store_kernel(
+    k,
+    v,
+    raw,
+    bank_k,
+    bank_v,
+    ring,
+    positions,
+    queries,
+    slots,
+    skb,
+    skq,
+    skh,
+    svb,
+    svq,
+    svh,
+    srb,
+    srq,
+    srh,
+    tkb,
+    tkh,
+    tkt,
+    tvb,
+    tvh,
+    tvt,
+    tr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+):
+    """One head of one new token: grid (B * Q, 2 * HKV + H). Heads come as K's, V's, then the
+    query's.
+    """
     b = (tl.program_id(0) // queries).to(tl.int64)
     j = tl.program_id(0) % queries
     head = tl.program_id(1)
@@ -67,9 +102,29 @@ def store_kernel(k, v, raw, bank_k, bank_v, ring, positions, queries, slots, skb
 
 
 def store_step_triton(k, v, raw, bank_k, bank_v, ring, positions):
-    """`store_step` by the Triton kernel of this file, same arguments. Bytes: the new rows, read and written once."""
+    """`store_step` by the Triton kernel of this file, same arguments. Bytes: the new rows, read and
+    written once.
+    """
     batch, queries, kv_heads, dim = k.shape
     slots, heads = ring.shape[1], ring.shape[2]
     store_kernel[(batch * queries, 2 * kv_heads + heads)](
-        k, v, raw, bank_k, bank_v, ring, positions.contiguous(), queries, slots, *k.stride()[:3], *v.stride()[:3], *raw.stride()[:3],
-        *bank_k.stride()[:3], *bank_v.stride()[:3], heads * dim, HKV=kv_heads, D=dim, DP=power_of_two(dim), num_warps=1)
+        k,
+        v,
+        raw,
+        bank_k,
+        bank_v,
+        ring,
+        positions.contiguous(),
+        queries,
+        slots,
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *raw.stride()[:3],
+        *bank_k.stride()[:3],
+        *bank_v.stride()[:3],
+        heads * dim,
+        HKV=kv_heads,
+        D=dim,
+        DP=power_of_two(dim),
+        num_warps=1,
+    )

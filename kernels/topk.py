@@ -1,5 +1,6 @@
-"""Exact top-k of one long row per sequence: ascending indices, the lowest index wins ties, no visit to the host on a
-GPU."""
+"""Exact top-k of one long row per sequence: ascending indices, the lowest index wins ties, no visit
+to the host on a GPU.
+"""
 
 import torch
 
@@ -8,7 +9,8 @@ from kernels.dispatch import choose
 from kernels.scratch import SELECT_PROGRAMS, make_scratch
 from kernels.split import power_of_two
 
-TIE_BLOCK = 8192                    # CPU path: keys looked through at a time for equals of the last place
+# CPU path: keys looked through at a time for equals of the last place
+TIE_BLOCK = 8192
 
 
 def select_topk_ref(keys, lo, hi, k, out, counts):
@@ -17,7 +19,8 @@ def select_topk_ref(keys, lo, hi, k, out, counts):
         first, last = int(lo[b]), max(int(lo[b]), int(hi[b]))
         kept = min(int(k[b]), last - first, out.shape[1])
         row = keys[b, first:last].float()
-        row = torch.where(torch.isnan(row), float("-inf"), row) + 0.0          # NaN is lowest; -0 becomes +0
+        # NaN is lowest; -0 becomes +0
+        row = torch.where(torch.isnan(row), float("-inf"), row) + 0.0
         order = torch.sort(row, descending=True, stable=True).indices[:kept]
         out[b].fill_(-1)
         out[b, :kept] = torch.sort(order).values.to(out.dtype) + first
@@ -27,9 +30,10 @@ def select_topk_ref(keys, lo, hi, k, out, counts):
 def select_topk(keys, lo, hi, k, out, counts, scratch=None, path="auto"):
     """The k largest keys in [lo, hi) of every row, as ascending indices.
 
-    keys [B, T] float32; lo, hi, k [B] int32 on the device (k may exceed hi - lo: then all are taken; hi < lo is empty);
-    out [B, K] int32, filled with ascending positions and then -1; counts [B] int32 = min(k, hi - lo, K). NaN ranks
-    lowest, -0 equals +0, equal keys go to the lower index. Mutates out, counts and scratch.
+    keys [B, T] float32; lo, hi, k [B] int32 on the device (k may exceed hi - lo: then all are
+    taken; hi < lo is empty); out [B, K] int32, filled with ascending positions and then -1; counts
+    [B] int32 = min(k, hi - lo, K). NaN ranks lowest, -0 equals +0, equal keys go to the lower
+    index. Mutates out, counts and scratch.
     """
     chosen = choose(path, keys)
     if chosen == "triton":
@@ -43,8 +47,9 @@ def select_topk(keys, lo, hi, k, out, counts, scratch=None, path="auto"):
 def select_topk_cpu(keys, lo, hi, k, out, counts, scratch=None):
     """`select_topk` on CPU tensors, same arguments.
 
-    One more key than asked for tells whether the last place is contested: if the smallest of k + 1 is alone, the others
-    are the answer; if not, the lowest indices among its equals fill the last places (softmaxed keys underflow to many zeros).
+    One more key than asked for tells whether the last place is contested: if the smallest of k + 1
+    is alone, the others are the answer; if not, the lowest indices among its equals fill the last
+    places (softmaxed keys underflow to many zeros).
     """
     out.fill_(-1)
     for b in range(keys.shape[0]):
@@ -55,7 +60,8 @@ def select_topk_cpu(keys, lo, hi, k, out, counts, scratch=None):
         if kept in (0, row.numel()):
             out[b, :kept] = torch.arange(first, first + kept)
             continue
-        if bool(torch.isnan(row.sum())):                   # a NaN, or infinities of both signs: rare, so a copy will do
+        # a NaN, or infinities of both signs: rare, so a copy will do
+        if bool(torch.isnan(row.sum())):
             row = torch.where(torch.isnan(row), float("-inf"), row)
         values, order = torch.topk(row, kept + 1, sorted=False)
         floor = values.min()
@@ -77,13 +83,16 @@ def _lowest_equal(row, value, count):
     return torch.cat(found)
 
 
-# The Triton path: a radix select over 32-bit ordered keys, digits of 8, 12 and 12 bits, five launches, no spinning.
-# Every launch rereads the keys (4 bytes each, from L2: 0.5 MB at 128K rows): launches are the cost, not bytes.
+# The Triton path: a radix select over 32-bit ordered keys, digits of 8, 12 and 12 bits, five
+# launches, no spinning. Every launch rereads the keys (4 bytes each, from L2: 0.5 MB at 128K rows):
+# launches are the cost, not bytes.
+
 
 @triton.jit
 def ordered(keys, t, inside):
-    """uint32 that order as the keys do, in integers so that no compiler mode flushes denormals; NaN as -inf, -0 as
-    +0."""
+    """uint32 that order as the keys do, in integers so that no compiler mode flushes denormals; NaN
+    as -inf, -0 as +0.
+    """
     bits = tl.load(keys + t, mask=inside, other=0.0).to(tl.uint32, bitcast=True)
     bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0xFF800000, bits).to(tl.uint32)
     bits = tl.where(bits == 0x80000000, 0, bits).to(tl.uint32)
@@ -100,7 +109,9 @@ def candidates(lo, hi, k, b, room, capacity):
 
 @triton.jit
 def crossing(hist, wanted, BINS: tl.constexpr):
-    """(digit d, missing): the largest d that has >= wanted keys at or above it, and how many of its own are needed."""
+    """(digit d, missing): the largest d that has >= wanted keys at or above it, and how many of its
+    own are needed.
+    """
     d = tl.arange(0, BINS)
     counts = tl.load(hist + d)
     reached = tl.cumsum(counts, 0, reverse=True)
@@ -110,34 +121,53 @@ def crossing(hist, wanted, BINS: tl.constexpr):
 
 @triton.jit
 def count_digit(hist, digit, inside, BINS: tl.constexpr, TILE: tl.constexpr):
-    """Adds a tile's digits to a histogram in memory, one atomic per key: few keys share the digits before.
+    """Adds a tile's digits to a histogram in memory, one atomic per key: few keys share the digits
+    before.
 
-    Where many do (equal keys, zeros), their least and greatest digit are counted first and added at once, or a constant row
-    would queue all its atomics on one address. tl.histogram with 4096 bins would spill instead.
+    Where many do (equal keys, zeros), their least and greatest digit are counted first and added at
+    once, or a constant row would queue all its atomics on one address. tl.histogram with 4096 bins
+    would spill instead.
     """
     if tl.sum(inside.to(tl.int32), 0) > TILE // 8:
         least = tl.min(tl.where(inside, digit, BINS), 0)
         most = tl.max(tl.where(inside, digit, -1), 0)
-        tl.atomic_add(hist + least, tl.sum((inside & (digit == least)).to(tl.int32), 0), sem="relaxed")
+        tl.atomic_add(
+            hist + least, tl.sum((inside & (digit == least)).to(tl.int32), 0), sem="relaxed"
+        )
         inside &= digit != least
-        tl.atomic_add(hist + most, tl.sum((inside & (digit == most)).to(tl.int32), 0), sem="relaxed")
+        tl.atomic_add(
+            hist + most, tl.sum((inside & (digit == most)).to(tl.int32), 0), sem="relaxed"
+        )
         inside &= digit != most
     tl.atomic_add(hist + digit, 1, mask=inside, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["room", "capacity"])
-def digit_kernel(keys, lo, hi, k, hists, state, skeys, room, capacity, span, STRIDE: tl.constexpr,
-                 LEVEL: tl.constexpr, TILE: tl.constexpr):
+def digit_kernel(
+    keys,
+    lo,
+    hi,
+    k,
+    hists,
+    state,
+    skeys,
+    room,
+    capacity,
+    span,
+    STRIDE: tl.constexpr,
+    LEVEL: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Histogram of one digit over the keys that share the digits before it. Grid (programs, B).
 
-    LEVEL 0: bits 31..24; 1: bits 23..12 below the first crossing digit; 2: bits 11..0 below the second. A row of
-    `state`: prefix and missing after level 1, the same after level 2, the threshold and its ties, two unused, then the
-    (greater, equal) counts of every program.
+    LEVEL 0: bits 31..24; 1: bits 23..12 below the first crossing digit; 2: bits 11..0 below the
+    second. A row of `state`: prefix and missing after level 1, the same after level 2, the
+    threshold and its ties, two unused, then the (greater, equal) counts of every program.
     """
     pid = tl.program_id(0)
     b = tl.program_id(1)
     first, stop, wanted = candidates(lo, hi, k, b, room, capacity)
-    hist0 = hists + b * 8448                # a row's histograms: 256, 4096 and 4096 bins
+    hist0 = hists + b * 8448  # a row's histograms: 256, 4096 and 4096 bins
     hist1 = hist0 + 256
     hist2 = hist0 + 4352
     state += b * STRIDE
@@ -173,8 +203,23 @@ def digit_kernel(keys, lo, hi, k, hists, state, skeys, room, capacity, span, STR
 
 
 @triton.jit(do_not_specialize=["room", "capacity"])
-def count_kernel(keys, lo, hi, k, hists, state, skeys, room, capacity, span, STRIDE: tl.constexpr, TILE: tl.constexpr):
-    """The threshold key, and how many keys of each program's span lie above it and on it. Grid (programs, B)."""
+def count_kernel(
+    keys,
+    lo,
+    hi,
+    k,
+    hists,
+    state,
+    skeys,
+    room,
+    capacity,
+    span,
+    STRIDE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The threshold key, and how many keys of each program's span lie above it and on it. Grid
+    (programs, B).
+    """
     pid = tl.program_id(0)
     b = tl.program_id(1)
     first, stop, wanted = candidates(lo, hi, k, b, room, capacity)
@@ -202,9 +247,27 @@ def count_kernel(keys, lo, hi, k, hists, state, skeys, room, capacity, span, STR
 
 
 @triton.jit(do_not_specialize=["room", "capacity"])
-def emit_kernel(keys, lo, hi, k, hists, state, out, counts, skeys, sout, room, capacity, span,
-                STRIDE: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr):
-    """Writes the chosen positions in ascending order, -1 behind them, and the count; leaves the histograms zero."""
+def emit_kernel(
+    keys,
+    lo,
+    hi,
+    k,
+    hists,
+    state,
+    out,
+    counts,
+    skeys,
+    sout,
+    room,
+    capacity,
+    span,
+    STRIDE: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Writes the chosen positions in ascending order, -1 behind them, and the count; leaves the
+    histograms zero.
+    """
     pid = tl.program_id(0)
     b = tl.program_id(1)
     programs = tl.num_programs(0)
@@ -217,7 +280,8 @@ def emit_kernel(keys, lo, hi, k, hists, state, out, counts, skeys, sout, room, c
         tl.store(hists + b * 8448 + 4352 + tl.arange(0, 4096), tl.zeros([4096], tl.int32))
     if wanted > 0 and begin < stop and begin + span > first:
         threshold = tl.load(state + 4).to(tl.uint32, bitcast=True)
-        ties = tl.load(state + 5)                        # how many keys on the threshold are taken: the first ones
+        # how many keys on the threshold are taken: the first ones
+        ties = tl.load(state + 5)
         p = tl.arange(0, PROGRAMS)
         slot = state + 8 + p * 2
         above = tl.sum(tl.load(slot, mask=p < pid, other=0), 0)
@@ -229,7 +293,8 @@ def emit_kernel(keys, lo, hi, k, hists, state, out, counts, skeys, sout, room, c
             x = ordered(keys, t, inside)
             greater = (inside & (x > threshold)).to(tl.int32)
             equal = (inside & (x == threshold)).to(tl.int32)
-            both = greater * 65536 + equal                 # one scan for both counts: a tile has fewer than 65536 keys
+            # one scan for both counts: a tile has fewer than 65536 keys
+            both = greater * 65536 + equal
             before = tl.cumsum(both, 0) - both
             rank = on + (before & 65535)
             place = above + (before >> 16) + tl.minimum(rank, ties)
@@ -242,21 +307,25 @@ def emit_kernel(keys, lo, hi, k, hists, state, out, counts, skeys, sout, room, c
 
 
 def select_span(capacity):
-    """Keys of one program: at least 1024, and few enough programs a row for one vector to hold their counts."""
+    """Keys of one program: at least 1024, and few enough programs a row for one vector to hold
+    their counts.
+    """
     return max(1024, power_of_two(-(-capacity // SELECT_PROGRAMS)))
 
 
 def select_topk_triton(keys, lo, hi, k, out, counts, scratch=None, span=None):
     """`select_topk` by the Triton kernels of this file, same arguments.
 
-    Radix select by digits of 8, 12 and 12 bits; 5 launches; 20 bytes read per key. `span`: keys per program, a power of
-    two (for tests: the result does not depend on it).
+    Radix select by digits of 8, 12 and 12 bits; 5 launches; 20 bytes read per key. `span`: keys per
+    program, a power of two (for tests: the result does not depend on it).
     """
     batch, capacity = keys.shape
     span = span or select_span(capacity)
     programs = max(1, -(-capacity // span))
     if programs > SELECT_PROGRAMS:
-        raise ValueError(f"span: found {span}, expected at most {SELECT_PROGRAMS} programs for {capacity} keys")
+        raise ValueError(
+            f"span: found {span}, expected at most {SELECT_PROGRAMS} programs for {capacity} keys"
+        )
     if scratch is None:
         scratch = make_scratch(batch, 1, 1, 1, 16, 1, 0, keys.device, True, 0, path="triton")
     scratch.require(hist=batch * 8448, ranks=batch * (8 + 2 * SELECT_PROGRAMS))
@@ -266,5 +335,13 @@ def select_topk_triton(keys, lo, hi, k, out, counts, scratch=None, span=None):
     for level in range(3):
         digit_kernel[(programs, batch)](*rows, keys.stride(0), *sizes, LEVEL=level, **shape)
     count_kernel[(programs, batch)](*rows, keys.stride(0), *sizes, **shape)
-    emit_kernel[(programs, batch)](*rows, out, counts, keys.stride(0), out.stride(0), *sizes,
-                                   PROGRAMS=power_of_two(programs), **shape)
+    emit_kernel[(programs, batch)](
+        *rows,
+        out,
+        counts,
+        keys.stride(0),
+        out.stride(0),
+        *sizes,
+        PROGRAMS=power_of_two(programs),
+        **shape,
+    )

@@ -1,5 +1,6 @@
-"""Scores of a window of queries for the `uniform` and `exponential` selectors: sum over the window of weighted head
-maxima."""
+"""Scores of a window of queries for the `uniform` and `exponential` selectors: sum over the window
+of weighted head maxima.
+"""
 
 import torch
 
@@ -21,20 +22,26 @@ def window_scores_ref(q, k, lengths, scale, alpha, kind, keys):
         packed = q[b].float().view(window, kv_heads, heads // kv_heads, dim).permute(1, 0, 2, 3)
         logits = torch.einsum("hwgd,hnd->whgn", packed, rows).reshape(window, heads, n) * scale
         limit = n - (window - 1) + torch.arange(window, device=k.device)
-        logits = logits.masked_fill(torch.arange(n, device=k.device) >= limit.view(-1, 1, 1), float("-inf"))
-        live = limit > 0                                   # a window longer than the sequence begins before it
+        logits = logits.masked_fill(
+            torch.arange(n, device=k.device) >= limit.view(-1, 1, 1), float("-inf")
+        )
+        # a window longer than the sequence begins before it
+        live = limit > 0
         maxima = head_max(logits[live], kind)
-        if kind == "raw":                                  # a row that a query cannot see adds nothing to the sum
+        # a row that a query cannot see adds nothing to the sum
+        if kind == "raw":
             maxima = maxima.masked_fill(torch.isinf(maxima), 0.0)
         keys[b, :n] = (alpha[live].view(-1, 1) * maxima).sum(0)
 
 
 def window_scores(q, k, lengths, scale, alpha, kind, keys, scratch=None, path="auto"):
-    """keys[b, i] = sum over window queries j of alpha[j] * max over heads of the score of row i (OmniKV Eq. 3 and 4).
+    """keys[b, i] = sum over window queries j of alpha[j] * max over heads of the score of row i
+    (OmniKV Eq. 3 and 4).
 
-    q [B, W, H, D]: the last W queries, each rotated to its own position; k [B, Hkv, T, D] view; lengths [B] int32: rows
-    visible to the last query (query j sees lengths - (W-1-j); queries with none are skipped); alpha [W] float32 (newest
-    last); kind "softmax" (over the rows that the query sees) or "raw"; keys [B, T] float32, overwritten below lengths.
+    q [B, W, H, D]: the last W queries, each rotated to its own position; k [B, Hkv, T, D] view;
+    lengths [B] int32: rows visible to the last query (query j sees lengths - (W-1-j); queries with
+    none are skipped); alpha [W] float32 (newest last); kind "softmax" (over the rows that the query
+    sees) or "raw"; keys [B, T] float32, overwritten below lengths.
     """
     chosen = choose(path, q)
     if chosen == "triton":
@@ -46,39 +53,59 @@ def window_scores(q, k, lengths, scale, alpha, kind, keys, scratch=None, path="a
 
 
 def window_scores_cpu(q, k, lengths, scale, alpha, kind, keys, scratch=None):
-    """`window_scores` on CPU tensors, same arguments: one product per block of rows and kv head for all queries.
+    """`window_scores` on CPU tensors, same arguments: one product per block of rows and kv head for
+    all queries.
 
-    kind "softmax" visits K twice, for the log-sum-exps and for the scores: heads x W logits per row would not fit anywhere.
+    kind "softmax" visits K twice, for the log-sum-exps and for the scores: heads x W logits per row
+    would not fit anywhere.
     """
     for b in range(q.shape[0]):
         n = int(lengths[b])
-        live = min(q.shape[1], n)                          # a window longer than the sequence begins before it
+        # a window longer than the sequence begins before it
+        live = min(q.shape[1], n)
         if not live:
             continue
         rows, late, weights = k[b, :, :n], q[b, -live:], alpha[-live:]
         buffer = None if scratch is None else scratch.blocks
         limit = n - (live - 1) + torch.arange(live).view(-1, 1, 1)
         total = None
-        for start, stop, logits in logit_blocks(late, rows, scale, buffer, WINDOW_BLOCK) if kind == "softmax" else ():
+        for start, stop, logits in (
+            logit_blocks(late, rows, scale, buffer, WINDOW_BLOCK) if kind == "softmax" else ()
+        ):
             part = torch.logsumexp(_mask_late(logits, start, stop, limit), -1, keepdim=True)
             total = part if total is None else torch.logaddexp(total, part)
         for start, stop, logits in logit_blocks(late, rows, scale, buffer, WINDOW_BLOCK):
             _mask_late(logits, start, stop, limit)
-            best = (logits if total is None else logits.sub_(total)).amax(2).amax(0)          # [live, stop - start]
+            # [live, stop - start]
+            best = (logits if total is None else logits.sub_(total)).amax(2).amax(0)
             best = best.masked_fill_(best == float("-inf"), 0.0) if total is None else best.exp_()
             torch.mv(best.t(), weights, out=keys[b, start:stop])
 
 
 def _mask_late(logits, start, stop, limit):
-    """Sets logits [Hkv, W, G, rows start..stop] to -inf from `limit` [W, 1, 1] on; only the newest blocks need it."""
+    """Sets logits [Hkv, W, G, rows start..stop] to -inf from `limit` [W, 1, 1] on; only the newest
+    blocks need it.
+    """
     if stop > int(limit[0]):
         logits.masked_fill_(torch.arange(start, stop) >= limit, float("-inf"))
     return logits
 
 
 @triton.jit
-def window_rows(q, b, h, sqb, sqw, sqh, W: tl.constexpr, G: tl.constexpr, WP: tl.constexpr, GP: tl.constexpr,
-                D: tl.constexpr, DP: tl.constexpr):
+def window_rows(
+    q,
+    b,
+    h,
+    sqb,
+    sqw,
+    sqh,
+    W: tl.constexpr,
+    G: tl.constexpr,
+    WP: tl.constexpr,
+    GP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+):
     """Queries of kv head h as [WP * GP, DP], row j * GP + g; the padding is zero."""
     r = tl.arange(0, WP * GP)
     d = tl.arange(0, DP)
@@ -89,10 +116,31 @@ def window_rows(q, b, h, sqb, sqw, sqh, W: tl.constexpr, G: tl.constexpr, WP: tl
 
 
 @triton.jit
-def window_lse_kernel(q, k, lengths, lse, scale, ahead, sqb, sqw, sqh, skb, skh, skt, W: tl.constexpr, G: tl.constexpr,
-                      WP: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLIT: tl.constexpr,
-                      BLOCK: tl.constexpr, WIDE: tl.constexpr):
-    """Log-sum-exp of one split of the rows for every (query, head of the group): grid (splits, kv_heads, B).
+def window_lse_kernel(
+    q,
+    k,
+    lengths,
+    lse,
+    scale,
+    ahead,
+    sqb,
+    sqw,
+    sqh,
+    skb,
+    skh,
+    skt,
+    W: tl.constexpr,
+    G: tl.constexpr,
+    WP: tl.constexpr,
+    GP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Log-sum-exp of one split of the rows for every (query, head of the group): grid (splits,
+    kv_heads, B).
 
     `ahead`: tokens between the first query of this launch and the newest one.
     """
@@ -113,7 +161,11 @@ def window_lse_kernel(q, k, lengths, lse, scale, ahead, sqb, sqw, sqh, skb, skh,
         for start in range(0, stop, BLOCK):
             t = start + tl.arange(0, BLOCK)
             at = t.to(tl.int64) if WIDE else t
-            keys = tl.load(k + at[:, None] * skt + d[None, :], mask=(t < stop)[:, None] & (d < D)[None, :], other=0.0)
+            keys = tl.load(
+                k + at[:, None] * skt + d[None, :],
+                mask=(t < stop)[:, None] & (d < D)[None, :],
+                other=0.0,
+            )
             scores = tl.dot(rows, tl.trans(keys), input_precision="ieee") * scale
             scores = tl.where(t[None, :] < tl.minimum(limit, stop)[:, None], scores, float("-inf"))
             top = tl.maximum(m, tl.max(scores, 1))
@@ -122,13 +174,23 @@ def window_lse_kernel(q, k, lengths, lse, scale, ahead, sqb, sqw, sqh, skb, skh,
             total = total * tl.exp2((m - base) * 1.4426950408889634) + tl.sum(p, 1)
             m = top
         live = (r // GP < W) & (r % GP < G)
-        slot = ((b.to(tl.int64) * tl.num_programs(1) + h) * tl.num_programs(0) + s) * (W * G) + r // GP * G + r % GP
-        tl.store(lse + slot, tl.where(total > 0, m + tl.log(tl.where(total > 0, total, 1.0)), float("-inf")), mask=live)
+        slot = (
+            ((b.to(tl.int64) * tl.num_programs(1) + h) * tl.num_programs(0) + s) * (W * G)
+            + r // GP * G
+            + r % GP
+        )
+        tl.store(
+            lse + slot,
+            tl.where(total > 0, m + tl.log(tl.where(total > 0, total, 1.0)), float("-inf")),
+            mask=live,
+        )
 
 
 @triton.jit
 def window_merge_kernel(lse, out, lengths, splits, packed, SPLIT: tl.constexpr, ROWS: tl.constexpr):
-    """Log-sum-exp over the splits, 16 at a time in ascending order: grid (tiles of W*G rows, kv_heads, B)."""
+    """Log-sum-exp over the splits, 16 at a time in ascending order: grid (tiles of W*G rows,
+    kv_heads, B).
+    """
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     used = tl.cdiv(tl.load(lengths + tl.program_id(2)), SPLIT)
@@ -137,24 +199,54 @@ def window_merge_kernel(lse, out, lengths, splits, packed, SPLIT: tl.constexpr, 
     total = tl.zeros([ROWS], tl.float32)
     for start in range(0, used, 16):
         s = start + tl.arange(0, 16)
-        x = tl.load(lse + s[:, None] * packed + r[None, :], mask=(s < used)[:, None] & (r < packed)[None, :],
-                    other=float("-inf"))
+        x = tl.load(
+            lse + s[:, None] * packed + r[None, :],
+            mask=(s < used)[:, None] & (r < packed)[None, :],
+            other=float("-inf"),
+        )
         top = tl.maximum(m, tl.max(x, 0))
         base = tl.where(top == float("-inf"), 0.0, top)
         total = total * tl.exp2((m - base) * 1.4426950408889634)
         total += tl.sum(tl.exp2((x - base[None, :]) * 1.4426950408889634), 0)
         m = top
     safe = tl.where(total > 0, total, 1.0)
-    tl.store(out + row * packed + r, tl.where(total > 0, m + tl.log(safe), float("-inf")), mask=r < packed)
+    tl.store(
+        out + row * packed + r,
+        tl.where(total > 0, m + tl.log(safe), float("-inf")),
+        mask=r < packed,
+    )
 
 
 @triton.jit
-def window_keys_kernel(q, k, lengths, lse, alpha, keys, scale, ahead, kv_heads, sqb, sqw, sqh, skb, skh, skt, skeys,
-                       W: tl.constexpr, G: tl.constexpr, WP: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
-                       DP: tl.constexpr, BLOCK: tl.constexpr, SOFTMAX: tl.constexpr,
-                       ADD: tl.constexpr):
-    """Keys of one tile of rows: maxima over all heads per query, then the weighted sum over the window. Grid (tiles,
-    B).
+def window_keys_kernel(
+    q,
+    k,
+    lengths,
+    lse,
+    alpha,
+    keys,
+    scale,
+    ahead,
+    kv_heads,
+    sqb,
+    sqw,
+    sqh,
+    skb,
+    skh,
+    skt,
+    skeys,
+    W: tl.constexpr,
+    G: tl.constexpr,
+    WP: tl.constexpr,
+    GP: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """Keys of one tile of rows: maxima over all heads per query, then the weighted sum over the
+    window. Grid (tiles, B).
 
     ADD continues the sum of an earlier launch over older queries.
     """
@@ -172,11 +264,17 @@ def window_keys_kernel(q, k, lengths, lse, alpha, keys, scale, ahead, kv_heads, 
         best = tl.full([WP, BLOCK], float("-inf"), tl.float32)
         for h in range(0, kv_heads):
             rows = window_rows(q, b, h, sqb, sqw, sqh, W, G, WP, GP, D, DP)
-            at = tl.cast(h, tl.int64) * skh + tl.arange(0, BLOCK).to(tl.int64)[:, None] * skt + d[None, :]
+            at = (
+                tl.cast(h, tl.int64) * skh
+                + tl.arange(0, BLOCK).to(tl.int64)[:, None] * skt
+                + d[None, :]
+            )
             tile = tl.load(k + at, mask=(t < n)[:, None] & (d < D)[None, :], other=0.0)
             x = tl.dot(rows, tl.trans(tile), input_precision="ieee") * scale
             if SOFTMAX:
-                whole = tl.load(lse + ((b * kv_heads + h) * W + j) * G + r % GP, mask=live, other=0.0)
+                whole = tl.load(
+                    lse + ((b * kv_heads + h) * W + j) * G + r % GP, mask=live, other=0.0
+                )
                 x = (x - whole[:, None]) * 1.4426950408889634
             x = tl.where(seen, x, float("-inf"))
             best = tl.maximum(best, tl.max(tl.reshape(x, [WP, GP, BLOCK]), 1))
@@ -191,49 +289,94 @@ def window_keys_kernel(q, k, lengths, lse, alpha, keys, scale, ahead, kv_heads, 
 
 
 def window_config(window, group, head_dim, itemsize):
-    """Config of both passes: the queries of one launch under one kv head are one tile, W x G rows (16 x 4: 64).
+    """Config of both passes: the queries of one launch under one kv head are one tile, W x G rows
+    (16 x 4: 64).
 
-    Up to 64 KB of queries and 256 rows at once, so that the scores of a tile stay at 64 registers a thread under 8 warps;
-    half of it in float32, whose products take registers too.
+    Up to 64 KB of queries and 256 rows at once, so that the scores of a tile stay at 64 registers a
+    thread under 8 warps; half of it in float32, whose products take registers too.
     """
     dim, padded = max(16, power_of_two(head_dim)), power_of_two(group)
     room = 65536 if itemsize < 4 else 32768
     queries = max(1, min(window, min(256, room // (dim * itemsize)) // padded))
     rows = max(16, power_of_two(queries) * padded)
     block = max(16, min(64, room // 4 // (dim * itemsize)))
-    stages = 3 if rows * dim * itemsize < 32768 else 2       # the queries of the next kv head are staged too
+    # the queries of the next kv head are staged too
+    stages = 3 if rows * dim * itemsize < 32768 else 2
     return Config(block, rows, dim, warps=8 if rows > 64 else 4, stages=stages, queries=queries)
 
 
 def window_scores_triton(q, k, lengths, scale, alpha, kind, keys, scratch=None):
     """`window_scores` by the Triton kernels of this file, same arguments.
 
-    "softmax" reads K twice (log-sum-exp, then scores) and q once per tile from L2: 4 * Hkv * D bytes per row in bf16,
-    as much as one dense layer's K and V, where keeping the window's logits would write and read 8 * W * H. "raw" reads
-    K once. Beside that, 4 * W * H bytes per 512 rows (written and read). A window past 256 rows (W x G) or 64 KB takes
-    several such launches.
+    "softmax" reads K twice (log-sum-exp, then scores) and q once per tile from L2: 4 * Hkv * D
+    bytes per row in bf16, as much as one dense layer's K and V, where keeping the window's logits
+    would write and read 8 * W * H. "raw" reads K once. Beside that, 4 * W * H bytes per 512 rows
+    (written and read). A window past 256 rows (W x G) or 64 KB takes several such launches.
     """
     batch, window, heads, head_dim = q.shape
     kv_heads, capacity = k.shape[1], k.shape[2]
     group = heads // kv_heads
     softmax = kind == "softmax"
     if scratch is None:
-        scratch = make_scratch(batch, 1, heads, kv_heads, head_dim, capacity, 0, q.device, False, window, path="triton")
+        scratch = make_scratch(
+            batch, 1, heads, kv_heads, head_dim, capacity, 0, q.device, False, window, path="triton"
+        )
     config = window_config(window, group, head_dim, q.element_size())
     padded, splits = power_of_two(group), dense_splits(capacity)
-    shape = dict(G=group, WP=config.rows // padded, GP=padded, D=head_dim, DP=config.dim, BLOCK=config.block,
-                 num_warps=config.warps, num_stages=config.stages)
-    scratch.require(lse=batch * heads * config.queries * splits, out_lse=batch * heads * config.queries)
+    shape = dict(
+        G=group,
+        WP=config.rows // padded,
+        GP=padded,
+        D=head_dim,
+        DP=config.dim,
+        BLOCK=config.block,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+    scratch.require(
+        lse=batch * heads * config.queries * splits, out_lse=batch * heads * config.queries
+    )
     strides = (*q.stride()[:3], *k.stride()[:3])
     for first in range(0, window, config.queries):
-        part = q[:, first:first + config.queries]
+        part = q[:, first : first + config.queries]
         shape["W"], ahead = part.shape[1], window - 1 - first
         packed = part.shape[1] * group
         if softmax:
-            window_lse_kernel[(splits, kv_heads, batch)](part, k, lengths, scratch.lse, scale, ahead, *strides,
-                                                         SPLIT=DENSE_SPLIT, WIDE=needs_wide(k.stride(2)), **shape)
+            window_lse_kernel[(splits, kv_heads, batch)](
+                part,
+                k,
+                lengths,
+                scratch.lse,
+                scale,
+                ahead,
+                *strides,
+                SPLIT=DENSE_SPLIT,
+                WIDE=needs_wide(k.stride(2)),
+                **shape,
+            )
             window_merge_kernel[(-(-packed // 16), kv_heads, batch)](
-                scratch.lse, scratch.out_lse, lengths, splits, packed, SPLIT=DENSE_SPLIT, ROWS=16, num_warps=1)
+                scratch.lse,
+                scratch.out_lse,
+                lengths,
+                splits,
+                packed,
+                SPLIT=DENSE_SPLIT,
+                ROWS=16,
+                num_warps=1,
+            )
         window_keys_kernel[(-(-capacity // config.block), batch)](
-            part, k, lengths, scratch.out_lse, alpha[first:], keys, scale, ahead, kv_heads, *strides, keys.stride(0),
-            SOFTMAX=softmax, ADD=first > 0, **shape)
+            part,
+            k,
+            lengths,
+            scratch.out_lse,
+            alpha[first:],
+            keys,
+            scale,
+            ahead,
+            kv_heads,
+            *strides,
+            keys.stride(0),
+            SOFTMAX=softmax,
+            ADD=first > 0,
+            **shape,
+        )

@@ -23,16 +23,32 @@ def word_tokenizer(folder: Path, size: int) -> None:
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(size)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+    )
 
 
 def tiny_config(**changes):
-    """A ModelConfig of a few thousand weights: 8 layers, 4 heads on 2 K/V heads of 16, vocabulary 96."""
+    """A ModelConfig of a few thousand weights: 8 layers, 4 heads on 2 K/V heads of 16, vocabulary
+    96.
+    """
     from engine.model.config import ModelConfig
 
-    fields = dict(architectures=["LlamaForCausalLM"], vocab_size=96, hidden_size=48, intermediate_size=96, num_hidden_layers=8,
-                  num_attention_heads=4, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-5, max_position_embeddings=8192,
-                  rope_theta=1e4, hidden_act="silu", torch_dtype="float32")
+    fields = dict(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=96,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=8192,
+        rope_theta=1e4,
+        hidden_act="silu",
+        torch_dtype="float32",
+    )
     return ModelConfig.from_dict(fields | changes)
 
 

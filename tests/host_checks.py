@@ -1,6 +1,7 @@
 """Checks of the host tier's kernels, shared by the interpreted, the reference and the GPU tests.
 
-The model of the slot policy is plain Python on purpose: dictionaries, no tensors, the definition spelled out.
+The model of the slot policy is plain Python on purpose: dictionaries, no tensors, the definition
+spelled out.
 """
 
 import random
@@ -34,7 +35,7 @@ class SlotModel:
             return 255 if self.token[slot] is None else min(254, self.step - self.used[slot])
 
         oldest = sorted(range(len(self.token)), key=lambda slot: (-age(slot), slot))
-        victims = sorted(oldest[:len(misses)])
+        victims = sorted(oldest[: len(misses)])
         evicted = sum(self.token[slot] is not None for slot in victims)
         for token, slot in zip(misses, victims, strict=True):
             self.token[slot], self.used[slot], where[token] = token, self.step, slot
@@ -43,7 +44,9 @@ class SlotModel:
         return [where[token] for token in chosen], list(zip(misses, victims, strict=True))
 
     def forget(self, length):
-        self.token = [None if token is not None and token >= length else token for token in self.token]
+        self.token = [
+            None if token is not None and token >= length else token for token in self.token
+        ]
 
 
 def selection(rng, capacity, budget, last):
@@ -56,11 +59,13 @@ def selection(rng, capacity, budget, last):
     keep = rng.sample(last, len(last) * 3 // 4) if kind == "part" else []
     count = budget if kind == "full" else rng.randint(0, budget)
     fresh = rng.sample(range(capacity), min(capacity, count))
-    return sorted(set(keep) | set(fresh[:max(0, count - len(keep))]))[:budget]
+    return sorted(set(keep) | set(fresh[: max(0, count - len(keep))]))[:budget]
 
 
 def check_slots(device, path, seed, budget, width, capacity, steps):
-    """Drive plan_slots and the model with one stream of selections; everything that is defined must be identical."""
+    """Drive plan_slots and the model with one stream of selections; everything that is defined must
+    be identical.
+    """
     rng, model = random.Random(seed), SlotModel(width)
     slots = make_slots(capacity, width, budget, device)
     index, last = torch.zeros(budget, dtype=torch.int32, device=device), []
@@ -71,13 +76,24 @@ def check_slots(device, path, seed, budget, width, capacity, steps):
             model.forget(length)
         last = selection(rng, capacity, budget, last)
         index.fill_(-1)
-        index[:len(last)] = torch.tensor(last, dtype=torch.int32)
+        index[: len(last)] = torch.tensor(last, dtype=torch.int32)
         plan_slots(index, torch.tensor([len(last)], dtype=torch.int32, device=device), slots, path)
         where, fetched = model.plan(last)
-        assert slots.slot_of[:len(last)].tolist() == where
+        assert slots.slot_of[: len(last)].tolist() == where
         assert int(slots.misses) == len(fetched)
-        assert list(zip(slots.source[:len(fetched)].tolist(), slots.target[:len(fetched)].tolist(), strict=True)) == fetched
-        assert slots.slot_token.tolist() == [-1 if token is None else token for token in model.token]
+        assert (
+            list(
+                zip(
+                    slots.source[: len(fetched)].tolist(),
+                    slots.target[: len(fetched)].tolist(),
+                    strict=True,
+                )
+            )
+            == fetched
+        )
+        assert slots.slot_token.tolist() == [
+            -1 if token is None else token for token in model.token
+        ]
         held = {token: slot for slot, token in enumerate(model.token) if token is not None}
         assert {t: s for t, s in enumerate(slots.token_slot.tolist()) if s >= 0} == held
         assert slots.counters.tolist() == model.counters
@@ -89,16 +105,20 @@ def host_blocks(count, block_bytes, generator, slabs=2, pin=False):
     per = -(-count // slabs)
     memory = []
     for _ in range(slabs):
-        raw = torch.empty(per * block_bytes + 64, dtype=torch.uint8, pin_memory=pin).random_(0, 256, generator=generator)
+        raw = torch.empty(per * block_bytes + 64, dtype=torch.uint8, pin_memory=pin).random_(
+            0, 256, generator=generator
+        )
         skip = -raw.data_ptr() % 64
-        memory.append(raw[skip:skip + per * block_bytes])
+        memory.append(raw[skip : skip + per * block_bytes])
     every = [slab.data_ptr() + i * block_bytes for slab in memory for i in range(per)]
     order = torch.randperm(len(every), generator=generator)[:count]
     return memory, torch.tensor(every)[order]
 
 
 def check_moves(device, path, seed, width, layers, blocks, count, programs=None, pin=False):
-    """Rows fetched by list, streamed in order and sent home land where a plain loop over bytes puts them, and nowhere else."""
+    """Rows fetched by list, streamed in order and sent home land where a plain loop over bytes puts
+    them, and nowhere else.
+    """
     generator = torch.Generator().manual_seed(seed)
     pitch, tokens = layers * width, blocks * BLOCK_TOKENS
     slabs, addresses = host_blocks(blocks, BLOCK_TOKENS * pitch, generator, pin=pin)
@@ -107,7 +127,7 @@ def check_moves(device, path, seed, width, layers, blocks, count, programs=None,
     def host_row(token, at=layer * width, size=width):
         address = int(addresses[token // BLOCK_TOKENS]) + (token % BLOCK_TOKENS) * pitch + at
         slab = next(s for s in slabs if s.data_ptr() <= address < s.data_ptr() + s.numel())
-        return slab[address - slab.data_ptr():address - slab.data_ptr() + size]
+        return slab[address - slab.data_ptr() : address - slab.data_ptr() + size]
 
     def as_bytes(row):
         return row.cpu().contiguous().view(torch.uint8)
@@ -115,18 +135,27 @@ def check_moves(device, path, seed, width, layers, blocks, count, programs=None,
     token = torch.randperm(tokens, generator=generator)[:count].int().to(device)
     slot = torch.randperm(count + 5, generator=generator)[:count].int().to(device)
     buffer = torch.full((count + 5, layers * width // 4), -1, dtype=torch.int32, device=device)
-    part = buffer[:, layer * width // 4:(layer + 1) * width // 4]
+    part = buffer[:, layer * width // 4 : (layer + 1) * width // 4]
     moved = torch.zeros(1, dtype=torch.int64, device=device)
     common = dict(slabs=slabs, path=path, programs=programs)
     some = count - count // 3
-    move_rows(table, layer * width, pitch, part, token, slot, torch.tensor([some], dtype=torch.int32, device=device), moved=moved,
-              **common)
+    move_rows(
+        table,
+        layer * width,
+        pitch,
+        part,
+        token,
+        slot,
+        torch.tensor([some], dtype=torch.int32, device=device),
+        moved=moved,
+        **common,
+    )
     assert int(moved) == some * width
     for t, s in zip(token[:some].tolist(), slot[:some].tolist(), strict=True):
         assert torch.equal(as_bytes(part[s]), host_row(t))
     rest = torch.ones(count + 5, dtype=torch.bool)
     rest[slot[:some].cpu().long()] = False
-    assert (buffer.cpu()[rest] == -1).all() and (buffer[:, :layer * width // 4] == -1).all()
+    assert (buffer.cpu()[rest] == -1).all() and (buffer[:, : layer * width // 4] == -1).all()
     # in order, from an odd place
     first = 3
     move_rows(table, 0, pitch, buffer, first, 2, count, **common)
@@ -134,7 +163,13 @@ def check_moves(device, path, seed, width, layers, blocks, count, programs=None,
         assert torch.equal(as_bytes(buffer[2 + i]), host_row(first + i, 0, pitch))
     # home, and only there
     before = [slab.clone() for slab in slabs]
-    new = torch.randint(-2**31, 2**31 - 1, (count, width // 4), generator=generator, dtype=torch.int64).int().to(device)
+    new = (
+        torch.randint(
+            -(2**31), 2**31 - 1, (count, width // 4), generator=generator, dtype=torch.int64
+        )
+        .int()
+        .to(device)
+    )
     move_rows(table, layer * width, pitch, new, first, 0, count, to_host=True, **common)
     if device != "cpu":
         torch.cuda.synchronize()
@@ -147,21 +182,41 @@ def check_moves(device, path, seed, width, layers, blocks, count, programs=None,
     assert sum(int((slab != old).any()) for slab, old in zip(slabs, before, strict=True)) > 0
 
 
-STORES = [dict(), dict(batch=3, queries=3, group=1, layout="tokens"), dict(queries=8, group=8, kv_heads=1, dim=80),
-          dict(batch=2, dim=5, group=3, layout="tokens"), dict(queries=7, slots=7, capacity=7, dtype=torch.bfloat16),
-          dict(kv_heads=5, dim=128, dtype=torch.float16, capacity=1)]
+STORES = [
+    dict(),
+    dict(batch=3, queries=3, group=1, layout="tokens"),
+    dict(queries=8, group=8, kv_heads=1, dim=80),
+    dict(batch=2, dim=5, group=3, layout="tokens"),
+    dict(queries=7, slots=7, capacity=7, dtype=torch.bfloat16),
+    dict(kv_heads=5, dim=128, dtype=torch.float16, capacity=1),
+]
 
 
-def check_store(device, path, seed, batch=1, queries=1, kv_heads=2, group=4, dim=64, capacity=300, slots=128, dtype=torch.float32,
-                layout="heads"):
-    """`store_step` puts every row in its place and touches nothing else: bit for bit against a loop over tokens."""
+def check_store(
+    device,
+    path,
+    seed,
+    batch=1,
+    queries=1,
+    kv_heads=2,
+    group=4,
+    dim=64,
+    capacity=300,
+    slots=128,
+    dtype=torch.float32,
+    layout="heads",
+):
+    """`store_step` puts every row in its place and touches nothing else: bit for bit against a loop
+    over tokens.
+    """
     gen = torch.Generator().manual_seed(seed)
     heads = kv_heads * group
 
     def made(*shape):
         return torch.randn(shape, generator=gen).to(device, dtype)
 
-    qkv = made(batch, queries, heads + 2 * kv_heads, dim)              # split views, as a layer makes them
+    # split views, as a layer makes them
+    qkv = made(batch, queries, heads + 2 * kv_heads, dim)
     raw, k, v = qkv.split([heads, kv_heads, kv_heads], dim=2)
     if layout == "heads":
         bank_k, bank_v = made(2, batch, kv_heads, capacity, dim)
@@ -175,5 +230,14 @@ def check_store(device, path, seed, batch=1, queries=1, kv_heads=2, group=4, dim
         for j in range(queries):
             want[0][b, :, start + j], want[1][b, :, start + j] = k[b, j], v[b, j]
             want[2][b, (start + j) % slots] = raw[b, j]
-    store_step(k, v, raw, bank_k, bank_v, ring, (starts[:, None] + torch.arange(queries)).to(device), path=path)
+    store_step(
+        k,
+        v,
+        raw,
+        bank_k,
+        bank_v,
+        ring,
+        (starts[:, None] + torch.arange(queries)).to(device),
+        path=path,
+    )
     assert all(torch.equal(a, b) for a, b in zip((bank_k, bank_v, ring), want, strict=True))

@@ -1,7 +1,9 @@
-"""Checks of the decode kernels that run twice: interpreted on a CPU (tests/kernels) and compiled on a GPU (tests/cuda).
+"""Checks of the decode kernels that run twice: interpreted on a CPU (tests/kernels) and compiled on
+a GPU (tests/cuda).
 
-The oracle is float64 and shares no code with the kernels. The rule: a kernel errs at most twice as much as plain torch does at the
-same dtype. Rows that may not be read (beyond the length, not chosen) hold NaN, so a stray read shows in the result.
+The oracle is float64 and shares no code with the kernels. The rule: a kernel errs at most twice as
+much as plain torch does at the same dtype. Rows that may not be read (beyond the length, not
+chosen) hold NaN, so a stray read shows in the result.
 """
 
 import math
@@ -21,7 +23,9 @@ def make_bank(batch, kv_heads, capacity, head_dim, dtype, layout, device, genera
     if layout == "heads":
         rows = torch.randn(2, batch, kv_heads, capacity, head_dim, generator=generator)
     else:
-        rows = torch.randn(batch, capacity, 2, kv_heads, head_dim, generator=generator).permute(2, 0, 3, 1, 4)
+        rows = torch.randn(batch, capacity, 2, kv_heads, head_dim, generator=generator).permute(
+            2, 0, 3, 1, 4
+        )
     return rows.to(dtype).to(device).unbind(0)
 
 
@@ -31,7 +35,9 @@ def ints(values, device):
 
 
 def plain(q, k, v, visible, scale, dtype):
-    """Attention of q [Q, H, D] over k, v [Hkv, n, D] in `dtype`, softmax in at least float32: (out, logits [Q, H, n])."""
+    """Attention of q [Q, H, D] over k, v [Hkv, n, D] in `dtype`, softmax in at least float32: (out,
+    logits [Q, H, n]).
+    """
     group = q.shape[1] // k.shape[0]
     k, v = (t.to(dtype).repeat_interleave(group, 0) for t in (k, v))
     logits = torch.matmul(q.to(dtype).transpose(0, 1), k.transpose(1, 2)) * scale
@@ -42,9 +48,11 @@ def plain(q, k, v, visible, scale, dtype):
 
 
 def assert_close(found, exact, plain_result, dtype, what):
-    """The rule: error of `found` within twice plain torch's, plus one rounding of the result (float32: four).
+    """The rule: error of `found` within twice plain torch's, plus one rounding of the result
+    (float32: four).
 
-    In float32 both errors are the order of summation, which differs by chance: 3.2x was seen, and 0.5x more often.
+    In float32 both errors are the order of summation, which differs by chance: 3.2x was seen, and
+    0.5x more often.
     """
     exact = exact.double()
     error = (found.double() - exact).abs().max().item()
@@ -54,7 +62,8 @@ def assert_close(found, exact, plain_result, dtype, what):
 
 
 def assert_keys(found, exact, plain_result, what):
-    """Keys: twice plain torch's float32 error, plus 4e-6 of each key for exp(logit - lse) with a rounded lse.
+    """Keys: twice plain torch's float32 error, plus 4e-6 of each key for exp(logit - lse) with a
+    rounded lse.
 
     DESIGN.md lets selections differ where keys are closer than 1e-5, relative.
     """
@@ -64,10 +73,14 @@ def assert_keys(found, exact, plain_result, what):
 
 
 def check_attention(out, q, chosen, visible, scale, what):
-    """Compare out [Q, H, D] with attention over chosen = (k, v) [Hkv, n, D]; queries that see nothing must give zeros."""
+    """Compare out [Q, H, D] with attention over chosen = (k, v) [Hkv, n, D]; queries that see
+    nothing must give zeros.
+    """
     live = [j for j, limit in enumerate(visible) if limit > 0]
     assert torch.isfinite(out).all(), f"{what}: not finite"
-    assert not out[: len(visible) - len(live)].any(), f"{what}: a query that sees nothing gave something"
+    assert not out[: len(visible) - len(live)].any(), (
+        f"{what}: a query that sees nothing gave something"
+    )
     if live:
         seen = [visible[j] for j in live]
         exact, _ = plain(q[live], *chosen, seen, scale, torch.float64)
@@ -75,15 +88,31 @@ def check_attention(out, q, chosen, visible, scale, what):
         assert_close(out[live], exact, rough, q.dtype, what)
 
 
-def check_dense(device, path, lengths, kv_heads=2, group=4, queries=1, head_dim=64, dtype=torch.float32, layout="heads",
-                kind=None, extra=37, seed=0):
+def check_dense(
+    device,
+    path,
+    lengths,
+    kv_heads=2,
+    group=4,
+    queries=1,
+    head_dim=64,
+    dtype=torch.float32,
+    layout="heads",
+    kind=None,
+    extra=37,
+    seed=0,
+):
     """decode_dense against the oracle; the rows past each length are NaN. Returns (out, keys)."""
     generator = torch.Generator().manual_seed(seed)
-    batch, capacity, scale = len(lengths), max(lengths) + extra, head_dim ** -0.5
+    batch, capacity, scale = len(lengths), max(lengths) + extra, head_dim**-0.5
     k, v = make_bank(batch, kv_heads, capacity, head_dim, dtype, layout, device, generator)
     for b, n in enumerate(lengths):
         k[b, :, n:] = v[b, :, n:] = math.nan
-    q = torch.randn(batch, queries, kv_heads * group, head_dim, generator=generator).to(dtype).to(device)
+    q = (
+        torch.randn(batch, queries, kv_heads * group, head_dim, generator=generator)
+        .to(dtype)
+        .to(device)
+    )
     keys = torch.full((batch, capacity), 7.0, device=device) if kind else None
     out = decode_dense(q, k, v, ints(lengths, device), scale, keys, kind or "softmax", path=path)
     for b, n in enumerate(lengths):
@@ -92,14 +121,18 @@ def check_dense(device, path, lengths, kv_heads=2, group=4, queries=1, head_dim=
         check_attention(out[b], q[b], rows, visible, scale, f"out of sequence {b}")
         if kind and n:
             assert (keys[b, n:] == 7.0).all(), "keys beyond the length were written"
-            exact, rough = (key_oracle(plain(q[b], *rows, visible, scale, t)[1][-1:], [1.0], kind)
-                            for t in (torch.float64, torch.float32))
+            exact, rough = (
+                key_oracle(plain(q[b], *rows, visible, scale, t)[1][-1:], [1.0], kind)
+                for t in (torch.float64, torch.float32)
+            )
             assert_keys(keys[b, :n], exact, rough, f"keys of sequence {b}")
     return out, keys
 
 
 def key_oracle(logits, alpha, kind):
-    """Eq. 3 and 4 on logits [W, H, n]: sum over queries of alpha times the maximum over heads; unseen rows add nothing."""
+    """Eq. 3 and 4 on logits [W, H, n]: sum over queries of alpha times the maximum over heads;
+    unseen rows add nothing.
+    """
     total = torch.zeros(logits.shape[-1], dtype=logits.dtype, device=logits.device)
     for one, weight in zip(logits, alpha):
         best = (torch.softmax(one, -1) if kind == "softmax" else one).amax(0)
@@ -107,13 +140,27 @@ def key_oracle(logits, alpha, kind):
     return total
 
 
-def check_window(device, path, lengths, window=16, kv_heads=2, group=4, head_dim=64, dtype=torch.float32, kind="softmax",
-                 layout="heads"):
+def check_window(
+    device,
+    path,
+    lengths,
+    window=16,
+    kv_heads=2,
+    group=4,
+    head_dim=64,
+    dtype=torch.float32,
+    kind="softmax",
+    layout="heads",
+):
     """window_scores against the oracle; queries before the start of a short sequence are skipped."""
     generator = torch.Generator().manual_seed(3)
-    batch, capacity, scale = len(lengths), max(lengths) + 21, head_dim ** -0.5
+    batch, capacity, scale = len(lengths), max(lengths) + 21, head_dim**-0.5
     k, _ = make_bank(batch, kv_heads, capacity, head_dim, dtype, layout, device, generator)
-    q = torch.randn(batch, window, kv_heads * group, head_dim, generator=generator).to(dtype).to(device)
+    q = (
+        torch.randn(batch, window, kv_heads * group, head_dim, generator=generator)
+        .to(dtype)
+        .to(device)
+    )
     alpha = torch.rand(window, generator=generator).to(device)
     keys = torch.full((batch, capacity), 7.0, device=device)
     for b, n in enumerate(lengths):
@@ -123,49 +170,98 @@ def check_window(device, path, lengths, window=16, kv_heads=2, group=4, head_dim
         visible = [n - (window - 1 - j) for j in range(window)]
         live = [j for j in range(window) if visible[j] > 0]
         rows = k[b, :, :n]
-        exact, rough = (key_oracle(plain(q[b, live], rows, rows, [visible[j] for j in live], scale, t)[1], alpha[live].tolist(), kind)
-                        for t in (torch.float64, torch.float32))
+        exact, rough = (
+            key_oracle(
+                plain(q[b, live], rows, rows, [visible[j] for j in live], scale, t)[1],
+                alpha[live].tolist(),
+                kind,
+            )
+            for t in (torch.float64, torch.float32)
+        )
         assert (keys[b, n:] == 7.0).all(), "keys beyond the length were written"
         assert_keys(keys[b, :n], exact, rough, f"window keys of sequence {b}")
 
 
-def check_sparse(device, path, counts, tails, kv_heads=2, group=4, queries=1, head_dim=64, dtype=torch.float32,
-                 layout="tokens", per_head=False, budget=None, gap=50, seed=0):
-    """decode_sparse against the oracle; every row that is neither chosen nor in the tail is NaN. Returns out.
+def check_sparse(
+    device,
+    path,
+    counts,
+    tails,
+    kv_heads=2,
+    group=4,
+    queries=1,
+    head_dim=64,
+    dtype=torch.float32,
+    layout="tokens",
+    per_head=False,
+    budget=None,
+    gap=50,
+    seed=0,
+):
+    """decode_sparse against the oracle; every row that is neither chosen nor in the tail is NaN.
+    Returns out.
 
-    counts: chosen rows per sequence; tails: tail rows per sequence; `gap`: rows before the tail that may be chosen, beyond counts.
+    counts: chosen rows per sequence; tails: tail rows per sequence; `gap`: rows before the tail
+    that may be chosen, beyond counts.
     """
     generator = torch.Generator().manual_seed(seed)
-    batch, scale = len(counts), head_dim ** -0.5
+    batch, scale = len(counts), head_dim**-0.5
     budget = max(max(counts), 1) if budget is None else budget
     starts = [count + gap for count in counts]
     lengths = [start + tail for start, tail in zip(starts, tails)]
     k, v = make_bank(batch, kv_heads, max(lengths) + 13, head_dim, dtype, layout, device, generator)
-    q = torch.randn(batch, queries, kv_heads * group, head_dim, generator=generator).to(dtype).to(device)
+    q = (
+        torch.randn(batch, queries, kv_heads * group, head_dim, generator=generator)
+        .to(dtype)
+        .to(device)
+    )
     heads = kv_heads if per_head else 1
     index = torch.full((batch, heads, budget), -1, dtype=torch.int32)
     for b, count in enumerate(counts):
         for h in range(heads):
-            index[b, h, :count] = torch.randperm(starts[b], generator=generator)[:count].sort().values
+            index[b, h, :count] = (
+                torch.randperm(starts[b], generator=generator)[:count].sort().values
+            )
     index = index.to(device)
     chosen = []
     for b, count in enumerate(counts):
         keep = torch.zeros(kv_heads, k.shape[2], dtype=torch.bool, device=device)
         rows = index[b, :, :count].long().expand(kv_heads, -1)
         keep.scatter_(1, rows, True)
-        keep[:, starts[b]:lengths[b]] = True
+        keep[:, starts[b] : lengths[b]] = True
         k[b][~keep] = v[b][~keep] = math.nan
         tail = torch.arange(starts[b], lengths[b], device=device).expand(kv_heads, -1)
         take = torch.cat([rows, tail], 1).unsqueeze(-1).expand(-1, -1, head_dim)
         chosen.append((k[b].gather(1, take), v[b].gather(1, take)))
-    out = decode_sparse(q, k, v, index, ints(counts, device), ints(starts, device), ints(lengths, device), scale, path=path)
+    out = decode_sparse(
+        q,
+        k,
+        v,
+        index,
+        ints(counts, device),
+        ints(starts, device),
+        ints(lengths, device),
+        scale,
+        path=path,
+    )
     for b in range(batch):
         visible = [counts[b] + tails[b] - (queries - 1 - j) for j in range(queries)]
         check_attention(out[b], q[b], chosen[b], visible, scale, f"out of sequence {b}")
     return out
 
 
-HOSTILE_ROWS = ("normal", "equal", "two", "zeros", "-inf tail", "nan", "denormal", "signed zero", "ascending", "close")
+HOSTILE_ROWS = (
+    "normal",
+    "equal",
+    "two",
+    "zeros",
+    "-inf tail",
+    "nan",
+    "denormal",
+    "signed zero",
+    "ascending",
+    "close",
+)
 
 
 def hostile_row(name, n, generator):
@@ -178,36 +274,49 @@ def hostile_row(name, n, generator):
     elif name == "zeros":
         row[torch.rand(n, generator=generator) < 0.9] = 0.0
     elif name == "-inf tail":
-        row[n // 3:] = -math.inf
+        row[n // 3 :] = -math.inf
     elif name == "nan":
         row[torch.rand(n, generator=generator) < 0.4] = math.nan
-        row[:: 7] = math.inf
+        row[::7] = math.inf
     elif name == "denormal":
-        row = torch.randint(-5, 6, (n,), generator=generator, dtype=torch.int32).abs().view(torch.float32) * 1.0
+        row = (
+            torch.randint(-5, 6, (n,), generator=generator, dtype=torch.int32)
+            .abs()
+            .view(torch.float32)
+            * 1.0
+        )
     elif name == "signed zero":
         row = torch.where(row > 0, 0.0, -0.0)
     elif name == "ascending":
         row = torch.arange(n, dtype=torch.float32)
-    elif name == "close":                                 # equal in the first digits, apart in the last bits
-        row = (torch.randint(0, 9, (n,), generator=generator, dtype=torch.int32) + 0x3F800000).view(torch.float32)
+    # equal in the first digits, apart in the last bits
+    elif name == "close":
+        row = (torch.randint(0, 9, (n,), generator=generator, dtype=torch.int32) + 0x3F800000).view(
+            torch.float32
+        )
     return row
 
 
 def check_topk(device, path, rows, lo, hi, k, room, span=None, scratch=None):
-    """select_topk of rows (a list of 1-D tensors) against the stable sort; what lies outside [lo, hi) is huge. Returns out."""
+    """select_topk of rows (a list of 1-D tensors) against the stable sort; what lies outside [lo,
+    hi) is huge. Returns out.
+    """
     keys = torch.stack(rows)
     for b in range(len(rows)):
-        keys[b, : lo[b]] = keys[b, max(hi[b], 0):] = math.inf
+        keys[b, : lo[b]] = keys[b, max(hi[b], 0) :] = math.inf
     out = torch.full((len(rows), room), 99, dtype=torch.int32)
     counts = torch.full((len(rows),), 99, dtype=torch.int32)
     expected, expected_counts = out.clone(), counts.clone()
-    select_topk_ref(keys, *(torch.tensor(x, dtype=torch.int32) for x in (lo, hi, k)), expected, expected_counts)
+    select_topk_ref(
+        keys, *(torch.tensor(x, dtype=torch.int32) for x in (lo, hi, k)), expected, expected_counts
+    )
     keys, out, counts = (t.to(device) for t in (keys, out, counts))
     arguments = (keys, *(ints(x, device) for x in (lo, hi, k)), out, counts, scratch)
     if span is None:
         select_topk(*arguments, path=path)
     else:
         from kernels.topk import select_topk_triton
+
         select_topk_triton(*arguments, span=span)
     assert torch.equal(counts.cpu(), expected_counts), (counts, expected_counts)
     assert torch.equal(out.cpu(), expected)

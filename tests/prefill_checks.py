@@ -1,7 +1,8 @@
-"""Checks of the prefill kernels that run twice: in plain torch (tests/kernels_cpu) and interpreted (tests/kernels); on a GPU compiled.
+"""Checks of the prefill kernels that run twice: in plain torch (tests/kernels_cpu) and interpreted
+(tests/kernels); on a GPU compiled.
 
-The rules of tests/kernel_checks.py: a float64 oracle that shares no code with the kernels, at most twice plain torch's error, and NaN in
-every row that may not be read.
+The rules of tests/kernel_checks.py: a float64 oracle that shares no code with the kernels, at most
+twice plain torch's error, and NaN in every row that may not be read.
 """
 
 import math
@@ -22,23 +23,46 @@ def make_queries(batch, chunk, heads, head_dim, dtype, device, generator, sharpn
 
 
 def column_oracle(q, k, lse, scale, dtype):
-    """[n] sums over queries of the largest weight under any head. q [C, H, D], k [Hkv, n, D], lse [C, H]; products in `dtype`."""
+    """[n] sums over queries of the largest weight under any head. q [C, H, D], k [Hkv, n, D], lse
+    [C, H]; products in `dtype`.
+    """
     k = k.to(dtype).repeat_interleave(q.shape[1] // k.shape[0], 0)
-    logits = torch.matmul(q.to(dtype).transpose(0, 1), k.transpose(1, 2)).to(torch.promote_types(dtype, torch.float32)) * scale
+    logits = (
+        torch.matmul(q.to(dtype).transpose(0, 1), k.transpose(1, 2)).to(
+            torch.promote_types(dtype, torch.float32)
+        )
+        * scale
+    )
     return torch.exp(logits - lse.t().unsqueeze(-1).to(logits.dtype)).amax(0).sum(0)
 
 
-def check_column_scores(device, path, chunk, stop, kv_heads=2, group=3, head_dim=32, dtype=torch.float32, layout="heads", batch=2,
-                        sharpness=1.0, blocks=None, stride=1, seed=0):
-    """column_scores against the oracle; rows from the largest stop on are NaN, and the sums beyond each stop stay as they were.
+def check_column_scores(
+    device,
+    path,
+    chunk,
+    stop,
+    kv_heads=2,
+    group=3,
+    head_dim=32,
+    dtype=torch.float32,
+    layout="heads",
+    batch=2,
+    sharpness=1.0,
+    blocks=None,
+    stride=1,
+    seed=0,
+):
+    """column_scores against the oracle; rows from the largest stop on are NaN, and the sums beyond
+    each stop stay as they were.
 
     blocks: [(first, last, rows)] counted in the chunk, or None for all of it over `stop` rows.
     """
     generator = torch.Generator().manual_seed(seed)
-    scale, blocks = head_dim ** -0.5, blocks or [(0, chunk, stop)]
+    scale, blocks = head_dim**-0.5, blocks or [(0, chunk, stop)]
     k, _ = make_bank(batch, kv_heads, stop + 19, head_dim, dtype, layout, device, generator)
     q = make_queries(batch, chunk, kv_heads * group, head_dim, dtype, device, generator, sharpness)
-    every = k.double().repeat_interleave(group, 1)                   # the queries also see rows that are not scored
+    # the queries also see rows that are not scored
+    every = k.double().repeat_interleave(group, 1)
     lse = torch.logsumexp(torch.einsum("bchd,bhnd->bchn", q.double(), every) * scale, -1).float()
     k[:, :, stop:] = math.nan
     sums = torch.full((batch, len(blocks) + 1, stop + 19), 7.0, device=device)
@@ -49,23 +73,49 @@ def check_column_scores(device, path, chunk, stop, kv_heads=2, group=3, head_dim
         for n, (first, last, rows) in enumerate(blocks):
             assert (sums[b, n, rows:] == 7.0).all(), "sums beyond the scored rows were written"
             part = slice(first, last, stride)
-            exact, rough = (column_oracle(q[b, part], k[b, :, :rows], lse[b, part], scale, kind) for kind in (torch.float64, dtype))
+            exact, rough = (
+                column_oracle(q[b, part], k[b, :, :rows], lse[b, part], scale, kind)
+                for kind in (torch.float64, dtype)
+            )
             assert_keys(sums[b, n, :rows], exact, rough, f"sums of sequence {b}, block {n}")
     return sums
 
 
-def check_prefill_sparse(device, path, chunk, count, band, gap=40, kv_heads=2, group=3, head_dim=32, dtype=torch.float32, layout="tokens",
-                         batch=2, room=5, sharpness=1.0, edges=(), seed=0):
-    """prefill_sparse against the oracle. The chunk is cut into blocks at `edges`; before the first one `count` of count + gap rows are
-    chosen and `band` rows lie between them and the block; every block chooses for itself, all bands begin at the same row. Rows that no
-    block may read are NaN, and every index row has `room` entries of rubbish at its end."""
+def check_prefill_sparse(
+    device,
+    path,
+    chunk,
+    count,
+    band,
+    gap=40,
+    kv_heads=2,
+    group=3,
+    head_dim=32,
+    dtype=torch.float32,
+    layout="tokens",
+    batch=2,
+    room=5,
+    sharpness=1.0,
+    edges=(),
+    seed=0,
+):
+    """prefill_sparse against the oracle. The chunk is cut into blocks at `edges`; before the first
+    one `count` of count + gap rows are chosen and `band` rows lie between them and the block; every
+    block chooses for itself, all bands begin at the same row. Rows that no block may read are NaN,
+    and every index row has `room` entries of rubbish at its end.
+    """
     generator = torch.Generator().manual_seed(seed)
-    scale, local = head_dim ** -0.5, count + gap
+    scale, local = head_dim**-0.5, count + gap
     start = local + band
-    k, v = make_bank(batch, kv_heads, start + chunk + 11, head_dim, dtype, layout, device, generator)
+    k, v = make_bank(
+        batch, kv_heads, start + chunk + 11, head_dim, dtype, layout, device, generator
+    )
     q = make_queries(batch, chunk, kv_heads * group, head_dim, dtype, device, generator, sharpness)
     cuts = [0, *edges, chunk]
-    blocks = [(start + first, start + last, local, max(0, count - n)) for n, (first, last) in enumerate(zip(cuts, cuts[1:]))]
+    blocks = [
+        (start + first, start + last, local, max(0, count - n))
+        for n, (first, last) in enumerate(zip(cuts, cuts[1:]))
+    ]
     index = torch.full((batch, len(blocks), count + room), 2**30, dtype=torch.int32)
     for b in range(batch):
         for n, (*_, kept) in enumerate(blocks):
@@ -73,7 +123,7 @@ def check_prefill_sparse(device, path, chunk, count, band, gap=40, kv_heads=2, g
     index = index.to(device)
     for b in range(batch):
         keep = torch.zeros(k.shape[2], dtype=torch.bool, device=device)
-        keep[local:start + chunk] = True
+        keep[local : start + chunk] = True
         for n, (*_, kept) in enumerate(blocks):
             keep[index[b, n, :kept].long()] = True
         k[b, :, ~keep] = v[b, :, ~keep] = math.nan
@@ -82,52 +132,104 @@ def check_prefill_sparse(device, path, chunk, count, band, gap=40, kv_heads=2, g
     for n, (first, last, local, kept) in enumerate(blocks):
         visible = [kept + position + 1 - local for position in range(first, last)]
         for b in range(batch):
-            rows = [torch.cat([t[b].index_select(1, index[b, n, :kept].long()), t[b, :, local:last]], 1) for t in (k, v)]
-            queries = q[b, first - start:last - start]
+            rows = [
+                torch.cat([t[b].index_select(1, index[b, n, :kept].long()), t[b, :, local:last]], 1)
+                for t in (k, v)
+            ]
+            queries = q[b, first - start : last - start]
             exact, _ = plain(queries, *rows, visible, scale, torch.float64)
-            rough = [plain(queries, *rows, visible, scale, dtype)[0], fused(queries, *rows, visible, scale)]
+            rough = [
+                plain(queries, *rows, visible, scale, dtype)[0],
+                fused(queries, *rows, visible, scale),
+            ]
             rough = max(rough, key=lambda t: (t.double() - exact).abs().max().item())
-            assert_close(out[b, first - start:last - start], exact, rough, dtype, f"out of sequence {b}, block {n}")
+            assert_close(
+                out[b, first - start : last - start],
+                exact,
+                rough,
+                dtype,
+                f"out of sequence {b}, block {n}",
+            )
     return out
 
 
-def check_blocks(device, path, blocks, past, kv_heads=2, group=2, head_dim=32, dtype=torch.float32, layout="heads", batch=1, density=0.5,
-                 sharpness=1.0, seed=0):
-    """attend_blocks against the oracle: `blocks` blocks of queries after `past` blocks of rows, every head keeps its own random share of
-    them (density 0: its own block only, 1: everything). Blocks that no head of a K/V head keeps hold NaN, as do rows past the chunk."""
+def check_blocks(
+    device,
+    path,
+    blocks,
+    past,
+    kv_heads=2,
+    group=2,
+    head_dim=32,
+    dtype=torch.float32,
+    layout="heads",
+    batch=1,
+    density=0.5,
+    sharpness=1.0,
+    seed=0,
+):
+    """attend_blocks against the oracle: `blocks` blocks of queries after `past` blocks of rows,
+    every head keeps its own random share of them (density 0: its own block only, 1: everything).
+    Blocks that no head of a K/V head keeps hold NaN, as do rows past the chunk.
+    """
     generator = torch.Generator().manual_seed(seed)
-    scale, first, chunk, heads = head_dim ** -0.5, past * BLOCK, blocks * BLOCK, kv_heads * group
+    scale, first, chunk, heads = head_dim**-0.5, past * BLOCK, blocks * BLOCK, kv_heads * group
     k, v = make_bank(batch, kv_heads, first + chunk + 9, head_dim, dtype, layout, device, generator)
     q = make_queries(batch, chunk, heads, head_dim, dtype, device, generator, sharpness)
     keep = torch.rand(batch, heads, blocks, past + blocks, generator=generator) < density
     own = past + torch.arange(blocks)
     keep &= torch.arange(past + blocks) <= own.unsqueeze(1)
     keep[:, :, torch.arange(blocks), own] = True
-    read = keep.view(batch, kv_heads, group, blocks, -1).any(3).any(2).repeat_interleave(BLOCK, -1).to(device)
+    read = (
+        keep.view(batch, kv_heads, group, blocks, -1)
+        .any(3)
+        .any(2)
+        .repeat_interleave(BLOCK, -1)
+        .to(device)
+    )
     for side in (k, v):
-        side[:, :, :first + chunk].masked_fill_(~read.unsqueeze(-1), math.nan)
-        side[:, :, first + chunk:] = math.nan
+        side[:, :, : first + chunk].masked_fill_(~read.unsqueeze(-1), math.nan)
+        side[:, :, first + chunk :] = math.nan
     out, lse = attend_blocks(q, k, v, keep.to(device), first, scale, path=path)
     assert out.shape == q.shape and out.dtype == dtype and torch.isfinite(out).all()
     for b in range(batch):
         for head in range(heads):
             for n in range(blocks):
                 chosen = keep[b, head, n].nonzero().flatten().tolist()
-                rows = [torch.cat([t[b, head // group, i * BLOCK:(i + 1) * BLOCK] for i in chosen])[None] for t in (k, v)]
+                rows = [
+                    torch.cat([t[b, head // group, i * BLOCK : (i + 1) * BLOCK] for i in chosen])[
+                        None
+                    ]
+                    for t in (k, v)
+                ]
                 visible = [(len(chosen) - 1) * BLOCK + j + 1 for j in range(BLOCK)]
-                part, what = slice(n * BLOCK, (n + 1) * BLOCK), f"out of sequence {b}, head {head}, block {n}"
-                queries = q[b, part, head:head + 1]
+                part, what = (
+                    slice(n * BLOCK, (n + 1) * BLOCK),
+                    f"out of sequence {b}, head {head}, block {n}",
+                )
+                queries = q[b, part, head : head + 1]
                 exact, logits = plain(queries, *rows, visible, scale, torch.float64)
-                rough = [plain(queries, *rows, visible, scale, dtype)[0], fused(queries, *rows, visible, scale)]
+                rough = [
+                    plain(queries, *rows, visible, scale, dtype)[0],
+                    fused(queries, *rows, visible, scale),
+                ]
                 rough = max(rough, key=lambda t: (t.double() - exact).abs().max().item())
-                assert_close(out[b, part, head:head + 1], exact, rough, dtype, what)
+                assert_close(out[b, part, head : head + 1], exact, rough, dtype, what)
                 wanted, sums = torch.logsumexp(logits[:, 0], -1), lse[b, part, head].double()
-                assert (sums - wanted).abs().max() <= 4e-6 * wanted.abs().max() + 1e-6, f"log-sum-exp of {what}"
+                assert (sums - wanted).abs().max() <= 4e-6 * wanted.abs().max() + 1e-6, (
+                    f"log-sum-exp of {what}"
+                )
     return keep
 
 
 def fused(q, k, v, visible, scale):
-    """torch's own fused attention with a mask: plain torch as well, and less exact in float32 (its exponential)."""
-    mask = torch.arange(k.shape[1], device=q.device) < torch.tensor(visible, device=q.device).unsqueeze(1)
+    """torch's own fused attention with a mask: plain torch as well, and less exact in float32 (its
+    exponential).
+    """
+    mask = torch.arange(k.shape[1], device=q.device) < torch.tensor(
+        visible, device=q.device
+    ).unsqueeze(1)
     q, k, v = (t[None] for t in (q.transpose(0, 1), k, v))
-    return scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+    return scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)[0].transpose(
+        0, 1
+    )

@@ -1,8 +1,10 @@
-"""`make test`: the whole suite in the processes it needs, two at a time; the last line is one pytest summary.
+"""`make test`: the whole suite in the processes it needs, two at a time; the last line is one
+pytest summary.
 
-Three processes, because TRITON_INTERPRET is read once, when triton is imported: the interpreter tests (tests/kernels)
-need it set and the ahead-of-time compile tests (tests/aot) need it unset. The engine's tests run beside those two.
-Arguments go to every pytest run, except that paths replace the suite: `tests/run.py tests/engine/text/test_text.py -x`.
+Three processes, because TRITON_INTERPRET is read once, when triton is imported: the interpreter
+tests (tests/kernels) need it set and the ahead-of-time compile tests (tests/aot) need it unset. The
+engine's tests run beside those two. Arguments go to every pytest run, except that paths replace the
+suite: `tests/run.py tests/engine/text/test_text.py -x`.
 """
 
 import os
@@ -32,10 +34,27 @@ class Run:
     def execute(self, options: list[str], report: Path) -> None:
         """Run pytest to its end; an unreadable report (a crash) counts as one error."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **self.environment}
-        command = [sys.executable, "-m", "pytest", f"--junitxml={report}", "--color=no", "--durations=8", *self.paths, *options]
-        with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                              text=True, errors="replace") as process:
-            for line in process.stdout:         # as it comes: a run that is stopped has shown how far it was
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            f"--junitxml={report}",
+            "--color=no",
+            "--durations=8",
+            *self.paths,
+            *options,
+        ]
+        with subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        ) as process:
+            # as it comes: a run that is stopped has shown how far it was
+            for line in process.stdout:
                 print(f"[{self.name}] {line.rstrip()}", flush=True)
         self.status, self.counts = process.returncode, read_counts(report)
 
@@ -44,16 +63,32 @@ def read_counts(report: Path) -> dict[str, int]:
     """passed, failed, errors and skipped of a junit report."""
     try:
         suite = ElementTree.parse(report).getroot().find("testsuite")
-        tests, failed, errors, skipped = (int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped"))
+        tests, failed, errors, skipped = (
+            int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")
+        )
     except (OSError, ElementTree.ParseError, AttributeError):
         return {"errors": 1}
-    return {"failed": failed, "passed": tests - failed - errors - skipped, "skipped": skipped, "errors": errors}
+    return {
+        "failed": failed,
+        "passed": tests - failed - errors - skipped,
+        "skipped": skipped,
+        "errors": errors,
+    }
 
 
 def suite() -> list[list[Run]]:
     """Two lanes for two cores; the runs of a lane follow each other."""
     apart = [name for name in ("tests/kernels", "tests/aot") if (ROOT / name).is_dir()]
-    lanes = [[Run("engine", ["tests", *(f"--ignore={name}" for name in apart)], {"TRITON_INTERPRET": "0"})], []]
+    lanes = [
+        [
+            Run(
+                "engine",
+                ["tests", *(f"--ignore={name}" for name in apart)],
+                {"TRITON_INTERPRET": "0"},
+            )
+        ],
+        [],
+    ]
     if "tests/kernels" in apart:
         lanes[1].append(Run("kernels", ["tests/kernels"], {"TRITON_INTERPRET": "1"}))
     if "tests/aot" in apart:
@@ -82,7 +117,10 @@ def main(arguments: list[str]) -> int:
     failed = [run for run in runs if run.status not in (0, NO_TESTS_COLLECTED)]
     for run in failed:
         print(f"FAILED RUN: {run.name} (exit status {run.status})")
-    total = {key: sum(run.counts.get(key, 0) for run in runs) for key in ("failed", "passed", "skipped", "errors")}
+    total = {
+        key: sum(run.counts.get(key, 0) for run in runs)
+        for key in ("failed", "passed", "skipped", "errors")
+    }
     words = ", ".join(f"{count} {key}" for key, count in total.items() if count) or "no tests ran"
     print(f"===== {words} in {time.monotonic() - start:.2f}s =====")
     return 1 if failed or not total["passed"] else 0

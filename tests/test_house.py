@@ -1,4 +1,6 @@
-"""Rules of the house that a machine can hold: imports in one direction, no foreign names caught, pins within ranges, a true tree."""
+"""Rules of the house that a machine can hold: imports in one direction, no foreign names caught,
+pins within ranges, a true tree.
+"""
 
 import ast
 import re
@@ -10,7 +12,10 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
-ALLOWED = {"kernels": {"kernels", "torch", "triton"}, "weights": {"weights", "torch", "huggingface_hub", "safetensors"}}
+ALLOWED = {
+    "kernels": {"kernels", "torch", "triton"},
+    "weights": {"weights", "torch", "huggingface_hub", "safetensors"},
+}
 FORBIDDEN = {"engine": {"tools", "tests", "transformers"}, "tools": {"tests"}}
 
 
@@ -32,10 +37,14 @@ def test_imports_point_one_way(package):
 
 
 def test_our_kernels_do_not_pass_for_the_hubs():
-    """transformers looks for a package of this name; ours on the path must not break it, so it stays empty."""
+    """transformers looks for a package of this name; ours on the path must not break it, so it
+    stays empty.
+    """
     assert (ROOT / "kernels" / "__init__.py").read_text() == ""
     code = "import kernels, transformers.integrations.hub_kernels, transformers; print(kernels.__file__); transformers.LlamaForCausalLM"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert str(ROOT) in done.stdout
 
@@ -54,7 +63,11 @@ def test_every_pin_lies_in_its_range_and_every_range_has_a_pin():
     tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     ranges = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
-    ranges = {r.name: r.specifier for r in map(Requirement, ranges) if r.marker is None or r.marker.evaluate()}
+    ranges = {
+        r.name: r.specifier
+        for r in map(Requirement, ranges)
+        if r.marker is None or r.marker.evaluate()
+    }
     pinned = {}
     for pin in pins():
         assert [s.operator for s in pin.specifier] == ["=="], pin
@@ -65,13 +78,26 @@ def test_every_pin_lies_in_its_range_and_every_range_has_a_pin():
 
 def test_the_readmes_tree_and_targets_are_on_disk():
     readme, make = (ROOT / "README.md").read_text(encoding="utf-8"), (ROOT / "Makefile").read_text()
-    tree = readme[readme.index("## The tree"):]
+    tree = readme[readme.index("## The tree") :]
     for folder in re.findall(r"^(\w+)/ ", tree, re.MULTILINE):
         assert (ROOT / folder).is_dir(), folder
     for name in re.findall(r"`((?:engine|kernels|weights|tools|tests)/[\w/.]+)`", readme):
         assert (ROOT / name).exists(), name
     targets = set(re.findall(r"^([\w-]+):", make, re.MULTILINE))
-    assert {"chat", "test", "lint", "format", "bench", "kernels", "check-gpu", "eval", "pocket", "clean"} <= targets
+    assert {
+        "chat",
+        "test",
+        "lint",
+        "format",
+        "bench",
+        "kernels",
+        "check-gpu",
+        "eval",
+        "pocket",
+        "clean",
+    } <= targets
     assert set(re.findall(r"^make ([\w-]+)", readme, re.MULTILINE)) <= targets
     for module in re.findall(r"-m (tools\.\w+)", make):
-        assert (ROOT / (module.replace(".", "/") + ".py")).is_file() or (ROOT / module.replace(".", "/")).is_dir(), module
+        assert (ROOT / (module.replace(".", "/") + ".py")).is_file() or (
+            ROOT / module.replace(".", "/")
+        ).is_dir(), module

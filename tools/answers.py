@@ -1,12 +1,14 @@
-"""Record what a fixed set of runs answers, selects and counts, so that a change can show that it changed nothing.
+"""Record what a fixed set of runs answers, selects and counts, so that a change can show that it
+changed nothing.
 
     python -m tools.answers --out before.json            every method, both tiers, three prompts
     python -m tools.answers --compare before.json        run again and list every difference
 
-A run is the shipped model with one method and one place for its bank. It reads a prompt, decodes, reads a second
-turn, decodes, goes back into the answer and decodes again. Recorded per run: the greedy tokens, a digest of every
-step's selections, a digest of the last logits' bits, and every counter of SessionStats that is not a time.
-Digests of logits hold on one machine with one thread only; tokens, selections and counters should hold on all.
+A run is the shipped model with one method and one place for its bank. It reads a prompt, decodes,
+reads a second turn, decodes, goes back into the answer and decodes again. Recorded per run: the
+greedy tokens, a digest of every step's selections, a digest of the last logits' bits, and every
+counter of SessionStats that is not a time. Digests of logits hold on one machine with one thread
+only; tokens, selections and counters should hold on all.
 """
 
 import argparse
@@ -123,8 +125,14 @@ def record_all(only=()):
     torch.set_num_threads(1)
     found = {}
     llm = LLM(
-        str(MODEL), device="cpu", dtype="float32", max_context=2048, chunk=256, threads=1,
-        method=Full(), offload="device",
+        str(MODEL),
+        device="cpu",
+        dtype="float32",
+        max_context=2048,
+        chunk=256,
+        threads=1,
+        method=Full(),
+        offload="device",
     )
     documents = prompts(llm)
     for name, cls in methods().items():
@@ -149,7 +157,8 @@ def differences(before, after):
                 keys = old[name].keys() | new[name].keys()
                 lines += [
                     f"{key}: {stat} was {old[name].get(stat)}, is {new[name].get(stat)}"
-                    for stat in sorted(keys) if old[name].get(stat) != new[name].get(stat)
+                    for stat in sorted(keys)
+                    if old[name].get(stat) != new[name].get(stat)
                 ]
             elif old.get(name) != new.get(name):
                 lines.append(f"{key}: {name} differ")
@@ -158,7 +167,9 @@ def differences(before, after):
 
 def main(arguments=None):
     """Run, then write or compare. Exit status 1 where anything differs."""
-    parser = argparse.ArgumentParser(prog="python -m tools.answers", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.answers", description=__doc__.split("\n\n")[0]
+    )
     parser.add_argument("--out", metavar="FILE", help="write the record here")
     parser.add_argument("--compare", metavar="FILE", help="compare with a record made before")
     parser.add_argument("--methods", nargs="*", default=(), help="only these methods")

@@ -1,7 +1,9 @@
-"""Recall of attention mass against density for the block estimators: `python -m tools.block_recall` (the shipped model, one document).
+"""Recall of attention mass against density for the block estimators: `python -m tools.block_recall`
+(the shipped model, one document).
 
-Per FULL and WAIT layer, head and block of 128 queries: density = key blocks kept / causal blocks, recall = true mass in them. The oracle
-chooses by the true mass: nothing can keep more with as few blocks.
+Per FULL and WAIT layer, head and block of 128 queries: density = key blocks kept / causal blocks,
+recall = true mass in them. The oracle chooses by the true mass: nothing can keep more with as few
+blocks.
 """
 
 import argparse
@@ -20,7 +22,9 @@ from tools.tasks import TASKS, make_sample
 
 def arguments(argv=None):
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tools.block_recall", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.block_recall", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--model", default=str(POCKET))
     parser.add_argument("--task", default="mixed", choices=tuple(TASKS))
     parser.add_argument("--length", type=int, default=2048)
@@ -31,14 +35,16 @@ def arguments(argv=None):
 
 
 def captured(llm, ids):
-    """{layer: (q [1, n, H, D], k [1, Hkv, n, D])} of a prompt, of the layers that dense_layers="block_sparse" would touch."""
+    """{layer: (q [1, n, H, D], k [1, Hkv, n, D])} of a prompt, of the layers that
+    dense_layers="block_sparse" would touch.
+    """
     plan, found = llm.resolve_method(OmniKV())[1], {}
     with llm.session(Full()) as session:
         attend = Runtime.prefill_attend
 
         def keep(runtime, layer, q, bank, start):
             if plan.roles[layer] in (Role.FULL, Role.WAIT):
-                found[layer] = q.clone(), bank.kv(layer)[0][:, :, :len(ids)].clone()
+                found[layer] = q.clone(), bank.kv(layer)[0][:, :, : len(ids)].clone()
             return attend(runtime, layer, q, bank, start)
 
         session.runtime.prefill_attend = keep.__get__(session.runtime)
@@ -47,14 +53,18 @@ def captured(llm, ids):
 
 
 def rows(layers, thresholds):
-    """[(estimator, threshold, density, mean recall, 1st percentile of recall)] over all layers, heads and blocks past the first 4."""
+    """[(estimator, threshold, density, mean recall, 1st percentile of recall)] over all layers,
+    heads and blocks past the first 4.
+    """
     first, table = 4 * BLOCK, []
     scale = next(iter(layers.values()))[0].shape[-1] ** -0.5
     true = {layer: exact_mass(q[:, first:], k, first, scale) for layer, (q, k) in layers.items()}
     estimators = {"oracle": lambda layer, q, k: true[layer]}
     for stride in (8, 16):
         for name in ("antidiagonal", "pooled"):
-            estimators[f"{name} S={stride}"] = lambda layer, q, k, stride=stride, name=name: block_mass(q, k, first, stride, scale, name)
+            estimators[f"{name} S={stride}"] = lambda layer, q, k, stride=stride, name=name: (
+                block_mass(q, k, first, stride, scale, name)
+            )
     for name, estimate in estimators.items():
         masses = {layer: estimate(layer, q[:, first:], k) for layer, (q, k) in layers.items()}
         for threshold in thresholds:
@@ -65,7 +75,15 @@ def rows(layers, thresholds):
                 recall.append((true[layer] * keep).sum(-1).flatten())
                 density.append((keep.sum(-1) / causal).flatten())
             recall, density = torch.cat(recall), torch.cat(density)
-            table.append((name, threshold, float(density.mean()), float(recall.mean()), float(recall.quantile(0.01))))
+            table.append(
+                (
+                    name,
+                    threshold,
+                    float(density.mean()),
+                    float(recall.mean()),
+                    float(recall.quantile(0.01)),
+                )
+            )
     return table
 
 
@@ -74,15 +92,30 @@ def main(argv=None):
     args = arguments(argv)
     warnings.simplefilter("ignore", UserWarning)
     try:
-        llm = LLM(args.model, device="cpu", dtype="float32", threads=args.threads, method=Full(), chunk=2 ** 20)
-        sample = make_sample(args.task, args.length, lambda text: len(llm.tokenizer.encode(text, special=False)), args.seed, 1)
+        llm = LLM(
+            args.model,
+            device="cpu",
+            dtype="float32",
+            threads=args.threads,
+            method=Full(),
+            chunk=2**20,
+        )
+        sample = make_sample(
+            args.task,
+            args.length,
+            lambda text: len(llm.tokenizer.encode(text, special=False)),
+            args.seed,
+            1,
+        )
         ids = llm.tokenizer.encode(sample.document, special=False)
-        layers = captured(llm, ids[:len(ids) // BLOCK * BLOCK])
+        layers = captured(llm, ids[: len(ids) // BLOCK * BLOCK])
     except EngineError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     print(f"layers {sorted(layers)}, {len(ids) // BLOCK * BLOCK} tokens of {args.task}\n")
-    print("| estimator | mass wanted | density | recall, mean | recall, 1st percentile |\n|---|---|---|---|---|")
+    print(
+        "| estimator | mass wanted | density | recall, mean | recall, 1st percentile |\n|---|---|---|---|---|"
+    )
     for name, threshold, density, mean, low in rows(layers, args.thresholds):
         print(f"| {name} | {threshold} | {density:.2f} | {mean:.3f} | {low:.3f} |")
     return 0

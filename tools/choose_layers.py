@@ -1,4 +1,6 @@
-"""From the similarity of layers to filter layers: the best set for every number of filters and of full layers, by dynamic programming."""
+"""From the similarity of layers to filter layers: the best set for every number of filters and of
+full layers, by dynamic programming.
+"""
 
 from dataclasses import dataclass
 
@@ -7,7 +9,9 @@ from engine.plan.layers import layer_plan
 
 @dataclass(frozen=True)
 class Choice:
-    """A filter set: its layers, how many layers of the plan attend to everything, and the mean mass that its sparse layers see."""
+    """A filter set: its layers, how many layers of the plan attend to everything, and the mean mass
+    that its sparse layers see.
+    """
 
     filters: tuple
     dense: int
@@ -25,17 +29,23 @@ class Choice:
 
 
 def mean_mass(mass, filters, wait_layers):
-    """Mean over the sparse layers of the mass they see under a filter set; 1.0 where there is none. mass [L][L], i < j."""
+    """Mean over the sparse layers of the mass they see under a filter set; 1.0 where there is none.
+    mass [L][L], i < j.
+    """
     plan = layer_plan(len(mass), filters, wait_layers)
-    seen = [float(mass[group.filter_layer][layer]) for group in plan.groups for layer in group.layers]
+    seen = [
+        float(mass[group.filter_layer][layer]) for group in plan.groups for layer in group.layers
+    ]
     return sum(seen) / len(seen) if seen else 1.0
 
 
 def best_sets(mass, most_filters=3, wait_layers=1):
-    """{(number of filters, full layers): Choice with the largest mass} over all filter sets, exactly.
+    """{(number of filters, full layers): Choice with the largest mass} over all filter sets,
+    exactly.
 
-    mass: [L][L] mean mass (tools/similarity.py). A table over (last filter, filters so far, full layers so far): a segment between two
-    filters adds the mass that its sparse layers see, whatever came before, so the best prefix is enough. O(m L^3).
+    mass: [L][L] mean mass (tools/similarity.py). A table over (last filter, filters so far, full
+    layers so far): a segment between two filters adds the mass that its sparse layers see, whatever
+    came before, so the best prefix is enough. O(m L^3).
     """
     layers = len(mass)
     prefix = [[0.0] * (layers + 1) for _ in range(layers)]
@@ -48,7 +58,8 @@ def best_sets(mass, most_filters=3, wait_layers=1):
         return prefix[first][stop], min(stop - first, 1 + wait_layers)
 
     best = {}
-    open_sets = {(f, 1, f): (0.0, (f,)) for f in range(layers)}         # (last filter, count, full layers before it)
+    # (last filter, count, full layers before it)
+    open_sets = {(f, 1, f): (0.0, (f,)) for f in range(layers)}
     while open_sets:
         following = {}
         for (last, count, dense), (value, filters) in open_sets.items():
@@ -68,16 +79,22 @@ def best_sets(mass, most_filters=3, wait_layers=1):
 
 
 def _keep(table, key, value, filters):
-    """Keep the larger mass; of equal ones the set that comes first in order, so that the result is the same everywhere."""
+    """Keep the larger mass; of equal ones the set that comes first in order, so that the result is
+    the same everywhere.
+    """
     old = table.get(key)
     if old is None or value > old[0] + 1e-12 or (abs(value - old[0]) <= 1e-12 and filters < old[1]):
         table[key] = value, filters
 
 
 def choose(sets, most_dense, slack=0.01):
-    """The set to use: among those with at most `most_dense` full layers, the fewest full layers within `slack` of the best mass."""
+    """The set to use: among those with at most `most_dense` full layers, the fewest full layers
+    within `slack` of the best mass.
+    """
     allowed = [c for c in sets.values() if c.dense <= most_dense]
     if not allowed:
         return None
     bar = max(c.mass for c in allowed) - slack
-    return min((c for c in allowed if c.mass >= bar), key=lambda c: (c.dense, -c.mass, len(c.filters)))
+    return min(
+        (c for c in allowed if c.mass >= bar), key=lambda c: (c.dense, -c.mass, len(c.filters))
+    )

@@ -1,8 +1,9 @@
 """OmniKV with a planted selection: everything runs and is timed, only the outcome is replaced.
 
-Random weights choose almost the same or entirely other tokens from step to step, and neither says what a text would do. For timing
-a fetch (misses cross the link, hits do not) the share of tokens that stay chosen is therefore set: after scoring and top-k have
-run, the group's indices are overwritten from a table drawn beforehand. For benchmarks; its answers mean nothing.
+Random weights choose almost the same or entirely other tokens from step to step, and neither says
+what a text would do. For timing a fetch (misses cross the link, hits do not) the share of tokens
+that stay chosen is therefore set: after scoring and top-k have run, the group's indices are
+overwritten from a table drawn beforehand. For benchmarks; its answers mean nothing.
 """
 
 from dataclasses import dataclass
@@ -14,15 +15,18 @@ from engine.methods.base import device_int
 from engine.methods.omnikv.settings import OmniKV, OmniKVRuntime
 from engine.plan.layers import tail_start
 
-MOST_ROWS = 256         # rows of a group's table: a reuse above 1 - k/256k cannot be told from 1 by then
+# rows of a group's table: a reuse above 1 - k/256k cannot be told from 1 by then
+MOST_ROWS = 256
 
 
 @dataclass(frozen=True)
 class Replay(OmniKV):
-    """OmniKV whose selections are planted: of the k tokens of a step, `reuse` (0 to 1) were chosen in the step before too.
+    """OmniKV whose selections are planted: of the k tokens of a step, `reuse` (0 to 1) were chosen
+    in the step before too.
 
-    Where fewer than 2k tokens are candidates, small reuse rates cannot be had: a larger one is planted and reported
-    (`ReplayRuntime.planted`). Deterministic per seed and position: going back and doing a step again gives the same selection.
+    Where fewer than 2k tokens are candidates, small reuse rates cannot be had: a larger one is
+    planted and reported (`ReplayRuntime.planted`). Deterministic per seed and position: going back
+    and doing a step again gives the same selection.
     """
 
     reuse: float = 0.9
@@ -32,10 +36,16 @@ class Replay(OmniKV):
 
     def __post_init__(self):
         super().__post_init__()
-        if isinstance(self.reuse, bool) or not isinstance(self.reuse, (int, float)) or not 0 <= self.reuse <= 1:
+        if (
+            isinstance(self.reuse, bool)
+            or not isinstance(self.reuse, (int, float))
+            or not 0 <= self.reuse <= 1
+        ):
             raise SettingError(f"reuse: found {self.reuse!r}, expected a number in [0, 1]")
         if self.official:
-            raise SettingError("official: a planted selection cannot follow the published code; leave it out")
+            raise SettingError(
+                "official: a planted selection cannot follow the published code; leave it out"
+            )
 
     def runtime(self, setup):
         """Selection buffers and tables of one session."""
@@ -43,17 +53,23 @@ class Replay(OmniKV):
 
 
 class ReplayRuntime(OmniKVRuntime):
-    """Tables [MOST_ROWS, K] int32 per group: windows on a ring of shuffled candidates; a step takes row (position mod rows).
+    """Tables [MOST_ROWS, K] int32 per group: windows on a ring of shuffled candidates; a step takes
+    row (position mod rows).
 
-    The tables and the numbers that go with them stay where they are from prefill to prefill, so that captured graphs stay true.
+    The tables and the numbers that go with them stay where they are from prefill to prefill, so
+    that captured graphs stay true.
     """
 
     def __init__(self, method, setup):
         super().__init__(method, setup)
         width = self.index[0].shape[2] if self.index else 0
-        self.tables = [torch.full((MOST_ROWS, width), -1, dtype=torch.int32, device=setup.device) for _ in self.plan.groups]
+        self.tables = [
+            torch.full((MOST_ROWS, width), -1, dtype=torch.int32, device=setup.device)
+            for _ in self.plan.groups
+        ]
         self.rows, self.filled = device_int(1, setup), device_int(0, setup)
-        self.planted = None         # share of a step's tokens that the step before had chosen too, as drawn
+        # share of a step's tokens that the step before had chosen too, as drawn
+        self.planted = None
 
     @property
     def nbytes(self):
@@ -61,7 +77,9 @@ class ReplayRuntime(OmniKVRuntime):
         return super().nbytes + sum(t.numel() * t.element_size() for t in self.tables)
 
     def end_prefill(self, length, step=None):
-        """Draw the tables: candidates are the tokens older than the tail now, so they stay candidates."""
+        """Draw the tables: candidates are the tokens older than the tail now, so they stay
+        candidates.
+        """
         super().end_prefill(length, step)
         candidates = tail_start(length, self.method.tail)
         k = min(self.k, candidates)
@@ -77,16 +95,26 @@ class ReplayRuntime(OmniKVRuntime):
             self.planted = _overlap(table[:rows, :k])
 
     def attend_and_select(self, layer, q, step):
-        """As OmniKV's, then the outcome is replaced on the device: the same launches whatever is planted."""
+        """As OmniKV's, then the outcome is replaced on the device: the same launches whatever is
+        planted.
+        """
         out = super().attend_and_select(layer, q, step)
         group = self.plan.group_of[layer]
-        self.index[group][:, 0] = self.tables[group].index_select(0, step.visible.long() % self.rows)
+        self.index[group][:, 0] = self.tables[group].index_select(
+            0, step.visible.long() % self.rows
+        )
         self.counts[group].copy_(self.filled)
         return out
 
     def snapshot(self):
         """k and the drawn tables (a fork has not seen the prefill that drew them)."""
-        return self.k, [t.clone() for t in self.tables], int(self.rows[0]), int(self.filled[0]), self.planted
+        return (
+            self.k,
+            [t.clone() for t in self.tables],
+            int(self.rows[0]),
+            int(self.filled[0]),
+            self.planted,
+        )
 
     def restore(self, state, length):
         """Bring all of it back."""
@@ -99,10 +127,12 @@ class ReplayRuntime(OmniKVRuntime):
 
 
 def ring_shape(k, candidates, reuse):
-    """(rows, fresh): windows of k tokens on a ring of rows * fresh, each `fresh` further on, so that k - fresh of a window stay.
+    """(rows, fresh): windows of k tokens on a ring of rows * fresh, each `fresh` further on, so
+    that k - fresh of a window stay.
 
-    The ring is as long as candidates and MOST_ROWS allow: a token that comes round again must have left every working set by then.
-    It must hold k + fresh for a window not to meet itself, so a larger reuse comes out where candidates are few.
+    The ring is as long as candidates and MOST_ROWS allow: a token that comes round again must have
+    left every working set by then. It must hold k + fresh for a window not to meet itself, so a
+    larger reuse comes out where candidates are few.
     """
     fresh = min(round((1 - reuse) * k), candidates - k)
     if k == 0 or fresh <= 0:
@@ -118,4 +148,6 @@ def _overlap(table):
     """Mean share of a row's tokens that the row before has too."""
     if len(table) == 1 or not table.shape[1]:
         return 1.0
-    return sum(torch.isin(a, b).float().mean().item() for a, b in zip(table, table.roll(1, 0))) / len(table)
+    return sum(
+        torch.isin(a, b).float().mean().item() for a, b in zip(table, table.roll(1, 0))
+    ) / len(table)

@@ -1,8 +1,10 @@
-"""python -m tools.pod_groups: which layers of a model may share their attention to distant tokens, head by head, and write pod.json.
+"""python -m tools.pod_groups: which layers of a model may share their attention to distant tokens,
+head by head, and write pod.json.
 
-Source: the PoD paper, Eq. 1-2 and Algorithm 1 (METHODS.md section 4, items 2-4 and 9). Similarity of two layers is 1 - the mean
-Jensen-Shannon divergence (base 2) of their attention rows, at the last positions of every text; rows of the query heads that share a K/V
-head are averaged first, since they share its keys. Progress on stderr, results on stdout.
+Source: the PoD paper, Eq. 1-2 and Algorithm 1 (METHODS.md section 4, items 2-4 and 9). Similarity
+of two layers is 1 - the mean Jensen-Shannon divergence (base 2) of their attention rows, at the
+last positions of every text; rows of the query heads that share a K/V head are averaged first,
+since they share its keys. Progress on stderr, results on stdout.
 """
 
 import argparse
@@ -24,12 +26,16 @@ NAME, FORMAT = "pod.json", 1
 
 
 class DivergenceMeter:
-    """Full attention that records how far the layers' attention rows lie apart: divergence float64 [L, L, Hkv], summed over steps."""
+    """Full attention that records how far the layers' attention rows lie apart: divergence float64
+    [L, L, Hkv], summed over steps.
+    """
 
     def __init__(self, inner):
         config = inner.setup.config
         self.inner, self.steps, self.layers = inner, 0, config.num_layers
-        self.divergence = torch.zeros(self.layers, self.layers, config.num_kv_heads, dtype=torch.float64)
+        self.divergence = torch.zeros(
+            self.layers, self.layers, config.num_kv_heads, dtype=torch.float64
+        )
         self._rows = []
 
     def attend(self, layer, q, step):
@@ -46,7 +52,9 @@ class DivergenceMeter:
 
 
 def divergence(p, q):
-    """Jensen-Shannon divergence, base 2, of distributions along the last axis: [.., n] -> [..], from 0 (equal) to 1 (apart)."""
+    """Jensen-Shannon divergence, base 2, of distributions along the last axis: [.., n] -> [..],
+    from 0 (equal) to 1 (apart).
+    """
     middle = (p + q) / 2
     return (entropy(middle) - (entropy(p) + entropy(q)) / 2).clamp(0, 1)
 
@@ -57,8 +65,9 @@ def entropy(p):
 
 
 def greedy_blocks(similarity, delta):
-    """Algorithm 1 for one head: similarity [L][L] -> first layers of its blocks. A layer joins the last block if it is at least `delta`
-    like every layer of it, else it begins a new one."""
+    """Algorithm 1 for one head: similarity [L][L] -> first layers of its blocks. A layer joins the
+    last block if it is at least `delta` like every layer of it, else it begins a new one.
+    """
     firsts = [0]
     for layer in range(1, len(similarity)):
         if any(similarity[below][layer] < delta for below in range(firsts[-1], layer)):
@@ -67,44 +76,65 @@ def greedy_blocks(similarity, delta):
 
 
 def saving(blocks, layers):
-    """Share of a long context's keys and values that is not stored: half (keys only) of the (layer, head) pairs above a block's lowest."""
+    """Share of a long context's keys and values that is not stored: half (keys only) of the (layer,
+    head) pairs above a block's lowest.
+    """
     return sum(layers - len(firsts) for firsts in blocks) / (2 * layers * len(blocks))
 
 
 def group(similarity, delta=0.5, wanted=None):
-    """(blocks per K/V head, delta): by Algorithm 1. similarity float64 [L, L, Hkv]; wanted: a saving, for the largest delta that reaches
-    it (the published 35% is delta 0.5 on LLaMA3-8B)."""
+    """(blocks per K/V head, delta): by Algorithm 1. similarity float64 [L, L, Hkv]; wanted: a
+    saving, for the largest delta that reaches it (the published 35% is delta 0.5 on LLaMA3-8B).
+    """
     layers = len(similarity)
     tables = similarity.permute(2, 0, 1).tolist()
-    deltas = [delta] if wanted is None else sorted({table[i][j] for table in tables for i in range(layers) for j in range(i)}, reverse=True)
+    deltas = (
+        [delta]
+        if wanted is None
+        else sorted(
+            {table[i][j] for table in tables for i in range(layers) for j in range(i)}, reverse=True
+        )
+    )
     for candidate in deltas:
         blocks = tuple(greedy_blocks(table, candidate) for table in tables)
         if wanted is None or saving(blocks, layers) >= wanted:
             return blocks, candidate
-    raise UsageError(f"--saving: found {wanted}, expected at most {saving(((0,),), layers):.3f}, one block for all {layers} layers")
+    raise UsageError(
+        f"--saving: found {wanted}, expected at most {saving(((0,),), layers):.3f}, one block for all {layers} layers"
+    )
 
 
 def similarity_of(llm, texts, positions, say):
-    """Mean similarity float64 [L, L, Hkv] over (name, ids) texts at their last `positions`; 1 on the diagonal."""
+    """Mean similarity float64 [L, L, Hkv] over (name, ids) texts at their last `positions`; 1 on
+    the diagonal.
+    """
     total, steps = 0, 0
     for number, (name, ids) in enumerate(texts, 1):
         with llm.session(Full()) as session:
-            meter = measure_with(session, ids, min(positions, len(ids) - 1), DivergenceMeter(session.dense_runtime))
+            meter = measure_with(
+                session, ids, min(positions, len(ids) - 1), DivergenceMeter(session.dense_runtime)
+            )
         total, steps = total + meter.divergence, steps + meter.steps
         say(f"text {number}/{len(texts)} {name}: {len(ids)} tokens, {meter.steps} positions")
     return 1 - total / steps
 
 
 def read_blocks(folder):
-    """The blocks in a model folder's pod.json. Raises BadCheckpoint where there is none, or where it is another model's."""
+    """The blocks in a model folder's pod.json. Raises BadCheckpoint where there is none, or where
+    it is another model's.
+    """
     path = Path(folder) / NAME
     try:
         data = json.loads(path.read_text())
         blocks, made_for = tuple(map(tuple, data["blocks"])), data["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadCheckpoint(f"{path}: found no blocks ({error}); make them: python -m tools.pod_groups --model {folder}") from error
+        raise BadCheckpoint(
+            f"{path}: found no blocks ({error}); make them: python -m tools.pod_groups --model {folder}"
+        ) from error
     if data.get("format") != FORMAT or made_for != fingerprint(folder):
-        raise BadCheckpoint(f"{path}: made for other weights, or by another version; make it anew: python -m tools.pod_groups")
+        raise BadCheckpoint(
+            f"{path}: made for other weights, or by another version; make it anew: python -m tools.pod_groups"
+        )
     return blocks
 
 
@@ -113,19 +143,31 @@ def run(args):
     llm = LLM(args.model, device=args.device, dtype=args.dtype, method=Full())
     length = min(args.length, llm.max_context)
     if length < 256 or args.positions < 1 or args.texts < 1 or not 0 <= args.delta <= 1:
-        raise UsageError(f"found length {length}, positions {args.positions}, texts {args.texts}, delta {args.delta}; expected a length of "
-                         f"at least 256, counts of at least 1 and a delta from 0 to 1")
+        raise UsageError(
+            f"found length {length}, positions {args.positions}, texts {args.texts}, delta {args.delta}; expected a length of "
+            f"at least 256, counts of at least 1 and a delta from 0 to 1"
+        )
     texts = texts_for(llm, args.text, args.texts, length, args.seed)
-    similarity = similarity_of(llm, texts, args.positions, lambda line: print(line, file=sys.stderr))
+    similarity = similarity_of(
+        llm, texts, args.positions, lambda line: print(line, file=sys.stderr)
+    )
     blocks, delta = group(similarity, args.delta, args.saving)
     layers = llm.config.num_layers
     print("| K/V head | blocks | first layers |\n|---|---|---|")
     for head, firsts in enumerate(blocks):
         print(f"| {head} | {len(firsts)} of {layers} | {', '.join(map(str, firsts))} |")
-    print(f"\ndelta {delta:.4f}: {saving(blocks, layers):.1%} of the keys and values of a long context need not be stored")
+    print(
+        f"\ndelta {delta:.4f}: {saving(blocks, layers):.1%} of the keys and values of a long context need not be stored"
+    )
     print(f"\nPodUntrained(blocks={blocks})")
-    data = {"format": FORMAT, "fingerprint": fingerprint(llm.folder), "blocks": blocks, "delta": delta, "positions": args.positions,
-            "made_by": f"tools.pod_groups {VERSION}"}
+    data = {
+        "format": FORMAT,
+        "fingerprint": fingerprint(llm.folder),
+        "blocks": blocks,
+        "delta": delta,
+        "positions": args.positions,
+        "made_by": f"tools.pod_groups {VERSION}",
+    }
     if not args.dry_run:
         path = Path(args.out or llm.folder / NAME)
         try:
@@ -133,25 +175,56 @@ def run(args):
             beside.write_text(json.dumps(data, indent=1) + "\n")
             beside.replace(path)
         except OSError as error:
-            raise UsageError(f"--out: found {error}, expected a place that can be written") from error
+            raise UsageError(
+                f"--out: found {error}, expected a place that can be written"
+            ) from error
         print(f"written: {path}")
     return data
 
 
 def parser():
     """The command line."""
-    p = argparse.ArgumentParser(prog="python -m tools.pod_groups", description="Group a model's layers for PodUntrained.")
+    p = argparse.ArgumentParser(
+        prog="python -m tools.pod_groups", description="Group a model's layers for PodUntrained."
+    )
     p.add_argument("--model", required=True, help="alias, hub id or folder")
-    p.add_argument("--text", action="append", default=[], metavar="FILE", help="measure on this text (repeatable; - is stdin)")
-    p.add_argument("--texts", type=int, default=10, help="how many texts to make where no --text is given (default 10)")
+    p.add_argument(
+        "--text",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="measure on this text (repeatable; - is stdin)",
+    )
+    p.add_argument(
+        "--texts",
+        type=int,
+        default=10,
+        help="how many texts to make where no --text is given (default 10)",
+    )
     p.add_argument("--length", type=int, default=4096, help="tokens per text (default 4096)")
-    p.add_argument("--positions", type=int, default=16, help="rows measured at the end of each text (default 16, the paper's q)")
-    p.add_argument("--delta", type=float, default=0.5, help="least similarity inside a block (default 0.5, the paper's)")
-    p.add_argument("--saving", type=float, help="the largest delta that saves this share of keys and values, instead of --delta")
+    p.add_argument(
+        "--positions",
+        type=int,
+        default=16,
+        help="rows measured at the end of each text (default 16, the paper's q)",
+    )
+    p.add_argument(
+        "--delta",
+        type=float,
+        default=0.5,
+        help="least similarity inside a block (default 0.5, the paper's)",
+    )
+    p.add_argument(
+        "--saving",
+        type=float,
+        help="the largest delta that saves this share of keys and values, instead of --delta",
+    )
     p.add_argument("--dtype", default="auto")
     p.add_argument("--device", default="auto")
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--out", metavar="FILE", help="where to write pod.json (default: beside the model)")
+    p.add_argument(
+        "--out", metavar="FILE", help="where to write pod.json (default: beside the model)"
+    )
     p.add_argument("--dry-run", action="store_true", help="measure and print, write nothing")
     return p
 

@@ -1,7 +1,9 @@
-"""Inter-layer similarity: how much of layer j's attention falls on the tokens that layer i would choose, at decode positions.
+"""Inter-layer similarity: how much of layer j's attention falls on the tokens that layer i would
+choose, at decode positions.
 
-Source: the OmniKV paper's Eq. for C(l, l') and section 3.8 items 37-38 of the method catalogue. Streaming: one layer's weights of one
-position at a time, of every layer only its chosen indices and their sums stay.
+Source: the OmniKV paper's Eq. for C(l, l') and section 3.8 items 37-38 of the method catalogue.
+Streaming: one layer's weights of one position at a time, of every layer only its chosen indices and
+their sums stay.
 """
 
 import torch
@@ -10,17 +12,24 @@ from engine.decode import Decoder
 from engine.plan.layers import tail_start
 from kernels.topk import select_topk
 
-POINTED = 0.5       # a head that puts more than this on one token reads that token: without it, its answer is another one
-DIFFUSE = 0.1       # what a diffuse head's unseen mass counts beside it: it is spread over tokens that stand for each other
+# a head that puts more than this on one token reads that token: without it, its answer is another
+# one
+POINTED = 0.5
+# what a diffuse head's unseen mass counts beside it: it is spread over tokens that stand for each
+# other
+DIFFUSE = 0.1
 
 
 class SimilarityMeter:
-    """Full attention that records, layer by layer of one step, what the layers below would have chosen.
+    """Full attention that records, layer by layer of one step, what the layers below would have
+    chosen.
 
-    mass [L, L] float64: mass[i, j] (i < j) sums over steps the share of layer j's attention to rows older than the tail that falls on
-    the top-k of layer i among them. Attention is the paper's: the maximum over heads, made to sum to one, so that the heads that point
-    at something count and diffuse ones do not drown them. heads [L, L, H]: the same share per query head, each by its own softmax.
-    pointed [L] counts the heads that put more than POINTED on one such row, lost [L, L] those of layer j whose row layer i did not choose.
+    mass [L, L] float64: mass[i, j] (i < j) sums over steps the share of layer j's attention to rows
+    older than the tail that falls on the top-k of layer i among them. Attention is the paper's: the
+    maximum over heads, made to sum to one, so that the heads that point at something count and
+    diffuse ones do not drown them. heads [L, L, H]: the same share per query head, each by its own
+    softmax. pointed [L] counts the heads that put more than POINTED on one such row, lost [L, L]
+    those of layer j whose row layer i did not choose.
     """
 
     def __init__(self, inner, k, tail):
@@ -44,7 +53,9 @@ class SimilarityMeter:
         read = place[peak > POINTED]
         self.pointed[layer] += len(read)
         for below, rows in enumerate(self._chosen[:layer]):
-            self.heads[below, layer] += (old.index_select(1, rows).sum(-1) / old.sum(-1)).double().cpu()
+            self.heads[below, layer] += (
+                (old.index_select(1, rows).sum(-1) / old.sum(-1)).double().cpu()
+            )
             self.mass[below, layer] += float(highest[rows].sum() / highest.sum())
             self.lost[below, layer] += int((~torch.isin(read, rows)).sum())
         self._chosen = self._chosen[:layer] + [top_rows(highest, start, self.k)]
@@ -58,23 +69,30 @@ class SimilarityMeter:
 
 
 def kept(mass, lost, pointed, heads):
-    """What layer j keeps of its reads when it sees layer i's choice only: float64 [L, L], 1 where nothing is lost.
+    """What layer j keeps of its reads when it sees layer i's choice only: float64 [L, L], 1 where
+    nothing is lost.
 
-    mass, lost [L, L] and pointed [L]: means per step; heads: query heads of a layer. The mean over heads of 1 for a pointed head whose
-    token was chosen, 0 where it was not, and 1 - DIFFUSE * (1 - mass) for the others. Mean mass alone chose filter layers {0, 5} for
-    the shipped model, which then answers 21% where {2} answers 74% at the same bytes (docs/CALIBRATION.md): many diffuse heads outweigh
-    the few that carry the answer.
+    mass, lost [L, L] and pointed [L]: means per step; heads: query heads of a layer. The mean over
+    heads of 1 for a pointed head whose token was chosen, 0 where it was not, and 1 - DIFFUSE * (1 -
+    mass) for the others. Mean mass alone chose filter layers {0, 5} for the shipped model, which
+    then answers 21% where {2} answers 74% at the same bytes (docs/CALIBRATION.md): many diffuse
+    heads outweigh the few that carry the answer.
     """
     share = (pointed / heads).clamp(max=1.0)
     return torch.triu(1 - lost / heads - DIFFUSE * (1 - share) * (1 - mass), 1)
 
 
 def softmax_rows(q, bank, layer, n, scale):
-    """Softmax of one query over rows 0 .. n-1 of a layer. q [H, D] -> float32 [H, n]; K is read in blocks."""
+    """Softmax of one query over rows 0 .. n-1 of a layer. q [H, D] -> float32 [H, n]; K is read in
+    blocks.
+    """
     logits = []
     for _, k, _ in bank.blocks(layer, 0, n):
         heads = k[0].float()
-        logits.append(torch.matmul(q.float().view(heads.shape[0], -1, q.shape[-1]), heads.transpose(1, 2)) * scale)
+        logits.append(
+            torch.matmul(q.float().view(heads.shape[0], -1, q.shape[-1]), heads.transpose(1, 2))
+            * scale
+        )
     return torch.softmax(torch.cat(logits, dim=-1), dim=-1).flatten(0, 1)
 
 
@@ -84,15 +102,18 @@ def top_rows(keys, stop, k):
     index = torch.empty(1, max(1, min(k, keys.numel())), dtype=torch.int32, device=keys.device)
     counts = torch.empty(1, dtype=torch.int32, device=keys.device)
     select_topk(keys[None].contiguous(), *sizes, index, counts)
-    return index[0, :int(counts[0])].long()
+    return index[0, : int(counts[0])].long()
 
 
 def measure(session, ids, positions, k, tail, progress=None):
-    """Read `ids` into an empty session but for the last `positions`, then take those as decode steps under a SimilarityMeter.
+    """Read `ids` into an empty session but for the last `positions`, then take those as decode
+    steps under a SimilarityMeter.
 
     Returns the meter. progress(done, total) after each step.
     """
-    return measure_with(session, ids, positions, SimilarityMeter(session.dense_runtime, k, tail), progress)
+    return measure_with(
+        session, ids, positions, SimilarityMeter(session.dense_runtime, k, tail), progress
+    )
 
 
 def measure_with(session, ids, positions, meter, progress=None):
@@ -104,22 +125,26 @@ def measure_with(session, ids, positions, meter, progress=None):
     with torch.inference_mode():
         for position in range(head, len(ids)):
             token = torch.tensor([[ids[position]]], device=device)
-            decoder.step(token, torch.tensor([position], dtype=torch.int32, device=device), session.bank)
+            decoder.step(
+                token, torch.tensor([position], dtype=torch.int32, device=device), session.bank
+            )
             if progress is not None:
                 progress(position - head + 1, positions)
     return meter
 
 
 def head_groups(heads, group_count):
-    """PoD's head-wise layer groups (its Algorithm 1): per query head, consecutive layers whose attention is most alike.
+    """PoD's head-wise layer groups (its Algorithm 1): per query head, consecutive layers whose
+    attention is most alike.
 
-    heads: float64 [L, L, H] mean mass; group_count: how many groups a head's layers fall into. Returns per head a tuple of the first
-    layers of its groups. Consecutive layers are merged greedily, the pair with the largest mass first, until the count is reached.
+    heads: float64 [L, L, H] mean mass; group_count: how many groups a head's layers fall into.
+    Returns per head a tuple of the first layers of its groups. Consecutive layers are merged
+    greedily, the pair with the largest mass first, until the count is reached.
     """
     layers, _, count = heads.shape
     found = []
     for h in range(count):
         likeness = [(float(heads[i, i + 1, h]), -i) for i in range(layers - 1)]
-        merged = {-i for _, i in sorted(likeness, reverse=True)[:max(0, layers - group_count)]}
+        merged = {-i for _, i in sorted(likeness, reverse=True)[: max(0, layers - group_count)]}
         found.append(tuple(i for i in range(layers) if i == 0 or i - 1 not in merged))
     return found

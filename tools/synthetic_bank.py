@@ -1,26 +1,33 @@
-"""A bank of any depth without reading a prompt: random rows of the model's own scale, so that decode at a million tokens can be timed.
+"""A bank of any depth without reading a prompt: random rows of the model's own scale, so that
+decode at a million tokens can be timed.
 
-For benchmarks only: what such a session says means nothing, but every step reads, scores, chooses and computes as on a real text.
-Never zeros: their scores tie, their softmax is flat, and memory that was never written may not even be read.
+For benchmarks only: what such a session says means nothing, but every step reads, scores, chooses
+and computes as on a real text. Never zeros: their scores tie, their softmax is flat, and memory
+that was never written may not even be read.
 """
 
 import torch
 
 from engine.errors import SettingError
 
-HEAD = 64           # tokens that are really read: their rows give the scale of every layer's keys and values
-TILE = 4096         # random rows drawn per layer; further tiles are sign-flipped copies, each with scores of its own
+# tokens that are really read: their rows give the scale of every layer's keys and values
+HEAD = 64
+# random rows drawn per layer; further tiles are sign-flipped copies, each with scores of its own
+TILE = 4096
 
 
 def synthesize(session, n, seed=0):
-    """Fill an empty session with n random tokens: the first HEAD are prefilled, the others' rows drawn with each layer's own scale.
+    """Fill an empty session with n random tokens: the first HEAD are prefilled, the others' rows
+    drawn with each layer's own scale.
 
-    n: int, 1 to the session's capacity. Deterministic per seed, model and dtype. Afterwards len(session) == n and decode() goes on
-    from there; budgets are fixed as after a prefill of n tokens. Raises SettingError on a session that holds tokens,
-    ContextTooLong where n does not fit.
+    n: int, 1 to the session's capacity. Deterministic per seed, model and dtype. Afterwards
+    len(session) == n and decode() goes on from there; budgets are fixed as after a prefill of n
+    tokens. Raises SettingError on a session that holds tokens, ContextTooLong where n does not fit.
     """
     if len(session):
-        raise SettingError(f"synthesize: found a session of {len(session)} tokens, expected an empty one")
+        raise SettingError(
+            f"synthesize: found a session of {len(session)} tokens, expected an empty one"
+        )
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise SettingError(f"synthesize: found {n!r}, expected an int of at least 1")
     host = torch.Generator().manual_seed(seed)
@@ -29,14 +36,23 @@ def synthesize(session, n, seed=0):
 
 
 def fill_rows(bank, layer, head, n, seed):
-    """Draw rows head .. n-1 of a layer: normal, per kv head with the standard deviation of rows 0 .. head-1 (K and V apart)."""
+    """Draw rows head .. n-1 of a layer: normal, per kv head with the standard deviation of rows 0
+    .. head-1 (K and V apart).
+    """
     k, v = bank.kv(layer, head)
     generator = torch.Generator(device=k.device).manual_seed(seed * 1_000_003 + layer)
     tiles = [_tile(rows, min(TILE, n - head), generator) for rows in (k, v)]
     for start in range(head, n, TILE):
         count = min(TILE, n - start)
         if start > head:
-            signs = torch.randint(2, (2, 1, 1, *tiles[0].shape[2:]), generator=generator, device=k.device).mul_(2).sub_(1).to(k.dtype)
+            signs = (
+                torch.randint(
+                    2, (2, 1, 1, *tiles[0].shape[2:]), generator=generator, device=k.device
+                )
+                .mul_(2)
+                .sub_(1)
+                .to(k.dtype)
+            )
             rows = [tile[:, :count] * sign for tile, sign in zip(tiles, signs)]
         else:
             rows = [tile[:, :count] for tile in tiles]
@@ -45,6 +61,7 @@ def fill_rows(bank, layer, head, n, seed):
 
 def _tile(rows, count, generator):
     batch, heads, _, dim = rows.shape
-    deviation = rows.float().contiguous().square().mean(dim=(0, 2, 3)).sqrt().clamp_(min=1e-3)     # one order of sums
+    # one order of sums
+    deviation = rows.float().contiguous().square().mean(dim=(0, 2, 3)).sqrt().clamp_(min=1e-3)
     noise = torch.randn(batch, count, heads, dim, generator=generator, device=rows.device)
     return (noise * deviation.view(1, 1, heads, 1)).to(rows.dtype)

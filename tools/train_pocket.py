@@ -1,10 +1,9 @@
-"""Trains the model this project ships, from scratch: `python -m tools.train_pocket --minutes 70` on two CPU cores,
-`--profile gpu` on one GPU.
+"""Trains the model this project ships, from scratch: `python -m tools.train_pocket --minutes 70` on
+two CPU cores, `--profile gpu` on one GPU.
 
-A run grows its rows from 64 to 4,096 tokens, stage by stage, by accuracy (or when a stage's share of the time is used
-up), checks at each stage
-that retrieval took off, and saves everything it needs to go on (`--out`, written beside and renamed) every 100
-seconds: the same command resumes.
+A run grows its rows from 64 to 4,096 tokens, stage by stage, by accuracy (or when a stage's share
+of the time is used up), checks at each stage that retrieval took off, and saves everything it needs
+to go on (`--out`, written beside and renamed) every 100 seconds: the same command resumes.
 """
 
 import argparse
@@ -28,15 +27,16 @@ from tools.pocket.optim import Muon
 from tools.pocket.tokenizer import save_tokenizer, train_tokenizer
 
 KINDS = ("recall", "copy", "arithmetic", "delayed", "refuse", *sorted(pocket_data.TASKS))
-SAVE_SECONDS, LOG_STEPS, WINDOW = 100, 20, 4  # accuracy is judged over the last WINDOW x LOG_STEPS steps
+# accuracy is judged over the last WINDOW x LOG_STEPS steps
+SAVE_SECONDS, LOG_STEPS, WINDOW = 100, 20, 4
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Rows of `length`; over when `goal` (kind -> accuracy) is met after `least` steps, or when `until` of the run's
-    time is gone.
-    `check`: (steps, kind, accuracy) that must be reached by then, else the run stops as hopeless. mixed: shorter rows
-    now and then."""
+    """Rows of `length`; over when `goal` (kind -> accuracy) is met after `least` steps, or when
+    `until` of the run's time is gone. `check`: (steps, kind, accuracy) that must be reached by
+    then, else the run stops as hopeless. mixed: shorter rows now and then.
+    """
 
     length: int
     goal: dict
@@ -50,10 +50,41 @@ class Stage:
 STAGES = (
     Stage(64, {"recall": 0.85}, 0.1, 200, ((300, "recall", 0.3), (600, "recall", 0.7))),
     Stage(128, {"kv": 0.85, "recall": 0.9, "passkey": 0.9}, 0.16, 200, ((600, "kv", 0.2),)),
-    Stage(256, {"kv": 0.95, "two_stage": 0.9, "facts": 0.9, "chains": 0.9}, 0.32, 300, ((1000, "kv", 0.5),), (128,)),
-    Stage(512, {"kv": 0.97, "two_stage": 0.95, "facts": 0.95, "chains": 0.95}, 0.47, 300, (), (256, 128), True),
-    Stage(1024, {"kv": 0.98, "two_stage": 0.98, "facts": 0.97, "chains": 0.97}, 0.63, 300, (), (512, 256), True),
-    Stage(2048, {"kv": 0.99, "two_stage": 0.99, "facts": 0.99, "chains": 0.99}, 0.8, 300, (), (1024, 512), True),
+    Stage(
+        256,
+        {"kv": 0.95, "two_stage": 0.9, "facts": 0.9, "chains": 0.9},
+        0.32,
+        300,
+        ((1000, "kv", 0.5),),
+        (128,),
+    ),
+    Stage(
+        512,
+        {"kv": 0.97, "two_stage": 0.95, "facts": 0.95, "chains": 0.95},
+        0.47,
+        300,
+        (),
+        (256, 128),
+        True,
+    ),
+    Stage(
+        1024,
+        {"kv": 0.98, "two_stage": 0.98, "facts": 0.97, "chains": 0.97},
+        0.63,
+        300,
+        (),
+        (512, 256),
+        True,
+    ),
+    Stage(
+        2048,
+        {"kv": 0.99, "two_stage": 0.99, "facts": 0.99, "chains": 0.99},
+        0.8,
+        300,
+        (),
+        (1024, 512),
+        True,
+    ),
     Stage(4096, {}, 1.0, 0, (), (2048, 1024), True),
 )
 
@@ -68,8 +99,9 @@ TUNING = (  # from a model that retrieves already (--init)
 
 @dataclass(frozen=True)
 class Profile:
-    """tokens: per step in stages of full batches, and at most `part` of them at once. minutes: the default wall budget. workers: processes
-    that make rows ahead."""
+    """tokens: per step in stages of full batches, and at most `part` of them at once. minutes: the
+    default wall budget. workers: processes that make rows ahead.
+    """
 
     device: str
     processes: int
@@ -79,27 +111,53 @@ class Profile:
     workers: int
 
 
-PROFILES = {"cpu": Profile("cpu", 2, 4096, 2048, 70.0, 0), "gpu": Profile("cuda", 1, 32768, 32768, 8.0, 12)}
+PROFILES = {
+    "cpu": Profile("cpu", 2, 4096, 2048, 70.0, 0),
+    "gpu": Profile("cuda", 1, 32768, 32768, 8.0, 12),
+}
 
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tools.train_pocket", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.train_pocket", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--profile", choices=PROFILES, default="cpu")
     parser.add_argument(
-        "--minutes", type=float, help="wall-clock budget of the whole run (default: 70 on cpu, 8 on gpu)"
+        "--minutes",
+        type=float,
+        help="wall-clock budget of the whole run (default: 70 on cpu, 8 on gpu)",
     )
     parser.add_argument(
-        "--stop-after", type=float, help="stop (resumably) after so many minutes; the schedule stays that of --minutes"
+        "--stop-after",
+        type=float,
+        help="stop (resumably) after so many minutes; the schedule stays that of --minutes",
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("pocket-out"), help="checkpoint and exported model; an existing one is resumed"
+        "--out",
+        type=Path,
+        default=Path("pocket-out"),
+        help="checkpoint and exported model; an existing one is resumed",
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--lr", type=float, default=0.01, help="Muon's peak learning rate")
-    parser.add_argument("--adam-lr", type=float, default=3e-3, help="AdamW's peak learning rate (embeddings and norms)")
-    parser.add_argument("--init", type=Path, help="folder of a model of this architecture to go on from, instead of from scratch")
-    parser.add_argument("--processes", type=int, choices=(1, 2), help="on a CPU (default 2; 1 where others keep the machine busy)")
+    parser.add_argument(
+        "--adam-lr",
+        type=float,
+        default=3e-3,
+        help="AdamW's peak learning rate (embeddings and norms)",
+    )
+    parser.add_argument(
+        "--init",
+        type=Path,
+        help="folder of a model of this architecture to go on from, instead of from scratch",
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        choices=(1, 2),
+        help="on a CPU (default 2; 1 where others keep the machine busy)",
+    )
     parser.add_argument("--no-compile", action="store_true")
     return parser.parse_args()
 
@@ -124,11 +182,15 @@ class Run:
             self.tokenizer = train_tokenizer()
             size = self.tokenizer.get_vocab_size()
             self.model = pocket_model.Pocket(pocket_model.Shape(vocab=size))
-            pocket_model.structured_start(self.model, [self.tokenizer.decode([i]) for i in range(size)], args.seed)
+            pocket_model.structured_start(
+                self.model, [self.tokenizer.decode([i]) for i in range(size)], args.seed
+            )
         self.maker = pocket_data.RowMaker(self.tokenizer)
         self.model.to(self.device)
         dtype = self.model.dtype = pocket_model.compute_dtype(self.device)
-        self.muon = Muon(self.model.matrices(), lr=args.lr, dtype=dtype, rank=rank, world=self.world)
+        self.muon = Muon(
+            self.model.matrices(), lr=args.lr, dtype=dtype, rank=rank, world=self.world
+        )
         self.adam = torch.optim.AdamW(
             self.model.others(), lr=args.adam_lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True
         )
@@ -136,16 +198,24 @@ class Run:
         self.recent: dict[str, deque] = defaultdict(lambda: deque(maxlen=WINDOW))
         self.counts = torch.zeros(len(KINDS) * 2 + 3)
         self.pool = (
-            ProcessPoolExecutor(self.profile.workers, initializer=_start_worker) if self.profile.workers else None
+            ProcessPoolExecutor(self.profile.workers, initializer=_start_worker)
+            if self.profile.workers
+            else None
         )
         self.ahead: dict = {}
 
     def step_tokens(self) -> int:
-        """Tokens of a step: all of the profile's, or half of them in stages that take more and smaller steps."""
-        return self.profile.tokens // (2 if self.stages[self.stage].halved and self.profile.processes > 1 else 1)
+        """Tokens of a step: all of the profile's, or half of them in stages that take more and
+        smaller steps.
+        """
+        return self.profile.tokens // (
+            2 if self.stages[self.stage].halved and self.profile.processes > 1 else 1
+        )
 
     def shards(self) -> int:
-        """A step's rows come in so many parts, which the processes share out. Which rows there are does not depend on it."""
+        """A step's rows come in so many parts, which the processes share out. Which rows there are
+        does not depend on it.
+        """
         return max(self.world, self.step_tokens() // self.profile.part)
 
     def length_of(self, step: int) -> int:
@@ -174,7 +244,9 @@ class Run:
         return self.ahead.pop(want).result()
 
     def loss(self, shard: int) -> None:
-        """One shard's answer loss plus a tenth of the loss on some document tokens; fills the gradients and the statistics."""
+        """One shard's answer loss plus a tenth of the loss on some document tokens; fills the
+        gradients and the statistics.
+        """
         ids, where, kinds, spans = self.data(shard)
         ids, where, kinds = ids.to(self.device), where.to(self.device), kinds.to(self.device)
         states = self.model.hidden(ids[:, :-1].contiguous(), where)
@@ -195,8 +267,9 @@ class Run:
             self.tally(right.view(kinds.shape).cpu(), spans, float(answer_loss))
 
     def tally(self, right: torch.Tensor, spans, loss: float) -> None:
-        """Count whole answers that greedy decoding would get right given the right prefix; fresh data, so this is
-        held-out accuracy."""
+        """Count whole answers that greedy decoding would get right given the right prefix; fresh
+        data, so this is held-out accuracy.
+        """
         table = right.numpy()
         for row, task, start, stop in spans:
             index = KINDS.index(task)
@@ -209,7 +282,10 @@ class Run:
         """The gradient summed over all processes, and the clock of the first one."""
         grads = [p.grad for p in self.model.parameters()]
         if self.world > 1:
-            flat = torch.cat([g.flatten() for g in grads] + [torch.tensor([self.elapsed if self.rank == 0 else 0.0])])
+            flat = torch.cat(
+                [g.flatten() for g in grads]
+                + [torch.tensor([self.elapsed if self.rank == 0 else 0.0])]
+            )
             dist.all_reduce(flat)
             self.elapsed = float(flat[-1])
             for grad, part in zip(grads, flat[:-1].split([g.numel() for g in grads]), strict=True):
@@ -217,8 +293,9 @@ class Run:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
 
     def rates(self) -> float:
-        """The learning rates' factor: a warm-up of 100 steps, then flat, then a linear fall to 3% over the last 85% of
-        the time."""
+        """The learning rates' factor: a warm-up of 100 steps, then flat, then a linear fall to 3%
+        over the last 85% of the time.
+        """
         used = self.elapsed / (self.minutes * 60)
         return min(1.0, (self.step + 1) / 100) * min(1.0, max(0.03, (1 - used) / 0.85))
 
@@ -227,7 +304,9 @@ class Run:
         for shard in range(self.rank, self.shards(), self.world):
             self.loss(shard)
         length = self.length_of(self.step)
-        self.tokens += self.shards() * max(1, self.step_tokens() // self.shards() // length) * length
+        self.tokens += (
+            self.shards() * max(1, self.step_tokens() // self.shards() // length) * length
+        )
         self.share_gradients()  # also makes the clock, and so the rates, the same everywhere
         factor = self.rates()
         self.muon.param_groups[0]["lr"] = self.args.lr * factor
@@ -239,11 +318,15 @@ class Run:
         self.step += 1
 
     def report(self) -> dict[str, float]:
-        """Every LOG_STEPS steps: pool the counts of all processes, print a line, return accuracies over the window."""
+        """Every LOG_STEPS steps: pool the counts of all processes, print a line, return accuracies
+        over the window.
+        """
         if self.world > 1:
             dist.all_reduce(self.counts)
         for index, kind in enumerate(KINDS):
-            self.recent[kind].append((float(self.counts[2 * index]), float(self.counts[2 * index + 1])))
+            self.recent[kind].append(
+                (float(self.counts[2 * index]), float(self.counts[2 * index + 1]))
+            )
         loss = float(self.counts[-2] / self.counts[-1])
         self.counts.zero_()
         accuracy = {}
@@ -274,7 +357,11 @@ class Run:
                         flush=True,
                     )
                 return False
-        met = used >= stage.least and stage.goal and all(accuracy.get(k, 0.0) >= v for k, v in stage.goal.items())
+        met = (
+            used >= stage.least
+            and stage.goal
+            and all(accuracy.get(k, 0.0) >= v for k, v in stage.goal.items())
+        )
         late = self.elapsed > stage.until * self.minutes * 60
         if (met or late) and self.stage + 1 < len(self.stages):
             self.stage, self.stage_start = self.stage + 1, self.step
@@ -287,7 +374,9 @@ class Run:
         return True
 
     def save(self) -> None:
-        """State of the run and the exported model, by the first process; each file written beside and renamed."""
+        """State of the run and the exported model, by the first process; each file written beside
+        and renamed.
+        """
         if self.rank:
             return
         out = self.args.out
@@ -301,7 +390,10 @@ class Run:
             "recent": {k: list(v) for k, v in self.recent.items()},
             "counts": self.counts,
         }
-        state |= {name: getattr(self, name) for name in ("step", "stage", "stage_start", "elapsed", "tokens")}
+        state |= {
+            name: getattr(self, name)
+            for name in ("step", "stage", "stage_start", "elapsed", "tokens")
+        }
         torch.save(state, out / "run.pt.part")
         os.replace(out / "run.pt.part", out / "run.pt")
         pocket_model.export(self.model, out)
@@ -405,9 +497,12 @@ def main() -> None:
             process, (args, f"file://{meeting.resolve()}"), nprocs=processes(args)
         )
     except torch.multiprocessing.ProcessExitedException as ended:
-        if ended.exit_code == 3:                            # hopeless, and said so
+        if ended.exit_code == 3:  # hopeless, and said so
             sys.exit(3)
-        print(f"stopped (exit status {ended.exit_code}): the same command goes on from {args.out}/run.pt", file=sys.stderr)
+        print(
+            f"stopped (exit status {ended.exit_code}): the same command goes on from {args.out}/run.pt",
+            file=sys.stderr,
+        )
         sys.exit(130 if ended.exit_code == 130 else 1)
     except KeyboardInterrupt:
         print(f"stopped: the same command goes on from {args.out}/run.pt", file=sys.stderr)

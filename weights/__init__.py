@@ -1,1 +1,3 @@
-"""Names to files to tensors: hub aliases, safetensors, the shipped model. Knows nothing of the engine."""
+"""Names to files to tensors: hub aliases, safetensors, the shipped model. Knows nothing of the
+engine.
+"""

@@ -1,4 +1,6 @@
-"""Short names of models: one table, printed by --list-models. A folder or a hub id always works too."""
+"""Short names of models: one table, printed by --list-models. A folder or a hub id always works
+too.
+"""
 
 import difflib
 from dataclasses import dataclass
@@ -6,9 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Alias:
-    """A model on the hub: `context` in tokens, `params` of the weights, and the published OmniKV filter layers.
+    """A model on the hub: `context` in tokens, `params` of the weights, and the published OmniKV
+    filter layers.
 
-    `filter_layers` is None where nobody has published any. `note` is a remark for people, may be empty.
+    `filter_layers` is None where nobody has published any. `note` is a remark for people, may be
+    empty.
     """
 
     hub_id: str
@@ -27,11 +31,18 @@ _GATED = "gated: accept the licence on the hub"
 
 # Filter layers: OmniKV (ICLR 2025), table of models; contexts and sizes: the models' cards.
 ALIASES: dict[str, Alias] = {
-    "llama-3-8b-262k": Alias("gradientai/Llama-3-8B-Instruct-262k", 262144, 8_030_261_248, (2, 8, 18)),
-    "llama-3-8b-1048k": Alias("gradientai/Llama-3-8B-Instruct-Gradient-1048k", 1048576, 8_030_261_248),
+    "llama-3-8b-262k": Alias(
+        "gradientai/Llama-3-8B-Instruct-262k", 262144, 8_030_261_248, (2, 8, 18)
+    ),
+    "llama-3-8b-1048k": Alias(
+        "gradientai/Llama-3-8B-Instruct-Gradient-1048k", 1048576, 8_030_261_248
+    ),
     "llama-3.1-8b": Alias("meta-llama/Llama-3.1-8B-Instruct", 131072, 8_030_261_248, None, _GATED),
     "llama-3.1-70b": Alias(
-        "meta-llama/Llama-3.1-70B-Instruct", 131072, 70_553_706_496, (4, 19, 41),
+        "meta-llama/Llama-3.1-70B-Instruct",
+        131072,
+        70_553_706_496,
+        (4, 19, 41),
         "141 GB in bf16, needs quantisation: not yet",
     ),
     "llama-3.2-1b": Alias("meta-llama/Llama-3.2-1B-Instruct", 131072, 1_235_814_400, None, _GATED),
@@ -41,7 +52,9 @@ ALIASES: dict[str, Alias] = {
     "yi-9b-200k": Alias("01-ai/Yi-9B-200K", 200000, 8_829_407_232, (6, 11, 30), "base model"),
     "yi-34b-200k": Alias("01-ai/Yi-34B-200K", 200000, 34_388_917_248, None, "base model"),
     "mistral-7b": Alias("mistralai/Mistral-7B-Instruct-v0.3", 32768, 7_248_023_552),
-    "smollm2-135m": Alias("HuggingFaceTB/SmolLM2-135M-Instruct", 8192, 134_515_008, None, "small: for a first try"),
+    "smollm2-135m": Alias(
+        "HuggingFaceTB/SmolLM2-135M-Instruct", 8192, 134_515_008, None, "small: for a first try"
+    ),
 }
 
 
@@ -65,11 +78,18 @@ def table() -> str:
     head = ("name", "hub id", "context", "size", "filter layers", "note")
     rows = [
         (
-            name, a.hub_id, f"{a.context}", f"{a.params / 1e9:.1f}B, {a.bytes_bf16 / 1e9:.1f} GB",
-            ",".join(map(str, a.filter_layers or ())) or "-", a.note,
+            name,
+            a.hub_id,
+            f"{a.context}",
+            f"{a.params / 1e9:.1f}B, {a.bytes_bf16 / 1e9:.1f} GB",
+            ",".join(map(str, a.filter_layers or ())) or "-",
+            a.note,
         )
         for name, a in ALIASES.items()
     ]
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in [head, *rows])
+    lines = (
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))
+        for row in [head, *rows]
+    )
     return "\n".join(line.rstrip() for line in lines)

@@ -1,8 +1,10 @@
-"""A model folder's weights: found and checked without reading tensor data, then streamed one fused tensor at a time.
+"""A model folder's weights: found and checked without reading tensor data, then streamed one fused
+tensor at a time.
 
-`Checkpoint.open` reads headers only; `check` compares names, shapes and dtypes with what the model wants, in both
-directions; `stream` maps the files, copies each tensor once, straight to its device and dtype, and lets go of the
-mapped pages behind it. Host memory in use is the tensors handed out plus CHUNK, whatever the size of the files.
+`Checkpoint.open` reads headers only; `check` compares names, shapes and dtypes with what the model
+wants, in both directions; `stream` maps the files, copies each tensor once, straight to its device
+and dtype, and lets go of the mapped pages behind it. Host memory in use is the tensors handed out
+plus CHUNK, whatever the size of the files.
 """
 
 import math
@@ -24,13 +26,14 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 INDEX_LIMIT = 64 << 20  # bytes; that of a 70B model is 60 KB
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-CHUNK = 4 << 20  # bytes copied, checked and released at a time; 1 to 32 MB measured alike (bound by page faults)
+# bytes copied, checked and released at a time; 1 to 32 MB measured alike (bound by page faults)
+CHUNK = 4 << 20
 
 
 @dataclass(frozen=True)
 class Target:
-    """A tensor the model wants: its name there, and the stored parts (name, shape) that are joined along dim 0, in
-    this order.
+    """A tensor the model wants: its name there, and the stored parts (name, shape) that are joined
+    along dim 0, in this order.
     """
 
     name: str
@@ -39,7 +42,9 @@ class Target:
 
 @dataclass(frozen=True)
 class LoadProgress:
-    """How far a load is: shards begun, of `shards`; stored bytes read, of `bytes_total`; seconds since the first."""
+    """How far a load is: shards begun, of `shards`; stored bytes read, of `bytes_total`; seconds
+    since the first.
+    """
 
     shard: int
     shards: int
@@ -49,7 +54,9 @@ class LoadProgress:
 
 
 class Checkpoint:
-    """The tensors of one model folder. `tensors` maps names to TensorInfo, `total_bytes` is their stored size."""
+    """The tensors of one model folder. `tensors` maps names to TensorInfo, `total_bytes` is their
+    stored size.
+    """
 
     def __init__(self, folder: Path, tensors: dict[str, TensorInfo]):
         self.folder, self.tensors = folder, tensors
@@ -60,8 +67,8 @@ class Checkpoint:
     def open(cls, folder: str | Path) -> "Checkpoint":
         """Reads the index and every safetensors header of `folder`; no tensor data.
 
-        Raises BadCheckpoint (damaged, incomplete or contradictory) or UnsupportedCheckpoint (pickle or GGUF only,
-        unknown dtype).
+        Raises BadCheckpoint (damaged, incomplete or contradictory) or UnsupportedCheckpoint (pickle
+        or GGUF only, unknown dtype).
         """
         folder = Path(folder)
         if not folder.is_dir():
@@ -72,12 +79,14 @@ class Checkpoint:
             return cls(folder, _read_index(folder))
         raise _no_weights(folder)
 
-    def check(self, targets: Iterable[Target], ignored: Callable[[str], bool] = lambda name: False) -> None:
+    def check(
+        self, targets: Iterable[Target], ignored: Callable[[str], bool] = lambda name: False
+    ) -> None:
         """Compares the stored tensors with the wanted ones, strictly in both directions.
 
-        `ignored(name)` says which stored tensors may be left unread. Raises UnsupportedCheckpoint for a dtype that is
-        not one of float32, bfloat16, float16; BadCheckpoint for a missing tensor, a wrong shape, or a tensor that
-        nobody wants.
+        `ignored(name)` says which stored tensors may be left unread. Raises UnsupportedCheckpoint
+        for a dtype that is not one of float32, bfloat16, float16; BadCheckpoint for a missing
+        tensor, a wrong shape, or a tensor that nobody wants.
         """
         wanted = {name: shape for target in targets for name, shape in target.parts}
         for name, info in self.tensors.items():
@@ -89,8 +98,15 @@ class Checkpoint:
         missing = [name for name in wanted if name not in self.tensors]
         extra = [name for name in self.tensors if name not in wanted and not ignored(name)]
         if missing:
-            shape, more = list(wanted[missing[0]]), f" ({len(missing)} missing)" if len(missing) > 1 else ""
-            hint = "; tie_word_embeddings is false in config.json" if missing[0] == "lm_head.weight" else ""
+            shape, more = (
+                list(wanted[missing[0]]),
+                f" ({len(missing)} missing)" if len(missing) > 1 else "",
+            )
+            hint = (
+                "; tie_word_embeddings is false in config.json"
+                if missing[0] == "lm_head.weight"
+                else ""
+            )
             hint += f"; the first unknown one is {shown(extra[0])}" if extra else ""
             raise BadCheckpoint(
                 f"{self.folder}: tensor {missing[0]}: found nothing, expected shape {shape}{more}{hint}"
@@ -109,15 +125,19 @@ class Checkpoint:
             )
 
     def stream(
-        self, targets: Iterable[Target], device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
-        check_finite: bool = True, progress: Callable[[LoadProgress], None] | None = None,
+        self,
+        targets: Iterable[Target],
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        check_finite: bool = True,
+        progress: Callable[[LoadProgress], None] | None = None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (target.name, tensor) in file order: contiguous, of `dtype`, on `device`. `check` has accepted
-        `targets`.
+        """Yields (target.name, tensor) in file order: contiguous, of `dtype`, on `device`. `check`
+        has accepted `targets`.
 
-        A tensor is the caller's alone: nothing here keeps it or shares memory with the files. `progress` is called
-        after every stored tensor. With `check_finite`, NaN, infinity, or a value beyond the range of `dtype` raises
-        BadCheckpoint.
+        A tensor is the caller's alone: nothing here keeps it or shares memory with the files.
+        `progress` is called after every stored tensor. With `check_finite`, NaN, infinity, or a
+        value beyond the range of `dtype` raises BadCheckpoint.
         """
         targets = sorted(targets, key=lambda target: self._position(target.parts[0][0]))
         files = {self.tensors[name].file for target in targets for name, _ in target.parts}
@@ -125,13 +145,16 @@ class Checkpoint:
         read = _Progress(len(files), total, progress)
         maps: dict[Path, _Mapped] = {}
         try:
-            for target in targets:  # the tensor gets no name here: a suspended generator would keep it alive
+            # the tensor gets no name here: a suspended generator would keep it alive
+            for target in targets:
                 yield target.name, self._fused(target, device, dtype, check_finite, maps, read)
         finally:
             for mapped in maps.values():
                 mapped.close()
 
-    def _fused(self, target, device, dtype, check_finite, maps: dict, read: "_Progress") -> torch.Tensor:
+    def _fused(
+        self, target, device, dtype, check_finite, maps: dict, read: "_Progress"
+    ) -> torch.Tensor:
         """One target's tensor, its parts below each other; opens maps as it needs them."""
         rows = sum(shape[0] for _, shape in target.parts)
         out = torch.empty((rows, *target.parts[0][1][1:]), dtype=dtype, device=device)
@@ -174,15 +197,18 @@ class _Mapped:
         with open(path, "rb") as file:
             found = os.fstat(file.fileno()).st_size
             if found != size:  # a map beyond a shrunken file would end in SIGBUS, not in a message
-                raise BadCheckpoint(f"{path}: changed while loading: found {found} bytes, expected {size}")
+                raise BadCheckpoint(
+                    f"{path}: changed while loading: found {found} bytes, expected {size}"
+                )
             self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def copy(self, name: str, info: TensorInfo, out: torch.Tensor, check_finite: bool) -> None:
-        """Converts the stored tensor into `out` (flat, any dtype and device), chunk by chunk, releasing the pages
-        read.
+        """Converts the stored tensor into `out` (flat, any dtype and device), chunk by chunk,
+        releasing the pages read.
         """
         source = DTYPES[info.dtype]
-        chunk = CHUNK if out.device.type == "cpu" else 16 * CHUNK  # the check waits for the device once per chunk
+        # the check waits for the device once per chunk
+        chunk = CHUNK if out.device.type == "cpu" else 16 * CHUNK
         step = chunk // source.itemsize
         aligned = info.start % source.itemsize == 0
         for at in range(0, out.numel(), step):
@@ -190,13 +216,17 @@ class _Mapped:
             start = info.start + at * source.itemsize
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # "buffer is not writable": it is only read
-                raw = torch.frombuffer(self.map, dtype=torch.uint8, count=count * source.itemsize, offset=start)
+                raw = torch.frombuffer(
+                    self.map, dtype=torch.uint8, count=count * source.itemsize, offset=start
+                )
             piece = (raw if aligned else raw.clone()).view(source)
             out[at : at + count].copy_(piece)
             if check_finite and not _all_finite(out[at : at + count]):
                 stored = "a value beyond the range of " + str(out.dtype).removeprefix("torch.")
                 found = stored if _all_finite(piece) else "NaN or infinity"
-                raise BadCheckpoint(f"{self.path}: tensor {shown(name)}: found {found}, expected finite weights")
+                raise BadCheckpoint(
+                    f"{self.path}: tensor {shown(name)}: found {found}, expected finite weights"
+                )
             del raw, piece  # a live view would keep the map from closing
             self._release(start, start + count * source.itemsize)
 
@@ -213,8 +243,9 @@ class _Mapped:
 def _all_finite(values: torch.Tensor) -> bool:
     """Whether a flat tensor holds neither NaN nor infinity, without a temporary of its size.
 
-    A finite sum proves it (27 GB/s on one core); a sum that is not may be overflow alone, and aminmax (12 GB/s) decides.
-    isfinite().all() makes two temporaries and reaches 0.7 GB/s, a third of what a load takes otherwise.
+    A finite sum proves it (27 GB/s on one core); a sum that is not may be overflow alone, and
+    aminmax (12 GB/s) decides. isfinite().all() makes two temporaries and reaches 0.7 GB/s, a third
+    of what a load takes otherwise.
     """
     if values.numel() == 0 or math.isfinite(values.sum().item()):
         return True
@@ -222,12 +253,16 @@ def _all_finite(values: torch.Tensor) -> bool:
 
 
 def _present(path: Path) -> bool:
-    """Whether something bears this name: a dangling symlink counts, its message is clearer than "no weights"."""
+    """Whether something bears this name: a dangling symlink counts, its message is clearer than "no
+    weights".
+    """
     return path.is_symlink() or path.exists()
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """folder/name, after symlinks are seen to end in the folder itself or in the blobs of its hub cache entry."""
+    """folder/name, after symlinks are seen to end in the folder itself or in the blobs of its hub
+    cache entry.
+    """
     path = folder / name
     try:
         real, root = path.resolve(strict=True), folder.resolve(strict=True)
@@ -235,7 +270,8 @@ def _inside(folder: Path, name: str) -> Path:
         regular_size(path)  # says which: missing, dangling, loop
         raise BadCheckpoint(f"{path}: cannot be resolved") from None
     roots = [root]
-    if root.parent.name == "snapshots":  # hub cache: models--ORG--NAME/snapshots/REVISION/file -> ../../blobs/HASH
+    # hub cache: models--ORG--NAME/snapshots/REVISION/file -> ../../blobs/HASH
+    if root.parent.name == "snapshots":
         roots.append(root.parent.parent / "blobs")
     if not any(real.is_relative_to(allowed) for allowed in roots):
         raise BadCheckpoint(
@@ -253,7 +289,11 @@ def _read_index(folder: Path) -> dict[str, TensorInfo]:
             f"{index}: weight_map: found {shown(names)}, expected an object of tensor name to file name"
         )
     for name, file in names.items():
-        if not isinstance(file, str) or not file.endswith(".safetensors") or set(file) & set("/\\\0"):
+        if (
+            not isinstance(file, str)
+            or not file.endswith(".safetensors")
+            or set(file) & set("/\\\0")
+        ):
             raise BadCheckpoint(
                 f"{index}: weight_map.{shown(name)}: found {shown(file)}, expected a .safetensors file beside the index"
             )

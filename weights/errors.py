@@ -1,7 +1,7 @@
 """Every error that a user can cause has a type here or in engine/errors.py, all under EngineError.
 
-The message is one line that names the thing, the numbers and the remedy; the command line prints it and exits with
-`exit_code`.
+The message is one line that names the thing, the numbers and the remedy; the command line prints it
+and exits with `exit_code`.
 """
 
 
@@ -22,7 +22,9 @@ class ModelNotFound(UsageError):
 
 
 class UnsupportedCheckpoint(EngineError):
-    """A sound checkpoint of a kind this engine does not run (architecture, rope type, quantised format, pickle)."""
+    """A sound checkpoint of a kind this engine does not run (architecture, rope type, quantised
+    format, pickle).
+    """
 
 
 class BadCheckpoint(EngineError):

@@ -1,4 +1,6 @@
-"""What makes a model folder itself: a digest that a calibration file carries, so that it is never used beside other weights' shapes."""
+"""What makes a model folder itself: a digest that a calibration file carries, so that it is never
+used beside other weights' shapes.
+"""
 
 import hashlib
 from pathlib import Path
@@ -9,7 +11,8 @@ SAMPLE = 4096
 
 
 def fingerprint(folder: str | Path) -> str:
-    """sha256 (hex) of config.json's bytes and the sorted list of (tensor name, shape, stored dtype). Reads headers only.
+    """sha256 (hex) of config.json's bytes and the sorted list of (tensor name, shape, stored
+    dtype). Reads headers only.
 
     Raises what Checkpoint.open raises for a damaged or missing checkpoint.
     """
@@ -23,10 +26,11 @@ def fingerprint(folder: str | Path) -> str:
 
 
 def weights_digest(folder: str | Path) -> str:
-    """sha256 (hex) of what tells two trainings of one model apart: tokenizer.json, and the first and middle SAMPLE bytes of every tensor.
+    """sha256 (hex) of what tells two trainings of one model apart: tokenizer.json, and the first
+    and middle SAMPLE bytes of every tensor.
 
-    For programs that go on with answers a model gave earlier; `fingerprint` is the same for all models of one shape. Raises what
-    Checkpoint.open raises.
+    For programs that go on with answers a model gave earlier; `fingerprint` is the same for all
+    models of one shape. Raises what Checkpoint.open raises.
     """
     folder = Path(folder)
     digest, words = hashlib.sha256(), folder / "tokenizer.json"

@@ -1,6 +1,8 @@
-"""Reads the small JSON files of a model folder, which is untrusted: bounded in size, regular files only, no key twice.
+"""Reads the small JSON files of a model folder, which is untrusted: bounded in size, regular files
+only, no key twice.
 
-`json` alone accepts all of these silently: a named pipe (blocks for ever), a 10 GB file, a key given twice (last wins).
+`json` alone accepts all of these silently: a named pipe (blocks for ever), a 10 GB file, a key
+given twice (last wins).
 """
 
 import json
@@ -10,7 +12,8 @@ from pathlib import Path
 
 from weights.errors import BadCheckpoint
 
-CONFIG_LIMIT = 16 << 20  # bytes; the largest config.json seen on the hub is under 1 MB, most are under 2 KB
+# bytes; the largest config.json seen on the hub is under 1 MB, most are under 2 KB
+CONFIG_LIMIT = 16 << 20
 
 
 class DuplicateKey(ValueError):
@@ -44,12 +47,15 @@ def no_duplicates(pairs: list[tuple[str, object]]) -> dict:
 def regular_size(path: Path) -> int:
     """Size in bytes of a regular file, symlinks followed.
 
-    Raises BadCheckpoint when the file is missing, a symlink loop, a folder, a pipe or a device, or cannot be looked at.
+    Raises BadCheckpoint when the file is missing, a symlink loop, a folder, a pipe or a device, or
+    cannot be looked at.
     """
     try:
         info = os.stat(path)
     except FileNotFoundError:
-        raise BadCheckpoint(f"{path}: {'dangling symlink' if path.is_symlink() else 'missing'}") from None
+        raise BadCheckpoint(
+            f"{path}: {'dangling symlink' if path.is_symlink() else 'missing'}"
+        ) from None
     except OSError as error:  # ELOOP, EACCES, ENAMETOOLONG, ENOTDIR
         raise BadCheckpoint(f"{path}: cannot be opened: {error.strerror}") from None
     if not stat.S_ISREG(info.st_mode):
@@ -61,7 +67,8 @@ def regular_size(path: Path) -> int:
 def read_object(path: Path, limit: int = CONFIG_LIMIT) -> dict:
     """The JSON object in `path`.
 
-    Raises BadCheckpoint naming the file for anything but one well-formed object of at most `limit` bytes.
+    Raises BadCheckpoint naming the file for anything but one well-formed object of at most `limit`
+    bytes.
     """
     size = regular_size(path)
     if size > limit:
@@ -71,8 +78,11 @@ def read_object(path: Path, limit: int = CONFIG_LIMIT) -> dict:
             data = json.loads(file.read(limit + 1), object_pairs_hook=no_duplicates)
     except OSError as error:
         raise BadCheckpoint(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # bad JSON or UTF-8, DuplicateKey, over-long integers
-        reason = "nested too deeply" if isinstance(error, RecursionError) else shown(str(error), 120)
+    # bad JSON or UTF-8, DuplicateKey, over-long integers
+    except (ValueError, RecursionError) as error:
+        reason = (
+            "nested too deeply" if isinstance(error, RecursionError) else shown(str(error), 120)
+        )
         raise BadCheckpoint(f"{path}: not valid JSON: {reason}") from None
     if not isinstance(data, dict):
         raise BadCheckpoint(f"{path}: found a JSON {type(data).__name__}, expected an object")

@@ -1,7 +1,8 @@
 """A model's name to a folder: a local folder always wins, then the hub cache, then the hub.
 
-HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN are huggingface_hub's own and are obeyed by using it;
-it is imported only when a name is no folder. With a complete copy in the cache no network call is made, ever.
+HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN are huggingface_hub's own and are
+obeyed by using it; it is imported only when a name is no folder. With a complete copy in the cache
+no network call is made, ever.
 """
 
 import json
@@ -14,11 +15,20 @@ from weights.aliases import ALIASES, Alias, suggest
 from weights.errors import HubError, ModelNotFound, UnsupportedCheckpoint
 from weights.jsonfile import shown
 
-# What is fetched, and no more: repositories carry the same weights again as pickles, "original/" and "consolidated".
+# What is fetched, and no more: repositories carry the same weights again as pickles, "original/"
+# and "consolidated".
 PATTERNS = [
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "chat_template.jinja", "chat_template.json", "model*.safetensors",
-    "model.safetensors.index.json", "omnikv.json",
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "omnikv.json",
 ]
 CONFIG_PATTERNS = ["config.json", "generation_config.json", "omnikv.json"]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
@@ -28,8 +38,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASC
 class Resolved:
     """Where a model is: `folder`, and how it was found ("folder" | "cache" | "hub").
 
-    `name` is what was asked for; `hub_id`, `revision` (commit) and `alias` (the table's entry) are None where they do
-    not apply.
+    `name` is what was asked for; `hub_id`, `revision` (commit) and `alias` (the table's entry) are
+    None where they do not apply.
     """
 
     folder: Path
@@ -40,13 +50,16 @@ class Resolved:
     alias: Alias | None = None
 
 
-def resolve(name: str | Path, progress: Callable[[str], None] | None = None, config_only: bool = False) -> Resolved:
-    """The folder of a model given by folder, alias or hub id; downloads what is missing (resumable, with bars).
+def resolve(
+    name: str | Path, progress: Callable[[str], None] | None = None, config_only: bool = False
+) -> Resolved:
+    """The folder of a model given by folder, alias or hub id; downloads what is missing (resumable,
+    with bars).
 
-    `config_only` (a plan without loading) is content with a snapshot that holds config.json and fetches no weights.
-    `progress` is told one line before a download starts. Raises ModelNotFound (nothing of this name; near names
-    suggested) or HubError (gated, offline, unreachable, partial); UnsupportedCheckpoint for a repository without
-    safetensors.
+    `config_only` (a plan without loading) is content with a snapshot that holds config.json and
+    fetches no weights. `progress` is told one line before a download starts. Raises ModelNotFound
+    (nothing of this name; near names suggested) or HubError (gated, offline, unreachable, partial);
+    UnsupportedCheckpoint for a repository without safetensors.
     """
     name = str(name)
     try:
@@ -59,8 +72,15 @@ def resolve(name: str | Path, progress: Callable[[str], None] | None = None, con
     alias = ALIASES.get(name.lower())
     hub_id = alias.hub_id if alias else name
     if exists and name and not alias:
-        raise ModelNotFound(f"model {shown(name, 200)}: found a file, expected a folder, an alias or a hub id")
-    if not alias and (not _HUB_ID.fullmatch(name) or ".." in name or "--" in name or name.endswith((".git", ".", "-"))):
+        raise ModelNotFound(
+            f"model {shown(name, 200)}: found a file, expected a folder, an alias or a hub id"
+        )
+    if not alias and (
+        not _HUB_ID.fullmatch(name)
+        or ".." in name
+        or "--" in name
+        or name.endswith((".git", ".", "-"))
+    ):
         raise ModelNotFound(
             f"model {shown(name, 200)}: no such folder, and neither an alias nor a hub id (ORG/NAME){_near(name)}"
         )
@@ -71,7 +91,9 @@ def resolve(name: str | Path, progress: Callable[[str], None] | None = None, con
     if hub.constants.HF_HUB_OFFLINE:
         raise _offline(hub, hub_id, folder)
     if progress:
-        progress(f"{'resuming' if folder else 'fetching'} {hub_id} into {hub.constants.HF_HUB_CACHE}")
+        progress(
+            f"{'resuming' if folder else 'fetching'} {hub_id} into {hub.constants.HF_HUB_CACHE}"
+        )
     folder = _download(hub, hub_id, name, CONFIG_PATTERNS if config_only else PATTERNS)
     missing = _missing(folder)
     if missing and not (config_only and missing != "config.json"):
@@ -86,25 +108,36 @@ def _hub():
         import huggingface_hub.constants
         import huggingface_hub.errors
     except ImportError as error:
-        raise HubError(f"huggingface_hub cannot be imported ({error}): install it, or name a folder") from error
+        raise HubError(
+            f"huggingface_hub cannot be imported ({error}): install it, or name a folder"
+        ) from error
     return huggingface_hub
 
 
 def _cached(hub, hub_id: str) -> Path | None:
-    """The newest snapshot in the cache, complete or not; None where there is none. Never uses the network."""
+    """The newest snapshot in the cache, complete or not; None where there is none. Never uses the
+    network.
+    """
     try:
         return Path(hub.snapshot_download(hub_id, allow_patterns=PATTERNS, local_files_only=True))
     except hub.errors.LocalEntryNotFoundError as error:
-        partial = getattr(error, "snapshot_path", None)  # newer versions raise for partial snapshots too, and say where
+        # newer versions raise for partial snapshots too, and say where
+        partial = getattr(error, "snapshot_path", None)
         return Path(partial) if partial else None
     except OSError as error:
-        raise HubError(f"the cache {hub.constants.HF_HUB_CACHE} cannot be read: {_cause(error)}; see HF_HOME") from error
+        raise HubError(
+            f"the cache {hub.constants.HF_HUB_CACHE} cannot be read: {_cause(error)}; see HF_HOME"
+        ) from error
     except hub.errors.HFValidationError as error:
-        raise ModelNotFound(f"model {shown(hub_id)}: no valid hub id: {shown(str(error), 120)}") from None
+        raise ModelNotFound(
+            f"model {shown(hub_id)}: no valid hub id: {shown(str(error), 120)}"
+        ) from None
 
 
 def _missing(folder: Path) -> str | None:
-    """The first file that a usable snapshot lacks, None where it is complete. Looks at names and the index only."""
+    """The first file that a usable snapshot lacks, None where it is complete. Looks at names and
+    the index only.
+    """
     if not (folder / "config.json").is_file():
         return "config.json"
     if (folder / "model.safetensors").is_file():
@@ -116,7 +149,8 @@ def _missing(folder: Path) -> str | None:
         shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         return next((shard for shard in shards if not (folder / shard).is_file()), None)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None  # complete as far as names go: weights.checkpoint says what is wrong with the index
+        # complete as far as names go: weights.checkpoint says what is wrong with the index
+        return None
 
 
 def _offline(hub, hub_id: str, folder: Path | None) -> HubError:
@@ -138,7 +172,9 @@ def _download(hub, hub_id: str, name: str, patterns: list[str]) -> Path:
     try:
         return Path(hub.snapshot_download(hub_id, allow_patterns=patterns))
     except errors.GatedRepoError as error:  # before RepositoryNotFoundError, which it derives from
-        raise HubError(f"{hub_id}: gated: accept its licence at {page}, then set HF_TOKEN (hf auth login)") from error
+        raise HubError(
+            f"{hub_id}: gated: accept its licence at {page}, then set HF_TOKEN (hf auth login)"
+        ) from error
     except errors.RepositoryNotFoundError as error:
         raise ModelNotFound(
             f"model {shown(name, 200)}: the hub has no {hub_id}, or it is private and HF_TOKEN may not read it"
@@ -152,9 +188,13 @@ def _download(hub, hub_id: str, name: str, patterns: list[str]) -> Path:
     except errors.HfHubHTTPError as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         remedy = "check HF_TOKEN" if status in (401, 403) else "run again to resume"
-        raise HubError(f"{hub_id}: the hub answered {status or 'with an error'}: {_cause(error)}; {remedy}") from error
+        raise HubError(
+            f"{hub_id}: the hub answered {status or 'with an error'}: {_cause(error)}; {remedy}"
+        ) from error
     except Exception as error:  # whatever the transport raises (requests, httpx, xet, a full disk)
-        raise HubError(f"{hub_id}: download failed: {_cause(error)}; run again to resume") from error
+        raise HubError(
+            f"{hub_id}: download failed: {_cause(error)}; run again to resume"
+        ) from error
 
 
 def _cause(error: BaseException) -> str:
@@ -168,7 +208,9 @@ def _cause(error: BaseException) -> str:
 def _not_ours(folder: Path, hub_id: str, missing: str) -> Exception:
     """The hub gave all it has, and it is no model of ours."""
     if (folder / "model.safetensors.index.json").is_file():
-        return HubError(f"{hub_id}: the hub's index names {shown(missing)}, which the repository does not hold")
+        return HubError(
+            f"{hub_id}: the hub's index names {shown(missing)}, which the repository does not hold"
+        )
     return UnsupportedCheckpoint(
         f"{hub_id}: found no {missing} on the hub, expected Hugging Face layout with safetensors (pickle or GGUF only?)"
     )

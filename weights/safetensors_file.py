@@ -1,7 +1,9 @@
-"""Reads the header of a safetensors file that nobody vouches for: everything is checked before anything is allocated.
+"""Reads the header of a safetensors file that nobody vouches for: everything is checked before
+anything is allocated.
 
-A file is 8 bytes (little-endian header length N), N bytes of JSON, and the data: {"name": {"dtype", "shape",
-"data_offsets"}}, offsets counted from the end of the header. (https://huggingface.co/docs/safetensors, "Format".)
+A file is 8 bytes (little-endian header length N), N bytes of JSON, and the data: {"name": {"dtype",
+"shape", "data_offsets"}}, offsets counted from the end of the header.
+(https://huggingface.co/docs/safetensors, "Format".)
 """
 
 import json
@@ -11,24 +13,43 @@ from pathlib import Path
 from weights.errors import BadCheckpoint, UnsupportedCheckpoint
 from weights.jsonfile import DuplicateKey, no_duplicates, regular_size, shown
 
-HEADER_LIMIT = 100_000_000  # bytes, the format's own limit; the largest real headers are about 10 MB
+# bytes, the format's own limit; the largest real headers are about 10 MB
+HEADER_LIMIT = 100_000_000
 MAX_DIMENSIONS = 32  # bounds the shape product; no checkpoint has more than 5
 
-# Bits per element of every dtype the format names. What this engine computes with is FLOATS; the rest is refused by
-# name.
+# Bits per element of every dtype the format names. What this engine computes with is FLOATS; the
+# rest is refused by name.
 BITS = {
-    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32,
+    "F64": 64,
+    "F32": 32,
+    "F16": 16,
+    "BF16": 16,
+    "I64": 64,
+    "I32": 32,
+    "I16": 16,
+    "I8": 8,
+    "U64": 64,
+    "U32": 32,
     "U16": 16,
-    "U8": 8, "BOOL": 8, "C64": 64, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
-    "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
+    "U8": 8,
+    "BOOL": 8,
+    "C64": 64,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "F4": 4,
 }
 FLOATS = ("F32", "BF16", "F16")
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies: bytes start..stop of `file`, `shape` in elements of `dtype` (a name of the format,
-    "BF16").
+    """Where one tensor lies: bytes start..stop of `file`, `shape` in elements of `dtype` (a name of
+    the format, "BF16").
     """
 
     file: Path
@@ -46,9 +67,9 @@ class TensorInfo:
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """All tensors of one safetensors file, in file order. Reads the header only.
 
-    Raises BadCheckpoint, naming file, tensor, found and expected: truncated, zero-byte, absurd length, bad JSON,
-    duplicate names, shapes that do not match their bytes, ranges that overlap, leave holes or leave the file.
-    UnsupportedCheckpoint: unknown dtype.
+    Raises BadCheckpoint, naming file, tensor, found and expected: truncated, zero-byte, absurd
+    length, bad JSON, duplicate names, shapes that do not match their bytes, ranges that overlap,
+    leave holes or leave the file. UnsupportedCheckpoint: unknown dtype.
     """
     size = regular_size(path)
     if size < 8:
@@ -57,7 +78,9 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if length > HEADER_LIMIT:
-                raise BadCheckpoint(f"{path}: found a header of {length} bytes, expected at most {HEADER_LIMIT}")
+                raise BadCheckpoint(
+                    f"{path}: found a header of {length} bytes, expected at most {HEADER_LIMIT}"
+                )
             if length > size - 8:
                 raise BadCheckpoint(
                     f"{path}: truncated: found {size} bytes, expected a header of {length} bytes after 8"
@@ -72,22 +95,30 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             f"{path}: header: found {length} bytes that are no JSON, expected a safetensors header"
         ) from None
     if not isinstance(header, dict):
-        raise BadCheckpoint(f"{path}: header: found a JSON {type(header).__name__}, expected an object")
+        raise BadCheckpoint(
+            f"{path}: header: found a JSON {type(header).__name__}, expected an object"
+        )
     header.pop("__metadata__", None)
     found = {name: _entry(path, name, entry, 8 + length, size) for name, entry in header.items()}
     return _in_order(path, found, 8 + length, size)
 
 
 def _entry(path: Path, name: str, entry: object, data: int, size: int) -> TensorInfo:
-    """One header entry, checked alone: types, dtype, and a range that lies in the file and fits the shape."""
+    """One header entry, checked alone: types, dtype, and a range that lies in the file and fits the
+    shape.
+    """
     where = f"{path}: tensor {shown(name)}"
     if not isinstance(entry, dict):
-        raise BadCheckpoint(f"{where}: found {shown(entry)}, expected an object with dtype, shape and data_offsets")
+        raise BadCheckpoint(
+            f"{where}: found {shown(entry)}, expected an object with dtype, shape and data_offsets"
+        )
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str):
         raise BadCheckpoint(f"{where}: dtype: found {shown(dtype)}, expected a name such as BF16")
     if dtype not in BITS:
-        raise UnsupportedCheckpoint(f"{where}: dtype: found {shown(dtype)}, expected one of {', '.join(FLOATS)}")
+        raise UnsupportedCheckpoint(
+            f"{where}: dtype: found {shown(dtype)}, expected one of {', '.join(FLOATS)}"
+        )
     if not _sizes(shape, MAX_DIMENSIONS):
         raise BadCheckpoint(f"{where}: shape: found {shown(shape)}, expected a list of sizes")
     if not _sizes(offsets, 2) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= size - data:
@@ -108,12 +139,18 @@ def _entry(path: Path, name: str, entry: object, data: int, size: int) -> Tensor
 
 def _sizes(values: object, most: int) -> bool:
     """Whether `values` is a list of at most `most` integers in [0, 2^63)."""
-    return isinstance(values, list) and len(values) <= most and all(type(v) is int and 0 <= v < 1 << 63 for v in values)
+    return (
+        isinstance(values, list)
+        and len(values) <= most
+        and all(type(v) is int and 0 <= v < 1 << 63 for v in values)
+    )
 
 
-def _in_order(path: Path, found: dict[str, TensorInfo], data: int, size: int) -> dict[str, TensorInfo]:
-    """The tensors sorted by position, once they are seen to cover the data without overlap or hole, as the format
-    demands.
+def _in_order(
+    path: Path, found: dict[str, TensorInfo], data: int, size: int
+) -> dict[str, TensorInfo]:
+    """The tensors sorted by position, once they are seen to cover the data without overlap or hole,
+    as the format demands.
     """
     end, last = data, "the header"
     ordered = sorted(found.items(), key=lambda item: (item[1].start, item[1].stop))
@@ -126,5 +163,7 @@ def _in_order(path: Path, found: dict[str, TensorInfo], data: int, size: int) ->
             )
         end, last = info.stop, name
     if end != size:
-        raise BadCheckpoint(f"{path}: found {size - end} bytes after the last tensor, expected none")
+        raise BadCheckpoint(
+            f"{path}: found {size - end} bytes after the last tensor, expected none"
+        )
     return dict(ordered)

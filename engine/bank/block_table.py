@@ -6,16 +6,20 @@ from kernels.gather import BLOCK_TOKENS
 
 
 class BlockTable:
-    """The blocks of one sequence: `blocks[i]` holds tokens 64 i .. 64 i + 63; `addresses` int64 on the device says where."""
+    """The blocks of one sequence: `blocks[i]` holds tokens 64 i .. 64 i + 63; `addresses` int64 on
+    the device says where.
+    """
 
     def __init__(self, pool, block_bytes, capacity, device):
         self.pool, self.block_bytes, self.blocks = pool, block_bytes, []
         self.addresses = torch.zeros(-(-capacity // BLOCK_TOKENS), dtype=torch.int64, device=device)
 
     def reserve(self, start, stop):
-        """Make positions start .. stop-1 writable: blocks exist and are nobody else's. All or nothing (OutOfHostMemory).
+        """Make positions start .. stop-1 writable: blocks exist and are nobody else's. All or
+        nothing (OutOfHostMemory).
 
-        A shared block is replaced by a copy (fork); whoever calls has waited for transfers to it. Returns whether any was.
+        A shared block is replaced by a copy (fork); whoever calls has waited for transfers to it.
+        Returns whether any was.
         """
         first, wanted = start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS)
         shared = [i for i in range(first, min(wanted, len(self.blocks))) if self.blocks[i].refs > 1]
@@ -34,21 +38,25 @@ class BlockTable:
 
     def shares(self, start, stop):
         """Whether a block of positions start .. stop-1 has another holder."""
-        return any(b.refs > 1 for b in self.blocks[start // BLOCK_TOKENS:-(-stop // BLOCK_TOKENS)])
+        return any(
+            b.refs > 1 for b in self.blocks[start // BLOCK_TOKENS : -(-stop // BLOCK_TOKENS)]
+        )
 
     def _append(self, blocks):
         if not blocks:
             return
         at = len(self.blocks)
         self.blocks.extend(blocks)
-        if len(blocks) == 1:            # decode: a fill is a kernel argument, nothing waits
+        if len(blocks) == 1:  # decode: a fill is a kernel argument, nothing waits
             self.addresses[at].fill_(blocks[0].address)
         else:
-            self.addresses[at:at + len(blocks)] = torch.tensor([b.address for b in blocks], dtype=torch.int64)
+            self.addresses[at : at + len(blocks)] = torch.tensor(
+                [b.address for b in blocks], dtype=torch.int64
+            )
 
     def share(self, other, length):
         """Hold another table's blocks of the first `length` tokens too."""
-        blocks = other.blocks[:-(-length // BLOCK_TOKENS)]
+        blocks = other.blocks[: -(-length // BLOCK_TOKENS)]
         self.pool.retain(blocks)
         self._append(list(blocks))
 

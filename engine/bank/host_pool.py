@@ -1,7 +1,9 @@
-"""Host memory of the context bank: one pool of pinned blocks per LLM, handed out in ring order, shared by sessions and forks.
+"""Host memory of the context bank: one pool of pinned blocks per LLM, handed out in ring order,
+shared by sessions and forks.
 
-A block holds 64 tokens; what a row means is its owner's business (opaque bytes). The pool grows slab by slab up to its limit and
-keeps its slabs for later sessions; what sessions took and gave back is counted, and zero at the end.
+A block holds 64 tokens; what a row means is its owner's business (opaque bytes). The pool grows
+slab by slab up to its limit and keeps its slabs for later sessions; what sessions took and gave
+back is counted, and zero at the end.
 """
 
 import threading
@@ -19,12 +21,15 @@ from engine.plan.free_memory import available_bytes
 from engine.plan.memory import HEADROOM
 from engine.units import human
 
-SLAB = 1 << 30          # bytes; a power of two, which is what torch's pinned allocator rounds a request up to
+# bytes; a power of two, which is what torch's pinned allocator rounds a request up to
+SLAB = 1 << 30
 
 
 @dataclass(eq=False)
 class Block:
-    """One block of host memory: `bytes` is a uint8 view of its slab; refs counts the sequences that hold it."""
+    """One block of host memory: `bytes` is a uint8 view of its slab; refs counts the sequences that
+    hold it.
+    """
 
     slab: object
     bytes: torch.Tensor
@@ -47,17 +52,23 @@ class _Slab:
 class HostPool:
     """Blocks of host memory, at most `limit` bytes of slabs (None: no limit but the machine's).
 
-    pin: None pins where there is a GPU. A way of pinning that is refused at the first slab gives way to the next, and pinning to
-    ordinary memory with one warning: `pinned` and `way` say which it is. ways: engine.bank.pinned_memory.Way list in order, free() -> bytes of
-    free RAM; both replaceable in tests. Thread-safe. Times in seconds, sizes in bytes.
+    pin: None pins where there is a GPU. A way of pinning that is refused at the first slab gives
+    way to the next, and pinning to ordinary memory with one warning: `pinned` and `way` say which
+    it is. ways: engine.bank.pinned_memory.Way list in order, free() -> bytes of free RAM; both
+    replaceable in tests. Thread-safe. Times in seconds, sizes in bytes.
     """
 
     def __init__(self, limit=None, slab_bytes=SLAB, pin=None, ways=None, free=None):
         self.limit, self.slab_bytes = limit, slab_bytes
         self.pin_seconds = 0.0
-        self.in_use = 0                 # bytes of blocks with refs > 0
-        self.programs = None            # of the gather, where the link was measured (engine/bank/link.py)
-        self._ways = list(ways if ways is not None else default_ways(torch.cuda.is_available() if pin is None else pin))
+        self.in_use = 0  # bytes of blocks with refs > 0
+        # of the gather, where the link was measured (engine/bank/link.py)
+        self.programs = None
+        self._ways = list(
+            ways
+            if ways is not None
+            else default_ways(torch.cuda.is_available() if pin is None else pin)
+        )
         self._free_ram = free or (lambda: available_bytes(torch.device("cpu"))[0])
         self._refusals = []
         self._slabs, self._free = [], {}
@@ -65,7 +76,9 @@ class HostPool:
 
     @property
     def way(self):
-        """The engine.bank.pinned_memory.Way that slabs come by; before the first slab, the one that will be tried."""
+        """The engine.bank.pinned_memory.Way that slabs come by; before the first slab, the one that
+        will be tried.
+        """
         return self._ways[0]
 
     @property
@@ -84,7 +97,9 @@ class HostPool:
         return [slab.memory for slab in self._slabs]
 
     def take(self, block_bytes, count):
-        """`count` blocks of `block_bytes` bytes (a multiple of 64), refs 1 each: all of them or OutOfHostMemory and none."""
+        """`count` blocks of `block_bytes` bytes (a multiple of 64), refs 1 each: all of them or
+        OutOfHostMemory and none.
+        """
         taken = []
         with self._lock:
             try:
@@ -103,18 +118,30 @@ class HostPool:
         free = self._free.setdefault(size, deque())
         if not free:
             self._carve(self._idle(size) or self._grow(size), size)
-        return free.popleft()           # ring order: what was given back last is taken last
+        return free.popleft()  # ring order: what was given back last is taken last
 
     def _idle(self, size):
         """A slab that nobody uses, cut for blocks of another size."""
-        return next((s for s in self._slabs if s.used == 0 and s.block_bytes != size and s.memory.numel() >= size), None)
+        return next(
+            (
+                s
+                for s in self._slabs
+                if s.used == 0 and s.block_bytes != size and s.memory.numel() >= size
+            ),
+            None,
+        )
 
     def _carve(self, slab, size):
         if slab.carved:
             mine = set(map(id, slab.carved))
-            self._free[slab.block_bytes] = deque(b for b in self._free[slab.block_bytes] if id(b) not in mine)
+            self._free[slab.block_bytes] = deque(
+                b for b in self._free[slab.block_bytes] if id(b) not in mine
+            )
         slab.block_bytes = size
-        slab.carved = [Block(slab, slab.memory[at:at + size]) for at in range(0, slab.memory.numel() - size + 1, size)]
+        slab.carved = [
+            Block(slab, slab.memory[at : at + size])
+            for at in range(0, slab.memory.numel() - size + 1, size)
+        ]
         self._free[size].extend(slab.carved)
 
     def _grow(self, size):
@@ -128,9 +155,17 @@ class HostPool:
         return slab
 
     def _slab_size(self, size):
-        """Bytes of the next slab: the usual size, or what the limit and, for pages that are locked at once, the free RAM leave."""
+        """Bytes of the next slab: the usual size, or what the limit and, for pages that are locked
+        at once, the free RAM leave.
+        """
         exact = self.way.exact
-        wanted = self.slab_bytes if self.slab_bytes >= size else size if exact else 1 << (size - 1).bit_length()
+        wanted = (
+            self.slab_bytes
+            if self.slab_bytes >= size
+            else size
+            if exact
+            else 1 << (size - 1).bit_length()
+        )
         left, why = float("inf"), ""
         if self.limit is not None:
             left, why = self.limit - self.reserved, f"the pool's limit is {self.limit} bytes"
@@ -156,8 +191,11 @@ class HostPool:
         refused = self._ways.pop(0)
         self._refusals.append(f"{refused.name}: {why}")
         if refused.pinned and not follower.pinned:
-            warnings.warn(f"host memory cannot be pinned ({'; '.join(self._refusals)}); going on with ordinary memory, which is "
-                          f"slower. {limits()}", stacklevel=2)
+            warnings.warn(
+                f"host memory cannot be pinned ({'; '.join(self._refusals)}); going on with ordinary memory, which is "
+                f"slower. {limits()}",
+                stacklevel=2,
+            )
         return None
 
     def retain(self, blocks):
@@ -180,7 +218,9 @@ class HostPool:
         """Give the memory back to the system. Raises ValueError while blocks are in use."""
         with self._lock:
             if self.in_use:
-                raise ValueError(f"host pool: {self.in_use} bytes are in use; close their sessions first")
+                raise ValueError(
+                    f"host pool: {self.in_use} bytes are in use; close their sessions first"
+                )
             self._slabs, self._free = [], {}
 
 
@@ -189,6 +229,4 @@ def _first_line(error):
 
 
 def _refused(size, pool, why):
-    return (f"no host memory for {size} more bytes of context ({pool.in_use} bytes of {pool.reserved} in use): {why}; {limits()}")
-
-
+    return f"no host memory for {size} more bytes of context ({pool.in_use} bytes of {pool.reserved} in use): {why}; {limits()}"

@@ -1,4 +1,6 @@
-"""Attention to a layer whose rows stream by: the past block by block, the newest rows from where they are, merged by log-sum-exp."""
+"""Attention to a layer whose rows stream by: the past block by block, the newest rows from where
+they are, merged by log-sum-exp.
+"""
 
 import torch
 
@@ -6,11 +8,13 @@ from kernels.prefill import attend_chunk, attend_rows, merge
 
 
 def attend_stream(q, bank, layer, first, scale):
-    """Causal attention of q [B, C, H, D] at positions first .. first+C-1, rows already written, to an offloaded layer.
+    """Causal attention of q [B, C, H, D] at positions first .. first+C-1, rows already written, to
+    an offloaded layer.
 
-    Blocks begin at fixed positions (multiples of the stream block), so the result depends on the rows alone. Returns
-    [B, C, H, D] in q.dtype. Device memory beyond q: the bank's two stream blocks and two partial results, whatever the length
-    (one per block, merged at the end, would be half a gigabyte at a million tokens of an 8B model).
+    Blocks begin at fixed positions (multiples of the stream block), so the result depends on the
+    rows alone. Returns [B, C, H, D] in q.dtype. Device memory beyond q: the bank's two stream
+    blocks and two partial results, whatever the length (one per block, merged at the end, would be
+    half a gigabyte at a million tokens of an 8B model).
     """
     so_far = None
     for _, k, v in bank.blocks(layer, 0, first):

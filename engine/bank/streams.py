@@ -1,4 +1,6 @@
-"""CUDA streams beside the main one, and the events that order them. On a CPU all of it does nothing."""
+"""CUDA streams beside the main one, and the events that order them. On a CPU all of it does
+nothing.
+"""
 
 import contextlib
 
@@ -6,14 +8,18 @@ import torch
 
 
 class Lane:
-    """A CUDA stream beside the main one. On a CPU everything happens at once and in order, and nothing here does anything."""
+    """A CUDA stream beside the main one. On a CPU everything happens at once and in order, and
+    nothing here does anything.
+    """
 
     def __init__(self, device):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @contextlib.contextmanager
     def after_main(self):
-        """Run what is issued inside on this lane, behind everything that the current stream was given so far."""
+        """Run what is issued inside on this lane, behind everything that the current stream was
+        given so far.
+        """
         if self._stream is None:
             yield
             return
@@ -36,18 +42,15 @@ class Lane:
             self._stream.synchronize()
 
 
-
 def wait(event):
     """The current stream waits for a lane's event; the host does not."""
     if event is not None:
         torch.cuda.current_stream().wait_event(event)
 
 
-
 def main_mark(device):
     """An event on the current stream; None on a CPU."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-
 
 
 def copy_rows(target, source):

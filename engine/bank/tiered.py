@@ -1,8 +1,10 @@
-"""The context bank with a host tier: sparse layers' rows live in host memory, the device keeps slots, the tail and what streams by.
+"""The context bank with a host tier: sparse layers' rows live in host memory, the device keeps
+slots, the tail and what streams by.
 
-Same interface as DeviceBank. Positions 0 .. home-1 are in host memory; the newest (a tail and up to 127 more) also, or only, in a ring
-on the device. Prefill sends rows home chunk by chunk; decode sends every complete block of 64; what a layer reads comes back as a
-fetched selection, as a stream of blocks, or whole (engine/bank/host_reader.py). Host and device order is kept by events.
+Same interface as DeviceBank. Positions 0 .. home-1 are in host memory; the newest (a tail and up to
+127 more) also, or only, in a ring on the device. Prefill sends rows home chunk by chunk; decode
+sends every complete block of 64; what a layer reads comes back as a fetched selection, as a stream
+of blocks, or whole (engine/bank/host_reader.py). Host and device order is kept by events.
 """
 
 import contextlib
@@ -21,18 +23,25 @@ from kernels.gather import move_rows
 
 
 class TieredBank(HostReader, DeviceBank):
-    """Keys and values of one sequence; the layers of `placement` in `pool`'s host memory, the others as in DeviceBank.
+    """Keys and values of one sequence; the layers of `placement` in `pool`'s host memory, the
+    others as in DeviceBank.
 
-    path: kernel path of the copies ("auto", "reference", "cpu", "triton"). Memory: the dense layers as in DeviceBank, for the others
-    Placement.device_bytes; host blocks as tokens come. Raises OutOfHostMemory from write_chunk and before_step, nothing changed.
+    path: kernel path of the copies ("auto", "reference", "cpu", "triton"). Memory: the dense layers
+    as in DeviceBank, for the others Placement.device_bytes; host blocks as tokens come. Raises
+    OutOfHostMemory from write_chunk and before_step, nothing changed.
     """
 
     tiered = True
 
-    def __init__(self, config, plan, capacity, dtype, device, placement, pool, path="auto", donor=None):
-        super().__init__(config, plan, capacity, dtype, device, hosted=placement.layers, donor=donor)
+    def __init__(
+        self, config, plan, capacity, dtype, device, placement, pool, path="auto", donor=None
+    ):
+        super().__init__(
+            config, plan, capacity, dtype, device, hosted=placement.layers, donor=donor
+        )
         self._config, self.pool = config, pool
-        self._path = path if pool.pinned or self.device.type == "cpu" else "reference"     # unpinned rows go through the CPU
+        # unpinned rows go through the CPU
+        self._path = path if pool.pinned or self.device.type == "cpu" else "reference"
         self._fetch, self._home_lane = Lane(self.device), Lane(self.device)
         self.streamed = self.stalls = 0
         self._lengths()
@@ -44,7 +53,15 @@ class TieredBank(HostReader, DeviceBank):
     def _build(self, placement):
         self.placement = placement
         self._part = part_bytes(self._config, self.dtype.itemsize)
-        sizes = self._config.num_kv_heads, self._config.head_dim, self._part, self.capacity, self.dtype, self.device, self._path
+        sizes = (
+            self._config.num_kv_heads,
+            self._config.head_dim,
+            self._part,
+            self.capacity,
+            self.dtype,
+            self.device,
+            self._path,
+        )
         self._sets = [WorkingSet(pack, placement, *sizes) for pack in placement.packs]
         self._of, self._offset, at = {}, {}, 0
         for ws in self._sets:
@@ -61,10 +78,12 @@ class TieredBank(HostReader, DeviceBank):
         self._order = list(placement.layers)
 
     def _rows(self, count):
-        return torch.empty(count, self._part // self.dtype.itemsize, dtype=self.dtype, device=self.device)
+        return torch.empty(
+            count, self._part // self.dtype.itemsize, dtype=self.dtype, device=self.device
+        )
 
     def _lengths(self):
-        self.home = 0               # positions below are in host memory
+        self.home = 0  # positions below are in host memory
         self._ring_stop = 0
         self._home_event, self._layer_event = None, {}
 
@@ -76,8 +95,18 @@ class TieredBank(HostReader, DeviceBank):
     @property
     def nbytes(self):
         """Bytes reserved on the device."""
-        own = [*self._stage, *self._block, *self._whole, self.table.addresses, *([] if self._spare is None else [self._spare])]
-        return super().nbytes + sum(t.numel() * t.element_size() for t in own) + sum(ws.nbytes for ws in self._sets)
+        own = [
+            *self._stage,
+            *self._block,
+            *self._whole,
+            self.table.addresses,
+            *([] if self._spare is None else [self._spare]),
+        ]
+        return (
+            super().nbytes
+            + sum(t.numel() * t.element_size() for t in own)
+            + sum(ws.nbytes for ws in self._sets)
+        )
 
     @property
     def host_nbytes(self):
@@ -89,18 +118,29 @@ class TieredBank(HostReader, DeviceBank):
         return layer in self._of
 
     def streams(self, layer, path):
-        """Whether dense attention to a layer must go block by block: it is offloaded, longer than a stream block and not staged whole.
+        """Whether dense attention to a layer must go block by block: it is offloaded, longer than a
+        stream block and not staged whole.
 
-        Never on the reference launchers: there rows are brought together, so that placement cannot change a bit.
+        Never on the reference launchers: there rows are brought together, so that placement cannot
+        change a bit.
         """
-        return layer in self._of and layer not in self._whole_of and path != "reference" and self.length > self.placement.block
+        return (
+            layer in self._of
+            and layer not in self._whole_of
+            and path != "reference"
+            and self.length > self.placement.block
+        )
 
     def capturable(self, runtime):
-        """Whether a step of this runtime can be captured: it fetches by selection (lengths stay on the device), from pinned memory."""
+        """Whether a step of this runtime can be captured: it fetches by selection (lengths stay on
+        the device), from pinned memory.
+        """
         return runtime.packed and self.pool.pinned
 
     def counters(self):
-        """{pack's first layer: (hits, misses, evictions, plans, bytes)} read from the device in one copy."""
+        """{pack's first layer: (hits, misses, evictions, plans, bytes)} read from the device in one
+        copy.
+        """
         if not self._sets:
             return {}
         rows = torch.stack([ws.counters() for ws in self._sets]).tolist()
@@ -109,7 +149,9 @@ class TieredBank(HostReader, DeviceBank):
     # ---------------------------------------------------------------- writing
 
     def write(self, layer, k, v, raw, ring, positions):
-        """Rows of a decode step: dense layers as in DeviceBank, the others into their working set's ring."""
+        """Rows of a decode step: dense layers as in DeviceBank, the others into their working set's
+        ring.
+        """
         ws = self._of.get(layer)
         if ws is None:
             super().write(layer, k, v, raw, ring, positions)
@@ -119,7 +161,9 @@ class TieredBank(HostReader, DeviceBank):
         ws.write(layer, k, v, torch.cat((at, at + ws.ring)))
 
     def write_chunk(self, layer, k, v, start):
-        """Rows k, v [1, C, Hkv, D] of a prefill chunk: staged, and sent home on their own lane under the compute that follows."""
+        """Rows k, v [1, C, Hkv, D] of a prefill chunk: staged, and sent home on their own lane
+        under the compute that follows.
+        """
         if layer not in self._of:
             super().write_chunk(layer, k, v, start)
             return
@@ -130,16 +174,20 @@ class TieredBank(HostReader, DeviceBank):
             self._send(layer, k[:, part], v[:, part], start + first)
 
     def _begin(self, start, stop):
-        """Make room for positions start .. stop-1 at home; the rows decoded since the last prefill go home first."""
+        """Make room for positions start .. stop-1 at home; the rows decoded since the last prefill
+        go home first.
+        """
         if self.home < start:
             self.settle(start)
         self._reserve_home(start, stop)
         self.home = max(self.home, stop)
-        self._ring_stop = 0            # a chunk does not pass through the ring: it is read back when decode begins
+        # a chunk does not pass through the ring: it is read back when decode begins
+        self._ring_stop = 0
 
     def _reserve_home(self, start, stop):
         if self.table.shares(start, stop):
-            self._home_lane.synchronize()               # race: a copy of a shared block would miss rows that are still going home
+            # race: a copy of a shared block would miss rows that are still going home
+            self._home_lane.synchronize()
         self.table.reserve(start, stop)
 
     def _send(self, layer, k, v, start):
@@ -148,13 +196,18 @@ class TieredBank(HostReader, DeviceBank):
         free = self._stage_free[turn]
         if free is not None and not free.query():
             self.stalls += 1
-        wait(free)                                      # race: the rows staged two layers ago may still be on their way home
+        # race: the rows staged two layers ago may still be on their way home
+        wait(free)
         stage, width = self._stage[turn], self.kv_heads * self.head_dim
         stage[:count, :width] = k[0].flatten(1)
-        stage[:count, width:2 * width] = v[0].flatten(1)
-        with self._home_lane.after_main():              # race: the copy would read the stage before it is written
+        stage[:count, width : 2 * width] = v[0].flatten(1)
+        # race: the copy would read the stage before it is written
+        with self._home_lane.after_main():
             self._move(layer, start, stage, 0, count, to_host=True)
-        self._layer_event[layer] = (self._layer_event.get(layer, (None, None))[1], self._home_lane.mark())
+        self._layer_event[layer] = (
+            self._layer_event.get(layer, (None, None))[1],
+            self._home_lane.mark(),
+        )
         self._stage_free[turn] = self._home_event = self._layer_event[layer][1]
         self._staged[turn] = (layer, start, start + count)
 
@@ -163,10 +216,21 @@ class TieredBank(HostReader, DeviceBank):
         if stop <= self.home:
             return
         self._reserve_home(self.home, stop)
-        with self._home_lane.after_main():              # race: the ring's newest rows may not be written yet
+        # race: the ring's newest rows may not be written yet
+        with self._home_lane.after_main():
             for ws in self._sets:
-                move_rows(self.table.addresses, self._offset[ws.pack[0]], ws.pitch, ws.words, self.home,
-                          ws.first + self.home % ws.ring, stop - self.home, self.pool.slabs, to_host=True, path=self._path)
+                move_rows(
+                    self.table.addresses,
+                    self._offset[ws.pack[0]],
+                    ws.pitch,
+                    ws.words,
+                    self.home,
+                    ws.first + self.home % ws.ring,
+                    stop - self.home,
+                    self.pool.slabs,
+                    to_host=True,
+                    path=self._path,
+                )
         self._home_event = self._home_lane.mark()
         self._layer_event = dict.fromkeys(self._order, (self._home_event, self._home_event))
         self.home = stop
@@ -174,11 +238,14 @@ class TieredBank(HostReader, DeviceBank):
     # ---------------------------------------------------------------- around a step
 
     def before_step(self, n):
-        """The next step makes the bank n tokens long: room at home, the tail in the ring, what went home has arrived in time."""
+        """The next step makes the bank n tokens long: room at home, the tail in the ring, what went
+        home has arrived in time.
+        """
         self._reserve_home(self.home, n)
         if n % TAIL_BLOCK == 0:
-            # Race: this step's selection may hold the block that went home 64 steps ago, and it begins to overwrite the ring where
-            # an older one was copied from. Only now: a wait in the step behind the copy would be seen.
+            # Race: this step's selection may hold the block that went home 64 steps ago, and it
+            # begins to overwrite the ring where an older one was copied from. Only now: a wait in
+            # the step behind the copy would be seen.
             wait(self._home_event)
         if self._ring_stop == 0 and n > 1:
             self._refill(n - 1)
@@ -191,11 +258,14 @@ class TieredBank(HostReader, DeviceBank):
 
     @contextlib.contextmanager
     def rehearsal(self, n):
-        """As DeviceBank's: the ring is filled for n tokens, and again for the true length when the next step begins."""
+        """As DeviceBank's: the ring is filled for n tokens, and again for the true length when the
+        next step begins.
+        """
         home = self.length
         self.settle(home)
         self._refill(n - 1)
-        self.home, self._ring_stop = n - 1, n           # the steps' own row is read from the ring, where they write it
+        # the steps' own row is read from the ring, where they write it
+        self.home, self._ring_stop = n - 1, n
         try:
             yield
         finally:
@@ -205,22 +275,35 @@ class TieredBank(HostReader, DeviceBank):
         """Bring the tail of `length` tokens back into the ring."""
         ring = self.placement.ring
         low = tail_start(length, ring - 2 * TAIL_BLOCK)
-        wait(self._home_event)                          # race: the rows may still be on their way home
+        # race: the rows may still be on their way home
+        wait(self._home_event)
         for ws in self._sets:
             at, stop = low, min(length, self.home)
-            while at < stop:                            # up to the ring's end, then from its beginning; both copies
+            # up to the ring's end, then from its beginning; both copies
+            while at < stop:
                 count = min(stop - at, ring - at % ring)
                 for copy in (0, ring):
-                    move_rows(self.table.addresses, self._offset[ws.pack[0]], ws.pitch, ws.words, at, ws.first + copy + at % ring,
-                              count, self.pool.slabs, path=self._path)
+                    move_rows(
+                        self.table.addresses,
+                        self._offset[ws.pack[0]],
+                        ws.pitch,
+                        ws.words,
+                        at,
+                        ws.first + copy + at % ring,
+                        count,
+                        self.pool.slabs,
+                        path=self._path,
+                    )
                 at += count
 
     def rewind(self, n, broken=False):
         """Forget positions n and beyond: truncate, or a chunk or step that was broken off."""
         if not broken and n >= self.length and not self._ahead:
             return
-        self._drain()               # race: a plan that is still to run would promise its rows after the maps were emptied
-        if broken:                  # between a plan and its copy the maps promise rows that never came: start with empty slots
+        # race: a plan that is still to run would promise its rows after the maps were emptied
+        self._drain()
+        # between a plan and its copy the maps promise rows that never came: start with empty slots
+        if broken:
             for ws in self._sets:
                 ws.forget(0)
         self.table.cut(n)
@@ -239,8 +322,14 @@ class TieredBank(HostReader, DeviceBank):
     # ---------------------------------------------------------------- copies, other plans, end
 
     def copy_from(self, other, length):
-        """The first `length` rows of another bank of the same model (fork): host blocks are shared, the rest is copied."""
-        shared = other.tiered and other.placement.packs == self.placement.packs and other.pool is self.pool
+        """The first `length` rows of another bank of the same model (fork): host blocks are shared,
+        the rest is copied.
+        """
+        shared = (
+            other.tiered
+            and other.placement.packs == self.placement.packs
+            and other.pool is self.pool
+        )
         for layer in range(self.num_layers):
             if layer not in self._of and not other.hosts(layer):
                 self._copy_layer(layer, other, length)
@@ -249,20 +338,33 @@ class TieredBank(HostReader, DeviceBank):
                     self.write_chunk(layer, k.transpose(1, 2), v.transpose(1, 2), first)
         if shared:
             other.settle(length)
-            other._drain()                              # race: this bank's lanes know nothing of the other's
+            # race: this bank's lanes know nothing of the other's
+            other._drain()
             self.table.share(other.table, length)
             self.home, self._ring_stop = length, 0
 
     def relayout(self, plan, placement=None):
-        """The bank that serves another layer plan: this one where rows may stay where they are, else a new one that was given them.
+        """The bank that serves another layer plan: this one where rows may stay where they are,
+        else a new one that was given them.
 
-        Raises OutOfHostMemory with this bank as it was: both packings of the offloaded rows exist for a moment.
+        Raises OutOfHostMemory with this bank as it was: both packings of the offloaded rows exist
+        for a moment.
         """
         if placement is None or placement == self.placement:
             return super().relayout(plan)
         self.settle(self.length)
         self._drain()
-        new = TieredBank(self._config, plan, self.capacity, self.dtype, self.device, placement, self.pool, self._path, donor=self)
+        new = TieredBank(
+            self._config,
+            plan,
+            self.capacity,
+            self.dtype,
+            self.device,
+            placement,
+            self.pool,
+            self._path,
+            donor=self,
+        )
         try:
             new.copy_from(self, self.home)
         except BaseException:
@@ -282,12 +384,15 @@ class TieredBank(HostReader, DeviceBank):
 
 def _give_back(table, lanes):
     for lane in lanes:
-        lane.synchronize()                              # race: freed memory would still be read or written by a transfer
+        # race: freed memory would still be read or written by a transfer
+        lane.synchronize()
     table.cut(0)
 
 
 def bank_figures(bank):
-    """A bank's part of SessionStats, as keyword arguments; one copy from the device where there is a host tier."""
+    """A bank's part of SessionStats, as keyword arguments; one copy from the device where there is
+    a host tier.
+    """
     size = torch.empty((), dtype=bank.dtype).element_size()
     every = bank.num_layers * bank.capacity * 2 * bank.kv_heads * bank.head_dim * size * bank.batch
     figures = dict(bank_bytes=bank.nbytes, resident=bank.nbytes / every)
@@ -296,7 +401,15 @@ def bank_figures(bank):
     names = ("hits", "misses", "evictions", "plans", "bytes")
     groups = {layer: dict(zip(names, row)) for layer, row in bank.counters().items()}
     total = {name: sum(row[name] for row in groups.values()) for name in names}
-    return figures | dict(host_bytes=bank.host_nbytes, pin_seconds=bank.pool.pin_seconds, hits=total["hits"],
-                          misses=total["misses"], evictions=total["evictions"],
-                          hit_rate=total["hits"] / max(1, total["hits"] + total["misses"]),
-                          bytes_fetched=total["bytes"], bytes_streamed=bank.streamed, staging_stalls=bank.stalls, groups=groups)
+    return figures | dict(
+        host_bytes=bank.host_nbytes,
+        pin_seconds=bank.pool.pin_seconds,
+        hits=total["hits"],
+        misses=total["misses"],
+        evictions=total["evictions"],
+        hit_rate=total["hits"] / max(1, total["hits"] + total["misses"]),
+        bytes_fetched=total["bytes"],
+        bytes_streamed=bank.streamed,
+        staging_stalls=bank.stalls,
+        groups=groups,
+    )

@@ -1,8 +1,10 @@
-"""One dialogue, or one growing text, on one session: what was fed or sampled is never tokenised or read again.
+"""One dialogue, or one growing text, on one session: what was fed or sampled is never tokenised or
+read again.
 
-The conversation keeps the text of what lies in the bank and where each token ends in it. A new turn is the difference between
-what the chat template now writes and that text: only the difference is encoded and fed. Where a template rewrites history,
-or a turn is taken back, the bank is cut at the last common token, and what is read again is announced.
+The conversation keeps the text of what lies in the bank and where each token ends in it. A new turn
+is the difference between what the chat template now writes and that text: only the difference is
+encoded and fed. Where a template rewrites history, or a turn is taken back, the bank is cut at the
+last common token, and what is read again is announced.
 """
 
 from array import array
@@ -14,12 +16,14 @@ from engine.chat.sources import Choices, Passage, rank_passages
 from engine.errors import TemplateError
 from engine.text.stop import tokens_before
 
-CONTEXT = 8         # ids before an answer that the incremental decoder looks at
+CONTEXT = 8  # ids before an answer that the incremental decoder looks at
 
 
 @dataclass
 class Document:
-    """A document in the bank: its name and the characters start .. stop-1 of the conversation's text."""
+    """A document in the bank: its name and the characters start .. stop-1 of the conversation's
+    text.
+    """
 
     name: str
     start: int
@@ -28,7 +32,9 @@ class Document:
 
 @dataclass(frozen=True)
 class Read:
-    """What Conversation.read did: tokens read now, tokens that this reading needs in all, characters that were kept."""
+    """What Conversation.read did: tokens read now, tokens that this reading needs in all,
+    characters that were kept.
+    """
 
     tokens: int
     total: int
@@ -45,20 +51,26 @@ class _Feed:
 
 
 def common_length(one: str, other: str) -> int:
-    """Length of the longest common beginning; by halves, since a text may have millions of characters."""
+    """Length of the longest common beginning; by halves, since a text may have millions of
+    characters.
+    """
     low, high = 0, min(len(one), len(other))
     if one[:high] == other[:high]:
         return high
-    while low + 1 < high:               # one[:low] is common, one[:high] is not
+    while low + 1 < high:  # one[:low] is common, one[:high] is not
         middle = (low + high) // 2
         low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle)
     return low
 
 
 class Conversation:
-    """Turns on a Session of an LLM. system: the system prompt. announce: gets a line where text must be read again."""
+    """Turns on a Session of an LLM. system: the system prompt. announce: gets a line where text
+    must be read again.
+    """
 
-    def __init__(self, llm, system: str | None = None, announce: Callable[[str], None] = lambda line: None):
+    def __init__(
+        self, llm, system: str | None = None, announce: Callable[[str], None] = lambda line: None
+    ):
         self.llm, self.tokenizer, self.announce = llm, llm.tokenizer, announce
         self.session = llm.session()
         self.templated = self.tokenizer.template is not None
@@ -68,28 +80,39 @@ class Conversation:
     def reset(self) -> None:
         """Forget everything but the system prompt."""
         if self.system is not None and not self.templated:
-            raise TemplateError("this model has no chat template, so it takes no system prompt (it completes text)")
+            raise TemplateError(
+                "this model has no chat template, so it takes no system prompt (it completes text)"
+            )
         self.session.truncate(0)
-        self.text, self.ends = "", array("q")           # what the bank holds, and where each of its tokens ends in it
-        self.messages = [{"role": "system", "content": self.system}] if self.system is not None else []
-        self.opened = ""                                # content of a user turn that began with documents
-        self.asked: str | None = None                   # a turn's content that has no answer yet
+        # what the bank holds, and where each of its tokens ends in it
+        self.text, self.ends = "", array("q")
+        self.messages = (
+            [{"role": "system", "content": self.system}] if self.system is not None else []
+        )
+        # content of a user turn that began with documents
+        self.opened = ""
+        self.asked: str | None = None  # a turn's content that has no answer yet
         self.documents: list[Document] = []
         self.choices, self.trace = Choices(), Trace()
-        self._answer_at: tuple[int, int] | None = None  # (tokens, characters) in the bank where the last answer began
-        self._ended = False                             # the bank's last token is the model's end token
+        # (tokens, characters) in the bank where the last answer began
+        self._answer_at: tuple[int, int] | None = None
+        # the bank's last token is the model's end token
+        self._ended = False
 
     # ---------------------------------------------------------------- turns
 
     def read(self, document: str, name: str, progress=None) -> Read:
-        """Feed a document now, so that questions only append. On Ctrl-C in `progress` what was read stays.
+        """Feed a document now, so that questions only append. On Ctrl-C in `progress` what was read
+        stays.
 
-        Returns what was read; fewer tokens than the total where it was interrupted. Raises ContextTooLong before reading.
+        Returns what was read; fewer tokens than the total where it was interrupted. Raises
+        ContextTooLong before reading.
         """
         document = document.strip("\n")
         opened = f"{self.opened}\n\n{document}" if self.opened else document
         target = self._opening(opened) if self.templated else f"{self._flow()}{document}\n\n"
-        if target is None:                              # the template does not write a turn's beginning as it stands
+        # the template does not write a turn's beginning as it stands
+        if target is None:
             self.opened = opened
             return Read(0, 0, len(document))
         feed = self._reach(target)
@@ -114,11 +137,14 @@ class Conversation:
     def ask(self, content: str, params=None, progress=None, should_stop=None) -> Iterator:
         """Pieces (engine.generate.Piece) of the answer to a message, or of the text's continuation.
 
-        An interrupted answer stays as far as it came. A KeyboardInterrupt out of `progress` passes through; what was read
-        stays, and retry() reads on. Raises TemplateError and ContextTooLong before anything is read.
+        An interrupted answer stays as far as it came. A KeyboardInterrupt out of `progress` passes
+        through; what was read stays, and retry() reads on. Raises TemplateError and ContextTooLong
+        before anything is read.
         """
         if self.templated:
-            content = f"{self.opened}\n\n{content}" if self.opened and content else self.opened or content
+            content = (
+                f"{self.opened}\n\n{content}" if self.opened and content else self.opened or content
+            )
             target = self._render([*self.messages, {"role": "user", "content": content}], True)
         else:
             content = target = self._flow() + content
@@ -131,7 +157,9 @@ class Conversation:
         return self.asked is not None or self._answer_at is not None
 
     def retry(self, params=None, progress=None, should_stop=None) -> Iterator:
-        """Answer the last message anew, or read on where its reading was interrupted; nothing where can_retry is False."""
+        """Answer the last message anew, or read on where its reading was interrupted; nothing where
+        can_retry is False.
+        """
         if not self.can_retry:
             return
         if self.asked is None:
@@ -140,8 +168,11 @@ class Conversation:
             if self.templated:
                 del self.messages[-2:]
             self._cut(tokens, characters)
-        target = self._render([*self.messages, {"role": "user", "content": self.asked}], True) \
-            if self.templated else self.asked
+        target = (
+            self._render([*self.messages, {"role": "user", "content": self.asked}], True)
+            if self.templated
+            else self.asked
+        )
         yield from self._answer(target, params, progress, should_stop)
 
     def _answer(self, target: str, params, progress, should_stop) -> Iterator:
@@ -167,20 +198,29 @@ class Conversation:
 
     @property
     def answer_start(self) -> int:
-        """Character of the conversation's text where the last answer began; its end where there is none."""
+        """Character of the conversation's text where the last answer began; its end where there is
+        none.
+        """
         return (self._answer_at or (0, len(self.text)))[1]
 
     def sources(self, most: int = 5) -> list[Passage]:
-        """Passages of the documents (of everything before the last answer, where there are none) that it read most."""
+        """Passages of the documents (of everything before the last answer, where there are none)
+        that it read most.
+        """
         if not self.choices.made:
             return []
         spans = [(d.start, d.stop) for d in self.documents] or [(0, self.answer_start)]
-        found = [p for start, stop in spans
-                 for p in rank_passages(self.text, self.ends, self.choices.counts, start, stop, most)]
+        found = [
+            p
+            for start, stop in spans
+            for p in rank_passages(self.text, self.ends, self.choices.counts, start, stop, most)
+        ]
         return sorted(found, key=lambda passage: -passage.score)[:most]
 
     def _render(self, messages: list[dict], prompt: bool) -> str:
-        """What the template writes, with the last answer as it lies in the bank wherever the template trims it."""
+        """What the template writes, with the last answer as it lies in the bank wherever the
+        template trims it.
+        """
         target = self.tokenizer.render(messages, prompt)
         if self._answer_at is None or target.startswith(self.text):
             self._take_end(target)
@@ -189,7 +229,10 @@ class Conversation:
         answer = self.text[base:]
         for wanted in (answer.strip(), answer.lstrip(), answer.rstrip()):
             if target.startswith(self.text[:base] + wanted):
-                shift, stop = len(answer) - len(answer.lstrip()) if not wanted[:1].isspace() else 0, base + len(wanted)
+                shift, stop = (
+                    len(answer) - len(answer.lstrip()) if not wanted[:1].isspace() else 0,
+                    base + len(wanted),
+                )
                 for i in range(tokens, len(self.ends)):
                     self.ends[i] = min(max(self.ends[i] - shift, base), stop)
                 self.text = self.text[:base] + wanted
@@ -198,7 +241,9 @@ class Conversation:
         return target
 
     def _take_end(self, target: str) -> None:
-        """Count the end token in the bank as the one that the template writes after an answer, or drop it."""
+        """Count the end token in the bank as the one that the template writes after an answer, or
+        drop it.
+        """
         if not self._ended:
             return
         self._ended = False
@@ -210,10 +255,16 @@ class Conversation:
             self._cut(len(self.ends) - 1, len(self.text))
 
     def _opening(self, opened: str) -> str | None:
-        """The text of a user turn as far as it does not depend on what follows `opened`; None where it is not in there."""
-        written = [self._render([*self.messages, {"role": "user", "content": f"{opened}\n\n{mark}"}], False)
-                   for mark in ("0", "1")]
-        common = written[0][:common_length(*written)]
+        """The text of a user turn as far as it does not depend on what follows `opened`; None where
+        it is not in there.
+        """
+        written = [
+            self._render(
+                [*self.messages, {"role": "user", "content": f"{opened}\n\n{mark}"}], False
+            )
+            for mark in ("0", "1")
+        ]
+        common = written[0][: common_length(*written)]
         return common if opened[-40:].strip() in common and written[0] != written[1] else None
 
     def _flow(self) -> str:
@@ -228,14 +279,19 @@ class Conversation:
         if common < len(self.text):
             keep, held = tokens_before(self.ends, common), len(self.ends)
             if keep and not self.ends[keep - 1]:
-                keep = 0                # a lone bos: it is encoded again with the text that follows it
+                # a lone bos: it is encoded again with the text that follows it
+                keep = 0
             self._cut(keep, self.ends[keep - 1] if keep else 0)
             if held - keep > 16:
-                self.announce(f"the conversation's text changed after token {keep}: {held - keep} tokens that were read "
-                              "before are read again")
+                self.announce(
+                    f"the conversation's text changed after token {keep}: {held - keep} tokens that were read "
+                    "before are read again"
+                )
         start = len(self.text)
         fresh = not len(self.session)
-        ids, ends = self.tokenizer.encode_spans(target[start:], special=fresh and not self.templated, continues=not fresh)
+        ids, ends = self.tokenizer.encode_spans(
+            target[start:], special=fresh and not self.templated, continues=not fresh
+        )
         return _Feed(ids, array("q", (end + start for end in ends)), target)
 
     def _cut(self, tokens: int, characters: int) -> None:
@@ -260,15 +316,16 @@ class Conversation:
         self.session.truncate(before + fed)
         self.ends.extend(feed.ends[:fed])
         if fed:
-            self.text = feed.text[:feed.ends[fed - 1]]
+            self.text = feed.text[: feed.ends[fed - 1]]
 
     def _take_answer(self, reason: str | None) -> None:
         """Append the sampled tokens in the bank to the text, and the answer to the messages."""
         first, base = len(self.ends), len(self.text)
         sampled = self.session.ids[first:]
         self._ended = reason == "stop" and sampled[-1] in self.llm.end_token_ids
-        words = self.tokenizer.stream(self.session.ids[max(0, first - CONTEXT):first])
-        waiting = 0                     # tokens whose characters are not complete end where the character does
+        words = self.tokenizer.stream(self.session.ids[max(0, first - CONTEXT) : first])
+        # tokens whose characters are not complete end where the character does
+        waiting = 0
         for token_id in sampled:
             self.text += (part := words.push(token_id))
             waiting += 1
@@ -278,5 +335,8 @@ class Conversation:
         self.text += words.flush()
         self.ends.extend([len(self.text)] * waiting)
         if self.templated:
-            self.messages += [{"role": "user", "content": self.asked}, {"role": "assistant", "content": self.text[base:]}]
+            self.messages += [
+                {"role": "user", "content": self.asked},
+                {"role": "assistant", "content": self.text[base:]},
+            ]
         self.opened, self.asked, self._answer_at = "", None, (first, base)

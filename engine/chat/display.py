@@ -1,4 +1,6 @@
-"""What the chat shows beside the text, all on stderr: progress that tells the truth, one dim line per turn, errors."""
+"""What the chat shows beside the text, all on stderr: progress that tells the truth, one dim line
+per turn, errors.
+"""
 
 import dataclasses
 import os
@@ -6,8 +8,9 @@ import shutil
 import sys
 import time
 
-PATIENCE = 0.4      # seconds before a terminal shows progress: most reads are shorter and would only flicker
-EVERY = 5.0         # seconds between progress lines where stderr is no terminal
+# seconds before a terminal shows progress: most reads are shorter and would only flicker
+PATIENCE = 0.4
+EVERY = 5.0  # seconds between progress lines where stderr is no terminal
 
 
 def human(size: float) -> str:
@@ -46,28 +49,40 @@ def resident_bytes() -> int | None:
 
 
 def brief(settings) -> str:
-    """A frozen setting without the fields that are at their defaults: OmniKV(filter_layers=(2, 8, 18), tokens=64)."""
+    """A frozen setting without the fields that are at their defaults: OmniKV(filter_layers=(2, 8,
+    18), tokens=64).
+    """
     if not dataclasses.is_dataclass(settings):
         return str(settings)
-    changed = [f"{f.name}={value!r}" for f in dataclasses.fields(settings) if (value := getattr(settings, f.name)) != f.default]
+    changed = [
+        f"{f.name}={value!r}"
+        for f in dataclasses.fields(settings)
+        if (value := getattr(settings, f.name)) != f.default
+    ]
     return f"{type(settings).__name__}({', '.join(changed)})"
 
 
 def printable(text: str) -> str:
-    """A model's text without control characters, which could write over the screen or answer for the user."""
-    return "".join(c if c in "\n\t" or (c >= " " and not "\x7f" <= c <= "\x9f") else "\ufffd" for c in text)
+    """A model's text without control characters, which could write over the screen or answer for
+    the user.
+    """
+    return "".join(
+        c if c in "\n\t" or (c >= " " and not "\x7f" <= c <= "\x9f") else "\ufffd" for c in text
+    )
 
 
 class Display:
-    """Lines on stderr; a terminal gets progress as one line that is written over. NO_COLOR is obeyed."""
+    """Lines on stderr; a terminal gets progress as one line that is written over. NO_COLOR is
+    obeyed.
+    """
 
     def __init__(self, stream=None, quiet: bool = False):
         self.stream = stream or sys.stderr
         self.quiet = quiet
         self.tty = self.stream.isatty()
         self.dims = self.tty and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-        self._width = 0             # characters of the progress line on the screen
-        self._next = 0.0            # when the next progress line is due
+        self._width = 0  # characters of the progress line on the screen
+        self._next = 0.0  # when the next progress line is due
 
     def line(self, text: str = "") -> None:
         """One line, or several."""
@@ -91,7 +106,9 @@ class Display:
             self._width = 0
 
     def progress(self, text: str, started: float, last: bool = False) -> None:
-        """Show how far something is. started: time.monotonic() of its beginning. last: it is done, and the line goes."""
+        """Show how far something is. started: time.monotonic() of its beginning. last: it is done,
+        and the line goes.
+        """
         now = time.monotonic()
         if self.quiet:
             return
@@ -104,7 +121,7 @@ class Display:
         if last:
             self.clear()
         elif now - started >= PATIENCE:
-            text = text[:max(20, shutil.get_terminal_size().columns - 1)]
+            text = text[: max(20, shutil.get_terminal_size().columns - 1)]
             self._write("\r" + text.ljust(self._width))
             self._width = len(text)
 
@@ -119,8 +136,11 @@ class Display:
             rate = (p.done - before[1]) / max(now - before[0], 1e-9)
             before = (now, p.done)
             left = f" · {clock(p.eta)} left" if p.eta is not None else ""
-            self.progress(f"reading {p.done:,} of {count(p.total)} · {p.work:.0%} of the work · {rate:,.0f} tok/s{left}",
-                          started, p.done >= p.total)
+            self.progress(
+                f"reading {p.done:,} of {count(p.total)} · {p.work:.0%} of the work · {rate:,.0f} tok/s{left}",
+                started,
+                p.done >= p.total,
+            )
 
         return show
 
@@ -131,10 +151,16 @@ class Display:
         def show(p) -> None:
             speed = p.bytes_done / max(p.seconds, 1e-9)
             done = p.bytes_done >= p.bytes_total
-            self.progress(f"loading shard {p.shard}/{p.shards} · {p.bytes_done / 1e9:.2f} of {p.bytes_total / 1e9:.2f} GB · "
-                          f"{speed / 1e9:.2f} GB/s", started, done)
+            self.progress(
+                f"loading shard {p.shard}/{p.shards} · {p.bytes_done / 1e9:.2f} of {p.bytes_total / 1e9:.2f} GB · "
+                f"{speed / 1e9:.2f} GB/s",
+                started,
+                done,
+            )
             if done:
-                self.note(f"loaded {human(p.bytes_total)} in {clock(p.seconds)} ({speed / 1e9:.2f} GB/s)")
+                self.note(
+                    f"loaded {human(p.bytes_total)} in {clock(p.seconds)} ({speed / 1e9:.2f} GB/s)"
+                )
 
         return show
 

@@ -1,4 +1,6 @@
-"""The chat itself: a line in, an answer out, one dim line of figures; Ctrl-C and Ctrl-D as people expect them."""
+"""The chat itself: a line in, an answer out, one dim line of figures; Ctrl-C and Ctrl-D as people
+expect them.
+"""
 
 import json
 import signal
@@ -15,7 +17,9 @@ from engine.sampling import SamplingParams
 
 
 class Interrupts:
-    """Ctrl-C while something runs: the first asks it to stop where nothing is lost, the second leaves at once."""
+    """Ctrl-C while something runs: the first asks it to stop where nothing is lost, the second
+    leaves at once.
+    """
 
     def __init__(self, display: Display):
         self.display, self.stopped, self.leaving = display, False, False
@@ -42,27 +46,42 @@ class Interrupts:
         return self.stopped
 
     def watched(self, show):
-        """A progress callback that shows, and ends the prefill after this chunk once Ctrl-C was pressed."""
+        """A progress callback that shows, and ends the prefill after this chunk once Ctrl-C was
+        pressed.
+        """
+
         def progress(p) -> None:
             show(p)
             if self.stopped:
                 raise KeyboardInterrupt
+
         return progress
 
 
 class Chat:
     """A conversation with a person or a pipe. llm: a loaded LLM (or what a test puts in its place)."""
 
-    def __init__(self, llm, params: SamplingParams, display: Display, system: str | None = None, as_json: bool = False,
-                 show_stats: bool = False, out=None, omnikv=None, watch=None):
+    def __init__(
+        self,
+        llm,
+        params: SamplingParams,
+        display: Display,
+        system: str | None = None,
+        as_json: bool = False,
+        show_stats: bool = False,
+        out=None,
+        omnikv=None,
+        watch=None,
+    ):
         self.llm, self.params, self.display = llm, params, display
         self.as_json, self.show_stats, self.out = as_json, show_stats, out or sys.stdout
-        self.omnikv = omnikv                            # what /method omnikv goes back to: the flags' settings
+        # what /method omnikv goes back to: the flags' settings
+        self.omnikv = omnikv
         self.interrupts = Interrupts(display)
         self.conversation = Conversation(llm, system, announce=display.line)
         self.conversation.session.watch = watch
-        self.last = None                                # GenerationStats of the last answer
-        self.last_bytes = 0                             # bytes that its steps read
+        self.last = None  # GenerationStats of the last answer
+        self.last_bytes = 0  # bytes that its steps read
         if not self.conversation.templated:
             display.note("no chat template: completing text")
 
@@ -75,18 +94,24 @@ class Chat:
             return True
         started = time.monotonic()
         with self.interrupts:
-            done = self.conversation.read(text, name, self.interrupts.watched(self.display.reading()))
+            done = self.conversation.read(
+                text, name, self.interrupts.watched(self.display.reading())
+            )
         self.display.clear()
         if self.interrupts.leaving:
             raise KeyboardInterrupt
         if done.tokens < done.total:
-            self.display.line(f"stopped: {name}: {done.tokens:,} of {count(done.total)} read, and they stay "
-                              f"({100 * done.characters // max(1, len(text))}% of the text); ask about them, or /read it again")
+            self.display.line(
+                f"stopped: {name}: {done.tokens:,} of {count(done.total)} read, and they stay "
+                f"({100 * done.characters // max(1, len(text))}% of the text); ask about them, or /read it again"
+            )
             return False
         seconds = time.monotonic() - started
         if done.total:
-            self.display.note(f"{name}: {count(done.total)} read in {clock(seconds)}, {done.total / max(seconds, 1e-9):,.0f} tok/s"
-                              f" · context {self._context()}")
+            self.display.note(
+                f"{name}: {count(done.total)} read in {clock(seconds)}, {done.total / max(seconds, 1e-9):,.0f} tok/s"
+                f" · context {self._context()}"
+            )
         else:
             self.display.note(f"{name}: will be read with the question")
         return True
@@ -109,7 +134,8 @@ class Chat:
             progress = self.interrupts.watched(self.display.reading())
             try:
                 for piece in ask(*arguments, self.params, progress, self.interrupts.should_stop):
-                    text = piece.text.lstrip() if lead else piece.text     # a template ends where the answer's first space begins
+                    # a template ends where the answer's first space begins
+                    text = piece.text.lstrip() if lead else piece.text
                     lead = lead and not text
                     written.append(text)
                     if piece.token_id is not None:
@@ -126,9 +152,14 @@ class Chat:
         self.display.clear()
         if piece is None:
             held = len(self.conversation.session)
-            self.display.line(f"stopped while reading: {count(held)} stay read; /retry reads on and answers")
+            self.display.line(
+                f"stopped while reading: {count(held)} stay read; /retry reads on and answers"
+            )
             return "interrupted"
-        self.last, self.last_bytes = piece.stats, _bytes_read(self.conversation.session) - bytes_before
+        self.last, self.last_bytes = (
+            piece.stats,
+            _bytes_read(self.conversation.session) - bytes_before,
+        )
         if self.as_json:
             self._write_json("".join(written), ids, logprobs, piece)
         self._end_line(written)
@@ -143,9 +174,16 @@ class Chat:
 
     def _write_json(self, text: str, ids: list[int], logprobs: list, piece) -> None:
         session = self.conversation.session
-        data = {"text": text, "finish_reason": piece.finish_reason, "token_ids": ids, "stats": piece.stats.to_dict(),
-                "context": {"used": len(session), "limit": self.llm.max_context},
-                "model": self.llm.name, "method": repr(session.method), "memory_bytes": resident_bytes()}
+        data = {
+            "text": text,
+            "finish_reason": piece.finish_reason,
+            "token_ids": ids,
+            "stats": piece.stats.to_dict(),
+            "context": {"used": len(session), "limit": self.llm.max_context},
+            "model": self.llm.name,
+            "method": repr(session.method),
+            "memory_bytes": resident_bytes(),
+        }
         if self.params.logprobs:
             data["logprobs"] = logprobs
         if self.show_stats:
@@ -160,11 +198,18 @@ class Chat:
             parts.append(f"read in {clock(s.prefill_seconds)}, {s.prefill_rate:,.0f} tok/s")
         steps = s.sparse_steps + s.dense_steps
         if s.decode_seconds and steps:
-            parts.append(f"{s.new_tokens:,} written at {s.decode_rate:.1f} tok/s, {1000 * s.decode_seconds / steps:.1f} ms each")
+            parts.append(
+                f"{s.new_tokens:,} written at {s.decode_rate:.1f} tok/s, {1000 * s.decode_seconds / steps:.1f} ms each"
+            )
         parts += [f"context {self._context()}", self._memory()]
         if piece.finish_reason in ("length", "context", "interrupted"):
-            parts.append({"length": "cut at -n/--max-tokens", "context": "the context is full",
-                          "interrupted": "stopped"}[piece.finish_reason])
+            parts.append(
+                {
+                    "length": "cut at -n/--max-tokens",
+                    "context": "the context is full",
+                    "interrupted": "stopped",
+                }[piece.finish_reason]
+            )
         self.display.note("[" + " · ".join(part for part in parts if part) + "]")
         if self.show_stats and not self.as_json:
             self.display.line(chat_commands.stats_text(self))
@@ -177,6 +222,7 @@ class Chat:
         parts = []
         if getattr(self.llm.device, "type", "cpu") == "cuda":
             import torch
+
             parts.append(f"{human(torch.cuda.memory_allocated(self.llm.device))} on the GPU")
         if (held := resident_bytes()) is not None:
             parts.append(f"{human(held)} RAM")
@@ -189,7 +235,8 @@ class Chat:
         terminal = sys.stdin.isatty()
         if terminal:
             self.display.note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves")
-        interrupted, failed = False, 0      # a pipe learns from the exit code that a message got no answer; a person saw it
+        # a pipe learns from the exit code that a message got no answer; a person saw it
+        interrupted, failed = False, 0
         while True:
             try:
                 text = read_message(self.display)
@@ -234,7 +281,7 @@ def read_message(display: Display) -> str:
         while '"""' not in body:
             lines.append(body)
             body = _read_line('" ', display)
-        return "\n".join([*lines, body[:body.index('"""')]]).strip("\n")
+        return "\n".join([*lines, body[: body.index('"""')]]).strip("\n")
     lines = []
     while line.endswith("\\"):
         lines.append(line[:-1])
@@ -244,7 +291,8 @@ def read_message(display: Display) -> str:
 
 def _read_line(prompt: str, display: Display) -> str:
     if sys.stdin.isatty() and sys.stdout.isatty():
-        line = input(prompt)                    # with readline's editing and history, where there is readline
+        # with readline's editing and history, where there is readline
+        line = input(prompt)
     else:
         if sys.stdin.isatty():
             display.stream.write(prompt)
@@ -253,4 +301,5 @@ def _read_line(prompt: str, display: Display) -> str:
         if not line:
             raise EOFError
         line = line.rstrip("\n")
-    return line.encode("utf-8", "replace").decode("utf-8")      # bytes that are no text come in as lone surrogates
+    # bytes that are no text come in as lone surrogates
+    return line.encode("utf-8", "replace").decode("utf-8")

@@ -1,10 +1,12 @@
-"""Which passages of what was read an answer looked at: from counted selections to quoted text. Pure functions, no model.
+"""Which passages of what was read an answer looked at: from counted selections to quoted text. Pure
+functions, no model.
 
-A sparse layer attends to the tokens that its filter layer chose at this step. A budget of k tokens is always filled, so most
-of a choice is background; where the session still has the scores behind a choice (the deepest filter layer's), each token
-counts by its score. Measured on a model that retrieves (120 keys, four questions): by score the passage with the fact came
-first in 8 of 8, by mere choice in 0 of 8. A passage's score is the mean over its tokens, summed over steps, so that long
-passages do not win by length.
+A sparse layer attends to the tokens that its filter layer chose at this step. A budget of k tokens
+is always filled, so most of a choice is background; where the session still has the scores behind a
+choice (the deepest filter layer's), each token counts by its score. Measured on a model that
+retrieves (120 keys, four questions): by score the passage with the fact came first in 8 of 8, by
+mere choice in 0 of 8. A passage's score is the mean over its tokens, summed over steps, so that
+long passages do not win by length.
 """
 
 import re
@@ -14,16 +16,22 @@ from dataclasses import dataclass
 
 import torch
 
-SHORTEST = 24       # characters; less is no passage of its own and goes to the one before it
-FOLD = 256          # selections kept as they are: counting 2048 positions in Python at every step would cost 3% of a 10 ms step
-LONGEST = 400       # characters; a longer sentence is cut, so that a text without stops has passages too
-# A sentence ends at a stop followed by white space, a line at its end; a stop inside "3.14" or "e.g.x" ends nothing.
+SHORTEST = 24  # characters; less is no passage of its own and goes to the one before it
+# selections kept as they are: counting 2048 positions in Python at every step would cost 3% of a 10
+# ms step
+FOLD = 256
+# characters; a longer sentence is cut, so that a text without stops has passages too
+LONGEST = 400
+# A sentence ends at a stop followed by white space, a line at its end; a stop inside "3.14" or
+# "e.g.x" ends nothing.
 BORDER = re.compile(r"[.!?。！？]+[\"'”’)\]]*(?:\s+|$)|\n+")
 
 
 @dataclass(frozen=True)
 class Passage:
-    """A stretch of text: characters start .. stop-1 of the whole, its line (from 1), tokens first .. last, and its score."""
+    """A stretch of text: characters start .. stop-1 of the whole, its line (from 1), tokens first
+    .. last, and its score.
+    """
 
     start: int
     stop: int
@@ -38,19 +46,27 @@ class Choices:
     """Counts, over the steps of one answer, how often each position was chosen."""
 
     def __init__(self):
-        self.made = 0           # selections counted
+        self.made = 0  # selections counted
         self._counts: Counter[int] = Counter()
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def add(self, selections: Mapping[int, torch.Tensor], scores: Mapping[int, torch.Tensor] | None = None) -> None:
-        """One step's selections, {filter layer: positions int64 [k]}, and the scores of some of them, float32 [k].
+    def add(
+        self,
+        selections: Mapping[int, torch.Tensor],
+        scores: Mapping[int, torch.Tensor] | None = None,
+    ) -> None:
+        """One step's selections, {filter layer: positions int64 [k]}, and the scores of some of
+        them, float32 [k].
 
-        With scores, the layers that have them count; without, every chosen token counts 1. Full attention adds nothing.
+        With scores, the layers that have them count; without, every chosen token counts 1. Full
+        attention adds nothing.
         """
         for layer, positions in selections.items():
             if len(positions) and (not scores or layer in scores):
                 self.made += 1
-                self._kept.append((positions, scores[layer] if scores else torch.ones(len(positions))))
+                self._kept.append(
+                    (positions, scores[layer] if scores else torch.ones(len(positions)))
+                )
         if len(self._kept) > FOLD:
             self._fold()
 
@@ -62,15 +78,21 @@ class Choices:
 
     def _fold(self) -> None:
         if self._kept:
-            every, where = torch.cat([p.to("cpu", torch.int64) for p, _ in self._kept]).unique(return_inverse=True)
+            every, where = torch.cat([p.to("cpu", torch.int64) for p, _ in self._kept]).unique(
+                return_inverse=True
+            )
             sums = torch.zeros(len(every), dtype=torch.float64)
-            sums.index_add_(0, where, torch.cat([s.to("cpu", torch.float64) for _, s in self._kept]))
+            sums.index_add_(
+                0, where, torch.cat([s.to("cpu", torch.float64) for _, s in self._kept])
+            )
             self._counts.update(dict(zip(every.tolist(), sums.tolist())))
             self._kept.clear()
 
 
 def split_passages(text: str, start: int = 0, stop: int | None = None) -> list[tuple[int, int]]:
-    """(start, stop) of the sentences and lines of text[start:stop], without the white space around them, in order."""
+    """(start, stop) of the sentences and lines of text[start:stop], without the white space around
+    them, in order.
+    """
     stop = len(text) if stop is None else stop
     borders = [start, *(match.end() for match in BORDER.finditer(text, start, stop)), stop]
     found: list[tuple[int, int]] = []
@@ -79,7 +101,12 @@ def split_passages(text: str, start: int = 0, stop: int | None = None) -> list[t
             begin, end = _stripped(text, cut, min(right, cut + LONGEST))
             if begin == end:
                 continue
-            if found and end - begin < SHORTEST and "\n" not in text[found[-1][1]:begin] and end - found[-1][0] <= LONGEST:
+            if (
+                found
+                and end - begin < SHORTEST
+                and "\n" not in text[found[-1][1] : begin]
+                and end - found[-1][0] <= LONGEST
+            ):
                 found[-1] = (found[-1][0], end)
             else:
                 found.append((begin, end))
@@ -94,12 +121,20 @@ def _stripped(text: str, start: int, stop: int) -> tuple[int, int]:
     return start, stop
 
 
-def rank_passages(text: str, ends: Sequence[int], counts: Mapping[int, float], start: int = 0, stop: int | None = None,
-                  most: int = 5) -> list[Passage]:
-    """The passages of text[start:stop] that were chosen most, best first, at most `most`, none that was not chosen.
+def rank_passages(
+    text: str,
+    ends: Sequence[int],
+    counts: Mapping[int, float],
+    start: int = 0,
+    stop: int | None = None,
+    most: int = 5,
+) -> list[Passage]:
+    """The passages of text[start:stop] that were chosen most, best first, at most `most`, none that
+    was not chosen.
 
-    text: all that the tokens spell. ends: for each token the position in text where its characters end, ascending.
-    counts: how much each token position was chosen. Equal scores keep the order of the text.
+    text: all that the tokens spell. ends: for each token the position in text where its characters
+    end, ascending. counts: how much each token position was chosen. Equal scores keep the order of
+    the text.
     """
     ranked, token, line, counted = [], 0, 1, 0
     for begin, end in split_passages(text, start, stop):
@@ -112,8 +147,12 @@ def rank_passages(text: str, ends: Sequence[int], counts: Mapping[int, float], s
         line += text.count("\n", counted or start, begin)
         counted = begin
         if total and token > first:
-            ranked.append(Passage(begin, end, line, first, token - 1, total / (token - first), text[begin:end]))
-        if token > first and ends[token - 1] > end:     # a token over the border belongs to both
+            ranked.append(
+                Passage(
+                    begin, end, line, first, token - 1, total / (token - first), text[begin:end]
+                )
+            )
+        if token > first and ends[token - 1] > end:  # a token over the border belongs to both
             token -= 1
     ranked.sort(key=lambda passage: -passage.score)
     return ranked[:most]

@@ -1,6 +1,7 @@
 """What a method is: a frozen value that makes a layer plan, and a runtime per session that attends.
 
-Decode and prefill call the hooks below and know nothing else of a method; the layer plan tells roles, the runtime follows it.
+Decode and prefill call the hooks below and know nothing else of a method; the layer plan tells
+roles, the runtime follows it.
 """
 
 from dataclasses import dataclass
@@ -28,48 +29,70 @@ class Method:
         return layer_plan(config.num_layers)
 
     def budget_capacity(self, plan, capacity):
-        """Most bank tokens a sparse layer may read per step when the bank holds `capacity` tokens; 0 without sparse layers."""
+        """Most bank tokens a sparse layer may read per step when the bank holds `capacity` tokens;
+        0 without sparse layers.
+        """
         return 0
 
     def runtime_bytes(self, plan, capacity, config, size):
-        """Device bytes of the runtime's own buffers in a bank of `capacity` tokens of `size` bytes an element; equals Runtime.nbytes."""
+        """Device bytes of the runtime's own buffers in a bank of `capacity` tokens of `size` bytes
+        an element; equals Runtime.nbytes.
+        """
         return 0
 
     def store_bytes(self, plan, config, itemsize, capacity):
-        """Device bytes of rows that the method keeps beside a bank of `capacity` tokens, at most (evicting methods)."""
+        """Device bytes of rows that the method keeps beside a bank of `capacity` tokens, at most
+        (evicting methods).
+        """
         return 0
 
     def dense_below_tokens(self, plan, config, dtype_bytes, device_type, capacity):
         """Below this many tokens of context every layer attends to everything."""
         return 0
 
-    named = False           # whether users may ask for it by its name: what a class says itself counts, True where it is silent
-    evicts = False          # whether rows are given up for good (engine/methods/evict/base.py)
-    selects = False         # whether sparse layers read a selection that `bank.fetch` was told of
-    in_parts = True         # whether a prompt may be read in several calls (Session.prefill's `more`)
-    last_part = 0           # its newest tokens that are read in another way than the rest, so that one call must hold them
-    stages = 0              # whole offloaded layers that a step keeps on the device at once
+    # whether users may ask for it by its name: what a class says itself counts, True where it is
+    # silent
+    named = False
+    evicts = False  # whether rows are given up for good (engine/methods/evict/base.py)
+    selects = False  # whether sparse layers read a selection that `bank.fetch` was told of
+    # whether a prompt may be read in several calls (Session.prefill's `more`)
+    in_parts = True
+    # its newest tokens that are read in another way than the rest, so that one call must hold them
+    last_part = 0
+    stages = 0  # whole offloaded layers that a step keeps on the device at once
 
     def packs(self, plan):
-        """Layers that may live in host memory, those fetched together in one tuple: the groups, unless a method says otherwise."""
+        """Layers that may live in host memory, those fetched together in one tuple: the groups,
+        unless a method says otherwise.
+        """
         return tuple(group.layers for group in plan.groups if group.layers)
 
     def check(self, plan):
         """Raise SettingError where these settings cannot work on this layer plan."""
 
     def check_prefill(self, start, stop):
-        """Raise SettingError where a session of `start` tokens cannot read on to `stop`; asked before reading."""
+        """Raise SettingError where a session of `start` tokens cannot read on to `stop`; asked
+        before reading.
+        """
 
     def check_parts(self, more, last=None):
-        """Raise SettingError where a prompt cannot be read in parts, or not ended by a part of `last` tokens."""
+        """Raise SettingError where a prompt cannot be read in parts, or not ended by a part of
+        `last` tokens.
+        """
         if more and not self.in_parts:
-            raise SettingError(f"{self.name}: reads a prompt in one call, and prefill was told that more follows")
+            raise SettingError(
+                f"{self.name}: reads a prompt in one call, and prefill was told that more follows"
+            )
         if last is not None and last < self.last_part:
-            raise SettingError(f"{self.name}: reads the last {self.last_part} tokens of a prompt in a way of their own, and the part that "
-                               f"ends this one has {last}: let it have {self.last_part}")
+            raise SettingError(
+                f"{self.name}: reads the last {self.last_part} tokens of a prompt in a way of their own, and the part that "
+                f"ends this one has {last}: let it have {self.last_part}"
+            )
 
     def check_switch(self, length):
-        """Raise SettingError where a session that has read `length` tokens under another method cannot go on with this one."""
+        """Raise SettingError where a session that has read `length` tokens under another method
+        cannot go on with this one.
+        """
 
     def runtime(self, setup):
         """The state of this method in one session (a Runtime)."""
@@ -86,24 +109,33 @@ class Setup:
     device: object
     dtype: object
     batch: int
-    path: str               # kernel path: "auto", "reference", "cpu", "triton"
+    path: str  # kernel path: "auto", "reference", "cpu", "triton"
     scratch: object
 
 
 class Runtime:
-    """Full attention in every layer; the methods derive from it. One per session, reset by truncate."""
+    """Full attention in every layer; the methods derive from it. One per session, reset by
+    truncate.
+    """
 
-    window = 0                  # queries of the past that the next step's selection needs
-    capturable = True           # whether a step can be captured into a CUDA graph (no visit to the host)
-    packed = False              # whether sparse layers read what `bank.fetch` brought (else rows are gathered and waited for)
-    bank = None                 # the session's bank, set by the session
-    evicts = False              # whether what a session has read cannot be attended to again: truncate reads anew (Session.truncate)
-    replays = False             # whether only its own steps lead to its state: truncate goes the way since the last prompt's end again
-    reads_every_query = False   # whether the last layer shows all queries of a chunk too, before the one whose output counts
+    window = 0  # queries of the past that the next step's selection needs
+    # whether a step can be captured into a CUDA graph (no visit to the host)
+    capturable = True
+    # whether sparse layers read what `bank.fetch` brought (else rows are gathered and waited for)
+    packed = False
+    bank = None  # the session's bank, set by the session
+    # whether what a session has read cannot be attended to again: truncate reads anew
+    # (Session.truncate)
+    evicts = False
+    # whether only its own steps lead to its state: truncate goes the way since the last prompt's
+    # end again
+    replays = False
+    # whether the last layer shows all queries of a chunk too, before the one whose output counts
+    reads_every_query = False
 
     def __init__(self, method, setup):
         self.method, self.setup = method, setup
-        self.scale = setup.config.head_dim ** -0.5
+        self.scale = setup.config.head_dim**-0.5
 
     @property
     def nbytes(self):
@@ -112,40 +144,56 @@ class Runtime:
 
     @property
     def differs(self):
-        """Whether a decode step of this runtime is anything but plain full attention; where not, the session runs that."""
+        """Whether a decode step of this runtime is anything but plain full attention; where not,
+        the session runs that.
+        """
         return bool(self.setup.plan.sparse_layers)
 
     def begin_prefill(self, start, stop, more=False):
-        """Positions start .. stop-1 are about to be read, chunk by chunk. more: at least Method.last_part tokens of the prompt follow."""
+        """Positions start .. stop-1 are about to be read, chunk by chunk. more: at least
+        Method.last_part tokens of the prompt follow.
+        """
 
     def prefill_work(self, work, start, stop):
-        """(linear, attention) operations of reading positions start .. stop-1; `work` is engine.prefill.Work."""
+        """(linear, attention) operations of reading positions start .. stop-1; `work` is
+        engine.prefill.Work.
+        """
         return work.parts(start, stop)
 
     def advance(self, count):
-        """The `count` tokens of the chunk or step that has just run are there to stay: what it left pending holds from here on.
+        """The `count` tokens of the chunk or step that has just run are there to stay: what it left
+        pending holds from here on.
 
-        Attention itself changes nothing that a second run of the same chunk or step would see; whatever breaks off, nothing happened.
+        Attention itself changes nothing that a second run of the same chunk or step would see;
+        whatever breaks off, nothing happened.
         """
 
     def end_prefill(self, length, step=None):
-        """The bank holds `length` tokens at the end of a prefill (hook A); budgets by share are fixed here.
+        """The bank holds `length` tokens at the end of a prefill (hook A); budgets by share are
+        fixed here.
 
-        step: engine.decode.Step of the newest token, with the bank, the query ring and the rotation; None in a session without tokens.
+        step: engine.decode.Step of the newest token, with the bank, the query ring and the
+        rotation; None in a session without tokens.
         """
 
     def warm(self, steps):
-        """Make ready what the first decode step would fetch: `steps` are engine.decode.Step of the prompt's last tokens, oldest first."""
+        """Make ready what the first decode step would fetch: `steps` are engine.decode.Step of the
+        prompt's last tokens, oldest first.
+        """
 
     def prefill_attend(self, layer, q, bank, start):
-        """Attention of a chunk at positions start .. start+C-1, rows already written. q [B, C, H, D] -> [B, C, H, D]."""
+        """Attention of a chunk at positions start .. start+C-1, rows already written. q [B, C, H,
+        D] -> [B, C, H, D].
+        """
         if bank.hosts(layer) and self.setup.path != "reference":
             return attend_stream(q, bank, layer, start, self.scale)
         k, v = bank.kv(layer)
         return prefill_dense(q, k, v, start, self.scale, path=self.setup.path)
 
     def attend(self, layer, q, step):
-        """Attention of a decode step. q [B, Q, H, D] rotated; step: engine.decode.Step -> [B, Q, H, D]."""
+        """Attention of a decode step. q [B, Q, H, D] rotated; step: engine.decode.Step -> [B, Q, H,
+        D].
+        """
         return self.attend_dense(layer, q, step)
 
     def attend_dense(self, layer, q, step, keys=None, kind="softmax"):
@@ -153,23 +201,40 @@ class Runtime:
         if keys is None and step.bank.streams(layer, self.setup.path):
             return attend_stream(q, step.bank, layer, step.bank.length - q.shape[1], self.scale)
         k, v = step.bank.kv(layer, step.bucket)
-        return decode_dense(q, k, v, step.visible, self.scale, keys=keys, kind=kind,
-                            scratch=self.setup.scratch, path=self.setup.path)
+        return decode_dense(
+            q,
+            k,
+            v,
+            step.visible,
+            self.scale,
+            keys=keys,
+            kind=kind,
+            scratch=self.setup.scratch,
+            path=self.setup.path,
+        )
 
     def selections(self):
-        """{filter layer: int64 [k] positions} of the last step, for sequence 0; empty for methods that select nothing."""
+        """{filter layer: int64 [k] positions} of the last step, for sequence 0; empty for methods
+        that select nothing.
+        """
         return {}
 
     def selection_scores(self):
-        """{filter layer: float32 [k]} of those selections whose scores are still at hand after the step; may be empty."""
+        """{filter layer: float32 [k]} of those selections whose scores are still at hand after the
+        step; may be empty.
+        """
         return {}
 
     def rows_read(self, n):
-        """Bank rows that each layer reads in a decode step at n tokens: a list of ints, one per layer (exact, from the plan)."""
+        """Bank rows that each layer reads in a decode step at n tokens: a list of ints, one per
+        layer (exact, from the plan).
+        """
         return [n] * self.setup.config.num_layers
 
     def snapshot(self):
-        """State that truncate must bring back, apart from what follows from the bank and the query ring."""
+        """State that truncate must bring back, apart from what follows from the bank and the query
+        ring.
+        """
         return None
 
     def restore(self, state, length):

@@ -1,8 +1,10 @@
-"""Brutal offload: exact attention with the last layers' rows in host memory; all of them come back in every step.
+"""Brutal offload: exact attention with the last layers' rows in host memory; all of them come back
+in every step.
 
-Source: the OmniKV paper's ablation without the context selector; METHODS.md item 25 and row `brutal_offload`: the last 20 of 32
-layers, each copied up while the layer four before it runs. The baseline that shows what selection buys. The newest rows stay on the
-device (the ring). Over a bank that is on the device it is full attention.
+Source: the OmniKV paper's ablation without the context selector; METHODS.md item 25 and row
+`brutal_offload`: the last 20 of 32 layers, each copied up while the layer four before it runs. The
+baseline that shows what selection buys. The newest rows stay on the device (the ring). Over a bank
+that is on the device it is full attention.
 """
 
 from dataclasses import dataclass
@@ -13,8 +15,10 @@ from engine.methods.settings import whole
 
 @dataclass(frozen=True)
 class BrutalOffload(Method):
-    """layers: how many of the last layers live in host memory (all, where a model has fewer). ahead: layers between the start of
-    a copy and its use; ahead + 1 whole layers are staged on the device."""
+    """layers: how many of the last layers live in host memory (all, where a model has fewer).
+    ahead: layers between the start of a copy and its use; ahead + 1 whole layers are staged on the
+    device.
+    """
 
     layers: int = 20
     ahead: int = 4
@@ -35,7 +39,9 @@ class BrutalOffload(Method):
 
     def packs(self, plan):
         """The last layers, each by itself: a copy is one layer."""
-        return tuple((layer,) for layer in range(max(0, plan.num_layers - self.layers), plan.num_layers))
+        return tuple(
+            (layer,) for layer in range(max(0, plan.num_layers - self.layers), plan.num_layers)
+        )
 
     def runtime(self, setup):
         """Full attention that starts copies ahead of itself."""
@@ -43,13 +49,19 @@ class BrutalOffload(Method):
 
 
 class BrutalRuntime(Runtime):
-    """Not capturable over an offloaded bank: how much is copied depends on the length, which the host knows."""
+    """Not capturable over an offloaded bank: how much is copied depends on the length, which the
+    host knows.
+    """
 
-    differs = True          # its steps start copies, whatever they attend to
+    differs = True  # its steps start copies, whatever they attend to
 
     def attend(self, layer, q, step):
-        """Start the copy of the layer `ahead` further on (at the first layer, of all up to it), then attend to everything."""
+        """Start the copy of the layer `ahead` further on (at the first layer, of all up to it),
+        then attend to everything.
+        """
         plan, last = self.setup.plan, layer + self.method.ahead
-        for coming in range(layer if plan.is_first(layer) else last, min(last + 1, plan.num_layers)):
+        for coming in range(
+            layer if plan.is_first(layer) else last, min(last + 1, plan.num_layers)
+        ):
             step.bank.stage(coming)
         return self.attend_dense(layer, q, step)

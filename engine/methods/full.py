@@ -1,4 +1,6 @@
-"""Full attention: every layer reads every key and value (METHODS.md 2.1, `full`). The baseline that everything is compared with."""
+"""Full attention: every layer reads every key and value (METHODS.md 2.1, `full`). The baseline that
+everything is compared with.
+"""
 
 from dataclasses import dataclass
 

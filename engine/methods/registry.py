@@ -10,7 +10,9 @@ from engine.methods.base import Method
 
 
 def methods():
-    """{name: class} of every method in engine/methods that has a name of its own (Method.named), sorted by name."""
+    """{name: class} of every method in engine/methods that has a name of its own (Method.named),
+    sorted by name.
+    """
     for found in pkgutil.walk_packages(engine.methods.__path__, "engine.methods."):
         importlib.import_module(found.name)
     classes, todo = {}, [Method]
@@ -23,7 +25,8 @@ def methods():
 
 
 def make(name, settings, elsewhere="omnikv"):
-    """The method of this name with settings {field: value}. Raises SettingError for a name or a field that does not exist.
+    """The method of this name with settings {field: value}. Raises SettingError for a name or a
+    field that does not exist.
 
     elsewhere: whose a field that this method does not have is said to be.
     """
@@ -33,5 +36,7 @@ def make(name, settings, elsewhere="omnikv"):
     fields = {field.name for field in dataclasses.fields(known[name])}
     for field in settings:
         if field not in fields:
-            raise SettingError(f"{field}: belongs to --method {elsewhere}, but --method {name} was given")
+            raise SettingError(
+                f"{field}: belongs to --method {elsewhere}, but --method {name} was given"
+            )
     return known[name](**settings)

@@ -5,21 +5,35 @@ from engine.errors import SettingError
 
 def whole(name, value, least, most=None):
     """Raise SettingError unless value is an int from `least` to `most`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or value < least
+        or (most is not None and value > most)
+    ):
         limit = f"an int >= {least}" if most is None else f"an int from {least} to {most}"
         raise SettingError(f"{name}: found {value!r}, expected {limit}")
 
 
 def portion(name, value, zero=False):
     """Raise SettingError unless value is a number in (0, 1] (zero: or [0, 1])."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1 or (value == 0 and not zero):
-        raise SettingError(f"{name}: found {value!r}, expected a number in {'[' if zero else '('}0, 1]")
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not 0 <= value <= 1
+        or (value == 0 and not zero)
+    ):
+        raise SettingError(
+            f"{name}: found {value!r}, expected a number in {'[' if zero else '('}0, 1]"
+        )
 
 
 def choice(name, value, allowed):
     """Raise SettingError unless value is one of `allowed`."""
     if value not in allowed:
-        raise SettingError(f"{name}: found {value!r}, expected one of {', '.join(map(str, allowed))}")
+        raise SettingError(
+            f"{name}: found {value!r}, expected one of {', '.join(map(str, allowed))}"
+        )
 
 
 def one_budget(method, *names):

@@ -1,9 +1,10 @@
 """The one parser of config.json: an untrusted dict in, one frozen typed ModelConfig out.
 
-Nothing else in the project reads config.json or generation_config.json. Every field is checked here, before anything
-is allocated: what is missing or senseless raises BadCheckpoint, what is sound but not ours raises
-UnsupportedCheckpoint, each in one line that names file, key, found and expected. Defaults are those of transformers'
-LlamaConfig. Rope is parsed in engine/model/rope_config.py.
+Nothing else in the project reads config.json or generation_config.json. Every field is checked
+here, before anything is allocated: what is missing or senseless raises BadCheckpoint, what is sound
+but not ours raises UnsupportedCheckpoint, each in one line that names file, key, found and
+expected. Defaults are those of transformers' LlamaConfig. Rope is parsed in
+engine/model/rope_config.py.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from weights.jsonfile import read_object, shown
 
 __all__ = ["ModelConfig", "Rope"]
 
-# Architecture -> model_type where config.json names none. The twins compute exactly what Llama does.
+# Architecture -> model_type where config.json names none. The twins compute exactly what Llama
+# does.
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "LLaMAForCausalLM": "llama",  # the spelling of early Llama 1 conversions
@@ -25,7 +27,8 @@ ARCHITECTURES = {
 }
 DTYPES = ("float32", "bfloat16", "float16")
 
-# Upper bounds: an order of magnitude beyond any released model, so that no product of two sizes is absurd.
+# Upper bounds: an order of magnitude beyond any released model, so that no product of two sizes is
+# absurd.
 MAX_VOCAB = 1 << 24
 MAX_WIDTH = 1 << 20  # hidden and intermediate size
 MAX_LAYERS = 4096
@@ -36,10 +39,12 @@ MAX_POSITIONS = 1 << 31
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What a Llama-architecture model is: sizes, rope, biases, stored dtype, special tokens. Immutable and hashable.
+    """What a Llama-architecture model is: sizes, rope, biases, stored dtype, special tokens.
+    Immutable and hashable.
 
-    `dtype` is the stored one ("float32" | "bfloat16" | "float16"). `attention_bias` puts a bias on q, k, v and o,
-    `mlp_bias` on gate, up and down. `max_positions` is the context in tokens that the model was made for.
+    `dtype` is the stored one ("float32" | "bfloat16" | "float16"). `attention_bias` puts a bias on
+    q, k, v and o, `mlp_bias` on gate, up and down. `max_positions` is the context in tokens that
+    the model was made for.
     """
 
     architecture: str
@@ -82,13 +87,18 @@ class ModelConfig:
 
     @property
     def context_limit(self) -> int:
-        """Most positions a caller may ask for: max_positions, times the factor where linear or dynamic rope stretches
-        them.
+        """Most positions a caller may ask for: max_positions, times the factor where linear or
+        dynamic rope stretches them.
 
-        Files of such models state the trained length or the stretched one; the default stays at what the file says.
+        Files of such models state the trained length or the stretched one; the default stays at
+        what the file says.
         """
         stretched = self.rope.kind in ("linear", "dynamic")
-        return max(self.max_positions, int(self.max_positions * self.rope.factor)) if stretched else self.max_positions
+        return (
+            max(self.max_positions, int(self.max_positions * self.rope.factor))
+            if stretched
+            else self.max_positions
+        )
 
     @property
     def parameters(self) -> int:
@@ -100,15 +110,21 @@ class ModelConfig:
         if self.mlp_bias:
             mlp += 2 * self.intermediate_size + self.hidden_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
-        return embeddings + self.num_layers * (attention + mlp + 2 * self.hidden_size) + self.hidden_size
+        return (
+            embeddings
+            + self.num_layers * (attention + mlp + 2 * self.hidden_size)
+            + self.hidden_size
+        )
 
     @classmethod
-    def from_dict(cls, data: dict, source: str = "config.json", generation: dict | None = None) -> "ModelConfig":
+    def from_dict(
+        cls, data: dict, source: str = "config.json", generation: dict | None = None
+    ) -> "ModelConfig":
         """Parses the contents of config.json.
 
-        `source` names the file in messages. `generation` is the content of generation_config.json: its eos wins over
-        config.json's. Raises BadCheckpoint (missing or senseless field) or UnsupportedCheckpoint (sound, but a kind
-        that this engine does not run).
+        `source` names the file in messages. `generation` is the content of generation_config.json:
+        its eos wins over config.json's. Raises BadCheckpoint (missing or senseless field) or
+        UnsupportedCheckpoint (sound, but a kind that this engine does not run).
         """
         fields = Fields(data, source)
         architecture = _architecture(fields)
@@ -117,11 +133,14 @@ class ModelConfig:
         heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
         kv_heads = fields.integer("num_key_value_heads", 1, MAX_HEADS, default=heads)
         if heads % kv_heads:
-            fields.refuse("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads = {heads}")
+            fields.refuse(
+                "num_key_value_heads", kv_heads, f"a divisor of num_attention_heads = {heads}"
+            )
         head_dim = _head_dim(fields, hidden, heads)
         max_positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
         vocab = fields.integer("vocab_size", 1, MAX_VOCAB)
-        biased = architecture != "MistralForCausalLM"  # Mistral has no bias anywhere, whatever its config says
+        # Mistral has no bias anywhere, whatever its config says
+        biased = architecture != "MistralForCausalLM"
         return cls(
             architecture=architecture,
             vocab_size=vocab,
@@ -166,7 +185,9 @@ def _architecture(fields: Fields) -> str:
         for name, known in ARCHITECTURES.items():
             if model_type.lower() == known.lower():
                 return name
-        fields.unsupported("architectures", None if not model_type else f"model_type {model_type}", _supported())
+        fields.unsupported(
+            "architectures", None if not model_type else f"model_type {model_type}", _supported()
+        )
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         fields.refuse("architectures", names, "a list with one name")
     if names[0] not in ARCHITECTURES:
@@ -179,11 +200,17 @@ def _supported() -> str:
 
 
 def _refuse_unsupported(fields: Fields, architecture: str) -> None:
-    """Refuses what would load but compute something else: quantised weights, another activation, a sliding window."""
+    """Refuses what would load but compute something else: quantised weights, another activation, a
+    sliding window.
+    """
     for key in ("quantization_config", "compression_config"):
         quantised = fields.data.get(key)
         if quantised is not None:
-            method = quantised.get("quant_method", "unnamed") if isinstance(quantised, dict) else quantised
+            method = (
+                quantised.get("quant_method", "unnamed")
+                if isinstance(quantised, dict)
+                else quantised
+            )
             raise UnsupportedCheckpoint(
                 f"{fields.source}: {key}: quantised formats not supported yet: {shown(method)}; "
                 f"expected float32, bfloat16 or float16 weights"
@@ -194,7 +221,9 @@ def _refuse_unsupported(fields: Fields, architecture: str) -> None:
     window = fields.data.get("sliding_window")
     missing = architecture == "MistralForCausalLM" and "sliding_window" not in fields.data
     if missing:  # transformers' default for Mistral is a window of 4096: silence does not mean none
-        fields.unsupported("sliding_window", "nothing, which means 4096 for Mistral", "null (full attention)")
+        fields.unsupported(
+            "sliding_window", "nothing, which means 4096 for Mistral", "null (full attention)"
+        )
     if window is not None and fields.data.get("use_sliding_window") is not False:
         fields.unsupported("sliding_window", window, "null (full attention)")
 
@@ -204,18 +233,26 @@ def _head_dim(fields: Fields, hidden: int, heads: int) -> int:
     head_dim = fields.integer("head_dim", 1, MAX_HEAD_DIM, default=None)
     if head_dim is None:
         if hidden % heads:
-            fields.refuse("num_attention_heads", heads, f"a divisor of hidden_size = {hidden}, or an explicit head_dim")
+            fields.refuse(
+                "num_attention_heads",
+                heads,
+                f"a divisor of hidden_size = {hidden}, or an explicit head_dim",
+            )
         head_dim = hidden // heads
         if head_dim > MAX_HEAD_DIM:
-            fields.refuse("hidden_size / num_attention_heads", head_dim, f"a head_dim of at most {MAX_HEAD_DIM}")
+            fields.refuse(
+                "hidden_size / num_attention_heads",
+                head_dim,
+                f"a head_dim of at most {MAX_HEAD_DIM}",
+            )
     if head_dim % 2:
         fields.refuse("head_dim", head_dim, "an even number: rope rotates pairs")
     return head_dim
 
 
 def _dtype(fields: Fields) -> str:
-    """The stored dtype from `dtype` (newer) or `torch_dtype`; float32 where neither is given, as in transformers' own
-    files.
+    """The stored dtype from `dtype` (newer) or `torch_dtype`; float32 where neither is given, as in
+    transformers' own files.
     """
     key = "dtype" if fields.data.get("dtype") is not None else "torch_dtype"
     name = fields.text(key, default="float32").removeprefix("torch.")
@@ -225,7 +262,9 @@ def _dtype(fields: Fields) -> str:
 
 
 def _eos(fields: Fields, generation: dict | None, vocab: int) -> tuple[int, ...]:
-    """End-of-sequence ids: generation_config.json's if it names any, else config.json's; an int or a list of ints."""
+    """End-of-sequence ids: generation_config.json's if it names any, else config.json's; an int or
+    a list of ints.
+    """
     data, source = fields.data, fields.source
     if generation is not None and generation.get("eos_token_id") is not None:
         data, source = generation, str(Path(fields.source).with_name("generation_config.json"))

@@ -8,15 +8,14 @@ from weights.jsonfile import shown
 MAX_POSITIONS = 1 << 31
 
 
-
 _REQUIRED = object()
-
 
 
 class Fields:
     """Typed reads from an untrusted dict; every failure is one line: file, key, found, expected.
 
-    A null counts as missing wherever a default is given. `prefix` stands before the key in messages ("rope_scaling.").
+    A null counts as missing wherever a default is given. `prefix` stands before the key in messages
+    ("rope_scaling.").
     """
 
     def __init__(self, data: dict, source: str, prefix: str = ""):
@@ -50,14 +49,23 @@ class Fields:
         return value
 
     def number(
-        self, key: str, above: float, below: float, default: object = _REQUIRED, closed: bool = False
+        self,
+        key: str,
+        above: float,
+        below: float,
+        default: object = _REQUIRED,
+        closed: bool = False,
     ) -> float | None:
-        """A finite number in (above, below), or [above, below] with `closed`; an int is one, a boolean is not."""
+        """A finite number in (above, below), or [above, below] with `closed`; an int is one, a
+        boolean is not.
+        """
         expected = f"a number {'from' if closed else 'above'} {above:g} {'to' if closed else 'and below'} {below:g}"
         value = self._get(key, default, expected)
         if value is default:
             return value
-        inside = type(value) in (int, float) and (above <= value <= below if closed else above < value < below)
+        inside = type(value) in (int, float) and (
+            above <= value <= below if closed else above < value < below
+        )
         if not inside:  # NaN compares false, infinities lie outside
             self.refuse(key, value, expected)
         return float(value)

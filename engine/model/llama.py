@@ -1,7 +1,9 @@
-"""The Llama forward pass in two pieces per layer, around attention: `before` (norm, q/k/v, rotation) and `after` (output, MLP).
+"""The Llama forward pass in two pieces per layer, around attention: `before` (norm, q/k/v,
+rotation) and `after` (output, MLP).
 
-Attention itself is not here: prefill and decode put their own between the two pieces. Both pieces are pure functions of their
-tensors, so that torch.compile sees one small graph that all layers share.
+Attention itself is not here: prefill and decode put their own between the two pieces. Both pieces
+are pure functions of their tensors, so that torch.compile sees one small graph that all layers
+share.
 """
 
 from dataclasses import dataclass
@@ -18,12 +20,12 @@ from weights.checkpoint import Target
 class Layer:
     """Weights of one layer; q, k, v and gate, up are fused along their output rows at load."""
 
-    input_norm: torch.Tensor       # [hidden]
-    qkv: object                    # [(H + 2 Hkv) * D, hidden]
-    o: object                      # [hidden, H * D]
-    post_norm: torch.Tensor        # [hidden]
-    gate_up: object                # [2 * intermediate, hidden]
-    down: object                   # [hidden, intermediate]
+    input_norm: torch.Tensor  # [hidden]
+    qkv: object  # [(H + 2 Hkv) * D, hidden]
+    o: object  # [hidden, H * D]
+    post_norm: torch.Tensor  # [hidden]
+    gate_up: object  # [2 * intermediate, hidden]
+    down: object  # [hidden, intermediate]
 
 
 @dataclass
@@ -33,18 +35,28 @@ class Llama:
     config: object
     dtype: torch.dtype
     device: torch.device
-    embed: torch.Tensor            # [vocab, hidden]
+    embed: torch.Tensor  # [vocab, hidden]
     layers: list
-    norm: torch.Tensor             # [hidden]
-    lm_head: object                # [vocab, hidden]
+    norm: torch.Tensor  # [hidden]
+    lm_head: object  # [vocab, hidden]
 
     @property
     def nbytes(self):
         """Bytes of all weights, shared ones counted once."""
-        own = [self.embed, self.norm] + [t for layer in self.layers for t in (layer.input_norm, layer.post_norm)]
-        packed = [self.lm_head] + [m for layer in self.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-        shared = self.embed.numel() * self.embed.element_size() if _shares(self.lm_head, self.embed) else 0
-        return sum(t.numel() * t.element_size() for t in own) + sum(m.nbytes for m in packed) - shared
+        own = [self.embed, self.norm] + [
+            t for layer in self.layers for t in (layer.input_norm, layer.post_norm)
+        ]
+        packed = [self.lm_head] + [
+            m for layer in self.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)
+        ]
+        shared = (
+            self.embed.numel() * self.embed.element_size()
+            if _shares(self.lm_head, self.embed)
+            else 0
+        )
+        return (
+            sum(t.numel() * t.element_size() for t in own) + sum(m.nbytes for m in packed) - shared
+        )
 
     def logits(self, x):
         """x [..., hidden] after the last layer -> float32 logits [..., vocab]."""
@@ -57,7 +69,9 @@ def _shares(linear, tensor):
 
 
 def rms_norm(x, weight, eps):
-    """x * rsqrt(mean(x^2) + eps) in float32, back in x.dtype, times weight (the order transformers uses). x [..., hidden]."""
+    """x * rsqrt(mean(x^2) + eps) in float32, back in x.dtype, times weight (the order transformers
+    uses). x [..., hidden].
+    """
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
@@ -66,12 +80,15 @@ def rms_norm(x, weight, eps):
 def before(layer, x, cos, sin, heads, kv_heads, head_dim, eps):
     """First half of a layer. x [B, S, hidden]; cos, sin [B or 1, S, D/2] float32.
 
-    Returns q [B, S, H, D] and k [B, S, Hkv, D], both rotated, v [B, S, Hkv, D], and q before rotation (the selector's window keeps it).
+    Returns q [B, S, H, D] and k [B, S, Hkv, D], both rotated, v [B, S, Hkv, D], and q before
+    rotation (the selector's window keeps it).
     """
     batch, length, _ = x.shape
-    qkv = layer.qkv(rms_norm(x, layer.input_norm, eps)).view(batch, length, heads + 2 * kv_heads, head_dim)
+    qkv = layer.qkv(rms_norm(x, layer.input_norm, eps)).view(
+        batch, length, heads + 2 * kv_heads, head_dim
+    )
     raw, k, v = qkv.split([heads, kv_heads, kv_heads], dim=2)
-    rotated = apply_rope(qkv[:, :, :heads + kv_heads], cos, sin)
+    rotated = apply_rope(qkv[:, :, : heads + kv_heads], cos, sin)
     return rotated[:, :, :heads], rotated[:, :, heads:], v, raw
 
 
@@ -83,7 +100,9 @@ def after(layer, x, attended, eps):
 
 
 def targets(config):
-    """What the loader must fill, in file order: weights.checkpoint.Target per fused tensor, with every source's shape."""
+    """What the loader must fill, in file order: weights.checkpoint.Target per fused tensor, with
+    every source's shape.
+    """
     hidden, inter = config.hidden_size, config.intermediate_size
     q, kv = config.q_size, config.kv_size
     found = [Target("embed", (("model.embed_tokens.weight", (config.vocab_size, hidden)),))]
@@ -95,16 +114,27 @@ def targets(config):
             Target(f"{i}.input_norm", ((f"model.layers.{i}.input_layernorm.weight", (hidden,)),)),
             Target(f"{i}.qkv", tuple((f"{at}{n}.weight", (rows, hidden)) for n, rows in qkv)),
             Target(f"{i}.o", ((f"{at}o_proj.weight", (hidden, q)),)),
-            Target(f"{i}.post_norm", ((f"model.layers.{i}.post_attention_layernorm.weight", (hidden,)),)),
-            Target(f"{i}.gate_up", tuple((f"{mlp}{n}.weight", (rows, hidden)) for n, rows in gate_up)),
+            Target(
+                f"{i}.post_norm",
+                ((f"model.layers.{i}.post_attention_layernorm.weight", (hidden,)),),
+            ),
+            Target(
+                f"{i}.gate_up", tuple((f"{mlp}{n}.weight", (rows, hidden)) for n, rows in gate_up)
+            ),
             Target(f"{i}.down", ((f"{mlp}down_proj.weight", (hidden, inter)),)),
         ]
         if config.attention_bias:
-            found += [Target(f"{i}.qkv.bias", tuple((f"{at}{n}.bias", (rows,)) for n, rows in qkv)),
-                      Target(f"{i}.o.bias", ((f"{at}o_proj.bias", (hidden,)),))]
+            found += [
+                Target(f"{i}.qkv.bias", tuple((f"{at}{n}.bias", (rows,)) for n, rows in qkv)),
+                Target(f"{i}.o.bias", ((f"{at}o_proj.bias", (hidden,)),)),
+            ]
         if config.mlp_bias:
-            found += [Target(f"{i}.gate_up.bias", tuple((f"{mlp}{n}.bias", (rows,)) for n, rows in gate_up)),
-                      Target(f"{i}.down.bias", ((f"{mlp}down_proj.bias", (hidden,)),))]
+            found += [
+                Target(
+                    f"{i}.gate_up.bias", tuple((f"{mlp}{n}.bias", (rows,)) for n, rows in gate_up)
+                ),
+                Target(f"{i}.down.bias", ((f"{mlp}down_proj.bias", (hidden,)),)),
+            ]
     found.append(Target("norm", (("model.norm.weight", (hidden,)),)))
     if not config.tied_embeddings:
         found.append(Target("lm_head", (("lm_head.weight", (config.vocab_size, hidden)),)))
@@ -112,9 +142,15 @@ def targets(config):
 
 
 def ignored(config):
-    """Whether a stored tensor may be left unread: rotary buffers of old exports, and lm_head where it is tied."""
+    """Whether a stored tensor may be left unread: rotary buffers of old exports, and lm_head where
+    it is tied.
+    """
+
     def may_skip(name):
-        return name.endswith("rotary_emb.inv_freq") or (config.tied_embeddings and name == "lm_head.weight")
+        return name.endswith("rotary_emb.inv_freq") or (
+            config.tied_embeddings and name == "lm_head.weight"
+        )
+
     return may_skip
 
 
@@ -122,10 +158,11 @@ _PACKED = ("qkv", "o", "gate_up", "down")
 
 
 def assemble(config, dtype, device, stream, form="auto"):
-    """Build a Llama from an iterable of (target name, tensor), each packed as it arrives so that one copy of it lives.
+    """Build a Llama from an iterable of (target name, tensor), each packed as it arrives so that
+    one copy of it lives.
 
-    form: how weights are held, as in kernels.linear.pack_linear.
-    A bias is kept until its weight has come (and the other way round): the loader may send them in any order.
+    form: how weights are held, as in kernels.linear.pack_linear. A bias is kept until its weight
+    has come (and the other way round): the loader may send them in any order.
     """
     plain, waiting, packed = {}, {}, {}
     for name, tensor in stream:
@@ -142,20 +179,34 @@ def assemble(config, dtype, device, stream, form="auto"):
             del waiting[base]
             packed[base] = pack_linear(parts.pop("weight"), parts.pop("bias", None), path=form)
     layers = [
-        Layer(plain[f"{i}.input_norm"], packed[f"{i}.qkv"], packed[f"{i}.o"], plain[f"{i}.post_norm"],
-              packed[f"{i}.gate_up"], packed[f"{i}.down"])
+        Layer(
+            plain[f"{i}.input_norm"],
+            packed[f"{i}.qkv"],
+            packed[f"{i}.o"],
+            plain[f"{i}.post_norm"],
+            packed[f"{i}.gate_up"],
+            packed[f"{i}.down"],
+        )
         for i in range(config.num_layers)
     ]
-    # The largest matrix of small models, and the embedding itself where it is tied: no form that makes a second copy of it.
-    lm_head = pack_linear(plain["embed" if config.tied_embeddings else "lm_head"], None,
-                          path="left" if torch.device(device).type == "cpu" and form == "auto" else "plain")
-    return Llama(config, dtype, torch.device(device), plain["embed"], layers, plain["norm"], lm_head)
+    # The largest matrix of small models, and the embedding itself where it is tied: no form that
+    # makes a second copy of it.
+    lm_head = pack_linear(
+        plain["embed" if config.tied_embeddings else "lm_head"],
+        None,
+        path="left" if torch.device(device).type == "cpu" and form == "auto" else "plain",
+    )
+    return Llama(
+        config, dtype, torch.device(device), plain["embed"], layers, plain["norm"], lm_head
+    )
 
 
 def random_stream(config, dtype, device, seed=0, sharpness=1.0):
-    """Random weights of the true shape, generated on the device, one tensor at a time: (target name, tensor) as the loader yields.
+    """Random weights of the true shape, generated on the device, one tensor at a time: (target
+    name, tensor) as the loader yields.
 
-    Normal with the variance that keeps activations near one; `sharpness` scales q and k so that attention is peaky.
+    Normal with the variance that keeps activations near one; `sharpness` scales q and k so that
+    attention is peaky.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     for target in targets(config):
@@ -168,7 +219,11 @@ def random_stream(config, dtype, device, seed=0, sharpness=1.0):
                 t.normal_(0.0, 0.1, generator=generator)
             else:
                 scale = sharpness if name.endswith(("q_proj.weight", "k_proj.weight")) else 1.0
-                deviation = 1.0 if target.name == "embed" and not config.tied_embeddings else shape[1] ** -0.5
+                deviation = (
+                    1.0
+                    if target.name == "embed" and not config.tied_embeddings
+                    else shape[1] ** -0.5
+                )
                 t.normal_(0.0, scale * deviation, generator=generator)
             parts.append(t)
         yield target.name, parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,9 +1,10 @@
-"""The rope part of config.json: both forms in, one frozen Rope out; and the field reader that the whole parser uses.
+"""The rope part of config.json: both forms in, one frozen Rope out; and the field reader that the
+whole parser uses.
 
-Older form: `rope_theta` beside `rope_scaling: {"type" or "rope_type": ..., "factor": ...}`; newer form:
-`rope_parameters` with everything inside. Precedence and defaults are those of transformers 5.x
-(modeling_rope_utils.py, convert_rope_params_to_dict and standardize_rope_params), so that the same file means the same
-frequencies; unlike there, senseless values are refused.
+Older form: `rope_theta` beside `rope_scaling: {"type" or "rope_type": ..., "factor": ...}`; newer
+form: `rope_parameters` with everything inside. Precedence and defaults are those of transformers
+5.x (modeling_rope_utils.py, convert_rope_params_to_dict and standardize_rope_params), so that the
+same file means the same frequencies; unlike there, senseless values are refused.
 """
 
 import math
@@ -13,16 +14,18 @@ from engine.model.fields import _REQUIRED, MAX_POSITIONS, Fields
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 DEFAULT_THETA = 10000.0
-MAX_THETA = 1e15  # the largest released is 3.6e9 (llama-3-8b-1048k); float32 powers stay far from overflow
+# the largest released is 3.6e9 (llama-3-8b-1048k); float32 powers stay far from overflow
+MAX_THETA = 1e15
 
 
 @dataclass(frozen=True)
 class Rope:
     """Rotary position embedding, resolved: which kind and all of its numbers.
 
-    `theta` is the base; `original_max_positions` is in tokens (dynamic: the length up to which frequencies are
-    unscaled); `attention_factor` multiplies cos and sin and is final (yarn's mscale is worked in). Fields that a kind
-    does not use keep their defaults, so that equal ropes compare equal.
+    `theta` is the base; `original_max_positions` is in tokens (dynamic: the length up to which
+    frequencies are unscaled); `attention_factor` multiplies cos and sin and is final (yarn's mscale
+    is worked in). Fields that a kind does not use keep their defaults, so that equal ropes compare
+    equal.
     """
 
     kind: str
@@ -37,13 +40,11 @@ class Rope:
     truncate: bool = True
 
 
-
-
 def parse_rope(data: dict, source: str, max_positions: int, head_dim: int) -> Rope:
     """The rope that config.json's content `data` describes, in either form.
 
-    A non-empty `rope_scaling` wins over `rope_parameters`, an inner rope_theta over the outer one, `rope_type` over
-    `type`. Raises BadCheckpoint or UnsupportedCheckpoint, naming `source`.
+    A non-empty `rope_scaling` wins over `rope_parameters`, an inner rope_theta over the outer one,
+    `rope_type` over `type`. Raises BadCheckpoint or UnsupportedCheckpoint, naming `source`.
     """
     outer = Fields(data, source)
     name = "rope_scaling" if data.get("rope_scaling") else "rope_parameters"
@@ -54,7 +55,8 @@ def parse_rope(data: dict, source: str, max_positions: int, head_dim: int) -> Ro
     kind_key = "rope_type" if inside.get("rope_type") is not None else "type"
     nested = [key for key, value in inside.items() if isinstance(value, dict)]
     if nested:
-        named = nested[0] if nested[0].isidentifier() else ascii(nested[0])[:60]     # a key of theirs: it may hold anything
+        # a key of theirs: it may hold anything
+        named = nested[0] if nested[0].isidentifier() else ascii(nested[0])[:60]
         inner.unsupported(named, "its own rope", "one rope for all layers")
     kind = inner.text(kind_key, default="default")
     if kind not in KINDS:
@@ -63,18 +65,26 @@ def parse_rope(data: dict, source: str, max_positions: int, head_dim: int) -> Ro
         if fields.number("partial_rotary_factor", 0.0, 1.0, default=1.0, closed=True) != 1.0:
             fields.unsupported("partial_rotary_factor", fields.data["partial_rotary_factor"], "1.0")
     has_inner_theta = inside.get("rope_theta") is not None
-    theta = (inner if has_inner_theta else outer).number("rope_theta", 1.0, MAX_THETA, default=DEFAULT_THETA)
+    theta = (inner if has_inner_theta else outer).number(
+        "rope_theta", 1.0, MAX_THETA, default=DEFAULT_THETA
+    )
     if kind == "default":
         return Rope("default", theta)
     if kind == "linear":
         return Rope("linear", theta, _factor(inner))
-    if kind == "dynamic":  # stretches from max_position_embeddings, whatever original maximum the file may name
+    # stretches from max_position_embeddings, whatever original maximum the file may name
+    if kind == "dynamic":
         if head_dim < 4:
-            outer.refuse("head_dim", head_dim,
-                "at least 4 with dynamic rope: its exponent is head_dim / (head_dim - 2)")
+            outer.refuse(
+                "head_dim",
+                head_dim,
+                "at least 4 with dynamic rope: its exponent is head_dim / (head_dim - 2)",
+            )
         return Rope("dynamic", theta, _factor(inner), max_positions)
     where = outer if data.get("original_max_position_embeddings") is not None else inner
-    original = where.integer("original_max_position_embeddings", 1, MAX_POSITIONS, default=max_positions)
+    original = where.integer(
+        "original_max_position_embeddings", 1, MAX_POSITIONS, default=max_positions
+    )
     if kind == "llama3":
         low = inner.number("low_freq_factor", 0.0, 1e6)
         high = inner.number("high_freq_factor", 0.0, 1e6)
@@ -91,10 +101,14 @@ def _factor(fields: Fields, default: object = _REQUIRED) -> float:
 def _yarn(fields: Fields, theta: float, original: int, max_positions: int) -> Rope:
     """YaRN (arXiv 2309.00071), its attention factor resolved as transformers 5.x does."""
     if max_positions < original and fields.data.get("factor") is None:
-        fields.refuse("original_max_position_embeddings", original,
-            f"at most max_position_embeddings = {max_positions}")
+        fields.refuse(
+            "original_max_position_embeddings",
+            original,
+            f"at most max_position_embeddings = {max_positions}",
+        )
     factor = _factor(fields, default=max_positions / original)
-    beta_fast = fields.number("beta_fast", 0.0, 1e6, default=32.0, closed=True) or 32.0  # 0 means unset there
+    # 0 means unset there
+    beta_fast = fields.number("beta_fast", 0.0, 1e6, default=32.0, closed=True) or 32.0
     beta_slow = fields.number("beta_slow", 0.0, 1e6, default=1.0, closed=True) or 1.0
     if beta_fast < beta_slow:
         fields.refuse("beta_fast", beta_fast, f"at least beta_slow = {beta_slow:g}")
@@ -106,11 +120,19 @@ def _yarn(fields: Fields, theta: float, original: int, max_positions: int) -> Ro
         if mscale and mscale_all_dim:  # one of the two alone counts for nothing
             attention = yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
     return Rope(
-        "yarn", theta, factor, original, beta_fast=beta_fast, beta_slow=beta_slow, attention_factor=attention,
+        "yarn",
+        theta,
+        factor,
+        original,
+        beta_fast=beta_fast,
+        beta_slow=beta_slow,
+        attention_factor=attention,
         truncate=fields.flag("truncate", default=True),
     )
 
 
 def yarn_mscale(scale: float, mscale: float = 1.0) -> float:
-    """YaRN's temperature: 0.1 mscale ln(scale) + 1, and 1 where nothing is stretched (equation 22 of the paper)."""
+    """YaRN's temperature: 0.1 mscale ln(scale) + 1, and 1 where nothing is stretched (equation 22
+    of the paper).
+    """
     return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0

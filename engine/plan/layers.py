@@ -1,4 +1,5 @@
-"""The layer plan: which layer does what. Computed once from the model's depth and the method's settings, read by everybody.
+"""The layer plan: which layer does what. Computed once from the model's depth and the method's
+settings, read by everybody.
 
 The only file that compares layer numbers. Needs no torch.
 """
@@ -8,17 +9,18 @@ from dataclasses import dataclass
 
 from engine.errors import SettingError
 
-PAPER_WAIT = 1      # layers after a filter that attend to everything: the paper's
+PAPER_WAIT = 1  # layers after a filter that attend to everything: the paper's
 
 
 class Role(enum.Enum):
     """What a layer does in a decode step (DESIGN.md, "The words")."""
 
-    FULL = "full"          # below the first filter layer: attends to everything
-    FILTER = "filter"      # attends to everything and chooses for the group after it
-    WAIT = "wait"          # attends to everything while a packed load is under way
-    SPARSE = "sparse"      # attends to its group's selection and the tail
-    RETAINED = "retained"  # attends to the rows that its method has kept; what was dropped is never read again
+    FULL = "full"  # below the first filter layer: attends to everything
+    FILTER = "filter"  # attends to everything and chooses for the group after it
+    WAIT = "wait"  # attends to everything while a packed load is under way
+    SPARSE = "sparse"  # attends to its group's selection and the tail
+    # attends to the rows that its method has kept; what was dropped is never read again
+    RETAINED = "retained"
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,9 @@ class Group:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Roles of all layers, the groups, and for every SPARSE or FILTER layer the index of its group (else None)."""
+    """Roles of all layers, the groups, and for every SPARSE or FILTER layer the index of its group
+    (else None).
+    """
 
     roles: tuple[Role, ...]
     groups: tuple[Group, ...]
@@ -72,8 +76,10 @@ class LayerPlan:
         if not self.groups:
             return f"{self.num_layers} layers, all full attention"
         groups = "; ".join(f"{g.filter_layer} -> {_span(g.layers)}" for g in self.groups)
-        return (f"{self.num_layers} layers: {self.count(Role.FULL)} full, {self.count(Role.FILTER)} filter, "
-                f"{self.count(Role.WAIT)} wait, {self.count(Role.SPARSE)} sparse ({groups})")
+        return (
+            f"{self.num_layers} layers: {self.count(Role.FULL)} full, {self.count(Role.FILTER)} filter, "
+            f"{self.count(Role.WAIT)} wait, {self.count(Role.SPARSE)} sparse ({groups})"
+        )
 
 
 def _span(layers):
@@ -81,16 +87,20 @@ def _span(layers):
 
 
 def layer_plan(num_layers, filter_layers=(), wait_layers=PAPER_WAIT):
-    """Roles and groups of a model's layers (METHODS.md 3.1; groups run from WAIT+1 to the next filter - 1).
+    """Roles and groups of a model's layers (METHODS.md 3.1; groups run from WAIT+1 to the next
+    filter - 1).
 
-    num_layers: int > 0. filter_layers: ascending distinct layer numbers; empty means full attention everywhere.
-    wait_layers: how many layers after a filter attend to everything, clipped at the next filter, whose own range starts anew.
-    Raises SettingError where a filter layer is beyond the model.
+    num_layers: int > 0. filter_layers: ascending distinct layer numbers; empty means full attention
+    everywhere. wait_layers: how many layers after a filter attend to everything, clipped at the
+    next filter, whose own range starts anew. Raises SettingError where a filter layer is beyond the
+    model.
     """
     filters = tuple(filter_layers)
     if filters and filters[-1] >= num_layers:
-        raise SettingError(f"filter_layers: found {filters[-1]}, expected numbers from 0 to {num_layers - 1} "
-                           f"(the model has {num_layers} layers)")
+        raise SettingError(
+            f"filter_layers: found {filters[-1]}, expected numbers from 0 to {num_layers - 1} "
+            f"(the model has {num_layers} layers)"
+        )
     roles, group_of, members, since = [], [], [], None
     for layer in range(num_layers):
         if layer in filters:
@@ -116,9 +126,11 @@ def layer_plan(num_layers, filter_layers=(), wait_layers=PAPER_WAIT):
 
 
 def spread_filter_layers(num_layers):
-    """Filter layers for a model that nobody has calibrated: three, spread as the published ones are.
+    """Filter layers for a model that nobody has calibrated: three, spread as the published ones
+    are.
 
-    The published sets lie near 6%, 25% and 56% of the depth ({2,8,18} of 32); shallower models get fewer, so that sparse layers remain.
+    The published sets lie near 6%, 25% and 56% of the depth ({2,8,18} of 32); shallower models get
+    fewer, so that sparse layers remain.
     """
     if num_layers < 6:
         return (1,) if num_layers >= 4 else ()
@@ -127,9 +139,11 @@ def spread_filter_layers(num_layers):
     return tuple(sorted({max(1, round(num_layers * share)) for share in (0.0625, 0.25, 0.5625)}))
 
 
-TAIL_BLOCK = 64     # tokens; a block goes home when complete (DESIGN.md, "tail")
+TAIL_BLOCK = 64  # tokens; a block goes home when complete (DESIGN.md, "tail")
 
 
 def tail_start(n, tail):
-    """First position of the tail of n tokens: max(0, (n // 64) * 64 - tail). Works on ints and on integer tensors' host twins."""
+    """First position of the tail of n tokens: max(0, (n // 64) * 64 - tail). Works on ints and on
+    integer tensors' host twins.
+    """
     return max(0, (n // TAIL_BLOCK) * TAIL_BLOCK - tail)

@@ -13,13 +13,10 @@ if TYPE_CHECKING:
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-
-RUN_HELD = 16               # bytes of a byte-fallback run held back; see FallbackStream
-
+RUN_HELD = 16  # bytes of a byte-fallback run held back; see FallbackStream
 
 
-REPLACEMENT = "\ufffd"      # what a decoder writes for bytes that are no character
-
+REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -31,18 +28,19 @@ def _byte_alphabet() -> dict[str, int]:
     return table
 
 
-
 BYTE_ALPHABET = _byte_alphabet()
 
 
-
 class ByteStream:
-    """Text of a byte-level tokenizer, token by token: a character is emitted when all its bytes are there."""
+    """Text of a byte-level tokenizer, token by token: a character is emitted when all its bytes are
+    there.
+    """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int]):
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        for token_id in context:        # a character is at most four tokens long: eight hold the start of the last
+        # a character is at most four tokens long: eight hold the start of the last
+        for token_id in context:
             self.push(token_id)
 
     def push(self, token_id: int) -> str:
@@ -52,7 +50,7 @@ class ByteStream:
             return ""
         try:
             data = bytes(BYTE_ALPHABET[character] for character in token)
-        except KeyError:                # an added token, spelled as it is
+        except KeyError:  # an added token, spelled as it is
             data = token.encode()
         return self._decoder.decode(data)
 
@@ -61,20 +59,21 @@ class ByteStream:
         return self._decoder.decode(b"", final=True)
 
 
-
 class FallbackStream:
-    """Text of any other tokenizer, token by token: a token's text is what it adds to that of the token before it.
+    """Text of any other tokenizer, token by token: a token's text is what it adds to that of the
+    token before it.
 
-    Byte tokens (<0xE6>) are decoded together: the decoder writes a run of them as characters where all of the run is
-    UTF-8 and one replacement character per byte where it is not. So a run is held back until it ends, is known to be
-    bad, or has 16 bytes and a whole last character (only a run that turns bad after that differs from decode()).
+    Byte tokens (<0xE6>) are decoded together: the decoder writes a run of them as characters where
+    all of the run is UTF-8 and one replacement character per byte where it is not. So a run is held
+    back until it ends, is known to be bad, or has 16 bytes and a whole last character (only a run
+    that turns bad after that differs from decode()).
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int]):
         self._tokenizer = tokenizer
         self._fallback = "ByteFallback" in tokenizer._decoders
-        self._before = list(context[-1:])           # the last token shown
-        self._waiting: list[int] = []               # tokens after it whose text is not yet certain
+        self._before = list(context[-1:])  # the last token shown
+        self._waiting: list[int] = []  # tokens after it whose text is not yet certain
         self._run, self._bad = bytearray(), False
         self._started = bool(context)
 
@@ -92,7 +91,7 @@ class FallbackStream:
         if not new.startswith(old) or (new.endswith(REPLACEMENT) and len(self._waiting) < 8):
             return text
         self._before, self._waiting, self._started = [token_id], [], True
-        return text + new[len(old):]
+        return text + new[len(old) :]
 
     def flush(self) -> str:
         """What is left at the end."""
@@ -107,7 +106,7 @@ class FallbackStream:
             return ""
         old, new = self._decode(self._before), self._decode(self._before + self._waiting)
         self._before, self._waiting, self._started = self._waiting[-1:], [], True
-        return new[len(old):]
+        return new[len(old) :]
 
     def _byte(self, token_id: int, value: int) -> str:
         self._before = [token_id]
@@ -135,8 +134,11 @@ class FallbackStream:
             text = self._run.decode("utf-8")
         except UnicodeDecodeError:
             text = REPLACEMENT * len(self._run)
-        if self._run and not self._started:         # the decoder may strip the very first space of a text
-            text = self._decode([self._tokenizer.backend.token_to_id(f"<0x{b:02X}>") for b in self._run])
+        # the decoder may strip the very first space of a text
+        if self._run and not self._started:
+            text = self._decode(
+                [self._tokenizer.backend.token_to_id(f"<0x{b:02X}>") for b in self._run]
+            )
         self._started = self._started or bool(self._run)
         self._run.clear()
         return text

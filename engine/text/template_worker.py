@@ -1,11 +1,14 @@
-"""The child process that renders chat templates: imports jinja2 and nothing of the engine (see engine/text/template.py).
+"""The child process that renders chat templates: imports jinja2 and nothing of the engine (see
+engine/text/template.py).
 
-Run as a script with the bytes of address space it may use; reads one request per line, writes one answer per line.
+Run as a script with the bytes of address space it may use; reads one request per line, writes one
+answer per line.
 """
 
 import sys
 
-sys.path.pop(0)         # this folder, which Python puts first for a script: its files must not pass for packages
+# this folder, which Python puts first for a script: its files must not pass for packages
+sys.path.pop(0)
 
 import datetime  # noqa: E402
 import json  # noqa: E402
@@ -17,7 +20,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: E402
 
 
 class Generation(jinja2.ext.Extension):
-    """{% generation %} ... {% endgeneration %}: transformers marks assistant tokens with it; here it is plain."""
+    """{% generation %} ... {% endgeneration %}: transformers marks assistant tokens with it; here
+    it is plain.
+    """
 
     tags = {"generation"}
 
@@ -34,7 +39,9 @@ def raise_exception(message):
 
 def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
     """json.dumps: jinja2's own filter escapes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def strftime_now(form):
@@ -44,8 +51,9 @@ def strftime_now(form):
 
 def environment():
     """The sandbox, as transformers sets it up."""
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                         extensions=[Generation, jinja2.ext.loopcontrols])
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
     made.filters["tojson"] = tojson
     made.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
     return made
@@ -54,7 +62,9 @@ def environment():
 def render(sandbox, request, most):
     """The rendered text; ValueError past `most` characters."""
     written, size = [], 0
-    for part in sandbox.from_string(request["template"]).generate(messages=request["messages"], **request["variables"]):
+    for part in sandbox.from_string(request["template"]).generate(
+        messages=request["messages"], **request["variables"]
+    ):
         size += len(part)
         if size > most:
             raise ValueError(f"wrote more than {most} characters and was stopped")
@@ -75,19 +85,21 @@ def answer(sandbox, line):
         return {"error": f"refuses: {error}"}
     except MemoryError:
         return {"error": "asked for too much memory and was stopped"}
-    except Exception as error:      # whatever a template's code can raise is the template's failure
+    except Exception as error:  # whatever a template's code can raise is the template's failure
         return {"error": f"failed: {type(error).__name__}: {str(error)[:300]}"}
 
 
 def main():
     """Serve until standard input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)        # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     try:
         import resource
+
         limit = int(sys.argv[1])
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     except (ImportError, ValueError, OSError):
-        pass                                            # Windows has no such limit; time bounds it there
+        # Windows has no such limit; time bounds it there
+        pass
     sandbox = environment()
     sys.stdin.reconfigure(encoding="utf-8")
     sys.stdout.reconfigure(encoding="utf-8")

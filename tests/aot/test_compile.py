@@ -1,6 +1,8 @@
-"""The kernels compiled ahead of time for four NVIDIA architectures, without a GPU: no spills in decode, shared memory in bounds.
+"""The kernels compiled ahead of time for four NVIDIA architectures, without a GPU: no spills in
+decode, shared memory in bounds.
 
-A process of its own: compiling needs TRITON_INTERPRET unset. `make kernels` compiles every shipped configuration; this is a part.
+A process of its own: compiling needs TRITON_INTERPRET unset. `make kernels` compiles every shipped
+configuration; this is a part.
 """
 
 import os
@@ -17,19 +19,27 @@ from tools import compile_kernels  # noqa: E402
 from tools.compile_kernels import TARGETS, Case, examine, variants  # noqa: E402
 
 NVIDIA = [name for name in TARGETS if name.startswith("sm_")]
-MOST = 80                              # variants of this file: two minutes on one core
+MOST = 80  # variants of this file: two minutes on one core
 
 
 def cases(target):
     """All bounded shapes on sm_90; a corner each, and every other kernel, on the others."""
     if target == "sm_90":
-        decode = [Case(name, head_dim=d, group=g) for name in ("dense", "scored", "sparse") for d in (64, 128) for g in (1, 4, 8)]
+        decode = [
+            Case(name, head_dim=d, group=g)
+            for name in ("dense", "scored", "sparse")
+            for d in (64, 128)
+            for g in (1, 4, 8)
+        ]
         prefill = [Case("columns"), Case("gathered"), Case("blocks"), Case("blocks", head_dim=64)]
         return [*decode, *prefill, Case("dense", dtype="float32"), Case("window"), Case("topk")]
     least = [Case("dense", head_dim=64, group=1), Case("sparse", group=4)]
-    others = {"sm_80": [Case("scored", group=8), Case("gathered"), Case("columns")],
-              "sm_89": [Case("window", group=8), Case("gathered"), Case("blocks")],              # the least shared memory
-              "sm_100": [Case("scored"), Case("columns"), Case("blocks", head_dim=64)]}
+    others = {
+        "sm_80": [Case("scored", group=8), Case("gathered"), Case("columns")],
+        # the least shared memory
+        "sm_89": [Case("window", group=8), Case("gathered"), Case("blocks")],
+        "sm_100": [Case("scored"), Case("columns"), Case("blocks", head_dim=64)],
+    }
     return [*least, *others[target]]
 
 
@@ -47,7 +57,8 @@ def test_no_spills_and_shared_memory_in_bounds(target):
     assert [f"{r.kernel} {r.case}: {r.spill}" for r in reports if r.spill] == []
     for report in reports:
         assert 0 < report.registers <= 255
-        if report.kernel in ("dense_kernel", "sparse_kernel"):           # loads are pipelined through shared memory
+        # loads are pipelined through shared memory
+        if report.kernel in ("dense_kernel", "sparse_kernel"):
             assert report.instructions["LDGSTS"] >= 16, report
 
 
@@ -59,20 +70,45 @@ def test_the_recorder_sees_what_a_launcher_launches():
     assert {"k", "skt", "skh", "lengths"} <= set(launch.aligned) and launch.constants["G"] == 4
 
 
-@pytest.mark.parametrize("config, said", [
-    (Config(block=128, rows=16, dim=128, warps=4, stages=8, queries=1), "shared memory, the limit is 232448"),
-    (Config(block=32, rows=64, dim=128, warps=1, stages=2, queries=1), "spills"),
-])
+@pytest.mark.parametrize(
+    "config, said",
+    [
+        (
+            Config(block=128, rows=16, dim=128, warps=4, stages=8, queries=1),
+            "shared memory, the limit is 232448",
+        ),
+        (Config(block=32, rows=64, dim=128, warps=1, stages=2, queries=1), "spills"),
+    ],
+)
 def test_a_broken_kernel_fails_the_tool(config, said, capsys, tmp_path):
     """The tool's own exit status and last line, with a configuration that asks too much."""
-    with mock.patch("kernels.dense_decode.dense_config", lambda *_: config), \
-            mock.patch.object(compile_kernels, "shipped", lambda everything: [Case("dense")]):
-        status = compile_kernels.main(["--targets", "sm_90", "--json", str(tmp_path / "kernels.json"), "--table", str(tmp_path / "k.md")])
+    with (
+        mock.patch("kernels.dense_decode.dense_config", lambda *_: config),
+        mock.patch.object(compile_kernels, "shipped", lambda everything: [Case("dense")]),
+    ):
+        status = compile_kernels.main(
+            [
+                "--targets",
+                "sm_90",
+                "--json",
+                str(tmp_path / "kernels.json"),
+                "--table",
+                str(tmp_path / "k.md"),
+            ]
+        )
     output = capsys.readouterr().out
-    assert status == 1 and "FAULT: dense_kernel (dense bf16 d128 g4) for sm_90" in output and said in output
+    assert (
+        status == 1
+        and "FAULT: dense_kernel (dense bf16 d128 g4) for sm_90" in output
+        and said in output
+    )
     assert (tmp_path / "kernels.json").stat().st_size > 100
     lines = (tmp_path / "k.md").read_text().splitlines()
-    assert "1 faults" in lines[2] and len(lines) == output.count("\n| ") + 6 and not lines[4].endswith("| s |")
+    assert (
+        "1 faults" in lines[2]
+        and len(lines) == output.count("\n| ") + 6
+        and not lines[4].endswith("| s |")
+    )
 
 
 def test_wrong_target_is_refused(capsys):

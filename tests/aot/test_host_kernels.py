@@ -1,6 +1,8 @@
-"""The host tier's kernels compiled ahead of time: no spills, and every byte of a row moves in 16-byte loads and stores.
+"""The host tier's kernels compiled ahead of time: no spills, and every byte of a row moves in
+16-byte loads and stores.
 
-Stops: an address whose alignment the compiler cannot see (it then moves 4 bytes at a time), a tile that spills.
+Stops: an address whose alignment the compiler cannot see (it then moves 4 bytes at a time), a tile
+that spills.
 """
 
 import os
@@ -19,19 +21,39 @@ LAUNCHES = variants([Case("slots"), Case("fetch"), Case("home"), Case("store")])
 
 def test_the_launches_are_those_meant():
     names = [launch.function.__name__ for launch in LAUNCHES]
-    assert names == ["probe_kernel", "victims_kernel", "assign_kernel", *["move_kernel"] * 4, "store_kernel"]
+    assert names == [
+        "probe_kernel",
+        "victims_kernel",
+        "assign_kernel",
+        *["move_kernel"] * 4,
+        "store_kernel",
+    ]
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90", "sm_100"])
 def test_no_spills(target):
     for launch in LAUNCHES:
         report = examine(launch, target)
-        assert report.fault() == "" and report.spill == 0 and report.error == "" and report.registers <= 80, report
+        assert (
+            report.fault() == ""
+            and report.spill == 0
+            and report.error == ""
+            and report.registers <= 80
+        ), report
 
 
-@pytest.mark.parametrize("launch", [x for x in LAUNCHES if x.function.__name__ == "move_kernel"], ids=lambda x: str(x.case))
+@pytest.mark.parametrize(
+    "launch",
+    [x for x in LAUNCHES if x.function.__name__ == "move_kernel"],
+    ids=lambda x: str(x.case),
+)
 def test_rows_move_in_sixteen_bytes(launch):
     code = compile_for(launch, "sm_90").asm["ptx"]
-    wide = {kind: len(re.findall(rf"{kind}\.global[\w.:]*\.v4\.b32", code)) for kind in ("ld", "st")}
-    assert wide["ld"] >= 4 and wide["st"] >= 4                    # 256 threads x 4 x 16 bytes: 16 KB in flight per program
-    assert not re.findall(r"st\.global(?:\.\w+)*\.b32", re.sub(r"st\.global[\w.:]*\.v4\.b32", "", code))
+    wide = {
+        kind: len(re.findall(rf"{kind}\.global[\w.:]*\.v4\.b32", code)) for kind in ("ld", "st")
+    }
+    # 256 threads x 4 x 16 bytes: 16 KB in flight per program
+    assert wide["ld"] >= 4 and wide["st"] >= 4
+    assert not re.findall(
+        r"st\.global(?:\.\w+)*\.b32", re.sub(r"st\.global[\w.:]*\.v4\.b32", "", code)
+    )

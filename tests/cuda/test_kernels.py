@@ -1,4 +1,6 @@
-"""The Triton kernels compiled and run on a GPU: the checks of tests/kernels at real sizes, under CUDA graphs, past 2^31 elements."""
+"""The Triton kernels compiled and run on a GPU: the checks of tests/kernels at real sizes, under
+CUDA graphs, past 2^31 elements.
+"""
 
 import pytest
 import torch
@@ -49,15 +51,32 @@ def test_dense_and_sparse(dtype, head_dim, group, queries):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["softmax", "raw"])
-@pytest.mark.parametrize("window, group, head_dim", [(16, 4, 128), (16, 1, 64), (5, 3, 96), (64, 8, 128), (40, 16, 256)])
+@pytest.mark.parametrize(
+    "window, group, head_dim", [(16, 4, 128), (16, 1, 64), (5, 3, 96), (64, 8, 128), (40, 16, 256)]
+)
 def test_window(dtype, kind, window, group, head_dim):
-    check_window("cuda", "triton", [1, 17, 513, 1500], window=window, group=group, head_dim=head_dim, dtype=dtype, kind=kind)
+    check_window(
+        "cuda",
+        "triton",
+        [1, 17, 513, 1500],
+        window=window,
+        group=group,
+        head_dim=head_dim,
+        dtype=dtype,
+        kind=kind,
+    )
 
 
 def test_long_bank():
-    check_dense("cuda", "triton", [131072], kv_heads=8, head_dim=128, dtype=torch.bfloat16, kind="softmax")
-    check_sparse("cuda", "triton", [2048], [300], kv_heads=8, head_dim=128, dtype=torch.bfloat16, gap=100000)
-    check_sparse("cuda", "triton", [8192], [6000], kv_heads=8, head_dim=128, dtype=torch.bfloat16, gap=9000)
+    check_dense(
+        "cuda", "triton", [131072], kv_heads=8, head_dim=128, dtype=torch.bfloat16, kind="softmax"
+    )
+    check_sparse(
+        "cuda", "triton", [2048], [300], kv_heads=8, head_dim=128, dtype=torch.bfloat16, gap=100000
+    )
+    check_sparse(
+        "cuda", "triton", [8192], [6000], kv_heads=8, head_dim=128, dtype=torch.bfloat16, gap=9000
+    )
 
 
 def test_bits_do_not_depend_on_the_capacity():
@@ -66,7 +85,10 @@ def test_bits_do_not_depend_on_the_capacity():
         torch.manual_seed(0)
         k, v = torch.randn(2, 1, 2, 3001, 128, device="cuda").bfloat16()
         k, v = (torch.nn.functional.pad(t, (0, 0, 0, extra)) for t in (k, v))
-        q, keys = torch.randn(1, 1, 8, 128, device="cuda").bfloat16(), torch.zeros(1, 3001 + extra, device="cuda")
+        q, keys = (
+            torch.randn(1, 1, 8, 128, device="cuda").bfloat16(),
+            torch.zeros(1, 3001 + extra, device="cuda"),
+        )
         results.append((decode_dense(q, k, v, ints([3001], "cuda"), 0.1, keys), keys[:, :3001]))
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other))
 
@@ -84,34 +106,60 @@ def test_topk(name, n, k):
 
 
 def test_offsets_past_31_bits():
-    """A token-major bank of 2^31 elements and more (4.5 GB): rows at its end are gathered and attended as from a small one."""
+    """A token-major bank of 2^31 elements and more (4.5 GB): rows at its end are gathered and
+    attended as from a small one.
+    """
     rows = 2**31 // (2 * 8 * 128) + 5000
     if torch.cuda.mem_get_info()[0] < 3 * rows * 4096:
         pytest.skip("needs 14 GB of free GPU memory")
-    k, v = torch.zeros(1, rows, 2, 8, 128, dtype=torch.float16, device="cuda").permute(2, 0, 3, 1, 4)
+    k, v = torch.zeros(1, rows, 2, 8, 128, dtype=torch.float16, device="cuda").permute(
+        2, 0, 3, 1, 4
+    )
     k[:, :, -600:].normal_()
     v[:, :, -600:].normal_()
     q = torch.randn(1, 1, 32, 128, device="cuda").half()
     index = torch.arange(rows - 600, rows - 300, 3, device="cuda", dtype=torch.int32).view(1, 1, -1)
-    far = decode_sparse(q, k, v, index, ints([100], "cuda"), ints([rows - 300], "cuda"), ints([rows], "cuda"), 0.1)
-    near = decode_sparse(q, k[:, :, -600:], v[:, :, -600:], index - (rows - 600), ints([100], "cuda"), ints([300], "cuda"),
-                         ints([600], "cuda"), 0.1)
+    far = decode_sparse(
+        q, k, v, index, ints([100], "cuda"), ints([rows - 300], "cuda"), ints([rows], "cuda"), 0.1
+    )
+    near = decode_sparse(
+        q,
+        k[:, :, -600:],
+        v[:, :, -600:],
+        index - (rows - 600),
+        ints([100], "cuda"),
+        ints([300], "cuda"),
+        ints([600], "cuda"),
+        0.1,
+    )
     assert torch.equal(far, near)
     out = decode_dense(q, k, v, ints([rows], "cuda"), 5.0)
-    exact = torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2), k, v, scale=5.0, enable_gqa=True).transpose(1, 2)
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(1, 2), k, v, scale=5.0, enable_gqa=True
+    ).transpose(1, 2)
     torch.testing.assert_close(out, exact, atol=5e-3, rtol=5e-3)
 
 
 def test_a_captured_step_follows_lengths_and_allocates_nothing():
-    """All kernels of a step in one CUDA graph: replayed at another length it gives what eager gives there, bit for bit."""
+    """All kernels of a step in one CUDA graph: replayed at another length it gives what eager gives
+    there, bit for bit.
+    """
     torch.manual_seed(0)
     capacity, heads, kv_heads, dim, room = 8192, 32, 8, 128, 512
     generator = torch.Generator().manual_seed(4)
     k, v = make_bank(1, kv_heads, capacity, dim, torch.bfloat16, "tokens", "cuda", generator)
     q = torch.randn(1, 1, heads, dim, device="cuda").bfloat16()
-    window, alpha = torch.randn(1, 16, heads, dim, device="cuda").bfloat16(), torch.ones(16, device="cuda")
+    window, alpha = (
+        torch.randn(1, 16, heads, dim, device="cuda").bfloat16(),
+        torch.ones(16, device="cuda"),
+    )
     scratch = make_scratch(1, 1, heads, kv_heads, dim, capacity, room, "cuda", True, 16)
-    lengths, start, zero, wanted = ints([5000], "cuda"), ints([4700], "cuda"), ints([0], "cuda"), ints([room], "cuda")
+    lengths, start, zero, wanted = (
+        ints([5000], "cuda"),
+        ints([4700], "cuda"),
+        ints([0], "cuda"),
+        ints([room], "cuda"),
+    )
     keys, sums = torch.zeros(2, 1, capacity, device="cuda")
     index, counts = torch.zeros(1, 1, room, dtype=torch.int32, device="cuda"), ints([0], "cuda")
 

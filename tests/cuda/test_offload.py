@@ -1,4 +1,6 @@
-"""The host tier on a GPU: pinned rows, streams, one graph; the checks of tests/kernels at real sizes. Skipped without a GPU."""
+"""The host tier on a GPU: pinned rows, streams, one graph; the checks of tests/kernels at real
+sizes. Skipped without a GPU.
+"""
 
 import functools
 
@@ -23,33 +25,67 @@ METHOD = OmniKV(filter_layers=(1, 4), tokens=64, tail=64, dense_below=0)
 
 def llm(method, offload, **settings):
     settings = dict(max_context=4096, chunk=512, dtype="float32") | settings
-    return LLM.from_stream(tiny_config(num_attention_heads=8, num_key_value_heads=2, head_dim=64, hidden_size=128),
-                           functools.partial(random_stream, sharpness=2.5), device="cuda", method=method, offload=offload, **settings)
+    return LLM.from_stream(
+        tiny_config(num_attention_heads=8, num_key_value_heads=2, head_dim=64, hidden_size=128),
+        functools.partial(random_stream, sharpness=2.5),
+        device="cuda",
+        method=method,
+        offload=offload,
+        **settings,
+    )
 
 
-@pytest.mark.parametrize("budget, width, capacity", [(2048, 8192, 100000), (300, 300, 900), (6400, 25600, 200000), (8, 8, 40)])
+@pytest.mark.parametrize(
+    "budget, width, capacity",
+    [(2048, 8192, 100000), (300, 300, 900), (6400, 25600, 200000), (8, 8, 40)],
+)
 def test_slots_follow_the_model(budget, width, capacity):
     check_slots("cuda", "triton", budget, budget, width, capacity, steps=30)
 
 
-@pytest.mark.parametrize("width, layers, count, programs",
-                         [(4096, 12, 2048, None), (2048, 4, 300, 2), (64, 3, 150, 1), (24576, 1, 40, 32)])
+@pytest.mark.parametrize(
+    "width, layers, count, programs",
+    [(4096, 12, 2048, None), (2048, 4, 300, 2), (64, 3, 150, 1), (24576, 1, 40, 32)],
+)
 def test_rows_land_where_they_should(width, layers, count, programs):
-    check_moves("cuda", "triton", width, width, layers, max(4, -(-count // 64) + 1), count, programs, pin=True)
+    check_moves(
+        "cuda",
+        "triton",
+        width,
+        width,
+        layers,
+        max(4, -(-count // 64) + 1),
+        count,
+        programs,
+        pin=True,
+    )
 
 
 @pytest.mark.parametrize("kernels", ["reference", "auto"])
-@pytest.mark.parametrize("method", [METHOD, BrutalOffload(layers=5, ahead=2), OmniKV(filter_layers=(1, 4), tokens=64, official=True)],
-                         ids=["omnikv", "brutal", "official"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        METHOD,
+        BrutalOffload(layers=5, ahead=2),
+        OmniKV(filter_layers=(1, 4), tokens=64, official=True),
+    ],
+    ids=["omnikv", "brutal", "official"],
+)
 def test_offloaded_is_on_device(method, kernels):
-    """Bitwise for the reference and, because rows are visited in the same order, for decode on the kernels too."""
+    """Bitwise for the reference and, because rows are visited in the same order, for decode on the
+    kernels too.
+    """
     answers = []
     for offload in ("device", "host"):
         session = llm(method, offload, kernels=kernels, compile=False).session()
         logits = session.prefill(random_ids(1500))
         answers.append([logits, *(session.decode(7) for _ in range(200))])
     assert session.bank.pool.pinned
-    close = torch.equal if kernels == "reference" else functools.partial(torch.allclose, rtol=0, atol=2e-4)
+    close = (
+        torch.equal
+        if kernels == "reference"
+        else functools.partial(torch.allclose, rtol=0, atol=2e-4)
+    )
     assert all(close(a, b) for a, b in zip(*answers, strict=True))
 
 
@@ -69,7 +105,8 @@ def test_a_step_is_one_graph_without_a_sync_or_an_allocation():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(a, b) for a, b in zip(eager, again, strict=True))
-    assert torch.cuda.memory_allocated() - held <= 16 * 512                  # the logits that this test holds
+    # the logits that this test holds
+    assert torch.cuda.memory_allocated() - held <= 16 * 512
     assert session.stats.misses > 0 and session.stats.bytes_fetched > 0
 
 
@@ -91,10 +128,12 @@ def test_registered_pages_are_read_and_a_refusal_leaves_no_error_behind():
     memory[:512].view(torch.int64).copy_(torch.arange(64))
     assert memory.is_pinned()
     with pytest.raises(RuntimeError, match="CUDA_ERROR_"):
-        driver.register(memory.data_ptr(), 4096)                    # registered already
+        driver.register(memory.data_ptr(), 4096)  # registered already
     table = torch.tensor([memory.data_ptr()], device="cuda")
     buffer = torch.zeros(2, 4, dtype=torch.int32, device="cuda")
-    move_rows(table, 0, 16, buffer, torch.tensor([3, 1], dtype=torch.int32, device="cuda"), 0, 2, [memory])
+    move_rows(
+        table, 0, 16, buffer, torch.tensor([3, 1], dtype=torch.int32, device="cuda"), 0, 2, [memory]
+    )
     torch.cuda.synchronize()
     assert buffer.cpu().view(torch.int64).tolist() == [[6, 7], [2, 3]]
     assert HostPool().take(64, 1)[0].slab.memory.is_pinned()

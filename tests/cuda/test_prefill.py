@@ -1,4 +1,6 @@
-"""The prefill kernels compiled and run on a GPU: the checks of tests/kernels/test_prefill.py at real sizes. Skipped without a GPU."""
+"""The prefill kernels compiled and run on a GPU: the checks of tests/kernels/test_prefill.py at
+real sizes. Skipped without a GPU.
+"""
 
 import pytest
 import torch
@@ -25,10 +27,28 @@ def exact_products():
 @pytest.mark.parametrize("group, head_dim", [(1, 64), (4, 128), (8, 128), (3, 80)])
 def test_prefill_kernels(dtype, group, head_dim):
     shape = dict(group=group, head_dim=head_dim, dtype=dtype, batch=1)
-    check_column_scores("cuda", "triton", 600, 3001, blocks=[(0, 256, 3001), (256, 512, 2000), (512, 600, 1)], stride=3, **shape)
+    check_column_scores(
+        "cuda",
+        "triton",
+        600,
+        3001,
+        blocks=[(0, 256, 3001), (256, 512, 2000), (512, 600, 1)],
+        stride=3,
+        **shape,
+    )
     check_prefill_sparse("cuda", "triton", 600, 512, 257, edges=(256, 512), **shape)
     check_blocks("cuda", "triton", 4, 20, density=0.3, **shape)
 
 
 def test_a_block_sparse_chunk_of_an_8b():
-    check_blocks("cuda", "triton", 32, 100, kv_heads=8, group=4, head_dim=128, dtype=torch.bfloat16, density=0.2)
+    check_blocks(
+        "cuda",
+        "triton",
+        32,
+        100,
+        kv_heads=8,
+        group=4,
+        head_dim=128,
+        dtype=torch.bfloat16,
+        density=0.2,
+    )

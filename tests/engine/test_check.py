@@ -1,6 +1,8 @@
-"""/check tells matching from sabotaged selections, its numbers equal an independent computation, and it changes nothing.
+"""/check tells matching from sabotaged selections, its numbers equal an independent computation,
+and it changes nothing.
 
-Stops: a check that leaves full attention's rows in the bank, a mass that counts the tail twice, a report that always says fine.
+Stops: a check that leaves full attention's rows in the bank, a mass that counts the tail twice, a
+report that always says fine.
 """
 
 import pytest
@@ -37,13 +39,17 @@ def test_it_tells_a_whole_selection_from_a_sabotaged_one():
 
 @pytest.mark.parametrize("selector", ["last", "uniform"])
 def test_nothing_changes(selector):
-    session, twin = answered(omnikv(16, selector=selector), kernels="reference"), answered(omnikv(16, selector=selector),
-                                                                                             kernels="reference")
+    session, twin = (
+        answered(omnikv(16, selector=selector), kernels="reference"),
+        answered(omnikv(16, selector=selector), kernels="reference"),
+    )
     session.check(20)
     for token in (3, 4, 5):
         assert torch.equal(session.decode(token), twin.decode(token))
     for layer in range(8):
-        for ours, theirs in zip(session.bank.kv(layer, len(session)), twin.bank.kv(layer, len(twin))):
+        for ours, theirs in zip(
+            session.bank.kv(layer, len(session)), twin.bank.kv(layer, len(twin))
+        ):
             assert torch.equal(ours, theirs)
 
 
@@ -58,13 +64,20 @@ def test_numbers_equal_an_independent_computation():
     full.set_method(Full())
     p, q = (torch.log_softmax(s.double(), -1) for s in (full.decode(last), session.last_logits))
     assert step.kl == pytest.approx(float((p.exp() * (p - q)).sum()), rel=1e-6)
-    assert step.position == n - 1 and step.full_token == int(p.argmax()) and step.sparse_token == int(q.argmax())
+    assert (
+        step.position == n - 1
+        and step.full_token == int(p.argmax())
+        and step.sparse_token == int(q.argmax())
+    )
     start = tail_start(n, 64)
     rows = torch.cat([chosen[1], torch.arange(start, n)])
     queries = {}
     session.truncate(n - 1)
     attend = session.runtime.attend
-    session.runtime.attend = lambda layer, q, s: (queries.__setitem__(layer, q[0, 0].double()), attend(layer, q, s))[1]
+    session.runtime.attend = lambda layer, q, s: (
+        queries.__setitem__(layer, q[0, 0].double()),
+        attend(layer, q, s),
+    )[1]
     session.decode(last)
     k = session.bank.kv(3, n)[0][0].double()
     weights = torch.softmax(torch.einsum("hgd,hnd->hgn", queries[3].view(2, 2, 16), k) / 4.0, -1)
@@ -76,7 +89,11 @@ def test_watch_samples_and_falls_back_to_exact():
     session.watch = Watch(every=4)
     for token in range(12):
         session.decode(token)
-    assert (session.watch.steps, session.watch.sampled, session.watch.exact_steps) == (12, 3, 0) and session.watch.lowest < 0.9
+    assert (session.watch.steps, session.watch.sampled, session.watch.exact_steps) == (
+        12,
+        3,
+        0,
+    ) and session.watch.lowest < 0.9
     dense = session.stats.dense_steps
     session.watch = Watch(every=4, exact_below=0.999)
     for token in range(12):
@@ -89,7 +106,10 @@ def test_watch_samples_and_falls_back_to_exact():
 
 
 def test_a_watched_answer_is_the_same_answer():
-    plain, watched = answered(omnikv(16), kernels="reference"), answered(omnikv(16), kernels="reference")
+    plain, watched = (
+        answered(omnikv(16), kernels="reference"),
+        answered(omnikv(16), kernels="reference"),
+    )
     watched.watch = Watch(every=2)
     for token in range(9):
         assert torch.equal(plain.decode(token), watched.decode(token))
@@ -107,8 +127,14 @@ def test_nothing_to_compare():
 
 
 def test_rows_of_the_prompt_are_never_rewritten():
-    """Asked for more steps than the answer has: the answer's are checked, no row of the bank changes."""
+    """Asked for more steps than the answer has: the answer's are checked, no row of the bank
+    changes.
+    """
     session = answered(omnikv(16), kernels="reference")
     before = [[rows.clone() for rows in session.bank.kv(layer, len(session))] for layer in range(8)]
     assert len(session.check(60).steps) == 24
-    assert all(torch.equal(a, b) for layer in range(8) for a, b in zip(before[layer], session.bank.kv(layer, len(session))))
+    assert all(
+        torch.equal(a, b)
+        for layer in range(8)
+        for a, b in zip(before[layer], session.bank.kv(layer, len(session)))
+    )

@@ -1,7 +1,8 @@
 """The decode step compiled and uncompiled, and what it allocates.
 
-Stops: a graph that is compiled again as the context grows, compiled pieces that compute something else, a step whose temporary
-memory grows with the context (which ends a long conversation half-way).
+Stops: a graph that is compiled again as the context grows, compiled pieces that compute something
+else, a step whose temporary memory grows with the context (which ends a long conversation
+half-way).
 """
 
 from collections import Counter
@@ -39,7 +40,11 @@ def greedy(session, logits, count):
 def compilations():
     """How many graphs torch.compile has made, and how often it gave one up for another."""
     counters = torch._dynamo.utils.counters
-    return counters["stats"]["unique_graphs"], sum(counters["recompiles"].values()), sum(counters["graph_break"].values())
+    return (
+        counters["stats"]["unique_graphs"],
+        sum(counters["recompiles"].values()),
+        sum(counters["graph_break"].values()),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +60,7 @@ def test_compiled_steps_are_the_eager_ones_and_compile_once(compiled, name):
     eager = tiny_llm(CONFIG, WEIGHTS, Full(), max_context=1024, kernels="auto", compile=False)
     with compiled.session(METHODS[name]) as one, eager.session(METHODS[name]) as other:
         first, expected = one.prefill(random_ids(300)), other.prefill(random_ids(300))
-        one.decode(3), one.decode(4)                            # warm-up
+        one.decode(3), one.decode(4)  # warm-up
         one.truncate(300)
         before = compilations()
         tokens, logits = greedy(one, first, 200)
@@ -64,7 +69,9 @@ def test_compiled_steps_are_the_eager_ones_and_compile_once(compiled, name):
         assert tokens == others
         torch.testing.assert_close(logits, expected, atol=2e-4, rtol=2e-4)
         if name != "full":
-            assert one.stats.sparse_steps == 202 and all(len(chosen) == 32 for chosen in one.selections.values())
+            assert one.stats.sparse_steps == 202 and all(
+                len(chosen) == 32 for chosen in one.selections.values()
+            )
 
 
 def test_two_graphs_serve_all_layers_all_methods_and_all_lengths(compiled):
@@ -75,7 +82,9 @@ def test_two_graphs_serve_all_layers_all_methods_and_all_lengths(compiled):
 
 
 class Allocations(TorchDispatchMode):
-    """Most bytes of a storage that each operation creates; views and writes into existing storages do not count."""
+    """Most bytes of a storage that each operation creates; views and writes into existing storages
+    do not count.
+    """
 
     def __init__(self):
         super().__init__()
@@ -96,24 +105,31 @@ def tensors_in(found):
         return [found]
     if isinstance(found, dict):
         found = list(found.values())
-    return [t for item in found for t in tensors_in(item)] if isinstance(found, (list, tuple)) else []
+    return (
+        [t for item in found for t in tensors_in(item)] if isinstance(found, (list, tuple)) else []
+    )
 
 
-# The CPU paths work in blocks of at most 8192 rows (kernels/cpu.py): from there on nothing may be larger at a larger length.
-DEPTHS = (8256, 16448, 32832)                                   # multiples of 64: the same place in a tail block
+# The CPU paths work in blocks of at most 8192 rows (kernels/cpu.py): from there on nothing may be
+# larger at a larger length.
+# multiples of 64: the same place in a tail block
+DEPTHS = (8256, 16448, 32832)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", METHODS)
 def test_no_tensor_that_grows_with_the_context_is_created_in_a_step(name, dtype):
-    """At 4 times the context no operation of a step creates a larger tensor than it did before, nor does another appear."""
+    """At 4 times the context no operation of a step creates a larger tensor than it did before, nor
+    does another appear.
+    """
     config = tiny_config(layers=6, heads=4, kv_heads=2, max_positions=DEPTHS[-1] + 64)
     llm = tiny_llm(config, WEIGHTS, METHODS[name], kernels="auto", compile=False, dtype=dtype)
     made = []
     for length in DEPTHS:
         with llm.session() as session:
             session.synthesize(length)
-            session.decode(1)                                   # whatever a first step wants (the window of unread rows)
+            # whatever a first step wants (the window of unread rows)
+            session.decode(1)
             session.truncate(length)
             with Allocations() as record:
                 session.decode(2)
@@ -124,7 +140,9 @@ def test_no_tensor_that_grows_with_the_context_is_created_in_a_step(name, dtype)
 
 
 def test_the_check_sees_growth():
-    """The plain references do create tensors that grow: were they on the fast path, the test above would fail."""
+    """The plain references do create tensors that grow: were they on the fast path, the test above
+    would fail.
+    """
     llm = tiny_llm(CONFIG, WEIGHTS, METHODS["last"], max_context=1024)
     made = []
     for length in (320, 640):

@@ -1,6 +1,8 @@
-"""OmniKV whose budget and tail cover the bank is Full: to the bit on the reference launchers, within rounding on the fast ones.
+"""OmniKV whose budget and tail cover the bank is Full: to the bit on the reference launchers,
+within rounding on the fast ones.
 
-Stops: a row lost, doubled, reordered or seen too early on the sparse path; a wait layer or a selector that changes an answer.
+Stops: a row lost, doubled, reordered or seen too early on the sparse path; a wait layer or a
+selector that changes an answer.
 """
 
 import functools
@@ -16,7 +18,7 @@ from engine.plan.layers import tail_start
 from tests.engine.tiny import random_ids, tiny_config, tiny_llm, tiny_weights
 
 CAPACITY = 512
-SHAPES = ((5, 4, 1), (6, 4, 2), (8, 4, 4), (10, 8, 2))     # layers, heads, kv heads
+SHAPES = ((5, 4, 1), (6, 4, 2), (8, 4, 4), (10, 8, 2))  # layers, heads, kv heads
 
 
 @functools.lru_cache
@@ -33,22 +35,35 @@ def runs(draw):
     shape = draw(st.sampled_from(SHAPES))
     filters = sorted(draw(st.sets(st.integers(0, shape[0] - 2), min_size=1, max_size=3)))
     wait = draw(st.integers(0, 2))
-    turns = draw(st.lists(st.tuples(st.integers(1, 150), st.integers(1, 10)), min_size=1, max_size=3))
+    turns = draw(
+        st.lists(st.tuples(st.integers(1, 150), st.integers(1, 10)), min_size=1, max_size=3)
+    )
     total = sum(prompt + answer for prompt, answer in turns)
     tail = draw(st.sampled_from((64, 100, 256)))
     enough = max(1, total - tail + draw(st.integers(0, 3)))
     budget = draw(st.sampled_from(({"tokens": enough}, {"tokens": 4096}, {"share": 1.0})))
-    if "share" in budget and turns[-1][1] > tail:           # generated tokens beyond the tail are beyond a share of the prompt
+    # generated tokens beyond the tail are beyond a share of the prompt
+    if "share" in budget and turns[-1][1] > tail:
         budget = {"tokens": enough}
     selector = draw(st.sampled_from(("last", "uniform", "exponential")))
-    method = dict(filter_layers=tuple(filters), wait_layers=wait, tail=tail, selector=selector,
-                  scores=draw(st.sampled_from((None, "raw"))), window=draw(st.sampled_from((1, 16, 64))),
-                  sink=draw(st.sampled_from((0, 1))), dense_below=0, **budget)
+    method = dict(
+        filter_layers=tuple(filters),
+        wait_layers=wait,
+        tail=tail,
+        selector=selector,
+        scores=draw(st.sampled_from((None, "raw"))),
+        window=draw(st.sampled_from((1, 16, 64))),
+        sink=draw(st.sampled_from((0, 1))),
+        dense_below=0,
+        **budget,
+    )
     return shape, method, draw(st.sampled_from((1, 7, 64, 512))), turns
 
 
 def assert_all_was_read(session, before):
-    """The step was sparse by its counters and by its selections, and its sparse layers read every row."""
+    """The step was sparse by its counters and by its selections, and its sparse layers read every
+    row.
+    """
     n, plan = len(session), session.plan
     assert session.stats.sparse_steps == before.sparse_steps + 1
     assert session.stats.rows_read_sparse - before.rows_read_sparse == n * len(plan.sparse_layers)
@@ -104,7 +119,9 @@ def test_and_within_rounding_on_the_fast_kernels(run):
 
 @pytest.mark.parametrize("selector", ["last", "uniform", "exponential"])
 def test_thirty_tokens_across_a_tail_block(selector):
-    """The tail's start moves at n = 192 and 256 and 320: the block that leaves it must be chosen at once."""
+    """The tail's start moves at n = 192 and 256 and 320: the block that leaves it must be chosen at
+    once.
+    """
     llm = tiny_llm(*model(SHAPES[1]), Full(), max_context=CAPACITY)
     method = OmniKV(filter_layers=(1, 3), tokens=400, tail=64, selector=selector, dense_below=0)
     for prompt in (180, 240, 310):

@@ -1,7 +1,8 @@
-"""The same text by different paths: chunks, truncate and redo, fork, a change of method, an interrupted prefill.
+"""The same text by different paths: chunks, truncate and redo, fork, a change of method, an
+interrupted prefill.
 
-Stops: a selector's window that kept queries of forgotten tokens, a budget of another turn, a fork that shares what it should own,
-rows lost when a layer changes its layout.
+Stops: a selector's window that kept queries of forgotten tokens, a budget of another turn, a fork
+that shares what it should own, rows lost when a layer changes its layout.
 """
 
 import dataclasses
@@ -30,7 +31,16 @@ ANSWER = random_ids(20, seed=2)
 def method_of(selector, **changes):
     """Filters 1 and 4, sparse layers 3, 6 and 7, 24 tokens beside a tail of 64."""
     budget = {} if "share" in changes else {"tokens": 24}
-    return OmniKV(**{"filter_layers": (1, 4), "selector": selector, "tail": 64, "dense_below": 0, **budget, **changes})
+    return OmniKV(
+        **{
+            "filter_layers": (1, 4),
+            "selector": selector,
+            "tail": 64,
+            "dense_below": 0,
+            **budget,
+            **changes,
+        }
+    )
 
 
 def engine(chunk=512, method=None):
@@ -56,7 +66,9 @@ def follow(session, oracle, tokens):
         choices, expected = oracle.step(token, mine)
         assert set(mine) == set(oracle.source.values())
         for layer, chosen in mine.items():
-            ties += check_choice(chosen, choices[layer], min(oracle.rule.k, len(choices[layer].scores)))
+            ties += check_choice(
+                chosen, choices[layer], min(oracle.rule.k, len(choices[layer].scores))
+            )
         np.testing.assert_allclose(logits.numpy(), expected, atol=1e-4)
     return ties
 
@@ -69,7 +81,9 @@ def follow(session, oracle, tokens):
 def test_chunks_of_the_prompt_do_not_change_selections(selector, chunk):
     oracle = Conversation(MODEL, Rule((1, 4), 24, selector=selector, tail=64))
     with engine(chunk).session(method_of(selector)) as session:
-        np.testing.assert_allclose(session.prefill(PROMPT).numpy(), oracle.prompt(PROMPT), atol=1e-4)
+        np.testing.assert_allclose(
+            session.prefill(PROMPT).numpy(), oracle.prompt(PROMPT), atol=1e-4
+        )
         assert follow(session, oracle, ANSWER[:6]) == 0
         assert session.stats.sparse_steps == 6
 
@@ -80,7 +94,9 @@ def test_chunks_of_the_prompt_do_not_change_selections(selector, chunk):
 @pytest.mark.parametrize("selector", SELECTORS)
 @pytest.mark.parametrize("answered", [1, 20, RING + 10])
 def test_a_truncated_answer_was_never_there(selector, answered):
-    """/retry and Ctrl-C: back to the end of the prompt, however long the answer, the future is bitwise that of a new answer."""
+    """/retry and Ctrl-C: back to the end of the prompt, however long the answer, the future is
+    bitwise that of a new answer.
+    """
     llm = engine()
     with llm.session(method_of(selector)) as session, llm.session(method_of(selector)) as never:
         logits = session.prefill(PROMPT)
@@ -94,7 +110,9 @@ def test_a_truncated_answer_was_never_there(selector, answered):
 
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_a_step_taken_back_was_never_taken(selector):
-    """Drafts: some tokens of an answer are taken back, up to what the query ring holds beyond the window."""
+    """Drafts: some tokens of an answer are taken back, up to what the query ring holds beyond the
+    window.
+    """
     with engine().session(method_of(selector)) as session:
         session.prefill(PROMPT)
         for token in random_ids(20, seed=9):
@@ -111,7 +129,9 @@ def test_a_step_taken_back_was_never_taken(selector):
 @pytest.mark.parametrize("selector", SELECTORS)
 @pytest.mark.parametrize("kept", [299, 250, 70])
 def test_a_truncated_prompt_was_always_shorter(selector, kept):
-    """Back into the prompt: what follows is what follows the shorter prompt (the window is recomputed where the ring lost it)."""
+    """Back into the prompt: what follows is what follows the shorter prompt (the window is
+    recomputed where the ring lost it).
+    """
     oracle = Conversation(MODEL, Rule((1, 4), 24, selector=selector, tail=64))
     oracle.prompt(PROMPT[:kept])
     oracle.prompt(ANSWER[:3])
@@ -127,7 +147,9 @@ def test_a_truncated_prompt_was_always_shorter(selector, kept):
 @pytest.mark.parametrize("selector", SELECTORS)
 @pytest.mark.parametrize("second", [5, 60, 200])
 def test_another_text_after_a_truncate_leaves_no_old_queries(selector, second):
-    """The ring still holds queries of forgotten positions: none of them may be taken for the new text's."""
+    """The ring still holds queries of forgotten positions: none of them may be taken for the new
+    text's.
+    """
     oracle = Conversation(MODEL, Rule((1, 4), 24, selector=selector, window=64, tail=64))
     with engine().session(method_of(selector, window=64)) as session:
         session.prefill(PROMPT)
@@ -143,21 +165,30 @@ def test_another_text_after_a_truncate_leaves_no_old_queries(selector, second):
 
 
 def test_the_ring_knows_what_it_holds():
-    """Only the newest WINDOW_KEPT queries of a chunk are stored: what lies before them is not covered, and not claimed to be."""
+    """Only the newest WINDOW_KEPT queries of a chunk are stored: what lies before them is not
+    covered, and not claimed to be.
+    """
     with engine().session(method_of("uniform")) as session:
         session.prefill(PROMPT)
-        assert session._ring.covers(300 - WINDOW_KEPT, 300) and not session._ring.covers(299 - WINDOW_KEPT, 300)
+        assert session._ring.covers(300 - WINDOW_KEPT, 300) and not session._ring.covers(
+            299 - WINDOW_KEPT, 300
+        )
         for token in ANSWER:
             session.decode(token)
-        assert session._ring.covers(300 - WINDOW_KEPT, 320) and not session._ring.covers(299 - WINDOW_KEPT, 320)
+        assert session._ring.covers(300 - WINDOW_KEPT, 320) and not session._ring.covers(
+            299 - WINDOW_KEPT, 320
+        )
         session.truncate(310)
         assert session._ring.covers(300, 310) and not session._ring.covers(300, 311)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.25])
 def test_a_share_is_of_the_prefill_that_the_answer_followed(share):
-    """k = floor(share x length at the latest prefill): also after a truncate into an earlier answer, and into a prompt."""
+    """k = floor(share x length at the latest prefill): also after a truncate into an earlier
+    answer, and into a prompt.
+    """
     with engine().session(method_of("last", share=share)) as session:
+
         def chosen_at(token=5):
             session.decode(token)
             return len(session.selections[1])
@@ -165,17 +196,17 @@ def test_a_share_is_of_the_prefill_that_the_answer_followed(share):
         session.prefill(PROMPT[:200])
         assert chosen_at() == int(share * 200)
         for token in ANSWER:
-            session.decode(token)                               # 221 tokens
+            session.decode(token)  # 221 tokens
         assert len(session.selections[1]) == int(share * 200)
         session.prefill(PROMPT[200:])
         assert chosen_at() == int(share * 321)
-        session.truncate(215)                                   # into the first answer
+        session.truncate(215)  # into the first answer
         assert chosen_at() == int(share * 200)
         session.prefill(PROMPT[:60])
         assert chosen_at() == int(share * 276)
-        session.truncate(250)                                   # into the second prompt
+        session.truncate(250)  # into the second prompt
         assert chosen_at() == int(share * 250)
-        session.truncate(150)                                   # into the first
+        session.truncate(150)  # into the first
         assert chosen_at() == int(share * 150)
         session.truncate(0)
         session.prefill(PROMPT[:250])
@@ -196,7 +227,8 @@ def test_a_fork_goes_on_alike_and_alone(selector):
         expected = [session.decode(token) for token in ANSWER]
         session.truncate(len(twin))
         for number, (token, logits) in enumerate(zip(ANSWER, expected)):
-            if number == 10:                                    # in the middle of the answer, at the same positions
+            # in the middle of the answer, at the same positions
+            if number == 10:
                 for other in random_ids(30, seed=11):
                     third.decode(other)
                 third.prefill(PROMPT[:50])
@@ -214,15 +246,24 @@ def test_a_fork_goes_on_alike_and_alone(selector):
 
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_full_then_omnikv_then_full(selector):
-    """Nothing is read again: each part of the conversation is what the float64 oracle says for its method on that bank."""
+    """Nothing is read again: each part of the conversation is what the float64 oracle says for its
+    method on that bank.
+    """
     rule = Rule((1, 4), 24, selector=selector, tail=64)
     everything = dataclasses.replace(rule, filters=())
     oracle = Conversation(MODEL, everything)
     with engine().session() as session:
         oracle.prompt(PROMPT), session.prefill(PROMPT)
         steps = 0
-        for method, now in ((Full(), everything), (method_of(selector), rule), (Full(), everything),
-                            (method_of(selector, filter_layers=(2,), wait_layers=0), dataclasses.replace(rule, filters=(2,), wait=0))):
+        for method, now in (
+            (Full(), everything),
+            (method_of(selector), rule),
+            (Full(), everything),
+            (
+                method_of(selector, filter_layers=(2,), wait_layers=0),
+                dataclasses.replace(rule, filters=(2,), wait=0),
+            ),
+        ):
             session.set_method(method)
             oracle.use(now)
             before = session.stats
@@ -236,11 +277,20 @@ def test_full_then_omnikv_then_full(selector):
 def test_a_change_of_method_keeps_every_row():
     with engine().session() as session:
         session.prefill(PROMPT)
-        rows = [tuple(part[:, :, :300].clone() for part in session.bank.kv(layer)) for layer in range(8)]
-        for method in (method_of("last"), method_of("last", filter_layers=(3,)), Full(), method_of("uniform")):
+        rows = [
+            tuple(part[:, :, :300].clone() for part in session.bank.kv(layer)) for layer in range(8)
+        ]
+        for method in (
+            method_of("last"),
+            method_of("last", filter_layers=(3,)),
+            Full(),
+            method_of("uniform"),
+        ):
             session.set_method(method)
             for layer, pair in enumerate(rows):
-                assert all(torch.equal(a, b[:, :, :300]) for a, b in zip(pair, session.bank.kv(layer)))
+                assert all(
+                    torch.equal(a, b[:, :, :300]) for a, b in zip(pair, session.bank.kv(layer))
+                )
 
 
 # ------------------------------------------------------------------ beginnings and interruptions

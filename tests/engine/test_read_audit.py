@@ -1,8 +1,10 @@
-"""U3, the read audit: in a sparse layer exactly the selection and the tail are read, and nothing is ever evicted.
+"""U3, the read audit: in a sparse layer exactly the selection and the tail are read, and nothing is
+ever evicted.
 
-A row is proved unread by poison (NaN there changes no bit of the logits) and proved read by poison too (NaN there ruins them).
-Stops: a kernel that reads rows it then masks, a layer or head with a selection of its own, a selection left over from the last
-step, a row of the bank overwritten or dropped.
+A row is proved unread by poison (NaN there changes no bit of the logits) and proved read by poison
+too (NaN there ruins them). Stops: a kernel that reads rows it then masks, a layer or head with a
+selection of its own, a selection left over from the last step, a row of the bank overwritten or
+dropped.
 """
 
 import pytest
@@ -40,8 +42,11 @@ def read_sets(session):
     """{sparse layer: sorted positions that the last step must have read}."""
     n = len(session)
     tail = list(range(tail_start(n, TAIL), n))
-    return {layer: session.selections[group.filter_layer].tolist() + tail
-            for group in session.plan.groups for layer in group.layers}
+    return {
+        layer: session.selections[group.filter_layer].tolist() + tail
+        for group in session.plan.groups
+        for layer in group.layers
+    }
 
 
 class Poisoned:
@@ -61,7 +66,9 @@ class Poisoned:
             part[:, self.head, self.rows] = kept
 
 
-@pytest.mark.parametrize(("kernels", "dtype"), [("reference", "float32"), ("auto", "float32"), ("auto", "bfloat16")])
+@pytest.mark.parametrize(
+    ("kernels", "dtype"), [("reference", "float32"), ("auto", "float32"), ("auto", "bfloat16")]
+)
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_nothing_but_selection_and_tail_is_read(kernels, dtype, selector):
     session = make(kernels, dtype, selector=selector)
@@ -70,7 +77,10 @@ def test_nothing_but_selection_and_tail_is_read(kernels, dtype, selector):
     assert sorted(sets) == list(session.plan.sparse_layers) == [3, 4, 7, 8]
     for rows in sets.values():
         assert len(rows) == len(set(rows)) < n and rows == sorted(rows)
-    poisons = [Poisoned(session, layer, sorted(set(range(CAPACITY)) - set(rows))) for layer, rows in sets.items()]
+    poisons = [
+        Poisoned(session, layer, sorted(set(range(CAPACITY)) - set(rows)))
+        for layer, rows in sets.items()
+    ]
     for poison in poisons:
         poison.__enter__()
     assert torch.equal(again(session, 5), expected)
@@ -78,10 +88,17 @@ def test_nothing_but_selection_and_tail_is_read(kernels, dtype, selector):
     assert session.stats.sparse_steps == 5 and session.stats.dense_steps == 0
 
 
-@pytest.mark.parametrize(("kernels", "dtype"), [("reference", "float32"), ("auto", "float32"), ("auto", "bfloat16")])
+@pytest.mark.parametrize(
+    ("kernels", "dtype"), [("reference", "float32"), ("auto", "float32"), ("auto", "bfloat16")]
+)
 def test_rows_beyond_the_length_are_never_looked_at(kernels, dtype):
-    """The bank is reserved, not cleared: what lies beyond the length may be anything, in every layer and under every method."""
-    for method in (Full(), OmniKV(filter_layers=(1, 5), tokens=20, tail=TAIL, dense_below=0, selector="uniform")):
+    """The bank is reserved, not cleared: what lies beyond the length may be anything, in every
+    layer and under every method.
+    """
+    for method in (
+        Full(),
+        OmniKV(filter_layers=(1, 5), tokens=20, tail=TAIL, dense_below=0, selector="uniform"),
+    ):
         llm = tiny_llm(CONFIG, WEIGHTS, method, max_context=CAPACITY, kernels=kernels, dtype=dtype)
         with llm.session() as clean, llm.session() as dirty:
             for layer in range(LAYERS):
@@ -100,7 +117,8 @@ def test_every_chosen_row_and_the_tail_are_read_in_every_sparse_layer_by_every_h
     session = make(kernels)
     session.decode(5)
     for layer, rows in read_sets(session).items():
-        for row in [*rows[:20], rows[20], *rows[21:-1:9], rows[-2]]:    # the newest row is written by the step itself
+        # the newest row is written by the step itself
+        for row in [*rows[:20], rows[20], *rows[21:-1:9], rows[-2]]:
             for head in range(CONFIG.num_kv_heads):
                 with Poisoned(session, layer, [row], head=head):
                     assert again(session, 5).isnan().any(), (layer, row, head)
@@ -122,7 +140,9 @@ def test_a_chosen_row_carries_weight(kernels):
 
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_the_selection_is_made_anew_in_every_step(selector):
-    """Another token from the same state chooses other rows, and so do later steps; between two steps nothing is carried over."""
+    """Another token from the same state chooses other rows, and so do later steps; between two
+    steps nothing is carried over.
+    """
     session = make("reference", selector=selector)
     seen = set()
     for token in (5, 6, 7):
@@ -131,10 +151,14 @@ def test_the_selection_is_made_anew_in_every_step(selector):
         session.truncate(len(session) - 1)
         assert session.selections == {}
     assert len(seen) == 3
-    with session.fork() as fresh:                       # a fork has no selection buffers of the past
+    # a fork has no selection buffers of the past
+    with session.fork() as fresh:
         for token in (8, 9, 10):
             assert torch.equal(session.decode(token), fresh.decode(token))
-            assert all(torch.equal(a, b) for a, b in zip(session.selections.values(), fresh.selections.values()))
+            assert all(
+                torch.equal(a, b)
+                for a, b in zip(session.selections.values(), fresh.selections.values())
+            )
 
 
 def test_a_later_group_never_uses_an_earlier_selection():
@@ -142,7 +166,8 @@ def test_a_later_group_never_uses_an_earlier_selection():
     session.decode(5)
     first, second = session.selections[1].tolist(), session.selections[5].tolist()
     assert first != second
-    only = sorted(set(second) - set(first))             # chosen by filter 5 alone: layers 7 and 8 read them, 3 and 4 do not
+    # chosen by filter 5 alone: layers 7 and 8 read them, 3 and 4 do not
+    only = sorted(set(second) - set(first))
     expected = again(session, 5)
     for layer, read in ((3, False), (4, False), (7, True), (8, True)):
         with Poisoned(session, layer, only):
@@ -152,12 +177,17 @@ def test_a_later_group_never_uses_an_earlier_selection():
 
 def rows_of(session):
     """A copy of every row of every layer."""
-    return [tuple(part[:, :, :len(session)].clone() for part in session.bank.kv(layer)) for layer in range(LAYERS)]
+    return [
+        tuple(part[:, :, : len(session)].clone() for part in session.bank.kv(layer))
+        for layer in range(LAYERS)
+    ]
 
 
 @pytest.mark.parametrize("kernels", ["reference", "auto"])
 def test_nothing_is_ever_evicted(kernels):
-    """After 150 sparse steps and a second turn every row of every layer is still the bits that were written."""
+    """After 150 sparse steps and a second turn every row of every layer is still the bits that were
+    written.
+    """
     session = make(kernels)
     written = rows_of(session)
     for number, token in enumerate(random_ids(150, seed=5)):
@@ -167,14 +197,18 @@ def test_nothing_is_ever_evicted(kernels):
             session.decode(token)
         now = rows_of(session)
         for old, new in zip(written, now):
-            assert all(torch.equal(a, b[:, :, :a.shape[2]]) for a, b in zip(old, new)), f"step {number}"
+            assert all(torch.equal(a, b[:, :, : a.shape[2]]) for a, b in zip(old, new)), (
+                f"step {number}"
+            )
         written = now
     assert len(session) == PROMPT + 3 + 149 + 40 and session.stats.dense_steps == 0
     assert all(torch.isfinite(part).all() for pair in written for part in pair)
 
 
 def test_full_attention_finds_everything_after_a_sparse_answer():
-    """A bank left by OmniKV serves Full: one Full step on it equals attention over all its rows, poison anywhere shows."""
+    """A bank left by OmniKV serves Full: one Full step on it equals attention over all its rows,
+    poison anywhere shows.
+    """
     session = make("reference")
     session.set_method(Full())
     expected = session.decode(5)

@@ -18,13 +18,37 @@ from engine.errors import EngineError, SettingError
 from engine.sampling import TOP_P_HEAD, Sampler, SamplingParams
 
 BAD = [
-    ("max_tokens", 0), ("max_tokens", -3), ("max_tokens", 2.5), ("max_tokens", True), ("max_tokens", "9"),
-    ("temperature", -0.1), ("temperature", math.nan), ("temperature", math.inf), ("temperature", "hot"),
-    ("top_k", -1), ("top_k", 1.0), ("top_p", 0.0), ("top_p", 1.01), ("top_p", math.nan), ("top_p", -1),
-    ("min_p", -0.01), ("min_p", 1.5), ("min_p", math.nan), ("repetition_penalty", 0.0),
-    ("repetition_penalty", math.inf), ("repetition_penalty", math.nan), ("seed", -1), ("seed", 2**64), ("seed", 1.5),
-    ("stop", ("",)), ("stop", (3,)),
-    ("stop", None), ("stop_token_ids", (-1,)), ("stop_token_ids", ("a",)), ("ignore_eos", 1), ("logprobs", -1),
+    ("max_tokens", 0),
+    ("max_tokens", -3),
+    ("max_tokens", 2.5),
+    ("max_tokens", True),
+    ("max_tokens", "9"),
+    ("temperature", -0.1),
+    ("temperature", math.nan),
+    ("temperature", math.inf),
+    ("temperature", "hot"),
+    ("top_k", -1),
+    ("top_k", 1.0),
+    ("top_p", 0.0),
+    ("top_p", 1.01),
+    ("top_p", math.nan),
+    ("top_p", -1),
+    ("min_p", -0.01),
+    ("min_p", 1.5),
+    ("min_p", math.nan),
+    ("repetition_penalty", 0.0),
+    ("repetition_penalty", math.inf),
+    ("repetition_penalty", math.nan),
+    ("seed", -1),
+    ("seed", 2**64),
+    ("seed", 1.5),
+    ("stop", ("",)),
+    ("stop", (3,)),
+    ("stop", None),
+    ("stop_token_ids", (-1,)),
+    ("stop_token_ids", ("a",)),
+    ("ignore_eos", 1),
+    ("logprobs", -1),
     ("logprobs", 10**6),
 ]
 
@@ -42,7 +66,9 @@ def test_unknown_fields_raise_and_lists_become_tuples():
         SamplingParams(temprature=1.0)
     params = SamplingParams(stop=["a", "b"], stop_token_ids=[1])
     assert params.stop == ("a", "b") and params.stop_token_ids == (1,) and hash(params)
-    assert SamplingParams(stop="end").stop == ("end",) and SamplingParams(stop_token_ids=7).stop_token_ids == (7,)
+    assert SamplingParams(stop="end").stop == ("end",) and SamplingParams(
+        stop_token_ids=7
+    ).stop_token_ids == (7,)
 
 
 def hf_probabilities(logits, params, context):
@@ -62,19 +88,30 @@ def hf_probabilities(logits, params, context):
 
 
 @settings(max_examples=150, deadline=None)
-@given(vocabulary=st.sampled_from([1, 2, 7, 64, 500, TOP_P_HEAD + 1, 5000]), seed=st.integers(0, 10**6),
-       temperature=st.sampled_from([0.05, 0.7, 1.0, 3.0]), top_k=st.sampled_from([0, 1, 5, 50, 10**5]),
-       top_p=st.sampled_from([1.0, 0.999, 0.9, 0.3, 0.01]), min_p=st.sampled_from([0.0, 0.02, 0.3, 1.0]),
-       penalty=st.sampled_from([1.0, 1.3, 0.8]), scale=st.sampled_from([0.1, 2.0, 12.0]))
-def test_the_distribution_is_that_of_transformers(vocabulary, seed, temperature, top_k, top_p, min_p, penalty, scale):
+@given(
+    vocabulary=st.sampled_from([1, 2, 7, 64, 500, TOP_P_HEAD + 1, 5000]),
+    seed=st.integers(0, 10**6),
+    temperature=st.sampled_from([0.05, 0.7, 1.0, 3.0]),
+    top_k=st.sampled_from([0, 1, 5, 50, 10**5]),
+    top_p=st.sampled_from([1.0, 0.999, 0.9, 0.3, 0.01]),
+    min_p=st.sampled_from([0.0, 0.02, 0.3, 1.0]),
+    penalty=st.sampled_from([1.0, 1.3, 0.8]),
+    scale=st.sampled_from([0.1, 2.0, 12.0]),
+)
+def test_the_distribution_is_that_of_transformers(
+    vocabulary, seed, temperature, top_k, top_p, min_p, penalty, scale
+):
     random = torch.Generator().manual_seed(seed)
     logits = torch.randn(vocabulary, generator=random) * scale
     context = torch.randint(0, vocabulary, (9,), generator=random).tolist()
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=penalty)
+    params = SamplingParams(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=penalty
+    )
     found = Sampler(params, vocabulary, context).probabilities(logits)
     expected = hf_probabilities(logits, params, context)
     differ = (found > 0) != (expected > 0)
-    # Where a cumulated sum lands on the bound within float32 rounding, one of the two may keep one token more.
+    # Where a cumulated sum lands on the bound within float32 rounding, one of the two may keep one
+    # token more.
     assert differ.sum() <= 1
     if not differ.any():
         torch.testing.assert_close(found, expected, rtol=2e-4, atol=1e-6)
@@ -84,10 +121,13 @@ def test_drawn_tokens_follow_the_distribution():
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, 3.0, float("-inf")])
     sampler = Sampler(SamplingParams(temperature=1.0, min_p=0.03, seed=5), 6)
     expected, draws = sampler.probabilities(logits), 20_000
-    counts = torch.bincount(torch.tensor([sampler.sample(logits)[0] for _ in range(draws)]), minlength=6)
+    counts = torch.bincount(
+        torch.tensor([sampler.sample(logits)[0] for _ in range(draws)]), minlength=6
+    )
     assert counts[(expected == 0)].sum() == 0
     error = (counts / draws - expected).abs()
-    assert torch.all(error <= 5 * torch.sqrt(expected * (1 - expected) / draws) + 1e-9)      # five standard deviations
+    # five standard deviations
+    assert torch.all(error <= 5 * torch.sqrt(expected * (1 - expected) / draws) + 1e-9)
 
 
 def test_greedy_is_argmax_and_leaves_the_logits_alone():
@@ -101,7 +141,8 @@ def test_greedy_is_argmax_and_leaves_the_logits_alone():
 def test_the_penalty_counts_prompt_and_answer_once_each():
     logits = torch.tensor([4.0, 3.5, -1.0, 0.5])
     sampler = Sampler(SamplingParams(repetition_penalty=2.0), 4, [0, 0, 0, 2, 999])
-    # Token 0 falls to 2.0 however often it was seen; 1 is drawn, falls to 1.75 and stays there; then 0 leads again.
+    # Token 0 falls to 2.0 however often it was seen; 1 is drawn, falls to 1.75 and stays there;
+    # then 0 leads again.
     assert [sampler.sample(logits)[0] for _ in range(3)] == [1, 0, 0]
     assert logits.tolist() == [4.0, 3.5, -1.0, 0.5]
 
@@ -115,7 +156,7 @@ def test_a_seed_repeats_an_answer_and_no_seed_does_not():
 
     torch.manual_seed(0)
     first = draw(11)
-    torch.manual_seed(1)                        # the global generator is neither read nor moved
+    torch.manual_seed(1)  # the global generator is neither read nor moved
     state = torch.get_rng_state()
     assert draw(11) == first and draw(12) != first and draw(None) != draw(None)
     assert torch.equal(state, torch.get_rng_state())
@@ -124,7 +165,9 @@ def test_a_seed_repeats_an_answer_and_no_seed_does_not():
 def test_a_restored_sampler_draws_the_same_again():
     random = torch.Generator().manual_seed(3)
     steps = [torch.randn(300, generator=random) for _ in range(12)]
-    sampler = Sampler(SamplingParams(temperature=1.5, repetition_penalty=1.4, seed=2), 300, [1, 2, 3])
+    sampler = Sampler(
+        SamplingParams(temperature=1.5, repetition_penalty=1.4, seed=2), 300, [1, 2, 3]
+    )
     for logits in steps[:4]:
         sampler.sample(logits)
     state = sampler.snapshot()
@@ -139,7 +182,11 @@ def test_a_restored_sampler_draws_the_same_again():
 
 def test_logprobs_are_those_of_the_raw_distribution():
     logits = torch.randn(50, generator=torch.Generator().manual_seed(4))
-    sampler = Sampler(SamplingParams(temperature=0.3, top_k=2, repetition_penalty=3.0, logprobs=4, seed=1), 50, [0])
+    sampler = Sampler(
+        SamplingParams(temperature=0.3, top_k=2, repetition_penalty=3.0, logprobs=4, seed=1),
+        50,
+        [0],
+    )
     token, logprob, top = sampler.sample(logits)
     expected = torch.log_softmax(logits, -1)
     assert logprob == pytest.approx(float(expected[token]))
@@ -154,7 +201,9 @@ def test_damaged_logits_raise_and_never_pick_a_token(temperature, value):
     logits[:] = value if value == -math.inf else 0.0
     logits[3] = value
     with pytest.raises(EngineError, match="logits hold"):
-        Sampler(SamplingParams(temperature=temperature, top_k=2, top_p=0.5, seed=0), 5).sample(logits)
+        Sampler(SamplingParams(temperature=temperature, top_k=2, top_p=0.5, seed=0), 5).sample(
+            logits
+        )
 
 
 def test_a_tiny_temperature_is_greedy_and_does_not_overflow():

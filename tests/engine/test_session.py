@@ -1,6 +1,8 @@
-"""What a session must never depend on: how the prompt was cut, how often it went back, whether it was copied or interrupted.
+"""What a session must never depend on: how the prompt was cut, how often it went back, whether it
+was copied or interrupted.
 
-Stops: a chunk boundary that leaks, a truncate that leaves state behind, a fork that shares rows, a Ctrl-C that loses the prompt.
+Stops: a chunk boundary that leaks, a truncate that leaves state behind, a fork that shares rows, a
+Ctrl-C that loses the prompt.
 """
 
 import threading
@@ -25,7 +27,9 @@ _LLMS = {}
 
 
 def llm_of(name, chunk=64, kernels="reference"):
-    """LLMs are shared by the examples of a property: only the chunk differs, and it is a setting of its own."""
+    """LLMs are shared by the examples of a property: only the chunk differs, and it is a setting of
+    its own.
+    """
     key = name, chunk, kernels
     if key not in _LLMS:
         _LLMS[key] = tiny_llm(METHODS[name], chunk=chunk, kernels=kernels, max_context=1024)
@@ -45,12 +49,18 @@ def answer(session, ids, count):
 def assert_sparse(session, name):
     if name != "full":
         assert session.stats.sparse_steps == session.stats.decode_steps > 0
-        assert all(len(chosen) == 24 for chosen in session.selections.values()) or len(session) < 320
+        assert (
+            all(len(chosen) == 24 for chosen in session.selections.values()) or len(session) < 320
+        )
 
 
 @pytest.mark.parametrize("name", METHODS)
 @settings(max_examples=8, deadline=None)
-@given(length=st.integers(2, 420), chunk=st.sampled_from([1, 7, 63, 64, 65, 127, 500]), seed=st.integers(0, 99))
+@given(
+    length=st.integers(2, 420),
+    chunk=st.sampled_from([1, 7, 63, 64, 65, 127, 500]),
+    seed=st.integers(0, 99),
+)
 def test_chunking_changes_nothing(name, length, chunk, seed):
     ids = random_ids(length, seed=seed)
     with llm_of(name, 512).session() as whole, llm_of(name, chunk).session() as cut:
@@ -69,7 +79,7 @@ def test_turns_are_one_prompt(name, cuts, seed):
     with llm_of(name).session() as whole, llm_of(name).session() as turns:
         at = 0
         for count in cuts[:-1]:
-            turns.prefill(ids[at:at + count])
+            turns.prefill(ids[at : at + count])
             at += count
         tokens, logits = answer(whole, ids, 3)
         others, others_logits = answer(turns, ids[at:], 3)
@@ -79,19 +89,25 @@ def test_turns_are_one_prompt(name, cuts, seed):
 
 @pytest.mark.parametrize("name", METHODS)
 @settings(max_examples=8, deadline=None)
-@given(length=st.integers(2, 400), made=st.integers(1, 40), back=st.integers(1, 40), seed=st.integers(0, 99))
+@given(
+    length=st.integers(2, 400),
+    made=st.integers(1, 40),
+    back=st.integers(1, 40),
+    seed=st.integers(0, 99),
+)
 def test_truncate_and_redo_is_never_having_been_there(name, length, made, back, seed):
     """Bitwise on the reference launchers, selections too."""
     ids, back = random_ids(length, seed=seed), min(made, back)
     with llm_of(name).session() as session:
         tokens, logits = answer(session, ids, made)
         chosen = session.selections
-        for token in random_ids(back, seed=seed + 1):        # other tokens are decoded, then taken back
+        # other tokens are decoded, then taken back
+        for token in random_ids(back, seed=seed + 1):
             session.decode(token)
         session.truncate(length + made - back)
-        assert len(session) == length + made - back and session.ids == ids + tokens[:made - back]
-        again = torch.stack([session.decode(t) for t in tokens[made - back:]])
-        assert torch.equal(again, logits[made - back:])
+        assert len(session) == length + made - back and session.ids == ids + tokens[: made - back]
+        again = torch.stack([session.decode(t) for t in tokens[made - back :]])
+        assert torch.equal(again, logits[made - back :])
         assert chosen.keys() == session.selections.keys()
         assert all(torch.equal(chosen[f], session.selections[f]) for f in chosen)
 
@@ -109,7 +125,9 @@ def test_retry_restores_the_prompts_own_logits(name):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_truncate_further_than_the_query_ring_recomputes_the_window(name):
-    """300 tokens back: the ring has lost those queries; they are recomputed from the ids, equal up to rounding."""
+    """300 tokens back: the ring has lost those queries; they are recomputed from the ids, equal up
+    to rounding.
+    """
     ids = random_ids(120)
     with llm_of(name).session() as session, llm_of(name).session() as fresh:
         session.prefill(ids)
@@ -120,7 +138,9 @@ def test_truncate_further_than_the_query_ring_recomputes_the_window(name):
         for token in extra[:20]:
             fresh.decode(token)
         session.truncate(140)
-        torch.testing.assert_close(session.decode(extra[20]), fresh.decode(extra[20]), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            session.decode(extra[20]), fresh.decode(extra[20]), rtol=1e-4, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -135,7 +155,8 @@ def test_fork_is_independent_and_equal(name):
             assert torch.equal(ours, theirs)
             twin.truncate(100)
             twin.prefill(random_ids(60, seed=9))
-        more = session.decode(8)                             # the twin's life and end changed nothing here
+        # the twin's life and end changed nothing here
+        more = session.decode(8)
         with llm_of(name).session() as fresh:
             fresh.prefill(ids)
             for t in tokens + [5, 6, 7]:
@@ -156,8 +177,8 @@ def test_an_interrupted_prefill_keeps_whole_chunks(name, stop_after):
     with llm_of(name).session() as session, llm_of(name).session() as fresh:
         with pytest.raises(KeyboardInterrupt):
             session.prefill(ids, interrupt)
-        assert len(session) == 64 * stop_after and session.ids == ids[:len(session)]
-        tokens, logits = answer(session, ids[len(session):], 5)
+        assert len(session) == 64 * stop_after and session.ids == ids[: len(session)]
+        tokens, logits = answer(session, ids[len(session) :], 5)
         others, others_logits = answer(fresh, ids, 5)
         assert tokens == others
         torch.testing.assert_close(logits, others_logits, rtol=1e-4, atol=1e-4)
@@ -170,7 +191,7 @@ def test_an_interrupt_inside_a_chunk_loses_that_chunk_only(monkeypatch):
         counter = iter(range(10**6))
 
         def breaks(*arguments):
-            if next(counter) == 8 * 2 + 3:                   # the third chunk's fourth layer
+            if next(counter) == 8 * 2 + 3:  # the third chunk's fourth layer
                 raise KeyboardInterrupt
             return whole(*arguments)
 
@@ -184,20 +205,26 @@ def test_an_interrupt_inside_a_chunk_loses_that_chunk_only(monkeypatch):
 
 
 def test_progress_counts_work_not_tokens():
-    """Half of the tokens is less than half of the work, the last report is all of it, and the time left ends at none."""
+    """Half of the tokens is less than half of the work, the last report is all of it, and the time
+    left ends at none.
+    """
     seen = []
     with llm_of("full").session() as session:
         session.prefill(random_ids(1000), seen.append)
     half = next(p for p in seen if p.done >= 500)
     assert half.work < half.done / half.total - 0.02
     assert seen[-1].done == seen[-1].total == 1000 and seen[-1].work == pytest.approx(1.0)
-    assert seen[-1].eta == pytest.approx(0.0, abs=1e-6) and all(a.work < b.work for a, b in zip(seen, seen[1:]))
+    assert seen[-1].eta == pytest.approx(0.0, abs=1e-6) and all(
+        a.work < b.work for a, b in zip(seen, seen[1:])
+    )
 
 
 def test_too_long_is_an_error_before_anything_is_read():
     with llm_of("full").session() as session:
         session.prefill(random_ids(1000))
-        with pytest.raises(ContextTooLong, match=r"1030 tokens do not fit.*holds 1000.*1024.*max_context"):
+        with pytest.raises(
+            ContextTooLong, match=r"1030 tokens do not fit.*holds 1000.*1024.*max_context"
+        ):
             session.prefill(random_ids(30))
         assert len(session) == 1000
         session.prefill(random_ids(24))
@@ -218,7 +245,7 @@ def test_bad_calls_name_what_they_found():
             session.truncate(4)
     with pytest.raises(SessionClosed):
         session.decode(1)
-    session.close()                                          # closing twice is fine
+    session.close()  # closing twice is fine
 
 
 def test_a_second_thread_gets_busy():
@@ -237,16 +264,31 @@ def test_a_second_thread_gets_busy():
     thread.join()
     assert len(seen) == 1 and "another request" in seen[0]
     stream.close()
-    assert len(llm.generate(random_ids(5), SamplingParams(max_tokens=2, ignore_eos=True)).token_ids) == 2
+    assert (
+        len(llm.generate(random_ids(5), SamplingParams(max_tokens=2, ignore_eos=True)).token_ids)
+        == 2
+    )
 
 
 def test_generate_feeds_what_it_sampled_and_a_next_turn_only_appends():
     with llm_of("omnikv").session() as session:
-        pieces = list(session.generate(random_ids(320), SamplingParams(max_tokens=12, ignore_eos=True)))
+        pieces = list(
+            session.generate(random_ids(320), SamplingParams(max_tokens=12, ignore_eos=True))
+        )
         tokens = [p.token_id for p in pieces]
-        assert len(tokens) == 12 and session.ids[320:] == tokens and pieces[-1].finish_reason == "length"
-        again = list(session.generate(random_ids(9, seed=3), SamplingParams(max_tokens=2, ignore_eos=True)))
-        assert again[-1].stats.cached_tokens == 332 and again[-1].stats.prompt_tokens == 9 and len(session) == 343
+        assert (
+            len(tokens) == 12
+            and session.ids[320:] == tokens
+            and pieces[-1].finish_reason == "length"
+        )
+        again = list(
+            session.generate(random_ids(9, seed=3), SamplingParams(max_tokens=2, ignore_eos=True))
+        )
+        assert (
+            again[-1].stats.cached_tokens == 332
+            and again[-1].stats.prompt_tokens == 9
+            and len(session) == 343
+        )
         assert session.stats.prefill_tokens == 329
 
 

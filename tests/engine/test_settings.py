@@ -1,6 +1,8 @@
-"""Settings of OmniKV: bad ones are refused in one line at the earliest moment, good ones mean what METHODS.md says.
+"""Settings of OmniKV: bad ones are refused in one line at the earliest moment, good ones mean what
+METHODS.md says.
 
-Stops: a typo that silently runs full attention, a budget off by the dense layers' share, a filter layer that the model has not.
+Stops: a typo that silently runs full attention, a budget off by the dense layers' share, a filter
+layer that the model has not.
 """
 
 import dataclasses
@@ -69,7 +71,9 @@ def test_bad_settings_are_refused_at_construction_by_name_value_and_range(fields
         OmniKV(**fields)
     message = str(caught.value)
     assert all(word in message for word in words), message
-    assert "\n" not in message and isinstance(caught.value, UsageError) and caught.value.exit_code == 2
+    assert (
+        "\n" not in message and isinstance(caught.value, UsageError) and caught.value.exit_code == 2
+    )
 
 
 @pytest.mark.parametrize("name", ["token", "k", "filters", "wait", "mem_percent"])
@@ -82,10 +86,17 @@ def test_unknown_fields_raise(name):
 
 def test_methods_are_frozen_values():
     method = OmniKV(filter_layers=[2, 8, 18])
-    assert method == OmniKV(filter_layers=(2, 8, 18)) and hash(method) == hash(OmniKV(filter_layers=(2, 8, 18)))
+    assert method == OmniKV(filter_layers=(2, 8, 18)) and hash(method) == hash(
+        OmniKV(filter_layers=(2, 8, 18))
+    )
     with pytest.raises(dataclasses.FrozenInstanceError):
         method.tokens = 5
-    assert OmniKV(tokens=0, official=True).dense_below == 0 and OmniKV(share=1.0) and OmniKV(mem=1) and OmniKV(window=64)
+    assert (
+        OmniKV(tokens=0, official=True).dense_below == 0
+        and OmniKV(share=1.0)
+        and OmniKV(mem=1)
+        and OmniKV(window=64)
+    )
 
 
 def forbidden(config, dtype, device):
@@ -97,21 +108,37 @@ def forbidden(config, dtype, device):
 CONFIG = tiny_config(layers=8)
 
 
-@pytest.mark.parametrize(("fields", "words"), [
-    (dict(filter_layers=(2, 8)), ["filter_layers", "found 8", "0 to 7", "8 layers"]),
-    (dict(filter_layers=(100,)), ["filter_layers", "100", "0 to 7"]),
-    (dict(filter_layers=(1, 4), mem=0.5), ["mem", "0.5", "0.625"]),             # 1 full, 2 filters, 2 wait of 8 layers
-    (dict(filter_layers=(1, 4), mem=0.625), ["mem", "0.625"]),
-    (dict(filter_layers=(1, 4), mem=0.01, wait_layers=0), ["mem", "0.01", "0.375"]),
-])
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (dict(filter_layers=(2, 8)), ["filter_layers", "found 8", "0 to 7", "8 layers"]),
+        (dict(filter_layers=(100,)), ["filter_layers", "100", "0 to 7"]),
+        # 1 full, 2 filters, 2 wait of 8 layers
+        (dict(filter_layers=(1, 4), mem=0.5), ["mem", "0.5", "0.625"]),
+        (dict(filter_layers=(1, 4), mem=0.625), ["mem", "0.625"]),
+        (dict(filter_layers=(1, 4), mem=0.01, wait_layers=0), ["mem", "0.01", "0.375"]),
+    ],
+)
 def test_what_does_not_fit_the_model_is_refused_before_weights_load(fields, words, tmp_path):
-    """From LLM(...), out of config.json alone: the folder has no weights, the stream of weights is never started."""
+    """From LLM(...), out of config.json alone: the folder has no weights, the stream of weights is
+    never started.
+    """
     with pytest.raises(SettingError) as caught:
         LLM.from_stream(CONFIG, forbidden, device="cpu", max_context=256, method=OmniKV(**fields))
     assert all(word in str(caught.value) for word in words), caught.value
-    data = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 97, "hidden_size": 64,
-            "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2,
-            "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "torch_dtype": "float32"}
+    data = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "torch_dtype": "float32",
+    }
     (tmp_path / "config.json").write_text(json.dumps(data))
     with pytest.raises(SettingError) as caught:
         LLM(tmp_path, device="cpu", max_context=256, method=OmniKV(**fields))
@@ -124,18 +151,28 @@ def test_the_same_for_a_change_of_method_in_mid_conversation():
         for method in (OmniKV(filter_layers=(9,)), OmniKV(filter_layers=(1, 4), mem=0.2), "omnikv"):
             with pytest.raises(SettingError):
                 session.set_method(method)
-        assert session.method == Full() and session.decode(3).isfinite().all()      # it goes on as it was
+        # it goes on as it was
+        assert session.method == Full() and session.decode(3).isfinite().all()
 
 
 def test_a_plan_without_sparse_layers_warns_and_runs():
     weights = tiny_weights(CONFIG)
     for filters, wait in (((7,), 1), ((6,), 1), ((1, 3, 5), 9)):
         with pytest.warns(UserWarning, match="no sparse layer"):
-            llm = tiny_llm(CONFIG, weights, OmniKV(filter_layers=filters, wait_layers=wait, dense_below=0), max_context=256)
+            llm = tiny_llm(
+                CONFIG,
+                weights,
+                OmniKV(filter_layers=filters, wait_layers=wait, dense_below=0),
+                max_context=256,
+            )
         with llm.session() as session, llm.session(Full()) as full:
             assert (session.prefill(random_ids(100)) == full.prefill(random_ids(100))).all()
             assert (session.decode(3) == full.decode(3)).all()
-            assert session.selections == {} and session.stats.sparse_steps == 0 and session.stats.dense_steps == 1
+            assert (
+                session.selections == {}
+                and session.stats.sparse_steps == 0
+                and session.stats.dense_steps == 1
+            )
     with pytest.raises(SettingError, match="mem.*no sparse layer"):
         tiny_llm(CONFIG, weights, OmniKV(filter_layers=(7,), mem=0.9), max_context=256)
 
@@ -144,7 +181,12 @@ def test_the_last_layer_may_be_a_filter():
     """Its group is empty: nothing to choose for, nothing warned about."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        llm = tiny_llm(CONFIG, tiny_weights(CONFIG), OmniKV(filter_layers=(1, 7), tokens=8, tail=64, dense_below=0), max_context=256)
+        llm = tiny_llm(
+            CONFIG,
+            tiny_weights(CONFIG),
+            OmniKV(filter_layers=(1, 7), tokens=8, tail=64, dense_below=0),
+            max_context=256,
+        )
     with llm.session() as session:
         session.prefill(random_ids(200))
         session.decode(3)
@@ -155,12 +197,17 @@ def test_the_last_layer_may_be_a_filter():
 # ------------------------------------------------------------------ layer plan
 
 
-@pytest.mark.parametrize(("layers", "filters", "dense"), [
-    (32, (2, 8, 18), {0, 1, 2, 3, 8, 9, 18, 19}),                               # METHODS.md 3.1, item 3
-    (48, (6, 11, 30), {*range(8), 11, 12, 30, 31}),
-    (80, (4, 19, 41), {*range(6), 19, 20, 41, 42}),
-    (12, (2, 3, 8), {0, 1, 2, 3, 4, 8, 9}),                                     # a filter inside another's wait range
-])
+@pytest.mark.parametrize(
+    ("layers", "filters", "dense"),
+    [
+        # METHODS.md 3.1, item 3
+        (32, (2, 8, 18), {0, 1, 2, 3, 8, 9, 18, 19}),
+        (48, (6, 11, 30), {*range(8), 11, 12, 30, 31}),
+        (80, (4, 19, 41), {*range(6), 19, 20, 41, 42}),
+        # a filter inside another's wait range
+        (12, (2, 3, 8), {0, 1, 2, 3, 4, 8, 9}),
+    ],
+)
 def test_layer_plan_worked_examples(layers, filters, dense):
     plan = layer_plan(layers, filters, 1)
     assert {i for i, role in enumerate(plan.roles) if role is not Role.SPARSE} == dense
@@ -168,7 +215,9 @@ def test_layer_plan_worked_examples(layers, filters, dense):
     assert [g.filter_layer for g in plan.groups] == list(filters)
     assert sorted(i for g in plan.groups for i in g.layers) == list(plan.sparse_layers)
     for number, group in enumerate(plan.groups):
-        assert all(plan.group_of[layer] == number and layer > group.filter_layer for layer in group.layers)
+        assert all(
+            plan.group_of[layer] == number and layer > group.filter_layer for layer in group.layers
+        )
         assert plan.group_of[group.filter_layer] == number
     assert plan.dense_share == pytest.approx(len(dense) / layers)
 
@@ -179,7 +228,9 @@ def test_layer_plan_roles_by_wait_layers():
     assert layer_plan(6, (1,), 2).roles == (full, chosen, wait, wait, sparse, sparse)
     assert layer_plan(6, (0, 4), 2).roles == (chosen, wait, wait, sparse, chosen, wait)
     assert layer_plan(6, (1, 2), 3).roles == (full, chosen, chosen, wait, wait, wait)
-    assert layer_plan(12, (2, 3, 8), 1).groups[0].layers == () and layer_plan(12, (2, 3, 8), 1).groups[1].layers == (5, 6, 7)
+    assert layer_plan(12, (2, 3, 8), 1).groups[0].layers == () and layer_plan(
+        12, (2, 3, 8), 1
+    ).groups[1].layers == (5, 6, 7)
     assert layer_plan(4).roles == (full,) * 4 and layer_plan(4).groups == ()
 
 
@@ -205,12 +256,20 @@ def test_an_unknown_model_gets_the_default_and_a_hint():
 # ------------------------------------------------------------------ budgets
 
 
-@pytest.mark.parametrize(("layers", "filters", "mem", "share"), [
-    (32, (2, 8, 18), 0.30, 0.0667),                                             # METHODS.md 3.2, item 7
-    (48, (6, 11, 30), 0.30, 0.0667),
-    (48, (3, 11, 30), 0.30, 0.138), (48, (3, 11, 30), 0.40, 0.262), (48, (3, 11, 30), 0.50, 0.385),
-    (80, (4, 19, 41), 0.20, 0.086), (80, (4, 19, 41), 0.30, 0.200), (80, (4, 19, 41), 0.40, 0.314),
-])
+@pytest.mark.parametrize(
+    ("layers", "filters", "mem", "share"),
+    [
+        # METHODS.md 3.2, item 7
+        (32, (2, 8, 18), 0.30, 0.0667),
+        (48, (6, 11, 30), 0.30, 0.0667),
+        (48, (3, 11, 30), 0.30, 0.138),
+        (48, (3, 11, 30), 0.40, 0.262),
+        (48, (3, 11, 30), 0.50, 0.385),
+        (80, (4, 19, 41), 0.20, 0.086),
+        (80, (4, 19, 41), 0.30, 0.200),
+        (80, (4, 19, 41), 0.40, 0.314),
+    ],
+)
 def test_mem_formula_in_both_directions(layers, filters, mem, share):
     plan = layer_plan(layers, filters, 1)
     found = budget_from_mem(mem, plan.dense_share)
@@ -220,9 +279,13 @@ def test_mem_formula_in_both_directions(layers, filters, mem, share):
 
 
 def test_dense_shares_of_the_published_plans():
-    shares = [layer_plan(n, f, 1).dense_share for n, f in ((32, (2, 8, 18)), (48, (6, 11, 30)), (48, (3, 11, 30)), (80, (4, 19, 41)))]
+    shares = [
+        layer_plan(n, f, 1).dense_share
+        for n, f in ((32, (2, 8, 18)), (48, (6, 11, 30)), (48, (3, 11, 30)), (80, (4, 19, 41)))
+    ]
     assert shares == [0.25, 0.25, 0.1875, 0.125]
-    assert layer_plan(32, (2, 8, 18), 0).dense_share == 5 / 32                  # without wait layers
+    # without wait layers
+    assert layer_plan(32, (2, 8, 18), 0).dense_share == 5 / 32
 
 
 def test_mem_of_a_budget_is_never_more_than_all():
@@ -234,10 +297,19 @@ def test_mem_of_a_budget_is_never_more_than_all():
 
 
 def test_budgets_of_a_session():
-    """tokens as given; share and mem of the bank's length when the prompt was read; at least one; 2048 where none is given."""
+    """tokens as given; share and mem of the bank's length when the prompt was read; at least one;
+    2048 where none is given.
+    """
     weights = tiny_weights(CONFIG)
-    for fields, k in ((dict(tokens=17), 17), (dict(share=0.1), 40), (dict(share=0.0001), 1), (dict(share=1.0), 400),
-                      (dict(mem=0.7), 80), (dict(mem=1.0), 400), ({}, 2048)):
+    for fields, k in (
+        (dict(tokens=17), 17),
+        (dict(share=0.1), 40),
+        (dict(share=0.0001), 1),
+        (dict(share=1.0), 400),
+        (dict(mem=0.7), 80),
+        (dict(mem=1.0), 400),
+        ({}, 2048),
+    ):
         method = OmniKV(filter_layers=(1, 4), tail=64, dense_below=0, **fields)
         with tiny_llm(CONFIG, weights, method, max_context=1024).session() as session:
             session.prefill(random_ids(400))
@@ -251,15 +323,21 @@ def test_budgets_of_a_session():
 
 
 def bytes_of_a_step(config, plan, method, n, passes):
-    """Bytes that decide (full, sparse): the sparse layers' rows against the chosen ones, the tail and the scoring."""
+    """Bytes that decide (full, sparse): the sparse layers' rows against the chosen ones, the tail
+    and the scoring.
+    """
     row, sparse = 2 * config.num_kv_heads * config.head_dim * 4, len(plan.sparse_layers)
-    again = row // 2 if passes == 3 else 0                                      # a CPU's filter layers go over the keys once more
+    # a CPU's filter layers go over the keys once more
+    again = row // 2 if passes == 3 else 0
     scoring = plan.count(Role.FILTER) * n * (4 * config.num_heads * 2 + 12 + again)
     k = method.budget(plan, n)
     return sparse * n * row, sparse * (k * passes + method.tail) * row + scoring
 
 
-@pytest.mark.parametrize("fields", [dict(tokens=64), dict(tokens=500), dict(share=0.1), dict(mem=0.7), dict(tokens=64, tail=1024)])
+@pytest.mark.parametrize(
+    "fields",
+    [dict(tokens=64), dict(tokens=500), dict(share=0.1), dict(mem=0.7), dict(tokens=64, tail=1024)],
+)
 @pytest.mark.parametrize(("device", "passes"), [("cpu", 3), ("cuda", 1)])
 def test_automatic_crossover_is_where_the_bytes_cross(fields, device, passes):
     config = tiny_config(layers=8, heads=4, kv_heads=2, hidden=256, max_positions=100_000)
@@ -270,7 +348,8 @@ def test_automatic_crossover_is_where_the_bytes_cross(fields, device, passes):
     full, sparse = bytes_of_a_step(config, plan, method, below + 32, passes)
     assert sparse <= full
     full, sparse = bytes_of_a_step(config, plan, method, below - 32, passes)
-    token = len(plan.sparse_layers) * passes * config.kv_bytes(4)               # a share is rounded down to whole tokens
+    # a share is rounded down to whole tokens
+    token = len(plan.sparse_layers) * passes * config.kv_bytes(4)
     assert sparse + token >= full
 
 
@@ -287,8 +366,11 @@ def test_automatic_crossover_is_printed_obeyed_and_can_be_set():
             for token in random_ids(5):
                 session.decode(token)
                 sparse = len(session) >= below
-                assert (session.stats.sparse_steps > 0) == sparse and bool(session.selections) == sparse
-    hopeless = OmniKV(filter_layers=(1, 4), share=0.9, tail=64)                 # on a CPU a gather of 90% costs more than it saves
+                assert (session.stats.sparse_steps > 0) == sparse and bool(
+                    session.selections
+                ) == sparse
+    # on a CPU a gather of 90% costs more than it saves
+    hopeless = OmniKV(filter_layers=(1, 4), share=0.9, tail=64)
     llm = tiny_llm(CONFIG, weights, hopeless, max_context=512)
     assert llm.plan().dense_below > 512
 
@@ -296,7 +378,9 @@ def test_automatic_crossover_is_printed_obeyed_and_can_be_set():
 def test_stream_of_weights_serves_all_settings():
     """The helper itself: two LLMs over the same weights give the same logits."""
     config, weights = CONFIG, tiny_weights(CONFIG)
-    a = LLM.from_stream(config, stream_of(weights), device="cpu", max_context=64, kernels="reference")
+    a = LLM.from_stream(
+        config, stream_of(weights), device="cpu", max_context=64, kernels="reference"
+    )
     b = tiny_llm(config, weights, Full(), max_context=64)
     with a.session() as first, b.session() as second:
         assert (first.prefill([1, 2, 3]) == second.prefill([1, 2, 3])).all()

@@ -1,6 +1,8 @@
-"""The decode step itself, beyond what a session asks of it today: ragged batches (U5) and several queries at once (drafts).
+"""The decode step itself, beyond what a session asks of it today: ragged batches (U5) and several
+queries at once (drafts).
 
-Stops: a sequence that reads another's rows, selection, length or tail; a draft's query that sees the tokens after it.
+Stops: a sequence that reads another's rows, selection, length or tail; a draft's query that sees
+the tokens after it.
 """
 
 import pytest
@@ -40,12 +42,25 @@ def batched(llm, sessions, kernels):
         ring.slots[:, number] = session._ring.slots[:, 0]
         for layer in range(CONFIG.num_layers):
             for mine, theirs in zip(bank.kv(layer), session.bank.kv(layer)):
-                mine[number].fill_(float("nan"))                # whatever lies beyond the length
-                mine[number, :, :len(session)] = theirs[0, :, :len(session)]
+                mine[number].fill_(float("nan"))  # whatever lies beyond the length
+                mine[number, :, : len(session)] = theirs[0, :, : len(session)]
     window = method.window if getattr(method, "selector", "last") != "last" else 0
-    scratch = make_scratch(batch, 8, CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim, CAPACITY,
-                           method.budget_capacity(plan, CAPACITY), "cpu", True, window, path=kernels)
-    setup = Setup(CONFIG, plan, CAPACITY, torch.device("cpu"), torch.float32, batch, kernels, scratch)
+    scratch = make_scratch(
+        batch,
+        8,
+        CONFIG.num_heads,
+        CONFIG.num_kv_heads,
+        CONFIG.head_dim,
+        CAPACITY,
+        method.budget_capacity(plan, CAPACITY),
+        "cpu",
+        True,
+        window,
+        path=kernels,
+    )
+    setup = Setup(
+        CONFIG, plan, CAPACITY, torch.device("cpu"), torch.float32, batch, kernels, scratch
+    )
     runtime = method.runtime(setup)
     runtime.end_prefill(max(LENGTHS))
     return Decoder(llm.model, llm.rotary, runtime, ring), bank
@@ -65,48 +80,72 @@ def test_a_ragged_batch_is_each_sequence_alone(name, kernels):
         with torch.inference_mode():
             logits = decoder.step(torch.tensor(tokens)[:, None], lengths, bank)
         for number, session in enumerate(sessions):
-            torch.testing.assert_close(logits[number, 0], session.decode(tokens[number]), atol=2e-5, rtol=2e-5)
+            torch.testing.assert_close(
+                logits[number, 0], session.decode(tokens[number]), atol=2e-5, rtol=2e-5
+            )
             if name == "full":
                 continue
             n = len(session)
-            for group, index, counts in zip(decoder.runtime.plan.groups, decoder.runtime.index, decoder.runtime.counts):
-                chosen = index[number, 0, :int(counts[number])].long()
+            for group, index, counts in zip(
+                decoder.runtime.plan.groups, decoder.runtime.index, decoder.runtime.counts
+            ):
+                chosen = index[number, 0, : int(counts[number])].long()
                 assert torch.equal(chosen, session.selections[group.filter_layer])
-                assert len(chosen) == min(20, tail_start(n, 64)) and session.stats.sparse_steps == step + 1
+                assert (
+                    len(chosen) == min(20, tail_start(n, 64))
+                    and session.stats.sparse_steps == step + 1
+                )
 
 
 @pytest.mark.parametrize("kernels", ["reference", "auto"])
 @pytest.mark.parametrize("queries", [1, 2, 5, 8])
 @pytest.mark.parametrize("everything", [False, True])
 def test_several_queries_at_once_are_as_many_steps(queries, everything, kernels):
-    """Full, and OmniKV with a budget for everything: query j sees j tokens more than the first, whatever tail block they span."""
+    """Full, and OmniKV with a budget for everything: query j sees j tokens more than the first,
+    whatever tail block they span.
+    """
     method = OmniKV(**{**SPARSE, "tokens": CAPACITY}) if everything else Full()
     llm = tiny_llm(CONFIG, WEIGHTS, method, max_context=CAPACITY, kernels=kernels)
-    for length in (171, 188, 252):                              # 192 and 256 lie inside the last two
+    # 192 and 256 lie inside the last two
+    for length in (171, 188, 252):
         with llm.session() as session:
             session.prefill(random_ids(length))
             decoder, bank = batched(llm, [session], kernels)
             tokens = random_ids(queries, seed=5)
             with torch.inference_mode():
-                logits = decoder.step(torch.tensor([tokens]), torch.tensor([length], dtype=torch.int32), bank)
+                logits = decoder.step(
+                    torch.tensor([tokens]), torch.tensor([length], dtype=torch.int32), bank
+                )
             for j, token in enumerate(tokens):
-                torch.testing.assert_close(logits[0, j], session.decode(token), atol=2e-5, rtol=2e-5)
+                torch.testing.assert_close(
+                    logits[0, j], session.decode(token), atol=2e-5, rtol=2e-5
+                )
             for layer in range(CONFIG.num_layers):
-                for mine, theirs in zip(bank.kv(layer, length + queries), session.bank.kv(layer, length + queries)):
+                for mine, theirs in zip(
+                    bank.kv(layer, length + queries), session.bank.kv(layer, length + queries)
+                ):
                     torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_step_advances_nothing(name):
-    """U4, and what graph warm-ups rely on: the same step again gives the same bits, the same selection, the same rows."""
+    """U4, and what graph warm-ups rely on: the same step again gives the same bits, the same
+    selection, the same rows.
+    """
     llm = tiny_llm(CONFIG, WEIGHTS, METHODS[name], max_context=CAPACITY)
     with llm.session() as session:
         session.prefill(random_ids(300))
         decoder, bank = batched(llm, [session], "reference")
         tokens, lengths = torch.tensor([[5]]), torch.tensor([300], dtype=torch.int32)
         with torch.inference_mode():
-            seen = [(decoder.step(tokens, lengths, bank).clone(), bank.kv(4, 301)[0].clone(), decoder.runtime.selections())
-                    for _ in range(3)]
+            seen = [
+                (
+                    decoder.step(tokens, lengths, bank).clone(),
+                    bank.kv(4, 301)[0].clone(),
+                    decoder.runtime.selections(),
+                )
+                for _ in range(3)
+            ]
         for logits, rows, chosen in seen[1:]:
             assert torch.equal(logits, seen[0][0]) and torch.equal(rows, seen[0][1])
             assert all(torch.equal(a, b) for a, b in zip(chosen.values(), seen[0][2].values()))

@@ -1,6 +1,8 @@
-"""These tests run every Triton kernel in the interpreter, on the CPU: `TRITON_INTERPRET=1 pytest tests/kernels`.
+"""These tests run every Triton kernel in the interpreter, on the CPU: `TRITON_INTERPRET=1 pytest
+tests/kernels`.
 
-They need a process of their own: TRITON_INTERPRET is read when triton is imported, and tests/aot need it unset.
+They need a process of their own: TRITON_INTERPRET is read when triton is imported, and tests/aot
+need it unset.
 """
 
 import os
@@ -18,6 +20,7 @@ def pytest_collection_modifyitems(items):
         reason = "triton is imported without TRITON_INTERPRET=1: tests/kernels need a process of their own"
     try:
         from tests.kernels import interpreter
+
         interpreter.install()
     except ImportError:
         reason = "triton is not installed here"

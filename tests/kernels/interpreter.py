@@ -1,8 +1,8 @@
-"""Triton's interpreter with right bf16: without this, tl.dot multiplies bf16 bit patterns and casts truncate (triton
-3.6, 3.7).
+"""Triton's interpreter with right bf16: without this, tl.dot multiplies bf16 bit patterns and casts
+truncate (triton 3.6, 3.7).
 
-Call `install` before running kernels, in a process with TRITON_INTERPRET=1. Only what our kernels use is put right:
-casts, dots and arithmetic on two bf16 operands.
+Call `install` before running kernels, in a process with TRITON_INTERPRET=1. Only what our kernels
+use is put right: casts, dots and arithmetic on two bf16 operands.
 """
 
 import numpy as np
@@ -41,7 +41,9 @@ def install():
 
     def create_dot(self, a, b, d, precision, imprecise):
         if a.dtype.scalar in (tl.bfloat16, tl.float16):
-            return interpreter.TensorHandle(np.matmul(wide(a), wide(b)).astype(d.data.dtype) + d.data, d.dtype.scalar)
+            return interpreter.TensorHandle(
+                np.matmul(wide(a), wide(b)).astype(d.data.dtype) + d.data, d.dtype.scalar
+            )
         return dot(self, a, b, d, precision, imprecise)
 
     def binary_op(self, left, right, operation):

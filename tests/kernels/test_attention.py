@@ -1,4 +1,6 @@
-"""Dense and sparse flash-decoding and window scores, interpreted, against the float64 oracle on hostile shapes."""
+"""Dense and sparse flash-decoding and window scores, interpreted, against the float64 oracle on
+hostile shapes.
+"""
 
 import pytest
 import torch
@@ -12,26 +14,33 @@ from tests.kernel_checks import check_dense, check_sparse, check_window, ints
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
-@pytest.mark.parametrize("lengths, shape", [
-    ([1, 2], dict(kind="softmax")),
-    ([63, 64, 65, 127], dict(head_dim=128, kv_heads=1, kind="raw")),
-    ([511, 512, 513], dict(head_dim=32, group=1, kv_heads=3, kind="softmax", layout="tokens")),
-    ([1021], dict(head_dim=96, group=8, dtype=BF16, kind="softmax", layout="tokens")),
-    ([0, 131], dict(head_dim=40, group=3, dtype=F16, kind="softmax")),
-    ([7, 601], dict(queries=3, group=4, kind="softmax")),
-    ([3, 8, 530], dict(queries=8, group=1, head_dim=128, dtype=BF16, kind="raw")),
-    ([97], dict(queries=8, group=16, head_dim=32, kv_heads=1, dtype=BF16)),
-    ([200, 1], dict(head_dim=256, group=2, dtype=F16, kv_heads=1)),
-    ([300], dict(group=1, dtype=BF16, head_dim=128, layout="tokens")),
-    ([77], dict(queries=8, group=16, head_dim=256, kv_heads=2, dtype=F16, kind="softmax")),       # four query tiles
-    ([77], dict(queries=5, group=8, head_dim=96, kv_heads=1, kind="raw")),                        # two, the last partly full
-])
+@pytest.mark.parametrize(
+    "lengths, shape",
+    [
+        ([1, 2], dict(kind="softmax")),
+        ([63, 64, 65, 127], dict(head_dim=128, kv_heads=1, kind="raw")),
+        ([511, 512, 513], dict(head_dim=32, group=1, kv_heads=3, kind="softmax", layout="tokens")),
+        ([1021], dict(head_dim=96, group=8, dtype=BF16, kind="softmax", layout="tokens")),
+        ([0, 131], dict(head_dim=40, group=3, dtype=F16, kind="softmax")),
+        ([7, 601], dict(queries=3, group=4, kind="softmax")),
+        ([3, 8, 530], dict(queries=8, group=1, head_dim=128, dtype=BF16, kind="raw")),
+        ([97], dict(queries=8, group=16, head_dim=32, kv_heads=1, dtype=BF16)),
+        ([200, 1], dict(head_dim=256, group=2, dtype=F16, kv_heads=1)),
+        ([300], dict(group=1, dtype=BF16, head_dim=128, layout="tokens")),
+        # four query tiles
+        ([77], dict(queries=8, group=16, head_dim=256, kv_heads=2, dtype=F16, kind="softmax")),
+        # two, the last partly full
+        ([77], dict(queries=5, group=8, head_dim=96, kv_heads=1, kind="raw")),
+    ],
+)
 def test_dense(lengths, shape):
     check_dense("cpu", "triton", lengths, **shape)
 
 
 def test_dense_two_merge_levels_give_the_same_bits():
-    """66 splits by two levels of merging; then few rows in a large bank, equal bit for bit to the same rows in a small one."""
+    """66 splits by two levels of merging; then few rows in a large bank, equal bit for bit to the
+    same rows in a small one.
+    """
     check_dense("cpu", "triton", [33700], kv_heads=1, group=2, head_dim=16, kind="softmax")
     small = check_dense("cpu", "triton", [700], kv_heads=1, head_dim=16, kind="softmax", extra=0)
     generator = torch.Generator().manual_seed(0)
@@ -44,46 +53,61 @@ def test_dense_two_merge_levels_give_the_same_bits():
     assert torch.equal(out, small[0]) and torch.equal(keys[:, :700], small[1])
 
 
-@pytest.mark.parametrize("counts, tails, shape", [
-    ([1, 0], [1, 3], dict()),
-    ([31, 32, 33], [64, 63, 1], dict(head_dim=32, group=1, kv_heads=3)),
-    ([257], [130], dict(head_dim=128, dtype=BF16, kv_heads=1, layout="heads")),
-    ([100, 7], [20, 90], dict(head_dim=96, group=8, dtype=F16, per_head=True)),
-    ([64, 65], [9, 8], dict(queries=8, group=4, dtype=BF16, per_head=True)),
-    ([50], [12], dict(queries=3, group=1, head_dim=40)),
-    ([40], [20], dict(queries=8, group=16, head_dim=32, kv_heads=1, dtype=BF16)),
-    ([40], [20], dict(queries=5, group=8, head_dim=96, kv_heads=2)),
-    ([0], [1100], dict(kv_heads=1, head_dim=32)),
-    ([300, 5], [1500, 2], dict(kv_heads=1, head_dim=32, budget=400)),
-])
+@pytest.mark.parametrize(
+    "counts, tails, shape",
+    [
+        ([1, 0], [1, 3], dict()),
+        ([31, 32, 33], [64, 63, 1], dict(head_dim=32, group=1, kv_heads=3)),
+        ([257], [130], dict(head_dim=128, dtype=BF16, kv_heads=1, layout="heads")),
+        ([100, 7], [20, 90], dict(head_dim=96, group=8, dtype=F16, per_head=True)),
+        ([64, 65], [9, 8], dict(queries=8, group=4, dtype=BF16, per_head=True)),
+        ([50], [12], dict(queries=3, group=1, head_dim=40)),
+        ([40], [20], dict(queries=8, group=16, head_dim=32, kv_heads=1, dtype=BF16)),
+        ([40], [20], dict(queries=5, group=8, head_dim=96, kv_heads=2)),
+        ([0], [1100], dict(kv_heads=1, head_dim=32)),
+        ([300, 5], [1500, 2], dict(kv_heads=1, head_dim=32, budget=400)),
+    ],
+)
 def test_sparse(counts, tails, shape):
     check_sparse("cpu", "triton", counts, tails, **shape)
 
 
 def test_sparse_grid_fills_a_gpu_and_scratch_covers_every_budget():
-    """2048 tokens under 8 kv heads fill 132 SMs twice, and no smaller budget needs more splits than its scratch has room for."""
+    """2048 tokens under 8 kv heads fill 132 SMs twice, and no smaller budget needs more splits than
+    its scratch has room for.
+    """
     assert 8 * sparse_splits(2048, 8) >= FILL and sparse_split(2048, 8) == 64
     for kv_heads in (1, 2, 4, 8, 32):
         for budget in (*range(1, 700, 7), 1024, 2048, 8192, 131072):
-            assert sparse_splits(budget, kv_heads) * sparse_split(budget, kv_heads) >= budget + TAIL_ROOM
-            assert sparse_splits(budget, kv_heads) <= most_sparse_splits(131072 if budget > 8192 else 8192, kv_heads)
+            assert (
+                sparse_splits(budget, kv_heads) * sparse_split(budget, kv_heads)
+                >= budget + TAIL_ROOM
+            )
+            assert sparse_splits(budget, kv_heads) <= most_sparse_splits(
+                131072 if budget > 8192 else 8192, kv_heads
+            )
 
 
-@pytest.mark.parametrize("lengths, shape", [
-    ([1, 9, 17], dict()),
-    ([513, 200], dict(head_dim=128, dtype=BF16, kv_heads=1)),
-    ([130], dict(window=5, group=3, head_dim=96, dtype=F16, layout="tokens")),
-    ([530, 3], dict(kind="raw", group=1, head_dim=32)),
-    ([300, 20], dict(window=40, group=12, head_dim=32, kv_heads=1, dtype=BF16)),
-    ([70], dict(window=64, group=16, head_dim=32, kv_heads=2, kind="raw")),
-])
+@pytest.mark.parametrize(
+    "lengths, shape",
+    [
+        ([1, 9, 17], dict()),
+        ([513, 200], dict(head_dim=128, dtype=BF16, kv_heads=1)),
+        ([130], dict(window=5, group=3, head_dim=96, dtype=F16, layout="tokens")),
+        ([530, 3], dict(kind="raw", group=1, head_dim=32)),
+        ([300, 20], dict(window=40, group=12, head_dim=32, kv_heads=1, dtype=BF16)),
+        ([70], dict(window=64, group=16, head_dim=32, kv_heads=2, kind="raw")),
+    ],
+)
 def test_window(lengths, shape):
     check_window("cpu", "triton", lengths, **shape)
 
 
 @pytest.fixture(scope="module")
 def huge():
-    """A bank whose second half starts past 2^31 elements: 4.3 GB of address space, of which a few pages are touched."""
+    """A bank whose second half starts past 2^31 elements: 4.3 GB of address space, of which a few
+    pages are touched.
+    """
     try:
         return torch.empty(2**31 + 2**20, dtype=F16)
     except RuntimeError as error:
@@ -91,10 +115,15 @@ def huge():
 
 
 def far_bank(huge, rows, dim):
-    """K, V [1, 2, rows, dim]: the second kv head lies past 2^31 elements; filled, and the same in a small bank."""
+    """K, V [1, 2, rows, dim]: the second kv head lies past 2^31 elements; filled, and the same in a
+    small bank.
+    """
     generator = torch.Generator().manual_seed(1)
     small = torch.randn(2, 1, 2, rows, dim, generator=generator).half()
-    views = [torch.as_strided(huge, (1, 2, rows, dim), (1, 2**31, dim, 1), part * 2**18) for part in range(2)]
+    views = [
+        torch.as_strided(huge, (1, 2, rows, dim), (1, 2**31, dim, 1), part * 2**18)
+        for part in range(2)
+    ]
     for view, values in zip(views, small):
         view.copy_(values)
     return views, small
@@ -103,13 +132,20 @@ def far_bank(huge, rows, dim):
 def test_offsets_past_31_bits_heads(huge):
     (k, v), small = far_bank(huge, 600, 32)
     q, alpha = torch.randn(1, 2, 4, 32).half(), torch.ones(2)
-    lengths, scale = ints([600], "cpu"), 32 ** -0.5
+    lengths, scale = ints([600], "cpu"), 32**-0.5
     keys = torch.zeros(3, 1, 600)
     index = torch.arange(0, 500, 7, dtype=torch.int32).view(1, 1, -1)
     rest = (index, ints([index.shape[2]], "cpu"), ints([560], "cpu"), lengths, scale)
-    for far, near in ((decode_dense(q, k, v, lengths, scale, keys[0], path="triton"),
-                       decode_dense(q, *small, lengths, scale, keys[1], path="triton")),
-                      (decode_sparse(q, k, v, *rest, path="triton"), decode_sparse(q, *small, *rest, path="triton"))):
+    for far, near in (
+        (
+            decode_dense(q, k, v, lengths, scale, keys[0], path="triton"),
+            decode_dense(q, *small, lengths, scale, keys[1], path="triton"),
+        ),
+        (
+            decode_sparse(q, k, v, *rest, path="triton"),
+            decode_sparse(q, *small, *rest, path="triton"),
+        ),
+    ):
         assert torch.equal(far, near)
     assert torch.equal(keys[0], keys[1])
     window_scores(q, k, lengths, scale, alpha, "softmax", keys[0], path="triton")
@@ -118,7 +154,9 @@ def test_offsets_past_31_bits_heads(huge):
 
 
 def test_offsets_past_31_bits_rows(huge):
-    """Rows so far apart that the offset inside one split passes 31 bits, and gathered rows past 2^31 elements."""
+    """Rows so far apart that the offset inside one split passes 31 bits, and gathered rows past
+    2^31 elements.
+    """
     rows, step = 500, 2**22
     k = torch.as_strided(huge, (1, 1, rows, 32), (1, 1, step, 1))
     small = torch.randn(2, 1, 1, rows, 32).half()
@@ -126,8 +164,13 @@ def test_offsets_past_31_bits_rows(huge):
     v = torch.as_strided(huge, (1, 1, rows, 32), (1, 1, step, 1), 64)
     v.copy_(small[1])
     assert step * rows < huge.numel()
-    q, lengths, scale = torch.randn(1, 1, 4, 32).half(), ints([rows], "cpu"), 32 ** -0.5
+    q, lengths, scale = torch.randn(1, 1, 4, 32).half(), ints([rows], "cpu"), 32**-0.5
     index = torch.arange(300, 490, 3, dtype=torch.int32).view(1, 1, -1)
     rest = (index, ints([index.shape[2]], "cpu"), ints([495], "cpu"), lengths, scale)
-    assert torch.equal(decode_dense(q, k, v, lengths, scale, path="triton"), decode_dense(q, *small, lengths, scale, path="triton"))
-    assert torch.equal(decode_sparse(q, k, v, *rest, path="triton"), decode_sparse(q, *small, *rest, path="triton"))
+    assert torch.equal(
+        decode_dense(q, k, v, lengths, scale, path="triton"),
+        decode_dense(q, *small, lengths, scale, path="triton"),
+    )
+    assert torch.equal(
+        decode_sparse(q, k, v, *rest, path="triton"), decode_sparse(q, *small, *rest, path="triton")
+    )

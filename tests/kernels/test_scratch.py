@@ -1,4 +1,6 @@
-"""Scratch: its bytes are known before it exists, what is in it does not matter, and it serves every kernel of a step."""
+"""Scratch: its bytes are known before it exists, what is in it does not matter, and it serves every
+kernel of a step.
+"""
 
 import pytest
 import torch
@@ -13,14 +15,19 @@ from tests.kernel_checks import ints
 
 
 @pytest.mark.parametrize("path", ["cpu", "triton"])
-@pytest.mark.parametrize("sizes", [
-    (1, 1, 32, 8, 128, 131072, 2048, "meta", True, 0),
-    (2, 8, 8, 8, 96, 1000, 1, "meta", False, 0),
-    (3, 3, 8, 2, 64, 50000, 900, "meta", True, 16),
-])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (1, 1, 32, 8, 128, 131072, 2048, "meta", True, 0),
+        (2, 8, 8, 8, 96, 1000, 1, "meta", False, 0),
+        (3, 3, 8, 2, 64, 50000, 900, "meta", True, 16),
+    ],
+)
 def test_bytes_are_what_is_allocated(sizes, path):
     scratch = make_scratch(*sizes, path=path)
-    found = sum(t.numel() * t.element_size() for t in vars(scratch).values() if isinstance(t, torch.Tensor))
+    found = sum(
+        t.numel() * t.element_size() for t in vars(scratch).values() if isinstance(t, torch.Tensor)
+    )
     assert found == scratch_bytes(*sizes, path=path)
 
 
@@ -29,10 +36,31 @@ def step(scratch, q, k, v):
     lengths, scale, keys = ints([600, 99], "cpu"), 0.2, torch.zeros(2, 700)
     index, counts = torch.zeros(2, 1, 40, dtype=torch.int32), ints([0, 0], "cpu")
     dense = decode_dense(q, k, v, lengths, scale, keys, "softmax", scratch, path="triton")
-    select_topk(keys, ints([0, 0], "cpu"), ints([500, 60], "cpu"), ints([40, 30], "cpu"), index[:, 0], counts, scratch, path="triton")
-    sparse = decode_sparse(q, k, v, index, counts, ints([500, 60], "cpu"), lengths, scale, scratch, path="triton")
+    select_topk(
+        keys,
+        ints([0, 0], "cpu"),
+        ints([500, 60], "cpu"),
+        ints([40, 30], "cpu"),
+        index[:, 0],
+        counts,
+        scratch,
+        path="triton",
+    )
+    sparse = decode_sparse(
+        q, k, v, index, counts, ints([500, 60], "cpu"), lengths, scale, scratch, path="triton"
+    )
     window = torch.zeros(2, 700)
-    window_scores(q.repeat(1, 8, 1, 1), k, lengths, scale, torch.ones(16), "softmax", window, scratch, path="triton")
+    window_scores(
+        q.repeat(1, 8, 1, 1),
+        k,
+        lengths,
+        scale,
+        torch.ones(16),
+        "softmax",
+        window,
+        scratch,
+        path="triton",
+    )
     return dense, keys, index, counts, sparse, window
 
 
@@ -55,12 +83,25 @@ def test_too_small_a_scratch_is_refused():
     with pytest.raises(ValueError, match="scratch.part: found 256 elements, this call needs 384"):
         decode_dense(q, kv[0], kv[1], ints([1300], "cpu"), 0.2, scratch=scratch, path="triton")
     with pytest.raises(ValueError, match="scratch.logits: found 2400"):
-        decode_dense(q, kv[0][:, :, :1000], kv[1][:, :, :1000], ints([900], "cpu"), 0.2, keys, scratch=scratch, path="triton")
+        decode_dense(
+            q,
+            kv[0][:, :, :1000],
+            kv[1][:, :, :1000],
+            ints([900], "cpu"),
+            0.2,
+            keys,
+            scratch=scratch,
+            path="triton",
+        )
 
 
 def test_dispatch():
     cpu = torch.zeros(1)
-    assert choose("auto", cpu) == "cpu" and choose("reference", cpu) == "reference" and choose("triton", cpu) == "triton"
+    assert (
+        choose("auto", cpu) == "cpu"
+        and choose("reference", cpu) == "reference"
+        and choose("triton", cpu) == "triton"
+    )
     assert choose("auto", torch.zeros(1, device="meta")) == "reference"
     with pytest.raises(ValueError, match="path: found 'fast', expected one of auto"):
         choose("fast", cpu)

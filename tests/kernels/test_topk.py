@@ -1,4 +1,6 @@
-"""The radix select, interpreted, against a stable sort: ties, order, padding and independence of the grid."""
+"""The radix select, interpreted, against a stable sort: ties, order, padding and independence of
+the grid.
+"""
 
 import pytest
 import torch
@@ -21,8 +23,16 @@ def test_hostile_rows(name, generator):
 def test_histograms_are_left_zero_and_scratch_is_reused(generator):
     scratch = make_scratch(2, 1, 1, 1, 16, 3000, 0, "cpu", True, 0, path="triton")
     for name in ("equal", "normal", "nan", "normal"):
-        check_topk("cpu", "triton", [hostile_row(name, 3000, generator) for _ in range(2)], [0, 5], [3000, 900], [77, 1], 80,
-                   scratch=scratch)
+        check_topk(
+            "cpu",
+            "triton",
+            [hostile_row(name, 3000, generator) for _ in range(2)],
+            [0, 5],
+            [3000, 900],
+            [77, 1],
+            80,
+            scratch=scratch,
+        )
         assert not scratch.hist.any()
         scratch.ranks.fill_(-7)
 
@@ -41,8 +51,13 @@ def test_budget_of_zero_and_range_beyond_the_row(generator):
 @pytest.mark.parametrize("name", ["two", "normal"])
 def test_result_does_not_depend_on_the_grid(name, generator):
     row = hostile_row(name, 5000, generator)
-    results = [check_topk("cpu", "triton", [row], [70], [4900], [333], 400, span=span) for span in (64, 256, 1024, 8192)]
-    results.append(check_topk("cpu", "triton", [torch.cat([row, torch.zeros(3000)])], [70], [4900], [333], 400))
+    results = [
+        check_topk("cpu", "triton", [row], [70], [4900], [333], 400, span=span)
+        for span in (64, 256, 1024, 8192)
+    ]
+    results.append(
+        check_topk("cpu", "triton", [torch.cat([row, torch.zeros(3000)])], [70], [4900], [333], 400)
+    )
     assert all(torch.equal(results[0], other) for other in results)
 
 

@@ -10,17 +10,23 @@ from tests.prefill_checks import check_column_scores
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
-@pytest.mark.parametrize("path, dtype", [("cpu", F32), ("cpu", F16), ("cpu", BF16), ("reference", F32)])
-@pytest.mark.parametrize("chunk, stop, shape", [
-    (1, 1, dict()),
-    (5, 63, dict(group=1, kv_heads=3, layout="tokens")),
-    (64, 64, dict(group=8, kv_heads=1, head_dim=96)),
-    (33, 65, dict(head_dim=40, batch=1)),
-    (17, 300, dict(kv_heads=4, group=1, head_dim=128)),
-    (60, 90, dict(blocks=[(0, 20, 40), (20, 41, 90), (41, 60, 1)], stride=4)),
-    (9, 200, dict(sharpness=6.0)),                        # one row takes nearly all, most weights underflow
-    (9, 200, dict(sharpness=0.0)),                        # all weights equal
-])
+@pytest.mark.parametrize(
+    "path, dtype", [("cpu", F32), ("cpu", F16), ("cpu", BF16), ("reference", F32)]
+)
+@pytest.mark.parametrize(
+    "chunk, stop, shape",
+    [
+        (1, 1, dict()),
+        (5, 63, dict(group=1, kv_heads=3, layout="tokens")),
+        (64, 64, dict(group=8, kv_heads=1, head_dim=96)),
+        (33, 65, dict(head_dim=40, batch=1)),
+        (17, 300, dict(kv_heads=4, group=1, head_dim=128)),
+        (60, 90, dict(blocks=[(0, 20, 40), (20, 41, 90), (41, 60, 1)], stride=4)),
+        # one row takes nearly all, most weights underflow
+        (9, 200, dict(sharpness=6.0)),
+        (9, 200, dict(sharpness=0.0)),  # all weights equal
+    ],
+)
 def test_against_float64(path, dtype, chunk, stop, shape, monkeypatch):
     monkeypatch.setattr(kernels.column_scores, "ROWS", 64)
     check_column_scores("cpu", path, chunk, stop, dtype=dtype, **shape)
@@ -29,10 +35,21 @@ def test_against_float64(path, dtype, chunk, stop, shape, monkeypatch):
 def test_blocks_of_rows_change_no_bit(monkeypatch):
     whole = check_column_scores("cpu", "cpu", 24, 257)
     monkeypatch.setattr(kernels.column_scores, "ROWS", 64)
-    torch.testing.assert_close(check_column_scores("cpu", "cpu", 24, 257), whole, rtol=2e-6, atol=1e-7)
+    torch.testing.assert_close(
+        check_column_scores("cpu", "cpu", 24, 257), whole, rtol=2e-6, atol=1e-7
+    )
 
 
 def test_nothing_to_score_writes_nothing():
     sums = torch.full((1, 8), 7.0)
-    column_scores(torch.randn(1, 2, 4, 16), torch.randn(1, 2, 8, 16), torch.zeros(1, 2, 4), [(0, 2, 0)], 0, 1, 0.25, sums[None])
+    column_scores(
+        torch.randn(1, 2, 4, 16),
+        torch.randn(1, 2, 8, 16),
+        torch.zeros(1, 2, 4),
+        [(0, 2, 0)],
+        0,
+        1,
+        0.25,
+        sums[None],
+    )
     assert (sums == 7.0).all()

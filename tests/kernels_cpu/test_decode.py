@@ -1,4 +1,6 @@
-"""The CPU paths of the decode kernels against the float64 oracle, on hostile shapes, layouts and dtypes."""
+"""The CPU paths of the decode kernels against the float64 oracle, on hostile shapes, layouts and
+dtypes.
+"""
 
 import math
 
@@ -29,9 +31,16 @@ FEW = settings(max_examples=25, deadline=None, derandomize=True)
 
 
 @FEW
-@given(lengths=LENGTHS, group=st.sampled_from([1, 4, 8]), queries=st.sampled_from([1, 3, 8]), kv_heads=st.sampled_from([1, 2]),
-       head_dim=st.sampled_from([32, 64, 96, 128]), dtype=st.sampled_from(DTYPES), layout=st.sampled_from(["heads", "tokens"]),
-       kind=st.sampled_from([None, "softmax", "raw"]))
+@given(
+    lengths=LENGTHS,
+    group=st.sampled_from([1, 4, 8]),
+    queries=st.sampled_from([1, 3, 8]),
+    kv_heads=st.sampled_from([1, 2]),
+    head_dim=st.sampled_from([32, 64, 96, 128]),
+    dtype=st.sampled_from(DTYPES),
+    layout=st.sampled_from(["heads", "tokens"]),
+    kind=st.sampled_from([None, "softmax", "raw"]),
+)
 def test_dense(lengths, group, queries, kv_heads, head_dim, dtype, layout, kind):
     check_dense("cpu", "cpu", lengths, kv_heads, group, queries, head_dim, dtype, layout, kind)
 
@@ -41,35 +50,71 @@ def test_dense_of_an_empty_sequence():
 
 
 @FEW
-@given(lengths=LENGTHS, group=st.sampled_from([1, 4, 8]), window=st.sampled_from([1, 3, 16]), dtype=st.sampled_from(DTYPES),
-       head_dim=st.sampled_from([32, 64, 96, 128]), kind=st.sampled_from(["softmax", "raw"]),
-       layout=st.sampled_from(["heads", "tokens"]))
+@given(
+    lengths=LENGTHS,
+    group=st.sampled_from([1, 4, 8]),
+    window=st.sampled_from([1, 3, 16]),
+    dtype=st.sampled_from(DTYPES),
+    head_dim=st.sampled_from([32, 64, 96, 128]),
+    kind=st.sampled_from(["softmax", "raw"]),
+    layout=st.sampled_from(["heads", "tokens"]),
+)
 def test_window(lengths, group, window, dtype, head_dim, kind, layout):
     check_window("cpu", "cpu", lengths, window, 2, group, head_dim, dtype, kind, layout)
 
 
 @FEW
-@given(counts=st.lists(st.sampled_from([0, 1, 63, 64, 65, 211]), min_size=1, max_size=3), tail=st.sampled_from([1, 8, 65, 319]),
-       group=st.sampled_from([1, 4, 8]), queries=st.sampled_from([1, 3, 8]), kv_heads=st.sampled_from([1, 2]),
-       head_dim=st.sampled_from([32, 64, 96, 128]), dtype=st.sampled_from(DTYPES), layout=st.sampled_from(["heads", "tokens"]),
-       per_head=st.booleans())
+@given(
+    counts=st.lists(st.sampled_from([0, 1, 63, 64, 65, 211]), min_size=1, max_size=3),
+    tail=st.sampled_from([1, 8, 65, 319]),
+    group=st.sampled_from([1, 4, 8]),
+    queries=st.sampled_from([1, 3, 8]),
+    kv_heads=st.sampled_from([1, 2]),
+    head_dim=st.sampled_from([32, 64, 96, 128]),
+    dtype=st.sampled_from(DTYPES),
+    layout=st.sampled_from(["heads", "tokens"]),
+    per_head=st.booleans(),
+)
 def test_sparse(counts, tail, group, queries, kv_heads, head_dim, dtype, layout, per_head):
-    check_sparse("cpu", "cpu", counts, [tail] * len(counts), kv_heads, group, queries, head_dim, dtype, layout, per_head)
+    check_sparse(
+        "cpu",
+        "cpu",
+        counts,
+        [tail] * len(counts),
+        kv_heads,
+        group,
+        queries,
+        head_dim,
+        dtype,
+        layout,
+        per_head,
+    )
 
 
 @pytest.mark.parametrize("name", HOSTILE_ROWS)
 def test_topk(name):
     generator = torch.Generator().manual_seed(5)
     for n, k in ((1, 1), (64, 64), (65, 64), (997, 1), (997, 200), (9001, 2048), (9001, 9000)):
-        check_topk("cpu", "cpu", [hostile_row(name, n, generator), hostile_row(name, n, generator)],
-                   [0, min(3, n)], [n, n - 5], [k, k // 2], k)
+        check_topk(
+            "cpu",
+            "cpu",
+            [hostile_row(name, n, generator), hostile_row(name, n, generator)],
+            [0, min(3, n)],
+            [n, n - 5],
+            [k, k // 2],
+            k,
+        )
 
 
 def test_token_rows_are_recognised_and_nothing_else():
     rows = torch.arange(2 * 5 * 2 * 3 * 4).float().view(2, 5, 2, 3, 4)
     k, v = rows.permute(2, 0, 3, 1, 4).unbind(0)
     assert torch.equal(token_rows(k[:, :, :4], v[:, :, :4], 1), rows[1, :4].flatten(1))
-    assert token_rows(v, k, 0) is None and token_rows(k, k, 0) is None and token_rows(k, v.clone(), 0) is None
+    assert (
+        token_rows(v, k, 0) is None
+        and token_rows(k, k, 0) is None
+        and token_rows(k, v.clone(), 0) is None
+    )
     heads = torch.zeros(2, 1, 3, 5, 4)
     assert token_rows(heads[0], heads[1], 0) is None
 
@@ -82,8 +127,11 @@ class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
         self.largest, self.known = 0, set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        known = {t.untyped_storage().data_ptr() for t in torch.utils._pytree.tree_leaves((args, kwargs))
-                 if isinstance(t, torch.Tensor)}
+        known = {
+            t.untyped_storage().data_ptr()
+            for t in torch.utils._pytree.tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor)
+        }
         found = function(*args, **(kwargs or {}))
         for t in torch.utils._pytree.tree_leaves(found):
             if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in known:
@@ -95,21 +143,45 @@ class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
 @pytest.mark.parametrize("layout", ["heads", "tokens"])
 @pytest.mark.parametrize("ties", [False, True])
 def test_nothing_that_grows_with_the_context_is_created(dtype, layout, ties):
-    """A whole step at 4K and at 16K rows creates tensors of at most the same size, and none of a block's size."""
+    """A whole step at 4K and at 16K rows creates tensors of at most the same size, and none of a
+    block's size.
+    """
     found = []
     for n in (4096, 16384):
         generator = torch.Generator().manual_seed(0)
         k, v = make_bank(1, 2, n + 64, 64, dtype, layout, "cpu", generator)
         q = torch.randn(1, 16, 8, 64).to(dtype)
         scratch = make_scratch(1, 1, 8, 2, 64, n + 64, 128, "cpu", True, 16, dtype=dtype)
-        keys, out, counts = torch.zeros(1, n + 64), torch.zeros(1, 128, dtype=torch.int32), ints([0], "cpu")
+        keys, out, counts = (
+            torch.zeros(1, n + 64),
+            torch.zeros(1, 128, dtype=torch.int32),
+            ints([0], "cpu"),
+        )
         window, alpha = torch.zeros(1, n + 64), torch.ones(16)
         with Sizes() as sizes:
             decode_dense(q[:, -1:], k, v, ints([n], "cpu"), 0.1, keys, "softmax", scratch)
             if ties:
                 keys.zero_()
-            select_topk(keys, ints([0], "cpu"), ints([n - 256], "cpu"), ints([128], "cpu"), out, counts, scratch)
-            decode_sparse(q[:, -1:], k, v, out.unsqueeze(1), counts, ints([n - 256], "cpu"), ints([n], "cpu"), 0.1, scratch)
+            select_topk(
+                keys,
+                ints([0], "cpu"),
+                ints([n - 256], "cpu"),
+                ints([128], "cpu"),
+                out,
+                counts,
+                scratch,
+            )
+            decode_sparse(
+                q[:, -1:],
+                k,
+                v,
+                out.unsqueeze(1),
+                counts,
+                ints([n - 256], "cpu"),
+                ints([n], "cpu"),
+                0.1,
+                scratch,
+            )
             window_scores(q, k, ints([n], "cpu"), 0.1, alpha, "softmax", window, scratch)
         found.append(sizes.largest)
         assert math.isfinite(keys.sum()) and int(counts) == 128

@@ -1,4 +1,6 @@
-"""`pack_linear`: every form equals the exact product, holds one copy, and passes through torch.compile."""
+"""`pack_linear`: every form equals the exact product, holds one copy, and passes through
+torch.compile.
+"""
 
 import gc
 import weakref
@@ -15,7 +17,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def forms(dtype):
     """The forms that this machine can run in `dtype`."""
     packed = torch.backends.mkldnn.is_available() and (
-        dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()))
+        dtype == torch.float32
+        or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
     return [form for form in FORMS if form != "packed" or packed]
 
 
@@ -35,9 +39,16 @@ def test_every_form_is_within_twice_torchs_own_error(dtype, with_bias):
                 if form == "packed" and not x.numel():
                     continue
                 out = pack_linear(weight, bias, path=form)(x)
-                assert out.shape == exact.shape and out.dtype == dtype and out.is_contiguous(), (form, rows)
+                assert out.shape == exact.shape and out.dtype == dtype and out.is_contiguous(), (
+                    form,
+                    rows,
+                )
                 if x.numel():
-                    limit = 2 * own.abs().amax() + torch.finfo(dtype).eps * exact.abs().amax() + 4 * 2**-24 * terms.amax()
+                    limit = (
+                        2 * own.abs().amax()
+                        + torch.finfo(dtype).eps * exact.abs().amax()
+                        + 4 * 2**-24 * terms.amax()
+                    )
                     assert (out.double() - exact).abs().amax() <= limit, (form, rows)
 
 

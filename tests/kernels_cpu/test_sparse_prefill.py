@@ -1,4 +1,6 @@
-"""Gathered prefill attention in plain torch against the float64 oracle; rows that are not chosen hold NaN."""
+"""Gathered prefill attention in plain torch against the float64 oracle; rows that are not chosen
+hold NaN.
+"""
 
 import pytest
 import torch
@@ -12,24 +14,29 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 @pytest.mark.parametrize("path", ["cpu", "reference"])
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
-@pytest.mark.parametrize("chunk, count, band, shape", [
-    (1, 1, 0, dict()),
-    (1, 0, 3, dict(gap=0)),
-    (64, 128, 64, dict(layout="heads")),
-    (65, 33, 1, dict(group=1, kv_heads=3, head_dim=40)),
-    (31, 100, 130, dict(group=8, kv_heads=1, head_dim=96, batch=1)),
-    (20, 0, 0, dict(gap=7)),
-    (50, 30, 10, dict(edges=(1, 20, 45))),
-    (20, 30, 10, dict(sharpness=6.0)),
-    (20, 50, 10, dict(gap=0)),                            # every row of the past is chosen
-])
+@pytest.mark.parametrize(
+    "chunk, count, band, shape",
+    [
+        (1, 1, 0, dict()),
+        (1, 0, 3, dict(gap=0)),
+        (64, 128, 64, dict(layout="heads")),
+        (65, 33, 1, dict(group=1, kv_heads=3, head_dim=40)),
+        (31, 100, 130, dict(group=8, kv_heads=1, head_dim=96, batch=1)),
+        (20, 0, 0, dict(gap=7)),
+        (50, 30, 10, dict(edges=(1, 20, 45))),
+        (20, 30, 10, dict(sharpness=6.0)),
+        (20, 50, 10, dict(gap=0)),  # every row of the past is chosen
+    ],
+)
 def test_against_float64(path, dtype, chunk, count, band, shape):
     check_prefill_sparse("cpu", path, chunk, count, band, dtype=dtype, **shape)
 
 
 @pytest.mark.parametrize("layout", ["heads", "tokens"])
 def test_all_rows_chosen_is_dense(layout):
-    """Against prefill_dense, which has tests of its own: chosen, band and chunk together are everything."""
+    """Against prefill_dense, which has tests of its own: chosen, band and chunk together are
+    everything.
+    """
     generator = torch.Generator().manual_seed(2)
     rows = torch.randn(1, 90, 2, 2, 16, generator=generator).permute(2, 0, 3, 1, 4)
     k, v = rows if layout == "tokens" else rows.contiguous()
@@ -37,4 +44,6 @@ def test_all_rows_chosen_is_dense(layout):
     index = torch.arange(40, dtype=torch.int32)[None, None]
     for path in ("cpu", "reference"):
         sparse = prefill_sparse(q, k, v, index, [(65, 90, 40, 40)], 65, 0.25, path=path)
-        torch.testing.assert_close(sparse, prefill_dense(q, k, v, 65, 0.25, path="reference"), atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(
+            sparse, prefill_dense(q, k, v, 65, 0.25, path="reference"), atol=1e-6, rtol=1e-5
+        )

@@ -1,4 +1,6 @@
-"""`store_step` without Triton: the reference and the CPU's slice copies put the same rows in the same places."""
+"""`store_step` without Triton: the reference and the CPU's slice copies put the same rows in the
+same places.
+"""
 
 import pytest
 

@@ -14,7 +14,18 @@ def tiny(tmp_path_factory):
     tokenizer = train_tokenizer()
     size = tokenizer.get_vocab_size()
     torch.manual_seed(0)
-    model = Pocket(Shape(vocab=size, hidden=64, inner=64, layers=6, heads=4, kv_heads=2, head_dim=64, positions=4096))
+    model = Pocket(
+        Shape(
+            vocab=size,
+            hidden=64,
+            inner=64,
+            layers=6,
+            heads=4,
+            kv_heads=2,
+            head_dim=64,
+            positions=4096,
+        )
+    )
     structured_start(model, [tokenizer.decode([i]) for i in range(size)], 0)
     export(model, folder)
     save_tokenizer(tokenizer, folder)

@@ -1,4 +1,6 @@
-"""`make bench`: the figures it prints are those of the path that users run, its floors are counted, its last line is JSON."""
+"""`make bench`: the figures it prints are those of the path that users run, its floors are counted,
+its last line is JSON.
+"""
 
 import csv
 import io
@@ -33,8 +35,25 @@ from tools.bench.shapes import SHAPES, parse_size, shape_config, shape_filters, 
 from tools.bench.split import STAGES, split_step
 from tools.bench.suite import sharp_stream
 
-TINY = ["--shape", "tiny", "--device", "cpu", "--dtype", "float32", "-d", "600", "-p", "64", "-r", "2", "-n", "2", "--tokens", "32",
-        "--no-gather"]
+TINY = [
+    "--shape",
+    "tiny",
+    "--device",
+    "cpu",
+    "--dtype",
+    "float32",
+    "-d",
+    "600",
+    "-p",
+    "64",
+    "-r",
+    "2",
+    "-n",
+    "2",
+    "--tokens",
+    "32",
+    "--no-gather",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -43,12 +62,28 @@ def quick_rates(monkeypatch):
 
 
 def tiny_llm(method=None, context=3000, offload="device"):
-    return LLM.from_stream(shape_config("tiny"), sharp_stream, device="cpu", dtype="float32", max_context=context,
-                           method=method or Full(), offload=offload)
+    return LLM.from_stream(
+        shape_config("tiny"),
+        sharp_stream,
+        device="cpu",
+        dtype="float32",
+        max_context=context,
+        method=method or Full(),
+        offload=offload,
+    )
 
 
 def omnikv(**more):
-    return OmniKV(**{"filter_layers": (1, 3), "tokens": 32, "tail": 64, "wait_layers": 0, "dense_below": 0, **more})
+    return OmniKV(
+        **{
+            "filter_layers": (1, 3),
+            "tokens": 32,
+            "tail": 64,
+            "wait_layers": 0,
+            "dense_below": 0,
+            **more,
+        }
+    )
 
 
 def run(capsys, *arguments):
@@ -59,19 +94,44 @@ def run(capsys, *arguments):
 
 # ---------------------------------------------------------------- the program
 
+
 def test_table_and_json_of_a_whole_run(capsys, tmp_path):
     code, out, data = run(capsys, "--peers", "none", "--save", str(tmp_path / "run.json"))
     assert code == 0 and data["failed_checks"] == 0
-    assert "| method " in out and "tg @ d600" in out and "pp64" in out and "split of a step" in out and "planned" in out
+    assert (
+        "| method " in out
+        and "tg @ d600" in out
+        and "pp64" in out
+        and "split of a step" in out
+        and "planned" in out
+    )
     assert json.loads((tmp_path / "run.json").read_text())["cells"] == data["cells"]
     names = {c["name"]: c for c in data["cells"] if c["test"] == "tg"}
     assert set(names) == {"full", "omnikv w1", "omnikv w0"}
     for c in names.values():
-        assert c["samples"] == 4 and c["ms_median"] > 0 and 0 < c["share_of_floor"] and c["checked"]["largest_logit_difference"] < 1e-2
-        assert c["counted_kv_bytes"] == c["predicted_kv_bytes"] == c["bytes"]["dense"] + c["bytes"]["sparse"]
-    assert names["omnikv w0"]["bytes"]["sparse"] > names["omnikv w1"]["bytes"]["sparse"] > 0 == names["full"]["bytes"]["sparse"]
-    assert names["omnikv w0"]["vs_full"] == pytest.approx(names["full"]["ms_median"] / names["omnikv w0"]["ms_median"])
-    assert names["omnikv w0"]["bytes_allow"] == pytest.approx(names["full"]["floor_ms"] / names["omnikv w0"]["floor_ms"])
+        assert (
+            c["samples"] == 4
+            and c["ms_median"] > 0
+            and 0 < c["share_of_floor"]
+            and c["checked"]["largest_logit_difference"] < 1e-2
+        )
+        assert (
+            c["counted_kv_bytes"]
+            == c["predicted_kv_bytes"]
+            == c["bytes"]["dense"] + c["bytes"]["sparse"]
+        )
+    assert (
+        names["omnikv w0"]["bytes"]["sparse"]
+        > names["omnikv w1"]["bytes"]["sparse"]
+        > 0
+        == names["full"]["bytes"]["sparse"]
+    )
+    assert names["omnikv w0"]["vs_full"] == pytest.approx(
+        names["full"]["ms_median"] / names["omnikv w0"]["ms_median"]
+    )
+    assert names["omnikv w0"]["bytes_allow"] == pytest.approx(
+        names["full"]["floor_ms"] / names["omnikv w0"]["floor_ms"]
+    )
     for word in ("commit", "hardware", "packages", "threads", "flags", "measured"):
         assert word in data["header"]
 
@@ -90,7 +150,11 @@ def test_missing_peers_say_why_in_their_cells(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     code, out, data = run(capsys, "--methods", "full", "--no-split")
     whys = {c["name"]: c["why"] for c in data["cells"] if c["why"]}
-    assert code == 0 and "not installed" in whys["transformers"] and "not installed" in whys["llama.cpp"]
+    assert (
+        code == 0
+        and "not installed" in whys["transformers"]
+        and "not installed" in whys["llama.cpp"]
+    )
     assert "transformers tg @ d600: transformers is not installed" in out
 
 
@@ -98,14 +162,22 @@ def test_transformers_beside_us(capsys):
     pytest.importorskip("transformers")
     _, _, data = run(capsys, "--methods", "full", "--peers", "transformers", "--no-split")
     cells = {(c["name"], c["test"]): c for c in data["cells"]}
-    assert cells["transformers", "tg"]["ms_median"] > 0 and cells["transformers", "pp64"]["ms_median"] > 0
-    assert cells["full", "tg"]["vs_transformers"] > 0 and "cache" in cells["transformers", "tg"]["settings"]
+    assert (
+        cells["transformers", "tg"]["ms_median"] > 0
+        and cells["transformers", "pp64"]["ms_median"] > 0
+    )
+    assert (
+        cells["full", "tg"]["vs_transformers"] > 0
+        and "cache" in cells["transformers", "tg"]["settings"]
+    )
 
 
 def test_llamacpp_beside_us(capsys):
     pytest.importorskip("llama_cpp")
     pytest.importorskip("gguf")
-    _, _, data = run(capsys, "--methods", "full", "--peers", "llama.cpp", "--no-split", "-d", "1024")
+    _, _, data = run(
+        capsys, "--methods", "full", "--peers", "llama.cpp", "--no-split", "-d", "1024"
+    )
     cells = {(c["name"], c["test"]): c for c in data["cells"]}
     assert cells["llama.cpp", "tg"]["ms_median"] > 0 and cells["full", "tg"]["vs_llama.cpp"] > 0
 
@@ -154,12 +226,16 @@ def test_plots(capsys, tmp_path):
 
 # ---------------------------------------------------------------- floors
 
+
 def test_floor_of_llama_3_8b_is_the_published_arithmetic():
     config = shape_config("llama-3-8b")
     assert streamed_weights(config, 2) == pytest.approx(15.01e9, rel=1e-3)
     method = OmniKV(filter_layers=shape_filters("llama-3-8b"), tokens=2048, dense_below=0)
     layers = method.plan(config)
-    full, sparse = step_bytes(config, 2, Full().plan(config), 131072), step_bytes(config, 2, layers, 131072, 2048)
+    full, sparse = (
+        step_bytes(config, 2, Full().plan(config), 131072),
+        step_bytes(config, 2, layers, 131072, 2048),
+    )
     assert full.floor / 4.3e12 == pytest.approx(7.49e-3, rel=2e-3)
     assert sparse.floor / 4.3e12 == pytest.approx(4.54e-3, rel=4e-3)
     assert full.floor / sparse.floor == pytest.approx(1.65, abs=0.01)
@@ -170,44 +246,80 @@ def test_floor_of_llama_3_8b_is_the_published_arithmetic():
 def test_floor_takes_the_slower_of_memory_and_link():
     needed = step_bytes(shape_config("tiny"), 4, Full().plan(shape_config("tiny")), 100)
     assert floor_seconds(needed, Rates(1e9, 1e9)) == needed.floor / 1e9
-    assert floor_seconds(needed, Rates(1e9, 1e9, 1e6), fetched=10 ** 6) == 1.0
+    assert floor_seconds(needed, Rates(1e9, 1e9, 1e6), fetched=10**6) == 1.0
 
 
 def test_tied_weights_stream_their_embedding():
     tied, untied = shape_config("llama-3.2-1b"), shape_config("160m")
     assert streamed_weights(tied, 2) == 2 * tied.parameters
-    assert streamed_weights(untied, 2) == 2 * (untied.parameters - (untied.vocab_size - 1) * untied.hidden_size)
+    assert streamed_weights(untied, 2) == 2 * (
+        untied.parameters - (untied.vocab_size - 1) * untied.hidden_size
+    )
 
 
 @pytest.mark.parametrize("n", [40, 64, 300, 1000])
 def test_predicted_bytes_are_those_that_a_step_counts(n):
     llm = tiny_llm()
-    for method in (Full(), omnikv(), omnikv(wait_layers=1), omnikv(tokens=None, share=0.2), omnikv(dense_below=500)):
+    for method in (
+        Full(),
+        omnikv(),
+        omnikv(wait_layers=1),
+        omnikv(tokens=None, share=0.2),
+        omnikv(dense_below=500),
+    ):
         with llm.session(method) as session:
             session.synthesize(n)
             before = session.stats
             session.decode(1)
             after = session.stats
-        if method == omnikv(tokens=None, share=0.2):                    # its k was fixed at n tokens
+        # its k was fixed at n tokens
+        if method == omnikv(tokens=None, share=0.2):
             method = omnikv(tokens=max(1, int(0.2 * n)))
         needed = engine_bytes(llm.twin(method=method, offload="device"), n + 1)
-        assert after.bytes_read_sparse - before.bytes_read_sparse + after.bytes_read_dense - before.bytes_read_dense \
+        assert (
+            after.bytes_read_sparse
+            - before.bytes_read_sparse
+            + after.bytes_read_dense
+            - before.bytes_read_dense
             == needed.dense + needed.sparse
+        )
 
 
 def test_host_tier_and_brutal_offload_beside_the_device(capsys):
-    _, out, data = run(capsys, "--peers", "none", "--methods", "full,omnikv-host,brutal", "--reuse", "0,0.9", "--wait-layers", "0",
-                       "-d", "2000", "--no-split")
+    _, out, data = run(
+        capsys,
+        "--peers",
+        "none",
+        "--methods",
+        "full,omnikv-host,brutal",
+        "--reuse",
+        "0,0.9",
+        "--wait-layers",
+        "0",
+        "-d",
+        "2000",
+        "--no-split",
+    )
     cells = {c["name"]: c for c in data["cells"] if c["test"] == "tg"}
     assert set(cells) == {"full", "omnikv-host w0 reuse 0", "omnikv-host w0 reuse 0.9", "brutal"}
     assert all("ms_median" in c for c in cells.values()), cells
-    assert cells["omnikv-host w0 reuse 0"]["hit_rate"] < 0.05 and abs(cells["omnikv-host w0 reuse 0.9"]["hit_rate"] - 0.9) < 0.05
-    assert cells["brutal"]["fetched_bytes_per_token"] >= 0.9 * cells["brutal"]["fetched_predicted"] > 0
+    assert (
+        cells["omnikv-host w0 reuse 0"]["hit_rate"] < 0.05
+        and abs(cells["omnikv-host w0 reuse 0.9"]["hit_rate"] - 0.9) < 0.05
+    )
+    assert (
+        cells["brutal"]["fetched_bytes_per_token"] >= 0.9 * cells["brutal"]["fetched_predicted"] > 0
+    )
     for c in ("omnikv-host w0 reuse 0", "omnikv-host w0 reuse 0.9"):
-        assert cells[c]["fetched_bytes_per_token"] == pytest.approx(cells[c]["fetched_predicted"], rel=0.2)
+        assert cells[c]["fetched_bytes_per_token"] == pytest.approx(
+            cells[c]["fetched_predicted"], rel=0.2
+        )
     appended = {c["name"]: c for c in data["cells"] if c["test"] == "pp1024 @ d2000"}
-    (first,) = appended.values()                    # a second turn, once per depth: the past of three layers comes back for it
-    assert first["name"] in cells and first["streamed_bytes"] >= 2000 * 3 * shape_config("tiny").kv_bytes(4)
+    # a second turn, once per depth: the past of three layers comes back for it
+    (first,) = appended.values()
+    assert first["name"] in cells and first["streamed_bytes"] >= 2000 * 3 * shape_config(
+        "tiny"
+    ).kv_bytes(4)
     assert "link_seconds" not in first and "from host memory" in out
 
 
@@ -218,11 +330,14 @@ def test_nothing_is_fetched_on_the_device():
 
 
 def test_measured_rates_are_plausible():
-    rates = measure_rates("cpu", 2 ** 22, seconds=0.05)
-    assert 1e8 < rates.copy <= rates.read < 1e13 and rates.h2d is None and "h2d" not in rates.to_dict()
+    rates = measure_rates("cpu", 2**22, seconds=0.05)
+    assert (
+        1e8 < rates.copy <= rates.read < 1e13 and rates.h2d is None and "h2d" not in rates.to_dict()
+    )
 
 
 # ---------------------------------------------------------------- rounds and checks
+
 
 class Fake:
     settings = "fake"
@@ -248,7 +363,12 @@ def test_rounds_alternate_and_everything_is_closed():
     match.run(3, 2)
     assert [line for line in log if line.startswith("rewind")] == [f"rewind {n}" for n in "abbaab"]
     assert {n: len(t) for n, t in match.times.items()} == {"a": 6, "b": 6}
-    assert sorted(line for line in log if not line.startswith("rewind")) == ["close a", "close b", "make a", "make b"]
+    assert sorted(line for line in log if not line.startswith("rewind")) == [
+        "close a",
+        "close b",
+        "make a",
+        "make b",
+    ]
 
 
 def test_what_does_not_fit_together_takes_turns():
@@ -256,20 +376,37 @@ def test_what_does_not_fit_together_takes_turns():
     match = Match([Entrant(n, lambda n=n: Fake(n, log), bytes=60) for n in "ab"], "cpu", room=100)
     match.run(2, 1)
     assert not match.together
-    assert [line for line in log if "rewind" not in line] == [f"{what} {n}" for n in "abba" for what in ("make", "close")]
+    assert [line for line in log if "rewind" not in line] == [
+        f"{what} {n}" for n in "abba" for what in ("make", "close")
+    ]
 
 
 def test_one_that_fails_leaves_with_its_reason():
     log = []
-    match = Match([Entrant("a", lambda: Fake("a", log, "llama_decode returned 1")), Entrant("b", lambda: Fake("b", log))], "cpu", 100)
+    match = Match(
+        [
+            Entrant("a", lambda: Fake("a", log, "llama_decode returned 1")),
+            Entrant("b", lambda: Fake("b", log)),
+        ],
+        "cpu",
+        100,
+    )
     match.run(2, 1)
-    assert match.failed == {"a": "RuntimeError: llama_decode returned 1"} and match.times["a"] == [] and len(match.times["b"]) == 2
+    assert (
+        match.failed == {"a": "RuntimeError: llama_decode returned 1"}
+        and match.times["a"] == []
+        and len(match.times["b"]) == 2
+    )
 
 
 def test_verify_agrees_with_itself_and_restores_the_session():
     contestant = Engine("omnikv", tiny_llm(omnikv()), 700)
     facts = verify(contestant)
-    assert facts["largest_logit_difference"] < 1e-2 and facts["selections_agree"] > 0.95 and contestant.session.method == omnikv()
+    assert (
+        facts["largest_logit_difference"] < 1e-2
+        and facts["selections_agree"] > 0.95
+        and contestant.session.method == omnikv()
+    )
     assert len(contestant.session) == 700 and contestant.session.kernels == "auto"
 
 
@@ -283,7 +420,11 @@ def test_verify_sees_a_wrong_selection(monkeypatch):
     contestant = Engine("omnikv", tiny_llm(omnikv()), 700)
     with pytest.raises(Mismatch, match="selection at 700 tokens"):
         verify(contestant)
-    assert contestant.session.kernels == "auto" and contestant.session.method == omnikv() and len(contestant.session) == 700
+    assert (
+        contestant.session.kernels == "auto"
+        and contestant.session.method == omnikv()
+        and len(contestant.session) == 700
+    )
 
 
 def test_statistics_of_a_cell():
@@ -293,22 +434,31 @@ def test_statistics_of_a_cell():
 
 
 def test_split_adds_up_and_names_its_stages():
-    for method, stages in ((Full(), {"linear", "dense attention"}),
-                           (omnikv(), {"linear", "dense attention", "top-k", "sparse attention"})):
+    for method, stages in (
+        (Full(), {"linear", "dense attention"}),
+        (omnikv(), {"linear", "dense attention", "top-k", "sparse attention"}),
+    ):
         contestant = Engine("x", tiny_llm(method), 2000)
         row = split_step(contestant)
         assert sum(row[stage] for stage in STAGES) == pytest.approx(row["step"])
         assert all(row[stage] > 0 for stage in stages) and row["other"] > 0 and row["gather"] == 0
         assert 2000 <= len(contestant.session) < 2010
-    assert engine.methods.omnikv.settings.decode_sparse.__name__ == "decode_sparse"          # nothing stays wrapped
+    # nothing stays wrapped
+    assert engine.methods.omnikv.settings.decode_sparse.__name__ == "decode_sparse"
 
 
-@pytest.mark.parametrize("method", [BrutalOffload(layers=4, ahead=1), omnikv(), Full()], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize(
+    "method", [BrutalOffload(layers=4, ahead=1), omnikv(), Full()], ids=lambda m: type(m).__name__
+)
 @pytest.mark.parametrize("block", [65536, 512])
 def test_split_counts_what_comes_back_from_the_host(method, block, monkeypatch):
-    """Whole layers (brutal offload, full attention), their blocks, and fetched selections; none of them twice."""
+    """Whole layers (brutal offload, full attention), their blocks, and fetched selections; none of
+    them twice.
+    """
     monkeypatch.setattr(engine.plan.placement, "STREAM_BLOCK", block)
-    contestant = Engine("x", tiny_llm(omnikv() if method == Full() else method, offload="host"), 2000)
+    contestant = Engine(
+        "x", tiny_llm(omnikv() if method == Full() else method, offload="host"), 2000
+    )
     contestant.session.set_method(method)
     streamed = contestant.session.stats.bytes_streamed
     row = split_step(contestant, steps=1)
@@ -318,6 +468,7 @@ def test_split_counts_what_comes_back_from_the_host(method, block, monkeypatch):
 
 
 # ---------------------------------------------------------------- words
+
 
 def test_sizes():
     assert [parse_size(t) for t in ("4K", "1m", "131072")] == [4096, 1048576, 131072]
@@ -332,25 +483,50 @@ def test_shapes_and_methods():
         config, filters = shape_config(name), shape_filters(name)
         assert filters[-1] < config.num_layers
     assert shape_config("llama-3-8b").parameters == pytest.approx(8.03e9, rel=1e-3)
-    assert {"full", "omnikv", "brutal_offload", "h2o"} <= set(methods()) and not {"replay", "method", "evicting"} & set(methods())
+    assert {"full", "omnikv", "brutal_offload", "h2o"} <= set(methods()) and not {
+        "replay",
+        "method",
+        "evicting",
+    } & set(methods())
     found = specs(("full", "omnikv", "omnikv-host"), (1, 3), 32, (1, 0), (0.0, 0.9))
-    assert [s.label for s in found] == ["full", "omnikv w1", "omnikv w0", "omnikv-host w1 reuse 0", "omnikv-host w1 reuse 0.9",
-                                        "omnikv-host w0 reuse 0", "omnikv-host w0 reuse 0.9"]
+    assert [s.label for s in found] == [
+        "full",
+        "omnikv w1",
+        "omnikv w0",
+        "omnikv-host w1 reuse 0",
+        "omnikv-host w1 reuse 0.9",
+        "omnikv-host w0 reuse 0",
+        "omnikv-host w0 reuse 0.9",
+    ]
     assert found[-1].method.reuse == 0.9 and found[-1].offload == "host"
-    assert describe(found[1].method) == "OmniKV(filter_layers=(1, 3), tokens=32, wait_layers=1, dense_below=0)"
+    assert (
+        describe(found[1].method)
+        == "OmniKV(filter_layers=(1, 3), tokens=32, wait_layers=1, dense_below=0)"
+    )
     with pytest.raises(SettingError, match="methods: found 'nothing'"):
         specs(("nothing",), (1,), 32, (1,), (None,))
 
 
 def test_default_run_is_sane():
     chosen = bench.options(bench.parser().parse_args(["--device", "cpu"]))
-    assert chosen.shape == "160m" and chosen.contexts == (4096, 8192, 16384, 32768) and chosen.seconds == bench.CPU_SECONDS
-    assert [s.label for s in chosen.specs] == ["full", "omnikv w1", "omnikv w0"] and torch.get_num_threads() >= 1
+    assert (
+        chosen.shape == "160m"
+        and chosen.contexts == (4096, 8192, 16384, 32768)
+        and chosen.seconds == bench.CPU_SECONDS
+    )
+    assert [s.label for s in chosen.specs] == [
+        "full",
+        "omnikv w1",
+        "omnikv w0",
+    ] and torch.get_num_threads() >= 1
 
 
 # ---------------------------------------------------------------- rows from host memory
 
-@pytest.mark.parametrize("rows, row, pitch", [(1, 16, 16), (64, 64, 64), (65, 256, 768), (127, 4096, 4096)])
+
+@pytest.mark.parametrize(
+    "rows, row, pitch", [(1, 16, 16), (64, 64, 64), (65, 256, 768), (127, 4096, 4096)]
+)
 def test_every_way_brings_the_chosen_rows(rows, row, pitch):
     link, found = bench_gather.compare("cpu", ((row, pitch),), rows, rounds=2)
     assert [r["way"] for r in found] == list(bench_gather.WAYS) and "ordinary memory" in link
@@ -363,17 +539,30 @@ def test_every_way_brings_the_chosen_rows(rows, row, pitch):
 
 def test_a_gather_of_other_rows_is_not_timed(monkeypatch):
     right = bench_gather.move_rows
-    monkeypatch.setattr(bench_gather, "move_rows", lambda table, offset, pitch, buffer, tokens, *rest, **named: right(
-        table, offset, pitch, buffer, tokens.flip(0), *rest, **named))
+    monkeypatch.setattr(
+        bench_gather,
+        "move_rows",
+        lambda table, offset, pitch, buffer, tokens, *rest, **named: right(
+            table, offset, pitch, buffer, tokens.flip(0), *rest, **named
+        ),
+    )
     with pytest.raises(AssertionError, match="gather kernel: other rows"):
         bench_gather.compare("cpu", ((64, 64),), 100)
 
 
 def test_the_gather_table_says_that_there_was_no_gpu(capsys):
-    assert bench.main([*TINY[:-1], "--peers", "none", "--methods", "full", "--no-split", "-p", "none"]) == 0
+    assert (
+        bench.main([*TINY[:-1], "--peers", "none", "--methods", "full", "--no-split", "-p", "none"])
+        == 0
+    )
     out = capsys.readouterr().out
     data = json.loads(out.strip().splitlines()[-1])
-    assert "| gather kernel" in out and "| copy per row" in out and bench_gather.CPU_NOTE in out and data["link"] in out
+    assert (
+        "| gather kernel" in out
+        and "| copy per row" in out
+        and bench_gather.CPU_NOTE in out
+        and data["link"] in out
+    )
     assert {r["way"] for r in data["gather"]} == set(bench_gather.WAYS)
     _, out, data = run(capsys, "--peers", "none", "--methods", "full", "--no-split", "-p", "none")
     assert "gather kernel" not in out and data["gather"] == []

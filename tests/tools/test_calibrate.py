@@ -1,6 +1,8 @@
-"""Calibration finds the layers that see what later layers need, exactly, and its files are refused when they are not this model's.
+"""Calibration finds the layers that see what later layers need, exactly, and its files are refused
+when they are not this model's.
 
-Stops: a greedy choice, a similarity that counts the wrong rows, a calibration file used beside other weights.
+Stops: a greedy choice, a similarity that counts the wrong rows, a calibration file used beside
+other weights.
 """
 
 import itertools
@@ -53,18 +55,34 @@ def test_similarity_equals_an_independent_float64_computation():
         assert meter.steps == 3
         found, lost, pointed = meter.mean(), meter.lost, meter.pointed
         rows = [torch.cat([session.bank.kv(layer, 500)[0][0].double()]) for layer in range(8)]
-    wanted, missed, points = (torch.zeros(*size, dtype=torch.float64) for size in ((8, 8), (8, 8), (8,)))
+    wanted, missed, points = (
+        torch.zeros(*size, dtype=torch.float64) for size in ((8, 8), (8, 8), (8,))
+    )
     queries = all_queries(llm, ids)
     for n in (498, 499, 500):
         start = tail_start(n, tail)
-        weights = [torch.softmax(torch.einsum("hgd,hnd->hgn", queries[layer][n - 1].view(2, 2, 16), rows[layer][:, :n]) / 4, -1)
-                   .flatten(0, 1) for layer in range(8)]
+        weights = [
+            torch.softmax(
+                torch.einsum(
+                    "hgd,hnd->hgn", queries[layer][n - 1].view(2, 2, 16), rows[layer][:, :n]
+                )
+                / 4,
+                -1,
+            ).flatten(0, 1)
+            for layer in range(8)
+        ]
         for i, j in itertools.combinations(range(8), 2):
             top = torch.topk(weights[i].amax(0)[:start], k).indices
             highest = weights[j].amax(0)[:start]
             wanted[i, j] += highest[top].sum() / highest.sum() / 3
-            missed[i, j] += sum(1 for head in weights[j][:, :start] if head.max() > 0.5 and int(head.argmax()) not in top.tolist())
-        points += torch.tensor([sum(1 for head in weights[j][:, :start] if head.max() > 0.5) for j in range(8)])
+            missed[i, j] += sum(
+                1
+                for head in weights[j][:, :start]
+                if head.max() > 0.5 and int(head.argmax()) not in top.tolist()
+            )
+        points += torch.tensor(
+            [sum(1 for head in weights[j][:, :start] if head.max() > 0.5) for j in range(8)]
+        )
     assert torch.equal(lost, missed) and torch.equal(pointed, points) and 0 < missed.sum()
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
     assert torch.equal(found, torch.triu(found, 1)) and 0 < found[0, 1] <= 1
@@ -87,7 +105,9 @@ def all_queries(llm, ids):
 
 
 def test_a_planted_filter_layer_is_found():
-    """Layer 3 attends where layers 5-8 attend: their query and key weights are its own, on a residual stream that hardly changes."""
+    """Layer 3 attends where layers 5-8 attend: their query and key weights are its own, on a
+    residual stream that hardly changes.
+    """
     from functools import partial
 
     from engine import LLM
@@ -105,7 +125,9 @@ def test_a_planted_filter_layer_is_found():
                 layer = int(name.split(".")[0])
                 kept[layer] = tensor
                 if 5 <= layer <= 8:
-                    tensor[: config.q_size + config.kv_size] = kept[3][: config.q_size + config.kv_size]
+                    tensor[: config.q_size + config.kv_size] = kept[3][
+                        : config.q_size + config.kv_size
+                    ]
             yield name, tensor
 
     llm = LLM.from_stream(config, planted, device="cpu", method=Full(), max_context=2048, chunk=128)
@@ -117,11 +139,17 @@ def test_a_planted_filter_layer_is_found():
 
 
 def test_a_lost_read_outweighs_diffuse_mass():
-    """Layer 4's one pointed head of four is found by layer 1, its three diffuse ones better seen by layer 0: layer 1 is the choice."""
-    mass, lost, pointed = (torch.zeros(*size, dtype=torch.float64) for size in ((5, 5), (5, 5), (5,)))
+    """Layer 4's one pointed head of four is found by layer 1, its three diffuse ones better seen by
+    layer 0: layer 1 is the choice.
+    """
+    mass, lost, pointed = (
+        torch.zeros(*size, dtype=torch.float64) for size in ((5, 5), (5, 5), (5,))
+    )
     pointed[4], lost[0, 4], mass[0, 4], mass[1, 4] = 1, 1, 0.9, 0.2
     value = kept(mass, lost, pointed, 4)
-    assert float(value[0, 4]) == pytest.approx(1 - 1 / 4 - 0.1 * 0.75 * 0.1) and float(value[1, 4]) == pytest.approx(1 - 0.1 * 0.75 * 0.8)
+    assert float(value[0, 4]) == pytest.approx(1 - 1 / 4 - 0.1 * 0.75 * 0.1) and float(
+        value[1, 4]
+    ) == pytest.approx(1 - 0.1 * 0.75 * 0.8)
     assert choose(best_sets(value.tolist(), 1, 2), 4).filters == (1,)
     assert not value.tril().any()
 

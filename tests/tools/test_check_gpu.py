@@ -1,4 +1,6 @@
-"""`make check-gpu` rehearsed on a CPU: every section runs, results are written as they come, a second call goes on where one stopped."""
+"""`make check-gpu` rehearsed on a CPU: every section runs, results are written as they come, a
+second call goes on where one stopped.
+"""
 
 import json
 
@@ -21,20 +23,28 @@ def test_every_section_runs_on_a_cpu(tmp_path, capsys):
     assert last["failed_sections"] == []
     kept = json.loads((tmp_path / "results.json").read_text())
     assert list(kept["sections"]) == list(gpu_sections.SECTIONS)
-    assert all("error" not in found and "unfinished" not in found for found in kept["sections"].values())
+    assert all(
+        "error" not in found and "unfinished" not in found for found in kept["sections"].values()
+    )
     assert all(row["ok"] for row in kept["sections"]["kernels"]["checks"].values())
     text = (tmp_path / "results.md").read_text()
     assert "| gather kernel | 70 x 256 (768) |" in text
-    assert "PASS      kernels equal their references" in text and "Attack next" in text and "| full | tg @ d512 |" in text
+    assert (
+        "PASS      kernels equal their references" in text
+        and "Attack next" in text
+        and "| full | tg @ d512 |" in text
+    )
 
 
 def test_a_section_of_its_own_process_and_resuming(tmp_path, capsys):
     assert call(tmp_path, "--sections", "facts") == 0
     first = json.loads((tmp_path / "results.json").read_text())
     assert first["sections"]["facts"]["rates"]["read"] > 0
-    assert call(tmp_path, "--sections", "facts", "--seconds", "1") == 0                  # nothing left to do, so no time is needed
+    # nothing left to do, so no time is needed
+    assert call(tmp_path, "--sections", "facts", "--seconds", "1") == 0
     assert "done before" in capsys.readouterr().err
-    assert call(tmp_path, "--sections", "facts", "--seconds", "1", "--fresh") == 1       # forgotten, and no time to begin
+    # forgotten, and no time to begin
+    assert call(tmp_path, "--sections", "facts", "--seconds", "1", "--fresh") == 1
     assert "left for another call" in capsys.readouterr().err
 
 
@@ -46,7 +56,11 @@ def test_a_fault_keeps_what_was_noted(tmp_path, monkeypatch):
     monkeypatch.setitem(gpu_sections.SECTIONS, "facts", (faulty, 10))
     assert call(tmp_path, "--in-process", "--sections", "facts,graph") == 1
     kept = json.loads((tmp_path / "results.json").read_text())["sections"]
-    assert kept["facts"]["half"] == 1 and "illegal memory access" in kept["facts"]["error"] and kept["graph"]["full"]["flat"]
+    assert (
+        kept["facts"]["half"] == 1
+        and "illegal memory access" in kept["facts"]["error"]
+        and kept["graph"]["full"]["flat"]
+    )
     assert "illegal memory access" in (tmp_path / "results.md").read_text()
 
 
@@ -76,8 +90,14 @@ def cell(name, n, ms, share, **more):
 
 
 def test_verdicts_follow_the_figures():
-    decode = {"cells": [cell("full", 131072, 8.7, 0.86), cell("omnikv w1", 131072, 5.8, 0.79, vs_full=1.5)], "splits": [],
-              "header": {"measured": {"read": 4300.0}}}
+    decode = {
+        "cells": [
+            cell("full", 131072, 8.7, 0.86),
+            cell("omnikv w1", 131072, 5.8, 0.79, vs_full=1.5),
+        ],
+        "splits": [],
+        "header": {"measured": {"read": 4300.0}},
+    }
     found = {v.goal: v.status for v in gpu_verdict.verdicts({"decode": decode})}
     assert found["full >= 85% of the floor at 131072 and <= 8.8 ms"] == "PASS"
     assert found["omnikv w1 >= 80% of its floor at 131072 and <= 5.7 ms"] == "FAIL"
@@ -87,9 +107,22 @@ def test_verdicts_follow_the_figures():
 
 
 def test_targets_are_gaps_to_the_bytes():
-    c = cell("full", 1000, 5.0, 0.5, bytes={"weights": 2_000_000, "dense": 1_000_000, "sparse": 0, "scoring": 0})
-    split = {"name": "full", "n": 1000, "step_ms": 5.0, "stages_ms": {"linear": 3.0, "dense attention": 1.5, "other": 0.5}}
-    found = gpu_verdict.next_targets({"decode": {"cells": [c], "splits": [split], "header": {"measured": {"read": 1.0}}}})
+    c = cell(
+        "full",
+        1000,
+        5.0,
+        0.5,
+        bytes={"weights": 2_000_000, "dense": 1_000_000, "sparse": 0, "scoring": 0},
+    )
+    split = {
+        "name": "full",
+        "n": 1000,
+        "step_ms": 5.0,
+        "stages_ms": {"linear": 3.0, "dense attention": 1.5, "other": 0.5},
+    }
+    found = gpu_verdict.next_targets(
+        {"decode": {"cells": [c], "splits": [split], "header": {"measured": {"read": 1.0}}}}
+    )
     assert [text.split(" ms to gain")[0] for text in found] == ["1.000", "0.500", "0.500"]
     assert "linear takes 3.000 ms, its bytes allow 2.000 ms" in found[0]
 
@@ -107,31 +140,76 @@ def test_kernel_speed_rows_have_floors():
 
 def test_gather_goals_follow_the_figures():
     def row(shape, share, times, on="cuda"):
-        return {"way": "gather kernel", "rows": 2048, "row_bytes": shape[0], "pitch": shape[1], "us": 1.0, "gb_per_s": 50.0,
-                "of_contiguous": share, "vs_single": times, "on": on}
+        return {
+            "way": "gather kernel",
+            "rows": 2048,
+            "row_bytes": shape[0],
+            "pitch": shape[1],
+            "us": 1.0,
+            "gb_per_s": 50.0,
+            "of_contiguous": share,
+            "vs_single": times,
+            "on": on,
+        }
 
-    kernels = {"gather": [row((4096, 4096), 0.86, 19.0), row((4096, 49152), 0.84, 21.0), row((49152, 49152), 0.9, 30.0, on="cpu")]}
+    kernels = {
+        "gather": [
+            row((4096, 4096), 0.86, 19.0),
+            row((4096, 49152), 0.84, 21.0),
+            row((49152, 49152), 0.9, 30.0, on="cpu"),
+        ]
+    }
     found = {v.goal: v.status for v in gpu_verdict.verdicts({"kernels": kernels})}
     assert found["gather of 2048 rows of 4096 B >= 85% of the contiguous copy"] == "PASS"
     assert found["gather of 2048 rows of 4096 B >= 20x a copy per row"] == "FAIL"
-    assert found["gather of 2048 rows of 4096 B out of 49152 >= 85% of the contiguous copy"] == "FAIL"
+    assert (
+        found["gather of 2048 rows of 4096 B out of 49152 >= 85% of the contiguous copy"] == "FAIL"
+    )
     assert found["gather of 2048 rows of 4096 B out of 49152 >= 20x a copy per row"] == "PASS"
-    assert found["gather of 2048 rows of 49152 B >= 85% of the contiguous copy"] == "no figure"      # a CPU's figures decide nothing
+    # a CPU's figures decide nothing
+    assert found["gather of 2048 rows of 49152 B >= 85% of the contiguous copy"] == "no figure"
 
 
 def test_offload_goals_follow_the_figures():
     def decode(link):
-        cells = [cell("omnikv w1", 131072, 4.0, 0.9), cell("omnikv-host w1 reuse 0.7", 131072, 4.5, 0.9),
-                 cell("omnikv-host w1 reuse 0", 131072, 5.3, 0.9), cell("omnikv w1", 450000, 8.0, 0.9),
-                 cell("omnikv-host w1 reuse 0.7", 450000, 8.2, 0.9), cell("omnikv-host w1 reuse 0.9", 1048576, 14.0, 0.9)]
-        memory = [{"name": "omnikv-host w1 reuse 0", "n": 1048576, "planned": 1, "measured": 33 * 1024 * 1048576}]
-        return {"cells": cells, "memory": memory, "splits": [], "header": {"measured": {"read": 4300.0, "h2d": link}}}
+        cells = [
+            cell("omnikv w1", 131072, 4.0, 0.9),
+            cell("omnikv-host w1 reuse 0.7", 131072, 4.5, 0.9),
+            cell("omnikv-host w1 reuse 0", 131072, 5.3, 0.9),
+            cell("omnikv w1", 450000, 8.0, 0.9),
+            cell("omnikv-host w1 reuse 0.7", 450000, 8.2, 0.9),
+            cell("omnikv-host w1 reuse 0.9", 1048576, 14.0, 0.9),
+        ]
+        memory = [
+            {
+                "name": "omnikv-host w1 reuse 0",
+                "n": 1048576,
+                "planned": 1,
+                "measured": 33 * 1024 * 1048576,
+            }
+        ]
+        return {
+            "cells": cells,
+            "memory": memory,
+            "splits": [],
+            "header": {"measured": {"read": 4300.0, "h2d": link}},
+        }
 
     found = {v.goal: v.status for v in gpu_verdict.verdicts({"decode": decode(54.0)})}
     assert found["offload costs <= 1.10x at 131072 (reuse 0.7)"] == "FAIL"
     assert found["offload costs <= 1.05x at 450000 (reuse 0.7)"] == "PASS"
-    assert found["offload costs <= 1.35x at 131072 (reuse 0, as without slots; link of at least 45 GB/s)"] == "PASS"
+    assert (
+        found[
+            "offload costs <= 1.35x at 131072 (reuse 0, as without slots; link of at least 45 GB/s)"
+        ]
+        == "PASS"
+    )
     assert found["a million tokens at >= 70 tokens/s (omnikv-host, reuse 0.9)"] == "PASS"
     assert found["a session holds at most 34 KiB of device memory per token at 1048576"] == "PASS"
     slow = {v.goal: v.status for v in gpu_verdict.verdicts({"decode": decode(25.0)})}
-    assert slow["offload costs <= 1.35x at 131072 (reuse 0, as without slots; link of at least 45 GB/s)"] == "no figure"
+    assert (
+        slow[
+            "offload costs <= 1.35x at 131072 (reuse 0, as without slots; link of at least 45 GB/s)"
+        ]
+        == "no figure"
+    )

@@ -1,4 +1,5 @@
-"""tools/compare/cli.py: documents in fair order, resuming, bytes as allocated, both turns, the findings on made records, bad input.
+"""tools/compare/cli.py: documents in fair order, resuming, bytes as allocated, both turns, the
+findings on made records, bad input.
 
 The model is random, the tokenizer the shipped one.
 """
@@ -23,13 +24,47 @@ from tools.compare.work import Clock, Outside, jobs
 TASKS = ["passkey", "kv"]
 
 
-def record(name, right, seed, *, kind="share", budget=10.0, task="kv", length=1000, question=0, turn=1, **more):
+def record(
+    name,
+    right,
+    seed,
+    *,
+    kind="share",
+    budget=10.0,
+    task="kv",
+    length=1000,
+    question=0,
+    turn=1,
+    **more,
+):
     """A made answer."""
     variant = Variant(name, kind, budget).label
-    asked = {"variant": variant, "name": name, "kind": kind, "budget": budget, "task": task, "length": length, "seed": seed,
-             "question": question, "turn": turn, "depth": 0.5, "right": int(right)}
-    costs = {"steps": 10, "prompt_seconds": 1.0, "decode_seconds": 0.1, "bytes_read": 1000, "bytes_link": 0}
-    return asked | costs | {"compared": 8, "same": 7, "kl": 0.8, "tokens": [1], "text": "", "expected": ""} | more
+    asked = {
+        "variant": variant,
+        "name": name,
+        "kind": kind,
+        "budget": budget,
+        "task": task,
+        "length": length,
+        "seed": seed,
+        "question": question,
+        "turn": turn,
+        "depth": 0.5,
+        "right": int(right),
+    }
+    costs = {
+        "steps": 10,
+        "prompt_seconds": 1.0,
+        "decode_seconds": 0.1,
+        "bytes_read": 1000,
+        "bytes_link": 0,
+    }
+    return (
+        asked
+        | costs
+        | {"compared": 8, "same": 7, "kl": 0.8, "tokens": [1], "text": "", "expected": ""}
+        | more
+    )
 
 
 def full(right, seed, **more):
@@ -44,7 +79,9 @@ def full(right, seed, **more):
 def test_documents_go_round_the_cells(answers, questions):
     """However early a run stops, no cell is more than a document ahead of another."""
     found = jobs(["passkey", "number_string", "kv"], [4096, 1024], answers, questions)
-    counts = {(task, length): 0 for task in ("passkey", "number_string", "kv") for length in (1024, 4096)}
+    counts = {
+        (task, length): 0 for task in ("passkey", "number_string", "kv") for length in (1024, 4096)
+    }
     numbers = dict.fromkeys(counts, 0)
     for job in found:
         assert job.number == numbers[job.task, job.length] and 1 <= job.conversations <= questions
@@ -58,10 +95,28 @@ def test_documents_go_round_the_cells(answers, questions):
 def test_methods_and_budgets_that_are_asked_for():
     found = wanted(["t1"], [3, 10, 30], [75])
     assert found[0] == ("full", "none", 100.0) and found.count(("full", "none", 100.0)) == 1
-    assert ("omnikv", "share", 6.67) in found and ("omnikv", "mem", 75.0) in found and ("brutal_offload", "none", 100.0) in found
-    assert {name for name, _, _ in found} == {name for name, entry in REGISTRY.items() if entry.group == "t1"}
-    assert wanted(["omnikv@5,m50"], [3], [75]) == [("full", "none", 100.0), ("omnikv", "share", 5.0), ("omnikv", "mem", 50.0)]
-    for words in (["nothing"], ["omnikv@"], ["omnikv@x"], ["omnikv@0"], ["omnikv@101"], ["omnikv@nan"], ["omnikv@m-1"]):
+    assert (
+        ("omnikv", "share", 6.67) in found
+        and ("omnikv", "mem", 75.0) in found
+        and ("brutal_offload", "none", 100.0) in found
+    )
+    assert {name for name, _, _ in found} == {
+        name for name, entry in REGISTRY.items() if entry.group == "t1"
+    }
+    assert wanted(["omnikv@5,m50"], [3], [75]) == [
+        ("full", "none", 100.0),
+        ("omnikv", "share", 5.0),
+        ("omnikv", "mem", 50.0),
+    ]
+    for words in (
+        ["nothing"],
+        ["omnikv@"],
+        ["omnikv@x"],
+        ["omnikv@0"],
+        ["omnikv@101"],
+        ["omnikv@nan"],
+        ["omnikv@m-1"],
+    ):
         with pytest.raises(UsageError):
             wanted(words, [3], [])
 
@@ -69,7 +124,11 @@ def test_methods_and_budgets_that_are_asked_for():
 def test_every_method_of_the_engine_can_be_compared():
     from engine.methods.registry import methods
 
-    made = {type(REGISTRY[name].build(Facts(None, 1024, (2,)), 0.3)) for name in REGISTRY if name != "pod_untrained"}
+    made = {
+        type(REGISTRY[name].build(Facts(None, 1024, (2,)), 0.3))
+        for name in REGISTRY
+        if name != "pod_untrained"
+    }
     assert {name for name, cls in methods().items() if cls not in made} <= {"pod_untrained"}
 
 
@@ -79,18 +138,25 @@ def test_every_method_of_the_engine_can_be_compared():
 def test_a_paired_difference_is_never_certain_and_knows_documents():
     assert compare_stats.paired([]) is None
     same = compare_stats.paired([(i, 0) for i in range(98)])
-    assert same.mean == 0 and same.high == -same.low == pytest.approx(1.96 / 100)          # (0 + 1) ** 0.5 / (N + 2)
+    # (0 + 1) ** 0.5 / (N + 2)
+    assert same.mean == 0 and same.high == -same.low == pytest.approx(1.96 / 100)
     # Agresti and Min (2005): b = 10 and c = 4 of 100 pairs
     some = compare_stats.paired([(i, v) for i, v in enumerate([1] * 10 + [-1] * 4 + [0] * 86)])
     assert some.high - some.mean == pytest.approx(1.96 * (15 - 36 / 102) ** 0.5 / 102)
     clustered = compare_stats.paired([(i // 20, v) for i, v in enumerate([1] * 20 + [0] * 80)])
-    assert clustered.high - clustered.low > 1.5 * (some.high - some.low) and clustered.documents == 5
+    assert (
+        clustered.high - clustered.low > 1.5 * (some.high - some.low) and clustered.documents == 5
+    )
 
 
-@pytest.mark.parametrize("wrong, count, outcome", [(0, 400, "holds"), (40, 400, "does not hold"), (1, 40, "undecided"),
-                                                   (0, 10, "undecided")])
+@pytest.mark.parametrize(
+    "wrong, count, outcome",
+    [(0, 400, "holds"), (40, 400, "does not hold"), (1, 40, "undecided"), (0, 10, "undecided")],
+)
 def test_within_a_point(wrong, count, outcome):
-    records = [full(1, s) for s in range(count)] + [record("omnikv", s >= wrong, s, budget=6.67) for s in range(count)]
+    records = [full(1, s) for s in range(count)] + [
+        record("omnikv", s >= wrong, s, budget=6.67) for s in range(count)
+    ]
     found = compare_stats.within_a_point(records)
     assert found.outcome == outcome and f"over {count} questions" in found.numbers[0]
     assert f"{(count - wrong) / count:.3f} against 1.000" in found.numbers[0]
@@ -98,79 +164,207 @@ def test_within_a_point(wrong, count, outcome):
 
 
 def test_only_questions_that_both_answered_are_compared():
-    records = [full(1, s) for s in range(50)] + [record("omnikv", 1, s, budget=6.67) for s in range(40, 90)]
+    records = [full(1, s) for s in range(50)] + [
+        record("omnikv", 1, s, budget=6.67) for s in range(40, 90)
+    ]
     assert "over 10 questions" in compare_stats.within_a_point(records).numbers[0]
     records = [full(1, 1, turn=2), record("omnikv", 1, 1, budget=6.67)]
     assert compare_stats.within_a_point(records).outcome == "not run"
 
 
-@pytest.mark.parametrize("right, reach, outcome", [(25, 90, "holds"), (35, 90, "holds"), (60, 90, "does not hold"), (10, 20, "undecided")])
+@pytest.mark.parametrize(
+    "right, reach, outcome",
+    [(25, 90, "holds"), (35, 90, "holds"), (60, 90, "does not hold"), (10, 20, "undecided")],
+)
 def test_two_stage_accuracy_against_the_budget(right, reach, outcome):
-    """Of 100 at budget 30%: up to noise above it holds; a model that reaches no more itself decides nothing."""
+    """Of 100 at budget 30%: up to noise above it holds; a model that reaches no more itself decides
+    nothing.
+    """
     records = [full(s < reach, s, task="two_stage") for s in range(100)]
     records += [record("h2o", s < right, s, task="two_stage", budget=30.0) for s in range(100)]
     found = compare_stats.two_stage_bound(records)
-    assert found.outcome == outcome and f"{right / 100:.3f}" in found.numbers[0] and f"full attention {reach / 100:.3f}" in found.numbers[0]
+    assert (
+        found.outcome == outcome
+        and f"{right / 100:.3f}" in found.numbers[0]
+        and f"full attention {reach / 100:.3f}" in found.numbers[0]
+    )
     assert compare_stats.two_stage_bound(records[:100]).outcome == "not run"
 
 
 def turns(name, first, second, **more):
     """100 questions in both turns; the first `first` and `second` of them right."""
     made = full if name == "full" else lambda right, seed, **m: record(name, right, seed, **m)
-    return [made(s < n, s, turn=turn, **more) for turn, n in ((1, first), (2, second)) for s in range(100)]
+    return [
+        made(s < n, s, turn=turn, **more)
+        for turn, n in ((1, first), (2, second))
+        for s in range(100)
+    ]
 
 
-@pytest.mark.parametrize("evictor, omnikv, outcome", [
-    ((80, 40), (90, 89), "holds"), ((90, 90), (90, 90), "undecided"), ((80, 40), (90, 50), "does not hold: OmniKV loses too"),
-    ((90, 100), (90, 90), "does not hold")])
+@pytest.mark.parametrize(
+    "evictor, omnikv, outcome",
+    [
+        ((80, 40), (90, 89), "holds"),
+        ((90, 90), (90, 90), "undecided"),
+        ((80, 40), (90, 50), "does not hold: OmniKV loses too"),
+        ((90, 100), (90, 90), "does not hold"),
+    ],
+)
 def test_second_turn_losses(evictor, omnikv, outcome):
     records = turns("full", 90, 90) + turns("h2o", *evictor) + turns("omnikv", *omnikv)
     found = compare_stats.second_turn(records, {"h2o", "snapkv"})
     assert found.outcome == outcome
     line = next(line for line in found.numbers if line.startswith("h2o"))
-    assert f"loses {90 - evictor[1]:+.1f} points" in line and f"{90 - evictor[0]:+.1f} points" in line
+    assert (
+        f"loses {90 - evictor[1]:+.1f} points" in line and f"{90 - evictor[0]:+.1f} points" in line
+    )
     assert f"{evictor[0] - evictor[1]:+.1f} points" in line.split(";")[1]
-    assert compare_stats.second_turn(turns("full", 90, 90) + turns("omnikv", 90, 90), {"h2o"}).outcome == "not run"
+    assert (
+        compare_stats.second_turn(turns("full", 90, 90) + turns("omnikv", 90, 90), {"h2o"}).outcome
+        == "not run"
+    )
 
 
 def test_resident_cells_do_not_enter_the_findings():
-    records = turns("full", 90, 90) + turns("omnikv", 90, 90) + turns("h2o", 90, 90) + turns("h2o", 90, 10, kind="mem", budget=75.0)
-    assert "loses +0.0 points" in next(n for n in compare_stats.second_turn(records, {"h2o"}).numbers if n.startswith("h2o"))
+    records = (
+        turns("full", 90, 90)
+        + turns("omnikv", 90, 90)
+        + turns("h2o", 90, 90)
+        + turns("h2o", 90, 10, kind="mem", budget=75.0)
+    )
+    assert "loses +0.0 points" in next(
+        n for n in compare_stats.second_turn(records, {"h2o"}).numbers if n.startswith("h2o")
+    )
 
 
 def test_report_tables_json_and_plots(tmp_path):
     random.seed(0)
-    records = [r for task in ("two_stage", "kv") for turn in (1, 2) for r in (
-        *(full(random.random() < 0.9, s, task=task, turn=turn, depth=s / 20) for s in range(20)),
-        *(record(name, random.random() < budget / 40 + 0.2, s, task=task, turn=turn, budget=float(budget), depth=s / 20)
-          for s in range(20) for name in ("h2o", "omnikv") for budget in (3, 10, 30)))]
-    held = {"device": 2_000_000, "metadata": 10, "buffers": 0, "host": 0, "peak": 3_000_000, "full": 4_000_000, "resident": 0.5}
+    records = [
+        r
+        for task in ("two_stage", "kv")
+        for turn in (1, 2)
+        for r in (
+            *(
+                full(random.random() < 0.9, s, task=task, turn=turn, depth=s / 20)
+                for s in range(20)
+            ),
+            *(
+                record(
+                    name,
+                    random.random() < budget / 40 + 0.2,
+                    s,
+                    task=task,
+                    turn=turn,
+                    budget=float(budget),
+                    depth=s / 20,
+                )
+                for s in range(20)
+                for name in ("h2o", "omnikv")
+                for budget in (3, 10, 30)
+            ),
+        )
+    ]
+    held = {
+        "device": 2_000_000,
+        "metadata": 10,
+        "buffers": 0,
+        "host": 0,
+        "peak": 3_000_000,
+        "full": 4_000_000,
+        "resident": 0.5,
+    }
     row = {"reads": "shared", "evicts": False, "group": "t1", "held": held}
-    by = {r["variant"]: {"1000": {**row, "name": r["name"], "kind": r["kind"], "budget": r["budget"], "evicts": r["name"] == "h2o"}}
-          for r in records}
-    by["h2o Mem 30%"] = {"1000": {**row, "name": "h2o", "kind": "mem", "budget": 30.0, "alias": "h2o 30%"}}
-    by["omnikv Mem 30%"] = {"1000": {"name": "omnikv", "kind": "mem", "budget": 30.0, "evicts": False, "why": "too much"}}
-    runs = [{"commit": "c", "hardware": "h", "load": 1.5, "processes": 2, "threads": 1, "packages": {"torch": "2", "triton": None},
-             "documents": 40, "documents_left": 30, "seconds": 1800.0, "estimated_seconds": 7200.0}]
-    runs.append({key: value for key, value in runs[0].items() if key not in ("documents_left", "seconds")})     # killed by hand
-    config = {"model": "m", "variants": by, "settings": {"judge": "exact"}, "device": "cpu", "dtype": "float32", "answers": 20,
-              "runs": runs}
+    by = {
+        r["variant"]: {
+            "1000": {
+                **row,
+                "name": r["name"],
+                "kind": r["kind"],
+                "budget": r["budget"],
+                "evicts": r["name"] == "h2o",
+            }
+        }
+        for r in records
+    }
+    by["h2o Mem 30%"] = {
+        "1000": {**row, "name": "h2o", "kind": "mem", "budget": 30.0, "alias": "h2o 30%"}
+    }
+    by["omnikv Mem 30%"] = {
+        "1000": {
+            "name": "omnikv",
+            "kind": "mem",
+            "budget": 30.0,
+            "evicts": False,
+            "why": "too much",
+        }
+    }
+    runs = [
+        {
+            "commit": "c",
+            "hardware": "h",
+            "load": 1.5,
+            "processes": 2,
+            "threads": 1,
+            "packages": {"torch": "2", "triton": None},
+            "documents": 40,
+            "documents_left": 30,
+            "seconds": 1800.0,
+            "estimated_seconds": 7200.0,
+        }
+    ]
+    # killed by hand
+    runs.append(
+        {key: value for key, value in runs[0].items() if key not in ("documents_left", "seconds")}
+    )
+    config = {
+        "model": "m",
+        "variants": by,
+        "settings": {"judge": "exact"},
+        "device": "cpu",
+        "dtype": "float32",
+        "answers": 20,
+        "runs": runs,
+    }
     page = write(records, config, tmp_path)
     report = json.loads((tmp_path / "report.json").read_text())
-    assert [f["claim"] for f in report["findings"]] == [f.claim for f in compare_stats.findings(records, {"h2o"})]
-    cell = next(c for c in report["cells"] if c["variant"] == "h2o 30%" and c["task"] == "kv" and c["turn"] == 2)
-    own = [r["right"] for r in records if r["variant"] == "h2o 30%" and r["task"] == "kv" and r["turn"] == 2]
-    assert (cell["right"], cell["asked"]) == (sum(own), 20) and cell["ms"] == pytest.approx(10.0) and cell["read"] == 100
+    assert [f["claim"] for f in report["findings"]] == [
+        f.claim for f in compare_stats.findings(records, {"h2o"})
+    ]
+    cell = next(
+        c
+        for c in report["cells"]
+        if c["variant"] == "h2o 30%" and c["task"] == "kv" and c["turn"] == 2
+    )
+    own = [
+        r["right"]
+        for r in records
+        if r["variant"] == "h2o 30%" and r["task"] == "kv" and r["turn"] == 2
+    ]
+    assert (
+        (cell["right"], cell["asked"]) == (sum(own), 20)
+        and cell["ms"] == pytest.approx(10.0)
+        and cell["read"] == 100
+    )
     assert cell["kl"] == pytest.approx(0.1) and (cell["same"], cell["compared"]) == (140, 160)
-    first = [r["right"] for r in records if r["variant"] == "h2o 30%" and r["task"] == "two_stage" and r["turn"] == 1]
+    first = [
+        r["right"]
+        for r in records
+        if r["variant"] == "h2o 30%" and r["task"] == "two_stage" and r["turn"] == 1
+    ]
     assert f"| h2o 30% | 20 | {sum(first) / 20:.2f} [" in page
     aliases = [c for c in rows_of(records, config) if c["variant"] == "h2o Mem 30%"]
-    assert len(aliases) == 4 and {c["right"] for c in aliases} == {c["right"] for c in report["cells"] if c["variant"] == "h2o 30%"}
+    assert len(aliases) == 4 and {c["right"] for c in aliases} == {
+        c["right"] for c in report["cells"] if c["variant"] == "h2o 30%"
+    }
     assert "10 of 40 documents in 0.50 hours (all of them estimated at 2.00)" in page
     assert "killed, of 40 documents those it had done (all of them estimated at 2.00)" in page
     assert "- omnikv Mem 30%: too much" in page and "| 2.00 MB | 50.0 |" in page
     pytest.importorskip("matplotlib")
-    assert {p.name for p in tmp_path.glob("*.png")} == {"budget-1000.png", "second-1000.png", "depth.png"}
+    assert {p.name for p in tmp_path.glob("*.png")} == {
+        "budget-1000.png",
+        "second-1000.png",
+        "depth.png",
+    }
 
 
 # ---------------------------------------------------------------- a real (tiny) model
@@ -205,13 +399,19 @@ def storages(thing, seen, skip):
 
 
 def every_variant(llm, capacity=464, budgets=(30, "m95")):
-    names = [(name, "mem" if str(b).startswith("m") else "share", float(str(b).strip("m"))) for name, e in REGISTRY.items() for b in budgets
-             if e.budget and (not str(b).startswith("m") or e.at_bytes)] + [(n, "none", 100.0) for n, e in REGISTRY.items() if not e.budget]
+    names = [
+        (name, "mem" if str(b).startswith("m") else "share", float(str(b).strip("m")))
+        for name, e in REGISTRY.items()
+        for b in budgets
+        if e.budget and (not str(b).startswith("m") or e.at_bytes)
+    ] + [(n, "none", 100.0) for n, e in REGISTRY.items() if not e.budget]
     return variants(facts(llm, capacity), names)
 
 
 def test_bytes_are_what_is_allocated(llm):
-    """Walks every tensor of a session's bank and runtime; the parts add up to what they hold, and to the plan that chose the budget."""
+    """Walks every tensor of a session's bank and runtime; the parts add up to what they hold, and
+    to the plan that chose the budget.
+    """
     from engine.bank.device import DeviceBank
     from engine.bank.host_pool import Block, HostPool
     from engine.methods.base import Setup
@@ -228,10 +428,15 @@ def test_bytes_are_what_is_allocated(llm):
             bank = sum(storages(session.bank, set(), (HostPool, Block)).values())
             runtime = sum(storages(session.runtime, set(), (Setup, DeviceBank)).values())
             assert held.full == llm.config.num_layers * 464 * llm.config.kv_bytes(4)
-            own = session.stats.store_bytes if variant.entry.evicts else session.stats.selection_bytes
-            assert own <= runtime <= own + 4096                                     # a few numbers beside them
+            own = (
+                session.stats.store_bytes if variant.entry.evicts else session.stats.selection_bytes
+            )
+            # a few numbers beside them
+            assert own <= runtime <= own + 4096
             assert (held.peak, held.host) == (bank + own, session.stats.host_bytes)
-            assert held.device + held.metadata + held.buffers == (own if variant.entry.evicts else held.peak)
+            assert held.device + held.metadata + held.buffers == (
+                own if variant.entry.evicts else held.peak
+            )
             if variant.entry.evicts:
                 rows = [rows for layer in session.runtime.sequences[0].layers for rows in layer]
                 assert held.device == sum(storages([(r.k, r.v) for r in rows], set(), ()).values())
@@ -248,14 +453,21 @@ def test_a_resident_budget_is_used_up(llm):
     from dataclasses import replace
 
     made = REGISTRY["omnikv"].at_bytes(facts(llm), 0.95)
-    assert compare_bytes.device_share(llm, made, 464) <= 0.95 < compare_bytes.device_share(llm, replace(made, tokens=made.tokens + 1), 464)
+    assert (
+        compare_bytes.device_share(llm, made, 464)
+        <= 0.95
+        < compare_bytes.device_share(llm, replace(made, tokens=made.tokens + 1), 464)
+    )
     assert "dense layers of 6" in REGISTRY["omnikv"].at_bytes(facts(llm), 0.2)
 
 
 def test_equal_methods_are_run_once(llm):
-    found = variants(facts(llm), [("omnikv", "share", 30.0), ("omnikv", "mem", 96.0), ("omnikv", "mem", 96.0)])
+    found = variants(
+        facts(llm), [("omnikv", "share", 30.0), ("omnikv", "mem", 96.0), ("omnikv", "mem", 96.0)]
+    )
     assert not found[0].alias and not found[1].alias and found[2].alias == "omnikv Mem 96%"
-    found = variants(facts(llm), [("h2o", "share", 50.0), ("h2o", "mem", 50.0)])       # what evicts everywhere holds what it reads
+    # what evicts everywhere holds what it reads
+    found = variants(facts(llm), [("h2o", "share", 50.0), ("h2o", "mem", 50.0)])
     assert found[1].alias == "h2o 50%" and found[0].method == found[1].method
 
 
@@ -268,8 +480,14 @@ def test_a_conversation_is_what_the_template_writes(llm):
     paper = Paper(llm, Job("kv", 400, 3, 2), Rules(2))
     words, tokens = llm.tokenizer, llm.tokenizer.encode("the answer is 5.", special=False)
     ids = paper.turns.shared + paper.turns.own[0] + tokens + paper.turns.following(0, 1)
-    asked = {"role": "user", "content": f"{paper.sample.document.rstrip()}\n\n{paper.sample.questions[0]}"}
-    said, again = {"role": "assistant", "content": "the answer is 5."}, {"role": "user", "content": paper.sample.questions[1]}
+    asked = {
+        "role": "user",
+        "content": f"{paper.sample.document.rstrip()}\n\n{paper.sample.questions[0]}",
+    }
+    said, again = (
+        {"role": "assistant", "content": "the answer is 5."},
+        {"role": "user", "content": paper.sample.questions[1]},
+    )
     whole = words.encode(words.render([asked, said, again]), special=False)
     assert "".join(map(words.token, ids)) == "".join(map(words.token, whole))
     assert [paper.second(q) for q in range(2)] == [1, 0]
@@ -279,13 +497,19 @@ def test_a_conversation_is_what_the_template_writes(llm):
 @pytest.mark.parametrize("most", [1, 3, 60])
 def test_a_second_question_follows_every_token_of_the_answer(llm, most):
     """Also the last one, which a cut answer leaves out of the bank."""
-    paper, variant = Paper(llm, Job("kv", 400, 3, 2), Rules(2, max_tokens=most)), Variant("full", "none", 100.0, Full())
+    paper, variant = (
+        Paper(llm, Job("kv", 400, 3, 2), Rules(2, max_tokens=most)),
+        Variant("full", "none", 100.0, Full()),
+    )
     with Reader(llm, paper, 700) as reader, llm.session(Full(), max_context=700) as session:
         prompt = paper.turns.shared + paper.turns.own[0]
         first, second = reader._converse(session, variant, 0, prompt)
         whole = prompt + first["tokens"] + paper.turns.following(0, 1) + second["tokens"]
-        assert session.ids == whole[:len(session.ids)] and len(whole) - len(session.ids) <= 1
-        assert first["steps"] == min(most - 1, len(first["tokens"])) and (first["question"], second["question"]) == (0, 1)
+        assert session.ids == whole[: len(session.ids)] and len(whole) - len(session.ids) <= 1
+        assert first["steps"] == min(most - 1, len(first["tokens"])) and (
+            first["question"],
+            second["question"],
+        ) == (0, 1)
 
 
 def test_a_base_model_is_asked_in_plain_text(llm, monkeypatch):
@@ -293,7 +517,10 @@ def test_a_base_model_is_asked_in_plain_text(llm, monkeypatch):
     paper = Paper(llm, Job("kv", 400, 3, 2), Rules(2))
     text = llm.tokenizer.decode(paper.turns.shared + paper.turns.own[1])
     assert text.endswith(f"Question: {paper.sample.questions[1]}\nAnswer:")
-    assert llm.tokenizer.decode(paper.turns.following(0, 1)) == f"\nQuestion: {paper.sample.questions[1]}\nAnswer:"
+    assert (
+        llm.tokenizer.decode(paper.turns.following(0, 1))
+        == f"\nQuestion: {paper.sample.questions[1]}\nAnswer:"
+    )
     assert paper.text(llm.tokenizer.encode("48213\nQuestion: more", special=False)) == "48213"
 
 
@@ -306,56 +533,91 @@ def test_agreement_counts_up_to_the_parting_token():
         logits[token] = 4.0
         path.add(logits, token)
         keep = logits
-    assert path.compare(answer, torch.tensor([-1.0, 4, -1, -1, -1]), 1) and answer.kl == pytest.approx(0, abs=1e-7)
+    assert path.compare(
+        answer, torch.tensor([-1.0, 4, -1, -1, -1]), 1
+    ) and answer.kl == pytest.approx(0, abs=1e-7)
     other = torch.tensor([-1.0, -1, -1, 4, -1])
     assert not path.compare(answer, other, 3)
     assert (answer.compared, answer.same) == (2, 1)
-    p, q = torch.log_softmax(torch.tensor([-1.0, -1, 4, -1, -1]).double(), 0), torch.log_softmax(other.double(), 0)
+    p, q = (
+        torch.log_softmax(torch.tensor([-1.0, -1, 4, -1, -1]).double(), 0),
+        torch.log_softmax(other.double(), 0),
+    )
     assert answer.kl == pytest.approx(float((p.exp() * (p - q)).sum()), rel=1e-5)
-    assert path.compare(answer, keep, 3) and not path.compare(answer, keep, 3)      # nothing is compared beyond full attention's end
+    # nothing is compared beyond full attention's end
+    assert path.compare(answer, keep, 3) and not path.compare(answer, keep, 3)
 
 
 def apart(llm, paper, variant, capacity):
-    """Records of both turns with a session per conversation that reads document and question in one call."""
+    """Records of both turns with a session per conversation that reads document and question in one
+    call.
+    """
     reader, out = Reader(llm, paper, capacity), []
     for first in range(paper.job.conversations):
-        with llm.session(variant.method, max_context=capacity, offload=variant.entry.place) as session:
-            out += reader._converse(session, variant, first, paper.turns.shared + paper.turns.own[first])
+        with llm.session(
+            variant.method, max_context=capacity, offload=variant.entry.place
+        ) as session:
+            out += reader._converse(
+                session, variant, first, paper.turns.shared + paper.turns.own[first]
+            )
     return out
 
 
 def test_the_head_of_a_document_is_read_once_where_its_end_goes_with_the_question(tiny):
-    """H2O+, MInference, Scissorhands and OmniKV-prefill: the tokens, rows and reading times of a session that reads both together."""
+    """H2O+, MInference, Scissorhands and OmniKV-prefill: the tokens, rows and reading times of a
+    session that reads both together.
+    """
     llm = LLM(str(tiny), dtype="float32", threads=1, method=Full(), chunk=64)
-    found = [v for v in every_variant(llm, 1300, budgets=(10, 40)) if v.method is not None and v.entry.head]
+    found = [
+        v
+        for v in every_variant(llm, 1300, budgets=(10, 40))
+        if v.method is not None and v.entry.head
+    ]
     assert {v.name for v in found} == {"h2o_plus", "minference", "scissorhands", "omnikv_prefill"}
     paper = Paper(llm, Job("kv", 1100, 5, 2), Rules(2, max_tokens=4))
-    shared, _, once = run_document(llm, paper, [Variant("full", "none", 100.0, Full()), *found], 1300)
+    shared, _, once = run_document(
+        llm, paper, [Variant("full", "none", 100.0, Full()), *found], 1300
+    )
     length = len(paper.turns.shared)
     for variant in found:
         head = variant.entry.head(llm, variant.method, length)
-        assert length // 3 < head < length and head % (500 if variant.name == "h2o_plus" else 64) == 0
+        assert (
+            length // 3 < head < length and head % (500 if variant.name == "h2o_plus" else 64) == 0
+        )
         mine = [r for r in shared if r["variant"] == variant.label]
         for record, other in zip(mine, apart(llm, paper, variant, 1300), strict=True):
-            assert (record["tokens"], record["bytes_read"]) == (other["tokens"], other["bytes_read"]), variant.label
+            assert (record["tokens"], record["bytes_read"]) == (
+                other["tokens"],
+                other["bytes_read"],
+            ), variant.label
     assert 0 < once < sum(r["prompt_seconds"] for r in shared)
 
 
 def test_one_reading_serves_as_well_as_many(llm):
-    """Methods that leave prefill alone, or read a document once, answer as they do with a session per question, in both turns."""
+    """Methods that leave prefill alone, or read a document once, answer as they do with a session
+    per question, in both turns.
+    """
     found = [v for v in every_variant(llm, budgets=(10,)) if v.method is not None]
-    assert {v.entry.reads for v in found} == {"shared", "own"} and any(v.entry.evicts for v in found)
+    assert {v.entry.reads for v in found} == {"shared", "own"} and any(
+        v.entry.evicts for v in found
+    )
     paper = Paper(llm, Job("kv", 300, 5, 2), Rules(2, max_tokens=4))
     shared, _, _ = run_document(llm, paper, found, 700)
     assert len(shared) == 4 * len(found)
     for variant in found:
-        if variant.name == "infllm":                # its pieces end where a reading ends: document and question are two readings
+        # its pieces end where a reading ends: document and question are two readings
+        if variant.name == "infllm":
             continue
         records = apart(llm, paper, variant, 700)
-        assert [r["tokens"] for r in records] == [r["tokens"] for r in shared if r["variant"] == variant.label], variant.label
+        assert [r["tokens"] for r in records] == [
+            r["tokens"] for r in shared if r["variant"] == variant.label
+        ], variant.label
         assert all(r["steps"] and r["decode_seconds"] > 0 and r["bytes_read"] > 0 for r in records)
     by = {v.label: [r for r in shared if r["variant"] == v.label] for v in found}
-    less = {label: sum(r["bytes_read"] for r in rows) / sum(r["steps"] for r in rows) for label, rows in by.items()}
+    less = {
+        label: sum(r["bytes_read"] for r in rows) / sum(r["steps"] for r in rows)
+        for label, rows in by.items()
+    }
     assert all(less[v.label] < less["full"] for v in found if v.entry.sparse)
     assert {(r["question"], r["turn"]) for r in by["full"]} == {(0, 1), (1, 2), (1, 1), (0, 2)}
 
@@ -363,26 +625,68 @@ def test_one_reading_serves_as_well_as_many(llm):
 def test_a_step_that_was_not_sparse_is_an_error(llm):
     from engine import OmniKV
 
-    variant = Variant("omnikv", "share", 10.0, OmniKV(filter_layers=(2,), share=0.1, tail=64, dense_below=100_000))
+    variant = Variant(
+        "omnikv", "share", 10.0, OmniKV(filter_layers=(2,), share=0.1, tail=64, dense_below=100_000)
+    )
     with pytest.raises(AssertionError, match="not sparse"):
-        run_document(llm, Paper(llm, Job("kv", 400, 5, 1), Rules(2)), [Variant("full", "none", 100.0, Full()), variant], 700)
+        run_document(
+            llm,
+            Paper(llm, Job("kv", 400, 5, 1), Rules(2)),
+            [Variant("full", "none", 100.0, Full()), variant],
+            700,
+        )
 
 
 def test_time_left_follows_what_documents_took():
     clock = Clock.__new__(Clock)
-    clock.fixed, clock.token, clock.lengths = {1024: (1.0, 2.0)}, {1024: 0.5}, {("kv", 1024): 10, ("facts", 1024): 20}
+    clock.fixed, clock.token, clock.lengths = (
+        {1024: (1.0, 2.0)},
+        {1024: 0.5},
+        {("kv", 1024): 10, ("facts", 1024): 20},
+    )
     clock.took, clock.ratio = {}, []
     one, other = Job("kv", 1024, 0, 2), Job("facts", 1024, 0, 1)
     assert clock.expected(one) == 1 + 2 * (2 + 5) and clock.expected(other) == 1 + 2 + 10
     clock.done(one, 30.0)
-    assert clock.expected(one) == 30.0 and clock.expected(other) == 2 * 13            # half as fast as the warm-up said
+    # half as fast as the warm-up said
+    assert clock.expected(one) == 30.0 and clock.expected(other) == 2 * 13
     assert clock.left([one, other], 2) == 28.0
 
 
 def run(tiny, out, *more):
-    return compare.main(["--model", str(tiny), "--dtype", "float32", "--out", str(out), "--processes", "1", "--methods", "omnikv@10,m95",
-                         "omnikv_prefill@30", "brutal_offload", "--tasks", *TASKS, "--lengths", "400", "--answers", "3", "--filters", "2",
-                         "--wait", "1", "--threads", "1", "--max-tokens", "3", "--questions", "2", *more])
+    return compare.main(
+        [
+            "--model",
+            str(tiny),
+            "--dtype",
+            "float32",
+            "--out",
+            str(out),
+            "--processes",
+            "1",
+            "--methods",
+            "omnikv@10,m95",
+            "omnikv_prefill@30",
+            "brutal_offload",
+            "--tasks",
+            *TASKS,
+            "--lengths",
+            "400",
+            "--answers",
+            "3",
+            "--filters",
+            "2",
+            "--wait",
+            "1",
+            "--threads",
+            "1",
+            "--max-tokens",
+            "3",
+            "--questions",
+            "2",
+            *more,
+        ]
+    )
 
 
 def read(out):
@@ -392,35 +696,62 @@ def read(out):
 def test_a_run_stops_in_time_and_goes_on(tiny, tmp_path, capsys):
     assert run(tiny, tmp_path, "--estimate", "--methods", "omnikv@10") == 0
     said = capsys.readouterr()
-    assert "4 documents to do, estimated" in said.err and "hours" in said.err and not said.out and len(read(tmp_path)) == 1
+    assert (
+        "4 documents to do, estimated" in said.err
+        and "hours" in said.err
+        and not said.out
+        and len(read(tmp_path)) == 1
+    )
     assert run(tiny, tmp_path, "--minutes", "0.001", "--methods", "omnikv@10") == 0
-    assert "stopped after 0.001 minutes with 4 of 4 documents to do" in capsys.readouterr().err and len(read(tmp_path)) == 1
+    assert (
+        "stopped after 0.001 minutes with 4 of 4 documents to do" in capsys.readouterr().err
+        and len(read(tmp_path)) == 1
+    )
     assert run(tiny, tmp_path) == 0
     page = capsys.readouterr().out
     header, *records = read(tmp_path)
     per_document = {(r["task"], r["seed"]): 0 for r in records}
     for r in records:
         per_document[r["task"], r["seed"]] += 1
-    assert per_document == {(task, seed): 5 * 2 * conversations for task in TASKS for seed, conversations in ((0, 2), (1, 1))}
+    assert per_document == {
+        (task, seed): 5 * 2 * conversations
+        for task in TASKS
+        for seed, conversations in ((0, 2), (1, 1))
+    }
     order = [(r["seed"], TASKS.index(r["task"])) for r in records]
     assert order == sorted(order)
     keys = [compare.Comparison._key(r) for r in records]
     assert len(set(keys)) == len(keys)
     config = json.loads((tmp_path / "config.json").read_text())
-    assert "share=0.1" in config["variants"]["omnikv 10%"]["400"]["method"] and "dense_below=0" in header["methods"]["omnikv 10% @ 400"]
+    assert (
+        "share=0.1" in config["variants"]["omnikv 10%"]["400"]["method"]
+        and "dense_below=0" in header["methods"]["omnikv 10% @ 400"]
+    )
     assert config["variants"]["omnikv Mem 95%"]["400"]["held"]["resident"] <= 0.95
-    assert (config["runs"][0]["documents"], config["runs"][0]["documents_left"]) == (4, 0) and config["runs"][0]["seconds"] > 0
-    assert [run["processes"] for run in config["runs"]] == [1] and config["runs"][0]["commit"] and config["runs"][0]["hardware"]
-    assert "| omnikv Mem 95% | 3 |" in page and (tmp_path / "report.md").read_text() == page[:page.index("\nreport, answers")]
+    assert (config["runs"][0]["documents"], config["runs"][0]["documents_left"]) == (
+        4,
+        0,
+    ) and config["runs"][0]["seconds"] > 0
+    assert (
+        [run["processes"] for run in config["runs"]] == [1]
+        and config["runs"][0]["commit"]
+        and config["runs"][0]["hardware"]
+    )
+    assert (
+        "| omnikv Mem 95% | 3 |" in page
+        and (tmp_path / "report.md").read_text() == page[: page.index("\nreport, answers")]
+    )
 
     lines = (tmp_path / "answers.jsonl").read_text().splitlines()
-    (tmp_path / "answers.jsonl").write_text("\n".join(lines[:8]) + '\n{"variant": "omni')     # killed in the middle of a line
+    # killed in the middle of a line
+    (tmp_path / "answers.jsonl").write_text("\n".join(lines[:8]) + '\n{"variant": "omni')
     assert run(tiny, tmp_path) == 0
     again = {compare.Comparison._key(r): r["tokens"] for r in read(tmp_path)[1:]}
     assert again == {compare.Comparison._key(r): r["tokens"] for r in records}
     assert len(json.loads((tmp_path / "config.json").read_text())["runs"]) == 2
     capsys.readouterr()
-    assert run(tiny, tmp_path, "--methods", "quest@30") == 0                                # more columns beside those that are there
+    # more columns beside those that are there
+    assert run(tiny, tmp_path, "--methods", "quest@30") == 0
     page = capsys.readouterr().out
     assert "| quest 30% | 3 |" in page and "| omnikv Mem 95% | 3 |" in page
     assert run(tiny, tmp_path, "--seed", "5") == 2
@@ -429,9 +760,17 @@ def test_a_run_stops_in_time_and_goes_on(tiny, tmp_path, capsys):
 
 def test_two_processes_answer_what_one_does(tiny, tmp_path, capsys):
     few = ("--methods", "omnikv@10")
-    assert run(tiny, tmp_path / "one", *few) == 0 and run(tiny, tmp_path / "two", *few, "--processes", "2") == 0
-    one, two = ({compare.Comparison._key(r): (r["tokens"], r["compared"], r["same"]) for r in read(tmp_path / name)[1:]}
-                for name in ("one", "two"))
+    assert (
+        run(tiny, tmp_path / "one", *few) == 0
+        and run(tiny, tmp_path / "two", *few, "--processes", "2") == 0
+    )
+    one, two = (
+        {
+            compare.Comparison._key(r): (r["tokens"], r["compared"], r["same"])
+            for r in read(tmp_path / name)[1:]
+        }
+        for name in ("one", "two")
+    )
     assert one == two and "; 2 process(es) of 1 thread(s)" in capsys.readouterr().out
 
 
@@ -447,12 +786,22 @@ def test_a_worker_that_fails_ends_the_run_in_one_line(tiny, tmp_path, capsys, mo
     assert "nowhere" in capsys.readouterr().err.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize("more, said", [
-    (("--tasks", "nothing"), "unknown task"), (("--methods", "nothing"), "unknown method"), (("--methods", "omnikv@0"), "per cent above 0"),
-    (("--shares", "130", "--methods", "omnikv"), "at most 100"), (("--lengths", "100000"), "do not fit"),
-    (("--lengths", "30"), "needs at least"), (("--answers", "0"), "at least 1"), (("--minutes", "0"), "above 0"),
-    (("--processes", "0"), "at least 1"), (("--filters", "9"), "filter_layers"), (("--model", "/nowhere/at/all"), "nowhere"),
-])
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        (("--tasks", "nothing"), "unknown task"),
+        (("--methods", "nothing"), "unknown method"),
+        (("--methods", "omnikv@0"), "per cent above 0"),
+        (("--shares", "130", "--methods", "omnikv"), "at most 100"),
+        (("--lengths", "100000"), "do not fit"),
+        (("--lengths", "30"), "needs at least"),
+        (("--answers", "0"), "at least 1"),
+        (("--minutes", "0"), "above 0"),
+        (("--processes", "0"), "at least 1"),
+        (("--filters", "9"), "filter_layers"),
+        (("--model", "/nowhere/at/all"), "nowhere"),
+    ],
+)
 def test_bad_input_is_one_line(tiny, tmp_path, capsys, more, said):
     assert run(tiny, tmp_path, *more) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
@@ -463,11 +812,17 @@ def test_help_names_every_method(capsys):
     with pytest.raises(SystemExit) as stop:
         compare.arguments(["--help"])
     shown = capsys.readouterr().out
-    assert stop.value.code == 0 and all(name in shown for name in REGISTRY) and "python -m tools.compare" in shown
+    assert (
+        stop.value.code == 0
+        and all(name in shown for name in REGISTRY)
+        and "python -m tools.compare" in shown
+    )
 
 
 def test_a_template_gets_time_and_is_asked_little(llm, monkeypatch):
-    """A busy machine may stop the template's process; and one document's dialogues are rendered once, however many methods answer."""
+    """A busy machine may stop the template's process; and one document's dialogues are rendered
+    once, however many methods answer.
+    """
     from engine.errors import TemplateError
 
     asked, render = [], llm.tokenizer.render
@@ -488,6 +843,10 @@ def test_a_template_gets_time_and_is_asked_little(llm, monkeypatch):
 
 def test_a_template_that_rewrites_history_is_refused(llm, monkeypatch):
     render = llm.tokenizer.render
-    monkeypatch.setattr(llm.tokenizer, "render", lambda messages: ("new " if len(messages) > 1 else "") + render(messages))
+    monkeypatch.setattr(
+        llm.tokenizer,
+        "render",
+        lambda messages: ("new " if len(messages) > 1 else "") + render(messages),
+    )
     with pytest.raises(UsageError, match="--turns 1"):
         Paper(llm, Job("kv", 400, 3, 2), Rules(2)).turns.following(0, 1)

@@ -1,4 +1,6 @@
-"""tools/eval/cli.py: intervals, tables, resuming, sparse steps asserted, bad input. The model is random, the tokenizer the shipped one."""
+"""tools/eval/cli.py: intervals, tables, resuming, sparse steps asserted, bad input. The model is
+random, the tokenizer the shipped one.
+"""
 
 import json
 
@@ -9,8 +11,18 @@ from tools.eval.report import overall, summarise, wilson, write
 
 
 def record(method, task, seed, right, tokens, depth=0.5, length=1000):
-    return {"method": method, "task": task, "length": length, "seed": seed, "question": 0, "depth": depth, "right": right, "tokens": tokens,
-            "text": "", "expected": ""}
+    return {
+        "method": method,
+        "task": task,
+        "length": length,
+        "seed": seed,
+        "question": 0,
+        "depth": depth,
+        "right": right,
+        "tokens": tokens,
+        "text": "",
+        "expected": "",
+    }
 
 
 def test_wilson_intervals():
@@ -23,10 +35,19 @@ def test_wilson_intervals():
 
 def test_summary_agreement_and_depths(tmp_path):
     records = [record("full", "kv", s, s != 3, [s], s / 10) for s in range(10)]
-    records += [record("omnikv 3%", "kv", s, s > 5, [s if s != 7 else 99], s / 10) for s in range(10)]
+    records += [
+        record("omnikv 3%", "kv", s, s > 5, [s if s != 7 else 99], s / 10) for s in range(10)
+    ]
     rows = summarise(records)
-    assert [(r["method"], r["right"], r["asked"]) for r in rows] == [("full", 9, 10), ("omnikv 3%", 4, 10)]
-    assert rows[1]["agree"] == 0.9 and rows[0]["depths"][0] == [2, 2] and rows[0]["depths"][1] == [1, 2]
+    assert [(r["method"], r["right"], r["asked"]) for r in rows] == [
+        ("full", 9, 10),
+        ("omnikv 3%", 4, 10),
+    ]
+    assert (
+        rows[1]["agree"] == 0.9
+        and rows[0]["depths"][0] == [2, 2]
+        and rows[0]["depths"][1] == [1, 2]
+    )
     assert overall(rows)[1]["accuracy"] == 0.4
     page = write(records, {"model": "x"}, tmp_path)
     assert "| kv | 10 | 0.900" in page and (tmp_path / "report.json").exists()
@@ -34,8 +55,30 @@ def test_summary_agreement_and_depths(tmp_path):
 
 
 def run(tiny, out, *more):
-    return evaluation.main(["--model", str(tiny), "--out", str(out), "--tasks", "passkey", "kv", "--lengths", "400", "--answers", "3",
-                            "--questions", "2", "--filters", "2", "--threads", "1", "--max-tokens", "4", *more])
+    return evaluation.main(
+        [
+            "--model",
+            str(tiny),
+            "--out",
+            str(out),
+            "--tasks",
+            "passkey",
+            "kv",
+            "--lengths",
+            "400",
+            "--answers",
+            "3",
+            "--questions",
+            "2",
+            "--filters",
+            "2",
+            "--threads",
+            "1",
+            "--max-tokens",
+            "4",
+            *more,
+        ]
+    )
 
 
 def test_runs_resumes_and_refuses_other_settings(tiny, tmp_path, capsys):
@@ -44,26 +87,31 @@ def test_runs_resumes_and_refuses_other_settings(tiny, tmp_path, capsys):
     assert len(lines) == 1 + 2 * 2 * 3
     keys = [(r["method"], r["task"], r["seed"], r["question"]) for r in map(json.loads, lines[1:])]
     assert len(set(keys)) == len(keys)
-    (tmp_path / "answers.jsonl").write_text("\n".join(lines[:6]) + '\n{"method": "fu')  # killed in the middle of a line
+    # killed in the middle of a line
+    (tmp_path / "answers.jsonl").write_text("\n".join(lines[:6]) + '\n{"method": "fu')
     assert run(tiny, tmp_path) == 0
     again = (tmp_path / "answers.jsonl").read_text().splitlines()
     assert sorted(again) == sorted(lines)
     assert run(tiny, tmp_path, "--seed", "5") == 2
     assert "--fresh" in capsys.readouterr().err
     header = json.loads(again[0])
-    header["settings"]["weights"] = "0" * 64                # another training of the same shape in the same folder
+    # another training of the same shape in the same folder
+    header["settings"]["weights"] = "0" * 64
     (tmp_path / "answers.jsonl").write_text("\n".join([json.dumps(header), *again[1:]]))
     assert run(tiny, tmp_path) == 2
     assert "--fresh" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("more, said", [
-    (("--tasks", "nothing"), "unknown task"),
-    (("--lengths", "100000"), "do not fit"),
-    (("--lengths", "30"), "needs at least"),
-    (("--answers", "0"), "at least 1"),
-    (("--model", "/nowhere/at/all"), "nowhere"),
-])
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        (("--tasks", "nothing"), "unknown task"),
+        (("--lengths", "100000"), "do not fit"),
+        (("--lengths", "30"), "needs at least"),
+        (("--answers", "0"), "at least 1"),
+        (("--model", "/nowhere/at/all"), "nowhere"),
+    ],
+)
 def test_bad_input_is_one_line(tiny, tmp_path, capsys, more, said):
     assert run(tiny, tmp_path, *more) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]

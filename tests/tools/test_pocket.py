@@ -1,4 +1,6 @@
-"""The shipped model's folder (transformers gives the same tokens, template, fingerprint, skills) and its trainer's parts."""
+"""The shipped model's folder (transformers gives the same tokens, template, fingerprint, skills)
+and its trainer's parts.
+"""
 
 import json
 from pathlib import Path
@@ -13,7 +15,9 @@ from tools.pocket.optim import orthogonalise
 from tools.pocket.tokenizer import ASSISTANT, BOS, END, USER, train_tokenizer
 
 POCKET = Path(__file__).resolve().parents[2] / "weights" / "pocket"
-SHIPPED = pytest.mark.skipif(not (POCKET / "model.safetensors").exists(), reason="the shipped model is not in this checkout")
+SHIPPED = pytest.mark.skipif(
+    not (POCKET / "model.safetensors").exists(), reason="the shipped model is not in this checkout"
+)
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +27,9 @@ def tokenizer():
 
 def test_tokenizer_is_the_same_every_time_and_has_numbers(tokenizer):
     assert tokenizer.to_str() == train_tokenizer().to_str()
-    assert all(len(tokenizer.encode(text).ids) == 1 for n in range(1000) for text in (str(n), f"{n:03d}"))
+    assert all(
+        len(tokenizer.encode(text).ids) == 1 for n in range(1000) for text in (str(n), f"{n:03d}")
+    )
     text = "Ünïcode 漢字 and \t tabs\n"
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
@@ -33,7 +39,10 @@ def test_rows_are_deterministic_and_complete(tokenizer):
     for length in (64, 256, 1024):
         one = pocket_data.batch(maker, 1, 5, 2, 3, length, 0.5, 32768)
         two = pocket_data.batch(pocket_data.RowMaker(tokenizer), 1, 5, 2, 3, length, 0.5, 32768)
-        assert all(torch.equal(a, b) for a, b in zip(one[:3], two[:3], strict=True)) and one[3] == two[3]
+        assert (
+            all(torch.equal(a, b) for a, b in zip(one[:3], two[:3], strict=True))
+            and one[3] == two[3]
+        )
         ids, where, kinds, spans = one
         assert ids.shape == (3, length + 1) and kinds.shape == where.shape == (3, length)
         assert (where.diff(dim=1) > 0).all() and int(where.max()) < 32768 and spans
@@ -84,7 +93,8 @@ def test_structured_start_looks_back_and_matches():
     for head, offset in ((0, 1), (1, 2)):
         assert float(back[head].diagonal(-offset).mean()) > 0.8
     match = seen[pocket_model.MATCH_LAYERS[0]][0, 0, 0]  # kv head 0, its first head
-    assert float(torch.stack([match[40 + i, i + 1] for i in range(20)]).mean()) > 0.15  # chance is 0.02
+    # chance is 0.02
+    assert float(torch.stack([match[40 + i, i + 1] for i in range(20)]).mean()) > 0.15
 
 
 def test_export_matches_transformers(tmp_path):
@@ -104,11 +114,21 @@ def test_export_matches_transformers(tmp_path):
 @SHIPPED
 def test_the_folder_is_complete_and_small():
     assert (POCKET / "model.safetensors").stat().st_size <= 20_000_000
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "omnikv.json", "MODEL_CARD.md",
-                 "welcome.txt"):
+    for name in (
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "omnikv.json",
+        "MODEL_CARD.md",
+        "welcome.txt",
+    ):
         assert (POCKET / name).is_file(), name
     config = json.loads((POCKET / "config.json").read_text())
-    assert config["num_hidden_layers"] >= 8 and config["num_key_value_heads"] < config["num_attention_heads"]
+    assert (
+        config["num_hidden_layers"] >= 8
+        and config["num_key_value_heads"] < config["num_attention_heads"]
+    )
 
 
 @SHIPPED
@@ -142,10 +162,27 @@ def llm():
 def test_template_puts_the_document_first(llm):
     render = llm.tokenizer.render
     want = "<|bos|>Alice lives in Rome.\n\nBen too.\n<|user|>Where does Alice live?<|assistant|>"
-    assert render([{"role": "user", "content": "Alice lives in Rome.\n\nBen too.\n\nWhere does Alice live?"}]) == want
-    system = [{"role": "system", "content": "Alice lives in Rome.\n\nBen too."}, {"role": "user", "content": "Where does Alice live?"}]
+    assert (
+        render(
+            [
+                {
+                    "role": "user",
+                    "content": "Alice lives in Rome.\n\nBen too.\n\nWhere does Alice live?",
+                }
+            ]
+        )
+        == want
+    )
+    system = [
+        {"role": "system", "content": "Alice lives in Rome.\n\nBen too."},
+        {"role": "user", "content": "Where does Alice live?"},
+    ]
     assert render(system) == want
-    turns = [*system, {"role": "assistant", "content": "Alice lives in Rome."}, {"role": "user", "content": "Thanks"}]
+    turns = [
+        *system,
+        {"role": "assistant", "content": "Alice lives in Rome."},
+        {"role": "user", "content": "Thanks"},
+    ]
     assert render(turns) == want + "Alice lives in Rome.<|end|><|user|>Thanks<|assistant|>"
 
 
@@ -158,10 +195,14 @@ def test_same_greedy_tokens_as_transformers(llm):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(POCKET, dtype=torch.float32)
     for task in ("kv", "facts", "two_stage"):
         sample = make_sample(task, 600, lambda t: len(llm.tokenizer.encode(t, special=False)), 3)
-        text = llm.tokenizer.render([{"role": "user", "content": sample.document + "\n\n" + sample.questions[0]}])
+        text = llm.tokenizer.render(
+            [{"role": "user", "content": sample.document + "\n\n" + sample.questions[0]}]
+        )
         ids = llm.tokenizer.encode(text, special=False)
         ours = llm.generate(ids, SamplingParams(max_tokens=40)).token_ids
-        out = theirs.generate(torch.tensor([ids]), max_new_tokens=40, do_sample=False)[0, len(ids):].tolist()
+        out = theirs.generate(torch.tensor([ids]), max_new_tokens=40, do_sample=False)[
+            0, len(ids) :
+        ].tolist()
         assert [t for t in ours if t != END] == [t for t in out if t not in (END, 0)]
 
 
@@ -171,11 +212,17 @@ def test_answers_and_refuses(llm):
     from tools.tasks import make_sample
     from tools.tasks.talk import REFUSAL
 
-    ask = lambda text: llm.generate(llm.tokenizer.encode(llm.tokenizer.render([{"role": "user", "content": text}]), special=False),  # noqa: E731
-                                    SamplingParams(max_tokens=40)).text.strip()
+    ask = lambda text: llm.generate(
+        llm.tokenizer.encode(
+            llm.tokenizer.render([{"role": "user", "content": text}]), special=False
+        ),  # noqa: E731
+        SamplingParams(max_tokens=40),
+    ).text.strip()
     right = 0
     for seed in range(4):
-        sample = make_sample("passkey", 800, lambda t: len(llm.tokenizer.encode(t, special=False)), seed)
+        sample = make_sample(
+            "passkey", 800, lambda t: len(llm.tokenizer.encode(t, special=False)), seed
+        )
         right += ask(sample.document + "\n\n" + sample.questions[0]) == sample.answers[0]
     assert right >= 3
     assert ask("Alice lives in Rome.\n\nWrite a poem about rivers.") == REFUSAL

@@ -1,4 +1,6 @@
-"""The mask simulation that chooses filter layers against the engine: the same logits under full attention and under OmniKV."""
+"""The mask simulation that chooses filter layers against the engine: the same logits under full
+attention and under OmniKV.
+"""
 
 import pytest
 import torch
@@ -15,7 +17,18 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     tokenizer = train_tokenizer()
     size = tokenizer.get_vocab_size()
-    model = Pocket(Shape(vocab=size, hidden=64, inner=64, layers=6, heads=4, kv_heads=2, head_dim=64, positions=4096))
+    model = Pocket(
+        Shape(
+            vocab=size,
+            hidden=64,
+            inner=64,
+            layers=6,
+            heads=4,
+            kv_heads=2,
+            head_dim=64,
+            positions=4096,
+        )
+    )
     structured_start(model, [tokenizer.decode([i]) for i in range(size)], 0)
     with torch.no_grad():
         for stack in (model.q, model.k):
@@ -25,14 +38,25 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("method, setting", [
-    (Full(), Setting()),
-    (OmniKV(filter_layers=(2,), share=0.05, wait_layers=1, tail=64, dense_below=0), Setting((2,), 1, 0.05, 64)),
-    (OmniKV(filter_layers=(1, 3), share=0.02, wait_layers=0, tail=128, dense_below=0), Setting((1, 3), 0, 0.02, 128)),
-])
+@pytest.mark.parametrize(
+    "method, setting",
+    [
+        (Full(), Setting()),
+        (
+            OmniKV(filter_layers=(2,), share=0.05, wait_layers=1, tail=64, dense_below=0),
+            Setting((2,), 1, 0.05, 64),
+        ),
+        (
+            OmniKV(filter_layers=(1, 3), share=0.02, wait_layers=0, tail=128, dense_below=0),
+            Setting((1, 3), 0, 0.02, 128),
+        ),
+    ],
+)
 def test_the_engine_agrees(folder, method, setting):
     ids = torch.randint(5, 4000, (700,), generator=torch.Generator().manual_seed(2)).tolist()
-    llm = LLM(str(folder), device="cpu", dtype="float32", method=method, max_context=1024, threads=1)
+    llm = LLM(
+        str(folder), device="cpu", dtype="float32", method=method, max_context=1024, threads=1
+    )
     model = Simulated(folder)
     prompt = model.read(ids[:500])
     prompt, last = model.extend(prompt, ids[500:680])

@@ -14,6 +14,11 @@ def stream(*selections):
 def test_rates_of_known_streams():
     same = stream([1, 2, 3, 4], [1, 2, 3, 4])
     assert hit_rate(same, 1) == (8, 8) and hit_rate(same, 1, keep_last=True) == (8, 8)
-    back = stream([1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 3, 4])         # what came back is still there with twice the slots
-    assert hit_rate(back, 1) == (4, 12) and hit_rate(back, 2) == (8, 12) and hit_rate(back, 2, keep_last=True) == (4, 12)
+    # what came back is still there with twice the slots
+    back = stream([1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 3, 4])
+    assert (
+        hit_rate(back, 1) == (4, 12)
+        and hit_rate(back, 2) == (8, 12)
+        and hit_rate(back, 2, keep_last=True) == (4, 12)
+    )
     assert hit_rate(stream([1, 2], [3]), 1) == (2, 3)

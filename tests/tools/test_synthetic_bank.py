@@ -1,4 +1,6 @@
-"""Synthetic banks and planted selections: what benchmarks time must be what a real text would make the engine do."""
+"""Synthetic banks and planted selections: what benchmarks time must be what a real text would make
+the engine do.
+"""
 
 import pytest
 import torch
@@ -9,10 +11,23 @@ from engine.model.config import ModelConfig
 from engine.model.llama import random_stream
 from tools.planted_selection import Replay, ring_shape
 
-CONFIG = ModelConfig.from_dict({
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96,
-    "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16384,
-    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False, "torch_dtype": "float32"})
+CONFIG = ModelConfig.from_dict(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 16384,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+    }
+)
 
 
 def make(capacity=10000):
@@ -29,7 +44,10 @@ def test_synthetic_rows_have_the_scale_of_read_rows_and_none_repeats():
     assert len(session) == 9000 and session.ids[:4] != session.ids[4:8]
     for layer in (0, 5):
         for rows in session.bank.kv(layer, 9000):
-            real, drawn = rows[0, :, :64].square().mean(dim=(1, 2)), rows[0, :, 64:].square().mean(dim=(1, 2))
+            real, drawn = (
+                rows[0, :, :64].square().mean(dim=(1, 2)),
+                rows[0, :, 64:].square().mean(dim=(1, 2)),
+            )
             assert torch.all((drawn / real).log().abs() < 0.2)
             assert torch.unique(rows[0, 0, 64:], dim=0).shape[0] == 9000 - 64
 
@@ -41,7 +59,7 @@ def test_synthetic_bank_is_deterministic_and_decodes():
         session.synthesize(700)
         logits.append(session.decode(3))
         banks.append(session.bank.kv(5, 700)[0].contiguous())
-    assert torch.equal(*banks)                                  # whatever the layout
+    assert torch.equal(*banks)  # whatever the layout
     assert torch.isfinite(logits[1]).all() and not torch.equal(*logits)
 
 
@@ -57,7 +75,9 @@ def test_synthesize_refuses_what_it_cannot_fill():
 
 
 def test_windowed_selector_works_on_a_synthetic_bank():
-    session = make(1000).session(OmniKV(filter_layers=(1,), tokens=16, tail=64, dense_below=0, selector="uniform"))
+    session = make(1000).session(
+        OmniKV(filter_layers=(1,), tokens=16, tail=64, dense_below=0, selector="uniform")
+    )
     session.synthesize(900)
     session.decode(1)
     assert session.selections[1].numel() == 16
@@ -71,7 +91,9 @@ def test_replay_plants_the_asked_reuse(reuse):
     for token in range(9):
         session.decode(token)
         chosen = session.selections[0]
-        assert chosen.numel() == 256 and torch.all(chosen[1:] > chosen[:-1]) and chosen[-1] < 4096 - 64
+        assert (
+            chosen.numel() == 256 and torch.all(chosen[1:] > chosen[:-1]) and chosen[-1] < 4096 - 64
+        )
         if last is not None:
             shares.append(torch.isin(chosen, last).float().mean().item())
         last = chosen
@@ -102,7 +124,9 @@ def test_replay_with_few_candidates_and_bad_settings():
         Replay(filter_layers=(1,), official=True)
 
 
-@pytest.mark.parametrize("k,candidates", [(2048, 130000), (2048, 4096), (2048, 3000), (1, 2), (5, 5), (0, 0)])
+@pytest.mark.parametrize(
+    "k,candidates", [(2048, 130000), (2048, 4096), (2048, 3000), (1, 2), (5, 5), (0, 0)]
+)
 @pytest.mark.parametrize("reuse", [0, 0.3, 0.9, 0.999, 1])
 def test_ring_holds_its_windows(k, candidates, reuse):
     rows, fresh = ring_shape(k, candidates, reuse)

@@ -1,5 +1,6 @@
-"""The task generators: exact lengths, unique and present answers, the same document for a seed in another process,
-uniform depth."""
+"""The task generators: exact lengths, unique and present answers, the same document for a seed in
+another process, uniform depth.
+"""
 
 import hashlib
 import re
@@ -50,14 +51,20 @@ def test_answers_rest_on_evidence_that_is_in_the_document(task):
         sample = make_sample(task, 2500, words, seed, questions)
         assert len(sample.questions) == len(sample.answers) == questions
         for answer, exact, evidence, depth in zip(
-            sample.answers, sample.meta["exact"], sample.meta["evidence"], sample.meta["depths"], strict=True
+            sample.answers,
+            sample.meta["exact"],
+            sample.meta["evidence"],
+            sample.meta["depths"],
+            strict=True,
         ):
             assert exact and exact in answer
             assert evidence and all(piece in sample.document for piece in evidence)
             assert 0.0 <= depth <= 1.0
 
 
-@pytest.mark.parametrize("task", ["passkey", "number_string", "kv", "needle", "needle_multi_key", "facts"])
+@pytest.mark.parametrize(
+    "task", ["passkey", "number_string", "kv", "needle", "needle_multi_key", "facts"]
+)
 def test_a_looked_up_value_stands_in_its_evidence(task):
     for seed in range(10):
         sample = make_sample(task, 900, words, seed)
@@ -74,7 +81,9 @@ def test_keys_are_unique(task):
             "needle_multi_key": r"for (\S+) is",
             "chains": r"^VAR (\w+) =",
         }[task]
-        keys = [k for k in re.findall(pattern, sample.document, re.M) if k not in ("JSON data", "Table")]
+        keys = [
+            k for k in re.findall(pattern, sample.document, re.M) if k not in ("JSON data", "Table")
+        ]
         assert len(keys) > 20 and len(keys) == len(set(keys))
 
 
@@ -87,7 +96,10 @@ def test_two_stage_is_arithmetic_and_a_dictionary():
             assert b <= 20 and table[str(a + b)] in COLORS
             assert sample.answers[0].endswith(table[str(a + b)])
             if task == "two_stage":
-                assert sample.answers[0] == f"{a} + {b} = {a + b}, the corresponding color is {table[str(a + b)]}"
+                assert (
+                    sample.answers[0]
+                    == f"{a} + {b} = {a + b}, the corresponding color is {table[str(a + b)]}"
+                )
 
 
 def test_chains_walk_down_to_a_number():
@@ -111,20 +123,29 @@ def test_counts_lists_and_winners_are_right():
         sample = make_sample("listing", 1500, words, seed, 3)
         for answer in sample.answers:
             color, listed = answer.split(": ")
-            lines = [line for line in sample.document.splitlines() if re.search(rf"\b{color}\.?$", line)]
+            lines = [
+                line for line in sample.document.splitlines() if re.search(rf"\b{color}\.?$", line)
+            ]
             items = [re.sub(r"^(- |The )", "", re.split(r": |, | is ", line)[0]) for line in lines]
             assert listed == ", ".join(items)
         sample = make_sample("frequent", 1500, words, seed, 2)
         for answer, evidence in zip(sample.answers, sample.meta["evidence"], strict=True):
             topic, winner = answer.split(": ")
             rivals = [
-                line for line in sample.document.splitlines() if topic in line.split() or line.startswith(topic + ":")
+                line
+                for line in sample.document.splitlines()
+                if topic in line.split() or line.startswith(topic + ":")
             ]
             assert len(evidence) > len(rivals) / 6 and all(winner in line for line in evidence)
         sample = make_sample("common_words", 600, words, seed)
         body = sample.document[sample.document.index("Words:\n") + 7 :].split()
         first, second, third = (body.count(w) for w in sample.answers[0].split(", "))
-        assert first > second > third > max(body.count(w) for w in set(body) - set(sample.answers[0].split(", ")))
+        assert (
+            first
+            > second
+            > third
+            > max(body.count(w) for w in set(body) - set(sample.answers[0].split(", ")))
+        )
 
 
 def test_the_same_seed_gives_the_same_sample_in_another_process():
@@ -146,20 +167,27 @@ def test_the_same_seed_gives_the_same_sample_in_another_process():
         assert out.stdout.strip() == hashlib.sha256(here.encode()).hexdigest()
 
 
-@pytest.mark.parametrize("task", ["passkey", "kv", "two_stage", "facts", "needle", "needle_multi_key", "chains"])
+@pytest.mark.parametrize(
+    "task", ["passkey", "kv", "two_stage", "facts", "needle", "needle_multi_key", "chains"]
+)
 def test_depth_is_uniform_by_default(task):
     depths = sorted(make_sample(task, 700, words, seed).meta["depths"][0] for seed in range(60))
     if task == "chains":  # the mean of two to four places
         assert depths[0] < 0.35 and depths[-1] > 0.65
         return
-    assert max(abs(d - (i + 0.5) / 60) for i, d in enumerate(depths)) < 0.25  # Kolmogorov-Smirnov, p < 0.001
+    # Kolmogorov-Smirnov, p < 0.001
+    assert max(abs(d - (i + 0.5) / 60) for i, d in enumerate(depths)) < 0.25
 
 
-@pytest.mark.parametrize("task", ["passkey", "kv", "two_stage", "facts", "needle", "number_string", "needle_multi_key"])
+@pytest.mark.parametrize(
+    "task", ["passkey", "kv", "two_stage", "facts", "needle", "number_string", "needle_multi_key"]
+)
 @pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
 def test_depth_places_the_evidence(task, depth):
     for seed in range(4):
-        assert abs(make_sample(task, 2000, words, seed, depth=depth).meta["depths"][0] - depth) < 0.08
+        assert (
+            abs(make_sample(task, 2000, words, seed, depth=depth).meta["depths"][0] - depth) < 0.08
+        )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""The trainer: a killed run goes on as if nothing had happened, half a checkpoint is never loaded, hopeless runs stop."""
+"""The trainer: a killed run goes on as if nothing had happened, half a checkpoint is never loaded,
+hopeless runs stop.
+"""
 
 import argparse
 
@@ -10,14 +12,29 @@ from tools import train_pocket
 
 @pytest.fixture
 def make(tmp_path, monkeypatch):
-    monkeypatch.setitem(train_pocket.PROFILES, "cpu", train_pocket.Profile("cpu", 1, 256, 128, 1000.0, 0))
-    monkeypatch.setattr(train_pocket.pocket_model.Shape, "__init__", _small(train_pocket.pocket_model.Shape.__init__))
+    monkeypatch.setitem(
+        train_pocket.PROFILES, "cpu", train_pocket.Profile("cpu", 1, 256, 128, 1000.0, 0)
+    )
+    monkeypatch.setattr(
+        train_pocket.pocket_model.Shape,
+        "__init__",
+        _small(train_pocket.pocket_model.Shape.__init__),
+    )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
 
     def run(out="a", **more):
-        settings = {"profile": "cpu", "minutes": None, "stop_after": None, "out": tmp_path / out, "seed": 1, "processes": None,
-                    "init": None, "lr": 0.01, "adam_lr": 1e-3}
+        settings = {
+            "profile": "cpu",
+            "minutes": None,
+            "stop_after": None,
+            "out": tmp_path / out,
+            "seed": 1,
+            "processes": None,
+            "init": None,
+            "lr": 0.01,
+            "adam_lr": 1e-3,
+        }
         return train_pocket.Run(argparse.Namespace(**settings | more), 0)
 
     yield run
@@ -26,7 +43,11 @@ def make(tmp_path, monkeypatch):
 
 def _small(original):
     def init(self, *args, **more):
-        original(self, *args, **{"hidden": 64, "inner": 64, "layers": 5, "heads": 4, "kv_heads": 2} | more)
+        original(
+            self,
+            *args,
+            **{"hidden": 64, "inner": 64, "layers": 5, "heads": 4, "kv_heads": 2} | more,
+        )
 
     return init
 
@@ -94,7 +115,12 @@ def test_rates_warm_up_and_fall(make):
     for step, used in ((0, 0.0), (49, 0.1), (99, 0.12), (500, 0.15), (900, 0.575), (999, 1.0)):
         run.step, run.elapsed = step, used * run.minutes * 60
         rates.append(run.rates())
-    assert rates[:3] == [0.01, 0.5, 1.0] and rates[3] == 1.0 and rates[4] == pytest.approx(0.5) and rates[5] == pytest.approx(0.03)
+    assert (
+        rates[:3] == [0.01, 0.5, 1.0]
+        and rates[3] == 1.0
+        and rates[4] == pytest.approx(0.5)
+        and rates[5] == pytest.approx(0.03)
+    )
 
 
 def test_worker_batches_are_the_same():
@@ -102,4 +128,6 @@ def test_worker_batches_are_the_same():
     asked = (1, 4, 0, 2, 128, 0.4, 32768)
     maker = train_pocket.pocket_data.RowMaker(train_pocket.train_tokenizer())
     one, two = train_pocket._work(asked), train_pocket.pocket_data.batch(maker, *asked)
-    assert all(torch.equal(a, b) for a, b in zip(one[:3], two[:3], strict=True)) and one[3] == two[3]
+    assert (
+        all(torch.equal(a, b) for a, b in zip(one[:3], two[:3], strict=True)) and one[3] == two[3]
+    )

@@ -7,7 +7,8 @@ import pytest
 from engine.model.config import ModelConfig
 from weights.aliases import ALIASES, suggest, table
 
-# hidden, intermediate, layers, heads, kv heads, head_dim, vocab, tied: from the models' config.json on the hub
+# hidden, intermediate, layers, heads, kv heads, head_dim, vocab, tied: from the models' config.json
+# on the hub
 SHAPES = {
     "llama-3-8b-262k": (4096, 14336, 32, 32, 8, 128, 128256, False),
     "llama-3-8b-1048k": (4096, 14336, 32, 32, 8, 128, 128256, False),
@@ -22,24 +23,44 @@ SHAPES = {
     "mistral-7b": (4096, 14336, 32, 32, 8, 128, 32768, False),
     "smollm2-135m": (576, 1536, 30, 9, 3, 64, 49152, True),
 }
-KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-        "vocab_size", "tie_word_embeddings")
+KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
+)
 
 
 @pytest.mark.parametrize("name", ALIASES)
 def test_sizes_follow_from_the_shapes(name):
     alias = ALIASES[name]
     shape = dict(zip(KEYS, SHAPES[name], strict=True))
-    config = ModelConfig.from_dict({"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5,
-                                    "max_position_embeddings": alias.context, **shape})
+    config = ModelConfig.from_dict(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": alias.context,
+            **shape,
+        }
+    )
     assert alias.params == config.parameters and alias.bytes_bf16 == 2 * config.parameters
     layers = alias.filter_layers or ()
-    assert all(a < b for a, b in zip(layers, layers[1:], strict=False)) and all(0 <= x < config.num_layers for x in layers)
+    assert all(a < b for a, b in zip(layers, layers[1:], strict=False)) and all(
+        0 <= x < config.num_layers for x in layers
+    )
 
 
 def test_published_filter_layers():
     found = {name: alias.filter_layers for name, alias in ALIASES.items() if alias.filter_layers}
-    assert found == {"llama-3-8b-262k": (2, 8, 18), "yi-9b-200k": (6, 11, 30), "llama-3.1-70b": (4, 19, 41)}
+    assert found == {
+        "llama-3-8b-262k": (2, 8, 18),
+        "yi-9b-200k": (6, 11, 30),
+        "llama-3.1-70b": (4, 19, 41),
+    }
     assert "needs quantisation: not yet" in ALIASES["llama-3.1-70b"].note
 
 
@@ -53,15 +74,33 @@ def test_table_prints_everything():
     lines = table().splitlines()
     assert len(lines) == len(ALIASES) + 1
     for line, (name, alias) in zip(lines[1:], ALIASES.items(), strict=True):
-        assert line.startswith(name) and alias.hub_id in line and str(alias.context) in line and line.endswith(alias.note)
-    assert "2,8,18" in lines[1] and "16.1 GB" in lines[1] and not any(line != line.rstrip() for line in lines)
+        assert (
+            line.startswith(name)
+            and alias.hub_id in line
+            and str(alias.context) in line
+            and line.endswith(alias.note)
+        )
+    assert (
+        "2,8,18" in lines[1]
+        and "16.1 GB" in lines[1]
+        and not any(line != line.rstrip() for line in lines)
+    )
 
 
-@pytest.mark.parametrize(("typed", "meant"), [
-    ("llama3-8b-262k", "llama-3-8b-262k"), ("Llama_3_8B_262K", "llama-3-8b-262k"), ("yi9b", "yi-9b-200k"),
-    ("yi-9b", "yi-9b-200k"), ("lama-3.1-8b", "llama-3.1-8b"), ("llama3.2-1b", "llama-3.2-1b"), ("mistral", "mistral-7b"),
-    ("01-ai/Yi-9B-200k-x", "01-ai/Yi-9B-200K"), ("gradientai/Llama-3-8B-Instruct-262", "gradientai/Llama-3-8B-Instruct-262k"),
-])
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("llama3-8b-262k", "llama-3-8b-262k"),
+        ("Llama_3_8B_262K", "llama-3-8b-262k"),
+        ("yi9b", "yi-9b-200k"),
+        ("yi-9b", "yi-9b-200k"),
+        ("lama-3.1-8b", "llama-3.1-8b"),
+        ("llama3.2-1b", "llama-3.2-1b"),
+        ("mistral", "mistral-7b"),
+        ("01-ai/Yi-9B-200k-x", "01-ai/Yi-9B-200K"),
+        ("gradientai/Llama-3-8B-Instruct-262", "gradientai/Llama-3-8B-Instruct-262k"),
+    ],
+)
 def test_near_names(typed, meant):
     found = suggest(typed)
     assert found[0] == meant and len(found) <= 3 and len(set(found)) == len(found)

@@ -1,4 +1,5 @@
-"""Every malformed folder gets its one line and its exit code: through the library, here, and through the command line.
+"""Every malformed folder gets its one line and its exit code: through the library, here, and
+through the command line.
 """
 
 import os
@@ -13,7 +14,9 @@ from engine.errors import EngineError
 from tests.broken_models import BROKEN
 from tests.tiny_model import sound
 
-pytestmark = pytest.mark.skipif(os.name == "nt", reason="symlinks and pipes need rights that Windows users lack")
+pytestmark = pytest.mark.skipif(
+    os.name == "nt", reason="symlinks and pipes need rights that Windows users lack"
+)
 
 
 def test_table_is_wide_enough():
@@ -49,10 +52,14 @@ def test_library(case, tmp_path):
 @pytest.mark.parametrize("case", BROKEN, ids=lambda case: case.name)
 def test_command_line(case, tmp_path, capsys, monkeypatch):
     chat = pytest.importorskip("engine.chat")
-    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # main() replaces it: restored afterwards
+    # main() replaces it: restored afterwards
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     folder = tmp_path / case.name
     case.build(folder)
-    assert chat.main(["--model", str(folder), "-p", "hi", "--device", "cpu", "--ctx", "64"]) == case.code
+    assert (
+        chat.main(["--model", str(folder), "-p", "hi", "--device", "cpu", "--ctx", "64"])
+        == case.code
+    )
     printed = capsys.readouterr()
     errors = [line for line in printed.err.splitlines() if "error" in line.lower()]
     assert printed.out == "" and "Traceback" not in printed.err and len(errors) == 1, printed.err
@@ -60,12 +67,25 @@ def test_command_line(case, tmp_path, capsys, monkeypatch):
     check(case, errors[0], folder)
 
 
-@pytest.mark.parametrize("case", [case for case in BROKEN if case.name in ("size-negative", "no-folder")],
-                         ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [case for case in BROKEN if case.name in ("size-negative", "no-folder")],
+    ids=lambda case: case.name,
+)
 def test_process(case, tmp_path):
     pytest.importorskip("engine.chat")
     case.build(tmp_path / case.name)
-    command = [sys.executable, "-m", "engine.chat", "--model", str(tmp_path / case.name), "-p", "hi"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-m",
+        "engine.chat",
+        "--model",
+        str(tmp_path / case.name),
+        "-p",
+        "hi",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
+    )
     assert done.returncode == case.code and done.stdout == "" and "Traceback" not in done.stderr
     check(case, done.stderr.strip().splitlines()[-1], tmp_path / case.name)

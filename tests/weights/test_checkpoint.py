@@ -16,8 +16,13 @@ from weights.checkpoint import CHUNK, Checkpoint, Target
 from weights.errors import BadCheckpoint, UnsupportedCheckpoint
 
 VARIANTS = {
-    "plain": {}, "deep": {"num_hidden_layers": 3}, "tied": {"tie_word_embeddings": True}, "head-dim": {"head_dim": 16},
-    "attention-bias": {"attention_bias": True}, "mlp-bias": {"mlp_bias": True}, "mha": {"num_key_value_heads": 4},
+    "plain": {},
+    "deep": {"num_hidden_layers": 3},
+    "tied": {"tie_word_embeddings": True},
+    "head-dim": {"head_dim": 16},
+    "attention-bias": {"attention_bias": True},
+    "mlp-bias": {"mlp_bias": True},
+    "mha": {"num_key_value_heads": 4},
     "mqa": {"num_key_value_heads": 1},
 }
 STREAMED = (torch.float32, torch.bfloat16, torch.float16)
@@ -43,7 +48,10 @@ def test_streams_what_was_stored(tmp_path, variant, shards):
     found = dict(checkpoint.stream(wanted))
     assert found.keys() == {target.name for target in wanted}
     for target in wanted:
-        assert torch.equal(found[target.name], fused(weights, target)) and found[target.name].is_contiguous()
+        assert (
+            torch.equal(found[target.name], fused(weights, target))
+            and found[target.name].is_contiguous()
+        )
 
 
 @pytest.mark.parametrize("stored", STREAMED)
@@ -51,8 +59,11 @@ def test_streams_what_was_stored(tmp_path, variant, shards):
 def test_converts(tmp_path, stored, dtype):
     weights = sound(tmp_path, dtype=stored)
     checkpoint, wanted = opened(tmp_path)
-    for (name, tensor), target in zip(sorted(checkpoint.stream(wanted, dtype=dtype)),
-                                      sorted(wanted, key=lambda t: t.name), strict=True):
+    for (name, tensor), target in zip(
+        sorted(checkpoint.stream(wanted, dtype=dtype)),
+        sorted(wanted, key=lambda t: t.name),
+        strict=True,
+    ):
         assert name == target.name and tensor.dtype == dtype
         assert torch.equal(tensor, fused(weights, target).to(dtype))
 
@@ -66,19 +77,25 @@ def test_data_off_its_alignment(tmp_path, stored, pad):
     (tmp_path / SINGLE).write_bytes(joined(header, data, pad + (-len(json.dumps(header))) % 8))
     checkpoint, wanted = opened(tmp_path)
     for name, tensor in checkpoint.stream(wanted):
-        assert torch.equal(tensor, fused(weights, next(t for t in wanted if t.name == name)).float())
+        assert torch.equal(
+            tensor, fused(weights, next(t for t in wanted if t.name == name)).float()
+        )
 
 
 def test_chunk_borders(tmp_path):
-    """Tensors of a chunk, one row more, and many chunks: what is copied piecewise is copied once and whole."""
+    """Tensors of a chunk, one row more, and many chunks: what is copied piecewise is copied once
+    and whole.
+    """
     rows = CHUNK // (4 * 256)
     sizes = {"below": rows - 1, "exact": rows, "above": rows + 1, "many": 3 * rows + 7}
-    weights = {name: torch.arange(n * 256, dtype=torch.float32).view(n, 256) for name, n in sizes.items()}
+    weights = {
+        name: torch.arange(n * 256, dtype=torch.float32).view(n, 256) for name, n in sizes.items()
+    }
     (tmp_path / SINGLE).write_bytes(joined(*(_fast_packed(weights))))
     wanted = [Target("all", tuple((name, tuple(t.shape)) for name, t in reversed(weights.items())))]
     checkpoint = Checkpoint.open(tmp_path)
     checkpoint.check(wanted)
-    (_, tensor), = checkpoint.stream(wanted)
+    ((_, tensor),) = checkpoint.stream(wanted)
     assert torch.equal(tensor, torch.cat(list(reversed(weights.values()))))
     weights["many"][-1, -1] = float("nan")  # in the last, short chunk
     (tmp_path / SINGLE).write_bytes(joined(*(_fast_packed(weights))))
@@ -90,8 +107,11 @@ def _fast_packed(weights):
     header, data = {}, bytearray()
     for name, tensor in weights.items():
         content = tensor.numpy().tobytes()
-        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [len(data),
-            len(data) + len(content)]}
+        header[name] = {
+            "dtype": "F32",
+            "shape": list(tensor.shape),
+            "data_offsets": [len(data), len(data) + len(content)],
+        }
         data += content
     return header, bytes(data)
 
@@ -123,13 +143,17 @@ def test_progress_adds_up(tmp_path):
     seen = []
     list(checkpoint.stream(wanted, progress=seen.append))
     assert len(seen) == 12 and seen[-1].bytes_done == seen[-1].bytes_total == checkpoint.total_bytes
-    assert all(a.bytes_done < b.bytes_done and a.shard <= b.shard and a.seconds <= b.seconds
-               for a, b in zip(seen, seen[1:], strict=False))
+    assert all(
+        a.bytes_done < b.bytes_done and a.shard <= b.shard and a.seconds <= b.seconds
+        for a, b in zip(seen, seen[1:], strict=False)
+    )
     assert seen[0].shard == 1 and seen[-1].shard == seen[-1].shards == 3
 
 
 def test_leftovers_of_old_exports_are_left_unread(tmp_path):
-    """Stored inv_freq buffers and a tied lm_head are neither extra tensors nor part of the bytes to read."""
+    """Stored inv_freq buffers and a tied lm_head are neither extra tensors nor part of the bytes to
+    read.
+    """
     weights = sound(tmp_path, tie_word_embeddings=True)
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.full((4,), float("nan"))
     weights["lm_head.weight"] = torch.zeros(64, 32)
@@ -149,10 +173,15 @@ def test_padded_embeddings_are_fine(tmp_path):
     assert LLM(str(tmp_path), device="cpu", max_context=64).tokenizer.vocab_max_id == 39
 
 
-@pytest.mark.parametrize(("value", "dtype", "words"), [
-    (float("nan"), torch.float32, "NaN or infinity"), (float("inf"), torch.bfloat16, "NaN or infinity"),
-    (float("-inf"), torch.float16, "NaN or infinity"), (1e6, torch.float16, "beyond the range of float16"),
-])
+@pytest.mark.parametrize(
+    ("value", "dtype", "words"),
+    [
+        (float("nan"), torch.float32, "NaN or infinity"),
+        (float("inf"), torch.bfloat16, "NaN or infinity"),
+        (float("-inf"), torch.float16, "NaN or infinity"),
+        (1e6, torch.float16, "beyond the range of float16"),
+    ],
+)
 def test_finite_check(tmp_path, value, dtype, words):
     weights = sound(tmp_path)
     weights["lm_head.weight"][63, 31] = value
@@ -193,7 +222,9 @@ def test_closing_the_stream_early_lets_the_file_go(tmp_path):
 
 
 def hub_layout(tmp_path, shards=1):
-    """A hub cache entry: snapshots/REV/file -> ../../blobs/HASH; returns (snapshot folder, weights)."""
+    """A hub cache entry: snapshots/REV/file -> ../../blobs/HASH; returns (snapshot folder,
+    weights).
+    """
     repository = tmp_path / "models--org--name"
     snapshot, blobs = repository / "snapshots" / "abc123", repository / "blobs"
     weights = sound(snapshot, shards=shards)
@@ -212,8 +243,9 @@ def test_links_of_the_hub_cache_are_followed(tmp_path, shards, monkeypatch):
     monkeypatch.chdir(snapshot)
     for folder in (snapshot, tmp_path / "alias", Path(".")):
         checkpoint, wanted = opened(folder)
-        assert sum(tensor.numel() for _,
-            tensor in checkpoint.stream(wanted)) == sum(t.numel() for t in weights.values())
+        assert sum(tensor.numel() for _, tensor in checkpoint.stream(wanted)) == sum(
+            t.numel() for t in weights.values()
+        )
 
 
 @pytest.mark.skipif(os.name == "nt", reason="symlinks")
@@ -261,14 +293,18 @@ def test_tensors_of_a_shard_that_the_index_forgets_count_as_extra(tmp_path):
 
 
 def test_quantised_is_said_before_missing(tmp_path):
-    """GPTQ without a quantization_config: qweight instead of weight must not read as "tensor missing"."""
+    """GPTQ without a quantization_config: qweight instead of weight must not read as "tensor
+    missing".
+    """
     sound(tmp_path)
     header, data = packed(tensors())
     name = "model.layers.0.self_attn.q_proj."
     header[name + "qweight"] = {**header.pop(name + "weight"), "dtype": "I32"}
     (tmp_path / SINGLE).write_bytes(joined(header, data))
-    with pytest.raises(UnsupportedCheckpoint,
-        match="q_proj.qweight: quantised formats not supported yet: found dtype I32"):
+    with pytest.raises(
+        UnsupportedCheckpoint,
+        match="q_proj.qweight: quantised formats not supported yet: found dtype I32",
+    ):
         opened(tmp_path)
 
 
@@ -301,22 +337,35 @@ for dtype, keep in ((torch.bfloat16, False), (torch.float32, False), (torch.bflo
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_memory_of_a_load(tmp_path):
-    """96 MB of float32 in 6 tensors: one tensor at a time when they are dropped; the weights and no more when kept."""
+    """96 MB of float32 in 6 tensors: one tensor at a time when they are dropped; the weights and no
+    more when kept.
+    """
     elements, count = 4 << 20, 6
-    (tmp_path / SINGLE).write_bytes(joined(*_fast_packed({f"t{i}": torch.ones(elements) for i in range(count)})))
-    done = subprocess.run([sys.executable, "-c", PROBE, str(tmp_path)], capture_output=True, text=True, timeout=120,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"})
-    assert done.returncode == 0, done.stderr  # the threshold: glibc would keep up to 64 MB of freed tensors in its heap
+    (tmp_path / SINGLE).write_bytes(
+        joined(*_fast_packed({f"t{i}": torch.ones(elements) for i in range(count)}))
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"},
+    )
+    # the threshold: glibc would keep up to 64 MB of freed tensors in its heap
+    assert done.returncode == 0, done.stderr
     for itemsize, keep, anonymous, mapped in map(json.loads, done.stdout.splitlines()):
         tensor = itemsize * elements / 2**20
         most = (count if keep else 1) * tensor + 6  # 6 MB: a chunk, and the interpreter's own
         assert anonymous <= most, (itemsize, keep, anonymous, most)
-        assert mapped <= 6, (itemsize, keep, mapped)  # the map is let go behind the reader, chunk by chunk
+        # the map is let go behind the reader, chunk by chunk
+        assert mapped <= 6, (itemsize, keep, mapped)
 
 
 @pytest.mark.parametrize("module", ["weights.checkpoint", "weights.resolve", "weights.aliases"])
 def test_imports_stay_light(module):
-    """Names and files need neither the hub's client nor the reference library; aliases not even torch."""
+    """Names and files need neither the hub's client nor the reference library; aliases not even
+    torch.
+    """
     heavy = ["huggingface_hub", "safetensors", "transformers", "requests", "httpx", "engine"]
     heavy += ["torch"] if module != "weights.checkpoint" else []
     code = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
@@ -329,27 +378,56 @@ def test_targets_name_what_an_independent_writer_writes(tmp_path):
     for variant in VARIANTS.values():
         config = ModelConfig.from_dict({**CONFIG, **variant})
         wanted = {name: tuple(shape) for target in targets(config) for name, shape in target.parts}
-        assert wanted == {name: tuple(t.shape) for name, t in tensors({**CONFIG, **variant}).items()}
+        assert wanted == {
+            name: tuple(t.shape) for name, t in tensors({**CONFIG, **variant}).items()
+        }
         assert sum(t.numel() for t in tensors({**CONFIG, **variant}).values()) == config.parameters
 
 
 @pytest.mark.parametrize("shard", ["5GB", "20KB"])
 @pytest.mark.parametrize("kind", ["llama", "llama-tied", "llama-yarn", "mistral"])
 def test_folders_that_transformers_writes(tmp_path, kind, shard):
-    """Its config.json (with rope_parameters and no torch_dtype), its index, its shards: opened, checked, and equal."""
+    """Its config.json (with rope_parameters and no torch_dtype), its index, its shards: opened,
+    checked, and equal.
+    """
     transformers = pytest.importorskip("transformers")
-    shape = {key: CONFIG[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-                                          "num_attention_heads", "num_key_value_heads", "max_position_embeddings")}
+    shape = {
+        key: CONFIG[key]
+        for key in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "max_position_embeddings",
+        )
+    }
     if kind == "mistral":
-        model = transformers.MistralForCausalLM(transformers.MistralConfig(**shape, sliding_window=None))
+        model = transformers.MistralForCausalLM(
+            transformers.MistralConfig(**shape, sliding_window=None)
+        )
     else:
-        rope = {"rope_theta": 5e5, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-        extra = {"rope_parameters": rope} if kind == "llama-yarn" else {"attention_bias": True, "mlp_bias": True}
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **extra, tie_word_embeddings=kind == "llama-tied"))
+        rope = {
+            "rope_theta": 5e5,
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+        extra = (
+            {"rope_parameters": rope}
+            if kind == "llama-yarn"
+            else {"attention_bias": True, "mlp_bias": True}
+        )
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**shape, **extra, tie_word_embeddings=kind == "llama-tied")
+        )
     model.to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size=shard)
     assert (tmp_path / INDEX).exists() == (shard == "20KB")
     config = ModelConfig.from_folder(tmp_path)
-    assert config.dtype == "bfloat16" and config.parameters == sum(p.numel() for p in model.parameters())
+    assert config.dtype == "bfloat16" and config.parameters == sum(
+        p.numel() for p in model.parameters()
+    )
     assert config.rope.kind == ("yarn" if kind == "llama-yarn" else "default")
     checkpoint, wanted = opened(tmp_path)
     for name, tensor in checkpoint.stream(wanted, dtype=torch.bfloat16):

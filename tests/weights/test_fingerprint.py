@@ -1,4 +1,6 @@
-"""What tells model folders apart. Stops: answers of one training gone on with by another's, a digest that depends on the file's layout."""
+"""What tells model folders apart. Stops: answers of one training gone on with by another's, a
+digest that depends on the file's layout.
+"""
 
 from tests.tiny_model import sharded, sound, tensors
 from weights.fingerprint import fingerprint, weights_digest

@@ -1,4 +1,6 @@
-"""Names to folders, without a network: a fake hub for what it may answer, a hand-made cache for what is already there."""
+"""Names to folders, without a network: a fake hub for what it may answer, a hand-made cache for
+what is already there.
+"""
 
 import json
 import os
@@ -67,7 +69,9 @@ def cached(cache, hub_id, shards=1, revision=REVISION):
 
 @pytest.fixture
 def fake(monkeypatch):
-    """A hub of our own making: fake.answer(hub_id) downloads or raises; fake.calls are the online ones."""
+    """A hub of our own making: fake.answer(hub_id) downloads or raises; fake.calls are the online
+    ones.
+    """
     real, state = hub.snapshot_download, SimpleNamespace(calls=[], answer=None)
 
     def snapshot_download(hub_id, **options):
@@ -81,7 +85,9 @@ def fake(monkeypatch):
 
 
 def hub_error(name, message="", status=None, cause=None):
-    """An instance of one of the hub's errors, past constructors that differ from version to version."""
+    """An instance of one of the hub's errors, past constructors that differ from version to
+    version.
+    """
     kind = getattr(hub.errors, name)
     error = kind.__new__(kind)
     Exception.__init__(error, message)
@@ -93,10 +99,12 @@ def hub_error(name, message="", status=None, cause=None):
 def raising(error):
     def answer(hub_id):
         raise error
+
     return answer
 
 
 # ---------------------------------------------------------------- folders
+
 
 @pytest.mark.parametrize("name", ["llama-3-8b-262k", "01-ai/Yi-9B-200K", "weird name!", "a/b/c"])
 def test_a_local_folder_always_wins(cache, fake, name):
@@ -105,7 +113,12 @@ def test_a_local_folder_always_wins(cache, fake, name):
     sound(Path(name))
     for asked in (name, Path(name), f"./{name}", str(Path(name).resolve())):
         found = resolve(asked)
-        assert (found.source, found.hub_id, found.revision, found.alias) == ("folder", None, None, None)
+        assert (found.source, found.hub_id, found.revision, found.alias) == (
+            "folder",
+            None,
+            None,
+            None,
+        )
         assert found.folder.resolve() == Path(name).resolve() and found.name == str(asked)
     assert not fake.calls
 
@@ -117,14 +130,41 @@ def test_home_is_expanded(cache, tmp_path, monkeypatch):
     assert resolve("~/models/mine").folder == tmp_path / "models" / "mine"
 
 
-@pytest.mark.parametrize("name", ["", " ", "nothing", "./nothing", "../x", "/no/such/folder", "a/b/c", "a//b", "/a", "a/", "x" * 5000,
-                                  "nul\0byte", "~no-such-user/x", "a/../b", "a--b/c", "org/name.git", "org/-", "org/name\n", "\u00e9/x"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        " ",
+        "nothing",
+        "./nothing",
+        "../x",
+        "/no/such/folder",
+        "a/b/c",
+        "a//b",
+        "/a",
+        "a/",
+        "x" * 5000,
+        "nul\0byte",
+        "~no-such-user/x",
+        "a/../b",
+        "a--b/c",
+        "org/name.git",
+        "org/-",
+        "org/name\n",
+        "\u00e9/x",
+    ],
+)
 def test_names_that_are_nothing(cache, fake, name):
     """Refused by their form: the hub is not asked about a path that was mistyped."""
     with pytest.raises(ModelNotFound) as caught:
         resolve(name)
     line = str(caught.value)
-    assert "\n" not in line and "no such folder" in line and len(line) < 400 and caught.value.exit_code == 2
+    assert (
+        "\n" not in line
+        and "no such folder" in line
+        and len(line) < 400
+        and caught.value.exit_code == 2
+    )
     assert not fake.calls
 
 
@@ -142,6 +182,7 @@ def test_near_names_are_suggested(cache):
 
 
 # ---------------------------------------------------------------- the cache
+
 
 @pytest.mark.parametrize("offline", [False, True])
 @pytest.mark.parametrize("shards", [1, 3])
@@ -170,7 +211,10 @@ def test_partial_download(cache, fake, monkeypatch, gone):
 
     fake.answer = finish
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(HubError, match=f"org/name: partial download in .*: {gone} is missing, and HF_HUB_OFFLINE is set"):
+    with pytest.raises(
+        HubError,
+        match=f"org/name: partial download in .*: {gone} is missing, and HF_HUB_OFFLINE is set",
+    ):
         resolve(hub_id)
     assert not fake.calls
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
@@ -188,7 +232,17 @@ def test_a_shard_that_is_a_dead_link_counts_as_missing(cache, fake, monkeypatch)
         resolve("org/name")
 
 
-@pytest.mark.parametrize("index", ["{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": [1]}}', "[" * 99999])
+@pytest.mark.parametrize(
+    "index",
+    [
+        "{",
+        "[]",
+        '{"weight_map": 3}',
+        '{"weight_map": {"a": 3}}',
+        '{"weight_map": {"a": [1]}}',
+        "[" * 99999,
+    ],
+)
 def test_a_damaged_index_is_left_to_the_loader(cache, fake, index):
     """It says what is wrong with it; here it only must not crash or cause a download."""
     snapshot = cached(cache, "org/name", 2)
@@ -218,47 +272,115 @@ def test_config_only_is_content_with_the_config(cache, fake):
 
     fake.answer = fetch
     assert resolve("org/name", config_only=True).source == "hub"
-    assert not any("safetensors" in pattern for pattern in fake.calls[0][1]["allow_patterns"] if "index" not in pattern)
+    assert not any(
+        "safetensors" in pattern
+        for pattern in fake.calls[0][1]["allow_patterns"]
+        if "index" not in pattern
+    )
 
 
 # ---------------------------------------------------------------- the hub
+
 
 def test_download_fetches_what_is_needed_and_no_more(cache, fake):
     fake.answer = lambda hub_id: cached(cache, hub_id, 2)
     told = []
     found = resolve("llama-3-8b-262k", progress=told.append)
-    assert (found.source, found.hub_id, found.revision) == ("hub", "gradientai/Llama-3-8B-Instruct-262k", REVISION)
+    assert (found.source, found.hub_id, found.revision) == (
+        "hub",
+        "gradientai/Llama-3-8B-Instruct-262k",
+        REVISION,
+    )
     assert told == [f"fetching {found.hub_id} into {cache}"]
-    (hub_id, options), = fake.calls
-    assert hub_id == found.hub_id and options["allow_patterns"] == PATTERNS and "token" not in options
-    files = ["config.json", "tokenizer.json", "generation_config.json", "model.safetensors", INDEX,
-             "model-00001-of-00004.safetensors", "tokenizer_config.json", "chat_template.jinja"]
-    unwanted = ["pytorch_model.bin", "consolidated.safetensors", "original/consolidated.00.pth", "model.gguf", "README.md",
-                "onnx/model.onnx", "original/model.safetensors", "tf_model.h5", "modeling_yi.py", "adapter_model.safetensors"]
+    ((hub_id, options),) = fake.calls
+    assert (
+        hub_id == found.hub_id and options["allow_patterns"] == PATTERNS and "token" not in options
+    )
+    files = [
+        "config.json",
+        "tokenizer.json",
+        "generation_config.json",
+        "model.safetensors",
+        INDEX,
+        "model-00001-of-00004.safetensors",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    ]
+    unwanted = [
+        "pytorch_model.bin",
+        "consolidated.safetensors",
+        "original/consolidated.00.pth",
+        "model.gguf",
+        "README.md",
+        "onnx/model.onnx",
+        "original/model.safetensors",
+        "tf_model.h5",
+        "modeling_yi.py",
+        "adapter_model.safetensors",
+    ]
     filtered = list(hub.utils.filter_repo_objects(files + unwanted, allow_patterns=PATTERNS))
     assert filtered == files
     assert resolve("llama-3-8b-262k").source == "cache"
 
 
-@pytest.mark.parametrize(("error", "kind", "words"), [
-    (hub_error("GatedRepoError", status=403), HubError,
-     ["org/name: gated", "huggingface.co/org/name", "HF_TOKEN"]),
-    (hub_error("RepositoryNotFoundError", status=404), ModelNotFound, ["the hub has no org/name", "private", "HF_TOKEN"]),
-    (hub_error("LocalEntryNotFoundError", "x", cause=ConnectionError("Name or service not known\nhint")), HubError,
-     ["cannot be reached", "Name or service not known", "again to resume"]),
-    (hub_error("HfHubHTTPError", "401 Client Error", 401), HubError, ["the hub answered 401", "check HF_TOKEN"]),
-    (hub_error("HfHubHTTPError", "429 Too Many Requests", 429), HubError, ["the hub answered 429", "run again"]),
-    (hub_error("HfHubHTTPError", "503 Server Error\nid: 7", 503), HubError, ["the hub answered 503", "503 Server Error"]),
-    (OSError(28, "No space left on device"), HubError, ["download failed", "No space left on device"]),
-    (TimeoutError(), HubError, ["download failed: TimeoutError", "run again to resume"]),
-    (RuntimeError("xet: chunk \x1b[31m mismatch"), HubError, ["download failed: RuntimeError", "mismatch"]),
-])
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (
+            hub_error("GatedRepoError", status=403),
+            HubError,
+            ["org/name: gated", "huggingface.co/org/name", "HF_TOKEN"],
+        ),
+        (
+            hub_error("RepositoryNotFoundError", status=404),
+            ModelNotFound,
+            ["the hub has no org/name", "private", "HF_TOKEN"],
+        ),
+        (
+            hub_error(
+                "LocalEntryNotFoundError",
+                "x",
+                cause=ConnectionError("Name or service not known\nhint"),
+            ),
+            HubError,
+            ["cannot be reached", "Name or service not known", "again to resume"],
+        ),
+        (
+            hub_error("HfHubHTTPError", "401 Client Error", 401),
+            HubError,
+            ["the hub answered 401", "check HF_TOKEN"],
+        ),
+        (
+            hub_error("HfHubHTTPError", "429 Too Many Requests", 429),
+            HubError,
+            ["the hub answered 429", "run again"],
+        ),
+        (
+            hub_error("HfHubHTTPError", "503 Server Error\nid: 7", 503),
+            HubError,
+            ["the hub answered 503", "503 Server Error"],
+        ),
+        (
+            OSError(28, "No space left on device"),
+            HubError,
+            ["download failed", "No space left on device"],
+        ),
+        (TimeoutError(), HubError, ["download failed: TimeoutError", "run again to resume"]),
+        (
+            RuntimeError("xet: chunk \x1b[31m mismatch"),
+            HubError,
+            ["download failed: RuntimeError", "mismatch"],
+        ),
+    ],
+)
 def test_every_no_of_the_hub_is_one_line(cache, fake, error, kind, words):
     fake.answer = raising(error)
     with pytest.raises(kind) as caught:
         resolve("org/name")
     line = str(caught.value)
-    assert type(caught.value) is kind and "\n" not in line and "\x1b" not in line and len(line) < 400
+    assert (
+        type(caught.value) is kind and "\n" not in line and "\x1b" not in line and len(line) < 400
+    )
     assert all(word in line for word in words), line
     assert caught.value.__cause__ is error  # for --verbose
 
@@ -272,16 +394,29 @@ def test_ctrl_c_in_a_download_is_ctrl_c(cache, fake):
 def test_offline_and_cold(cache, fake, monkeypatch):
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
     for options in ({}, {"config_only": True}):
-        with pytest.raises(HubError, match=r"01-ai/Yi-9B-200K: not in the cache .*, and HF_HUB_OFFLINE is set"):
+        with pytest.raises(
+            HubError, match=r"01-ai/Yi-9B-200K: not in the cache .*, and HF_HUB_OFFLINE is set"
+        ):
             resolve("yi-9b-200k", **options)
     assert not fake.calls
 
 
-@pytest.mark.parametrize(("files", "kind", "words"), [
-    (["config.json", "tokenizer.json"], UnsupportedCheckpoint, "no model.safetensors on the hub"),
-    (["README.md"], UnsupportedCheckpoint, "no config.json on the hub"),
-    (["config.json", INDEX], HubError, "names ghost.safetensors, which the repository does not hold"),
-])
+@pytest.mark.parametrize(
+    ("files", "kind", "words"),
+    [
+        (
+            ["config.json", "tokenizer.json"],
+            UnsupportedCheckpoint,
+            "no model.safetensors on the hub",
+        ),
+        (["README.md"], UnsupportedCheckpoint, "no config.json on the hub"),
+        (
+            ["config.json", INDEX],
+            HubError,
+            "names ghost.safetensors, which the repository does not hold",
+        ),
+    ],
+)
 def test_a_repository_that_is_no_model_of_ours(cache, fake, files, kind, words):
     def fetch(hub_id):
         folder = cache / f"models--{hub_id.replace('/', '--')}" / "snapshots" / REVISION
@@ -296,22 +431,33 @@ def test_a_repository_that_is_no_model_of_ours(cache, fake, files, kind, words):
 
 
 def test_a_cache_that_cannot_be_read_is_named(cache, fake, monkeypatch):
-    monkeypatch.setattr(hub, "snapshot_download", lambda *a, **k: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
-    with pytest.raises(HubError, match=f"the cache {cache} cannot be read: PermissionError: .*Permission denied; see HF_HOME"):
+    monkeypatch.setattr(
+        hub,
+        "snapshot_download",
+        lambda *a, **k: (_ for _ in ()).throw(PermissionError(13, "Permission denied")),
+    )
+    with pytest.raises(
+        HubError,
+        match=f"the cache {cache} cannot be read: PermissionError: .*Permission denied; see HF_HOME",
+    ):
         resolve("org/name")
 
 
 def test_without_the_client_the_remedy_is_named(cache, monkeypatch):
     """An import error must never read as "unsupported" or "not found"."""
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(HubError, match="huggingface_hub cannot be imported .*: install it, or name a folder"):
+    with pytest.raises(
+        HubError, match="huggingface_hub cannot be imported .*: install it, or name a folder"
+    ):
         resolve("yi-9b-200k")
     sound(Path("m"))
     assert resolve("m").source == "folder"
 
 
 def test_environment_is_obeyed_by_a_real_client(tmp_path):
-    """HF_HOME and HF_HUB_OFFLINE in a process of their own: warm cache found, cold name refused, no connection tried."""
+    """HF_HOME and HF_HUB_OFFLINE in a process of their own: warm cache found, cold name refused, no
+    connection tried.
+    """
     snapshot = cached(tmp_path / "home" / "hub", "01-ai/Yi-9B-200K")
     code = (
         "import socket\n"
@@ -324,8 +470,17 @@ def test_environment_is_obeyed_by_a_real_client(tmp_path):
     )
     env = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
     env.pop("HF_HUB_CACHE", None)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120,
-                          cwd=Path(module.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=120,
+        cwd=Path(module.__file__).parents[1],
+    )
     lines = done.stdout.splitlines()
     assert lines[0] == str(snapshot), done.stderr
-    assert lines[1].startswith("HubError 01-ai/Yi-6B-200K: not in the cache") and str(tmp_path / "home" / "hub") in lines[1]
+    assert (
+        lines[1].startswith("HubError 01-ai/Yi-6B-200K: not in the cache")
+        and str(tmp_path / "home" / "hub") in lines[1]
+    )

@@ -1,8 +1,11 @@
-"""`make bench`: per-token latency by context, every method side by side, with the bytes each step had to read and the peers beside it.
+"""`make bench`: per-token latency by context, every method side by side, with the bytes each step
+had to read and the peers beside it.
 
 Examples:
-  python -m tools.bench                                            what this machine can show in a few minutes
-  python -m tools.bench --shape llama-3-8b --contexts 128K,256K    random weights of a shape, no download
+  python -m tools.bench                                            what this machine can show in a
+  few minutes
+  python -m tools.bench --shape llama-3-8b --contexts 128K,256K    random weights of a shape, no
+  download
   python -m tools.bench --model ./my-model --peers none -o json    a folder or an alias
 """
 
@@ -20,11 +23,12 @@ from tools.bench.report import render, summary
 from tools.bench.shapes import SHAPES, parse_size, shape_filters, short_size
 from tools.bench.suite import Options, Suite
 
-CPU_SECONDS = 300       # default budget of a run without a GPU; `make bench` promises 6 minutes with its start-up
+# default budget of a run without a GPU; `make bench` promises 6 minutes with its start-up
+CPU_SECONDS = 300
 
 
 def sizes(text):
-    """"4K,8K" -> (4096, 8192), ascending and without repeats; "none" -> ()."""
+    """ "4K,8K" -> (4096, 8192), ascending and without repeats; "none" -> ()."""
     if text == "none":
         return ()
     try:
@@ -35,47 +39,125 @@ def sizes(text):
 
 def numbers(kind):
     """Parser of comma-separated numbers."""
+
     def parse(text):
         try:
             return tuple(kind(part) for part in text.split(","))
         except ValueError as error:
-            raise argparse.ArgumentTypeError(f"found {text!r}, expected numbers separated by commas") from error
+            raise argparse.ArgumentTypeError(
+                f"found {text!r}, expected numbers separated by commas"
+            ) from error
+
     return parse
 
 
 def words(text):
-    """"a,b" -> ("a", "b"); "none" -> ()."""
+    """ "a,b" -> ("a", "b"); "none" -> ()."""
     return () if text == "none" else tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def parser():
     """The command line."""
-    p = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        prog="python -m tools.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     what = p.add_mutually_exclusive_group()
-    what.add_argument("--shape", choices=SHAPES, help="random weights of this shape (default: 160m on a CPU, llama-3-8b on a GPU)")
-    what.add_argument("--model", help="a folder in Hugging Face layout or an alias, instead of a shape")
+    what.add_argument(
+        "--shape",
+        choices=SHAPES,
+        help="random weights of this shape (default: 160m on a CPU, llama-3-8b on a GPU)",
+    )
+    what.add_argument(
+        "--model", help="a folder in Hugging Face layout or an alias, instead of a shape"
+    )
     p.add_argument("--device", default="auto", help="auto, cpu or cuda")
     p.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
     p.add_argument("-t", "--threads", type=int, help="CPU threads, ours and the peers'")
-    p.add_argument("-d", "--contexts", type=sizes, help="depths, e.g. 4K,32K,128K (default: doubling from 4K as far as time allows)")
-    p.add_argument("-p", "--prefill", type=sizes, help="whole prompts that are read, e.g. 512,8K (none: only 512 tokens per depth)")
-    p.add_argument("--methods", type=words, help="full, omnikv, omnikv-host, brutal or another method (default: full,omnikv; GPU: all)")
-    p.add_argument("--peers", type=words, help=f"{','.join(PEERS)} or none (default: all; one that is missing says so)")
-    p.add_argument("--filter-layers", type=numbers(int), help="OmniKV's filter layers (default: the shape's, or the model's own)")
+    p.add_argument(
+        "-d",
+        "--contexts",
+        type=sizes,
+        help="depths, e.g. 4K,32K,128K (default: doubling from 4K as far as time allows)",
+    )
+    p.add_argument(
+        "-p",
+        "--prefill",
+        type=sizes,
+        help="whole prompts that are read, e.g. 512,8K (none: only 512 tokens per depth)",
+    )
+    p.add_argument(
+        "--methods",
+        type=words,
+        help="full, omnikv, omnikv-host, brutal or another method (default: full,omnikv; GPU: all)",
+    )
+    p.add_argument(
+        "--peers",
+        type=words,
+        help=f"{','.join(PEERS)} or none (default: all; one that is missing says so)",
+    )
+    p.add_argument(
+        "--filter-layers",
+        type=numbers(int),
+        help="OmniKV's filter layers (default: the shape's, or the model's own)",
+    )
     p.add_argument("--tokens", type=int, default=2048, help="OmniKV's budget k (default 2048)")
-    p.add_argument("--wait-layers", type=numbers(int), default=(1, 0), help="each is a row of its own (default 1,0)")
-    p.add_argument("--dense-below", default="0", help="OmniKV's crossover: 0 (default: sparse at every depth), auto or tokens")
-    p.add_argument("--reuse", type=numbers(float), default=(0.0, 0.7, 0.9),
-                   help="planted shares of tokens that stay chosen from step to step, for methods in host memory (default 0,0.7,0.9)")
-    p.add_argument("-r", "--rounds", type=int, default=3, help="turns of every method at every depth (default 3)")
+    p.add_argument(
+        "--wait-layers",
+        type=numbers(int),
+        default=(1, 0),
+        help="each is a row of its own (default 1,0)",
+    )
+    p.add_argument(
+        "--dense-below",
+        default="0",
+        help="OmniKV's crossover: 0 (default: sparse at every depth), auto or tokens",
+    )
+    p.add_argument(
+        "--reuse",
+        type=numbers(float),
+        default=(0.0, 0.7, 0.9),
+        help="planted shares of tokens that stay chosen from step to step, for methods in host memory (default 0,0.7,0.9)",
+    )
+    p.add_argument(
+        "-r",
+        "--rounds",
+        type=int,
+        default=3,
+        help="turns of every method at every depth (default 3)",
+    )
     p.add_argument("-n", "--steps", type=int, default=5, help="timed steps in a turn (default 5)")
-    p.add_argument("--seconds", type=float, help=f"budget of the run, what is left out says so (default {CPU_SECONDS} on a CPU)")
+    p.add_argument(
+        "--seconds",
+        type=float,
+        help=f"budget of the run, what is left out says so (default {CPU_SECONDS} on a CPU)",
+    )
     p.add_argument("--no-split", action="store_true", help="leave out the split of a step")
-    p.add_argument("--no-gather", action="store_true", help="leave out the ways of bringing rows from host memory")
-    p.add_argument("--no-verify", action="store_true", help="time without comparing with the reference path first")
-    p.add_argument("-o", "--output", choices=("md", "csv", "json", "jsonl"), default="md", help="form on stdout; its last line is JSON")
+    p.add_argument(
+        "--no-gather",
+        action="store_true",
+        help="leave out the ways of bringing rows from host memory",
+    )
+    p.add_argument(
+        "--no-verify",
+        action="store_true",
+        help="time without comparing with the reference path first",
+    )
+    p.add_argument(
+        "-o",
+        "--output",
+        choices=("md", "csv", "json", "jsonl"),
+        default="md",
+        help="form on stdout; its last line is JSON",
+    )
     p.add_argument("--save", type=Path, metavar="FILE", help="also write the JSON to a file")
-    p.add_argument("--plot", type=Path, metavar="DIR", help="write latency, speed-up and memory plots (needs matplotlib)")
+    p.add_argument(
+        "--plot",
+        type=Path,
+        metavar="DIR",
+        help="write latency, speed-up and memory plots (needs matplotlib)",
+    )
     return p
 
 
@@ -84,17 +166,36 @@ def options(args):
     gpu = args.device.startswith("cuda") or (args.device == "auto" and torch.cuda.is_available())
     shape = None if args.model else args.shape or ("llama-3-8b" if gpu else "160m")
     deepest = 1048576 if gpu else 32768
-    contexts = args.contexts if args.contexts is not None else tuple(4096 * 2 ** i for i in range(9) if 4096 * 2 ** i <= deepest)
-    prefill = args.prefill if args.prefill is not None else ((4096, 32768, 131072) if gpu else (2048,))
-    methods = args.methods or (("full", "omnikv", "omnikv-host", "brutal") if gpu else ("full", "omnikv"))
+    contexts = (
+        args.contexts
+        if args.contexts is not None
+        else tuple(4096 * 2**i for i in range(9) if 4096 * 2**i <= deepest)
+    )
+    prefill = (
+        args.prefill if args.prefill is not None else ((4096, 32768, 131072) if gpu else (2048,))
+    )
+    methods = args.methods or (
+        ("full", "omnikv", "omnikv-host", "brutal") if gpu else ("full", "omnikv")
+    )
     filters = args.filter_layers or (shape_filters(shape) if shape else None)
     below = "auto" if args.dense_below == "auto" else int(args.dense_below)
     return Options(
-        shape=shape, model=args.model, device=args.device, dtype=args.dtype, threads=args.threads, contexts=contexts,
+        shape=shape,
+        model=args.model,
+        device=args.device,
+        dtype=args.dtype,
+        threads=args.threads,
+        contexts=contexts,
         specs=tuple(specs(methods, filters, args.tokens, args.wait_layers, args.reuse, below)),
-        peers=PEERS if args.peers is None else args.peers, prefill=prefill, rounds=max(1, args.rounds), steps=max(1, args.steps),
+        peers=PEERS if args.peers is None else args.peers,
+        prefill=prefill,
+        rounds=max(1, args.rounds),
+        steps=max(1, args.steps),
         seconds=args.seconds if args.seconds is not None else (None if gpu else CPU_SECONDS),
-        split=not args.no_split, verify=not args.no_verify, gather=not args.no_gather)
+        split=not args.no_split,
+        verify=not args.no_verify,
+        gather=not args.no_gather,
+    )
 
 
 def main(argv=None):
@@ -106,15 +207,25 @@ def main(argv=None):
         print(f"error: {error}", file=sys.stderr)
         return 2
     depths = ", ".join(short_size(n) for n in chosen.contexts)
-    print(f"{chosen.model or chosen.shape} at {depths or 'no depth'}; peers: {', '.join(chosen.peers) or 'none'}", file=sys.stderr)
-    suite, clocks = Suite(chosen, say=lambda line: print(f"  {line}", file=sys.stderr, flush=True)), bench_header.clocks()
+    print(
+        f"{chosen.model or chosen.shape} at {depths or 'no depth'}; peers: {', '.join(chosen.peers) or 'none'}",
+        file=sys.stderr,
+    )
+    suite, clocks = (
+        Suite(chosen, say=lambda line: print(f"  {line}", file=sys.stderr, flush=True)),
+        bench_header.clocks(),
+    )
     try:
         result = suite.run()
     except EngineError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    head = bench_header.header(suite.device, argv if argv is not None else sys.argv[1:], result.rates)
-    found = bench_header.warnings(suite.device, result.cells, result.rates, result.rates_after, clocks, bench_header.clocks())
+    head = bench_header.header(
+        suite.device, argv if argv is not None else sys.argv[1:], result.rates
+    )
+    found = bench_header.warnings(
+        suite.device, result.cells, result.rates, result.rates_after, clocks, bench_header.clocks()
+    )
     _files(args, result, head, found)
     print(render(args.output, result, head, found))
     return 1 if result.failed_checks else 0
@@ -124,11 +235,13 @@ def _files(args, result, head, found):
     whole = summary(result, head, found)
     if args.save:
         import json
+
         args.save.parent.mkdir(parents=True, exist_ok=True)
         args.save.write_text(json.dumps(whole, indent=1) + "\n")
     if args.plot:
         try:
             from tools.bench.plot import plots
+
             print("plots: " + ", ".join(map(str, plots(whole, args.plot))), file=sys.stderr)
         except ImportError:
             print("no plots: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)

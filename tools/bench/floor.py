@@ -1,7 +1,8 @@
-"""What a decode step must read, how fast this machine reads, and so how fast a step could be: predicted before anything is timed.
+"""What a decode step must read, how fast this machine reads, and so how fast a step could be:
+predicted before anything is timed.
 
-Floor of a step = (weights + keys and values read) / read bandwidth. Activations, scores, partial results and launches count
-nothing: they are what an implementation may waste.
+Floor of a step = (weights + keys and values read) / read bandwidth. Activations, scores, partial
+results and launches count nothing: they are what an implementation may waste.
 """
 
 import time
@@ -14,11 +15,13 @@ from engine.plan.layers import Role, tail_start
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Bytes that one decode step at n tokens reads. `scoring` (written and read by filter layers) is stated, not in the floor."""
+    """Bytes that one decode step at n tokens reads. `scoring` (written and read by filter layers)
+    is stated, not in the floor.
+    """
 
     weights: int
-    dense: int          # keys and values of FULL, FILTER and WAIT layers
-    sparse: int         # selected rows and tail of SPARSE layers
+    dense: int  # keys and values of FULL, FILTER and WAIT layers
+    sparse: int  # selected rows and tail of SPARSE layers
     scoring: int = 0
 
     @property
@@ -30,23 +33,32 @@ class StepBytes:
 def streamed_weights(config, dtype_bytes):
     """Bytes of weights that every step reads: all of them, but of an untied embedding one row only."""
     table = config.vocab_size * config.hidden_size
-    return (config.parameters - (0 if config.tied_embeddings else table - config.hidden_size)) * dtype_bytes
+    return (
+        config.parameters - (0 if config.tied_embeddings else table - config.hidden_size)
+    ) * dtype_bytes
 
 
 def step_bytes(config, dtype_bytes, layers, n, budget=0, tail=256, dense=False):
-    """StepBytes of a step that makes the bank n tokens long. layers: LayerPlan; budget: k; dense: below the crossover, all read all."""
+    """StepBytes of a step that makes the bank n tokens long. layers: LayerPlan; budget: k; dense:
+    below the crossover, all read all.
+    """
     row = config.kv_bytes(dtype_bytes)
     start = tail_start(n, tail)
     sparse_layers = 0 if dense else layers.count(Role.SPARSE)
     filters = 0 if dense else sum(1 for group in layers.groups if group.layers)
     return StepBytes(
-        streamed_weights(config, dtype_bytes), (layers.num_layers - sparse_layers) * n * row,
-        sparse_layers * (min(budget, start) + n - start) * row, filters * n * (8 * config.num_heads + 12))
+        streamed_weights(config, dtype_bytes),
+        (layers.num_layers - sparse_layers) * n * row,
+        sparse_layers * (min(budget, start) + n - start) * row,
+        filters * n * (8 * config.num_heads + 12),
+    )
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Bandwidths measured in this run, bytes per second: reading memory, copying within it (read + written), the link both ways."""
+    """Bandwidths measured in this run, bytes per second: reading memory, copying within it (read +
+    written), the link both ways.
+    """
 
     read: float
     copy: float
@@ -59,9 +71,11 @@ class Rates:
 
 
 def measure_rates(device, size=None, seconds=2.0):
-    """Rates of a device from reductions, a matrix-vector product and a copy over `size` bytes (default 1 GiB, 4 GiB on a GPU)."""
+    """Rates of a device from reductions, a matrix-vector product and a copy over `size` bytes
+    (default 1 GiB, 4 GiB on a GPU).
+    """
     device = torch.device(device)
-    size = size or (4 if device.type == "cuda" else 1) * 1024 ** 3
+    size = size or (4 if device.type == "cuda" else 1) * 1024**3
     x = torch.ones(size // 4, dtype=torch.float32, device=device)
     matrix, vector = x.view(-1, 1024), torch.ones(1024, device=device)
     reads = [lambda: x.sum(), lambda: torch.mv(matrix, vector)]
@@ -70,13 +84,14 @@ def measure_rates(device, size=None, seconds=2.0):
         small = torch.ones(1024, dtype=torch.bfloat16)
         reads.append(lambda: torch.mv(half, small))
     read = max(size / best_time(f, device, seconds / 4) for f in reads)
-    y = torch.empty_like(x[:x.numel() // 2])
-    copy = size / best_time(lambda: y.copy_(x[:y.numel()]), device, seconds / 4)
+    y = torch.empty_like(x[: x.numel() // 2])
+    copy = size / best_time(lambda: y.copy_(x[: y.numel()]), device, seconds / 4)
     link = _link(device, seconds / 4) if device.type == "cuda" else ()
-    return Rates(max(read, copy), copy, *link)          # the faster of the two: a floor must not be beaten
+    # the faster of the two: a floor must not be beaten
+    return Rates(max(read, copy), copy, *link)
 
 
-def _link(device, seconds, size=512 * 1024 ** 2):
+def _link(device, seconds, size=512 * 1024**2):
     host = torch.ones(size // 4, pin_memory=True)
     far = torch.empty_like(host, device=device)
     up = best_time(lambda: far.copy_(host, non_blocking=True), device, seconds)
@@ -85,7 +100,9 @@ def _link(device, seconds, size=512 * 1024 ** 2):
 
 
 def best_time(function, device, seconds=0.5, least=3):
-    """Seconds of the fastest of several calls (at least `least`, for about `seconds`), synchronised on a GPU."""
+    """Seconds of the fastest of several calls (at least `least`, for about `seconds`), synchronised
+    on a GPU.
+    """
     function()
     sync(device)
     best, began, count = float("inf"), time.perf_counter(), 0
@@ -104,6 +121,8 @@ def sync(device):
 
 
 def floor_seconds(needed, rates, fetched=0):
-    """Seconds that a step cannot go below: bytes over the read rate; `fetched` bytes over the link run beside them."""
+    """Seconds that a step cannot go below: bytes over the read rate; `fetched` bytes over the link
+    run beside them.
+    """
     link = fetched / rates.h2d if fetched and rates.h2d else 0.0
     return max(needed.floor / rates.read, link)

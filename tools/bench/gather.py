@@ -1,7 +1,8 @@
-"""What bringing chosen rows from host memory costs: the gather kernel beside the contiguous copy, a gather on the host, a copy per row.
+"""What bringing chosen rows from host memory costs: the gather kernel beside the contiguous copy, a
+gather on the host, a copy per row.
 
-The last two need the chosen indices on the host and are baselines only. Without a GPU all four run within ordinary memory: that shows
-that they work and agree, and nothing about a link.
+The last two need the chosen indices on the host and are baselines only. Without a GPU all four run
+within ordinary memory: that shows that they work and agree, and nothing about a link.
 """
 
 import statistics
@@ -14,12 +15,20 @@ from engine.bank.link import measure_link
 from kernels.gather import BLOCK_TOKENS, move_rows
 from tools.bench.floor import sync
 
-ROWS = 2048             # a published budget
-# (bytes moved, bytes from row to row) of an 8B model: a layer's rows side by side, those of one layer of a group of 12, the group's.
+ROWS = 2048  # a published budget
+# (bytes moved, bytes from row to row) of an 8B model: a layer's rows side by side, those of one
+# layer of a group of 12, the group's.
 GPU_SHAPES = ((4096, 4096), (4096, 49152), (49152, 49152))
 CPU_SHAPES = ((4096, 4096),)
-KERNEL, CONTIGUOUS, SELECTED, SINGLE = WAYS = ("gather kernel", "contiguous copy", "host index_select + copy", "copy per row")
-CPU_NOTE = "no GPU: ordinary memory to ordinary memory on the CPU, so this says nothing about a link"
+KERNEL, CONTIGUOUS, SELECTED, SINGLE = WAYS = (
+    "gather kernel",
+    "contiguous copy",
+    "host index_select + copy",
+    "copy per row",
+)
+CPU_NOTE = (
+    "no GPU: ordinary memory to ordinary memory on the CPU, so this says nothing about a link"
+)
 
 
 class Rows:
@@ -41,10 +50,19 @@ class Rows:
     def bring(self, way):
         """Issue one way once; on a GPU nothing is waited for but what the way itself must."""
         if way == KERNEL:
-            move_rows(self.table, 0, self.pitch, self.target.view(torch.int32), self.tokens, 0, self.rows, self.pool.slabs,
-                      programs=self.programs)
+            move_rows(
+                self.table,
+                0,
+                self.pitch,
+                self.target.view(torch.int32),
+                self.tokens,
+                0,
+                self.rows,
+                self.pool.slabs,
+                programs=self.programs,
+            )
         elif way == CONTIGUOUS:
-            self.target.view(-1).copy_(self.block.bytes[:self.target.numel()], non_blocking=True)
+            self.target.view(-1).copy_(self.block.bytes[: self.target.numel()], non_blocking=True)
         elif way == SELECTED:
             torch.index_select(self.host, 0, self.tokens.cpu(), out=self.stage)
             self.target.copy_(self.stage, non_blocking=True)
@@ -67,9 +85,11 @@ class Rows:
 
 
 def compare(device, shapes=None, rows=ROWS, rounds=7):
-    """(link line, list of {way, rows, row_bytes, pitch, us, gb_per_s, of_contiguous, vs_single, on}) for each shape, ways in turns.
+    """(link line, list of {way, rows, row_bytes, pitch, us, gb_per_s, of_contiguous, vs_single,
+    on}) for each shape, ways in turns.
 
-    us: medians over rounds. of_contiguous: rate over the contiguous copy's; vs_single: how many times faster than a copy per row.
+    us: medians over rounds. of_contiguous: rate over the contiguous copy's; vs_single: how many
+    times faster than a copy per row.
     """
     device = torch.device(device)
     gpu = device.type == "cuda"
@@ -83,15 +103,27 @@ def compare(device, shapes=None, rows=ROWS, rounds=7):
         bench.close()
         for way in WAYS:
             rate = rows * row / times[way]
-            found.append({"way": way, "rows": rows, "row_bytes": row, "pitch": pitch, "us": 1e6 * times[way], "gb_per_s": rate / 1e9,
-                          "of_contiguous": times[CONTIGUOUS] / times[way], "vs_single": times[SINGLE] / times[way],
-                          "on": str(device.type)})
+            found.append(
+                {
+                    "way": way,
+                    "rows": rows,
+                    "row_bytes": row,
+                    "pitch": pitch,
+                    "us": 1e6 * times[way],
+                    "gb_per_s": rate / 1e9,
+                    "of_contiguous": times[CONTIGUOUS] / times[way],
+                    "vs_single": times[SINGLE] / times[way],
+                    "on": str(device.type),
+                }
+            )
     pool.close()
     return str(link), found
 
 
 def _times(bench, device, rounds, runs):
-    """Median seconds per way. Ways that do not wait by themselves run `runs` times per clock reading: a launch is not a transfer."""
+    """Median seconds per way. Ways that do not wait by themselves run `runs` times per clock
+    reading: a launch is not a transfer.
+    """
     seconds = {way: [] for way in WAYS}
     for _ in range(rounds):
         for way in WAYS:
@@ -105,10 +137,26 @@ def _times(bench, device, rounds, runs):
     return {way: statistics.median(found) for way, found in seconds.items()}
 
 
-COLUMNS = ["bringing rows from host memory", "rows x bytes (of)", "us", "GB/s", "of contiguous", "x copy per row"]
+COLUMNS = [
+    "bringing rows from host memory",
+    "rows x bytes (of)",
+    "us",
+    "GB/s",
+    "of contiguous",
+    "x copy per row",
+]
 
 
 def table_rows(found):
     """Cells of a table with COLUMNS."""
-    return [[r["way"], f"{r['rows']} x {r['row_bytes']} ({r['pitch']})", f"{r['us']:.0f}", f"{r['gb_per_s']:.2f}",
-             f"{r['of_contiguous']:.0%}", f"{r['vs_single']:.1f}"] for r in found]
+    return [
+        [
+            r["way"],
+            f"{r['rows']} x {r['row_bytes']} ({r['pitch']})",
+            f"{r['us']:.0f}",
+            f"{r['gb_per_s']:.2f}",
+            f"{r['of_contiguous']:.0%}",
+            f"{r['vs_single']:.1f}",
+        ]
+        for r in found
+    ]

@@ -18,22 +18,34 @@ PACKAGES = ("torch", "triton", "transformers", "llama-cpp-python", "numpy")
 def header(device, flags, rates):
     """Facts of this run as a dict."""
     return {
-        "program": f"omnikv bench {VERSION}", "commit": commit(), "date": _date(), "hardware": hardware(device),
-        "python": platform.python_version(), "packages": {name: version(name) for name in PACKAGES},
-        "threads": torch.get_num_threads(), "flags": " ".join(flags), "measured": rates.to_dict(),
+        "program": f"omnikv bench {VERSION}",
+        "commit": commit(),
+        "date": _date(),
+        "hardware": hardware(device),
+        "python": platform.python_version(),
+        "packages": {name: version(name) for name in PACKAGES},
+        "threads": torch.get_num_threads(),
+        "flags": " ".join(flags),
+        "measured": rates.to_dict(),
     }
 
 
 def _date():
     import datetime
+
     return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def commit():
     """Short hash of the checkout, with "+" where files differ from it; "unknown" outside one."""
     try:
-        found = subprocess.run(["git", "describe", "--always", "--dirty=+", "--exclude=*"], cwd=ROOT, capture_output=True, text=True,
-                               timeout=10)
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"
     return found.stdout.strip() or "unknown"
@@ -53,7 +65,11 @@ def hardware(device):
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)
         return f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, {facts.multi_processor_count} SMs, CUDA {torch.version.cuda}"
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30 if hasattr(os, "sysconf") else 0
+    memory = (
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+        if hasattr(os, "sysconf")
+        else 0
+    )
     return f"{_processor()}, {os.cpu_count()} cores, {memory:.0f} GiB, {torch.backends.cpu.get_cpu_capability()}"
 
 
@@ -73,14 +89,19 @@ def last_level_cache():
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = path.read_text().strip()
         if text[:-1].isdigit():
-            sizes.append(int(text[:-1]) * {"K": 1024, "M": 1024 ** 2}.get(text[-1], 1))
+            sizes.append(int(text[:-1]) * {"K": 1024, "M": 1024**2}.get(text[-1], 1))
     return max(sizes)
 
 
 def clocks():
     """(SM MHz, memory MHz, degrees) of GPU 0 by nvidia-smi, or None."""
     try:
-        query = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,temperature.gpu", "--format=csv,noheader,nounits", "--id=0"]
+        query = [
+            "nvidia-smi",
+            "--query-gpu=clocks.sm,clocks.mem,temperature.gpu",
+            "--format=csv,noheader,nounits",
+            "--id=0",
+        ]
         found = subprocess.run(query, capture_output=True, text=True, timeout=10)
         return tuple(int(part) for part in found.stdout.strip().split(","))
     except (OSError, ValueError, subprocess.TimeoutExpired):
@@ -88,22 +109,37 @@ def clocks():
 
 
 def warnings(device, cells, before, after, clocks_before, clocks_after):
-    """Lines about what could have spoilt the figures: spread, other load, bandwidth or clocks that moved, caches."""
+    """Lines about what could have spoilt the figures: spread, other load, bandwidth or clocks that
+    moved, caches.
+    """
     found = []
     loud = [f"{c.name} {c.test} {c.n}" for c in cells if c.noisy]
     if loud:
-        found.append(f"noisy: p95 above 1.25 x median in {len(loud)} of {sum(bool(c.seconds) for c in cells)} cells "
-                     f"({', '.join(loud[:4])}{' ...' if len(loud) > 4 else ''})")
+        found.append(
+            f"noisy: p95 above 1.25 x median in {len(loud)} of {sum(bool(c.seconds) for c in cells)} cells "
+            f"({', '.join(loud[:4])}{' ...' if len(loud) > 4 else ''})"
+        )
     if abs(after.read / before.read - 1) > 0.1:
-        found.append(f"memory bandwidth moved during the run: {before.read / 1e9:.1f} -> {after.read / 1e9:.1f} GB/s")
+        found.append(
+            f"memory bandwidth moved during the run: {before.read / 1e9:.1f} -> {after.read / 1e9:.1f} GB/s"
+        )
     if torch.device(device).type == "cpu":
-        load, threads = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, torch.get_num_threads()
+        load, threads = (
+            os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0,
+            torch.get_num_threads(),
+        )
         if load > threads + 0.5:
-            found.append(f"other programs ran: load average {load:.1f} with {threads} threads of ours")
-        small = [c for c in cells if c.needed is not None and c.needed.floor < 2 * last_level_cache()]
+            found.append(
+                f"other programs ran: load average {load:.1f} with {threads} threads of ours"
+            )
+        small = [
+            c for c in cells if c.needed is not None and c.needed.floor < 2 * last_level_cache()
+        ]
         if small:
-            found.append(f"{len(small)} cells read less than twice the last-level cache ({last_level_cache() / 2**20:.0f} MiB): part of "
-                         f"it may come from there, so more than 100% of the floor is possible")
+            found.append(
+                f"{len(small)} cells read less than twice the last-level cache ({last_level_cache() / 2**20:.0f} MiB): part of "
+                f"it may come from there, so more than 100% of the floor is possible"
+            )
     if clocks_before and clocks_after and abs(clocks_after[0] / max(1, clocks_before[0]) - 1) > 0.1:
         found.append(f"SM clock moved: {clocks_before[0]} -> {clocks_after[0]} MHz")
     return found

@@ -1,8 +1,10 @@
-"""llama.cpp as a peer, through its Python package: a random-weight GGUF file of the same shape, its KV cache filled at depth.
+"""llama.cpp as a peer, through its Python package: a random-weight GGUF file of the same shape, its
+KV cache filled at depth.
 
-The cache is filled without a prompt: one block is decoded, its state is set into a second sequence and its cells are handed to the
-first, again and again. Duplicated keys leave softmax means unchanged, so the logits of a step at depth must equal those after the
-block alone (checked, `agreement`): all cells are attended.
+The cache is filled without a prompt: one block is decoded, its state is set into a second sequence
+and its cells are handed to the first, again and again. Duplicated keys leave softmax means
+unchanged, so the logits of a step at depth must equal those after the block alone (checked,
+`agreement`): all cells are attended.
 """
 
 import ctypes
@@ -14,27 +16,34 @@ import torch
 
 from tools.bench.run import Missing
 
-BLOCK = 512             # tokens of a batch and of the block that fills the cache
-PATIENCE = 45.0         # seconds that a prompt may take; a longer one is left out and says so
-VARIANTS = (("bf16", False), ("f16", False), ("f16", True))       # KV type, flash attention
+BLOCK = 512  # tokens of a batch and of the block that fills the cache
+PATIENCE = 45.0  # seconds that a prompt may take; a longer one is left out and says so
+VARIANTS = (("bf16", False), ("f16", False), ("f16", True))  # KV type, flash attention
 
 
 def _import():
     try:
         import llama_cpp
-    except Exception as error:                     # a wheel built elsewhere fails with OSError, not ImportError
-        raise Missing(f"llama-cpp-python is not installed or does not load ({' '.join(str(error).split())[:120]})") from error
+    # a wheel built elsewhere fails with OSError, not ImportError
+    except Exception as error:
+        raise Missing(
+            f"llama-cpp-python is not installed or does not load ({' '.join(str(error).split())[:120]})"
+        ) from error
     return llama_cpp
 
 
 def write_gguf(config, dtype, path, seed=0):
-    """A GGUF file of an engine ModelConfig with random weights in bfloat16 or float32 (norms float32), without a vocabulary."""
+    """A GGUF file of an engine ModelConfig with random weights in bfloat16 or float32 (norms
+    float32), without a vocabulary.
+    """
     try:
         import gguf
     except ImportError as error:
         raise Missing("the package gguf is not installed (pip install gguf)") from error
     if config.rope.kind != "default":
-        raise Missing(f"this benchmark writes GGUF files with default rope only, found {config.rope.kind!r}")
+        raise Missing(
+            f"this benchmark writes GGUF files with default rope only, found {config.rope.kind!r}"
+        )
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_context_length(config.max_positions)
     writer.add_embedding_length(config.hidden_size)
@@ -56,7 +65,9 @@ def write_gguf(config, dtype, path, seed=0):
             continue
         values = torch.empty(shape, dtype=dtype).normal_(0.0, shape[1] ** -0.5, generator=generator)
         if dtype is torch.bfloat16:
-            writer.add_tensor(name, values.view(torch.uint8).numpy(), raw_dtype=gguf.GGMLQuantizationType.BF16)
+            writer.add_tensor(
+                name, values.view(torch.uint8).numpy(), raw_dtype=gguf.GGMLQuantizationType.BF16
+            )
         else:
             writer.add_tensor(name, values.numpy())
     writer.write_header_to_file()
@@ -90,7 +101,8 @@ class Model:
 
     def __init__(self, path, threads, gpu=False):
         lib = self.lib = _import()
-        self._quiet = lib.llama_log_callback(lambda *_: None)          # kept: ctypes does not hold callbacks
+        # kept: ctypes does not hold callbacks
+        self._quiet = lib.llama_log_callback(lambda *_: None)
         lib.llama_log_set(self._quiet, ctypes.c_void_p(0))
         lib.llama_backend_init()
         parameters = lib.llama_model_default_params()
@@ -98,7 +110,11 @@ class Model:
         self.model = lib.llama_model_load_from_file(str(path).encode(), parameters)
         if not self.model:
             raise Missing(f"llama.cpp {lib.__version__} does not load {path}")
-        self.threads, self.version, self.vocab = threads, lib.__version__, lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.model))
+        self.threads, self.version, self.vocab = (
+            threads,
+            lib.__version__,
+            lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.model)),
+        )
 
     def close(self):
         """Free the weights."""
@@ -118,12 +134,17 @@ class LlamaCpp:
         p = lib.llama_context_default_params()
         p.n_ctx, p.n_batch, p.n_ubatch, p.n_seq_max = n + room + BLOCK, BLOCK, BLOCK, 2
         p.n_threads = p.n_threads_batch = model.threads
-        p.type_k = p.type_v = 30 if kind == "bf16" else lib.GGML_TYPE_F16       # 30: GGML_TYPE_BF16, not named in the package
-        p.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        # 30: GGML_TYPE_BF16, not named in the package
+        p.type_k = p.type_v = 30 if kind == "bf16" else lib.GGML_TYPE_F16
+        p.flash_attn_type = (
+            lib.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        )
         p.kv_unified, p.no_perf = True, True
         self.context = lib.llama_init_from_model(model.model, p)
         if not self.context:
-            raise Missing(f"llama.cpp {model.version} makes no context of {n} tokens (KV {kind}, flash {flash})")
+            raise Missing(
+                f"llama.cpp {model.version} makes no context of {n} tokens (KV {kind}, flash {flash})"
+            )
         self.memory = lib.llama_get_memory(self.context)
         self._batch = lib.llama_batch_init(BLOCK, 0, 1)
         self.token = 1
@@ -133,7 +154,12 @@ class LlamaCpp:
         batch = self._batch
         batch.n_tokens = len(tokens)
         for i, token in enumerate(tokens):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, first + i, 1, i == len(tokens) - 1
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = (
+                token,
+                first + i,
+                1,
+                i == len(tokens) - 1,
+            )
             batch.seq_id[i][0] = sequence
         status = self.owner.lib.llama_decode(self.context, batch)
         if status:
@@ -171,11 +197,13 @@ class LlamaCpp:
         return self.token
 
     def prefill(self, ids):
-        """Seconds to read a prompt into an empty cache, BLOCK tokens a batch; the filled cache is lost. Raises Missing beyond PATIENCE."""
+        """Seconds to read a prompt into an empty cache, BLOCK tokens a batch; the filled cache is
+        lost. Raises Missing beyond PATIENCE.
+        """
         self.owner.lib.llama_memory_clear(self.memory, False)
         start = time.perf_counter()
         for first in range(0, len(ids), BLOCK):
-            self._decode(ids[first:first + BLOCK], first)
+            self._decode(ids[first : first + BLOCK], first)
             expected = (time.perf_counter() - start) * len(ids) / min(len(ids), first + BLOCK)
             if expected > PATIENCE:
                 raise Missing(f"left out: {len(ids)} tokens would take {expected:.0f} s or more")

@@ -9,7 +9,9 @@ import torch
 
 
 def held(device):
-    """Bytes held now: allocated on a GPU, anonymous resident memory on a CPU (0 where the system does not tell)."""
+    """Bytes held now: allocated on a GPU, anonymous resident memory on a CPU (0 where the system
+    does not tell).
+    """
     if torch.device(device).type == "cuda":
         return torch.cuda.memory_allocated(device)
     _trim()
@@ -33,7 +35,9 @@ def _trim():
 
 
 class Peak:
-    """Context manager: `bytes` is the peak above the level at entry (CUDA's own statistic, or sampled every 5 ms)."""
+    """Context manager: `bytes` is the peak above the level at entry (CUDA's own statistic, or
+    sampled every 5 ms).
+    """
 
     def __init__(self, device):
         self.device, self.bytes, self._stop = torch.device(device), 0, threading.Event()

@@ -1,13 +1,19 @@
-"""Three plots of a benchmark summary: ms per token by context with the floor, speed-up by context, memory by context. Needs matplotlib."""
+"""Three plots of a benchmark summary: ms per token by context with the floor, speed-up by context,
+memory by context. Needs matplotlib.
+"""
 
 from pathlib import Path
 
 
 def plots(summary, folder):
-    """Write latency.png, speedup.png and memory.png into a folder; returns their paths. Raises ImportError without matplotlib."""
+    """Write latency.png, speedup.png and memory.png into a folder; returns their paths. Raises
+    ImportError without matplotlib.
+    """
     import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     cells = [c for c in summary["cells"] if c["test"] == "tg" and "ms_median" in c]
@@ -33,7 +39,9 @@ def plots(summary, folder):
         plt.close(fig)
 
     def rows(name, key):
-        found = sorted((c["n"], c[key]) for c in cells if c["name"] == name and c.get(key) is not None)
+        found = sorted(
+            (c["n"], c[key]) for c in cells if c["name"] == name and c.get(key) is not None
+        )
         return [n for n, _ in found], [value for _, value in found]
 
     def latency(ax):
@@ -53,10 +61,26 @@ def plots(summary, folder):
 
     def memory(ax):
         for number, name in enumerate(names):
-            found = sorted((m["n"], m["planned"] / 1e9, m["measured"] / 1e9) for m in summary["memory"] if m["name"] == name and m["n"])
+            found = sorted(
+                (m["n"], m["planned"] / 1e9, m["measured"] / 1e9)
+                for m in summary["memory"]
+                if m["name"] == name and m["n"]
+            )
             if found:
-                ax.plot([m[0] for m in found], [m[2] for m in found], "o-", color=f"C{number}", label=f"{name}, measured")
-                ax.plot([m[0] for m in found], [m[1] for m in found], ":", color=f"C{number}", label=f"{name}, planned")
+                ax.plot(
+                    [m[0] for m in found],
+                    [m[2] for m in found],
+                    "o-",
+                    color=f"C{number}",
+                    label=f"{name}, measured",
+                )
+                ax.plot(
+                    [m[0] for m in found],
+                    [m[1] for m in found],
+                    ":",
+                    color=f"C{number}",
+                    label=f"{name}, planned",
+                )
 
     figure("latency", "ms per token (median)", latency)
     figure("speedup", "times as fast as full attention", speedup)

@@ -1,4 +1,6 @@
-"""A benchmark's result as text: Markdown tables in llama-bench's spirit, CSV, JSON; every ratio from medians of one run."""
+"""A benchmark's result as text: Markdown tables in llama-bench's spirit, CSV, JSON; every ratio
+from medians of one run.
+"""
 
 import csv
 import io
@@ -12,24 +14,37 @@ from tools.bench.split import STAGES
 def summary(result, head, warnings):
     """The whole run as one dict: what the last line of stdout holds."""
     return {
-        "format": 1, "header": head, "model": result.model, "warnings": warnings, "failed_checks": result.failed_checks,
-        "rates_after": result.rates_after.to_dict() if result.rates_after else None, "peers": result.peers,
+        "format": 1,
+        "header": head,
+        "model": result.model,
+        "warnings": warnings,
+        "failed_checks": result.failed_checks,
+        "rates_after": result.rates_after.to_dict() if result.rates_after else None,
+        "peers": result.peers,
         "cells": [cell.to_dict() | ratios(cell, result.cells) for cell in result.cells],
-        "splits": [_split_dict(row) for row in result.splits], "memory": result.memory,
-        "link": result.link, "gather": result.gather,
+        "splits": [_split_dict(row) for row in result.splits],
+        "memory": result.memory,
+        "link": result.link,
+        "gather": result.gather,
     }
 
 
 def ratios(cell, cells):
-    """{"vs_full": x, "vs_transformers": y, ...}: how many times faster this cell is than each of the same test and depth;
+    """{"vs_full": x, "vs_transformers": y, ...}: how many times faster this cell is than each of
+    the same test and depth;
 
     "bytes_allow": how many times faster than full attention its floor is.
     """
     found = {}
     if cell.seconds:
         for other in cells:
-            if other.test == cell.test and other.n == cell.n and other.seconds and other is not cell \
-                    and other.name in ("full", "transformers", "llama.cpp"):
+            if (
+                other.test == cell.test
+                and other.n == cell.n
+                and other.seconds
+                and other is not cell
+                and other.name in ("full", "transformers", "llama.cpp")
+            ):
                 found[f"vs_{other.name}"] = other.median / cell.median
                 if other.name == "full" and other.floor and cell.floor:
                     found["bytes_allow"] = other.floor / cell.floor
@@ -38,8 +53,14 @@ def ratios(cell, cells):
 
 def markdown(result, head, warnings):
     """Header, tables of decode, prefill, split, gather and memory, and what could have spoilt them."""
-    parts = [_header(result, head), "\n".join(decode_rows(result)), "\n".join(_prefill_rows(result)), "\n".join(_split_rows(result)),
-             "\n".join(_gather_rows(result)), "\n".join(_memory_rows(result))]
+    parts = [
+        _header(result, head),
+        "\n".join(decode_rows(result)),
+        "\n".join(_prefill_rows(result)),
+        "\n".join(_split_rows(result)),
+        "\n".join(_gather_rows(result)),
+        "\n".join(_memory_rows(result)),
+    ]
     if warnings:
         parts.append("\n".join(f"WARNING {line}" for line in warnings))
     return "\n\n".join(part for part in parts if part)
@@ -49,12 +70,15 @@ def _header(result, head):
     packages = ", ".join(f"{name} {found}" for name, found in head["packages"].items() if found)
     m = result.model
     lines = [
-        f"{head['program']} | commit {head['commit']} | {head['date']}", f"{head['hardware']}", f"python {head['python']}, {packages}",
+        f"{head['program']} | commit {head['commit']} | {head['date']}",
+        f"{head['hardware']}",
+        f"python {head['python']}, {packages}",
         f"flags: {head['flags'] or '(defaults)'} | threads: {head['threads']}",
         f"model: {m['name']}, {m['parameters'] / 1e9:.3f} B parameters, {m['dtype']}, {human(m['weight_bytes'])}; "
         f"{m['layers']} layers, {m['heads']}/{m['kv_heads']} heads of {m['head_dim']}; "
         f"{m['kv_bytes_per_token']} B of keys and values per token; on {m['device']}",
-        "measured before: " + ", ".join(f"{name} {value} GB/s" for name, value in head["measured"].items()),
+        "measured before: "
+        + ", ".join(f"{name} {value} GB/s" for name, value in head["measured"].items()),
     ]
     for name, facts in result.peers.items():
         lines.append(f"{name}: " + (facts["why"] if "why" in facts else json.dumps(facts)))
@@ -62,11 +86,22 @@ def _header(result, head):
 
 
 def _table(columns, rows):
-    """Markdown table, cells padded so that it also reads as plain text; the first column to the left, the others to the right."""
+    """Markdown table, cells padded so that it also reads as plain text; the first column to the
+    left, the others to the right.
+    """
     rows = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
-    lines = ["| " + " | ".join(_pad(cell, width, i) for i, (cell, width) in enumerate(zip(row, widths))) + " |" for row in [columns, *rows]]
-    rule = "|" + "|".join("-" * (width + 1) + ("-" if i == 0 else ":") for i, width in enumerate(widths)) + "|"
+    lines = [
+        "| "
+        + " | ".join(_pad(cell, width, i) for i, (cell, width) in enumerate(zip(row, widths)))
+        + " |"
+        for row in [columns, *rows]
+    ]
+    rule = (
+        "|"
+        + "|".join("-" * (width + 1) + ("-" if i == 0 else ":") for i, width in enumerate(widths))
+        + "|"
+    )
     return [lines[0], rule, *lines[1:]]
 
 
@@ -75,12 +110,29 @@ def _pad(text, width, column):
 
 
 def decode_rows(result):
-    """One row per method and depth, tg = one token generated at that depth; an empty cell says why below the table."""
+    """One row per method and depth, tg = one token generated at that depth; an empty cell says why
+    below the table.
+    """
     cells = [c for c in result.cells if c.test == "tg"]
     if not cells:
         return []
-    peers = [name for name in ("transformers", "llama.cpp") if any(c.name == name and c.seconds for c in cells)]
-    columns = ["method", "test", "t/s", "ms/token", "p95", "floor ms", "of floor", "GB/s", "x full", "bytes allow"]
+    peers = [
+        name
+        for name in ("transformers", "llama.cpp")
+        if any(c.name == name and c.seconds for c in cells)
+    ]
+    columns = [
+        "method",
+        "test",
+        "t/s",
+        "ms/token",
+        "p95",
+        "floor ms",
+        "of floor",
+        "GB/s",
+        "x full",
+        "bytes allow",
+    ]
     columns += [f"x {p}" for p in peers]
     rows, notes = [], []
     for c in cells:
@@ -90,10 +142,22 @@ def decode_rows(result):
             notes.append(f"{c.name} {test}: {c.why}")
             continue
         found, (mean, deviation) = ratios(c, cells), c.rate
-        rows.append([c.name, test, f"{mean:.2f} ± {deviation:.2f}", f"{1e3 * c.median:.2f}", f"{1e3 * c.p95:.2f}",
-                     _number(c.floor, 1e3, ".2f"), _percent(c.floor and c.floor / c.median),
-                     _number(c.needed and c.needed.floor / c.median, 1e-9, ".1f"),
-                     *(_number(found.get(key), 1, ".2f") for key in ("vs_full", "bytes_allow", *(f"vs_{p}" for p in peers)))])
+        rows.append(
+            [
+                c.name,
+                test,
+                f"{mean:.2f} ± {deviation:.2f}",
+                f"{1e3 * c.median:.2f}",
+                f"{1e3 * c.p95:.2f}",
+                _number(c.floor, 1e3, ".2f"),
+                _percent(c.floor and c.floor / c.median),
+                _number(c.needed and c.needed.floor / c.median, 1e-9, ".1f"),
+                *(
+                    _number(found.get(key), 1, ".2f")
+                    for key in ("vs_full", "bytes_allow", *(f"vs_{p}" for p in peers))
+                ),
+            ]
+        )
     settings = dict.fromkeys(f"{c.name}: {c.settings}" for c in cells if c.settings)
     return _table(columns, rows) + [""] * bool(notes) + notes + ["", *settings]
 
@@ -104,26 +168,52 @@ def _prefill_rows(result):
     for c in cells:
         if c.seconds:
             found = ratios(c, cells)
-            rows.append([c.name, c.test, f"{c.rate[0]:.1f} ± {c.rate[1]:.1f}", f"{c.median:.2f}",
-                         *(_number(found.get(f"vs_{name}"), 1, ".2f") for name in ("transformers", "llama.cpp")), _over_link(c.extra)])
+            rows.append(
+                [
+                    c.name,
+                    c.test,
+                    f"{c.rate[0]:.1f} ± {c.rate[1]:.1f}",
+                    f"{c.median:.2f}",
+                    *(
+                        _number(found.get(f"vs_{name}"), 1, ".2f")
+                        for name in ("transformers", "llama.cpp")
+                    ),
+                    _over_link(c.extra),
+                ]
+            )
         else:
             rows.append([c.name, c.test, c.why, "-", "-", "-", ""])
-    columns = ["prefill", "test", "t/s", "seconds (to first token)", "x transformers", "x llama.cpp", "from host memory"]
+    columns = [
+        "prefill",
+        "test",
+        "t/s",
+        "seconds (to first token)",
+        "x transformers",
+        "x llama.cpp",
+        "from host memory",
+    ]
     return _table(columns, rows) if rows else []
 
 
 def _over_link(extra):
-    """The past's bytes that came back from host memory, and the least time that they take over the link where there is one."""
+    """The past's bytes that came back from host memory, and the least time that they take over the
+    link where there is one.
+    """
     if "streamed_bytes" not in extra:
         return ""
-    return human(extra["streamed_bytes"]) + (f", link {extra['link_seconds']:.2f} s" if "link_seconds" in extra else "")
+    return human(extra["streamed_bytes"]) + (
+        f", link {extra['link_seconds']:.2f} s" if "link_seconds" in extra else ""
+    )
 
 
 def _split_dict(row):
     stages = {stage: 1e3 * seconds for stage, seconds in row["stages"].items()}
     found = {"name": row["name"], "n": row["n"], "stages_ms": stages, "step_ms": 1e3 * row["step"]}
     if row.get("timed"):
-        found |= {"timed_ms": 1e3 * row["timed"], "sum_over_timed": sum(stages.values()) / (1e3 * row["timed"])}
+        found |= {
+            "timed_ms": 1e3 * row["timed"],
+            "sum_over_timed": sum(stages.values()) / (1e3 * row["timed"]),
+        }
     return found
 
 
@@ -132,8 +222,15 @@ def _split_rows(result):
     for row in result.splits:
         found = _split_dict(row)
         names = [*STAGES, "idle"] if any("idle" in r["stages"] for r in result.splits) else STAGES
-        rows.append([row["name"], f"d{row['n']}", *(f"{found['stages_ms'].get(stage, 0.0):.2f}" for stage in names),
-                     f"{sum(found['stages_ms'].values()):.2f}", _number(found.get("timed_ms"), 1, ".2f")])
+        rows.append(
+            [
+                row["name"],
+                f"d{row['n']}",
+                *(f"{found['stages_ms'].get(stage, 0.0):.2f}" for stage in names),
+                f"{sum(found['stages_ms'].values()):.2f}",
+                _number(found.get("timed_ms"), 1, ".2f"),
+            ]
+        )
     return _table(["split of a step, ms", "at", *names, "sum", "timed"], rows) if rows else []
 
 
@@ -141,14 +238,22 @@ def _gather_rows(result):
     if not result.gather:
         return []
     note = [] if result.gather[0]["on"] == "cuda" else [bench_gather.CPU_NOTE]
-    return [*_table(bench_gather.COLUMNS, bench_gather.table_rows(result.gather)), "", result.link, *note]
+    return [
+        *_table(bench_gather.COLUMNS, bench_gather.table_rows(result.gather)),
+        "",
+        result.link,
+        *note,
+    ]
 
 
 def _memory_rows(result):
     rows = []
     for row in result.memory:
         share = row["measured"] / row["planned"] - 1 if row["planned"] else 0.0
-        at, sizes = f"d{row['n']}" if row["n"] else "", (human(row["planned"]), human(max(0, row["measured"])))
+        at, sizes = (
+            f"d{row['n']}" if row["n"] else "",
+            (human(row["planned"]), human(max(0, row["measured"]))),
+        )
         rows.append([row["name"], at, *sizes, f"{share:+.1%}"])
     return _table(["memory", "at", "planned", "measured", "difference"], rows) if rows else []
 
@@ -164,7 +269,13 @@ def _percent(value):
 def to_csv(result):
     """All cells, one row each, one column per figure."""
     rows = [cell.to_dict() | ratios(cell, result.cells) for cell in result.cells]
-    flat = [{key: json.dumps(value) if isinstance(value, (dict, list)) else value for key, value in row.items()} for row in rows]
+    flat = [
+        {
+            key: json.dumps(value) if isinstance(value, (dict, list)) else value
+            for key, value in row.items()
+        }
+        for row in rows
+    ]
     columns = list(dict.fromkeys(key for row in flat for key in row))
     out = io.StringIO()
     writer = csv.DictWriter(out, columns, lineterminator="\n")

@@ -1,7 +1,9 @@
-"""Contestants of a decode benchmark and the rounds they run: interleaved A B A B, every step timed, warm-up apart.
+"""Contestants of a decode benchmark and the rounds they run: interleaved A B A B, every step timed,
+warm-up apart.
 
-A contestant offers `name`, `settings` (text), rewind(), step() -> token and close(). The engine's own is here and uses the public
-API only; peers are in tools/bench/hf.py and tools/bench/llamacpp.py.
+A contestant offers `name`, `settings` (text), rewind(), step() -> token and close(). The engine's
+own is here and uses the public API only; peers are in tools/bench/hf.py and
+tools/bench/llamacpp.py.
 """
 
 import dataclasses
@@ -17,18 +19,21 @@ from tools.bench.floor import StepBytes, step_bytes, sync
 from tools.bench.methods import describe
 from tools.planted_selection import Replay
 
-DRIFT = 100             # steps that a contestant may be past its depth: below 2.5% of the shallowest
-NOISY = 1.25            # p95 over median beyond this is called noisy
+# steps that a contestant may be past its depth: below 2.5% of the shallowest
+DRIFT = 100
+NOISY = 1.25  # p95 over median beyond this is called noisy
 
 
 @dataclass
 class Cell:
-    """One row of the table: one contestant, one test. Times in seconds; `why` says why there is none."""
+    """One row of the table: one contestant, one test. Times in seconds; `why` says why there is
+    none.
+    """
 
     name: str
-    test: str                       # "tg" (one token at depth n) or "pp" (a prompt of n tokens)
+    test: str  # "tg" (one token at depth n) or "pp" (a prompt of n tokens)
     n: int
-    tokens: int = 1                 # tokens per timed call
+    tokens: int = 1  # tokens per timed call
     seconds: list = field(default_factory=list)
     why: str = ""
     note: str = ""
@@ -52,7 +57,11 @@ class Cell:
     def rate(self):
         """(mean, standard deviation) of tokens per second."""
         rates = [self.tokens / s for s in self.seconds]
-        return (statistics.fmean(rates), statistics.stdev(rates) if len(rates) > 1 else 0.0) if rates else None
+        return (
+            (statistics.fmean(rates), statistics.stdev(rates) if len(rates) > 1 else 0.0)
+            if rates
+            else None
+        )
 
     @property
     def noisy(self):
@@ -61,22 +70,41 @@ class Cell:
 
     def to_dict(self):
         """Plain dict for JSON; milliseconds, bytes and shares."""
-        found = {"name": self.name, "test": self.test, "n": self.n, "settings": self.settings, "why": self.why, "note": self.note}
+        found = {
+            "name": self.name,
+            "test": self.test,
+            "n": self.n,
+            "settings": self.settings,
+            "why": self.why,
+            "note": self.note,
+        }
         if self.seconds:
             mean, deviation = self.rate
-            found |= {"ms_median": 1e3 * self.median, "ms_p95": 1e3 * self.p95, "ms_min": 1e3 * min(self.seconds),
-                      "samples": len(self.seconds), "tokens_per_s": mean, "tokens_per_s_sd": deviation, "noisy": self.noisy}
+            found |= {
+                "ms_median": 1e3 * self.median,
+                "ms_p95": 1e3 * self.p95,
+                "ms_min": 1e3 * min(self.seconds),
+                "samples": len(self.seconds),
+                "tokens_per_s": mean,
+                "tokens_per_s_sd": deviation,
+                "noisy": self.noisy,
+            }
         if self.needed is not None:
             found["bytes"] = vars(self.needed)
         if self.floor is not None:
             found["floor_ms"] = 1e3 * self.floor
             if self.seconds:
-                found |= {"share_of_floor": self.floor / self.median, "gb_per_s": self.needed.floor / self.median / 1e9}
+                found |= {
+                    "share_of_floor": self.floor / self.median,
+                    "gb_per_s": self.needed.floor / self.median / 1e9,
+                }
         return found | self.extra
 
 
 class Engine:
-    """A session of an LLM at depth n. Public API: LLM.session, Session.synthesize, decode, truncate, set_kernels, stats."""
+    """A session of an LLM at depth n. Public API: LLM.session, Session.synthesize, decode,
+    truncate, set_kernels, stats.
+    """
 
     def __init__(self, name, llm, n):
         self.name, self.llm, self.n = name, llm, n
@@ -90,7 +118,9 @@ class Engine:
         self.token = self.session.ids[-1]
 
     def rewind(self):
-        """Back to n tokens, once there is little room left: going back each time would find what later steps fetched."""
+        """Back to n tokens, once there is little room left: going back each time would find what
+        later steps fetched.
+        """
         if len(self.session) - self.n > DRIFT:
             self.back()
 
@@ -109,22 +139,39 @@ class Engine:
 
 
 def engine_bytes(llm, n):
-    """StepBytes of a step at n tokens of an LLM's own method, from its plan; what session.stats counts afterwards must agree."""
+    """StepBytes of a step at n tokens of an LLM's own method, from its plan; what session.stats
+    counts afterwards must agree.
+    """
     plan = llm.plan()
-    budget = plan.method.budget(plan.layers, n) if hasattr(plan.method, "budget") and plan.layers.sparse_layers else 0
-    return step_bytes(llm.config, llm.dtype.itemsize, plan.layers, n, budget, getattr(plan.method, "tail", 256),
-                      dense=n < plan.dense_below)
+    budget = (
+        plan.method.budget(plan.layers, n)
+        if hasattr(plan.method, "budget") and plan.layers.sparse_layers
+        else 0
+    )
+    return step_bytes(
+        llm.config,
+        llm.dtype.itemsize,
+        plan.layers,
+        n,
+        budget,
+        getattr(plan.method, "tail", 256),
+        dense=n < plan.dense_below,
+    )
 
 
 def fetched_bytes(llm, n):
-    """Bytes that a step at n tokens brings over the link: whole layers where nothing selects, else what planted reuse leaves over."""
+    """Bytes that a step at n tokens brings over the link: whole layers where nothing selects, else
+    what planted reuse leaves over.
+    """
     plan, row = llm.plan(), llm.config.kv_bytes(llm.dtype.itemsize)
     if plan.placement is None:
         return 0
     layers = len(plan.placement.layers)
     if not plan.placement.budget:
         return layers * n * row
-    return round(layers * min(plan.placement.budget, n) * row * (1 - getattr(plan.method, "reuse", 0.0)))
+    return round(
+        layers * min(plan.placement.budget, n) * row * (1 - getattr(plan.method, "reuse", 0.0))
+    )
 
 
 class Mismatch(Exception):
@@ -132,16 +179,20 @@ class Mismatch(Exception):
 
 
 def verify(contestant, steps=None):
-    """Compare the timed path with the eager reference launchers on the same bank, token by token, before anything is timed.
+    """Compare the timed path with the eager reference launchers on the same bank, token by token,
+    before anything is timed.
 
-    Both paths are fed the same tokens. Tokens must be equal, except where the reference's own gap between the two is below twice the
-    largest difference of the logits; that difference must stay within what rounding does (measured: 0.1 to 0.2 of their spread in 16
-    bits, 1e-5 in float32; allowed: 0.4 and 0.01). Where a method selects, rounding moves tokens at the edge of a selection, and with
-    them the logits: so both paths run on one planted selection (Replay), and of what each selects by itself SAME must agree.
-    Returns {"largest_logit_difference", "selections_agree" where there are any}. Raises Mismatch.
+    Both paths are fed the same tokens. Tokens must be equal, except where the reference's own gap
+    between the two is below twice the largest difference of the logits; that difference must stay
+    within what rounding does (measured: 0.1 to 0.2 of their spread in 16 bits, 1e-5 in float32;
+    allowed: 0.4 and 0.01). Where a method selects, rounding moves tokens at the edge of a
+    selection, and with them the logits: so both paths run on one planted selection (Replay), and of
+    what each selects by itself SAME must agree. Returns {"largest_logit_difference",
+    "selections_agree" where there are any}. Raises Mismatch.
     """
     session, n = contestant.session, contestant.n
-    steps = steps or (4 if n <= 16384 else 2 if n <= 65536 else 1)         # the reference is slow: seconds a step at 128K on a CPU
+    # the reference is slow: seconds a step at 128K on a CPU
+    steps = steps or (4 if n <= 16384 else 2 if n <= 65536 else 1)
     method, facts = session.method, {}
     try:
         if type(method) is OmniKV and not method.official and session.plan.sparse_layers:
@@ -157,11 +208,15 @@ def verify(contestant, steps=None):
     return facts
 
 
-SAME = 0.75             # share of a selection that two paths must have in common; measured: 0.9 to 1 on random weights in 16 bits
+# share of a selection that two paths must have in common; measured: 0.9 to 1 on random weights in
+# 16 bits
+SAME = 0.75
 
 
 def _same_selections(contestant):
-    """Smallest share of a selection that the timed and the reference path have in common at depth n."""
+    """Smallest share of a selection that the timed and the reference path have in common at depth
+    n.
+    """
     session, chosen = contestant.session, []
     for path in ("auto", "reference"):
         session.set_kernels(path)
@@ -170,9 +225,18 @@ def _same_selections(contestant):
         chosen.append(session.selections)
     contestant.back()
     session.set_kernels("auto")
-    shares = [torch.isin(mine, chosen[1][layer]).float().mean().item() for layer, mine in chosen[0].items() if len(mine)]
-    if shares and (min(shares) < SAME or any(len(mine) != len(chosen[1][layer]) for layer, mine in chosen[0].items())):
-        raise Mismatch(f"selection at {contestant.n} tokens: the timed path shares {min(shares):.1%} with the reference")
+    shares = [
+        torch.isin(mine, chosen[1][layer]).float().mean().item()
+        for layer, mine in chosen[0].items()
+        if len(mine)
+    ]
+    if shares and (
+        min(shares) < SAME
+        or any(len(mine) != len(chosen[1][layer]) for layer, mine in chosen[0].items())
+    ):
+        raise Mismatch(
+            f"selection at {contestant.n} tokens: the timed path shares {min(shares):.1%} with the reference"
+        )
     return min(shares, default=1.0)
 
 
@@ -193,46 +257,64 @@ def _same_logits(contestant, steps):
         worst = max(worst, difference)
         gap = (want.max() - want[fed[number + 1]]).item()
         if not difference <= allowed * want.std().item() or gap > 2 * difference:
-            raise Mismatch(f"step {number} at {n} tokens: the timed path says token {fed[number + 1]}, the reference "
-                           f"{int(want.argmax())} (largest logit difference {difference:.3g}, spread {want.std().item():.3g})")
+            raise Mismatch(
+                f"step {number} at {n} tokens: the timed path says token {fed[number + 1]}, the reference "
+                f"{int(want.argmax())} (largest logit difference {difference:.3g}, spread {want.std().item():.3g})"
+            )
     return worst
 
 
 @dataclass(frozen=True)
 class Entrant:
-    """Who takes part at one depth: a name, how to make the contestant, and the bytes it will hold (on a GPU also those of the host)."""
+    """Who takes part at one depth: a name, how to make the contestant, and the bytes it will hold
+    (on a GPU also those of the host).
+    """
 
     name: str
-    make: object            # () -> contestant
+    make: object  # () -> contestant
     bytes: int = 0
     host_bytes: int = 0
-    check: object = None    # contestant -> dict of facts for the cell, before it is timed; raises Mismatch
+    # contestant -> dict of facts for the cell, before it is timed; raises Mismatch
+    check: object = None
 
 
 FAILURES = (EngineError, RuntimeError, MemoryError, OSError, ValueError)
 
 
 class Match:
-    """Rounds of several entrants at one depth: in turns A B A B, each with a warm-up step and some timed ones.
+    """Rounds of several entrants at one depth: in turns A B A B, each with a warm-up step and some
+    timed ones.
 
-    Where all fit into `room` (and `host_room`) bytes together they are made once and live on; otherwise each is made anew for its
-    turn. Every other round runs in reverse order. An entrant that raises leaves with its reason, the others go on.
+    Where all fit into `room` (and `host_room`) bytes together they are made once and live on;
+    otherwise each is made anew for its turn. Every other round runs in reverse order. An entrant
+    that raises leaves with its reason, the others go on.
     """
 
     def __init__(self, entrants, device, room, held=None, host_room=float("inf")):
         self.entrants, self.device, self.held = entrants, device, held or (lambda: 0)
-        self.together = sum(e.bytes for e in entrants) <= room and sum(e.host_bytes for e in entrants) <= host_room
-        self.times, self.facts, self.failed = {e.name: [] for e in entrants}, {e.name: {} for e in entrants}, {}
-        self.live, self.wrong = {}, set()       # wrong: entrants whose check found another answer
+        self.together = (
+            sum(e.bytes for e in entrants) <= room
+            and sum(e.host_bytes for e in entrants) <= host_room
+        )
+        self.times, self.facts, self.failed = (
+            {e.name: [] for e in entrants},
+            {e.name: {} for e in entrants},
+            {},
+        )
+        self.live, self.wrong = {}, set()  # wrong: entrants whose check found another answer
 
     def run(self, rounds, steps, budget=None, warm_up=1, finish=None):
-        """Time up to `rounds` rounds (at least two, then none that begins after `budget` seconds). finish(name, contestant) runs once
-        per entrant after its last turn. Everything is closed at the end."""
+        """Time up to `rounds` rounds (at least two, then none that begins after `budget` seconds).
+        finish(name, contestant) runs once per entrant after its last turn. Everything is closed at
+        the end.
+        """
         began = time.perf_counter()
         try:
             for number in range(rounds):
-                last = number + 1 == rounds or (number >= 1 and budget is not None and time.perf_counter() - began > budget)
-                for entrant in self.entrants[::1 if number % 2 == 0 else -1]:
+                last = number + 1 == rounds or (
+                    number >= 1 and budget is not None and time.perf_counter() - began > budget
+                )
+                for entrant in self.entrants[:: 1 if number % 2 == 0 else -1]:
                     if entrant.name not in self.failed:
                         self._enter(entrant, steps, warm_up, finish if last else None)
                 if last:

@@ -1,7 +1,8 @@
-"""Where a decode step's time goes: linear, dense attention, scoring, top-k, gather, sparse attention, other. A pass of its own.
+"""Where a decode step's time goes: linear, dense attention, scoring, top-k, gather, sparse
+attention, other. A pass of its own.
 
-On a CPU the launchers are wrapped while this pass runs (never in a timed pass); on a GPU the kernels of a replayed step are read out
-of torch.profiler and named by what launched them.
+On a CPU the launchers are wrapped while this pass runs (never in a timed pass); on a GPU the
+kernels of a replayed step are read out of torch.profiler and named by what launched them.
 """
 
 import contextlib
@@ -25,21 +26,36 @@ _LAUNCHERS = (
     (engine.methods.omnikv.settings, "window_scores", "scoring"),
     (engine.methods.base, "attend_stream", "dense attention"),
     (engine.bank.working_set.WorkingSet, "load", "gather"),
-    (engine.bank.host_reader, "move_rows", "gather"),       # blocks and whole layers on their way back
+    # blocks and whole layers on their way back
+    (engine.bank.host_reader, "move_rows", "gather"),
 )
 # Names of GPU kernels, most telling part first; a merge belongs to the attention before it.
 _KERNELS = (
-    ("sparse_kernel", "sparse attention"), ("dense_kernel", "dense attention"), ("keys_kernel", "scoring"), ("window", "scoring"),
-    ("digit_kernel", "top-k"), ("count_kernel", "top-k"), ("emit_kernel", "top-k"),
-    ("move_kernel", "gather"), ("probe_kernel", "gather"), ("victims_kernel", "gather"), ("assign_kernel", "gather"), ("HtoD", "gather"),
-    ("gemv", "linear"), ("gemm", "linear"), ("cutlass", "linear"), ("nvjet", "linear"), ("splitK", "linear"), ("cublas", "linear"),
+    ("sparse_kernel", "sparse attention"),
+    ("dense_kernel", "dense attention"),
+    ("keys_kernel", "scoring"),
+    ("window", "scoring"),
+    ("digit_kernel", "top-k"),
+    ("count_kernel", "top-k"),
+    ("emit_kernel", "top-k"),
+    ("move_kernel", "gather"),
+    ("probe_kernel", "gather"),
+    ("victims_kernel", "gather"),
+    ("assign_kernel", "gather"),
+    ("HtoD", "gather"),
+    ("gemv", "linear"),
+    ("gemm", "linear"),
+    ("cutlass", "linear"),
+    ("nvjet", "linear"),
+    ("splitK", "linear"),
+    ("cublas", "linear"),
 )
 
 
 def split_step(contestant, steps=3, plain_dense=None):
-    """Seconds per stage of a step: {stage: seconds, "step": whole}. The stages add up to the step of this pass by construction;
-    what the pass itself costs shows against the timed median. plain_dense: seconds of one dense layer without scores, for plans
-    that have none of their own.
+    """Seconds per stage of a step: {stage: seconds, "step": whole}. The stages add up to the step
+    of this pass by construction; what the pass itself costs shows against the timed median.
+    plain_dense: seconds of one dense layer without scores, for plans that have none of their own.
     """
     if contestant.llm.device.type == "cuda":
         return _split_cuda(contestant, steps)
@@ -60,7 +76,9 @@ def split_step(contestant, steps=3, plain_dense=None):
 
 def _sum(calls, whole, plain_dense):
     found = dict.fromkeys(STAGES, 0.0)
-    plain = [seconds for stage, scored, seconds in calls if stage == "dense attention" and not scored]
+    plain = [
+        seconds for stage, scored, seconds in calls if stage == "dense attention" and not scored
+    ]
     base = statistics.median(plain) if plain else plain_dense
     for stage, scored, seconds in calls:
         if scored and base is not None:
@@ -74,11 +92,12 @@ def _sum(calls, whole, plain_dense):
 
 @contextlib.contextmanager
 def _wrapped(calls):
-    """Time every launcher and weight product into calls: (stage, whether scores are left behind, seconds).
+    """Time every launcher and weight product into calls: (stage, whether scores are left behind,
+    seconds).
 
     A call inside another (attention that streams its blocks) counts for its own stage only.
     """
-    inside = [0.0]          # seconds of finished inner calls, per call under way
+    inside = [0.0]  # seconds of finished inner calls, per call under way
 
     def timing(function, stage):
         def timed(*arguments, **named):
@@ -86,12 +105,21 @@ def _wrapped(calls):
             start = time.perf_counter()
             result = function(*arguments, **named)
             whole = time.perf_counter() - start
-            calls.append((stage, named.get("keys") is not None and stage == "dense attention", whole - inside.pop()))
+            calls.append(
+                (
+                    stage,
+                    named.get("keys") is not None and stage == "dense attention",
+                    whole - inside.pop(),
+                )
+            )
             inside[-1] += whole
             return result
+
         return timed
 
-    undo = [(module, name, getattr(module, name)) for module, name, _ in _LAUNCHERS] + [(Linear, "__call__", Linear.__call__)]
+    undo = [(module, name, getattr(module, name)) for module, name, _ in _LAUNCHERS] + [
+        (Linear, "__call__", Linear.__call__)
+    ]
     try:
         for module, name, stage in _LAUNCHERS:
             setattr(module, name, timing(getattr(module, name), stage))
@@ -115,8 +143,11 @@ def _split_cuda(contestant, steps):
         torch.cuda.synchronize()
         whole = (time.perf_counter() - start) / steps
     contestant.rewind()
-    events = [(e.time_range.start, e.name, e.time_range.elapsed_us()) for e in profile.events()
-              if e.device_type == torch.autograd.DeviceType.CUDA]
+    events = [
+        (e.time_range.start, e.name, e.time_range.elapsed_us())
+        for e in profile.events()
+        if e.device_type == torch.autograd.DeviceType.CUDA
+    ]
     found, last = dict.fromkeys(STAGES, 0.0), "other"
     for _, name, micros in sorted(events):
         stage = next((stage for part, stage in _KERNELS if part in name), None)

@@ -1,4 +1,6 @@
-"""One benchmark run: builds the model, goes through the contexts, and collects cells, splits and memory figures."""
+"""One benchmark run: builds the model, goes through the contexts, and collects cells, splits and
+memory figures.
+"""
 
 import time
 from dataclasses import dataclass, field
@@ -29,11 +31,14 @@ from tools.bench.run import (
 from tools.bench.shapes import shape_config
 from tools.bench.split import split_step
 
-SMALL = 4096            # capacity of the LLM that holds the weights
-ROOM = 1152             # tokens a session can hold beyond its depth: timed steps, and what is appended at depth
-CHUNK = 512             # tokens of the prefill that is timed at depth
-FOLLOW_UP = 1024        # tokens of a second turn over a bank in host memory, whose past must come back over the link
-SHARPNESS = 1.5         # of random queries and keys: scores spread by 2.25, so that attention is uneven as on text
+SMALL = 4096  # capacity of the LLM that holds the weights
+# tokens a session can hold beyond its depth: timed steps, and what is appended at depth
+ROOM = 1152
+CHUNK = 512  # tokens of the prefill that is timed at depth
+# tokens of a second turn over a bank in host memory, whose past must come back over the link
+FOLLOW_UP = 1024
+# of random queries and keys: scores spread by 2.25, so that attention is uneven as on text
+SHARPNESS = 1.5
 
 
 def sharp_stream(config, dtype, device):
@@ -56,13 +61,14 @@ class Options:
     prefill: tuple = ()
     rounds: int = 3
     steps: int = 5
-    seconds: float | None = None        # of the whole run; what does not fit in is left out and says so
+    # of the whole run; what does not fit in is left out and says so
+    seconds: float | None = None
     split: bool = True
     verify: bool = True
     chunk: int | None = None
     rates_bytes: int | None = None
     kernels: str = "auto"
-    gather: bool = False                # compare the ways of bringing rows from host memory
+    gather: bool = False  # compare the ways of bringing rows from host memory
 
 
 @dataclass
@@ -70,11 +76,13 @@ class Result:
     """Everything a run found out."""
 
     cells: list = field(default_factory=list)
-    splits: list = field(default_factory=list)      # dicts: name, n, stages in seconds, step, timed median
-    memory: list = field(default_factory=list)      # dicts: name, n, what, planned and measured bytes
-    peers: dict = field(default_factory=dict)       # name -> settings, trials, or why it is missing
+    # dicts: name, n, stages in seconds, step, timed median
+    splits: list = field(default_factory=list)
+    # dicts: name, n, what, planned and measured bytes
+    memory: list = field(default_factory=list)
+    peers: dict = field(default_factory=dict)  # name -> settings, trials, or why it is missing
     model: dict = field(default_factory=dict)
-    gather: list = field(default_factory=list)      # rows of bench_gather.compare
+    gather: list = field(default_factory=list)  # rows of bench_gather.compare
     link: str = ""
     rates: object = None
     rates_after: object = None
@@ -86,7 +94,8 @@ class Suite:
 
     def __init__(self, options, say=lambda line: None):
         self.options, self.say, self.result = options, say, Result()
-        self.on_context = lambda result: None       # called after every depth, for programs that write as they go
+        # called after every depth, for programs that write as they go
+        self.on_context = lambda result: None
         self._began = time.perf_counter()
 
     def run(self):
@@ -118,32 +127,63 @@ class Suite:
 
     def left(self):
         """Seconds left of the run's budget."""
-        return float("inf") if self.options.seconds is None else self.options.seconds - (time.perf_counter() - self._began)
+        return (
+            float("inf")
+            if self.options.seconds is None
+            else self.options.seconds - (time.perf_counter() - self._began)
+        )
 
     # ---------------------------------------------------------------- model
 
     def _build(self):
         """The LLM whose weights all others share (LLM.twin); its own capacity is small."""
         o = self.options
-        before, began = held("cpu" if o.device == "auto" and not torch.cuda.is_available() else o.device), time.perf_counter()
-        settings = dict(device=o.device, dtype=o.dtype, threads=o.threads, chunk=o.chunk, method=Full(), kernels=o.kernels,
-                        offload="device", max_context=SMALL)
+        before, began = (
+            held("cpu" if o.device == "auto" and not torch.cuda.is_available() else o.device),
+            time.perf_counter(),
+        )
+        settings = dict(
+            device=o.device,
+            dtype=o.dtype,
+            threads=o.threads,
+            chunk=o.chunk,
+            method=Full(),
+            kernels=o.kernels,
+            offload="device",
+            max_context=SMALL,
+        )
         self.say(f"loading {o.model}" if o.model else f"making {o.shape} of random weights")
-        llm = LLM(o.model, **settings) if o.model else LLM.from_stream(shape_config(o.shape), sharp_stream, name=o.shape, **settings)
+        llm = (
+            LLM(o.model, **settings)
+            if o.model
+            else LLM.from_stream(shape_config(o.shape), sharp_stream, name=o.shape, **settings)
+        )
         planned = llm.plan().bytes_of("weights")
-        self.result.memory.append({"name": "weights", "n": 0, "planned": planned, "measured": held(llm.device) - before})
+        self.result.memory.append(
+            {"name": "weights", "n": 0, "planned": planned, "measured": held(llm.device) - before}
+        )
         self.result.model = {
-            "name": llm.name, "parameters": llm.config.parameters, "weight_bytes": planned, "dtype": str(llm.dtype)[6:],
-            "layers": llm.config.num_layers, "heads": llm.config.num_heads, "kv_heads": llm.config.num_kv_heads,
-            "head_dim": llm.config.head_dim, "kv_bytes_per_token": llm.config.num_layers * llm.config.kv_bytes(llm.dtype.itemsize),
-            "seconds_to_make": time.perf_counter() - began, "device": str(llm.device)}
-        with llm.session(max_context=min(64, llm.max_context)) as session:      # first use of every library: not a session's memory
+            "name": llm.name,
+            "parameters": llm.config.parameters,
+            "weight_bytes": planned,
+            "dtype": str(llm.dtype)[6:],
+            "layers": llm.config.num_layers,
+            "heads": llm.config.num_heads,
+            "kv_heads": llm.config.num_kv_heads,
+            "head_dim": llm.config.head_dim,
+            "kv_bytes_per_token": llm.config.num_layers * llm.config.kv_bytes(llm.dtype.itemsize),
+            "seconds_to_make": time.perf_counter() - began,
+            "device": str(llm.device),
+        }
+        # first use of every library: not a session's memory
+        with llm.session(max_context=min(64, llm.max_context)) as session:
             session.prefill([0, 1])
             session.decode(2)
         return llm
 
     def _make_peers(self):
         from tools.bench.peers import make_peer
+
         peers = []
         for name in self.options.peers:
             self.say(f"making {name}")
@@ -167,9 +207,12 @@ class Suite:
                 cell.why = reason(error)
             if not cell.why:
                 cell.settings = describe(llm.method)
-                cell.needed = engine_bytes(llm, n + 2)                          # predicted before anything is timed
+                # predicted before anything is timed
+                cell.needed = engine_bytes(llm, n + 2)
                 cell.extra["fetched_predicted"] = fetched_bytes(llm, n + 2)
-                cell.floor = floor_seconds(cell.needed, self.result.rates, cell.extra["fetched_predicted"])
+                cell.floor = floor_seconds(
+                    cell.needed, self.result.rates, cell.extra["fetched_predicted"]
+                )
                 entrants.append(self._entrant(spec.label, llm, n))
         for peer in self._peers:
             cells[peer.name] = Cell(peer.name, "tg", n, settings=peer.settings)
@@ -182,7 +225,10 @@ class Suite:
                 cells[name] = Cell(name, "tg", n, why=facts["why"])
         if self.left() <= 0:
             for cell in cells.values():
-                cell.why = cell.why or f"left out: the run's {self.options.seconds:g} s were over (--seconds)"
+                cell.why = (
+                    cell.why
+                    or f"left out: the run's {self.options.seconds:g} s were over (--seconds)"
+                )
         elif entrants:
             self._compete(n, entrants, cells)
         self.result.cells += cells.values()
@@ -194,7 +240,10 @@ class Suite:
 
     def _cannot(self, plan):
         """Why a plan does not fit beside the loaded weights, or ""."""
-        beside, room = plan.total - plan.bytes_of("weights"), HEADROOM * available_bytes(self.device)[0]
+        beside, room = (
+            plan.total - plan.bytes_of("weights"),
+            HEADROOM * available_bytes(self.device)[0],
+        )
         if beside > room:
             return f"needs {human(beside)} beside the weights, {human(room)} may be used"
         if plan.host_bytes > HEADROOM * plan.host_free:
@@ -217,7 +266,9 @@ class Suite:
         def finish(name, contestant):
             self._after(name, contestant, n, cells, plain, match)
 
-        self.say(f"{n} tokens: {', '.join(e.name for e in entrants)}{'' if match.together else ' (in turns: memory)'}")
+        self.say(
+            f"{n} tokens: {', '.join(e.name for e in entrants)}{'' if match.together else ' (in turns: memory)'}"
+        )
         match.run(o.rounds, o.steps, budget=min(120.0, self.left() / 3), finish=finish)
         for entrant in entrants:
             cell, facts = cells[entrant.name], match.facts[entrant.name]
@@ -226,34 +277,59 @@ class Suite:
             cell.settings = facts.get("settings", cell.settings)
             self.result.failed_checks += entrant.name in match.wrong
             if cell.needed is not None and cell.seconds:
-                self.result.memory.append({"name": cell.name, "n": n, "planned": entrant.bytes, "measured": facts["held_bytes"]})
+                self.result.memory.append(
+                    {
+                        "name": cell.name,
+                        "n": n,
+                        "planned": entrant.bytes,
+                        "measured": facts["held_bytes"],
+                    }
+                )
         for row in self.result.splits:
             if row["n"] == n and cells[row["name"]].seconds:
                 row["timed"] = cells[row["name"]].median
 
     def _after(self, name, contestant, n, cells, plain, match):
-        """After an entrant's last turn: what its counters say, its split, and one prefill chunk at depth."""
+        """After an entrant's last turn: what its counters say, its split, and one prefill chunk at
+        depth.
+        """
         if not isinstance(contestant, Engine):
             return
         needed, fetched = cells[name].needed, _fetched(contestant)
-        cells[name].extra |= {"counted_kv_bytes": _counted(contestant), "predicted_kv_bytes": needed.dense + needed.sparse, **fetched}
+        cells[name].extra |= {
+            "counted_kv_bytes": _counted(contestant),
+            "predicted_kv_bytes": needed.dense + needed.sparse,
+            **fetched,
+        }
         if self.options.split:
             row = split_step(contestant, plain_dense=plain.get(n))
             plain[n] = plain.get(n) or row.get("dense_layer")
-            self.result.splits.append({"name": name, "n": n, "stages": {k: v for k, v in row.items() if k not in ("step", "dense_layer")},
-                                       "step": row["step"]})
+            self.result.splits.append(
+                {
+                    "name": name,
+                    "n": n,
+                    "stages": {k: v for k, v in row.items() if k not in ("step", "dense_layer")},
+                    "step": row["step"],
+                }
+            )
         if self.left() > 30:
             if isinstance(contestant.session.method, Full):
                 self._append(name, contestant, n, CHUNK)
-            elif fetched and ("follow-up", n) not in plain:             # the same for every planted reuse: once per depth
+            # the same for every planted reuse: once per depth
+            elif fetched and ("follow-up", n) not in plain:
                 plain["follow-up", n] = True
                 self._append(name, contestant, n, FOLLOW_UP)
 
     def _append(self, name, contestant, n, count):
-        """Read `count` tokens onto a bank of n; where its past streams back, with the seconds that the bytes take over the link."""
+        """Read `count` tokens onto a bank of n; where its past streams back, with the seconds that
+        the bytes take over the link.
+        """
         cell, session = Cell(name, f"pp{count} @ d{n}", n, tokens=count), contestant.session
         contestant.back()
-        before, ids = session.stats.bytes_streamed, [i % self.llm.config.vocab_size for i in range(count)]
+        before, ids = (
+            session.stats.bytes_streamed,
+            [i % self.llm.config.vocab_size for i in range(count)],
+        )
         start = time.perf_counter()
         session.prefill(ids)
         cell.seconds = [time.perf_counter() - start]
@@ -268,8 +344,12 @@ class Suite:
     # ---------------------------------------------------------------- prefill
 
     def _prefill(self, n):
-        """A whole prompt of n tokens, ours and the peers' in turns, with the peak of memory against the plan."""
-        ids = torch.randint(self.llm.config.vocab_size, (n,), generator=torch.Generator().manual_seed(1)).tolist()
+        """A whole prompt of n tokens, ours and the peers' in turns, with the peak of memory against
+        the plan.
+        """
+        ids = torch.randint(
+            self.llm.config.vocab_size, (n,), generator=torch.Generator().manual_seed(1)
+        ).tolist()
         ours = Cell("full", f"pp{n}", n, tokens=n)
         self.result.cells.append(ours)
         llm = self.llm.twin(method=Full(), max_context=n, offload="device")
@@ -282,9 +362,16 @@ class Suite:
         for number in range(2):
             with Peak(self.device) as peak:
                 ours.seconds.append(_read(llm, ids))
-            if number == 0 and not self._peers:         # a peer in this process leaves a heap of its own making
-                self.result.memory.append({"name": "prefill", "n": n, "planned": plan.total - plan.bytes_of("weights"),
-                                           "measured": peak.bytes})
+            # a peer in this process leaves a heap of its own making
+            if number == 0 and not self._peers:
+                self.result.memory.append(
+                    {
+                        "name": "prefill",
+                        "n": n,
+                        "planned": plan.total - plan.bytes_of("weights"),
+                        "measured": peak.bytes,
+                    }
+                )
             for peer, cell in zip(self._peers, cells):
                 if cell.why:
                     continue
@@ -312,11 +399,18 @@ def _counted(contestant):
     before = contestant.session.stats
     contestant.step()
     after = contestant.session.stats
-    return after.bytes_read_sparse + after.bytes_read_dense - before.bytes_read_sparse - before.bytes_read_dense
+    return (
+        after.bytes_read_sparse
+        + after.bytes_read_dense
+        - before.bytes_read_sparse
+        - before.bytes_read_dense
+    )
 
 
 def _fetched(contestant):
-    """Bytes over the link per token and hit rate, over some steps at depth; empty where nothing is offloaded."""
+    """Bytes over the link per token and hit rate, over some steps at depth; empty where nothing is
+    offloaded.
+    """
     session, steps = contestant.session, 8
     before = session.stats
     if not before.host_bytes:
@@ -325,6 +419,15 @@ def _fetched(contestant):
         contestant.step()
     after = session.stats
     asked = after.hits + after.misses - before.hits - before.misses
-    return {"fetched_bytes_per_token": (after.bytes_fetched + after.bytes_streamed - before.bytes_fetched - before.bytes_streamed) / steps,
-            "hit_rate": (after.hits - before.hits) / asked if asked else None, "host_bytes": after.host_bytes,
-            "resident": after.resident}
+    return {
+        "fetched_bytes_per_token": (
+            after.bytes_fetched
+            + after.bytes_streamed
+            - before.bytes_fetched
+            - before.bytes_streamed
+        )
+        / steps,
+        "hit_rate": (after.hits - before.hits) / asked if asked else None,
+        "host_bytes": after.host_bytes,
+        "resident": after.resident,
+    }

@@ -1,4 +1,6 @@
-"""The page of a comparison: the three findings, accuracy in both turns, agreement, costs and bytes, depths; as Markdown and JSON."""
+"""The page of a comparison: the three findings, accuracy in both turns, agreement, costs and bytes,
+depths; as Markdown and JSON.
+"""
 
 import json
 
@@ -25,27 +27,51 @@ NOTES = """## How it was measured
 
 
 def rows_of(records, config):
-    """Cells of all records, those of an alias (the same method at another name of its budget) copied from what they are."""
+    """Cells of all records, those of an alias (the same method at another name of its budget)
+    copied from what they are.
+    """
     rows = cells(records)
     for label, lengths in config["variants"].items():
         for length, row in lengths.items():
             if row.get("alias"):
-                rows += [{**cell, "variant": label, "kind": row["kind"], "budget": row["budget"]} for cell in rows
-                         if cell["variant"] == row["alias"] and cell["length"] == int(length)]
+                rows += [
+                    {**cell, "variant": label, "kind": row["kind"], "budget": row["budget"]}
+                    for cell in rows
+                    if cell["variant"] == row["alias"] and cell["length"] == int(length)
+                ]
     return rows
 
 
 def markdown(rows, found, config):
     """The page. rows: cells; found: Findings; config: what ran (tools/compare/cli.py)."""
-    lines = ["# Comparison", "", *_about(config), "", "## The paper's three findings, as they came out", ""]
+    lines = [
+        "# Comparison",
+        "",
+        *_about(config),
+        "",
+        "## The paper's three findings, as they came out",
+        "",
+    ]
     for finding in found:
         lines += finding.lines()
     labels = [label for label in config["variants"] if any(row["variant"] == label for row in rows)]
     for length in sorted({row["length"] for row in rows}):
         here = [row for row in rows if row["length"] == length]
-        lines += ["", f"## {length:,} tokens", "", "First questions", "", *_accuracy(here, labels, 1)]
+        lines += [
+            "",
+            f"## {length:,} tokens",
+            "",
+            "First questions",
+            "",
+            *_accuracy(here, labels, 1),
+        ]
         if any(row["turn"] == 2 for row in here):
-            lines += ["", "Second questions about the same document", "", *_accuracy(here, labels, 2)]
+            lines += [
+                "",
+                "Second questions about the same document",
+                "",
+                *_accuracy(here, labels, 2),
+            ]
         lines += ["", "Costs", "", *_costs(here, labels, config, str(length))]
         why = _out_of_reach(config, str(length))
         lines += ["", "Budgets out of reach at this length", "", *why] if why else []
@@ -55,29 +81,42 @@ def markdown(rows, found, config):
 def _about(config):
     lines = [f"- model: {config['model']}, {config['dtype']} on {config['device']}"]
     for run in config["runs"]:
-        packages = ", ".join(f"{name} {version}" for name, version in run["packages"].items() if version)
-        at = f"{run['processes']} process(es)" + (f" of {run['threads']} thread(s)" if run["threads"] else "")
+        packages = ", ".join(
+            f"{name} {version}" for name, version in run["packages"].items() if version
+        )
+        at = f"{run['processes']} process(es)" + (
+            f" of {run['threads']} thread(s)" if run["threads"] else ""
+        )
         busy = "" if run["load"] is None else f", load average {run['load']} when it began"
         if "seconds" in run:
             done = f"{run['documents'] - run['documents_left']} of {run['documents']} documents in {run['seconds'] / 3600:.2f} hours"
         else:
             done = f"killed, of {run['documents']} documents those it had done"
-        lines.append(f"- {run['hardware']}; {at}{busy}; commit {run['commit']}; {packages}; {done} (all of them estimated at "
-                     f"{run['estimated_seconds'] / 3600:.2f})")
-    return [*lines,
-            f"- answers: up to {config['answers']} first questions per method, task and length; judged {config['settings']['judge']}",
-            "- full settings of every method: config.json; every answer: answers.jsonl"]
+        lines.append(
+            f"- {run['hardware']}; {at}{busy}; commit {run['commit']}; {packages}; {done} (all of them estimated at "
+            f"{run['estimated_seconds'] / 3600:.2f})"
+        )
+    return [
+        *lines,
+        f"- answers: up to {config['answers']} first questions per method, task and length; judged {config['settings']['judge']}",
+        "- full settings of every method: config.json; every answer: answers.jsonl",
+    ]
 
 
 def _accuracy(rows, labels, turn):
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     by = {(row["variant"], row["task"]): row for row in rows if row["turn"] == turn}
-    lines = ["| method | answers | " + " | ".join(tasks) + " | mean |", "|---" * (len(tasks) + 3) + "|"]
+    lines = [
+        "| method | answers | " + " | ".join(tasks) + " | mean |",
+        "|---" * (len(tasks) + 3) + "|",
+    ]
     for label in labels:
         found = [by.get((label, task)) for task in tasks]
         if not any(found):
             continue
-        shown = [f"{c['accuracy']:.2f} [{c['low']:.2f}, {c['high']:.2f}]" if c else "" for c in found]
+        shown = [
+            f"{c['accuracy']:.2f} [{c['low']:.2f}, {c['high']:.2f}]" if c else "" for c in found
+        ]
         mean = f"**{pooled([c for c in found if c])['accuracy']:.3f}**" if all(found) else ""
         asked = [c["asked"] for c in found if c]
         count = f"{min(asked)}" if min(asked) == max(asked) else f"{min(asked)}-{max(asked)}"
@@ -86,19 +125,37 @@ def _accuracy(rows, labels, turn):
 
 
 def _costs(rows, labels, config, length):
-    lines = ["| method | reads prompts | top-1 | KL | tokens | ms per token | prompt s | read per step | over the link | resident KV "
-             "| % of full | metadata | buffers | host | peak |", "|---" * 15 + "|"]
+    lines = [
+        "| method | reads prompts | top-1 | KL | tokens | ms per token | prompt s | read per step | over the link | resident KV "
+        "| % of full | metadata | buffers | host | peak |",
+        "|---" * 15 + "|",
+    ]
     for label in labels:
         facts = config["variants"][label].get(length)
         found = [row for row in rows if row["variant"] == label]
         if not found or facts is None:
             continue
-        first, every, held = pooled([row for row in found if row["turn"] == 1]), pooled(found), facts["held"]
-        agree = (f"{first['top1']:.3f}", f"{first['kl']:.4f}", f"{first['compared']}") if first["compared"] else ("", "", "")
+        first, every, held = (
+            pooled([row for row in found if row["turn"] == 1]),
+            pooled(found),
+            facts["held"],
+        )
+        agree = (
+            (f"{first['top1']:.3f}", f"{first['kl']:.4f}", f"{first['compared']}")
+            if first["compared"]
+            else ("", "", "")
+        )
         reads = "shared" if facts["reads"] == "shared" else "itself"
-        shown = (*agree, _number(every["ms"], 2), _number(first["prompt_seconds"], 2), _size(every["read"]), _size(every["link"] or None),
-                 _size(held["device"]), f"{100 * held['resident']:.1f}",
-                 *(_size(held[part]) for part in ("metadata", "buffers", "host", "peak")))
+        shown = (
+            *agree,
+            _number(every["ms"], 2),
+            _number(first["prompt_seconds"], 2),
+            _size(every["read"]),
+            _size(every["link"] or None),
+            _size(held["device"]),
+            f"{100 * held['resident']:.1f}",
+            *(_size(held[part]) for part in ("metadata", "buffers", "host", "peak")),
+        )
         lines.append(f"| {label} | {reads} | " + " | ".join(shown) + " |")
     return lines
 
@@ -127,22 +184,37 @@ def _size(count):
 
 def _depths(rows):
     bins = " | ".join(f"{i / DEPTH_BINS:.1f}-{(i + 1) / DEPTH_BINS:.1f}" for i in range(DEPTH_BINS))
-    lines = ["## First questions by depth of the evidence, all tasks", "", f"| method | tokens | {bins} |", "|---" * (DEPTH_BINS + 2) + "|"]
+    lines = [
+        "## First questions by depth of the evidence, all tasks",
+        "",
+        f"| method | tokens | {bins} |",
+        "|---" * (DEPTH_BINS + 2) + "|",
+    ]
     groups = {}
     for row in rows:
         if row["turn"] == 1:
-            for total, (right, asked) in zip(groups.setdefault((row["variant"], row["length"]), [[0, 0] for _ in range(DEPTH_BINS)]),
-                                             row["depths"]):
+            for total, (right, asked) in zip(
+                groups.setdefault(
+                    (row["variant"], row["length"]), [[0, 0] for _ in range(DEPTH_BINS)]
+                ),
+                row["depths"],
+            ):
                 total[0] += right
                 total[1] += asked
     for (label, length), found in groups.items():
-        lines.append(f"| {label} | {length:,} | " + " | ".join(f"{r / n:.2f} ({n})" if n else "" for r, n in found) + " |")
+        lines.append(
+            f"| {label} | {length:,} | "
+            + " | ".join(f"{r / n:.2f} ({n})" if n else "" for r, n in found)
+            + " |"
+        )
     return lines
 
 
 def write(records, config, folder):
     """report.md, report.json and, where matplotlib is installed, plots; returns the page."""
-    evicting = {row["name"] for by in config["variants"].values() for row in by.values() if row["evicts"]}
+    evicting = {
+        row["name"] for by in config["variants"].values() for row in by.values() if row["evicts"]
+    }
     rows, found = rows_of(records, config), findings(records, evicting)
     page = markdown(rows, found, config)
     report = {"config": config, "findings": [vars(finding) for finding in found], "cells": rows}

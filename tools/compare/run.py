@@ -1,4 +1,6 @@
-"""One document under every method: what is read once or by each, the questions of both turns, and what is noted of every answer."""
+"""One document under every method: what is read once or by each, the questions of both turns, and
+what is noted of every answer.
+"""
 
 import time
 from dataclasses import dataclass, field
@@ -9,15 +11,16 @@ from engine import Full
 from tools.compare.turns import Turns
 from tools.tasks import TASKS, make_sample
 
-SPARE = 8           # tokens an answer may be longer than the right one before it is cut
+SPARE = 8  # tokens an answer may be longer than the right one before it is cut
 
 
 @dataclass
 class Answer:
     """One greedy answer. tokens: without the end token. fed: how many of them lie in the bank.
 
-    compared, same, kl: positions with full attention's history, how many of them say its token, and the sum of KL(full || method) in nats
-    there. bytes_read: keys and values read in decode steps; bytes_link: those that crossed from host memory.
+    compared, same, kl: positions with full attention's history, how many of them say its token, and
+    the sum of KL(full || method) in nats there. bytes_read: keys and values read in decode steps;
+    bytes_link: those that crossed from host memory.
     """
 
     tokens: list = field(default_factory=list)
@@ -33,10 +36,13 @@ class Answer:
 
 
 class Path:
-    """Full attention's decisions along its own answer, which others are compared with for as long as they said the same."""
+    """Full attention's decisions along its own answer, which others are compared with for as long
+    as they said the same.
+    """
 
     def __init__(self):
-        self.said, self.chances = [], []        # token ids, the end token included; log probabilities float32 [vocab] of each decision
+        # token ids, the end token included; log probabilities float32 [vocab] of each decision
+        self.said, self.chances = [], []
 
     def add(self, logits, token):
         """Keep a decision."""
@@ -44,7 +50,9 @@ class Path:
         self.chances.append(torch.log_softmax(logits.double(), -1).float().cpu())
 
     def compare(self, answer, logits, token):
-        """Note a decision with the same history in `answer`; returns whether the history stays the same."""
+        """Note a decision with the same history in `answer`; returns whether the history stays the
+        same.
+        """
         at = answer.compared
         if at >= len(self.said):
             return False
@@ -56,9 +64,11 @@ class Path:
 
 
 def speak(session, ids, most, sparse, path=None, keep=None):
-    """Answer greedily after reading `ids` (may be empty where the session has logits): an Answer of at most `most` tokens.
+    """Answer greedily after reading `ids` (may be empty where the session has logits): an Answer of
+    at most `most` tokens.
 
-    path: full attention's Path to compare with; keep: an empty Path to fill. Raises AssertionError where `sparse` and a step was not.
+    path: full attention's Path to compare with; keep: an empty Path to fill. Raises AssertionError
+    where `sparse` and a step was not.
     """
     before, out, together = session.stats, Answer(), path is not None
     logits = session.prefill(ids) if ids else session.last_logits
@@ -77,17 +87,28 @@ def speak(session, ids, most, sparse, path=None, keep=None):
     after = session.stats
     out.steps = after.decode_steps - before.decode_steps
     if sparse and after.sparse_steps - before.sparse_steps != out.steps:
-        raise AssertionError(f"{out.steps - after.sparse_steps + before.sparse_steps} of {out.steps} decode steps were not sparse")
+        raise AssertionError(
+            f"{out.steps - after.sparse_steps + before.sparse_steps} of {out.steps} decode steps were not sparse"
+        )
     out.prompt_seconds = after.prefill_seconds - before.prefill_seconds
     out.decode_seconds = after.decode_seconds - before.decode_seconds
-    out.bytes_read = after.bytes_read_sparse + after.bytes_read_dense - before.bytes_read_sparse - before.bytes_read_dense
-    out.bytes_link = after.bytes_fetched + after.bytes_streamed - before.bytes_fetched - before.bytes_streamed
+    out.bytes_read = (
+        after.bytes_read_sparse
+        + after.bytes_read_dense
+        - before.bytes_read_sparse
+        - before.bytes_read_dense
+    )
+    out.bytes_link = (
+        after.bytes_fetched + after.bytes_streamed - before.bytes_fetched - before.bytes_streamed
+    )
     return out
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What holds for every document: questions per document, turns (1 or 2), how answers are judged and cut, the seed."""
+    """What holds for every document: questions per document, turns (1 or 2), how answers are judged
+    and cut, the seed.
+    """
 
     questions: int = 4
     turns: int = 2
@@ -98,7 +119,9 @@ class Rules:
 
 @dataclass(frozen=True)
 class Job:
-    """One document: its task, length and number, and how many of its questions begin a conversation."""
+    """One document: its task, length and number, and how many of its questions begin a
+    conversation.
+    """
 
     task: str
     length: int
@@ -109,7 +132,8 @@ class Job:
 class Paper:
     """One made document: its questions, right answers and prompts in a model's tokens.
 
-    Conversation i asks question i first and question i + 1 (round about) second, so that each question is asked in both turns.
+    Conversation i asks question i first and question i + 1 (round about) second, so that each
+    question is asked in both turns.
     """
 
     def __init__(self, llm, job, rules):
@@ -145,22 +169,47 @@ class Paper:
     def record(self, variant, question, turn, answer):
         """One line of answers.jsonl."""
         text, sample, job = self.text(answer.tokens), self.sample, self.job
-        good = text.strip() == sample.answers[question] if self.rules.judge == "exact" else sample.meta["exact"][question] in text
-        return {"variant": variant.label, "name": variant.name, "kind": variant.kind, "budget": variant.budget, "task": job.task,
-                "length": job.length, "seed": self.seed, "question": question, "turn": turn, "depth": sample.meta["depths"][question],
-                "right": int(good), "steps": answer.steps, "prompt_seconds": answer.prompt_seconds, "decode_seconds": answer.decode_seconds,
-                "bytes_read": answer.bytes_read, "bytes_link": answer.bytes_link, "compared": answer.compared, "same": answer.same,
-                "kl": answer.kl, "tokens": answer.tokens, "text": text, "expected": sample.answers[question]}
+        good = (
+            text.strip() == sample.answers[question]
+            if self.rules.judge == "exact"
+            else sample.meta["exact"][question] in text
+        )
+        return {
+            "variant": variant.label,
+            "name": variant.name,
+            "kind": variant.kind,
+            "budget": variant.budget,
+            "task": job.task,
+            "length": job.length,
+            "seed": self.seed,
+            "question": question,
+            "turn": turn,
+            "depth": sample.meta["depths"][question],
+            "right": int(good),
+            "steps": answer.steps,
+            "prompt_seconds": answer.prompt_seconds,
+            "decode_seconds": answer.decode_seconds,
+            "bytes_read": answer.bytes_read,
+            "bytes_link": answer.bytes_link,
+            "compared": answer.compared,
+            "same": answer.same,
+            "kl": answer.kl,
+            "tokens": answer.tokens,
+            "text": text,
+            "expected": sample.answers[question],
+        }
 
 
 class Reader:
-    """Asks one document's questions of one variant after the other; the document is read once for those that leave prefill alone."""
+    """Asks one document's questions of one variant after the other; the document is read once for
+    those that leave prefill alone.
+    """
 
     def __init__(self, llm, paper, capacity):
         self.llm, self.paper, self.capacity = llm, paper, capacity
         self.paths, self.seconds, self._shared = {}, {}, None
-        self.document_seconds = 0.0         # of the shared reading
-        self.once_seconds = 0.0             # of all readings that are made once for all questions
+        self.document_seconds = 0.0  # of the shared reading
+        self.once_seconds = 0.0  # of all readings that are made once for all questions
 
     def __enter__(self):
         return self
@@ -170,9 +219,15 @@ class Reader:
             self._shared.close()
 
     def records(self, variant, conversations):
-        """Records of one variant: both turns of every conversation. Full attention must have gone first."""
+        """Records of one variant: both turns of every conversation. Full attention must have gone
+        first.
+        """
         began = time.perf_counter()
-        out = list((self._together if variant.entry.reads == "shared" else self._apart)(variant, conversations))
+        out = list(
+            (self._together if variant.entry.reads == "shared" else self._apart)(
+                variant, conversations
+            )
+        )
         self.seconds[variant.label] = time.perf_counter() - began
         return out
 
@@ -181,13 +236,20 @@ class Reader:
         for first in range(conversations):
             session, seconds = self._ready(variant, first)
             yield from self._converse(session, variant, first, (), seconds)
-            session.set_method(Full())                      # before the truncate: full attention has nothing to redo
+            # before the truncate: full attention has nothing to redo
+            session.set_method(Full())
             session.truncate(len(self.paper.turns.shared))
 
     def _apart(self, variant, conversations):
-        """In a session of its own that reads the document once, or its head where the rest must be read with the question."""
+        """In a session of its own that reads the document once, or its head where the rest must be
+        read with the question.
+        """
         turns, method, entry = self.paper.turns, variant.method, variant.entry
-        head = len(turns.shared) if entry.head is None else entry.head(self.llm, method, len(turns.shared))
+        head = (
+            len(turns.shared)
+            if entry.head is None
+            else entry.head(self.llm, method, len(turns.shared))
+        )
         with self.llm.session(method, max_context=self.capacity, offload=entry.place) as session:
             if head:
                 session.prefill(turns.shared[:head], more=method.in_parts)
@@ -195,10 +257,14 @@ class Reader:
             self.once_seconds += seconds
             for first in range(conversations):
                 session.truncate(head)
-                yield from self._converse(session, variant, first, turns.shared[head:] + turns.own[first], seconds)
+                yield from self._converse(
+                    session, variant, first, turns.shared[head:] + turns.own[first], seconds
+                )
 
     def _ready(self, variant, first):
-        """(the shared session, document and question read by full attention, handed to the variant's method; seconds of that reading)."""
+        """(the shared session, document and question read by full attention, handed to the
+        variant's method; seconds of that reading).
+        """
         turns = self.paper.turns
         if self._shared is None:
             self._shared = self.llm.session(Full(), max_context=self.capacity, offload="device")
@@ -213,25 +279,44 @@ class Reader:
         return self._shared, self.document_seconds + self._shared.stats.prefill_seconds - before
 
     def _converse(self, session, variant, first, ids, seconds=0.0):
-        """Records of a conversation in a session that has read the first question in `seconds`, or reads it now as `ids`."""
+        """Records of a conversation in a session that has read the first question in `seconds`, or
+        reads it now as `ids`.
+        """
         paper, sparse, own = self.paper, variant.entry.sparse, variant.name == "full"
         keep = self.paths.setdefault(first, Path()) if own and first not in self.paths else None
-        answer = speak(session, list(ids), paper.most(first), sparse, None if own else self.paths.get(first), keep)
+        answer = speak(
+            session,
+            list(ids),
+            paper.most(first),
+            sparse,
+            None if own else self.paths.get(first),
+            keep,
+        )
         answer.prompt_seconds += seconds
         out = [paper.record(variant, first, 1, answer)]
         second = paper.second(first)
         if second is not None:
-            answer = speak(session, answer.tokens[answer.fed:] + paper.turns.following(first, second), paper.most(second), sparse)
+            answer = speak(
+                session,
+                answer.tokens[answer.fed :] + paper.turns.following(first, second),
+                paper.most(second),
+                sparse,
+            )
             out.append(paper.record(variant, second, 2, answer))
         return out
 
 
 def run_document(llm, paper, variants, capacity, skip=()):
-    """(records, {variant label: seconds}, seconds of what was read once for all questions) of one Paper under `variants`, in their order.
+    """(records, {variant label: seconds}, seconds of what was read once for all questions) of one
+    Paper under `variants`, in their order.
 
-    skip: labels whose answers exist; full attention then runs for comparison only, and its records are left out.
+    skip: labels whose answers exist; full attention then runs for comparison only, and its records
+    are left out.
     """
-    out, todo = [], [v for v in variants if v.method is not None and not v.alias and v.label not in skip]
+    out, todo = (
+        [],
+        [v for v in variants if v.method is not None and not v.alias and v.label not in skip],
+    )
     if not todo:
         return [], {}, 0.0
     full = next(v for v in variants if v.name == "full")

@@ -1,4 +1,6 @@
-"""The work of a comparison: documents in an order that is fair wherever it stops, how long they take, the processes that do them."""
+"""The work of a comparison: documents in an order that is fair wherever it stops, how long they
+take, the processes that do them.
+"""
 
 import multiprocessing
 import queue
@@ -15,10 +17,12 @@ from tools.compare.methods import Facts, variants
 from tools.compare.run import Job, Paper, run_document
 from tools.tasks import TASKS
 
-ROOM = 512          # tokens of a session beyond the document: two questions and answers, a template's words
-EDGE = 64           # tokens beyond the document where bytes are measured: a question and a block's rounding
-WARM = 4            # tokens per answer of the warm-up
-WARM_NUMBER = 99_999    # a document that no run asks about
+# tokens of a session beyond the document: two questions and answers, a template's words
+ROOM = 512
+# tokens beyond the document where bytes are measured: a question and a block's rounding
+EDGE = 64
+WARM = 4  # tokens per answer of the warm-up
+WARM_NUMBER = 99_999  # a document that no run asks about
 
 
 @dataclass(frozen=True)
@@ -29,20 +33,27 @@ class Order:
     device: str
     dtype: str
     threads: int | None
-    names: tuple            # (name, kind, budget)
+    names: tuple  # (name, kind, budget)
     lengths: tuple
     filters: tuple | None
     wait: int | None
     tail: int
-    rules: object           # compare_run.Rules
+    rules: object  # compare_run.Rules
 
 
 def jobs(tasks, lengths, answers, questions):
-    """Jobs in rounds: one document of every task and length, then the next of each, until every cell has its answers."""
+    """Jobs in rounds: one document of every task and length, then the next of each, until every
+    cell has its answers.
+    """
     per = {task: min(questions, TASKS[task].max_questions) for task in tasks}
     rounds = max(-(-answers // n) for n in per.values())
-    return [Job(task, length, number, min(per[task], answers - number * per[task]))
-            for number in range(rounds) for length in sorted(lengths) for task in tasks if number * per[task] < answers]
+    return [
+        Job(task, length, number, min(per[task], answers - number * per[task]))
+        for number in range(rounds)
+        for length in sorted(lengths)
+        for task in tasks
+        if number * per[task] < answers
+    ]
 
 
 class Bench:
@@ -51,12 +62,22 @@ class Bench:
     def __init__(self, order):
         warnings.simplefilter("ignore", UserWarning)
         self.order = order
-        self.llm = LLM(order.model, device=order.device, dtype=order.dtype, threads=order.threads, method=Full())
+        self.llm = LLM(
+            order.model,
+            device=order.device,
+            dtype=order.dtype,
+            threads=order.threads,
+            method=Full(),
+        )
         limit = self.llm.max_context
         if max(order.lengths) + ROOM > limit:
-            raise UsageError(f"documents of {max(order.lengths)} tokens and {ROOM} for questions and answers do not fit the {limit} tokens "
-                             "this model can hold here")
-        self.variants = {length: variants(self.facts(length), order.names) for length in order.lengths}
+            raise UsageError(
+                f"documents of {max(order.lengths)} tokens and {ROOM} for questions and answers do not fit the {limit} tokens "
+                "this model can hold here"
+            )
+        self.variants = {
+            length: variants(self.facts(length), order.names) for length in order.lengths
+        }
 
     def use(self, order):
         """Go on with another Order that differs in threads only."""
@@ -77,15 +98,19 @@ class Bench:
         paper = Paper(self.llm, job, rules)
         capacity = min(self.llm.max_context, self.capacity(job.length))
         if paper.room() > capacity:
-            raise UsageError(f"{job.task} at {job.length} tokens: two questions and answers need {paper.room()} tokens, the session holds "
-                             f"{capacity}; use --max-tokens or --turns 1")
+            raise UsageError(
+                f"{job.task} at {job.length} tokens: two questions and answers need {paper.room()} tokens, the session holds "
+                f"{capacity}; use --max-tokens or --turns 1"
+            )
         return run_document(self.llm, paper, self.variants[job.length], capacity, skip)
 
     def bytes_held(self, length, task):
-        """{label: compare_bytes.Held} at one length: sessions opened, a document of `task` read, read out, closed."""
+        """{label: compare_bytes.Held} at one length: sessions opened, a document of `task` read,
+        read out, closed.
+        """
         facts, out = self.facts(length), {}
         ids = Paper(self.llm, Job(task, length, WARM_NUMBER, 1), self.order.rules).turns
-        ids = (ids.shared + ids.own[0])[:facts.capacity]
+        ids = (ids.shared + ids.own[0])[: facts.capacity]
         for variant in self.variants[length]:
             if variant.method is not None and not variant.alias:
                 out[variant.label] = measure(self.llm, variant.method, facts.capacity, ids)
@@ -98,8 +123,9 @@ class Bench:
 class Clock:
     """Seconds of documents: from a timed warm-up at first, from what they took as they are done.
 
-    A document costs its readings once (the shared one and those of methods that read it by themselves for all its questions), then per
-    conversation a part that does not depend on the answers and a part per token.
+    A document costs its readings once (the shared one and those of methods that read it by
+    themselves for all its questions), then per conversation a part that does not depend on the
+    answers and a part per token.
     """
 
     def __init__(self, bench, tasks):
@@ -116,19 +142,28 @@ class Clock:
         per = min(rules.questions, TASKS[task].max_questions)
         warm = type(rules)(per, rules.turns, rules.judge, WARM, rules.seed)
         if not self.fixed:
-            bench.run(Job(task, length, WARM_NUMBER, 1), rules=warm)                # whatever is done once is done now
+            # whatever is done once is done now
+            bench.run(Job(task, length, WARM_NUMBER, 1), rules=warm)
         began = time.perf_counter()
         records, seconds, read = bench.run(Job(task, length, WARM_NUMBER, 1), rules=warm)
         took = time.perf_counter() - began
-        steps, decoding = sum(r["steps"] for r in records), sum(r["decode_seconds"] for r in records)
+        steps, decoding = (
+            sum(r["steps"] for r in records),
+            sum(r["decode_seconds"] for r in records),
+        )
         turns = len(records) / max(1, len({r["variant"] for r in records}))
-        self.fixed[length] = (took - sum(seconds.values()) + read, sum(seconds.values()) - decoding - read)
+        self.fixed[length] = (
+            took - sum(seconds.values()) + read,
+            sum(seconds.values()) - decoding - read,
+        )
         self.token[length] = decoding / max(1, steps) * len({r["variant"] for r in records}) * turns
 
     def guess(self, job):
         """Seconds of a document by the warm-up."""
         once, fixed = self.fixed[job.length]
-        return once + job.conversations * (fixed + self.token[job.length] * self.lengths[job.task, job.length])
+        return once + job.conversations * (
+            fixed + self.token[job.length] * self.lengths[job.task, job.length]
+        )
 
     def done(self, job, seconds):
         """A document took so long."""
@@ -136,11 +171,15 @@ class Clock:
         self.ratio.append((seconds, self.guess(job)))
 
     def expected(self, job):
-        """Seconds of a document: the mean of its like, else the guess corrected by what others took."""
+        """Seconds of a document: the mean of its like, else the guess corrected by what others
+        took.
+        """
         like = self.took.get((job.task, job.length))
         if like:
             return job.conversations * sum(like) / len(like)
-        factor = sum(s for s, _ in self.ratio) / sum(g for _, g in self.ratio) if self.ratio else 1.0
+        factor = (
+            sum(s for s, _ in self.ratio) / sum(g for _, g in self.ratio) if self.ratio else 1.0
+        )
         return factor * self.guess(job)
 
     def left(self, todo, processes):
@@ -164,7 +203,8 @@ def _worker(order, tasks, answers):
         return
     except EngineError as error:
         answers.put((None, f"{error}", 0.0))
-    except Exception as error:                              # whatever breaks a worker ends the run, with its name
+    # whatever breaks a worker ends the run, with its name
+    except Exception as error:
         answers.put((None, f"{type(error).__name__}: {error}", 0.0))
 
 
@@ -196,7 +236,10 @@ class Outside:
     def __init__(self, order, processes):
         context = multiprocessing.get_context("spawn")
         self.processes, self.tasks, self.answers = processes, context.Queue(), context.Queue()
-        self.workers = [context.Process(target=_worker, args=(order, self.tasks, self.answers), daemon=True) for _ in range(processes)]
+        self.workers = [
+            context.Process(target=_worker, args=(order, self.tasks, self.answers), daemon=True)
+            for _ in range(processes)
+        ]
         for worker in self.workers:
             worker.start()
 
@@ -205,15 +248,19 @@ class Outside:
         self.tasks.put((job, skip))
 
     def take(self):
-        """(job, records, seconds) of the next document that is done. Raises EngineError where a worker failed."""
+        """(job, records, seconds) of the next document that is done. Raises EngineError where a
+        worker failed.
+        """
         while True:
             try:
                 job, records, seconds = self.answers.get(timeout=1.0)
             except queue.Empty:
                 dead = next((worker for worker in self.workers if worker.exitcode), None)
                 if dead is not None:
-                    raise EngineError(f"a worker process ended before its work did (exit status {dead.exitcode}; out of memory?): use "
-                                      "--processes 1") from None
+                    raise EngineError(
+                        f"a worker process ended before its work did (exit status {dead.exitcode}; out of memory?): use "
+                        "--processes 1"
+                    ) from None
                 continue
             if job is None:
                 raise EngineError(records)

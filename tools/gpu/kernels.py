@@ -26,18 +26,22 @@ class Sizes:
     contexts: tuple
     budget: int
     top: tuple
-    checked: int            # rows at which results are compared with the reference
+    checked: int  # rows at which results are compared with the reference
     chunk: int
     dtype: torch.dtype
 
 
-GPU = Sizes(32, 8, 128, (32768, 131072, 450000), 2048, (131072, 1048576), 20000, 2048, torch.bfloat16)
-KEPT = 0.3              # share of key blocks that the block-sparse kernel is timed with
+GPU = Sizes(
+    32, 8, 128, (32768, 131072, 450000), 2048, (131072, 1048576), 20000, 2048, torch.bfloat16
+)
+KEPT = 0.3  # share of key blocks that the block-sparse kernel is timed with
 SMALL = Sizes(8, 2, 32, (1000, 3000), 128, (3000, 5000), 700, 64, torch.float32)
 
 
 class Bench:
-    """Inputs at one context on a device, and a timer. Keys and values are token-major, as in layers whose rows are gathered."""
+    """Inputs at one context on a device, and a timer. Keys and values are token-major, as in layers
+    whose rows are gathered.
+    """
 
     def __init__(self, sizes, n, device):
         generator = torch.Generator(device=device).manual_seed(n)
@@ -53,15 +57,20 @@ class Bench:
         self.index = torch.full((1, 1, s.budget), -1, dtype=torch.int32, device=device)
         self.counts = self.int(0)
         candidates = int(self.tail[0])
-        chosen = torch.randperm(candidates, device=device, generator=generator)[:s.budget].sort().values
-        self.index[0, 0, :len(chosen)] = chosen.int()
+        chosen = (
+            torch.randperm(candidates, device=device, generator=generator)[: s.budget].sort().values
+        )
+        self.index[0, 0, : len(chosen)] = chosen.int()
         self.counts.fill_(len(chosen))
-        self.scale = s.head_dim ** -0.5
-        self.whole = max(BLOCK, s.chunk // BLOCK * BLOCK)              # a chunk of whole blocks, at the last block that leaves room for it
+        self.scale = s.head_dim**-0.5
+        # a chunk of whole blocks, at the last block that leaves room for it
+        self.whole = max(BLOCK, s.chunk // BLOCK * BLOCK)
         self.first = (n - self.whole) // BLOCK * BLOCK
         shape = 1, s.heads, self.whole // BLOCK, (self.first + self.whole) // BLOCK
         self.keep = torch.rand(shape, **options) < KEPT
-        self.scratch = make_scratch(1, 1, s.heads, s.kv_heads, s.head_dim, n, s.budget, self.device, True, 16)
+        self.scratch = make_scratch(
+            1, 1, s.heads, s.kv_heads, s.head_dim, n, s.budget, self.device, True, 16
+        )
 
     def int(self, value):
         """One int32 on the device."""
@@ -69,41 +78,86 @@ class Bench:
 
     def dense(self, path="auto", keys=None):
         """decode_dense over everything."""
-        return decode_dense(self.q, self.k, self.v, self.lengths, self.scale, keys=keys, scratch=self.scratch, path=path)
+        return decode_dense(
+            self.q,
+            self.k,
+            self.v,
+            self.lengths,
+            self.scale,
+            keys=keys,
+            scratch=self.scratch,
+            path=path,
+        )
 
     def sparse(self, path="auto"):
         """decode_sparse over the chosen rows and the tail."""
-        return decode_sparse(self.q, self.k, self.v, self.index, self.counts, self.tail, self.lengths, self.scale,
-                             scratch=self.scratch, path=path)
+        return decode_sparse(
+            self.q,
+            self.k,
+            self.v,
+            self.index,
+            self.counts,
+            self.tail,
+            self.lengths,
+            self.scale,
+            scratch=self.scratch,
+            path=path,
+        )
 
     def windowed(self, path="auto", keys=None):
         """window_scores of 16 queries."""
         out = self.keys if keys is None else keys
-        window_scores(self.window, self.k, self.lengths, self.scale, torch.ones(16, device=self.device), "softmax", out,
-                      scratch=self.scratch, path=path)
+        window_scores(
+            self.window,
+            self.k,
+            self.lengths,
+            self.scale,
+            torch.ones(16, device=self.device),
+            "softmax",
+            out,
+            scratch=self.scratch,
+            path=path,
+        )
         return out
 
     def prefill(self, path="auto"):
         """prefill_dense of the last chunk."""
         chunk = min(self.sizes.chunk, self.n)
-        q = self.q.expand(1, chunk, -1, -1) * torch.linspace(0.5, 1, chunk, device=self.device).view(1, -1, 1, 1).to(self.q.dtype)
+        q = self.q.expand(1, chunk, -1, -1) * torch.linspace(
+            0.5, 1, chunk, device=self.device
+        ).view(1, -1, 1, 1).to(self.q.dtype)
         return prefill_dense(q, self.k, self.v, self.n - chunk, self.scale, path=path)
-
 
     def blocks(self, path="auto"):
         """attend_blocks of a chunk, of the past KEPT of all blocks per head."""
-        q = self.q.expand(1, self.whole, -1, -1) * torch.linspace(0.5, 1, self.whole, device=self.device).view(1, -1, 1, 1).to(self.q.dtype)
+        q = self.q.expand(1, self.whole, -1, -1) * torch.linspace(
+            0.5, 1, self.whole, device=self.device
+        ).view(1, -1, 1, 1).to(self.q.dtype)
         return attend_blocks(q, self.k, self.v, self.keep, self.first, self.scale, path=path)[0]
 
     def blocks_operations(self):
-        """Products of `blocks`, in operations: whole tiles of every kept past block, and the own one's lower half."""
-        own = self.first // BLOCK + torch.arange(self.whole // BLOCK, device=self.device).unsqueeze(1)
-        past = int((self.keep & (torch.arange(self.keep.shape[-1], device=self.device) < own)).sum())
-        return 4 * BLOCK * BLOCK * self.sizes.head_dim * (past + 0.5 * self.sizes.heads * (self.whole // BLOCK))
+        """Products of `blocks`, in operations: whole tiles of every kept past block, and the own
+        one's lower half.
+        """
+        own = self.first // BLOCK + torch.arange(self.whole // BLOCK, device=self.device).unsqueeze(
+            1
+        )
+        past = int(
+            (self.keep & (torch.arange(self.keep.shape[-1], device=self.device) < own)).sum()
+        )
+        return (
+            4
+            * BLOCK
+            * BLOCK
+            * self.sizes.head_dim
+            * (past + 0.5 * self.sizes.heads * (self.whole // BLOCK))
+        )
 
 
 def selecting(keys, k, path="auto"):
-    """A function without arguments that selects the top k of a row and returns the index [1, k] int32; its buffers are made here."""
+    """A function without arguments that selects the top k of a row and returns the index [1, k]
+    int32; its buffers are made here.
+    """
     one = torch.ones(1, dtype=torch.int32, device=keys.device)
     lo, hi, count, kept = one * 0, one * keys.shape[1], one * k, one.clone()
     out = torch.empty(1, k, dtype=torch.int32, device=keys.device)
@@ -117,7 +171,9 @@ def selecting(keys, k, path="auto"):
 
 
 def check(sizes, device):
-    """{kernel: {difference, allowed, ok}} of every launcher against its reference at `sizes.checked` rows."""
+    """{kernel: {difference, allowed, ok}} of every launcher against its reference at
+    `sizes.checked` rows.
+    """
     b, found = Bench(sizes, sizes.checked, device), {}
     loose = 2e-2 if sizes.dtype is not torch.float32 else 1e-4
 
@@ -130,24 +186,42 @@ def check(sizes, device):
     compare("dense decode with scores", b.dense(keys=fast), b.dense("reference", keys=slow))
     compare("scores", fast / slow.max(), slow / slow.max())
     compare("sparse decode", b.sparse(), b.sparse("reference"))
-    fast, slow = b.windowed(keys=torch.zeros_like(b.keys)), b.windowed("reference", torch.zeros_like(b.keys))
+    fast, slow = (
+        b.windowed(keys=torch.zeros_like(b.keys)),
+        b.windowed("reference", torch.zeros_like(b.keys)),
+    )
     compare("window scores", fast / slow.max(), slow / slow.max())
     compare("prefill attention", b.prefill(), b.prefill("reference"))
     compare("block-sparse prefill", b.blocks(), b.blocks("reference"))
-    compare("top-k", selecting(slow, sizes.budget)(), selecting(slow, sizes.budget, "reference")(), 0.0)
+    compare(
+        "top-k", selecting(slow, sizes.budget)(), selecting(slow, sizes.budget, "reference")(), 0.0
+    )
     ties = (slow * 50).round()
-    compare("top-k with ties", selecting(ties, sizes.budget)(), selecting(ties, sizes.budget, "reference")(), 0.0)
+    compare(
+        "top-k with ties",
+        selecting(ties, sizes.budget)(),
+        selecting(ties, sizes.budget, "reference")(),
+        0.0,
+    )
     return found
 
 
 def speed(sizes, device, rates, note=lambda row: None):
-    """Rows {kernel, n, us, floor_us, share}: medians, and the time that the bytes alone would take at the measured read rate."""
+    """Rows {kernel, n, us, floor_us, share}: medians, and the time that the bytes alone would take
+    at the measured read rate.
+    """
     item, rows = torch.empty(0, dtype=sizes.dtype).element_size(), []
 
     def add(name, n, function, size, **more):
         seconds = median_time(function, device)
-        row = {"kernel": name, "n": n, "us": 1e6 * seconds, "floor_us": 1e6 * size / rates.read,
-               "share": size / rates.read / seconds, **more}
+        row = {
+            "kernel": name,
+            "n": n,
+            "us": 1e6 * seconds,
+            "floor_us": 1e6 * size / rates.read,
+            "share": size / rates.read / seconds,
+            **more,
+        }
         rows.append(row)
         note(row)
 
@@ -174,7 +248,9 @@ def speed(sizes, device, rates, note=lambda row: None):
 
 
 def median_time(function, device, repeats=None):
-    """Median seconds of a call: on a GPU by events over replays of a captured graph, with caches flushed between; else by the clock."""
+    """Median seconds of a call: on a GPU by events over replays of a captured graph, with caches
+    flushed between; else by the clock.
+    """
     device = torch.device(device)
     if device.type != "cuda":
         function()
@@ -188,7 +264,8 @@ def median_time(function, device, repeats=None):
 
 
 def _cuda_time(function, repeats):
-    flush = torch.empty(256 * 1024 ** 2 // 4, device="cuda")           # five times the L2 of an H200
+    # five times the L2 of an H200
+    flush = torch.empty(256 * 1024**2 // 4, device="cuda")
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

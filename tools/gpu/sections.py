@@ -1,4 +1,6 @@
-"""`make check-gpu`, its sections: each a function of a Context that returns plain facts and notes them as it goes."""
+"""`make check-gpu`, its sections: each a function of a Context that returns plain facts and notes
+them as it goes.
+"""
 
 import os
 import re
@@ -26,7 +28,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass
 class Context:
-    """What a section runs on: device, whether small, seconds it may take, and where it notes what it has so far."""
+    """What a section runs on: device, whether small, seconds it may take, and where it notes what
+    it has so far.
+    """
 
     device: str
     small: bool
@@ -47,7 +51,9 @@ class Context:
     def measured(self):
         """Rates of this device, measured once per section process."""
         if self.rates is None:
-            self.rates = measure_rates(self.device, 2 ** 24 if self.small else None, seconds=0.1 if self.small else 1.0)
+            self.rates = measure_rates(
+                self.device, 2**24 if self.small else None, seconds=0.1 if self.small else 1.0
+            )
         return self.rates
 
 
@@ -59,10 +65,14 @@ def facts(ctx):
     a = torch.randn(size, size, device=ctx.device, dtype=dtype)
     seconds = best_time(lambda: a @ a, ctx.device, 0.05 if ctx.small else 1.0)
     return {
-        "hardware": bench_header.hardware(ctx.device), "python": sys.version.split()[0],
+        "hardware": bench_header.hardware(ctx.device),
+        "python": sys.version.split()[0],
         "packages": {name: bench_header.version(name) for name in bench_header.PACKAGES},
-        "commit": bench_header.commit(), "clocks": bench_header.clocks(), "rates": rates.to_dict(),
-        "matmul_tflops": 2 * size ** 3 / seconds / 1e12}
+        "commit": bench_header.commit(),
+        "clocks": bench_header.clocks(),
+        "rates": rates.to_dict(),
+        "matmul_tflops": 2 * size**3 / seconds / 1e12,
+    }
 
 
 def tests(ctx):
@@ -72,17 +82,29 @@ def tests(ctx):
         return {"summary": "no tests in tests/cuda", "ok": True}
     command = [sys.executable, "-m", "pytest", "tests/cuda", "-q", "--color=no", "-x"]
     try:
-        done = subprocess.run(command + ["--collect-only"] * ctx.small, cwd=ROOT, capture_output=True, text=True, timeout=ctx.seconds,
-                              env={**os.environ, "TRITON_INTERPRET": "0"})
+        done = subprocess.run(
+            command + ["--collect-only"] * ctx.small,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=ctx.seconds,
+            env={**os.environ, "TRITON_INTERPRET": "0"},
+        )
     except subprocess.TimeoutExpired as error:
         text = (error.stdout or b"").decode(errors="replace")
         return {"summary": f"stopped after {ctx.seconds:.0f} s", "ok": False, "tail": text[-2000:]}
     lines = [line for line in done.stdout.splitlines() if line.strip()]
-    return {"summary": lines[-1] if lines else done.stderr[-300:], "ok": done.returncode in (0, 5), "tail": "\n".join(lines[-30:])}
+    return {
+        "summary": lines[-1] if lines else done.stderr[-300:],
+        "ok": done.returncode in (0, 5),
+        "tail": "\n".join(lines[-30:]),
+    }
 
 
 def kernels(ctx):
-    """Every launcher against its reference, the ways of bringing rows from host memory, then every launcher against its floor."""
+    """Every launcher against its reference, the ways of bringing rows from host memory, then every
+    launcher against its floor.
+    """
     sizes = gpu_kernels.SMALL if ctx.small else gpu_kernels.GPU
     found = {"checks": gpu_kernels.check(sizes, ctx.device), "speed": []}
     ctx.note(found)
@@ -101,12 +123,27 @@ def kernels(ctx):
 def _suite(ctx, contexts, methods, prefill=(), peers=(), **more):
     filters, budget = shape_filters(ctx.shape), 64 if ctx.small else 2048
     below, waits = more.pop("dense_below", 0), more.pop("waits", (1, 0))
-    wanted = [spec for name in methods
-              for spec in specs((name,), filters, budget, waits if name == "omnikv" else (1,), (0.0, 0.7, 0.9), below)]
+    wanted = [
+        spec
+        for name in methods
+        for spec in specs(
+            (name,), filters, budget, waits if name == "omnikv" else (1,), (0.0, 0.7, 0.9), below
+        )
+    ]
     chosen = Options(
-        shape=ctx.shape, device=ctx.device, dtype=ctx.dtype, contexts=contexts, prefill=prefill, peers=peers,
-        specs=tuple(wanted), rounds=2 if ctx.small else 3, steps=2 if ctx.small else 20, seconds=ctx.seconds,
-        rates_bytes=2 ** 24 if ctx.small else None, **more)
+        shape=ctx.shape,
+        device=ctx.device,
+        dtype=ctx.dtype,
+        contexts=contexts,
+        prefill=prefill,
+        peers=peers,
+        specs=tuple(wanted),
+        rounds=2 if ctx.small else 3,
+        steps=2 if ctx.small else 20,
+        seconds=ctx.seconds,
+        rates_bytes=2**24 if ctx.small else None,
+        **more,
+    )
     suite = Suite(chosen, say=lambda line: print(f"    {line}", file=sys.stderr, flush=True))
     suite.result.rates = ctx.measured()
     suite.on_context = lambda result: ctx.note(_facts(result, suite, ctx))
@@ -120,7 +157,9 @@ def _facts(result, suite, ctx):
 
 
 def decode(ctx):
-    """The decode table: full, OmniKV in both tiers, brutal offload; deepest last, so that a killed run keeps what it had."""
+    """The decode table: full, OmniKV in both tiers, brutal offload; deepest last, so that a killed
+    run keeps what it had.
+    """
     contexts = (512, 1024) if ctx.small else (4096, 32768, 131072, 262144, 450000, 1048576)
     return _suite(ctx, contexts, ("full", "omnikv", "omnikv-host", "brutal"))
 
@@ -139,16 +178,30 @@ def prefill(ctx):
 def peers(ctx):
     """transformers beside us in one run."""
     contexts = (256,) if ctx.small else (4096, 32768, 131072)
-    return _suite(ctx, contexts, ("full", "omnikv"), prefill=(256,) if ctx.small else (32768,), peers=("transformers",), waits=(1,),
-                  split=False)
+    return _suite(
+        ctx,
+        contexts,
+        ("full", "omnikv"),
+        prefill=(256,) if ctx.small else (32768,),
+        peers=("transformers",),
+        waits=(1,),
+        split=False,
+    )
 
 
 def graph(ctx):
-    """Captured steps: same tokens as eager ones, no sync inside, memory flat over 100 steps, lengths that cross a capacity bucket."""
+    """Captured steps: same tokens as eager ones, no sync inside, memory flat over 100 steps,
+    lengths that cross a capacity bucket.
+    """
     config, n = shape_config(ctx.shape), 300 if ctx.small else 8150
     settings = dict(device=ctx.device, dtype=ctx.dtype, max_context=n + 400, method=Full())
     llm = LLM.from_stream(config, sharp_stream, **settings)
-    method = OmniKV(filter_layers=shape_filters(ctx.shape), tokens=32 if ctx.small else 2048, tail=64 if ctx.small else 256, dense_below=0)
+    method = OmniKV(
+        filter_layers=shape_filters(ctx.shape),
+        tokens=32 if ctx.small else 2048,
+        tail=64 if ctx.small else 256,
+        dense_below=0,
+    )
     found = {}
     for name, value in (("full", Full()), ("omnikv", method)):
         with llm.session(value) as session:
@@ -161,7 +214,7 @@ def graph(ctx):
 def _graph_facts(ctx, session, n, steps):
     cuda = torch.device(ctx.device).type == "cuda"
     fed = [(7 * i) % 200 for i in range(steps)]
-    session.decode(fed[0])                                   # captures
+    session.decode(fed[0])  # captures
     session.truncate(n)
     captured = [int(session.decode(fed[0]).argmax())]
     before = held(ctx.device)
@@ -172,9 +225,15 @@ def _graph_facts(ctx, session, n, steps):
     eager = [int(session.decode(token).argmax()) for token in fed[:10]]
     session.truncate(n)
     session.set_kernels("auto")
-    flat = grown <= (0 if cuda else 2 ** 20)                  # resident pages of a process move by themselves
-    facts = {"steps": steps, "grown_bytes": grown, "flat": flat,
-             "equal_to_reference": sum(a == b for a, b in zip(captured, eager)), "compared": 10}
+    # resident pages of a process move by themselves
+    flat = grown <= (0 if cuda else 2**20)
+    facts = {
+        "steps": steps,
+        "grown_bytes": grown,
+        "flat": flat,
+        "equal_to_reference": sum(a == b for a, b in zip(captured, eager)),
+        "compared": 10,
+    }
     if cuda:
         session.decode(fed[0])
         torch.cuda.set_sync_debug_mode("error")
@@ -189,18 +248,37 @@ def _graph_facts(ctx, session, n, steps):
     return facts
 
 
-SECTIONS = {"facts": (facts, 25), "kernels": (kernels, 70), "graph": (graph, 60), "decode": (decode, 180), "peers": (peers, 60),
-            "crossover": (crossover, 30), "prefill": (prefill, 45), "tests": (tests, 70)}      # seconds: the 540
+SECTIONS = {
+    "facts": (facts, 25),
+    "kernels": (kernels, 70),
+    "graph": (graph, 60),
+    "decode": (decode, 180),
+    "peers": (peers, 60),
+    # seconds: the 540
+    "crossover": (crossover, 30),
+    "prefill": (prefill, 45),
+    "tests": (tests, 70),
+}
 
 
 def run_section(name, ctx):
-    """Facts of a section, with its seconds; an exception becomes {"error": text} beside what was noted before it."""
+    """Facts of a section, with its seconds; an exception becomes {"error": text} beside what was
+    noted before it.
+    """
     noted, began = {}, time.perf_counter()
-    keep, ctx.note = ctx.note, lambda facts: (noted.update(facts), keep({**facts, "unfinished": True}))
+    keep, ctx.note = (
+        ctx.note,
+        lambda facts: (noted.update(facts), keep({**facts, "unfinished": True})),
+    )
     try:
         found = SECTIONS[name][0](ctx)
     except Exception as error:
         import traceback
+
         last = traceback.format_exc().strip().splitlines()
-        found = {**noted, "error": f"{type(error).__name__}: {re.sub(chr(10), ' ', str(error))[:400]}", "trace": last[-6:]}
+        found = {
+            **noted,
+            "error": f"{type(error).__name__}: {re.sub(chr(10), ' ', str(error))[:400]}",
+            "trace": last[-6:],
+        }
     return {**found, "seconds": round(time.perf_counter() - began, 1)}

@@ -1,13 +1,16 @@
-"""`make check-gpu`, its verdicts: a line per goal from the sections' facts, and what to attack next.
+"""`make check-gpu`, its verdicts: a line per goal from the sections' facts, and what to attack
+next.
 
-Goals: the "Speed" goals for a GPU, decode and offload, and docs/PERFORMANCE.md. A goal without a figure says so; nothing is assumed.
+Goals: the "Speed" goals for a GPU, decode and offload, and docs/PERFORMANCE.md. A goal without a
+figure says so; nothing is assumed.
 """
 
 from dataclasses import dataclass
 
 from tools.bench import gather as bench_gather
 
-BYTE_RATIOS = {131072: 1.65, 262144: 2.07, 450000: 2.47}       # Llama-3-8B, {2,8,18}, wait 1, 2048 tokens
+# Llama-3-8B, {2,8,18}, wait 1, 2048 tokens
+BYTE_RATIOS = {131072: 1.65, 262144: 2.07, 450000: 2.47}
 
 
 @dataclass(frozen=True)
@@ -26,48 +29,101 @@ class Verdict:
 def cell(section, name, n, test="tg"):
     """The facts of a cell that has a time, or None."""
     for found in (section or {}).get("cells", ()):
-        if found["name"] == name and found["n"] == n and found["test"] == test and "ms_median" in found:
+        if (
+            found["name"] == name
+            and found["n"] == n
+            and found["test"] == test
+            and "ms_median" in found
+        ):
             return found
     return None
 
 
 def verdicts(results):
     """All verdicts of a results dict (section name -> facts)."""
-    return [*_correct(results), *_decode(results.get("decode")), *_peers(results), *_kernels(results), *_gather(results.get("kernels")),
-            *_offload(results.get("decode")), *_prefill(results.get("prefill"))]
+    return [
+        *_correct(results),
+        *_decode(results.get("decode")),
+        *_peers(results),
+        *_kernels(results),
+        *_gather(results.get("kernels")),
+        *_offload(results.get("decode")),
+        *_prefill(results.get("prefill")),
+    ]
 
 
 def _line(goal, ok, figure):
-    return Verdict(goal, "no figure" if ok is None else "PASS" if ok else "FAIL", figure if ok is not None else "not measured")
+    return Verdict(
+        goal,
+        "no figure" if ok is None else "PASS" if ok else "FAIL",
+        figure if ok is not None else "not measured",
+    )
 
 
 def _correct(results):
     found = []
     tests = results.get("tests")
-    found.append(_line("CUDA tests", tests.get("ok") if tests else None, (tests or {}).get("summary", "")))
+    found.append(
+        _line("CUDA tests", tests.get("ok") if tests else None, (tests or {}).get("summary", ""))
+    )
     checks = (results.get("kernels") or {}).get("checks")
     bad = [name for name, row in (checks or {}).items() if not row["ok"]]
-    found.append(_line("kernels equal their references", None if not checks else not bad, ", ".join(bad) or f"{len(checks or ())} kernels"))
+    found.append(
+        _line(
+            "kernels equal their references",
+            None if not checks else not bad,
+            ", ".join(bad) or f"{len(checks or ())} kernels",
+        )
+    )
     for name in ("full", "omnikv"):
         facts = (results.get("graph") or {}).get(name)
-        ok = facts and facts["equal_to_reference"] == facts["compared"] and facts.get("sync_free", True) and facts["flat"]
-        found.append(_line(f"captured step of {name}: reference tokens, no sync, memory flat", None if not facts else ok,
-                           "" if not facts else f"{facts['equal_to_reference']}/{facts['compared']} tokens, "
-                           f"sync-free {facts.get('sync_free', 'not asked')}, {facts['grown_bytes']} B grown in {facts['steps']} steps"))
+        ok = (
+            facts
+            and facts["equal_to_reference"] == facts["compared"]
+            and facts.get("sync_free", True)
+            and facts["flat"]
+        )
+        found.append(
+            _line(
+                f"captured step of {name}: reference tokens, no sync, memory flat",
+                None if not facts else ok,
+                ""
+                if not facts
+                else f"{facts['equal_to_reference']}/{facts['compared']} tokens, "
+                f"sync-free {facts.get('sync_free', 'not asked')}, {facts['grown_bytes']} B grown in {facts['steps']} steps",
+            )
+        )
     return found
 
 
 def _decode(decode):
     found = []
     for n, limit in ((131072, 8.8), (262144, None), (450000, None)):
-        found.append(_bound(f"full >= 85% of the floor at {n}", cell(decode, "full", n), 0.85, limit))
-    found.append(_bound("omnikv w1 >= 80% of its floor at 131072", cell(decode, "omnikv w1", 131072), 0.80, 5.7))
-    found.append(_bound("omnikv w1 >= 85% of its floor at 450000", cell(decode, "omnikv w1", 450000), 0.85, 8.2))
+        found.append(
+            _bound(f"full >= 85% of the floor at {n}", cell(decode, "full", n), 0.85, limit)
+        )
+    found.append(
+        _bound(
+            "omnikv w1 >= 80% of its floor at 131072", cell(decode, "omnikv w1", 131072), 0.80, 5.7
+        )
+    )
+    found.append(
+        _bound(
+            "omnikv w1 >= 85% of its floor at 450000", cell(decode, "omnikv w1", 450000), 0.85, 8.2
+        )
+    )
     for n, ratio in BYTE_RATIOS.items():
         c = cell(decode, "omnikv w1", n)
         ok = c and (c.get("vs_full", 0) >= 0.9 * ratio or c["share_of_floor"] >= 0.85)
-        found.append(_line(f"omnikv w1 over full >= {0.9 * ratio:.2f}x at {n} (or >= 85% of its floor)", None if not c else ok,
-                           "" if not c else f"{c.get('vs_full', float('nan')):.2f}x, {c['share_of_floor']:.0%}"))
+        found.append(
+            _line(
+                f"omnikv w1 over full >= {0.9 * ratio:.2f}x at {n} (or >= 85% of its floor)",
+                None if not c else ok,
+                ""
+                if not c
+                else f"{c.get('vs_full', float('nan')):.2f}x, {c['share_of_floor']:.0%}",
+            )
+        )
     return found
 
 
@@ -75,7 +131,11 @@ def _bound(goal, c, share, limit):
     if c is None:
         return _line(goal, None, "")
     ok = c["share_of_floor"] >= share and (limit is None or c["ms_median"] <= limit)
-    return _line(goal + (f" and <= {limit} ms" if limit else ""), ok, f"{c['ms_median']:.2f} ms, {c['share_of_floor']:.0%}")
+    return _line(
+        goal + (f" and <= {limit} ms" if limit else ""),
+        ok,
+        f"{c['ms_median']:.2f} ms, {c['share_of_floor']:.0%}",
+    )
 
 
 def _peers(results):
@@ -83,7 +143,13 @@ def _peers(results):
     for n in (4096, 32768, 131072):
         c = cell(results.get("peers"), "full", n)
         ratio = c and c.get("vs_transformers")
-        found.append(_line(f"full not slower than transformers at {n}", None if not ratio else ratio >= 1.0, f"{ratio or 0:.2f}x"))
+        found.append(
+            _line(
+                f"full not slower than transformers at {n}",
+                None if not ratio else ratio >= 1.0,
+                f"{ratio or 0:.2f}x",
+            )
+        )
     for n in (4096, 16384, 32768):
         c = cell(results.get("crossover"), "omnikv w1", n)
         ratio = c and c.get("vs_full")
@@ -96,67 +162,142 @@ def _kernels(results):
     found, rows = [], (results.get("kernels") or {}).get("speed", ())
     for n, limit in ((131072, 25), (1048576, 60)):
         row = next((r for r in rows if r["kernel"] == "top-k" and r["n"] == n), None)
-        found.append(_line(f"exact top-2048 <= {limit} us at {n}", None if not row else row["us"] <= limit,
-                           "" if not row else f"{row['us']:.0f} us, torch.topk {row['torch_topk_us']:.0f} us"))
+        found.append(
+            _line(
+                f"exact top-2048 <= {limit} us at {n}",
+                None if not row else row["us"] <= limit,
+                "" if not row else f"{row['us']:.0f} us, torch.topk {row['torch_topk_us']:.0f} us",
+            )
+        )
     for row in (results.get("decode") or {}).get("splits", ()):
         if row["name"] == "omnikv w1" and row["n"] == 131072:
             spent = row["stages_ms"]["scoring"] + row["stages_ms"]["top-k"]
-            found.append(_line("scoring and top-k <= 5% of the step at 131072", spent <= 0.05 * row["step_ms"],
-                               f"{spent:.3f} of {row['step_ms']:.2f} ms"))
+            found.append(
+                _line(
+                    "scoring and top-k <= 5% of the step at 131072",
+                    spent <= 0.05 * row["step_ms"],
+                    f"{spent:.3f} of {row['step_ms']:.2f} ms",
+                )
+            )
     return found
 
 
 def _gather(kernels):
-    """The gather kernel beside a contiguous copy and a copy per row, on each shape that a GPU was asked for."""
-    found, rows = [], [r for r in (kernels or {}).get("gather", ()) if r["way"] == bench_gather.KERNEL]
+    """The gather kernel beside a contiguous copy and a copy per row, on each shape that a GPU was
+    asked for.
+    """
+    found, rows = (
+        [],
+        [r for r in (kernels or {}).get("gather", ()) if r["way"] == bench_gather.KERNEL],
+    )
     for row, pitch in bench_gather.GPU_SHAPES:
-        r = next((r for r in rows if (r["row_bytes"], r["pitch"], r["on"]) == (row, pitch, "cuda")), None)
-        what = f"gather of {bench_gather.ROWS} rows of {row} B" + (f" out of {pitch}" if pitch != row else "")
+        r = next(
+            (r for r in rows if (r["row_bytes"], r["pitch"], r["on"]) == (row, pitch, "cuda")), None
+        )
+        what = f"gather of {bench_gather.ROWS} rows of {row} B" + (
+            f" out of {pitch}" if pitch != row else ""
+        )
         figure = "" if r is None else f"{r['of_contiguous']:.0%}, {r['gb_per_s']:.1f} GB/s"
-        found.append(_line(f"{what} >= 85% of the contiguous copy", None if r is None else r["of_contiguous"] >= 0.85, figure))
-        found.append(_line(f"{what} >= 20x a copy per row", None if r is None else r["vs_single"] >= 20,
-                           "" if r is None else f"{r['vs_single']:.1f}x"))
+        found.append(
+            _line(
+                f"{what} >= 85% of the contiguous copy",
+                None if r is None else r["of_contiguous"] >= 0.85,
+                figure,
+            )
+        )
+        found.append(
+            _line(
+                f"{what} >= 20x a copy per row",
+                None if r is None else r["vs_single"] >= 20,
+                "" if r is None else f"{r['vs_single']:.1f}x",
+            )
+        )
     return found
 
 
 def _offload(decode):
-    """What host memory costs a step by planted reuse, the million tokens, and the device memory that a token takes there."""
+    """What host memory costs a step by planted reuse, the million tokens, and the device memory
+    that a token takes there.
+    """
     found, link = [], ((decode or {}).get("header") or {}).get("measured", {}).get("h2d", 0)
     for n, reuse, limit in ((131072, 0.7, 1.10), (450000, 0.7, 1.05), (131072, 0, 1.35)):
-        inside, host = cell(decode, "omnikv w1", n), cell(decode, f"omnikv-host w1 reuse {reuse:g}", n)
+        inside, host = (
+            cell(decode, "omnikv w1", n),
+            cell(decode, f"omnikv-host w1 reuse {reuse:g}", n),
+        )
         ratio = inside and host and host["ms_median"] / inside["ms_median"]
         goal = f"offload costs <= {limit:.2f}x at {n} (reuse {reuse:g}{'' if reuse else ', as without slots; link of at least 45 GB/s'})"
         counts = ratio and (reuse or link >= 45)
-        found.append(_line(goal, None if not counts else ratio <= limit, f"{ratio or 0:.2f}x, link {link} GB/s"))
-    held = next((row["measured"] for row in (decode or {}).get("memory", ())
-                 if row["name"].startswith("omnikv-host w1") and row["n"] == 1048576), None)
-    found.append(_line("a session holds at most 34 KiB of device memory per token at 1048576", None if held is None else
-                       held <= 34 * 1024 * 1048576, f"{(held or 0) / 1048576 / 1024:.2f} KiB"))
+        found.append(
+            _line(
+                goal, None if not counts else ratio <= limit, f"{ratio or 0:.2f}x, link {link} GB/s"
+            )
+        )
+    held = next(
+        (
+            row["measured"]
+            for row in (decode or {}).get("memory", ())
+            if row["name"].startswith("omnikv-host w1") and row["n"] == 1048576
+        ),
+        None,
+    )
+    found.append(
+        _line(
+            "a session holds at most 34 KiB of device memory per token at 1048576",
+            None if held is None else held <= 34 * 1024 * 1048576,
+            f"{(held or 0) / 1048576 / 1024:.2f} KiB",
+        )
+    )
     deep = cell(decode, "omnikv-host w1 reuse 0.9", 1048576)
-    found.append(_line("a million tokens at >= 70 tokens/s (omnikv-host, reuse 0.9)", None if not deep else deep["ms_median"] <= 1000 / 70,
-                       "" if not deep else f"{deep['ms_median']:.2f} ms"))
+    found.append(
+        _line(
+            "a million tokens at >= 70 tokens/s (omnikv-host, reuse 0.9)",
+            None if not deep else deep["ms_median"] <= 1000 / 70,
+            "" if not deep else f"{deep['ms_median']:.2f} ms",
+        )
+    )
     return found
 
 
 def _prefill(prefill):
     c = cell(prefill, "full", 131072, "pp131072")
-    return [_line("prompt of 131072 tokens <= 12 s", None if not c else c["ms_median"] <= 12000,
-                  "" if not c else f"{c['ms_median'] / 1000:.1f} s")]
+    return [
+        _line(
+            "prompt of 131072 tokens <= 12 s",
+            None if not c else c["ms_median"] <= 12000,
+            "" if not c else f"{c['ms_median'] / 1000:.1f} s",
+        )
+    ]
 
 
 def next_targets(results, count=5):
-    """Largest gaps between a stage of a decode step and what its bytes allow, in ms: list of text lines."""
+    """Largest gaps between a stage of a decode step and what its bytes allow, in ms: list of text
+    lines.
+    """
     decode, found = results.get("decode") or {}, []
     rate = (decode.get("header") or {}).get("measured", {}).get("read")
     for row in decode.get("splits", ()):
         c = cell(decode, row["name"], row["n"])
         if not c or not rate:
             continue
-        floors = {"linear": c["bytes"]["weights"], "dense attention": c["bytes"]["dense"], "sparse attention": c["bytes"]["sparse"]}
+        floors = {
+            "linear": c["bytes"]["weights"],
+            "dense attention": c["bytes"]["dense"],
+            "sparse attention": c["bytes"]["sparse"],
+        }
         for stage, spent in row["stages_ms"].items():
             floor = floors.get(stage, 0) / rate / 1e6
-            found.append((spent - floor, f"{row['name']} at {row['n']}: {stage} takes {spent:.3f} ms, its bytes allow {floor:.3f} ms"))
-    return [f"{gap:.3f} ms to gain: {text}" for gap, text in sorted(found, reverse=True)[:count] if gap > 0]
+            found.append(
+                (
+                    spent - floor,
+                    f"{row['name']} at {row['n']}: {stage} takes {spent:.3f} ms, its bytes allow {floor:.3f} ms",
+                )
+            )
+    return [
+        f"{gap:.3f} ms to gain: {text}"
+        for gap, text in sorted(found, reverse=True)[:count]
+        if gap > 0
+    ]
 
 
 def markdown(results):
@@ -164,9 +305,19 @@ def markdown(results):
     lines = ["# check-gpu", ""]
     facts = results.get("facts") or {}
     if facts:
-        lines += [f"{facts.get('hardware')} | commit {facts.get('commit')} | {facts.get('packages')}",
-                  f"rates GB/s: {facts.get('rates')}, matrix product {facts.get('matmul_tflops', 0):.0f} TFLOP/s", ""]
-    lines += ["## Verdicts", "", *("- " + v.line() for v in verdicts(results)), "", "## Attack next", ""]
+        lines += [
+            f"{facts.get('hardware')} | commit {facts.get('commit')} | {facts.get('packages')}",
+            f"rates GB/s: {facts.get('rates')}, matrix product {facts.get('matmul_tflops', 0):.0f} TFLOP/s",
+            "",
+        ]
+    lines += [
+        "## Verdicts",
+        "",
+        *("- " + v.line() for v in verdicts(results)),
+        "",
+        "## Attack next",
+        "",
+    ]
     lines += ["- " + text for text in next_targets(results)] or ["- no figures yet"]
     lines += ["", "## Sections", ""]
     for name, found in results.items():
@@ -175,20 +326,44 @@ def markdown(results):
     for name in ("decode", "crossover", "peers", "prefill"):
         rows = [_row(c) for c in (results.get(name) or {}).get("cells", ())]
         if rows:
-            lines += ["", f"## {name}", "", "| method | test | ms | of floor | x full | x transformers |"]
+            lines += [
+                "",
+                f"## {name}",
+                "",
+                "| method | test | ms | of floor | x full | x transformers |",
+            ]
             lines += ["|---|---:|---:|---:|---:|---:|", *rows]
     speed = (results.get("kernels") or {}).get("speed")
     if speed:
-        lines += ["", "## kernels", "", "| kernel | rows | us | floor us | of floor |", "|---|---:|---:|---:|---:|"]
-        lines += [f"| {r['kernel']} | {r['n']} | {r['us']:.1f} | {r['floor_us']:.1f} | {r['share']:.0%} |" for r in speed]
+        lines += [
+            "",
+            "## kernels",
+            "",
+            "| kernel | rows | us | floor us | of floor |",
+            "|---|---:|---:|---:|---:|",
+        ]
+        lines += [
+            f"| {r['kernel']} | {r['n']} | {r['us']:.1f} | {r['floor_us']:.1f} | {r['share']:.0%} |"
+            for r in speed
+        ]
     gather = (results.get("kernels") or {}).get("gather")
     if gather:
-        lines += ["", "## gather", "", results["kernels"]["link"], "", *_markdown(bench_gather.COLUMNS, bench_gather.table_rows(gather))]
+        lines += [
+            "",
+            "## gather",
+            "",
+            results["kernels"]["link"],
+            "",
+            *_markdown(bench_gather.COLUMNS, bench_gather.table_rows(gather)),
+        ]
     return "\n".join(lines) + "\n"
 
 
 def _markdown(columns, rows):
-    return ["| " + " | ".join(cells) + " |" for cells in (columns, ["---", *["---:"] * (len(columns) - 1)], *rows)]
+    return [
+        "| " + " | ".join(cells) + " |"
+        for cells in (columns, ["---", *["---:"] * (len(columns) - 1)], *rows)
+    ]
 
 
 def _row(c):

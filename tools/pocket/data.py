@@ -1,6 +1,7 @@
-"""Training rows of the shipped model: dialogues over task documents, dense warm-up tasks, stretched positions. One row
-depends only on its
-seed and place, so a run's data is the same in every process and after a resume."""
+"""Training rows of the shipped model: dialogues over task documents, dense warm-up tasks, stretched
+positions. One row depends only on its seed and place, so a run's data is the same in every process
+and after a resume.
+"""
 
 import hashlib
 from dataclasses import dataclass
@@ -13,24 +14,75 @@ from tools.tasks import TASKS
 from tools.tasks.talk import outside
 from tools.tasks.words import COLORS, NOUNS, prose
 
-WARM_UP = ("recall", "copy", "arithmetic", "delayed")  # kinds of rows that no user asks for, dense in supervision
+# kinds of rows that no user asks for, dense in supervision
+WARM_UP = ("recall", "copy", "arithmetic", "delayed")
 # task: weight in rows of at least this many tokens
 MIXTURE = {  # sums are learnt last and carry 2StageRetr: three of 17 rows up to 1,024 tokens
     64: {"recall": 5, "copy": 1, "arithmetic": 2.5, "delayed": 2},
-    128: {"recall": 2, "copy": 0.5, "arithmetic": 3, "delayed": 1.5, "kv": 3, "facts": 3, "passkey": 1, "two_stage": 2, "chains": 2,
-          "frequent": 1, "needle_multi_key": 1},
-    256: {"recall": 0.7, "copy": 0.2, "arithmetic": 3, "delayed": 0.7, "kv": 2.5, "facts": 4.5, "passkey": 1, "two_stage": 2,
-          "chains": 2.5, "frequent": 1.2, "needle": 0.3, "needle_multi_key": 1, "number_string": 0.2},
-    512: {"arithmetic": 3, "delayed": 0.3, "kv": 2.5, "facts": 4.5, "passkey": 1, "two_stage": 2, "chains": 2.5, "frequent": 1.2,
-          "needle": 0.3, "needle_multi_key": 1, "number_string": 0.2, "mixed": 2},
-    2048: {"arithmetic": 1.5, "delayed": 0.3, "kv": 2.5, "facts": 4.5, "passkey": 1.5, "two_stage": 2, "chains": 2.5, "frequent": 1.5,
-           "needle": 0.3, "needle_multi_key": 1, "number_string": 0.2, "mixed": 2},
+    128: {
+        "recall": 2,
+        "copy": 0.5,
+        "arithmetic": 3,
+        "delayed": 1.5,
+        "kv": 3,
+        "facts": 3,
+        "passkey": 1,
+        "two_stage": 2,
+        "chains": 2,
+        "frequent": 1,
+        "needle_multi_key": 1,
+    },
+    256: {
+        "recall": 0.7,
+        "copy": 0.2,
+        "arithmetic": 3,
+        "delayed": 0.7,
+        "kv": 2.5,
+        "facts": 4.5,
+        "passkey": 1,
+        "two_stage": 2,
+        "chains": 2.5,
+        "frequent": 1.2,
+        "needle": 0.3,
+        "needle_multi_key": 1,
+        "number_string": 0.2,
+    },
+    512: {
+        "arithmetic": 3,
+        "delayed": 0.3,
+        "kv": 2.5,
+        "facts": 4.5,
+        "passkey": 1,
+        "two_stage": 2,
+        "chains": 2.5,
+        "frequent": 1.2,
+        "needle": 0.3,
+        "needle_multi_key": 1,
+        "number_string": 0.2,
+        "mixed": 2,
+    },
+    2048: {
+        "arithmetic": 1.5,
+        "delayed": 0.3,
+        "kv": 2.5,
+        "facts": 4.5,
+        "passkey": 1.5,
+        "two_stage": 2,
+        "chains": 2.5,
+        "frequent": 1.5,
+        "needle": 0.3,
+        "needle_multi_key": 1,
+        "number_string": 0.2,
+        "mixed": 2,
+    },
 }
 
 
 def row_random(seed: int, step: int, row: int) -> Random:
     """The random source of one row of one step."""
-    return Random(int.from_bytes(hashlib.sha256(f"{seed}/{step}/{row}".encode()).digest()[:8], "big"))
+    return Random(
+        int.from_bytes(hashlib.sha256(f"{seed}/{step}/{row}".encode()).digest()[:8], "big")
+    )
 
 
 def mixture(length: int) -> dict[str, float]:
@@ -40,8 +92,9 @@ def mixture(length: int) -> dict[str, float]:
 
 @dataclass
 class Row:
-    """ids and places: [L]. kind: per token 0 = not learnt, 1 = document, 2 = answer (of the NEXT token). spans: (task,
-    start, stop) of answers."""
+    """ids and places: [L]. kind: per token 0 = not learnt, 1 = document, 2 = answer (of the NEXT
+    token). spans: (task, start, stop) of answers.
+    """
 
     ids: list[int]
     kind: list[int]
@@ -53,14 +106,21 @@ class RowMaker:
 
     def __init__(self, tokenizer):
         self.encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
-        self.top = min(5000, tokenizer.get_vocab_size())  # random tokens of the warm-up rows lie below
+        # random tokens of the warm-up rows lie below
+        self.top = min(5000, tokenizer.get_vocab_size())
         texts = (tokenizer.decode([index]) for index in range(tokenizer.get_vocab_size()))
-        self.ends = {END, *(index for index, text in enumerate(texts) if text.endswith(("\n", ".")))}  # of a line or sentence
+        # of a line or sentence
+        self.ends = {
+            END,
+            *(index for index, text in enumerate(texts) if text.endswith(("\n", "."))),
+        }
         self.size = {}
         for name, task in TASKS.items():
             if task.trained:  # tokens per piece, to guess how many pieces fill a document
                 pieces = max(40, task.needed(1))
-                self.size[name] = len(self.encode(task.build(Random(7), pieces, 1, None).document)) / pieces
+                self.size[name] = (
+                    len(self.encode(task.build(Random(7), pieces, 1, None).document)) / pieces
+                )
 
     def row(self, rng: Random, length: int) -> Row:
         """One row of exactly `length` + 1 ids (the last is only a target)."""
@@ -90,12 +150,18 @@ class RowMaker:
     def _episode(self, rng: Random, row: Row, name: str, length: int) -> None:
         task, room = TASKS[name], length - len(row.ids)
         share = rng.uniform(0.35, 0.7) if length <= 512 else rng.uniform(0.5, 0.85)
-        head = self.encode(opening(rng, length)) if rng.random() < (0.15 if length < 256 else 0.35) else []
+        head = (
+            self.encode(opening(rng, length))
+            if rng.random() < (0.15 if length < 256 else 0.35)
+            else []
+        )
         pieces = int((room * share - len(head)) / self.size[name])
         if pieces < task.needed(1):
             return
         questions = min(
-            task.max_questions, (pieces - task.min_pieces) // task.per_question + 1, 2 + int(room * (1 - share) / 18)
+            task.max_questions,
+            (pieces - task.min_pieces) // task.per_question + 1,
+            2 + int(room * (1 - share) / 18),
         )
         if rng.random() < 0.1:
             questions = min(questions, rng.randint(1, 3))
@@ -126,10 +192,12 @@ class RowMaker:
         self._add(row, ids, 2)
 
     def _recall(self, rng: Random, row: Row, length: int) -> None:
-        """Lines of key and value of one or two tokens, then the same lines shuffled; the values of the second half are
-        learnt."""
+        """Lines of key and value of one or two tokens, then the same lines shuffled; the values of
+        the second half are learnt.
+        """
         style = rng.randrange(4)
-        # 5..1300 in one token: numbers and frequent words alike, so that matching is not tied to any kind of token
+        # 5..1300 in one token: numbers and frequent words alike, so that matching is not tied to
+        # any kind of token
         token = lambda: [rng.randrange(261, self.top)]  # noqa: E731
         number = lambda: self.encode(str(rng.randrange(100, 1000)))  # noqa: E731
         two = lambda: self.encode(str(rng.randrange(100000, 1000000)))  # noqa: E731
@@ -159,15 +227,22 @@ class RowMaker:
             self._add(row, block, 2)
 
     def _delayed(self, rng: Random, row: Row, length: int) -> None:
-        """A dictionary, then its keys in another order, each with its value some words later, as in 2StageRetr's answer; the values are
-        learnt. Without it 2StageRetr's second half was not learnt in 5 M tokens (docs/LOG.md)."""
+        """A dictionary, then its keys in another order, each with its value some words later, as in
+        2StageRetr's answer; the values are learnt. Without it 2StageRetr's second half was not
+        learnt in 5 M tokens (docs/LOG.md).
+        """
         lines = max(2, length // 13)  # five tokens a line of the dictionary, eight a question
         start = rng.randrange(max(1, 1000 - lines))
-        keys = rng.sample(range(1000), min(lines, 900)) if rng.random() < 0.5 else list(range(start, min(1000, start + lines)))
+        keys = (
+            rng.sample(range(1000), min(lines, 900))
+            if rng.random() < 0.5
+            else list(range(start, min(1000, start + lines)))
+        )
         values = [rng.choice(COLORS) for _ in keys]
         for key, value in zip(keys, values, strict=True):
             self._add(row, self.encode(f"{key}: {value}\n"), 0)
-        for index in rng.sample(range(len(keys)), len(keys)):  # each once: a second time it could be copied from the first
+        # each once: a second time it could be copied from the first
+        for index in rng.sample(range(len(keys)), len(keys)):
             self._add(row, self.encode(f"\n{keys[index]}, the corresponding color is"), 0)
             ids = self.encode(f" {values[index]}")
             row.spans.append(("delayed", len(row.ids), len(row.ids) + len(ids)))
@@ -185,7 +260,9 @@ class RowMaker:
 
 
 def opening(rng: Random, length: int) -> str:
-    """What may stand before a document without meaning anything for its questions: prose of any words, a title, a line of notes."""
+    """What may stand before a document without meaning anything for its questions: prose of any
+    words, a title, a line of notes.
+    """
     kind, most = rng.random(), 2 if length < 256 else 5
     if kind < 0.6:
         return prose(rng, rng.randint(1, most)) + rng.choice(("\n", "\n\n"))
@@ -194,8 +271,10 @@ def opening(rng: Random, length: int) -> str:
 
 
 def places(rng: Random, length: int, limit: int, chance: float, starts: list[int]) -> list[int]:
-    """Positions of a row: 0.., or with `chance` stretched up to a length drawn log-uniformly below `limit`, by jumps
-    at one to eight of the places `starts`, where a line or a sentence begins: inside one, no look-back could work."""
+    """Positions of a row: 0.., or with `chance` stretched up to a length drawn log-uniformly below
+    `limit`, by jumps at one to eight of the places `starts`, where a line or a sentence begins:
+    inside one, no look-back could work.
+    """
     if rng.random() >= chance or length >= limit:
         return list(range(length))
     gap = int(length * (limit / length) ** rng.random()) - length
@@ -211,16 +290,28 @@ def places(rng: Random, length: int, limit: int, chance: float, starts: list[int
     return out
 
 
-def batch(maker: RowMaker, seed: int, step: int, first: int, rows: int, length: int, stretch: float, limit: int):
-    """ids [rows, L + 1] int64, positions [rows, L], kind of each TARGET [rows, L], and the answers' (row, task, start,
-    stop) in targets."""
+def batch(
+    maker: RowMaker,
+    seed: int,
+    step: int,
+    first: int,
+    rows: int,
+    length: int,
+    stretch: float,
+    limit: int,
+):
+    """ids [rows, L + 1] int64, positions [rows, L], kind of each TARGET [rows, L], and the answers'
+    (row, task, start, stop) in targets.
+    """
     ids, where, kinds, spans = [], [], [], []
     for index in range(rows):
         rng = row_random(seed, step, first + index)
         row = maker.row(rng, length)
         ids.append(row.ids)
         kinds.append(row.kind[1:])
-        starts = [0] + [place + 1 for place, token in enumerate(row.ids[: length - 1]) if token in maker.ends]
+        starts = [0] + [
+            place + 1 for place, token in enumerate(row.ids[: length - 1]) if token in maker.ends
+        ]
         where.append(places(rng, length, limit, stretch, starts))
         spans += [(index, task, start - 1, stop - 1) for task, start, stop in row.spans]
     return torch.tensor(ids), torch.tensor(where), torch.tensor(kinds), spans

@@ -1,5 +1,6 @@
-"""Muon for stacks of equal matrices: the orthogonalised momentum update of torch.optim.Muon, batched over layers for a
-CPU; two processes orthogonalise half the layers each."""
+"""Muon for stacks of equal matrices: the orthogonalised momentum update of torch.optim.Muon,
+batched over layers for a CPU; two processes orthogonalise half the layers each.
+"""
 
 import torch
 import torch.distributed as dist
@@ -7,9 +8,12 @@ import torch.distributed as dist
 _A, _B, _C = 3.4445, -4.7750, 2.0315  # the quintic iteration's published coefficients
 
 
-def orthogonalise(stack: torch.Tensor, steps: int = 5, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """[n, rows, cols] float32 -> the same shape in `dtype` with every singular value near one (Newton-Schulz, `steps`
-    rounds)."""
+def orthogonalise(
+    stack: torch.Tensor, steps: int = 5, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """[n, rows, cols] float32 -> the same shape in `dtype` with every singular value near one
+    (Newton-Schulz, `steps` rounds).
+    """
     tall = stack.shape[1] > stack.shape[2]
     x = stack.transpose(1, 2) if tall else stack
     x = (x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(dtype).contiguous()
@@ -20,10 +24,21 @@ def orthogonalise(stack: torch.Tensor, steps: int = 5, dtype: torch.dtype = torc
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised, times lr * sqrt(max(1, rows / cols)); decoupled weight decay. Parameters are stacks
-    [n, rows, cols] with n divisible by `world`, the number of processes that hold the same gradients; dtype: of the products."""
+    """Momentum, orthogonalised, times lr * sqrt(max(1, rows / cols)); decoupled weight decay.
+    Parameters are stacks [n, rows, cols] with n divisible by `world`, the number of processes that
+    hold the same gradients; dtype: of the products.
+    """
 
-    def __init__(self, params, lr=0.01, momentum=0.95, weight_decay=0.01, dtype=torch.float32, rank=0, world=1):
+    def __init__(
+        self,
+        params,
+        lr=0.01,
+        momentum=0.95,
+        weight_decay=0.01,
+        dtype=torch.float32,
+        rank=0,
+        world=1,
+    ):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self.dtype, self.rank, self.world = dtype, rank, world
 
@@ -35,7 +50,9 @@ class Muon(torch.optim.Optimizer):
             mine = [self._mine(stack, group["momentum"]) for stack in stacks]
             for stack, update in zip(stacks, self._shared(stacks, mine), strict=True):
                 scale = max(1.0, stack.shape[1] / stack.shape[2]) ** 0.5
-                stack.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)
+                stack.mul_(1 - group["lr"] * group["weight_decay"]).add_(
+                    update, alpha=-group["lr"] * scale
+                )
 
     def _mine(self, stack: torch.Tensor, momentum: float) -> torch.Tensor:
         """This process's layers of the update, float32."""
@@ -43,8 +60,12 @@ class Muon(torch.optim.Optimizer):
         if not state:
             state["momentum"] = torch.zeros_like(stack)
         kept = state["momentum"].lerp_(stack.grad, 1 - momentum)
-        part = slice(self.rank * len(stack) // self.world, (self.rank + 1) * len(stack) // self.world)
-        return orthogonalise(torch.lerp(stack.grad[part], kept[part], momentum), dtype=self.dtype).float()
+        part = slice(
+            self.rank * len(stack) // self.world, (self.rank + 1) * len(stack) // self.world
+        )
+        return orthogonalise(
+            torch.lerp(stack.grad[part], kept[part], momentum), dtype=self.dtype
+        ).float()
 
     def _shared(self, stacks, mine) -> list[torch.Tensor]:
         """All processes' layers, stack by stack."""

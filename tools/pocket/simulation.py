@@ -1,8 +1,10 @@
-"""OmniKV, H2O and StreamingLLM on a Llama folder by masks, in plain torch float32: how filter layers are compared before a choice is made.
+"""OmniKV, H2O and StreamingLLM on a Llama folder by masks, in plain torch float32: how filter
+layers are compared before a choice is made.
 
-The prompt is read with full attention once; only the rows of the answer are recomputed per setting, all at once, with the right tokens
-before them (an answer counts when every token's argmax is right, which is when greedy decoding would give it). Engine results use
-tools/eval/cli.py; the two must agree (tests/tools/test_pocket.py).
+The prompt is read with full attention once; only the rows of the answer are recomputed per setting,
+all at once, with the right tokens before them (an answer counts when every token's argmax is right,
+which is when greedy decoding would give it). Engine results use tools/eval/cli.py; the two must
+agree (tests/tools/test_pocket.py).
 """
 
 import json
@@ -17,7 +19,9 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Setting:
-    """filters empty and keep None: full attention. keep: "h2o" or "streaming" with `share` of the prompt kept in every layer."""
+    """filters empty and keep None: full attention. keep: "h2o" or "streaming" with `share` of the
+    prompt kept in every layer.
+    """
 
     filters: tuple[int, ...] = ()
     wait: int = 1
@@ -28,7 +32,9 @@ class Setting:
 
 @dataclass
 class Prompt:
-    """A prompt that was read: rotated keys and values [Hkv, P, D] per layer, and per layer the attention each token got from later rows."""
+    """A prompt that was read: rotated keys and values [Hkv, P, D] per layer, and per layer the
+    attention each token got from later rows.
+    """
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -45,7 +51,11 @@ class Simulated:
         self.config = json.loads((folder / "config.json").read_text())
         self.weights = {k: v.float() for k, v in load_file(folder / "model.safetensors").items()}
         c = self.config
-        self.layers, self.heads, self.kv_heads = c["num_hidden_layers"], c["num_attention_heads"], c["num_key_value_heads"]
+        self.layers, self.heads, self.kv_heads = (
+            c["num_hidden_layers"],
+            c["num_attention_heads"],
+            c["num_key_value_heads"],
+        )
         self.dim = c.get("head_dim") or c["hidden_size"] // self.heads
         half = self.dim // 2
         theta = c.get("rope_theta") or c["rope_parameters"]["rope_theta"]
@@ -65,7 +75,10 @@ class Simulated:
 
     def _qkv(self, x: Tensor, layer: int, first: int) -> tuple[Tensor, Tensor, Tensor]:
         h = self._norm(x, self._w(layer, "input_layernorm"))
-        q, k, v = ((h @ self._w(layer, f"self_attn.{n}_proj").T).view(len(x), -1, self.dim).transpose(0, 1) for n in "qkv")
+        q, k, v = (
+            (h @ self._w(layer, f"self_attn.{n}_proj").T).view(len(x), -1, self.dim).transpose(0, 1)
+            for n in "qkv"
+        )
         return self._rotate(q, first), self._rotate(k, first), v
 
     def _rest(self, x: Tensor, mixed: Tensor, layer: int) -> Tensor:
@@ -76,7 +89,9 @@ class Simulated:
 
     @torch.inference_mode()
     def read(self, ids: list[int], with_mass: bool = False) -> Prompt:
-        """Full attention over a prompt; with_mass also sums the attention every token got (for H2O)."""
+        """Full attention over a prompt; with_mass also sums the attention every token got (for
+        H2O).
+        """
         x = self.weights["model.embed_tokens.weight"][ids]
         prompt, group = Prompt([], [], [], len(ids)), self.heads // self.kv_heads
         for layer in range(self.layers):
@@ -85,7 +100,9 @@ class Simulated:
             mixed = F.scaled_dot_product_attention(q[None], kk[None], vv[None], is_causal=True)[0]
             if with_mass:
                 scores = (q @ kk.transpose(1, 2)) / math.sqrt(self.dim)
-                scores = scores.masked_fill(torch.ones(len(ids), len(ids), dtype=torch.bool).triu(1), -math.inf)
+                scores = scores.masked_fill(
+                    torch.ones(len(ids), len(ids), dtype=torch.bool).triu(1), -math.inf
+                )
                 prompt.mass.append(scores.softmax(-1).sum(1).view(self.kv_heads, group, -1).sum(1))
             prompt.keys.append(k)
             prompt.values.append(v)
@@ -94,12 +111,16 @@ class Simulated:
 
     @torch.inference_mode()
     def answer(self, prompt: Prompt, ids: list[int], setting: Setting) -> Tensor:
-        """Logits [len(ids), vocab] after each of `ids`, which follow the prompt one by one, under a setting."""
+        """Logits [len(ids), vocab] after each of `ids`, which follow the prompt one by one, under a
+        setting.
+        """
         return self._follow(prompt, ids, setting)[0]
 
     @torch.inference_mode()
     def extend(self, prompt: Prompt, ids: list[int]) -> tuple[Prompt, Tensor]:
-        """The prompt with more tokens read by full attention (mass stays that of the document), and the last one's logits [vocab]."""
+        """The prompt with more tokens read by full attention (mass stays that of the document), and
+        the last one's logits [vocab].
+        """
         logits, keys, values = self._follow(prompt, ids, Setting())
         return Prompt(keys, values, prompt.mass, prompt.length + len(ids)), logits[-1]
 
@@ -118,7 +139,9 @@ class Simulated:
             seen = causal
             if setting.keep:
                 kept = kept_tokens(prompt, layer, setting).repeat_interleave(group, 0)
-                seen = torch.cat((kept[:, None].expand(-1, rows, -1), after.expand(self.heads, -1, -1)), 2)
+                seen = torch.cat(
+                    (kept[:, None].expand(-1, rows, -1), after.expand(self.heads, -1, -1)), 2
+                )
             elif roles[layer] == "sparse":
                 seen = chosen
             scores = (q @ k.repeat_interleave(group, 0).transpose(1, 2)) / math.sqrt(self.dim)
@@ -131,7 +154,7 @@ class Simulated:
 
 
 def layer_roles(layers: int, filters: tuple[int, ...], wait: int) -> list[str]:
-    """"full", "filter", "wait" or "sparse" per layer."""
+    """ "full", "filter", "wait" or "sparse" per layer."""
     out, last = [], None
     for layer in range(layers):
         if layer in filters:
@@ -145,7 +168,9 @@ def layer_roles(layers: int, filters: tuple[int, ...], wait: int) -> list[str]:
 
 
 def choose(scores: Tensor, prompt: int, setting: Setting) -> Tensor:
-    """[rows, n] bool: the k best of the tokens before the tail, and the tail (a function of each row's own position)."""
+    """[rows, n] bool: the k best of the tokens before the tail, and the tail (a function of each
+    row's own position).
+    """
     rows, total = scores.shape
     budget = max(1, math.floor(setting.share * prompt))
     seen = torch.zeros(rows, total, dtype=torch.bool)
@@ -158,9 +183,11 @@ def choose(scores: Tensor, prompt: int, setting: Setting) -> Tensor:
 
 
 def kept_tokens(prompt: Prompt, layer: int, setting: Setting) -> Tensor:
-    """[Hkv, P] bool: what an evicting method has left of the document, and all of the question that was read after it.
+    """[Hkv, P] bool: what an evicting method has left of the document, and all of the question that
+    was read after it.
 
-    H2O: half the budget the newest, half those with the most attention; StreamingLLM: four first tokens, the rest the newest.
+    H2O: half the budget the newest, half those with the most attention; StreamingLLM: four first
+    tokens, the rest the newest.
     """
     document = prompt.mass[layer].shape[1]
     count = max(5, math.floor(setting.share * document))

@@ -1,5 +1,6 @@
-"""The shipped model's tokenizer: byte-level BPE trained on the task generators' own text, with one token per number of
-one to three digits."""
+"""The shipped model's tokenizer: byte-level BPE trained on the task generators' own text, with one
+token per number of one to three digits.
+"""
 
 import json
 from pathlib import Path
@@ -11,11 +12,11 @@ from tools.tasks.talk import outside
 SPECIALS = ["<|pad|>", "<|bos|>", "<|user|>", "<|assistant|>", "<|end|>"]
 PAD, BOS, USER, ASSISTANT, END = range(5)
 VOCABULARY = 5120
-# a space before a number belongs to the word or sign before it: a number is the same token everywhere, and one token at most stands
-# between a key and its value
+# a space before a number belongs to the word or sign before it: a number is the same token
+# everywhere, and one token at most stands between a key and its value
 SPLIT = r" ?\p{L}+(?: (?=\p{N}))?|\p{N}{1,3}|\n| ?[^\s\p{L}\p{N}]+(?: (?=\p{N}))?|\s"
-# A message may carry a document before its question: everything up to its last empty line is read as plain text, as in
-# training.
+# A message may carry a document before its question: everything up to its last empty line is read
+# as plain text, as in training.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'system' %}{{ message['content'].rstrip() + '\\n' }}"
@@ -42,7 +43,9 @@ def _corpus(rng: Random):
         if task.trained:
             for seed in range(60):
                 questions = min(task.max_questions, 4)
-                draft = task.build(Random(f"{name}{seed}"), max(40, task.needed(questions)), questions, None)
+                draft = task.build(
+                    Random(f"{name}{seed}"), max(40, task.needed(questions)), questions, None
+                )
                 yield "\n".join([draft.document, *draft.questions, *draft.answers])
     for _ in range(2000):
         yield " ".join(outside(rng))

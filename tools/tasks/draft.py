@@ -1,4 +1,6 @@
-"""What a task generator makes: a list of document pieces, and questions whose evidence is known piece by piece."""
+"""What a task generator makes: a list of document pieces, and questions whose evidence is known
+piece by piece.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,12 +11,10 @@ from random import Random
 class Draft:
     """A document before it is cut to length.
 
-    head, foot: text before and after the pieces. pieces: the document's entries in order, each with its own line end
-    or space.
-    questions, answers: what is asked, in order, and the whole exact answer. evidence: per question, indices into
-    `pieces`.
-    exact: the part of each answer that must be right (the value itself) where an answer in other words would do as
-    well.
+    head, foot: text before and after the pieces. pieces: the document's entries in order, each with
+    its own line end or space. questions, answers: what is asked, in order, and the whole exact
+    answer. evidence: per question, indices into `pieces`. exact: the part of each answer that must
+    be right (the value itself) where an answer in other words would do as well.
     """
 
     head: str = ""
@@ -42,11 +42,10 @@ class Draft:
 class Task:
     """A skill with exact answers.
 
-    build(rng, pieces, questions, depth) -> Draft with about `pieces` entries; `depth` in [0, 1] places the first
-    question's evidence.
-    min_pieces: the fewest entries a document of one question needs; each further question needs `per_question` more.
-    max_questions: how many different questions one document can carry. trained: the shipped model was trained on this
-    skill.
+    build(rng, pieces, questions, depth) -> Draft with about `pieces` entries; `depth` in [0, 1]
+    places the first question's evidence. min_pieces: the fewest entries a document of one question
+    needs; each further question needs `per_question` more. max_questions: how many different
+    questions one document can carry. trained: the shipped model was trained on this skill.
     """
 
     name: str
@@ -63,7 +62,9 @@ class Task:
 
 
 def slots(rng: Random, total: int, count: int, depth: float | None) -> list[int]:
-    """`count` different places out of `total`, in random order; the first stands at `depth` where one is given."""
+    """`count` different places out of `total`, in random order; the first stands at `depth` where
+    one is given.
+    """
     first = rng.randrange(total) if depth is None else min(total - 1, round(depth * (total - 1)))
     rest = rng.sample(range(total - 1), count - 1) if count > 1 else []
     return [first] + [place + (place >= first) for place in rest]

@@ -1,4 +1,6 @@
-"""Free-text facts: what people would write about people, projects and shops, each fact in several phrasings."""
+"""Free-text facts: what people would write about people, projects and shops, each fact in several
+phrasings.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,8 +26,9 @@ from tools.tasks.words import (
 
 @dataclass(frozen=True)
 class Relation:
-    """One thing that can be said of an entity. {e} is the entity, {v} the value; `answer` is the one canonical
-    sentence."""
+    """One thing that can be said of an entity. {e} is the entity, {v} the value; `answer` is the
+    one canonical sentence.
+    """
 
     kind: str
     said: tuple[str, ...]
@@ -123,7 +126,11 @@ RELATIONS = (
     ),
     Relation(
         "person",
-        ("{e} was born in {v}.", "The birthday of {e} is in {v}.", "We celebrate the birthday of {e} every {v}."),
+        (
+            "{e} was born in {v}.",
+            "The birthday of {e} is in {v}.",
+            "We celebrate the birthday of {e} every {v}.",
+        ),
         ("In which month was {e} born?", "When is the birthday of {e}?"),
         "{e} was born in {v}.",
         lambda r: r.choice(MONTHS),
@@ -142,7 +149,11 @@ RELATIONS = (
     ),
     Relation(
         "person",
-        ("{e} is married to {v}.", "{e} and {v} got married in spring.", "The spouse of {e} is called {v}."),
+        (
+            "{e} is married to {v}.",
+            "{e} and {v} got married in spring.",
+            "The spouse of {e} is called {v}.",
+        ),
         ("Who is {e} married to?", "What is the name of the spouse of {e}?"),
         "{e} is married to {v}.",
         _name,
@@ -196,14 +207,22 @@ RELATIONS = (
     ),
     Relation(
         "shop",
-        ("The {e} shop opens at {v}.", "You can enter the {e} shop from {v}.", "The doors of the {e} shop open at {v}."),
+        (
+            "The {e} shop opens at {v}.",
+            "You can enter the {e} shop from {v}.",
+            "The doors of the {e} shop open at {v}.",
+        ),
         ("When does the {e} shop open?", "At what time does the {e} shop open?"),
         "The {e} shop opens at {v}.",
         _clock,
     ),
     Relation(
         "shop",
-        ("The {e} shop is closed on {v}.", "On {v} the {e} shop stays shut.", "Do not go to the {e} shop on a {v}."),
+        (
+            "The {e} shop is closed on {v}.",
+            "On {v} the {e} shop stays shut.",
+            "Do not go to the {e} shop on a {v}.",
+        ),
         ("When is the {e} shop closed?", "On which day is the {e} shop closed?"),
         "The {e} shop is closed on {v}.",
         lambda r: r.choice(DAYS),
@@ -221,7 +240,11 @@ RELATIONS = (
     ),
     Relation(
         "shop",
-        ("The {e} shop is in {v}.", "You will find the {e} shop in {v}.", "The way to the {e} shop leads through {v}."),
+        (
+            "The {e} shop is in {v}.",
+            "You will find the {e} shop in {v}.",
+            "The way to the {e} shop leads through {v}.",
+        ),
         ("Where is the {e} shop?", "In which city is the {e} shop?"),
         "The {e} shop is in {v}.",
         _city,
@@ -238,9 +261,12 @@ FORMS = (  # how a document opens, and what stands between its paragraphs
 )
 
 
-def facts(rng: Random, pieces: int, questions: int, depth: float | None, density: float | None = None) -> Draft:
-    """Sentences that state facts of several entities, at most ENTITIES unless more are asked about, among sentences that
-    state none; questions in words of their own."""
+def facts(
+    rng: Random, pieces: int, questions: int, depth: float | None, density: float | None = None
+) -> Draft:
+    """Sentences that state facts of several entities, at most ENTITIES unless more are asked about,
+    among sentences that state none; questions in words of their own.
+    """
     head, between = rng.choice(FORMS)
     density = rng.uniform(0.3, 0.9) if density is None else density
     per_entity = rng.uniform(1.0, 4.0)
@@ -268,8 +294,20 @@ def facts(rng: Random, pieces: int, questions: int, depth: float | None, density
     draft.pieces = [text + (between if rng.random() < 0.25 else " ") for text in draft.pieces]
     draft.foot = "\n"
     for place, (name, relation, value) in list(zip(places, made, strict=True))[:questions]:
-        draft.ask(rng.choice(relation.asked).format(e=name), relation.answer.format(e=name, v=value), value, [place])
+        draft.ask(
+            rng.choice(relation.asked).format(e=name),
+            relation.answer.format(e=name, v=value),
+            value,
+            [place],
+        )
     return draft
 
 
-TASKS = [Task("facts", "facts stated in sentences in several phrasings, in letters, notes and guides", facts, 4)]
+TASKS = [
+    Task(
+        "facts",
+        "facts stated in sentences in several phrasings, in letters, notes and guides",
+        facts,
+        4,
+    )
+]

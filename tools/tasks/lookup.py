@@ -1,4 +1,6 @@
-"""Retrieval: one stated value per question (pass keys, numbers, key-value pairs, needles after RULER)."""
+"""Retrieval: one stated value per question (pass keys, numbers, key-value pairs, needles after
+RULER).
+"""
 
 from random import Random
 
@@ -23,9 +25,12 @@ def noise(rng: Random, count: int) -> list[str]:
 
 
 def passkey(rng: Random, pieces: int, questions: int, depth: float | None) -> Draft:
-    """InfiniteBench's pass key for one question; with more questions each key belongs to a named person."""
+    """InfiniteBench's pass key for one question; with more questions each key belongs to a named
+    person.
+    """
     draft = Draft(
-        head="There is important information hidden in this text. Find it and memorize it.\n", pieces=noise(rng, pieces)
+        head="There is important information hidden in this text. Find it and memorize it.\n",
+        pieces=noise(rng, pieces),
     )
     places = slots(rng, pieces, questions, depth)
     if questions == 1 and rng.random() < 0.7:
@@ -37,21 +42,28 @@ def passkey(rng: Random, pieces: int, questions: int, depth: float | None) -> Dr
         places, people(rng, questions), distinct(lambda: digits(rng, 5), questions), strict=True
     ):
         draft.pieces[place] = f"The pass key of {name} is {key}. Remember it.\n"
-        draft.ask(f"What is the pass key of {name}?", f"The pass key of {name} is {key}.", key, [place])
+        draft.ask(
+            f"What is the pass key of {name}?", f"The pass key of {name} is {key}.", key, [place]
+        )
     return draft
 
 
 def number_string(rng: Random, pieces: int, questions: int, depth: float | None) -> Draft:
     """InfiniteBench's number string: ten digits, many of them repeated."""
     draft = Draft(
-        head="There is important information hidden in this text. Find it and memorize it.\n", pieces=noise(rng, pieces)
+        head="There is important information hidden in this text. Find it and memorize it.\n",
+        pieces=noise(rng, pieces),
     )
     place = slots(rng, pieces, 1, depth)[0]
     number = ""
     while len(number) < 10:
         number = (number + rng.choice("0123456789") * rng.randint(1, 4))[:10]
-    draft.pieces[place] = f"The sequence of digits is {number}. Remember it. {number} is the sequence of digits.\n"
-    draft.ask("What is the sequence of digits?", f"The sequence of digits is {number}.", number, [place])
+    draft.pieces[place] = (
+        f"The sequence of digits is {number}. Remember it. {number} is the sequence of digits.\n"
+    )
+    draft.ask(
+        "What is the sequence of digits?", f"The sequence of digits is {number}.", number, [place]
+    )
     return draft
 
 
@@ -70,13 +82,19 @@ def key_value(rng: Random, pieces: int, questions: int, depth: float | None) -> 
         else [f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}" for _ in keys]
     )
     form = ("{0}: {1}\n", '"{0}":"{1}",\n', "{0} = {1}\n")[style]
-    draft = Draft(head=("Extract the value of the key from the data below.\n", "JSON data:\n{\n", "Table:\n")[style])
+    draft = Draft(
+        head=("Extract the value of the key from the data below.\n", "JSON data:\n{\n", "Table:\n")[
+            style
+        ]
+    )
     draft.pieces = [form.format(key, value) for key, value in zip(keys, values, strict=True)]
     draft.foot = "}\n" if style == 1 else ""
     tell = form.strip(",\n")  # the entry as the table has it
     ask = rng.choice(("What is the value of {0}?", "Key: {0}", "Give me the value of the key {0}."))
     for place in slots(rng, pieces, questions, depth):
-        draft.ask(ask.format(keys[place]), tell.format(keys[place], values[place]), values[place], [place])
+        draft.ask(
+            ask.format(keys[place]), tell.format(keys[place], values[place]), values[place], [place]
+        )
     return draft
 
 
@@ -84,7 +102,9 @@ def key_value_uuid(rng: Random, pieces: int, questions: int, depth: float | None
     """InfiniteBench's key-value retrieval word for word: a JSON object of random UUIDs."""
 
     def code() -> str:
-        return "-".join("".join(rng.choice("0123456789abcdef") for _ in range(k)) for k in (8, 4, 4, 4, 12))
+        return "-".join(
+            "".join(rng.choice("0123456789abcdef") for _ in range(k)) for k in (8, 4, 4, 4, 12)
+        )
 
     keys, values = distinct(code, pieces), distinct(code, pieces)
     draft = Draft(
@@ -92,10 +112,13 @@ def key_value_uuid(rng: Random, pieces: int, questions: int, depth: float | None
         foot="}\n",
     )
     draft.pieces = [
-        f'"{k}": "{v}"' + (", " if i + 1 < pieces else "") for i, (k, v) in enumerate(zip(keys, values, strict=True))
+        f'"{k}": "{v}"' + (", " if i + 1 < pieces else "")
+        for i, (k, v) in enumerate(zip(keys, values, strict=True))
     ]
     for place in slots(rng, pieces, questions, depth):
-        draft.ask(f'Key: "{keys[place]}"', f'"{keys[place]}": "{values[place]}"', values[place], [place])
+        draft.ask(
+            f'Key: "{keys[place]}"', f'"{keys[place]}": "{values[place]}"', values[place], [place]
+        )
     return draft
 
 
@@ -117,7 +140,9 @@ def needle_multi_key(rng: Random, pieces: int, questions: int, depth: float | No
     keys = (
         _magic_keys(rng, pieces)
         if pieces <= 4000
-        else distinct(lambda: f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}-{rng.randrange(1000)}", pieces)
+        else distinct(
+            lambda: f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}-{rng.randrange(1000)}", pieces
+        )
     )
     values = [digits(rng, 7) for _ in keys]
     draft = Draft(pieces=[_needle(k, v) for k, v in zip(keys, values, strict=True)])
@@ -137,7 +162,9 @@ def _ask_needle(draft: Draft, key: str, value: str, place: int) -> None:
 
 def _needles(rng: Random, pieces: list[str], questions: int, depth: float | None) -> Draft:
     draft = Draft(pieces=pieces)
-    for place, key in zip(slots(rng, len(pieces), questions, depth), _magic_keys(rng, questions), strict=True):
+    for place, key in zip(
+        slots(rng, len(pieces), questions, depth), _magic_keys(rng, questions), strict=True
+    ):
         value = digits(rng, 7)
         draft.pieces[place] = _needle(key, value)
         _ask_needle(draft, key, value, place)
@@ -145,7 +172,9 @@ def _needles(rng: Random, pieces: list[str], questions: int, depth: float | None
 
 
 def needle_multi_value(rng: Random, pieces: int, questions: int, depth: float | None) -> Draft:
-    """RULER's multi-value needle: one key with two to four values, asked for in the order of the text."""
+    """RULER's multi-value needle: one key with two to four values, asked for in the order of the
+    text.
+    """
     draft = Draft(pieces=noise(rng, pieces))
     share = min(4, pieces // questions)
     places = slots(rng, pieces, share * questions, depth)
@@ -189,11 +218,41 @@ def needle_multi_query(rng: Random, pieces: int, questions: int, depth: float | 
 
 TASKS = [
     Task("passkey", "a five-digit pass key in repeated noise (InfiniteBench)", passkey),
-    Task("number_string", "a ten-digit sequence in noise (InfiniteBench)", number_string, max_questions=1),
-    Task("kv", "one value of a table of like pairs, with keys and values of one to three tokens", key_value, 4),
-    Task("kv_uuid", "InfiniteBench's key-value retrieval: a JSON object of UUIDs", key_value_uuid, 2, trained=False),
+    Task(
+        "number_string",
+        "a ten-digit sequence in noise (InfiniteBench)",
+        number_string,
+        max_questions=1,
+    ),
+    Task(
+        "kv",
+        "one value of a table of like pairs, with keys and values of one to three tokens",
+        key_value,
+        4,
+    ),
+    Task(
+        "kv_uuid",
+        "InfiniteBench's key-value retrieval: a JSON object of UUIDs",
+        key_value_uuid,
+        2,
+        trained=False,
+    ),
     Task("needle", "RULER single needle", needle),
     Task("needle_multi_key", "RULER needle among needles of other keys", needle_multi_key, 4),
-    Task("needle_multi_value", "RULER: all values of one key, in the order of the text", needle_multi_value, 4, 4, trained=False),
-    Task("needle_multi_query", "RULER: the values of several keys at once", needle_multi_query, 6, 2, trained=False),
+    Task(
+        "needle_multi_value",
+        "RULER: all values of one key, in the order of the text",
+        needle_multi_value,
+        4,
+        4,
+        trained=False,
+    ),
+    Task(
+        "needle_multi_query",
+        "RULER: the values of several keys at once",
+        needle_multi_query,
+        6,
+        2,
+        trained=False,
+    ),
 ]

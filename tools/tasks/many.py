@@ -12,12 +12,16 @@ def _items(rng: Random, count: int) -> list[str]:
     return (
         distinct(lambda: f"{rng.choice(ADJECTIVES)} {rng.choice(ITEMS)}", count)
         if count <= 3000
-        else distinct(lambda: f"{rng.choice(ADJECTIVES)} {rng.choice(ITEMS)} {rng.randrange(1000)}", count)
+        else distinct(
+            lambda: f"{rng.choice(ADJECTIVES)} {rng.choice(ITEMS)} {rng.randrange(1000)}", count
+        )
     )
 
 
 def _inventory(rng: Random, pieces: int, questions: int, depth: float | None, most: int):
-    """Items with colors; the asked colors stand 1..most times, the other items share the colors not asked about."""
+    """Items with colors; the asked colors stand 1..most times, the other items share the colors not
+    asked about.
+    """
     count = min(questions, len(COLORS) - 4)
     colors = rng.sample(COLORS, len(COLORS))
     asked, rest = colors[:count], colors[count:]
@@ -34,7 +38,9 @@ def _inventory(rng: Random, pieces: int, questions: int, depth: float | None, mo
             color[place] = name
         groups.append((name, group))
     form = rng.choice(("{0}: {1}\n", "The {0} is {1}.\n", "- {0}, {1}\n"))
-    draft = Draft(head="Inventory:\n", pieces=[form.format(i, c) for i, c in zip(items, color, strict=True)])
+    draft = Draft(
+        head="Inventory:\n", pieces=[form.format(i, c) for i, c in zip(items, color, strict=True)]
+    )
     return draft, items, groups
 
 
@@ -66,8 +72,9 @@ def counting(rng: Random, pieces: int, questions: int, depth: float | None) -> D
 
 
 def frequent(rng: Random, pieces: int, questions: int, depth: float | None) -> Draft:
-    """Votes on several topics, asked which option got the most: the winner has at least 1.4 times the second's
-    votes."""
+    """Votes on several topics, asked which option got the most: the winner has at least 1.4 times
+    the second's votes.
+    """
     topics = rng.sample(sorted(TOPICS), min(questions, len(TOPICS)))
     per_topic = [pieces // len(topics) + (i < pieces % len(topics)) for i in range(len(topics))]
     voters, lines, winners = people(rng, min(pieces, 60)), [], []
@@ -77,7 +84,8 @@ def frequent(rng: Random, pieces: int, questions: int, depth: float | None) -> D
         top = min(top, total)
         cap = max(1, int(top / 1.4))
         votes, left = [options[0]] * top, total - top
-        while left > cap * (len(options) - 1):  # too few rivals to spread the rest below the cap: the winner takes it
+        # too few rivals to spread the rest below the cap: the winner takes it
+        while left > cap * (len(options) - 1):
             votes.append(options[0])
             left -= 1
         counts = {option: 0 for option in options[1:]}
@@ -92,7 +100,9 @@ def frequent(rng: Random, pieces: int, questions: int, depth: float | None) -> D
     draft = Draft(head="Votes:\n", pieces=[form.format(t, o, rng.choice(voters)) for t, o in lines])
     for topic, winner in zip(topics, winners, strict=True):
         draft.ask(
-            rng.choice((f"Which {topic} got the most votes?", f"What is the most frequent {topic}?")),
+            rng.choice(
+                (f"Which {topic} got the most votes?", f"What is the most frequent {topic}?")
+            ),
             f"{topic}: {winner}",
             winner,
             [i for i, (t, o) in enumerate(lines) if (t, o) == (topic, winner)],
@@ -101,18 +111,24 @@ def frequent(rng: Random, pieces: int, questions: int, depth: float | None) -> D
 
 
 def common_words(rng: Random, pieces: int, questions: int, depth: float | None) -> Draft:
-    """RULER's common and frequent words in one: the three words that stand most often in a list, most frequent
-    first."""
+    """RULER's common and frequent words in one: the three words that stand most often in a list,
+    most frequent first.
+    """
     pool = rng.sample(NOUNS, min(len(NOUNS), max(8, pieces // 3)))
     a = max(4, round(pieces * 0.3))
     b, c = round(a * 0.65), round(a * 0.4)
     top = pool[:3]
     words = [top[0]] * a + [top[1]] * b + [top[2]] * c
     rest, most = pieces - len(words), max(1, c // 2)
-    words += [pool[3 + i % min(len(pool) - 3, max(1, -(-rest // most)))] for i in range(max(0, rest))]
+    words += [
+        pool[3 + i % min(len(pool) - 3, max(1, -(-rest // most)))] for i in range(max(0, rest))
+    ]
     words = words[: max(pieces, a + b + c)]
     rng.shuffle(words)
-    draft = Draft(head="Words:\n", pieces=[f"{word}\n" if rng.random() < 0.2 else f"{word} " for word in words])
+    draft = Draft(
+        head="Words:\n",
+        pieces=[f"{word}\n" if rng.random() < 0.2 else f"{word} " for word in words],
+    )
     listed = ", ".join(top)
     draft.ask(
         "What are the three most common words in the list?",
@@ -124,8 +140,31 @@ def common_words(rng: Random, pieces: int, questions: int, depth: float | None) 
 
 
 TASKS = [
-    Task("listing", "all items of a color in the order of the document", listing, 6, 5, len(COLORS) - 4, trained=False),
-    Task("counting", "how many items have a color (1..9)", counting, 10, 9, len(COLORS) - 4, trained=False),
+    Task(
+        "listing",
+        "all items of a color in the order of the document",
+        listing,
+        6,
+        5,
+        len(COLORS) - 4,
+        trained=False,
+    ),
+    Task(
+        "counting",
+        "how many items have a color (1..9)",
+        counting,
+        10,
+        9,
+        len(COLORS) - 4,
+        trained=False,
+    ),
     Task("frequent", "which option got the most votes on a topic", frequent, 8, 6, len(TOPICS)),
-    Task("common_words", "the three most frequent words of a list, in order", common_words, 16, max_questions=1, trained=False),
+    Task(
+        "common_words",
+        "the three most frequent words of a list, in order",
+        common_words,
+        16,
+        max_questions=1,
+        trained=False,
+    ),
 ]

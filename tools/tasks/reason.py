@@ -1,4 +1,6 @@
-"""Retrieval that needs a step first: 2StageRetr (OmniKV's own task), chains of variables, RULER's variable tracking."""
+"""Retrieval that needs a step first: 2StageRetr (OmniKV's own task), chains of variables, RULER's
+variable tracking.
+"""
 
 from random import Random
 
@@ -9,7 +11,9 @@ RULES = (
     "Below is a dictionary whose keys are integers and whose values are colors. First compute the sum, "
     "then find the color that corresponds to the sum in the dictionary.\n"
 )
-MAX_KEYS = 1000  # keys 0..999: at most three digits; longer documents carry unrelated sentences before the dictionary
+# keys 0..999: at most three digits; longer documents carry unrelated sentences before the
+# dictionary
+MAX_KEYS = 1000
 
 
 def _dictionary(rng: Random, pieces: int) -> tuple[Draft, int, list[str]]:
@@ -27,9 +31,15 @@ def _addends(rng: Random, total: int) -> tuple[int, int]:
 
 
 def two_stage(rng: Random, pieces: int, questions: int, depth: float | None) -> Draft:
-    """2StageRetr with chain of thought: print the sum first, then the color. Addends 1..20 (b), a = key - b."""
+    """2StageRetr with chain of thought: print the sum first, then the color. Addends 1..20 (b), a =
+    key - b.
+    """
     draft, start, colors = _dictionary(rng, pieces)
-    depth_in = None if depth is None else max(0.0, (depth * (pieces - 1) - start) / max(1, len(colors) - 1))
+    depth_in = (
+        None
+        if depth is None
+        else max(0.0, (depth * (pieces - 1) - start) / max(1, len(colors) - 1))
+    )
     for key in slots(rng, len(colors), questions, depth_in):
         a, b = _addends(rng, key)
         draft.ask(
@@ -44,23 +54,34 @@ def two_stage(rng: Random, pieces: int, questions: int, depth: float | None) -> 
 def two_stage_direct(rng: Random, pieces: int, questions: int, depth: float | None) -> Draft:
     """2StageRetr without chain of thought: the color only."""
     draft, start, colors = _dictionary(rng, pieces)
-    depth_in = None if depth is None else max(0.0, (depth * (pieces - 1) - start) / max(1, len(colors) - 1))
+    depth_in = (
+        None
+        if depth is None
+        else max(0.0, (depth * (pieces - 1) - start) / max(1, len(colors) - 1))
+    )
     for key in slots(rng, len(colors), questions, depth_in):
         a, b = _addends(rng, key)
         draft.ask(
-            f"{a} + {b} = ? Please print the corresponding color directly.", colors[key], colors[key], [start + key]
+            f"{a} + {b} = ? Please print the corresponding color directly.",
+            colors[key],
+            colors[key],
+            [start + key],
         )
     return draft
 
 
 def chains(rng: Random, pieces: int, questions: int, depth: float | None) -> Draft:
-    """Variables defined by numbers or by other variables, shuffled; the answer walks the chain of one to three steps
-    down."""
-    names = distinct(lambda: f"{rng.choice('abcdefghijklmnopqrstuvwxyz')}{rng.randrange(100, 1000)}", pieces)
+    """Variables defined by numbers or by other variables, shuffled; the answer walks the chain of
+    one to three steps down.
+    """
+    names = distinct(
+        lambda: f"{rng.choice('abcdefghijklmnopqrstuvwxyz')}{rng.randrange(100, 1000)}", pieces
+    )
     parent: list[int | None] = []
     level: list[int] = []
     for index in range(pieces):
-        # about a third are numbers; the others refer to an earlier variable at most three steps above a number
+        # about a third are numbers; the others refer to an earlier variable at most three steps
+        # above a number
         above = rng.randrange(index) if index and rng.random() < 0.65 else None
         if above is not None and level[above] >= 3:
             above = None
@@ -83,7 +104,9 @@ def chains(rng: Random, pieces: int, questions: int, depth: float | None) -> Dra
         place[other], place[mine] = place[mine], want
         order[place[other]], order[want] = other, mine
     draft = Draft(head="Variables:\n")
-    draft.pieces = [f"VAR {names[i]} = {values[i] if parent[i] is None else names[parent[i]]}\n" for i in order]
+    draft.pieces = [
+        f"VAR {names[i]} = {values[i] if parent[i] is None else names[parent[i]]}\n" for i in order
+    ]
     for index in asked:
         walk, at = [], index
         while at is not None:
@@ -100,9 +123,14 @@ def chains(rng: Random, pieces: int, questions: int, depth: float | None) -> Dra
 
 
 def variable_tracking(rng: Random, pieces: int, questions: int, depth: float | None) -> Draft:
-    """RULER's variable tracking: chains in order among noise; list every variable that holds a value."""
+    """RULER's variable tracking: chains in order among noise; list every variable that holds a
+    value.
+    """
     draft = Draft(pieces=[filler(rng) + "\n" for _ in range(pieces)])
-    names = distinct(lambda: f"{rng.choice('abcdefghijklmnopqrstuvwxyz')}{rng.randrange(100, 1000)}", 4 * questions)
+    names = distinct(
+        lambda: f"{rng.choice('abcdefghijklmnopqrstuvwxyz')}{rng.randrange(100, 1000)}",
+        4 * questions,
+    )
     places = slots(rng, pieces, 4 * questions, depth)
     for index, value in enumerate(distinct(lambda: digits(rng, 5), questions)):
         mine = sorted(places[4 * index : 4 * index + 4])
@@ -110,13 +138,31 @@ def variable_tracking(rng: Random, pieces: int, questions: int, depth: float | N
         for step, where in enumerate(mine):
             draft.pieces[where] = f"VAR {ours[step]} = {value if step == 0 else ours[step - 1]}\n"
         listed = ", ".join(ours)
-        draft.ask(f"Find all variables that are assigned the value {value}.", f"{value}: {listed}", listed, mine)
+        draft.ask(
+            f"Find all variables that are assigned the value {value}.",
+            f"{value}: {listed}",
+            listed,
+            mine,
+        )
     return draft
 
 
 TASKS = [
     Task("two_stage", "2StageRetr with chain of thought (addends 1..20)", two_stage, 3),
-    Task("two_stage_direct", "2StageRetr without chain of thought", two_stage_direct, 3, trained=False),
+    Task(
+        "two_stage_direct",
+        "2StageRetr without chain of thought",
+        two_stage_direct,
+        3,
+        trained=False,
+    ),
     Task("chains", "variables that refer to variables, one to three steps", chains, 6),
-    Task("variable_tracking", "RULER variable tracking: list the four variables of one chain", variable_tracking, 4, 4, trained=False),
+    Task(
+        "variable_tracking",
+        "RULER variable tracking: list the four variables of one chain",
+        variable_tracking,
+        4,
+        4,
+        trained=False,
+    ),
 ]

@@ -1,4 +1,6 @@
-"""One sample of a task at an exact length: builds the task's document with more and more pieces until it fits."""
+"""One sample of a task at an exact length: builds the task's document with more and more pieces
+until it fits.
+"""
 
 import hashlib
 from collections.abc import Callable
@@ -14,11 +16,11 @@ TOLERANCE = 0.02
 
 @dataclass(frozen=True)
 class Sample:
-    """document: the text, without chat marks. questions, answers: the same number of strings. meta: task, seed,
-    tokens, pieces, depths
-    (per question where its evidence stands in the document, 0 = start, 1 = end; the mean where there is much), exact
-    (the part of each
-    answer that is the value itself), evidence (the text of the pieces each answer rests on)."""
+    """document: the text, without chat marks. questions, answers: the same number of strings. meta:
+    task, seed, tokens, pieces, depths (per question where its evidence stands in the document, 0 =
+    start, 1 = end; the mean where there is much), exact (the part of each answer that is the value
+    itself), evidence (the text of the pieces each answer rests on).
+    """
 
     document: str
     questions: list[str]
@@ -45,10 +47,16 @@ def _pad(rng: Random, count_tokens: Callable[[str], int], room: int) -> str:
 
 
 def _fit(
-    task: Task, length: int, count_tokens: Callable[[str], int], seed: int, questions: int, depth: float | None
+    task: Task,
+    length: int,
+    count_tokens: Callable[[str], int],
+    seed: int,
+    questions: int,
+    depth: float | None,
 ) -> tuple[Draft, int]:
-    """The draft with the most pieces that is not longer than `length`, and its tokens; a wider bracket is halved until
-    one piece is left."""
+    """The draft with the most pieces that is not longer than `length`, and its tokens; a wider
+    bracket is halved until one piece is left.
+    """
     needed = task.needed(questions)
     made: dict[int, tuple[Draft, int]] = {}
 
@@ -88,13 +96,13 @@ def make_sample(
     questions: int = 1,
     depth: float | None = None,
 ) -> Sample:
-    """One document of `length` tokens (within 2%) with `questions` questions and their exact answers.
+    """One document of `length` tokens (within 2%) with `questions` questions and their exact
+    answers.
 
-    count_tokens: the length of a text in the tokenizer of the model that will read it, without special tokens. depth:
-    where the first
-    question's evidence stands, in [0, 1]; None draws it uniformly. Raises UsageError for an unknown task, a length too
-    short for the task,
-    more questions than it has, or a depth outside [0, 1].
+    count_tokens: the length of a text in the tokenizer of the model that will read it, without
+    special tokens. depth: where the first question's evidence stands, in [0, 1]; None draws it
+    uniformly. Raises UsageError for an unknown task, a length too short for the task, more
+    questions than it has, or a depth outside [0, 1].
     """
     from tools.tasks import TASKS
 
@@ -102,7 +110,9 @@ def make_sample(
         raise UsageError(f"unknown task {task!r}: one of {', '.join(TASKS)}")
     kind = TASKS[task]
     if not 1 <= questions <= kind.max_questions:
-        raise UsageError(f"task {task} takes 1 to {kind.max_questions} questions per document, not {questions}")
+        raise UsageError(
+            f"task {task} takes 1 to {kind.max_questions} questions per document, not {questions}"
+        )
     if depth is not None and not 0.0 <= depth <= 1.0:
         raise UsageError(f"depth {depth} is not in [0, 1]")
     if length < 1:

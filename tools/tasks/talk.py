@@ -1,5 +1,6 @@
-"""What the shipped model says when it is asked something outside its skills, and questions of that kind for training
-and tests."""
+"""What the shipped model says when it is asked something outside its skills, and questions of that
+kind for training and tests.
+"""
 
 from random import Random
 
@@ -55,7 +56,18 @@ _OUTSIDE = (
     "Write an email to {p}.",
     "Who wrote this text?",
 )
-_HELLO = ("Hello", "Hello!", "Hi", "Hi!", "Hi there", "Hey", "Good morning", "Good evening!", "hello", "hi")
+_HELLO = (
+    "Hello",
+    "Hello!",
+    "Hi",
+    "Hi!",
+    "Hi there",
+    "Hey",
+    "Good morning",
+    "Good evening!",
+    "hello",
+    "hi",
+)
 
 
 def outside(rng: Random) -> tuple[str, str]:

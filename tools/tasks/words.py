@@ -1,4 +1,6 @@
-"""Word pools of the task generators. Plain lists in a fixed order: a seed gives the same document in every process."""
+"""Word pools of the task generators. Plain lists in a fixed order: a seed gives the same document
+in every process.
+"""
 
 from random import Random
 
@@ -35,7 +37,9 @@ PETS = """cat dog rabbit parrot hamster turtle goldfish pony snake ferret canary
 frog""".split()
 INSTRUMENTS = """piano guitar violin flute drums trumpet cello harp clarinet accordion banjo trombone saxophone organ
 oboe tuba""".split()
-MONTHS = "January February March April May June July August September October November December".split()
+MONTHS = (
+    "January February March April May June July August September October November December".split()
+)
 DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
 COLORS = """red blue green yellow orange purple pink brown black white gray cyan magenta maroon navy olive teal lime
 indigo violet gold
@@ -133,7 +137,9 @@ believe bring happen hold stand run turn follow change lead understand watch spe
 reach remember consider
 appear buy wait serve die expect stay carry draw choose explain add below above inside outside near far away back up
 down off out together""".split()
-CLASSIC_NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
+CLASSIC_NOISE = (
+    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
+)
 
 _ONSETS = "b br c ch d dr f fl g gr h j k kl l m n p pr qu r s st t tr v w z".split()
 _VOWELS = "a e i o u ai ea oo".split()
@@ -143,7 +149,8 @@ _CODAS = "l n r s t m nd rk x".split() + ["", "", ""]
 def invented(rng: Random) -> str:
     """A made-up capitalised word of two or three syllables: a name no word list holds."""
     return "".join(
-        rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS) for _ in range(rng.choice((2, 2, 2, 2, 3)))
+        rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS)
+        for _ in range(rng.choice((2, 2, 2, 2, 3)))
     ).capitalize()
 
 
@@ -164,8 +171,9 @@ def distinct(make, count: int) -> list:
 
 
 def people(rng: Random, count: int, taken: list[str] = ()) -> list[str]:
-    """Different names, none of `taken`: first names while they last, first names with a surname, and made-up ones. Who is
-    called by the first name alone shares it with nobody."""
+    """Different names, none of `taken`: first names while they last, first names with a surname,
+    and made-up ones. Who is called by the first name alone shares it with nobody.
+    """
     whole, alone = set(taken), {name for name in taken if " " not in name}
     shared, out = {name.split()[0] for name in taken}, []
     while len(out) < count:
@@ -183,13 +191,19 @@ def people(rng: Random, count: int, taken: list[str] = ()) -> list[str]:
 
 
 def prose(rng: Random, sentences: int) -> str:
-    """Sentences of any words, sense aside, as the rest of a user's document may be: they answer nothing and ask nothing."""
+    """Sentences of any words, sense aside, as the rest of a user's document may be: they answer
+    nothing and ask nothing.
+    """
 
     def word() -> str:
         kind = rng.random()
         if kind < 0.7:
             return rng.choice(COMMON)
-        return rng.choice(rng.choice((NOUNS, ADJECTIVES, VERBS, ITEMS))) if kind < 0.9 else invented(rng)
+        return (
+            rng.choice(rng.choice((NOUNS, ADJECTIVES, VERBS, ITEMS)))
+            if kind < 0.9
+            else invented(rng)
+        )
 
     out = []
     for _ in range(sentences):
@@ -205,7 +219,11 @@ def filler(rng: Random) -> str:
     """One sentence that states no fact any task asks for."""
 
     def the() -> str:
-        return f"the {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}" if rng.random() < 0.6 else f"the {rng.choice(NOUNS)}"
+        return (
+            f"the {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
+            if rng.random() < 0.6
+            else f"the {rng.choice(NOUNS)}"
+        )
 
     kind = rng.randrange(5)
     if kind == 0:

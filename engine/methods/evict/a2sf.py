@@ -1,8 +1,9 @@
 """A2SF: H2O whose scores forget, so that old tokens do not win by having been looked at for longer.
 
-Source: Jo and Shin, A2SF (2024): S <- forgetting * S + attention of the new query; METHODS.md row `a2sf`. In a prompt of N tokens query q
-weighs forgetting^(N-1-q). Defaults: the code's example, forgetting 0.95 and the 16 newest tokens; scores are summed over a group, as in the
-code. With forgetting 1 and H2O's other settings it is H2O.
+Source: Jo and Shin, A2SF (2024): S <- forgetting * S + attention of the new query; METHODS.md row
+`a2sf`. In a prompt of N tokens query q weighs forgetting^(N-1-q). Defaults: the code's example,
+forgetting 0.95 and the 16 newest tokens; scores are summed over a group, as in the code. With
+forgetting 1 and H2O's other settings it is H2O.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ from kernels.column_sums import column_sums
 
 @dataclass(frozen=True)
 class A2SF(Accumulating):
-    """forgetting: factor per query, in [0, 1]. recent: newest tokens that are always kept (None: recent_share of the budget)."""
+    """forgetting: factor per query, in [0, 1]. recent: newest tokens that are always kept (None:
+    recent_share of the budget).
+    """
 
     gqa_reduce: str = "sum"
     forgetting: float = 0.95
@@ -48,4 +51,10 @@ class A2SFRuntime(AccumulatingRuntime):
         """Column sums with weight forgetting^(C-1-j) for query j of C."""
         ages = torch.arange(len(q) - 1, -1, -1, device=q.device, dtype=torch.float32)
         weights = torch.pow(torch.tensor(float(self.method.forgetting), device=q.device), ages)
-        return column_sums(q, k, first, self.scale, each=lambda tile, queries, rows: tile * weights[queries].unsqueeze(1))
+        return column_sums(
+            q,
+            k,
+            first,
+            self.scale,
+            each=lambda tile, queries, rows: tile * weights[queries].unsqueeze(1),
+        )

@@ -1,8 +1,10 @@
-"""Eviction by accumulated attention (hook B): every row carries, per query head, what the queries since its arrival have given it.
+"""Eviction by accumulated attention (hook B): every row carries, per query head, what the queries
+since its arrival have given it.
 
-Shared by H2O, H2O+, A2SF, Keyformer and Scissorhands, which differ in what a query adds, how the past decays, and when rows are dropped.
-Sums are taken tile by tile (kernels/column_sums.py). While a first prompt is read and until its cut, the sums of all rows exist: 4 bytes
-per query head and token, twice while a chunk runs.
+Shared by H2O, H2O+, A2SF, Keyformer and Scissorhands, which differ in what a query adds, how the
+past decays, and when rows are dropped. Sums are taken tile by tile (kernels/column_sums.py). While
+a first prompt is read and until its cut, the sums of all rows exist: 4 bytes per query head and
+token, twice while a chunk runs.
 """
 
 from dataclasses import dataclass
@@ -17,9 +19,12 @@ from kernels.column_sums import column_sums
 
 @dataclass(frozen=True)
 class Accumulating(Evicting):
-    """Settings of the family. recent_share: part of the budget that the newest tokens have for themselves. gqa_reduce: how the scores of
-    the query heads of a group become one ("max" | "mean" | "sum"), after they have been summed. cut: a first prompt is cut at its end
-    ("prefill") or after the first step of the answer, which then sees everything ("first_step"). every: steps between evictions."""
+    """Settings of the family. recent_share: part of the budget that the newest tokens have for
+    themselves. gqa_reduce: how the scores of the query heads of a group become one ("max" | "mean"
+    | "sum"), after they have been summed. cut: a first prompt is cut at its end ("prefill") or
+    after the first step of the answer, which then sees everything ("first_step"). every: steps
+    between evictions.
+    """
 
     recent_share: float = 0.5
     gqa_reduce: str = "max"
@@ -67,7 +72,10 @@ class Accumulating(Evicting):
 
     def store_bytes(self, plan, config, itemsize, capacity):
         """The store, and twice the scores of a whole prompt."""
-        return super().store_bytes(plan, config, itemsize, capacity) + 8 * config.num_layers * config.num_heads * capacity
+        return (
+            super().store_bytes(plan, config, itemsize, capacity)
+            + 8 * config.num_layers * config.num_heads * capacity
+        )
 
     def runtime(self, setup):
         """Stores and sums of one session."""
@@ -88,10 +96,14 @@ class AccumulatingRuntime(EvictingRuntime):
             if sequence.layers is None:
                 before = None if old is None else old[layer]
             else:
-                before = torch.cat([rows.scores[:, :, :rows.held] for rows in sequence.layers[layer]])
+                before = torch.cat(
+                    [rows.scores[:, :, : rows.held] for rows in sequence.layers[layer]]
+                )
             held = 0 if before is None else before.shape[2]
             fresh = stop - (sequence.since if sequence.layers is not None else held)
-            sums = torch.zeros(self.heads, self.setup.config.group, held + fresh, device=self.setup.device)
+            sums = torch.zeros(
+                self.heads, self.setup.config.group, held + fresh, device=self.setup.device
+            )
             if held:
                 sums[:, :, :held] = before
             sequence.sums.append(sums)
@@ -103,12 +115,18 @@ class AccumulatingRuntime(EvictingRuntime):
         super().end_prefill(length, step)
 
     def observe(self, sequence, layer, number, q, k, first, start):
-        """Leave this chunk's or step's column sums pending; a chunk's last query that comes once more for its output is in them already."""
+        """Leave this chunk's or step's column sums pending; a chunk's last query that comes once
+        more for its output is in them already.
+        """
         if not self.reading or (sequence, layer, number) not in self.pending:
-            self.pending[sequence, layer, number] = self.added(sequence, layer, number, q, k, first, start)
+            self.pending[sequence, layer, number] = self.added(
+                sequence, layer, number, q, k, first, start
+            )
 
     def added(self, sequence, layer, number, q, k, first, start):
-        """What queries q [C, H', D] at positions from `start` on add to rows k [h, T, D]: [h, G, T]; query j sees rows < first + j + 1."""
+        """What queries q [C, H', D] at positions from `start` on add to rows k [h, T, D]: [h, G,
+        T]; query j sees rows < first + j + 1.
+        """
         return column_sums(q, k, first, self.scale)
 
     def commit(self, b, sequence, count):
@@ -118,19 +136,25 @@ class AccumulatingRuntime(EvictingRuntime):
             for layer, parts in enumerate(sequence.layers):
                 for number, rows in enumerate(parts):
                     new = self.pending[b, layer, number]
-                    rows.scores[:, :, :new.shape[2]].mul_(decay).add_(new)
+                    rows.scores[:, :, : new.shape[2]].mul_(decay).add_(new)
             return
         if sequence.sums is None:
-            sequence.sums = [torch.zeros(self.heads, self.setup.config.group, 0, device=self.setup.device)] * self.plan.num_layers
+            sequence.sums = [
+                torch.zeros(self.heads, self.setup.config.group, 0, device=self.setup.device)
+            ] * self.plan.num_layers
         for layer, old in enumerate(sequence.sums):
             new = self.pending[b, layer, 0]
             if old.shape[2] < new.shape[2]:
-                old = torch.cat([old, old.new_zeros(*old.shape[:2], new.shape[2] - old.shape[2])], 2)
-            old[:, :, :new.shape[2]].mul_(decay).add_(new)
+                old = torch.cat(
+                    [old, old.new_zeros(*old.shape[:2], new.shape[2] - old.shape[2])], 2
+                )
+            old[:, :, : new.shape[2]].mul_(decay).add_(new)
             sequence.sums[layer] = old
 
     def keys(self, scores, positions, length, budget):
-        """What is ranked [h, T]: scores reduced over the group, infinite for the newest of `length` tokens."""
+        """What is ranked [h, T]: scores reduced over the group, infinite for the newest of `length`
+        tokens.
+        """
         keys = reduce_group(scores, self.method.gqa_reduce)
         return keys.masked_fill(positions >= length - self.method.recent(budget), float("inf"))
 
@@ -143,8 +167,12 @@ class AccumulatingRuntime(EvictingRuntime):
         """Drop what is over the budget, every so many steps."""
         if rows.held < budget + self.method.every:
             return rows
-        keys = self.keys(rows.scores[:, :, :rows.held], rows.positions[:, :rows.held], sequence.length, budget)
+        keys = self.keys(
+            rows.scores[:, :, : rows.held], rows.positions[:, : rows.held], sequence.length, budget
+        )
         if rows.held == budget + 1:
-            rows.drop(worst(keys, rows.positions[:, :rows.held]))
+            rows.drop(worst(keys, rows.positions[:, : rows.held]))
             return rows
-        return rows.keep(best(keys, rows.positions[:, :rows.held], budget), self.method.most(budget))
+        return rows.keep(
+            best(keys, rows.positions[:, : rows.held], budget), self.method.most(budget)
+        )

@@ -1,7 +1,8 @@
-"""Ada-Pyramid: PyramidKV's budgets per layer, dealt to the heads of each layer as Ada-SnapKV deals them.
+"""Ada-Pyramid: PyramidKV's budgets per layer, dealt to the heads of each layer as Ada-SnapKV deals
+them.
 
-Source: Feng et al., Ada-KV (2024), section 4 (Ada-Pyramid); METHODS.md row `ada_pyramid` and section 5, item 8. With alpha 0 it is
-PyramidKV, with beta 1 Ada-SnapKV.
+Source: Feng et al., Ada-KV (2024), section 4 (Ada-Pyramid); METHODS.md row `ada_pyramid` and
+section 5, item 8. With alpha 0 it is PyramidKV, with beta 1 Ada-SnapKV.
 """
 
 from dataclasses import dataclass

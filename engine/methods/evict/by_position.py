@@ -1,8 +1,10 @@
-"""What window, StreamingLLM and LM-Infinite share: the first `sink` tokens and the newest ones are kept, chosen by position alone.
+"""What window, StreamingLLM and LM-Infinite share: the first `sink` tokens and the newest ones are
+kept, chosen by position alone.
 
-The three differ in how far away the sinks seem (hook G). A query sees the newest w tokens at their true distance; a sink that is further
-than the method allows is seen at a clipped distance, by turning query and key (engine.model.rope.Rotary.turn) from where they were rotated to.
-Prompts are read in the same way, so a token's rows are those of a model that never saw more.
+The three differ in how far away the sinks seem (hook G). A query sees the newest w tokens at their
+true distance; a sink that is further than the method allows is seen at a clipped distance, by
+turning query and key (engine.model.rope.Rotary.turn) from where they were rotated to. Prompts are
+read in the same way, so a token's rows are those of a model that never saw more.
 """
 
 from dataclasses import dataclass
@@ -20,12 +22,15 @@ from kernels.prefill import prefill_dense
 
 @dataclass(frozen=True)
 class Windowed(Evicting):
-    """Budget tokens | share: sinks and window together. sink: first tokens that are always seen; window = budget - sink."""
+    """Budget tokens | share: sinks and window together. sink: first tokens that are always seen;
+    window = budget - sink.
+    """
 
     named = False
     own_prefill = True
-    in_parts = False            # a budget by share is reckoned before the prompt is read
-    clips = True                # whether a sink's distance is changed, which dynamic rope does not allow
+    in_parts = False  # a budget by share is reckoned before the prompt is read
+    # whether a sink's distance is changed, which dynamic rope does not allow
+    clips = True
 
     def sinks(self, budget, length):
         """How many of a budget's tokens are sinks; length as in `budget`."""
@@ -34,7 +39,9 @@ class Windowed(Evicting):
     def plan(self, config):
         """As Evicting's; dynamic rope has no clipped distance."""
         if self.clips and config.rope.kind == "dynamic":
-            raise SettingError(f"{self.name}: clips distances, which this model's dynamic rope does not allow; use another method")
+            raise SettingError(
+                f"{self.name}: clips distances, which this model's dynamic rope does not allow; use another method"
+            )
         return super().plan(config)
 
     def most(self, budget):
@@ -51,7 +58,9 @@ class Windowed(Evicting):
         raise NotImplementedError
 
     def far(self, q, k, at, sinks, window, rotary):
-        """Logits float32 [h, G, C, s] of queries q [C, h, G, D] at positions `at` [C] on sinks k [h, s, D] beyond the window, unscaled."""
+        """Logits float32 [h, G, C, s] of queries q [C, h, G, D] at positions `at` [C] on sinks k
+        [h, s, D] beyond the window, unscaled.
+        """
         raise NotImplementedError
 
     def runtime(self, setup):
@@ -78,17 +87,31 @@ class WindowedRuntime(EvictingRuntime):
         count = min(q.shape[1], max(0, self.method.plain(sinks, window) - start))
         if count == q.shape[1]:
             return super().attend_rows(layer, q, k, v, first, start)
-        kept = first - (start - self.sequences[0].since)           # rows of the store, before those of this prompt
+        # rows of the store, before those of this prompt
+        kept = first - (start - self.sequences[0].since)
         positions = torch.arange(self.sequences[0].since, start + q.shape[1], device=q.device)
-        if kept:                                                    # in order of position, which blocks of rows rely on
+        # in order of position, which blocks of rows rely on
+        if kept:
             old, order = torch.sort(self.sequences[0].layers[layer][0].positions[0, :kept].long())
             positions = torch.cat([old, positions])
             k, v = (torch.cat([t[:, order], t[:, kept:]], 1) for t in (k, v))
-        out = [prefill_dense(q[:, :count], k[None, :, :first + count], v[None, :, :first + count], first, self.scale,
-                             path=self.setup.path)] if count else []
+        out = (
+            [
+                prefill_dense(
+                    q[:, :count],
+                    k[None, :, : first + count],
+                    v[None, :, : first + count],
+                    first,
+                    self.scale,
+                    path=self.setup.path,
+                )
+            ]
+            if count
+            else []
+        )
         block = max(16, tile_floats(q.device) // (q.shape[2] * (window + sinks + 64)))
         for at in range(count, q.shape[1], block):
-            part = q[:, at:at + block]
+            part = q[:, at : at + block]
             low = int(torch.searchsorted(positions, start + at - window, right=True))
             rows = slice(max(low, sinks), first + at + part.shape[1])
             out.append(self.attend_window(part, k, v, positions, rows, start + at, sinks, window))
@@ -102,10 +125,14 @@ class WindowedRuntime(EvictingRuntime):
         window = sequence.budgets[layer] - sinks
         if at < self.method.plain(sinks, window):
             return super().attend_step(sequence, layer, q, k, v, positions, at)
-        return self.attend_window(q, k, v, positions[0].long(), slice(sinks, k.shape[1]), at, sinks, window)
+        return self.attend_window(
+            q, k, v, positions[0].long(), slice(sinks, k.shape[1]), at, sinks, window
+        )
 
     def attend_window(self, q, k, v, positions, rows, start, sinks, window):
-        """Softmax over the first rows, the sinks, and `rows`: q [1, C, H', D] at positions from `start`; positions [T] of k, v."""
+        """Softmax over the first rows, the sinks, and `rows`: q [1, C, H', D] at positions from
+        `start`; positions [T] of k, v.
+        """
         heads, count, dim = k.shape[0], q.shape[1], q.shape[3]
         folded = q[0].float().view(count, heads, -1, dim)
         at = torch.arange(start, start + count, device=q.device)
@@ -132,8 +159,13 @@ class WindowedRuntime(EvictingRuntime):
         if rows.held <= budget:
             return rows
         sinks = self.method.sinks(budget, sequence.prompt)
-        positions = rows.positions[:, :rows.held]
-        rows.drop(worst(positions.masked_fill(positions < sinks, torch.iinfo(positions.dtype).max), positions))
+        positions = rows.positions[:, : rows.held]
+        rows.drop(
+            worst(
+                positions.masked_fill(positions < sinks, torch.iinfo(positions.dtype).max),
+                positions,
+            )
+        )
         return rows
 
 
@@ -141,4 +173,6 @@ def checked_sink(value, tokens):
     """Raise SettingError unless `sink` is an int >= 0 that leaves a window of one token at least."""
     whole("sink", value, 0)
     if tokens is not None and value >= tokens:
-        raise SettingError(f"sink: found {value}, expected fewer than the budget of {tokens} tokens")
+        raise SettingError(
+            f"sink: found {value}, expected fewer than the budget of {tokens} tokens"
+        )

@@ -1,8 +1,11 @@
-"""H2O+: H2O that evicts while it reads, so that a prompt longer than the device holds can be read at all.
+"""H2O+: H2O that evicts while it reads, so that a prompt longer than the device holds can be read
+at all.
 
-Source: the OmniKV paper, appendix C (its baseline above 60K tokens and 30B parameters); METHODS.md row `h2o_plus` and item 28. The prompt
-is read in segments counted from its own beginning; after each, and after the last, every head keeps the newest and the heaviest of its
-budget. A segment's queries see what is kept and their own segment. At no time does a head hold more than budget + segment tokens.
+Source: the OmniKV paper, appendix C (its baseline above 60K tokens and 30B parameters); METHODS.md
+row `h2o_plus` and item 28. The prompt is read in segments counted from its own beginning; after
+each, and after the last, every head keeps the newest and the heaviest of its budget. A segment's
+queries see what is kept and their own segment. At no time does a head hold more than budget +
+segment tokens.
 """
 
 from dataclasses import dataclass, field, replace
@@ -21,20 +24,24 @@ AUTO = ("auto", "auto_70b")
 
 @dataclass(frozen=True)
 class H2OPlus(H2O):
-    """segment: tokens, or the published rules for n tokens of prompt: "auto" (128e6 / n^1.05, 20 above 150,000), "auto_70b" (2e5 / n)."""
+    """segment: tokens, or the published rules for n tokens of prompt: "auto" (128e6 / n^1.05, 20
+    above 150,000), "auto_70b" (2e5 / n).
+    """
 
     cut: str = "prefill"
     segment: int | str = 500
 
     own_prefill = True
-    in_parts = False            # segments are counted from the prompt's beginning
+    in_parts = False  # segments are counted from the prompt's beginning
 
     def __post_init__(self):
         super().__post_init__()
         if self.segment not in AUTO:
             whole("segment", self.segment, 1)
         if self.cut != "prefill":
-            raise SettingError(f"cut: found {self.cut!r}, expected 'prefill' (h2o_plus cuts while it reads)")
+            raise SettingError(
+                f"cut: found {self.cut!r}, expected 'prefill' (h2o_plus cuts while it reads)"
+            )
 
     @property
     def name(self):
@@ -48,7 +55,7 @@ class H2OPlus(H2O):
     def segment_of(self, length):
         """Tokens of a segment of a prompt that ends at `length`."""
         if self.segment == "auto":
-            return 20 if length > 150_000 else max(1, int(128_000_000 // length ** 1.05))
+            return 20 if length > 150_000 else max(1, int(128_000_000 // length**1.05))
         return max(1, 200_000 // length) if self.segment == "auto_70b" else self.segment
 
     def runtime(self, setup):
@@ -58,7 +65,9 @@ class H2OPlus(H2O):
 
 @dataclass
 class Under:
-    """A layer under way through a prompt: rows kept (None: none yet), first position of the segment, scores [Hkv, G, held + segment]."""
+    """A layer under way through a prompt: rows kept (None: none yet), first position of the
+    segment, scores [Hkv, G, held + segment].
+    """
 
     rows: object
     since: int
@@ -66,32 +75,45 @@ class Under:
 
 
 class H2OPlusRuntime(AccumulatingRuntime):
-    """Segments of a chunk one after the other, each layer for itself; nothing holds before `advance`."""
+    """Segments of a chunk one after the other, each layer for itself; nothing holds before
+    `advance`.
+    """
 
     def begin_prefill(self, start, stop, more=False):
         """Every layer begins with what it has kept."""
         self.reading, self.total, self.pending, self.start = True, stop, {}, start
-        self.budget, self.segment = self.method.budget(self.plan, stop), self.method.segment_of(stop)
+        self.budget, self.segment = (
+            self.method.budget(self.plan, stop),
+            self.method.segment_of(stop),
+        )
         layers = self.sequences[0].layers
-        self.under = [Under(layers[n][0] if layers else None, self.sequences[0].since) for n in range(self.plan.num_layers)]
+        self.under = [
+            Under(layers[n][0] if layers else None, self.sequences[0].since)
+            for n in range(self.plan.num_layers)
+        ]
         for under in self.under:
-            under.scores = under.rows.scores[:, :, :under.rows.held] if under.rows else None
+            under.scores = under.rows.scores[:, :, : under.rows.held] if under.rows else None
 
     def prefill_attend(self, layer, q, bank, start):
         """A chunk, cut at the ends of segments."""
         self.bank = bank
-        if layer in self.pending:                       # the last query once more, for its output: it was answered before the cut
+        # the last query once more, for its output: it was answered before the cut
+        if layer in self.pending:
             return self.pending[layer][1]
         under, out, at, stop = self.under[layer], [], start, start + q.shape[1]
         while at < stop:
             end = min(stop, self.start + ((at - self.start) // self.segment + 1) * self.segment)
             k, v = (torch.cat(parts, 1) for parts in zip(*self._rows(layer, under, end)))
-            first, part = k.shape[1] - (end - at), q[:, at - start:end - start]
-            out.append(prefill_dense(part, k[None], v[None], first, self.scale, path=self.setup.path))
-            newest = prefill_dense(part[:, -1:], k[None], v[None], k.shape[1] - 1, self.scale, path=self.setup.path)
+            first, part = k.shape[1] - (end - at), q[:, at - start : end - start]
+            out.append(
+                prefill_dense(part, k[None], v[None], first, self.scale, path=self.setup.path)
+            )
+            newest = prefill_dense(
+                part[:, -1:], k[None], v[None], k.shape[1] - 1, self.scale, path=self.setup.path
+            )
             new = self.added(0, layer, 0, part[0], k, first, at)
             if under.scores is not None:
-                new[:, :, :under.scores.shape[2]] += under.scores
+                new[:, :, : under.scores.shape[2]] += under.scores
             under, at = replace(under, scores=new), end
             if (end - self.start) % self.segment == 0:
                 under = self._cut(layer, under, k, v, end)
@@ -100,20 +122,28 @@ class H2OPlusRuntime(AccumulatingRuntime):
 
     def _rows(self, layer, under, end):
         """[(k, v)] [Hkv, T, D]: what is kept, then the segment up to `end`."""
-        fresh = tuple(t[0, :, under.since:end] for t in self.bank.kv(layer))
-        return [(under.rows.k[:, :under.rows.held], under.rows.v[:, :under.rows.held]), fresh] if under.rows else [fresh]
+        fresh = tuple(t[0, :, under.since : end] for t in self.bank.kv(layer))
+        return (
+            [(under.rows.k[:, : under.rows.held], under.rows.v[:, : under.rows.held]), fresh]
+            if under.rows
+            else [fresh]
+        )
 
     def _cut(self, layer, under, k, v, end):
         """What is left of a layer after a segment that ends at `end`."""
-        positions = torch.arange(under.since, end, dtype=torch.int32, device=k.device).expand(len(k), -1)
+        positions = torch.arange(under.since, end, dtype=torch.int32, device=k.device).expand(
+            len(k), -1
+        )
         if under.rows:
-            positions = torch.cat([under.rows.positions[:, :under.rows.held], positions], 1)
+            positions = torch.cat([under.rows.positions[:, : under.rows.held], positions], 1)
         scores = k.new_zeros(len(k), self.setup.config.group, k.shape[1], dtype=torch.float32)
         if under.scores is not None:
-            scores[:, :, :under.scores.shape[2]] = under.scores
+            scores[:, :, : under.scores.shape[2]] = under.scores
         index = best(self.keys(scores, positions, end, self.budget), positions, self.budget)
-        rows = Rows.gather(slice(0, self.heads), k, v, positions, scores, index, self.method.most(self.budget))
-        return Under(rows, end, rows.scores[:, :, :rows.held])
+        rows = Rows.gather(
+            slice(0, self.heads), k, v, positions, scores, index, self.method.most(self.budget)
+        )
+        return Under(rows, end, rows.scores[:, :, : rows.held])
 
     def commit(self, b, sequence, count):
         """A chunk holds from here on."""

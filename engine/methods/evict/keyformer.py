@@ -1,8 +1,10 @@
-"""Keyformer: H2O with Gumbel noise and a temperature in the score, so that tokens which lost by a hair are not lost for sure.
+"""Keyformer: H2O with Gumbel noise and a temperature in the score, so that tokens which lost by a
+hair are not lost for sure.
 
-Source: Adnan et al., Keyformer (MLSys 2024); METHODS.md row `keyformer`. Score: sum over queries of softmax((logits + Gumbel) / tau),
-tau = tau_init + tau_delta * step, step 0 in a prompt and 1, 2, .. in its answer. Defaults: the code's, 60% of the prompt of which 30%
-are the newest tokens, tau 1.0 and 0.01, an eviction every 8 steps. The paper's models have no groups: gqa_reduce is H2O's maximum
+Source: Adnan et al., Keyformer (MLSys 2024); METHODS.md row `keyformer`. Score: sum over queries of
+softmax((logits + Gumbel) / tau), tau = tau_init + tau_delta * step, step 0 in a prompt and 1, 2, ..
+in its answer. Defaults: the code's, 60% of the prompt of which 30% are the newest tokens, tau 1.0
+and 0.01, an eviction every 8 steps. The paper's models have no groups: gqa_reduce is H2O's maximum
 here. Without noise, tau 1 and H2O's other settings it is H2O.
 """
 
@@ -18,8 +20,10 @@ from kernels.column_sums import column_sums
 
 @dataclass(frozen=True)
 class Keyformer(Accumulating):
-    """noise: whether Gumbel noise is added. seed: of the noise, which depends on it and on (layer, head, query, key) only, never on how
-    a prompt is cut or what runs beside. tau_init, tau_delta: temperature and its growth per step of the answer."""
+    """noise: whether Gumbel noise is added. seed: of the noise, which depends on it and on (layer,
+    head, query, key) only, never on how a prompt is cut or what runs beside. tau_init, tau_delta:
+    temperature and its growth per step of the answer.
+    """
 
     recent_share: float = 0.3
     every: int = 8
@@ -31,9 +35,19 @@ class Keyformer(Accumulating):
     def __post_init__(self):
         super().__post_init__()
         whole("seed", self.seed, 0)
-        for name, value, zero in (("tau_init", self.tau_init, False), ("tau_delta", self.tau_delta, True)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or (value == 0 and not zero):
-                raise SettingError(f"{name}: found {value!r}, expected a number {'of at least' if zero else 'above'} 0")
+        for name, value, zero in (
+            ("tau_init", self.tau_init, False),
+            ("tau_delta", self.tau_delta, True),
+        ):
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, (int, float))
+                or value < 0
+                or (value == 0 and not zero)
+            ):
+                raise SettingError(
+                    f"{name}: found {value!r}, expected a number {'of at least' if zero else 'above'} 0"
+                )
 
     def default_budget(self):
         """60% of the prompt."""
@@ -50,7 +64,10 @@ class KeyformerRuntime(AccumulatingRuntime):
     def added(self, sequence, layer, number, q, k, first, start):
         """Column sums of the noisy, tempered softmax."""
         method, own = self.method, self.sequences[sequence]
-        tau = method.tau_init + (0 if self.reading else own.length + 1 - own.prompt) * method.tau_delta
+        tau = (
+            method.tau_init
+            + (0 if self.reading else own.length + 1 - own.prompt) * method.tau_delta
+        )
         if not method.noise and tau == 1.0:
             return column_sums(q, k, first, self.scale)
         keys = self.key_positions(own, layer, number, k)
@@ -62,6 +79,7 @@ class KeyformerRuntime(AccumulatingRuntime):
                 at = torch.arange(start + queries.start, start + queries.stop, device=q.device)
                 logits = logits + gumbel(method.seed, layer, heads, at, keys[:, rows])
             return logits / tau
+
         return column_sums(q, k, first, self.scale, change=change)
 
     def key_positions(self, sequence, layer, number, k):
@@ -70,23 +88,29 @@ class KeyformerRuntime(AccumulatingRuntime):
             return torch.arange(k.shape[1], device=k.device).expand(len(k), -1)
         rows = sequence.layers[layer][number]
         if not self.reading:
-            return rows.positions[:, :k.shape[1]].long()
-        fresh = torch.arange(sequence.since, sequence.since + k.shape[1] - rows.held, device=k.device).expand(len(k), -1)
-        return torch.cat([rows.positions[:, :rows.held].long(), fresh], 1)
+            return rows.positions[:, : k.shape[1]].long()
+        fresh = torch.arange(
+            sequence.since, sequence.since + k.shape[1] - rows.held, device=k.device
+        ).expand(len(k), -1)
+        return torch.cat([rows.positions[:, : rows.held].long(), fresh], 1)
 
 
-MASK = (1 << 31) - 1        # what is left of an int64 after an arithmetic shift by 33
+MASK = (1 << 31) - 1  # what is left of an int64 after an arithmetic shift by 33
 
 
 def gumbel(seed, layer, heads, queries, keys):
-    """Standard Gumbel noise float32 [h, G, Q, T] of heads [h, G], query positions [Q] and key positions [h, T], all int64.
+    """Standard Gumbel noise float32 [h, G, Q, T] of heads [h, G], query positions [Q] and key
+    positions [h, T], all int64.
 
-    A counter-based generator (two rounds of a 64-bit mixing function over the five numbers): the same numbers give the same noise on any
-    device, in any order.
+    A counter-based generator (two rounds of a 64-bit mixing function over the five numbers): the
+    same numbers give the same noise on any device, in any order.
     """
-    x = queries.view(1, 1, -1, 1) * 0x1000003 + heads.view(*heads.shape, 1, 1) * 0x5bd1e995
-    x = _mix(x + (seed * 0x27d4eb2f + layer * 0x165667b1) % (1 << 61)) ^ keys.view(len(keys), 1, 1, -1) * 0x9e3779b1
-    uniform = (_mix(x) >> 20).bitwise_and_(0xffffff).double().add_(0.5).mul_(2.0 ** -24)
+    x = queries.view(1, 1, -1, 1) * 0x1000003 + heads.view(*heads.shape, 1, 1) * 0x5BD1E995
+    x = (
+        _mix(x + (seed * 0x27D4EB2F + layer * 0x165667B1) % (1 << 61))
+        ^ keys.view(len(keys), 1, 1, -1) * 0x9E3779B1
+    )
+    uniform = (_mix(x) >> 20).bitwise_and_(0xFFFFFF).double().add_(0.5).mul_(2.0**-24)
     return uniform.log_().neg_().log_().neg_().float()
 
 
@@ -99,6 +123,7 @@ def _mix(x):
         torch.bitwise_right_shift(x, 33, out=high)
         return x.bitwise_xor_(high.bitwise_and_(MASK))
 
-    for factor in (-49064778989728563, -4265267296055464877):          # 0xff51afd7ed558ccd and 0xc4ceb9fe1a85ec53 as int64
+    # 0xff51afd7ed558ccd and 0xc4ceb9fe1a85ec53 as int64
+    for factor in (-49064778989728563, -4265267296055464877):
         fold().mul_(factor)
     return fold()

@@ -1,8 +1,9 @@
-"""LM-Infinite: a lambda-shaped mask, the first tokens and a window, with distances clipped at the window's length.
+"""LM-Infinite: a lambda-shaped mask, the first tokens and a window, with distances clipped at the
+window's length.
 
-Source: Han et al., LM-Infinite (2023); METHODS.md row `lm_infinite`. Tokens keep their true positions; a starting token that is further
-away than L_pre (the window) is seen at distance L_pre, all of them alike. Defaults: the code's example for Llama, 10 starting tokens and
-a window of 4096.
+Source: Han et al., LM-Infinite (2023); METHODS.md row `lm_infinite`. Tokens keep their true
+positions; a starting token that is further away than L_pre (the window) is seen at distance L_pre,
+all of them alike. Defaults: the code's example for Llama, 10 starting tokens and a window of 4096.
 """
 
 from dataclasses import dataclass
@@ -45,4 +46,6 @@ class LMInfinite(Windowed):
         first = torch.arange(k.shape[1], device=k.device)
         still = rotary.turn(k.transpose(0, 1), -first).transpose(0, 1)
         moved = rotary.turn(q.flatten(1, 2), window - at).view(q.shape)
-        return torch.where(at.unsqueeze(1) - first > window, torch.einsum("chgd,hsd->hgcs", moved, still), near)
+        return torch.where(
+            at.unsqueeze(1) - first > window, torch.einsum("chgd,hsd->hgcs", moved, still), near
+        )

@@ -1,10 +1,13 @@
-"""Scissorhands: what was above average lately stays important; many tokens are dropped at once when the budget is full.
+"""Scissorhands: what was above average lately stays important; many tokens are dropped at once when
+the budget is full.
 
-Source: Liu et al., Scissorhands (NeurIPS 2023), Algorithm 2; METHODS.md row `scissorhands`. A token's importance is how many of the last
-queries gave it more than an even share of their attention, 1 / (rows they saw). History: the prompt's last `history` queries, and of an
-answer the last `history` before a drop. At a prompt's end a head keeps its budget; when the answer overfills it, `drop` of the budget goes
-at once, never the `newest` tokens. History 400, newest 10 and drop one half are the values usually quoted for the paper's experiments; they
-were not checked against its text (METHODS.md: "not given"). gqa_reduce: the counts of a group are summed.
+Source: Liu et al., Scissorhands (NeurIPS 2023), Algorithm 2; METHODS.md row `scissorhands`. A
+token's importance is how many of the last queries gave it more than an even share of their
+attention, 1 / (rows they saw). History: the prompt's last `history` queries, and of an answer the
+last `history` before a drop. At a prompt's end a head keeps its budget; when the answer overfills
+it, `drop` of the budget goes at once, never the `newest` tokens. History 400, newest 10 and drop
+one half are the values usually quoted for the paper's experiments; they were not checked against
+its text (METHODS.md: "not given"). gqa_reduce: the counts of a group are summed.
 """
 
 from dataclasses import dataclass
@@ -19,7 +22,9 @@ from kernels.column_sums import column_sums
 
 @dataclass(frozen=True)
 class Scissorhands(Accumulating):
-    """history: queries whose attention counts. newest: tokens that are never dropped. drop: share of the budget dropped at once."""
+    """history: queries whose attention counts. newest: tokens that are never dropped. drop: share
+    of the budget dropped at once.
+    """
 
     gqa_reduce: str = "sum"
     history: int = 400
@@ -43,7 +48,9 @@ class Scissorhands(Accumulating):
 
     def target(self, budget):
         """Tokens that are left after a drop: one at least goes, one at least stays."""
-        return max(1, self.recent(budget), min(budget, budget + 1 - max(1, int(self.drop * budget))))
+        return max(
+            1, self.recent(budget), min(budget, budget + 1 - max(1, int(self.drop * budget)))
+        )
 
     def course(self, budget, length, generated):
         """(base, held) by the rules of `trim`."""
@@ -65,9 +72,11 @@ class ScissorhandsRuntime(AccumulatingRuntime):
     def added(self, sequence, layer, number, q, k, first, start):
         """1 for every query of the history that gave a row more than an even share."""
         method, own = self.method, self.sequences[sequence]
-        late = self.total - method.history                         # in a prompt: the first position that counts
+        # in a prompt: the first position that counts
+        late = self.total - method.history
         if not self.reading and own.layers is not None:
-            left = own.budgets[layer] - own.layers[layer][number].held          # steps after this one until the next drop
+            # steps after this one until the next drop
+            left = own.budgets[layer] - own.layers[layer][number].held
             late = start if left < method.history else start + 1
 
         def above(tile, queries, rows):
@@ -75,7 +84,8 @@ class ScissorhandsRuntime(AccumulatingRuntime):
             at = torch.arange(queries.start, queries.stop, device=tile.device)
             return (tile * (first + 1 + at).unsqueeze(1) > 1).float()
 
-        idle = min(len(q), max(0, late - start))                   # queries at the front that do not count
+        # queries at the front that do not count
+        idle = min(len(q), max(0, late - start))
         q, first = q[idle:], first + idle
         return column_sums(q, k, first, self.scale, each=above)
 
@@ -83,7 +93,12 @@ class ScissorhandsRuntime(AccumulatingRuntime):
         """A full store drops many at once, and counts anew."""
         if rows.held <= budget:
             return rows
-        keys = self.keys(rows.scores[:, :, :rows.held], rows.positions[:, :rows.held], sequence.length, budget)
-        rows = rows.keep(best(keys, rows.positions[:, :rows.held], self.method.target(budget)), self.method.most(budget))
+        keys = self.keys(
+            rows.scores[:, :, : rows.held], rows.positions[:, : rows.held], sequence.length, budget
+        )
+        rows = rows.keep(
+            best(keys, rows.positions[:, : rows.held], self.method.target(budget)),
+            self.method.most(budget),
+        )
         rows.scores.zero_()
         return rows

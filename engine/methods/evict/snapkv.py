@@ -1,8 +1,11 @@
-"""SnapKV: at the end of a prompt keep what its last queries look at, and those queries' own window; what is generated stays.
+"""SnapKV: at the end of a prompt keep what its last queries look at, and those queries' own window;
+what is generated stays.
 
-Source: Li et al., SnapKV (NeurIPS 2024); METHODS.md row `snapkv`. Score of a token before the window: mean over the window's queries of
-softmax(q k), over everything the query sees; reduced over the group (mean), then pooled along the text (hook A). Defaults: window 32, and
-of the published settings the maximum over 7 neighbours, as in Ada-KV's experiments (the code's own default is the mean over 5); budget
+Source: Li et al., SnapKV (NeurIPS 2024); METHODS.md row `snapkv`. Score of a token before the
+window: mean over the window's queries of softmax(q k), over everything the query sees; reduced over
+the group (mean), then pooled along the text (hook A). Defaults: window 32, and of the published
+settings the maximum over 7 neighbours, as in Ada-KV's experiments (the code's own default is the
+mean over 5); budget
 2048. A later prompt is cut in the same way, from what is still held and its own tokens.
 """
 
@@ -17,13 +20,15 @@ from engine.methods.evict.store import best, reduce_group
 from engine.methods.settings import choice, whole
 from kernels.column_sums import column_sums
 
-WINDOW_MOST = 64        # newest queries that a session keeps at a prompt's end (engine/prefill.py)
+WINDOW_MOST = 64  # newest queries that a session keeps at a prompt's end (engine/prefill.py)
 
 
 @dataclass(frozen=True)
 class SnapKV(Evicting):
-    """window: newest queries that choose, and newest tokens that are kept. kernel: neighbours (odd) that are pooled by `pool`
-    ("max" | "mean"). gqa_reduce: "mean" | "max" | "sum" over a group, before pooling. A budget is at least the window."""
+    """window: newest queries that choose, and newest tokens that are kept. kernel: neighbours (odd)
+    that are pooled by `pool` ("max" | "mean"). gqa_reduce: "mean" | "max" | "sum" over a group,
+    before pooling. A budget is at least the window.
+    """
 
     window: int = 32
     kernel: int = 7
@@ -41,7 +46,9 @@ class SnapKV(Evicting):
         choice("pool", self.pool, ("max", "mean"))
         choice("gqa_reduce", self.gqa_reduce, GROUP_RULES)
         if self.tokens is not None and self.tokens < self.window:
-            raise SettingError(f"tokens: found {self.tokens}, expected at least the window of {self.window} tokens")
+            raise SettingError(
+                f"tokens: found {self.tokens}, expected at least the window of {self.window} tokens"
+            )
 
     def default_budget(self):
         """The code's 2048 tokens."""

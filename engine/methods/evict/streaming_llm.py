@@ -1,10 +1,13 @@
-"""StreamingLLM: the first tokens as attention sinks, and a window; positions are slots of the cache.
+"""StreamingLLM: the first tokens as attention sinks, and a window; positions are slots of the
+cache.
 
-Source: Xiao et al., StreamingLLM (ICLR 2024), section 3.2; METHODS.md row `streaming_llm` and item 29. Keys are cached before rotation
-and a query at position p sits in slot min(p, s + w - 1), so no distance ever exceeds the cache: the window's distances are true, a sink
-in slot i is s + w - 1 - i away from then on. Here keys are stored rotated, and the query is turned to its slot for the sinks alone.
-Defaults: the code's 4 sinks and a window of 512. `official` is what the OmniKV paper compares with: 1% of the prompt as sinks, positions
-as they were, the prompt read by full attention and trimmed once, everything generated kept.
+Source: Xiao et al., StreamingLLM (ICLR 2024), section 3.2; METHODS.md row `streaming_llm` and item
+29. Keys are cached before rotation and a query at position p sits in slot min(p, s + w - 1), so no
+distance ever exceeds the cache: the window's distances are true, a sink in slot i is s + w - 1 - i
+away from then on. Here keys are stored rotated, and the query is turned to its slot for the sinks
+alone. Defaults: the code's 4 sinks and a window of 512. `official` is what the OmniKV paper
+compares with: 1% of the prompt as sinks, positions as they were, the prompt read by full attention
+and trimmed once, everything generated kept.
 """
 
 from dataclasses import dataclass
@@ -18,7 +21,9 @@ from engine.methods.evict.by_position import Windowed, WindowedRuntime, checked_
 
 @dataclass(frozen=True)
 class StreamingLLM(Windowed):
-    """tokens | share: sinks and window. sink: first tokens that stay. official: as in the OmniKV paper's comparison, sink then unused."""
+    """tokens | share: sinks and window. sink: first tokens that stay. official: as in the OmniKV
+    paper's comparison, sink then unused.
+    """
 
     sink: int = 4
     official: bool = False
@@ -58,7 +63,11 @@ class StreamingLLM(Windowed):
 
     def course(self, budget, length, generated):
         """(base, held)."""
-        return Evicting.course(self, budget, length, generated) if self.official else super().course(budget, length, generated)
+        return (
+            Evicting.course(self, budget, length, generated)
+            if self.official
+            else super().course(budget, length, generated)
+        )
 
     def plain(self, sinks, window):
         """Until the cache is full slots are positions."""
@@ -75,7 +84,9 @@ class StreamingLLM(Windowed):
 
 
 class OfficialRuntime(WindowedRuntime):
-    """Full attention to a prompt, one cut at its end, and plain attention to what is left and what is generated."""
+    """Full attention to a prompt, one cut at its end, and plain attention to what is left and what
+    is generated.
+    """
 
     def attend_rows(self, layer, q, k, v, first, start):
         """Everything that is held, as it is."""

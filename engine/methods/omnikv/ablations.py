@@ -1,6 +1,8 @@
-"""The paper's two ablations of the context bank: a selection per layer instead of per group, and loads without packing.
+"""The paper's two ablations of the context bank: a selection per layer instead of per group, and
+loads without packing.
 
-Source: OmniKV paper, Table 7 ("without context bank"); METHODS.md row `omnikv_per_layer` and item 23 (`without_pack`).
+Source: OmniKV paper, Table 7 ("without context bank"); METHODS.md row `omnikv_per_layer` and item
+23 (`without_pack`).
 """
 
 from dataclasses import dataclass
@@ -12,16 +14,20 @@ from engine.plan.layers import Group, LayerPlan, Role
 
 @dataclass(frozen=True)
 class OmniKVPerLayer(OmniKV):
-    """Every layer from the first filter layer on scores everything itself and attends to its own choice; nothing is reused.
+    """Every layer from the first filter layer on scores everything itself and attends to its own
+    choice; nothing is reused.
 
-    Settings as OmniKV's; of filter_layers only the first counts. Over an offloaded bank every layer's keys come back to be scored:
-    what this shows is that selection without sharing saves no bytes.
+    Settings as OmniKV's; of filter_layers only the first counts. Over an offloaded bank every
+    layer's keys come back to be scored: what this shows is that selection without sharing saves no
+    bytes.
     """
 
     def __post_init__(self):
         super().__post_init__()
         if self.official or self.prefill_ratio is not None:
-            raise SettingError("omnikv_per_layer: official and prefill_ratio do not go with a selection per layer; leave them out")
+            raise SettingError(
+                "omnikv_per_layer: official and prefill_ratio do not go with a selection per layer; leave them out"
+            )
 
     @property
     def name(self):
@@ -37,7 +43,9 @@ class OmniKVPerLayer(OmniKV):
         """FULL below the first filter layer; above, every layer is SPARSE under a group of its own."""
         first, count = (self.filter_layers or (0,))[0], config.num_layers
         if first >= count:
-            raise SettingError(f"filter_layers: found {first}, expected numbers from 0 to {count - 1} (the model has {count} layers)")
+            raise SettingError(
+                f"filter_layers: found {first}, expected numbers from 0 to {count - 1} (the model has {count} layers)"
+            )
         groups = tuple(Group(layer, (layer,)) for layer in range(first, count))
         roles = (Role.FULL,) * first + (Role.SPARSE,) * (count - first)
         return LayerPlan(roles, groups, (None,) * first + tuple(range(count - first)))
@@ -60,7 +68,9 @@ class PerLayerRuntime(OmniKVRuntime):
 
 @dataclass(frozen=True)
 class OmniKVUnpacked(OmniKV):
-    """OmniKV whose sparse layers load one by one: indices to the host, a gather there, a copy that is waited for, nothing kept."""
+    """OmniKV whose sparse layers load one by one: indices to the host, a gather there, a copy that
+    is waited for, nothing kept.
+    """
 
     @property
     def name(self):

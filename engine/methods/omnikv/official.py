@@ -1,8 +1,10 @@
-"""OmniKV(official=True): the published research code's behaviour, to the last selected index, for comparison number by number.
+"""OmniKV(official=True): the published research code's behaviour, to the last selected index, for
+comparison number by number.
 
-Differences from the engine's own OmniKV (METHODS.md 3.3, items 13-19): only prompt tokens are scored, every generated token is
-tail; softmax runs over the scored keys only; a window's queries are all rotated to the current position; prompt tokens inside the
-window are not scored but always selected and count against the budget; a second prefill is refused. Plain torch, not capturable.
+Differences from the engine's own OmniKV (METHODS.md 3.3, items 13-19): only prompt tokens are
+scored, every generated token is tail; softmax runs over the scored keys only; a window's queries
+are all rotated to the current position; prompt tokens inside the window are not scored but always
+selected and count against the budget; a second prefill is refused. Plain torch, not capturable.
 """
 
 import torch
@@ -16,8 +18,8 @@ from kernels.topk import select_topk
 class OfficialRuntime(OmniKVRuntime):
     """Selection state of one session with one prompt."""
 
-    packed = False          # its tail is everything generated, which no ring holds
-    capturable = False      # the step's number decides shapes: it is read on the host
+    packed = False  # its tail is everything generated, which no ring holds
+    capturable = False  # the step's number decides shapes: it is read on the host
 
     def __init__(self, method, setup):
         super().__init__(method, setup)
@@ -40,13 +42,24 @@ class OfficialRuntime(OmniKVRuntime):
         forced = max(0, self.window - generated)
         scored = self.prompt - forced
         keys = self._scores(layer, q, step, scored)
-        k = max(1, self.k - forced) if self.window else self.k      # a window chooses one at least, `last` may choose none
+        # a window chooses one at least, `last` may choose none
+        k = max(1, self.k - forced) if self.window else self.k
         index, counts = self.index[group], self.counts[group]
-        select_topk(keys, self.zero, device_int(scored, self.setup), device_int(k, self.setup), index[:, 0], counts,
-                    scratch=self.setup.scratch, path=self.setup.path)
+        select_topk(
+            keys,
+            self.zero,
+            device_int(scored, self.setup),
+            device_int(k, self.setup),
+            index[:, 0],
+            counts,
+            scratch=self.setup.scratch,
+            path=self.setup.path,
+        )
         if forced:
             kept = int(counts[0])
-            index[:, 0, kept:kept + forced] = torch.arange(scored, self.prompt, device=index.device, dtype=index.dtype)
+            index[:, 0, kept : kept + forced] = torch.arange(
+                scored, self.prompt, device=index.device, dtype=index.dtype
+            )
             counts += forced
         return self.attend_dense(layer, q, step)
 
@@ -56,7 +69,8 @@ class OfficialRuntime(OmniKVRuntime):
         rows = k[:, :, :scored]
         if self.window:
             at = step.positions[:, -1:] + torch.arange(1 - self.window, 1, device=q.device)
-            cos, sin = step.rotary.at(step.positions[:, -1:].expand(-1, self.window))      # all at the current position
+            # all at the current position
+            cos, sin = step.rotary.at(step.positions[:, -1:].expand(-1, self.window))
             q = step.rotary.apply(step.ring.read(layer, at.clamp_(min=0)), cos, sin)
         batch, queries, heads, dim = q.shape
         packed = q.view(batch, queries, rows.shape[1], -1, dim).permute(0, 2, 1, 3, 4).flatten(2, 3)

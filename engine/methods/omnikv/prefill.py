@@ -1,8 +1,10 @@
-"""Chunked OmniKV-prefill: in the sparse layers a block of queries reads r x block rows of the past, chosen by the filter layers.
+"""Chunked OmniKV-prefill: in the sparse layers a block of queries reads r x block rows of the past,
+chosen by the filter layers.
 
-Source: the OmniKV paper, section D.10 (METHODS.md items 27-28); the uniform rule over the block's queries. What the paper leaves open
-is decided here: FULL, FILTER and WAIT layers stay dense; blocks begin at absolute multiples of `prefill_block`; the rows just before
-a block (the tail of DESIGN.md) are always seen; the prompt's end is read densely, so that no boundary falls inside the question.
+Source: the OmniKV paper, section D.10 (METHODS.md items 27-28); the uniform rule over the block's
+queries. What the paper leaves open is decided here: FULL, FILTER and WAIT layers stay dense; blocks
+begin at absolute multiples of `prefill_block`; the rows just before a block (the tail of DESIGN.md)
+are always seen; the prompt's end is read densely, so that no boundary falls inside the question.
 """
 
 import math
@@ -16,24 +18,38 @@ from kernels.prefill import prefill_dense, prefill_dense_lse
 from kernels.sparse_prefill import prefill_sparse
 from kernels.topk import select_topk
 
-AT_ONCE = 4         # blocks scored by one launch: 4 x 64 tiles fill a GPU from 8K rows on, and the scores stay at 16 bytes a token
+# blocks scored by one launch: 4 x 64 tiles fill a GPU from 8K rows on, and the scores stay at 16
+# bytes a token
+AT_ONCE = 4
 
 
 class PrefillSelector:
-    """Selections of one session's prefill: per group, one index row per block of the chunk under way."""
+    """Selections of one session's prefill: per group, one index row per block of the chunk under
+    way.
+    """
 
     def __init__(self, method, setup):
         self.method, self.setup, self.plan = method, setup, setup.plan
-        self.scale = setup.config.head_dim ** -0.5
+        self.scale = setup.config.head_dim**-0.5
         self.block = method.prefill_block
-        self.k = min(method.prefill_ratio * self.block, setup.capacity) if method.prefill_ratio else setup.capacity
-        self.block_sparse = BlockSparse(method, setup) if method.dense_layers == "block_sparse" else None
+        self.k = (
+            min(method.prefill_ratio * self.block, setup.capacity)
+            if method.prefill_ratio
+            else setup.capacity
+        )
+        self.block_sparse = (
+            BlockSparse(method, setup) if method.dense_layers == "block_sparse" else None
+        )
         self.total = 0
-        self.under_way = []             # blocks of the chunk under way; the last layer may see the chunk's last query only
-        self.keys = torch.empty(setup.batch, AT_ONCE, setup.capacity if method.prefill_ratio else 0, device=setup.device)
-        self.scored = []                # its sparse blocks; of the newest chunk that had any
-        self.index = {}                 # group -> index [B, sparse blocks of the chunk, k] int32
-        self.rows_read = 0              # rows of the past read by sparse layers, summed over blocks (for tests and tables)
+        # blocks of the chunk under way; the last layer may see the chunk's last query only
+        self.under_way = []
+        self.keys = torch.empty(
+            setup.batch, AT_ONCE, setup.capacity if method.prefill_ratio else 0, device=setup.device
+        )
+        self.scored = []  # its sparse blocks; of the newest chunk that had any
+        self.index = {}  # group -> index [B, sparse blocks of the chunk, k] int32
+        # rows of the past read by sparse layers, summed over blocks (for tests and tables)
+        self.rows_read = 0
 
     @property
     def nbytes(self):
@@ -41,7 +57,9 @@ class PrefillSelector:
         return self.keys.numel() * self.keys.element_size()
 
     def blocks(self, start, stop):
-        """(first, last, local) of the blocks in a chunk; local: first row of the band that is always seen, None for a dense block."""
+        """(first, last, local) of the blocks in a chunk; local: first row of the band that is
+        always seen, None for a dense block.
+        """
         first = start
         while first < stop:
             last = min(stop, (first // self.block + 1) * self.block)
@@ -77,8 +95,18 @@ class PrefillSelector:
         out, lse = prefill_dense_lse(q, k, v, start, self.scale)
         chosen = []
         for at in range(0, len(self.scored), AT_ONCE):
-            blocks = self.scored[at:at + AT_ONCE]
-            column_scores(q, k, lse, blocks, start, self.method.prefill_stride, self.scale, self.keys, path=self.setup.path)
+            blocks = self.scored[at : at + AT_ONCE]
+            column_scores(
+                q,
+                k,
+                lse,
+                blocks,
+                start,
+                self.method.prefill_stride,
+                self.scale,
+                self.keys,
+                path=self.setup.path,
+            )
             chosen.append(self._select([local for *_, local in blocks]))
         self.index[group] = torch.cat(chosen, 1)
         return out
@@ -89,16 +117,25 @@ class PrefillSelector:
         keys = self.keys[:, :count].reshape(batch * count, -1)
         hi = torch.tensor(stops * batch, dtype=torch.int32).to(device)
         chosen = torch.empty(batch * count, self.k, dtype=torch.int32, device=device)
-        select_topk(keys, torch.zeros_like(hi), hi, torch.full_like(hi, self.k), chosen, torch.empty_like(hi), path=self.setup.path)
+        select_topk(
+            keys,
+            torch.zeros_like(hi),
+            hi,
+            torch.full_like(hi, self.k),
+            chosen,
+            torch.empty_like(hi),
+            path=self.setup.path,
+        )
         return chosen.view(batch, count, self.k)
 
     def _sparse(self, group, q, k, v, start):
         """Runs of sparse blocks by one launch each, runs of dense ones likewise."""
         out, number = torch.empty_like(q), 0
-        runs = []                       # [sparse?, first, last, blocks, where their index rows begin]
+        # [sparse?, first, last, blocks, where their index rows begin]
+        runs = []
         for first, last, local in self.under_way:
             number += local is not None
-            if last <= start:           # the last layer sees the chunk's last query only
+            if last <= start:  # the last layer sees the chunk's last query only
                 continue
             first = max(first, start)
             if not runs or runs[-1][0] != (local is not None):
@@ -108,25 +145,38 @@ class PrefillSelector:
         for sparse, first, last, blocks, row in runs:
             part = slice(first - start, last - start)
             if not sparse:
-                out[:, part] = prefill_dense(q[:, part], k, v, first, self.scale, path=self.setup.path)
+                out[:, part] = prefill_dense(
+                    q[:, part], k, v, first, self.scale, path=self.setup.path
+                )
                 continue
-            index = self.index[group][:, row:row + len(blocks)]
-            out[:, part] = prefill_sparse(q[:, part], k, v, index, blocks, first, self.scale, path=self.setup.path)
+            index = self.index[group][:, row : row + len(blocks)]
+            out[:, part] = prefill_sparse(
+                q[:, part], k, v, index, blocks, first, self.scale, path=self.setup.path
+            )
             self.rows_read += sum(count + first - local for first, _, local, count in blocks)
         return out
 
     def selections(self):
-        """{(filter layer, block's first position): int64 [k]} of the newest chunk that chose, sequence 0."""
-        return {(self.plan.groups[group].filter_layer, first): index[0, n].long().cpu()
-                for group, index in self.index.items() for n, (first, *_) in enumerate(self.scored)}
+        """{(filter layer, block's first position): int64 [k]} of the newest chunk that chose,
+        sequence 0.
+        """
+        return {
+            (self.plan.groups[group].filter_layer, first): index[0, n].long().cpu()
+            for group, index in self.index.items()
+            for n, (first, *_) in enumerate(self.scored)
+        }
 
     def work(self, work, start, stop):
-        """(linear, attention) operations of positions start .. stop-1: dense layers, scoring (half an attention), sparse layers."""
+        """(linear, attention) operations of positions start .. stop-1: dense layers, scoring (half
+        an attention), sparse layers.
+        """
         linear, attention = work.parts(start, stop)
         sparse = sum(1 for layer in self.plan.sparse_layers if layer < work.layers)
         filters = sum(1 for group in self.plan.groups if group.layers)
         if self.block_sparse:
-            wide = sum(1 for role in self.plan.roles[:work.layers] if role in (Role.FULL, Role.WAIT))
+            wide = sum(
+                1 for role in self.plan.roles[: work.layers] if role in (Role.FULL, Role.WAIT)
+            )
             attention -= wide * self.block_sparse.saved(work, start, stop, self.total)
         for first, last, local in self.blocks(start, stop):
             if local is None:
@@ -134,5 +184,11 @@ class PrefillSelector:
             count = last - first
             pairs = count * (self.k + first - local + (count + 1) / 2)
             attention += sparse * (work.per_pair * pairs - work.pairs(first, last))
-            attention += filters * work.per_pair * 0.5 * math.ceil(count / self.method.prefill_stride) * local
+            attention += (
+                filters
+                * work.per_pair
+                * 0.5
+                * math.ceil(count / self.method.prefill_stride)
+                * local
+            )
         return linear, attention

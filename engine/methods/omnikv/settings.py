@@ -1,7 +1,9 @@
-"""OmniKV: filter layers attend to everything and choose k tokens, the layers after them attend to those and the tail.
+"""OmniKV: filter layers attend to everything and choose k tokens, the layers after them attend to
+those and the tail.
 
-Source: the OmniKV paper (ICLR 2025), section 4, Eq. 1-4; METHODS.md section 3, items 1-19. Every key and value stays in the bank.
-`official=True` follows the published code instead, to the last index (engine/methods/omnikv/official.py).
+Source: the OmniKV paper (ICLR 2025), section 4, Eq. 1-4; METHODS.md section 3, items 1-19. Every
+key and value stays in the bank. `official=True` follows the published code instead, to the last
+index (engine/methods/omnikv/official.py).
 """
 
 import math
@@ -29,17 +31,20 @@ DEFAULT_TOKENS = 2048
 class OmniKV(Method):
     """Settings of OmniKV; defaults as in DESIGN.md.
 
-    filter_layers: ascending distinct layer numbers, or None (omnikv.json beside the model, the published table, else a spread).
-    tokens | share | mem: the budget k, at most one; none means 2048 tokens. share and mem are parts of the bank's length at the
-    end of the latest prefill. selector: last | uniform | exponential over `window` queries. scores: None (softmax over every key
-    the query sees) | "softmax" | "raw". wait_layers: layers after a filter that attend to everything (None: 1,
-    or what the calibration says that filter_layers=None takes). tail: newest tokens that every layer sees. sink: first tokens that are
-    always chosen, inside the budget. dense_below: contexts shorter than this run full attention; "auto" decides from the plan's byte
-    counts, 0 never. prefill_ratio: r of chunked OmniKV-prefill, None for exact
-    prefill: each block of `prefill_block` queries attends, in the sparse layers, to the r * prefill_block rows of the past that
-    every `prefill_stride`-th query of the block scores highest; the prompt's last `prefill_dense_end` tokens are read densely.
-    dense_layers: "block_sparse" makes FULL and WAIT layers read, in prefill, only the key blocks that carry `dense_mass` of the
-    attention as `dense_estimator` ("pooled" | "antidiagonal") estimates it from `dense_stride` rows at a time
+    filter_layers: ascending distinct layer numbers, or None (omnikv.json beside the model, the
+    published table, else a spread). tokens | share | mem: the budget k, at most one; none means
+    2048 tokens. share and mem are parts of the bank's length at the end of the latest prefill.
+    selector: last | uniform | exponential over `window` queries. scores: None (softmax over every
+    key the query sees) | "softmax" | "raw". wait_layers: layers after a filter that attend to
+    everything (None: 1, or what the calibration says that filter_layers=None takes). tail: newest
+    tokens that every layer sees. sink: first tokens that are always chosen, inside the budget.
+    dense_below: contexts shorter than this run full attention; "auto" decides from the plan's byte
+    counts, 0 never. prefill_ratio: r of chunked OmniKV-prefill, None for exact prefill: each block
+    of `prefill_block` queries attends, in the sparse layers, to the r * prefill_block rows of the
+    past that every `prefill_stride`-th query of the block scores highest; the prompt's last
+    `prefill_dense_end` tokens are read densely. dense_layers: "block_sparse" makes FULL and WAIT
+    layers read, in prefill, only the key blocks that carry `dense_mass` of the attention as
+    `dense_estimator` ("pooled" | "antidiagonal") estimates it from `dense_stride` rows at a time
     (engine/methods/omnikv/block_sparse.py).
     """
 
@@ -84,7 +89,9 @@ class OmniKV(Method):
         elif self.official:
             object.__setattr__(self, "dense_below", 0)
         if self.official and self.selector != "last" and self.scores == "raw":
-            raise SettingError("scores: found 'raw' with a windowed selector, expected None or 'softmax' (official)")
+            raise SettingError(
+                "scores: found 'raw' with a windowed selector, expected None or 'softmax' (official)"
+            )
         if self.prefill_ratio is not None:
             whole("prefill_ratio", self.prefill_ratio, 1)
         whole("prefill_block", self.prefill_block, 64)
@@ -95,24 +102,36 @@ class OmniKV(Method):
         choice("dense_stride", self.dense_stride, (4, 8, 16, 32))
         portion("dense_mass", self.dense_mass)
         if self.official and self.dense_layers != "dense":
-            raise SettingError("dense_layers: the published code reads prompts densely; leave it out with official=True")
+            raise SettingError(
+                "dense_layers: the published code reads prompts densely; leave it out with official=True"
+            )
         if self.official and self.prefill_ratio is not None:
-            raise SettingError("prefill_ratio: the published code has no sparse prefill; leave it out with official=True")
+            raise SettingError(
+                "prefill_ratio: the published code has no sparse prefill; leave it out with official=True"
+            )
         if self.official and (self.sink or self.mem is not None):
-            raise SettingError("official: sink and mem do not exist in the published code; leave them out")
+            raise SettingError(
+                "official: sink and mem do not exist in the published code; leave them out"
+            )
         if self.tokens is not None and self.sink > self.tokens:
-            raise SettingError(f"sink: found {self.sink}, expected at most the budget of {self.tokens} tokens")
+            raise SettingError(
+                f"sink: found {self.sink}, expected at most the budget of {self.tokens} tokens"
+            )
 
     @property
     def kind(self):
-        """What is ranked: "softmax" or "raw" scores (official: raw for `last`, softmax for the windows)."""
+        """What is ranked: "softmax" or "raw" scores (official: raw for `last`, softmax for the
+        windows).
+        """
         if self.scores is not None:
             return self.scores
         return "raw" if self.official and self.selector == "last" else "softmax"
 
     @property
     def selects(self):
-        """Whether the slots of an offloaded group serve: the published code's tail grows without bound, and is gathered."""
+        """Whether the slots of an offloaded group serve: the published code's tail grows without
+        bound, and is gathered.
+        """
         return not self.official
 
     def plan(self, config):
@@ -133,21 +152,28 @@ class OmniKV(Method):
     def budget_capacity(self, plan, capacity):
         """Most tokens that a selection can hold in a bank of `capacity` tokens."""
         extra = self.window if self.official else 0
-        return max(1, min(capacity, self.budget(plan, capacity) + extra)) if plan.sparse_layers else 0
+        return (
+            max(1, min(capacity, self.budget(plan, capacity) + extra)) if plan.sparse_layers else 0
+        )
 
     def runtime_bytes(self, plan, capacity, config, size):
-        """Scores (4 B a token, and 4 B for every block that prefill_ratio scores at once) and one row of indices a group."""
+        """Scores (4 B a token, and 4 B for every block that prefill_ratio scores at once) and one
+        row of indices a group.
+        """
         room = self.budget_capacity(plan, capacity)
         scores = 4 * capacity * (1 + AT_ONCE if self.prefill_ratio else 1)
         return scores + 4 * room * len(plan.groups) if room else 0
 
     def dense_below_tokens(self, plan, config, dtype_bytes, device_type, capacity):
-        """Context length from which sparse layers read fewer bytes than scoring, gathering and reading cost; from byte counts only.
+        """Context length from which sparse layers read fewer bytes than scoring, gathering and
+        reading cost; from byte counts only.
 
-        A sparse layer reads k + tail rows instead of n (a CPU gathers by copy: k rows cost three passes); a filter layer writes
-        and reads one float32 score per head and token, and one key per token for the top-k. A CPU's filter layers also convert or
-        multiply every key apart from the fused attention, which counts as a second reading of it (measured, 160M shape in bfloat16 and
-        float32: without it OmniKV with 4 sparse layers of 12 ran at 0.85x to 0.98x of full attention at 8192 tokens).
+        A sparse layer reads k + tail rows instead of n (a CPU gathers by copy: k rows cost three
+        passes); a filter layer writes and reads one float32 score per head and token, and one key
+        per token for the top-k. A CPU's filter layers also convert or multiply every key apart from
+        the fused attention, which counts as a second reading of it (measured, 160M shape in
+        bfloat16 and float32: without it OmniKV with 4 sparse layers of 12 ran at 0.85x to 0.98x of
+        full attention at 8192 tokens).
         """
         if self.dense_below != "auto":
             return self.dense_below
@@ -168,44 +194,62 @@ class OmniKV(Method):
         return math.ceil(fixed / per_token) if per_token > 0 else capacity + 1
 
     def check(self, plan):
-        """Mem% must exceed what the dense layers take; a plan without sparse layers is legal and warned about."""
+        """Mem% must exceed what the dense layers take; a plan without sparse layers is legal and
+        warned about.
+        """
         if self.mem is not None and (plan.sparse_layers or self.mem < 1.0):
             budget_from_mem(self.mem, plan.dense_share)
         if not plan.sparse_layers:
-            warnings.warn(f"OmniKV with filter_layers={self.filter_layers} and wait_layers={self.wait_layers} leaves no sparse layer "
-                          f"of {plan.num_layers}: every layer runs full attention", stacklevel=3)
+            warnings.warn(
+                f"OmniKV with filter_layers={self.filter_layers} and wait_layers={self.wait_layers} leaves no sparse layer "
+                f"of {plan.num_layers}: every layer runs full attention",
+                stacklevel=3,
+            )
 
     @property
     def in_parts(self):
-        """The published code reads a prompt in one call, and so do block-sparse dense layers: their calls' ends are dense."""
+        """The published code reads a prompt in one call, and so do block-sparse dense layers: their
+        calls' ends are dense.
+        """
         return not (self.official or self.dense_layers != "dense")
 
     @property
     def last_part(self):
-        """A prompt that is read sparsely is read densely at its end. (Parts that end at whole blocks are read as in one call.)"""
+        """A prompt that is read sparsely is read densely at its end. (Parts that end at whole
+        blocks are read as in one call.)
+        """
         return self.prefill_dense_end if self.prefill_ratio else 0
 
     def check_prefill(self, start, stop):
-        """official: one prompt per session (the published code breaks silently on a second), as long as its windows."""
+        """official: one prompt per session (the published code breaks silently on a second), as
+        long as its windows.
+        """
         if not self.official:
             return
         if start:
-            raise SettingError("official: the published code knows one prompt per session; a second prefill is not supported")
+            raise SettingError(
+                "official: the published code knows one prompt per session; a second prefill is not supported"
+            )
         least = 2 if self.selector == "last" else max(2, self.window - 1)
         if stop < least:
-            raise SettingError(f"official: found a prompt of {stop} tokens, expected at least {least} "
-                               f"(the published code fails below)")
+            raise SettingError(
+                f"official: found a prompt of {stop} tokens, expected at least {least} "
+                f"(the published code fails below)"
+            )
 
     def runtime(self, setup):
         """Selection buffers of one session."""
         if self.official:
             from engine.methods.omnikv.official import OfficialRuntime
+
             return OfficialRuntime(self, setup)
         return OmniKVRuntime(self, setup)
 
 
 class OmniKVRuntime(Runtime):
-    """One session's selections. Buffers: keys [B, capacity] float32 shared by the filter layers, index [B, 1, K] int32 a group."""
+    """One session's selections. Buffers: keys [B, capacity] float32 shared by the filter layers,
+    index [B, 1, K] int32 a group.
+    """
 
     packed = True
 
@@ -224,7 +268,8 @@ class OmniKVRuntime(Runtime):
             self.prefill = PrefillSelector(method, setup)
         self.k_device = device_int(0, setup)
         self.zero = device_int(0, setup)
-        self._set_k(method.budget(self.plan, 0))        # for a session that decodes before it has read anything
+        # for a session that decodes before it has read anything
+        self._set_k(method.budget(self.plan, 0))
 
     @property
     def nbytes(self):
@@ -245,7 +290,11 @@ class OmniKVRuntime(Runtime):
 
     def prefill_work(self, work, start, stop):
         """Operations of a prefill, those that the r-ratio saves left out."""
-        return work.parts(start, stop) if self.prefill is None else self.prefill.work(work, start, stop)
+        return (
+            work.parts(start, stop)
+            if self.prefill is None
+            else self.prefill.work(work, start, stop)
+        )
 
     def end_prefill(self, length, step=None):
         """Fix k for the answer that follows."""
@@ -256,7 +305,9 @@ class OmniKVRuntime(Runtime):
         self.k_device.fill_(k)
 
     def attend(self, layer, q, step):
-        """What the layer's role says: dense, dense and choose, or sparse over the group's selection."""
+        """What the layer's role says: dense, dense and choose, or sparse over the group's
+        selection.
+        """
         role = self.plan.roles[layer]
         if role is Role.SPARSE:
             return self.attend_sparse(layer, q, step)
@@ -264,7 +315,9 @@ class OmniKVRuntime(Runtime):
             out = self.attend_and_select(layer, q, step)
             if self.packed:
                 group = self.plan.group_of[layer]
-                step.bank.fetch(self.plan.groups[group].layers, self.index[group], self.counts[group])
+                step.bank.fetch(
+                    self.plan.groups[group].layers, self.index[group], self.counts[group]
+                )
             return out
         return self.attend_dense(layer, q, step)
 
@@ -273,55 +326,85 @@ class OmniKVRuntime(Runtime):
         return step.tail_start(self.method.tail)
 
     def chosen_rows(self, layer):
-        """Positions int64 [k] that a sparse layer read in the last step beside the tail, sequence 0."""
+        """Positions int64 [k] that a sparse layer read in the last step beside the tail, sequence
+        0.
+        """
         group = self.plan.group_of[layer]
-        return self.index[group][0, 0, :int(self.counts[group][0])].long()
+        return self.index[group][0, 0, : int(self.counts[group][0])].long()
 
     def attend_sparse(self, layer, q, step):
         """Attention over the group's selection and the tail."""
         group = self.plan.group_of[layer]
-        rows = step.bank.selected(layer, self.index[group], self.counts[group], self.tail_first(step), step, self.packed)
+        rows = step.bank.selected(
+            layer, self.index[group], self.counts[group], self.tail_first(step), step, self.packed
+        )
         return decode_sparse(q, *rows, self.scale, scratch=self.setup.scratch, path=self.setup.path)
 
     def attend_and_select(self, layer, q, step):
-        """A filter layer: attention to everything, and from the same scores the selection of its group."""
+        """A filter layer: attention to everything, and from the same scores the selection of its
+        group.
+        """
         group = self.plan.group_of[layer]
         k, v = step.bank.kv(layer, step.bucket)
         common = dict(scratch=self.setup.scratch, path=self.setup.path)
-        keys = self.keys[:, :step.bucket]
+        keys = self.keys[:, : step.bucket]
         if self.window:
             out = decode_dense(q, k, v, step.visible, self.scale, **common)
-            window_scores(step.window_queries(layer, self.window), k, step.visible, self.scale, self.alpha, self.method.kind,
-                          keys, **common)
+            window_scores(
+                step.window_queries(layer, self.window),
+                k,
+                step.visible,
+                self.scale,
+                self.alpha,
+                self.method.kind,
+                keys,
+                **common,
+            )
         else:
-            out = decode_dense(q, k, v, step.visible, self.scale, keys=keys, kind=self.method.kind, **common)
+            out = decode_dense(
+                q, k, v, step.visible, self.scale, keys=keys, kind=self.method.kind, **common
+            )
         if self.method.sink:
-            keys[:, :self.method.sink] = float("inf")          # always chosen, inside the budget
-        select_topk(keys, self.zero, step.tail_start(self.method.tail), self.k_device, self.index[group][:, 0],
-                    self.counts[group], **common)
+            keys[:, : self.method.sink] = float("inf")  # always chosen, inside the budget
+        select_topk(
+            keys,
+            self.zero,
+            step.tail_start(self.method.tail),
+            self.k_device,
+            self.index[group][:, 0],
+            self.counts[group],
+            **common,
+        )
         return out
 
     def warm(self, steps):
-        """Choose for the prompt's last queries, so that their tokens are in the working sets before the first step asks."""
+        """Choose for the prompt's last queries, so that their tokens are in the working sets before
+        the first step asks.
+        """
         if self.packed:
             for step in steps:
                 for group in self.plan.groups:
                     if group.layers:
-                        self.attend(group.filter_layer, step.window_queries(group.filter_layer, 1), step)
-                        step.bank.arrived(group.layers)     # race: the next choice would be written while this one is looked up
+                        self.attend(
+                            group.filter_layer, step.window_queries(group.filter_layer, 1), step
+                        )
+                        # race: the next choice would be written while this one is looked up
+                        step.bank.arrived(group.layers)
 
     def selections(self):
         """{filter layer: int64 [k] positions, ascending} of the last step, sequence 0."""
         found = {}
         for group, index, counts in zip(self.plan.groups, self.index, self.counts):
             if group.layers:
-                found[group.filter_layer] = index[0, 0, :int(counts[0])].long().cpu()
+                found[group.filter_layer] = index[0, 0, : int(counts[0])].long().cpu()
         return found
 
     def selection_scores(self):
-        """{filter layer: float32 [k]}: the last group's only, since the filter layers share one buffer of keys.
+        """{filter layer: float32 [k]}: the last group's only, since the filter layers share one
+        buffer of keys.
 
-        Raw scores become shares of the selection (a softmax over it), so that a larger number always means more attention.
+        Raw scores become shares of the selection (a softmax over it), so that a larger number
+        always means more attention.
         """
         chosen = self.selections()
         if not chosen:
@@ -329,7 +412,8 @@ class OmniKVRuntime(Runtime):
         layer, positions = max(chosen.items())
         keys = self.keys[0, positions.to(self.keys.device)].cpu()
         keys = torch.softmax(keys, 0) if self.method.kind == "raw" else keys
-        return {layer: keys.nan_to_num(0.0, posinf=0.0)}       # a sink is chosen by an infinite key, whatever its score
+        # a sink is chosen by an infinite key, whatever its score
+        return {layer: keys.nan_to_num(0.0, posinf=0.0)}
 
     def rows_read(self, n):
         """Rows per layer at n tokens: n, or the chosen ones and the tail."""
@@ -353,10 +437,18 @@ class OmniKVRuntime(Runtime):
 
 def _filters(value):
     numbers = tuple(value) if isinstance(value, (tuple, list)) else value
-    if not isinstance(numbers, tuple) or not numbers or any(isinstance(x, bool) or not isinstance(x, int) for x in numbers):
-        raise SettingError(f"filter_layers: found {value!r}, expected a non-empty tuple of layer numbers such as (2, 8, 18)")
+    if (
+        not isinstance(numbers, tuple)
+        or not numbers
+        or any(isinstance(x, bool) or not isinstance(x, int) for x in numbers)
+    ):
+        raise SettingError(
+            f"filter_layers: found {value!r}, expected a non-empty tuple of layer numbers such as (2, 8, 18)"
+        )
     if numbers[0] < 0 or any(a >= b for a, b in zip(numbers, numbers[1:])):
-        raise SettingError(f"filter_layers: found {numbers}, expected distinct ascending numbers from 0 on")
+        raise SettingError(
+            f"filter_layers: found {numbers}, expected distinct ascending numbers from 0 on"
+        )
     return numbers
 
 

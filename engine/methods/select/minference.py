@@ -1,11 +1,14 @@
-"""MInference 1.0: prefill by a sparse pattern per head, its lines ranked from the newest queries; decode is full attention.
+"""MInference 1.0: prefill by a sparse pattern per head, its lines ranked from the newest queries;
+decode is full attention.
 
-Source: MInference 1.0 (Jiang et al., NeurIPS 2024), section 3, and microsoft/MInference (minference_forward.py); METHODS.md row
-`minference`. Patterns: engine/methods/select/minference_patterns.py. Published defaults: ("vertical_slash", 1000, 6096) for heads that no table names,
-lines ranked by the last 64 queries, the first 30 columns and the nearest 100 diagonals always among them; a table per model from an
-offline search by the attention mass kept (tools/minference_search.py). Every query head chooses for itself, so nothing is
-reduced over a group. Lines are ranked per chunk of a prompt, from that chunk's last 64 queries: a prompt read in one chunk is the
-published method.
+Source: MInference 1.0 (Jiang et al., NeurIPS 2024), section 3, and microsoft/MInference
+(minference_forward.py); METHODS.md row `minference`. Patterns:
+engine/methods/select/minference_patterns.py. Published defaults: ("vertical_slash", 1000, 6096) for
+heads that no table names, lines ranked by the last 64 queries, the first 30 columns and the nearest
+100 diagonals always among them; a table per model from an offline search by the attention mass kept
+(tools/minference_search.py). Every query head chooses for itself, so nothing is reduced over a
+group. Lines are ranked per chunk of a prompt, from that chunk's last 64 queries: a prompt read in
+one chunk is the published method.
 """
 
 from dataclasses import dataclass
@@ -30,21 +33,34 @@ from kernels.prefill import attend_chunk, attend_rows, merge, prefill_dense, pre
 
 @dataclass(frozen=True)
 class MInference(Method):
-    """patterns: one pattern for all heads, or a table [layer][query head] of them. share: their sizes scaled, per chunk, so that they add
-    up to this share of the rows seen (the published minima of 30 columns and 50 diagonals stay); None: as they are. Blocks of 64 queries
-    read the rows of all their diagonals, so what is read is more where diagonals lie apart: `pairs_read` says."""
+    """patterns: one pattern for all heads, or a table [layer][query head] of them. share: their
+    sizes scaled, per chunk, so that they add up to this share of the rows seen (the published
+    minima of 30 columns and 50 diagonals stay); None: as they are. Blocks of 64 queries read the
+    rows of all their diagonals, so what is read is more where diagonals lie apart: `pairs_read`
+    says.
+    """
 
     patterns: tuple = ("vertical_slash", 1000, 6096)
     share: float | None = None
 
-    in_parts = False            # lines are ranked by a prompt's last queries
+    in_parts = False  # lines are ranked by a prompt's last queries
 
     def __post_init__(self):
         table = self.patterns
         single = isinstance(table, (tuple, list)) and table and isinstance(table[0], str)
-        if not single and not (isinstance(table, (tuple, list)) and table and all(isinstance(r, (tuple, list)) and r for r in table)):
-            raise SettingError(f"patterns: found {str(table)[:60]!r}, expected a pattern, or a table [layer][query head] of them")
-        object.__setattr__(self, "patterns", checked(table) if single else tuple(tuple(map(checked, row)) for row in table))
+        if not single and not (
+            isinstance(table, (tuple, list))
+            and table
+            and all(isinstance(r, (tuple, list)) and r for r in table)
+        ):
+            raise SettingError(
+                f"patterns: found {str(table)[:60]!r}, expected a pattern, or a table [layer][query head] of them"
+            )
+        object.__setattr__(
+            self,
+            "patterns",
+            checked(table) if single else tuple(tuple(map(checked, row)) for row in table),
+        )
         if self.share is not None:
             portion("share", self.share)
 
@@ -59,8 +75,10 @@ class MInference(Method):
         if isinstance(self.patterns[0], str):
             return ((self.patterns,) * heads,) * layers
         if len(self.patterns) != layers or any(len(row) != heads for row in self.patterns):
-            raise SettingError(f"patterns: found a table of {len(self.patterns)} layers with {len(self.patterns[0])} heads, expected "
-                               f"{layers} layers with {heads} query heads (this model); search anew (tools.minference_search)")
+            raise SettingError(
+                f"patterns: found a table of {len(self.patterns)} layers with {len(self.patterns[0])} heads, expected "
+                f"{layers} layers with {heads} query heads (this model); search anew (tools.minference_search)"
+            )
         return self.patterns
 
     def runtime(self, setup):
@@ -69,12 +87,14 @@ class MInference(Method):
 
 
 class MInferenceRuntime(Runtime):
-    """Nothing lives between chunks but counters: pairs_read and pairs_causal of (query, row) pairs, summed over the heads of sparse calls.
+    """Nothing lives between chunks but counters: pairs_read and pairs_causal of (query, row) pairs,
+    summed over the heads of sparse calls.
 
-    meter: a list takes {"layer", "start", "recall" [H]} per chunk: the dense attention mass that each head's pattern keeps.
+    meter: a list takes {"layer", "start", "recall" [H]} per chunk: the dense attention mass that
+    each head's pattern keeps.
     """
 
-    reads_every_query = True        # the last layer's lines are ranked by 64 queries too
+    reads_every_query = True  # the last layer's lines are ranked by 64 queries too
 
     def __init__(self, method, setup):
         super().__init__(method, setup)
@@ -83,9 +103,11 @@ class MInferenceRuntime(Runtime):
         self.meter = self._newest = None
 
     def prefill_attend(self, layer, q, bank, start):
-        """Attention of a chunk at positions start .. start+C-1; dense where every head's pattern shows everything.
+        """Attention of a chunk at positions start .. start+C-1; dense where every head's pattern
+        shows everything.
 
-        The last layer comes twice, with all queries and with the newest alone, whose lines are those of all.
+        The last layer comes twice, with all queries and with the newest alone, whose lines are
+        those of all.
         """
         k, v = bank.kv(layer)
         stop, patterns = start + q.shape[1], self.table[layer]
@@ -94,7 +116,9 @@ class MInferenceRuntime(Runtime):
         if q.shape[1] > 1 or self._newest is None or self._newest[:2] != (layer, stop):
             out, lse = self.attend_patterns(patterns, q, k, v, start)
             if self.meter is not None:
-                recall = torch.exp(lse - prefill_dense_lse(q, k, v, start, self.scale)[1]).mean((0, 1))
+                recall = torch.exp(lse - prefill_dense_lse(q, k, v, start, self.scale)[1]).mean(
+                    (0, 1)
+                )
                 self.meter.append({"layer": layer, "start": start, "recall": recall})
             self._newest = layer, stop, out[:, -1:]
             return out
@@ -114,23 +138,32 @@ class MInferenceRuntime(Runtime):
 
     def attend_patterns(self, patterns, q, k, v, start):
         """Each query head by its own pattern: (out [B, C, H, D], lse [B, C, H] float32)."""
-        out, lse, stop = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device), start + q.shape[1]
+        out, lse, stop = (
+            torch.empty_like(q),
+            torch.empty(q.shape[:3], device=q.device),
+            start + q.shape[1],
+        )
         group = q.shape[2] // k.shape[1]
         edges = [start, *range((start // BLOCK + 1) * BLOCK, stop, BLOCK), stop]
         for b in range(q.shape[0]):
             shown = self._shown(patterns, q[b], k[b], start)
             for first, last in zip(edges, edges[1:]):
                 part = slice(first - start, last - start)
-                own = attend_chunk(q[b:b + 1, part], k[b:b + 1], v[b:b + 1], first, self.scale)
+                own = attend_chunk(
+                    q[b : b + 1, part], k[b : b + 1], v[b : b + 1], first, self.scale
+                )
                 past = torch.zeros_like(own[0]), torch.full_like(own[1], float("-inf"))
                 for head, lines in enumerate(shown):
                     rows = lines.past(first, last)
                     self.pairs_read += len(rows) * (last - first)
                     if len(rows):
-                        chosen = (t[b, head // group].index_select(0, rows)[None, None] for t in (k, v))
-                        past[0][:, :, head:head + 1], past[1][:, :, head:head + 1] = attend_rows(
-                            q[b:b + 1, part, head:head + 1], *chosen, self.scale)
-                out[b:b + 1, part], lse[b:b + 1, part] = merge([own, past], q.dtype)
+                        chosen = (
+                            t[b, head // group].index_select(0, rows)[None, None] for t in (k, v)
+                        )
+                        past[0][:, :, head : head + 1], past[1][:, :, head : head + 1] = (
+                            attend_rows(q[b : b + 1, part, head : head + 1], *chosen, self.scale)
+                        )
+                out[b : b + 1, part], lse[b : b + 1, part] = merge([own, past], q.dtype)
                 self.pairs_read += causal_pairs(0, last - first) * len(shown)
         self.pairs_causal += causal_pairs(start, stop) * q.shape[0] * q.shape[2]
         return out, lse
@@ -150,12 +183,18 @@ class MInferenceRuntime(Runtime):
         return shown
 
     def prefill_work(self, work, start, stop):
-        """(linear, attention) operations, a head's lines counted as rows of every query: diagonals that lie apart read up to 64 times as
-        many, which only the text knows (pairs_read says afterwards). The ranking, 64 queries of a chunk, is left out."""
+        """(linear, attention) operations, a head's lines counted as rows of every query: diagonals
+        that lie apart read up to 64 times as many, which only the text knows (pairs_read says
+        afterwards). The ranking, 64 queries of a chunk, is left out.
+        """
         pairs = 0.0
         for row in self.table:
             for pattern in row:
-                reach = sum(sizes(pattern, stop, self.method.share)) * (BLOCK if pattern[0] == "block_sparse" else 1) + BLOCK // 2
+                reach = (
+                    sum(sizes(pattern, stop, self.method.share))
+                    * (BLOCK if pattern[0] == "block_sparse" else 1)
+                    + BLOCK // 2
+                )
                 middle = min(stop, max(start, reach))
                 pairs += (causal_pairs(start, middle) + (stop - middle) * reach) / len(row)
         return work.parts(start, stop)[0], work.per_pair * pairs

@@ -1,8 +1,11 @@
-"""The three sparse patterns of MInference: which rows of the past a block of queries reads, per query head.
+"""The three sparse patterns of MInference: which rows of the past a block of queries reads, per
+query head.
 
-Source: MInference 1.0 (Jiang et al., NeurIPS 2024), section 3 and microsoft/MInference (minference_forward.py). A pattern is a tuple:
-("a_shape", sink, window), ("vertical_slash", columns, diagonals) or ("block_sparse", blocks). Queries go in blocks of 64 at absolute
-multiples; a block reads whatever its pattern shows to any of its queries (the published kernels do the same), and itself causally.
+Source: MInference 1.0 (Jiang et al., NeurIPS 2024), section 3 and microsoft/MInference
+(minference_forward.py). A pattern is a tuple: ("a_shape", sink, window), ("vertical_slash",
+columns, diagonals) or ("block_sparse", blocks). Queries go in blocks of 64 at absolute multiples; a
+block reads whatever its pattern shows to any of its queries (the published kernels do the same),
+and itself causally.
 """
 
 import torch
@@ -11,42 +14,51 @@ from engine.errors import SettingError
 from engine.methods.settings import whole
 
 BLOCK = 64
-LAST = 64                   # newest queries of a chunk, from which columns and diagonals are ranked
-LEAST = {"vertical_slash": (30, 50), "a_shape": (30, 50), "block_sparse": (1,)}      # published minima
-FIRST_COLUMNS, NEAR_DIAGONALS = 30, 100     # always among the chosen, as published
+LAST = 64  # newest queries of a chunk, from which columns and diagonals are ranked
+# published minima
+LEAST = {"vertical_slash": (30, 50), "a_shape": (30, 50), "block_sparse": (1,)}
+FIRST_COLUMNS, NEAR_DIAGONALS = 30, 100  # always among the chosen, as published
 
 
 def checked(pattern):
     """A pattern as a tuple; SettingError naming it where it is none."""
     pattern = tuple(pattern) if isinstance(pattern, (tuple, list)) else (pattern,)
     if pattern[0] not in LEAST or len(pattern) != 1 + len(LEAST[pattern[0]]):
-        raise SettingError(f"patterns: found {pattern!r}, expected ('vertical_slash', columns, diagonals), ('a_shape', sink, window) or "
-                           f"('block_sparse', blocks)")
+        raise SettingError(
+            f"patterns: found {pattern!r}, expected ('vertical_slash', columns, diagonals), ('a_shape', sink, window) or "
+            f"('block_sparse', blocks)"
+        )
     for size in pattern[1:]:
         whole(f"patterns: {pattern[0]}", size, 1)
     return pattern
 
 
 def sizes(pattern, stop, share=None):
-    """The pattern's numbers where `stop` rows are seen: at least the published minima, at most all; share: scaled so that together they
-    are that share of the rows."""
+    """The pattern's numbers where `stop` rows are seen: at least the published minima, at most all;
+    share: scaled so that together they are that share of the rows.
+    """
     kind, *given = pattern
     unit = BLOCK if kind == "block_sparse" else 1
     scale = 1.0 if share is None else share * stop / (sum(given) * unit)
     most = -(-stop // unit)
-    return tuple(min(most, max(least, int(size * scale))) for size, least in zip(given, LEAST[kind]))
+    return tuple(
+        min(most, max(least, int(size * scale))) for size, least in zip(given, LEAST[kind])
+    )
 
 
 def line_sums(q, k, stop, scale):
-    """Attention of the newest queries summed along columns and along diagonals: two float32 [H, stop].
+    """Attention of the newest queries summed along columns and along diagonals: two float32 [H,
+    stop].
 
-    q [R, H, D]: the queries at positions stop-R .. stop-1; k [Hkv, >= stop, D]. Diagonal d holds the pairs (i, i - d). One K/V head's
-    weights exist at a time: 4 x group x R x stop bytes.
+    q [R, H, D]: the queries at positions stop-R .. stop-1; k [Hkv, >= stop, D]. Diagonal d holds
+    the pairs (i, i - d). One K/V head's weights exist at a time: 4 x group x R x stop bytes.
     """
     count, heads, dim = q.shape
     group = heads // len(k)
     columns, diagonals = torch.zeros(2, heads, stop, device=q.device)
-    later = torch.arange(stop, device=q.device) > torch.arange(stop - count, stop, device=q.device).unsqueeze(1)
+    later = torch.arange(stop, device=q.device) > torch.arange(
+        stop - count, stop, device=q.device
+    ).unsqueeze(1)
     for head in range(len(k)):
         own = slice(head * group, (head + 1) * group)
         logits = q[:, own].float().transpose(0, 1) @ k[head, :stop].float().t() * scale
@@ -59,7 +71,9 @@ def line_sums(q, k, stop, scale):
 
 
 class Lines:
-    """What one head reads: `rows` (bool [stop], None: none) in every block, and the spans of `diagonals` (ascending), shifted with it."""
+    """What one head reads: `rows` (bool [stop], None: none) in every block, and the spans of
+    `diagonals` (ascending), shifted with it.
+    """
 
     def __init__(self, rows, diagonals=None):
         self.rows, self.diagonals = rows, diagonals
@@ -76,12 +90,19 @@ class Lines:
 
 
 def vertical_slash(columns, diagonals, vertical, slash):
-    """The `vertical` columns and `slash` diagonals of largest sum (each float32 [stop]), the first columns and nearest diagonals always."""
+    """The `vertical` columns and `slash` diagonals of largest sum (each float32 [stop]), the first
+    columns and nearest diagonals always.
+    """
     chosen = []
-    for sums, forced, count in ((columns, FIRST_COLUMNS, vertical), (diagonals, NEAR_DIAGONALS, slash)):
+    for sums, forced, count in (
+        (columns, FIRST_COLUMNS, vertical),
+        (diagonals, NEAR_DIAGONALS, slash),
+    ):
         sums = sums.clone()
         near = min(forced, len(sums))
-        sums[:near] = float("inf") if count >= near else torch.arange(near, 0, -1, device=sums.device) * 1e30
+        sums[:near] = (
+            float("inf") if count >= near else torch.arange(near, 0, -1, device=sums.device) * 1e30
+        )
         chosen.append(torch.topk(sums, count).indices)
     rows = torch.zeros(len(columns), dtype=torch.bool, device=columns.device)
     rows[chosen[0]] = True
@@ -95,17 +116,29 @@ def a_shape(stop, sink, window, device):
 
 
 class Pooled:
-    """Block-sparse: per block of queries its own block and the blocks-1 others whose mean key is nearest to its mean query."""
+    """Block-sparse: per block of queries its own block and the blocks-1 others whose mean key is
+    nearest to its mean query.
+    """
 
     def __init__(self, q, k, start, blocks):
         """q [C, D] at positions start .., k [T, D] of one head."""
         self.q, self.start, self.blocks = q, start, blocks
-        self.means = k[:(start + len(q)) // BLOCK * BLOCK].float().unflatten(0, (-1, BLOCK)).mean(1)
+        self.means = (
+            k[: (start + len(q)) // BLOCK * BLOCK].float().unflatten(0, (-1, BLOCK)).mean(1)
+        )
 
     def past(self, first, last):
         """As Lines.past."""
-        mean, before = self.q[first - self.start:last - self.start].float().mean(0), first // BLOCK
-        chosen = torch.topk(self.means[:before] @ mean, min(self.blocks - 1, before)).indices.sort().values
+        mean, before = (
+            self.q[first - self.start : last - self.start].float().mean(0),
+            first // BLOCK,
+        )
+        chosen = (
+            torch.topk(self.means[:before] @ mean, min(self.blocks - 1, before))
+            .indices.sort()
+            .values
+        )
         rows = (chosen.unsqueeze(1) * BLOCK + torch.arange(BLOCK, device=chosen.device)).flatten()
-        inside = torch.arange(before * BLOCK, first, device=rows.device)        # a block that a chunk's edge has cut
+        # a block that a chunk's edge has cut
+        inside = torch.arange(before * BLOCK, first, device=rows.device)
         return torch.cat((rows, inside))

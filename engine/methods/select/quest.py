@@ -1,9 +1,11 @@
-"""Quest: pages of keys with their elementwise extremes; a step reads, per K/V head, the pages whose bound on the logit is largest.
+"""Quest: pages of keys with their elementwise extremes; a step reads, per K/V head, the pages whose
+bound on the logit is largest.
 
-Source: Quest (Tang et al., ICML 2024), section 3, and mit-han-lab/Quest; METHODS.md row `quest`. Everything stays on the device and
-prompts are read densely. Published: pages of 16 tokens, the first two layers dense, at least three pages, and, as in its kernels, the
-newest page always read and counted. Its code knows one K/V head per query head; over a group the bounds are reduced by `gqa_reduce`
-(METHODS.md suggests the maximum) to one page list per K/V head.
+Source: Quest (Tang et al., ICML 2024), section 3, and mit-han-lab/Quest; METHODS.md row `quest`.
+Everything stays on the device and prompts are read densely. Published: pages of 16 tokens, the
+first two layers dense, at least three pages, and, as in its kernels, the newest page always read
+and counted. Its code knows one K/V head per query head; over a group the bounds are reduced by
+`gqa_reduce` (METHODS.md suggests the maximum) to one page list per K/V head.
 """
 
 from dataclasses import dataclass
@@ -18,14 +20,16 @@ from engine.plan.layers import Role
 from kernels.sparse_decode import decode_sparse
 from kernels.topk import select_topk
 
-LEAST = 3           # pages
+LEAST = 3  # pages
 
 
 @dataclass(frozen=True)
 class Quest(Budgeted, Method):
-    """tokens | share: the budget, at most one (default 2048, as in the paper's end-to-end figures); share is of the bank's length at
-    the end of the latest prefill. page: tokens of a page. dense_layers: first layers that read everything. gqa_reduce: how the bounds
-    of a group's query heads become one: "max" | "mean" | "sum"."""
+    """tokens | share: the budget, at most one (default 2048, as in the paper's end-to-end figures);
+    share is of the bank's length at the end of the latest prefill. page: tokens of a page.
+    dense_layers: first layers that read everything. gqa_reduce: how the bounds of a group's query
+    heads become one: "max" | "mean" | "sum".
+    """
 
     tokens: int | None = None
     share: float | None = None
@@ -48,7 +52,9 @@ class Quest(Budgeted, Method):
         return ()
 
     def pages(self, length):
-        """Pages that a step reads, the newest included, where the bank held `length` tokens at the end of the latest prefill."""
+        """Pages that a step reads, the newest included, where the bank held `length` tokens at the
+        end of the latest prefill.
+        """
         return max(LEAST, self.budget(length) // self.page)
 
     def budget_capacity(self, plan, capacity):
@@ -67,16 +73,20 @@ class Quest(Budgeted, Method):
 
 
 class QuestRuntime(Runtime):
-    """chosen int32 [sparse layers, B * Hkv, pages]: pages of the last step; older: whole pages before the newest one, per sequence."""
+    """chosen int32 [sparse layers, B * Hkv, pages]: pages of the last step; older: whole pages
+    before the newest one, per sequence.
+    """
 
-    capturable = False      # which pages are new is the host's knowledge
+    capturable = False  # which pages are new is the host's knowledge
 
     def __init__(self, method, setup):
         super().__init__(method, setup)
         layers, heads = setup.plan.sparse_layers, setup.batch * setup.config.num_kv_heads
         options = dict(dtype=torch.int32, device=setup.device)
         self.extremes = PageExtremes(layers, method.page, setup)
-        self.chosen = torch.full((len(layers), heads, method.pages(setup.capacity) - 1), -1, **options)
+        self.chosen = torch.full(
+            (len(layers), heads, method.pages(setup.capacity) - 1), -1, **options
+        )
         self.counts = torch.zeros(heads, **options)
         self.pages, self.older = method.pages(0), [0] * setup.batch
 
@@ -111,7 +121,9 @@ class QuestRuntime(Runtime):
         self.extremes.forget(length)
 
     def attend(self, layer, q, step):
-        """Everything in the dense layers and while the budget covers the bank, else the pages with the largest bounds and the newest."""
+        """Everything in the dense layers and while the budget covers the bank, else the pages with
+        the largest bounds and the newest.
+        """
         if self.setup.plan.roles[layer] is not Role.SPARSE:
             return self.attend_dense(layer, q, step)
         size, lengths = self.method.page, step.visible.tolist()
@@ -124,28 +136,55 @@ class QuestRuntime(Runtime):
         bounds = self.extremes.bound(layer, q[:, -1], self.older, self.method.gqa_reduce)
         older = torch.tensor(self.older, dtype=torch.int32).to(q.device)
         stop = older.repeat_interleave(heads)
-        select_topk(bounds, torch.zeros_like(stop), stop, torch.full_like(stop, self.pages - 1), chosen, self.counts, path=self.setup.path)
-        return decode_sparse(q, k, v, self._rows(chosen).view(len(lengths), heads, -1), self.counts[::heads] * size, older * size,
-                             step.visible, self.scale, scratch=self.setup.scratch, path=self.setup.path)
+        select_topk(
+            bounds,
+            torch.zeros_like(stop),
+            stop,
+            torch.full_like(stop, self.pages - 1),
+            chosen,
+            self.counts,
+            path=self.setup.path,
+        )
+        return decode_sparse(
+            q,
+            k,
+            v,
+            self._rows(chosen).view(len(lengths), heads, -1),
+            self.counts[::heads] * size,
+            older * size,
+            step.visible,
+            self.scale,
+            scratch=self.setup.scratch,
+            path=self.setup.path,
+        )
 
     def _rows(self, chosen):
         """Rows of chosen pages [heads, n] -> int32 [heads, n * page]."""
         size = self.method.page
-        return (chosen[:, :self.pages - 1, None] * size + torch.arange(size, dtype=torch.int32, device=chosen.device)).flatten(1)
+        return (
+            chosen[:, : self.pages - 1, None] * size
+            + torch.arange(size, dtype=torch.int32, device=chosen.device)
+        ).flatten(1)
 
     def tail_first(self, step):
         """First row of the newest page, [B] int32."""
         return (step.visible - 1) // self.method.page * self.method.page
 
     def chosen_rows(self, layer):
-        """Rows int64 [Hkv, k] that the last step read beside the newest page, sequence 0, ascending."""
+        """Rows int64 [Hkv, k] that the last step read beside the newest page, sequence 0,
+        ascending.
+        """
         heads, pages = self.extremes.heads, self.older[0]
         if pages < self.pages:
-            return torch.arange(pages * self.method.page, device=self.chosen.device).expand(heads, -1)
+            return torch.arange(pages * self.method.page, device=self.chosen.device).expand(
+                heads, -1
+            )
         return self._rows(self.chosen[self.extremes.at[layer], :heads]).long()
 
     def selections(self):
-        """{sparse layer: rows that any K/V head read in the last step beside the newest page, ascending}, sequence 0."""
+        """{sparse layer: rows that any K/V head read in the last step beside the newest page,
+        ascending}, sequence 0.
+        """
         return {layer: self.chosen_rows(layer).unique().cpu() for layer in self.extremes.at}
 
     def rows_read(self, n):

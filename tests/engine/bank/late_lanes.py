@@ -1,8 +1,10 @@
-"""Lanes that do their work as late as they may, on a CPU: whatever is not waited for has not happened, and finds what came after it.
+"""Lanes that do their work as late as they may, on a CPU: whatever is not waited for has not
+happened, and finds what came after it.
 
-A CUDA stream beside the main one may run at any time between the event it waits for and the event that somebody waits for. A machine
-that is fast, or that does everything in order, hides a wait that is missing; this one runs nothing before it is waited for. Main work
-runs at once. What it cannot show: a lane that begins too early (a missing `after_main`).
+A CUDA stream beside the main one may run at any time between the event it waits for and the event
+that somebody waits for. A machine that is fast, or that does everything in order, hides a wait that
+is missing; this one runs nothing before it is waited for. Main work runs at once. What it cannot
+show: a lane that begins too early (a missing `after_main`).
 """
 
 import contextlib
@@ -27,7 +29,8 @@ class Event:
 class LateLane:
     """engine.bank.streams.Lane with a list of work instead of a stream."""
 
-    made, now, skip = [], None, ""          # every lane since `install`; the one that work is issued on; see `install`
+    # every lane since `install`; the one that work is issued on; see `install`
+    made, now, skip = [], None, ""
 
     def __init__(self, device):
         self.work, self.done = [], 0
@@ -64,19 +67,24 @@ class LateLane:
 
 
 def sources(name, arguments, named):
-    """The tensors that a piece of work reads and that only the main stream writes: they must hold still until it has run."""
+    """The tensors that a piece of work reads and that only the main stream writes: they must hold
+    still until it has run.
+    """
     if name == "plan_slots":
-        return arguments[:2]                            # the selection and its length
+        return arguments[:2]  # the selection and its length
     if name == "copy_rows":
         return arguments[1:]
     if name == "move_rows" and named.get("to_host"):
         _, _, _, buffer, _, first, count = arguments[:7]
-        return [buffer[first:first + count]]
+        return [buffer[first : first + count]]
     return []
 
 
 def late(name, function):
-    """The same function, put on the current lane's list where there is one. Tensors are held, so they are read when it runs."""
+    """The same function, put on the current lane's list where there is one. Tensors are held, so
+    they are read when it runs.
+    """
+
     def issued(*arguments, **named):
         if LateLane.now is None:
             return function(*arguments, **named)
@@ -84,16 +92,21 @@ def late(name, function):
         held = [tensor.clone() for tensor in read]
 
         def run():
-            assert all(map(torch.equal, read, held)), f"{name}: what it reads was written again before it ran"
+            assert all(map(torch.equal, read, held)), (
+                f"{name}: what it reads was written again before it ran"
+            )
             function(*arguments, **named)
 
         LateLane.now.work.append(run)
         return None
+
     return issued
 
 
 def install(monkeypatch, skip=""):
-    """Put late lanes under the host tier. skip: a function whose waits do nothing, to see that they matter."""
+    """Put late lanes under the host tier. skip: a function whose waits do nothing, to see that they
+    matter.
+    """
     import engine.bank.host_reader as hostread
     import engine.bank.tiered as tiered
     import engine.bank.working_set as prefetch

@@ -1,7 +1,9 @@
-"""Every transfer as late as it may be: the same bits as on the device, and each wait that is left out is noticed.
+"""Every transfer as late as it may be: the same bits as on the device, and each wait that is left
+out is noticed.
 
-Stops: rows read before they arrive, a buffer that is written again while its last rows are still on their way, maps and indices that
-change under a fetch; on a GPU these come true now and then, on a CPU never.
+Stops: rows read before they arrive, a buffer that is written again while its last rows are still on
+their way, maps and indices that change under a fetch; on a GPU these come true now and then, on a
+CPU never.
 """
 
 import gc
@@ -21,13 +23,31 @@ from tests.helpers import random_ids
 METHOD = OmniKV(filter_layers=(1, 4), tokens=40, tail=64, dense_below=0)
 UNPACKED = OmniKVUnpacked(filter_layers=(1, 4), tokens=40, tail=64, dense_below=0)
 BRUTAL = BrutalOffload(layers=5, ahead=2)
-SCRIPT = [("prefill", 150), ("decode", 45), ("prefill", 90), ("decode", 5), ("truncate", 190), ("decode", 5)]
-FORKED = [("prefill", 150), ("decode", 45), ("prefill", 60), ("fork", 0), ("decode", 20), ("check", 5), ("truncate", 70), ("decode", 3)]
+SCRIPT = [
+    ("prefill", 150),
+    ("decode", 45),
+    ("prefill", 90),
+    ("decode", 5),
+    ("truncate", 190),
+    ("decode", 5),
+]
+FORKED = [
+    ("prefill", 150),
+    ("decode", 45),
+    ("prefill", 60),
+    ("fork", 0),
+    ("decode", 20),
+    ("check", 5),
+    ("truncate", 70),
+    ("decode", 3),
+]
 STREAM = [("prefill", 300), ("decode", 30), ("prefill", 100), ("refresh", 0), ("decode", 10)]
 
 
 def differs(method, script, monkeypatch, skip="", kernels="reference", **settings):
-    """Whether an offloaded session on late lanes answers anything but what a session on the device does."""
+    """Whether an offloaded session on late lanes answers anything but what a session on the device
+    does.
+    """
     device, host = pair(method, chunk=50, kernels=kernels, **settings)
     with torch.inference_mode():
         expected, _ = play(device.session(), script)
@@ -36,12 +56,21 @@ def differs(method, script, monkeypatch, skip="", kernels="reference", **setting
             got, sessions = play(host.session(), script)
             for session in sessions:
                 session.close()
-            assert skip or any(lane.work for lane in LateLane.made) and all(lane.done == len(lane.work) for lane in LateLane.made)
+            assert (
+                skip
+                or any(lane.work for lane in LateLane.made)
+                and all(lane.done == len(lane.work) for lane in LateLane.made)
+            )
         finally:
-            for lane in LateLane.made:          # what was not waited for must not run when somebody collects the rubbish
+            # what was not waited for must not run when somebody collects the rubbish
+            for lane in LateLane.made:
                 lane.work, lane.done = [], 0
     if kernels != "reference":
-        return not all(torch.allclose(a, b, rtol=0, atol=2e-4) for a, b in zip(expected, got, strict=True) if torch.is_tensor(a))
+        return not all(
+            torch.allclose(a, b, rtol=0, atol=2e-4)
+            for a, b in zip(expected, got, strict=True)
+            if torch.is_tensor(a)
+        )
     return not all(equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
@@ -49,14 +78,25 @@ def differs(method, script, monkeypatch, skip="", kernels="reference", **setting
 def test_late_fetches_change_nothing(slots, by_layer, monkeypatch):
     """by_layer: a load per layer, as on a GPU."""
     real = placement.full_placement
-    monkeypatch.setattr(engine.llm, "full_placement", lambda *args, **named: real(*args, **(named | {"by_layer": by_layer})))
+    monkeypatch.setattr(
+        engine.llm,
+        "full_placement",
+        lambda *args, **named: real(*args, **(named | {"by_layer": by_layer})),
+    )
     assert not differs(METHOD, FORKED, monkeypatch, slots=slots)
 
 
-@pytest.mark.parametrize("method", [BRUTAL, BrutalOffload(layers=20, ahead=1), UNPACKED,
-                                    OmniKVPerLayer(filter_layers=(1,), tokens=40, tail=64, dense_below=0),
-                                    OmniKV(filter_layers=(1, 4), tokens=40, tail=64, dense_below=190)],
-                         ids=["brutal", "brutal-all", "unpacked", "per-layer", "dense-below"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        BRUTAL,
+        BrutalOffload(layers=20, ahead=1),
+        UNPACKED,
+        OmniKVPerLayer(filter_layers=(1,), tokens=40, tail=64, dense_below=0),
+        OmniKV(filter_layers=(1, 4), tokens=40, tail=64, dense_below=190),
+    ],
+    ids=["brutal", "brutal-all", "unpacked", "per-layer", "dense-below"],
+)
 def test_late_whole_layers_change_nothing(method, monkeypatch):
     assert not differs(method, SCRIPT, monkeypatch)
 
@@ -67,15 +107,27 @@ def test_late_stream_blocks_change_nothing(block, monkeypatch):
     assert not differs(METHOD, STREAM, monkeypatch, kernels="cpu")
 
 
-@pytest.mark.parametrize("function, method, script, kernels", [
-    ("ready", METHOD, SCRIPT[:2], "reference"), ("kv", METHOD, SCRIPT[:2], "reference"),
-    ("_drain", METHOD, [*SCRIPT[:3], ("decode", 20), ("fork", 0), ("decode", 8)], "reference"),
-    ("kv", BRUTAL, SCRIPT[:2], "reference"), ("stage", BRUTAL, SCRIPT, "reference"), ("_gathered", UNPACKED, SCRIPT, "reference"),
-    ("before_step", METHOD, [("prefill", 30), ("decode", 110)], "reference"), ("_refill", METHOD, SCRIPT[:2], "cpu"),
-    ("_send", METHOD, SCRIPT[:1], "cpu"), ("blocks", METHOD, STREAM[:1], "cpu"), ("_start", METHOD, STREAM[:4], "cpu"),
-    ("own", METHOD, [("prefill", 1), ("refresh", 0)], "cpu")])
+@pytest.mark.parametrize(
+    "function, method, script, kernels",
+    [
+        ("ready", METHOD, SCRIPT[:2], "reference"),
+        ("kv", METHOD, SCRIPT[:2], "reference"),
+        ("_drain", METHOD, [*SCRIPT[:3], ("decode", 20), ("fork", 0), ("decode", 8)], "reference"),
+        ("kv", BRUTAL, SCRIPT[:2], "reference"),
+        ("stage", BRUTAL, SCRIPT, "reference"),
+        ("_gathered", UNPACKED, SCRIPT, "reference"),
+        ("before_step", METHOD, [("prefill", 30), ("decode", 110)], "reference"),
+        ("_refill", METHOD, SCRIPT[:2], "cpu"),
+        ("_send", METHOD, SCRIPT[:1], "cpu"),
+        ("blocks", METHOD, STREAM[:1], "cpu"),
+        ("_start", METHOD, STREAM[:4], "cpu"),
+        ("own", METHOD, [("prefill", 1), ("refresh", 0)], "cpu"),
+    ],
+)
 def test_a_wait_that_is_left_out_is_noticed(function, method, script, kernels, monkeypatch):
-    """The waits of each function do nothing: other bits come out, or something is written again under a transfer."""
+    """The waits of each function do nothing: other bits come out, or something is written again
+    under a transfer.
+    """
     if kernels == "cpu":
         monkeypatch.setattr(placement, "STREAM_BLOCK", 64)
     try:
@@ -87,7 +139,9 @@ def test_a_wait_that_is_left_out_is_noticed(function, method, script, kernels, m
 
 @pytest.mark.parametrize("call", [3, 7, 14, 21])
 def test_broken_off_between_a_plan_and_its_copy(call, monkeypatch):
-    """Ctrl-C when the call-th transfer is issued, everything issued before it still to run: the slots promise nothing that never came."""
+    """Ctrl-C when the call-th transfer is issued, everything issued before it still to run: the
+    slots promise nothing that never came.
+    """
     import engine.bank.working_set as prefetch
 
     device, host = pair(METHOD, chunk=50, slots=1)
@@ -129,7 +183,7 @@ def test_closed_or_dropped_while_rows_are_on_their_way(close, monkeypatch):
     session = host.session()
     session.prefill(random_ids(60))
     for _ in range(4):
-        session.decode(1)                       # the block that is now complete goes home
+        session.decode(1)  # the block that is now complete goes home
     assert pending() and host.host_pool.in_use > 0
     if close:
         session.close()
@@ -140,7 +194,9 @@ def test_closed_or_dropped_while_rows_are_on_their_way(close, monkeypatch):
 
 
 def test_stalls_of_the_staging_ring_are_counted(monkeypatch):
-    """Two staging slots: the third layer's rows find theirs still on its way; without lanes nothing ever waits."""
+    """Two staging slots: the third layer's rows find theirs still on its way; without lanes nothing
+    ever waits.
+    """
     monkeypatch.setattr(placement, "STREAM_BLOCK", 64)
     stalls = []
     for late in (False, True):

@@ -1,7 +1,8 @@
-"""Offloaded = on the device, bit for bit, on the reference launchers: logits, selections, tokens; and counters that equal the formula.
+"""Offloaded = on the device, bit for bit, on the reference launchers: logits, selections, tokens;
+and counters that equal the formula.
 
-Stops: a slot that holds another token's row, a fetch too late or too early, a block sent home before it is whole, a ring that wraps
-wrongly, a truncate that leaves rows of what was forgotten.
+Stops: a slot that holds another token's row, a fetch too late or too early, a block sent home
+before it is whole, a ring that wraps wrongly, a truncate that leaves rows of what was forgotten.
 """
 
 import pytest
@@ -24,12 +25,15 @@ def pair(method, **settings):
     """The same LLM with everything on the device and with all sparse layers in host memory."""
     settings = dict(max_context=1024, kernels="reference") | settings
     slots = settings.pop("slots", 4)
-    return tiny_llm(method, offload="device", **settings), tiny_llm(method, offload="host", slots=slots, **settings)
+    return tiny_llm(method, offload="device", **settings), tiny_llm(
+        method, offload="host", slots=slots, **settings
+    )
 
 
 def play(session, script):
     """Run a script of (operation, number); everything that is answered, as one list."""
-    seen, forks, answered = [], [], 0       # answered: tokens that a step wrote (a check writes rows anew as a step does)
+    # answered: tokens that a step wrote (a check writes rows anew as a step does)
+    seen, forks, answered = [], [], 0
     for what, number in script:
         before = len(session)
         if what == "prefill":
@@ -47,7 +51,11 @@ def play(session, script):
             report = session.check(min(number, answered)) if answered else None
             seen.append(torch.tensor([s.kl for s in report.steps]) if report else None)
         for _ in range(number if what == "decode" else 0):
-            token = int(seen[-1].argmax()) if seen and seen[-1] is not None and len(seen[-1]) > 90 else 1
+            token = (
+                int(seen[-1].argmax())
+                if seen and seen[-1] is not None and len(seen[-1]) > 90
+                else 1
+            )
             seen.append(session.decode(token))
             seen.append(session.selections)
         answered = 0 if what == "prefill" else max(0, answered + len(session) - before)
@@ -73,7 +81,9 @@ def compare(method, script, **settings):
     for session in sessions:
         stats, rows = session.stats, part_bytes(CONFIG, 4)
         groups = {pack[0]: len(pack) for pack in session.bank.placement.packs}
-        assert stats.bytes_fetched == sum(row["misses"] * rows * groups[first] for first, row in stats.groups.items())
+        assert stats.bytes_fetched == sum(
+            row["misses"] * rows * groups[first] for first, row in stats.groups.items()
+        )
         assert stats.misses == sum(row["misses"] for row in stats.groups.values())
         misses += stats.misses
     assert host.host_pool.in_use > 0
@@ -83,36 +93,81 @@ def compare(method, script, **settings):
     return misses
 
 
-SCRIPTS = st.lists(st.one_of(
-    st.tuples(st.just("prefill"), st.integers(1, 150)), st.tuples(st.just("decode"), st.integers(1, 40)),
-    st.tuples(st.just("truncate"), st.integers(1, 200)), st.tuples(st.just("fork"), st.just(0)),
-    st.tuples(st.just("refresh"), st.just(0)), st.tuples(st.just("check"), st.integers(1, 12))), max_size=5)
+SCRIPTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("prefill"), st.integers(1, 150)),
+        st.tuples(st.just("decode"), st.integers(1, 40)),
+        st.tuples(st.just("truncate"), st.integers(1, 200)),
+        st.tuples(st.just("fork"), st.just(0)),
+        st.tuples(st.just("refresh"), st.just(0)),
+        st.tuples(st.just("check"), st.integers(1, 12)),
+    ),
+    max_size=5,
+)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow],
-          phases=[Phase.explicit, Phase.reuse, Phase.generate])
-@given(st.sampled_from([(1,), (0, 3), (1, 4), (2,), (1, 2, 4)]), st.integers(0, 2), st.integers(1, 90), st.integers(1, 100),
-       st.sampled_from([64, 100, 192]), st.sampled_from([1, 1.5, 2, 4, 8, 0]), st.sampled_from(["last", "uniform", "exponential"]),
-       st.integers(5, 300), SCRIPTS)
-def test_offloaded_is_on_device_bit_for_bit(filters, wait, tokens, chunk, tail, slots, selector, prompt, script):
-    method = OmniKV(filter_layers=filters, wait_layers=wait, tokens=tokens, tail=tail, selector=selector, window=4, **BASE)
+@settings(
+    max_examples=12,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+)
+@given(
+    st.sampled_from([(1,), (0, 3), (1, 4), (2,), (1, 2, 4)]),
+    st.integers(0, 2),
+    st.integers(1, 90),
+    st.integers(1, 100),
+    st.sampled_from([64, 100, 192]),
+    st.sampled_from([1, 1.5, 2, 4, 8, 0]),
+    st.sampled_from(["last", "uniform", "exponential"]),
+    st.integers(5, 300),
+    SCRIPTS,
+)
+def test_offloaded_is_on_device_bit_for_bit(
+    filters, wait, tokens, chunk, tail, slots, selector, prompt, script
+):
+    method = OmniKV(
+        filter_layers=filters,
+        wait_layers=wait,
+        tokens=tokens,
+        tail=tail,
+        selector=selector,
+        window=4,
+        **BASE,
+    )
     if not method.plan(CONFIG).sparse_layers:
         return
-    compare(method, [("prefill", prompt), ("decode", 20), *script, ("decode", 10)], chunk=chunk, slots=slots)
+    compare(
+        method,
+        [("prefill", prompt), ("decode", 20), *script, ("decode", 10)],
+        chunk=chunk,
+        slots=slots,
+    )
 
 
 @pytest.mark.parametrize("slots, steps", [(0, 70), (1, 330), (4, 70)])
 def test_long_generation_across_many_tail_blocks(slots, steps):
-    """330 generated tokens: five blocks go home during decode and become candidates; misses happen whatever the slots."""
+    """330 generated tokens: five blocks go home during decode and become candidates; misses happen
+    whatever the slots.
+    """
     method = OmniKV(filter_layers=(1, 4), tokens=48, tail=64, **BASE)
     assert compare(method, [("prefill", 150), ("decode", steps)], slots=slots) > 100
 
 
-@pytest.mark.parametrize("method", [
-    OmniKV(filter_layers=(1, 4), share=0.2, tail=64, **BASE), OmniKV(filter_layers=(1,), tokens=30, tail=64, sink=4, **BASE),
-    OmniKV(filter_layers=(1, 4), tokens=40, official=True), OmniKV(filter_layers=(1, 4), tokens=40, tail=64, dense_below=330),
-    OmniKVUnpacked(filter_layers=(1, 4), tokens=40, tail=64, **BASE), OmniKVPerLayer(filter_layers=(1,), tokens=40, tail=64, **BASE),
-    BrutalOffload(layers=3, ahead=1), BrutalOffload(layers=20, ahead=4)], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize(
+    "method",
+    [
+        OmniKV(filter_layers=(1, 4), share=0.2, tail=64, **BASE),
+        OmniKV(filter_layers=(1,), tokens=30, tail=64, sink=4, **BASE),
+        OmniKV(filter_layers=(1, 4), tokens=40, official=True),
+        OmniKV(filter_layers=(1, 4), tokens=40, tail=64, dense_below=330),
+        OmniKVUnpacked(filter_layers=(1, 4), tokens=40, tail=64, **BASE),
+        OmniKVPerLayer(filter_layers=(1,), tokens=40, tail=64, **BASE),
+        BrutalOffload(layers=3, ahead=1),
+        BrutalOffload(layers=20, ahead=4),
+    ],
+    ids=lambda m: type(m).__name__,
+)
 def test_every_method_over_an_offloaded_bank(method):
     script = [("prefill", 180), ("decode", 80), ("truncate", 30), ("decode", 3)]
     if not getattr(method, "official", False):
@@ -128,33 +183,46 @@ def test_brutal_offload_is_full_attention():
     got, (session,) = play(brutal.session(), script)
     for a, b in zip(expected, got, strict=True):
         assert equal(a, b)
-    prompt = 3 * (64 + 128 + 192 + 200) + 200           # every chunk reads the rows so far, the last layer only for the last token
-    steps = 4 * (200 * 56 + 256 * 24)                   # every row that is at home; a block goes home at 256
+    # every chunk reads the rows so far, the last layer only for the last token
+    prompt = 3 * (64 + 128 + 192 + 200) + 200
+    # every row that is at home; a block goes home at 256
+    steps = 4 * (200 * 56 + 256 * 24)
     assert session.stats.bytes_streamed == part_bytes(CONFIG, 4) * (prompt + steps)
 
 
 def test_brutal_offload_starts_copies_ahead(monkeypatch):
-    """Layer l + 2 starts when layer l attends; at the first layer everything up to it. Below `layers` nothing is copied."""
+    """Layer l + 2 starts when layer l attends; at the first layer everything up to it. Below
+    `layers` nothing is copied.
+    """
     log = []
     _, llm = pair(BrutalOffload(layers=5, ahead=2))
     session = llm.session()
     session.prefill(random_ids(100))
     stage, attend = session.bank.stage, session.runtime.attend_dense
-    monkeypatch.setattr(session.bank, "stage", lambda layer: (log.append(("stage", layer)), stage(layer)))
-    monkeypatch.setattr(session.runtime, "attend_dense", lambda layer, *args: (log.append(("attend", layer)), attend(layer, *args))[1])
+    monkeypatch.setattr(
+        session.bank, "stage", lambda layer: (log.append(("stage", layer)), stage(layer))
+    )
+    monkeypatch.setattr(
+        session.runtime,
+        "attend_dense",
+        lambda layer, *args: (log.append(("attend", layer)), attend(layer, *args))[1],
+    )
     session.decode(1)
     last = CONFIG.num_layers - 1
     expected = [("stage", layer) for layer in (0, 1)]
     for layer in range(last + 1):
         expected += [("stage", layer + 2)] * (layer + 2 <= last) + [("attend", layer)]
     assert log == expected
-    assert len(session.bank._whole) == 3 and not session.bank._whole_of          # every copy was read
+    # every copy was read
+    assert len(session.bank._whole) == 3 and not session.bank._whole_of
 
 
 @pytest.mark.parametrize("path", ["reference", "cpu"])
 @pytest.mark.parametrize("block", [64, 100])
 def test_many_stream_blocks(monkeypatch, path, block):
-    """Prefill, a second turn and dense steps whose past spans many blocks: bitwise on the reference, close where blocks are merged."""
+    """Prefill, a second turn and dense steps whose past spans many blocks: bitwise on the
+    reference, close where blocks are merged.
+    """
     monkeypatch.setattr(placement, "STREAM_BLOCK", block)
     method = OmniKV(filter_layers=(1, 4), tokens=48, tail=64, **BASE)
     script = [("prefill", 300), ("decode", 30), ("prefill", 100), ("refresh", 0), ("decode", 10)]
@@ -166,20 +234,30 @@ def test_many_stream_blocks(monkeypatch, path, block):
     logits = [(x, y) for x, y in zip(expected, got, strict=True) if torch.is_tensor(x)]
     assert all((x - y).abs().max() < 2e-4 and x.argmax() == y.argmax() for x, y in logits)
     for session in (a, b):
-        session.set_method(Full())                       # dense steps over the offloaded layers, streamed
+        # dense steps over the offloaded layers, streamed
+        session.set_method(Full())
     x, y = a.decode(3), b.decode(3)
     assert (x - y).abs().max() < 2e-4 and a.ids == b.ids and b.bank.hosts(6)
 
 
 def test_methods_change_over_an_offloaded_bank():
-    """Full and back leaves rows where they are; other filter layers pack them anew; every answer stays the device's."""
+    """Full and back leaves rows where they are; other filter layers pack them anew; every answer
+    stays the device's.
+    """
     first = OmniKV(filter_layers=(1, 4), tokens=40, tail=64, **BASE)
     device, host = pair(first)
     a, b = device.session(), host.session()
     for session in (a, b):
         session.prefill(random_ids(250))
-    for method in (Full(), first, OmniKV(filter_layers=(0, 2), tokens=20, tail=128, **BASE), Full(), OmniKVUnpacked(
-            filter_layers=(1,), tokens=10, tail=64, **BASE), BrutalOffload(layers=2, ahead=1), first):
+    for method in (
+        Full(),
+        first,
+        OmniKV(filter_layers=(0, 2), tokens=20, tail=128, **BASE),
+        Full(),
+        OmniKVUnpacked(filter_layers=(1,), tokens=10, tail=64, **BASE),
+        BrutalOffload(layers=2, ahead=1),
+        first,
+    ):
         for session in (a, b):
             session.set_method(method)
         for _ in range(20):
@@ -190,9 +268,16 @@ def test_methods_change_over_an_offloaded_bank():
 
 
 @pytest.mark.parametrize("slots", [1, 4])
-@pytest.mark.parametrize("method", [OmniKV(filter_layers=(1, 4), tokens=48, **BASE), OmniKV(filter_layers=(2,), share=0.1, **BASE),
-                                    OmniKV(filter_layers=(1, 4), tokens=48, official=True), BrutalOffload(layers=3, ahead=1)],
-                         ids=["tokens", "share", "official", "brutal"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        OmniKV(filter_layers=(1, 4), tokens=48, **BASE),
+        OmniKV(filter_layers=(2,), share=0.1, **BASE),
+        OmniKV(filter_layers=(1, 4), tokens=48, official=True),
+        BrutalOffload(layers=3, ahead=1),
+    ],
+    ids=["tokens", "share", "official", "brutal"],
+)
 def test_device_bytes_are_the_plans(method, slots):
     llm = tiny_llm(method, offload="host", slots=slots)
     plan, session = llm.plan(), llm.session()

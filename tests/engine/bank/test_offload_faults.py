@@ -1,6 +1,8 @@
-"""What can go wrong with host memory, each line of the fault table: clear errors, usable sessions, nothing leaked.
+"""What can go wrong with host memory, each line of the fault table: clear errors, usable sessions,
+nothing leaked.
 
-Stops: a session that is longer than its rows, a block that nobody gives back, a neighbour that pays for another's exhaustion.
+Stops: a session that is longer than its rows, a block that nobody gives back, a neighbour that pays
+for another's exhaustion.
 """
 
 import gc
@@ -49,7 +51,9 @@ def expected():
 
 @pytest.mark.parametrize("at", range(4))
 def test_refused_at_every_allocation_of_a_prefill(at, expected):
-    """One slab per block, refused at the at-th: whole chunks stay, and once there is memory again the rest gives the same answer."""
+    """One slab per block, refused at the at-th: whole chunks stay, and once there is memory again
+    the rest gives the same answer.
+    """
     allocate = Refusing(at)
     pool = HostPool(slab_bytes=64, ways=[Way("test", allocate)])
     session = offloaded(pool).session()
@@ -68,7 +72,9 @@ def test_refused_at_every_allocation_of_a_prefill(at, expected):
 
 
 def test_refused_while_generating(expected):
-    """The step that would begin a new block raises before anything is written; the session goes on when there is memory."""
+    """The step that would begin a new block raises before anything is written; the session goes on
+    when there is memory.
+    """
     allocate = Refusing(4)
     session = offloaded(HostPool(slab_bytes=64, ways=[Way("test", allocate)])).session()
     session.prefill(random_ids(250))
@@ -91,11 +97,11 @@ def test_two_sessions_share_a_pool_and_the_second_exhausts_it(expected):
         second.prefill(random_ids(300, seed=1))
     assert len(second) == 250 and second.decode(3) is not None
     second.truncate(100)
-    second.decode(1)                                   # a shorter one still works
+    second.decode(1)  # a shorter one still works
     second.close()
     assert [torch.equal(first.decode(5), e) for e in expected[1]] == [True] * 20
     third = llm.session()
-    third.prefill(random_ids(100))                     # what the second gave back serves again
+    third.prefill(random_ids(100))  # what the second gave back serves again
     assert pool.reserved <= 8 * BLOCK
     third.close()
     first.close()
@@ -106,7 +112,13 @@ def test_a_pool_serves_two_models_one_after_the_other():
     """Slabs are cut anew for another block size once nobody uses them."""
     pool = HostPool(limit=1 << 20, slab_bytes=1 << 20)
     for layers in (8, 6, 8):
-        llm = tiny_llm(METHOD, offload="host", host_pool=pool, config=tiny_config(num_hidden_layers=layers), **SMALL)
+        llm = tiny_llm(
+            METHOD,
+            offload="host",
+            host_pool=pool,
+            config=tiny_config(num_hidden_layers=layers),
+            **SMALL,
+        )
         with llm.session() as session:
             session.prefill(random_ids(200))
             assert 0 < pool.in_use <= pool.reserved == 1 << 20
@@ -115,7 +127,9 @@ def test_a_pool_serves_two_models_one_after_the_other():
 
 @pytest.mark.parametrize("call", [1, 3, 5, 11, 20, 27])
 def test_interrupted_anywhere_in_a_step_or_chunk(monkeypatch, call, expected):
-    """Ctrl-C in the middle of a fetch, a copy home, a chunk: the session is at the tokens it says, and answers as ever."""
+    """Ctrl-C in the middle of a fetch, a copy home, a chunk: the session is at the tokens it says,
+    and answers as ever.
+    """
     import engine.bank.tiered as tiered
     import engine.bank.working_set as prefetch
 
@@ -146,7 +160,9 @@ def test_interrupted_anywhere_in_a_step_or_chunk(monkeypatch, call, expected):
 
 
 def test_dropped_sessions_give_their_blocks_back():
-    """Nobody calls close: neither after a prefill, nor in the middle of a generation, nor after an exception."""
+    """Nobody calls close: neither after a prefill, nor in the middle of a generation, nor after an
+    exception.
+    """
     llm = offloaded(None)
     session = llm.session()
     session.prefill(random_ids(100))
@@ -210,7 +226,7 @@ def test_blocks_go_round_in_a_ring_and_any_free_one_serves():
     assert len({b.address for b in first}) == 4 and all(b.address % 64 == 0 for b in first)
     pool.release(first[2:3])
     pool.release(first[:1])
-    assert pool.take(128, 2) == [first[2], first[0]]   # what was given back first is taken first
+    assert pool.take(128, 2) == [first[2], first[0]]  # what was given back first is taken first
     with pytest.raises(OutOfHostMemory):
         pool.take(128, 1)
     assert pool.in_use == pool.reserved == 4 * 128
@@ -228,8 +244,12 @@ def test_a_refused_reserve_changes_nothing():
     other.share(table, 130)
     before = list(table.blocks), table.addresses.clone(), pool.in_use
     with pytest.raises(OutOfHostMemory):
-        table.reserve(128, 140)                        # the last block is shared: a copy is needed
-    assert table.blocks == before[0] and torch.equal(table.addresses, before[1]) and pool.in_use == before[2]
+        table.reserve(128, 140)  # the last block is shared: a copy is needed
+    assert (
+        table.blocks == before[0]
+        and torch.equal(table.addresses, before[1])
+        and pool.in_use == before[2]
+    )
     other.cut(0)
     assert not table.reserve(128, 140) and pool.in_use == 3 * 128
 
@@ -237,5 +257,6 @@ def test_a_refused_reserve_changes_nothing():
 @pytest.mark.parametrize("slots", [0.5, -1, "many", True])
 def test_slots_are_validated(slots):
     from engine.errors import SettingError
+
     with pytest.raises(SettingError, match="slots: found"):
         tiny_llm(METHOD, offload="host", slots=slots)

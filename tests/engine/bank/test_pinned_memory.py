@@ -1,7 +1,9 @@
-"""Host memory for a GPU, without one: the ways are tried in order, what is refused says why, locked pages are unlocked before they go.
+"""Host memory for a GPU, without one: the ways are tried in order, what is refused says why, locked
+pages are unlocked before they go.
 
-Stops: pages unmapped while the driver still holds them, a refusal that ends a session that ordinary memory would serve, slabs that
-cost more than the limit, an out-of-memory kill where a sentence would do.
+Stops: pages unmapped while the driver still holds them, a refusal that ends a session that ordinary
+memory would serve, slabs that cost more than the limit, an out-of-memory kill where a sentence
+would do.
 """
 
 import ctypes
@@ -20,7 +22,9 @@ from engine.bank.pinned_memory import Driver, Way, limits, ordinary, registered,
 from engine.errors import OutOfHostMemory
 from tests.helpers import random_ids, tiny_llm
 
-linux = pytest.mark.skipif(not hasattr(__import__("mmap"), "MAP_ANONYMOUS"), reason="needs anonymous maps")
+linux = pytest.mark.skipif(
+    not hasattr(__import__("mmap"), "MAP_ANONYMOUS"), reason="needs anonymous maps"
+)
 
 
 class Registrar:
@@ -37,7 +41,8 @@ class Registrar:
         self.locked[address] = size
 
     def unregister(self, address):
-        ctypes.memset(address, 0, self.locked.pop(address))         # a segmentation fault where the pages are gone
+        # a segmentation fault where the pages are gone
+        ctypes.memset(address, 0, self.locked.pop(address))
 
 
 def test_ordinary_memory_is_aligned():
@@ -52,7 +57,7 @@ def test_pages_stay_locked_until_the_last_view_is_gone(size):
     registrar = Registrar()
     memory = registered(registrar, size)
     assert list(registrar.locked.values()) == [size] and memory.numel() == size and not memory.any()
-    part = memory[size // 2:]
+    part = memory[size // 2 :]
     part.fill_(7)
     del memory
     gc.collect()
@@ -73,10 +78,16 @@ def test_what_is_refused_is_unmapped_and_not_unlocked():
 
 @linux
 def test_a_whole_session_over_registered_pages():
-    """Every byte of the host tier in mapped and registered slabs of odd sizes; given back when the pool closes, and only then."""
+    """Every byte of the host tier in mapped and registered slabs of odd sizes; given back when the
+    pool closes, and only then.
+    """
     registrar = Registrar()
     method = OmniKV(filter_layers=(1, 4), tokens=40, tail=64, dense_below=0)
-    pool = HostPool(limit=280_000, slab_bytes=150_001, ways=[Way("mapped and registered", partial(registered, registrar), pinned=True)])
+    pool = HostPool(
+        limit=280_000,
+        slab_bytes=150_001,
+        ways=[Way("mapped and registered", partial(registered, registrar), pinned=True)],
+    )
     settings = dict(max_context=512, chunk=50, kernels="reference")
     expected = tiny_llm(method, offload="device", **settings).session()
     session = tiny_llm(method, offload="host", host_pool=pool, **settings).session()
@@ -93,6 +104,7 @@ def test_a_whole_session_over_registered_pages():
 
 
 # ---------------------------------------------------------------- the driver's calls
+
 
 def library(refuse=0, shift=0, current=1):
     """A driver's library with its true prototypes, and what it was asked."""
@@ -125,9 +137,12 @@ def library(refuse=0, shift=0, current=1):
     return SimpleNamespace(
         cuCtxGetCurrent=typed(integer, ctypes.POINTER(pointer))(get_current),
         cuMemHostRegister_v2=typed(integer, pointer, size, number)(register),
-        cuMemHostGetDevicePointer_v2=typed(integer, ctypes.POINTER(ctypes.c_uint64), pointer, number)(seen),
+        cuMemHostGetDevicePointer_v2=typed(
+            integer, ctypes.POINTER(ctypes.c_uint64), pointer, number
+        )(seen),
         cuMemHostUnregister=typed(integer, pointer)(unregister),
-        cuGetErrorName=typed(integer, integer, ctypes.POINTER(ctypes.c_char_p))(name)), asked
+        cuGetErrorName=typed(integer, integer, ctypes.POINTER(ctypes.c_char_p))(name),
+    ), asked
 
 
 @linux
@@ -137,7 +152,11 @@ def test_the_driver_locks_and_unlocks(current):
     made, asked = library(current=current)
     memory = registered(Driver(made, lambda: entered.append(1)), (1 << 20) + 64)
     address = memory.data_ptr()
-    assert asked == [("register", address, (1 << 20) + 64, 3)] and entered == [] if current else entered == [1]
+    assert (
+        asked == [("register", address, (1 << 20) + 64, 3)] and entered == []
+        if current
+        else entered == [1]
+    )
     del memory
     gc.collect()
     assert asked[1:] == [("unregister", address)]
@@ -145,7 +164,9 @@ def test_the_driver_locks_and_unlocks(current):
 
 def test_the_driver_says_why():
     made, asked = library(refuse=800)
-    with pytest.raises(RuntimeError, match=r"CUDA_ERROR_NOT_PERMITTED \(800\) when registering 1.05 MB"):
+    with pytest.raises(
+        RuntimeError, match=r"CUDA_ERROR_NOT_PERMITTED \(800\) when registering 1.05 MB"
+    ):
         Driver(made, None).register(4096, 1 << 20)
     assert len(asked) == 1
     made, asked = library(shift=64)
@@ -156,9 +177,11 @@ def test_the_driver_says_why():
 
 # ---------------------------------------------------------------- which way
 
+
 def refusing(message):
     def allocate(size):
         raise RuntimeError(message)
+
     return allocate
 
 
@@ -171,10 +194,19 @@ def test_ways_of_this_machine():
 
 def test_a_refused_registration_is_followed_by_torchs_allocator_without_a_word():
     torchs = []
-    pool = HostPool(slab_bytes=1000, ways=[
-        Way("mapped and registered", refusing("no"), pinned=True),
-        Way("torch's pinned allocator", lambda size: torchs.append(size) or ordinary(size), pinned=True, exact=False),
-        Way("ordinary memory", ordinary)])
+    pool = HostPool(
+        slab_bytes=1000,
+        ways=[
+            Way("mapped and registered", refusing("no"), pinned=True),
+            Way(
+                "torch's pinned allocator",
+                lambda size: torchs.append(size) or ordinary(size),
+                pinned=True,
+                exact=False,
+            ),
+            Way("ordinary memory", ordinary),
+        ],
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pool.take(2048, 1)
@@ -182,11 +214,19 @@ def test_a_refused_registration_is_followed_by_torchs_allocator_without_a_word()
 
 
 def test_memory_that_cannot_be_pinned_is_ordinary_and_said_once():
-    pool = HostPool(slab_bytes=4096, ways=[
-        Way("mapped and registered", refusing("locked memory limit"), pinned=True),
-        Way("torch's pinned allocator", refusing("CUDA error"), pinned=True, exact=False), Way("ordinary memory", ordinary)])
+    pool = HostPool(
+        slab_bytes=4096,
+        ways=[
+            Way("mapped and registered", refusing("locked memory limit"), pinned=True),
+            Way("torch's pinned allocator", refusing("CUDA error"), pinned=True, exact=False),
+            Way("ordinary memory", ordinary),
+        ],
+    )
     assert pool.pinned
-    with pytest.warns(UserWarning, match="cannot be pinned .*registered: locked memory limit; .*CUDA error.*ordinary memory.*ulimit -l"):
+    with pytest.warns(
+        UserWarning,
+        match="cannot be pinned .*registered: locked memory limit; .*CUDA error.*ordinary memory.*ulimit -l",
+    ):
         blocks = pool.take(4096, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -203,20 +243,36 @@ def test_pinning_that_is_refused_later_is_an_error_not_a_mixture():
             raise RuntimeError("CUDA_ERROR_OUT_OF_MEMORY (2)")
         return ordinary(size)
 
-    pool = HostPool(slab_bytes=4096, ways=[Way("a", allocate, pinned=True), Way("ordinary memory", ordinary)])
+    pool = HostPool(
+        slab_bytes=4096, ways=[Way("a", allocate, pinned=True), Way("ordinary memory", ordinary)]
+    )
     pool.take(4096, 2)
     for _ in range(2):
-        with pytest.raises(OutOfHostMemory, match="no host memory for 4096 more .*CUDA_ERROR_OUT_OF_MEMORY.*ulimit -l.*RAM.*remedies"):
+        with pytest.raises(
+            OutOfHostMemory,
+            match="no host memory for 4096 more .*CUDA_ERROR_OUT_OF_MEMORY.*ulimit -l.*RAM.*remedies",
+        ):
             pool.take(4096, 1)
     assert pool.pinned and pool.in_use == pool.reserved == 2 * 4096
 
 
 def test_torchs_allocator_is_asked_for_powers_of_two_only():
-    """It would round 2.25 GiB up to 4: the last slab is the largest power of two that the limit leaves."""
+    """It would round 2.25 GiB up to 4: the last slab is the largest power of two that the limit
+    leaves.
+    """
     for exact, sizes in ((False, [1024, 256, 128, 64]), (True, [1024, 448])):
         asked = []
-        pool = HostPool(limit=1500, slab_bytes=1024, ways=[
-            Way("test", lambda size, asked=asked: asked.append(size) or ordinary(size), exact=exact)])
+        pool = HostPool(
+            limit=1500,
+            slab_bytes=1024,
+            ways=[
+                Way(
+                    "test",
+                    lambda size, asked=asked: asked.append(size) or ordinary(size),
+                    exact=exact,
+                )
+            ],
+        )
         with pytest.raises(OutOfHostMemory, match="the pool's limit is 1500 bytes"):
             pool.take(64, 1500 // 64 + 1)
         taken = pool.take(64, sum(sizes) // 64)
@@ -224,22 +280,34 @@ def test_torchs_allocator_is_asked_for_powers_of_two_only():
 
 
 def test_no_more_is_locked_than_is_free():
-    """Locked pages are taken at once: a machine without them would kill the process instead of raising."""
-    pool = HostPool(slab_bytes=1 << 20, ways=[Way("test", ordinary, pinned=True)], free=lambda: 10_000)
+    """Locked pages are taken at once: a machine without them would kill the process instead of
+    raising.
+    """
+    pool = HostPool(
+        slab_bytes=1 << 20, ways=[Way("test", ordinary, pinned=True)], free=lambda: 10_000
+    )
     pool.take(1024, 9)
     assert pool.reserved == 9 * 1024
-    pool = HostPool(slab_bytes=1 << 20, ways=[Way("test", ordinary, pinned=True)], free=lambda: 1000)
+    pool = HostPool(
+        slab_bytes=1 << 20, ways=[Way("test", ordinary, pinned=True)], free=lambda: 1000
+    )
     with pytest.raises(OutOfHostMemory, match="only 950 B of RAM may still be locked"):
         pool.take(1024, 1)
-    pool = HostPool(slab_bytes=1 << 20, ways=[Way("test", ordinary)], free=lambda: 10)       # ordinary pages come as they are written
+    # ordinary pages come as they are written
+    pool = HostPool(slab_bytes=1 << 20, ways=[Way("test", ordinary)], free=lambda: 10)
     assert len(pool.take(1024, 5)) == 5
 
 
 def test_the_limits_are_named():
-    assert "ulimit -l" in limits() and "RAM" in limits() and "remedies: a smaller max_context" in limits()
+    assert (
+        "ulimit -l" in limits()
+        and "RAM" in limits()
+        and "remedies: a smaller max_context" in limits()
+    )
 
 
 # ---------------------------------------------------------------- the link
+
 
 def test_the_fewest_programs_that_fill_the_link():
     assert choose({2: 20e9, 4: 39e9, 8: 49e9, 16: 50e9, 32: 50.5e9}) == 8
@@ -250,8 +318,14 @@ def test_the_fewest_programs_that_fill_the_link():
 
 def test_without_a_gpu_memory_is_ordinary_and_says_so():
     pool = HostPool()
-    assert "host memory is ordinary memory" in str(measure_link(pool, torch.device("cpu"))) and pool.reserved == 0
-    refused = HostPool(slab_bytes=1 << 24, ways=[Way("a", refusing("no"), pinned=True), Way("ordinary memory", ordinary)])
+    assert (
+        "host memory is ordinary memory" in str(measure_link(pool, torch.device("cpu")))
+        and pool.reserved == 0
+    )
+    refused = HostPool(
+        slab_bytes=1 << 24,
+        ways=[Way("a", refusing("no"), pinned=True), Way("ordinary memory", ordinary)],
+    )
     with pytest.warns(UserWarning, match="cannot be pinned"):
         assert "rows go through the CPU" in str(measure_link(refused, torch.device("cuda")))
     assert refused.in_use == 0

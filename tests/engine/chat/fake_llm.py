@@ -1,4 +1,6 @@
-"""An LLM without weights: real tokenizer and session book-keeping, answers from a script. For the chat's tests."""
+"""An LLM without weights: real tokenizer and session book-keeping, answers from a script. For the
+chat's tests.
+"""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -25,25 +27,38 @@ class FakeStats:
 
 
 class FakeSession:
-    """Ids and nothing else. `log` tells what was done: ("prefill", n), ("truncate", from, to), ("decode", id)."""
+    """Ids and nothing else. `log` tells what was done: ("prefill", n), ("truncate", from, to),
+    ("decode", id).
+    """
 
     def __init__(self, llm):
         self.llm, self.ids, self.log = llm, [], []
-        self.selections, self.selection_scores, self.stats, self.method = {}, {}, FakeStats(), "Fake()"
+        self.selections, self.selection_scores, self.stats, self.method = (
+            {},
+            {},
+            FakeStats(),
+            "Fake()",
+        )
 
     def __len__(self):
         return len(self.ids)
 
     def prefill(self, ids, progress=None):
         if len(self.ids) + len(ids) > self.llm.max_context:
-            raise ContextTooLong(f"{len(self.ids) + len(ids)} tokens do not fit: the limit is {self.llm.max_context}")
+            raise ContextTooLong(
+                f"{len(self.ids) + len(ids)} tokens do not fit: the limit is {self.llm.max_context}"
+            )
         for at in range(0, len(ids), CHUNK):
-            part = ids[at:at + CHUNK]
+            part = ids[at : at + CHUNK]
             self.ids += part
             self.log.append(("prefill", len(part)))
             done = min(len(ids), at + CHUNK)
             if progress:
-                progress(PrefillProgress(done, len(ids), done / len(ids), 0.1 * done, 0.1 * (len(ids) - done)))
+                progress(
+                    PrefillProgress(
+                        done, len(ids), done / len(ids), 0.1 * done, 0.1 * (len(ids) - done)
+                    )
+                )
 
     def truncate(self, n):
         assert 0 <= n <= len(self.ids)
@@ -53,7 +68,9 @@ class FakeSession:
 
     def generate(self, ids, params=None, progress=None, should_stop=None):
         params = params or SamplingParams()
-        stats = GenerationStats(cached_tokens=len(self.ids), prompt_tokens=len(ids), prefill_seconds=0.5)
+        stats = GenerationStats(
+            cached_tokens=len(self.ids), prompt_tokens=len(ids), prefill_seconds=0.5
+        )
         if ids:
             self.prefill(ids, progress)
         words, scanner = self.llm.tokenizer.stream(self.ids), StopScanner(params.stop)
@@ -70,7 +87,13 @@ class FakeSession:
             stats.decode_seconds += 0.01
             self.stats.bytes_read_dense += 1000
             shown = scanner.push(words.push(token))
-            reason = "stop" if scanner.found else "length" if stats.new_tokens >= params.max_tokens else None
+            reason = (
+                "stop"
+                if scanner.found
+                else "length"
+                if stats.new_tokens >= params.max_tokens
+                else None
+            )
             yield Piece(shown + (words.flush() if reason else ""), token, None, (), reason, stats)
             if reason:
                 return
@@ -85,18 +108,32 @@ class FakePlan:
         return {"weights": 1000}[name]
 
     def to_dict(self):
-        return {"items": {"weights": 1000, "context bank": 640}, "total_bytes": 1640, "free_bytes": 10**9, "method": "Fake()",
-                "dtype": "float32", "device": "cpu", "max_context": 512}
+        return {
+            "items": {"weights": 1000, "context bank": 640},
+            "total_bytes": 1640,
+            "free_bytes": 10**9,
+            "method": "Fake()",
+            "dtype": "float32",
+            "device": "cpu",
+            "max_context": 512,
+        }
 
     def __str__(self):
         return "model fake\nmemory\n  weights 1.0 kB"
 
 
 class FakeLLM:
-    """tokenizer: engine.text.tokenizer.Tokenizer; script(ids in the bank) -> ids to sample, with or without an end token."""
+    """tokenizer: engine.text.tokenizer.Tokenizer; script(ids in the bank) -> ids to sample, with or
+    without an end token.
+    """
 
     def __init__(self, tokenizer, script=lambda ids: [], max_context=100_000, ends=("<|end|>",)):
-        self.tokenizer, self.script, self.max_context, self.name = tokenizer, script, max_context, "fake"
+        self.tokenizer, self.script, self.max_context, self.name = (
+            tokenizer,
+            script,
+            max_context,
+            "fake",
+        )
         self.end_token_ids = tuple(tokenizer.backend.token_to_id(end) for end in ends)
         self.device, self.dtype = SimpleNamespace(type="cpu"), SimpleNamespace(itemsize=4)
         self.config = SimpleNamespace(num_layers=2, kv_bytes=lambda size: 8 * size)

@@ -1,4 +1,6 @@
-"""The command line and the chat, on a fake model: what goes where, exit codes, one-line errors, commands, Ctrl-C."""
+"""The command line and the chat, on a fake model: what goes where, exit codes, one-line errors,
+commands, Ctrl-C.
+"""
 
 import io
 import json
@@ -25,11 +27,15 @@ from tests.engine.text.tokenizers_made import byte_level, save
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
-    """fake(answers..., template=...) puts a scripted model behind --model x and returns it; its `made_with` are LLM's arguments."""
+    """fake(answers..., template=...) puts a scripted model behind --model x and returns it; its
+    `made_with` are LLM's arguments.
+    """
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
 
     def make(*answers, template=PLAIN, **options):
-        tokenizer = Tokenizer(save(byte_level(), tmp_path / "m", **({"chat_template": template} if template else {})))
+        tokenizer = Tokenizer(
+            save(byte_level(), tmp_path / "m", **({"chat_template": template} if template else {}))
+        )
         llm = FakeLLM(tokenizer, **options)
         llm.script = scripted(tokenizer, *(answers or ("It is warm.",)))
 
@@ -48,7 +54,8 @@ def typed(monkeypatch, *lines):
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
 
 
-# ------------------------------------------------------------------------------------------------- once
+# ---------------------------------------------------------------- once
+
 
 def test_one_shot_writes_the_text_to_stdout_and_all_else_to_stderr(fake, capsys):
     fake("It is warm.")
@@ -69,9 +76,14 @@ def test_json_is_one_object_with_ids_and_figures(fake, capsys):
     assert main(["--model", "x", "-p", "Is it?", "--json", "--stats"]) == 0
     out = capsys.readouterr().out
     data = json.loads(out)
-    assert out.count("\n") == 1 and data["text"] == "It is warm." and data["finish_reason"] == "stop"
+    assert (
+        out.count("\n") == 1 and data["text"] == "It is warm." and data["finish_reason"] == "stop"
+    )
     assert llm.tokenizer.decode(data["token_ids"]) == "It is warm."
-    assert data["stats"]["new_tokens"] == len(data["token_ids"]) - 1 and data["context"]["limit"] == 100_000
+    assert (
+        data["stats"]["new_tokens"] == len(data["token_ids"]) - 1
+        and data["context"]["limit"] == 100_000
+    )
     assert data["session"]["bank_bytes"] == 640
 
 
@@ -88,42 +100,112 @@ def test_a_document_and_a_question(fake, capsys, tmp_path):
 
 def test_a_document_from_standard_input_alone_is_the_message(fake, capsys, monkeypatch):
     llm = fake("ok")
-    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"Say ok."), isatty=lambda: False))
+    monkeypatch.setattr(
+        "sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"Say ok."), isatty=lambda: False)
+    )
     assert main(["--model", "x", "-f", "-"]) == 0
-    assert "user: Say ok.<|end|>" in llm.tokenizer.backend.decode(llm.sessions[0].ids, skip_special_tokens=False)
+    assert "user: Say ok.<|end|>" in llm.tokenizer.backend.decode(
+        llm.sessions[0].ids, skip_special_tokens=False
+    )
     assert capsys.readouterr().out == "ok\n"
 
 
 def test_flags_reach_the_model_and_the_sampler(fake, monkeypatch):
     llm = fake()
     seen = {}
-    monkeypatch.setattr(engine.chat, "Chat", lambda llm, params, *rest, **more: seen.update(params=params) or SimpleNamespace(
-        ask=lambda text: "stop"))
-    assert main("--model x -p hi --ctx 32K --device cpu --dtype float32 --threads 2 --chunk 7 --compile off --offload device "
-                "--vram-budget 24 --ram-budget 512M --attention omnikv --filter-layers 2,8,18 --share 0.1 --selector uniform "
-                "--window 8 --wait-layers 0 --dense-below 4K --temp 0.5 --top-p 0.9 --top-k 40 --min-p 0.05 --seed 7 "
-                "--repeat-penalty 1.1 --stop END --stop STOP -n 99 --ignore-eos".split()) == 0
+    monkeypatch.setattr(
+        engine.chat,
+        "Chat",
+        lambda llm, params, *rest, **more: (
+            seen.update(params=params) or SimpleNamespace(ask=lambda text: "stop")
+        ),
+    )
+    assert (
+        main(
+            "--model x -p hi --ctx 32K --device cpu --dtype float32 --threads 2 --chunk 7 --compile off --offload device "
+            "--vram-budget 24 --ram-budget 512M --attention omnikv --filter-layers 2,8,18 --share 0.1 --selector uniform "
+            "--window 8 --wait-layers 0 --dense-below 4K --temp 0.5 --top-p 0.9 --top-k 40 --min-p 0.05 --seed 7 "
+            "--repeat-penalty 1.1 --stop END --stop STOP -n 99 --ignore-eos".split()
+        )
+        == 0
+    )
     made = llm.made_with
-    assert made["method"] == OmniKV(filter_layers=(2, 8, 18), share=0.1, selector="uniform", window=8, wait_layers=0, dense_below=4096)
-    assert {k: made[k] for k in ("model", "max_context", "device", "dtype", "threads", "chunk", "compile", "offload", "vram_budget",
-                                 "ram_budget", "load")} == {
-        "model": "x", "max_context": 32768, "device": "cpu", "dtype": "float32", "threads": 2, "chunk": 7, "compile": False,
-        "offload": "device", "vram_budget": 24 * 10**9, "ram_budget": 512 * 10**6, "load": False}
+    assert made["method"] == OmniKV(
+        filter_layers=(2, 8, 18),
+        share=0.1,
+        selector="uniform",
+        window=8,
+        wait_layers=0,
+        dense_below=4096,
+    )
+    assert {
+        k: made[k]
+        for k in (
+            "model",
+            "max_context",
+            "device",
+            "dtype",
+            "threads",
+            "chunk",
+            "compile",
+            "offload",
+            "vram_budget",
+            "ram_budget",
+            "load",
+        )
+    } == {
+        "model": "x",
+        "max_context": 32768,
+        "device": "cpu",
+        "dtype": "float32",
+        "threads": 2,
+        "chunk": 7,
+        "compile": False,
+        "offload": "device",
+        "vram_budget": 24 * 10**9,
+        "ram_budget": 512 * 10**6,
+        "load": False,
+    }
     p = seen["params"]
-    assert (p.max_tokens, p.temperature, p.top_p, p.top_k, p.min_p, p.seed, p.repetition_penalty, p.stop, p.ignore_eos) == (
-        99, 0.5, 0.9, 40, 0.05, 7, 1.1, ("END", "STOP"), True)
+    assert (
+        p.max_tokens,
+        p.temperature,
+        p.top_p,
+        p.top_k,
+        p.min_p,
+        p.seed,
+        p.repetition_penalty,
+        p.stop,
+        p.ignore_eos,
+    ) == (99, 0.5, 0.9, 40, 0.05, 7, 1.1, ("END", "STOP"), True)
 
 
 def test_the_method_follows_the_flags():
     def method(*flags, pocket=False):
         return method_of(parser().parse_args(list(flags)), pocket)
 
-    assert method() is None and method("--method", "full") == Full() and method("--attention", "omnikv") == OmniKV()
-    assert method("--tokens", "64") == method("--budget", "64", "--method", "omnikv") == OmniKV(tokens=64)
-    assert method(pocket=True) == OmniKV(share=0.067, dense_below=0) and method("--method", "full", pocket=True) == Full()
+    assert (
+        method() is None
+        and method("--method", "full") == Full()
+        and method("--attention", "omnikv") == OmniKV()
+    )
+    assert (
+        method("--tokens", "64")
+        == method("--budget", "64", "--method", "omnikv")
+        == OmniKV(tokens=64)
+    )
+    assert (
+        method(pocket=True) == OmniKV(share=0.067, dense_below=0)
+        and method("--method", "full", pocket=True) == Full()
+    )
     assert method("--dense-below", "auto", "--mem", "0.3") == OmniKV(mem=0.3, dense_below="auto")
-    assert method("--method", "h2o", "--share", "0.3") == H2O(share=0.3) and method("--method", "snapkv", pocket=True) == SnapKV()
-    assert method("--method", "streaming_llm", "--sink", "8", "--tokens", "99") == StreamingLLM(tokens=99, sink=8)
+    assert (
+        method("--method", "h2o", "--share", "0.3") == H2O(share=0.3)
+        and method("--method", "snapkv", pocket=True) == SnapKV()
+    )
+    assert method("--method", "streaming_llm", "--sink", "8", "--tokens", "99") == StreamingLLM(
+        tokens=99, sink=8
+    )
 
 
 def test_what_needs_no_model(capsys):
@@ -141,24 +223,48 @@ def test_plan_goes_to_stdout_and_nothing_is_loaded(fake, capsys):
     assert json.loads(capsys.readouterr().out)["total_bytes"] == 1640
 
 
-# ------------------------------------------------------------------------------------------------- errors
+# ---------------------------------------------------------------- errors
 
 BAD = [
-    (["--tmp", "1"], "--tmp: no such flag; did you mean --temp?"), (["--zzzzzz"], "--zzzzzz: no such flag"),
+    (["--tmp", "1"], "--tmp: no such flag; did you mean --temp?"),
+    (["--zzzzzz"], "--zzzzzz: no such flag"),
     (["--max-token", "3"], "--max-token: no such flag; did you mean --max-tokens?"),
-    (["extra"], "'extra': not expected here"), (["--ctx", "lots"], "--ctx"), (["--ctx", "0"], "--ctx"), (["--ctx", "-5"], "--ctx"),
-    (["--ctx", "1.3"], "--ctx"), (["--ctx"], "--ctx"), (["--temp", "-1"], "--temp: found -1.0"), (["--temp", "nan"], "--temp: found nan"),
-    (["--temp", "hot"], "--temp"), (["--top-p", "1.5"], "--top-p: found 1.5"), (["--top-k", "-2"], "--top-k: found -2"),
-    (["--top-k", "1.5"], "--top-k"), (["--min-p", "2"], "--min-p: found 2.0"), (["-n", "0"], "-n/--max-tokens: found 0"),
-    (["--repeat-penalty", "0"], "--repeat-penalty: found 0.0"), (["--seed", "-1"], "--seed: found -1"), (["--stop", ""], "--stop: found"),
-    (["--filter-layers", "2,x"], "--filter-layers"), (["--filter-layers", "8,2"], "--filter-layers: found (8, 2)"),
-    (["--filter-layers", "-1,2"], "--filter-layers"), (["--tokens", "0"], "--tokens: found 0"), (["--share", "1.5"], "--share: found 1.5"),
-    (["--mem", "0"], "--mem: found 0"), (["--tokens", "5", "--share", "0.1"], "tokens=5 and share=0.1"),
-    (["--selector", "best"], "--selector"), (["--window", "0"], "--window: found 0"), (["--wait-layers", "-1"], "--wait-layers: found -1"),
-    (["--dense-below", "x"], "--dense-below"), (["--method", "magic"], "--method"), (["--offload", "cloud"], "--offload"),
-    (["--method", "full", "--tokens", "9"], "--tokens: belongs to --method omnikv"), (["--vram-budget", "much"], "--vram-budget"),
+    (["extra"], "'extra': not expected here"),
+    (["--ctx", "lots"], "--ctx"),
+    (["--ctx", "0"], "--ctx"),
+    (["--ctx", "-5"], "--ctx"),
+    (["--ctx", "1.3"], "--ctx"),
+    (["--ctx"], "--ctx"),
+    (["--temp", "-1"], "--temp: found -1.0"),
+    (["--temp", "nan"], "--temp: found nan"),
+    (["--temp", "hot"], "--temp"),
+    (["--top-p", "1.5"], "--top-p: found 1.5"),
+    (["--top-k", "-2"], "--top-k: found -2"),
+    (["--top-k", "1.5"], "--top-k"),
+    (["--min-p", "2"], "--min-p: found 2.0"),
+    (["-n", "0"], "-n/--max-tokens: found 0"),
+    (["--repeat-penalty", "0"], "--repeat-penalty: found 0.0"),
+    (["--seed", "-1"], "--seed: found -1"),
+    (["--stop", ""], "--stop: found"),
+    (["--filter-layers", "2,x"], "--filter-layers"),
+    (["--filter-layers", "8,2"], "--filter-layers: found (8, 2)"),
+    (["--filter-layers", "-1,2"], "--filter-layers"),
+    (["--tokens", "0"], "--tokens: found 0"),
+    (["--share", "1.5"], "--share: found 1.5"),
+    (["--mem", "0"], "--mem: found 0"),
+    (["--tokens", "5", "--share", "0.1"], "tokens=5 and share=0.1"),
+    (["--selector", "best"], "--selector"),
+    (["--window", "0"], "--window: found 0"),
+    (["--wait-layers", "-1"], "--wait-layers: found -1"),
+    (["--dense-below", "x"], "--dense-below"),
+    (["--method", "magic"], "--method"),
+    (["--offload", "cloud"], "--offload"),
+    (["--method", "full", "--tokens", "9"], "--tokens: belongs to --method omnikv"),
+    (["--vram-budget", "much"], "--vram-budget"),
     (["--method", "h2o", "--tail", "64"], "--tail: belongs to --method omnikv, but --method h2o"),
-    (["--threads", "x"], "--threads"), (["-f", "-", "-i"], "-f -"), (["-f", "/no/such/file.txt"], "/no/such/file.txt"),
+    (["--threads", "x"], "--threads"),
+    (["-f", "-", "-i"], "-f -"),
+    (["-f", "/no/such/file.txt"], "/no/such/file.txt"),
 ]
 
 
@@ -171,7 +277,13 @@ def test_bad_flags_get_one_line_that_names_them_and_exit_2(fake, capsys, flags, 
         code = error.code
     out, err = capsys.readouterr()
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert code == 2 and out == "" and len(errors) == 1 and words in errors[0] and "Traceback" not in err
+    assert (
+        code == 2
+        and out == ""
+        and len(errors) == 1
+        and words in errors[0]
+        and "Traceback" not in err
+    )
 
 
 def test_no_model_says_so(capsys, monkeypatch, tmp_path):
@@ -180,9 +292,19 @@ def test_no_model_says_so(capsys, monkeypatch, tmp_path):
     assert "no model is shipped yet" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("error, code", [(ModelNotFound("no such model"), 2), (UnsupportedCheckpoint("gguf"), 1), (RuntimeError("a\nb"), 1),
-                                         (KeyboardInterrupt(), 130), (MemoryError(), 1)])
-def test_failures_are_one_line_and_an_exit_code_and_verbose_shows_where(monkeypatch, capsys, error, code):
+@pytest.mark.parametrize(
+    "error, code",
+    [
+        (ModelNotFound("no such model"), 2),
+        (UnsupportedCheckpoint("gguf"), 1),
+        (RuntimeError("a\nb"), 1),
+        (KeyboardInterrupt(), 130),
+        (MemoryError(), 1),
+    ],
+)
+def test_failures_are_one_line_and_an_exit_code_and_verbose_shows_where(
+    monkeypatch, capsys, error, code
+):
     def fails(*arguments, **options):
         raise error
 
@@ -208,11 +330,24 @@ def test_a_settings_error_is_named_as_the_flag():
 
 
 def test_numbers_with_units():
-    assert [scaled(t) for t in ("131072", "32K", "128k", "1M", "1.5K")] == [131072, 32768, 131072, 1048576, 1536]
-    assert [gigabytes(t) for t in ("24", "24GB", "0.5", "512M", "1t")] == [24 * 10**9, 24 * 10**9, 5 * 10**8, 512 * 10**6, 10**12]
+    assert [scaled(t) for t in ("131072", "32K", "128k", "1M", "1.5K")] == [
+        131072,
+        32768,
+        131072,
+        1048576,
+        1536,
+    ]
+    assert [gigabytes(t) for t in ("24", "24GB", "0.5", "512M", "1t")] == [
+        24 * 10**9,
+        24 * 10**9,
+        5 * 10**8,
+        512 * 10**6,
+        10**12,
+    ]
 
 
-# ------------------------------------------------------------------------------------------------- the chat
+# ---------------------------------------------------------------- the chat
+
 
 def chat(fake_llm, monkeypatch, capsys, *lines, flags=()):
     """Type lines into a chat; (exit code, stdout, stderr)."""
@@ -223,10 +358,28 @@ def chat(fake_llm, monkeypatch, capsys, *lines, flags=()):
 
 def test_turns_commands_and_the_end_of_input(fake, monkeypatch, capsys):
     llm = fake("one", "two", "three")
-    code, out, err = chat(llm, monkeypatch, capsys, "first", "", "second", "/stats", "/memory", "/plan", "/reset", "third", "/set",
-                          "/help")
+    code, out, err = chat(
+        llm,
+        monkeypatch,
+        capsys,
+        "first",
+        "",
+        "second",
+        "/stats",
+        "/memory",
+        "/plan",
+        "/reset",
+        "third",
+        "/set",
+        "/help",
+    )
     assert code == 0 and out == "one\ntwo\nthree\n"
-    assert "bank bytes" in err and "planned: weights" in err and "model fake" in err and "a new conversation" in err
+    assert (
+        "bank bytes" in err
+        and "planned: weights" in err
+        and "model fake" in err
+        and "a new conversation" in err
+    )
     assert "max_tokens = 1024" in err and "/sources" in err and "Traceback" not in err
     spelled = llm.tokenizer.backend.decode(llm.sessions[0].ids, skip_special_tokens=False)
     assert "third" in spelled and "first" not in spelled
@@ -234,21 +387,50 @@ def test_turns_commands_and_the_end_of_input(fake, monkeypatch, capsys):
 
 def test_settings_system_retry_and_leaving(fake, monkeypatch, capsys):
     llm = fake("one", "two", "three three three")
-    code, out, err = chat(llm, monkeypatch, capsys, "/system Be brief.", "hello", "/retry", "/set n 1", "/set temp 0.5", "/set stop none",
-                          "more", "/system", "/exit", "never")
-    assert code == 0 and out.splitlines()[:2] == ["one", "two"] and len(out.splitlines()) == 3 and "never" not in err
+    code, out, err = chat(
+        llm,
+        monkeypatch,
+        capsys,
+        "/system Be brief.",
+        "hello",
+        "/retry",
+        "/set n 1",
+        "/set temp 0.5",
+        "/set stop none",
+        "more",
+        "/system",
+        "/exit",
+        "never",
+    )
+    assert (
+        code == 0
+        and out.splitlines()[:2] == ["one", "two"]
+        and len(out.splitlines()) == 3
+        and "never" not in err
+    )
     assert "temperature = 0.5" in err and "system prompt: Be brief." in err and "cut at -n" in err
     spelled = llm.tokenizer.backend.decode(llm.sessions[0].ids, skip_special_tokens=False)
     assert spelled.startswith("<s><|user|>system: Be brief.<|end|>") and "one" not in spelled
 
 
-@pytest.mark.parametrize("line, words", [
-    ("/rest", "/rest: no such command; did you mean /reset?"), ("/read", "/read: found nothing"), ("/read /no/file", "/no/file"),
-    ("/set temprature 1", "did you mean temperature?"), ("/set temp hot", "temperature: found 'hot'"), ("/set top_p 7", "top_p: found 7.0"),
-    ("/method magic", "found 'magic'"), ("/sources x", "/sources: found 'x'"), ("/sources", "no answer yet"),
-    ("/retry", "nothing to answer"),
-])
-def test_what_a_command_cannot_mean_is_one_line_and_the_chat_goes_on(fake, monkeypatch, capsys, line, words):
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("/rest", "/rest: no such command; did you mean /reset?"),
+        ("/read", "/read: found nothing"),
+        ("/read /no/file", "/no/file"),
+        ("/set temprature 1", "did you mean temperature?"),
+        ("/set temp hot", "temperature: found 'hot'"),
+        ("/set top_p 7", "top_p: found 7.0"),
+        ("/method magic", "found 'magic'"),
+        ("/sources x", "/sources: found 'x'"),
+        ("/sources", "no answer yet"),
+        ("/retry", "nothing to answer"),
+    ],
+)
+def test_what_a_command_cannot_mean_is_one_line_and_the_chat_goes_on(
+    fake, monkeypatch, capsys, line, words
+):
     code, out, err = chat(fake("fine"), monkeypatch, capsys, line, "go on")
     assert code == 0 and out == "fine\n" and words in err and "Traceback" not in err
 
@@ -262,19 +444,39 @@ def test_documents_are_read_at_once_and_a_slash_can_be_said(fake, monkeypatch, c
     llm = fake("ok")
     (tmp_path / "a b.txt").write_text("The sun was warm. " * 9)
     (tmp_path / "empty.txt").write_text("\n")
-    code, out, err = chat(llm, monkeypatch, capsys, f"/read {tmp_path / 'a b.txt'}", f"/read {tmp_path / 'empty.txt'}", "//slash",
-                          "/sources")
-    assert code == 0 and "a b.txt" in err and "read in" in err and "empty, nothing to read" in err and "full attention" in err
-    assert "user: The sun" in llm.tokenizer.backend.decode(llm.sessions[0].ids, skip_special_tokens=False)
-    assert "\n\n/slash<|end|>" in llm.tokenizer.backend.decode(llm.sessions[0].ids, skip_special_tokens=False)
+    code, out, err = chat(
+        llm,
+        monkeypatch,
+        capsys,
+        f"/read {tmp_path / 'a b.txt'}",
+        f"/read {tmp_path / 'empty.txt'}",
+        "//slash",
+        "/sources",
+    )
+    assert (
+        code == 0
+        and "a b.txt" in err
+        and "read in" in err
+        and "empty, nothing to read" in err
+        and "full attention" in err
+    )
+    assert "user: The sun" in llm.tokenizer.backend.decode(
+        llm.sessions[0].ids, skip_special_tokens=False
+    )
+    assert "\n\n/slash<|end|>" in llm.tokenizer.backend.decode(
+        llm.sessions[0].ids, skip_special_tokens=False
+    )
 
 
 def test_sources_quotes_the_passage_that_was_chosen(fake, monkeypatch, capsys, tmp_path):
     import torch
 
     llm = fake("48213")
-    (tmp_path / "d.txt").write_text("Nothing of note happened here today.\n" * 20 + "The key is 48213 for the gate.\n" +
-                                    "Mild weather all day long.\n" * 9)
+    (tmp_path / "d.txt").write_text(
+        "Nothing of note happened here today.\n" * 20
+        + "The key is 48213 for the gate.\n"
+        + "Mild weather all day long.\n" * 9
+    )
     inner = llm.script
 
     def script(ids):
@@ -288,20 +490,26 @@ def test_sources_quotes_the_passage_that_was_chosen(fake, monkeypatch, capsys, t
         return inner(ids)
 
     llm.script = script
-    code, out, err = chat(llm, monkeypatch, capsys, f"/read {tmp_path / 'd.txt'}", "Which key?", "/sources")
+    code, out, err = chat(
+        llm, monkeypatch, capsys, f"/read {tmp_path / 'd.txt'}", "Which key?", "/sources"
+    )
     assert code == 0 and out == "48213\n"
     assert err.index("d.txt, line 21, tokens") < err.index('"The key is 48213 for the gate."')
     assert "the tail is not ranked" not in err
 
     llm.sessions.clear()
     llm.session = lambda old=llm.session: _with_tail(old())
-    code, out, err = chat(llm, monkeypatch, capsys, f"/read {tmp_path / 'd.txt'}", "Which key?", "/sources")
+    code, out, err = chat(
+        llm, monkeypatch, capsys, f"/read {tmp_path / 'd.txt'}", "Which key?", "/sources"
+    )
     assert '"The key is 48213 for the gate."' in err and "every layer reads everything" in err
 
 
 def test_several_lines_in_one_message(fake, monkeypatch, capsys):
     llm = fake("ok")
-    code, out, _ = chat(llm, monkeypatch, capsys, "one \\", "two", '"""', "three", "", 'four"""', '"""five"""')
+    code, out, _ = chat(
+        llm, monkeypatch, capsys, "one \\", "two", '"""', "three", "", 'four"""', '"""five"""'
+    )
     spelled = llm.tokenizer.backend.decode(llm.sessions[0].ids, skip_special_tokens=False)
     assert code == 0 and out == "ok\nok\nok\n"
     assert all(f"user: {text}<|end|>" in spelled for text in ("one \ntwo", "three\n\nfour", "five"))
@@ -310,15 +518,35 @@ def test_several_lines_in_one_message(fake, monkeypatch, capsys):
 def test_a_base_model_says_so_and_completes(fake, monkeypatch, capsys):
     llm = fake(" there was", template=None)
     code, out, err = chat(llm, monkeypatch, capsys, "Once", "/system x", " more")
-    assert code == 0 and out == " there was\n there was\n" and "no chat template: completing text" in err and "no system prompt" in err
+    assert (
+        code == 0
+        and out == " there was\n there was\n"
+        and "no chat template: completing text" in err
+        and "no system prompt" in err
+    )
     assert llm.tokenizer.decode(llm.sessions[0].ids) == "Once there was more there was"
 
 
 def test_method_full_states_what_it_costs(fake, monkeypatch, capsys):
     llm = fake("a b c d")
     llm.session = lambda old=llm.session: _with_method(old())
-    code, _, err = chat(llm, monkeypatch, capsys, "hello", "/method full", "/method omnikv", "/method", "again", flags=["--tokens", "64"])
-    assert code == 0 and "Full()" in err and "a step of full attention reads" in err and "per token" in err
+    code, _, err = chat(
+        llm,
+        monkeypatch,
+        capsys,
+        "hello",
+        "/method full",
+        "/method omnikv",
+        "/method",
+        "again",
+        flags=["--tokens", "64"],
+    )
+    assert (
+        code == 0
+        and "Full()" in err
+        and "a step of full attention reads" in err
+        and "per token" in err
+    )
     assert "OmniKV(" in err and "tokens=64" in err
 
 
@@ -332,7 +560,8 @@ def _with_method(session):
     return session
 
 
-# ------------------------------------------------------------------------------------------------- Ctrl-C
+# ---------------------------------------------------------------- Ctrl-C
+
 
 def interrupting(llm, at, times=1):
     """Send Ctrl-C to ourselves when the answer's token number `at` is drawn."""
@@ -378,15 +607,19 @@ def test_ctrl_c_in_a_reading_keeps_what_was_read(fake, monkeypatch, capsys, tmp_
             if len(calls) == 5:
                 os.kill(os.getpid(), signal.SIGINT)
             show(p)
+
         return progress
 
     monkeypatch.setattr(Display, "reading", reading)
-    code, out, err = chat(llm, monkeypatch, capsys, f"/read {tmp_path / 'long.txt'}", "so?", "/retry")
+    code, out, err = chat(
+        llm, monkeypatch, capsys, f"/read {tmp_path / 'long.txt'}", "so?", "/retry"
+    )
     assert code == 0 and "stopped: long.txt: 20 of" in err and "stay" in err
     assert "stopped while reading" in err and out == "ok\n"
 
 
-# ------------------------------------------------------------------------------------------------- display
+# ---------------------------------------------------------------- display
+
 
 class Screen(io.StringIO):
     """A stream that says it is a terminal."""
@@ -396,7 +629,13 @@ class Screen(io.StringIO):
 
 
 def progress_of(done, total=1000):
-    return SimpleNamespace(done=done, total=total, work=(done / total)**2, seconds=done / 100, eta=(total - done) / 50)
+    return SimpleNamespace(
+        done=done,
+        total=total,
+        work=(done / total) ** 2,
+        seconds=done / 100,
+        eta=(total - done) / 50,
+    )
 
 
 def test_a_terminal_gets_one_line_that_is_written_over(monkeypatch):
@@ -410,7 +649,7 @@ def test_a_terminal_gets_one_line_that_is_written_over(monkeypatch):
     text = display.stream.getvalue()
     assert "\n" not in text and text.count("\r") >= 3
     assert "reading 500 of 1,000 tokens · 25% of the work · 400 tok/s · 10 s left" in text
-    assert text.rsplit("\r", 2)[1].strip() == ""           # the last thing written clears it
+    assert text.rsplit("\r", 2)[1].strip() == ""  # the last thing written clears it
 
 
 def test_no_terminal_gets_a_line_every_few_seconds(monkeypatch):
@@ -438,7 +677,10 @@ def test_short_readings_show_nothing_and_loading_tells_shards(monkeypatch):
     load(SimpleNamespace(shard=1, shards=4, bytes_done=4e9, bytes_total=16e9, seconds=2.0))
     load(SimpleNamespace(shard=4, shards=4, bytes_done=16e9, bytes_total=16e9, seconds=8.0))
     text = display.stream.getvalue()
-    assert "loading shard 1/4 · 4.00 of 16.00 GB · 2.00 GB/s" in text and "loaded 16.00 GB in 8.0 s (2.00 GB/s)" in text
+    assert (
+        "loading shard 1/4 · 4.00 of 16.00 GB · 2.00 GB/s" in text
+        and "loaded 16.00 GB in 8.0 s (2.00 GB/s)" in text
+    )
 
 
 def test_colour_only_on_a_terminal_that_wants_it(monkeypatch):
@@ -453,9 +695,25 @@ def test_colour_only_on_a_terminal_that_wants_it(monkeypatch):
 
 
 def test_numbers_for_people_and_text_that_cannot_rule_the_screen():
-    assert [clock(s) for s in (0.04, 0.4, 9.9, 42, 59.7, 185, 3729)] == ["40 ms", "0.4 s", "9.9 s", "42 s", "1:00", "3:05", "1:02:09"]
-    assert [human(b) for b in (12, 5300, 2.5e6, 1.618e10)] == ["12 B", "5.3 kB", "2.5 MB", "16.18 GB"]
-    assert brief(OmniKV(filter_layers=(2, 8), dense_below=0)) == "OmniKV(filter_layers=(2, 8), wait_layers=1, dense_below=0)"
+    assert [clock(s) for s in (0.04, 0.4, 9.9, 42, 59.7, 185, 3729)] == [
+        "40 ms",
+        "0.4 s",
+        "9.9 s",
+        "42 s",
+        "1:00",
+        "3:05",
+        "1:02:09",
+    ]
+    assert [human(b) for b in (12, 5300, 2.5e6, 1.618e10)] == [
+        "12 B",
+        "5.3 kB",
+        "2.5 MB",
+        "16.18 GB",
+    ]
+    assert (
+        brief(OmniKV(filter_layers=(2, 8), dense_below=0))
+        == "OmniKV(filter_layers=(2, 8), wait_layers=1, dense_below=0)"
+    )
     assert brief(Full()) == "Full()"
     assert printable("a\x1b[2J\tb\n\x07é\x9b") == "a\ufffd[2J\tb\n\ufffdé\ufffd"
 

@@ -1,4 +1,6 @@
-"""The real chat on a real engine: through a pseudo-terminal as a person types, and from the shell as a script calls it."""
+"""The real chat on a real engine: through a pseudo-terminal as a person types, and from the shell
+as a script calls it.
+"""
 
 import json
 import os
@@ -16,11 +18,19 @@ from tests.helpers import shared_model
 
 pty = pytest.importorskip("pty", reason="pseudo-terminals are a Unix thing")
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-PATIENCE = 120          # seconds: importing torch on a loaded machine takes most of it
+PATIENCE = 120  # seconds: importing torch on a loaded machine takes most of it
 
 
 def environment(**more):
-    return {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "200", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", **more}
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TERM": "xterm",
+        "COLUMNS": "200",
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+        **more,
+    }
 
 
 class Terminal:
@@ -28,16 +38,26 @@ class Terminal:
 
     def __init__(self, *flags):
         leader, follower = pty.openpty()
-        self.process = subprocess.Popen([sys.executable, "-m", "engine.chat", *flags], cwd=ROOT, env=environment(), stdin=follower,
-                                        stdout=follower, stderr=follower, start_new_session=True, preexec_fn=_own_terminal)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "engine.chat", *flags],
+            cwd=ROOT,
+            env=environment(),
+            stdin=follower,
+            stdout=follower,
+            stderr=follower,
+            start_new_session=True,
+            preexec_fn=_own_terminal,
+        )
         os.close(follower)
         self.leader, self.screen, self.seen = leader, "", 0
 
     def until(self, pattern, seconds=PATIENCE, press=""):
-        """Wait for a pattern in what was shown since the last wait; returns the match. `press` is typed again every 5 s.
+        """Wait for a pattern in what was shown since the last wait; returns the match. `press` is
+        typed again every 5 s.
 
-        (A Ctrl-C between the prompt's writing and Python's wait for input is seen at the next key only: a race of CPython's
-        own, microseconds for a person, but a preempted process can sit in it for long.)
+        (A Ctrl-C between the prompt's writing and Python's wait for input is seen at the next key
+        only: a race of CPython's own, microseconds for a person, but a preempted process can sit in
+        it for long.)
         """
         end, again = time.monotonic() + seconds, time.monotonic()
         while True:
@@ -46,14 +66,16 @@ class Terminal:
                 self.seen = match.end()
                 return match
             left = end - time.monotonic()
-            assert left > 0, f"{pattern!r} not shown; the screen since: {self.screen[self.seen:][-2000:]!r}"
+            assert left > 0, (
+                f"{pattern!r} not shown; the screen since: {self.screen[self.seen :][-2000:]!r}"
+            )
             if press and time.monotonic() >= again:
                 self.press(press, time.monotonic() > end - seconds + 4)
                 again = time.monotonic() + 5
             if select.select([self.leader], [], [], min(left, 1.0))[0]:
                 try:
                     data = os.read(self.leader, 65536)
-                except OSError:         # the other end is closed
+                except OSError:  # the other end is closed
                     data = b""
                 assert data, f"ended before {pattern!r}: {self.screen[-2000:]!r}"
                 self.screen += data.decode("utf-8", "replace")
@@ -62,13 +84,15 @@ class Terminal:
         os.write(self.leader, text.encode())
 
     def press(self, key, repeated):
-        """Type a key; once it was lost, a blank behind it, which is the next key that the race waits for (until)."""
+        """Type a key; once it was lost, a blank behind it, which is the next key that the race
+        waits for (until).
+        """
         self.type(key)
         if repeated:
             time.sleep(0.3)
             try:
                 self.type(" ")
-            except OSError:             # the chat has left meanwhile
+            except OSError:  # the chat has left meanwhile
                 return
 
     def code(self, seconds=PATIENCE, press=""):
@@ -93,11 +117,12 @@ class Terminal:
 
 
 def _own_terminal():
-    signal.signal(signal.SIGINT, signal.SIG_DFL)        # a suite run in the background of a shell ignores it, and children inherit that
+    # a suite run in the background of a shell ignores it, and children inherit that
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     import fcntl
     import termios
 
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)        # so that Ctrl-C typed there is a signal here
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C typed there is a signal here
 
 
 @pytest.fixture(scope="module")
@@ -119,16 +144,21 @@ def terminal(model):
 
 
 def test_a_session_as_a_person_has_it(terminal):
-    """Two turns, /stats, /reset, Ctrl-C in the middle of an answer, the chat goes on, Ctrl-D leaves with 0."""
+    """Two turns, /stats, /reset, Ctrl-C in the middle of an answer, the chat goes on, Ctrl-D leaves
+    with 0.
+    """
     t = terminal("-n", "12")
     t.until(r"/help lists the commands")
     t.until("> ")
     t.type("Hello there\n")
-    first = t.until(r"\[0 cached \+ (\d+) new tokens · .*? · 12 written at .*? tok/s.*? context (\d+) of 8,192")
+    first = t.until(
+        r"\[0 cached \+ (\d+) new tokens · .*? · 12 written at .*? tok/s.*? context (\d+) of 8,192"
+    )
     t.until("> ")
     t.type("And again\n")
     second = t.until(r"\[(\d+) cached \+ (\d+) new tokens · .*? · 12 written")
-    assert int(second[1]) == int(first[2]) == int(first[1]) + 12      # the second turn appends to all of the first
+    # the second turn appends to all of the first
+    assert int(second[1]) == int(first[2]) == int(first[1]) + 12
     t.until("> ")
     t.type("/stats\n")
     t.until(r"prefill tokens +" + str(int(first[1]) + int(second[2])))
@@ -138,7 +168,7 @@ def test_a_session_as_a_person_has_it(terminal):
     t.until("> ")
     t.type("Go on for long\n")
     time.sleep(0.5)
-    t.until(r"(?s)\n.{20}")                     # the answer is on its way
+    t.until(r"(?s)\n.{20}")  # the answer is on its way
     t.type("\x03")
     stopped = t.until(r"([\d,]+) written at .*? · stopped\]")
     assert 0 < int(stopped[1].replace(",", "")) < 7000
@@ -166,42 +196,79 @@ def test_ctrl_c_twice_leaves_with_130(terminal):
 
 def run(*arguments, stdin=None):
     """The command line in a process of its own."""
-    return subprocess.run([sys.executable, "-m", "engine.chat", *arguments], cwd=ROOT, env=environment(), input=stdin, timeout=300,
-                          capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-m", "engine.chat", *arguments],
+        cwd=ROOT,
+        env=environment(),
+        input=stdin,
+        timeout=300,
+        capture_output=True,
+        text=True,
+    )
 
 
 def test_from_the_shell(model, tmp_path):
-    """A pipe in, JSON out; the same prompt twice gives the same ids; a reader that leaves early is no error to shout about."""
-    done = run("--model", model, "-f", "-", "-p", "What?", "--json", "-n", "5", "--ignore-eos", stdin="A line.\n" * 40)
+    """A pipe in, JSON out; the same prompt twice gives the same ids; a reader that leaves early is
+    no error to shout about.
+    """
+    done = run(
+        "--model",
+        model,
+        "-f",
+        "-",
+        "-p",
+        "What?",
+        "--json",
+        "-n",
+        "5",
+        "--ignore-eos",
+        stdin="A line.\n" * 40,
+    )
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
-    assert len(data["token_ids"]) == 5 and data["finish_reason"] == "length" and data["context"]["limit"] == 8192
+    assert (
+        len(data["token_ids"]) == 5
+        and data["finish_reason"] == "length"
+        and data["context"]["limit"] == 8192
+    )
     pipe = f"{sys.executable} -m engine.chat --model {model} -p hi -n 300 --ignore-eos --quiet | head -c 1"
-    left = subprocess.run(["sh", "-c", pipe], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    left = subprocess.run(
+        ["sh", "-c", pipe], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300
+    )
     assert "Traceback" not in left.stderr and "Error" not in left.stderr
 
 
 def test_the_story_is_that_of_transformers():
-    """Greedy from "Once upon a time", token by token, from the same folder; and the text continues the prompt's."""
+    """Greedy from "Once upon a time", token by token, from the same folder; and the text continues
+    the prompt's.
+    """
     import torch
     from transformers import AutoTokenizer, LlamaForCausalLM
 
     folder = shared_model("stories260k")
-    done = run("--model", str(folder), "-p", "Once upon a time", "--temp", "0", "-n", "200", "--json")
+    done = run(
+        "--model", str(folder), "-p", "Once upon a time", "--temp", "0", "-n", "200", "--json"
+    )
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
-    tokenizer, oracle = AutoTokenizer.from_pretrained(folder), LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer, oracle = (
+        AutoTokenizer.from_pretrained(folder),
+        LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32),
+    )
     prompt = tokenizer("Once upon a time", return_tensors="pt")["input_ids"]
     with torch.inference_mode():
-        expected = oracle.generate(prompt, max_new_tokens=200, do_sample=False)[0, prompt.shape[1]:].tolist()
+        expected = oracle.generate(prompt, max_new_tokens=200, do_sample=False)[
+            0, prompt.shape[1] :
+        ].tolist()
     assert data["token_ids"] == expected
     whole = tokenizer.decode([*prompt[0].tolist(), *expected], skip_special_tokens=True)
     assert "Once upon a time" + data["text"] == whole
 
 
 def test_importing_the_engine_is_quick_and_brings_in_nothing_heavy():
-    """Under 2 s beyond torch and triton, which is torch's own on a GPU (processor time, best of three); neither
-    transformers nor the hub's client nor torch.compile's machinery."""
+    """Under 2 s beyond torch and triton, which is torch's own on a GPU (processor time, best of
+    three); neither transformers nor the hub's client nor torch.compile's machinery.
+    """
     code = """
 import sys, time, torch
 try:
@@ -215,7 +282,14 @@ print([m for m in ("transformers", "huggingface_hub", "torch._dynamo") if m in s
 """
     times = []
     for _ in range(3):
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
         seconds, heavy = done.stdout.split("\n", 1)
         assert heavy.strip() == "[]", heavy
         times.append(float(seconds))

@@ -1,4 +1,6 @@
-"""A conversation lives on ids: whatever happens, turns append, and the bank spells what the chat template writes."""
+"""A conversation lives on ids: whatever happens, turns append, and the bank spells what the chat
+template writes.
+"""
 
 import random
 
@@ -13,17 +15,27 @@ from engine.text.tokenizer import Tokenizer
 from tests.engine.chat.fake_llm import FakeLLM
 from tests.engine.text.tokenizers_made import MADE, save
 
-PLAIN = ("{{ bos_token }}{% for m in messages %}<|user|>{{ m['role'] }}: {{ m['content'] }}<|end|>{% endfor %}"
-         "{% if add_generation_prompt %}<|user|>assistant: {% endif %}")
-TRIMS = ("{% for m in messages %}{% if m['role'] == 'assistant' %}{{ m['content'] | trim }}<|end|>\n{% else %}"
-         "<|user|>{{ m['content'] | trim }}\n### Answer:{% endif %}{% endfor %}")
-SPLITS = ("{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{% set parts = m['content'].rstrip().split('\n\n') %}"
-          "{% if parts | length > 1 %}{{ (parts[:-1] | join('\n\n')).rstrip() + '\n' }}{% endif %}"
-          "{{ '<|user|>' + parts[-1].strip() }}{% else %}{{ '<s>' + m['content'].strip() + '<|end|>' }}{% endif %}{% endfor %}"
-          "{% if add_generation_prompt %}<s>{% endif %}")
-FORGETS = ("{% for m in messages[-1:] %}<|user|>{{ messages | length }} {{ m['content'] }}{% endfor %}"
-           "{% if add_generation_prompt %}<|end|>{% endif %}")
-TEXT = st.text(st.one_of(st.sampled_from(" \nabT.,é你"), st.characters(codec="utf-8")), min_size=1, max_size=30)
+PLAIN = (
+    "{{ bos_token }}{% for m in messages %}<|user|>{{ m['role'] }}: {{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|user|>assistant: {% endif %}"
+)
+TRIMS = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ m['content'] | trim }}<|end|>\n{% else %}"
+    "<|user|>{{ m['content'] | trim }}\n### Answer:{% endif %}{% endfor %}"
+)
+SPLITS = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{% set parts = m['content'].rstrip().split('\n\n') %}"
+    "{% if parts | length > 1 %}{{ (parts[:-1] | join('\n\n')).rstrip() + '\n' }}{% endif %}"
+    "{{ '<|user|>' + parts[-1].strip() }}{% else %}{{ '<s>' + m['content'].strip() + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<s>{% endif %}"
+)
+FORGETS = (
+    "{% for m in messages[-1:] %}<|user|>{{ messages | length }} {{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<|end|>{% endif %}"
+)
+TEXT = st.text(
+    st.one_of(st.sampled_from(" \nabT.,é你"), st.characters(codec="utf-8")), min_size=1, max_size=30
+)
 WORDS = st.text("abcdeé你 ", min_size=1, max_size=20).map(lambda text: "x" + text + "y")
 
 
@@ -35,7 +47,9 @@ def folders(tmp_path_factory):
     def get(kind, template):
         if (kind, template) not in known:
             extra = {"chat_template": template} if template else {}
-            known[kind, template] = Tokenizer(save(MADE[kind](), tmp_path_factory.mktemp("t"), **extra))
+            known[kind, template] = Tokenizer(
+                save(MADE[kind](), tmp_path_factory.mktemp("t"), **extra)
+            )
         return known[kind, template]
 
     return get
@@ -43,7 +57,9 @@ def folders(tmp_path_factory):
 
 def spelled(conversation):
     """What the ids in the bank spell, special tokens included."""
-    return conversation.tokenizer.backend.decode(conversation.session.ids, skip_special_tokens=False)
+    return conversation.tokenizer.backend.decode(
+        conversation.session.ids, skip_special_tokens=False
+    )
 
 
 def finish(pieces):
@@ -72,7 +88,9 @@ def scripted(tokenizer, *answers, ends=True):
 @settings(max_examples=25, deadline=None)
 @given(turns=st.lists(st.tuples(WORDS, TEXT, st.booleans()), min_size=2, max_size=4))
 def test_turns_only_append(folders, kind, template, turns):
-    """Whatever users and models write, spaces at the ends included: no token is read twice, none is taken back but an end token."""
+    """Whatever users and models write, spaces at the ends included: no token is read twice, none is
+    taken back but an end token.
+    """
     tokenizer = folders(kind, template)
     llm = FakeLLM(tokenizer)
     talk = Conversation(llm)
@@ -85,7 +103,9 @@ def test_turns_only_append(folders, kind, template, turns):
         kept = len(before) - len(cuts)
         assert talk.session.ids[:kept] == before[:kept]
         assert len(talk.ends) == len(talk.session.ids) and list(talk.ends) == sorted(talk.ends)
-    assert talk.messages[0] == {"role": "user", "content": turns[0][0]} and len(talk.messages) == 2 * len(turns)
+    assert talk.messages[0] == {"role": "user", "content": turns[0][0]} and len(
+        talk.messages
+    ) == 2 * len(turns)
 
 
 @settings(max_examples=40, deadline=None)
@@ -103,10 +123,14 @@ def test_the_bank_spells_what_the_template_writes(folders, turns):
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**9), data=st.data())
 def test_whatever_happens_the_bank_and_the_text_agree(folders, seed, data):
-    """Turns, documents, retries, resets, Ctrl-C in reading and answering, in any order: then one more turn is as if undisturbed."""
+    """Turns, documents, retries, resets, Ctrl-C in reading and answering, in any order: then one
+    more turn is as if undisturbed.
+    """
     tokenizer = folders("byte-level", data.draw(st.sampled_from([PLAIN, SPLITS, None])))
     rng, llm = random.Random(seed), FakeLLM(tokenizer)
-    llm.script = lambda ids: [rng.randrange(5, 300) for _ in range(rng.randrange(0, 9))] + [4] * rng.randrange(0, 2)
+    llm.script = lambda ids: (
+        [rng.randrange(5, 300) for _ in range(rng.randrange(0, 9))] + [4] * rng.randrange(0, 2)
+    )
     talk = Conversation(llm)
 
     def countdown(steps):
@@ -119,6 +143,7 @@ def test_whatever_happens_the_bank_and_the_text_agree(folders, seed, data):
         def progress(p):
             if over():
                 raise KeyboardInterrupt
+
         return progress
 
     for action in data.draw(st.lists(st.sampled_from("aaarrdx"), min_size=1, max_size=8)):
@@ -135,7 +160,8 @@ def test_whatever_happens_the_bank_and_the_text_agree(folders, seed, data):
         except KeyboardInterrupt:
             pass
         assert len(talk.ends) == len(talk.session.ids), action
-        # White space apart: where a template trims an answer, the text follows the template and the bank keeps what was sampled.
+        # White space apart: where a template trims an answer, the text follows the template and the
+        # bank keeps what was sampled.
         whole, text = "".join(spelled(talk).split()), "".join(talk.text.split())
         assert whole.startswith(text) or "\ufffd" in whole or tokenizer.template is None
         assert all(0 <= d.start < d.stop <= len(talk.text) for d in talk.documents)
@@ -156,10 +182,12 @@ def test_a_document_is_read_once_and_questions_append(folders):
     assert talk.text.startswith("<s>The sun") and talk.text.endswith("\n<|user|>")
     finish(talk.ask("What is warm?"))
     finish(talk.ask("Sure?"))
-    assert not [entry for entry in talk.session.log if entry[0] == "truncate" and entry[1] - entry[2] > 1]
+    assert not [
+        entry for entry in talk.session.log if entry[0] == "truncate" and entry[1] - entry[2] > 1
+    ]
     assert fed(talk) < read + 40
     d = talk.documents[0]
-    assert talk.text[d.start:d.stop] == document.strip("\n") and d.name == "notes.txt"
+    assert talk.text[d.start : d.stop] == document.strip("\n") and d.name == "notes.txt"
 
 
 def test_an_interrupted_reading_stays_and_retry_reads_on(folders):
@@ -176,7 +204,8 @@ def test_an_interrupted_reading_stays_and_retry_reads_on(folders):
         finish(talk.ask("Is it warm outside today, and why? " * 5, None, stop_at_third))
     assert len(talk.session) == 12 and talk.can_retry
     assert finish(talk.retry()) == "Yes."
-    assert fed(talk) == len(talk.session) - len(tokenizer.encode("Yes.", special=False)) - 1     # every prompt token once
+    # every prompt token once
+    assert fed(talk) == len(talk.session) - len(tokenizer.encode("Yes.", special=False)) - 1
 
 
 def test_retry_answers_the_same_prompt_again(folders):
@@ -188,7 +217,7 @@ def test_retry_answers_the_same_prompt_again(folders):
         assert finish(talk.ask("count: ")) == "one"
         read = fed(talk)
         assert finish(talk.retry()) == "two"
-        assert fed(talk) == read        # the prompt is not read again
+        assert fed(talk) == read  # the prompt is not read again
         assert spelled(talk).count("count") == 1 and "one" not in spelled(talk)
 
 
@@ -200,12 +229,16 @@ def test_a_template_that_rewrites_history_is_announced_and_right(folders):
     finish(talk.ask("A rather long first question about the girl named Lily."))
     finish(talk.ask("Next?"))
     assert len(lines) == 1 and "read again" in lines[0]
-    assert spelled(talk).startswith(tokenizer.render([{"role": "user"}, {}, {"role": "user", "content": "Next?"}], True))
+    assert spelled(talk).startswith(
+        tokenizer.render([{"role": "user"}, {}, {"role": "user", "content": "Next?"}], True)
+    )
 
 
 def test_another_end_token_than_the_templates_is_taken_back(folders):
     tokenizer = folders("byte-level", PLAIN)
-    llm = FakeLLM(tokenizer, lambda ids: [*tokenizer.encode("Hm", special=False), 2], ends=("</s>", "<|end|>"))
+    llm = FakeLLM(
+        tokenizer, lambda ids: [*tokenizer.encode("Hm", special=False), 2], ends=("</s>", "<|end|>")
+    )
     talk = Conversation(llm)
     finish(talk.ask("a"))
     assert talk.session.ids[-1] == 2

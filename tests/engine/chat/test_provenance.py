@@ -1,6 +1,8 @@
-"""The page of what an answer read: the planted passage is the darkest, and a hostile document stays text.
+"""The page of what an answer read: the planted passage is the darkest, and a hostile document stays
+text.
 
-Stops: markup of a document becoming markup of the page, a passage credited with its neighbour's tokens, a half-written page.
+Stops: markup of a document becoming markup of the page, a passage credited with its neighbour's
+tokens, a half-written page.
 """
 
 import json
@@ -19,8 +21,12 @@ HOSTILE = '</script><script>alert(1)</script> <img src=x onerror=alert(2)> "quot
 
 
 def planted(extra=""):
-    """A Run over a document with FACT in its middle: two answer tokens read it, one reads another passage."""
-    filler = [f"Line {i} says that nothing of interest happened on this quiet day." for i in range(40)]
+    """A Run over a document with FACT in its middle: two answer tokens read it, one reads another
+    passage.
+    """
+    filler = [
+        f"Line {i} says that nothing of interest happened on this quiet day." for i in range(40)
+    ]
     document = "\n".join([*filler[:20], FACT, extra, *filler[20:]]).strip()
     text = document + "\nQ"
     words = list(re.finditer(r"\S+\s*", text))
@@ -29,7 +35,11 @@ def planted(extra=""):
     other = torch.tensor([i for i, end in enumerate(ends) if 0 < end <= 30])
     trace = Trace()
     trace.add("48", {2: fact, 5: fact}, {5: torch.full((len(fact),), 0.5)})
-    trace.add("213", {5: torch.cat([other, fact])}, {5: torch.cat([torch.full((len(other),), 0.05), torch.full((len(fact),), 0.4)])})
+    trace.add(
+        "213",
+        {5: torch.cat([other, fact])},
+        {5: torch.cat([torch.full((len(other),), 0.05), torch.full((len(fact),), 0.4)])},
+    )
     trace.add(".", {5: other}, {})
     return record(trace, text, ends, [(0, len(document))], "a <model>", "OmniKV()"), at
 
@@ -40,13 +50,17 @@ def test_the_planted_passage_is_the_darkest():
     best = max(range(len(totals)), key=totals.__getitem__)
     start, stop, line = run.passages[best]
     assert run.text[start:stop] == FACT and start == at and line == 21
-    assert max(run.reads[0], key=run.reads[0].get) == best and run.reads[0][best] == pytest.approx(0.5)
+    assert max(run.reads[0], key=run.reads[0].get) == best and run.reads[0][best] == pytest.approx(
+        0.5
+    )
     assert max(run.reads[2], key=run.reads[2].get) == 0 and best not in run.reads[2]
     assert "".join(run.answer) == "48213."
 
 
 def test_tokens_outside_every_passage_count_for_none():
-    """The selection may hold tokens of the template, of the question and of empty lines; once an IndexError."""
+    """The selection may hold tokens of the template, of the question and of empty lines; once an
+    IndexError.
+    """
     text, trace = "<s>One fact.\n\nQ", Trace()
     trace.add("A", {1: torch.arange(5)}, {1: torch.tensor([0.9, 0.1, 0.2, 0.9, 0.9])})
     run = record(trace, text, array("q", [3, 6, 12, 14, 15]), [(3, 12)], "m", "OmniKV()")
@@ -60,7 +74,12 @@ def test_a_document_of_markup_stays_text():
     data, rest = body.split("</script>", 1)
     assert "<" not in data and ">" not in data and "&" not in data and "\u2028" not in data
     assert json.loads(data)["text"] == run.text and HOSTILE in run.text
-    assert "alert" not in html.replace(data, "") and "innerHTML" not in rest and "http://" not in html and "https://" not in html
+    assert (
+        "alert" not in html.replace(data, "")
+        and "innerHTML" not in rest
+        and "http://" not in html
+        and "https://" not in html
+    )
     assert "default-src 'none'" in html
 
 
@@ -69,14 +88,23 @@ def test_runs_survive_the_file_and_the_tool_makes_the_same_page(tmp_path, capsys
     write_run(run, tmp_path / "run.json")
     assert Run.load(tmp_path / "run.json") == run
     assert main([str(tmp_path / "run.json")]) == 0
-    assert (tmp_path / "run.html").read_text() == page(run) and capsys.readouterr().out.strip().endswith("run.html")
+    assert (tmp_path / "run.html").read_text() == page(
+        run
+    ) and capsys.readouterr().out.strip().endswith("run.html")
     assert not list(tmp_path.glob("*.tmp"))
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"format": 1}',
-                                  '{"format": 9, "text": "", "passages": [], "answer": [], "model": "", "method": ""}',
-                                  '{"format": 1, "text": "a", "passages": [[0, 5, 1]], "answer": [], "model": "", "method": ""}',
-                                  '{"format": 1, "text": "a", "passages": [], "answer": [["x", [[3, 1.0]]]], "model": "", "method": ""}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"format": 1}',
+        '{"format": 9, "text": "", "passages": [], "answer": [], "model": "", "method": ""}',
+        '{"format": 1, "text": "a", "passages": [[0, 5, 1]], "answer": [], "model": "", "method": ""}',
+        '{"format": 1, "text": "a", "passages": [], "answer": [["x", [[3, 1.0]]]], "model": "", "method": ""}',
+    ],
+)
 def test_what_is_no_run_is_refused(tmp_path, text, capsys):
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(BadCheckpoint, match="run.json"):
@@ -100,4 +128,8 @@ def test_a_megabyte_of_document_is_recorded_in_bounded_time():
     for _ in range(20):
         trace.add("x", {1: torch.randint(0, len(ends), (2048,))}, {})
     run = record(trace, text, ends, [(0, len(text))], "m", "o")
-    assert len(run.passages) > 20000 and all(len(read) <= 12 for read in run.reads) and len(page(run)) < 4 * len(text)
+    assert (
+        len(run.passages) > 20000
+        and all(len(read) <= 12 for read in run.reads)
+        and len(page(run)) < 4 * len(text)
+    )

@@ -1,4 +1,6 @@
-"""What the generic tests of methods share: models, ragged batches, planted keys, and the bytes that are really held."""
+"""What the generic tests of methods share: models, ragged batches, planted keys, and the bytes that
+are really held.
+"""
 
 import functools
 
@@ -14,7 +16,7 @@ from kernels.scratch import make_scratch
 from tests.engine.methods.method_table import CAPACITY
 from tests.engine.tiny import tiny_config, tiny_llm, tiny_weights
 
-SHAPES = ((7, 4, 2), (7, 4, 4), (7, 8, 1))          # layers, heads, kv heads: groups of 2, 1 and 8
+SHAPES = ((7, 4, 2), (7, 4, 4), (7, 8, 1))  # layers, heads, kv heads: groups of 2, 1 and 8
 
 
 @functools.lru_cache
@@ -22,11 +24,20 @@ def llm_of(shape=SHAPES[0], chunk=64, kernels="reference", seed=3):
     """An LLM whose sessions take the method under test."""
     layers, heads, kv_heads = shape
     config = tiny_config(layers=layers, heads=heads, kv_heads=kv_heads)
-    return tiny_llm(config, tiny_weights(config, seed=seed), Full(), max_context=CAPACITY, chunk=chunk, kernels=kernels)
+    return tiny_llm(
+        config,
+        tiny_weights(config, seed=seed),
+        Full(),
+        max_context=CAPACITY,
+        chunk=chunk,
+        kernels=kernels,
+    )
 
 
 def allocated(thing, stop=("setup", "method", "plan", "pool", "bank"), seen=None):
-    """Bytes of every tensor storage that hangs on an object of ours, each counted once; what `stop` names is somebody else's."""
+    """Bytes of every tensor storage that hangs on an object of ours, each counted once; what `stop`
+    names is somebody else's.
+    """
     seen = {} if seen is None else seen
     if isinstance(thing, torch.Tensor):
         storage = thing.untyped_storage()
@@ -48,13 +59,28 @@ def setup_of(config, method, batch, kernels):
     """(plan, Setup) of a runtime outside a session."""
     plan = method.plan(config)
     window = method.window if getattr(method, "selector", "last") != "last" else 0
-    scratch = make_scratch(batch, 8, config.num_heads, config.num_kv_heads, config.head_dim, CAPACITY,
-                           method.budget_capacity(plan, CAPACITY), "cpu", True, window, path=kernels)
-    return plan, Setup(config, plan, CAPACITY, torch.device("cpu"), torch.float32, batch, kernels, scratch)
+    scratch = make_scratch(
+        batch,
+        8,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        CAPACITY,
+        method.budget_capacity(plan, CAPACITY),
+        "cpu",
+        True,
+        window,
+        path=kernels,
+    )
+    return plan, Setup(
+        config, plan, CAPACITY, torch.device("cpu"), torch.float32, batch, kernels, scratch
+    )
 
 
 def batched(llm, sessions, kernels):
-    """A decoder and a bank that hold what these sessions hold, one sequence each; beyond their lengths anything."""
+    """A decoder and a bank that hold what these sessions hold, one sequence each; beyond their
+    lengths anything.
+    """
     config, method, batch = llm.config, sessions[0].method, len(sessions)
     plan, setup = setup_of(config, method, batch, kernels)
     bank = DeviceBank(config, plan, CAPACITY, torch.float32, "cpu", batch)
@@ -66,7 +92,7 @@ def batched(llm, sessions, kernels):
         for layer in range(config.num_layers):
             for mine, theirs in zip(bank.kv(layer), session.bank.kv(layer)):
                 mine[number].fill_(float("nan"))
-                mine[number, :, :len(session)] = theirs[0, :, :len(session)]
+                mine[number, :, : len(session)] = theirs[0, :, : len(session)]
         runtime.copy_from(session.runtime, number)
     return Decoder(llm.model, llm.rotary, runtime, ring), bank
 
@@ -88,26 +114,40 @@ class Still:
 
 
 def planted_runtime(method, positions, length=320, seed=0, kernels="reference"):
-    """A runtime that has read `length` tokens and run one step, whose keys at `positions` carry nearly all attention of every head."""
+    """A runtime that has read `length` tokens and run one step, whose keys at `positions` carry
+    nearly all attention of every head.
+    """
     config = tiny_config(layers=7, heads=4, kv_heads=2)
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
     generator = torch.Generator().manual_seed(seed)
     plan, setup = setup_of(config, method, 1, kernels)
-    bank, ring = DeviceBank(config, plan, CAPACITY, torch.float32, "cpu"), QueryRing(config, 1, torch.float32, "cpu")
+    bank, ring = (
+        DeviceBank(config, plan, CAPACITY, torch.float32, "cpu"),
+        QueryRing(config, 1, torch.float32, "cpu"),
+    )
     runtime = method.runtime(setup)
 
     def rows(count):
         """q, k, v of `count` tokens: queries of a K/V head point one way, keys are small noise."""
         way = torch.zeros(kv_heads, dim)
         way[torch.arange(kv_heads), 1 + 3 * torch.arange(kv_heads)] = 1.0
-        q = way.repeat_interleave(heads // kv_heads, 0) + 0.05 * torch.randn(1, count, heads, dim, generator=generator)
+        q = way.repeat_interleave(heads // kv_heads, 0) + 0.05 * torch.randn(
+            1, count, heads, dim, generator=generator
+        )
         k = 0.1 * torch.randn(1, count, kv_heads, dim, generator=generator)
         return q, k, torch.randn(1, count, kv_heads, dim, generator=generator), way
 
     def step_of(n):
-        return Step(torch.full((1, 1), n - 1), torch.full((1,), n, dtype=torch.int32), bank, CAPACITY, ring, Still())
+        return Step(
+            torch.full((1, 1), n - 1),
+            torch.full((1,), n, dtype=torch.int32),
+            bank,
+            CAPACITY,
+            ring,
+            Still(),
+        )
 
-    runtime.rotary = Still()            # of methods that turn rows themselves
+    runtime.rotary = Still()  # of methods that turn rows themselves
     runtime.begin_prefill(0, length)
     newest = []
     for layer in range(config.num_layers):

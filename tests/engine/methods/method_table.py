@@ -1,7 +1,9 @@
-"""The one table of methods: what each is at its neutral setting, at settings that read less, and which rows it declares to read.
+"""The one table of methods: what each is at its neutral setting, at settings that read less, and
+which rows it declares to read.
 
-tests/engine/methods/test_methods.py runs U1 to U8 of METHODS.md over it. A new method is one new row; a property that a method cannot have is
-named in `without` with the reason, which the test prints where it skips (or shows the opposite).
+tests/engine/methods/test_methods.py runs U1 to U8 of METHODS.md over it. A new method is one new
+row; a property that a method cannot have is named in `without` with the reason, which the test
+prints where it skips (or shows the opposite).
 """
 
 from dataclasses import dataclass, field
@@ -31,40 +33,48 @@ from engine.methods.select.quest import Quest
 from engine.methods.select.tidaldecode import TidalDecode
 from engine.plan.layers import tail_start
 
-CAPACITY = 512          # of the sessions that the table is run on
-PLANTED = 8             # tokens that U8 plants: every budget in the table has room for them
+CAPACITY = 512  # of the sessions that the table is run on
+PLANTED = 8  # tokens that U8 plants: every budget in the table has room for them
 
 
 @dataclass(frozen=True)
 class Row:
-    """One method. neutral: the setting at which its logits equal full attention's (for contexts up to CAPACITY). sparse: settings that
-    read less at 300 tokens. reads(runtime, n): {layer: one ascending list of positions per K/V head} that a step at n tokens has read
-    beside what every layer reads; layers it leaves out read everything. offload: where U1 and U2 put the bank. tolerance: of U1 where
-    it is not bitwise (0)."""
+    """One method. neutral: the setting at which its logits equal full attention's (for contexts up
+    to CAPACITY). sparse: settings that read less at 300 tokens. reads(runtime, n): {layer: one
+    ascending list of positions per K/V head} that a step at n tokens has read beside what every
+    layer reads; layers it leaves out read everything. offload: where U1 and U2 put the bank.
+    tolerance: of U1 where it is not bitwise (0).
+    """
 
     name: str
     neutral: object
     sparse: tuple = ()
     reads: object = None
-    selects: bool = False           # chooses rows by score in every step
-    scans: bool = False             # its partial layers read every key to choose, and the values of the chosen ones only
-    evicts: bool = False            # forgets rows: what it dropped is never read again
-    approximate: bool = False       # its prefill is not full attention even where nothing was dropped before
-    replays: bool = False           # going back runs the steps since again, which have read other rows
-    random: bool = False            # takes a seed
-    chunk_defined: str = ""         # why the result depends on how a prompt is cut, where it does
-    one_prompt: str = ""            # why a session has one prompt only
+    selects: bool = False  # chooses rows by score in every step
+    # its partial layers read every key to choose, and the values of the chosen ones only
+    scans: bool = False
+    evicts: bool = False  # forgets rows: what it dropped is never read again
+    # its prefill is not full attention even where nothing was dropped before
+    approximate: bool = False
+    # going back runs the steps since again, which have read other rows
+    replays: bool = False
+    random: bool = False  # takes a seed
+    chunk_defined: str = ""  # why the result depends on how a prompt is cut, where it does
+    one_prompt: str = ""  # why a session has one prompt only
     offload: str = "device"
     tolerance: float = 0.0
-    without: dict = field(default_factory=dict)     # {"U5": reason}
+    without: dict = field(default_factory=dict)  # {"U5": reason}
 
 
 def shared_rows(runtime, n):
     """OmniKV: a group's selection and the tail, the same for all heads and all layers of the group."""
     start, heads = tail_start(n, runtime.method.tail), runtime.setup.config.num_kv_heads
     chosen = runtime.selections()
-    return {layer: [[*chosen[group.filter_layer].tolist(), *range(start, n)]] * heads
-            for group in runtime.plan.groups for layer in group.layers}
+    return {
+        layer: [[*chosen[group.filter_layer].tolist(), *range(start, n)]] * heads
+        for group in runtime.plan.groups
+        for layer in group.layers
+    }
 
 
 def retained_rows(runtime, n):
@@ -75,12 +85,17 @@ def retained_rows(runtime, n):
 def official_rows(runtime, n):
     """The published code: a group's selection and everything generated."""
     heads, chosen = runtime.setup.config.num_kv_heads, runtime.selections()
-    return {layer: [[*chosen[group.filter_layer].tolist(), *range(runtime.prompt, n)]] * heads
-            for group in runtime.plan.groups for layer in group.layers}
+    return {
+        layer: [[*chosen[group.filter_layer].tolist(), *range(runtime.prompt, n)]] * heads
+        for group in runtime.plan.groups
+        for layer in group.layers
+    }
 
 
 def rows_by_head(runtime, n):
-    """Methods whose heads choose apart: what any query head of a K/V head chose, and everything from the runtime's own tail on."""
+    """Methods whose heads choose apart: what any query head of a K/V head chose, and everything
+    from the runtime's own tail on.
+    """
     heads, found = runtime.setup.config.num_kv_heads, {}
     tail = range(int(runtime.tail_first(Length(n))[0]), n)
     for layer in partial_layers(runtime.setup.plan):
@@ -109,54 +124,211 @@ OFFICIAL = dict(filter_layers=(1, 4), official=True)
 
 TABLE = (
     Row("full", Full()),
-    Row("omnikv", OmniKV(**EVERYTHING), (OmniKV(**SPARSE), OmniKV(**SPARSE | dict(tokens=None, share=0.1, wait_layers=0)),
-                                         OmniKV(scores="raw", sink=4, **SPARSE)), shared_rows, selects=True),
-    Row("omnikv_uniform", OmniKV(selector="uniform", **EVERYTHING), (OmniKV(selector="uniform", **SPARSE),), shared_rows, selects=True),
-    Row("omnikv_exp", OmniKV(selector="exponential", **EVERYTHING), (OmniKV(selector="exponential", sink=2, **SPARSE),), shared_rows,
-        selects=True),
-    Row("omnikv_prefill", OmniKV(prefill_ratio=8, prefill_block=64, **EVERYTHING),
-        (OmniKV(prefill_ratio=1, prefill_block=64, prefill_dense_end=64, **SPARSE),), shared_rows, selects=True, approximate=True,
-        tolerance=5e-5, chunk_defined="a block of queries ends where its chunk ends, and chooses for itself"),
-    Row("official", OmniKV(tokens=CAPACITY, **OFFICIAL), (OmniKV(tokens=20, **OFFICIAL), OmniKV(share=0.2, scores="softmax", **OFFICIAL)),
-        official_rows, selects=True, one_prompt="the published code breaks on a second prompt, here it is refused",
-        without={"U5": "the published code flattens its index and counts steps on the host: one sequence only"}),
-    Row("omnikv_per_layer", OmniKVPerLayer(**EVERYTHING), (OmniKVPerLayer(**SPARSE),), shared_rows, selects=True, scans=True),
-    Row("omnikv_unpacked", OmniKVUnpacked(**EVERYTHING), (OmniKVUnpacked(**SPARSE),), shared_rows, selects=True, offload="host"),
-    Row("h2o", H2O(tokens=CAPACITY), (H2O(tokens=40), H2O(share=0.2, cut="prefill", gqa_reduce="sum")), retained_rows, evicts=True),
-    Row("a2sf", A2SF(tokens=CAPACITY), (A2SF(tokens=40), A2SF(share=0.2, forgetting=0.5)), retained_rows, evicts=True),
-    Row("keyformer", Keyformer(tokens=CAPACITY), (Keyformer(tokens=40), Keyformer(share=0.2, noise=False, every=1)), retained_rows,
-        evicts=True, random=True),
-    Row("scissorhands", Scissorhands(tokens=CAPACITY), (Scissorhands(tokens=40), Scissorhands(share=0.2, history=7, drop=0.1)),
-        retained_rows, evicts=True),
-    Row("h2o_plus", H2OPlus(tokens=CAPACITY, segment=CAPACITY), (H2OPlus(tokens=40, segment=50), H2OPlus(share=0.2, segment="auto_70b")),
-        retained_rows, evicts=True, approximate=True),
-    Row("window", Window(tokens=CAPACITY), (Window(tokens=40), Window(share=0.2)), retained_rows, evicts=True, approximate=True,
-        without=BY_POSITION),
-    Row("streaming_llm", StreamingLLM(tokens=CAPACITY), (StreamingLLM(tokens=40), StreamingLLM(share=0.2, sink=20),
-                                                        StreamingLLM(official=True)), retained_rows, evicts=True, approximate=True,
-        without=BY_POSITION),
-    Row("lm_infinite", LMInfinite(tokens=CAPACITY), (LMInfinite(tokens=40), LMInfinite(share=0.1, sink=20)), retained_rows, evicts=True,
-        approximate=True, without=BY_POSITION),
-    Row("snapkv", SnapKV(tokens=CAPACITY), (SnapKV(tokens=96), SnapKV(share=0.2, window=4, kernel=5, pool="mean", gqa_reduce="max")),
-        retained_rows, evicts=True),
-    Row("pyramidkv", PyramidKV(tokens=CAPACITY), (PyramidKV(tokens=100, beta=4), PyramidKV(share=0.3, beta=3)), retained_rows, evicts=True),
-    Row("ada_snapkv", AdaSnapKV(tokens=CAPACITY), (AdaSnapKV(tokens=128), AdaSnapKV(share=0.35, alpha=0.8)), retained_rows, evicts=True),
-    Row("ada_pyramid", AdaPyramid(tokens=CAPACITY), (AdaPyramid(tokens=80, kernel=1),), retained_rows, evicts=True),
+    Row(
+        "omnikv",
+        OmniKV(**EVERYTHING),
+        (
+            OmniKV(**SPARSE),
+            OmniKV(**SPARSE | dict(tokens=None, share=0.1, wait_layers=0)),
+            OmniKV(scores="raw", sink=4, **SPARSE),
+        ),
+        shared_rows,
+        selects=True,
+    ),
+    Row(
+        "omnikv_uniform",
+        OmniKV(selector="uniform", **EVERYTHING),
+        (OmniKV(selector="uniform", **SPARSE),),
+        shared_rows,
+        selects=True,
+    ),
+    Row(
+        "omnikv_exp",
+        OmniKV(selector="exponential", **EVERYTHING),
+        (OmniKV(selector="exponential", sink=2, **SPARSE),),
+        shared_rows,
+        selects=True,
+    ),
+    Row(
+        "omnikv_prefill",
+        OmniKV(prefill_ratio=8, prefill_block=64, **EVERYTHING),
+        (OmniKV(prefill_ratio=1, prefill_block=64, prefill_dense_end=64, **SPARSE),),
+        shared_rows,
+        selects=True,
+        approximate=True,
+        tolerance=5e-5,
+        chunk_defined="a block of queries ends where its chunk ends, and chooses for itself",
+    ),
+    Row(
+        "official",
+        OmniKV(tokens=CAPACITY, **OFFICIAL),
+        (OmniKV(tokens=20, **OFFICIAL), OmniKV(share=0.2, scores="softmax", **OFFICIAL)),
+        official_rows,
+        selects=True,
+        one_prompt="the published code breaks on a second prompt, here it is refused",
+        without={
+            "U5": "the published code flattens its index and counts steps on the host: one sequence only"
+        },
+    ),
+    Row(
+        "omnikv_per_layer",
+        OmniKVPerLayer(**EVERYTHING),
+        (OmniKVPerLayer(**SPARSE),),
+        shared_rows,
+        selects=True,
+        scans=True,
+    ),
+    Row(
+        "omnikv_unpacked",
+        OmniKVUnpacked(**EVERYTHING),
+        (OmniKVUnpacked(**SPARSE),),
+        shared_rows,
+        selects=True,
+        offload="host",
+    ),
+    Row(
+        "h2o",
+        H2O(tokens=CAPACITY),
+        (H2O(tokens=40), H2O(share=0.2, cut="prefill", gqa_reduce="sum")),
+        retained_rows,
+        evicts=True,
+    ),
+    Row(
+        "a2sf",
+        A2SF(tokens=CAPACITY),
+        (A2SF(tokens=40), A2SF(share=0.2, forgetting=0.5)),
+        retained_rows,
+        evicts=True,
+    ),
+    Row(
+        "keyformer",
+        Keyformer(tokens=CAPACITY),
+        (Keyformer(tokens=40), Keyformer(share=0.2, noise=False, every=1)),
+        retained_rows,
+        evicts=True,
+        random=True,
+    ),
+    Row(
+        "scissorhands",
+        Scissorhands(tokens=CAPACITY),
+        (Scissorhands(tokens=40), Scissorhands(share=0.2, history=7, drop=0.1)),
+        retained_rows,
+        evicts=True,
+    ),
+    Row(
+        "h2o_plus",
+        H2OPlus(tokens=CAPACITY, segment=CAPACITY),
+        (H2OPlus(tokens=40, segment=50), H2OPlus(share=0.2, segment="auto_70b")),
+        retained_rows,
+        evicts=True,
+        approximate=True,
+    ),
+    Row(
+        "window",
+        Window(tokens=CAPACITY),
+        (Window(tokens=40), Window(share=0.2)),
+        retained_rows,
+        evicts=True,
+        approximate=True,
+        without=BY_POSITION,
+    ),
+    Row(
+        "streaming_llm",
+        StreamingLLM(tokens=CAPACITY),
+        (StreamingLLM(tokens=40), StreamingLLM(share=0.2, sink=20), StreamingLLM(official=True)),
+        retained_rows,
+        evicts=True,
+        approximate=True,
+        without=BY_POSITION,
+    ),
+    Row(
+        "lm_infinite",
+        LMInfinite(tokens=CAPACITY),
+        (LMInfinite(tokens=40), LMInfinite(share=0.1, sink=20)),
+        retained_rows,
+        evicts=True,
+        approximate=True,
+        without=BY_POSITION,
+    ),
+    Row(
+        "snapkv",
+        SnapKV(tokens=CAPACITY),
+        (SnapKV(tokens=96), SnapKV(share=0.2, window=4, kernel=5, pool="mean", gqa_reduce="max")),
+        retained_rows,
+        evicts=True,
+    ),
+    Row(
+        "pyramidkv",
+        PyramidKV(tokens=CAPACITY),
+        (PyramidKV(tokens=100, beta=4), PyramidKV(share=0.3, beta=3)),
+        retained_rows,
+        evicts=True,
+    ),
+    Row(
+        "ada_snapkv",
+        AdaSnapKV(tokens=CAPACITY),
+        (AdaSnapKV(tokens=128), AdaSnapKV(share=0.35, alpha=0.8)),
+        retained_rows,
+        evicts=True,
+    ),
+    Row(
+        "ada_pyramid",
+        AdaPyramid(tokens=CAPACITY),
+        (AdaPyramid(tokens=80, kernel=1),),
+        retained_rows,
+        evicts=True,
+    ),
     Row("brutal_offload", BrutalOffload(layers=3, ahead=2), offload="host"),
-    Row("infllm", InfLLM(local=CAPACITY), (InfLLM(block=8, init=8, local=64, topk=9, representatives=2, cached=12, chunk=32),),
-        rows_by_head, selects=True, approximate=True, replays=True, chunk_defined="pieces end where a chunk ends"),
-    Row("minference", MInference(), (MInference(("vertical_slash", 30, 100)), MInference(("a_shape", 30, 50))), approximate=True,
-        chunk_defined="lines are ranked by a chunk's own queries, and its blocks end where it ends"),
-    Row("pod_untrained", PodUntrained(), (PodUntrained((0, 2, 5), first=8, recent=64), PodUntrained((0, 3), 8, 64, 0.7)), approximate=True),
-    Row("quest", Quest(tokens=CAPACITY), (Quest(tokens=80, page=8, gqa_reduce="sum"), Quest(share=0.5)), rows_by_head, selects=True),
-    Row("tidaldecode", TidalDecode(tokens=CAPACITY), (TidalDecode(tokens=20), TidalDecode(share=0.1, gqa_reduce="max", correction_layer=5)),
-        rows_by_head, selects=True),
+    Row(
+        "infllm",
+        InfLLM(local=CAPACITY),
+        (InfLLM(block=8, init=8, local=64, topk=9, representatives=2, cached=12, chunk=32),),
+        rows_by_head,
+        selects=True,
+        approximate=True,
+        replays=True,
+        chunk_defined="pieces end where a chunk ends",
+    ),
+    Row(
+        "minference",
+        MInference(),
+        (MInference(("vertical_slash", 30, 100)), MInference(("a_shape", 30, 50))),
+        approximate=True,
+        chunk_defined="lines are ranked by a chunk's own queries, and its blocks end where it ends",
+    ),
+    Row(
+        "pod_untrained",
+        PodUntrained(),
+        (PodUntrained((0, 2, 5), first=8, recent=64), PodUntrained((0, 3), 8, 64, 0.7)),
+        approximate=True,
+    ),
+    Row(
+        "quest",
+        Quest(tokens=CAPACITY),
+        (Quest(tokens=80, page=8, gqa_reduce="sum"), Quest(share=0.5)),
+        rows_by_head,
+        selects=True,
+    ),
+    Row(
+        "tidaldecode",
+        TidalDecode(tokens=CAPACITY),
+        (TidalDecode(tokens=20), TidalDecode(share=0.1, gqa_reduce="max", correction_layer=5)),
+        rows_by_head,
+        selects=True,
+    ),
 )
 
 
 def every(kind=lambda row: True):
-    """(id, row, method) of every setting of the table's rows of a kind that reads less; a row without any counts by its neutral one."""
-    return [(f"{row.name}-{i}", row, method) for row in TABLE if kind(row) for i, method in enumerate(row.sparse or (row.neutral,))]
+    """(id, row, method) of every setting of the table's rows of a kind that reads less; a row
+    without any counts by its neutral one.
+    """
+    return [
+        (f"{row.name}-{i}", row, method)
+        for row in TABLE
+        if kind(row)
+        for i, method in enumerate(row.sparse or (row.neutral,))
+    ]
 
 
 def partial_layers(plan):

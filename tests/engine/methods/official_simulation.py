@@ -1,7 +1,8 @@
-"""The published OmniKV code simulated in float64 from a description of its behaviour alone; nothing of the engine is used.
+"""The published OmniKV code simulated in float64 from a description of its behaviour alone; nothing
+of the engine is used.
 
-Plain numpy, one sequence. Weights come under their Hugging Face names. Rotation angles are the float32 products that the
-published code's transformers computes; everything else is float64.
+Plain numpy, one sequence. Weights come under their Hugging Face names. Rotation angles are the
+float32 products that the published code's transformers computes; everything else is float64.
 """
 
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 SCORINGS = ("last", "softmax_before_last", "uniform", "exp")
-RELATIVE = 1e-5     # a float64 gap at rank k below this is a tie to float32
+RELATIVE = 1e-5  # a float64 gap at rank k below this is a tie to float32
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,9 @@ class Shape:
 
 @dataclass(frozen=True)
 class Settings:
-    """do_select_layers, num_wait_load_layers, selector_cls, num_of_selected_tokens (int or float) and window_size."""
+    """do_select_layers, num_wait_load_layers, selector_cls, num_of_selected_tokens (int or float)
+    and window_size.
+    """
 
     filters: tuple
     wait: int
@@ -59,7 +62,9 @@ def softmax(x):
 
 
 class Model:
-    """Llama's forward pass in pieces. Hidden states [T, hidden], queries [T, H, D], keys and values [T, Hkv, D]."""
+    """Llama's forward pass in pieces. Hidden states [T, hidden], queries [T, H, D], keys and values
+    [T, Hkv, D].
+    """
 
     def __init__(self, shape, weights):
         self.shape = shape
@@ -77,7 +82,9 @@ class Model:
     def rotate(self, x, positions):
         """Rotary embedding of x [T, heads, D] at positions [T]."""
         half = self.shape.head_dim // 2
-        exponents = np.arange(0, self.shape.head_dim, 2).astype(np.float32) / np.float32(self.shape.head_dim)
+        exponents = np.arange(0, self.shape.head_dim, 2).astype(np.float32) / np.float32(
+            self.shape.head_dim
+        )
         frequency = (np.float32(1.0) / np.float32(self.shape.theta) ** exponents).astype(np.float32)
         angle = (np.asarray(positions, dtype=np.float32)[:, None] * frequency).astype(np.float64)
         cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
@@ -112,7 +119,9 @@ class Model:
 
 @dataclass
 class Prompt:
-    """What prefill leaves: rotated keys, values, normed hidden states of every layer, the last token's logits."""
+    """What prefill leaves: rotated keys, values, normed hidden states of every layer, the last
+    token's logits.
+    """
 
     length: int
     keys: list
@@ -141,29 +150,39 @@ def prefill(model, ids):
 
 @dataclass
 class Choice:
-    """One filter layer's selection in one step: ascending indices, their scores, and how many were forced."""
+    """One filter layer's selection in one step: ascending indices, their scores, and how many were
+    forced.
+    """
 
     indices: np.ndarray
-    scores: np.ndarray      # of the scored keys 0 .. S - forced - 1
+    scores: np.ndarray  # of the scored keys 0 .. S - forced - 1
     forced: int
 
 
 class Decode:
-    """The steps after a prompt. `seen` counts the keys that each layer attended to in the last step."""
+    """The steps after a prompt. `seen` counts the keys that each layer attended to in the last
+    step.
+    """
 
     def __init__(self, model, prompt, settings):
         if prompt.length < 2 or (settings.windowed and prompt.length < settings.window - 1):
             raise ValueError("the published code fails on a prompt this short")
         self.model, self.settings, self.length = model, settings, prompt.length
         self.keys, self.values = list(prompt.keys), list(prompt.values)
-        self.windows = {f: prompt.normed[f][-settings.window:] for f in settings.filters}
+        self.windows = {f: prompt.normed[f][-settings.window :] for f in settings.filters}
         self.source = source_of(model.shape.layers, settings.filters, settings.wait)
-        self.budget = settings.budget if isinstance(settings.budget, int) else int(settings.budget * prompt.length)
+        self.budget = (
+            settings.budget
+            if isinstance(settings.budget, int)
+            else int(settings.budget * prompt.length)
+        )
         self.step_number = 0
         self.seen = {}
 
     def step(self, token, imposed=None):
-        """Feed one token: ({filter layer: Choice}, logits). `imposed` {filter layer: indices} replaces own choices."""
+        """Feed one token: ({filter layer: Choice}, logits). `imposed` {filter layer: indices}
+        replaces own choices.
+        """
         self.step_number += 1
         model, position = self.model, [self.length + self.step_number - 1]
         x = model.weights["model.embed_tokens.weight"][[token]]
@@ -173,14 +192,22 @@ class Decode:
             if layer in self.settings.filters:
                 choices[layer] = self._choose(layer, normed, position)
                 in_use[layer] = (imposed or {}).get(layer, choices[layer].indices)
-            q, k = (model.rotate(model.project(layer, part, normed), position) for part in ("q", "k"))
+            q, k = (
+                model.rotate(model.project(layer, part, normed), position) for part in ("q", "k")
+            )
             self.keys[layer] = np.concatenate([self.keys[layer], k])
-            self.values[layer] = np.concatenate([self.values[layer], model.project(layer, "v", normed)])
+            self.values[layer] = np.concatenate(
+                [self.values[layer], model.project(layer, "v", normed)]
+            )
             rows = np.arange(len(self.keys[layer]))
             if layer in self.source:
-                rows = np.concatenate([np.asarray(in_use[self.source[layer]], dtype=int), rows[self.length:]])
+                rows = np.concatenate(
+                    [np.asarray(in_use[self.source[layer]], dtype=int), rows[self.length :]]
+                )
             self.seen[layer] = len(rows)
-            x = model.rest(layer, x, model.attend(q, self.keys[layer][rows], self.values[layer][rows]))
+            x = model.rest(
+                layer, x, model.attend(q, self.keys[layer][rows], self.values[layer][rows])
+            )
         return choices, model.head(x[0])
 
     def _choose(self, layer, normed, position):
@@ -188,16 +215,23 @@ class Decode:
         settings, model = self.settings, self.model
         if not settings.windowed:
             q = model.rotate(model.project(layer, "q", normed), position)
-            scores = model.logits_of(q, self.keys[layer][:self.length])[:, 0]
-            scores = (softmax(scores) if settings.scoring == "softmax_before_last" else scores).max(axis=0)
+            scores = model.logits_of(q, self.keys[layer][: self.length])[:, 0]
+            scores = (softmax(scores) if settings.scoring == "softmax_before_last" else scores).max(
+                axis=0
+            )
             return Choice(top(scores, self.budget), scores, 0)
-        window = np.concatenate([self.windows[layer], normed])[-settings.window:]
+        window = np.concatenate([self.windows[layer], normed])[-settings.window :]
         self.windows[layer] = window
         inside = max(0, settings.window - self.step_number)
         scored = self.length - inside
         q = model.rotate(model.project(layer, "q", window), position * len(window))
-        each = softmax(model.logits_of(q, self.keys[layer][:scored])).max(axis=0)          # [W, scored]
-        weights = np.ones(len(window)) if settings.scoring == "uniform" else 0.5 ** np.arange(len(window))[::-1]
+        # [W, scored]
+        each = softmax(model.logits_of(q, self.keys[layer][:scored])).max(axis=0)
+        weights = (
+            np.ones(len(window))
+            if settings.scoring == "uniform"
+            else 0.5 ** np.arange(len(window))[::-1]
+        )
         scores = weights @ each
         chosen = top(scores, max(1, self.budget - inside))
         return Choice(np.concatenate([chosen, np.arange(scored, self.length)]), scores, inside)
@@ -205,11 +239,13 @@ class Decode:
 
 def top(scores, k):
     """Indices of the k largest, ascending; k capped at their number."""
-    return np.sort(np.argsort(-scores, kind="stable")[:min(k, len(scores))])
+    return np.sort(np.argsort(-scores, kind="stable")[: min(k, len(scores))])
 
 
 def check_choice(mine, choice, k):
-    """Equal, or different only where the float64 scores around rank k are a float32 tie; returns whether they were."""
+    """Equal, or different only where the float64 scores around rank k are a float32 tie; returns
+    whether they were.
+    """
     mine, theirs = np.asarray(mine), choice.indices
     assert (np.diff(mine) > 0).all(), mine
     if np.array_equal(mine, theirs):

@@ -1,8 +1,10 @@
-"""OmniKV Eq. 1-4 with this engine's candidates and tail, simulated in float64: the oracle of the selector's tests.
+"""OmniKV Eq. 1-4 with this engine's candidates and tail, simulated in float64: the oracle of the
+selector's tests.
 
-The forward pass is official_simulation.Model's; nothing of the engine is used. The rule, from DESIGN.md and METHODS.md 3.3:
-S[i] = sum over the last W queries j of alpha_j * max over heads of A_j[i], where A_j is the softmax over every key that query j
-sees (or the raw logit), each query rotated to its own position; T = the k largest of the positions before the tail.
+The forward pass is official_simulation.Model's; nothing of the engine is used. The rule, from
+DESIGN.md and METHODS.md 3.3: S[i] = sum over the last W queries j of alpha_j * max over heads of
+A_j[i], where A_j is the softmax over every key that query j sees (or the raw logit), each query
+rotated to its own position; T = the k largest of the positions before the tail.
 """
 
 from dataclasses import dataclass
@@ -44,7 +46,8 @@ class Conversation:
         shape = model.shape
         self.keys = [np.zeros((0, shape.kv_heads, shape.head_dim)) for _ in range(shape.layers)]
         self.values = [k.copy() for k in self.keys]
-        self.queries = [np.zeros((0, shape.heads, shape.head_dim)) for _ in range(shape.layers)]    # each at its own position
+        # each at its own position
+        self.queries = [np.zeros((0, shape.heads, shape.head_dim)) for _ in range(shape.layers)]
         self.use(rule)
 
     def use(self, rule):
@@ -76,7 +79,9 @@ class Conversation:
         return model.head(x[-1])
 
     def step(self, token, imposed=None):
-        """({filter layer: Choice}, logits); `imposed` {filter layer: indices} replaces own choices in the sparse layers."""
+        """({filter layer: Choice}, logits); `imposed` {filter layer: indices} replaces own choices
+        in the sparse layers.
+        """
         model, n = self.model, len(self) + 1
         x = model.weights["model.embed_tokens.weight"][[token]]
         choices, start = {}, self.rule.tail_start(n)
@@ -89,20 +94,29 @@ class Conversation:
                 filter_layer = self.source[layer]
                 chosen = (imposed or {}).get(filter_layer, choices[filter_layer].indices)
                 rows = np.concatenate([np.asarray(chosen, dtype=int), rows[start:]])
-            x = model.rest(layer, x, model.attend(q, self.keys[layer][rows], self.values[layer][rows]))
+            x = model.rest(
+                layer, x, model.attend(q, self.keys[layer][rows], self.values[layer][rows])
+            )
         return choices, model.head(x[0])
 
     def choose(self, layer):
         """The selection of a filter layer from its keys and queries so far."""
         rule, keys, n = self.rule, self.keys[layer], len(self.keys[layer])
-        scores = score(self.model, self.queries[layer][-(1 if rule.selector == "last" else rule.window):], keys, rule)
-        scores = scores[:rule.tail_start(n)]
-        scores[:rule.sink] = np.inf
+        scores = score(
+            self.model,
+            self.queries[layer][-(1 if rule.selector == "last" else rule.window) :],
+            keys,
+            rule,
+        )
+        scores = scores[: rule.tail_start(n)]
+        scores[: rule.sink] = np.inf
         return Choice(top(scores, rule.k), scores, 0)
 
 
 def score(model, queries, keys, rule):
-    """Eq. 3 and 4: scores [n] of all keys [n, Hkv, D] under the last queries [W, H, D]; query j sees n - (W-1-j) keys."""
+    """Eq. 3 and 4: scores [n] of all keys [n, Hkv, D] under the last queries [W, H, D]; query j
+    sees n - (W-1-j) keys.
+    """
     total = np.zeros(len(keys))
     for alpha, (j, q) in zip(rule.weights(len(queries)), enumerate(queries)):
         seen = len(keys) - (len(queries) - 1 - j)

@@ -1,7 +1,9 @@
-"""InfLLM: a stream of pieces against a float64 simulation of the paper's system, its block memory, and sessions that go back.
+"""InfLLM: a stream of pieces against a float64 simulation of the paper's system, its block memory,
+and sessions that go back.
 
-Stops: a row seen twice or by a query whose window holds it, a block that forms too early or from the wrong scores, a position that is
-not the local distance, a truncate that leaves scores of tokens that are gone.
+Stops: a row seen twice or by a query whose window holds it, a block that forms too early or from
+the wrong scores, a position that is not the local distance, a truncate that leaves scores of tokens
+that are gone.
 """
 
 import pytest
@@ -18,18 +20,30 @@ from tests.engine.methods.reading import SHAPES, World
 from tests.engine.tiny import random_ids, tiny_config, tiny_llm, tiny_weights
 
 SMALL = InfLLM(block=5, init=3, local=16, topk=2, representatives=2, cached=4, chunk=8)
-METHODS = (SMALL, InfLLM(block=1, init=0, local=4, topk=3, representatives=1, cached=3, chunk=4),
-           InfLLM(block=7, init=20, local=11, topk=1, representatives=7, cached=9, chunk=11))
+METHODS = (
+    SMALL,
+    InfLLM(block=1, init=0, local=4, topk=3, representatives=1, cached=3, chunk=4),
+    InfLLM(block=7, init=20, local=11, topk=1, representatives=7, cached=9, chunk=11),
+)
 
 
 class Stream:
-    """The published system for one layer in float64, written from its description: a list of all tokens, blocks that are taken out of
-    the remainder, one softmax per query. No ring, no layout formula; keys and queries before rotation."""
+    """The published system for one layer in float64, written from its description: a list of all
+    tokens, blocks that are taken out of the remainder, one softmax per query. No ring, no layout
+    formula; keys and queries before rotation.
+    """
 
     def __init__(self, method, heads, kv_heads, freq, scaling=1.0):
-        self.m, self.group, self.kv_heads, self.freq, self.scaling = method, heads // kv_heads, kv_heads, freq.double(), scaling
-        self.k, self.v, self.score = [], [], []         # per token
-        self.initial, self.blocks, self.rest = [], [], []       # token numbers; blocks: (numbers, mean representative [H, D])
+        self.m, self.group, self.kv_heads, self.freq, self.scaling = (
+            method,
+            heads // kv_heads,
+            kv_heads,
+            freq.double(),
+            scaling,
+        )
+        self.k, self.v, self.score = [], [], []  # per token
+        # token numbers; blocks: (numbers, mean representative [H, D])
+        self.initial, self.blocks, self.rest = [], [], []
 
     def turn(self, x, position):
         """Rotate [.., D] to a position."""
@@ -38,41 +52,52 @@ class Stream:
         return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
 
     def piece(self, q, k, v):
-        """q [C, H, D], k, v [C, Hkv, D]: outputs [C, H, D], and the tokens that the last query saw outside its window."""
+        """q [C, H, D], k, v [C, Hkv, D]: outputs [C, H, D], and the tokens that the last query saw
+        outside its window.
+        """
         start, m = len(self.k), self.m
         self.k += list(k)
         self.v += list(v)
         self.score += [torch.zeros(q.shape[1], dtype=torch.float64) for _ in k]
         self.rest += range(start, start + len(k))
         mean = self.turn(q, m.local).mean(0)
-        order = sorted(range(len(self.blocks)), key=lambda b: -float((mean * self.blocks[b][1]).sum()))
-        chosen = sorted(order[:m.topk])
+        order = sorted(
+            range(len(self.blocks)), key=lambda b: -float((mean * self.blocks[b][1]).sum())
+        )
+        chosen = sorted(order[: m.topk])
         far = [*self.initial, *(t for b in chosen for t in self.blocks[b][0])]
         out = torch.empty(q.shape, dtype=torch.float64)
         for i in range(len(q)):
             at = start + i
             near = list(range(max(0, at - m.local + 1), at + 1))
             old = [*far, *(t for t in self.rest if t <= at - m.local)]
-            keys = torch.stack([*(self.k[t] for t in old), *(self.turn(self.k[t], t) for t in near)]).repeat_interleave(self.group, 1)
-            asked = torch.stack([*[self.turn(q[i], m.local)] * len(old), *[self.turn(q[i], at)] * len(near)])
-            weights = torch.softmax((asked * keys).sum(-1) * self.scaling ** 2 / q.shape[2] ** 0.5, 0)          # [n, H]
+            keys = torch.stack(
+                [*(self.k[t] for t in old), *(self.turn(self.k[t], t) for t in near)]
+            ).repeat_interleave(self.group, 1)
+            asked = torch.stack(
+                [*[self.turn(q[i], m.local)] * len(old), *[self.turn(q[i], at)] * len(near)]
+            )
+            # [n, H]
+            weights = torch.softmax((asked * keys).sum(-1) * self.scaling**2 / q.shape[2] ** 0.5, 0)
             values = torch.stack([self.v[t] for t in old + near]).repeat_interleave(self.group, 1)
             out[i] = (weights.unsqueeze(-1) * values).sum(0)
-            for w, t in zip(weights[len(old):], near):
+            for w, t in zip(weights[len(old) :], near):
                 self.score[t] += w
         self.settle()
         return out, old
 
     def settle(self):
-        """First the initial tokens leave the remainder, then whole blocks, as long as a window stays."""
+        """First the initial tokens leave the remainder, then whole blocks, as long as a window
+        stays.
+        """
         m = self.m
         while len(self.initial) < m.init and len(self.rest) > m.local:
             self.initial.append(self.rest.pop(0))
         while len(self.initial) == m.init and len(self.rest) - m.block >= m.local:
-            rows, self.rest = self.rest[:m.block], self.rest[m.block:]
+            rows, self.rest = self.rest[: m.block], self.rest[m.block :]
             heads = []
             for h in range(self.kv_heads * self.group):
-                best = sorted(rows, key=lambda t: -float(self.score[t][h]))[:m.representatives]
+                best = sorted(rows, key=lambda t: -float(self.score[t][h]))[: m.representatives]
                 heads.append(torch.stack([self.k[t][h // self.group] for t in best]).mean(0))
             self.blocks.append((rows, torch.stack(heads)))
 
@@ -81,25 +106,56 @@ CHUNKS = ((45, 9), (64, 1), (23, 17), (1, 40, 3))
 
 
 @pytest.mark.parametrize("yarn", [False, True])
-@given(st.sampled_from(SHAPES), st.sampled_from(METHODS), st.sampled_from(CHUNKS), st.integers(0, 9))
+@given(
+    st.sampled_from(SHAPES), st.sampled_from(METHODS), st.sampled_from(CHUNKS), st.integers(0, 9)
+)
 @settings(max_examples=6, derandomize=True)
 def test_a_stream_of_chunks_and_steps_against_the_papers_system(yarn, shape, method, chunks, seed):
-    """Prompts in chunks, seven steps after each: outputs, rows read, layout and representatives. Every chunk and step runs twice, as if it
-    had broken off."""
-    rope = dict(rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}) if yarn else {}
+    """Prompts in chunks, seven steps after each: outputs, rows read, layout and representatives.
+    Every chunk and step runs twice, as if it had broken off.
+    """
+    rope = (
+        dict(
+            rope_scaling={
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        )
+        if yarn
+        else {}
+    )
     world = World(method, shape, 160, seed=seed, **rope)
-    (heads, kv_heads), runtime, at, scaling = shape, world.runtime, 0, attention_scaling(world.config.rope)
+    (heads, kv_heads), runtime, at, scaling = (
+        shape,
+        world.runtime,
+        0,
+        attention_scaling(world.config.rope),
+    )
     stream = Stream(method, heads, kv_heads, world.rotary._freq, scaling)
     for count in (c for chunk in chunks for c in (chunk, *[1] * 7)):
-        q, k, v = world.random(1, count, heads, 16), world.random(1, count, kv_heads, 16), world.random(1, count, kv_heads, 16)
+        q, k, v = (
+            world.random(1, count, heads, 16),
+            world.random(1, count, kv_heads, 16),
+            world.random(1, count, kv_heads, 16),
+        )
         turned = world.rotary.apply(q, *world.rotary.at(torch.arange(at, at + count)))
-        world.bank.write_chunk(2, world.rotary.apply(k, *world.rotary.at(torch.arange(at, at + count))), v, at)
+        world.bank.write_chunk(
+            2, world.rotary.apply(k, *world.rotary.at(torch.arange(at, at + count))), v, at
+        )
         for _ in range(2):
             step = world.step(at + count)
-            out = runtime.attend(2, turned, step) if count == 1 else runtime.prefill_attend(2, turned, world.bank, at)
-        if count == 1:                                      # what a step does not read may be anything
+            out = (
+                runtime.attend(2, turned, step)
+                if count == 1
+                else runtime.prefill_attend(2, turned, world.bank, at)
+            )
+        # what a step does not read may be anything
+        if count == 1:
             unread = torch.ones(160, dtype=torch.bool)
-            unread[[*runtime.chosen_rows(2).tolist(), *range(max(0, at + 1 - method.local), at + 1)]] = False
+            unread[
+                [*runtime.chosen_rows(2).tolist(), *range(max(0, at + 1 - method.local), at + 1)]
+            ] = False
             parts = world.bank.kv(2)
             kept = [part[:, :, unread].clone() for part in parts]
             for part in parts:
@@ -107,7 +163,11 @@ def test_a_stream_of_chunks_and_steps_against_the_papers_system(yarn, shape, met
             assert torch.equal(runtime.attend(2, turned, step), out)
             for part, rows in zip(parts, kept):
                 part[:, :, unread] = rows
-        edges = [at, *range((at // method.chunk + 1) * method.chunk, at + count, method.chunk), at + count]
+        edges = [
+            at,
+            *range((at // method.chunk + 1) * method.chunk, at + count, method.chunk),
+            at + count,
+        ]
         for first, last in zip(edges, edges[1:]):
             part = slice(first - at, last - at)
             exact, old = stream.piece(q[0, part].double(), k[0, part].double(), v[0, part].double())
@@ -120,13 +180,21 @@ def test_a_stream_of_chunks_and_steps_against_the_papers_system(yarn, shape, met
         assert layout.rest == stream.rest[0]
         if count == 1:
             assert runtime.rows_read(at)[2] == len(old) + min(at, method.local)
-        for block, (_, mean) in enumerate(stream.blocks):               # keys in the bank carry yarn's factor
-            torch.testing.assert_close(runtime.memory.means[2, 0, block].double(), mean * scaling, atol=1e-5, rtol=1e-5)
+        # keys in the bank carry yarn's factor
+        for block, (_, mean) in enumerate(stream.blocks):
+            torch.testing.assert_close(
+                runtime.memory.means[2, 0, block].double(), mean * scaling, atol=1e-5, rtol=1e-5
+            )
 
 
-@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True), max_size=40), st.integers(3, 6))
+@given(
+    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True), max_size=40),
+    st.integers(3, 6),
+)
 def test_the_cache_holds_the_blocks_used_last(uses, most):
-    """At most `cached` of a layer; a block is loaded where it is not among them; the one used longest ago goes."""
+    """At most `cached` of a layer; a block is loaded where it is not among them; the one used
+    longest ago goes.
+    """
     method = InfLLM(block=2, init=1, local=4, topk=3, representatives=1, cached=most, chunk=4)
     memory = BlockMemory(method, World(SMALL, (4, 2), 64).runtime.setup)
     held, loads = [], 0
@@ -145,11 +213,15 @@ WEIGHTS = tiny_weights(CONFIG, seed=4)
 
 
 def opened(method=SMALL, **more):
-    return tiny_llm(CONFIG, WEIGHTS, Full(), max_context=256, **{"chunk": 64, **more}).session(method)
+    return tiny_llm(CONFIG, WEIGHTS, Full(), max_context=256, **{"chunk": 64, **more}).session(
+        method
+    )
 
 
 def test_chunks_of_whole_pieces_are_one_shot():
-    """Pieces end at absolute multiples: chunks that are multiples of them change nothing; others do."""
+    """Pieces end at absolute multiples: chunks that are multiples of them change nothing; others
+    do.
+    """
     ids = random_ids(200, seed=1)
     with opened(chunk=256) as whole:
         expected = whole.prefill(ids)
@@ -160,11 +232,14 @@ def test_chunks_of_whole_pieces_are_one_shot():
         assert (session.prefill(ids) - expected).abs().max() > 1e-3
 
 
-A, B, C, D = 70, 90, 115, 130            # a prompt up to A, its answer up to B, a second prompt up to C, its answer up to D
+# a prompt up to A, its answer up to B, a second prompt up to C, its answer up to D
+A, B, C, D = 70, 90, 115, 130
 
 
 def test_going_back_is_as_if_nothing_had_been():
-    """Into an answer, into a prompt, to the very beginning; forks too; a second turn follows. Always a session's bits that never did."""
+    """Into an answer, into a prompt, to the very beginning; forks too; a second turn follows.
+    Always a session's bits that never did.
+    """
     ids = random_ids(D, seed=2)
     with opened() as session, opened() as plain, opened() as other:
         expected = {0: plain.prefill(ids[:A])}
@@ -176,7 +251,9 @@ def test_going_back_is_as_if_nothing_had_been():
             """Tokens from `at` on, in whole calls; the logits must be the plain session's."""
             while at < D:
                 stop = {0: A, B: C}.get(at, at + 1)
-                logits = session.decode(ids[at]) if stop == at + 1 else session.prefill(ids[at:stop])
+                logits = (
+                    session.decode(ids[at]) if stop == at + 1 else session.prefill(ids[at:stop])
+                )
                 assert torch.equal(logits, expected[at]), at
                 at = stop
 
@@ -189,11 +266,12 @@ def test_going_back_is_as_if_nothing_had_been():
                     assert torch.equal(twin.decode(5), session.decode(5))
                 session.truncate(back)
             play(back)
-        session.truncate(B + 10)                        # inside the second prompt: it ends here now, as it would have
+        # inside the second prompt: it ends here now, as it would have
+        session.truncate(B + 10)
         other.prefill(ids[:A])
         for token in ids[A:B]:
             other.decode(token)
-        other.prefill(ids[B:B + 10])
+        other.prefill(ids[B : B + 10])
         assert torch.equal(session.decode(7), other.decode(7)) and session.stats.dense_steps == 0
 
 
@@ -239,7 +317,9 @@ def test_a_check_of_the_answer_changes_nothing():
             for token in ids[120:150]:
                 s.decode(token)
         report = session.check(20)
-        assert len(report.steps) == 20 and all(0 < mass < 1 for step in report.steps for mass in step.mass.values())
+        assert len(report.steps) == 20 and all(
+            0 < mass < 1 for step in report.steps for mass in step.mass.values()
+        )
         for token in ids[150:]:
             assert torch.equal(session.decode(token), plain.decode(token))
 
@@ -247,7 +327,7 @@ def test_a_check_of_the_answer_changes_nothing():
 def test_it_reads_its_own_prompts():
     """A bank that another method has read holds neither its hidden states nor its scores."""
     with opened(Full()) as session:
-        session.set_method(SMALL)                       # nothing has been read
+        session.set_method(SMALL)  # nothing has been read
         session.prefill(random_ids(100))
     with opened(Full()) as session:
         session.prefill(random_ids(100))
@@ -256,9 +336,18 @@ def test_it_reads_its_own_prompts():
         assert session.decode(3).isfinite().all()
 
 
-@pytest.mark.parametrize(("bad", "word"), [(dict(block=0), "block"), (dict(chunk=5000), "chunk"), (dict(cached=15), "cached"),
-                                           (dict(representatives=129), "representatives"), (dict(local=True), "local"),
-                                           (dict(topk=0), "topk"), (dict(init=-1), "init")])
+@pytest.mark.parametrize(
+    ("bad", "word"),
+    [
+        (dict(block=0), "block"),
+        (dict(chunk=5000), "chunk"),
+        (dict(cached=15), "cached"),
+        (dict(representatives=129), "representatives"),
+        (dict(local=True), "local"),
+        (dict(topk=0), "topk"),
+        (dict(init=-1), "init"),
+    ],
+)
 def test_bad_settings_are_named(bad, word):
     with pytest.raises(SettingError, match=f"^{word}: found"):
         InfLLM(**bad)

@@ -1,7 +1,8 @@
 """U1 to U8 of METHODS.md for every method of the table (tests/engine/methods/method_table.py).
 
-Stops: a method that is not full attention where it should be, bytes that nobody declared, a row read that was not declared or not
-read that was, a result that depends on chance, on its neighbours in a batch, on the kernel path or on how the prompt was cut.
+Stops: a method that is not full attention where it should be, bytes that nobody declared, a row
+read that was not declared or not read that was, a result that depends on chance, on its neighbours
+in a batch, on the kernel path or on how the prompt was cut.
 """
 
 import pytest
@@ -15,14 +16,23 @@ from tests.engine.methods.method_checks import SHAPES, allocated, batched, llm_o
 from tests.engine.methods.method_table import CAPACITY, PLANTED, TABLE, every, partial_layers
 from tests.engine.tiny import random_ids
 
-SMALL = 1024            # bytes of counters and the like that a runtime may hold beside what it declares, whatever the context
-QUIET = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate])
+# bytes of counters and the like that a runtime may hold beside what it declares, whatever the
+# context
+SMALL = 1024
+QUIET = settings(
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate],
+)
 ROWS = pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 
 
 def settings_of(kind=lambda row: True):
     """Parametrises over every setting of the rows of a kind that reads less."""
-    return pytest.mark.parametrize(("row", "method"), [pytest.param(row, method, id=name) for name, row, method in every(kind)])
+    return pytest.mark.parametrize(
+        ("row", "method"), [pytest.param(row, method, id=name) for name, row, method in every(kind)]
+    )
 
 
 def shape_of(name):
@@ -73,17 +83,30 @@ def assert_less_was_read(session):
 
 # ---------------------------------------------------------------- U1 identity
 
+
 @ROWS
 @settings(QUIET, max_examples=4)
-@given(st.sampled_from(SHAPES), st.sampled_from((7, 64, 512)),
-       st.lists(st.tuples(st.integers(1, 90), st.integers(1, 5)), min_size=1, max_size=3), st.integers(0, 9))
+@given(
+    st.sampled_from(SHAPES),
+    st.sampled_from((7, 64, 512)),
+    st.lists(st.tuples(st.integers(1, 90), st.integers(1, 5)), min_size=1, max_size=3),
+    st.integers(0, 9),
+)
 def test_u1_the_neutral_setting_is_full_attention(row, shape, chunk, turns, seed):
     """To the bit on the reference launchers; within rounding where the row says why."""
-    turns = [(max(2, turns[0][0]), turns[0][1]), *turns[1:]]            # the published code wants two tokens at least
+    # the published code wants two tokens at least
+    turns = [(max(2, turns[0][0]), turns[0][1]), *turns[1:]]
     llm = llm_of(shape, chunk)
     with llm.session(row.neutral, offload=row.offload) as one, llm.session(Full()) as full:
-        got, expected = play(one, turns_of(row, turns), seed), play(full, turns_of(row, turns), seed)
-        assert torch.equal(got, expected) if not row.tolerance else torch.allclose(got, expected, atol=row.tolerance, rtol=row.tolerance)
+        got, expected = (
+            play(one, turns_of(row, turns), seed),
+            play(full, turns_of(row, turns), seed),
+        )
+        assert (
+            torch.equal(got, expected)
+            if not row.tolerance
+            else torch.allclose(got, expected, atol=row.tolerance, rtol=row.tolerance)
+        )
         if partial_layers(one.plan):
             assert one.stats.sparse_steps == one.stats.decode_steps
 
@@ -105,9 +128,12 @@ def test_u1_can_fail(row, method):
 
 # ---------------------------------------------------------------- U2 accounting
 
+
 @settings_of()
 def test_u2_declared_bytes_are_allocated(row, method):
-    """After a prompt and 1, 10, 100 steps: the plan's items, the counters of the session, and what hangs on bank and runtime."""
+    """After a prompt and 1, 10, 100 steps: the plan's items, the counters of the session, and what
+    hangs on bank and runtime.
+    """
     llm = llm_of()
     plan = llm.plan(method, offload=row.offload)
     with llm.session(method, offload=row.offload) as session:
@@ -116,29 +142,46 @@ def test_u2_declared_bytes_are_allocated(row, method):
             for token in random_ids(steps, seed=steps):
                 session.decode(token)
             stats, bank = session.stats, session.bank
-            planned = sum(size for name, size, _ in plan.items if name in ("context bank", "working sets", "streaming"))
+            planned = sum(
+                size
+                for name, size, _ in plan.items
+                if name in ("context bank", "working sets", "streaming")
+            )
             assert stats.bank_bytes == planned
             assert bank.tiered or allocated(bank) == planned
-            assert stats.selection_bytes == plan.bytes_of("selection") == method.runtime_bytes(plan.layers, CAPACITY, llm.config, 4)
+            assert (
+                stats.selection_bytes
+                == plan.bytes_of("selection")
+                == method.runtime_bytes(plan.layers, CAPACITY, llm.config, 4)
+            )
             assert 0 <= allocated(session.runtime) - session.runtime.nbytes <= SMALL
             if row.evicts:
                 assert_store(session, len(session) - 300)
 
 
 def assert_store(session, generated):
-    """The store is what the method's formulas say, counted and allocated; resident is its share of what all tokens would take."""
+    """The store is what the method's formulas say, counted and allocated; resident is its share of
+    what all tokens would take.
+    """
     method, plan, config, stats = session.method, session.plan, session.llm.config, session.stats
     assert stats.store_bytes == method.held_bytes(plan, config, 4, 300, generated)
     assert 0 <= allocated(session.runtime) - stats.store_bytes <= SMALL
-    assert stats.store_bytes <= session.llm.plan(method).bytes_of("retained rows") == method.store_bytes(plan, config, 4, CAPACITY)
+    assert (
+        stats.store_bytes
+        <= session.llm.plan(method).bytes_of("retained rows")
+        == method.store_bytes(plan, config, 4, CAPACITY)
+    )
     every = config.num_layers * config.kv_bytes(4) * len(session)
     assert stats.resident == method.kv_bytes(plan, config, 4, 300, generated) / every <= 1.0
     rows = [rows for layer in session.runtime.sequences[0].layers or () for rows in layer]
-    assert sum(part.numel() * 4 for r in rows for part in (r.k, r.v)) == (session.runtime.kv_bytes if rows else 0)
+    assert sum(part.numel() * 4 for r in rows for part in (r.k, r.v)) == (
+        session.runtime.kv_bytes if rows else 0
+    )
     assert stats.snapshot_bytes > 0
 
 
 # ---------------------------------------------------------------- U3 read audit
+
 
 def again(session, token):
     """The last step once more, after whatever was done to the bank."""
@@ -147,8 +190,10 @@ def again(session, token):
 
 
 def poison(session, layer, head, rows, keys=True):
-    """NaN in rows of one K/V head, in the values only where the keys are scored; returns a call that undoes it."""
-    rows, parts = torch.tensor(rows, dtype=torch.int64), session.bank.kv(layer)[0 if keys else 1:]
+    """NaN in rows of one K/V head, in the values only where the keys are scored; returns a call
+    that undoes it.
+    """
+    rows, parts = torch.tensor(rows, dtype=torch.int64), session.bank.kv(layer)[0 if keys else 1 :]
     kept = [part[:, head, rows].clone() for part in parts]
     for part in parts:
         part[:, head, rows] = float("nan")
@@ -156,12 +201,15 @@ def poison(session, layer, head, rows, keys=True):
     def undo():
         for part, old in zip(parts, kept):
             part[:, head, rows] = old
+
     return undo
 
 
 @settings_of(lambda row: row.reads and not row.evicts and not row.replays)
 def test_u3_exactly_the_declared_rows_are_read(row, method):
-    """Rows outside the declared set may be NaN in every layer and head at once; one of the set may not, wherever it lies."""
+    """Rows outside the declared set may be NaN in every layer and head at once; one of the set may
+    not, wherever it lies.
+    """
     with llm_of(kernels=path_of(method)).session(method) as session:
         session.prefill(random_ids(300))
         for token in (3, 1, 4):
@@ -172,12 +220,15 @@ def test_u3_exactly_the_declared_rows_are_read(row, method):
         for layer, heads in declared.items():
             for head, rows in enumerate(heads):
                 assert rows == sorted(set(rows)) and len(rows) < n
-                poison(session, layer, head, sorted(set(range(CAPACITY)) - set(rows)), not row.scans)
+                poison(
+                    session, layer, head, sorted(set(range(CAPACITY)) - set(rows)), not row.scans
+                )
         assert torch.equal(again(session, 5), expected)
         assert row.reads(session.runtime, n) == declared
         for layer, heads in declared.items():
             for head, rows in enumerate(heads):
-                for at in (*rows[:-1:11], rows[-2]):                # the newest row is written by the step itself
+                # the newest row is written by the step itself
+                for at in (*rows[:-1:11], rows[-2]):
                     undo = poison(session, layer, head, [at])
                     assert again(session, 5).isnan().any(), (layer, head, at)
                     undo()
@@ -193,7 +244,9 @@ def ruin(session):
 
 @settings_of(lambda row: row.evicts)
 def test_u3_once_cut_only_the_store_is_read(row, method):
-    """The bank may be NaN from the cut on: steps and a second turn read the store and their own rows. What was dropped never returns."""
+    """The bank may be NaN from the cut on: steps and a second turn read the store and their own
+    rows. What was dropped never returns.
+    """
     llm = llm_of(kernels=path_of(method))
     with llm.session(method) as clean, llm.session(method) as ruined:
         for session in (clean, ruined):
@@ -207,17 +260,29 @@ def test_u3_once_cut_only_the_store_is_read(row, method):
             now = row.reads(clean.runtime, len(clean))
             for layer, heads in now.items():
                 for old, new in zip(before[layer], heads):
-                    assert set(new) <= {*old, len(clean) - 1} and len(new) == len(set(new)) and len(clean) - 1 in new
-                assert sum(map(len, heads)) // len(heads) == clean.runtime.rows_read(len(clean))[layer] < len(clean)
+                    assert (
+                        set(new) <= {*old, len(clean) - 1}
+                        and len(new) == len(set(new))
+                        and len(clean) - 1 in new
+                    )
+                assert (
+                    sum(map(len, heads)) // len(heads)
+                    == clean.runtime.rows_read(len(clean))[layer]
+                    < len(clean)
+                )
             before = now
-        assert torch.equal(clean.prefill(random_ids(40, seed=1)), ruined.prefill(random_ids(40, seed=1)))
+        assert torch.equal(
+            clean.prefill(random_ids(40, seed=1)), ruined.prefill(random_ids(40, seed=1))
+        )
         for token in (6, 5):
             assert torch.equal(clean.decode(token), ruined.decode(token))
 
 
 @settings_of(lambda row: row.evicts)
 def test_u3_every_retained_row_is_read(row, method):
-    """NaN in one row of the store ruins the next step, whichever layer, head and row; beyond the rows that count it may be anything."""
+    """NaN in one row of the store ruins the next step, whichever layer, head and row; beyond the
+    rows that count it may be anything.
+    """
     with llm_of().session(method) as session:
         session.prefill(random_ids(300))
         session.decode(3)
@@ -227,12 +292,18 @@ def test_u3_every_retained_row_is_read(row, method):
                     for slot in (0, rows.held // 2, rows.held - 1, rows.held):
                         with session.fork() as twin:
                             theirs = twin.runtime.sequences[0].layers[layer][number]
-                            theirs.v[head, slot:slot + 1] = float("nan")
-                            theirs.v[head, rows.held + 1:] = float("nan")
-                            assert twin.decode(5).isnan().any() == (slot < rows.held), (layer, number, head, slot)
+                            theirs.v[head, slot : slot + 1] = float("nan")
+                            theirs.v[head, rows.held + 1 :] = float("nan")
+                            assert twin.decode(5).isnan().any() == (slot < rows.held), (
+                                layer,
+                                number,
+                                head,
+                                slot,
+                            )
 
 
 # ---------------------------------------------------------------- U4 determinism
+
 
 @settings_of()
 def test_u4_the_same_tokens_give_the_same_bits(row, method):
@@ -242,20 +313,26 @@ def test_u4_the_same_tokens_give_the_same_bits(row, method):
         first = play(one, turns)
         assert torch.equal(first, play(two, turns))
         one.truncate(sum(map(sum, turns)) - 6)
-        for token, logits in zip(random_ids(turns[-1][0] + 6, seed=len(turns) - 1)[-6:], first[-6:]):
+        for token, logits in zip(
+            random_ids(turns[-1][0] + 6, seed=len(turns) - 1)[-6:], first[-6:]
+        ):
             assert torch.equal(one.decode(token), logits)
 
 
 # ---------------------------------------------------------------- U5 batch independence
 
+
 @settings_of()
 def test_u5_a_ragged_batch_is_each_sequence_alone(row, method):
-    """At the level of `step`: lengths 300 and 171 side by side, index sets and budgets per sequence."""
+    """At the level of `step`: lengths 300 and 171 side by side, index sets and budgets per
+    sequence.
+    """
     may(row, "U5")
     kernels = path_of(method)
     llm, lengths = llm_of(kernels=kernels), (300, 171)
     if getattr(method, "share", None) is not None and not row.evicts:
-        lengths = (300, 300)                    # one budget for all sequences of a runtime: equal lengths, other tokens
+        # one budget for all sequences of a runtime: equal lengths, other tokens
+        lengths = (300, 300)
     sessions = [llm.session(method) for _ in lengths]
     for number, (session, length) in enumerate(zip(sessions, lengths)):
         session.prefill(random_ids(length, seed=number))
@@ -267,18 +344,28 @@ def test_u5_a_ragged_batch_is_each_sequence_alone(row, method):
             logits = decoder.step(torch.tensor(tokens)[:, None], counts, bank)
             decoder.runtime.advance(1)
         for number, session in enumerate(sessions):
-            torch.testing.assert_close(logits[number, 0], session.decode(tokens[number]), atol=2e-5, rtol=2e-5)
+            torch.testing.assert_close(
+                logits[number, 0], session.decode(tokens[number]), atol=2e-5, rtol=2e-5
+            )
             assert_less_was_read(session)
 
 
 # ---------------------------------------------------------------- U6 kernel = reference
 
+
 @settings_of()
 def test_u6_the_fast_path_is_the_reference(row, method):
-    """Lengths around a block and a prime; the rows that are read are the same (no two scores are within rounding here)."""
+    """Lengths around a block and a prime; the rows that are read are the same (no two scores are
+    within rounding here).
+    """
     for prompt, shape in ((257, SHAPES[2]), (191, shape_of(repr(method)))):
-        with llm_of(shape).session(method) as slow, llm_of(shape, kernels="auto").session(method) as fast:
-            torch.testing.assert_close(play(slow, [(prompt, 4)]), play(fast, [(prompt, 4)]), atol=1e-4, rtol=1e-4)
+        with (
+            llm_of(shape).session(method) as slow,
+            llm_of(shape, kernels="auto").session(method) as fast,
+        ):
+            torch.testing.assert_close(
+                play(slow, [(prompt, 4)]), play(fast, [(prompt, 4)]), atol=1e-4, rtol=1e-4
+            )
             if row.reads:
                 assert row.reads(slow.runtime, len(slow)) == row.reads(fast.runtime, len(fast))
             assert_less_was_read(fast)
@@ -286,9 +373,14 @@ def test_u6_the_fast_path_is_the_reference(row, method):
 
 # ---------------------------------------------------------------- U7 chunked prefill
 
+
 @settings_of()
 @settings(QUIET, max_examples=2)
-@given(st.lists(st.integers(10, 150), min_size=1, max_size=2), st.sampled_from((1, 7, 63, 65, 127)), st.integers(0, 9))
+@given(
+    st.lists(st.integers(10, 150), min_size=1, max_size=2),
+    st.sampled_from((1, 7, 63, 65, 127)),
+    st.integers(0, 9),
+)
 def test_u7_how_a_prompt_is_cut_changes_nothing(row, method, prompts, chunk, seed):
     turns = turns_of(row, [(prompt if chunk > 1 else 16 + prompt // 5, 3) for prompt in prompts])
     turns, chunk = ([(300, 3)], 7) if row.chunk_defined else (turns, chunk)
@@ -303,9 +395,11 @@ def test_u7_how_a_prompt_is_cut_changes_nothing(row, method, prompts, chunk, see
 
 @settings_of()
 def test_a_prompt_may_be_read_in_parts(row, method):
-    """Where a method can: logits, rows and budgets of the whole, also from a part that was gone back to; where not, it says so."""
+    """Where a method can: logits, rows and budgets of the whole, also from a part that was gone
+    back to; where not, it says so.
+    """
     end = method.last_part or 41
-    first = random_ids({41: 200, 64: 320}.get(end, 60))             # OmniKV-prefill: whole blocks
+    first = random_ids({41: 200, 64: 320}.get(end, 60))  # OmniKV-prefill: whole blocks
     last, then, steps = random_ids(end, seed=1), random_ids(30, seed=2), random_ids(4, seed=3)
     llm = llm_of(chunk=512)
     with llm.session(method) as parts, llm.session(method) as whole:
@@ -314,25 +408,41 @@ def test_a_prompt_may_be_read_in_parts(row, method):
                 parts.prefill(first, more=True)
             assert len(parts) == 0
             return
-        expected = [whole.prefill(first + last), *map(whole.decode, steps), whole.prefill(then), *map(whole.decode, steps)]
+        expected = [
+            whole.prefill(first + last),
+            *map(whole.decode, steps),
+            whole.prefill(then),
+            *map(whole.decode, steps),
+        ]
         rows = whole.runtime.rows_read(len(whole))
         parts.prefill(first, more=True)
         for _ in range(2):
-            got = [parts.prefill(last), *map(parts.decode, steps), parts.prefill(then), *map(parts.decode, steps)]
-            torch.testing.assert_close(torch.stack(got), torch.stack(expected), atol=1e-4, rtol=1e-4)
+            got = [
+                parts.prefill(last),
+                *map(parts.decode, steps),
+                parts.prefill(then),
+                *map(parts.decode, steps),
+            ]
+            torch.testing.assert_close(
+                torch.stack(got), torch.stack(expected), atol=1e-4, rtol=1e-4
+            )
             assert parts.runtime.rows_read(len(parts)) == rows
             parts.truncate(len(first))
 
 
 @settings_of(lambda row: any(method.in_parts and method.last_part for method in row.sparse))
 def test_a_prompt_whose_end_is_read_otherwise_ends_with_a_part_that_has_it(row, method):
-    """A shorter part or a step is refused and changes nothing; going back so far that too little is left of it reads the whole anew."""
+    """A shorter part or a step is refused and changes nothing; going back so far that too little is
+    left of it reads the whole anew.
+    """
     end = method.last_part
     first, last, steps = random_ids(100), random_ids(end, seed=1), random_ids(3, seed=2)
     llm = llm_of(chunk=512)
     with llm.session(method) as parts, llm.session(method) as whole:
         parts.prefill(first, more=True)
-        with pytest.raises(SettingError, match=f"last {end} tokens .* has {end - 1}: let it have {end}"):
+        with pytest.raises(
+            SettingError, match=f"last {end} tokens .* has {end - 1}: let it have {end}"
+        ):
             parts.prefill(last[1:])
         with pytest.raises(SettingError, match="has 0"):
             parts.decode(steps[0])
@@ -346,7 +456,8 @@ def test_a_prompt_whose_end_is_read_otherwise_ends_with_a_part_that_has_it(row, 
         whole.prefill((first + last)[:cut])
         for token in steps:
             got, expected = parts.decode(token), whole.decode(token)
-            if row.evicts:                          # else the bank's rows are those that the longer prompt wrote
+            # else the bank's rows are those that the longer prompt wrote
+            if row.evicts:
                 torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
         if row.evicts:
             assert parts.runtime.positions(2) == whole.runtime.positions(2)
@@ -362,23 +473,34 @@ def test_a_step_ends_a_prompt_that_was_to_go_on(row, method):
         other.prefill(ids[:200])
         answer = [other.decode(token) for token in ids[200:]]
         for _ in range(2):
-            assert all(torch.equal(one.decode(token), logits) for token, logits in zip(ids[200:], answer))
+            assert all(
+                torch.equal(one.decode(token), logits) for token, logits in zip(ids[200:], answer)
+            )
             assert one.answer_length == 3
             one.truncate(200)
 
 
 # ---------------------------------------------------------------- U8 planted recall
 
+
 @settings_of(lambda row: row.reads)
 def test_u8_planted_tokens_are_read(row, method):
-    """Eight tokens in the middle that every query looks at: an exact selector has them all, in every layer and head."""
+    """Eight tokens in the middle that every query looks at: an exact selector has them all, in
+    every layer and head.
+    """
     for seed in (0, 2):
         positions = sorted(40 + 22 * i + 3 * seed for i in range(PLANTED))
         runtime = planted_runtime(method, positions, seed=seed, kernels=path_of(method))
-        peak, checked = getattr(method, "kernel", 1), 0         # neighbours that pooling gives a planted token's score
+        # neighbours that pooling gives a planted token's score
+        peak, checked = getattr(method, "kernel", 1), 0
         for layer, heads in row.reads(runtime, 321).items():
-            if row.evicts and runtime.sequences[0].budgets[layer] - getattr(method, "window", 0) < PLANTED * peak:
-                continue                                        # PyramidKV's last layers have no room for all of them
+            if (
+                row.evicts
+                and runtime.sequences[0].budgets[layer] - getattr(method, "window", 0)
+                < PLANTED * peak
+            ):
+                # PyramidKV's last layers have no room for all of them
+                continue
             checked += 1
             for head, rows in enumerate(heads):
                 found = len(set(positions) & set(rows)) / PLANTED

@@ -1,6 +1,8 @@
-"""MInference: the lines a head ranks, the rows its pattern shows, attention over exactly those, and the search that assigns patterns.
+"""MInference: the lines a head ranks, the rows its pattern shows, attention over exactly those, and
+the search that assigns patterns.
 
-Stops: a diagonal off by one, a block that sees the future, a head under another head's lines, a count that is not what was read.
+Stops: a diagonal off by one, a block that sees the future, a head under another head's lines, a
+count that is not what was read.
 """
 
 import pytest
@@ -20,9 +22,17 @@ from tests.engine.tiny import random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.kernel_checks import assert_close
 from tools.minference_search import SPACE, search_patterns
 
-KINDS = (("vertical_slash", 30, 100), ("vertical_slash", 40, 60), ("a_shape", 30, 50), ("a_shape", 64, 1), ("block_sparse", 2),
-         ("block_sparse", 1))
-CHUNKS = st.sampled_from(((0, 1), (0, 63), (0, 64), (0, 65), (0, 257), (64, 100), (127, 131), (130, 64), (200, 1)))
+KINDS = (
+    ("vertical_slash", 30, 100),
+    ("vertical_slash", 40, 60),
+    ("a_shape", 30, 50),
+    ("a_shape", 64, 1),
+    ("block_sparse", 2),
+    ("block_sparse", 1),
+)
+CHUNKS = st.sampled_from(
+    ((0, 1), (0, 63), (0, 64), (0, 65), (0, 257), (64, 100), (127, 131), (130, 64), (200, 1))
+)
 
 
 def weights_of(q, k, start):
@@ -35,40 +45,65 @@ def weights_of(q, k, start):
 
 
 def shown(pattern, q, k, start, head, group):
-    """bool [C, stop]: what the definition lets each query of one head read, from float64 and loops over queries and lines."""
+    """bool [C, stop]: what the definition lets each query of one head read, from float64 and loops
+    over queries and lines.
+    """
     stop, reach = start + len(q), sizes(pattern, start + len(q))
     seen = torch.zeros(len(q), stop, dtype=torch.bool)
-    blocks = [(max(start, at), min(stop, at + BLOCK)) for at in range(start // BLOCK * BLOCK, stop, BLOCK)]
+    blocks = [
+        (max(start, at), min(stop, at + BLOCK)) for at in range(start // BLOCK * BLOCK, stop, BLOCK)
+    ]
     if pattern[0] == "block_sparse":
         means = k[head // group].double()
         for first, last in blocks:
-            own, mean = first // BLOCK, q[first - start:last - start, head].double().mean(0)
-            order = sorted(range(own), key=lambda j: -float(means[j * BLOCK:(j + 1) * BLOCK].mean(0) @ mean))
-            for j in [own, *order[:reach[0] - 1]]:
-                seen[first - start:last - start, j * BLOCK:min(stop, (j + 1) * BLOCK)] = True
+            own, mean = first // BLOCK, q[first - start : last - start, head].double().mean(0)
+            order = sorted(
+                range(own), key=lambda j: -float(means[j * BLOCK : (j + 1) * BLOCK].mean(0) @ mean)
+            )
+            for j in [own, *order[: reach[0] - 1]]:
+                seen[first - start : last - start, j * BLOCK : min(stop, (j + 1) * BLOCK)] = True
     else:
         columns, diagonals = range(min(stop, reach[0])), range(min(stop, reach[1]))
         if pattern[0] == "vertical_slash":
             weights = weights_of(q, k, start)[head, -64:]
             sums = weights.sum(0)
-            lines = torch.stack([sum(weights[i, stop - len(weights) + i - d] for i in range(len(weights)) if stop - len(weights) + i >= d)
-                                 for d in range(stop)])
-            columns = sorted(range(stop), key=lambda j: (j >= 30, -float(sums[j])) if j >= 30 else (False, j))[:reach[0]]
-            diagonals = sorted(range(stop), key=lambda d: (d >= 100, -float(lines[d])) if d >= 100 else (False, d))[:reach[1]]
+            lines = torch.stack(
+                [
+                    sum(
+                        weights[i, stop - len(weights) + i - d]
+                        for i in range(len(weights))
+                        if stop - len(weights) + i >= d
+                    )
+                    for d in range(stop)
+                ]
+            )
+            columns = sorted(
+                range(stop), key=lambda j: (j >= 30, -float(sums[j])) if j >= 30 else (False, j)
+            )[: reach[0]]
+            diagonals = sorted(
+                range(stop), key=lambda d: (d >= 100, -float(lines[d])) if d >= 100 else (False, d)
+            )[: reach[1]]
         for first, last in blocks:
             rows = slice(first - start, last - start)
             seen[rows, first:last] = True
             seen[rows, torch.tensor(columns)] = True
             for d in diagonals:
-                seen[rows, max(0, first - d):max(0, last - d)] = True
+                seen[rows, max(0, first - d) : max(0, last - d)] = True
     return seen & (torch.arange(stop) <= torch.arange(start, stop).unsqueeze(1))
 
 
 @pytest.mark.parametrize("kernels", ["reference", "auto"])
-@given(st.sampled_from(SHAPES), CHUNKS, st.lists(st.sampled_from(KINDS), min_size=2, max_size=2), st.integers(0, 9))
+@given(
+    st.sampled_from(SHAPES),
+    CHUNKS,
+    st.lists(st.sampled_from(KINDS), min_size=2, max_size=2),
+    st.integers(0, 9),
+)
 @settings(max_examples=12, derandomize=True)
 def test_each_head_reads_what_its_pattern_shows(kernels, shape, chunk, kinds, seed):
-    """Against a mask built from the definition: attention by the kernel rule, mass kept, pairs counted; the future and the rest are NaN."""
+    """Against a mask built from the definition: attention by the kernel rule, mass kept, pairs
+    counted; the future and the rest are NaN.
+    """
     (heads, kv_heads), (start, count) = shape, chunk
     table = (tuple(kinds[h % 2] for h in range(heads)),) * 4
     world = World(MInference(table), shape, 400, kernels=kernels, seed=seed)
@@ -79,14 +114,22 @@ def test_each_head_reads_what_its_pattern_shows(kernels, shape, chunk, kinds, se
     for head in range(heads):
         seen = shown(table[1][head], q, k[0], start, head, group)
         pairs += int(seen.sum())
-        kept, values = exact[head] * seen, v[0, head // group, :start + count]
+        kept, values = exact[head] * seen, v[0, head // group, : start + count]
         mass = kept.sum(-1, keepdim=True)
         rough = (kept / mass).float() @ values
-        assert_close(out[0, :, head], (kept / mass) @ values.double(), rough, torch.float16, f"head {head}, {table[1][head]}")
-        logits = (q[:, head].double() @ k[0, head // group, :start + count].double().t()) * 0.25
+        assert_close(
+            out[0, :, head],
+            (kept / mass) @ values.double(),
+            rough,
+            torch.float16,
+            f"head {head}, {table[1][head]}",
+        )
+        logits = (q[:, head].double() @ k[0, head // group, : start + count].double().t()) * 0.25
         sums = torch.logsumexp(logits.masked_fill(~seen, float("-inf")), -1)
         torch.testing.assert_close(lse[0, :, head].double(), sums, atol=1e-3, rtol=0)
-    assert world.runtime.pairs_read == pairs and world.runtime.pairs_causal == heads * causal_pairs(start, start + count)
+    assert world.runtime.pairs_read == pairs and world.runtime.pairs_causal == heads * causal_pairs(
+        start, start + count
+    )
 
 
 @given(st.sampled_from(SHAPES), CHUNKS, st.integers(0, 9))
@@ -114,49 +157,77 @@ SPARSE = MInference(("vertical_slash", 30, 100))
 
 
 def opened(method, chunk=512, kernels="auto"):
-    return tiny_llm(CONFIG, WEIGHTS, Full(), max_context=1024, chunk=chunk, kernels=kernels).session(method)
+    return tiny_llm(
+        CONFIG, WEIGHTS, Full(), max_context=1024, chunk=chunk, kernels=kernels
+    ).session(method)
 
 
 def test_decode_is_full_attention_over_whatever_was_read():
-    """Another method on the same bank gives the same bits; the mass that was kept is reported for every layer and head."""
+    """Another method on the same bank gives the same bits; the mass that was kept is reported for
+    every layer and head.
+    """
     ids = random_ids(600, seed=1)
     with opened(SPARSE) as session, opened(Full()) as dense:
         session.runtime.meter = seen = []
         a, b = session.prefill(ids), dense.prefill(ids)
-        assert (a - b).abs().max() > 1e-3                                  # it was sparse
+        assert (a - b).abs().max() > 1e-3  # it was sparse
         assert 0 < session.runtime.pairs_read < 0.7 * session.runtime.pairs_causal
-        assert {(r["layer"], r["start"]) for r in seen} == {(layer, at) for layer in range(4) for at in (0, 512)}
-        assert all(r["recall"].shape == (8,) and (r["recall"] > 0.2).all() and (r["recall"] < 1.0001).all() for r in seen)
+        assert {(r["layer"], r["start"]) for r in seen} == {
+            (layer, at) for layer in range(4) for at in (0, 512)
+        }
+        assert all(
+            r["recall"].shape == (8,) and (r["recall"] > 0.2).all() and (r["recall"] < 1.0001).all()
+            for r in seen
+        )
         first = [session.decode(token) for token in (3, 1, 4)]
         session.truncate(600)
         session.set_method(Full())
-        assert all(torch.equal(session.decode(token), logits) for token, logits in zip((3, 1, 4), first))
+        assert all(
+            torch.equal(session.decode(token), logits) for token, logits in zip((3, 1, 4), first)
+        )
 
 
 def test_the_last_layers_lines_are_those_of_all_its_queries():
-    """Of the last layer the newest query's output counts only; lines ranked by that one query would be others."""
+    """Of the last layer the newest query's output counts only; lines ranked by that one query would
+    be others.
+    """
     ids = random_ids(500, seed=2)
     with opened(SPARSE) as session:
         tables = []
         inner = session.runtime.attend_patterns
-        session.runtime.attend_patterns = lambda patterns, q, *rest: tables.append(q.shape[1]) or inner(patterns, q, *rest)
+        session.runtime.attend_patterns = lambda patterns, q, *rest: (
+            tables.append(q.shape[1]) or inner(patterns, q, *rest)
+        )
         session.prefill(ids)
         assert tables == [500] * 4
 
 
 def test_a_share_scales_the_sizes_down_to_the_published_least():
-    assert sizes(("vertical_slash", 1000, 6096), 10**6) == (1000, 6096) and sizes(("vertical_slash", 1000, 6096), 500) == (500, 500)
-    assert sizes(("vertical_slash", 1000, 3000), 4000, 0.3) == (300, 900) and sizes(("vertical_slash", 1000, 3000), 400, 0.1) == (30, 50)
-    assert sizes(("block_sparse", 100), 6400, 0.1) == (10,) and sizes(("block_sparse", 100), 640) == (10,)
+    assert sizes(("vertical_slash", 1000, 6096), 10**6) == (1000, 6096) and sizes(
+        ("vertical_slash", 1000, 6096), 500
+    ) == (500, 500)
+    assert sizes(("vertical_slash", 1000, 3000), 4000, 0.3) == (300, 900) and sizes(
+        ("vertical_slash", 1000, 3000), 400, 0.1
+    ) == (30, 50)
+    assert sizes(("block_sparse", 100), 6400, 0.1) == (10,) and sizes(
+        ("block_sparse", 100), 640
+    ) == (10,)
 
 
 def test_work_is_counted():
-    """Fewer operations than full attention, more for larger patterns; the neutral setting counts full attention's of every layer."""
+    """Fewer operations than full attention, more for larger patterns; the neutral setting counts
+    full attention's of every layer.
+    """
     work = Work.of(CONFIG)
     methods = (SPARSE, MInference(("vertical_slash", 80, 300)), MInference())
     small, large, whole = (opened(method).runtime.prefill_work(work, 0, 1000) for method in methods)
-    assert small[0] == whole[0] and small[1] < large[1] < whole[1] == work.per_pair * 4 * causal_pairs(0, 1000)
-    halves = [SPARSE.runtime(opened(SPARSE).runtime.setup).prefill_work(work, *span)[1] for span in ((0, 500), (500, 1000))]
+    assert small[0] == whole[0] and small[1] < large[1] < whole[
+        1
+    ] == work.per_pair * 4 * causal_pairs(0, 1000)
+    halves = [
+        SPARSE.runtime(opened(SPARSE).runtime.setup).prefill_work(work, *span)[1]
+        for span in ((0, 500), (500, 1000))
+    ]
     assert sum(halves) == pytest.approx(small[1], rel=0.01)
 
 
@@ -168,17 +239,21 @@ def planted(pattern, head, stop=512):
         k[torch.arange(40, stop, 37), 0] = 12.0
         q[:, 0] = 3.0
     elif pattern == "near":
-        angle = torch.arange(stop) * 0.0042                                 # falls to a third at a distance of 90
+        # falls to a third at a distance of 90
+        angle = torch.arange(stop) * 0.0042
         for t in (q, k):
             t[:, 0], t[:, 1] = 8 * torch.cos(angle), 8 * torch.sin(angle)
     else:
-        kind = (torch.arange(stop) // BLOCK) % 4                            # a block looks at every fourth block
+        # a block looks at every fourth block
+        kind = (torch.arange(stop) // BLOCK) % 4
         q[torch.arange(stop), kind], k[torch.arange(stop), kind] = 6.0, 6.0
     return q, k
 
 
 def test_the_search_gives_each_head_its_pattern(monkeypatch):
-    """Three heads with planted lines, two layers; the prompt is cut into chunks, and the search changes no bit of what is attended."""
+    """Three heads with planted lines, two layers; the prompt is cut into chunks, and the search
+    changes no bit of what is attended.
+    """
     space = (("a_shape", 30, 150), ("vertical_slash", 60, 50), ("block_sparse", 2))
     config = tiny_config(layers=2, heads=3, kv_heads=3, hidden=48)
     llm = tiny_llm(config, tiny_weights(config), Full(), max_context=512, chunk=256)
@@ -192,27 +267,48 @@ def test_the_search_gives_each_head_its_pattern(monkeypatch):
             k = torch.stack([part[1] for part in parts], 1)[None]
             q = torch.stack([part[0] for part in parts], 1)[None, start:stop]
             bank.write_chunk(number, k[:, start:stop], k[:, start:stop], start)
-            seen.append(torch.equal(runtime.prefill_attend(number, q, bank, start), prefill_dense_lse(q, *bank.kv(number), start, 0.25)[0]))
+            seen.append(
+                torch.equal(
+                    runtime.prefill_attend(number, q, bank, start),
+                    prefill_dense_lse(q, *bank.kv(number), start, 0.25)[0],
+                )
+            )
+
     monkeypatch.setattr(tools.minference_search, "run_chunk", chunk)
     found = search_patterns(llm, list(range(97))[:97] * 5, space)
     kinds = {"near": "a_shape", "columns": "vertical_slash", "blocks": "block_sparse"}
-    assert all(seen) and [[pattern[0] for pattern in row] for row in found] == [[kinds[kind] for kind in row] for row in want]
+    assert all(seen) and [[pattern[0] for pattern in row] for row in found] == [
+        [kinds[kind] for kind in row] for row in want
+    ]
 
 
 def test_the_search_on_a_model_makes_a_table_that_a_session_takes():
     ids = random_ids(300, seed=3)
     llm = tiny_llm(CONFIG, WEIGHTS, Full(), max_context=512, chunk=128)
     done = []
-    table = search_patterns(llm, ids, SPACE + (("vertical_slash", 30, 50),), lambda *at: done.append(at))
-    assert done == [(128, 300), (256, 300), (300, 300)] and len(table) == 4 and all(len(row) == 8 for row in table)
+    table = search_patterns(
+        llm, ids, SPACE + (("vertical_slash", 30, 50),), lambda *at: done.append(at)
+    )
+    assert (
+        done == [(128, 300), (256, 300), (300, 300)]
+        and len(table) == 4
+        and all(len(row) == 8 for row in table)
+    )
     with llm.session(MInference(table)) as session:
         session.prefill(ids)
 
 
-@pytest.mark.parametrize(("bad", "words"), [
-    (dict(patterns=()), "patterns"), (dict(patterns=("diagonal", 3)), "vertical_slash"), (dict(patterns=("a_shape", 3)), "a_shape"),
-    (dict(patterns=(("a_shape", 0, 3),)), "patterns"), (dict(share=0), "share"),
-    (dict(patterns=((("block_sparse", 2.5),),)), "block_sparse")])
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (dict(patterns=()), "patterns"),
+        (dict(patterns=("diagonal", 3)), "vertical_slash"),
+        (dict(patterns=("a_shape", 3)), "a_shape"),
+        (dict(patterns=(("a_shape", 0, 3),)), "patterns"),
+        (dict(share=0), "share"),
+        (dict(patterns=((("block_sparse", 2.5),),)), "block_sparse"),
+    ],
+)
 def test_bad_settings_are_named(bad, words):
     with pytest.raises(SettingError, match=words):
         MInference(**bad)

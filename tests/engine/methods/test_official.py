@@ -1,6 +1,8 @@
-"""OmniKV(official=True) against an independent float64 simulation of the published code: equal indices at every step.
+"""OmniKV(official=True) against an independent float64 simulation of the published code: equal
+indices at every step.
 
-Stops: any drift of the compatibility mode from the published behaviour, which would make comparisons meaningless.
+Stops: any drift of the compatibility mode from the published behaviour, which would make
+comparisons meaningless.
 """
 
 import itertools
@@ -21,18 +23,28 @@ LAYERS = 12
 CONFIG = tiny_config(layers=LAYERS, heads=4, kv_heads=2)
 SHORT, LONG = 61, 300
 FILTER_SETS = ((0, 4), (2, 3, 8), (1, 5), (2,))
-# below the window, 1, 0, a fraction that rounds down to 0 at both lengths, above the window, fractions
+# below the window, 1, 0, a fraction that rounds down to 0 at both lengths, above the window,
+# fractions
 BUDGETS = (8, 1, 0, 0.003, 33, 0.067, 0.3)
-ENGINE = {"last": ("last", None), "softmax_before_last": ("last", "softmax"), "uniform": ("uniform", None),
-          "exp": ("exponential", None)}
+ENGINE = {
+    "last": ("last", None),
+    "softmax_before_last": ("last", "softmax"),
+    "uniform": ("uniform", None),
+    "exp": ("exponential", None),
+}
 
 
 def cases(scoring):
-    """(length, Settings): budgets x lengths under the published window of 16, and waits x filter sets under one of 5."""
+    """(length, Settings): budgets x lengths under the published window of 16, and waits x filter
+    sets under one of 5.
+    """
     for number, (budget, length) in enumerate(itertools.product(BUDGETS, (SHORT, LONG))):
         yield length, simulation.Settings(FILTER_SETS[number % 4], number % 3, scoring, budget, 16)
     for number, (wait, filters) in enumerate(itertools.product((0, 1, 2), FILTER_SETS)):
-        yield (SHORT, LONG)[number % 2], simulation.Settings(filters, wait, scoring, BUDGETS[number % len(BUDGETS)], 5)
+        yield (
+            (SHORT, LONG)[number % 2],
+            simulation.Settings(filters, wait, scoring, BUDGETS[number % len(BUDGETS)], 5),
+        )
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +60,25 @@ def official(scoring, filters, wait, budget, window=16):
     """The engine's method for the published settings."""
     selector, scores = ENGINE[scoring]
     size = {"tokens": budget} if isinstance(budget, int) else {"share": budget}
-    return OmniKV(filter_layers=filters, wait_layers=wait, selector=selector, scores=scores, window=window,
-                  official=True, **size)
+    return OmniKV(
+        filter_layers=filters,
+        wait_layers=wait,
+        selector=selector,
+        scores=scores,
+        window=window,
+        official=True,
+        **size,
+    )
 
 
 def compare(world, length, settings, steps):
-    """Both sides fed the same tokens; returns how many selections were compared and how many were float32 ties."""
+    """Both sides fed the same tokens; returns how many selections were compared and how many were
+    float32 ties.
+    """
     llm, model, prompts = world
-    method = official(settings.scoring, settings.filters, settings.wait, settings.budget, settings.window)
+    method = official(
+        settings.scoring, settings.filters, settings.wait, settings.budget, settings.window
+    )
     decode = simulation.Decode(model, prompts[length], settings)
     compared = ties = 0
     with llm.session(method) as session:
@@ -70,7 +93,9 @@ def compare(world, length, settings, steps):
             groups = set(decode.source.values())
             assert set(mine) == groups
             for layer in groups:
-                ties += check_choice(mine[layer], choices[layer], len(choices[layer].indices) - choices[layer].forced)
+                ties += check_choice(
+                    mine[layer], choices[layer], len(choices[layer].indices) - choices[layer].forced
+                )
                 compared += 1
             np.testing.assert_allclose(logits.numpy(), expected, atol=1e-4)
             after = session.stats
@@ -92,7 +117,9 @@ def test_every_index_of_every_step_is_that_of_the_published_code(world, scoring)
 @pytest.mark.parametrize("window", [1, 5, 32])
 @pytest.mark.parametrize("scoring", ["uniform", "exp"])
 def test_other_windows(world, scoring, window):
-    compared, ties = compare(world, SHORT, simulation.Settings((1, 5), 1, scoring, 12, window), window + 4)
+    compared, ties = compare(
+        world, SHORT, simulation.Settings((1, 5), 1, scoring, 12, window), window + 4
+    )
     assert ties <= compared // 20
 
 
@@ -112,16 +139,23 @@ def test_budget_of_the_whole_prompt_is_full_attention_to_the_bit(world, scoring,
     llm, _, _ = world
     budget = {"S": length, "S+1": length + 1}.get(budget, budget)
     ids = random_ids(length, seed=length)
-    with llm.session(official(scoring, (2, 3, 8), 1, budget)) as sparse, llm.session(Full()) as full:
+    with (
+        llm.session(official(scoring, (2, 3, 8), 1, budget)) as sparse,
+        llm.session(Full()) as full,
+    ):
         assert torch.equal(sparse.prefill(ids), full.prefill(ids))
         for step, token in enumerate(random_ids(18, seed=1), 1):
             assert torch.equal(sparse.decode(token), full.decode(token)), step
-            assert all(torch.equal(chosen, torch.arange(length)) for chosen in sparse.selections.values())
+            assert all(
+                torch.equal(chosen, torch.arange(length)) for chosen in sparse.selections.values()
+            )
             assert sparse.stats.sparse_steps == step and len(sparse.selections) == 2
 
 
 def test_budget_below_the_window_shrinks_as_the_window_leaves_the_prompt(world):
-    """Budget 8, window 16: 1 + 15 at t = 1, 1 + 14 at t = 2, ... and 8 from t = 9 on; nothing forced from t = 16 on."""
+    """Budget 8, window 16: 1 + 15 at t = 1, 1 + 14 at t = 2, ... and 8 from t = 9 on; nothing
+    forced from t = 16 on.
+    """
     llm, _, _ = world
     with llm.session(official("uniform", (1, 5), 1, 8)) as session:
         session.prefill(random_ids(LONG, seed=LONG))
@@ -131,7 +165,7 @@ def test_budget_below_the_window_shrinks_as_the_window_leaves_the_prompt(world):
             forced = max(0, 16 - step)
             for chosen in session.selections.values():
                 assert len(chosen) == (1 + forced if step < 9 else 8)
-                assert chosen[len(chosen) - forced:].tolist() == list(range(LONG - forced, LONG))
+                assert chosen[len(chosen) - forced :].tolist() == list(range(LONG - forced, LONG))
                 dropped |= step >= 16 and LONG - 1 not in chosen.tolist()
         assert dropped
 
@@ -146,7 +180,8 @@ def test_a_fraction_that_rounds_to_nothing_leaves_the_generated_tokens(world, sc
             session.decode(token)
             chosen = 0 if scoring in ("last", "softmax_before_last") else 1 + max(0, 16 - step)
             assert all(len(s) == chosen for s in session.selections.values())
-            assert session.stats.rows_read_sparse - before == (chosen + step) * 7     # layers 3, 4 and 7-11
+            # layers 3, 4 and 7-11
+            assert session.stats.rows_read_sparse - before == (chosen + step) * 7
 
 
 @pytest.mark.parametrize("scoring", simulation.SCORINGS)
@@ -158,7 +193,7 @@ def test_prompts_too_short_for_the_published_code_are_refused_before_they_are_re
             with pytest.raises(SettingError, match=f"at least {least}"):
                 session.prefill(random_ids(length))
             assert len(session) == 0
-            session.prefill(random_ids(40))     # the session is as new
+            session.prefill(random_ids(40))  # the session is as new
     with llm.session(official(scoring, (1, 5), 1, 8)) as session:
         session.prefill(random_ids(least))
         for step, token in enumerate(random_ids(20, seed=2), 1):
@@ -174,7 +209,9 @@ def test_shortest_prompt_of_a_window_matches_too(world):
     llm, model, prompts = world
     prompts = {**prompts, 15: simulation.prefill(model, random_ids(15, seed=15))}
     for scoring in ("uniform", "exp"):
-        compared, _ = compare((llm, model, prompts), 15, simulation.Settings((1, 5), 1, scoring, 4), 20)
+        compared, _ = compare(
+            (llm, model, prompts), 15, simulation.Settings((1, 5), 1, scoring, 4), 20
+        )
         assert compared == 40
 
 
@@ -200,13 +237,17 @@ def test_a_second_prefill_is_refused_and_changes_nothing(world):
 
 def test_prefill_in_chunks_is_one_prefill(world):
     weights = tiny_weights(CONFIG, seed=3)
-    llm = tiny_llm(CONFIG, weights, official("uniform", (2, 3, 8), 1, 0.1), max_context=512, chunk=37)
+    llm = tiny_llm(
+        CONFIG, weights, official("uniform", (2, 3, 8), 1, 0.1), max_context=512, chunk=37
+    )
     whole, _, _ = world
     with llm.session() as session, whole.session(llm.method) as other:
         ids = random_ids(LONG, seed=LONG)
         torch.testing.assert_close(session.prefill(ids), other.prefill(ids), atol=1e-5, rtol=1e-5)
         session.decode(5), other.decode(5)
-        assert all(torch.equal(session.selections[layer], other.selections[layer]) for layer in (3, 8))
+        assert all(
+            torch.equal(session.selections[layer], other.selections[layer]) for layer in (3, 8)
+        )
         assert len(session.selections[3]) == math.floor(0.1 * LONG)
 
 

@@ -1,4 +1,6 @@
-"""engine/model/rope.py against transformers' own rotary embedding, for every kind, at the lengths where each kind changes."""
+"""engine/model/rope.py against transformers' own rotary embedding, for every kind, at the lengths
+where each kind changes.
+"""
 
 import pytest
 import torch
@@ -9,10 +11,23 @@ from engine.model.rope import Rotary, apply_rope, attention_scaling, inv_freq
 transformers = pytest.importorskip("transformers")
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb  # noqa: E402
 
-SHAPE = {"architectures": ["LlamaForCausalLM"], "vocab_size": 32, "hidden_size": 256, "intermediate_size": 64,
-         "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 8192}
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 32,
+    "hidden_size": 256,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 KINDS = {
     "default": ({}, 4096, 10000.0),
     "default-262k": ({}, 262144, 283461213.0),
@@ -23,17 +38,59 @@ KINDS = {
     "dynamic-fraction": ({"rope_type": "dynamic", "factor": 1.1}, 300, 500000.0),
     "llama3": (LLAMA3, 131072, 500000.0),
     "llama3.2": ({**LLAMA3, "factor": 32.0}, 131072, 500000.0),
-    "yarn": ({"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096}, 65536, 10000.0),
-    "yarn-no-truncate": ({"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096,
-    "truncate": False},
-                         32768, 150000.0),
-    "yarn-mscale": ({"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 1.0,
-                     "mscale_all_dim": 0.8}, 163840, 10000.0),
-    "yarn-one-mscale": ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "mscale": 0.7},
-                        16384, 10000.0),
-    "yarn-betas": ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "beta_fast": 64,
-                    "beta_slow": 2, "attention_factor": 1.25}, 16384, 1000000.0),
-    "yarn-tiny-original": ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4}, 16, 10000.0),
+    "yarn": (
+        {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096},
+        65536,
+        10000.0,
+    ),
+    "yarn-no-truncate": (
+        {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+        32768,
+        150000.0,
+    ),
+    "yarn-mscale": (
+        {
+            "rope_type": "yarn",
+            "factor": 40.0,
+            "original_max_position_embeddings": 4096,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.8,
+        },
+        163840,
+        10000.0,
+    ),
+    "yarn-one-mscale": (
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 4096,
+            "mscale": 0.7,
+        },
+        16384,
+        10000.0,
+    ),
+    "yarn-betas": (
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 64,
+            "beta_slow": 2,
+            "attention_factor": 1.25,
+        },
+        16384,
+        1000000.0,
+    ),
+    "yarn-tiny-original": (
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4},
+        16,
+        10000.0,
+    ),
 }
 
 
@@ -95,9 +152,11 @@ def test_far_positions(name):
 
 @pytest.mark.parametrize("name", ["dynamic", "dynamic-fraction", "yarn", "llama3"])
 def test_decode_rows_follow_the_growing_sequence(name):
-    """transformers recomputes dynamic frequencies at every step; the table must hold the same rows beforehand.
+    """transformers recomputes dynamic frequencies at every step; the table must hold the same rows
+    beforehand.
 
-    The table's powers are vectorised and may differ from scalar ones in the last bit: 2**-23 of an angle of p rad at most.
+    The table's powers are vectorised and may differ from scalar ones in the last bit: 2**-23 of an
+    angle of p rad at most.
     """
     ours, theirs = both(name)
     table = Rotary(ours)
@@ -112,8 +171,12 @@ def test_dynamic_depends_on_the_whole_prompt_only_beyond_the_maximum():
     ours, _ = both("dynamic")
     table = Rotary(ours)
     assert torch.equal(table.at(torch.arange(0, 10), 10)[1], table.at(torch.arange(0, 10), 512)[1])
-    assert not torch.allclose(table.at(torch.arange(0, 10), 512)[1], table.at(torch.arange(0, 10), 1500)[1])
-    assert torch.equal(table.at(torch.arange(0, 1500), 1500)[1][700:], table.at(torch.arange(700, 1500), 1500)[1])
+    assert not torch.allclose(
+        table.at(torch.arange(0, 10), 512)[1], table.at(torch.arange(0, 10), 1500)[1]
+    )
+    assert torch.equal(
+        table.at(torch.arange(0, 1500), 1500)[1][700:], table.at(torch.arange(700, 1500), 1500)[1]
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -128,11 +191,15 @@ def test_rotation(dtype, lead):
     double = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
     wanted, _ = apply_rotary_pos_emb(x.float(), x.float(), *double, unsqueeze_dim=-2)
     assert found.dtype == dtype and torch.equal(x, kept)
-    torch.testing.assert_close(found, wanted.to(dtype), rtol=0, atol=1e-6 if dtype == torch.float32 else 0)
+    torch.testing.assert_close(
+        found, wanted.to(dtype), rtol=0, atol=1e-6 if dtype == torch.float32 else 0
+    )
 
 
 def test_rotation_per_sequence():
-    """cos and sin may carry a batch dimension of their own: decode reads different positions per sequence."""
+    """cos and sin may carry a batch dimension of their own: decode reads different positions per
+    sequence.
+    """
     table = Rotary(both("default")[0])
     x = torch.randn(3, 1, 4, 64)
     at = torch.tensor([[5], [0], [63]])

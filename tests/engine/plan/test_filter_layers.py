@@ -1,6 +1,7 @@
 """Where filter layers come from, and calibration files that are corrupt, stale or edited by hand.
 
-Stops: a file made for other weights used silently, a traceback from broken JSON, a guess that does not say that it is one.
+Stops: a file made for other weights used silently, a traceback from broken JSON, a guess that does
+not say that it is one.
 """
 
 import json
@@ -24,8 +25,15 @@ def model(tmp_path, monkeypatch):
 
 
 def calibration(folder, **changes):
-    return {"format": 1, "fingerprint": fingerprint(folder), "filter_layers": [1], "wait_layers": 0, "k": 64, "scores": "softmax",
-            "made_by": "a test"} | changes
+    return {
+        "format": 1,
+        "fingerprint": fingerprint(folder),
+        "filter_layers": [1],
+        "wait_layers": 0,
+        "k": 64,
+        "scores": "softmax",
+        "made_by": "a test",
+    } | changes
 
 
 def test_a_file_beside_the_model_wins_over_the_cache(model):
@@ -33,19 +41,29 @@ def test_a_file_beside_the_model_wins_over_the_cache(model):
     cached = cache_file(fingerprint(model))
     cached.parent.mkdir(parents=True)
     cached.write_text(json.dumps(calibration(model, filter_layers=[0])))
-    assert filter_layers(model, None, config).layers == (0,) and filter_layers(model, None, config).source == "file"
+    assert (
+        filter_layers(model, None, config).layers == (0,)
+        and filter_layers(model, None, config).source == "file"
+    )
     (model / "omnikv.json").write_text(json.dumps(calibration(model)))
     assert filter_layers(model, None, config).layers == (1,)
 
 
 def test_wait_layers_come_with_the_filter_layers(model):
-    """A calibration for wait_layers=0 that runs with 1 leaves half the layers dense that it wanted sparse."""
+    """A calibration for wait_layers=0 that runs with 1 leaves half the layers dense that it wanted
+    sparse.
+    """
+
     def roles(**settings):
         return LLM(model, device="cpu", load=False).resolve_method(OmniKV(**settings))[1].roles
 
     (model / "omnikv.json").write_text(json.dumps(calibration(model, filter_layers=[1, 3])))
     assert roles() == roles(filter_layers=(1, 3), wait_layers=0) != roles(filter_layers=(1, 3))
-    assert roles(wait_layers=1) == roles(filter_layers=(1, 3)) == roles(filter_layers=(1, 3), wait_layers=1)
+    assert (
+        roles(wait_layers=1)
+        == roles(filter_layers=(1, 3))
+        == roles(filter_layers=(1, 3), wait_layers=1)
+    )
     without = calibration(model, filter_layers=[1, 3])
     del without["wait_layers"]
     (model / "omnikv.json").write_text(json.dumps(without))
@@ -56,23 +74,43 @@ def test_a_stale_file_is_ignored_with_one_line(model):
     config = LLM(model, device="cpu", load=False).config
     (model / "omnikv.json").write_text(json.dumps(calibration(model, fingerprint="0" * 64)))
     known = filter_layers(model, None, config)
-    assert known.source == "spread" and "ignored, it was made for other weights" in known.hint and "\n" not in known.hint
+    assert (
+        known.source == "spread"
+        and "ignored, it was made for other weights" in known.hint
+        and "\n" not in known.hint
+    )
     assert "ignored" in str(LLM(model, device="cpu", load=False, method=OmniKV()).plan())
 
 
-@pytest.mark.parametrize("text, field", [
-    ("", "readable JSON"), ("{", "readable JSON"), ("[]", "format"), ('{"format": 2}', "format"),
-    ({"filter_layers": []}, "filter_layers"), ({"filter_layers": [99]}, "filter_layers"), ({"filter_layers": [1, 0]}, "filter_layers"),
-    ({"filter_layers": [-1]}, "filter_layers"), ({"filter_layers": ["1"]}, "filter_layers"), ({"filter_layers": [True]}, "filter_layers"),
-    ({"wait_layers": -1}, "wait_layers"),
-    ({"wait_layers": True}, "wait_layers"), ({"fingerprint": "abc"}, "fingerprint"), ({"fingerprint": 5}, "fingerprint"),
-])
+@pytest.mark.parametrize(
+    "text, field",
+    [
+        ("", "readable JSON"),
+        ("{", "readable JSON"),
+        ("[]", "format"),
+        ('{"format": 2}', "format"),
+        ({"filter_layers": []}, "filter_layers"),
+        ({"filter_layers": [99]}, "filter_layers"),
+        ({"filter_layers": [1, 0]}, "filter_layers"),
+        ({"filter_layers": [-1]}, "filter_layers"),
+        ({"filter_layers": ["1"]}, "filter_layers"),
+        ({"filter_layers": [True]}, "filter_layers"),
+        ({"wait_layers": -1}, "wait_layers"),
+        ({"wait_layers": True}, "wait_layers"),
+        ({"fingerprint": "abc"}, "fingerprint"),
+        ({"fingerprint": 5}, "fingerprint"),
+    ],
+)
 def test_a_damaged_file_is_refused_with_one_line(model, text, field):
     path = model / "omnikv.json"
     path.write_text(text if isinstance(text, str) else json.dumps(calibration(model, **text)))
     with pytest.raises(BadCheckpoint) as error:
         LLM(model, device="cpu", load=False, method=OmniKV())
-    assert field in str(error.value) and "omnikv.json" in str(error.value) and "calibrate again" in str(error.value)
+    assert (
+        field in str(error.value)
+        and "omnikv.json" in str(error.value)
+        and "calibrate again" in str(error.value)
+    )
     assert "\n" not in str(error.value)
 
 

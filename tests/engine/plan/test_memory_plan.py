@@ -1,6 +1,7 @@
 """The memory plan is right before anything is allocated, and what is loaded matches it.
 
-Stops: a plan that needs the weights to be there, a forgotten buffer, a load that holds two copies, a prefill whose activations grow.
+Stops: a plan that needs the weights to be there, a forgotten buffer, a load that holds two copies,
+a prefill whose activations grow.
 """
 
 import json
@@ -17,20 +18,53 @@ from engine.model.llama import targets
 from tests.helpers import random_ids, tiny_config, tiny_llm, word_tokenizer
 
 LLAMA_3_8B_262K = dict(
-    architectures=["LlamaForCausalLM"], vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
-    num_attention_heads=32, num_key_value_heads=8, rms_norm_eps=1e-5, max_position_embeddings=262144, rope_theta=283461213.0,
-    hidden_act="silu", torch_dtype="bfloat16", tie_word_embeddings=False, model_type="llama")
+    architectures=["LlamaForCausalLM"],
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    rms_norm_eps=1e-5,
+    max_position_embeddings=262144,
+    rope_theta=283461213.0,
+    hidden_act="silu",
+    torch_dtype="bfloat16",
+    tie_word_embeddings=False,
+    model_type="llama",
+)
 SHAPES = {
-    "160m": dict(vocab_size=32000, hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12,
-                 num_key_value_heads=4, max_position_embeddings=32768),
-    "llama-3.2-1b": dict(vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
-                         num_key_value_heads=8, max_position_embeddings=131072, tie_word_embeddings=True),
+    "160m": dict(
+        vocab_size=32000,
+        hidden_size=768,
+        intermediate_size=3072,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        max_position_embeddings=32768,
+    ),
+    "llama-3.2-1b": dict(
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        tie_word_embeddings=True,
+    ),
 }
 
 
 def test_plan_of_an_8b_from_its_config_alone(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B_262K))
-    llm = LLM(tmp_path, device="cpu", max_context=262144, method=OmniKV(filter_layers=(2, 8, 18)), load=False)
+    llm = LLM(
+        tmp_path,
+        device="cpu",
+        max_context=262144,
+        method=OmniKV(filter_layers=(2, 8, 18)),
+        load=False,
+    )
     plan = llm.plan()
     assert plan.bytes_of("weights") == 2 * 8030261248
     assert plan.bytes_of("context bank") == 262144 * 131072
@@ -46,16 +80,28 @@ def test_what_does_not_fit_says_how_much_and_what_would():
     with pytest.raises(OutOfMemoryPlan, match=r"at 2048 tokens needs .*; remedies: .*then"):
         tiny_llm(ram_budget=2_000_000)
     llm = tiny_llm(ram_budget=4_000_000, max_context=None)
-    assert llm.plan().fits and llm.max_context % 64 == 0 and llm.max_context == llm.plan().largest_context
+    assert (
+        llm.plan().fits
+        and llm.max_context % 64 == 0
+        and llm.max_context == llm.plan().largest_context
+    )
     with pytest.raises(OutOfMemoryPlan):
         tiny_llm(ram_budget=4_000_000, max_context=llm.max_context + 128)
     with pytest.raises(SettingError, match="max_context: found 9000, expected at most 8192"):
         tiny_llm(max_context=9000)
 
 
-@pytest.mark.parametrize("method", [Full(), OmniKV(filter_layers=(1, 4), tokens=100), OmniKV(filter_layers=(1, 4), share=0.1),
-                                    OmniKV(filter_layers=(2,), tokens=64, selector="uniform"),
-                                    OmniKV(filter_layers=(2,), tokens=64, prefill_ratio=2), OmniKV(filter_layers=(1, 7))])
+@pytest.mark.parametrize(
+    "method",
+    [
+        Full(),
+        OmniKV(filter_layers=(1, 4), tokens=100),
+        OmniKV(filter_layers=(1, 4), share=0.1),
+        OmniKV(filter_layers=(2,), tokens=64, selector="uniform"),
+        OmniKV(filter_layers=(2,), tokens=64, prefill_ratio=2),
+        OmniKV(filter_layers=(1, 7)),
+    ],
+)
 @pytest.mark.parametrize("path", ["auto", "reference"])
 def test_planned_bytes_are_allocated_bytes(method, path):
     """Byte for byte: weights, bank, ring, scratch and selection (U2)."""
@@ -72,7 +118,9 @@ def test_planned_bytes_are_allocated_bytes(method, path):
 
 
 def write_zeros(path, parts, dtype):
-    """A safetensors file of these (name, shape) whose data is a hole: as large as the model, no disk used."""
+    """A safetensors file of these (name, shape) whose data is a hole: as large as the model, no
+    disk used.
+    """
     name, size = {"bfloat16": ("BF16", 2), "float32": ("F32", 4)}[dtype]
     header, at = {}, 0
     for key, shape in parts:
@@ -108,16 +156,32 @@ print(llm.plan().bytes_of("weights"), anonymous() - base, peak - base)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
-@pytest.mark.parametrize("shape, dtype", [("160m", "bfloat16"), ("160m", "float32"), ("llama-3.2-1b", "bfloat16")])
+@pytest.mark.parametrize(
+    "shape, dtype", [("160m", "bfloat16"), ("160m", "float32"), ("llama-3.2-1b", "bfloat16")]
+)
 def test_a_load_matches_its_plan(tmp_path, shape, dtype):
-    """Anonymous memory above the level after imports: within 5% of the plan once loaded, at most 1.1 of it on the way."""
-    data = dict(architectures=["LlamaForCausalLM"], rms_norm_eps=1e-5, torch_dtype=dtype, rope_theta=1e4) | SHAPES[shape]
+    """Anonymous memory above the level after imports: within 5% of the plan once loaded, at most
+    1.1 of it on the way.
+    """
+    data = (
+        dict(
+            architectures=["LlamaForCausalLM"], rms_norm_eps=1e-5, torch_dtype=dtype, rope_theta=1e4
+        )
+        | SHAPES[shape]
+    )
     (tmp_path / "config.json").write_text(json.dumps(data))
     word_tokenizer(tmp_path, 100)
     parts = [part for target in targets(ModelConfig.from_dict(data)) for part in target.parts]
     write_zeros(tmp_path / "model.safetensors", parts, dtype)
-    for _ in range(3):      # on a loaded machine the kernel's own page work shows up as up to 100 MB now and then: noise only adds
-        done = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, timeout=300)
+    # on a loaded machine the kernel's own page work shows up as up to 100 MB now and then: noise
+    # only adds
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", MEASURE, str(tmp_path)],
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
         assert done.returncode == 0, done.stderr
         planned, held, peak = map(int, done.stdout.split())
         assert abs(held - planned) <= 0.05 * planned

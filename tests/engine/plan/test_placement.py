@@ -1,7 +1,9 @@
-"""What lives where: a row of the host tier byte for byte, the plan of an 8B on machines of several sizes, one pool for many.
+"""What lives where: a row of the host tier byte for byte, the plan of an 8B on machines of several
+sizes, one pool for many.
 
-Stops: layers of a group that lie apart (a packed load would be many), a plan that offloads more than it must, device memory that grows
-faster than the layers that read everything, a pool that is made twice.
+Stops: layers of a group that lie apart (a packed load would be many), a plan that offloads more
+than it must, device memory that grows faster than the layers that read everything, a pool that is
+made twice.
 """
 
 import pytest
@@ -25,73 +27,112 @@ GB = 10**9
 
 # ---------------------------------------------------------------- a row
 
+
 @pytest.mark.parametrize("wait, head_dim", [(0, 16), (1, 16), (1, 10)])
 def test_a_tokens_row_holds_all_layers_of_its_group_side_by_side(wait, head_dim):
-    """K then V of every layer of the group, ascending, each part padded to 64 bytes: one contiguous row per token."""
+    """K then V of every layer of the group, ascending, each part padded to 64 bytes: one contiguous
+    row per token.
+    """
     method = OmniKV(filter_layers=(1, 4), wait_layers=wait, tokens=40, tail=64, dense_below=0)
     config = tiny_config(head_dim=head_dim)
     settings = dict(config=config, max_context=512, chunk=50, kernels="reference")
-    host, device = (tiny_llm(method, offload=where, **settings).session() for where in ("host", "device"))
+    host, device = (
+        tiny_llm(method, offload=where, **settings).session() for where in ("host", "device")
+    )
     for session in (host, device):
         session.prefill(random_ids(200))
     packs = [group.layers for group in method.plan(config).groups]
-    assert len({len(pack) for pack in packs}) == 2                 # groups of different sizes
+    assert len({len(pack) for pack in packs}) == 2  # groups of different sizes
     part, width = part_bytes(config, 4), config.kv_bytes(4)
     assert part % 64 == 0 and (part > width) == (head_dim == 10)
     for token in (0, 63, 64, 130, 199):
         block, at = host.bank.table.blocks[token // 64].bytes, 0
         for pack in packs:
-            row = block[at + token % 64 * len(pack) * part:][:len(pack) * part]
+            row = block[at + token % 64 * len(pack) * part :][: len(pack) * part]
             for i, layer in enumerate(pack):
                 k, v = device.bank.kv(layer)
                 expected = torch.cat((k[0, :, token].flatten(), v[0, :, token].flatten()))
-                assert torch.equal(row[i * part:i * part + width].view(torch.float32), expected)
+                assert torch.equal(row[i * part : i * part + width].view(torch.float32), expected)
             at += 64 * len(pack) * part
         assert at == block.numel()
 
 
 def test_rows_of_an_8b_are_16_32_and_48_kb():
     placement = full_placement(LLAMA_8B, PUBLISHED, PUBLISHED.plan(LLAMA_8B), 2, 131072, 4096)
-    assert [len(pack) * part_bytes(LLAMA_8B, 2) for pack in placement.packs] == [16384, 32768, 49152]
+    assert [len(pack) * part_bytes(LLAMA_8B, 2) for pack in placement.packs] == [
+        16384,
+        32768,
+        49152,
+    ]
     assert placement.slots == 4 * 2048 and placement.ring == 256 + 128
 
 
-# ---------------------------------------------------------------- plans of machines that are not here
+# ---------------------------------------------------------------- plans of machines that are not
+# here
+
 
 @pytest.fixture
 def plan(monkeypatch):
-    """plan(device bytes, host bytes, tokens): the 8B's plan on a GPU of such a machine; nothing of it needs to be here."""
+    """plan(device bytes, host bytes, tokens): the 8B's plan on a GPU of such a machine; nothing of
+    it needs to be here.
+    """
+
     def make(device, host, tokens, method=PUBLISHED, **settings):
-        monkeypatch.setattr(memory, "available_bytes", lambda where: (device if where.type == "cuda" else host, "free"))
-        return make_plan("8B", LLAMA_8B, method, method.plan(LLAMA_8B), torch.bfloat16, torch.device("cuda"), tokens,
-                         **{"path": "triton", **settings})
+        monkeypatch.setattr(
+            memory,
+            "available_bytes",
+            lambda where: (device if where.type == "cuda" else host, "free"),
+        )
+        return make_plan(
+            "8B",
+            LLAMA_8B,
+            method,
+            method.plan(LLAMA_8B),
+            torch.bfloat16,
+            torch.device("cuda"),
+            tokens,
+            **{"path": "triton", **settings},
+        )
+
     return make
 
 
 def test_device_memory_of_a_million_tokens_is_34_kib_per_token(plan):
-    """The eight layers that read everything are 32 KiB; slots, maps, tail, streaming and scratch share the rest."""
+    """The eight layers that read everything are 32 KiB; slots, maps, tail, streaming and scratch
+    share the rest.
+    """
     found = plan(141 * GB, 128 * GB, 1048576, offload="host")
     assert found.fits and (found.total - found.bytes_of("weights")) / 1048576 <= 34 * 1024
-    assert found.bytes_of("context bank") == 8 * 4096 * 1048576 and found.host_bytes == 24 * 4096 * 1048576
+    assert (
+        found.bytes_of("context bank") == 8 * 4096 * 1048576
+        and found.host_bytes == 24 * 4096 * 1048576
+    )
 
 
 @pytest.mark.parametrize("tokens, budget", [(450000, 40 * GB), (131072, 24 * GB)])
 def test_long_contexts_in_small_gpus(plan, tokens, budget):
     found = plan(141 * GB, 128 * GB, tokens, budget=budget)
-    assert found.fits and found.total <= budget and found.placement is not None and found.max_context == tokens
+    assert (
+        found.fits
+        and found.total <= budget
+        and found.placement is not None
+        and found.max_context == tokens
+    )
     if budget == 40 * GB:
         with pytest.raises(OutOfMemoryPlan):
             plan(141 * GB, 128 * GB, tokens, budget=budget, offload="device").check()
 
 
 def test_auto_offloads_the_fewest_groups_that_fit(plan):
-    """From everything on the device to everything offloaded as the GPU shrinks; groups stay whole, the largest go first."""
+    """From everything on the device to everything offloaded as the GPU shrinks; groups stay whole,
+    the largest go first.
+    """
     seen = []
     for size in range(16, 81, 2):
         found = plan(size * GB, 500 * GB, 131072)
         packs = () if found.placement is None else found.placement.packs
         if not found.fits:
-            assert len(packs) == 3                              # not before all are gone
+            assert len(packs) == 3  # not before all are gone
             continue
         assert found.total <= size * GB * HEADROOM
         seen.append([len(pack) for pack in packs])
@@ -102,27 +143,44 @@ def test_auto_offloads_the_fewest_groups_that_fit(plan):
 def test_a_context_that_fits_loses_nothing(plan):
     found = plan(80 * GB, 500 * GB, 131072)
     alone = plan(80 * GB, 500 * GB, 131072, offload="device")
-    assert found.placement is None and found.total == alone.total and found.where == "everything on the device" and found.resident == 1
+    assert (
+        found.placement is None
+        and found.total == alone.total
+        and found.where == "everything on the device"
+        and found.resident == 1
+    )
 
 
 def test_too_little_host_memory_is_said_before_anything_is_allocated(plan):
     found = plan(40 * GB, 20 * GB, 450000)
     assert not found.fits
-    with pytest.raises(OutOfMemoryPlan, match=r"450000 tokens needs 44\.\d+ GB of host memory .*remedies: max_context=\d+"):
+    with pytest.raises(
+        OutOfMemoryPlan,
+        match=r"450000 tokens needs 44\.\d+ GB of host memory .*remedies: max_context=\d+",
+    ):
         found.check()
     assert plan(40 * GB, 20 * GB, found.largest_context).fits
 
 
 def test_the_chunk_hides_the_past_or_the_plan_says_that_it_does_not(plan):
-    """4096 tokens against a row's 4096 bytes at 650 TFLOP/s and 50 GB/s; the line about placement is one line."""
+    """4096 tokens against a row's 4096 bytes at 650 TFLOP/s and 50 GB/s; the line about placement
+    is one line.
+    """
     found = plan(40 * GB, 500 * GB, 450000)
     assert found.chunk == 4096 and "do not hide" not in found.where and "\n" not in found.where
-    assert "layers 4-7, 10-17, 20-31 in host memory" in found.where and "of 500.00 GB free host memory" in found.where
-    assert "chunks of 1024 do not hide the past's way back" in plan(40 * GB, 500 * GB, 450000, chunk=1024).where
+    assert (
+        "layers 4-7, 10-17, 20-31 in host memory" in found.where
+        and "of 500.00 GB free host memory" in found.where
+    )
+    assert (
+        "chunks of 1024 do not hide the past's way back"
+        in plan(40 * GB, 500 * GB, 450000, chunk=1024).where
+    )
     assert plan(80 * GB, 500 * GB, 131072).chunk == 2048
 
 
 # ---------------------------------------------------------------- one pool
+
 
 def counting():
     """(way, sizes asked for)."""
@@ -132,7 +190,13 @@ def counting():
 
 def test_slabs_are_allocated_once_and_serve_later_sessions():
     way, asked = counting()
-    llm = tiny_llm(METHOD, offload="host", host_pool=HostPool(slab_bytes=3 * BLOCK, ways=[way]), max_context=512, kernels="reference")
+    llm = tiny_llm(
+        METHOD,
+        offload="host",
+        host_pool=HostPool(slab_bytes=3 * BLOCK, ways=[way]),
+        max_context=512,
+        kernels="reference",
+    )
     for _ in range(3):
         with llm.session() as session:
             session.prefill(random_ids(300))
@@ -144,7 +208,10 @@ def test_slabs_are_allocated_once_and_serve_later_sessions():
 def test_twins_share_their_pool_and_others_only_by_argument():
     settings = dict(offload="host", max_context=512, kernels="reference")
     first, second = tiny_llm(METHOD, **settings), tiny_llm(METHOD, **settings)
-    assert first.host_pool is not second.host_pool and first.twin(offload="host").host_pool is first.host_pool
+    assert (
+        first.host_pool is not second.host_pool
+        and first.twin(offload="host").host_pool is first.host_pool
+    )
     assert tiny_llm(METHOD, host_pool=first.host_pool, **settings).host_pool is first.host_pool
 
 

@@ -1,7 +1,8 @@
 """The tail is a pure function of the length, and a long answer costs what a short one costs.
 
-Stops: a tail that grows with the answer (as the published code's does), a generated token that is lost once it leaves the tail, a
-step that allocates, and counters that say something else than what was read.
+Stops: a tail that grows with the answer (as the published code's does), a generated token that is
+lost once it leaves the tail, a step that allocates, and counters that say something else than what
+was read.
 """
 
 import gc
@@ -16,13 +17,26 @@ from tests.engine.tiny import random_ids, tiny_config, tiny_llm, tiny_weights
 
 PROMPT, ANSWER, TAIL, TOKENS = 300, 3000, 256, 64
 CONFIG = tiny_config(layers=5, heads=4, kv_heads=2, hidden=64, max_positions=4096)
-SPARSE_LAYERS = 2                                               # filter 1, wait 2, sparse 3 and 4
-ROW = 2 * 2 * 16 * 4                                            # bytes of K and V of one token in one layer
+SPARSE_LAYERS = 2  # filter 1, wait 2, sparse 3 and 4
+# bytes of K and V of one token in one layer
+ROW = 2 * 2 * 16 * 4
 
 
 def test_tail_start():
-    """max(0, (n // 64) * 64 - tail): at least `tail` tokens once there are as many, at most 63 more, moving by whole blocks."""
-    assert [tail_start(n, 256) for n in (0, 1, 255, 256, 319, 320, 383, 384, 1000)] == [0, 0, 0, 0, 0, 64, 64, 128, 704]
+    """max(0, (n // 64) * 64 - tail): at least `tail` tokens once there are as many, at most 63
+    more, moving by whole blocks.
+    """
+    assert [tail_start(n, 256) for n in (0, 1, 255, 256, 319, 320, 383, 384, 1000)] == [
+        0,
+        0,
+        0,
+        0,
+        0,
+        64,
+        64,
+        128,
+        704,
+    ]
     assert [tail_start(n, 100) for n in (63, 64, 127, 128, 191, 192)] == [0, 0, 0, 28, 28, 92]
     for tail in (64, 100, 256):
         for n in range(tail, 3 * tail + 200):
@@ -39,12 +53,16 @@ def rows_expected(n):
 def live_bytes():
     """Bytes of every tensor that is alive, storages counted once."""
     gc.collect()
-    tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor]      # not the stand-ins that torch.compile leaves
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    # not the stand-ins that torch.compile leaves
+    tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor]
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
 
 
 def test_three_thousand_tokens_after_a_short_prompt(monkeypatch):
     import engine.methods.omnikv.settings as module
+
     asked = []
 
     def counting(q, k, v, index, counts, start, lengths, *rest, **named):
@@ -56,7 +74,10 @@ def test_three_thousand_tokens_after_a_short_prompt(monkeypatch):
     method = OmniKV(filter_layers=(1,), tokens=TOKENS, tail=TAIL, dense_below=0)
     llm = tiny_llm(CONFIG, tiny_weights(CONFIG), method, max_context=PROMPT + ANSWER)
     with llm.session() as session:
-        planned = {name: llm.plan().bytes_of(name) for name in ("context bank", "query ring", "decode scratch", "selection")}
+        planned = {
+            name: llm.plan().bytes_of(name)
+            for name in ("context bank", "query ring", "decode scratch", "selection")
+        }
         session.prefill(random_ids(PROMPT))
         generated, rows = set(), []
         for step, token in enumerate(random_ids(ANSWER, seed=1), 1):
@@ -65,26 +86,34 @@ def test_three_thousand_tokens_after_a_short_prompt(monkeypatch):
             assert len(asked) == step * SPARSE_LAYERS and set(read) == {rows_expected(n)}
             rows.append(read[0])
             chosen = session.selections[1]
-            assert len(chosen) == min(TOKENS, tail_start(n, TAIL)) and (chosen < tail_start(n, TAIL)).all()
+            assert (
+                len(chosen) == min(TOKENS, tail_start(n, TAIL))
+                and (chosen < tail_start(n, TAIL)).all()
+            )
             generated |= set(chosen[chosen >= PROMPT].tolist())
             if step == 100:
                 live = live_bytes()
         stats = session.stats
         held = (stats.bank_bytes, stats.ring_bytes, stats.scratch_bytes, stats.selection_bytes)
         assert held == tuple(planned.values()) and stats.bank_bytes == 5 * (PROMPT + ANSWER) * ROW
-        assert live_bytes() - live < 200_000                    # this test's own lists hold no tensors; the engine none either
+        # this test's own lists hold no tensors; the engine none either
+        assert live_bytes() - live < 200_000
         assert stats.sparse_steps == ANSWER and stats.dense_steps == 0
         assert stats.rows_read_sparse == sum(asked) == sum(rows) * SPARSE_LAYERS
         assert stats.bytes_read_sparse == sum(rows) * SPARSE_LAYERS * ROW
-        settled = rows[TAIL + 2 * 64:]
-        assert max(settled) == TOKENS + TAIL + 63 and min(settled) == TOKENS + TAIL     # whatever the length
+        settled = rows[TAIL + 2 * 64 :]
+        # whatever the length
+        assert max(settled) == TOKENS + TAIL + 63 and min(settled) == TOKENS + TAIL
         assert all(a == b for a, b in zip(settled, settled[64:]))
-        assert len(generated) > 200 and max(generated) > 2500   # old generated tokens are found and read
+        # old generated tokens are found and read
+        assert len(generated) > 200 and max(generated) > 2500
 
 
 @pytest.mark.parametrize("kernels", ["reference", "auto"])
 def test_a_generated_token_is_found_again_when_it_has_left_the_tail(kernels):
-    """Planted: a generated row whose key is the query's own direction. In the tail it is seen, outside it is chosen."""
+    """Planted: a generated row whose key is the query's own direction. In the tail it is seen,
+    outside it is chosen.
+    """
     method = OmniKV(filter_layers=(1,), tokens=8, tail=64, dense_below=0)
     llm = tiny_llm(CONFIG, tiny_weights(CONFIG), method, max_context=1024, kernels=kernels)
     with llm.session() as session:
@@ -93,7 +122,8 @@ def test_a_generated_token_is_found_again_when_it_has_left_the_tail(kernels):
         for token in random_ids(200, seed=1):
             session.decode(token)
         k, _ = session.bank.kv(1)
-        for length in (499, 447, 390):                          # 305 has left the tail of 64 from n = 384 on
+        # 305 has left the tail of 64 from n = 384 on
+        for length in (499, 447, 390):
             session.truncate(length)
             session.decode(9)
             assert planted not in session.selections[1].tolist()
@@ -109,7 +139,9 @@ def test_a_generated_token_is_found_again_when_it_has_left_the_tail(kernels):
 
 
 def test_a_tail_block_becomes_a_candidate_exactly_when_it_leaves_the_tail():
-    """Before n = 384 position 305 is never chosen (it is seen anyway), and a selection never overlaps the tail."""
+    """Before n = 384 position 305 is never chosen (it is seen anyway), and a selection never
+    overlaps the tail.
+    """
     method = OmniKV(filter_layers=(1,), tokens=1000, tail=64, dense_below=0)
     with tiny_llm(CONFIG, tiny_weights(CONFIG), method, max_context=1024).session() as session:
         session.prefill(random_ids(PROMPT))

@@ -1,4 +1,6 @@
-"""Chat templates: the same text as transformers, and untrusted code that cannot hang, exhaust or reach this process."""
+"""Chat templates: the same text as transformers, and untrusted code that cannot hang, exhaust or
+reach this process.
+"""
 
 import json
 import os
@@ -14,12 +16,14 @@ from tests.engine.text.tokenizers_made import byte_level, save
 CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 LLAMA3 = (
     "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + "
     "message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}"
     "{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}")
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
 LLAMA2 = (
     "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system_message = "
     "messages[0]['content'] %}{% else %}{% set loop_messages = messages %}{% set system_message = false %}{% endif %}"
@@ -28,12 +32,18 @@ LLAMA2 = (
     "{% if loop.index0 == 0 and system_message != false %}{% set content = '<<SYS>>\n' + system_message + "
     "'\n<</SYS>>\n\n' + message['content'] %}{% else %}{% set content = message['content'] %}{% endif %}"
     "{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}"
-    "{% elif message['role'] == 'assistant' %}{{ ' '  + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}")
-ODD = ("{%- for m in messages %}\n    {%- generation %}{{ m | tojson }}{% endgeneration %}\n"
-       "    {%- if loop.last %}{% break %}{% endif %}\n{%- endfor %}"
-       " {{ strftime_now('%d %b %Y') }} {{ messages | length }}\n")
-TALK = [{"role": "user", "content": " What is <b> & 'c'? 你好 "}, {"role": "assistant", "content": "It is."},
-        {"role": "user", "content": "Sure?"}]
+    "{% elif message['role'] == 'assistant' %}{{ ' '  + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+ODD = (
+    "{%- for m in messages %}\n    {%- generation %}{{ m | tojson }}{% endgeneration %}\n"
+    "    {%- if loop.last %}{% break %}{% endif %}\n{%- endfor %}"
+    " {{ strftime_now('%d %b %Y') }} {{ messages | length }}\n"
+)
+TALK = [
+    {"role": "user", "content": " What is <b> & 'c'? 你好 "},
+    {"role": "assistant", "content": "It is."},
+    {"role": "user", "content": "Sure?"},
+]
 
 
 @pytest.mark.parametrize("source", [CHATML, LLAMA3, LLAMA2, ODD])
@@ -44,8 +54,9 @@ def test_rendered_text_is_that_of_transformers(source, system, prompt, tmp_path)
 
     save(byte_level(), tmp_path, chat_template=source)
     messages = ([{"role": "system", "content": "Be brief."}] if system else []) + TALK
-    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"),
-                                     bos_token="<s>", eos_token="<|end|>")
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token="<s>", eos_token="<|end|>"
+    )
     theirs.chat_template = source
     expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
     assert Tokenizer(tmp_path).template.render(messages, prompt) == expected
@@ -58,8 +69,7 @@ HOSTILE = {
     "{{ 'a' * 10**11 }}": "memory",
     "{{ 'a'.ljust(10**11) }}": "memory",
     "{{ '%99999999999d' % 1 }}": "memory|failed",
-    "{% set ns = namespace(s='ab') %}{% for i in range(70) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}":
-        "memory|did not end",
+    "{% set ns = namespace(s='ab') %}{% for i in range(70) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}": "memory|did not end",
     "{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}": "wrote more than",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError",
     "{{ ''.__class__.__mro__[1].__subclasses__() }}": "not safe",
@@ -80,12 +90,15 @@ def test_a_hostile_template_ends_as_a_template_error_in_time(source):
     with pytest.raises(TemplateError, match=HOSTILE[source]) as caught:
         ChatTemplate(source).render(TALK)
     assert "\n" not in str(caught.value)
-    assert time.monotonic() - start < RENDER_SECONDS + 10       # the child's start on a loaded machine included
+    # the child's start on a loaded machine included
+    assert time.monotonic() - start < RENDER_SECONDS + 10
 
 
 def test_after_a_stopped_render_the_next_one_works():
-    template = ChatTemplate("{% if messages | length > 1 %}{% for i in range(99999) %}{% for j in range(99999) %}"
-                            "{% endfor %}{% endfor %}{% endif %}fine")
+    template = ChatTemplate(
+        "{% if messages | length > 1 %}{% for i in range(99999) %}{% for j in range(99999) %}"
+        "{% endfor %}{% endfor %}{% endif %}fine"
+    )
     with pytest.raises(TemplateError):
         template.render(TALK)
     assert template.render(TALK[:1]) == "fine"
@@ -103,11 +116,16 @@ def test_the_child_is_reused_and_ends_with_its_template():
 
 def test_a_document_of_millions_of_characters_passes():
     document = "A line of a long book, with 你好.\n" * 100_000
-    assert ChatTemplate(CHATML).render([{"role": "user", "content": document}]).count("book") == 100_000
+    assert (
+        ChatTemplate(CHATML).render([{"role": "user", "content": document}]).count("book")
+        == 100_000
+    )
 
 
 def test_the_child_sees_nothing_of_the_engine(tmp_path, monkeypatch):
-    """A file named like a standard module, beside the engine or in the current folder, must not run in the child."""
+    """A file named like a standard module, beside the engine or in the current folder, must not run
+    in the child.
+    """
     (tmp_path / "signal.py").write_text("raise SystemExit(3)")
     monkeypatch.chdir(tmp_path)
     assert ChatTemplate("{{ messages | length }}").render(TALK) == "3"
@@ -127,7 +145,9 @@ def test_where_templates_are_found(tmp_path):
     for wrong in [3, {"a": 1}, [], [{"name": "x"}], [named[0], {"name": "rag", "template": "r"}]]:
         with pytest.raises(BadCheckpoint, match="chat_template: found"):
             load(chat_template=wrong)
-    variables = load(chat_template="a", bos_token={"content": "<s>"}, eos_token="</s>", pad_token=None).variables
+    variables = load(
+        chat_template="a", bos_token={"content": "<s>"}, eos_token="</s>", pad_token=None
+    ).variables
     assert variables == {"bos_token": "<s>", "eos_token": "</s>"}
     (tmp_path / "chat_template.jinja").write_text("from the file")
     assert load(chat_template="a").source == "from the file"

@@ -1,4 +1,6 @@
-"""Text to ids and back: incremental decoding equals decoding the whole, nothing is doubled, cut or half a character."""
+"""Text to ids and back: incremental decoding equals decoding the whole, nothing is doubled, cut or
+half a character.
+"""
 
 import json
 
@@ -14,7 +16,10 @@ from engine.text.tokenizer import Tokenizer
 from tests.engine.text.tokenizers_made import MADE, SPECIALS, byte_fallback, byte_level, save
 from tests.helpers import shared_model
 
-TEXT = st.text(st.one_of(st.sampled_from(" \n\tabe<>|▁�.0"), st.characters(exclude_categories=("Cs",))), max_size=40)
+TEXT = st.text(
+    st.one_of(st.sampled_from(" \n\tabe<>|▁�.0"), st.characters(exclude_categories=("Cs",))),
+    max_size=40,
+)
 KINDS = [*MADE, "stories260k", "pocket-prototype"]
 
 
@@ -25,7 +30,11 @@ def made(tmp_path_factory):
 
     def get(kind):
         if kind not in known:
-            folder = (save(MADE[kind](), tmp_path_factory.mktemp(kind)) if kind in MADE else shared_model(kind))
+            folder = (
+                save(MADE[kind](), tmp_path_factory.mktemp(kind))
+                if kind in MADE
+                else shared_model(kind)
+            )
             known[kind] = Tokenizer(folder)
         return known[kind]
 
@@ -54,11 +63,18 @@ def test_pieces_of_any_text_join_to_its_decoding_and_are_never_half_a_character(
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_pieces_of_any_ids_join_to_their_decoding(made, kind, data):
-    """Models that are not trained, and sampling at high temperature, write bytes that are no characters."""
+    """Models that are not trained, and sampling at high temperature, write bytes that are no
+    characters.
+    """
     tokenizer = made(kind)
-    most = tokenizer.vocab_max_id + 3                  # padded embeddings: ids that the vocabulary does not have
+    # padded embeddings: ids that the vocabulary does not have
+    most = tokenizer.vocab_max_id + 3
     bytes_only = [i for i in range(most) if (tokenizer.token(i) or "").startswith("<0x")]
-    one = st.integers(0, most) if not bytes_only else st.one_of(st.integers(0, most), st.sampled_from(bytes_only))
+    one = (
+        st.integers(0, most)
+        if not bytes_only
+        else st.one_of(st.integers(0, most), st.sampled_from(bytes_only))
+    )
     ids = data.draw(st.lists(one, max_size=30))
     assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids)
 
@@ -82,11 +98,13 @@ def test_a_long_run_of_byte_tokens_is_shown_as_it_comes(made):
     ids = tokenizer.encode(text, special=False)
     pieces = streamed(tokenizer, ids)
     assert "".join(pieces) == text
-    assert sum(bool(piece) for piece in pieces) > 10    # not all at the end
+    assert sum(bool(piece) for piece in pieces) > 10  # not all at the end
 
 
 def test_streaming_costs_the_same_at_any_length(made):
-    """The number of ids given to the backend's decoder is bounded per token (a growing window would be quadratic)."""
+    """The number of ids given to the backend's decoder is bounded per token (a growing window would
+    be quadratic).
+    """
     tokenizer = made("byte-fallback")
     ids = tokenizer.encode("a little girl 界 " * 200, special=False)
     seen = []
@@ -108,7 +126,8 @@ def test_streaming_costs_the_same_at_any_length(made):
     assert text == tokenizer.decode(ids) and max(seen) <= 4 and sum(seen) <= 6 * len(ids)
 
 
-# ------------------------------------------------------------------------------------------------- encoding
+# ---------------------------------------------------------------- encoding
+
 
 def test_bos_comes_once(tmp_path):
     plain = Tokenizer(save(byte_level(), tmp_path / "a"))
@@ -117,8 +136,13 @@ def test_bos_comes_once(tmp_path):
     bare = byte_level()
     bare.post_processor = tokenizers.processors.ByteLevel()
     assert Tokenizer(save(bare, tmp_path / "b")).encode("hi")[0] != 1
-    assert Tokenizer(save(bare, tmp_path / "c", add_bos_token=True)).encode("hi") == plain.encode("hi")
-    assert Tokenizer(save(bare, tmp_path / "d", bos_token=None, add_bos_token=True)).encode("hi")[0] != 1
+    assert Tokenizer(save(bare, tmp_path / "c", add_bos_token=True)).encode("hi") == plain.encode(
+        "hi"
+    )
+    assert (
+        Tokenizer(save(bare, tmp_path / "d", bos_token=None, add_bos_token=True)).encode("hi")[0]
+        != 1
+    )
     spelled = Tokenizer(save(bare, tmp_path / "e", bos_token={"content": "<s>", "lstrip": False}))
     assert spelled.bos_token == "<s>" and spelled.eos_token == "<|end|>"
 
@@ -136,15 +160,30 @@ def test_ids_are_those_of_transformers(name, tmp_path):
 
     folder = shared_model(name)
     ours = Tokenizer(folder)
-    theirs = (AutoTokenizer.from_pretrained(folder) if (folder / "tokenizer_config.json").is_file()
-              else PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json")))
-    for text in ["Once upon a time", "", " ", "a\n\nb  c", "Grüße 你好 🙂", "x</s>", "<|user|>What?<|assistant|>"]:
+    theirs = (
+        AutoTokenizer.from_pretrained(folder)
+        if (folder / "tokenizer_config.json").is_file()
+        else PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    )
+    for text in [
+        "Once upon a time",
+        "",
+        " ",
+        "a\n\nb  c",
+        "Grüße 你好 🙂",
+        "x</s>",
+        "<|user|>What?<|assistant|>",
+    ]:
         assert ours.encode(text) == theirs(text)["input_ids"], text
         ids = ours.encode(text)
-        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert ours.decode(ids) == theirs.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
 
 
-@pytest.mark.parametrize("kind", ["byte-level", "byte-fallback", "metaspace", "stories260k", "pocket-prototype"])
+@pytest.mark.parametrize(
+    "kind", ["byte-level", "byte-fallback", "metaspace", "stories260k", "pocket-prototype"]
+)
 @settings(max_examples=100, deadline=None)
 @given(first=TEXT, second=TEXT)
 def test_a_text_in_two_parts_decodes_to_the_whole(made, kind, first, second):
@@ -183,7 +222,13 @@ def test_damaged_folders_get_one_line(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"x")
     with pytest.raises(UnsupportedCheckpoint, match=r"only tokenizer\.model; make it once"):
         Tokenizer(tmp_path)
-    for content in ["", "{", "[]", '{"version": "1.0"}', json.dumps({"model": {"type": "Nonsense"}})]:
+    for content in [
+        "",
+        "{",
+        "[]",
+        '{"version": "1.0"}',
+        json.dumps({"model": {"type": "Nonsense"}}),
+    ]:
         (tmp_path / "tokenizer.json").write_text(content)
         with pytest.raises(BadCheckpoint, match=r"tokenizer\.json: not a tokenizer") as caught:
             Tokenizer(tmp_path)
@@ -195,7 +240,8 @@ def test_damaged_folders_get_one_line(tmp_path):
             Tokenizer(tmp_path)
 
 
-# ------------------------------------------------------------------------------------------------- stop strings
+# ---------------------------------------------------------------- stop strings
+
 
 def shown(stops, pieces):
     """(all that is shown, whether it stopped) for a text that comes in pieces."""
@@ -205,19 +251,29 @@ def shown(stops, pieces):
 
 
 @settings(max_examples=400, deadline=None)
-@given(text=st.text("ab<|", max_size=30), stops=st.lists(st.text("ab<|", min_size=1, max_size=5), max_size=3),
-       cuts=st.lists(st.integers(0, 30), max_size=8))
+@given(
+    text=st.text("ab<|", max_size=30),
+    stops=st.lists(st.text("ab<|", min_size=1, max_size=5), max_size=3),
+    cuts=st.lists(st.integers(0, 30), max_size=8),
+)
 def test_stop_strings_do_not_depend_on_how_a_text_is_cut(text, stops, cuts):
     borders = sorted({0, len(text), *(min(c, len(text)) for c in cuts)})
     pieces = [text[a:b] for a, b in zip(borders, borders[1:], strict=False)]
     ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
-    expected = min((text.find(s) for s in stops if s in text and text.find(s) + len(s) == min(ends)), default=len(text))
+    expected = min(
+        (text.find(s) for s in stops if s in text and text.find(s) + len(s) == min(ends)),
+        default=len(text),
+    )
     assert shown(stops, pieces) == shown(stops, list(text)) == (text[:expected], bool(ends))
 
 
 def test_only_what_could_become_a_stop_string_is_held_back():
     holder = StopScanner(["</end>", "\n\nUser:"])
-    assert [holder.push(text) for text in ("Hello <", "b> and </e", "nd")] == ["Hello ", "<b> and ", ""]
+    assert [holder.push(text) for text in ("Hello <", "b> and </e", "nd")] == [
+        "Hello ",
+        "<b> and ",
+        "",
+    ]
     assert not holder.found and holder.push("> gone") == "" and holder.found
     assert holder.push("more") == holder.flush() == ""
     assert StopScanner([]).push("</end>") == "</end>"

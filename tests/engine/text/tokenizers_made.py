@@ -1,4 +1,6 @@
-"""Small tokenizers of every kind the engine meets: byte-level, byte-fallback, metaspace, word pieces."""
+"""Small tokenizers of every kind the engine meets: byte-level, byte-fallback, metaspace, word
+pieces.
+"""
 
 import json
 from pathlib import Path
@@ -23,20 +25,36 @@ SPECIALS = ["<pad>", "<s>", "</s>", "<|user|>", "<|end|>"]
 
 
 def _train(tokenizer: Tokenizer, alphabet=(), size=420) -> Tokenizer:
-    tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(
-        vocab_size=size, special_tokens=SPECIALS, initial_alphabet=list(alphabet), show_progress=False))
+    tokenizer.train_from_iterator(
+        CORPUS,
+        trainers.BpeTrainer(
+            vocab_size=size,
+            special_tokens=SPECIALS,
+            initial_alphabet=list(alphabet),
+            show_progress=False,
+        ),
+    )
     return tokenizer
 
 
 def byte_level() -> Tokenizer:
-    """Llama 3's kind: byte-level BPE with a regular expression in front, bos from the post-processor."""
+    """Llama 3's kind: byte-level BPE with a regular expression in front, bos from the
+    post-processor.
+    """
     made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(r" ?\p{L}+|\p{N}{1,3}|\n| ?[^\s\p{L}\p{N}]+|\s"), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(
+                Regex(r" ?\p{L}+|\p{N}{1,3}|\n| ?[^\s\p{L}\p{N}]+|\s"), "isolated"
+            ),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     made.decoder = decoders.ByteLevel()
     _train(made, pre_tokenizers.ByteLevel.alphabet())
-    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     return made
 
 
@@ -52,20 +70,33 @@ def _with_byte_tokens(made: Tokenizer) -> Tokenizer:
 def byte_fallback() -> Tokenizer:
     """Llama 2's kind: a space put in front, spaces as ▁, unknown characters as byte tokens."""
     made = Tokenizer(models.BPE())
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     made.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
-    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
-                                      decoders.Strip(" ", 1, 0)])
-    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    made.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     return _with_byte_tokens(_train(made, size=300))
 
 
 def metaspace(scheme: str = "first") -> Tokenizer:
-    """The metaspace kind: a pre-tokenizer writes ▁ and its decoder takes it away; unknown characters as byte tokens."""
+    """The metaspace kind: a pre-tokenizer writes ▁ and its decoder takes it away; unknown
+    characters as byte tokens.
+    """
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
-    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme=scheme),
-                                      decoders.Fuse()])
+    made.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme=scheme), decoders.Fuse()]
+    )
     return _with_byte_tokens(_train(made, size=300))
 
 
@@ -74,13 +105,20 @@ def word_pieces() -> Tokenizer:
     made = Tokenizer(models.WordPiece(unk_token="<pad>"))
     made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     made.decoder = decoders.WordPiece(cleanup=False)
-    made.train_from_iterator(CORPUS, trainers.WordPieceTrainer(vocab_size=300, special_tokens=SPECIALS,
-                                                               show_progress=False))
+    made.train_from_iterator(
+        CORPUS,
+        trainers.WordPieceTrainer(vocab_size=300, special_tokens=SPECIALS, show_progress=False),
+    )
     return made
 
 
-MADE = {"byte-level": byte_level, "byte-fallback": byte_fallback, "metaspace": metaspace,
-        "metaspace-never": lambda: metaspace("never"), "word-pieces": word_pieces}
+MADE = {
+    "byte-level": byte_level,
+    "byte-fallback": byte_fallback,
+    "metaspace": metaspace,
+    "metaspace-never": lambda: metaspace("never"),
+    "word-pieces": word_pieces,
+}
 
 
 def save(made: Tokenizer, folder: Path, **settings) -> Path:
