@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from engine.model.llama import after, before
+from engine.model.llama import post_attention, pre_attention
 from engine.plan.layers import TAIL_BLOCK
 from engine.query_ring import QueryRing
 
@@ -54,9 +54,9 @@ class Decoder:
     pieces are compiled.
     """
 
-    def __init__(self, model, rotary, runtime, ring, pieces=(before, after)):
+    def __init__(self, model, rotary, runtime, ring, pieces=(pre_attention, post_attention)):
         self.model, self.rotary, self.runtime, self.ring = model, rotary, runtime, ring
-        self._before, self._after = pieces
+        self._pre_attention, self._post_attention = pieces
 
     def step(self, tokens, lengths, bank, bucket=None):
         """tokens [B, Q] int64, lengths [B] int32 (tokens already in the bank) -> logits [B, Q,
@@ -75,7 +75,9 @@ class Decoder:
         sizes = config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
         x = model.embed[tokens]
         for number, layer in enumerate(model.layers):
-            q, k, v, raw = self._before(layer, x, cos, sin, *sizes)
-            bank.write(number, k, v, raw, self.ring, positions)
-            x = self._after(layer, x, self.runtime.attend(number, q, step), config.rms_norm_eps)
+            q, k, v, q_pre_rope = self._pre_attention(layer, x, cos, sin, *sizes)
+            bank.write(number, k, v, q_pre_rope, self.ring, positions)
+            x = self._post_attention(
+                layer, x, self.runtime.attend(number, q, step), config.rms_norm_eps
+            )
         return model.logits(x)

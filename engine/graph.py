@@ -7,7 +7,7 @@ bucket: kernels read the length on the device, so a graph replays at any length 
 
 import torch
 
-from engine.model.llama import after, before
+from engine.model.llama import post_attention, pre_attention
 
 FIRST_BUCKET = 4096
 
@@ -30,7 +30,7 @@ def compiled_pieces():
     cross a compiled region.
     """
     options = dict(fullgraph=True, dynamic=False)
-    return torch.compile(before, **options), torch.compile(after, **options)
+    return torch.compile(pre_attention, **options), torch.compile(post_attention, **options)
 
 
 class StepRunner:

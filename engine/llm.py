@@ -19,7 +19,7 @@ from engine.methods.base import Method
 from engine.methods.full import Full
 from engine.methods.omnikv.settings import OmniKV
 from engine.model.config import ModelConfig
-from engine.model.llama import Llama, after, assemble, before, ignored, targets
+from engine.model.llama import Llama, assemble, ignored, post_attention, pre_attention, targets
 from engine.model.rope import Rotary
 from engine.plan import filter_layers as calibration
 from engine.plan.memory import HEADROOM, make_plan, trim_heap, trimmed
@@ -31,7 +31,7 @@ from weights.resolve import resolve
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OFFLOADS = ("auto", "host", "device")
-KERNEL_PATHS = ("auto", "reference", "cpu", "triton")
+BACKENDS = ("auto", "reference", "cpu", "triton")
 
 
 class LLM:
@@ -67,13 +67,13 @@ class LLM:
         load=True,
         progress=None,
         check_finite=True,
-        kernels="auto",
+        backend="auto",
         download_progress=None,
         slots=SLOTS,
         host_pool=None,
     ):
         self._settings(
-            threads, max_context, chunk, kernels, offload, slots, vram_budget, ram_budget, host_pool
+            threads, max_context, chunk, backend, offload, slots, vram_budget, ram_budget, host_pool
         )
         self.resolved = resolve(str(model), progress=download_progress, config_only=not load)
         self.folder, self.name = Path(self.resolved.folder), str(model)
@@ -109,7 +109,7 @@ class LLM:
         vram_budget=None,
         ram_budget=None,
         method=None,
-        kernels="auto",
+        backend="auto",
         tokenizer=None,
         slots=SLOTS,
         host_pool=None,
@@ -122,7 +122,7 @@ class LLM:
         """
         self = cls.__new__(cls)
         self._settings(
-            threads, max_context, chunk, kernels, offload, slots, vram_budget, ram_budget, host_pool
+            threads, max_context, chunk, backend, offload, slots, vram_budget, ram_budget, host_pool
         )
         self.resolved, self.folder, self.name, self.tokenizer = None, None, name, tokenizer
         self._prepare(config, device, dtype, compile)
@@ -135,7 +135,7 @@ class LLM:
                 self.dtype,
                 self.device,
                 stream(config, self.dtype, self.device),
-                _form(kernels),
+                _form(backend),
             )
         )
         return self
@@ -147,7 +147,7 @@ class LLM:
         threads,
         max_context,
         chunk,
-        kernels,
+        backend,
         offload,
         slots,
         vram_budget,
@@ -159,10 +159,8 @@ class LLM:
                 isinstance(value, bool) or not isinstance(value, int) or value < 1
             ):
                 raise SettingError(f"{name}: found {value!r}, expected an int of at least 1")
-        if kernels not in KERNEL_PATHS:
-            raise SettingError(
-                f"kernels: found {kernels!r}, expected one of {', '.join(KERNEL_PATHS)}"
-            )
+        if backend not in BACKENDS:
+            raise SettingError(f"backend: found {backend!r}, expected one of {', '.join(BACKENDS)}")
         if offload not in OFFLOADS:
             raise SettingError(f"offload: found {offload!r}, expected 'auto', 'host' or 'device'")
         if (
@@ -183,7 +181,7 @@ class LLM:
         self._host = {"pool": host_pool, "link": None}
         if threads is not None:
             torch.set_num_threads(threads)
-        self.kernels, self.model, self._hint = kernels, None, ""
+        self.backend, self.model, self._hint = backend, None, ""
         self._owner, self._depth, self._guard = None, 0, threading.Lock()
 
     def _prepare(self, config, device, dtype, compile):
@@ -205,7 +203,7 @@ class LLM:
             chunk,
             budget=self._vram_budget if on_gpu else self._ram_budget,
             note=self._hint,
-            path=self.kernels,
+            backend=self.backend,
             offload=offload or self._offload,
             slots=self._slots,
             host_budget=self._ram_budget,
@@ -320,14 +318,14 @@ class LLM:
             progress=self._progress,
         )
         self._finish(
-            assemble(config, self.dtype, self.device, trimmed(stream), _form(self.kernels))
+            assemble(config, self.dtype, self.device, trimmed(stream), _form(self.backend))
         )
 
     def _finish(self, model: Llama):
         self.model = model
         trim_heap()
         self.rotary = Rotary(self.config, self.device)
-        self.pieces = compiled_pieces() if self._compile else (before, after)
+        self.pieces = compiled_pieces() if self._compile else (pre_attention, post_attention)
         self.graphs = self._compile and self.device.type == "cuda"
 
     # ---------------------------------------------------------------- facts
@@ -388,7 +386,7 @@ class LLM:
             None,
             max_context,
             None,
-            self.kernels,
+            self.backend,
             offload,
             slots,
             self._vram_budget,
@@ -487,11 +485,11 @@ class LLM:
         return self.tokenizer
 
 
-def _form(kernels):
+def _form(backend):
     """Weights are held in the fastest form unless a kernel path was forced, which then compares
     plain products.
     """
-    return "auto" if kernels in ("auto", "cpu") else "plain"
+    return "auto" if backend in ("auto", "cpu") else "plain"
 
 
 def _device(name):

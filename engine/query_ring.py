@@ -24,14 +24,14 @@ class QueryRing:
         """Bytes held."""
         return self.slots.numel() * self.slots.element_size()
 
-    def write(self, layer, raw, positions):
+    def write(self, layer, q_pre_rope, positions):
         """raw [B, Q, H, D] at positions [B, Q] int64 (a decode step)."""
         slots = self.slots[layer]
         if slots.shape[0] == 1:
-            slots.index_copy_(1, positions[0] % RING, raw)
+            slots.index_copy_(1, positions[0] % RING, q_pre_rope)
             return
         rows = torch.arange(slots.shape[0], device=slots.device).unsqueeze(1)
-        slots[rows, positions % RING] = raw
+        slots[rows, positions % RING] = q_pre_rope
 
     def commit(self, newest, stop):
         """newest [layers, B, W, H, D]: the last W queries of a chunk that ended at `stop`, written
@@ -42,8 +42,8 @@ class QueryRing:
         self.slots.index_copy_(2, where, newest)
 
     def newest(self, most=64):
-        """A copy of the newest raw queries, at most `most`: [layers, B, W, H, D], as `commit` takes
-        them.
+        """A copy of the newest q_pre_rope queries, at most `most`: [layers, B, W, H, D], as
+        `commit` takes them.
         """
         first = max(self.low, self.high - most)
         return self.slots.index_select(

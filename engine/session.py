@@ -20,8 +20,7 @@ from engine.prefill_eta import Clock, Work
 from engine.query_ring import RING, QueryRing
 from engine.stats import SessionStats
 from engine.steps import Steps
-from kernels.dispatch import PATHS as KERNEL_PATHS
-from tools.synthetic_bank import fill_rows, synthesize
+from kernels.dispatch import BACKENDS
 
 # queries at a prompt's end whose selections fill the working sets before the first step
 WARM = 8
@@ -34,7 +33,7 @@ class Session:
 
     def __init__(self, llm, capacity, method, plan, placement=None, offload=None):
         self.llm, self.capacity, self._offload = llm, capacity, offload
-        self.kernels = llm.kernels
+        self.backend = llm.backend
         self.ids = []
         self.last_logits = None  # float32 [vocab] of the newest token
         # an engine.check.Watch: a running estimate of the attention mass kept
@@ -54,7 +53,7 @@ class Session:
                 model.device,
                 placement,
                 llm.host_pool,
-                llm.kernels,
+                llm.backend,
             )
         self._ring = QueryRing(config, 1, model.dtype, model.device)
         self._use(method, plan)
@@ -148,7 +147,7 @@ class Session:
     def _use(self, method, plan):
         self.method, self.plan = method, plan
         self._steps = Steps(
-            self.llm, method, plan, self.capacity, self.kernels, self.bank, self._ring
+            self.llm, method, plan, self.capacity, self.backend, self.bank, self._ring
         )
         self._selected = False
         self.runtime.bank = self.bank
@@ -175,7 +174,7 @@ class Session:
             self.bank = self.bank.relayout(plan, placement)
             self._again(method, plan)
 
-    def set_kernels(self, path):
+    def set_backend(self, backend):
         """Go on with other launchers ("auto", "reference", "cpu", "triton") over the same bank;
         nothing is read again.
 
@@ -183,19 +182,17 @@ class Session:
         (benchmarks do so before they time).
         """
         self._open()
-        if path not in KERNEL_PATHS:
-            raise SettingError(
-                f"kernels: found {path!r}, expected one of {', '.join(KERNEL_PATHS)}"
-            )
+        if backend not in BACKENDS:
+            raise SettingError(f"backend: found {backend!r}, expected one of {', '.join(BACKENDS)}")
         with self.llm.busy():
-            self.kernels = path
+            self.backend = backend
             self._again(self.method, self.plan)
 
     def _again(self, method, plan):
         before = self.runtime
         self._use(method, plan)
         if self.ids and (self.runtime.replays or self.runtime.evicts and before.method == method):
-            # the same method on other kernels: what it has done stays done
+            # the same method on another backend: what it has done stays done
             self.runtime.copy_from(before)
         elif self.ids and self.runtime.evicts:
             last = self._marks[-1] if self._marks else None
@@ -315,21 +312,17 @@ class Session:
             queries = self._ring.newest() if self.runtime.evicts or self.runtime.replays else None
         return Mark(start, length, self.runtime.snapshot(), logits, queries, open=more)
 
-    def synthesize(self, n, seed=0):
-        """Fill this empty session with n random tokens without reading them
-        (tools/synthetic_bank.py): for benchmarks at any depth.
+    def adopt(self, ids):
+        """Take `ids` as read: their rows are in the bank already (a synthetic bank, a saved session).
+
+        The first tokens may have been read by `prefill`. Queries are not known, so that a windowed
+        selector recomputes those it needs. Raises ContextTooLong where they do not fit.
         """
         self._open()
-        ids, head = synthesize(self, n, seed)
-        self._room(n)
-        self.prefill(ids[:head])
-        with self.llm.busy(), torch.inference_mode(), self._whole():
-            for layer in range(self.plan.num_layers):
-                fill_rows(self.bank, layer, head, n, seed)
-        if n > head:
-            self.ids, self._marks = ids, []
-            self._ring.hold(n, n)
-            self._end_prefill(0, None)
+        self._room(len(ids))
+        self.ids, self._marks = list(ids), []
+        self._ring.hold(len(ids), len(ids))
+        self._end_prefill(0, None)
 
     def decode(self, token_id):
         """Append one token; returns float32 logits [vocab]. Raises ContextTooLong where the bank is

@@ -8,7 +8,7 @@ from engine.decode import Decoder, Step
 from engine.graph import StepRunner
 from engine.methods.base import Setup
 from engine.methods.full import Full
-from engine.model.llama import after, before
+from engine.model.llama import post_attention, pre_attention
 from kernels.scratch import make_scratch, scratch_bytes
 
 
@@ -21,7 +21,7 @@ class Steps:
     tensors that a captured graph reads, filled by `feed`.
     """
 
-    def __init__(self, llm, method, plan, capacity, kernels, bank, ring):
+    def __init__(self, llm, method, plan, capacity, backend, bank, ring):
         config, model = llm.config, llm.model
         self.bank, self._ring, self._rotary = bank, ring, llm.rotary
         windowed = getattr(method, "selector", "last") != "last"
@@ -37,11 +37,11 @@ class Steps:
             device=model.device,
             scored=budget > 0,
             window=method.window if windowed else 0,
-            path=kernels,
+            backend=backend,
             dtype=model.dtype,
         )
         self.scratch_bytes, full = scratch_bytes(**sizes), Full()
-        common = capacity, model.device, model.dtype, 1, kernels, make_scratch(**sizes)
+        common = capacity, model.device, model.dtype, 1, backend, make_scratch(**sizes)
         self.runtime = method.runtime(Setup(config, plan, *common))
         self.dense_runtime = full.runtime(Setup(config, full.plan(config), *common))
         self.dense_below = method.dense_below_tokens(
@@ -52,7 +52,9 @@ class Steps:
         self.length = torch.zeros(1, dtype=torch.int32, device=model.device)
         # The reference is the oracle: plain launchers, pieces uncompiled, no graph.
         pieces, graphs = (
-            ((before, after), False) if kernels == "reference" else (llm.pieces, llm.graphs)
+            ((pre_attention, post_attention), False)
+            if backend == "reference"
+            else (llm.pieces, llm.graphs)
         )
         self.runners = {
             runtime is self.runtime: StepRunner(

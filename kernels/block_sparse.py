@@ -70,7 +70,7 @@ def choose_blocks(mass, first, threshold):
     return (keep | (column == 0) | (column == own - 1) | (column == own)) & (column <= own)
 
 
-def attend_blocks(q, k, v, keep, first, scale, path="auto"):
+def attend_blocks(q, k, v, keep, first, scale, backend="auto"):
     """Causal attention over the kept key blocks: (out [B, C, H, D] in q.dtype, lse [B, C, H]
     float32).
 
@@ -78,14 +78,14 @@ def attend_blocks(q, k, v, keep, first, scale, path="auto"):
     first+C, D] views of any strides, last dim contiguous; keep [B, H, C / BLOCK, (first + C) /
     BLOCK] bool, in which every query block's own key block is taken as kept.
     """
-    if choose(path, q) == "triton":
+    if choose(backend, q) == "triton":
         return attend_blocks_triton(q, k, v, keep, first, scale)
     return attend_blocks_ref(q, k, v, keep, first, scale)
 
 
 def attend_blocks_ref(q, k, v, keep, first, scale):
-    """`attend_blocks` in plain torch, same arguments, on every other path: kept blocks are gathered
-    per head, the own block is causal, both merged by log-sum-exp.
+    """`attend_blocks` in plain torch, same arguments, on every other backend: kept blocks are
+    gathered per head, the own block is causal, both merged by log-sum-exp.
     """
     batch, chunk, heads, dim = q.shape
     group = heads // k.shape[1]
@@ -194,9 +194,9 @@ def blocks_kernel(
     row = tl.load(lists, mask=tiles > 0, other=0) * BLOCK + t
     for i in range(0, tiles):
         place = row.to(tl.int64)[:, None]
-        keys = tl.load(k + place * skt + d[None, :], mask=(d < D)[None, :], other=0.0)
+        k_tile = tl.load(k + place * skt + d[None, :], mask=(d < D)[None, :], other=0.0)
         values = tl.load(v + place * svt + d[None, :], mask=(d < D)[None, :], other=0.0)
-        scores = tl.dot(rows, tl.trans(keys), input_precision="ieee") * scale
+        scores = tl.dot(rows, tl.trans(k_tile), input_precision="ieee") * scale
         m, total, acc = softmax_step(scores, values, m, total, acc)
         after = i + 1
         block = tl.load(lists + after // (BLOCK // TILE), mask=after < tiles, other=0)
@@ -205,9 +205,9 @@ def blocks_kernel(
     v += (first + n * BLOCK).to(tl.int64) * svt
     for start in range(0, (tile + 1) * M, TILE):
         place = (start + t).to(tl.int64)[:, None]
-        keys = tl.load(k + place * skt + d[None, :], mask=(d < D)[None, :], other=0.0)
+        k_tile = tl.load(k + place * skt + d[None, :], mask=(d < D)[None, :], other=0.0)
         values = tl.load(v + place * svt + d[None, :], mask=(d < D)[None, :], other=0.0)
-        scores = tl.dot(rows, tl.trans(keys), input_precision="ieee") * scale
+        scores = tl.dot(rows, tl.trans(k_tile), input_precision="ieee") * scale
         scores = tl.where((start + t)[None, :] <= (tile * M + r)[:, None], scores, float("-inf"))
         m, total, acc = softmax_step(scores, values, m, total, acc)
     at = b * sob + c.to(tl.int64)[:, None] * soc + head * soh + d[None, :]

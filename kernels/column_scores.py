@@ -18,7 +18,7 @@ from kernels.split import Config, power_of_two
 ROWS = 1024
 
 
-def column_scores(q, k, lse, blocks, start, stride, scale, sums, path="auto"):
+def column_scores(q, k, lse, blocks, start, stride, scale, sums, backend="auto"):
     """sums[b, n, i] = sum over queries of block n of max over heads of exp(q . k_i * scale - lse),
     for rows i below the block's stop.
 
@@ -28,10 +28,10 @@ def column_scores(q, k, lse, blocks, start, stride, scale, sums, path="auto"):
     stride, .. below last score rows 0 .. stop-1, stop <= first; sums [B, >= len(blocks), T]
     float32, overwritten below each stop and left as it is beyond.
     """
-    if choose(path, q) == "triton":
+    if choose(backend, q) == "triton":
         column_scores_triton(q, k, lse, blocks, start, stride, scale, sums)
         return
-    score = column_scores_ref if path == "reference" else column_scores_cpu
+    score = column_scores_ref if backend == "reference" else column_scores_cpu
     for n, (first, last, stop) in enumerate(blocks):
         part = slice(first - start, last - start, stride)
         score(q[:, part], k, lse[:, part], stop, scale, sums[:, n])

@@ -81,8 +81,9 @@ def logit_blocks(q, k, scale, buffer=None, block=BLOCK, held=None):
     Q, G, stop - start]).
 
     A block of K is converted to float32 once, in cache: a bfloat16 product would round its scores
-    to 8 bits and fill the selector's keys with ties. buffer: float32 of at least `block_floats`, or
-    None (allocates); the yielded tensor lies in it, contiguous, until the next block. held [Hkv, Q
+    to 8 bits and fill the selector's scores with ties. buffer: float32 of at least `block_floats`,
+    or None (allocates); the yielded tensor lies in it, contiguous, until the next block. held [Hkv,
+    Q
     * G, n] float32, where given, takes the logits instead.
     """
     queries, heads, dim = q.shape
@@ -115,14 +116,14 @@ def logit_blocks(q, k, scale, buffer=None, block=BLOCK, held=None):
         yield start, stop, logits.view(kv_heads, queries, group, stop - start)
 
 
-def attend_scored(q, k, v, scale, keys, kind, buffer=None, held=None):
-    """Attention of one new query to n rows that leaves the selector's keys: out [1, H, D].
+def attend_scored(q, k, v, scale, scores, kind, buffer=None, held=None):
+    """Attention of one new query to n rows that leaves the selector's scores: out [1, H, D].
 
-    q [1, H, D]; k, v [Hkv, n, D], n >= 1; keys [n] float32 takes the head maxima (`kind` "softmax"
-    or "raw"); buffer as in `logit_blocks`; held: float32 of at least H * n, or None (allocates):
-    the logits of every row, then its weights. One pass over K. The fused kernel's log-sum-exp is no
-    substitute: its exponential is good to 5e-5 in bfloat16, and keys of different heads must
-    compare to 1e-5.
+    q [1, H, D]; k, v [Hkv, n, D], n >= 1; scores [n] float32 takes the head maxima (`kind`
+    "softmax" or "raw"); buffer as in `logit_blocks`; held: float32 of at least H * n, or None
+    (allocates): the logits of every row, then its weights. One pass over K. The fused kernel's
+    log-sum-exp is no substitute: its exponential is good to 5e-5 in bfloat16, and scores of
+    different heads must compare to 1e-5.
     """
     kv_heads, rows, dim = k.shape
     heads = q.shape[1]
@@ -133,11 +134,11 @@ def attend_scored(q, k, v, scale, keys, kind, buffer=None, held=None):
     for _ in logit_blocks(q, k, scale, buffer, held=grouped):
         pass
     if kind == "raw":
-        torch.amax(weights, 0, out=keys)
+        torch.amax(weights, 0, out=scores)
     weights.sub_(weights.amax(1, keepdim=True)).exp_()
     weights.div_(weights.sum(1, keepdim=True))
     if kind == "softmax":
-        torch.amax(weights, 0, out=keys)
+        torch.amax(weights, 0, out=scores)
     out = torch.zeros(kv_heads, heads // kv_heads, dim)
     for start in range(0, rows, VALUE_BLOCK):
         part = slice(start, start + VALUE_BLOCK)

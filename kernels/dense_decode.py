@@ -1,8 +1,8 @@
 """Dense flash-decoding: a few new queries attend to every row of the bank; optionally the
-selector's keys are left behind.
+selector's scores are left behind.
 
 `decode_dense` is what FULL, WAIT and FILTER layers run in a decode step. A FILTER layer passes
-`keys`: the same pass over K leaves max over heads of the softmaxed (or raw) scores of the last
+`scores`: the same pass over K leaves max over heads of the softmaxed (or raw) scores of the last
 query, OmniKV Eq. 3 with selector "last".
 """
 
@@ -25,7 +25,7 @@ from kernels.split import (
 )
 
 
-def decode_dense_ref(q, k, v, lengths, scale, keys=None, kind="softmax"):
+def decode_dense_ref(q, k, v, lengths, scale, scores=None, kind="softmax"):
     """Reference of `decode_dense`, same arguments; loops over the batch."""
     batch, queries, _, _ = q.shape
     out = torch.empty_like(q)
@@ -33,36 +33,38 @@ def decode_dense_ref(q, k, v, lengths, scale, keys=None, kind="softmax"):
         n = int(lengths[b])
         visible = [n - (queries - 1 - j) for j in range(queries)]
         out[b], logits = attend(
-            q[b], k[b, :, :n], v[b, :, :n], visible, scale, scores=keys is not None
+            q[b], k[b, :, :n], v[b, :, :n], visible, scale, scores=scores is not None
         )
-        if keys is not None:
-            keys[b, :n] = head_max(logits[-1:], kind)[0]
+        if scores is not None:
+            scores[b, :n] = head_max(logits[-1:], kind)[0]
     return out
 
 
-def decode_dense(q, k, v, lengths, scale, keys=None, kind="softmax", scratch=None, path="auto"):
+def decode_dense(
+    q, k, v, lengths, scale, scores=None, kind="softmax", scratch=None, backend="auto"
+):
     """Attention of Q <= 8 new queries over all rows of the bank.
 
     q [B, Q, H, D]; k, v [B, Hkv, T, D] views of any strides, last dim contiguous, rows of the new
     tokens already written; lengths [B] int32 on q's device: rows visible to the LAST query (query j
-    sees lengths - (Q-1-j)); scale: 1/sqrt(D). keys [B, T] float32 or None: positions < lengths are
-    overwritten with the last query's head maxima (`kind` "softmax" over the visible rows, or
+    sees lengths - (Q-1-j)); scale: 1/sqrt(D). scores [B, T] float32 or None: positions < lengths
+    are overwritten with the last query's head maxima (`kind` "softmax" over the visible rows, or
     "raw"); positions beyond are left as they are. scratch: kernels.scratch.Scratch or None
-    (allocates). Returns out [B, Q, H, D] in q.dtype. Mutates keys and scratch.
+    (allocates). Returns out [B, Q, H, D] in q.dtype. Mutates scores and scratch.
     """
-    chosen = choose(path, q)
+    chosen = choose(backend, q)
     if chosen == "triton":
-        return decode_dense_triton(q, k, v, lengths, scale, keys, kind, scratch)
+        return decode_dense_triton(q, k, v, lengths, scale, scores, kind, scratch)
     if chosen == "cpu":
-        return decode_dense_cpu(q, k, v, lengths, scale, keys, kind, scratch)
-    return decode_dense_ref(q, k, v, lengths, scale, keys, kind)
+        return decode_dense_cpu(q, k, v, lengths, scale, scores, kind, scratch)
+    return decode_dense_ref(q, k, v, lengths, scale, scores, kind)
 
 
-def decode_dense_cpu(q, k, v, lengths, scale, keys, kind, scratch=None):
+def decode_dense_cpu(q, k, v, lengths, scale, scores, kind, scratch=None):
     """`decode_dense` on CPU tensors, same arguments.
 
-    With keys, one query's attention is made of plain products (its logits are needed anyway), else
-    of the fused kernel.
+    With scores, one query's attention is made of plain products (its logits are needed anyway),
+    else of the fused kernel.
     """
     out = torch.empty_like(q)
     buffers = (None, None) if scratch is None else (scratch.blocks, scratch.logits)
@@ -70,8 +72,8 @@ def decode_dense_cpu(q, k, v, lengths, scale, keys, kind, scratch=None):
         n = int(lengths[b])
         own = k[b, :, :n], v[b, :, :n]
         scored = (
-            attend_scored(q[b, -1:], *own, scale, keys[b, :n], kind, *buffers)
-            if keys is not None and n
+            attend_scored(q[b, -1:], *own, scale, scores[b, :n], kind, *buffers)
+            if scores is not None and n
             else None
         )
         if scored is not None and q.shape[1] == 1:
@@ -145,9 +147,9 @@ def dense_kernel(
             t = start + tl.arange(0, BLOCK)
             inside = (t < stop)[:, None] & (d < D)[None, :]
             at = t.to(tl.int64) if WIDE else t
-            keys = tl.load(k + at[:, None] * skt + d[None, :], mask=inside, other=0.0)
+            k_tile = tl.load(k + at[:, None] * skt + d[None, :], mask=inside, other=0.0)
             values = tl.load(v + at[:, None] * svt + d[None, :], mask=inside, other=0.0)
-            scores = tl.dot(rows, tl.trans(keys), input_precision="ieee") * scale
+            scores = tl.dot(rows, tl.trans(k_tile), input_precision="ieee") * scale
             if SCORED:
                 tl.store(left + t[None, :], scores, mask=newest & (t < stop)[None, :])
             scores = tl.where(t[None, :] < tl.minimum(limit, stop)[:, None], scores, float("-inf"))
@@ -159,21 +161,21 @@ def dense_kernel(
 
 
 @triton.jit
-def keys_kernel(
+def head_max_kernel(
     logits,
     lse,
     lengths,
-    keys,
+    scores,
     capacity,
     heads,
     queries,
-    skeys,
+    stride_scores,
     SOFTMAX: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """keys[b, t] = max over heads of exp(logit - lse) or of the logit, for t below the length. Grid
-    (tiles, B).
+    """scores[b, t] = max over heads of exp(logit - lse) or of the logit, for t below the length.
+    Grid (tiles, B).
     """
     b = tl.program_id(1)
     n = tl.load(lengths + b)
@@ -192,7 +194,7 @@ def keys_kernel(
                 )
                 x = tl.exp2((x - last[:, None]) * 1.4426950408889634)
             best = tl.maximum(best, tl.max(x, 0))
-        tl.store(keys + b.to(tl.int64) * skeys + t, best, mask=t < n)
+        tl.store(scores + b.to(tl.int64) * stride_scores + t, best, mask=t < n)
 
 
 KEYS_TILE = 512  # 256 programs at 128K rows, each reading 2 KB lines per head
@@ -205,12 +207,12 @@ def dense_config(queries, group, head_dim, itemsize):
     return decode_config(queries, group, head_dim, itemsize, 16384 if itemsize < 4 else 8192)
 
 
-def decode_dense_triton(q, k, v, lengths, scale, keys, kind, scratch=None):
+def decode_dense_triton(q, k, v, lengths, scale, scores, kind, scratch=None):
     """`decode_dense` by the Triton kernels of this file, same arguments.
 
-    Launches: decode, merge (two levels past 32K rows) and, with keys, the head maxima. Bytes beyond
-    K and V: partial results, 4 * (D + 1) * Q * G per split and kv head (written and read), and with
-    keys 4 * H per row (written and read).
+    Launches: decode, merge (two levels past 32K rows) and, with scores, the head maxima. Bytes
+    beyond K and V: partial results, 4 * (D + 1) * Q * G per split and kv head (written and read),
+    and with scores 4 * H per row (written and read).
     """
     batch, queries, heads, head_dim = q.shape
     kv_heads, capacity = k.shape[1], k.shape[2]
@@ -225,9 +227,9 @@ def decode_dense_triton(q, k, v, lengths, scale, keys, kind, scratch=None):
             capacity,
             0,
             q.device,
-            keys is not None,
+            scores is not None,
             0,
-            path="triton",
+            backend="triton",
         )
     splits, config = (
         dense_splits(capacity),
@@ -238,7 +240,7 @@ def decode_dense_triton(q, k, v, lengths, scale, keys, kind, scratch=None):
         part=slots * head_dim,
         lse=slots,
         out_lse=batch * queries * heads,
-        logits=batch * heads * capacity if keys is not None else 0,
+        logits=batch * heads * capacity if scores is not None else 0,
     )
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dense_kernel[(splits, kv_heads * -(-queries // config.queries), batch)](
@@ -263,22 +265,22 @@ def decode_dense_triton(q, k, v, lengths, scale, keys, kind, scratch=None):
         DP=config.dim,
         SPLIT=DENSE_SPLIT,
         BLOCK=config.block,
-        SCORED=keys is not None,
+        SCORED=scores is not None,
         WIDE=needs_wide(k.stride(2), v.stride(2)),
         num_warps=config.warps,
         num_stages=config.stages,
     )
     merge(scratch, out, lengths, kv_heads, splits, DENSE_SPLIT, config.block)
-    if keys is not None:
-        keys_kernel[(-(-capacity // KEYS_TILE), batch)](
+    if scores is not None:
+        head_max_kernel[(-(-capacity // KEYS_TILE), batch)](
             scratch.logits,
             scratch.out_lse,
             lengths,
-            keys,
+            scores,
             capacity,
             heads,
             queries,
-            keys.stride(0),
+            scores.stride(0),
             SOFTMAX=kind == "softmax",
             HEADS=4,
             BLOCK=KEYS_TILE,

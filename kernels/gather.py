@@ -65,7 +65,7 @@ def move_rows(
     to_host=False,
     moved=None,
     programs=None,
-    path="auto",
+    backend="auto",
 ):
     """buffer[slots[i]] = the host row of tokens[i], for i < count; with to_host the other way
     round.
@@ -78,7 +78,7 @@ def move_rows(
     [1] or None: bytes are added. programs: how many run (None: PROGRAMS). Distinct slots (or
     tokens, to_host); indices must be in range. Mutates the target.
     """
-    if choose(path, buffer) == "triton":
+    if choose(backend, buffer) == "triton":
         move_rows_triton(
             table, offset, pitch, buffer, tokens, slots, count, to_host, moved, programs
         )

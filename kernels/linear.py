@@ -22,7 +22,7 @@ WIDE_BLOCK = 1 << 20  # elements of a weight that are float32 at a time (4 MB)
 FORMS = ("plain", "left", "narrow", "packed", "widened")
 
 
-def choose_form(weight, path="auto"):
+def choose_form(weight, backend="auto"):
     """The form in which `pack_linear` holds a weight [O, I]: one of FORMS.
 
     "plain": `F.linear` on the weight as it is (CUDA, float16, anything unknown); "left": as it is,
@@ -31,12 +31,15 @@ def choose_form(weight, path="auto"):
     float32, a block of the weight at a time (bfloat16 on a CPU without bfloat16 instructions, which
     emulates them at a fifth of its float32 rate); "packed": oneDNN's blocked copy (bfloat16 with
     avx512_bf16 and no AMX, where it reads 1.5x as fast as the others; opaque, so not for
-    torch.compile). path: "auto", or one of FORMS to have it so. Raises ValueError for another word.
+    torch.compile). backend: "auto", or one of FORMS to have it so. Raises ValueError for another
+    word.
     """
-    if path != "auto":
-        if path not in FORMS:
-            raise ValueError(f"path: found {path!r}, expected 'auto' or one of {', '.join(FORMS)}")
-        return path
+    if backend != "auto":
+        if backend not in FORMS:
+            raise ValueError(
+                f"backend: found {backend!r}, expected 'auto' or one of {', '.join(FORMS)}"
+            )
+        return backend
     if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32):
         return "plain"
     if weight.dtype == torch.float32:
@@ -49,18 +52,18 @@ def choose_form(weight, path="auto"):
     return "widened" if torch.cpu._is_avx2_supported() else "plain"
 
 
-def pack_linear(weight, bias=None, path="auto"):
+def pack_linear(weight, bias=None, backend="auto"):
     """A weight [O, I] (float32, bfloat16, float16) and an optional bias [O] as a callable `x [...,
     I] -> [..., O]`.
 
     It holds one copy of the weight: "plain" and "left" keep the tensor that was passed, "narrow"
     and "packed" a copy of their own, so drop the original (a weight that is also the embedding
-    stays: pass path="left" for it). All forms but "packed" pass through torch.compile; see
-    `choose_form`. Raises ValueError for what is no matrix or no path.
+    stays: pass backend="left" for it). All forms but "packed" pass through torch.compile; see
+    `choose_form`. Raises ValueError for what is no matrix or no backend.
     """
     if weight.dim() != 2:
         raise ValueError(f"weight: found shape {tuple(weight.shape)}, expected [out, in]")
-    return Linear(weight, bias, choose_form(weight, path))
+    return Linear(weight, bias, choose_form(weight, backend))
 
 
 class Linear:

@@ -43,14 +43,14 @@ def prefill_dense_ref(q, k, v, start, scale):
     return out
 
 
-def prefill_dense(q, k, v, start, scale, path="auto"):
+def prefill_dense(q, k, v, start, scale, backend="auto"):
     """Attention of a chunk at positions start .. start+C-1 to rows 0 .. its own position, rows
     already written.
 
     q [B, C, H, D]; k, v [B, Hkv, T, D] views of any strides, last dim contiguous; start: int, the
     same for all sequences. Returns [B, C, H, D] in q.dtype.
     """
-    chosen = choose(path, q)
+    chosen = choose(backend, q)
     if chosen == "reference":
         return prefill_dense_ref(q, k, v, start, scale)
     # in float32 torch would build the mask, and every score

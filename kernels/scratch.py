@@ -49,10 +49,21 @@ class Scratch:
 
 
 def _sizes(
-    batch, queries, heads, kv_heads, head_dim, capacity, budget, device, scored, window, path, dtype
+    batch,
+    queries,
+    heads,
+    kv_heads,
+    head_dim,
+    capacity,
+    budget,
+    device,
+    scored,
+    window,
+    backend,
+    dtype,
 ):
     """{field: (elements, dtype)} of what `make_scratch` allocates."""
-    chosen, sizes = choose_for(path, torch.device(device)), {}
+    chosen, sizes = choose_for(backend, torch.device(device)), {}
     if chosen == "cpu":
         blocks = max(
             block_floats(0, head_dim, 1, min(BLOCK, capacity)) if scored else 0,
@@ -102,14 +113,14 @@ def make_scratch(
     device,
     scored,
     window,
-    path="auto",
+    backend="auto",
     dtype=torch.float32,
 ):
     """Scratch for decode steps of up to these sizes.
 
     capacity: rows of the bank; budget: the most tokens that a sparse layer reads (0: none); scored:
     filter layers leave keys (and the top-k runs); window: queries of a windowed selector (0: none);
-    path: as in the launchers; dtype: the bank's.
+    backend: as in the launchers; dtype: the bank's.
     """
     sizes = _sizes(
         batch,
@@ -122,7 +133,7 @@ def make_scratch(
         device,
         scored,
         window,
-        path,
+        backend,
         dtype,
     )
     buffers = {
@@ -144,7 +155,7 @@ def scratch_bytes(
     device,
     scored,
     window,
-    path="auto",
+    backend="auto",
     dtype=torch.float32,
 ):
     """Bytes that `make_scratch` of the same arguments allocates."""
@@ -159,7 +170,7 @@ def scratch_bytes(
         device,
         scored,
         window,
-        path,
+        backend,
         dtype,
     )
     return sum(count * dtype.itemsize for count, dtype in sizes.values())

@@ -105,14 +105,14 @@ def plan_slots_ref(index, count, slots):
     slots.counters.add_(torch.tensor(step, device=slots.counters.device))
 
 
-def plan_slots(index, count, slots, path="auto"):
+def plan_slots(index, count, slots, backend="auto"):
     """Give every chosen token a slot: index int32 [K], the first count[0] ascending and distinct;
     count int32 [1].
 
     Fills slots.slot_of, and source, target, misses with what must be fetched before the rows are
     read. Mutates `slots` only.
     """
-    if choose(path, index) == "triton":
+    if choose(backend, index) == "triton":
         plan_slots_triton(index, count, slots)
     else:
         plan_slots_ref(index, count, slots)

@@ -49,7 +49,7 @@ def decode_sparse_ref(q, k, v, index, counts, tail_start, lengths, scale):
     return out
 
 
-def decode_sparse(q, k, v, index, counts, tail_start, lengths, scale, scratch=None, path="auto"):
+def decode_sparse(q, k, v, index, counts, tail_start, lengths, scale, scratch=None, backend="auto"):
     """Attention of Q <= 8 new queries over the rows `index` and the rows tail_start .. lengths-1.
 
     q [B, Q, H, D]; k, v [B, Hkv, T, D] views of any strides, last dim contiguous; index [B, 1 or
@@ -58,7 +58,7 @@ def decode_sparse(q, k, v, index, counts, tail_start, lengths, scale, scratch=No
     query (query j sees Q-1-j fewer of the tail). Rows are visited in ascending order. Returns out
     [B, Q, H, D] in q.dtype.
     """
-    chosen = choose(path, q)
+    chosen = choose(backend, q)
     if chosen == "triton":
         return decode_sparse_triton(q, k, v, index, counts, tail_start, lengths, scale, scratch)
     if chosen == "cpu":
@@ -194,9 +194,9 @@ def sparse_kernel(
         row = bank_rows(index, t, stop, kept, start)
         for _ in range(first, stop, BLOCK):
             inside = (t < stop)[:, None] & (d < D)[None, :]
-            keys = tl.load(k + row[:, None] * skt + d[None, :], mask=inside, other=0.0)
+            k_tile = tl.load(k + row[:, None] * skt + d[None, :], mask=inside, other=0.0)
             values = tl.load(v + row[:, None] * svt + d[None, :], mask=inside, other=0.0)
-            scores = tl.dot(rows, tl.trans(keys), input_precision="ieee") * scale
+            scores = tl.dot(rows, tl.trans(k_tile), input_precision="ieee") * scale
             scores = tl.where(t[None, :] < tl.minimum(limit, stop)[:, None], scores, float("-inf"))
             m, total, acc = softmax_step(scores, values, m, total, acc)
             t += BLOCK
@@ -235,7 +235,7 @@ def decode_sparse_triton(q, k, v, index, counts, tail_start, lengths, scale, scr
             q.device,
             False,
             0,
-            path="triton",
+            backend="triton",
         )
     split, splits = sparse_split(budget, kv_heads), sparse_splits(budget, kv_heads)
     config = sparse_config(queries, group, head_dim, q.element_size())

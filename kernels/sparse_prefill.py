@@ -12,7 +12,7 @@ from kernels.sparse_decode import bank_rows
 from kernels.split import Config, power_of_two, softmax_step
 
 
-def prefill_sparse(q, k, v, index, blocks, start, scale, path="auto"):
+def prefill_sparse(q, k, v, index, blocks, start, scale, backend="auto"):
     """Attention of queries in blocks: each block's to its rows of `index`, all visible, and to rows
     local .. their own position.
 
@@ -22,9 +22,9 @@ def prefill_sparse(q, k, v, index, blocks, start, scale, path="auto"):
     local, and from row local <= first on every row up to their own. The blocks tile the queries in
     order. Returns [B, C, H, D] in q.dtype.
     """
-    if choose(path, q) == "triton":
+    if choose(backend, q) == "triton":
         return prefill_sparse_triton(q, k, v, index, blocks, start, scale)
-    attend_block = prefill_sparse_ref if path == "reference" else prefill_sparse_cpu
+    attend_block = prefill_sparse_ref if backend == "reference" else prefill_sparse_cpu
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for n, (first, last, local, count) in enumerate(blocks):
         part = slice(first - start, last - start)
@@ -151,9 +151,9 @@ def gathered_kernel(
         row = bank_rows(index, t, stop, kept, local)
         for _ in range(0, stop, BLOCK):
             inside = (t < stop)[:, None] & (d < D)[None, :]
-            keys = tl.load(k + row[:, None] * skt + d[None, :], mask=inside, other=0.0)
+            k_tile = tl.load(k + row[:, None] * skt + d[None, :], mask=inside, other=0.0)
             values = tl.load(v + row[:, None] * svt + d[None, :], mask=inside, other=0.0)
-            scores = tl.dot(rows, tl.trans(keys), input_precision="ieee") * scale
+            scores = tl.dot(rows, tl.trans(k_tile), input_precision="ieee") * scale
             scores = tl.where(t[None, :] < limit[:, None], scores, float("-inf"))
             m, total, acc = softmax_step(scores, values, m, total, acc)
             t += BLOCK

@@ -13,15 +13,15 @@ from kernels.dispatch import choose
 from kernels.split import power_of_two
 
 
-def store_step_ref(k, v, raw, bank_k, bank_v, ring, positions):
+def store_step_ref(k, v, q_pre_rope, bank_k, bank_v, ring, positions):
     """Reference of `store_step`, same arguments: three indexed assignments."""
     rows = torch.arange(positions.shape[0], device=positions.device).unsqueeze(1)
     bank_k.transpose(1, 2)[rows, positions] = k
     bank_v.transpose(1, 2)[rows, positions] = v
-    ring[rows, positions % ring.shape[1]] = raw
+    ring[rows, positions % ring.shape[1]] = q_pre_rope
 
 
-def store_step_cpu(k, v, raw, bank_k, bank_v, ring, positions):
+def store_step_cpu(k, v, q_pre_rope, bank_k, bank_v, ring, positions):
     """`store_step` by slice copies, for a CPU: positions of a sequence are consecutive. Same
     arguments.
     """
@@ -30,30 +30,31 @@ def store_step_cpu(k, v, raw, bank_k, bank_v, ring, positions):
         bank_k[b, :, start:stop] = k[b].transpose(0, 1)
         bank_v[b, :, start:stop] = v[b].transpose(0, 1)
     if len(positions) == 1:
-        ring.index_copy_(1, positions[0] % ring.shape[1], raw)
+        ring.index_copy_(1, positions[0] % ring.shape[1], q_pre_rope)
         return
     rows = torch.arange(len(positions)).unsqueeze(1)
-    ring[rows, positions % ring.shape[1]] = raw
+    ring[rows, positions % ring.shape[1]] = q_pre_rope
 
 
-def store_step(k, v, raw, bank_k, bank_v, ring, positions, path="auto"):
-    """bank[b, :, positions[b, j]] = k[b, j], v[b, j]; ring[b, positions[b, j] % R] = raw[b, j].
+def store_step(k, v, q_pre_rope, bank_k, bank_v, ring, positions, backend="auto"):
+    """bank[b, :, positions[b, j]] = k[b, j], v[b, j]; ring[b, positions[b, j] % R] = q_pre_rope[b,
+    j].
 
-    k, v [B, Q, Hkv, D] and raw [B, Q, H, D]: views with a contiguous last dim; bank_k, bank_v [B,
-    Hkv, T, D] views of any strides, last dim contiguous; ring [B, R, H, D] contiguous, R >= Q;
-    positions [B, Q] int64, consecutive in a sequence, below T. All of one dtype. Mutates bank and
-    ring; no position visits the host on a GPU.
+    k, v [B, Q, Hkv, D] and q_pre_rope [B, Q, H, D]: views with a contiguous last dim; bank_k,
+    bank_v [B, Hkv, T, D] views of any strides, last dim contiguous; ring [B, R, H, D] contiguous, R
+    >= Q; positions [B, Q] int64, consecutive in a sequence, below T. All of one dtype. Mutates bank
+    and ring; no position visits the host on a GPU.
     """
-    chosen = choose(path, k)
+    chosen = choose(backend, k)
     run = {"reference": store_step_ref, "cpu": store_step_cpu, "triton": store_step_triton}[chosen]
-    run(k, v, raw, bank_k, bank_v, ring, positions)
+    run(k, v, q_pre_rope, bank_k, bank_v, ring, positions)
 
 
 @triton.jit
 def store_kernel(
     k,
     v,
-    raw,
+    q_pre_rope,
     bank_k,
     bank_v,
     ring,
@@ -97,11 +98,11 @@ def store_kernel(
         tl.store(bank_v + b * tvb + head * tvh.to(tl.int64) + at * tvt + d, row, mask=d < D)
     else:
         head -= 2 * HKV
-        row = tl.load(raw + b * srb + j * srq + head * srh + d, mask=d < D)
+        row = tl.load(q_pre_rope + b * srb + j * srq + head * srh + d, mask=d < D)
         tl.store(ring + (b * slots + at % slots) * tr + head * D + d, row, mask=d < D)
 
 
-def store_step_triton(k, v, raw, bank_k, bank_v, ring, positions):
+def store_step_triton(k, v, q_pre_rope, bank_k, bank_v, ring, positions):
     """`store_step` by the Triton kernel of this file, same arguments. Bytes: the new rows, read and
     written once.
     """
@@ -110,7 +111,7 @@ def store_step_triton(k, v, raw, bank_k, bank_v, ring, positions):
     store_kernel[(batch * queries, 2 * kv_heads + heads)](
         k,
         v,
-        raw,
+        q_pre_rope,
         bank_k,
         bank_v,
         ring,
@@ -119,7 +120,7 @@ def store_step_triton(k, v, raw, bank_k, bank_v, ring, positions):
         slots,
         *k.stride()[:3],
         *v.stride()[:3],
-        *raw.stride()[:3],
+        *q_pre_rope.stride()[:3],
         *bank_k.stride()[:3],
         *bank_v.stride()[:3],
         heads * dim,

@@ -9,16 +9,16 @@ from kernels.dispatch import choose
 from kernels.scratch import SELECT_PROGRAMS, make_scratch
 from kernels.split import power_of_two
 
-# CPU path: keys looked through at a time for equals of the last place
+# CPU backend: scores looked through at a time for equals of the last place
 TIE_BLOCK = 8192
 
 
-def select_topk_ref(keys, lo, hi, k, out, counts):
+def select_topk_ref(scores, lo, hi, k, out, counts):
     """Reference of `select_topk`, same arguments: a stable sort by (-key, index)."""
-    for b in range(keys.shape[0]):
+    for b in range(scores.shape[0]):
         first, last = int(lo[b]), max(int(lo[b]), int(hi[b]))
         kept = min(int(k[b]), last - first, out.shape[1])
-        row = keys[b, first:last].float()
+        row = scores[b, first:last].float()
         # NaN is lowest; -0 becomes +0
         row = torch.where(torch.isnan(row), float("-inf"), row) + 0.0
         order = torch.sort(row, descending=True, stable=True).indices[:kept]
@@ -27,34 +27,34 @@ def select_topk_ref(keys, lo, hi, k, out, counts):
         counts[b] = kept
 
 
-def select_topk(keys, lo, hi, k, out, counts, scratch=None, path="auto"):
-    """The k largest keys in [lo, hi) of every row, as ascending indices.
+def select_topk(scores, lo, hi, k, out, counts, scratch=None, backend="auto"):
+    """The k largest scores in [lo, hi) of every row, as ascending indices.
 
-    keys [B, T] float32; lo, hi, k [B] int32 on the device (k may exceed hi - lo: then all are
+    scores [B, T] float32; lo, hi, k [B] int32 on the device (k may exceed hi - lo: then all are
     taken; hi < lo is empty); out [B, K] int32, filled with ascending positions and then -1; counts
-    [B] int32 = min(k, hi - lo, K). NaN ranks lowest, -0 equals +0, equal keys go to the lower
+    [B] int32 = min(k, hi - lo, K). NaN ranks lowest, -0 equals +0, equal scores go to the lower
     index. Mutates out, counts and scratch.
     """
-    chosen = choose(path, keys)
+    chosen = choose(backend, scores)
     if chosen == "triton":
-        select_topk_triton(keys, lo, hi, k, out, counts, scratch)
+        select_topk_triton(scores, lo, hi, k, out, counts, scratch)
     elif chosen == "cpu":
-        select_topk_cpu(keys, lo, hi, k, out, counts, scratch)
+        select_topk_cpu(scores, lo, hi, k, out, counts, scratch)
     else:
-        select_topk_ref(keys, lo, hi, k, out, counts)
+        select_topk_ref(scores, lo, hi, k, out, counts)
 
 
-def select_topk_cpu(keys, lo, hi, k, out, counts, scratch=None):
+def select_topk_cpu(scores, lo, hi, k, out, counts, scratch=None):
     """`select_topk` on CPU tensors, same arguments.
 
     One more key than asked for tells whether the last place is contested: if the smallest of k + 1
     is alone, the others are the answer; if not, the lowest indices among its equals fill the last
-    places (softmaxed keys underflow to many zeros).
+    places (softmaxed scores underflow to many zeros).
     """
     out.fill_(-1)
-    for b in range(keys.shape[0]):
+    for b in range(scores.shape[0]):
         first = int(lo[b])
-        row = keys[b, first : max(first, int(hi[b]))]
+        row = scores[b, first : max(first, int(hi[b]))]
         kept = max(0, min(int(k[b]), row.numel(), out.shape[1]))
         counts[b] = kept
         if kept in (0, row.numel()):
@@ -83,17 +83,17 @@ def _lowest_equal(row, value, count):
     return torch.cat(found)
 
 
-# The Triton path: a radix select over 32-bit ordered keys, digits of 8, 12 and 12 bits, five
-# launches, no spinning. Every launch rereads the keys (4 bytes each, from L2: 0.5 MB at 128K rows):
-# launches are the cost, not bytes.
+# The Triton backend: a radix select over 32-bit ordered scores, digits of 8, 12 and 12 bits, five
+# launches, no spinning. Every launch rereads the scores (4 bytes each, from L2: 0.5 MB at 128K
+# rows): launches are the cost, not bytes.
 
 
 @triton.jit
-def ordered(keys, t, inside):
-    """uint32 that order as the keys do, in integers so that no compiler mode flushes denormals; NaN
-    as -inf, -0 as +0.
+def ordered(scores, t, inside):
+    """uint32 that order as the scores do, in integers so that no compiler mode flushes denormals;
+    NaN as -inf, -0 as +0.
     """
-    bits = tl.load(keys + t, mask=inside, other=0.0).to(tl.uint32, bitcast=True)
+    bits = tl.load(scores + t, mask=inside, other=0.0).to(tl.uint32, bitcast=True)
     bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0xFF800000, bits).to(tl.uint32)
     bits = tl.where(bits == 0x80000000, 0, bits).to(tl.uint32)
     return tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits ^ 0x80000000).to(tl.uint32)
@@ -109,8 +109,8 @@ def candidates(lo, hi, k, b, room, capacity):
 
 @triton.jit
 def crossing(hist, wanted, BINS: tl.constexpr):
-    """(digit d, missing): the largest d that has >= wanted keys at or above it, and how many of its
-    own are needed.
+    """(digit d, missing): the largest d that has >= wanted scores at or above it, and how many of
+    its own are needed.
     """
     d = tl.arange(0, BINS)
     counts = tl.load(hist + d)
@@ -121,12 +121,12 @@ def crossing(hist, wanted, BINS: tl.constexpr):
 
 @triton.jit
 def count_digit(hist, digit, inside, BINS: tl.constexpr, TILE: tl.constexpr):
-    """Adds a tile's digits to a histogram in memory, one atomic per key: few keys share the digits
-    before.
+    """Adds a tile's digits to a histogram in memory, one atomic per key: few scores share the
+    digits before.
 
-    Where many do (equal keys, zeros), their least and greatest digit are counted first and added at
-    once, or a constant row would queue all its atomics on one address. tl.histogram with 4096 bins
-    would spill instead.
+    Where many do (equal scores, zeros), their least and greatest digit are counted first and added
+    at once, or a constant row would queue all its atomics on one address. tl.histogram with 4096
+    bins would spill instead.
     """
     if tl.sum(inside.to(tl.int32), 0) > TILE // 8:
         least = tl.min(tl.where(inside, digit, BINS), 0)
@@ -144,13 +144,13 @@ def count_digit(hist, digit, inside, BINS: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["room", "capacity"])
 def digit_kernel(
-    keys,
+    scores,
     lo,
     hi,
     k,
     hists,
     state,
-    skeys,
+    stride_scores,
     room,
     capacity,
     span,
@@ -158,7 +158,7 @@ def digit_kernel(
     LEVEL: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Histogram of one digit over the keys that share the digits before it. Grid (programs, B).
+    """Histogram of one digit over the scores that share the digits before it. Grid (programs, B).
 
     LEVEL 0: bits 31..24; 1: bits 23..12 below the first crossing digit; 2: bits 11..0 below the
     second. A row of `state`: prefix and missing after level 1, the same after level 2, the
@@ -186,11 +186,11 @@ def digit_kernel(
                 tl.store(state + 2, prefix)
                 tl.store(state + 3, missing)
                 tl.store(hist0 + tl.arange(0, 256), tl.zeros([256], tl.int32))
-        keys += b.to(tl.int64) * skeys
+        scores += b.to(tl.int64) * stride_scores
         for at in range(begin, tl.minimum(begin + span, stop), TILE):
             t = at + tl.arange(0, TILE)
             inside = (t >= first) & (t < stop)
-            x = ordered(keys, t, inside)
+            x = ordered(scores, t, inside)
             if LEVEL == 0:
                 tile = tl.histogram((x >> 24).to(tl.int32), 256, mask=inside)
                 tl.atomic_add(hist0 + tl.arange(0, 256), tile, mask=tile > 0, sem="relaxed")
@@ -204,20 +204,20 @@ def digit_kernel(
 
 @triton.jit(do_not_specialize=["room", "capacity"])
 def count_kernel(
-    keys,
+    scores,
     lo,
     hi,
     k,
     hists,
     state,
-    skeys,
+    stride_scores,
     room,
     capacity,
     span,
     STRIDE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The threshold key, and how many keys of each program's span lie above it and on it. Grid
+    """The threshold key, and how many scores of each program's span lie above it and on it. Grid
     (programs, B).
     """
     pid = tl.program_id(0)
@@ -234,11 +234,11 @@ def count_kernel(
             tl.store(state + 4, threshold.to(tl.int32, bitcast=True))
             tl.store(state + 5, missing)
             tl.store(hists + b * 8448 + 256 + tl.arange(0, 4096), tl.zeros([4096], tl.int32))
-        keys += b.to(tl.int64) * skeys
+        scores += b.to(tl.int64) * stride_scores
         for at in range(begin, tl.minimum(begin + span, stop), TILE):
             t = at + tl.arange(0, TILE)
             inside = (t >= first) & (t < stop)
-            x = ordered(keys, t, inside)
+            x = ordered(scores, t, inside)
             greater += tl.sum((inside & (x > threshold)).to(tl.int32), 0)
             equal += tl.sum((inside & (x == threshold)).to(tl.int32), 0)
     slot = state + 8 + pid * 2
@@ -248,7 +248,7 @@ def count_kernel(
 
 @triton.jit(do_not_specialize=["room", "capacity"])
 def emit_kernel(
-    keys,
+    scores,
     lo,
     hi,
     k,
@@ -256,7 +256,7 @@ def emit_kernel(
     state,
     out,
     counts,
-    skeys,
+    stride_scores,
     sout,
     room,
     capacity,
@@ -280,20 +280,20 @@ def emit_kernel(
         tl.store(hists + b * 8448 + 4352 + tl.arange(0, 4096), tl.zeros([4096], tl.int32))
     if wanted > 0 and begin < stop and begin + span > first:
         threshold = tl.load(state + 4).to(tl.uint32, bitcast=True)
-        # how many keys on the threshold are taken: the first ones
+        # how many scores on the threshold are taken: the first ones
         ties = tl.load(state + 5)
         p = tl.arange(0, PROGRAMS)
         slot = state + 8 + p * 2
         above = tl.sum(tl.load(slot, mask=p < pid, other=0), 0)
         on = tl.sum(tl.load(slot + 1, mask=p < pid, other=0), 0)
-        keys += b.to(tl.int64) * skeys
+        scores += b.to(tl.int64) * stride_scores
         for at in range(begin, tl.minimum(begin + span, stop), TILE):
             t = at + tl.arange(0, TILE)
             inside = (t >= first) & (t < stop)
-            x = ordered(keys, t, inside)
+            x = ordered(scores, t, inside)
             greater = (inside & (x > threshold)).to(tl.int32)
             equal = (inside & (x == threshold)).to(tl.int32)
-            # one scan for both counts: a tile has fewer than 65536 keys
+            # one scan for both counts: a tile has fewer than 65536 scores
             both = greater * 65536 + equal
             before = tl.cumsum(both, 0) - both
             rank = on + (before & 65535)
@@ -313,33 +313,33 @@ def select_span(capacity):
     return max(1024, power_of_two(-(-capacity // SELECT_PROGRAMS)))
 
 
-def select_topk_triton(keys, lo, hi, k, out, counts, scratch=None, span=None):
+def select_topk_triton(scores, lo, hi, k, out, counts, scratch=None, span=None):
     """`select_topk` by the Triton kernels of this file, same arguments.
 
-    Radix select by digits of 8, 12 and 12 bits; 5 launches; 20 bytes read per key. `span`: keys per
-    program, a power of two (for tests: the result does not depend on it).
+    Radix select by digits of 8, 12 and 12 bits; 5 launches; 20 bytes read per key. `span`: scores
+    per program, a power of two (for tests: the result does not depend on it).
     """
-    batch, capacity = keys.shape
+    batch, capacity = scores.shape
     span = span or select_span(capacity)
     programs = max(1, -(-capacity // span))
     if programs > SELECT_PROGRAMS:
         raise ValueError(
-            f"span: found {span}, expected at most {SELECT_PROGRAMS} programs for {capacity} keys"
+            f"span: found {span}, expected at most {SELECT_PROGRAMS} programs for {capacity} scores"
         )
     if scratch is None:
-        scratch = make_scratch(batch, 1, 1, 1, 16, 1, 0, keys.device, True, 0, path="triton")
+        scratch = make_scratch(batch, 1, 1, 1, 16, 1, 0, scores.device, True, 0, backend="triton")
     scratch.require(hist=batch * 8448, ranks=batch * (8 + 2 * SELECT_PROGRAMS))
-    rows = (keys, lo, hi, k, scratch.hist, scratch.ranks)
+    rows = (scores, lo, hi, k, scratch.hist, scratch.ranks)
     sizes = (out.shape[1], capacity, span)
     shape = dict(STRIDE=8 + 2 * SELECT_PROGRAMS, TILE=min(1024, span), num_warps=8)
     for level in range(3):
-        digit_kernel[(programs, batch)](*rows, keys.stride(0), *sizes, LEVEL=level, **shape)
-    count_kernel[(programs, batch)](*rows, keys.stride(0), *sizes, **shape)
+        digit_kernel[(programs, batch)](*rows, scores.stride(0), *sizes, LEVEL=level, **shape)
+    count_kernel[(programs, batch)](*rows, scores.stride(0), *sizes, **shape)
     emit_kernel[(programs, batch)](
         *rows,
         out,
         counts,
-        keys.stride(0),
+        scores.stride(0),
         out.stride(0),
         *sizes,
         PROGRAMS=power_of_two(programs),

@@ -12,7 +12,7 @@ from kernels.scratch import make_scratch
 from kernels.split import DENSE_SPLIT, Config, dense_splits, needs_wide, power_of_two
 
 
-def window_scores_ref(q, k, lengths, scale, alpha, kind, keys):
+def window_scores_ref(q, k, lengths, scale, alpha, kind, scores):
     """Reference of `window_scores`, same arguments; loops over the batch."""
     batch, window, heads, dim = q.shape
     for b in range(batch):
@@ -31,28 +31,28 @@ def window_scores_ref(q, k, lengths, scale, alpha, kind, keys):
         # a row that a query cannot see adds nothing to the sum
         if kind == "raw":
             maxima = maxima.masked_fill(torch.isinf(maxima), 0.0)
-        keys[b, :n] = (alpha[live].view(-1, 1) * maxima).sum(0)
+        scores[b, :n] = (alpha[live].view(-1, 1) * maxima).sum(0)
 
 
-def window_scores(q, k, lengths, scale, alpha, kind, keys, scratch=None, path="auto"):
-    """keys[b, i] = sum over window queries j of alpha[j] * max over heads of the score of row i
+def window_scores(q, k, lengths, scale, alpha, kind, scores, scratch=None, backend="auto"):
+    """scores[b, i] = sum over window queries j of alpha[j] * max over heads of the score of row i
     (OmniKV Eq. 3 and 4).
 
     q [B, W, H, D]: the last W queries, each rotated to its own position; k [B, Hkv, T, D] view;
     lengths [B] int32: rows visible to the last query (query j sees lengths - (W-1-j); queries with
     none are skipped); alpha [W] float32 (newest last); kind "softmax" (over the rows that the query
-    sees) or "raw"; keys [B, T] float32, overwritten below lengths.
+    sees) or "raw"; scores [B, T] float32, overwritten below lengths.
     """
-    chosen = choose(path, q)
+    chosen = choose(backend, q)
     if chosen == "triton":
-        window_scores_triton(q, k, lengths, scale, alpha, kind, keys, scratch)
+        window_scores_triton(q, k, lengths, scale, alpha, kind, scores, scratch)
     elif chosen == "cpu":
-        window_scores_cpu(q, k, lengths, scale, alpha, kind, keys, scratch)
+        window_scores_cpu(q, k, lengths, scale, alpha, kind, scores, scratch)
     else:
-        window_scores_ref(q, k, lengths, scale, alpha, kind, keys)
+        window_scores_ref(q, k, lengths, scale, alpha, kind, scores)
 
 
-def window_scores_cpu(q, k, lengths, scale, alpha, kind, keys, scratch=None):
+def window_scores_cpu(q, k, lengths, scale, alpha, kind, scores, scratch=None):
     """`window_scores` on CPU tensors, same arguments: one product per block of rows and kv head for
     all queries.
 
@@ -79,7 +79,7 @@ def window_scores_cpu(q, k, lengths, scale, alpha, kind, keys, scratch=None):
             # [live, stop - start]
             best = (logits if total is None else logits.sub_(total)).amax(2).amax(0)
             best = best.masked_fill_(best == float("-inf"), 0.0) if total is None else best.exp_()
-            torch.mv(best.t(), weights, out=keys[b, start:stop])
+            torch.mv(best.t(), weights, out=scores[b, start:stop])
 
 
 def _mask_late(logits, start, stop, limit):
@@ -161,12 +161,12 @@ def window_lse_kernel(
         for start in range(0, stop, BLOCK):
             t = start + tl.arange(0, BLOCK)
             at = t.to(tl.int64) if WIDE else t
-            keys = tl.load(
+            k_tile = tl.load(
                 k + at[:, None] * skt + d[None, :],
                 mask=(t < stop)[:, None] & (d < D)[None, :],
                 other=0.0,
             )
-            scores = tl.dot(rows, tl.trans(keys), input_precision="ieee") * scale
+            scores = tl.dot(rows, tl.trans(k_tile), input_precision="ieee") * scale
             scores = tl.where(t[None, :] < tl.minimum(limit, stop)[:, None], scores, float("-inf"))
             top = tl.maximum(m, tl.max(scores, 1))
             base = tl.where(top == float("-inf"), 0.0, top)
@@ -224,7 +224,7 @@ def window_keys_kernel(
     lengths,
     lse,
     alpha,
-    keys,
+    scores,
     scale,
     ahead,
     kv_heads,
@@ -234,7 +234,7 @@ def window_keys_kernel(
     skb,
     skh,
     skt,
-    skeys,
+    stride_scores,
     W: tl.constexpr,
     G: tl.constexpr,
     WP: tl.constexpr,
@@ -282,10 +282,10 @@ def window_keys_kernel(
         weight = tl.load(alpha + w, mask=w < W, other=0.0)
         best = tl.where(best == float("-inf"), 0.0, tl.exp2(best) if SOFTMAX else best)
         score = tl.sum(weight[:, None] * best, 0)
-        keys += b.to(tl.int64) * skeys
+        scores += b.to(tl.int64) * stride_scores
         if ADD:
-            score += tl.load(keys + t, mask=t < n, other=0.0)
-        tl.store(keys + t, score, mask=t < n)
+            score += tl.load(scores + t, mask=t < n, other=0.0)
+        tl.store(scores + t, score, mask=t < n)
 
 
 def window_config(window, group, head_dim, itemsize):
@@ -305,7 +305,7 @@ def window_config(window, group, head_dim, itemsize):
     return Config(block, rows, dim, warps=8 if rows > 64 else 4, stages=stages, queries=queries)
 
 
-def window_scores_triton(q, k, lengths, scale, alpha, kind, keys, scratch=None):
+def window_scores_triton(q, k, lengths, scale, alpha, kind, scores, scratch=None):
     """`window_scores` by the Triton kernels of this file, same arguments.
 
     "softmax" reads K twice (log-sum-exp, then scores) and q once per tile from L2: 4 * Hkv * D
@@ -319,7 +319,17 @@ def window_scores_triton(q, k, lengths, scale, alpha, kind, keys, scratch=None):
     softmax = kind == "softmax"
     if scratch is None:
         scratch = make_scratch(
-            batch, 1, heads, kv_heads, head_dim, capacity, 0, q.device, False, window, path="triton"
+            batch,
+            1,
+            heads,
+            kv_heads,
+            head_dim,
+            capacity,
+            0,
+            q.device,
+            False,
+            window,
+            backend="triton",
         )
     config = window_config(window, group, head_dim, q.element_size())
     padded, splits = power_of_two(group), dense_splits(capacity)
@@ -370,12 +380,12 @@ def window_scores_triton(q, k, lengths, scale, alpha, kind, keys, scratch=None):
             lengths,
             scratch.out_lse,
             alpha[first:],
-            keys,
+            scores,
             scale,
             ahead,
             kv_heads,
             *strides,
-            keys.stride(0),
+            scores.stride(0),
             SOFTMAX=softmax,
             ADD=first > 0,
             **shape,

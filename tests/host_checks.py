@@ -62,7 +62,7 @@ def selection(rng, capacity, budget, last):
     return sorted(set(keep) | set(fresh[: max(0, count - len(keep))]))[:budget]
 
 
-def check_slots(device, path, seed, budget, width, capacity, steps):
+def check_slots(device, backend, seed, budget, width, capacity, steps):
     """Drive plan_slots and the model with one stream of selections; everything that is defined must
     be identical.
     """
@@ -77,7 +77,9 @@ def check_slots(device, path, seed, budget, width, capacity, steps):
         last = selection(rng, capacity, budget, last)
         index.fill_(-1)
         index[: len(last)] = torch.tensor(last, dtype=torch.int32)
-        plan_slots(index, torch.tensor([len(last)], dtype=torch.int32, device=device), slots, path)
+        plan_slots(
+            index, torch.tensor([len(last)], dtype=torch.int32, device=device), slots, backend
+        )
         where, fetched = model.plan(last)
         assert slots.slot_of[: len(last)].tolist() == where
         assert int(slots.misses) == len(fetched)
@@ -115,7 +117,7 @@ def host_blocks(count, block_bytes, generator, slabs=2, pin=False):
     return memory, torch.tensor(every)[order]
 
 
-def check_moves(device, path, seed, width, layers, blocks, count, programs=None, pin=False):
+def check_moves(device, backend, seed, width, layers, blocks, count, programs=None, pin=False):
     """Rows fetched by list, streamed in order and sent home land where a plain loop over bytes puts
     them, and nowhere else.
     """
@@ -137,7 +139,7 @@ def check_moves(device, path, seed, width, layers, blocks, count, programs=None,
     buffer = torch.full((count + 5, layers * width // 4), -1, dtype=torch.int32, device=device)
     part = buffer[:, layer * width // 4 : (layer + 1) * width // 4]
     moved = torch.zeros(1, dtype=torch.int64, device=device)
-    common = dict(slabs=slabs, path=path, programs=programs)
+    common = dict(slabs=slabs, backend=backend, programs=programs)
     some = count - count // 3
     move_rows(
         table,
@@ -194,7 +196,7 @@ STORES = [
 
 def check_store(
     device,
-    path,
+    backend,
     seed,
     batch=1,
     queries=1,
@@ -238,6 +240,6 @@ def check_store(
         bank_v,
         ring,
         (starts[:, None] + torch.arange(queries)).to(device),
-        path=path,
+        backend=backend,
     )
     assert all(torch.equal(a, b) for a, b in zip((bank_k, bank_v, ring), want, strict=True))

@@ -65,7 +65,7 @@ def assert_keys(found, exact, plain_result, what):
     """Keys: twice plain torch's float32 error, plus 4e-6 of each key for exp(logit - lse) with a
     rounded lse.
 
-    DESIGN.md lets selections differ where keys are closer than 1e-5, relative.
+    DESIGN.md lets selections differ where scores are closer than 1e-5, relative.
     """
     error = ((found.double() - exact).abs() - 4e-6 * exact.abs()).max().item()
     allowed = 2 * (plain_result.double() - exact).abs().max().item()
@@ -90,7 +90,7 @@ def check_attention(out, q, chosen, visible, scale, what):
 
 def check_dense(
     device,
-    path,
+    backend,
     lengths,
     kv_heads=2,
     group=4,
@@ -102,7 +102,7 @@ def check_dense(
     extra=37,
     seed=0,
 ):
-    """decode_dense against the oracle; the rows past each length are NaN. Returns (out, keys)."""
+    """decode_dense against the oracle; the rows past each length are NaN. Returns (out, scores)."""
     generator = torch.Generator().manual_seed(seed)
     batch, capacity, scale = len(lengths), max(lengths) + extra, head_dim**-0.5
     k, v = make_bank(batch, kv_heads, capacity, head_dim, dtype, layout, device, generator)
@@ -113,20 +113,22 @@ def check_dense(
         .to(dtype)
         .to(device)
     )
-    keys = torch.full((batch, capacity), 7.0, device=device) if kind else None
-    out = decode_dense(q, k, v, ints(lengths, device), scale, keys, kind or "softmax", path=path)
+    scores = torch.full((batch, capacity), 7.0, device=device) if kind else None
+    out = decode_dense(
+        q, k, v, ints(lengths, device), scale, scores, kind or "softmax", backend=backend
+    )
     for b, n in enumerate(lengths):
         visible = [n - (queries - 1 - j) for j in range(queries)]
         rows = (k[b, :, :n], v[b, :, :n])
         check_attention(out[b], q[b], rows, visible, scale, f"out of sequence {b}")
         if kind and n:
-            assert (keys[b, n:] == 7.0).all(), "keys beyond the length were written"
+            assert (scores[b, n:] == 7.0).all(), "keys beyond the length were written"
             exact, rough = (
                 key_oracle(plain(q[b], *rows, visible, scale, t)[1][-1:], [1.0], kind)
                 for t in (torch.float64, torch.float32)
             )
-            assert_keys(keys[b, :n], exact, rough, f"keys of sequence {b}")
-    return out, keys
+            assert_keys(scores[b, :n], exact, rough, f"keys of sequence {b}")
+    return out, scores
 
 
 def key_oracle(logits, alpha, kind):
@@ -142,7 +144,7 @@ def key_oracle(logits, alpha, kind):
 
 def check_window(
     device,
-    path,
+    backend,
     lengths,
     window=16,
     kv_heads=2,
@@ -162,10 +164,10 @@ def check_window(
         .to(device)
     )
     alpha = torch.rand(window, generator=generator).to(device)
-    keys = torch.full((batch, capacity), 7.0, device=device)
+    scores = torch.full((batch, capacity), 7.0, device=device)
     for b, n in enumerate(lengths):
         k[b, :, n:] = math.nan
-    window_scores(q, k, ints(lengths, device), scale, alpha, kind, keys, path=path)
+    window_scores(q, k, ints(lengths, device), scale, alpha, kind, scores, backend=backend)
     for b, n in enumerate(lengths):
         visible = [n - (window - 1 - j) for j in range(window)]
         live = [j for j in range(window) if visible[j] > 0]
@@ -178,13 +180,13 @@ def check_window(
             )
             for t in (torch.float64, torch.float32)
         )
-        assert (keys[b, n:] == 7.0).all(), "keys beyond the length were written"
-        assert_keys(keys[b, :n], exact, rough, f"window keys of sequence {b}")
+        assert (scores[b, n:] == 7.0).all(), "keys beyond the length were written"
+        assert_keys(scores[b, :n], exact, rough, f"window scores of sequence {b}")
 
 
 def check_sparse(
     device,
-    path,
+    backend,
     counts,
     tails,
     kv_heads=2,
@@ -242,7 +244,7 @@ def check_sparse(
         ints(starts, device),
         ints(lengths, device),
         scale,
-        path=path,
+        backend=backend,
     )
     for b in range(batch):
         visible = [counts[b] + tails[b] - (queries - 1 - j) for j in range(queries)]
@@ -265,7 +267,7 @@ HOSTILE_ROWS = (
 
 
 def hostile_row(name, n, generator):
-    """One float32 row of n keys of a kind that breaks careless selects."""
+    """One float32 row of n scores of a kind that breaks careless selects."""
     row = torch.randn(n, generator=generator)
     if name == "equal":
         row = torch.full((n,), 0.25)
@@ -297,23 +299,26 @@ def hostile_row(name, n, generator):
     return row
 
 
-def check_topk(device, path, rows, lo, hi, k, room, span=None, scratch=None):
+def check_topk(device, backend, rows, lo, hi, k, room, span=None, scratch=None):
     """select_topk of rows (a list of 1-D tensors) against the stable sort; what lies outside [lo,
     hi) is huge. Returns out.
     """
-    keys = torch.stack(rows)
+    scores = torch.stack(rows)
     for b in range(len(rows)):
-        keys[b, : lo[b]] = keys[b, max(hi[b], 0) :] = math.inf
+        scores[b, : lo[b]] = scores[b, max(hi[b], 0) :] = math.inf
     out = torch.full((len(rows), room), 99, dtype=torch.int32)
     counts = torch.full((len(rows),), 99, dtype=torch.int32)
     expected, expected_counts = out.clone(), counts.clone()
     select_topk_ref(
-        keys, *(torch.tensor(x, dtype=torch.int32) for x in (lo, hi, k)), expected, expected_counts
+        scores,
+        *(torch.tensor(x, dtype=torch.int32) for x in (lo, hi, k)),
+        expected,
+        expected_counts,
     )
-    keys, out, counts = (t.to(device) for t in (keys, out, counts))
-    arguments = (keys, *(ints(x, device) for x in (lo, hi, k)), out, counts, scratch)
+    scores, out, counts = (t.to(device) for t in (scores, out, counts))
+    arguments = (scores, *(ints(x, device) for x in (lo, hi, k)), out, counts, scratch)
     if span is None:
-        select_topk(*arguments, path=path)
+        select_topk(*arguments, backend=backend)
     else:
         from kernels.topk import select_topk_triton
 

@@ -38,7 +38,7 @@ def column_oracle(q, k, lse, scale, dtype):
 
 def check_column_scores(
     device,
-    path,
+    backend,
     chunk,
     stop,
     kv_heads=2,
@@ -67,7 +67,7 @@ def check_column_scores(
     k[:, :, stop:] = math.nan
     sums = torch.full((batch, len(blocks) + 1, stop + 19), 7.0, device=device)
     absolute = [(stop + first, stop + last, rows) for first, last, rows in blocks]
-    column_scores(q, k, lse, absolute, stop, stride, scale, sums, path=path)
+    column_scores(q, k, lse, absolute, stop, stride, scale, sums, backend=backend)
     assert (sums[:, len(blocks)] == 7.0).all(), "sums of no block were written"
     for b in range(batch):
         for n, (first, last, rows) in enumerate(blocks):
@@ -83,7 +83,7 @@ def check_column_scores(
 
 def check_prefill_sparse(
     device,
-    path,
+    backend,
     chunk,
     count,
     band,
@@ -127,7 +127,7 @@ def check_prefill_sparse(
         for n, (*_, kept) in enumerate(blocks):
             keep[index[b, n, :kept].long()] = True
         k[b, :, ~keep] = v[b, :, ~keep] = math.nan
-    out = prefill_sparse(q, k, v, index, blocks, start, scale, path=path)
+    out = prefill_sparse(q, k, v, index, blocks, start, scale, backend=backend)
     assert out.shape == q.shape and out.dtype == dtype and torch.isfinite(out).all()
     for n, (first, last, local, kept) in enumerate(blocks):
         visible = [kept + position + 1 - local for position in range(first, last)]
@@ -155,7 +155,7 @@ def check_prefill_sparse(
 
 def check_blocks(
     device,
-    path,
+    backend,
     blocks,
     past,
     kv_heads=2,
@@ -190,7 +190,7 @@ def check_blocks(
     for side in (k, v):
         side[:, :, : first + chunk].masked_fill_(~read.unsqueeze(-1), math.nan)
         side[:, :, first + chunk :] = math.nan
-    out, lse = attend_blocks(q, k, v, keep.to(device), first, scale, path=path)
+    out, lse = attend_blocks(q, k, v, keep.to(device), first, scale, backend=backend)
     assert out.shape == q.shape and out.dtype == dtype and torch.isfinite(out).all()
     for b in range(batch):
         for head in range(heads):

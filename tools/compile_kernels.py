@@ -201,28 +201,30 @@ def call(case):
     heads = 8 * case.group
     queries = 16 if case.launcher == "window" else case.queries
     q = meta(1, queries, heads, case.head_dim, dtype=dtype)
-    keys = meta(1, CAPACITY, dtype=torch.float32)
+    scores = meta(1, CAPACITY, dtype=torch.float32)
     # gathered layers are token-major, the others head-major
     if case.launcher == "sparse":
         k, v = meta(1, CAPACITY, 2, 8, case.head_dim, dtype=dtype).permute(2, 0, 3, 1, 4)
-        decode_sparse(q, k, v, meta(1, 1, BUDGET), meta(1), meta(1), meta(1), scale, path="triton")
+        decode_sparse(
+            q, k, v, meta(1, 1, BUDGET), meta(1), meta(1), meta(1), scale, backend="triton"
+        )
         return
     if case.launcher in PREFILL_LAUNCHERS:
         call_prefill(case, meta)
         return
     k, v = meta(2, 1, 8, CAPACITY, case.head_dim, dtype=dtype)
     if case.launcher == "topk":
-        select_topk(keys, meta(1), meta(1), meta(1), meta(1, BUDGET), meta(1), path="triton")
+        select_topk(scores, meta(1), meta(1), meta(1), meta(1, BUDGET), meta(1), backend="triton")
     elif case.launcher == "window":
         for kind in ("softmax", "raw"):
             window_scores(
-                q, k, meta(1), scale, meta(16, dtype=torch.float32), kind, keys, path="triton"
+                q, k, meta(1), scale, meta(16, dtype=torch.float32), kind, scores, backend="triton"
             )
     elif case.launcher == "scored":
         for kind in ("softmax", "raw"):
-            decode_dense(q, k, v, meta(1), scale, keys, kind, path="triton")
+            decode_dense(q, k, v, meta(1), scale, scores, kind, backend="triton")
     else:
-        decode_dense(q, k, v, meta(1), scale, path="triton")
+        decode_dense(q, k, v, meta(1), scale, backend="triton")
 
 
 def call_host(launcher, meta):
@@ -246,13 +248,13 @@ def call_host(launcher, meta):
                 *bank,
                 meta(1, 128, 32, 128, dtype=torch.bfloat16),
                 meta(1, 1, dtype=torch.int64),
-                path="triton",
+                backend="triton",
             )
         return
     slots = make_slots(CAPACITY, 4 * BUDGET, BUDGET, "meta")
     table, rows = meta(CAPACITY // 64, dtype=torch.int64), meta(4 * BUDGET, 12 * 1024)
     if launcher == "slots":
-        plan_slots(meta(BUDGET), meta(1), slots, path="triton")
+        plan_slots(meta(BUDGET), meta(1), slots, backend="triton")
     elif launcher == "home":
         move_rows(
             table,
@@ -264,9 +266,9 @@ def call_host(launcher, meta):
             2048,
             None,
             to_host=True,
-            path="triton",
+            backend="triton",
         )
-        move_rows(table, 4096, 12 * 4096, meta(65536, 1024), 0, 0, 65536, None, path="triton")
+        move_rows(table, 4096, 12 * 4096, meta(65536, 1024), 0, 0, 65536, None, backend="triton")
     else:
         # a group's packed row, and one layer of it
         for part in (rows, rows[:, 1024:2048]):
@@ -280,7 +282,7 @@ def call_host(launcher, meta):
                 slots.misses,
                 None,
                 moved=meta(1, dtype=torch.int64),
-                path="triton",
+                backend="triton",
             )
 
 
@@ -310,18 +312,18 @@ def call_prefill(case, meta):
             16,
             scale,
             sums,
-            path="triton",
+            backend="triton",
         )
         return
     # layers that read everything are head-major
     if case.launcher == "blocks":
         k, v = meta(2, 1, 8, CAPACITY, case.head_dim, dtype=dtype)
         keep = meta(1, 8 * case.group, 4096 // BLOCK, CAPACITY // BLOCK, dtype=torch.bool)
-        attend_blocks(q, k, v, keep, start, scale, path="triton")
+        attend_blocks(q, k, v, keep, start, scale, backend="triton")
         return
     k, v = meta(1, CAPACITY, 2, 8, case.head_dim, dtype=dtype).permute(2, 0, 3, 1, 4)
     blocks = [(first, first + 256, first - 256, 512) for first in edges]
-    prefill_sparse(q, k, v, meta(1, len(edges), 512), blocks, start, scale, path="triton")
+    prefill_sparse(q, k, v, meta(1, len(edges), 512), blocks, start, scale, backend="triton")
 
 
 def specialise(function, arguments, options, case):

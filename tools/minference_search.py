@@ -62,7 +62,7 @@ def search_patterns(llm, token_ids, space=SPACE, progress=None):
     scratch = make_scratch(
         1, 1, config.num_heads, config.num_kv_heads, config.head_dim, total, 0, llm.device, False, 0
     )
-    setup = Setup(config, plan, total, llm.device, llm.dtype, 1, llm.kernels, scratch)
+    setup = Setup(config, plan, total, llm.device, llm.dtype, 1, llm.backend, scratch)
     runtime, bank = (
         SearchRuntime(method, setup, tuple(map(checked, space))),
         DeviceBank(config, plan, total, llm.dtype, llm.device),

@@ -73,7 +73,7 @@ class ReplayRuntime(OmniKVRuntime):
 
     @property
     def nbytes(self):
-        """Bytes of keys, indices and tables."""
+        """Bytes of scores, indices and tables."""
         return super().nbytes + sum(t.numel() * t.element_size() for t in self.tables)
 
     def end_prefill(self, length, step=None):

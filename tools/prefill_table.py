@@ -26,6 +26,7 @@ from engine.prefill import run_chunk
 from engine.prefill_eta import Work
 from tools.bench.header import commit, hardware, version
 from tools.bench.shapes import SHAPES, parse_size, shape_config, shape_filters, short_size
+from tools.synthetic_bank import synthesize
 
 MARKS = (0.10, 0.25, 0.50)  # of the work, where the predicted time is compared
 FAR = 2**40  # a prompt's length whose dense end no timed chunk reaches
@@ -148,7 +149,7 @@ def speed(args):
     seconds, work = {}, {}
     with llm.session(Full()) as dense, llm.session(found[list(found)[-1]]) as sparse:
         for session in (dense, sparse):
-            session.synthesize(longest)
+            synthesize(session, longest)
         for depth in depths:
             for _ in range(args.repeats + (depth == 0)):  # the very first one warms up
                 for name, method in found.items():
@@ -298,7 +299,7 @@ def measure_memory(args):
     for name, method in methods(argparse.Namespace(**{**vars(args), "ratios": [2]})).items():
         with llm.session(method) as session:
             before = _resident(llm)
-            session.synthesize(length)
+            synthesize(session, length)
             bank = session.bank.nbytes
             for _ in range(2):
                 timed_chunk(session, _whole(length - llm.chunk, llm.chunk), llm.chunk)

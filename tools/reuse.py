@@ -87,7 +87,9 @@ def hit_rate(selections, slots, keep_last=False):
         index = torch.zeros(budget, dtype=torch.int32)
         index[: len(chosen)] = chosen.int()
         before = int(state.counters[0])
-        plan_slots(index, torch.tensor([len(chosen)], dtype=torch.int32), state, path="reference")
+        plan_slots(
+            index, torch.tensor([len(chosen)], dtype=torch.int32), state, backend="reference"
+        )
         now = set(chosen.tolist())
         if step >= engine.session.WARM:
             asked += len(chosen)

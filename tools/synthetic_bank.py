@@ -8,7 +8,7 @@ that was never written may not even be read.
 
 import torch
 
-from engine.errors import SettingError
+from engine.errors import ContextTooLong, SettingError
 
 # tokens that are really read: their rows give the scale of every layer's keys and values
 HEAD = 64
@@ -32,7 +32,21 @@ def synthesize(session, n, seed=0):
         raise SettingError(f"synthesize: found {n!r}, expected an int of at least 1")
     host = torch.Generator().manual_seed(seed)
     ids = torch.randint(session.llm.config.vocab_size, (n,), generator=host).tolist()
-    return ids, min(n, HEAD)
+    if n > session.capacity:
+        raise ContextTooLong(
+            f"synthesize: {n} tokens do not fit: this session's limit is {session.capacity}"
+        )
+    head = min(n, HEAD)
+    session.prefill(ids[:head])
+    try:
+        with session.llm.busy(), torch.inference_mode():
+            for layer in range(session.plan.num_layers):
+                fill_rows(session.bank, layer, head, n, seed)
+    except BaseException:
+        session.bank.rewind(head, broken=True)
+        raise
+    if n > head:
+        session.adopt(ids)
 
 
 def fill_rows(bank, layer, head, n, seed):

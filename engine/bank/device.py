@@ -76,13 +76,13 @@ class DeviceBank:
         k, v = rows[0], rows[1]
         return (k, v) if stop is None else (k[:, :, :stop], v[:, :, :stop])
 
-    def write(self, layer, k, v, raw, ring, positions):
-        """Write a step's rows k, v [B, Q, Hkv, D] at positions [B, Q] int64, and raw [B, Q, H, D]
-        into the layer's ring (QueryRing).
+    def write(self, layer, k, v, q_pre_rope, ring, positions):
+        """Write a step's rows k, v [B, Q, Hkv, D] at positions [B, Q] int64, and q_pre_rope [B, Q,
+        H, D] into the layer's ring (QueryRing).
 
         On a GPU no position visits the host.
         """
-        store_step(k, v, raw, *self.kv(layer), ring.slots[layer], positions)
+        store_step(k, v, q_pre_rope, *self.kv(layer), ring.slots[layer], positions)
 
     def write_chunk(self, layer, k, v, start):
         """Write rows k, v [B, C, Hkv, D] at start .. start + C - 1 of every sequence (prefill;
@@ -136,7 +136,7 @@ class DeviceBank:
         """Whether a layer's rows live in host memory."""
         return False
 
-    def streams(self, layer, path):
+    def streams(self, layer, backend):
         """Whether dense decode attention to a layer must go block by block
         (engine/bank/streamed_attention.py).
         """

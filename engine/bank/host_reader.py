@@ -7,7 +7,7 @@ at waits name the race they prevent.
 
 import torch
 
-from engine.bank.streams import copy_rows, main_mark, wait
+from engine.bank.streams import copy_rows, record_main, wait
 from kernels.gather import move_rows
 
 
@@ -75,7 +75,7 @@ class HostReader:
                 0,
                 kept,
                 self.pool.slabs,
-                path="reference",
+                backend="reference",
             )
         self._read(layer, tail, stop, rows[kept:])
         self.streamed += rows.numel() * rows.element_size()
@@ -148,11 +148,11 @@ class HostReader:
         rows = self._whole[self._order.index(layer) % len(self._whole)]
         # race: the layer that had this stage before may still be read
         with self._fetch.after_main():
-            self._fetch.follow(self._home_event)  # race: rows may still be on their way home
+            self._fetch.wait_event(self._home_event)  # race: rows may still be on their way home
             count = min(self.home, self.length)
             self._move(layer, 0, rows, 0, count)
         self.streamed += count * self._part
-        self._whole_of[layer] = rows, self._fetch.mark()
+        self._whole_of[layer] = rows, self._fetch.record_event()
 
     def blocks(self, layer, start, stop, size=None):
         """Stream rows start .. stop-1 of a layer: yields (first, K, V), the next block in flight
@@ -171,7 +171,7 @@ class HostReader:
             # race: attention would read rows that are still arriving
             wait(event)
             yield first, *self._views(self._block[turn][: last - first])
-            self._block_free[turn] = main_mark(self.device)
+            self._block_free[turn] = record_main(self.device)
         after = self._order.index(layer) + 1
         if spans and after < len(self._order) and spans[0][1] <= self.home:
             self._ahead = (
@@ -192,8 +192,10 @@ class HostReader:
         # race: staged rows and the ring may not be written yet
         with self._fetch.after_main():
             # race: attention may still read what this block held before
-            self._fetch.follow(self._block_free[turn])
-            self._fetch.follow(self._past_event(layer))  # race: rows may still be on their way home
+            self._fetch.wait_event(self._block_free[turn])
+            self._fetch.wait_event(
+                self._past_event(layer)
+            )  # race: rows may still be on their way home
             middle = last if staged is None else max(first, min(last, staged[0]))
             self._read(layer, first, middle, self._block[turn])
             if staged is not None:
@@ -202,7 +204,7 @@ class HostReader:
                     staged[1][middle - staged[0] : last - staged[0]],
                 )
             self.streamed += (middle - first) * self._part
-            return turn, self._fetch.mark()
+            return turn, self._fetch.record_event()
 
     def _past_event(self, layer):
         """Behind what went home of a layer; the chunk that is still staged apart, which is read
@@ -247,5 +249,5 @@ class HostReader:
             count,
             self.pool.slabs,
             to_host=to_host,
-            path=self._path,
+            backend=self._backend,
         )

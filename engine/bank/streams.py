@@ -7,7 +7,7 @@ import contextlib
 import torch
 
 
-class Lane:
+class SideStream:
     """A CUDA stream beside the main one. On a CPU everything happens at once and in order, and
     nothing here does anything.
     """
@@ -27,12 +27,12 @@ class Lane:
         with torch.cuda.stream(self._stream):
             yield
 
-    def follow(self, event):
+    def wait_event(self, event):
         """What is issued on this lane from now on waits for an event of another lane."""
         if self._stream is not None and event is not None:
             self._stream.wait_event(event)
 
-    def mark(self):
+    def record_event(self):
         """An event behind everything issued on this lane so far; None on a CPU."""
         return self._stream.record_event() if self._stream is not None else None
 
@@ -48,7 +48,7 @@ def wait(event):
         torch.cuda.current_stream().wait_event(event)
 
 
-def main_mark(device):
+def record_main(device):
     """An event on the current stream; None on a CPU."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 

@@ -15,7 +15,7 @@ import torch
 from engine.bank.block_table import BlockTable
 from engine.bank.device import DeviceBank
 from engine.bank.host_reader import HostReader
-from engine.bank.streams import Lane, wait
+from engine.bank.streams import SideStream, wait
 from engine.bank.working_set import WorkingSet
 from engine.plan.layers import TAIL_BLOCK, tail_start
 from engine.plan.placement import part_bytes
@@ -26,23 +26,23 @@ class TieredBank(HostReader, DeviceBank):
     """Keys and values of one sequence; the layers of `placement` in `pool`'s host memory, the
     others as in DeviceBank.
 
-    path: kernel path of the copies ("auto", "reference", "cpu", "triton"). Memory: the dense layers
-    as in DeviceBank, for the others Placement.device_bytes; host blocks as tokens come. Raises
-    OutOfHostMemory from write_chunk and before_step, nothing changed.
+    backend: kernel backend of the copies ("auto", "reference", "cpu", "triton"). Memory: the dense
+    layers as in DeviceBank, for the others Placement.device_bytes; host blocks as tokens come.
+    Raises OutOfHostMemory from write_chunk and before_step, nothing changed.
     """
 
     tiered = True
 
     def __init__(
-        self, config, plan, capacity, dtype, device, placement, pool, path="auto", donor=None
+        self, config, plan, capacity, dtype, device, placement, pool, backend="auto", donor=None
     ):
         super().__init__(
             config, plan, capacity, dtype, device, hosted=placement.layers, donor=donor
         )
         self._config, self.pool = config, pool
         # unpinned rows go through the CPU
-        self._path = path if pool.pinned or self.device.type == "cpu" else "reference"
-        self._fetch, self._home_lane = Lane(self.device), Lane(self.device)
+        self._backend = backend if pool.pinned or self.device.type == "cpu" else "reference"
+        self._fetch, self._home_lane = SideStream(self.device), SideStream(self.device)
         self.streamed = self.stalls = 0
         self._lengths()
         self._build(placement)
@@ -60,7 +60,7 @@ class TieredBank(HostReader, DeviceBank):
             self.capacity,
             self.dtype,
             self.device,
-            self._path,
+            self._backend,
         )
         self._sets = [WorkingSet(pack, placement, *sizes) for pack in placement.packs]
         self._of, self._offset, at = {}, {}, 0
@@ -117,7 +117,7 @@ class TieredBank(HostReader, DeviceBank):
         """Whether a layer's rows live in host memory."""
         return layer in self._of
 
-    def streams(self, layer, path):
+    def streams(self, layer, backend):
         """Whether dense attention to a layer must go block by block: it is offloaded, longer than a
         stream block and not staged whole.
 
@@ -127,7 +127,7 @@ class TieredBank(HostReader, DeviceBank):
         return (
             layer in self._of
             and layer not in self._whole_of
-            and path != "reference"
+            and backend != "reference"
             and self.length > self.placement.block
         )
 
@@ -148,15 +148,15 @@ class TieredBank(HostReader, DeviceBank):
 
     # ---------------------------------------------------------------- writing
 
-    def write(self, layer, k, v, raw, ring, positions):
+    def write(self, layer, k, v, q_pre_rope, ring, positions):
         """Rows of a decode step: dense layers as in DeviceBank, the others into their working set's
         ring.
         """
         ws = self._of.get(layer)
         if ws is None:
-            super().write(layer, k, v, raw, ring, positions)
+            super().write(layer, k, v, q_pre_rope, ring, positions)
             return
-        ring.write(layer, raw, positions)
+        ring.write(layer, q_pre_rope, positions)
         at = positions[0] % ws.ring + ws.first
         ws.write(layer, k, v, torch.cat((at, at + ws.ring)))
 
@@ -206,7 +206,7 @@ class TieredBank(HostReader, DeviceBank):
             self._move(layer, start, stage, 0, count, to_host=True)
         self._layer_event[layer] = (
             self._layer_event.get(layer, (None, None))[1],
-            self._home_lane.mark(),
+            self._home_lane.record_event(),
         )
         self._stage_free[turn] = self._home_event = self._layer_event[layer][1]
         self._staged[turn] = (layer, start, start + count)
@@ -229,9 +229,9 @@ class TieredBank(HostReader, DeviceBank):
                     stop - self.home,
                     self.pool.slabs,
                     to_host=True,
-                    path=self._path,
+                    backend=self._backend,
                 )
-        self._home_event = self._home_lane.mark()
+        self._home_event = self._home_lane.record_event()
         self._layer_event = dict.fromkeys(self._order, (self._home_event, self._home_event))
         self.home = stop
 
@@ -292,7 +292,7 @@ class TieredBank(HostReader, DeviceBank):
                         ws.first + copy + at % ring,
                         count,
                         self.pool.slabs,
-                        path=self._path,
+                        backend=self._backend,
                     )
                 at += count
 
@@ -362,7 +362,7 @@ class TieredBank(HostReader, DeviceBank):
             self.device,
             placement,
             self.pool,
-            self._path,
+            self._backend,
             donor=self,
         )
         try:

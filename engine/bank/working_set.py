@@ -19,10 +19,10 @@ class WorkingSet:
     """
 
     def __init__(
-        self, pack, placement, kv_heads, head_dim, part_bytes, capacity, dtype, device, path
+        self, pack, placement, kv_heads, head_dim, part_bytes, capacity, dtype, device, backend
     ):
         self.pack, self.at = pack, {layer: i for i, layer in enumerate(pack)}
-        self.first, self.ring, self.path = placement.slots, placement.ring, path
+        self.first, self.ring, self.backend = placement.slots, placement.ring, backend
         self.reuse, self.by_layer = placement.reuse, placement.by_layer
         self.part, self.pitch = part_bytes, part_bytes * len(pack)
         self.width, self.shape = kv_heads * head_dim, (kv_heads, head_dim)
@@ -76,7 +76,7 @@ class WorkingSet:
         with lane.after_main():
             if not self.reuse:
                 forget_slots(self.slots, 0)
-            plan_slots(index, count, self.slots, self.path)
+            plan_slots(index, count, self.slots, self.backend)
             s = self.slots
             move = dict(
                 tokens=s.source,
@@ -85,11 +85,11 @@ class WorkingSet:
                 slabs=pool.slabs,
                 moved=self.moved,
                 programs=pool.programs,
-                path=self.path,
+                backend=self.backend,
             )
             if not self.by_layer:
                 move_rows(table, offset, self.pitch, self.words, **move)
-                self._done = dict.fromkeys(self.pack, lane.mark())
+                self._done = dict.fromkeys(self.pack, lane.record_event())
                 return
             width = self.part // 4
             for layer, i in self.at.items():
@@ -100,7 +100,7 @@ class WorkingSet:
                     self.words[:, i * width : (i + 1) * width],
                     **move,
                 )
-                self._done[layer] = lane.mark()
+                self._done[layer] = lane.record_event()
 
     def ready(self, layer):
         """The current stream waits until a layer's rows have arrived (race: attention would read

@@ -109,7 +109,7 @@ class Setup:
     device: object
     dtype: object
     batch: int
-    path: str  # kernel path: "auto", "reference", "cpu", "triton"
+    backend: str  # kernel backend: "auto", "reference", "cpu", "triton"
     scratch: object
 
 
@@ -185,10 +185,10 @@ class Runtime:
         """Attention of a chunk at positions start .. start+C-1, rows already written. q [B, C, H,
         D] -> [B, C, H, D].
         """
-        if bank.hosts(layer) and self.setup.path != "reference":
+        if bank.hosts(layer) and self.setup.backend != "reference":
             return attend_stream(q, bank, layer, start, self.scale)
         k, v = bank.kv(layer)
-        return prefill_dense(q, k, v, start, self.scale, path=self.setup.path)
+        return prefill_dense(q, k, v, start, self.scale, backend=self.setup.backend)
 
     def attend(self, layer, q, step):
         """Attention of a decode step. q [B, Q, H, D] rotated; step: engine.decode.Step -> [B, Q, H,
@@ -196,9 +196,9 @@ class Runtime:
         """
         return self.attend_dense(layer, q, step)
 
-    def attend_dense(self, layer, q, step, keys=None, kind="softmax"):
-        """Attention to everything in the bank, leaving head maxima in `keys` if given."""
-        if keys is None and step.bank.streams(layer, self.setup.path):
+    def attend_dense(self, layer, q, step, scores=None, kind="softmax"):
+        """Attention to everything in the bank, leaving head maxima in `scores` if given."""
+        if scores is None and step.bank.streams(layer, self.setup.backend):
             return attend_stream(q, step.bank, layer, step.bank.length - q.shape[1], self.scale)
         k, v = step.bank.kv(layer, step.bucket)
         return decode_dense(
@@ -207,10 +207,10 @@ class Runtime:
             v,
             step.visible,
             self.scale,
-            keys=keys,
+            scores=scores,
             kind=kind,
             scratch=self.setup.scratch,
-            path=self.setup.path,
+            backend=self.setup.backend,
         )
 
     def selections(self):

@@ -77,7 +77,7 @@ def rms_norm(x, weight, eps):
     return weight * wide.to(x.dtype)
 
 
-def before(layer, x, cos, sin, heads, kv_heads, head_dim, eps):
+def pre_attention(layer, x, cos, sin, heads, kv_heads, head_dim, eps):
     """First half of a layer. x [B, S, hidden]; cos, sin [B or 1, S, D/2] float32.
 
     Returns q [B, S, H, D] and k [B, S, Hkv, D], both rotated, v [B, S, Hkv, D], and q before
@@ -87,12 +87,12 @@ def before(layer, x, cos, sin, heads, kv_heads, head_dim, eps):
     qkv = layer.qkv(rms_norm(x, layer.input_norm, eps)).view(
         batch, length, heads + 2 * kv_heads, head_dim
     )
-    raw, k, v = qkv.split([heads, kv_heads, kv_heads], dim=2)
+    q_pre_rope, k, v = qkv.split([heads, kv_heads, kv_heads], dim=2)
     rotated = apply_rope(qkv[:, :, : heads + kv_heads], cos, sin)
-    return rotated[:, :, :heads], rotated[:, :, heads:], v, raw
+    return rotated[:, :, :heads], rotated[:, :, heads:], v, q_pre_rope
 
 
-def after(layer, x, attended, eps):
+def post_attention(layer, x, attended, eps):
     """Second half of a layer. x [B, S, hidden], attended [B, S, H, D] -> x [B, S, hidden]."""
     x = x + layer.o(attended.flatten(2))
     gate, up = layer.gate_up(rms_norm(x, layer.post_norm, eps)).chunk(2, dim=-1)
@@ -177,7 +177,7 @@ def assemble(config, dtype, device, stream, form="auto"):
         del tensor
         if len(parts) == 1 + has_bias:
             del waiting[base]
-            packed[base] = pack_linear(parts.pop("weight"), parts.pop("bias", None), path=form)
+            packed[base] = pack_linear(parts.pop("weight"), parts.pop("bias", None), backend=form)
     layers = [
         Layer(
             plain[f"{i}.input_norm"],
@@ -194,7 +194,7 @@ def assemble(config, dtype, device, stream, form="auto"):
     lm_head = pack_linear(
         plain["embed" if config.tied_embeddings else "lm_head"],
         None,
-        path="left" if torch.device(device).type == "cpu" and form == "auto" else "plain",
+        backend="left" if torch.device(device).type == "cpu" and form == "auto" else "plain",
     )
     return Llama(
         config, dtype, torch.device(device), plain["embed"], layers, plain["norm"], lm_head

@@ -222,7 +222,7 @@ def default_chunk(device_type, config):
 
 
 def memory_items(
-    config, method, layers, dtype, device, context, chunk, path="auto", placement=None
+    config, method, layers, dtype, device, context, chunk, backend="auto", placement=None
 ):
     """The plan's parts at a context: tuple of (name, bytes, note). Everything but the bank and a
     few buffers is O(1) in context.
@@ -246,7 +246,7 @@ def memory_items(
         device=device,
         scored=budget > 0,
         window=method.window if windowed else 0,
-        path=path,
+        backend=backend,
         dtype=dtype,
     )
     selection = method.runtime_bytes(layers, context, config, size)
@@ -344,7 +344,7 @@ def plan_at(
     chunk=None,
     budget=None,
     note="",
-    path="auto",
+    backend="auto",
     offload="auto",
     slots=SLOTS,
     host_budget=None,
@@ -367,7 +367,7 @@ def plan_at(
 
     def items(context, placement):
         return memory_items(
-            config, method, layers, dtype, device, context, min(chunk, context), path, placement
+            config, method, layers, dtype, device, context, min(chunk, context), backend, placement
         )
 
     def fits(context, placement):

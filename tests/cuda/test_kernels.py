@@ -85,11 +85,11 @@ def test_bits_do_not_depend_on_the_capacity():
         torch.manual_seed(0)
         k, v = torch.randn(2, 1, 2, 3001, 128, device="cuda").bfloat16()
         k, v = (torch.nn.functional.pad(t, (0, 0, 0, extra)) for t in (k, v))
-        q, keys = (
+        q, scores = (
             torch.randn(1, 1, 8, 128, device="cuda").bfloat16(),
             torch.zeros(1, 3001 + extra, device="cuda"),
         )
-        results.append((decode_dense(q, k, v, ints([3001], "cuda"), 0.1, keys), keys[:, :3001]))
+        results.append((decode_dense(q, k, v, ints([3001], "cuda"), 0.1, scores), scores[:, :3001]))
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other))
 
 
@@ -160,13 +160,13 @@ def test_a_captured_step_follows_lengths_and_allocates_nothing():
         ints([0], "cuda"),
         ints([room], "cuda"),
     )
-    keys, sums = torch.zeros(2, 1, capacity, device="cuda")
+    scores, sums = torch.zeros(2, 1, capacity, device="cuda")
     index, counts = torch.zeros(1, 1, room, dtype=torch.int32, device="cuda"), ints([0], "cuda")
 
     def step():
-        dense = decode_dense(q, k, v, lengths, 0.1, keys, "softmax", scratch)
+        dense = decode_dense(q, k, v, lengths, 0.1, scores, "softmax", scratch)
         window_scores(window, k, lengths, 0.1, alpha, "softmax", sums, scratch)
-        select_topk(keys, zero, start, wanted, index[:, 0], counts, scratch)
+        select_topk(scores, zero, start, wanted, index[:, 0], counts, scratch)
         return dense, decode_sparse(q, k, v, index, counts, start, lengths, 0.1, scratch)
 
     side = torch.cuda.Stream()
@@ -182,9 +182,9 @@ def test_a_captured_step_follows_lengths_and_allocates_nothing():
         for _ in range(20):
             graph.replay()
         torch.cuda.synchronize()
-        found = [t.clone() for t in (*captured, keys, sums, index)]
+        found = [t.clone() for t in (*captured, scores, sums, index)]
         assert all(torch.equal(a, b) for a, b in zip(found[:2], step()))
-        assert all(torch.equal(a, b) for a, b in zip(found[2:], (keys, sums, index)))
+        assert all(torch.equal(a, b) for a, b in zip(found[2:], (scores, sums, index)))
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     for _ in range(100):
         graph.replay()

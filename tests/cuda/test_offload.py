@@ -61,7 +61,7 @@ def test_rows_land_where_they_should(width, layers, count, programs):
     )
 
 
-@pytest.mark.parametrize("kernels", ["reference", "auto"])
+@pytest.mark.parametrize("backend", ["reference", "auto"])
 @pytest.mark.parametrize(
     "method",
     [
@@ -71,19 +71,19 @@ def test_rows_land_where_they_should(width, layers, count, programs):
     ],
     ids=["omnikv", "brutal", "official"],
 )
-def test_offloaded_is_on_device(method, kernels):
+def test_offloaded_is_on_device(method, backend):
     """Bitwise for the reference and, because rows are visited in the same order, for decode on the
     kernels too.
     """
     answers = []
     for offload in ("device", "host"):
-        session = llm(method, offload, kernels=kernels, compile=False).session()
+        session = llm(method, offload, backend=backend, compile=False).session()
         logits = session.prefill(random_ids(1500))
         answers.append([logits, *(session.decode(7) for _ in range(200))])
     assert session.bank.pool.pinned
     close = (
         torch.equal
-        if kernels == "reference"
+        if backend == "reference"
         else functools.partial(torch.allclose, rtol=0, atol=2e-4)
     )
     assert all(close(a, b) for a, b in zip(*answers, strict=True))

@@ -40,8 +40,8 @@ def test_it_tells_a_whole_selection_from_a_sabotaged_one():
 @pytest.mark.parametrize("selector", ["last", "uniform"])
 def test_nothing_changes(selector):
     session, twin = (
-        answered(omnikv(16, selector=selector), kernels="reference"),
-        answered(omnikv(16, selector=selector), kernels="reference"),
+        answered(omnikv(16, selector=selector), backend="reference"),
+        answered(omnikv(16, selector=selector), backend="reference"),
     )
     session.check(20)
     for token in (3, 4, 5):
@@ -55,11 +55,11 @@ def test_nothing_changes(selector):
 
 def test_numbers_equal_an_independent_computation():
     """KL from two separate sessions, mass from a float64 softmax over the bank's own rows."""
-    session = answered(omnikv(16), kernels="reference")
+    session = answered(omnikv(16), backend="reference")
     step = session.check(1).steps[0]
     n = len(session)
     last, chosen = session.ids[-1], session.selections
-    full = answered(omnikv(16), kernels="reference")
+    full = answered(omnikv(16), backend="reference")
     full.truncate(n - 1)
     full.set_method(Full())
     p, q = (torch.log_softmax(s.double(), -1) for s in (full.decode(last), session.last_logits))
@@ -107,8 +107,8 @@ def test_watch_samples_and_falls_back_to_exact():
 
 def test_a_watched_answer_is_the_same_answer():
     plain, watched = (
-        answered(omnikv(16), kernels="reference"),
-        answered(omnikv(16), kernels="reference"),
+        answered(omnikv(16), backend="reference"),
+        answered(omnikv(16), backend="reference"),
     )
     watched.watch = Watch(every=2)
     for token in range(9):
@@ -130,7 +130,7 @@ def test_rows_of_the_prompt_are_never_rewritten():
     """Asked for more steps than the answer has: the answer's are checked, no row of the bank
     changes.
     """
-    session = answered(omnikv(16), kernels="reference")
+    session = answered(omnikv(16), backend="reference")
     before = [[rows.clone() for rows in session.bank.kv(layer, len(session))] for layer in range(8)]
     assert len(session.check(60).steps) == 24
     assert all(

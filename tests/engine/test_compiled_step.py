@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.methods.full import Full
 from engine.methods.omnikv.settings import OmniKV
 from tests.engine.tiny import random_ids, tiny_config, tiny_llm, tiny_weights
+from tools.synthetic_bank import synthesize
 
 CONFIG = tiny_config(layers=6, heads=4, kv_heads=2)
 WEIGHTS = tiny_weights(CONFIG, sharpness=2.0)
@@ -52,12 +53,12 @@ def compiled():
     """One LLM with compiled pieces, for all methods; the counters start at zero."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    return tiny_llm(CONFIG, WEIGHTS, Full(), max_context=1024, kernels="auto", compile=True)
+    return tiny_llm(CONFIG, WEIGHTS, Full(), max_context=1024, backend="auto", compile=True)
 
 
 @pytest.mark.parametrize("name", ["last", "full", "uniform"])
 def test_compiled_steps_are_the_eager_ones_and_compile_once(compiled, name):
-    eager = tiny_llm(CONFIG, WEIGHTS, Full(), max_context=1024, kernels="auto", compile=False)
+    eager = tiny_llm(CONFIG, WEIGHTS, Full(), max_context=1024, backend="auto", compile=False)
     with compiled.session(METHODS[name]) as one, eager.session(METHODS[name]) as other:
         first, expected = one.prefill(random_ids(300)), other.prefill(random_ids(300))
         one.decode(3), one.decode(4)  # warm-up
@@ -123,11 +124,11 @@ def test_no_tensor_that_grows_with_the_context_is_created_in_a_step(name, dtype)
     does another appear.
     """
     config = tiny_config(layers=6, heads=4, kv_heads=2, max_positions=DEPTHS[-1] + 64)
-    llm = tiny_llm(config, WEIGHTS, METHODS[name], kernels="auto", compile=False, dtype=dtype)
+    llm = tiny_llm(config, WEIGHTS, METHODS[name], backend="auto", compile=False, dtype=dtype)
     made = []
     for length in DEPTHS:
         with llm.session() as session:
-            session.synthesize(length)
+            synthesize(session, length)
             # whatever a first step wants (the window of unread rows)
             session.decode(1)
             session.truncate(length)

@@ -113,7 +113,7 @@ def test_a_budget_for_everything_is_full_attention_to_the_bit(run):
 @given(runs())
 def test_and_within_rounding_on_the_fast_kernels(run):
     shape, method, chunk, turns = run
-    llm = tiny_llm(*model(shape), Full(), max_context=CAPACITY, chunk=chunk, kernels="auto")
+    llm = tiny_llm(*model(shape), Full(), max_context=CAPACITY, chunk=chunk, backend="auto")
     both(llm, OmniKV(**method), turns, close)
 
 

@@ -21,9 +21,9 @@ WEIGHTS = tiny_weights(CONFIG, seed=1)
 SELECTORS = ("last", "uniform", "exponential")
 
 
-def make(kernels, dtype="float32", **changes):
+def make(backend, dtype="float32", **changes):
     """A session of OmniKV after a prompt and 3 steps: filters 1 and 5, sparse layers 3, 4, 7 and 8."""
-    llm = tiny_llm(CONFIG, WEIGHTS, Full(), max_context=CAPACITY, kernels=kernels, dtype=dtype)
+    llm = tiny_llm(CONFIG, WEIGHTS, Full(), max_context=CAPACITY, backend=backend, dtype=dtype)
     settings = dict(filter_layers=(1, 5), tokens=20, tail=TAIL, dense_below=0)
     session = llm.session(OmniKV(**{**settings, **changes}))
     session.prefill(random_ids(PROMPT))
@@ -67,11 +67,11 @@ class Poisoned:
 
 
 @pytest.mark.parametrize(
-    ("kernels", "dtype"), [("reference", "float32"), ("auto", "float32"), ("auto", "bfloat16")]
+    ("backend", "dtype"), [("reference", "float32"), ("auto", "float32"), ("auto", "bfloat16")]
 )
 @pytest.mark.parametrize("selector", SELECTORS)
-def test_nothing_but_selection_and_tail_is_read(kernels, dtype, selector):
-    session = make(kernels, dtype, selector=selector)
+def test_nothing_but_selection_and_tail_is_read(backend, dtype, selector):
+    session = make(backend, dtype, selector=selector)
     expected, n = session.decode(5), len(session)
     sets = read_sets(session)
     assert sorted(sets) == list(session.plan.sparse_layers) == [3, 4, 7, 8]
@@ -89,9 +89,9 @@ def test_nothing_but_selection_and_tail_is_read(kernels, dtype, selector):
 
 
 @pytest.mark.parametrize(
-    ("kernels", "dtype"), [("reference", "float32"), ("auto", "float32"), ("auto", "bfloat16")]
+    ("backend", "dtype"), [("reference", "float32"), ("auto", "float32"), ("auto", "bfloat16")]
 )
-def test_rows_beyond_the_length_are_never_looked_at(kernels, dtype):
+def test_rows_beyond_the_length_are_never_looked_at(backend, dtype):
     """The bank is reserved, not cleared: what lies beyond the length may be anything, in every
     layer and under every method.
     """
@@ -99,7 +99,7 @@ def test_rows_beyond_the_length_are_never_looked_at(kernels, dtype):
         Full(),
         OmniKV(filter_layers=(1, 5), tokens=20, tail=TAIL, dense_below=0, selector="uniform"),
     ):
-        llm = tiny_llm(CONFIG, WEIGHTS, method, max_context=CAPACITY, kernels=kernels, dtype=dtype)
+        llm = tiny_llm(CONFIG, WEIGHTS, method, max_context=CAPACITY, backend=backend, dtype=dtype)
         with llm.session() as clean, llm.session() as dirty:
             for layer in range(LAYERS):
                 for part in dirty.bank.kv(layer):
@@ -112,9 +112,9 @@ def test_rows_beyond_the_length_are_never_looked_at(kernels, dtype):
                     assert torch.equal(clean.decode(token), dirty.decode(token))
 
 
-@pytest.mark.parametrize("kernels", ["reference", "auto"])
-def test_every_chosen_row_and_the_tail_are_read_in_every_sparse_layer_by_every_head(kernels):
-    session = make(kernels)
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_every_chosen_row_and_the_tail_are_read_in_every_sparse_layer_by_every_head(backend):
+    session = make(backend)
     session.decode(5)
     for layer, rows in read_sets(session).items():
         # the newest row is written by the step itself
@@ -125,10 +125,10 @@ def test_every_chosen_row_and_the_tail_are_read_in_every_sparse_layer_by_every_h
     assert session.stats.sparse_steps == session.stats.decode_steps
 
 
-@pytest.mark.parametrize("kernels", ["reference", "auto"])
-def test_a_chosen_row_carries_weight(kernels):
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_a_chosen_row_carries_weight(backend):
     """Zeroing a chosen row changes the logits, zeroing one that was not chosen does not."""
-    session = make(kernels)
+    session = make(backend)
     expected = session.decode(5)
     for layer, rows in read_sets(session).items():
         outside = next(i for i in range(PROMPT) if i not in rows)
@@ -183,12 +183,12 @@ def rows_of(session):
     ]
 
 
-@pytest.mark.parametrize("kernels", ["reference", "auto"])
-def test_nothing_is_ever_evicted(kernels):
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_nothing_is_ever_evicted(backend):
     """After 150 sparse steps and a second turn every row of every layer is still the bits that were
     written.
     """
-    session = make(kernels)
+    session = make(backend)
     written = rows_of(session)
     for number, token in enumerate(random_ids(150, seed=5)):
         if number == 90:

@@ -26,13 +26,13 @@ METHODS = {
 _LLMS = {}
 
 
-def llm_of(name, chunk=64, kernels="reference"):
+def llm_of(name, chunk=64, backend="reference"):
     """LLMs are shared by the examples of a property: only the chunk differs, and it is a setting of
     its own.
     """
-    key = name, chunk, kernels
+    key = name, chunk, backend
     if key not in _LLMS:
-        _LLMS[key] = tiny_llm(METHODS[name], chunk=chunk, kernels=kernels, max_context=1024)
+        _LLMS[key] = tiny_llm(METHODS[name], chunk=chunk, backend=backend, max_context=1024)
     return _LLMS[key]
 
 

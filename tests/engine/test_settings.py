@@ -379,7 +379,7 @@ def test_stream_of_weights_serves_all_settings():
     """The helper itself: two LLMs over the same weights give the same logits."""
     config, weights = CONFIG, tiny_weights(CONFIG)
     a = LLM.from_stream(
-        config, stream_of(weights), device="cpu", max_context=64, kernels="reference"
+        config, stream_of(weights), device="cpu", max_context=64, backend="reference"
     )
     b = tiny_llm(config, weights, Full(), max_context=64)
     with a.session() as first, b.session() as second:

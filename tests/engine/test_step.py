@@ -32,7 +32,7 @@ METHODS = {
 LENGTHS = (300, 171, 40)
 
 
-def batched(llm, sessions, kernels):
+def batched(llm, sessions, backend):
     """A decoder and a bank that hold what these sessions hold, one sequence each."""
     method, batch = sessions[0].method, len(sessions)
     plan = method.plan(CONFIG)
@@ -56,24 +56,24 @@ def batched(llm, sessions, kernels):
         "cpu",
         True,
         window,
-        path=kernels,
+        backend=backend,
     )
     setup = Setup(
-        CONFIG, plan, CAPACITY, torch.device("cpu"), torch.float32, batch, kernels, scratch
+        CONFIG, plan, CAPACITY, torch.device("cpu"), torch.float32, batch, backend, scratch
     )
     runtime = method.runtime(setup)
     runtime.end_prefill(max(LENGTHS))
     return Decoder(llm.model, llm.rotary, runtime, ring), bank
 
 
-@pytest.mark.parametrize("kernels", ["reference", "auto"])
+@pytest.mark.parametrize("backend", ["reference", "auto"])
 @pytest.mark.parametrize("name", METHODS)
-def test_a_ragged_batch_is_each_sequence_alone(name, kernels):
-    llm = tiny_llm(CONFIG, WEIGHTS, METHODS[name], max_context=CAPACITY, kernels=kernels)
+def test_a_ragged_batch_is_each_sequence_alone(name, backend):
+    llm = tiny_llm(CONFIG, WEIGHTS, METHODS[name], max_context=CAPACITY, backend=backend)
     sessions = [llm.session() for _ in LENGTHS]
     for number, (session, length) in enumerate(zip(sessions, LENGTHS)):
         session.prefill(random_ids(length, seed=number))
-    decoder, bank = batched(llm, sessions, kernels)
+    decoder, bank = batched(llm, sessions, backend)
     for step in range(4):
         tokens = random_ids(len(LENGTHS), seed=100 + step)
         lengths = torch.tensor([len(session) for session in sessions], dtype=torch.int32)
@@ -97,20 +97,20 @@ def test_a_ragged_batch_is_each_sequence_alone(name, kernels):
                 )
 
 
-@pytest.mark.parametrize("kernels", ["reference", "auto"])
+@pytest.mark.parametrize("backend", ["reference", "auto"])
 @pytest.mark.parametrize("queries", [1, 2, 5, 8])
 @pytest.mark.parametrize("everything", [False, True])
-def test_several_queries_at_once_are_as_many_steps(queries, everything, kernels):
+def test_several_queries_at_once_are_as_many_steps(queries, everything, backend):
     """Full, and OmniKV with a budget for everything: query j sees j tokens more than the first,
     whatever tail block they span.
     """
     method = OmniKV(**{**SPARSE, "tokens": CAPACITY}) if everything else Full()
-    llm = tiny_llm(CONFIG, WEIGHTS, method, max_context=CAPACITY, kernels=kernels)
+    llm = tiny_llm(CONFIG, WEIGHTS, method, max_context=CAPACITY, backend=backend)
     # 192 and 256 lie inside the last two
     for length in (171, 188, 252):
         with llm.session() as session:
             session.prefill(random_ids(length))
-            decoder, bank = batched(llm, [session], kernels)
+            decoder, bank = batched(llm, [session], backend)
             tokens = random_ids(queries, seed=5)
             with torch.inference_mode():
                 logits = decoder.step(

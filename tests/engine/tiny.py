@@ -68,7 +68,7 @@ def stream_of(weights):
 
 def tiny_llm(config, weights, method, **settings):
     """An LLM over these weights on the CPU, by default on the reference launchers."""
-    settings = {"device": "cpu", "kernels": "reference", **settings}
+    settings = {"device": "cpu", "backend": "reference", **settings}
     return LLM.from_stream(config, stream_of(weights), method=method, **settings)
 
 

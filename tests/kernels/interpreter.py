@@ -1,7 +1,7 @@
 """Triton's interpreter with right bf16: without this, tl.dot multiplies bf16 bit patterns and casts
 truncate (triton 3.6, 3.7).
 
-Call `install` before running kernels, in a process with TRITON_INTERPRET=1. Only what our kernels
+Call `install` before running backend, in a process with TRITON_INTERPRET=1. Only what our kernels
 use is put right: casts, dots and arithmetic on two bf16 operands.
 """
 

@@ -48,9 +48,9 @@ def test_dense_two_merge_levels_give_the_same_bits():
     q = torch.randn(1, 1, 4, 16, generator=generator)
     bank = torch.full((2, 1, 1, 40000, 16), float("nan"))
     bank[:, :, :, :700] = rows
-    keys = torch.zeros(1, 40000)
-    out = decode_dense(q, bank[0], bank[1], ints([700], "cpu"), 0.25, keys, path="triton")
-    assert torch.equal(out, small[0]) and torch.equal(keys[:, :700], small[1])
+    scores = torch.zeros(1, 40000)
+    out = decode_dense(q, bank[0], bank[1], ints([700], "cpu"), 0.25, scores, backend="triton")
+    assert torch.equal(out, small[0]) and torch.equal(scores[:, :700], small[1])
 
 
 @pytest.mark.parametrize(
@@ -133,24 +133,24 @@ def test_offsets_past_31_bits_heads(huge):
     (k, v), small = far_bank(huge, 600, 32)
     q, alpha = torch.randn(1, 2, 4, 32).half(), torch.ones(2)
     lengths, scale = ints([600], "cpu"), 32**-0.5
-    keys = torch.zeros(3, 1, 600)
+    scores = torch.zeros(3, 1, 600)
     index = torch.arange(0, 500, 7, dtype=torch.int32).view(1, 1, -1)
     rest = (index, ints([index.shape[2]], "cpu"), ints([560], "cpu"), lengths, scale)
     for far, near in (
         (
-            decode_dense(q, k, v, lengths, scale, keys[0], path="triton"),
-            decode_dense(q, *small, lengths, scale, keys[1], path="triton"),
+            decode_dense(q, k, v, lengths, scale, scores[0], backend="triton"),
+            decode_dense(q, *small, lengths, scale, scores[1], backend="triton"),
         ),
         (
-            decode_sparse(q, k, v, *rest, path="triton"),
-            decode_sparse(q, *small, *rest, path="triton"),
+            decode_sparse(q, k, v, *rest, backend="triton"),
+            decode_sparse(q, *small, *rest, backend="triton"),
         ),
     ):
         assert torch.equal(far, near)
-    assert torch.equal(keys[0], keys[1])
-    window_scores(q, k, lengths, scale, alpha, "softmax", keys[0], path="triton")
-    window_scores(q, small[0], lengths, scale, alpha, "softmax", keys[1], path="triton")
-    assert torch.equal(keys[0], keys[1])
+    assert torch.equal(scores[0], scores[1])
+    window_scores(q, k, lengths, scale, alpha, "softmax", scores[0], backend="triton")
+    window_scores(q, small[0], lengths, scale, alpha, "softmax", scores[1], backend="triton")
+    assert torch.equal(scores[0], scores[1])
 
 
 def test_offsets_past_31_bits_rows(huge):
@@ -168,9 +168,10 @@ def test_offsets_past_31_bits_rows(huge):
     index = torch.arange(300, 490, 3, dtype=torch.int32).view(1, 1, -1)
     rest = (index, ints([index.shape[2]], "cpu"), ints([495], "cpu"), lengths, scale)
     assert torch.equal(
-        decode_dense(q, k, v, lengths, scale, path="triton"),
-        decode_dense(q, *small, lengths, scale, path="triton"),
+        decode_dense(q, k, v, lengths, scale, backend="triton"),
+        decode_dense(q, *small, lengths, scale, backend="triton"),
     )
     assert torch.equal(
-        decode_sparse(q, k, v, *rest, path="triton"), decode_sparse(q, *small, *rest, path="triton")
+        decode_sparse(q, k, v, *rest, backend="triton"),
+        decode_sparse(q, *small, *rest, backend="triton"),
     )

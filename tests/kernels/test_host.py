@@ -49,7 +49,7 @@ def test_a_step_stores_its_rows(shape):
 
 
 def test_a_whole_offloaded_session_on_interpreted_kernels(monkeypatch):
-    """Slots, moves and attention by the Triton kernels: the same bits as with everything on the
+    """Slots, moves and attention by the Triton backend: the same bits as with everything on the
     device, because rows are visited in the same order whatever their slot.
     """
     import engine.session
@@ -64,7 +64,7 @@ def test_a_whole_offloaded_session_on_interpreted_kernels(monkeypatch):
             method,
             config=tiny_config(num_hidden_layers=5),
             offload=offload,
-            kernels="triton",
+            backend="triton",
             max_context=256,
             chunk=200,
             slots=2,

@@ -75,7 +75,7 @@ def test_everything_kept_is_dense_attention():
     q = torch.randn(1, 2 * BLOCK, 4, 16, generator=generator)
     keep = torch.ones(1, 4, 2, 4, dtype=torch.bool)
     for mine, theirs in zip(
-        attend_blocks(q, k, v, keep, 2 * BLOCK, 0.25, path="triton"),
+        attend_blocks(q, k, v, keep, 2 * BLOCK, 0.25, backend="triton"),
         prefill_dense_lse(q, k, v, 2 * BLOCK, 0.25),
     ):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)

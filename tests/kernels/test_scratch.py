@@ -14,7 +14,7 @@ from kernels.window_scores import window_scores
 from tests.kernel_checks import ints
 
 
-@pytest.mark.parametrize("path", ["cpu", "triton"])
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -23,31 +23,31 @@ from tests.kernel_checks import ints
         (3, 3, 8, 2, 64, 50000, 900, "meta", True, 16),
     ],
 )
-def test_bytes_are_what_is_allocated(sizes, path):
-    scratch = make_scratch(*sizes, path=path)
+def test_bytes_are_what_is_allocated(sizes, backend):
+    scratch = make_scratch(*sizes, backend=backend)
     found = sum(
         t.numel() * t.element_size() for t in vars(scratch).values() if isinstance(t, torch.Tensor)
     )
-    assert found == scratch_bytes(*sizes, path=path)
+    assert found == scratch_bytes(*sizes, backend=backend)
 
 
 def step(scratch, q, k, v):
     """Every kernel of a step at 600 of 700 rows; returns all that they leave."""
-    lengths, scale, keys = ints([600, 99], "cpu"), 0.2, torch.zeros(2, 700)
+    lengths, scale, scores = ints([600, 99], "cpu"), 0.2, torch.zeros(2, 700)
     index, counts = torch.zeros(2, 1, 40, dtype=torch.int32), ints([0, 0], "cpu")
-    dense = decode_dense(q, k, v, lengths, scale, keys, "softmax", scratch, path="triton")
+    dense = decode_dense(q, k, v, lengths, scale, scores, "softmax", scratch, backend="triton")
     select_topk(
-        keys,
+        scores,
         ints([0, 0], "cpu"),
         ints([500, 60], "cpu"),
         ints([40, 30], "cpu"),
         index[:, 0],
         counts,
         scratch,
-        path="triton",
+        backend="triton",
     )
     sparse = decode_sparse(
-        q, k, v, index, counts, ints([500, 60], "cpu"), lengths, scale, scratch, path="triton"
+        q, k, v, index, counts, ints([500, 60], "cpu"), lengths, scale, scratch, backend="triton"
     )
     window = torch.zeros(2, 700)
     window_scores(
@@ -59,16 +59,16 @@ def step(scratch, q, k, v):
         "softmax",
         window,
         scratch,
-        path="triton",
+        backend="triton",
     )
-    return dense, keys, index, counts, sparse, window
+    return dense, scores, index, counts, sparse, window
 
 
 def test_one_scratch_for_a_step_whatever_it_held():
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 2, 8, 32), torch.randn(2, 2, 700, 32), torch.randn(2, 2, 700, 32)
     alone = step(None, q, k, v)
-    scratch = make_scratch(2, 2, 8, 2, 32, 1300, 64, "cpu", True, 16, path="triton")
+    scratch = make_scratch(2, 2, 8, 2, 32, 1300, 64, "cpu", True, 16, backend="triton")
     for name, buffer in vars(scratch).items():
         if name != "hist" and isinstance(buffer, torch.Tensor):
             buffer.fill_(float("nan") if buffer.is_floating_point() else -1)
@@ -78,10 +78,10 @@ def test_one_scratch_for_a_step_whatever_it_held():
 
 def test_too_small_a_scratch_is_refused():
     """A bank of 1300 rows with scratch for 600: an error, not a write past its end."""
-    scratch = make_scratch(1, 1, 4, 2, 32, 600, 0, "cpu", True, 0, path="triton")
-    q, kv, keys = torch.randn(1, 1, 4, 32), torch.randn(2, 1, 2, 1300, 32), torch.zeros(1, 1300)
+    scratch = make_scratch(1, 1, 4, 2, 32, 600, 0, "cpu", True, 0, backend="triton")
+    q, kv, scores = torch.randn(1, 1, 4, 32), torch.randn(2, 1, 2, 1300, 32), torch.zeros(1, 1300)
     with pytest.raises(ValueError, match="scratch.part: found 256 elements, this call needs 384"):
-        decode_dense(q, kv[0], kv[1], ints([1300], "cpu"), 0.2, scratch=scratch, path="triton")
+        decode_dense(q, kv[0], kv[1], ints([1300], "cpu"), 0.2, scratch=scratch, backend="triton")
     with pytest.raises(ValueError, match="scratch.logits: found 2400"):
         decode_dense(
             q,
@@ -89,9 +89,9 @@ def test_too_small_a_scratch_is_refused():
             kv[1][:, :, :1000],
             ints([900], "cpu"),
             0.2,
-            keys,
+            scores,
             scratch=scratch,
-            path="triton",
+            backend="triton",
         )
 
 
@@ -103,5 +103,5 @@ def test_dispatch():
         and choose("triton", cpu) == "triton"
     )
     assert choose("auto", torch.zeros(1, device="meta")) == "reference"
-    with pytest.raises(ValueError, match="path: found 'fast', expected one of auto"):
+    with pytest.raises(ValueError, match="backend: found 'fast', expected one of auto"):
         choose("fast", cpu)

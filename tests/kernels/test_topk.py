@@ -21,7 +21,7 @@ def test_hostile_rows(name, generator):
 
 
 def test_histograms_are_left_zero_and_scratch_is_reused(generator):
-    scratch = make_scratch(2, 1, 1, 1, 16, 3000, 0, "cpu", True, 0, path="triton")
+    scratch = make_scratch(2, 1, 1, 1, 16, 3000, 0, "cpu", True, 0, backend="triton")
     for name in ("equal", "normal", "nan", "normal"):
         check_topk(
             "cpu",

@@ -11,7 +11,7 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
 @pytest.mark.parametrize(
-    "path, dtype", [("cpu", F32), ("cpu", F16), ("cpu", BF16), ("reference", F32)]
+    "backend, dtype", [("cpu", F32), ("cpu", F16), ("cpu", BF16), ("reference", F32)]
 )
 @pytest.mark.parametrize(
     "chunk, stop, shape",
@@ -27,9 +27,9 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
         (9, 200, dict(sharpness=0.0)),  # all weights equal
     ],
 )
-def test_against_float64(path, dtype, chunk, stop, shape, monkeypatch):
+def test_against_float64(backend, dtype, chunk, stop, shape, monkeypatch):
     monkeypatch.setattr(kernels.column_scores, "ROWS", 64)
-    check_column_scores("cpu", path, chunk, stop, dtype=dtype, **shape)
+    check_column_scores("cpu", backend, chunk, stop, dtype=dtype, **shape)
 
 
 def test_blocks_of_rows_change_no_bit(monkeypatch):

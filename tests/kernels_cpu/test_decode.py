@@ -152,18 +152,18 @@ def test_nothing_that_grows_with_the_context_is_created(dtype, layout, ties):
         k, v = make_bank(1, 2, n + 64, 64, dtype, layout, "cpu", generator)
         q = torch.randn(1, 16, 8, 64).to(dtype)
         scratch = make_scratch(1, 1, 8, 2, 64, n + 64, 128, "cpu", True, 16, dtype=dtype)
-        keys, out, counts = (
+        scores, out, counts = (
             torch.zeros(1, n + 64),
             torch.zeros(1, 128, dtype=torch.int32),
             ints([0], "cpu"),
         )
         window, alpha = torch.zeros(1, n + 64), torch.ones(16)
         with Sizes() as sizes:
-            decode_dense(q[:, -1:], k, v, ints([n], "cpu"), 0.1, keys, "softmax", scratch)
+            decode_dense(q[:, -1:], k, v, ints([n], "cpu"), 0.1, scores, "softmax", scratch)
             if ties:
-                keys.zero_()
+                scores.zero_()
             select_topk(
-                keys,
+                scores,
                 ints([0], "cpu"),
                 ints([n - 256], "cpu"),
                 ints([128], "cpu"),
@@ -184,5 +184,5 @@ def test_nothing_that_grows_with_the_context_is_created(dtype, layout, ties):
             )
             window_scores(q, k, ints([n], "cpu"), 0.1, alpha, "softmax", window, scratch)
         found.append(sizes.largest)
-        assert math.isfinite(keys.sum()) and int(counts) == 128
+        assert math.isfinite(scores.sum()) and int(counts) == 128
     assert found[0] == found[1] and found[0] <= 16 * 2 * 1024 * 4 * 4, found

@@ -33,7 +33,7 @@ def test_chunk_and_past(dtype, layout, chunk, start, monkeypatch):
         q = torch.randn(2, chunk, kv_heads * group, dim, generator=generator).to(dtype)
         out, lse = prefill_dense_lse(q, k, v, start, dim**-0.5)
         assert (
-            torch.equal(out, prefill_dense(q, k, v, start, dim**-0.5, path="cpu"))
+            torch.equal(out, prefill_dense(q, k, v, start, dim**-0.5, backend="cpu"))
             and out.dtype == dtype
         )
         for b in range(2):

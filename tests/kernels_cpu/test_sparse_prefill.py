@@ -12,7 +12,7 @@ from tests.prefill_checks import check_prefill_sparse
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
-@pytest.mark.parametrize("path", ["cpu", "reference"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 @pytest.mark.parametrize(
     "chunk, count, band, shape",
@@ -28,8 +28,8 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
         (20, 50, 10, dict(gap=0)),  # every row of the past is chosen
     ],
 )
-def test_against_float64(path, dtype, chunk, count, band, shape):
-    check_prefill_sparse("cpu", path, chunk, count, band, dtype=dtype, **shape)
+def test_against_float64(backend, dtype, chunk, count, band, shape):
+    check_prefill_sparse("cpu", backend, chunk, count, band, dtype=dtype, **shape)
 
 
 @pytest.mark.parametrize("layout", ["heads", "tokens"])
@@ -42,8 +42,8 @@ def test_all_rows_chosen_is_dense(layout):
     k, v = rows if layout == "tokens" else rows.contiguous()
     q = torch.randn(1, 25, 6, 16, generator=generator)
     index = torch.arange(40, dtype=torch.int32)[None, None]
-    for path in ("cpu", "reference"):
-        sparse = prefill_sparse(q, k, v, index, [(65, 90, 40, 40)], 65, 0.25, path=path)
+    for backend in ("cpu", "reference"):
+        sparse = prefill_sparse(q, k, v, index, [(65, 90, 40, 40)], 65, 0.25, backend=backend)
         torch.testing.assert_close(
-            sparse, prefill_dense(q, k, v, 65, 0.25, path="reference"), atol=1e-6, rtol=1e-5
+            sparse, prefill_dense(q, k, v, 65, 0.25, backend="reference"), atol=1e-6, rtol=1e-5
         )

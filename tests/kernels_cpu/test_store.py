@@ -7,7 +7,7 @@ import pytest
 from tests.host_checks import STORES, check_store
 
 
-@pytest.mark.parametrize("path", ["reference", "cpu"])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("shape", STORES)
-def test_a_step_stores_its_rows(path, shape):
-    check_store("cpu", path, 2, **shape)
+def test_a_step_stores_its_rows(backend, shape):
+    check_store("cpu", backend, 2, **shape)

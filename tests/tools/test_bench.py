@@ -34,6 +34,7 @@ from tools.bench.run import (
 from tools.bench.shapes import SHAPES, parse_size, shape_config, shape_filters, short_size
 from tools.bench.split import STAGES, split_step
 from tools.bench.suite import sharp_stream
+from tools.synthetic_bank import synthesize
 
 TINY = [
     "--shape",
@@ -185,9 +186,9 @@ def test_llamacpp_beside_us(capsys):
 def test_a_wrong_path_is_not_timed(capsys, monkeypatch):
     right = engine.methods.omnikv.settings.decode_sparse
 
-    def wrong(*arguments, path="auto", **named):
-        out = right(*arguments, path=path, **named)
-        return out if path == "reference" else out.roll(1, -1)
+    def wrong(*arguments, backend="auto", **named):
+        out = right(*arguments, backend=backend, **named)
+        return out if backend == "reference" else out.roll(1, -1)
 
     monkeypatch.setattr(engine.methods.omnikv.settings, "decode_sparse", wrong)
     code, out, data = run(capsys, "--peers", "none", "--no-split")
@@ -268,7 +269,7 @@ def test_predicted_bytes_are_those_that_a_step_counts(n):
         omnikv(dense_below=500),
     ):
         with llm.session(method) as session:
-            session.synthesize(n)
+            synthesize(session, n)
             before = session.stats
             session.decode(1)
             after = session.stats
@@ -407,21 +408,23 @@ def test_verify_agrees_with_itself_and_restores_the_session():
         and facts["selections_agree"] > 0.95
         and contestant.session.method == omnikv()
     )
-    assert len(contestant.session) == 700 and contestant.session.kernels == "auto"
+    assert len(contestant.session) == 700 and contestant.session.backend == "auto"
 
 
 def test_verify_sees_a_wrong_selection(monkeypatch):
     right = engine.methods.omnikv.settings.select_topk
 
-    def wrong(keys, *arguments, path="auto", **named):
-        return right(keys if path == "reference" else -keys, *arguments, path=path, **named)
+    def wrong(scores, *arguments, backend="auto", **named):
+        return right(
+            scores if backend == "reference" else -scores, *arguments, backend=backend, **named
+        )
 
     monkeypatch.setattr(engine.methods.omnikv.settings, "select_topk", wrong)
     contestant = Engine("omnikv", tiny_llm(omnikv()), 700)
     with pytest.raises(Mismatch, match="selection at 700 tokens"):
         verify(contestant)
     assert (
-        contestant.session.kernels == "auto"
+        contestant.session.backend == "auto"
         and contestant.session.method == omnikv()
         and len(contestant.session) == 700
     )

@@ -74,9 +74,9 @@ def test_no_gpu_and_bad_sections_are_usage_errors(tmp_path, monkeypatch, capsys)
 def test_a_wrong_kernel_fails_its_check(monkeypatch):
     right = gpu_kernels.decode_sparse
 
-    def wrong(*arguments, path="auto", **named):
-        out = right(*arguments, path=path, **named)
-        return out if path == "reference" else out * 1.01
+    def wrong(*arguments, backend="auto", **named):
+        out = right(*arguments, backend=backend, **named)
+        return out if backend == "reference" else out * 1.01
 
     monkeypatch.setattr(gpu_kernels, "decode_sparse", wrong)
     checks = gpu_kernels.check(gpu_kernels.SMALL, "cpu")

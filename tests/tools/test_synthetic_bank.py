@@ -10,6 +10,7 @@ from engine.errors import ContextTooLong, SettingError
 from engine.model.config import ModelConfig
 from engine.model.llama import random_stream
 from tools.planted_selection import Replay, ring_shape
+from tools.synthetic_bank import synthesize
 
 CONFIG = ModelConfig.from_dict(
     {
@@ -40,7 +41,7 @@ def planted(reuse, tokens=256, **more):
 
 def test_synthetic_rows_have_the_scale_of_read_rows_and_none_repeats():
     session = make().session()
-    session.synthesize(9000, seed=3)
+    synthesize(session, 9000, seed=3)
     assert len(session) == 9000 and session.ids[:4] != session.ids[4:8]
     for layer in (0, 5):
         for rows in session.bank.kv(layer, 9000):
@@ -56,7 +57,7 @@ def test_synthetic_bank_is_deterministic_and_decodes():
     banks, logits = [], []
     for method in (Full(), OmniKV(filter_layers=(1,), tokens=16, tail=64, dense_below=0)):
         session = make(800).session(method)
-        session.synthesize(700)
+        synthesize(session, 700)
         logits.append(session.decode(3))
         banks.append(session.bank.kv(5, 700)[0].contiguous())
     assert torch.equal(*banks)  # whatever the layout
@@ -66,19 +67,19 @@ def test_synthetic_bank_is_deterministic_and_decodes():
 def test_synthesize_refuses_what_it_cannot_fill():
     session = make(128).session()
     with pytest.raises(ContextTooLong):
-        session.synthesize(129)
+        synthesize(session, 129)
     with pytest.raises(SettingError, match="synthesize: found 0"):
-        session.synthesize(0)
-    session.synthesize(10)
+        synthesize(session, 0)
+    synthesize(session, 10)
     with pytest.raises(SettingError, match="10 tokens, expected an empty one"):
-        session.synthesize(5)
+        synthesize(session, 5)
 
 
 def test_windowed_selector_works_on_a_synthetic_bank():
     session = make(1000).session(
         OmniKV(filter_layers=(1,), tokens=16, tail=64, dense_below=0, selector="uniform")
     )
-    session.synthesize(900)
+    synthesize(session, 900)
     session.decode(1)
     assert session.selections[1].numel() == 16
 
@@ -86,7 +87,7 @@ def test_windowed_selector_works_on_a_synthetic_bank():
 @pytest.mark.parametrize("reuse", [0.0, 0.5, 0.7, 0.9, 1.0])
 def test_replay_plants_the_asked_reuse(reuse):
     session = make(4200).session(planted(reuse))
-    session.synthesize(4096)
+    synthesize(session, 4096)
     last, shares = None, []
     for token in range(9):
         session.decode(token)
@@ -103,7 +104,7 @@ def test_replay_plants_the_asked_reuse(reuse):
 
 def test_replay_is_a_function_of_the_position_and_survives_a_fork():
     session = make(2100).session(planted(0.7))
-    session.synthesize(2000)
+    synthesize(session, 2000)
     twin = session.fork()
     first = session.decode(1)
     chosen = session.selections[3]
@@ -114,7 +115,7 @@ def test_replay_is_a_function_of_the_position_and_survives_a_fork():
 
 def test_replay_with_few_candidates_and_bad_settings():
     session = make(512).session(planted(0.0, tokens=400))
-    session.synthesize(300)
+    synthesize(session, 300)
     session.decode(1)
     assert session.selections[0].tolist() == list(range(300 // 64 * 64 - 64))
     for bad in (-0.1, 1.5, "much", True):
@@ -136,13 +137,13 @@ def test_ring_holds_its_windows(k, candidates, reuse):
 
 def test_set_kernels_goes_on_over_the_same_bank():
     session = make(600).session(OmniKV(filter_layers=(1,), tokens=32, tail=64, dense_below=0))
-    session.synthesize(500)
+    synthesize(session, 500)
     fast = session.decode(7)
     session.truncate(500)
-    session.set_kernels("reference")
+    session.set_backend("reference")
     assert (session.decode(7) - fast).abs().max() < 2e-3
     with pytest.raises(SettingError, match="kernels: found 'fast'"):
-        session.set_kernels("fast")
+        session.set_backend("fast")
 
 
 def test_a_session_may_be_smaller_than_planned_and_its_plan_says_so():

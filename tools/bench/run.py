@@ -18,6 +18,7 @@ from engine.methods.omnikv.settings import OmniKV
 from tools.bench.floor import StepBytes, step_bytes, sync
 from tools.bench.methods import describe
 from tools.planted_selection import Replay
+from tools.synthetic_bank import synthesize
 
 # steps that a contestant may be past its depth: below 2.5% of the shallowest
 DRIFT = 100
@@ -103,7 +104,7 @@ class Cell:
 
 class Engine:
     """A session of an LLM at depth n. Public API: LLM.session, Session.synthesize, decode,
-    truncate, set_kernels, stats.
+    truncate, set_backend, stats.
     """
 
     def __init__(self, name, llm, n):
@@ -111,7 +112,7 @@ class Engine:
         self.session = llm.session()
         self.settings = describe(self.session.method)
         try:
-            self.session.synthesize(n)
+            synthesize(self.session, n)
         except BaseException:
             self.session.close()
             raise
@@ -202,7 +203,7 @@ def verify(contestant, steps=None):
         facts["largest_logit_difference"] = _same_logits(contestant, steps)
     finally:
         contestant.back()
-        session.set_kernels("auto")
+        session.set_backend("auto")
         if session.method != method:
             session.set_method(method)
     return facts
@@ -219,12 +220,12 @@ def _same_selections(contestant):
     """
     session, chosen = contestant.session, []
     for path in ("auto", "reference"):
-        session.set_kernels(path)
+        session.set_backend(path)
         contestant.back()
         session.decode(session.ids[-1])
         chosen.append(session.selections)
     contestant.back()
-    session.set_kernels("auto")
+    session.set_backend("auto")
     shares = [
         torch.isin(mine, chosen[1][layer]).float().mean().item()
         for layer, mine in chosen[0].items()
@@ -250,7 +251,7 @@ def _same_logits(contestant, steps):
         fast.append(session.decode(fed[-1]).clone())
         fed.append(int(fast[-1].argmax()))
     contestant.back()
-    session.set_kernels("reference")
+    session.set_backend("reference")
     for number, (token, got) in enumerate(zip(fed, fast)):
         want = session.decode(token)
         difference = (got - want).abs().max().item()

@@ -148,7 +148,7 @@ class Suite:
             threads=o.threads,
             chunk=o.chunk,
             method=Full(),
-            kernels=o.kernels,
+            backend=o.kernels,
             offload="device",
             max_context=SMALL,
         )

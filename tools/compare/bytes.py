@@ -10,6 +10,7 @@ beside it in this engine, unread, so that a session can go back: it counts in `p
 from dataclasses import asdict, dataclass
 
 from engine.methods.evict.store import row_bytes
+from tools.synthetic_bank import synthesize
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,6 @@ def measure(llm, method, capacity, ids):
         if method.evicts:
             session.prefill((ids * -(-capacity // len(ids)))[: capacity - 1])
         else:
-            session.synthesize(capacity - 1)
+            synthesize(session, capacity - 1)
         session.decode(ids[-1])
         return held(session)

@@ -76,7 +76,7 @@ class Bench:
         """One int32 on the device."""
         return torch.full((1,), value, dtype=torch.int32, device=self.device)
 
-    def dense(self, path="auto", keys=None):
+    def dense(self, backend="auto", scores=None):
         """decode_dense over everything."""
         return decode_dense(
             self.q,
@@ -84,12 +84,12 @@ class Bench:
             self.v,
             self.lengths,
             self.scale,
-            keys=keys,
+            scores=scores,
             scratch=self.scratch,
-            path=path,
+            backend=backend,
         )
 
-    def sparse(self, path="auto"):
+    def sparse(self, backend="auto"):
         """decode_sparse over the chosen rows and the tail."""
         return decode_sparse(
             self.q,
@@ -101,12 +101,12 @@ class Bench:
             self.lengths,
             self.scale,
             scratch=self.scratch,
-            path=path,
+            backend=backend,
         )
 
-    def windowed(self, path="auto", keys=None):
+    def windowed(self, backend="auto", scores=None):
         """window_scores of 16 queries."""
-        out = self.keys if keys is None else keys
+        out = self.keys if scores is None else scores
         window_scores(
             self.window,
             self.k,
@@ -116,24 +116,26 @@ class Bench:
             "softmax",
             out,
             scratch=self.scratch,
-            path=path,
+            backend=backend,
         )
         return out
 
-    def prefill(self, path="auto"):
+    def prefill(self, backend="auto"):
         """prefill_dense of the last chunk."""
         chunk = min(self.sizes.chunk, self.n)
         q = self.q.expand(1, chunk, -1, -1) * torch.linspace(
             0.5, 1, chunk, device=self.device
         ).view(1, -1, 1, 1).to(self.q.dtype)
-        return prefill_dense(q, self.k, self.v, self.n - chunk, self.scale, path=path)
+        return prefill_dense(q, self.k, self.v, self.n - chunk, self.scale, backend=backend)
 
-    def blocks(self, path="auto"):
+    def blocks(self, backend="auto"):
         """attend_blocks of a chunk, of the past KEPT of all blocks per head."""
         q = self.q.expand(1, self.whole, -1, -1) * torch.linspace(
             0.5, 1, self.whole, device=self.device
         ).view(1, -1, 1, 1).to(self.q.dtype)
-        return attend_blocks(q, self.k, self.v, self.keep, self.first, self.scale, path=path)[0]
+        return attend_blocks(q, self.k, self.v, self.keep, self.first, self.scale, backend=backend)[
+            0
+        ]
 
     def blocks_operations(self):
         """Products of `blocks`, in operations: whole tiles of every kept past block, and the own
@@ -154,17 +156,17 @@ class Bench:
         )
 
 
-def selecting(keys, k, path="auto"):
+def selecting(scores, k, backend="auto"):
     """A function without arguments that selects the top k of a row and returns the index [1, k]
     int32; its buffers are made here.
     """
-    one = torch.ones(1, dtype=torch.int32, device=keys.device)
-    lo, hi, count, kept = one * 0, one * keys.shape[1], one * k, one.clone()
-    out = torch.empty(1, k, dtype=torch.int32, device=keys.device)
-    scratch = make_scratch(1, 1, 1, 1, 16, keys.shape[1], 0, keys.device, True, 0)
+    one = torch.ones(1, dtype=torch.int32, device=scores.device)
+    lo, hi, count, kept = one * 0, one * scores.shape[1], one * k, one.clone()
+    out = torch.empty(1, k, dtype=torch.int32, device=scores.device)
+    scratch = make_scratch(1, 1, 1, 1, 16, scores.shape[1], 0, scores.device, True, 0)
 
     def run():
-        select_topk(keys, lo, hi, count, out, kept, scratch=scratch, path=path)
+        select_topk(scores, lo, hi, count, out, kept, scratch=scratch, backend=backend)
         return out
 
     return run
@@ -183,11 +185,11 @@ def check(sizes, device):
 
     compare("dense decode", b.dense(), b.dense("reference"))
     fast, slow = torch.zeros_like(b.keys), torch.zeros_like(b.keys)
-    compare("dense decode with scores", b.dense(keys=fast), b.dense("reference", keys=slow))
+    compare("dense decode with scores", b.dense(scores=fast), b.dense("reference", scores=slow))
     compare("scores", fast / slow.max(), slow / slow.max())
     compare("sparse decode", b.sparse(), b.sparse("reference"))
     fast, slow = (
-        b.windowed(keys=torch.zeros_like(b.keys)),
+        b.windowed(scores=torch.zeros_like(b.keys)),
         b.windowed("reference", torch.zeros_like(b.keys)),
     )
     compare("window scores", fast / slow.max(), slow / slow.max())
@@ -230,7 +232,7 @@ def speed(sizes, device, rates, note=lambda row: None):
         row = 2 * sizes.kv_heads * sizes.head_dim * item
         visited = int(b.counts[0]) + n - int(b.tail[0])
         add("dense decode", n, b.dense, n * row)
-        add("dense decode with scores", n, lambda b=b: b.dense(keys=b.keys), n * row)
+        add("dense decode with scores", n, lambda b=b: b.dense(scores=b.keys), n * row)
         add("sparse decode", n, b.sparse, visited * row)
         add("window scores", n, b.windowed, n * row // 2)
         chunk = min(sizes.chunk, n)
@@ -240,10 +242,10 @@ def speed(sizes, device, rates, note=lambda row: None):
         rows[-1]["tflops"] = b.blocks_operations() / rows[-1]["us"] / 1e6
     del b
     for n in sizes.top:
-        keys = torch.rand(1, n, device=device)
+        scores = torch.rand(1, n, device=device)
         k = min(sizes.budget, n)
-        torch_us = 1e6 * median_time(lambda keys=keys, k=k: torch.topk(keys, k), device)
-        add("top-k", n, selecting(keys, k), 4 * n, torch_topk_us=torch_us)
+        torch_us = 1e6 * median_time(lambda scores=scores, k=k: torch.topk(scores, k), device)
+        add("top-k", n, selecting(scores, k), 4 * n, torch_topk_us=torch_us)
     return rows
 
 

@@ -22,6 +22,7 @@ from tools.bench.report import summary
 from tools.bench.shapes import shape_config, shape_filters
 from tools.bench.suite import Options, Suite, sharp_stream
 from tools.gpu import kernels as gpu_kernels
+from tools.synthetic_bank import synthesize
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -205,7 +206,7 @@ def graph(ctx):
     found = {}
     for name, value in (("full", Full()), ("omnikv", method)):
         with llm.session(value) as session:
-            session.synthesize(n)
+            synthesize(session, n)
             found[name] = _graph_facts(ctx, session, n, 20 if ctx.small else 100)
             ctx.note(found)
     return found
@@ -221,10 +222,10 @@ def _graph_facts(ctx, session, n, steps):
     captured += [int(session.decode(token).argmax()) for token in fed[1:]]
     grown = held(ctx.device) - before
     session.truncate(n)
-    session.set_kernels("reference")
+    session.set_backend("reference")
     eager = [int(session.decode(token).argmax()) for token in fed[:10]]
     session.truncate(n)
-    session.set_kernels("auto")
+    session.set_backend("auto")
     # resident pages of a process move by themselves
     flat = grown <= (0 if cuda else 2**20)
     facts = {

@@ -262,7 +262,7 @@ class EvictingRuntime(Runtime):
         """Attention of a chunk q [1, C, H', D] at positions from `start` on to rows k, v [h, T, D];
         query j sees rows < first + j + 1.
         """
-        return prefill_dense(q, k[None], v[None], first, self.scale, path=self.setup.path)
+        return prefill_dense(q, k[None], v[None], first, self.scale, backend=self.setup.backend)
 
     def observe(self, sequence, layer, number, q, k, first, start):
         """What scoring methods note: q [C, H', D] at positions from `start` on has attended to rows
@@ -361,7 +361,7 @@ class EvictingRuntime(Runtime):
             lengths,
             self.scale,
             scratch=self.setup.scratch,
-            path=self.setup.path,
+            backend=self.setup.backend,
         )
 
     def advance(self, count):

@@ -103,7 +103,7 @@ class WindowedRuntime(EvictingRuntime):
                     v[None, :, : first + count],
                     first,
                     self.scale,
-                    path=self.setup.path,
+                    backend=self.setup.backend,
                 )
             ]
             if count

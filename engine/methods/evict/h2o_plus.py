@@ -106,10 +106,15 @@ class H2OPlusRuntime(AccumulatingRuntime):
             k, v = (torch.cat(parts, 1) for parts in zip(*self._rows(layer, under, end)))
             first, part = k.shape[1] - (end - at), q[:, at - start : end - start]
             out.append(
-                prefill_dense(part, k[None], v[None], first, self.scale, path=self.setup.path)
+                prefill_dense(part, k[None], v[None], first, self.scale, backend=self.setup.backend)
             )
             newest = prefill_dense(
-                part[:, -1:], k[None], v[None], k.shape[1] - 1, self.scale, path=self.setup.path
+                part[:, -1:],
+                k[None],
+                v[None],
+                k.shape[1] - 1,
+                self.scale,
+                backend=self.setup.backend,
             )
             new = self.added(0, layer, 0, part[0], k, first, at)
             if under.scores is not None:

@@ -44,13 +44,13 @@ class BlockSparse:
         stop = start + q.shape[1]
         first, last = self.span(start, stop, total)
         if first == last:
-            return prefill_dense(q, k, v, start, self.scale, path=self.setup.path)
+            return prefill_dense(q, k, v, start, self.scale, backend=self.setup.backend)
         out = torch.empty_like(q)
         for low, high in ((start, first), (last, stop)):
             if low < high:
                 part = slice(low - start, high - start)
                 out[:, part] = prefill_dense(
-                    q[:, part], k, v, low, self.scale, path=self.setup.path
+                    q[:, part], k, v, low, self.scale, backend=self.setup.backend
                 )
         part = slice(first - start, last - start)
         mass = block_mass(
@@ -58,7 +58,7 @@ class BlockSparse:
         )
         keep = choose_blocks(mass, first, self.method.dense_mass)
         out[:, part] = attend_blocks(
-            q[:, part], k, v, keep, first, self.scale, path=self.setup.path
+            q[:, part], k, v, keep, first, self.scale, backend=self.setup.backend
         )[0]
         self._count(layer, q[:, part], k, keep, first)
         return out

@@ -41,19 +41,19 @@ class OfficialRuntime(OmniKVRuntime):
         generated = int(step.visible[0]) - self.prompt
         forced = max(0, self.window - generated)
         scored = self.prompt - forced
-        keys = self._scores(layer, q, step, scored)
+        scores = self._scores(layer, q, step, scored)
         # a window chooses one at least, `last` may choose none
         k = max(1, self.k - forced) if self.window else self.k
         index, counts = self.index[group], self.counts[group]
         select_topk(
-            keys,
+            scores,
             self.zero,
             device_int(scored, self.setup),
             device_int(k, self.setup),
             index[:, 0],
             counts,
             scratch=self.setup.scratch,
-            path=self.setup.path,
+            backend=self.setup.backend,
         )
         if forced:
             kept = int(counts[0])

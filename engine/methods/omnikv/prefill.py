@@ -43,7 +43,7 @@ class PrefillSelector:
         self.total = 0
         # blocks of the chunk under way; the last layer may see the chunk's last query only
         self.under_way = []
-        self.keys = torch.empty(
+        self.scores = torch.empty(
             setup.batch, AT_ONCE, setup.capacity if method.prefill_ratio else 0, device=setup.device
         )
         self.scored = []  # its sparse blocks; of the newest chunk that had any
@@ -54,7 +54,7 @@ class PrefillSelector:
     @property
     def nbytes(self):
         """Bytes that live between chunks: the scores."""
-        return self.keys.numel() * self.keys.element_size()
+        return self.scores.numel() * self.scores.element_size()
 
     def blocks(self, start, stop):
         """(first, last, local) of the blocks in a chunk; local: first row of the band that is
@@ -81,7 +81,7 @@ class PrefillSelector:
                 return self._filter(group, q, k, v, start)
         if self.block_sparse and role in (Role.FULL, Role.WAIT):
             return self.block_sparse.attend(layer, q, k, v, start, self.total)
-        return prefill_dense(q, k, v, start, self.scale, path=self.setup.path)
+        return prefill_dense(q, k, v, start, self.scale, backend=self.setup.backend)
 
     def _begin(self, start, stop):
         """A new chunk; what an earlier one chose is forgotten where this one chooses."""
@@ -104,8 +104,8 @@ class PrefillSelector:
                 start,
                 self.method.prefill_stride,
                 self.scale,
-                self.keys,
-                path=self.setup.path,
+                self.scores,
+                backend=self.setup.backend,
             )
             chosen.append(self._select([local for *_, local in blocks]))
         self.index[group] = torch.cat(chosen, 1)
@@ -113,18 +113,18 @@ class PrefillSelector:
 
     def _select(self, stops):
         """The k best rows below each block's stop: [B, blocks, k] int32."""
-        batch, count, device = len(self.keys), len(stops), self.keys.device
-        keys = self.keys[:, :count].reshape(batch * count, -1)
+        batch, count, device = len(self.scores), len(stops), self.scores.device
+        scores = self.scores[:, :count].reshape(batch * count, -1)
         hi = torch.tensor(stops * batch, dtype=torch.int32).to(device)
         chosen = torch.empty(batch * count, self.k, dtype=torch.int32, device=device)
         select_topk(
-            keys,
+            scores,
             torch.zeros_like(hi),
             hi,
             torch.full_like(hi, self.k),
             chosen,
             torch.empty_like(hi),
-            path=self.setup.path,
+            backend=self.setup.backend,
         )
         return chosen.view(batch, count, self.k)
 
@@ -146,12 +146,12 @@ class PrefillSelector:
             part = slice(first - start, last - start)
             if not sparse:
                 out[:, part] = prefill_dense(
-                    q[:, part], k, v, first, self.scale, path=self.setup.path
+                    q[:, part], k, v, first, self.scale, backend=self.setup.backend
                 )
                 continue
             index = self.index[group][:, row : row + len(blocks)]
             out[:, part] = prefill_sparse(
-                q[:, part], k, v, index, blocks, first, self.scale, path=self.setup.path
+                q[:, part], k, v, index, blocks, first, self.scale, backend=self.setup.backend
             )
             self.rows_read += sum(count + first - local for first, _, local, count in blocks)
         return out

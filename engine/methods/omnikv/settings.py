@@ -247,7 +247,7 @@ class OmniKV(Method):
 
 
 class OmniKVRuntime(Runtime):
-    """One session's selections. Buffers: keys [B, capacity] float32 shared by the filter layers,
+    """One session's selections. Buffers: scores [B, capacity] float32 shared by the filter layers,
     index [B, 1, K] int32 a group.
     """
 
@@ -260,7 +260,7 @@ class OmniKVRuntime(Runtime):
         self.alpha = window_weights(method.selector, method.window, setup.device)
         room = method.budget_capacity(self.plan, setup.capacity)
         options = dict(dtype=torch.int32, device=setup.device)
-        self.keys = torch.empty(setup.batch, setup.capacity if room else 0, device=setup.device)
+        self.scores = torch.empty(setup.batch, setup.capacity if room else 0, device=setup.device)
         self.index = [torch.full((setup.batch, 1, room), -1, **options) for _ in self.plan.groups]
         self.counts = [torch.zeros(setup.batch, **options) for _ in self.plan.groups]
         self.prefill = None
@@ -273,8 +273,8 @@ class OmniKVRuntime(Runtime):
 
     @property
     def nbytes(self):
-        """Bytes of keys and indices."""
-        own = sum(t.numel() * t.element_size() for t in (self.keys, *self.index))
+        """Bytes of scores and indices."""
+        own = sum(t.numel() * t.element_size() for t in (self.scores, *self.index))
         return own + (self.prefill.nbytes if self.prefill else 0)
 
     def begin_prefill(self, start, stop, more=False):
@@ -338,7 +338,9 @@ class OmniKVRuntime(Runtime):
         rows = step.bank.selected(
             layer, self.index[group], self.counts[group], self.tail_first(step), step, self.packed
         )
-        return decode_sparse(q, *rows, self.scale, scratch=self.setup.scratch, path=self.setup.path)
+        return decode_sparse(
+            q, *rows, self.scale, scratch=self.setup.scratch, backend=self.setup.backend
+        )
 
     def attend_and_select(self, layer, q, step):
         """A filter layer: attention to everything, and from the same scores the selection of its
@@ -346,8 +348,8 @@ class OmniKVRuntime(Runtime):
         """
         group = self.plan.group_of[layer]
         k, v = step.bank.kv(layer, step.bucket)
-        common = dict(scratch=self.setup.scratch, path=self.setup.path)
-        keys = self.keys[:, : step.bucket]
+        common = dict(scratch=self.setup.scratch, backend=self.setup.backend)
+        scores = self.scores[:, : step.bucket]
         if self.window:
             out = decode_dense(q, k, v, step.visible, self.scale, **common)
             window_scores(
@@ -357,17 +359,17 @@ class OmniKVRuntime(Runtime):
                 self.scale,
                 self.alpha,
                 self.method.kind,
-                keys,
+                scores,
                 **common,
             )
         else:
             out = decode_dense(
-                q, k, v, step.visible, self.scale, keys=keys, kind=self.method.kind, **common
+                q, k, v, step.visible, self.scale, scores=scores, kind=self.method.kind, **common
             )
         if self.method.sink:
-            keys[:, : self.method.sink] = float("inf")  # always chosen, inside the budget
+            scores[:, : self.method.sink] = float("inf")  # always chosen, inside the budget
         select_topk(
-            keys,
+            scores,
             self.zero,
             step.tail_start(self.method.tail),
             self.k_device,
@@ -401,7 +403,7 @@ class OmniKVRuntime(Runtime):
 
     def selection_scores(self):
         """{filter layer: float32 [k]}: the last group's only, since the filter layers share one
-        buffer of keys.
+        buffer of scores.
 
         Raw scores become shares of the selection (a softmax over it), so that a larger number
         always means more attention.
@@ -410,10 +412,10 @@ class OmniKVRuntime(Runtime):
         if not chosen:
             return {}
         layer, positions = max(chosen.items())
-        keys = self.keys[0, positions.to(self.keys.device)].cpu()
-        keys = torch.softmax(keys, 0) if self.method.kind == "raw" else keys
-        # a sink is chosen by an infinite key, whatever its score
-        return {layer: keys.nan_to_num(0.0, posinf=0.0)}
+        scores = self.scores[0, positions.to(self.scores.device)].cpu()
+        scores = torch.softmax(scores, 0) if self.method.kind == "raw" else scores
+        # a sink is chosen by an infinite score, whatever its score
+        return {layer: scores.nan_to_num(0.0, posinf=0.0)}
 
     def rows_read(self, n):
         """Rows per layer at n tokens: n, or the chosen ones and the tail."""

@@ -206,7 +206,7 @@ class InfLLMRuntime(Runtime):
             self.read[layer] = start, stop, blocks
         if stop <= local:  # nothing but the window: the dense launcher, to the bit
             return prefill_dense(
-                q[None], k[None], v[None], start, self.scale, path=self.setup.path
+                q[None], k[None], v[None], start, self.scale, backend=self.setup.backend
             )[0]
         return out.to(q.dtype)
 

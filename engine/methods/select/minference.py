@@ -112,7 +112,7 @@ class MInferenceRuntime(Runtime):
         k, v = bank.kv(layer)
         stop, patterns = start + q.shape[1], self.table[layer]
         if all(self._covers(pattern, stop) for pattern in patterns):
-            return prefill_dense(q, k, v, start, self.scale, path=self.setup.path)
+            return prefill_dense(q, k, v, start, self.scale, backend=self.setup.backend)
         if q.shape[1] > 1 or self._newest is None or self._newest[:2] != (layer, stop):
             out, lse = self.attend_patterns(patterns, q, k, v, start)
             if self.meter is not None:

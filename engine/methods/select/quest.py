@@ -143,7 +143,7 @@ class QuestRuntime(Runtime):
             torch.full_like(stop, self.pages - 1),
             chosen,
             self.counts,
-            path=self.setup.path,
+            backend=self.setup.backend,
         )
         return decode_sparse(
             q,
@@ -155,7 +155,7 @@ class QuestRuntime(Runtime):
             step.visible,
             self.scale,
             scratch=self.setup.scratch,
-            path=self.setup.path,
+            backend=self.setup.backend,
         )
 
     def _rows(self, chosen):

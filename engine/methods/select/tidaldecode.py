@@ -88,8 +88,8 @@ class TidalDecode(Budgeted, Method):
 
 
 class TidalRuntime(Runtime):
-    """keys float32 [B * choices, capacity]; index int32 [B, choices, K] a group. Nothing outlives a
-    step but the budget.
+    """scores float32 [B * choices, capacity]; index int32 [B, choices, K] a group. Nothing outlives
+    a step but the budget.
     """
 
     capturable = False  # whether everything is read is the host's knowledge
@@ -102,7 +102,7 @@ class TidalRuntime(Runtime):
             method.choices(setup.config),
         )
         options = dict(dtype=torch.int32, device=setup.device)
-        self.keys = torch.empty(
+        self.scores = torch.empty(
             setup.batch * count, setup.capacity if room else 0, device=setup.device
         )
         self.index = [
@@ -114,7 +114,7 @@ class TidalRuntime(Runtime):
     @property
     def nbytes(self):
         """Bytes of scores and chosen rows."""
-        return sum(t.numel() * 4 for t in (self.keys, *self.index))
+        return sum(t.numel() * 4 for t in (self.scores, *self.index))
 
     def end_prefill(self, length, step=None):
         """Fix k for the answer that follows."""
@@ -146,25 +146,25 @@ class TidalRuntime(Runtime):
 
     def _choose(self, q, k, index):
         """The k rows of largest logit of every choice, into index. q [B, H, D]; k [B, Hkv, T, D]."""
-        for b, (n, keys) in enumerate(
-            zip(self.lengths, self.keys.view(len(q), index.shape[1], -1))
+        for b, (n, scores) in enumerate(
+            zip(self.lengths, self.scores.view(len(q), index.shape[1], -1))
         ):
             for first in range(0, n, AT_ONCE):
                 part = slice(first, min(n, first + AT_ONCE))
-                keys[:, part] = reduced_logits(q[b], k[b, :, part], self.method.gqa_reduce)
+                scores[:, part] = reduced_logits(q[b], k[b, :, part], self.method.gqa_reduce)
         stop = (
             torch.tensor(self.lengths, dtype=torch.int32)
             .to(q.device)
             .repeat_interleave(index.shape[1])
         )
         select_topk(
-            self.keys,
+            self.scores,
             torch.zeros_like(stop),
             stop,
             torch.full_like(stop, self.k),
             index.view(len(stop), -1),
             self.counts,
-            path=self.setup.path,
+            backend=self.setup.backend,
         )
 
     def _attend_chosen(self, q, k, v, index, step):
@@ -180,7 +180,7 @@ class TidalRuntime(Runtime):
                 step.visible,
                 self.scale,
                 scratch=self.setup.scratch,
-                path=self.setup.path,
+                backend=self.setup.backend,
             )
         out, own = (
             torch.empty_like(q),
@@ -191,7 +191,7 @@ class TidalRuntime(Runtime):
             rows = index[b, :, :kept].long()
             # [H, kept, D]: every query head's own rows
             chosen = k[b][own, rows], v[b][own, rows]
-            if self.setup.path == "reference":
+            if self.setup.backend == "reference":
                 out[b], _ = attend(q[b], *chosen, [kept] * q.shape[1], self.scale)
             else:
                 out[b : b + 1] = attend_rows(
@@ -207,7 +207,7 @@ class TidalRuntime(Runtime):
         """Rows int64 [choices, k] that the last step read in a layer, sequence 0, ascending."""
         kept = min(self.k, self.lengths[0])
         if kept == self.lengths[0]:
-            return torch.arange(kept, device=self.keys.device).expand(
+            return torch.arange(kept, device=self.scores.device).expand(
                 self.method.choices(self.setup.config), -1
             )
         return self.index[self.plan.group_of[layer]][0, :, :kept].long()

@@ -27,7 +27,7 @@ class Event:
 
 
 class LateLane:
-    """engine.bank.streams.Lane with a list of work instead of a stream."""
+    """engine.bank.streams.SideStream with a list of work instead of a stream."""
 
     # every lane since `install`; the one that work is issued on; see `install`
     made, now, skip = [], None, ""
@@ -44,11 +44,11 @@ class LateLane:
         finally:
             LateLane.now = before
 
-    def follow(self, event):
+    def wait_event(self, event):
         if event is not None and sys._getframe(1).f_code.co_name != LateLane.skip:
             self.work.append(event.happen)
 
-    def mark(self):
+    def record_event(self):
         return Event(self, len(self.work))
 
     def synchronize(self):
@@ -117,7 +117,7 @@ def install(monkeypatch, skip=""):
             event.happen()
 
     LateLane.made, LateLane.now, LateLane.skip = [], None, skip
-    monkeypatch.setattr(tiered, "Lane", LateLane)
+    monkeypatch.setattr(tiered, "SideStream", LateLane)
     for module in (hostread, prefetch, tiered):
         for name in ("move_rows", "copy_rows", "plan_slots", "forget_slots"):
             if hasattr(module, name):

@@ -44,11 +44,11 @@ FORKED = [
 STREAM = [("prefill", 300), ("decode", 30), ("prefill", 100), ("refresh", 0), ("decode", 10)]
 
 
-def differs(method, script, monkeypatch, skip="", kernels="reference", **settings):
+def differs(method, script, monkeypatch, skip="", backend="reference", **settings):
     """Whether an offloaded session on late lanes answers anything but what a session on the device
     does.
     """
-    device, host = pair(method, chunk=50, kernels=kernels, **settings)
+    device, host = pair(method, chunk=50, backend=backend, **settings)
     with torch.inference_mode():
         expected, _ = play(device.session(), script)
         install(monkeypatch, skip)
@@ -65,7 +65,7 @@ def differs(method, script, monkeypatch, skip="", kernels="reference", **setting
             # what was not waited for must not run when somebody collects the rubbish
             for lane in LateLane.made:
                 lane.work, lane.done = [], 0
-    if kernels != "reference":
+    if backend != "reference":
         return not all(
             torch.allclose(a, b, rtol=0, atol=2e-4)
             for a, b in zip(expected, got, strict=True)
@@ -104,11 +104,11 @@ def test_late_whole_layers_change_nothing(method, monkeypatch):
 @pytest.mark.parametrize("block", [64, 100])
 def test_late_stream_blocks_change_nothing(block, monkeypatch):
     monkeypatch.setattr(placement, "STREAM_BLOCK", block)
-    assert not differs(METHOD, STREAM, monkeypatch, kernels="cpu")
+    assert not differs(METHOD, STREAM, monkeypatch, backend="cpu")
 
 
 @pytest.mark.parametrize(
-    "function, method, script, kernels",
+    "function, method, script, backend",
     [
         ("ready", METHOD, SCRIPT[:2], "reference"),
         ("kv", METHOD, SCRIPT[:2], "reference"),
@@ -124,14 +124,14 @@ def test_late_stream_blocks_change_nothing(block, monkeypatch):
         ("own", METHOD, [("prefill", 1), ("refresh", 0)], "cpu"),
     ],
 )
-def test_a_wait_that_is_left_out_is_noticed(function, method, script, kernels, monkeypatch):
+def test_a_wait_that_is_left_out_is_noticed(function, method, script, backend, monkeypatch):
     """The waits of each function do nothing: other bits come out, or something is written again
     under a transfer.
     """
-    if kernels == "cpu":
+    if backend == "cpu":
         monkeypatch.setattr(placement, "STREAM_BLOCK", 64)
     try:
-        noticed = differs(method, script, monkeypatch, function, kernels)
+        noticed = differs(method, script, monkeypatch, function, backend)
     except AssertionError as error:
         noticed = "was written again before it ran" in str(error)
     assert noticed
@@ -200,7 +200,7 @@ def test_stalls_of_the_staging_ring_are_counted(monkeypatch):
     monkeypatch.setattr(placement, "STREAM_BLOCK", 64)
     stalls = []
     for late in (False, True):
-        _, host = pair(METHOD, chunk=50, kernels="cpu")
+        _, host = pair(METHOD, chunk=50, backend="cpu")
         if late:
             install(monkeypatch)
         with host.session() as session:

@@ -23,7 +23,7 @@ BASE = dict(dense_below=0)
 
 def pair(method, **settings):
     """The same LLM with everything on the device and with all sparse layers in host memory."""
-    settings = dict(max_context=1024, kernels="reference") | settings
+    settings = dict(max_context=1024, backend="reference") | settings
     slots = settings.pop("slots", 4)
     return tiny_llm(method, offload="device", **settings), tiny_llm(
         method, offload="host", slots=slots, **settings
@@ -217,18 +217,18 @@ def test_brutal_offload_starts_copies_ahead(monkeypatch):
     assert len(session.bank._whole) == 3 and not session.bank._whole_of
 
 
-@pytest.mark.parametrize("path", ["reference", "cpu"])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("block", [64, 100])
-def test_many_stream_blocks(monkeypatch, path, block):
+def test_many_stream_blocks(monkeypatch, backend, block):
     """Prefill, a second turn and dense steps whose past spans many blocks: bitwise on the
     reference, close where blocks are merged.
     """
     monkeypatch.setattr(placement, "STREAM_BLOCK", block)
     method = OmniKV(filter_layers=(1, 4), tokens=48, tail=64, **BASE)
     script = [("prefill", 300), ("decode", 30), ("prefill", 100), ("refresh", 0), ("decode", 10)]
-    if path == "reference":
+    if backend == "reference":
         compare(method, script, chunk=50)
-    device, host = pair(method, kernels=path, chunk=50)
+    device, host = pair(method, backend=backend, chunk=50)
     expected, (a,) = play(device.session(), script)
     got, (b,) = play(host.session(), script)
     logits = [(x, y) for x, y in zip(expected, got, strict=True) if torch.is_tensor(x)]

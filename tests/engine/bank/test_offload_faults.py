@@ -21,7 +21,7 @@ from tests.helpers import random_ids, tiny_config, tiny_llm
 
 METHOD = OmniKV(filter_layers=(1, 4), tokens=40, tail=64, dense_below=0)
 BLOCK = 64 * part_bytes(tiny_config(), 4) * len(METHOD.plan(tiny_config()).sparse_layers)
-SMALL = dict(max_context=512, chunk=50, kernels="reference")
+SMALL = dict(max_context=512, chunk=50, backend="reference")
 
 
 class Refusing:

@@ -88,7 +88,7 @@ def test_a_whole_session_over_registered_pages():
         slab_bytes=150_001,
         ways=[Way("mapped and registered", partial(registered, registrar), pinned=True)],
     )
-    settings = dict(max_context=512, chunk=50, kernels="reference")
+    settings = dict(max_context=512, chunk=50, backend="reference")
     expected = tiny_llm(method, offload="device", **settings).session()
     session = tiny_llm(method, offload="host", host_pool=pool, **settings).session()
     assert torch.equal(session.prefill(random_ids(300)), expected.prefill(random_ids(300)))

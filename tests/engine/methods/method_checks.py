@@ -20,7 +20,7 @@ SHAPES = ((7, 4, 2), (7, 4, 4), (7, 8, 1))  # layers, heads, kv heads: groups of
 
 
 @functools.lru_cache
-def llm_of(shape=SHAPES[0], chunk=64, kernels="reference", seed=3):
+def llm_of(shape=SHAPES[0], chunk=64, backend="reference", seed=3):
     """An LLM whose sessions take the method under test."""
     layers, heads, kv_heads = shape
     config = tiny_config(layers=layers, heads=heads, kv_heads=kv_heads)
@@ -30,7 +30,7 @@ def llm_of(shape=SHAPES[0], chunk=64, kernels="reference", seed=3):
         Full(),
         max_context=CAPACITY,
         chunk=chunk,
-        kernels=kernels,
+        backend=backend,
     )
 
 
@@ -55,7 +55,7 @@ def allocated(thing, stop=("setup", "method", "plan", "pool", "bank"), seen=None
     return sum(seen.values())
 
 
-def setup_of(config, method, batch, kernels):
+def setup_of(config, method, batch, backend):
     """(plan, Setup) of a runtime outside a session."""
     plan = method.plan(config)
     window = method.window if getattr(method, "selector", "last") != "last" else 0
@@ -70,19 +70,19 @@ def setup_of(config, method, batch, kernels):
         "cpu",
         True,
         window,
-        path=kernels,
+        backend=backend,
     )
     return plan, Setup(
-        config, plan, CAPACITY, torch.device("cpu"), torch.float32, batch, kernels, scratch
+        config, plan, CAPACITY, torch.device("cpu"), torch.float32, batch, backend, scratch
     )
 
 
-def batched(llm, sessions, kernels):
+def batched(llm, sessions, backend):
     """A decoder and a bank that hold what these sessions hold, one sequence each; beyond their
     lengths anything.
     """
     config, method, batch = llm.config, sessions[0].method, len(sessions)
-    plan, setup = setup_of(config, method, batch, kernels)
+    plan, setup = setup_of(config, method, batch, backend)
     bank = DeviceBank(config, plan, CAPACITY, torch.float32, "cpu", batch)
     ring = QueryRing(config, batch, torch.float32, "cpu")
     runtime = method.runtime(setup)
@@ -113,14 +113,14 @@ class Still:
         return x
 
 
-def planted_runtime(method, positions, length=320, seed=0, kernels="reference"):
+def planted_runtime(method, positions, length=320, seed=0, backend="reference"):
     """A runtime that has read `length` tokens and run one step, whose keys at `positions` carry
     nearly all attention of every head.
     """
     config = tiny_config(layers=7, heads=4, kv_heads=2)
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
     generator = torch.Generator().manual_seed(seed)
-    plan, setup = setup_of(config, method, 1, kernels)
+    plan, setup = setup_of(config, method, 1, backend)
     bank, ring = (
         DeviceBank(config, plan, CAPACITY, torch.float32, "cpu"),
         QueryRing(config, 1, torch.float32, "cpu"),

@@ -27,7 +27,7 @@ class World:
         shape,
         capacity,
         batch=1,
-        kernels="reference",
+        backend="reference",
         dtype=torch.float32,
         seed=0,
         layers=LAYERS,
@@ -50,7 +50,7 @@ class World:
             "cpu",
             True,
             0,
-            path=kernels,
+            backend=backend,
             dtype=dtype,
         )
         self.bank = DeviceBank(self.config, self.plan, capacity, dtype, "cpu", batch)
@@ -66,7 +66,7 @@ class World:
                 torch.device("cpu"),
                 dtype,
                 batch,
-                kernels,
+                backend,
                 scratch,
             )
         )

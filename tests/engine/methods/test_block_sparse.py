@@ -153,7 +153,7 @@ def early(monkeypatch):
 
 
 def opened(method, chunk):
-    return tiny_llm(CONFIG, WEIGHTS, Full(), max_context=2048, chunk=chunk, kernels="auto").session(
+    return tiny_llm(CONFIG, WEIGHTS, Full(), max_context=2048, chunk=chunk, backend="auto").session(
         method
     )
 

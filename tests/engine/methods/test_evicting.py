@@ -536,12 +536,12 @@ def test_methods_change_over_one_bank():
 @pytest.mark.parametrize("method", SOME, ids=lambda m: m.name)
 def test_other_kernels_go_on_with_what_is_held(method):
     with (
-        llm_of(kernels="auto").session(method) as session,
-        llm_of(kernels="auto").session(method) as fresh,
+        llm_of(backend="auto").session(method) as session,
+        llm_of(backend="auto").session(method) as fresh,
     ):
         expected = play(fresh)
         assert torch.equal(play(session)[0], expected[0])
-        session.set_kernels("reference")
+        session.set_backend("reference")
         assert [session.runtime.positions(layer) for layer in range(7)] == expected[1][-1]
         torch.testing.assert_close(session.decode(3), fresh.decode(3), atol=1e-4, rtol=1e-4)
         session.truncate(len(session) - 2)

@@ -61,15 +61,15 @@ def assert_scores(rows, expected):
         np.testing.assert_allclose(mine[head], expected[head][:, where], atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("kernels", ["reference", "auto"])
+@pytest.mark.parametrize("backend", ["reference", "auto"])
 @pytest.mark.parametrize("heads", [(4, 1), (8, 2), (4, 4)])
 @pytest.mark.parametrize("name", METHODS)
-def test_rows_and_logits_are_the_simulations(name, heads, kernels):
+def test_rows_and_logits_are_the_simulations(name, heads, backend):
     """Two turns: a prompt of 90 tokens, an answer, a second prompt over what is left, an answer."""
     method, rule = METHODS[name]
     config = tiny_config(layers=LAYERS, heads=heads[0], kv_heads=heads[1])
     weights = tiny_weights(config, seed=sum(heads))
-    llm = tiny_llm(config, weights, Full(), max_context=256, kernels=kernels, chunk=37)
+    llm = tiny_llm(config, weights, Full(), max_context=256, backend=backend, chunk=37)
     oracle = Conversation(Model(Shape(LAYERS, *heads, 64 // heads[0], 1e-5), weights), rule)
     with llm.session(method) as session:
         for turn, (prompt, answer) in enumerate(((90, 6), (25, 3))):

@@ -71,14 +71,16 @@ class Stream:
             at = start + i
             near = list(range(max(0, at - m.local + 1), at + 1))
             old = [*far, *(t for t in self.rest if t <= at - m.local)]
-            keys = torch.stack(
+            scores = torch.stack(
                 [*(self.k[t] for t in old), *(self.turn(self.k[t], t) for t in near)]
             ).repeat_interleave(self.group, 1)
             asked = torch.stack(
                 [*[self.turn(q[i], m.local)] * len(old), *[self.turn(q[i], at)] * len(near)]
             )
             # [n, H]
-            weights = torch.softmax((asked * keys).sum(-1) * self.scaling**2 / q.shape[2] ** 0.5, 0)
+            weights = torch.softmax(
+                (asked * scores).sum(-1) * self.scaling**2 / q.shape[2] ** 0.5, 0
+            )
             values = torch.stack([self.v[t] for t in old + near]).repeat_interleave(self.group, 1)
             out[i] = (weights.unsqueeze(-1) * values).sum(0)
             for w, t in zip(weights[len(old) :], near):
@@ -296,12 +298,12 @@ def test_an_interrupted_prompt_is_what_its_whole_chunks_hold():
 
 def test_other_kernels_go_on_with_the_same_memory():
     ids = random_ids(160, seed=3)
-    with opened(kernels="auto") as session, opened() as plain:
+    with opened(backend="auto") as session, opened() as plain:
         for s in (session, plain):
             s.prefill(ids[:120])
             for token in ids[120:140]:
                 s.decode(token)
-        session.set_kernels("reference")
+        session.set_backend("reference")
         expected = [plain.decode(token) for token in ids[140:]]
         for _ in range(2):
             for token, logits in zip(ids[140:], expected):

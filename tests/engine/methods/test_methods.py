@@ -45,7 +45,7 @@ def every_method(row):
     return row.sparse or (row.neutral,)
 
 
-def path_of(method):
+def backend_of(method):
     """One kernel path for each setting: U6 shows that they are one."""
     return ("reference", "auto")[sum(map(ord, repr(method))) % 2]
 
@@ -210,7 +210,7 @@ def test_u3_exactly_the_declared_rows_are_read(row, method):
     """Rows outside the declared set may be NaN in every layer and head at once; one of the set may
     not, wherever it lies.
     """
-    with llm_of(kernels=path_of(method)).session(method) as session:
+    with llm_of(backend=backend_of(method)).session(method) as session:
         session.prefill(random_ids(300))
         for token in (3, 1, 4):
             session.decode(token)
@@ -247,7 +247,7 @@ def test_u3_once_cut_only_the_store_is_read(row, method):
     """The bank may be NaN from the cut on: steps and a second turn read the store and their own
     rows. What was dropped never returns.
     """
-    llm = llm_of(kernels=path_of(method))
+    llm = llm_of(backend=backend_of(method))
     with llm.session(method) as clean, llm.session(method) as ruined:
         for session in (clean, ruined):
             session.prefill(random_ids(300))
@@ -328,15 +328,15 @@ def test_u5_a_ragged_batch_is_each_sequence_alone(row, method):
     sequence.
     """
     may(row, "U5")
-    kernels = path_of(method)
-    llm, lengths = llm_of(kernels=kernels), (300, 171)
+    backend = backend_of(method)
+    llm, lengths = llm_of(backend=backend), (300, 171)
     if getattr(method, "share", None) is not None and not row.evicts:
         # one budget for all sequences of a runtime: equal lengths, other tokens
         lengths = (300, 300)
     sessions = [llm.session(method) for _ in lengths]
     for number, (session, length) in enumerate(zip(sessions, lengths)):
         session.prefill(random_ids(length, seed=number))
-    decoder, bank = batched(llm, sessions, kernels)
+    decoder, bank = batched(llm, sessions, backend)
     for step in range(4):
         tokens = random_ids(len(lengths), seed=100 + step)
         counts = torch.tensor([len(session) for session in sessions], dtype=torch.int32)
@@ -361,7 +361,7 @@ def test_u6_the_fast_path_is_the_reference(row, method):
     for prompt, shape in ((257, SHAPES[2]), (191, shape_of(repr(method)))):
         with (
             llm_of(shape).session(method) as slow,
-            llm_of(shape, kernels="auto").session(method) as fast,
+            llm_of(shape, backend="auto").session(method) as fast,
         ):
             torch.testing.assert_close(
                 play(slow, [(prompt, 4)]), play(fast, [(prompt, 4)]), atol=1e-4, rtol=1e-4
@@ -490,7 +490,7 @@ def test_u8_planted_tokens_are_read(row, method):
     """
     for seed in (0, 2):
         positions = sorted(40 + 22 * i + 3 * seed for i in range(PLANTED))
-        runtime = planted_runtime(method, positions, seed=seed, kernels=path_of(method))
+        runtime = planted_runtime(method, positions, seed=seed, backend=backend_of(method))
         # neighbours that pooling gives a planted token's score
         peak, checked = getattr(method, "kernel", 1), 0
         for layer, heads in row.reads(runtime, 321).items():

@@ -92,7 +92,7 @@ def shown(pattern, q, k, start, head, group):
     return seen & (torch.arange(stop) <= torch.arange(start, stop).unsqueeze(1))
 
 
-@pytest.mark.parametrize("kernels", ["reference", "auto"])
+@pytest.mark.parametrize("backend", ["reference", "auto"])
 @given(
     st.sampled_from(SHAPES),
     CHUNKS,
@@ -100,13 +100,13 @@ def shown(pattern, q, k, start, head, group):
     st.integers(0, 9),
 )
 @settings(max_examples=12, derandomize=True)
-def test_each_head_reads_what_its_pattern_shows(kernels, shape, chunk, kinds, seed):
+def test_each_head_reads_what_its_pattern_shows(backend, shape, chunk, kinds, seed):
     """Against a mask built from the definition: attention by the kernel rule, mass kept, pairs
     counted; the future and the rest are NaN.
     """
     (heads, kv_heads), (start, count) = shape, chunk
     table = (tuple(kinds[h % 2] for h in range(heads)),) * 4
-    world = World(MInference(table), shape, 400, kernels=kernels, seed=seed)
+    world = World(MInference(table), shape, 400, backend=backend, seed=seed)
     world.fill(1, 0, start + count)
     q, (k, v), group = world.queries(count)[0], world.bank.kv(1), heads // kv_heads
     out, lse = world.runtime.attend_patterns(table[1], q[None], k, v, start)
@@ -156,9 +156,9 @@ WEIGHTS = tiny_weights(CONFIG, seed=6, sharpness=2.0)
 SPARSE = MInference(("vertical_slash", 30, 100))
 
 
-def opened(method, chunk=512, kernels="auto"):
+def opened(method, chunk=512, backend="auto"):
     return tiny_llm(
-        CONFIG, WEIGHTS, Full(), max_context=1024, chunk=chunk, kernels=kernels
+        CONFIG, WEIGHTS, Full(), max_context=1024, chunk=chunk, backend=backend
     ).session(method)
 
 

@@ -45,10 +45,10 @@ def method_of(ratio, **changes):
     )
 
 
-def opened(method, chunk=256, kernels="auto"):
+def opened(method, chunk=256, backend="auto"):
     """A session of a fresh LLM."""
     return tiny_llm(
-        CONFIG, WEIGHTS, Full(), max_context=CAPACITY, chunk=chunk, kernels=kernels
+        CONFIG, WEIGHTS, Full(), max_context=CAPACITY, chunk=chunk, backend=backend
     ).session(method)
 
 
@@ -108,13 +108,13 @@ class Oracle(Conversation):
 # ------------------------------------------------------------------ r covers the past
 
 
-@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("chunk", [1, 7, 64, 100, 256, 999])
-def test_r_that_covers_the_past_is_dense_prefill(chunk, kernels):
+def test_r_that_covers_the_past_is_dense_prefill(chunk, backend):
     prompt = PROMPT[:80] if chunk == 1 else PROMPT[:430]
     with (
-        opened(method_of(16), chunk, kernels) as session,
-        opened(Full(), chunk, kernels) as dense,
+        opened(method_of(16), chunk, backend) as session,
+        opened(Full(), chunk, backend) as dense,
         opened(Full(), 1024) as whole,
     ):
         logits = session.prefill(prompt)
@@ -153,9 +153,9 @@ def test_against_float64(ratio, chunk, stride, dense_end):
     oracle = Oracle(ratio, stride, dense_end)
     expected = oracle.read(PROMPT, chunk)
     assert len(oracle.choices) >= 8
-    for kernels in ("auto", "reference"):
+    for backend in ("auto", "reference"):
         with opened(
-            method_of(ratio, prefill_stride=stride, prefill_dense_end=dense_end), chunk, kernels
+            method_of(ratio, prefill_stride=stride, prefill_dense_end=dense_end), chunk, backend
         ) as session:
             np.testing.assert_allclose(session.prefill(PROMPT).numpy(), expected, atol=2e-4)
             compared = 0

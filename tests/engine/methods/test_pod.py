@@ -147,7 +147,7 @@ def expected(world, queries, layer, start, first, recent, lows):
     return out, gates
 
 
-@pytest.mark.parametrize("kernels", ["reference", "auto"])
+@pytest.mark.parametrize("backend", ["reference", "auto"])
 @given(
     st.sampled_from((1, 4)),
     st.sampled_from(((0, 40), (13, 31), (63, 2), (97, 1))),
@@ -157,14 +157,14 @@ def expected(world, queries, layer, start, first, recent, lows):
 )
 @settings(max_examples=12, derandomize=True)
 def test_logits_of_the_lowest_layer_and_values_of_its_own(
-    kernels, group, chunk, proximal, skip, seed
+    backend, group, chunk, proximal, skip, seed
 ):
     """A chunk through four layers against Eq. 3 and 4 in float64; where tau lets a pair skip, the
     near part alone, exactly there.
     """
     (start, count), (first, recent) = chunk, proximal
     method = PodUntrained(BLOCKS, first, recent, skip)
-    world = World(method, (2 * group, 2), 131, kernels=kernels, seed=seed)
+    world = World(method, (2 * group, 2), 131, backend=backend, seed=seed)
     lows, queries = method.lowest(world.config), [world.queries(count)[0] for _ in range(4)]
     assert lows == [(0, 0), (0, 1), (2, 1), (2, 3)]
     judged = skipped = 0
@@ -230,13 +230,13 @@ def distant_keys(session, n):
                 yield layer, head, torch.arange(8, n - 64)
 
 
-@pytest.mark.parametrize("kernels", ["reference", "auto"])
-def test_the_keys_that_the_map_leaves_out_are_never_read(kernels):
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_the_keys_that_the_map_leaves_out_are_never_read(backend):
     """Every one of them NaN: neither a step nor a second prompt changes by a bit; one of those that
     are stored, and it does.
     """
     llm, ids = (
-        tiny_llm(CONFIG, WEIGHTS, Full(), max_context=512, kernels=kernels, chunk=64),
+        tiny_llm(CONFIG, WEIGHTS, Full(), max_context=512, backend=backend, chunk=64),
         random_ids(260, seed=3),
     )
 

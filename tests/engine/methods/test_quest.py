@@ -76,7 +76,7 @@ def test_extremes_follow_the_bank_wherever_it_goes(size, moves, seed):
         before = n
 
 
-@pytest.mark.parametrize("kernels", ["reference", "auto"])
+@pytest.mark.parametrize("backend", ["reference", "auto"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @given(
     st.sampled_from(SHAPES),
@@ -87,13 +87,13 @@ def test_extremes_follow_the_bank_wherever_it_goes(size, moves, seed):
 )
 @settings(max_examples=25, derandomize=True)
 def test_a_step_reads_the_best_pages_and_the_newest(
-    kernels, dtype, shape, lengths, size, reduce, seed
+    backend, dtype, shape, lengths, size, reduce, seed
 ):
     """A ragged batch: pages by bounds from float64, attention over their rows by the kernel rule;
     nothing else may be read (NaN).
     """
     method = Quest(tokens=3 * size, page=size, gqa_reduce=reduce)
-    world = World(method, shape, 131, batch=2, kernels=kernels, dtype=dtype, seed=seed)
+    world = World(method, shape, 131, batch=2, backend=backend, dtype=dtype, seed=seed)
     for b, n in enumerate(lengths):
         world.fill(3, 0, n, b)
     q, (k, v) = world.queries(), world.bank.kv(3)

@@ -1,7 +1,7 @@
 """The context selector against OmniKV Eq. 3-4 in float64, from random models' forward passes and
 from planted keys.
 
-Stops: a query at the wrong position or seeing the future, a softmax over the wrong keys, heads
+Stops: a query at the wrong position or seeing the future, a softmax over the wrong scores, heads
 reduced in the wrong order, weights of the window upside down, a candidate missed or taken twice, a
 tie broken by chance.
 """
@@ -39,7 +39,7 @@ def world(layers, heads, kv_heads, seed):
 WORLDS = [world(7, 4, 1, 0), world(8, 8, 2, 1), world(7, 4, 4, 2)]
 
 
-def run(place, rule, turns, kernels="reference", chunk=512):
+def run(place, rule, turns, backend="reference", chunk=512):
     """Engine and oracle through the same turns (ids, answer ids); returns selections compared and
     float32 ties among them.
     """
@@ -55,7 +55,7 @@ def run(place, rule, turns, kernels="reference", chunk=512):
         sink=rule.sink,
         dense_below=0,
     )
-    llm = tiny_llm(config, weights, method, max_context=CAPACITY, kernels=kernels, chunk=chunk)
+    llm = tiny_llm(config, weights, method, max_context=CAPACITY, backend=backend, chunk=chunk)
     oracle, compared, ties, steps = Conversation(model, rule), 0, 0, 0
     with llm.session() as session:
         for ids, answer in turns:
@@ -82,9 +82,9 @@ TURNS = [
 ]
 
 
-@pytest.mark.parametrize("kernels", ["reference", "auto"])
+@pytest.mark.parametrize("backend", ["reference", "auto"])
 @pytest.mark.parametrize("selector", SELECTORS)
-def test_selections_are_those_of_the_paper_in_float64(selector, kernels):
+def test_selections_are_those_of_the_paper_in_float64(selector, backend):
     compared = ties = 0
     for number, (raw, tail, sink) in enumerate(itertools.product((False, True), (64, 128), (0, 4))):
         place, wait = WORLDS[number % 3], number % 3
@@ -98,7 +98,7 @@ def test_selections_are_those_of_the_paper_in_float64(selector, kernels):
             tail,
             sink,
         )
-        found = run(place, rule, TURNS, kernels)
+        found = run(place, rule, TURNS, backend)
         compared, ties = compared + found[0], ties + found[1]
     # 8 steps, 1 or 2 groups (with 2 waits one of (0, 3) is empty)
     assert compared == 88 and ties <= 1, (compared, ties)
@@ -137,29 +137,38 @@ def test_generated_tokens_compete_like_all_others():
 # planted keys
 
 
-def choose(q, k, selector, raw, lo, hi, count, path):
+def choose(q, k, selector, raw, lo, hi, count, backend):
     """What a filter layer does with queries q [1, W, H, D] and keys k [1, Hkv, n, D]: positions,
     ascending.
     """
     n, scale = k.shape[2], q.shape[3] ** -0.5
-    lengths, keys = torch.tensor([n], dtype=torch.int32), torch.full((1, n), float("nan"))
+    lengths, scores = torch.tensor([n], dtype=torch.int32), torch.full((1, n), float("nan"))
     kind = "raw" if raw else "softmax"
     if selector == "last":
-        decode_dense(q[:, -1:].contiguous(), k, k, lengths, scale, keys=keys, kind=kind, path=path)
+        decode_dense(
+            q[:, -1:].contiguous(), k, k, lengths, scale, scores=scores, kind=kind, backend=backend
+        )
     else:
         window_scores(
-            q, k, lengths, scale, window_weights(selector, q.shape[1]), kind, keys, path=path
+            q,
+            k,
+            lengths,
+            scale,
+            window_weights(selector, q.shape[1]),
+            kind,
+            scores,
+            backend=backend,
         )
     out, counts = torch.full((1, count), -1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     bounds = [torch.tensor([x], dtype=torch.int32) for x in (lo, hi, count)]
-    select_topk(keys, *bounds, out, counts, path=path)
+    select_topk(scores, *bounds, out, counts, backend=backend)
     return out[0, : int(counts)].tolist()
 
 
 @st.composite
 def planted(draw):
-    """(queries, keys, planted positions, first tail position): planted keys point along one head's
-    queries, far above the noise.
+    """(queries, scores, planted positions, first tail position): planted keys point along one
+    head's queries, far above the noise.
     """
     kv_heads, group, dim = (
         draw(st.sampled_from((1, 2, 4))),
@@ -183,26 +192,26 @@ def planted(draw):
     return q, k, where, hi
 
 
-@pytest.mark.parametrize("path", ["reference", "auto"])
+@pytest.mark.parametrize("backend", ["reference", "auto"])
 @pytest.mark.parametrize("selector", SELECTORS)
 @settings(deadline=None, derandomize=True, max_examples=30)
 @given(planted())
-def test_planted_tokens_are_recalled_completely(selector, path, case):
+def test_planted_tokens_are_recalled_completely(selector, backend, case):
     """U8 at 1.0, with scores of either kind; what lies in the tail is never chosen."""
     q, k, where, hi = case
     for raw in (True, False):
-        assert choose(q, k, selector, raw, 0, hi, len(where), path) == where
+        assert choose(q, k, selector, raw, 0, hi, len(where), backend) == where
 
 
-@pytest.mark.parametrize("kernels", ["reference", "auto"])
-def test_planted_keys_in_a_session_are_read_at_the_next_step(kernels):
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_planted_keys_in_a_session_are_read_at_the_next_step(backend):
     """A row whose key is the next query's own direction is chosen, wherever it lies: first, in the
     prompt, in the answer.
     """
     config, weights, _ = WORLDS[1]
     method = OmniKV(filter_layers=(2,), tokens=5, tail=64, dense_below=0)
     with tiny_llm(
-        config, weights, method, max_context=CAPACITY, kernels=kernels
+        config, weights, method, max_context=CAPACITY, backend=backend
     ).session() as session:
         session.prefill(random_ids(200))
         for token in random_ids(150, seed=1):
@@ -220,9 +229,9 @@ def test_planted_keys_in_a_session_are_read_at_the_next_step(kernels):
         assert session.selections[2].tolist() == where
 
 
-@pytest.mark.parametrize("path", ["reference", "auto"])
+@pytest.mark.parametrize("backend", ["reference", "auto"])
 @pytest.mark.parametrize("selector", SELECTORS)
-def test_the_lowest_position_wins_a_tie(selector, path):
+def test_the_lowest_position_wins_a_tie(selector, backend):
     """Equal keys have equal scores: of 30 copies the first 7 are chosen, beside a better row after
     them.
     """
@@ -231,13 +240,13 @@ def test_the_lowest_position_wins_a_tie(selector, path):
     k = torch.zeros(1, 2, 200, 32)
     k[0, :, 20:50] = q[0, -1, 0]
     k[0, :, 90] = 2 * q[0, -1, 0]
-    assert choose(q, k, selector, True, 0, 130, 8, path) == [*range(20, 27), 90]
+    assert choose(q, k, selector, True, 0, 130, 8, backend) == [*range(20, 27), 90]
 
 
-@pytest.mark.parametrize("path", ["reference", "auto"])
+@pytest.mark.parametrize("backend", ["reference", "auto"])
 @pytest.mark.parametrize("selector", SELECTORS)
 @pytest.mark.parametrize("raw", [False, True])
-def test_scores_equal_the_plain_formula(selector, raw, path):
+def test_scores_equal_the_plain_formula(selector, raw, backend):
     """Numbers, not ranks: within float32 of Eq. 3-4, causal per window query, for kv heads 1, 2 and
     4.
     """
@@ -249,7 +258,7 @@ def test_scores_equal_the_plain_formula(selector, raw, path):
             torch.randn(1, window, 4, 32, generator=generator),
             torch.randn(1, kv_heads, n, 32, generator=generator),
         )
-        keys, lengths = torch.full((1, n), float("nan")), torch.tensor([n], dtype=torch.int32)
+        scores, lengths = torch.full((1, n), float("nan")), torch.tensor([n], dtype=torch.int32)
         rule = Rule((0,), 1, selector=selector, raw=raw)
         used = q[:, -1:] if selector == "last" else q
         if selector == "last":
@@ -259,9 +268,9 @@ def test_scores_equal_the_plain_formula(selector, raw, path):
                 k,
                 lengths,
                 32**-0.5,
-                keys=keys,
+                scores=scores,
                 kind="raw" if raw else "softmax",
-                path=path,
+                backend=backend,
             )
         else:
             window_scores(
@@ -271,16 +280,16 @@ def test_scores_equal_the_plain_formula(selector, raw, path):
                 32**-0.5,
                 window_weights(selector, window),
                 "raw" if raw else "softmax",
-                keys,
-                path=path,
+                scores,
+                backend=backend,
             )
         # queries before the start of the text do not exist
         live = used[0, -min(n, used.shape[1]) :]
         expected = score(model, live.double().numpy(), k[0].transpose(0, 1).double().numpy(), rule)
         # what the oldest query cannot see is never a candidate
         if raw:
-            keys, expected = keys[:, : n - len(live) + 1], expected[: n - len(live) + 1]
-        np.testing.assert_allclose(keys[0].numpy(), expected, rtol=2e-5, atol=2e-6)
+            scores, expected = scores[:, : n - len(live) + 1], expected[: n - len(live) + 1]
+        np.testing.assert_allclose(scores[0].numpy(), expected, rtol=2e-5, atol=2e-6)
 
 
 def test_window_weights():

@@ -35,7 +35,7 @@ def expected_rows(q, k, reduce, count):
     return logits.topk(min(count, k.shape[1]), dim=1).indices.sort(1).values
 
 
-@pytest.mark.parametrize("kernels", ["reference", "auto"])
+@pytest.mark.parametrize("backend", ["reference", "auto"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @given(
     st.sampled_from(SHAPES),
@@ -46,7 +46,7 @@ def expected_rows(q, k, reduce, count):
 )
 @settings(max_examples=25, derandomize=True)
 def test_choices_and_attention_of_a_ragged_step(
-    kernels, dtype, shape, lengths, count, reduce, seed
+    backend, dtype, shape, lengths, count, reduce, seed
 ):
     """Layer 2 chooses, layer 3 reads exactly that, head by head; every row that no head of a K/V
     head chose is NaN there.
@@ -56,7 +56,7 @@ def test_choices_and_attention_of_a_ragged_step(
         shape,
         131,
         2,
-        kernels,
+        backend,
         dtype,
         seed,
         layers=5,
@@ -80,7 +80,7 @@ def test_choices_and_attention_of_a_ragged_step(
                 k[b, head, unread] = v[b, head, unread] = float("nan")
     step = world.step(*lengths)
     world.runtime.lengths = list(lengths)  # the first layer's business
-    everything = decode_dense(asked, *world.bank.kv(2), step.visible, 0.25, path=kernels)
+    everything = decode_dense(asked, *world.bank.kv(2), step.visible, 0.25, backend=backend)
     assert torch.equal(world.runtime.attend(2, asked, step), everything)
     out = world.runtime.attend(3, q, step)
     for b, rows in enumerate(chosen):
@@ -122,14 +122,14 @@ CONFIG = tiny_config(layers=8, heads=8, kv_heads=2)
 WEIGHTS = tiny_weights(CONFIG, seed=5)
 
 
-@pytest.mark.parametrize("kernels", ["reference", "auto"])
-def test_with_one_choice_for_all_heads_it_is_omnikv_without_a_waiting_layer(kernels):
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_with_one_choice_for_all_heads_it_is_omnikv_without_a_waiting_layer(backend):
     """Filters 2 and 4, head maxima of raw logits, prompt tokens only (official). There the newest
     token is read beside the k, here it must be among the k + 1: positions where it is are compared,
     and there are many.
     """
     ids, same = random_ids(64, seed=8), 0
-    llm = tiny_llm(CONFIG, WEIGHTS, Full(), max_context=512, kernels=kernels)
+    llm = tiny_llm(CONFIG, WEIGHTS, Full(), max_context=512, backend=backend)
     omni = OmniKV(filter_layers=(2, 4), tokens=30, wait_layers=0, official=True)
     for length in range(40, 64):
         with (

@@ -105,7 +105,7 @@ def test_what_does_not_fit_says_how_much_and_what_would():
 @pytest.mark.parametrize("path", ["auto", "reference"])
 def test_planned_bytes_are_allocated_bytes(method, path):
     """Byte for byte: weights, bank, ring, scratch and selection (U2)."""
-    llm = tiny_llm(method, kernels=path)
+    llm = tiny_llm(method, backend=path)
     plan, session = llm.plan(), llm.session()
     session.prefill(random_ids(300))
     session.decode(1)

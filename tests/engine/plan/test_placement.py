@@ -35,7 +35,7 @@ def test_a_tokens_row_holds_all_layers_of_its_group_side_by_side(wait, head_dim)
     """
     method = OmniKV(filter_layers=(1, 4), wait_layers=wait, tokens=40, tail=64, dense_below=0)
     config = tiny_config(head_dim=head_dim)
-    settings = dict(config=config, max_context=512, chunk=50, kernels="reference")
+    settings = dict(config=config, max_context=512, chunk=50, backend="reference")
     host, device = (
         tiny_llm(method, offload=where, **settings).session() for where in ("host", "device")
     )
@@ -195,7 +195,7 @@ def test_slabs_are_allocated_once_and_serve_later_sessions():
         offload="host",
         host_pool=HostPool(slab_bytes=3 * BLOCK, ways=[way]),
         max_context=512,
-        kernels="reference",
+        backend="reference",
     )
     for _ in range(3):
         with llm.session() as session:
@@ -206,7 +206,7 @@ def test_slabs_are_allocated_once_and_serve_later_sessions():
 
 
 def test_twins_share_their_pool_and_others_only_by_argument():
-    settings = dict(offload="host", max_context=512, kernels="reference")
+    settings = dict(offload="host", max_context=512, backend="reference")
     first, second = tiny_llm(METHOD, **settings), tiny_llm(METHOD, **settings)
     assert (
         first.host_pool is not second.host_pool
@@ -217,7 +217,7 @@ def test_twins_share_their_pool_and_others_only_by_argument():
 
 def test_two_models_at_once_over_one_pool_and_the_second_exhausts_it():
     """Rows of different sizes; the one that finds no memory says so, the other answers as ever."""
-    settings = dict(offload="host", max_context=512, chunk=50, kernels="reference")
+    settings = dict(offload="host", max_context=512, chunk=50, backend="reference")
     other = dict(settings, config=tiny_config(num_hidden_layers=6, head_dim=32))
     pool = HostPool(limit=6 * BLOCK, slab_bytes=BLOCK)
     alone = tiny_llm(METHOD, **settings).session()

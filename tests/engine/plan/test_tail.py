@@ -109,13 +109,13 @@ def test_three_thousand_tokens_after_a_short_prompt(monkeypatch):
         assert len(generated) > 200 and max(generated) > 2500
 
 
-@pytest.mark.parametrize("kernels", ["reference", "auto"])
-def test_a_generated_token_is_found_again_when_it_has_left_the_tail(kernels):
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_a_generated_token_is_found_again_when_it_has_left_the_tail(backend):
     """Planted: a generated row whose key is the query's own direction. In the tail it is seen,
     outside it is chosen.
     """
     method = OmniKV(filter_layers=(1,), tokens=8, tail=64, dense_below=0)
-    llm = tiny_llm(CONFIG, tiny_weights(CONFIG), method, max_context=1024, kernels=kernels)
+    llm = tiny_llm(CONFIG, tiny_weights(CONFIG), method, max_context=1024, backend=backend)
     with llm.session() as session:
         session.prefill(random_ids(PROMPT))
         planted = PROMPT + 5
