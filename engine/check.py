@@ -12,47 +12,12 @@ import torch
 
 from engine.decode import Decoder
 from engine.errors import SettingError
-from engine.plan.layers import Role
 from engine.query_ring import RING
+from engine.watch import MassMeter
 
 # a windowed selector needs up to 64 queries before the first checked position, and the ring holds
 # RING
 MOST_STEPS = RING - 64
-
-
-class MassMeter:
-    """A runtime that, beside attending as `inner` does, measures how much attention each sparse
-    layer keeps.
-
-    mass[layer]: share of the softmax over every visible row that falls on the selection and the
-    tail, mean over query heads (METHODS.md 3.8, item 37, per head). Costs one more reading of a
-    sparse layer's K per step.
-    """
-
-    def __init__(self, inner):
-        self.inner, self.mass = inner, {}
-
-    def attend(self, layer, q, step):
-        """As the inner runtime; SPARSE layers leave their mass behind."""
-        out = self.inner.attend(layer, q, step)
-        if self.inner.setup.plan.roles[layer] is Role.SPARSE:
-            self.mass[layer] = self._kept(layer, q, step)
-        return out
-
-    def _kept(self, layer, q, step):
-        n, start = int(step.visible[0]), int(self.inner.tail_first(step)[0])
-        q, scale, logits = q[0, -1].float(), self.inner.scale, []
-        for _, k, _ in step.bank.blocks(layer, 0, n):
-            heads = k[0].float()
-            folded = q.view(heads.shape[0], -1, q.shape[-1])
-            logits.append(torch.matmul(folded, heads.transpose(1, 2)) * scale)
-        weights = torch.softmax(torch.cat(logits, dim=-1), dim=-1).flatten(0, 1)
-        chosen = self.inner.chosen_rows(layer).to(weights.device)
-        # a choice per head: those of a K/V head hold for its query heads
-        if chosen.dim() == 2:
-            chosen = chosen.repeat_interleave(len(weights) // len(chosen), 0)
-            return float((weights.gather(1, chosen).sum(-1) + weights[:, start:n].sum(-1)).mean())
-        return float((weights[:, chosen].sum(-1) + weights[:, start:n].sum(-1)).mean())
 
 
 @dataclass(frozen=True)
@@ -201,44 +166,3 @@ class Pair:
             max(0.0, float((p.exp() * (p - q)).sum())),
             dict(self.meter.mass),
         )
-
-
-@dataclass
-class Watch:
-    """A running estimate of the mass kept: every `every`-th step is metered.
-
-    exact_below: where a metered step keeps less, the steps until the next metered one run full
-    attention; None only warns.
-    """
-
-    every: int = 16
-    exact_below: float | None = None
-    steps: int = 0
-    sampled: int = 0
-    exact_steps: int = 0
-    mass: float = 1.0  # of the newest metered step, mean over sparse layers
-    lowest: float = 1.0
-
-    def __post_init__(self):
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            raise SettingError(f"watch: found every={self.every!r}, expected an int of at least 1")
-        if self.exact_below is not None and not 0 < self.exact_below <= 1:
-            raise SettingError(
-                f"exact_below: found {self.exact_below!r}, expected a number in (0, 1]"
-            )
-
-    def due(self):
-        """Whether this sparse step is to be metered; counts it."""
-        self.steps += 1
-        return (self.steps - 1) % self.every == 0
-
-    def saw(self, mass):
-        """A metered step kept `mass` ({layer: share})."""
-        self.mass = sum(mass.values()) / max(1, len(mass))
-        self.lowest = min(self.lowest, self.mass)
-        self.sampled += 1
-
-    @property
-    def exact(self):
-        """Whether the steps up to the next sample run full attention."""
-        return self.exact_below is not None and self.mass < self.exact_below

@@ -18,7 +18,7 @@ class PrefillProgress:
 
 
 @dataclass(frozen=True)
-class Work:
+class PrefillFlops:
     """Operations of a prefill: linear layers count tokens, attention counts (query, key) pairs.
 
     per_token: of all weights (head apart). per_pair: of one layer's attention. layers: how many
@@ -54,7 +54,7 @@ class Work:
         return self.per_pair * (stop * (stop + 1) - start * (start + 1)) / 2
 
 
-class Clock:
+class Eta:
     """Time left from the two rates at which this machine does linear layers and attention.
 
     Each chunk gives one equation seconds = a * linear + b * attention; the two rates are fitted by

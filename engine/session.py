@@ -1,512 +1,452 @@
-"""One conversation: its bank lives on between turns, its tokens are ids, and nothing that was read
-is read again.
+"""One conversation: its bank lives on between turns, its tokens are ids, and nothing that was read is
+read again.
 """
+
+from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from engine.bank.device import DeviceBank
 from engine.bank.tiered import TieredBank, bank_figures
-from engine.check import Pair, check
+from engine.check import Report, check
+from engine.decode import Decoder, Step
 from engine.errors import ContextTooLong, SessionClosed, SettingError
-from engine.history import Mark, go_again, look_again
+from engine.generate import Piece, generate
+from engine.history import History, Savepoint
+from engine.methods.base import Method, Runtime
+from engine.plan.layers import LayerPlan
 from engine.plan.mem import mem_from_budget
+from engine.plan.placement import Placement
 from engine.prefill import run_chunk
-from engine.prefill_eta import Clock, Work
-from engine.query_ring import RING, QueryRing
+from engine.prefill_eta import Eta, PrefillFlops, PrefillProgress
+from engine.query_ring import QueryRing
+from engine.settings import one_of
 from engine.stats import SessionStats
-from engine.steps import Steps
+from engine.step_runner import StepKind, StepRunner
+from engine.watch import MassMeter, Watch
 from kernels.dispatch import BACKENDS
 
-# queries at a prompt's end whose selections fill the working sets before the first step
-WARM = 8
+if TYPE_CHECKING:
+    from engine.llm import LLM
+    from engine.sampling import SamplingParams
+
+WARM = 8  # queries at a prompt's end whose selections fill the working sets before the first step
 
 
 class Session:
-    """Made by LLM.session(). `len(s)` tokens are in the bank; `s.ids` are they. Not thread-safe;
-    one runs at a time per LLM.
+    """Made by LLM.session(). `len(s)` tokens are in the bank; `s.ids` are they.
+
+    Not thread-safe; one session runs at a time per LLM.
     """
 
-    def __init__(self, llm, capacity, method, plan, placement=None, offload=None):
+    def __init__(
+        self,
+        llm: LLM,
+        capacity: int,
+        method: Method,
+        plan: LayerPlan,
+        placement: Placement | None = None,
+        offload: str | None = None,
+    ):
         self.llm, self.capacity, self._offload = llm, capacity, offload
         self.backend = llm.backend
-        self.ids = []
-        self.last_logits = None  # float32 [vocab] of the newest token
-        # an engine.check.Watch: a running estimate of the attention mass kept
-        self.watch = None
-        self._marks = []
+        self.ids: list[int] = []
+        self.last_logits: torch.Tensor | None = None  # float32 [vocab] of the newest token
+        self.watch: Watch | None = None  # a running estimate of the attention mass kept
         self._stats = SessionStats()
-        config, model = llm.config, llm.model
-        self._row_bytes = config.kv_bytes(model.dtype.itemsize)
+        model = llm.model
+        assert model is not None, "LLM.session() loads the weights first"
+        self._model = model
+        config, dtype, device = llm.config, model.dtype, model.device
+        self._row_bytes = config.kv_bytes(dtype.itemsize)
+        self.bank: DeviceBank
         if placement is None:
-            self.bank = DeviceBank(config, plan, capacity, model.dtype, model.device)
+            self.bank = DeviceBank(config, plan, capacity, dtype, device)
         else:
+            pool = llm.host_pool
             self.bank = TieredBank(
-                config,
-                plan,
-                capacity,
-                model.dtype,
-                model.device,
-                placement,
-                llm.host_pool,
-                llm.backend,
+                config, plan, capacity, dtype, device, placement, pool, llm.backend
             )
-        self._ring = QueryRing(config, 1, model.dtype, model.device)
+        self.query_ring = QueryRing(config, 1, dtype, device)
+        self._history = History(self)
         self._use(method, plan)
 
     # ---------------------------------------------------------------- what it holds
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.ids)
 
-    def __enter__(self):
+    def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
-    def closed(self):
+    def closed(self) -> bool:
         """Whether close() was called."""
         return self.bank is None
 
     @property
-    def stats(self):
-        """A SessionStats of now (a copy)."""
+    def stats(self) -> SessionStats:
+        """Counters and sizes of now (a copy)."""
         if self.closed:
             return replace(self._stats, tokens=len(self.ids))
         held = dict(
-            ring_bytes=self._ring.nbytes,
-            scratch_bytes=self._steps.scratch_bytes,
+            ring_bytes=self.query_ring.nbytes,
+            scratch_bytes=self._runner.scratch_bytes,
             selection_bytes=self.runtime.nbytes,
             mem=self._mem(),
             **bank_figures(self.bank),
         )
-        # what it needs, of what its tokens would take; the bank stands beside it
         if self.runtime.evicts:
+            # Resident: what the method needs, of what its tokens would take. The bank stands beside.
             every = self.plan.num_layers * self._row_bytes * max(1, len(self.ids))
             held |= dict(
                 selection_bytes=0,
                 store_bytes=self.runtime.nbytes,
-                snapshot_bytes=sum(m.nbytes for m in self._marks),
+                snapshot_bytes=self._history.nbytes,
                 resident=self.runtime.kv_bytes / every,
             )
         return replace(self._stats, tokens=len(self.ids), **held)
 
+    def _mem(self) -> float:
+        """The paper's Mem%: the share of the bank that a sparse step reads."""
+        k = getattr(self.runtime, "k", 0)
+        if not k or not self.plan.partial_layers:
+            return 1.0
+        prompt = self._history.prompt_length or len(self.ids)
+        return mem_from_budget(k, prompt, self.plan.dense_share)
+
     @property
-    def counters(self):
+    def counters(self) -> SessionStats:
         """The SessionStats that this session counts in (not a copy)."""
         return self._stats
 
-    def _mem(self):
-        prompt = self._marks[-1].length if self._marks else len(self.ids)
-        k = getattr(self.runtime, "k", 0)
-        return (
-            mem_from_budget(k, prompt, self.plan.dense_share)
-            if k and self.plan.partial_layers
-            else 1.0
-        )
+    @property
+    def runtime(self) -> Runtime:
+        """State of the session's method."""
+        return self._runner.runtime
 
     @property
-    def runtime(self):
-        """State of the session's method (engine.methods.base.Runtime); for tools that look inside,
-        such as engine/check.py.
-        """
-        return self._steps.runtime
-
-    @property
-    def dense_runtime(self):
+    def dense_runtime(self) -> Runtime:
         """Full attention over the same bank."""
-        return self._steps.dense_runtime
+        return self._runner.dense_runtime
 
     @property
-    def query_ring(self):
-        """The newest queries of every layer (engine.decode.QueryRing)."""
-        return self._ring
+    def savepoints(self) -> list[Savepoint]:
+        """The ends of the session's prompts, oldest first."""
+        return self._history.savepoints
 
     @property
-    def selections(self):
-        """{filter_layer: int64 [k]} of the last step, ascending positions; empty before one or
+    def answer_length(self) -> int:
+        """Tokens decoded since the latest prefill."""
+        return len(self.ids) - self._history.prompt_length
+
+    @property
+    def selections(self) -> dict[int, torch.Tensor]:
+        """{filter layer: int64 [k]} of the last step, ascending positions; empty before one or
         where nothing was selected.
         """
         return self.runtime.selections() if self._selected else {}
 
     @property
-    def selection_scores(self):
-        """{filter_layer: float32 [k]}: by which scores `selections` were chosen, for the deepest
+    def selection_scores(self) -> dict[int, torch.Tensor]:
+        """{filter layer: float32 [k]}, the scores by which `selections` were chosen, for the deepest
         filter layer; may be empty.
         """
         return self.runtime.selection_scores() if self._selected else {}
 
+    def step_at(self, length: int) -> Step:
+        """What every layer shares in the step of the newest of `length` tokens."""
+        return self._runner.at(length)
+
     # ---------------------------------------------------------------- method
 
-    def _use(self, method, plan):
+    def _use(self, method: Method, plan: LayerPlan) -> None:
         self.method, self.plan = method, plan
-        self._steps = Steps(
-            self.llm, method, plan, self.capacity, self.backend, self.bank, self._ring
+        self._runner = StepRunner(
+            self.llm, method, plan, self.capacity, self.backend, self.bank, self.query_ring
         )
-        self._selected = False
+        self._selected = False  # whether the last step left a selection
         self.runtime.bank = self.bank
-        self._fresh = self.runtime.snapshot()  # before the first prefill
+        self._history.begin(self.runtime)
 
-    def set_method(self, method):
+    def set_method(self, method: Method) -> None:
         """Go on with another method; nothing is read again. The bank's layers change layout where
         the new plan wants it.
 
         An evicting method takes all tokens so far for one prompt; one that sums attention runs
         their queries over the bank once more.
         """
-        self._open()
+        self._require_open()
         method, plan = self.llm.resolve_method(method)
         if self.ids:
-            method.check_prefill(0, self._marks[-1].length if self._marks else len(self.ids))
+            method.check_prefill(0, self._history.prompt_length or len(self.ids))
             method.check_switch(len(self.ids))
         with self.llm.busy():
-            placement = (
-                self.llm.placement(method, plan, self.capacity, self._offload)
-                if self.bank.tiered and plan.sparse_layers
-                else None
-            )
+            placement = None
+            if self.bank.tiered and plan.sparse_layers:
+                placement = self.llm.placement(method, plan, self.capacity, self._offload)
             self.bank = self.bank.relayout(plan, placement)
-            self._again(method, plan)
+            self._switch(method, plan)
 
-    def set_backend(self, backend):
+    def set_backend(self, backend: str) -> None:
         """Go on with other launchers ("auto", "reference", "cpu", "triton") over the same bank;
         nothing is read again.
 
-        "reference" runs eagerly on the plain launchers: what a fast path is checked against
-        (benchmarks do so before they time).
+        "reference" runs eagerly on the plain launchers: what a fast backend is checked against.
         """
-        self._open()
-        if backend not in BACKENDS:
-            raise SettingError(f"backend: found {backend!r}, expected one of {', '.join(BACKENDS)}")
+        self._require_open()
+        one_of("backend", backend, BACKENDS)
         with self.llm.busy():
             self.backend = backend
-            self._again(self.method, self.plan)
+            self._switch(self.method, self.plan)
 
-    def _again(self, method, plan):
+    def _switch(self, method: Method, plan: LayerPlan) -> None:
         before = self.runtime
         self._use(method, plan)
-        if self.ids and (self.runtime.replays or self.runtime.evicts and before.method == method):
-            # the same method on another backend: what it has done stays done
-            self.runtime.copy_from(before)
-        elif self.ids and self.runtime.evicts:
-            last = self._marks[-1] if self._marks else None
-            if self.runtime.reads_every_query:
-                look_again(self)
-            self._marks = [
-                self._mark(
-                    0, len(self.ids), last.logits if last and last.length == len(self.ids) else None
-                )
-            ]
-        elif self.ids:
-            self._marks = [self._mark(m.start, m.length, m.logits) for m in self._marks] or [
-                self._mark(0, len(self.ids))
-            ]
+        self._history.switch(before, method)
 
-    # ---------------------------------------------------------------- reading and writing tokens
+    # ---------------------------------------------------------------- reading a prompt
 
-    def prefill(self, token_ids, progress=None, more=False):
-        """Append tokens to the bank, chunk by chunk; returns float32 logits [vocab] of the last
-        one.
+    def prefill(
+        self,
+        token_ids: Iterable[int],
+        progress: Callable[[PrefillProgress], None] | None = None,
+        more: bool = False,
+    ) -> torch.Tensor | None:
+        """Append tokens to the bank, chunk by chunk; float32 logits [vocab] of the last one.
 
-        progress(PrefillProgress) is called after every chunk; if it (or Ctrl-C) raises, whole
-        chunks stay in the session. more: the prompt goes on in the next prefill, so that what a
-        method does at a prompt's end (a budget by its length, an eviction) waits for that; a decode
-        step ends it too. Raises ContextTooLong where the tokens do not fit, and SettingError where
-        the method cannot read parts or this one is too short to end its prompt (Method.last_part);
-        nothing has been read then.
+        progress is called after every chunk; if it (or Ctrl-C) raises, whole chunks stay in the
+        session. more: the prompt goes on in the next prefill, so that what a method does at a
+        prompt's end (a budget by its length, an eviction) waits for that; a decode step ends it
+        too. Raises ContextTooLong where the tokens do not fit, and SettingError where the method
+        cannot read a prompt in parts or the last part is too short; nothing has been read then.
         """
-        self._open()
-        new = self._checked(token_ids)
-        start, stop = len(self.ids), len(self.ids) + len(new)
-        self._room(stop)
+        self._require_open()
+        ids = self._checked(token_ids)
+        start, stop = len(self.ids), len(self.ids) + len(ids)
+        self._require_room(stop)
         self.method.check_prefill(start, stop)
-        goes_on = self._marks and self._marks[-1].open and self._marks[-1].length == start
-        self.method.check_parts(more or goes_on, len(new) if goes_on and not more else None)
-        chunk, device = self.llm.chunk, self.llm.model.device
+        goes_on = self._history.prompt_is_open(start)
+        self.method.check_parts(more or goes_on, len(ids) if goes_on and not more else None)
         self.runtime.begin_prefill(start, stop, more)
-        clock = Clock(partial(self.runtime.prefill_work, Work.of(self.llm.config)), start, stop)
-        with self.llm.busy(), torch.inference_mode(), self._whole_chunks(start), self._whole():
-            for first in range(start, stop, chunk):
-                last = min(stop, first + chunk)
+        flops = partial(self.runtime.prefill_work, PrefillFlops.of(self.llm.config))
+        eta = Eta(flops, start, stop)
+        with self._exclusive(), self._ending_after_whole_chunks(start), self._rewound_on_error():
+            for first in range(start, stop, self.llm.chunk):
+                last = min(stop, first + self.llm.chunk)
                 began = time.perf_counter()
-                tokens = torch.tensor(
-                    [new[first - start : last - start]], dtype=torch.int64, device=device
-                )
-                logits, newest = run_chunk(
-                    self.llm.model,
-                    self.llm.rotary,
-                    self.runtime,
-                    self.bank,
-                    tokens,
-                    first,
-                    stop,
-                    last_logits=last == stop,
-                )
-                self._commit(new[first - start : last - start], newest)
-                if device.type == "cuda":
-                    # a chunk is seconds of work: its time must be true for the time left
-                    torch.cuda.synchronize(device)
+                logits = self._read_chunk(ids[first - start : last - start], first, stop)
                 seconds = time.perf_counter() - began
-                clock.add(first, last, seconds)
+                eta.add(first, last, seconds)
                 self._stats.count_prefill(last - first, seconds)
-                if last == stop:
-                    self._end_prefill(start, logits[0], more)
+                if logits is not None:
+                    self._end_prompt(start, logits[0], more)
                 if progress is not None:
-                    progress(clock.progress(last))
+                    progress(eta.progress(last))
         return self.last_logits
 
-    @contextlib.contextmanager
-    def _whole(self):
-        """Whatever breaks off inside (Ctrl-C, no host memory): the bank goes back to the tokens
-        that are in the session.
+    def _read_chunk(self, ids: list[int], first: int, stop: int) -> torch.Tensor | None:
+        """Run a chunk at positions from `first` on and commit it; logits [1, vocab] if it is the
+        prompt's last, which ends at `stop`.
         """
-        try:
-            yield
-        except BaseException:
-            if not self.closed:
-                self.bank.rewind(len(self.ids), broken=True)
-            raise
-
-    def _commit(self, ids, newest):
-        length = len(self.ids) + len(ids)
-        self._ring.commit(newest[:, :, -min(newest.shape[2], len(ids)) :], length)
+        model, device = self._model, self._model.device
+        logits, newest = run_chunk(
+            model,
+            self.llm.rotary,
+            self.runtime,
+            self.bank,
+            torch.tensor([ids], dtype=torch.int64, device=device),
+            first,
+            stop,
+            last_logits=first + len(ids) == stop,
+        )
+        count, length = min(newest.shape[2], len(ids)), first + len(ids)
+        self.query_ring.write_chunk(newest[:, :, -count:], length)
         self.runtime.advance(len(ids))
         self.ids.extend(ids)
-        self._ring.advanced(length, min(newest.shape[2], len(ids)))
+        self.query_ring.extend(length, count)
         self.last_logits = None
+        if device.type == "cuda":
+            # A chunk is seconds of work: its time must be true for the time left.
+            torch.cuda.synchronize(device)
+        return logits
 
-    @contextlib.contextmanager
-    def _whole_chunks(self, start):
-        """Where a prefill is interrupted, the prompt was what its whole chunks hold."""
-        try:
-            yield
-        except BaseException:
-            done = self._marks[-1].length if self._marks else 0
-            if len(self.ids) > max(start, done):
-                self._end_prefill(start, None)
-            raise
-
-    def _end_prefill(self, start, logits, more=False):
-        self._marks.append(self._mark(start, len(self.ids), logits, more))
+    def _end_prompt(self, start: int, logits: torch.Tensor | None, more: bool = False) -> None:
+        length = len(self.ids)
+        self._history.add(start, length, logits, more)
         self.last_logits = logits
         self._selected = False
-        if (
-            not more
-            and self.bank.tiered
-            and self.bank.placement.reuse
-            and self.runtime.packed
-            and len(self.ids) >= self._steps.dense_below
-        ):
-            self.runtime.warm(self._steps.newest(len(self.ids), WARM))
+        warms = self.bank.tiered and self.bank.placement.reuse and self.runtime.packed
+        if warms and not more and length >= self._runner.dense_below:
+            self.runtime.warm(self._runner.newest(length, WARM))
 
-    def _mark(self, start, length, logits=None, more=False):
-        with torch.inference_mode():
-            if not more:
-                self.runtime.end_prefill(length, self._steps.at(length))
-            queries = self._ring.newest() if self.runtime.evicts or self.runtime.replays else None
-        return Mark(start, length, self.runtime.snapshot(), logits, queries, open=more)
-
-    def adopt(self, ids):
+    def adopt(self, ids: Iterable[int]) -> None:
         """Take `ids` as read: their rows are in the bank already (a synthetic bank, a saved session).
 
         The first tokens may have been read by `prefill`. Queries are not known, so that a windowed
         selector recomputes those it needs. Raises ContextTooLong where they do not fit.
         """
-        self._open()
-        self._room(len(ids))
-        self.ids, self._marks = list(ids), []
-        self._ring.hold(len(ids), len(ids))
-        self._end_prefill(0, None)
+        self._require_open()
+        ids = self._checked(ids)
+        self._require_room(len(ids))
+        with self._exclusive():
+            self.ids = ids
+            self._history.clear()
+            self.query_ring.set_valid(len(ids), len(ids))
+            self._end_prompt(0, None)
 
-    def decode(self, token_id):
-        """Append one token; returns float32 logits [vocab]. Raises ContextTooLong where the bank is
-        full, SettingError where it cannot end a prompt that was to go on.
+    # ---------------------------------------------------------------- decoding
+
+    def decode(self, token_id: int) -> torch.Tensor:
+        """Append one token; float32 logits [vocab].
+
+        Raises ContextTooLong where the bank is full, SettingError where it cannot end a prompt that
+        was to go on.
         """
-        self._open()
+        self._require_open()
         (token_id,) = self._checked([token_id])
         n = len(self.ids) + 1
-        self._room(n)
-        if self._marks and self._marks[-1].open and self._marks[-1].length == n - 1:
-            self.method.check_parts(True, 0)
-            part = self._marks.pop()  # the prompt that was to go on ends here
-            self._end_prefill(part.start, part.logits)
-        with self.llm.busy(), torch.inference_mode(), self._whole():
-            self._restore_window()
+        self._require_room(n)
+        self._end_open_prompt(n - 1)
+        with self._exclusive(), self._rewound_on_error():
+            self._history.restore_window()
             began = time.perf_counter()
-            own, sparse = self._steps.kind(n)
-            watch = self.watch if sparse and self.plan.sparse_layers else None
-            metered = watch is not None and watch.due()
-            if watch is not None and not metered and watch.exact:
-                own = sparse = False
-                watch.exact_steps += 1
-            self._steps.feed(token_id, n)
+            kind, metered = self._watched(self._runner.kind(n))
+            self._runner.feed(token_id, n)
             self.bank.before_step(n)
-            logits = self._metered() if metered else self._steps.run(n, own)
+            logits = self._metered_step() if metered else self._runner.run(n, kind.own)
             self.bank.after_step(n)
-            self.runtime.advance(1)
-            self.ids.append(token_id)
-            self._ring.advanced(n, 1)
+            self._commit_step(token_id, n, kind.sparse)
             self.last_logits = logits
-            self._selected = sparse
-            rows = (self.runtime if sparse else self.dense_runtime).rows_read(n)
-            self._stats.count_step(
-                rows, self.plan.roles, self._row_bytes, sparse, time.perf_counter() - began
-            )
+            self._count_step(n, kind.sparse, time.perf_counter() - began)
         return logits
 
-    def _metered(self):
-        """A sparse step that also measures the attention mass kept, for `watch`."""
-        pair = Pair(self)
-        logits = pair.sparse.step(self._steps.token, self._steps.length, self.bank)[0, -1]
-        self.watch.saw(pair.meter.mass)
+    def _end_open_prompt(self, length: int) -> None:
+        """End the prompt that was to go on in another prefill, if there is one."""
+        if self._history.prompt_is_open(length):
+            self.method.check_parts(True, 0)
+            part = self._history.savepoints.pop()
+            self._end_prompt(part.start, part.logits)
+
+    def _commit_step(self, token_id: int, n: int, sparse: bool) -> None:
+        self.runtime.advance(1)
+        self.ids.append(token_id)
+        self.query_ring.extend(n, 1)
+        self._selected = sparse
+
+    def _count_step(self, n: int, sparse: bool, seconds: float) -> None:
+        rows = (self.runtime if sparse else self.dense_runtime).rows_read(n)
+        self._stats.count_step(rows, self.plan.roles, self._row_bytes, sparse, seconds)
+
+    def _watched(self, kind: StepKind) -> tuple[StepKind, bool]:
+        """(which step runs, whether it is metered), as the watch wishes."""
+        watch = self.watch
+        if watch is None or not kind.sparse or not self.plan.sparse_layers:
+            return kind, False
+        if watch.due():
+            return kind, True
+        if watch.exact:
+            watch.exact_steps += 1
+            return StepKind(False, False), False
+        return kind, False
+
+    def _metered_step(self) -> torch.Tensor:
+        """A sparse step that also measures the attention mass kept, for the watch."""
+        assert self.watch is not None
+        meter = MassMeter(self.runtime)
+        decoder = Decoder(self._model, self.llm.rotary, meter, self.query_ring)
+        logits = self._runner.run_with(decoder)
+        self.watch.saw(meter.mass)
         return logits
 
-    @property
-    def answer_length(self):
-        """Tokens decoded since the latest prefill."""
-        return len(self.ids) - (self._marks[-1].length if self._marks else 0)
-
-    def check(self, steps=32, progress=None):
-        """Full against sparse attention at the last positions, over the same bank: an
-        engine.check.Report. Nothing changes.
+    def generate(
+        self,
+        token_ids: Iterable[int],
+        params: SamplingParams | None = None,
+        progress: Callable[[PrefillProgress], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> Iterator[Piece]:
+        """Prefill token_ids (may be empty after a prefill), then decode. The iterator may be closed
+        early.
         """
-        self._open()
+        return generate(self, list(token_ids), params, progress=progress, should_stop=should_stop)
+
+    def check(self, steps: int = 32, progress: Callable[[int, int], None] | None = None) -> Report:
+        """Compare full and sparse attention at the last positions, over the same bank. Nothing
+        changes.
+        """
+        self._require_open()
         return check(self, steps, progress)
 
     # ---------------------------------------------------------------- going back, copies, end
 
-    def truncate(self, n):
-        """Forget all but the first n tokens; what the next step sees is what it would have seen had
-        they never been there.
+    def truncate(self, n: int) -> None:
+        """Forget all but the first n tokens. The next step sees what it would have seen had the
+        others never been there.
         """
-        self._open()
+        self._require_open()
         if not 0 <= n <= len(self.ids):
             raise SettingError(
                 f"truncate: found {n}, expected 0 to {len(self.ids)} (the session's tokens)"
             )
-        if n == len(self.ids):
-            return
-        if self.runtime.evicts or self.runtime.replays:
+        if n < len(self.ids):
             self._selected = False
-            self._marks, again = go_again(self, self._marks, self._fresh, n)
-            again()
-            return
-        del self.ids[n:]
-        self.bank.rewind(n)
-        self.last_logits = None
-        self._selected = False
-        self.runtime.forget(n)
-        self._ring.truncated(n)
-        cut = next((m for m in self._marks if m.length > n), None)
-        self._marks = [m for m in self._marks if m.length <= n]
-        # inside a prompt: the bank's latest prefill ends here now
-        if cut is not None and cut.start < n:
-            self._marks.append(self._mark(cut.start, n))
-            return
-        self.runtime.restore(self._marks[-1].state if self._marks else self._fresh, n)
-        if self._marks and self._marks[-1].length == n:
-            self.last_logits = self._marks[-1].logits
+            self.last_logits = None
+            self._history.truncate(n)
 
-    def refresh_logits(self):
-        """Logits of the newest token where a truncate left none: that token goes through the model
-        once more, the bank unchanged.
+    def refresh_logits(self) -> None:
+        """Compute the newest token's logits where a truncate left none: that token goes through the
+        model once more, the bank unchanged.
         """
-        self._open()
+        self._require_open()
         if not self.ids:
             raise SettingError(
-                "generate: found an empty session and no tokens, expected a prompt of at least one token"
+                "generate: found an empty session and no tokens, expected a prompt of at least one "
+                "token"
             )
-        n = len(self.ids)
-        # an interrupted prompt's chunks left none: it is read again to its end
-        if self.runtime.evicts or self.runtime.replays:
-            last = self._marks[-1] if self._marks else Mark(0, n)
-            self._marks, again = go_again(
-                self, [*self._marks[:-1], replace(last, length=n + 1)], self._fresh, n
-            )
-            again()
-            return
-        tokens = torch.tensor([self.ids[-1:]], dtype=torch.int64, device=self.llm.model.device)
-        with torch.inference_mode():
-            logits, _ = run_chunk(
-                self.llm.model,
-                self.llm.rotary,
-                self.dense_runtime,
-                self.bank,
-                tokens,
-                n - 1,
-                n,
-                write=False,
-                last_logits=True,
-            )
-        self.last_logits = logits[0]
+        self._history.refresh_logits()
 
-    def _restore_window(self):
-        """Recompute queries that the selector's window needs and the ring has lost (a truncate by
-        more than the ring holds).
-        """
-        window, n = self.runtime.window, len(self.ids)
-        first = max(0, n - window)
-        if window == 0 or self._ring.covers(first, n):
-            return
-        tokens = torch.tensor([self.ids[first:]], dtype=torch.int64, device=self.llm.model.device)
-        _, newest = run_chunk(
-            self.llm.model,
-            self.llm.rotary,
-            self.dense_runtime,
-            self.bank,
-            tokens,
-            first,
-            n,
-            write=False,
-        )
-        self._ring.commit(newest, n)
-        self._ring.hold(first, n)
-
-    def fork(self):
+    def fork(self) -> Session:
         """An independent session with the same tokens; rows are copied, the selection state too."""
-        self._open()
+        self._require_open()
         with self.llm.busy():
-            twin = self.llm.session(self.method, offload=self._offload)
+            copy = self.llm.session(self.method, offload=self._offload)
             try:
                 with torch.inference_mode():
-                    twin.bank.copy_from(self.bank, len(self.ids))
+                    copy.bank.copy_from(self.bank, len(self.ids))
             except BaseException:
-                twin.close()
+                copy.close()
                 raise
-            twin.ids = list(self.ids)
-            twin._ring.copy_from(self._ring)
-            twin.last_logits = None if self.last_logits is None else self.last_logits.clone()
-            twin._marks, twin._fresh = list(self._marks), self._fresh
-            twin.runtime.copy_from(self.runtime)
-        return twin
+            copy.ids = list(self.ids)
+            copy.query_ring.copy_from(self.query_ring)
+            copy.last_logits = None if self.last_logits is None else self.last_logits.clone()
+            copy._history.copy_from(self._history)
+            copy.runtime.copy_from(self.runtime)
+        return copy
 
-    def generate(self, token_ids, params=None, progress=None, should_stop=None):
-        """Prefill token_ids (may be empty after a prefill), then decode: an iterator of
-        engine.generate.Piece, closable early.
-        """
-        from engine.generate import generate
-
-        return generate(self, token_ids, params, progress=progress, should_stop=should_stop)
-
-    def close(self):
+    def close(self) -> None:
         """Give the bank's memory back. Further calls raise SessionClosed."""
         if self.bank is not None:
             self.bank.close()
-            self.bank = self._ring = self._steps = self.last_logits = None
+            self.bank = self.query_ring = self._runner = self.last_logits = None  # type: ignore
 
-    # ---------------------------------------------------------------- checks
+    # ---------------------------------------------------------------- checks and clean-up
 
-    def _open(self):
+    def _require_open(self) -> None:
         if self.closed:
             raise SessionClosed("this session was closed; make a new one with llm.session()")
 
-    def _checked(self, token_ids):
+    def _checked(self, token_ids: Iterable[int]) -> list[int]:
         ids = [int(t) for t in token_ids]
         vocab = self.llm.config.vocab_size
         bad = next((t for t in ids if not 0 <= t < vocab), None)
@@ -518,12 +458,36 @@ class Session:
             raise SettingError("prefill: found no tokens, expected at least one")
         return ids
 
-    def _room(self, wanted):
+    def _require_room(self, wanted: int) -> None:
         if wanted > self.capacity:
             raise ContextTooLong(
-                f"{wanted} tokens do not fit: this session holds {len(self.ids)} and its context limit is {self.capacity} "
-                f"(the model's own is {self.llm.config.max_positions}); raise it with max_context / --ctx, or shorten the text"
+                f"{wanted} tokens do not fit: this session holds {len(self.ids)} and its context "
+                f"limit is {self.capacity} (the model's own is {self.llm.config.max_positions}); "
+                f"raise it with max_context / --ctx, or shorten the text"
             )
 
+    @contextlib.contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Hold the LLM, without autograd."""
+        with self.llm.busy(), torch.inference_mode():
+            yield
 
-assert RING >= 2 * 64  # a window of 64 queries survives a truncate of as many
+    @contextlib.contextmanager
+    def _rewound_on_error(self) -> Iterator[None]:
+        """On any exception (Ctrl-C, no host memory) rewind the bank to the committed tokens."""
+        try:
+            yield
+        except BaseException:
+            if not self.closed:
+                self.bank.rewind(len(self.ids), broken=True)
+            raise
+
+    @contextlib.contextmanager
+    def _ending_after_whole_chunks(self, start: int) -> Iterator[None]:
+        """On interruption the prompt ends after its last whole chunk."""
+        try:
+            yield
+        except BaseException:
+            if len(self.ids) > max(start, self._history.prompt_length):
+                self._end_prompt(start, None)
+            raise

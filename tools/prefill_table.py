@@ -3,7 +3,7 @@ left against the truth, memory).
 
 Speed: the first chunk and the last of every length are timed over a synthetic bank, the methods
 taking turns, and integrated (a chunk's time is affine in its depth once every method is sparse).
-Beside every ratio of times stands the ratio that the operation count allows (engine.prefill.Work:
+Beside every ratio of times stands the ratio that the operation count allows (engine.prefill_eta.PrefillFlops:
 linear layers, attention, scoring), summed over all chunks. ETA: a whole prompt is read.
 """
 
@@ -23,7 +23,7 @@ from engine import LLM, Full, OmniKV
 from engine.errors import EngineError
 from engine.model.llama import random_stream
 from engine.prefill import run_chunk
-from engine.prefill_eta import Work
+from engine.prefill_eta import PrefillFlops
 from tools.bench.header import commit, hardware, version
 from tools.bench.shapes import SHAPES, parse_size, shape_config, shape_filters, short_size
 from tools.synthetic_bank import synthesize
@@ -158,7 +158,7 @@ def speed(args):
                         session.set_method(method)
                     seconds.setdefault((name, depth), []).append(timed_chunk(session, depth, chunk))
                     if name not in work:
-                        count = partial(session.runtime.prefill_work, Work.of(llm.config))
+                        count = partial(session.runtime.prefill_work, PrefillFlops.of(llm.config))
                         work[name] = [
                             count(first, first + chunk) for first in range(0, longest, chunk)
                         ]

@@ -6,9 +6,9 @@ import time
 
 from engine.chat.display import brief
 from engine.chat.provenance import record, write_page, write_run
-from engine.check import Watch
 from engine.errors import UsageError
 from engine.units import human
+from engine.watch import Watch
 
 WARN_BELOW = 0.9  # mass kept under which --watch says so
 

@@ -156,7 +156,7 @@ class Runtime:
 
     def prefill_work(self, work, start, stop):
         """(linear, attention) operations of reading positions start .. stop-1; `work` is
-        engine.prefill.Work.
+        engine.prefill_eta.PrefillFlops.
         """
         return work.parts(start, stop)
 

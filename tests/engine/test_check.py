@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from engine import Full, OmniKV
-from engine.check import Watch
 from engine.errors import SettingError
 from engine.plan.layers import tail_start
+from engine.watch import Watch
 from tests.helpers import random_ids, tiny_llm
 
 

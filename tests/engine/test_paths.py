@@ -170,16 +170,16 @@ def test_the_ring_knows_what_it_holds():
     """
     with engine().session(method_of("uniform")) as session:
         session.prefill(PROMPT)
-        assert session._ring.covers(300 - WINDOW_KEPT, 300) and not session._ring.covers(
+        assert session.query_ring.covers(300 - WINDOW_KEPT, 300) and not session.query_ring.covers(
             299 - WINDOW_KEPT, 300
         )
         for token in ANSWER:
             session.decode(token)
-        assert session._ring.covers(300 - WINDOW_KEPT, 320) and not session._ring.covers(
+        assert session.query_ring.covers(300 - WINDOW_KEPT, 320) and not session.query_ring.covers(
             299 - WINDOW_KEPT, 320
         )
         session.truncate(310)
-        assert session._ring.covers(300, 310) and not session._ring.covers(300, 311)
+        assert session.query_ring.covers(300, 310) and not session.query_ring.covers(300, 311)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.25])

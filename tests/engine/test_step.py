@@ -39,7 +39,7 @@ def batched(llm, sessions, backend):
     bank = DeviceBank(CONFIG, plan, CAPACITY, torch.float32, "cpu", batch)
     ring = QueryRing(CONFIG, batch, torch.float32, "cpu")
     for number, session in enumerate(sessions):
-        ring.slots[:, number] = session._ring.slots[:, 0]
+        ring.slots[:, number] = session.query_ring.slots[:, 0]
         for layer in range(CONFIG.num_layers):
             for mine, theirs in zip(bank.kv(layer), session.bank.kv(layer)):
                 mine[number].fill_(float("nan"))  # whatever lies beyond the length

@@ -157,8 +157,8 @@ def planted_runtime(method, positions, length=320, seed=0, backend="reference"):
         runtime.prefill_attend(layer, q, bank, 0)
         newest.append(q[:, -64:])
     runtime.advance(length)
-    ring.commit(torch.stack(newest), length)
-    ring.hold(length - 64, length)
+    ring.write_chunk(torch.stack(newest), length)
+    ring.set_valid(length - 64, length)
     runtime.end_prefill(length, step_of(length))
     step = step_of(length + 1)
     for layer in range(config.num_layers):

@@ -9,7 +9,7 @@ import engine.methods.omnikv.block_sparse
 from engine.errors import SettingError
 from engine.methods.full import Full
 from engine.methods.omnikv.settings import OmniKV
-from engine.prefill_eta import Work
+from engine.prefill_eta import PrefillFlops
 from kernels.block_sparse import (
     BLOCK,
     ESTIMATORS,
@@ -219,7 +219,7 @@ def test_recall_and_density_are_reported():
 
 
 def test_work_and_settings():
-    work = Work.of(CONFIG)
+    work = PrefillFlops.of(CONFIG)
     with opened(method_of(), 256) as session, opened(Full(), 256) as dense:
         for s in (session, dense):
             s.runtime.begin_prefill(0, 1100)

@@ -15,7 +15,7 @@ from engine.errors import SettingError
 from engine.methods.full import Full
 from engine.methods.select.minference import MInference, causal_pairs
 from engine.methods.select.minference_patterns import BLOCK, line_sums, sizes
-from engine.prefill_eta import Work
+from engine.prefill_eta import PrefillFlops
 from kernels.prefill import prefill_dense_lse
 from tests.engine.methods.reading import SHAPES, World
 from tests.engine.tiny import random_ids, tiny_config, tiny_llm, tiny_weights
@@ -218,7 +218,7 @@ def test_work_is_counted():
     """Fewer operations than full attention, more for larger patterns; the neutral setting counts
     full attention's of every layer.
     """
-    work = Work.of(CONFIG)
+    work = PrefillFlops.of(CONFIG)
     methods = (SPARSE, MInference(("vertical_slash", 80, 300)), MInference())
     small, large, whole = (opened(method).runtime.prefill_work(work, 0, 1000) for method in methods)
     assert small[0] == whole[0] and small[1] < large[1] < whole[

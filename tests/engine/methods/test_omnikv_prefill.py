@@ -15,7 +15,7 @@ import torch
 from engine.methods.full import Full
 from engine.methods.omnikv.settings import OmniKV
 from engine.plan.layers import Role
-from engine.prefill_eta import Work
+from engine.prefill_eta import PrefillFlops
 from tests.engine.methods.official_simulation import (
     Choice,
     Model,
@@ -251,7 +251,7 @@ def test_rows_and_operations_are_those_of_a_count_by_hand(ratio, chunk, stride):
     with opened(method_of(ratio, prefill_stride=stride), chunk) as session:
         session.prefill(PROMPT)
         assert session.runtime.prefill.rows_read == rows > 0
-        work = Work.of(CONFIG)
+        work = PrefillFlops.of(CONFIG)
         parts = [
             session.runtime.prefill_work(work, first, min(len(PROMPT), first + chunk))
             for first in range(0, len(PROMPT), chunk)
@@ -273,7 +273,7 @@ def test_progress_counts_work():
     seen = []
     with opened(method_of(1), 64) as session:
         session.prefill(PROMPT, progress=seen.append)
-        parts = partial(session.runtime.prefill_work, Work.of(CONFIG))
+        parts = partial(session.runtime.prefill_work, PrefillFlops.of(CONFIG))
         total = sum(parts(0, len(PROMPT)))
         for progress in seen:
             assert progress.work == pytest.approx(sum(parts(0, progress.done)) / total)

@@ -218,7 +218,7 @@ def test_planted_keys_in_a_session_are_read_at_the_next_step(backend):
             session.decode(token)
         session.decode(7)
         n, where = len(session), [0, 99, 199, 204, 255]
-        raw = session._ring.read(2, torch.tensor([[n - 1]]))
+        raw = session.query_ring.read(2, torch.tensor([[n - 1]]))
         q = session.llm.rotary.apply(raw, *session.llm.rotary.at(torch.tensor([[n - 1]])))[0, 0]
         k, _ = session.bank.kv(2)
         for number, position in enumerate(where):

@@ -1,0 +1,37 @@
+"""What the sessions of an LLM share in host memory: a pool of blocks and the measured link to it."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.bank.host_pool import HostPool
+from engine.bank.link import Link, measure_link
+
+
+class HostTier:
+    """Makes the pool and measures the link when they are first needed; LLMs over one model share it.
+
+    limit: bytes that the pool may allocate, None for no limit.
+    """
+
+    def __init__(self, device: torch.device, limit: int | None, pool: HostPool | None = None):
+        self._device, self._limit = device, limit
+        self._pool, self._link = pool, None
+
+    @property
+    def pool(self) -> HostPool:
+        """The pool, ready for sessions."""
+        return self._measured()[0]
+
+    @property
+    def link(self) -> Link:
+        """How rows travel between the pool and the device."""
+        return self._measured()[1]
+
+    def _measured(self) -> tuple[HostPool, Link]:
+        if self._pool is None:
+            self._pool = HostPool(self._limit)
+        if self._link is None:
+            self._link = measure_link(self._pool, self._device)
+            self._pool.programs = self._link.programs
+        return self._pool, self._link

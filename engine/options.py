@@ -1,0 +1,119 @@
+"""What a caller may choose about an LLM, checked once and frozen."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.errors import SettingError
+from engine.plan.placement import SLOTS
+from engine.settings import integer, is_number, one_of
+from kernels.dispatch import BACKENDS
+
+if TYPE_CHECKING:
+    from engine.bank.host_pool import HostPool
+    from engine.methods.base import Method
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+OFFLOADS = ("auto", "host", "device")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keyword arguments of LLM. Raises SettingError, naming the argument and what it takes.
+
+    device: "auto" | "cpu" | "cuda" | "cuda:N". dtype: "auto" (as stored; float16 becomes bfloat16
+    on a CPU) or a name. max_context: tokens per session (None: the model's own length, or what
+    fits). threads: CPU threads. chunk: tokens per prefill chunk. compile: None (on for a GPU, off
+    for a CPU). method: Full(), OmniKV(...) or another method; None: OmniKV where the model's filter
+    layers are known, else Full. offload: "auto" (on a GPU, what does not fit goes to host memory),
+    "host" (all sparse layers) or "device" (nothing). slots: rows that an offloaded group keeps on
+    the device per selected token; 0 keeps nothing from step to step. host_pool: a HostPool to share
+    with other LLMs. vram_budget, ram_budget: bytes to stay within. backend: "auto", or the launchers
+    to force: "reference", "cpu", "triton". check_finite: refuse weights with NaN or infinity.
+    """
+
+    device: str = "auto"
+    dtype: str = "auto"
+    max_context: int | None = None
+    threads: int | None = None
+    chunk: int | None = None
+    compile: bool | None = None
+    method: Method | None = None
+    offload: str = "auto"
+    slots: float = SLOTS
+    host_pool: HostPool | None = None
+    vram_budget: int | None = None
+    ram_budget: int | None = None
+    backend: str = "auto"
+    check_finite: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_context", "threads", "chunk"):
+            if getattr(self, name) is not None:
+                integer(name, getattr(self, name), 1)
+        one_of("backend", self.backend, BACKENDS)
+        one_of("offload", self.offload, OFFLOADS)
+        if not is_number(self.slots) or not (self.slots == 0 or self.slots >= 1):
+            raise SettingError(
+                f"slots: found {self.slots!r}, expected a number of at least 1 (rows per selected "
+                f"token), or 0 for no reuse"
+            )
+
+    @classmethod
+    def of(cls, settings: dict[str, Any]) -> Options:
+        """Options from keyword arguments; SettingError names the nearest one where one is unknown.
+
+        `kernels` is the former name of `backend` and still means it.
+        """
+        settings = dict(settings)
+        if "kernels" in settings:
+            settings.setdefault("backend", settings.pop("kernels"))
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in settings:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise SettingError(f"LLM: found an unknown argument {name!r}{hint}")
+        return cls(**settings)
+
+    def resolved_device(self) -> torch.device:
+        """The torch.device that `device` names here; SettingError where there is none."""
+        name = self.device
+        if name == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            device = torch.device(name)
+        except (RuntimeError, TypeError):
+            device = None
+        if device is None or device.type not in ("cpu", "cuda"):
+            raise SettingError(
+                f"device: found {name!r}, expected 'auto', 'cpu', 'cuda' or 'cuda:N'"
+            )
+        if device.type == "cpu":
+            return device
+        if not torch.cuda.is_available():
+            raise SettingError(
+                f"device: found {name!r}, but this torch ({torch.__version__}) sees no CUDA device; "
+                f"use device='cpu'"
+            )
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise SettingError(
+                f"device: found {name!r}, expected an index below {torch.cuda.device_count()}"
+            )
+        return torch.device(device.type, device.index or 0)
+
+    def resolved_dtype(self, stored: str, device: torch.device) -> torch.dtype:
+        """The torch.dtype that `dtype` means for weights stored as `stored` on a device."""
+        name = self.dtype
+        if name == "auto":
+            name = "bfloat16" if stored == "float16" and device.type == "cpu" else stored
+        if name not in DTYPES:
+            raise SettingError(
+                f"dtype: found {name!r}, expected 'auto', {', '.join(map(repr, DTYPES))}"
+            )
+        return DTYPES[name]

@@ -1,0 +1,193 @@
+"""How a session's decode steps run: the method's own or full attention's, eager or as CUDA graphs.
+
+The step itself is one function (engine/decode.py). On a GPU it is captured once per capacity
+bucket: kernels read the length on the device, so a graph replays at any length within its bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from engine.decode import Decoder, Step
+from engine.methods.base import Setup
+from engine.methods.full import Full
+from engine.model.llama import post_attention, pre_attention
+from kernels.scratch import make_scratch, scratch_bytes
+
+if TYPE_CHECKING:
+    from engine.bank.device import DeviceBank
+    from engine.llm import LLM
+    from engine.methods.base import Method, Runtime
+    from engine.plan.layers import LayerPlan
+    from engine.query_ring import QueryRing
+
+FIRST_BUCKET = 4096
+WARM_UP = 3  # eager steps before a capture: compilation, autotuning and first allocations
+
+
+class StepKind(NamedTuple):
+    """Which step runs. own: the method's, else full attention's. sparse: some layer reads a part."""
+
+    own: bool
+    sparse: bool
+
+
+class StepRunner:
+    """Two kinds of step over one bank. Made anew when the session changes its method or backend.
+
+    runtime, dense_runtime: the method's Runtime and full attention's. dense_below: tokens of
+    context below which full attention runs. token int64 [1, 1], length int32 [1]: what a captured
+    graph reads; `feed` fills them.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        method: Method,
+        plan: LayerPlan,
+        capacity: int,
+        backend: str,
+        bank: DeviceBank,
+        query_ring: QueryRing,
+    ):
+        config, model = llm.config, llm.model
+        device, dtype = model.device, model.dtype
+        self._bank, self._query_ring, self._rotary = bank, query_ring, llm.rotary
+        windowed = getattr(method, "selector", "last") != "last"
+        budget = method.budget_capacity(plan, capacity)
+        sizes = dict(
+            batch=1,
+            queries=1,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            capacity=capacity,
+            budget=budget,
+            device=device,
+            scored=budget > 0,
+            window=method.window if windowed else 0,
+            backend=backend,
+            dtype=dtype,
+        )
+        self.scratch_bytes, full = scratch_bytes(**sizes), Full()
+        common = capacity, device, dtype, 1, backend, make_scratch(**sizes)
+        self.runtime = method.runtime(Setup(config, plan, *common))
+        self.dense_runtime = full.runtime(Setup(config, full.plan(config), *common))
+        self.dense_below = method.dense_below_tokens(
+            plan, config, dtype.itemsize, device.type, capacity
+        )
+        self._partial = bool(plan.partial_layers)
+        self.token = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        self.length = torch.zeros(1, dtype=torch.int32, device=device)
+
+        def issued_by(runtime: Runtime) -> GraphedStep:
+            # The reference is the oracle: plain launchers, pieces uncompiled, no graph.
+            plain = backend == "reference"
+            pieces = (pre_attention, post_attention) if plain else llm.pieces
+            decoder = Decoder(model, llm.rotary, runtime, query_ring, pieces)
+            graphs = llm.graphs and not plain
+            return GraphedStep(decoder, self.token, self.length, bank, graphs)
+
+        self._own_step = issued_by(self.runtime)
+        self._dense_step = issued_by(self.dense_runtime)
+
+    def kind(self, n: int) -> StepKind:
+        """Which step makes the bank n tokens long."""
+        own = n >= self.dense_below and self.runtime.differs
+        return StepKind(own, own and self._partial)
+
+    def feed(self, token_id: int, n: int) -> None:
+        """Put the n-th token where the next step reads it."""
+        self.token.fill_(token_id)
+        self.length.fill_(n - 1)
+
+    def run(self, n: int, own: bool) -> torch.Tensor:
+        """Run a step on what was fed; float32 logits [vocab]."""
+        step = self._own_step if own else self._dense_step
+        return step(n)[0, -1]
+
+    def run_with(self, decoder: Decoder) -> torch.Tensor:
+        """Run another decoder's step, eager, on what was fed; float32 logits [vocab]."""
+        return decoder.step(self.token, self.length, self._bank)[0, -1]
+
+    def at(self, length: int) -> Step:
+        """The Step of the newest of `length` tokens, as decode would have seen it."""
+        device = self.token.device
+        positions = torch.full((1, 1), length - 1, device=device)
+        visible = torch.full((1,), length, dtype=torch.int32, device=device)
+        bank = self._bank
+        return Step(positions, visible, bank, bank.capacity, self._query_ring, self._rotary)
+
+    def newest(self, length: int, count: int) -> Iterator[Step]:
+        """Steps of the newest `count` of `length` tokens whose queries are held, oldest first."""
+        for n in range(max(1, length - count + 1, self._query_ring.low + 1), length + 1):
+            yield self.at(n)
+
+
+class GraphedStep:
+    """Calls a decoder's step on static tensors; captures and replays CUDA graphs where asked.
+
+    token [1, 1] int64 and length [1] int32 are filled before each call. Returns logits
+    [1, 1, vocab] float32. A replayed graph overwrites its own buffer, so the caller gets a copy.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        token: torch.Tensor,
+        length: torch.Tensor,
+        bank: DeviceBank,
+        graphs: bool,
+    ):
+        self._decoder, self._token, self._length, self._bank = decoder, token, length, bank
+        runtime = decoder.runtime
+        self._captures = graphs and runtime.capturable and bank.capturable(runtime)
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+
+    def __call__(self, n: int) -> torch.Tensor:
+        """Run the step that makes the bank n tokens long."""
+        if not self._captures:
+            return self._decoder.step(self._token, self._length, self._bank)
+        bucket = bucket_for(n, self._bank.capacity)
+        if bucket not in self._graphs:
+            self._graphs[bucket] = self._capture(bucket)
+        graph, logits = self._graphs[bucket]
+        graph.replay()
+        return logits.clone()
+
+    def _capture(self, bucket: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        side = torch.cuda.Stream()
+        # race: the side stream would warm up on tokens that are still being written
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):  # idempotent: a step writes its own rows and advances nothing
+                self._decoder.step(self._token, self._length, self._bank, bucket)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = self._decoder.step(self._token, self._length, self._bank, bucket)
+        return graph, logits
+
+
+def bucket_for(n: int, capacity: int) -> int:
+    """Rows that kernels may look at in a step at n tokens: the next power of two from 4096 on, at
+    most the capacity.
+    """
+    bucket = FIRST_BUCKET
+    while bucket < n:
+        bucket *= 2
+    return min(bucket, capacity)
+
+
+def compiled_pieces() -> tuple:
+    """The two halves of a layer under torch.compile: one small static graph each, for all layers
+    and lengths.
+
+    Attention and selection stay outside: they are our own kernels, and a fork of streams must not
+    cross a compiled region.
+    """
+    options = dict(fullgraph=True, dynamic=False)
+    return torch.compile(pre_attention, **options), torch.compile(post_attention, **options)
