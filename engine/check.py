@@ -1,12 +1,15 @@
-"""Proof on the user's own prompt: full and sparse steps at the same positions over the same bank,
-compared.
+"""Proof on the user's own prompt: full and sparse steps at the same positions over the same bank.
 
-All keys and values are kept, so the comparison needs no second read: at every position of the last
+All keys and values are kept, so the comparison needs no second read. At every position of the last
 answer the full step runs first, then the session's own step, which writes last and leaves the bank
 as it was.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,66 +18,68 @@ from engine.errors import SettingError
 from engine.query_ring import RING
 from engine.watch import MassMeter
 
-# a windowed selector needs up to 64 queries before the first checked position, and the ring holds
-# RING
+if TYPE_CHECKING:
+    from engine.session import Session
+
+# A windowed selector needs up to 64 queries before the first position that is checked.
 MOST_STEPS = RING - 64
 
 
 @dataclass(frozen=True)
 class StepCheck:
-    """One position: whether both would say the same token, KL(full || sparse) in nats, and the mass
-    kept per sparse layer.
+    """One position: both steps' most likely tokens, KL(full || sparse) in nats, and the attention
+    mass kept per sparse layer.
     """
 
     position: int
     full_token: int
     sparse_token: int
     kl: float
-    mass: dict
+    mass: dict[int, float]
 
     @property
-    def agrees(self):
+    def agrees(self) -> bool:
         """Whether the most likely tokens are equal."""
         return self.full_token == self.sparse_token
 
     @property
-    def mean_mass(self):
+    def mean_mass(self) -> float:
         """Mass kept, mean over the sparse layers."""
         return sum(self.mass.values()) / max(1, len(self.mass))
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a check found. `texts` are the answer's tokens as text, one per step, where there is a
+    """What a check found. texts: the answer's tokens as text, one per step; empty without a
     tokenizer.
     """
 
-    steps: tuple
+    steps: tuple[StepCheck, ...]
     context: int
     budget: int
-    texts: tuple = field(default=())
+    texts: tuple[str, ...] = field(default=())
 
     @property
-    def agreement(self):
+    def agreement(self) -> float:
         """Share of positions at which both say the same token."""
         return sum(s.agrees for s in self.steps) / len(self.steps)
 
     @property
-    def mean_kl(self):
+    def mean_kl(self) -> float:
         """Mean KL(full || sparse) in nats."""
         return sum(s.kl for s in self.steps) / len(self.steps)
 
     @property
-    def worst(self):
+    def worst(self) -> StepCheck:
         """The step with the largest KL."""
         return max(self.steps, key=lambda s: s.kl)
 
-    def mass_by_layer(self):
+    def mass_by_layer(self) -> dict[int, float]:
         """{sparse layer: mean mass kept}."""
         layers = self.steps[0].mass
         return {layer: sum(s.mass[layer] for s in self.steps) / len(self.steps) for layer in layers}
 
-    def to_dict(self):
+    def to_dict(self) -> dict[str, Any]:
         """Plain dict for JSON."""
         return {
             "context": self.context,
@@ -86,43 +91,52 @@ class Report:
             "steps": [asdict(s) for s in self.steps],
         }
 
-    def __str__(self):
+    def __str__(self) -> str:
         worst, same = self.worst, sum(s.agrees for s in self.steps)
         at = self.steps.index(worst)
         words = f" near {''.join(self.texts[max(0, at - 8) : at + 1])!r}" if self.texts else ""
         mass = self.mass_by_layer()
+        chosen = min(self.budget, self.context)
         lines = [
-            f"checked {len(self.steps)} steps at {self.context} tokens of context, {min(self.budget, self.context)} chosen per step:",
-            f"  same next token as full attention  {same}/{len(self.steps)} ({100 * self.agreement:.1f}%)",
-            f"  KL(full || sparse)                 mean {self.mean_kl:.2g}, worst {worst.kl:.2g} nats at position {worst.position}{words}",
+            f"checked {len(self.steps)} steps at {self.context} tokens of context, {chosen} chosen "
+            f"per step:",
+            f"  same next token as full attention  {same}/{len(self.steps)} "
+            f"({100 * self.agreement:.1f}%)",
+            f"  KL(full || sparse)                 mean {self.mean_kl:.2g}, worst {worst.kl:.2g} "
+            f"nats at position {worst.position}{words}",
         ]
         if mass:
-            low = min(mass, key=mass.get)
+            low = min(mass, key=lambda layer: mass[layer])
             mean = sum(mass.values()) / len(mass)
             lines += [
-                f"  attention mass kept                mean {mean:.3f}, least {mass[low]:.3f} in layer {low}",
+                f"  attention mass kept                mean {mean:.3f}, least {mass[low]:.3f} in "
+                f"layer {low}",
                 "    by layer  " + "  ".join(f"{layer}:{kept:.3f}" for layer, kept in mass.items()),
             ]
         return "\n".join(lines)
 
 
-def check(session, steps=32, progress=None):
-    """Compare full and sparse attention at the last `steps` positions of a session's answer; the
+def check(
+    session: Session, steps: int = 32, progress: Callable[[int, int], None] | None = None
+) -> Report:
+    """Compare full and sparse attention at the last `steps` positions of a session's answer. The
     session is left as it was.
 
     Positions that a prefill read are never checked: their rows come from a chunk, and a step would
-    leave its own there. progress(done, total) after every position. Raises SettingError where there
-    is nothing to compare: too few tokens, or a method without sparse layers.
+    leave its own there. progress(done, total) is called after every position. Raises SettingError
+    where there is nothing to compare: too few tokens, or a method without sparse layers.
     """
     last = len(session)
     steps = min(steps, MOST_STEPS, session.answer_length)
     if not session.plan.sparse_layers:
         raise SettingError(
-            "check: this method has no sparse layer, there is nothing to compare; use method=OmniKV(...)"
+            "check: this method has no sparse layer, there is nothing to compare; use "
+            "method=OmniKV(...)"
         )
     if steps < 1:
         raise SettingError(
-            f"check: found a session of {last} tokens, expected a prompt and at least one token of an answer"
+            f"check: found a session of {last} tokens, expected a prompt and at least one token of "
+            f"an answer"
         )
     pair = Pair(session)
     slots = session.query_ring.slots.clone()
@@ -143,16 +157,16 @@ def check(session, steps=32, progress=None):
 class Pair:
     """A full and a metered sparse step over one session's bank, eager."""
 
-    def __init__(self, session):
+    def __init__(self, session: Session):
         self.session = session
-        model, rotary, ring = session.llm.model, session.llm.rotary, session.query_ring
+        model, rotary, ring = session.model, session.llm.rotary, session.query_ring
         self.meter = MassMeter(session.runtime)
         self.full = Decoder(model, rotary, session.dense_runtime, ring)
         self.sparse = Decoder(model, rotary, self.meter, ring)
 
-    def at(self, position):
-        """StepCheck of the token at `position`: the full step first, the session's own last."""
-        device = self.session.llm.model.device
+    def at(self, position: int) -> StepCheck:
+        """Compare the steps of the token at `position`: the full one first, the session's own last."""
+        device = self.session.model.device
         token = torch.tensor([[self.session.ids[position]]], device=device)
         length = torch.tensor([position], dtype=torch.int32, device=device)
         with self.session.bank.rehearsal(position + 1):

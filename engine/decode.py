@@ -1,83 +1,113 @@
 """The decode step: one function from new tokens to logits, the same for eager, compiled and
 graph-captured runs, on CPU and GPU.
 
-A step writes rows at its positions and advances nothing: the session advances. No sync, no index on
-the host, nothing allocated whose size grows with the context (kernels write into the session's
-scratch).
+A step writes rows at its positions and advances nothing: the session advances. It never waits for
+the device, uses no index on the host, and allocates nothing whose size grows with the context
+(kernels write into the session's scratch).
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from engine.model.llama import post_attention, pre_attention
+from engine.model.llama import Llama, post_attention, pre_attention
+from engine.model.rope import Rotary
 from engine.plan.layers import TAIL_BLOCK
 from engine.query_ring import QueryRing
+
+if TYPE_CHECKING:
+    from engine.bank.device import DeviceBank
+
+
+class Attends(Protocol):
+    """What a decode step asks of a runtime (engine.methods.base.Runtime)."""
+
+    def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
+        """Attention of q [B, Q, H, D], rotated, in one layer -> [B, Q, H, D]."""
+        ...
 
 
 @dataclass
 class Step:
-    """What every layer of one step shares: computed once from the lengths, on the device."""
+    """What every layer of one step shares: computed once from the lengths, on the device.
 
-    positions: torch.Tensor  # [B, Q] int64
-    visible: torch.Tensor  # [B] int32: rows that the last query sees, its own included
-    bank: object
-    bucket: int  # rows of the bank that this step's kernels may look at
-    ring: QueryRing
-    rotary: object
-    _tails: dict = field(default_factory=dict)
-    _window: dict = field(default_factory=dict)
+    positions int64 [B, Q]. visible int32 [B]: rows that the last query sees, its own included.
+    bucket: rows of the bank that this step's kernels may look at.
+    """
 
-    def tail_start(self, tail):
-        """First tail position per sequence [B] int32, for the first of the step's queries
-        (DESIGN.md, "tail").
+    positions: torch.Tensor
+    visible: torch.Tensor
+    bank: DeviceBank
+    bucket: int
+    query_ring: QueryRing
+    rotary: Rotary
+    _tails: dict[int, torch.Tensor] = field(default_factory=dict)
+    _windows: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(
+        default_factory=dict
+    )
+
+    def tail_start(self, tail: int) -> torch.Tensor:
+        """First tail position per sequence, int32 [B], for the first of the step's queries: the
+        formula of engine.plan.layers.tail_start, on the device.
         """
         if tail not in self._tails:
             n = self.visible - (self.positions.shape[1] - 1)
             self._tails[tail] = ((n // TAIL_BLOCK) * TAIL_BLOCK - tail).clamp_(min=0)
         return self._tails[tail]
 
-    def window_queries(self, layer, window):
-        """The last `window` queries of a layer, each rotated to its own position: [B, W, H, D];
-        before position 0 undefined.
+    def window_queries(self, layer: int, window: int) -> torch.Tensor:
+        """The last `window` queries of a layer, each rotated to its position: [B, W, H, D].
+        Undefined before position 0.
         """
-        if window not in self._window:
+        if window not in self._windows:
             offsets = torch.arange(1 - window, 1, device=self.positions.device)
             positions = (self.positions[:, -1:] + offsets).clamp_(min=0)
-            self._window[window] = positions, *self.rotary.at(positions)
-        positions, cos, sin = self._window[window]
-        return self.rotary.apply(self.ring.read(layer, positions), cos, sin)
+            self._windows[window] = positions, *self.rotary.at(positions)
+        positions, cos, sin = self._windows[window]
+        return self.rotary.apply(self.query_ring.read(layer, positions), cos, sin)
 
 
 class Decoder:
-    """Runs decode steps of one session: model, runtime of its method, query ring, and how its
-    pieces are compiled.
-    """
+    """Runs decode steps with one runtime. pieces: the two halves of a layer, plain or compiled."""
 
-    def __init__(self, model, rotary, runtime, ring, pieces=(pre_attention, post_attention)):
-        self.model, self.rotary, self.runtime, self.ring = model, rotary, runtime, ring
+    def __init__(
+        self,
+        model: Llama,
+        rotary: Rotary,
+        runtime: Attends,
+        query_ring: QueryRing,
+        pieces: tuple[Callable, Callable] = (pre_attention, post_attention),
+    ):
+        self.model, self.rotary, self.runtime, self.query_ring = model, rotary, runtime, query_ring
         self._pre_attention, self._post_attention = pieces
 
-    def step(self, tokens, lengths, bank, bucket=None):
-        """tokens [B, Q] int64, lengths [B] int32 (tokens already in the bank) -> logits [B, Q,
-        vocab] float32.
+    def step(
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        bank: DeviceBank,
+        bucket: int | None = None,
+    ) -> torch.Tensor:
+        """tokens int64 [B, Q], lengths int32 [B] (tokens already in the bank) -> logits float32
+        [B, Q, vocab].
 
-        Writes the rows of the new tokens at lengths .. lengths + Q - 1. `bucket`: rows that the
+        Writes the rows of the new tokens at lengths .. lengths + Q - 1. bucket: rows that the
         kernels may look at, at least every length + Q (default: the bank's capacity).
         """
         model, config = self.model, self.model.config
-        count = tokens.shape[1]
+        count, ring = tokens.shape[1], self.query_ring
         positions = lengths.long().unsqueeze(1) + torch.arange(count, device=tokens.device)
-        step = Step(
-            positions, lengths + count, bank, bucket or bank.capacity, self.ring, self.rotary
-        )
+        step = Step(positions, lengths + count, bank, bucket or bank.capacity, ring, self.rotary)
         cos, sin = self.rotary.at(positions)
-        sizes = config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
+        eps = config.rms_norm_eps
+        sizes = config.num_heads, config.num_kv_heads, config.head_dim, eps
         x = model.embed[tokens]
         for number, layer in enumerate(model.layers):
             q, k, v, q_pre_rope = self._pre_attention(layer, x, cos, sin, *sizes)
-            bank.write(number, k, v, q_pre_rope, self.ring, positions)
-            x = self._post_attention(
-                layer, x, self.runtime.attend(number, q, step), config.rms_norm_eps
-            )
+            bank.write(number, k, v, q_pre_rope, ring, positions)
+            x = self._post_attention(layer, x, self.runtime.attend(number, q, step), eps)
         return model.logits(x)

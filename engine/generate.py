@@ -2,15 +2,26 @@
 produces text consumes it.
 """
 
-from dataclasses import asdict, dataclass, field
+from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from engine.prefill_eta import PrefillProgress
 from engine.sampling import Sampler, SamplingParams
+from engine.text.detokenizer import ByteStream, FallbackStream
 from engine.text.stop import StopScanner
+
+if TYPE_CHECKING:
+    from engine.session import Session
+
+Detokenizer = ByteStream | FallbackStream
 
 
 @dataclass
 class GenerationStats:
-    """Running figures of one answer. Seconds and tokens; `cached_tokens` were in the bank already."""
+    """Running figures of one answer, in seconds and tokens. cached_tokens were in the bank already."""
 
     cached_tokens: int = 0
     prompt_tokens: int = 0
@@ -21,34 +32,33 @@ class GenerationStats:
     dense_steps: int = 0
 
     @property
-    def prefill_rate(self):
+    def prefill_rate(self) -> float:
         """Prompt tokens per second."""
         return self.prompt_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
 
     @property
-    def decode_rate(self):
+    def decode_rate(self) -> float:
         """Decode steps per second."""
         steps = self.sparse_steps + self.dense_steps
         return steps / self.decode_seconds if self.decode_seconds else 0.0
 
-    def to_dict(self):
+    def to_dict(self) -> dict[str, Any]:
         """Plain dict for JSON, rates included."""
         return asdict(self) | {"prefill_rate": self.prefill_rate, "decode_rate": self.decode_rate}
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One step of an answer. `text` may be empty while characters or a stop string are incomplete;
-    the last has a finish_reason:
+    """One step of an answer. `text` may be empty while a character or a stop string is incomplete.
 
-    "stop" (an end token, a stop token id or a stop string), "length" (max_tokens), "context" (the
-    bank is full), "interrupted".
+    Only the last piece has a finish_reason: "stop" (an end token, a stop token id or a stop
+    string), "length" (max_tokens), "context" (the bank is full) or "interrupted".
     """
 
     text: str
     token_id: int | None
     logprob: float | None
-    top_logprobs: tuple
+    top_logprobs: Sequence[tuple[int, float]]
     finish_reason: str | None
     stats: GenerationStats
 
@@ -58,31 +68,40 @@ class Completion:
     """A whole answer: its text, the token ids that were sampled, why it ended, and the figures."""
 
     text: str
-    token_ids: list
+    token_ids: list[int]
     finish_reason: str
     stats: GenerationStats
-    logprobs: list = field(default_factory=list)
+    logprobs: list[tuple] = field(default_factory=list)
 
     @classmethod
-    def join(cls, pieces):
+    def join(cls, pieces: Iterable[Piece]) -> Completion:
         """Collect an iterator of Piece."""
-        text, ids, logprobs, last = [], [], [], None
+        text: list[str] = []
+        ids: list[int] = []
+        logprobs: list[tuple] = []
+        last: Piece | None = None
         for last in pieces:
             text.append(last.text)
             if last.token_id is not None:
                 ids.append(last.token_id)
                 if last.logprob is not None:
                     logprobs.append((last.logprob, last.top_logprobs))
+        assert last is not None and last.finish_reason is not None, "an answer has a last piece"
         return cls("".join(text), ids, last.finish_reason, last.stats, logprobs)
 
 
-def generate(session, token_ids, params=None, progress=None, should_stop=None):
-    """Prefill `token_ids` (may be empty where the session has logits), then sample and decode until
-    something ends it.
+def generate(
+    session: Session,
+    token_ids: Sequence[int],
+    params: SamplingParams | None = None,
+    progress: Callable[[PrefillProgress], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> Iterator[Piece]:
+    """Prefill `token_ids` (may be empty where the session holds tokens), then sample and decode
+    until something ends the answer.
 
-    Yields Piece. should_stop() -> bool is asked before every step. Every sampled token that is fed
-    lies in the session; the last sampled one is fed too unless it ended the answer at a full bank,
-    so that a next turn only appends.
+    should_stop() is asked before every step. Every sampled token is fed to the session, the last
+    one too unless the bank is full, so that the next turn only appends.
     """
     params = params or SamplingParams()
     llm = session.llm
@@ -98,18 +117,23 @@ def generate(session, token_ids, params=None, progress=None, should_stop=None):
         yield from _loop(session, params, sampler, stats, should_stop)
 
 
-def _loop(session, params, sampler, stats, should_stop):
+def _loop(
+    session: Session,
+    params: SamplingParams,
+    sampler: Sampler,
+    stats: GenerationStats,
+    should_stop: Callable[[], bool] | None,
+) -> Iterator[Piece]:
     llm = session.llm
     ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(llm.end_token_ids))
-    words, scanner = (
-        llm.tokenizer.stream(session.ids) if llm.tokenizer else None,
-        StopScanner(params.stop),
-    )
+    words = llm.tokenizer.stream(session.ids) if llm.tokenizer else None
+    scanner = StopScanner(params.stop)
     start = session.stats.to_dict()
     while True:
         if should_stop is not None and should_stop():
             yield _last(words, scanner, "interrupted", stats)
             return
+        assert session.last_logits is not None, "a prompt or a step has left logits"
         token, logprob, top = sampler.sample(session.last_logits)
         if token in ends:
             _feed(session, token)
@@ -133,25 +157,33 @@ def _loop(session, params, sampler, stats, should_stop):
         return
 
 
-def _feed(session, token):
+def _feed(session: Session, token: int) -> None:
     if len(session) < session.capacity:
         session.decode(token)
 
 
-def _count(session, start, stats):
+def _count(session: Session, start: dict[str, Any], stats: GenerationStats) -> None:
     now = session.stats
     stats.decode_seconds = now.decode_seconds - start["decode_seconds"]
     stats.sparse_steps = now.sparse_steps - start["sparse_steps"]
     stats.dense_steps = now.dense_steps - start["dense_steps"]
 
 
-def _rest(words, scanner):
-    """Text still held back at the end of an answer; may complete a stop string, which
-    `scanner.found` tells.
+def _rest(words: Detokenizer | None, scanner: StopScanner) -> str:
+    """Text still held back at the end of an answer. It may complete a stop string: see
+    scanner.found.
     """
     shown = scanner.push(words.flush() if words else "")
     return shown if scanner.found else shown + scanner.flush()
 
 
-def _last(words, scanner, reason, stats, token=None, logprob=None, top=()):
+def _last(
+    words: Detokenizer | None,
+    scanner: StopScanner,
+    reason: str,
+    stats: GenerationStats,
+    token: int | None = None,
+    logprob: float | None = None,
+    top: Sequence[tuple[int, float]] = (),
+) -> Piece:
     return Piece(_rest(words, scanner), token, logprob, top, reason, stats)

@@ -144,6 +144,7 @@ class History:
             return
         with torch.inference_mode():
             logits, _ = self._rerun_chunk(n - 1, n, last_logits=True)
+        assert logits is not None
         session.last_logits = logits[0]
 
     def restore_window(self) -> None:
@@ -163,11 +164,11 @@ class History:
         self, first: int, stop: int, last_logits: bool = False
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Run tokens first .. stop-1 through the model with full attention; writes no rows."""
-        session, llm = self._session, self._session.llm
-        tokens = torch.tensor([session.ids[first:stop]], dtype=torch.int64, device=llm.model.device)
+        session, model = self._session, self._session.model
+        tokens = torch.tensor([session.ids[first:stop]], dtype=torch.int64, device=model.device)
         return run_chunk(
-            llm.model,
-            llm.rotary,
+            model,
+            session.llm.rotary,
             session.dense_runtime,
             session.bank,
             tokens,
@@ -240,17 +241,17 @@ class History:
 
     def _show_every_query(self) -> None:
         """Run the queries of all tokens over the bank again; rows stay as they are."""
-        session, llm = self._session, self._session.llm
-        n, runtime = len(session.ids), session.runtime
+        session, runtime = self._session, self._session.runtime
+        n, chunk, model = len(session.ids), session.llm.chunk, session.model
         runtime.begin_prefill(0, n)
         with torch.inference_mode():
-            for first in range(0, n, llm.chunk):
-                last = min(n, first + llm.chunk)
+            for first in range(0, n, chunk):
+                last = min(n, first + chunk)
                 tokens = torch.tensor(
-                    [session.ids[first:last]], dtype=torch.int64, device=llm.model.device
+                    [session.ids[first:last]], dtype=torch.int64, device=model.device
                 )
-                bank = session.bank
-                run_chunk(llm.model, llm.rotary, runtime, bank, tokens, first, n, write=False)
+                rotary, bank = session.llm.rotary, session.bank
+                run_chunk(model, rotary, runtime, bank, tokens, first, n, write=False)
                 runtime.advance(last - first)
 
 

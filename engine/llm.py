@@ -37,7 +37,7 @@ from engine.settings import is_integer, one_of
 from engine.step_runner import compiled_pieces
 from engine.text.tokenizer import Tokenizer
 from weights.checkpoint import Checkpoint
-from weights.resolve import resolve
+from weights.resolve import Resolved, resolve
 
 Prompt = str | Sequence[int]
 WeightStream = Callable[
@@ -65,8 +65,9 @@ class LLM:
         **settings: Any,
     ):
         options = Options.of(settings)
-        self.resolved = resolve(str(model), progress=download_progress, config_only=not load)
-        self.folder = Path(self.resolved.folder)
+        resolved = resolve(str(model), progress=download_progress, config_only=not load)
+        self.resolved: Resolved | None = resolved
+        self.folder: Path | None = Path(resolved.folder)
         self.tokenizer: Tokenizer | None = None
         self._progress, self._download_progress = progress, download_progress
         self._prepare(str(model), ModelConfig.from_folder(self.folder), options)
@@ -91,7 +92,7 @@ class LLM:
         """
         self = cls.__new__(cls)
         options = Options.of({"method": Full()} | settings)
-        self.resolved = self.folder = None
+        self.resolved, self.folder = None, None
         self.tokenizer = tokenizer
         self._prepare(name, config, options)
         self._plan.check()

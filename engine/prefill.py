@@ -1,22 +1,41 @@
-"""Chunked prefill: the prompt goes through the model chunk by chunk; activations are O(chunk),
-logits those of the last token only.
+"""Chunked prefill: the prompt goes through the model chunk by chunk. Activations are O(chunk);
+logits are computed for the last token only.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 
-from engine.model.llama import post_attention, pre_attention
+from engine.model.llama import Llama, post_attention, pre_attention
+from engine.model.rope import Rotary
 
-# newest queries of a chunk that go into the query ring: the largest selector window
+if TYPE_CHECKING:
+    from engine.bank.device import DeviceBank
+    from engine.methods.base import Runtime
+
+# Newest queries of a chunk that go into the query ring: the largest selector window.
 WINDOW_KEPT = 64
 
 
-def run_chunk(model, rotary, runtime, bank, tokens, start, total, write=True, last_logits=False):
-    """One chunk through all layers. tokens [B, C] int64 at positions start .. start+C-1, total: the
-    prompt's whole length.
+def run_chunk(
+    model: Llama,
+    rotary: Rotary,
+    runtime: Runtime,
+    bank: DeviceBank,
+    tokens: torch.Tensor,
+    start: int,
+    total: int,
+    write: bool = True,
+    last_logits: bool = False,
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Run one chunk through all layers: tokens int64 [B, C] at positions start .. start+C-1 of a
+    prompt that ends at `total`.
 
-    Returns (logits [B, vocab] float32 or None, newest q_pre_rope queries [layers, B, min(C,
-    WINDOW_KEPT), H, D]). With write=False the rows in the bank stay as they are (they are this
-    chunk's own already) and only the queries are wanted.
+    Returns (logits float32 [B, vocab] or None, newest pre-RoPE queries [layers, B, min(C,
+    WINDOW_KEPT), H, D]). write=False leaves the bank as it is: it holds this chunk already, and the
+    caller wants its queries or logits.
     """
     config = model.config
     positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
@@ -36,7 +55,7 @@ def run_chunk(model, rotary, runtime, bank, tokens, start, total, write=True, la
             if runtime.reads_every_query:
                 runtime.prefill_attend(number, q, bank, first)
             if not last_logits:
-                # the last layer's output is wanted for the prompt's last token only
+                # The last layer's output is wanted for the prompt's last token only.
                 break
             x, q, first = x[:, -1:], q[:, -1:], start + tokens.shape[1] - 1
         attended = runtime.prefill_attend(number, q, bank, first)

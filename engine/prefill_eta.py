@@ -1,13 +1,18 @@
-"""How long a prefill will take: its operations counted, its chunks timed, the rest predicted."""
+"""How long a prefill will take: its FLOPs counted, its chunks timed, the rest predicted."""
+
+from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from engine.model.config import ModelConfig
 
 
 @dataclass(frozen=True)
 class PrefillProgress:
-    """How far a prefill is. `done` and `total` count tokens, `work` is the share of the operations
-    done (attention is quadratic).
+    """How far a prefill is. done, total: tokens. work: share of the FLOPs done (attention is
+    quadratic). seconds: since it began. eta: seconds left, None before the first chunk.
     """
 
     done: int
@@ -19,11 +24,10 @@ class PrefillProgress:
 
 @dataclass(frozen=True)
 class PrefillFlops:
-    """Operations of a prefill: linear layers count tokens, attention counts (query, key) pairs.
+    """FLOPs of a prefill: linear layers count tokens, attention counts (query, key) pairs.
 
-    per_token: of all weights (head apart). per_pair: of one layer's attention. layers: how many
-    attend; the last one does for the prompt's last token only (run_chunk), and is left out but for
-    its rows.
+    per_token: of all weights but the head. per_pair: of one layer's attention. layers: layers that
+    compute attention for every token: all but the last, which only needs the final token.
     """
 
     per_token: float
@@ -31,10 +35,8 @@ class PrefillFlops:
     layers: int
 
     @classmethod
-    def of(cls, config):
-        """Multiply-adds x 2 of a model's weights per token and of one layer's attention per pair of
-        positions.
-        """
+    def of(cls, config: ModelConfig) -> PrefillFlops:
+        """Count a model's multiply-adds, two FLOPs each."""
         rows = config.hidden_size * (config.q_size + 2 * config.kv_size)
         layer = rows + config.hidden_size * (config.q_size + 3 * config.intermediate_size)
         return cls(
@@ -43,45 +45,43 @@ class PrefillFlops:
             config.num_layers - 1,
         )
 
-    def parts(self, start, stop):
-        """(linear, attention) operations of positions start .. stop-1 against all before them."""
+    def parts(self, start: int, stop: int) -> tuple[float, float]:
+        """(linear, attention) FLOPs of positions start .. stop-1 against all before them."""
         return self.per_token * (stop - start), self.layers * self.pairs(start, stop)
 
-    def pairs(self, start, stop):
-        """Attention operations of one dense layer for positions start .. stop-1 against all before
-        them and themselves.
+    def pairs(self, start: int, stop: int) -> float:
+        """Attention FLOPs of one dense layer for positions start .. stop-1 against themselves and
+        all before them.
         """
         return self.per_pair * (stop * (stop + 1) - start * (start + 1)) / 2
 
 
 class Eta:
-    """Time left from the two rates at which this machine does linear layers and attention.
+    """Time left, from the two rates at which this machine does linear layers and attention.
 
-    Each chunk gives one equation seconds = a * linear + b * attention; the two rates are fitted by
-    least squares with a weak prior that both kinds of operation cost the same, so that the first
-    chunks already give a sane estimate.
+    Each chunk gives one equation: seconds = a * linear + b * attention. Least squares fit the two
+    rates, with a weak prior that both kinds of FLOP cost the same, so that the first chunks already
+    give a sane estimate.
     """
 
-    def __init__(self, parts, start, stop):
-        """parts(start, stop) -> (linear, attention) operations, as Runtime.prefill_work counts
-        them.
-        """
-        self.parts, self.stop = parts, stop
-        self.total = sum(parts(start, stop))
-        self.start, self.began = start, time.perf_counter()
-        self.rows = []
+    def __init__(self, flops: Callable[[int, int], tuple[float, float]], start: int, stop: int):
+        """flops(start, stop) -> (linear, attention) FLOPs of those positions."""
+        self.flops, self.start, self.stop = flops, start, stop
+        self.total = sum(flops(start, stop))
+        self.began = time.perf_counter()
+        self.rows: list[tuple[float, float, float]] = []
 
-    def add(self, first, last, seconds):
-        """A chunk first .. last-1 took `seconds`."""
-        self.rows.append((*self.parts(first, last), seconds))
+    def add(self, first: int, last: int, seconds: float) -> None:
+        """Note that the chunk first .. last-1 took `seconds`."""
+        self.rows.append((*self.flops(first, last), seconds))
 
-    def left(self, at):
+    def left(self, at: int) -> float:
         """Seconds for positions at .. stop-1."""
-        linear, attention = self.parts(at, self.stop)
+        linear, attention = self.flops(at, self.stop)
         a, b = self._rates()
         return a * linear + b * attention
 
-    def _rates(self):
+    def _rates(self) -> tuple[float, float]:
         rate = sum(r[2] for r in self.rows) / max(1e-9, sum(r[0] + r[1] for r in self.rows))
         weight = 0.05 * sum(r[0] ** 2 + r[1] ** 2 for r in self.rows) / max(1, len(self.rows))
         ll = sum(r[0] * r[0] for r in self.rows) + weight
@@ -95,9 +95,9 @@ class Eta:
         a, b = (lt * aa - at * la) / det, (at * ll - lt * la) / det
         return (a, b) if a > 0 and b > 0 else (rate, rate)
 
-    def progress(self, at):
-        """PrefillProgress with tokens counted from where this prefill began."""
-        done = sum(self.parts(self.start, at))
+    def progress(self, at: int) -> PrefillProgress:
+        """PrefillProgress at position `at`, tokens counted from where this prefill began."""
+        done = sum(self.flops(self.start, at))
         return PrefillProgress(
             at - self.start,
             self.stop - self.start,

@@ -14,21 +14,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.bank.device import DeviceBank
-from engine.bank.tiered import TieredBank, bank_figures
+from engine.bank.tiered import TieredBank
 from engine.check import Report, check
 from engine.decode import Decoder, Step
 from engine.errors import ContextTooLong, SessionClosed, SettingError
 from engine.generate import Piece, generate
-from engine.history import History, Savepoint
+from engine.history import History
 from engine.methods.base import Method, Runtime
 from engine.plan.layers import LayerPlan
-from engine.plan.mem import mem_from_budget
 from engine.plan.placement import Placement
 from engine.prefill import run_chunk
 from engine.prefill_eta import Eta, PrefillFlops, PrefillProgress
 from engine.query_ring import QueryRing
-from engine.settings import one_of
-from engine.stats import SessionStats
+from engine.settings import checked_ids, one_of
+from engine.stats import SessionStats, held_figures
 from engine.step_runner import StepKind, StepRunner
 from engine.watch import MassMeter, Watch
 from kernels.dispatch import BACKENDS
@@ -63,12 +62,11 @@ class Session:
         self._stats = SessionStats()
         model = llm.model
         assert model is not None, "LLM.session() loads the weights first"
-        self._model = model
+        self.model = model
         config, dtype, device = llm.config, model.dtype, model.device
-        self._row_bytes = config.kv_bytes(dtype.itemsize)
-        self.bank: DeviceBank
+        self.row_bytes = config.kv_bytes(dtype.itemsize)
         if placement is None:
-            self.bank = DeviceBank(config, plan, capacity, dtype, device)
+            self.bank: DeviceBank = DeviceBank(config, plan, capacity, dtype, device)
         else:
             pool = llm.host_pool
             self.bank = TieredBank(
@@ -97,33 +95,18 @@ class Session:
     @property
     def stats(self) -> SessionStats:
         """Counters and sizes of now (a copy)."""
-        if self.closed:
-            return replace(self._stats, tokens=len(self.ids))
-        held = dict(
-            ring_bytes=self.query_ring.nbytes,
-            scratch_bytes=self._runner.scratch_bytes,
-            selection_bytes=self.runtime.nbytes,
-            mem=self._mem(),
-            **bank_figures(self.bank),
-        )
-        if self.runtime.evicts:
-            # Resident: what the method needs, of what its tokens would take. The bank stands beside.
-            every = self.plan.num_layers * self._row_bytes * max(1, len(self.ids))
-            held |= dict(
-                selection_bytes=0,
-                store_bytes=self.runtime.nbytes,
-                snapshot_bytes=self._history.nbytes,
-                resident=self.runtime.kv_bytes / every,
-            )
+        held = {} if self.closed else held_figures(self)
         return replace(self._stats, tokens=len(self.ids), **held)
 
-    def _mem(self) -> float:
-        """The paper's Mem%: the share of the bank that a sparse step reads."""
-        k = getattr(self.runtime, "k", 0)
-        if not k or not self.plan.partial_layers:
-            return 1.0
-        prompt = self._history.prompt_length or len(self.ids)
-        return mem_from_budget(k, prompt, self.plan.dense_share)
+    @property
+    def history(self) -> History:
+        """The ends of its prompts, and how it goes back."""
+        return self._history
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Device bytes of the kernels' scratch."""
+        return self._runner.scratch_bytes
 
     @property
     def counters(self) -> SessionStats:
@@ -139,11 +122,6 @@ class Session:
     def dense_runtime(self) -> Runtime:
         """Full attention over the same bank."""
         return self._runner.dense_runtime
-
-    @property
-    def savepoints(self) -> list[Savepoint]:
-        """The ends of the session's prompts, oldest first."""
-        return self._history.savepoints
 
     @property
     def answer_length(self) -> int:
@@ -232,7 +210,7 @@ class Session:
         cannot read a prompt in parts or the last part is too short; nothing has been read then.
         """
         self._require_open()
-        ids = self._checked(token_ids)
+        ids = checked_ids(token_ids, self.llm.config.vocab_size)
         start, stop = len(self.ids), len(self.ids) + len(ids)
         self._require_room(stop)
         self.method.check_prefill(start, stop)
@@ -259,7 +237,7 @@ class Session:
         """Run a chunk at positions from `first` on and commit it; logits [1, vocab] if it is the
         prompt's last, which ends at `stop`.
         """
-        model, device = self._model, self._model.device
+        model, device = self.model, self.model.device
         logits, newest = run_chunk(
             model,
             self.llm.rotary,
@@ -297,7 +275,7 @@ class Session:
         selector recomputes those it needs. Raises ContextTooLong where they do not fit.
         """
         self._require_open()
-        ids = self._checked(ids)
+        ids = checked_ids(ids, self.llm.config.vocab_size)
         self._require_room(len(ids))
         with self._exclusive():
             self.ids = ids
@@ -314,7 +292,7 @@ class Session:
         was to go on.
         """
         self._require_open()
-        (token_id,) = self._checked([token_id])
+        (token_id,) = checked_ids([token_id], self.llm.config.vocab_size)
         n = len(self.ids) + 1
         self._require_room(n)
         self._end_open_prompt(n - 1)
@@ -326,8 +304,7 @@ class Session:
             self.bank.before_step(n)
             logits = self._metered_step() if metered else self._runner.run(n, kind.own)
             self.bank.after_step(n)
-            self._commit_step(token_id, n, kind.sparse)
-            self.last_logits = logits
+            self._commit_step(token_id, n, kind.sparse, logits)
             self._count_step(n, kind.sparse, time.perf_counter() - began)
         return logits
 
@@ -338,15 +315,16 @@ class Session:
             part = self._history.savepoints.pop()
             self._end_prompt(part.start, part.logits)
 
-    def _commit_step(self, token_id: int, n: int, sparse: bool) -> None:
+    def _commit_step(self, token_id: int, n: int, sparse: bool, logits: torch.Tensor) -> None:
         self.runtime.advance(1)
         self.ids.append(token_id)
         self.query_ring.extend(n, 1)
+        self.last_logits = logits
         self._selected = sparse
 
     def _count_step(self, n: int, sparse: bool, seconds: float) -> None:
         rows = (self.runtime if sparse else self.dense_runtime).rows_read(n)
-        self._stats.count_step(rows, self.plan.roles, self._row_bytes, sparse, seconds)
+        self._stats.count_step(rows, self.plan.roles, self.row_bytes, sparse, seconds)
 
     def _watched(self, kind: StepKind) -> tuple[StepKind, bool]:
         """(which step runs, whether it is metered), as the watch wishes."""
@@ -364,7 +342,7 @@ class Session:
         """A sparse step that also measures the attention mass kept, for the watch."""
         assert self.watch is not None
         meter = MassMeter(self.runtime)
-        decoder = Decoder(self._model, self.llm.rotary, meter, self.query_ring)
+        decoder = Decoder(self.model, self.llm.rotary, meter, self.query_ring)
         logits = self._runner.run_with(decoder)
         self.watch.saw(meter.mass)
         return logits
@@ -445,18 +423,6 @@ class Session:
     def _require_open(self) -> None:
         if self.closed:
             raise SessionClosed("this session was closed; make a new one with llm.session()")
-
-    def _checked(self, token_ids: Iterable[int]) -> list[int]:
-        ids = [int(t) for t in token_ids]
-        vocab = self.llm.config.vocab_size
-        bad = next((t for t in ids if not 0 <= t < vocab), None)
-        if bad is not None:
-            raise SettingError(
-                f"token id: found {bad}, expected 0 to {vocab - 1} (the model's vocabulary)"
-            )
-        if not ids:
-            raise SettingError("prefill: found no tokens, expected at least one")
-        return ids
 
     def _require_room(self, wanted: int) -> None:
         if wanted > self.capacity:

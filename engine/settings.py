@@ -1,6 +1,6 @@
 """Validators of settings: the same words for the same mistake everywhere."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from engine.errors import SettingError
@@ -51,3 +51,16 @@ def is_integer(value: Any) -> bool:
 def is_number(value: Any) -> bool:
     """Whether `value` is an int or a float and not a bool; NaN and infinity count."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def checked_ids(token_ids: Iterable[Any], vocab_size: int) -> list[int]:
+    """Token ids as a list of ints below the vocabulary's size, at least one; else SettingError."""
+    ids = [int(t) for t in token_ids]
+    bad = next((t for t in ids if not 0 <= t < vocab_size), None)
+    if bad is not None:
+        raise SettingError(
+            f"token id: found {bad}, expected 0 to {vocab_size - 1} (the model's vocabulary)"
+        )
+    if not ids:
+        raise SettingError("prefill: found no tokens, expected at least one")
+    return ids

@@ -1,8 +1,16 @@
 """What a session counts while it runs, and the sizes of what it holds."""
 
-from dataclasses import asdict, dataclass, field
+from __future__ import annotations
 
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from engine.bank.tiered import bank_figures
 from engine.plan.layers import Role
+from engine.plan.mem import mem_from_budget
+
+if TYPE_CHECKING:
+    from engine.session import Session
 
 
 @dataclass
@@ -71,3 +79,26 @@ class SessionStats:
         self.rows_read_sparse += read
         self.bytes_read_sparse += read * row_bytes
         self.bytes_read_dense += (sum(rows) - read) * row_bytes
+
+
+def held_figures(session: Session) -> dict[str, Any]:
+    """The fields of SessionStats that say what an open session holds now."""
+    runtime, plan = session.runtime, session.plan
+    k, prompt = getattr(runtime, "k", 0), session.history.prompt_length or len(session.ids)
+    figures = dict(
+        ring_bytes=session.query_ring.nbytes,
+        scratch_bytes=session.scratch_bytes,
+        selection_bytes=runtime.nbytes,
+        mem=mem_from_budget(k, prompt, plan.dense_share) if k and plan.partial_layers else 1.0,
+        **bank_figures(session.bank),
+    )
+    if runtime.evicts:
+        # Resident: what the method needs, of what its tokens would take. The bank stands beside.
+        every = plan.num_layers * session.row_bytes * max(1, len(session.ids))
+        figures |= dict(
+            selection_bytes=0,
+            store_bytes=runtime.nbytes,
+            snapshot_bytes=session.history.nbytes,
+            resident=runtime.kv_bytes / every,
+        )
+    return figures

@@ -6,7 +6,7 @@ bucket: kernels read the length on the device, so a graph replays at any length 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -54,6 +54,7 @@ class StepRunner:
         query_ring: QueryRing,
     ):
         config, model = llm.config, llm.model
+        assert model is not None, "LLM.session() loads the weights first"
         device, dtype = model.device, model.dtype
         self._bank, self._query_ring, self._rotary = bank, query_ring, llm.rotary
         windowed = getattr(method, "selector", "last") != "last"
@@ -182,12 +183,14 @@ def bucket_for(n: int, capacity: int) -> int:
     return min(bucket, capacity)
 
 
-def compiled_pieces() -> tuple:
+def compiled_pieces() -> tuple[Callable, Callable]:
     """The two halves of a layer under torch.compile: one small static graph each, for all layers
     and lengths.
 
     Attention and selection stay outside: they are our own kernels, and a fork of streams must not
     cross a compiled region.
     """
-    options = dict(fullgraph=True, dynamic=False)
-    return torch.compile(pre_attention, **options), torch.compile(post_attention, **options)
+    return (
+        torch.compile(pre_attention, fullgraph=True, dynamic=False),
+        torch.compile(post_attention, fullgraph=True, dynamic=False),
+    )

@@ -76,7 +76,7 @@ class SnapRuntime(EvictingRuntime):
         heads, k, _, positions, _ = part
         window = min(self.method.window, sequence.length)
         at = torch.arange(sequence.length - window, sequence.length, device=k.device).unsqueeze(0)
-        q = step.rotary.apply(step.ring.read(layer, at), *step.rotary.at(at, sequence.length))
+        q = step.rotary.apply(step.query_ring.read(layer, at), *step.rotary.at(at, sequence.length))
         sums = column_sums(self.queries(q, heads)[0], k, k.shape[1] - window, self.scale)
         scores = reduce_group(sums / window, self.method.gqa_reduce)[:, :-window]
         if scores.shape[1]:
