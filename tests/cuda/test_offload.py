@@ -13,7 +13,7 @@ from engine.bank.pinned_memory import cuda_driver, registered
 from engine.methods.brutal_offload import BrutalOffload
 from engine.model.llama import random_stream
 from kernels.gather import move_rows
-from tests.helpers import random_ids, tiny_config
+from tests.builders import random_ids, session_config
 from tests.host_checks import STORES, check_moves, check_slots, check_store
 
 pytestmark = [
@@ -26,7 +26,7 @@ METHOD = OmniKV(filter_layers=(1, 4), tokens=64, tail=64, dense_below=0)
 def llm(method, offload, **settings):
     settings = dict(max_context=4096, chunk=512, dtype="float32") | settings
     return LLM.from_stream(
-        tiny_config(num_attention_heads=8, num_key_value_heads=2, head_dim=64, hidden_size=128),
+        session_config(heads=8, kv_heads=2, head_dim=64, hidden=128),
         functools.partial(random_stream, sharpness=2.5),
         device="cuda",
         method=method,

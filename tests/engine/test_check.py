@@ -12,7 +12,7 @@ from engine import Full, OmniKV
 from engine.errors import SettingError
 from engine.plan.layers import tail_start
 from engine.watch import Watch
-from tests.helpers import random_ids, tiny_llm
+from tests.builders import random_ids, tiny_llm
 
 
 def answered(method, **settings):

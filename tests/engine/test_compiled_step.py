@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.methods.full import Full
 from engine.methods.omnikv.settings import OmniKV
-from tests.engine.tiny import random_ids, tiny_config, tiny_llm, tiny_weights
+from tests.builders import random_ids, tiny_config, tiny_llm, tiny_weights
 from tools.synthetic_bank import synthesize
 
 CONFIG = tiny_config(layers=6, heads=4, kv_heads=2)
@@ -53,12 +53,12 @@ def compiled():
     """One LLM with compiled pieces, for all methods; the counters start at zero."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    return tiny_llm(CONFIG, WEIGHTS, Full(), max_context=1024, backend="auto", compile=True)
+    return tiny_llm(Full(), CONFIG, WEIGHTS, max_context=1024, backend="auto", compile=True)
 
 
 @pytest.mark.parametrize("name", ["last", "full", "uniform"])
 def test_compiled_steps_are_the_eager_ones_and_compile_once(compiled, name):
-    eager = tiny_llm(CONFIG, WEIGHTS, Full(), max_context=1024, backend="auto", compile=False)
+    eager = tiny_llm(Full(), CONFIG, WEIGHTS, max_context=1024, backend="auto", compile=False)
     with compiled.session(METHODS[name]) as one, eager.session(METHODS[name]) as other:
         first, expected = one.prefill(random_ids(300)), other.prefill(random_ids(300))
         one.decode(3), one.decode(4)  # warm-up
@@ -124,7 +124,7 @@ def test_no_tensor_that_grows_with_the_context_is_created_in_a_step(name, dtype)
     does another appear.
     """
     config = tiny_config(layers=6, heads=4, kv_heads=2, max_positions=DEPTHS[-1] + 64)
-    llm = tiny_llm(config, WEIGHTS, METHODS[name], backend="auto", compile=False, dtype=dtype)
+    llm = tiny_llm(METHODS[name], config, WEIGHTS, backend="auto", compile=False, dtype=dtype)
     made = []
     for length in DEPTHS:
         with llm.session() as session:
@@ -144,7 +144,7 @@ def test_the_check_sees_growth():
     """The plain references do create tensors that grow: were they on the fast path, the test above
     would fail.
     """
-    llm = tiny_llm(CONFIG, WEIGHTS, METHODS["last"], max_context=1024)
+    llm = tiny_llm(METHODS["last"], CONFIG, WEIGHTS, max_context=1024)
     made = []
     for length in (320, 640):
         with llm.session() as session:

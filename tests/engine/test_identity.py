@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from engine.methods.full import Full
 from engine.methods.omnikv.settings import OmniKV
 from engine.plan.layers import tail_start
-from tests.engine.tiny import random_ids, tiny_config, tiny_llm, tiny_weights
+from tests.builders import random_ids, tiny_config, tiny_llm, tiny_weights
 
 CAPACITY = 512
 SHAPES = ((5, 4, 1), (6, 4, 2), (8, 4, 4), (10, 8, 2))  # layers, heads, kv heads
@@ -104,7 +104,7 @@ QUIET = settings(deadline=None, derandomize=True, suppress_health_check=list(Hea
 @given(runs())
 def test_a_budget_for_everything_is_full_attention_to_the_bit(run):
     shape, method, chunk, turns = run
-    llm = tiny_llm(*model(shape), Full(), max_context=CAPACITY, chunk=chunk)
+    llm = tiny_llm(Full(), *model(shape), max_context=CAPACITY, chunk=chunk)
     both(llm, OmniKV(**method), turns, equal_bits)
 
 
@@ -113,7 +113,7 @@ def test_a_budget_for_everything_is_full_attention_to_the_bit(run):
 @given(runs())
 def test_and_within_rounding_on_the_fast_kernels(run):
     shape, method, chunk, turns = run
-    llm = tiny_llm(*model(shape), Full(), max_context=CAPACITY, chunk=chunk, backend="auto")
+    llm = tiny_llm(Full(), *model(shape), max_context=CAPACITY, chunk=chunk, backend="auto")
     both(llm, OmniKV(**method), turns, close)
 
 
@@ -122,7 +122,7 @@ def test_thirty_tokens_across_a_tail_block(selector):
     """The tail's start moves at n = 192 and 256 and 320: the block that leaves it must be chosen at
     once.
     """
-    llm = tiny_llm(*model(SHAPES[1]), Full(), max_context=CAPACITY)
+    llm = tiny_llm(Full(), *model(SHAPES[1]), max_context=CAPACITY)
     method = OmniKV(filter_layers=(1, 3), tokens=400, tail=64, selector=selector, dense_below=0)
     for prompt in (180, 240, 310):
         both(llm, method, [(prompt, 30)], equal_bits)
@@ -130,7 +130,7 @@ def test_thirty_tokens_across_a_tail_block(selector):
 
 def test_one_row_less_is_seen():
     """The comparison can fail: a budget one short of the candidates changes the logits."""
-    llm = tiny_llm(*model(SHAPES[1]), Full(), max_context=CAPACITY)
+    llm = tiny_llm(Full(), *model(SHAPES[1]), max_context=CAPACITY)
     short = OmniKV(filter_layers=(1,), tokens=255, tail=64, dense_below=0)
     with llm.session(short) as sparse, llm.session(Full()) as full:
         ids = random_ids(330)

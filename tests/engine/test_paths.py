@@ -15,9 +15,9 @@ from engine.methods.full import Full
 from engine.methods.omnikv.settings import OmniKV
 from engine.prefill import WINDOW_KEPT
 from engine.query_ring import RING
+from tests.builders import random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.engine.methods.official_simulation import Model, Shape, check_choice
 from tests.engine.methods.paper_simulation import Conversation, Rule
-from tests.engine.tiny import random_ids, tiny_config, tiny_llm, tiny_weights
 
 CAPACITY = 1024
 CONFIG = tiny_config(layers=8, heads=4, kv_heads=2)
@@ -45,7 +45,7 @@ def method_of(selector, **changes):
 
 def engine(chunk=512, method=None):
     """An LLM on the reference launchers."""
-    return tiny_llm(CONFIG, WEIGHTS, method or Full(), max_context=CAPACITY, chunk=chunk)
+    return tiny_llm(method or Full(), CONFIG, WEIGHTS, max_context=CAPACITY, chunk=chunk)
 
 
 def assert_same_future(a, b, tokens=ANSWER):

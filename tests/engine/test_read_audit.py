@@ -13,7 +13,7 @@ import torch
 from engine.methods.full import Full
 from engine.methods.omnikv.settings import OmniKV
 from engine.plan.layers import Role, tail_start
-from tests.engine.tiny import random_ids, tiny_config, tiny_llm, tiny_weights
+from tests.builders import random_ids, tiny_config, tiny_llm, tiny_weights
 
 LAYERS, CAPACITY, PROMPT, TAIL = 9, 512, 300, 64
 CONFIG = tiny_config(layers=LAYERS, heads=8, kv_heads=2)
@@ -23,7 +23,7 @@ SELECTORS = ("last", "uniform", "exponential")
 
 def make(backend, dtype="float32", **changes):
     """A session of OmniKV after a prompt and 3 steps: filters 1 and 5, sparse layers 3, 4, 7 and 8."""
-    llm = tiny_llm(CONFIG, WEIGHTS, Full(), max_context=CAPACITY, backend=backend, dtype=dtype)
+    llm = tiny_llm(Full(), CONFIG, WEIGHTS, max_context=CAPACITY, backend=backend, dtype=dtype)
     settings = dict(filter_layers=(1, 5), tokens=20, tail=TAIL, dense_below=0)
     session = llm.session(OmniKV(**{**settings, **changes}))
     session.prefill(random_ids(PROMPT))
@@ -99,7 +99,7 @@ def test_rows_beyond_the_length_are_never_looked_at(backend, dtype):
         Full(),
         OmniKV(filter_layers=(1, 5), tokens=20, tail=TAIL, dense_below=0, selector="uniform"),
     ):
-        llm = tiny_llm(CONFIG, WEIGHTS, method, max_context=CAPACITY, backend=backend, dtype=dtype)
+        llm = tiny_llm(method, CONFIG, WEIGHTS, max_context=CAPACITY, backend=backend, dtype=dtype)
         with llm.session() as clean, llm.session() as dirty:
             for layer in range(LAYERS):
                 for part in dirty.bank.kv(layer):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine import Full, OmniKV, SamplingParams
 from engine.errors import Busy, ContextTooLong, SessionClosed, SettingError
-from tests.helpers import random_ids, tiny_llm
+from tests.builders import random_ids, tiny_llm
 
 SPARSE = dict(filter_layers=(1, 4), tokens=24, dense_below=0)
 METHODS = {
@@ -236,8 +236,8 @@ def test_too_long_is_an_error_before_anything_is_read():
 
 def test_bad_calls_name_what_they_found():
     with llm_of("full").session() as session:
-        with pytest.raises(SettingError, match="found 96, expected 0 to 95"):
-            session.prefill([1, 96])
+        with pytest.raises(SettingError, match="found 97, expected 0 to 96"):
+            session.prefill([1, 97])
         with pytest.raises(SettingError, match="no tokens"):
             session.prefill([])
         session.prefill([1, 2, 3])

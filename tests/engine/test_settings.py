@@ -17,7 +17,7 @@ from engine.methods.full import Full
 from engine.methods.omnikv.settings import OmniKV
 from engine.plan.layers import Role, layer_plan, spread_filter_layers
 from engine.plan.mem import budget_from_mem, mem_from_budget
-from tests.engine.tiny import random_ids, stream_of, tiny_config, tiny_llm, tiny_weights
+from tests.builders import random_ids, stream_of, tiny_config, tiny_llm, tiny_weights
 
 BAD = [
     (dict(filter_layers=(-1, 4)), ["filter_layers", "-1", "ascending"]),
@@ -146,7 +146,7 @@ def test_what_does_not_fit_the_model_is_refused_before_weights_load(fields, word
 
 
 def test_the_same_for_a_change_of_method_in_mid_conversation():
-    with tiny_llm(CONFIG, tiny_weights(CONFIG), Full(), max_context=256).session() as session:
+    with tiny_llm(Full(), CONFIG, tiny_weights(CONFIG), max_context=256).session() as session:
         session.prefill(random_ids(50))
         for method in (OmniKV(filter_layers=(9,)), OmniKV(filter_layers=(1, 4), mem=0.2), "omnikv"):
             with pytest.raises(SettingError):
@@ -160,9 +160,9 @@ def test_a_plan_without_sparse_layers_warns_and_runs():
     for filters, wait in (((7,), 1), ((6,), 1), ((1, 3, 5), 9)):
         with pytest.warns(UserWarning, match="no sparse layer"):
             llm = tiny_llm(
+                OmniKV(filter_layers=filters, wait_layers=wait, dense_below=0),
                 CONFIG,
                 weights,
-                OmniKV(filter_layers=filters, wait_layers=wait, dense_below=0),
                 max_context=256,
             )
         with llm.session() as session, llm.session(Full()) as full:
@@ -174,7 +174,7 @@ def test_a_plan_without_sparse_layers_warns_and_runs():
                 and session.stats.dense_steps == 1
             )
     with pytest.raises(SettingError, match="mem.*no sparse layer"):
-        tiny_llm(CONFIG, weights, OmniKV(filter_layers=(7,), mem=0.9), max_context=256)
+        tiny_llm(OmniKV(filter_layers=(7,), mem=0.9), CONFIG, weights, max_context=256)
 
 
 def test_the_last_layer_may_be_a_filter():
@@ -182,9 +182,9 @@ def test_the_last_layer_may_be_a_filter():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         llm = tiny_llm(
+            OmniKV(filter_layers=(1, 7), tokens=8, tail=64, dense_below=0),
             CONFIG,
             tiny_weights(CONFIG),
-            OmniKV(filter_layers=(1, 7), tokens=8, tail=64, dense_below=0),
             max_context=256,
         )
     with llm.session() as session:
@@ -244,7 +244,7 @@ def test_the_default_of_an_unknown_model_leaves_sparse_layers(layers):
 
 
 def test_an_unknown_model_gets_the_default_and_a_hint():
-    llm = tiny_llm(CONFIG, tiny_weights(CONFIG), OmniKV(tokens=8, dense_below=0), max_context=512)
+    llm = tiny_llm(OmniKV(tokens=8, dense_below=0), CONFIG, tiny_weights(CONFIG), max_context=512)
     assert llm.method.filter_layers == spread_filter_layers(8) == (2,)
     assert "calibrate" in str(llm.plan())
     with llm.session() as session:
@@ -311,7 +311,7 @@ def test_budgets_of_a_session():
         ({}, 2048),
     ):
         method = OmniKV(filter_layers=(1, 4), tail=64, dense_below=0, **fields)
-        with tiny_llm(CONFIG, weights, method, max_context=1024).session() as session:
+        with tiny_llm(method, CONFIG, weights, max_context=1024).session() as session:
             session.prefill(random_ids(400))
             for token in random_ids(4):
                 session.decode(token)
@@ -357,7 +357,7 @@ def test_automatic_crossover_is_printed_obeyed_and_can_be_set():
     weights = tiny_weights(CONFIG)
     for setting in ("auto", 250, 0):
         method = OmniKV(filter_layers=(1, 4), tokens=8, tail=64, dense_below=setting)
-        llm = tiny_llm(CONFIG, weights, method, max_context=512)
+        llm = tiny_llm(method, CONFIG, weights, max_context=512)
         below = llm.plan().dense_below
         assert below == setting or (setting == "auto" and 0 < below < 512)
         assert (f"from {below} tokens on" if below else "at every length") in str(llm.plan())
@@ -371,7 +371,7 @@ def test_automatic_crossover_is_printed_obeyed_and_can_be_set():
                 ) == sparse
     # on a CPU a gather of 90% costs more than it saves
     hopeless = OmniKV(filter_layers=(1, 4), share=0.9, tail=64)
-    llm = tiny_llm(CONFIG, weights, hopeless, max_context=512)
+    llm = tiny_llm(hopeless, CONFIG, weights, max_context=512)
     assert llm.plan().dense_below > 512
 
 
@@ -381,6 +381,6 @@ def test_stream_of_weights_serves_all_settings():
     a = LLM.from_stream(
         config, stream_of(weights), device="cpu", max_context=64, backend="reference"
     )
-    b = tiny_llm(config, weights, Full(), max_context=64)
+    b = tiny_llm(Full(), config, weights, max_context=64)
     with a.session() as first, b.session() as second:
         assert (first.prefill([1, 2, 3]) == second.prefill([1, 2, 3])).all()

@@ -8,15 +8,10 @@ the tokens after it.
 import pytest
 import torch
 
-from engine.bank.device import DeviceBank
-from engine.decode import Decoder
-from engine.methods.base import Setup
 from engine.methods.full import Full
 from engine.methods.omnikv.settings import OmniKV
 from engine.plan.layers import tail_start
-from engine.query_ring import QueryRing
-from kernels.scratch import make_scratch
-from tests.engine.tiny import random_ids, tiny_config, tiny_llm, tiny_weights
+from tests.builders import batched, random_ids, tiny_config, tiny_llm, tiny_weights
 
 CAPACITY = 512
 CONFIG = tiny_config(layers=7, heads=4, kv_heads=2)
@@ -32,48 +27,14 @@ METHODS = {
 LENGTHS = (300, 171, 40)
 
 
-def batched(llm, sessions, backend):
-    """A decoder and a bank that hold what these sessions hold, one sequence each."""
-    method, batch = sessions[0].method, len(sessions)
-    plan = method.plan(CONFIG)
-    bank = DeviceBank(CONFIG, plan, CAPACITY, torch.float32, "cpu", batch)
-    ring = QueryRing(CONFIG, batch, torch.float32, "cpu")
-    for number, session in enumerate(sessions):
-        ring.slots[:, number] = session.query_ring.slots[:, 0]
-        for layer in range(CONFIG.num_layers):
-            for mine, theirs in zip(bank.kv(layer), session.bank.kv(layer)):
-                mine[number].fill_(float("nan"))  # whatever lies beyond the length
-                mine[number, :, : len(session)] = theirs[0, :, : len(session)]
-    window = method.window if getattr(method, "selector", "last") != "last" else 0
-    scratch = make_scratch(
-        batch,
-        8,
-        CONFIG.num_heads,
-        CONFIG.num_kv_heads,
-        CONFIG.head_dim,
-        CAPACITY,
-        method.budget_capacity(plan, CAPACITY),
-        "cpu",
-        True,
-        window,
-        backend=backend,
-    )
-    setup = Setup(
-        CONFIG, plan, CAPACITY, torch.device("cpu"), torch.float32, batch, backend, scratch
-    )
-    runtime = method.runtime(setup)
-    runtime.end_prefill(max(LENGTHS))
-    return Decoder(llm.model, llm.rotary, runtime, ring), bank
-
-
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 @pytest.mark.parametrize("name", METHODS)
 def test_a_ragged_batch_is_each_sequence_alone(name, backend):
-    llm = tiny_llm(CONFIG, WEIGHTS, METHODS[name], max_context=CAPACITY, backend=backend)
+    llm = tiny_llm(METHODS[name], CONFIG, WEIGHTS, max_context=CAPACITY, backend=backend)
     sessions = [llm.session() for _ in LENGTHS]
     for number, (session, length) in enumerate(zip(sessions, LENGTHS)):
         session.prefill(random_ids(length, seed=number))
-    decoder, bank = batched(llm, sessions, backend)
+    decoder, bank = batched(llm, sessions, backend, CAPACITY)
     for step in range(4):
         tokens = random_ids(len(LENGTHS), seed=100 + step)
         lengths = torch.tensor([len(session) for session in sessions], dtype=torch.int32)
@@ -105,12 +66,12 @@ def test_several_queries_at_once_are_as_many_steps(queries, everything, backend)
     whatever tail block they span.
     """
     method = OmniKV(**{**SPARSE, "tokens": CAPACITY}) if everything else Full()
-    llm = tiny_llm(CONFIG, WEIGHTS, method, max_context=CAPACITY, backend=backend)
+    llm = tiny_llm(method, CONFIG, WEIGHTS, max_context=CAPACITY, backend=backend)
     # 192 and 256 lie inside the last two
     for length in (171, 188, 252):
         with llm.session() as session:
             session.prefill(random_ids(length))
-            decoder, bank = batched(llm, [session], backend)
+            decoder, bank = batched(llm, [session], backend, CAPACITY)
             tokens = random_ids(queries, seed=5)
             with torch.inference_mode():
                 logits = decoder.step(
@@ -132,10 +93,10 @@ def test_a_step_advances_nothing(name):
     """U4, and what graph warm-ups rely on: the same step again gives the same bits, the same
     selection, the same rows.
     """
-    llm = tiny_llm(CONFIG, WEIGHTS, METHODS[name], max_context=CAPACITY)
+    llm = tiny_llm(METHODS[name], CONFIG, WEIGHTS, max_context=CAPACITY)
     with llm.session() as session:
         session.prefill(random_ids(300))
-        decoder, bank = batched(llm, [session], "reference")
+        decoder, bank = batched(llm, [session], "reference", CAPACITY)
         tokens, lengths = torch.tensor([[5]]), torch.tensor([300], dtype=torch.int32)
         with torch.inference_mode():
             seen = [

@@ -54,7 +54,7 @@ def test_a_whole_offloaded_session_on_interpreted_kernels(monkeypatch):
     """
     import engine.session
     from engine import OmniKV
-    from tests.helpers import random_ids, tiny_config, tiny_llm
+    from tests.builders import random_ids, session_config, tiny_llm
 
     method = OmniKV(filter_layers=(1,), tokens=20, tail=64, dense_below=0)
     monkeypatch.setattr(engine.session, "WARM", 2)  # the interpreter takes a second a step
@@ -62,7 +62,7 @@ def test_a_whole_offloaded_session_on_interpreted_kernels(monkeypatch):
     for offload in ("device", "host"):
         llm = tiny_llm(
             method,
-            config=tiny_config(num_hidden_layers=5),
+            config=session_config(layers=5),
             offload=offload,
             backend="triton",
             max_context=256,

@@ -12,7 +12,7 @@ import torch
 
 from engine import Full
 from engine.plan.layers import layer_plan, tail_start
-from tests.helpers import random_ids, tiny_llm
+from tests.builders import random_ids, tiny_llm
 from tools.choose_layers import best_sets, choose, mean_mass
 from tools.similarity import head_groups, kept, measure
 
@@ -112,9 +112,9 @@ def test_a_planted_filter_layer_is_found():
 
     from engine import LLM
     from engine.model.llama import random_stream
-    from tests.helpers import tiny_config
+    from tests.builders import session_config
 
-    config = tiny_config(num_hidden_layers=10)
+    config = session_config(layers=10)
 
     def planted(config, dtype, device):
         kept = {}

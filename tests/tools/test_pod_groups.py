@@ -11,7 +11,7 @@ import torch
 
 from engine import Full, PodUntrained
 from engine.errors import BadCheckpoint, UsageError
-from tests.helpers import random_ids, tiny_llm
+from tests.builders import random_ids, tiny_llm
 from tools.pod_groups import (
     divergence,
     greedy_blocks,

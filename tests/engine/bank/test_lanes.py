@@ -16,9 +16,9 @@ import engine.plan.placement as placement
 from engine import OmniKV
 from engine.methods.brutal_offload import BrutalOffload
 from engine.methods.omnikv.ablations import OmniKVPerLayer, OmniKVUnpacked
+from tests.builders import random_ids
 from tests.engine.bank.late_lanes import LateLane, install
 from tests.engine.bank.test_offload import equal, pair, play
-from tests.helpers import random_ids
 
 METHOD = OmniKV(filter_layers=(1, 4), tokens=40, tail=64, dense_below=0)
 UNPACKED = OmniKVUnpacked(filter_layers=(1, 4), tokens=40, tail=64, dense_below=0)

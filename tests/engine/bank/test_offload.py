@@ -15,9 +15,9 @@ from engine import Full, OmniKV
 from engine.methods.brutal_offload import BrutalOffload
 from engine.methods.omnikv.ablations import OmniKVPerLayer, OmniKVUnpacked
 from engine.plan.placement import part_bytes
-from tests.helpers import random_ids, tiny_config, tiny_llm
+from tests.builders import random_ids, session_config, tiny_llm
 
-CONFIG = tiny_config()
+CONFIG = session_config()
 BASE = dict(dense_below=0)
 
 

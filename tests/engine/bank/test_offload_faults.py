@@ -17,10 +17,10 @@ from engine.bank.pinned_memory import Way, ordinary
 from engine.bank.tiered import TieredBank
 from engine.errors import OutOfHostMemory
 from engine.plan.placement import part_bytes
-from tests.helpers import random_ids, tiny_config, tiny_llm
+from tests.builders import random_ids, session_config, tiny_llm
 
 METHOD = OmniKV(filter_layers=(1, 4), tokens=40, tail=64, dense_below=0)
-BLOCK = 64 * part_bytes(tiny_config(), 4) * len(METHOD.plan(tiny_config()).sparse_layers)
+BLOCK = 64 * part_bytes(session_config(), 4) * len(METHOD.plan(session_config()).sparse_layers)
 SMALL = dict(max_context=512, chunk=50, backend="reference")
 
 
@@ -116,7 +116,7 @@ def test_a_pool_serves_two_models_one_after_the_other():
             METHOD,
             offload="host",
             host_pool=pool,
-            config=tiny_config(num_hidden_layers=layers),
+            config=session_config(layers=layers),
             **SMALL,
         )
         with llm.session() as session:

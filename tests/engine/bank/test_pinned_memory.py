@@ -20,7 +20,7 @@ from engine.bank.host_pool import HostPool
 from engine.bank.link import Link, choose, measure_link
 from engine.bank.pinned_memory import Driver, Way, limits, ordinary, registered, ways
 from engine.errors import OutOfHostMemory
-from tests.helpers import random_ids, tiny_llm
+from tests.builders import random_ids, tiny_llm
 
 linux = pytest.mark.skipif(
     not hasattr(__import__("mmap"), "MAP_ANONYMOUS"), reason="needs anonymous maps"

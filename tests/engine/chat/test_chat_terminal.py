@@ -13,8 +13,8 @@ import time
 
 import pytest
 
+from tests.builders import STORIES
 from tests.engine.chat.chat_model import chat_model
-from tests.helpers import shared_model
 
 pty = pytest.importorskip("pty", reason="pseudo-terminals are a Unix thing")
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -245,15 +245,13 @@ def test_the_story_is_that_of_transformers():
     import torch
     from transformers import AutoTokenizer, LlamaForCausalLM
 
-    folder = shared_model("stories260k")
-    done = run(
-        "--model", str(folder), "-p", "Once upon a time", "--temp", "0", "-n", "200", "--json"
-    )
+    prompt = ("-p", "Once upon a time", "--temp", "0")
+    done = run("--model", str(STORIES), *prompt, "-n", "200", "--json")
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
     tokenizer, oracle = (
-        AutoTokenizer.from_pretrained(folder),
-        LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        AutoTokenizer.from_pretrained(STORIES),
+        LlamaForCausalLM.from_pretrained(STORIES, dtype=torch.float32),
     )
     prompt = tokenizer("Once upon a time", return_tensors="pt")["input_ids"]
     with torch.inference_mode():

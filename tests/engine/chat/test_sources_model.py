@@ -4,7 +4,7 @@ import pytest
 
 from engine import LLM, OmniKV, SamplingParams
 from engine.chat.conversation import Conversation
-from tests.helpers import shared_model
+from tests.builders import POCKET
 
 FILLER = (
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
@@ -17,7 +17,7 @@ def test_the_planted_fact_comes_first(before, name, key):
     a factor of two or more.
     """
     llm = LLM(
-        shared_model("pocket-prototype"),
+        POCKET,
         method=OmniKV(filter_layers=(1, 4), tokens=64, dense_below=0),
         max_context=4096,
     )

@@ -7,14 +7,12 @@ import functools
 import torch
 
 from engine.bank.device import DeviceBank
-from engine.decode import Decoder, Step
-from engine.methods.base import Setup
+from engine.decode import Step
 from engine.methods.full import Full
 from engine.model.rope import apply_rope
 from engine.query_ring import QueryRing
-from kernels.scratch import make_scratch
+from tests.builders import setup_of, tiny_config, tiny_llm, tiny_weights
 from tests.engine.methods.method_table import CAPACITY
-from tests.engine.tiny import tiny_config, tiny_llm, tiny_weights
 
 SHAPES = ((7, 4, 2), (7, 4, 4), (7, 8, 1))  # layers, heads, kv heads: groups of 2, 1 and 8
 
@@ -25,9 +23,9 @@ def llm_of(shape=SHAPES[0], chunk=64, backend="reference", seed=3):
     layers, heads, kv_heads = shape
     config = tiny_config(layers=layers, heads=heads, kv_heads=kv_heads)
     return tiny_llm(
+        Full(),
         config,
         tiny_weights(config, seed=seed),
-        Full(),
         max_context=CAPACITY,
         chunk=chunk,
         backend=backend,
@@ -55,48 +53,6 @@ def allocated(thing, stop=("setup", "method", "plan", "pool", "bank"), seen=None
     return sum(seen.values())
 
 
-def setup_of(config, method, batch, backend):
-    """(plan, Setup) of a runtime outside a session."""
-    plan = method.plan(config)
-    window = method.window if getattr(method, "selector", "last") != "last" else 0
-    scratch = make_scratch(
-        batch,
-        8,
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
-        CAPACITY,
-        method.budget_capacity(plan, CAPACITY),
-        "cpu",
-        True,
-        window,
-        backend=backend,
-    )
-    return plan, Setup(
-        config, plan, CAPACITY, torch.device("cpu"), torch.float32, batch, backend, scratch
-    )
-
-
-def batched(llm, sessions, backend):
-    """A decoder and a bank that hold what these sessions hold, one sequence each; beyond their
-    lengths anything.
-    """
-    config, method, batch = llm.config, sessions[0].method, len(sessions)
-    plan, setup = setup_of(config, method, batch, backend)
-    bank = DeviceBank(config, plan, CAPACITY, torch.float32, "cpu", batch)
-    ring = QueryRing(config, batch, torch.float32, "cpu")
-    runtime = method.runtime(setup)
-    runtime.end_prefill(max(map(len, sessions)))
-    for number, session in enumerate(sessions):
-        ring.slots[:, number] = session.query_ring.slots[:, 0]
-        for layer in range(config.num_layers):
-            for mine, theirs in zip(bank.kv(layer), session.bank.kv(layer)):
-                mine[number].fill_(float("nan"))
-                mine[number, :, : len(session)] = theirs[0, :, : len(session)]
-        runtime.copy_from(session.runtime, number)
-    return Decoder(llm.model, llm.rotary, runtime, ring), bank
-
-
 class Still:
     """A rotary that turns nothing, so that one planted key is as near to every query."""
 
@@ -120,9 +76,9 @@ def planted_runtime(method, positions, length=320, seed=0, backend="reference"):
     config = tiny_config(layers=7, heads=4, kv_heads=2)
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
     generator = torch.Generator().manual_seed(seed)
-    plan, setup = setup_of(config, method, 1, backend)
+    setup = setup_of(config, method, CAPACITY, backend=backend)
     bank, ring = (
-        DeviceBank(config, plan, CAPACITY, torch.float32, "cpu"),
+        DeviceBank(config, setup.plan, CAPACITY, torch.float32, "cpu"),
         QueryRing(config, 1, torch.float32, "cpu"),
     )
     runtime = method.runtime(setup)

@@ -19,7 +19,7 @@ from kernels.block_sparse import (
     exact_mass,
 )
 from kernels.prefill import prefill_dense_lse
-from tests.engine.tiny import random_ids, tiny_config, tiny_llm, tiny_weights
+from tests.builders import random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.kernel_checks import assert_close, plain
 
 CONFIG = tiny_config(layers=6, heads=4, kv_heads=2, hidden=32, head_dim=16)
@@ -153,7 +153,7 @@ def early(monkeypatch):
 
 
 def opened(method, chunk):
-    return tiny_llm(CONFIG, WEIGHTS, Full(), max_context=2048, chunk=chunk, backend="auto").session(
+    return tiny_llm(Full(), CONFIG, WEIGHTS, max_context=2048, chunk=chunk, backend="auto").session(
         method
     )
 

@@ -27,8 +27,8 @@ from engine.methods.evict.window import Window
 from engine.methods.full import Full
 from engine.methods.omnikv.settings import OmniKV
 from kernels.column_sums import column_sums
+from tests.builders import random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.engine.methods.method_checks import SHAPES, llm_of
-from tests.engine.tiny import random_ids, tiny_config, tiny_llm, tiny_weights
 
 TURNS = ((150, 9), (40, 5))
 H2O_OF_A2SF = dict(newest=None, gqa_reduce="max", cut="first_step")
@@ -572,8 +572,8 @@ def test_what_cannot_be_is_refused_in_one_line():
         SettingError,
         match="streaming_llm: clips distances, which this model's dynamic rope does not allow",
     ):
-        tiny_llm(dynamic, tiny_weights(dynamic), StreamingLLM())
-    tiny_llm(dynamic, tiny_weights(dynamic), Window())
+        tiny_llm(StreamingLLM(), dynamic, tiny_weights(dynamic))
+    tiny_llm(Window(), dynamic, tiny_weights(dynamic))
     for call, message in (
         (lambda: H2O(tokens=3, share=0.1), "budget: found tokens=3 and share=0.1"),
         (lambda: H2O(tokens=0), "tokens: found 0"),
@@ -644,7 +644,7 @@ def test_an_evicting_method_through_the_public_calls():
     goes on.
     """
     config = tiny_config(layers=3)
-    llm = tiny_llm(config, tiny_weights(config), H2O(share=0.3), max_context=256)
+    llm = tiny_llm(H2O(share=0.3), config, tiny_weights(config), max_context=256)
     plan = llm.plan()
     assert plan.bytes_of("retained rows") == H2O(share=0.3).store_bytes(plan.layers, config, 4, 256)
     assert (

@@ -17,9 +17,9 @@ from engine.methods.evict.scissorhands import Scissorhands
 from engine.methods.evict.snapkv import SnapKV
 from engine.methods.evict.streaming_llm import StreamingLLM
 from engine.methods.full import Full
+from tests.builders import random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.engine.methods.evicting_simulation import Conversation, Rule
 from tests.engine.methods.official_simulation import Model, Shape
-from tests.engine.tiny import random_ids, tiny_config, tiny_llm, tiny_weights
 
 LAYERS = 3
 METHODS = {
@@ -69,7 +69,7 @@ def test_rows_and_logits_are_the_simulations(name, heads, backend):
     method, rule = METHODS[name]
     config = tiny_config(layers=LAYERS, heads=heads[0], kv_heads=heads[1])
     weights = tiny_weights(config, seed=sum(heads))
-    llm = tiny_llm(config, weights, Full(), max_context=256, backend=backend, chunk=37)
+    llm = tiny_llm(Full(), config, weights, max_context=256, backend=backend, chunk=37)
     oracle = Conversation(Model(Shape(LAYERS, *heads, 64 // heads[0], 1e-5), weights), rule)
     with llm.session(method) as session:
         for turn, (prompt, answer) in enumerate(((90, 6), (25, 3))):

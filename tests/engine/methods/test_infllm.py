@@ -16,8 +16,7 @@ from engine.methods.full import Full
 from engine.methods.select.infllm import InfLLM
 from engine.methods.select.infllm_memory import BlockMemory, Layout
 from engine.model.rope import attention_scaling
-from tests.engine.methods.reading import SHAPES, World
-from tests.engine.tiny import random_ids, tiny_config, tiny_llm, tiny_weights
+from tests.builders import GROUPS, World, random_ids, tiny_config, tiny_llm, tiny_weights
 
 SMALL = InfLLM(block=5, init=3, local=16, topk=2, representatives=2, cached=4, chunk=8)
 METHODS = (
@@ -109,7 +108,7 @@ CHUNKS = ((45, 9), (64, 1), (23, 17), (1, 40, 3))
 
 @pytest.mark.parametrize("yarn", [False, True])
 @given(
-    st.sampled_from(SHAPES), st.sampled_from(METHODS), st.sampled_from(CHUNKS), st.integers(0, 9)
+    st.sampled_from(GROUPS), st.sampled_from(METHODS), st.sampled_from(CHUNKS), st.integers(0, 9)
 )
 @settings(max_examples=6, derandomize=True)
 def test_a_stream_of_chunks_and_steps_against_the_papers_system(yarn, shape, method, chunks, seed):
@@ -215,7 +214,7 @@ WEIGHTS = tiny_weights(CONFIG, seed=4)
 
 
 def opened(method=SMALL, **more):
-    return tiny_llm(CONFIG, WEIGHTS, Full(), max_context=256, **{"chunk": 64, **more}).session(
+    return tiny_llm(Full(), CONFIG, WEIGHTS, max_context=256, **{"chunk": 64, **more}).session(
         method
     )
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from engine.errors import SettingError
 from engine.methods.full import Full
-from tests.engine.methods.method_checks import SHAPES, allocated, batched, llm_of, planted_runtime
+from tests.builders import batched, random_ids
+from tests.engine.methods.method_checks import SHAPES, allocated, llm_of, planted_runtime
 from tests.engine.methods.method_table import CAPACITY, PLANTED, TABLE, every, partial_layers
-from tests.engine.tiny import random_ids
 
 # bytes of counters and the like that a runtime may hold beside what it declares, whatever the
 # context
@@ -336,7 +336,7 @@ def test_u5_a_ragged_batch_is_each_sequence_alone(row, method):
     sessions = [llm.session(method) for _ in lengths]
     for number, (session, length) in enumerate(zip(sessions, lengths)):
         session.prefill(random_ids(length, seed=number))
-    decoder, bank = batched(llm, sessions, backend)
+    decoder, bank = batched(llm, sessions, backend, CAPACITY)
     for step in range(4):
         tokens = random_ids(len(lengths), seed=100 + step)
         counts = torch.tensor([len(session) for session in sessions], dtype=torch.int32)

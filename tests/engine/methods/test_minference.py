@@ -17,8 +17,7 @@ from engine.methods.select.minference import MInference, causal_pairs
 from engine.methods.select.minference_patterns import BLOCK, line_sums, sizes
 from engine.prefill_eta import PrefillFlops
 from kernels.prefill import prefill_dense_lse
-from tests.engine.methods.reading import SHAPES, World
-from tests.engine.tiny import random_ids, tiny_config, tiny_llm, tiny_weights
+from tests.builders import GROUPS, World, random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.kernel_checks import assert_close
 from tools.minference_search import SPACE, search_patterns
 
@@ -94,7 +93,7 @@ def shown(pattern, q, k, start, head, group):
 
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 @given(
-    st.sampled_from(SHAPES),
+    st.sampled_from(GROUPS),
     CHUNKS,
     st.lists(st.sampled_from(KINDS), min_size=2, max_size=2),
     st.integers(0, 9),
@@ -132,7 +131,7 @@ def test_each_head_reads_what_its_pattern_shows(backend, shape, chunk, kinds, se
     )
 
 
-@given(st.sampled_from(SHAPES), CHUNKS, st.integers(0, 9))
+@given(st.sampled_from(GROUPS), CHUNKS, st.integers(0, 9))
 @settings(max_examples=15)
 def test_sums_along_columns_and_diagonals(shape, chunk, seed):
     """Against float64 and loops over pairs; they are shares of the same attention."""
@@ -158,7 +157,7 @@ SPARSE = MInference(("vertical_slash", 30, 100))
 
 def opened(method, chunk=512, backend="auto"):
     return tiny_llm(
-        CONFIG, WEIGHTS, Full(), max_context=1024, chunk=chunk, backend=backend
+        Full(), CONFIG, WEIGHTS, max_context=1024, chunk=chunk, backend=backend
     ).session(method)
 
 
@@ -256,7 +255,7 @@ def test_the_search_gives_each_head_its_pattern(monkeypatch):
     """
     space = (("a_shape", 30, 150), ("vertical_slash", 60, 50), ("block_sparse", 2))
     config = tiny_config(layers=2, heads=3, kv_heads=3, hidden=48)
-    llm = tiny_llm(config, tiny_weights(config), Full(), max_context=512, chunk=256)
+    llm = tiny_llm(Full(), config, tiny_weights(config), max_context=512, chunk=256)
     want = (("near", "columns", "blocks"), ("blocks", "near", "columns"))
     seen = []
 
@@ -284,7 +283,7 @@ def test_the_search_gives_each_head_its_pattern(monkeypatch):
 
 def test_the_search_on_a_model_makes_a_table_that_a_session_takes():
     ids = random_ids(300, seed=3)
-    llm = tiny_llm(CONFIG, WEIGHTS, Full(), max_context=512, chunk=128)
+    llm = tiny_llm(Full(), CONFIG, WEIGHTS, max_context=512, chunk=128)
     done = []
     table = search_patterns(
         llm, ids, SPACE + (("vertical_slash", 30, 50),), lambda *at: done.append(at)

@@ -15,9 +15,9 @@ import torch
 from engine.errors import SettingError
 from engine.methods.full import Full
 from engine.methods.omnikv.settings import OmniKV
+from tests.builders import random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.engine.methods import official_simulation as simulation
 from tests.engine.methods.official_simulation import check_choice
-from tests.engine.tiny import random_ids, tiny_config, tiny_llm, tiny_weights
 
 LAYERS = 12
 CONFIG = tiny_config(layers=LAYERS, heads=4, kv_heads=2)
@@ -53,7 +53,7 @@ def world():
     weights = tiny_weights(CONFIG, seed=3)
     model = simulation.Model(simulation.Shape(LAYERS, 4, 2, 16, 1e-5), weights)
     prompts = {n: simulation.prefill(model, random_ids(n, seed=n)) for n in (SHORT, LONG)}
-    return tiny_llm(CONFIG, weights, Full(), max_context=512), model, prompts
+    return tiny_llm(Full(), CONFIG, weights, max_context=512), model, prompts
 
 
 def official(scoring, filters, wait, budget, window=16):
@@ -238,7 +238,7 @@ def test_a_second_prefill_is_refused_and_changes_nothing(world):
 def test_prefill_in_chunks_is_one_prefill(world):
     weights = tiny_weights(CONFIG, seed=3)
     llm = tiny_llm(
-        CONFIG, weights, official("uniform", (2, 3, 8), 1, 0.1), max_context=512, chunk=37
+        official("uniform", (2, 3, 8), 1, 0.1), CONFIG, weights, max_context=512, chunk=37
     )
     whole, _, _ = world
     with llm.session() as session, whole.session(llm.method) as other:

@@ -16,6 +16,7 @@ from engine.methods.full import Full
 from engine.methods.omnikv.settings import OmniKV
 from engine.plan.layers import Role
 from engine.prefill_eta import PrefillFlops
+from tests.builders import random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.engine.methods.official_simulation import (
     Choice,
     Model,
@@ -25,7 +26,6 @@ from tests.engine.methods.official_simulation import (
     top,
 )
 from tests.engine.methods.paper_simulation import Conversation, Rule
-from tests.engine.tiny import random_ids, tiny_config, tiny_llm, tiny_weights
 
 CAPACITY, BLOCK, TAIL = 1024, 64, 64
 CONFIG = tiny_config(layers=8, heads=6, kv_heads=2, hidden=48, head_dim=8)
@@ -48,7 +48,7 @@ def method_of(ratio, **changes):
 def opened(method, chunk=256, backend="auto"):
     """A session of a fresh LLM."""
     return tiny_llm(
-        CONFIG, WEIGHTS, Full(), max_context=CAPACITY, chunk=chunk, backend=backend
+        Full(), CONFIG, WEIGHTS, max_context=CAPACITY, chunk=chunk, backend=backend
     ).session(method)
 
 

@@ -16,8 +16,7 @@ from engine.errors import SettingError
 from engine.methods.full import Full
 from engine.methods.select.pod import PodUntrained, proximal_spans
 from engine.methods.select.spans import attend_span, merge_parts
-from tests.engine.methods.reading import SHAPES, World
-from tests.engine.tiny import random_ids, tiny_config, tiny_llm, tiny_weights
+from tests.builders import GROUPS, World, random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.kernel_checks import assert_close, plain
 
 LENGTHS = st.sampled_from((1, 2, 15, 16, 17, 31, 47, 64, 97, 127))
@@ -26,7 +25,7 @@ LENGTHS = st.sampled_from((1, 2, 15, 16, 17, 31, 47, 64, 97, 127))
 # ------------------------------------------------------------------ spans and the gate
 
 
-@given(st.sampled_from(SHAPES), LENGTHS, st.integers(1, 20), st.integers(0, 9))
+@given(st.sampled_from(GROUPS), LENGTHS, st.integers(1, 20), st.integers(0, 9))
 @settings(max_examples=25, derandomize=True)
 def test_a_span_is_attention_over_its_rows(shape, n, count, seed):
     """Any bounds, empty ones too, against float64; rows that no query sees are NaN."""
@@ -236,7 +235,7 @@ def test_the_keys_that_the_map_leaves_out_are_never_read(backend):
     are stored, and it does.
     """
     llm, ids = (
-        tiny_llm(CONFIG, WEIGHTS, Full(), max_context=512, backend=backend, chunk=64),
+        tiny_llm(Full(), CONFIG, WEIGHTS, max_context=512, backend=backend, chunk=64),
         random_ids(260, seed=3),
     )
 
@@ -273,7 +272,7 @@ def test_a_skip_saves_and_one_never_does():
     lower it is.
     """
     llm, ids, counts = (
-        tiny_llm(CONFIG, WEIGHTS, Full(), max_context=512),
+        tiny_llm(Full(), CONFIG, WEIGHTS, max_context=512),
         random_ids(200, seed=3),
         [],
     )

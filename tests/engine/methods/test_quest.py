@@ -16,15 +16,14 @@ from engine.methods.full import Full
 from engine.methods.select.pages import PageExtremes, page_bounds
 from engine.methods.select.quest import Quest
 from engine.methods.select.tidaldecode import TidalDecode
+from tests.builders import GROUPS, World, random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.engine.methods.method_table import Length
-from tests.engine.methods.reading import SHAPES, World
-from tests.engine.tiny import random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.kernel_checks import check_attention
 
 LENGTHS = st.sampled_from((1, 2, 15, 16, 17, 31, 47, 64, 97, 127))
 
 
-@given(st.sampled_from(SHAPES), LENGTHS, st.sampled_from((1, 7, 16)), st.integers(0, 99))
+@given(st.sampled_from(GROUPS), LENGTHS, st.sampled_from((1, 7, 16)), st.integers(0, 99))
 @settings(max_examples=40)
 def test_no_logit_of_a_page_passes_its_bound(shape, n, size, seed):
     """In float64, where rounding cannot hide a wrong bound; a page of one row is met exactly."""
@@ -79,7 +78,7 @@ def test_extremes_follow_the_bank_wherever_it_goes(size, moves, seed):
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @given(
-    st.sampled_from(SHAPES),
+    st.sampled_from(GROUPS),
     st.tuples(LENGTHS, LENGTHS),
     st.sampled_from((1, 7, 16)),
     st.sampled_from(("max", "mean", "sum")),
@@ -164,7 +163,7 @@ def test_turns_truncates_forks_and_other_methods_change_nothing():
     tokens in the same order.
     """
     method, ids = Quest(tokens=48), random_ids(260, seed=4)
-    llm = tiny_llm(CONFIG, WEIGHTS, Full(), max_context=320, chunk=50)
+    llm = tiny_llm(Full(), CONFIG, WEIGHTS, max_context=320, chunk=50)
     with llm.session(method) as one, llm.session(method) as other:
         for session in (one, other):
             session.prefill(ids[:100])
@@ -204,7 +203,7 @@ def test_check_measures_the_mass_that_every_head_keeps(whole, part):
     """The mean over heads of what each one's own rows hold: everything where everything is read,
     else what a sum over them says.
     """
-    llm, ids = tiny_llm(CONFIG, WEIGHTS, Full(), max_context=320), random_ids(210, seed=4)
+    llm, ids = tiny_llm(Full(), CONFIG, WEIGHTS, max_context=320), random_ids(210, seed=4)
     for method in (whole, part):
         with llm.session(method) as session:
             session.prefill(ids[:200])

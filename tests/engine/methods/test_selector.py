@@ -21,9 +21,9 @@ from engine.methods.omnikv.settings import OmniKV
 from kernels.dense_decode import decode_dense
 from kernels.topk import select_topk
 from kernels.window_scores import window_scores
+from tests.builders import random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.engine.methods.official_simulation import Model, Shape, check_choice
 from tests.engine.methods.paper_simulation import Conversation, Rule, score
-from tests.engine.tiny import random_ids, tiny_config, tiny_llm, tiny_weights
 
 SELECTORS = ("last", "uniform", "exponential")
 CAPACITY = 640
@@ -55,7 +55,7 @@ def run(place, rule, turns, backend="reference", chunk=512):
         sink=rule.sink,
         dense_below=0,
     )
-    llm = tiny_llm(config, weights, method, max_context=CAPACITY, backend=backend, chunk=chunk)
+    llm = tiny_llm(method, config, weights, max_context=CAPACITY, backend=backend, chunk=chunk)
     oracle, compared, ties, steps = Conversation(model, rule), 0, 0, 0
     with llm.session() as session:
         for ids, answer in turns:
@@ -124,7 +124,7 @@ def test_generated_tokens_compete_like_all_others():
     """
     config, weights, model = WORLDS[0]
     method = OmniKV(filter_layers=(1,), tokens=16, tail=64, dense_below=0)
-    with tiny_llm(config, weights, method, max_context=CAPACITY).session() as session:
+    with tiny_llm(method, config, weights, max_context=CAPACITY).session() as session:
         session.prefill(random_ids(40))
         found = set()
         for token in random_ids(200, seed=3):
@@ -211,7 +211,7 @@ def test_planted_keys_in_a_session_are_read_at_the_next_step(backend):
     config, weights, _ = WORLDS[1]
     method = OmniKV(filter_layers=(2,), tokens=5, tail=64, dense_below=0)
     with tiny_llm(
-        config, weights, method, max_context=CAPACITY, backend=backend
+        method, config, weights, max_context=CAPACITY, backend=backend
     ).session() as session:
         session.prefill(random_ids(200))
         for token in random_ids(150, seed=1):
@@ -307,7 +307,7 @@ def test_window_weights():
 
 def test_full_selects_nothing():
     config, weights, _ = WORLDS[0]
-    with tiny_llm(config, weights, Full(), max_context=CAPACITY).session() as session:
+    with tiny_llm(Full(), config, weights, max_context=CAPACITY).session() as session:
         session.prefill(random_ids(300))
         session.decode(1)
         assert session.selections == {} and session.stats.sparse_steps == 0

@@ -16,8 +16,7 @@ from engine.methods.omnikv.settings import OmniKV
 from engine.methods.select.tidaldecode import TidalDecode
 from engine.plan.layers import Role
 from kernels.dense_decode import decode_dense
-from tests.engine.methods.reading import SHAPES, World
-from tests.engine.tiny import random_ids, tiny_config, tiny_llm, tiny_weights
+from tests.builders import GROUPS, World, random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.kernel_checks import check_attention
 
 LENGTHS = st.sampled_from((1, 2, 15, 16, 17, 31, 47, 64, 97, 127))
@@ -38,7 +37,7 @@ def expected_rows(q, k, reduce, count):
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @given(
-    st.sampled_from(SHAPES),
+    st.sampled_from(GROUPS),
     st.tuples(LENGTHS, LENGTHS),
     st.integers(1, 40),
     st.sampled_from(("none", "max", "mean", "all")),
@@ -129,7 +128,7 @@ def test_with_one_choice_for_all_heads_it_is_omnikv_without_a_waiting_layer(back
     and there are many.
     """
     ids, same = random_ids(64, seed=8), 0
-    llm = tiny_llm(CONFIG, WEIGHTS, Full(), max_context=512, backend=backend)
+    llm = tiny_llm(Full(), CONFIG, WEIGHTS, max_context=512, backend=backend)
     omni = OmniKV(filter_layers=(2, 4), tokens=30, wait_layers=0, official=True)
     for length in range(40, 64):
         with (
@@ -152,7 +151,7 @@ def test_generated_tokens_are_candidates_and_selections_are_made_anew():
     """After a short prompt most of what is chosen was generated; a truncate and another token give
     other choices.
     """
-    with tiny_llm(CONFIG, WEIGHTS, TidalDecode(tokens=16), max_context=512).session() as session:
+    with tiny_llm(TidalDecode(tokens=16), CONFIG, WEIGHTS, max_context=512).session() as session:
         session.prefill(random_ids(20))
         for token in random_ids(150, seed=3):
             session.decode(token)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.errors import BadCheckpoint, UnsupportedCheckpoint
 from engine.model.config import ModelConfig, Rope
-from tests.helpers import shared_model
+from tests.builders import POCKET, STORIES
 
 BASE = {
     "architectures": ["LlamaForCausalLM"],
@@ -425,20 +425,20 @@ def test_folder(tmp_path):
         ModelConfig.from_folder(tmp_path)
 
 
-def test_shipped_development_models():
-    stories = ModelConfig.from_folder(shared_model("stories260k"))
+def test_two_trained_models():
+    stories = ModelConfig.from_folder(STORIES)
     assert (stories.head_dim, stories.group, stories.tied_embeddings, stories.eos_token_ids) == (
         8,
         2,
         True,
         (1, 2),
     )
-    pocket = ModelConfig.from_folder(shared_model("pocket-prototype"))
+    pocket = ModelConfig.from_folder(POCKET)
     assert (pocket.head_dim, pocket.q_size, pocket.hidden_size, pocket.rope.theta) == (
         64,
         256,
-        192,
-        1e7,
+        256,
+        1e9,
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 from engine import LLM, OmniKV
 from engine.errors import BadCheckpoint
 from engine.plan.filter_layers import cache_file, filter_layers, read
-from tests.helpers import tiny_config
+from tests.builders import session_config
 from tests.tiny_model import sound
 from weights.fingerprint import fingerprint
 
@@ -115,11 +115,11 @@ def test_a_damaged_file_is_refused_with_one_line(model, text, field):
 
 
 def test_a_guess_says_so():
-    known = filter_layers(None, None, tiny_config())
+    known = filter_layers(None, None, session_config())
     assert known.source == "spread" and "guess" in known.hint and "tools.calibrate" in known.hint
 
 
 def test_reading_keeps_every_field(model, tmp_path):
     path = tmp_path / "omnikv.json"
     path.write_text(json.dumps(calibration(model)))
-    assert read(path, tiny_config())["k"] == 64
+    assert read(path, session_config())["k"] == 64

@@ -15,7 +15,7 @@ from engine import LLM, Full, OmniKV
 from engine.errors import OutOfMemoryPlan, SettingError
 from engine.model.config import ModelConfig
 from engine.model.llama import targets
-from tests.helpers import random_ids, tiny_config, tiny_llm, word_tokenizer
+from tests.builders import random_ids, session_config, tiny_llm, word_tokenizer
 
 LLAMA_3_8B_262K = dict(
     architectures=["LlamaForCausalLM"],
@@ -191,6 +191,6 @@ def test_a_load_matches_its_plan(tmp_path, shape, dtype):
 
 
 def test_config_of_the_tiny_model_counts_its_own_weights():
-    config = tiny_config()
+    config = session_config()
     llm = tiny_llm(config=config)
     assert llm.model.nbytes == 4 * config.parameters

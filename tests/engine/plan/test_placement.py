@@ -16,11 +16,11 @@ from engine.bank.pinned_memory import Way, ordinary
 from engine.errors import OutOfHostMemory, OutOfMemoryPlan
 from engine.plan.memory import HEADROOM, make_plan
 from engine.plan.placement import full_placement, part_bytes
-from tests.helpers import random_ids, tiny_config, tiny_llm
+from tests.builders import random_ids, session_config, tiny_llm
 from tools.bench.shapes import shape_config
 
 METHOD = OmniKV(filter_layers=(1, 4), tokens=40, tail=64, dense_below=0)
-BLOCK = 64 * part_bytes(tiny_config(), 4) * len(METHOD.plan(tiny_config()).sparse_layers)
+BLOCK = 64 * part_bytes(session_config(), 4) * len(METHOD.plan(session_config()).sparse_layers)
 LLAMA_8B, PUBLISHED = shape_config("llama-3-8b"), OmniKV(filter_layers=(2, 8, 18), tokens=2048)
 GB = 10**9
 
@@ -34,7 +34,7 @@ def test_a_tokens_row_holds_all_layers_of_its_group_side_by_side(wait, head_dim)
     row per token.
     """
     method = OmniKV(filter_layers=(1, 4), wait_layers=wait, tokens=40, tail=64, dense_below=0)
-    config = tiny_config(head_dim=head_dim)
+    config = session_config(head_dim=head_dim)
     settings = dict(config=config, max_context=512, chunk=50, backend="reference")
     host, device = (
         tiny_llm(method, offload=where, **settings).session() for where in ("host", "device")
@@ -91,7 +91,7 @@ def plan(monkeypatch):
             torch.bfloat16,
             torch.device("cuda"),
             tokens,
-            **{"path": "triton", **settings},
+            **{"backend": "triton", **settings},
         )
 
     return make
@@ -218,7 +218,7 @@ def test_twins_share_their_pool_and_others_only_by_argument():
 def test_two_models_at_once_over_one_pool_and_the_second_exhausts_it():
     """Rows of different sizes; the one that finds no memory says so, the other answers as ever."""
     settings = dict(offload="host", max_context=512, chunk=50, backend="reference")
-    other = dict(settings, config=tiny_config(num_hidden_layers=6, head_dim=32))
+    other = dict(settings, config=session_config(layers=6, head_dim=32))
     pool = HostPool(limit=6 * BLOCK, slab_bytes=BLOCK)
     alone = tiny_llm(METHOD, **settings).session()
     shared, greedy = (tiny_llm(METHOD, host_pool=pool, **s).session() for s in (settings, other))

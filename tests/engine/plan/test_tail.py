@@ -13,7 +13,7 @@ import torch
 from engine.methods.full import Full
 from engine.methods.omnikv.settings import OmniKV
 from engine.plan.layers import tail_start
-from tests.engine.tiny import random_ids, tiny_config, tiny_llm, tiny_weights
+from tests.builders import random_ids, tiny_config, tiny_llm, tiny_weights
 
 PROMPT, ANSWER, TAIL, TOKENS = 300, 3000, 256, 64
 CONFIG = tiny_config(layers=5, heads=4, kv_heads=2, hidden=64, max_positions=4096)
@@ -72,7 +72,7 @@ def test_three_thousand_tokens_after_a_short_prompt(monkeypatch):
     decode_sparse = module.decode_sparse
     monkeypatch.setattr(module, "decode_sparse", counting)
     method = OmniKV(filter_layers=(1,), tokens=TOKENS, tail=TAIL, dense_below=0)
-    llm = tiny_llm(CONFIG, tiny_weights(CONFIG), method, max_context=PROMPT + ANSWER)
+    llm = tiny_llm(method, CONFIG, tiny_weights(CONFIG), max_context=PROMPT + ANSWER)
     with llm.session() as session:
         planned = {
             name: llm.plan().bytes_of(name)
@@ -115,7 +115,7 @@ def test_a_generated_token_is_found_again_when_it_has_left_the_tail(backend):
     outside it is chosen.
     """
     method = OmniKV(filter_layers=(1,), tokens=8, tail=64, dense_below=0)
-    llm = tiny_llm(CONFIG, tiny_weights(CONFIG), method, max_context=1024, backend=backend)
+    llm = tiny_llm(method, CONFIG, tiny_weights(CONFIG), max_context=1024, backend=backend)
     with llm.session() as session:
         session.prefill(random_ids(PROMPT))
         planted = PROMPT + 5
@@ -143,7 +143,7 @@ def test_a_tail_block_becomes_a_candidate_exactly_when_it_leaves_the_tail():
     overlaps the tail.
     """
     method = OmniKV(filter_layers=(1,), tokens=1000, tail=64, dense_below=0)
-    with tiny_llm(CONFIG, tiny_weights(CONFIG), method, max_context=1024).session() as session:
+    with tiny_llm(method, CONFIG, tiny_weights(CONFIG), max_context=1024).session() as session:
         session.prefill(random_ids(PROMPT))
         for token in random_ids(100, seed=1):
             session.decode(token)
@@ -153,7 +153,7 @@ def test_a_tail_block_becomes_a_candidate_exactly_when_it_leaves_the_tail():
 
 
 def test_full_reads_everything_and_says_so():
-    with tiny_llm(CONFIG, tiny_weights(CONFIG), Full(), max_context=1024).session() as session:
+    with tiny_llm(Full(), CONFIG, tiny_weights(CONFIG), max_context=1024).session() as session:
         session.prefill(random_ids(PROMPT))
         for token in random_ids(10):
             session.decode(token)

@@ -13,14 +13,15 @@ from engine.errors import BadCheckpoint, UnsupportedCheckpoint
 from engine.text.detokenizer import REPLACEMENT
 from engine.text.stop import StopScanner, tokens_before
 from engine.text.tokenizer import Tokenizer
+from tests.builders import POCKET, STORIES
 from tests.engine.text.tokenizers_made import MADE, SPECIALS, byte_fallback, byte_level, save
-from tests.helpers import shared_model
 
 TEXT = st.text(
     st.one_of(st.sampled_from(" \n\tabe<>|▁�.0"), st.characters(exclude_categories=("Cs",))),
     max_size=40,
 )
-KINDS = [*MADE, "stories260k", "pocket-prototype"]
+FOLDERS = {"stories260k": STORIES, "pocket": POCKET}
+KINDS = [*MADE, *FOLDERS]
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +32,7 @@ def made(tmp_path_factory):
     def get(kind):
         if kind not in known:
             folder = (
-                save(MADE[kind](), tmp_path_factory.mktemp(kind))
-                if kind in MADE
-                else shared_model(kind)
+                save(MADE[kind](), tmp_path_factory.mktemp(kind)) if kind in MADE else FOLDERS[kind]
             )
             known[kind] = Tokenizer(folder)
         return known[kind]
@@ -154,11 +153,11 @@ def test_stored_truncation_and_padding_are_not_obeyed(tmp_path):
     assert len(Tokenizer(save(short, tmp_path)).encode("girl " * 50)) > 50
 
 
-@pytest.mark.parametrize("name", ["stories260k", "pocket-prototype"])
+@pytest.mark.parametrize("name", FOLDERS)
 def test_ids_are_those_of_transformers(name, tmp_path):
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    folder = shared_model(name)
+    folder = FOLDERS[name]
     ours = Tokenizer(folder)
     theirs = (
         AutoTokenizer.from_pretrained(folder)
@@ -182,7 +181,7 @@ def test_ids_are_those_of_transformers(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind", ["byte-level", "byte-fallback", "metaspace", "stories260k", "pocket-prototype"]
+    "kind", ["byte-level", "byte-fallback", "metaspace", "stories260k", "pocket"]
 )
 @settings(max_examples=100, deadline=None)
 @given(first=TEXT, second=TEXT)
