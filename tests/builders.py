@@ -118,10 +118,9 @@ def tiny_llm(
     **settings: Any,
 ) -> LLM:
     """An LLM on the CPU (see above); seed and sharpness are of the engine's random weights."""
-    if weights is None:
-        stream = partial(random_stream, seed=seed, sharpness=sharpness)
-        defaults: dict[str, Any] = SESSION_SETTINGS
-    else:
+    stream: Callable[..., Any] = partial(random_stream, seed=seed, sharpness=sharpness)
+    defaults: dict[str, Any] = SESSION_SETTINGS
+    if weights is not None:
         stream, defaults = stream_of(weights), ORACLE_SETTINGS
     settings = {"device": "cpu", **defaults, **settings}
     return LLM.from_stream(config or session_config(), stream, method=method, **settings)
@@ -155,7 +154,7 @@ def setup_of(
 ) -> Setup:
     """The Setup of a runtime outside a session."""
     plan = method.plan(config)
-    windowed = getattr(method, "selector", "last") != "last"
+    window = getattr(method, "window", 0) if getattr(method, "selector", "last") != "last" else 0
     scratch = make_scratch(
         batch=batch,
         queries=8,
@@ -166,7 +165,7 @@ def setup_of(
         budget=method.budget_capacity(plan, capacity),
         device="cpu",
         scored=True,
-        window=method.window if windowed else 0,
+        window=window,
         backend=backend,
         dtype=dtype,
     )

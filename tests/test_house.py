@@ -1,8 +1,9 @@
-"""Rules of the house that a machine can hold: imports in one direction, no foreign names caught,
-pins within ranges, a true tree.
+"""Rules of the house that a machine can hold: imports in one direction and in no circle, lengths, no
+foreign names caught, no words about files that are not here, pins within ranges, a true tree.
+
+`python -m tools.house` prints the figures.
 """
 
-import ast
 import re
 import subprocess
 import sys
@@ -11,29 +12,105 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tools import house
+
 ROOT = Path(__file__).resolve().parents[1]
 ALLOWED = {
     "kernels": {"kernels", "torch", "triton"},
     "weights": {"weights", "torch", "huggingface_hub", "safetensors"},
 }
 FORBIDDEN = {"engine": {"tools", "tests", "transformers"}, "tools": {"tests"}}
+LIMITS = {"file": 450, "function": 65}  # lines; they may only go down
+TEXTS = (".py", ".md", ".toml", ".html", ".txt", "")  # "": Makefile, .ci/run
+CITED = re.compile(r"(?<![\w/.-])((?:[\w.-]+/)*[A-Z][A-Z_]+\.md)\b")
+ELSEWHERE = re.compile(r"\.\./shared\b|\b[Hh]ook [A-G]\b|\bFACTS\b|\bitem \d+\b")
+MODULES = house.sources(ROOT)
+ARROWS = house.arrows(MODULES)
 
 
-def imports(path):
-    """First names of everything a file imports, at any depth."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (name.name.split(".")[0] for name in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module.split(".")[0]
+def texts():
+    """(path, content) of every text file that belongs to the project."""
+    for name in ("engine", "kernels", "weights", "tools", "tests", "docs", "examples", ".ci", "."):
+        found = (ROOT / name).glob("*") if name == "." else (ROOT / name).rglob("*")
+        for path in found:
+            if path.is_file() and path.suffix in TEXTS and path != Path(__file__):
+                try:
+                    yield path, path.read_text(encoding="utf-8")
+                except UnicodeDecodeError:
+                    continue
 
 
 @pytest.mark.parametrize("package", ["kernels", "weights", "engine", "tools"])
-def test_imports_point_one_way(package):
-    for path in (ROOT / package).rglob("*.py"):
-        found = {name for name in imports(path) if name not in sys.stdlib_module_names}
+def test_a_package_imports_what_it_may(package):
+    for name, path in MODULES.items():
+        if name.split(".")[0] != package:
+            continue
+        found = {module.split(".")[0] for module, _ in house.imported(path)}
+        found -= set(sys.stdlib_module_names)
         assert found <= ALLOWED.get(package, found), f"{path}: {found - ALLOWED[package]}"
         assert not found & FORBIDDEN.get(package, set()), f"{path}: {found & FORBIDDEN[package]}"
+
+
+def test_no_import_points_up_the_house():
+    """Floors are in tools/house.py: tools, chat, llm, session, decode, methods, bank, kernels."""
+    assert house.upward(ARROWS) == []
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert house.cycles(ARROWS) == []
+
+
+@pytest.mark.parametrize("package", house.packages(MODULES))
+def test_no_rooms_of_a_package_import_each_other_in_a_circle(package):
+    assert house.cycles(house.rooms(ARROWS, package)) == []
+
+
+def test_a_circle_and_an_arrow_that_points_up_are_seen():
+    """Also a circle between packages that is none between modules."""
+    graph = {"engine.bank.a": {"engine.plan.a"}, "engine.plan.b": {"engine.bank.b"}}
+    assert house.cycles(graph) == []
+    assert house.cycles(house.rooms(graph, "engine")) == [["engine.bank", "engine.plan"]]
+    assert house.cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+    graph = {"engine.bank.a": {"engine.methods.b"}, "kernels.x": {"weights.y"}}
+    assert house.upward(graph) == ["engine.bank.a -> engine.methods.b"]
+
+
+def test_an_import_for_the_type_checker_is_no_arrow(tmp_path):
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "a.py").write_text(
+        "if TYPE_CHECKING:\n    import engine.b\ndef f():\n    from engine import b\n"
+    )
+    (tmp_path / "engine" / "b.py").write_text("if TYPE_CHECKING:\n    import engine.a\n")
+    graph = house.arrows(house.sources(tmp_path))
+    assert graph == {"engine.a": {"engine.b"}, "engine.b": set()}
+
+
+def test_files_and_functions_stay_short():
+    files = [
+        f"{name}: {n}" for name, n in house.lengths(MODULES, ROOT).items() if n > LIMITS["file"]
+    ]
+    functions = [
+        f"{function.place}: {function.lines}"
+        for function in house.functions(MODULES, ROOT)
+        if function.lines > LIMITS["function"]
+    ]
+    assert not files + functions, "\n".join(["longer than the limit:", *files, *functions])
+
+
+def test_nobody_cites_what_is_not_in_the_repository():
+    """A stranger has this repository and nothing else: METHODS.md is docs/METHODS.md, and so on."""
+    dangling = []
+    for path, content in texts():
+        for number, line in enumerate(content.splitlines(), 1):
+            homes = (ROOT, path.parent, ROOT / "weights" / "pocket")
+            cited = [
+                name
+                for name in CITED.findall(line)
+                if not any((home / name).is_file() for home in homes)
+            ]
+            cited += ELSEWHERE.findall(line)
+            dangling += [f"{path.relative_to(ROOT)}:{number}: {name}" for name in cited]
+    assert not dangling, "\n".join([f"{len(dangling)} dangling references:", *dangling])
 
 
 def test_our_kernels_do_not_pass_for_the_hubs():
