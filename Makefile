@@ -1,6 +1,7 @@
 # Every target makes and reuses .venv by itself: Python 3.10+ and make are the whole set-up.
 #   make chat                          the shipped model, or MODEL=folder|alias|hub-id ARGS="--ctx 32K ..."
-#   make test lint format              what a change must pass
+#   make quick                         the tests that catch most, within a minute
+#   make lint test                     what a change must pass; make format first
 #   make bench kernels check-gpu eval compare pocket    measurements and tools; ARGS goes to the program
 PYTHON ?= python3
 MODEL ?=
@@ -11,7 +12,7 @@ PIP = $(PY) -m pip --disable-pip-version-check --quiet
 READY = .venv/.runtime
 READY_DEV = .venv/.dev
 
-.PHONY: chat test lint format bench kernels check-gpu eval compare pocket clean
+.PHONY: chat test quick lint format bench kernels check-gpu eval compare pocket clean
 
 chat: have-model $(READY)
 	@$(PY) -m engine.chat $(if $(MODEL),--model "$(MODEL)") $(ARGS)
@@ -26,8 +27,13 @@ have-model:
 test: $(READY_DEV)
 	@$(PY) tests/run.py $(ARGS)
 
+quick: $(READY_DEV)
+	@$(PY) tests/run.py --quick $(ARGS)
+
 lint: $(READY_DEV)
+	@$(PY) -m ruff format --check .
 	@$(PY) -m ruff check .
+	@$(PY) -m mypy
 
 format: $(READY_DEV)
 	@$(PY) -m ruff check --fix .
@@ -52,7 +58,7 @@ pocket: $(READY)
 	@$(PY) -m tools.train_pocket $(ARGS)
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/bin/python:

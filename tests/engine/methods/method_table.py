@@ -1,9 +1,22 @@
-"""The one table of methods: what each is at its neutral setting, at settings that read less, and
-which rows it declares to read.
+"""The table of methods, and the eight properties that every method has.
 
-tests/engine/methods/test_methods.py runs U1 to U8 of METHODS.md over it. A new method is one new
-row; a property that a method cannot have is named in `without` with the reason, which the test
-prints where it skips (or shows the opposite).
+A row holds a method at its neutral setting, at settings that read less, and the rows that it
+declares to read. tests/engine/methods/test_methods.py checks every row:
+
+U1 identity      At its neutral setting a method gives full attention's logits, bit for bit on the
+                 reference kernels.
+U2 accounting    The bytes that a method declares are the bytes that the plan shows, the session
+                 counts and the allocator gives.
+U3 read audit    A decode step reads the declared rows and no others: NaN elsewhere changes nothing,
+                 NaN in one of them is seen.
+U4 determinism   The same tokens give the same bits, in another session and after a truncate.
+U5 independence  A sequence in a ragged batch gets the logits that it gets alone.
+U6 kernels       The fast kernels give the reference's logits and choose the same rows.
+U7 chunks        How a prompt is cut into chunks or calls changes no answer.
+U8 recall        Tokens that carry nearly all attention are among the rows that a step reads.
+
+A new method is one new row. `without` names a property that a method cannot have, with the reason:
+the test then prints it where it skips, or shows the opposite.
 """
 
 from dataclasses import dataclass, field

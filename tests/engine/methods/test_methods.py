@@ -1,4 +1,4 @@
-"""U1 to U8 of METHODS.md for every method of the table (tests/engine/methods/method_table.py).
+"""The eight properties U1 to U8 of every method (tests/engine/methods/method_table.py).
 
 Stops: a method that is not full attention where it should be, bytes that nobody declared, a row
 read that was not declared or not read that was, a result that depends on chance, on its neighbours
