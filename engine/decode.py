@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from engine.model.llama import Llama, post_attention, pre_attention
-from engine.model.rope import Rotary
+from engine.model.rope import Rotary, apply_rope
 from engine.plan.layers import TAIL_BLOCK
 from engine.query_ring import QueryRing
 
@@ -68,7 +68,7 @@ class Step:
             positions = (self.positions[:, -1:] + offsets).clamp_(min=0)
             self._windows[window] = positions, *self.rotary.at(positions)
         positions, cos, sin = self._windows[window]
-        return self.rotary.apply(self.query_ring.read(layer, positions), cos, sin)
+        return apply_rope(self.query_ring.read(layer, positions), cos, sin)
 
 
 class Decoder:

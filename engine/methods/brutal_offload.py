@@ -60,8 +60,6 @@ class BrutalRuntime(Runtime):
         then attend to everything.
         """
         plan, last = self.setup.plan, layer + self.method.ahead
-        for coming in range(
-            layer if plan.is_first(layer) else last, min(last + 1, plan.num_layers)
-        ):
+        for coming in range(0 if layer == 0 else last, min(last + 1, plan.num_layers)):
             step.bank.stage(coming)
         return self.attend_dense(layer, q, step)

@@ -1,23 +1,27 @@
-"""Rotary position embedding: frequencies of the five kinds, cos and sin at any position, and the
-rotation itself.
+"""Rotary position embedding: frequencies of the five kinds, cos and sin, and the rotation itself.
 
-Frequencies are computed with the same float32 operations in the same order as transformers 5.x
-(modeling_rope_utils.py): at position 262144 one unit in the last place of a frequency is 0.01 rad,
-so "mathematically equal" would not be equal enough.
+Frequencies use the same float32 operations in the same order as transformers 5.x
+(modeling_rope_utils.py). At position 262144 one unit in the last place of a frequency is 0.01 rad,
+so a formula that is only mathematically equal would not be close enough.
 """
 
+from __future__ import annotations
+
 import math
+from typing import TYPE_CHECKING
 
 import torch
 
-from engine.model.config import ModelConfig, Rope
+from engine.model.rope_config import Rope
+
+if TYPE_CHECKING:
+    from engine.model.config import ModelConfig
 
 
 def inv_freq(rope: Rope, head_dim: int, seq_len: int = 0) -> torch.Tensor:
-    """Angle per position of each rotated pair: float32 [head_dim / 2] on the CPU.
+    """Return the angle per position of each rotated pair: float32 [head_dim / 2] on the CPU.
 
-    `seq_len` (tokens) matters to dynamic NTK only, which stretches once it passes the original
-    maximum.
+    Only dynamic NTK reads `seq_len` (tokens): it stretches once that passes the original maximum.
     """
     if rope.kind == "dynamic":
         return _dynamic(rope, _exponents(head_dim), torch.tensor([seq_len]))[0]
@@ -32,24 +36,16 @@ def inv_freq(rope: Rope, head_dim: int, seq_len: int = 0) -> torch.Tensor:
     return plain
 
 
-def attention_scaling(rope: Rope) -> float:
-    """What cos and sin are multiplied by: 1.0 but for yarn, whose value the config parser has
-    resolved.
-    """
-    return rope.attention_factor
-
-
 def _exponents(head_dim: int) -> torch.Tensor:
-    """2i / head_dim for every pair i: float32 [head_dim / 2]."""
+    """Return 2i / head_dim for every pair i: float32 [head_dim / 2]."""
     return torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
 
 
 def _dynamic(rope: Rope, exponents: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
-    """Dynamic NTK: the base grows with the sequence. exponents [head_dim / 2], seq_lens int64 [N]
-    -> [N, head_dim / 2].
+    """Dynamic NTK: the base grows with the sequence.
 
-    Up to the original maximum the plain base is used, exactly: the formula's 1.0 is a rounding
-    error away from one in float32.
+    exponents [head_dim / 2], seq_lens int64 [N] -> [N, head_dim / 2]. Up to the original maximum
+    the plain base is used exactly: in float32 the formula gives 1.0 only up to rounding.
     """
     original, head_dim = rope.original_max_positions, 2 * len(exponents)
     stretch = (rope.factor * seq_lens.clamp(min=original).to(torch.float32) / original) - (
@@ -62,7 +58,8 @@ def _dynamic(rope: Rope, exponents: torch.Tensor, seq_lens: torch.Tensor) -> tor
 
 
 def _llama3(rope: Rope, plain: torch.Tensor) -> torch.Tensor:
-    """Llama 3.1: long waves are slowed by `factor`, short ones kept, those between interpolated.
+    """Llama 3.1: slow long waves by `factor`, keep short ones, interpolate between.
+
     float32 [head_dim / 2].
     """
     original, low, high = rope.original_max_positions, rope.low_freq_factor, rope.high_freq_factor
@@ -74,12 +71,13 @@ def _llama3(rope: Rope, plain: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rope: Rope, head_dim: int, power: torch.Tensor) -> torch.Tensor:
-    """YaRN (arXiv 2309.00071): a linear ramp over the pairs from kept to slowed by `factor`.
+    """YaRN (arXiv 2309.00071): a linear ramp over the pairs, from kept to slowed by `factor`.
+
     float32 [head_dim / 2].
     """
 
     def pair_of(rotations: float) -> float:
-        """The (fractional) pair that turns `rotations` times over the original context."""
+        """Return the (fractional) pair that turns `rotations` times over the original context."""
         waves = rope.original_max_positions / (rotations * 2 * math.pi)
         return (head_dim * math.log(waves)) / (2 * math.log(rope.theta))
 
@@ -88,37 +86,34 @@ def _yarn(rope: Rope, head_dim: int, power: torch.Tensor) -> torch.Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # the step function that the ramp degenerates to, without dividing by zero
+        high += 0.001  # the ramp degenerates to a step: avoid dividing by zero
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     kept = 1 - ramp
     return (1.0 / (rope.factor * power)) * (1 - kept) + (1.0 / power) * kept
 
 
 class Rotary:
-    """cos and sin of any positions, computed where they are needed: no table, so nothing here grows
-    with the context.
+    """cos and sin of any positions, computed on demand.
 
-    `apply` is the rotation itself (apply_rope), kept beside the angles so that callers need one
-    object.
+    There is no table, so nothing here grows with the context.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device | str = "cpu"):
         self.rope, self.head_dim = config.rope, config.head_dim
         self._freq = inv_freq(self.rope, self.head_dim).to(device)
-        # here: a copy to the device inside a step would sync
+        # made here because a copy to the device inside a step would sync
         self._exponents = _exponents(self.head_dim).to(device)
-        self._scale = attention_scaling(self.rope)
+        self._scale = self.rope.attention_factor
 
     def at(
         self, positions: torch.Tensor, total: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin) float32 [..., head_dim / 2] of positions [...] int64, the attention factor
-        included.
+        """Return (cos, sin) at positions [...] int64: float32 [..., head_dim / 2] each.
 
-        `total`: length in tokens of the whole prompt, the bank's rows before it included (prefill).
-        Dynamic NTK turns every position of one prompt with the frequencies of that length, so that
-        chunking does not change the answer; without it (decode) position p is what a sequence of p
-        + 1 tokens uses at its last position. No other kind looks at it.
+        The attention factor is included. Only dynamic NTK reads `total`, the length in tokens of
+        the whole prompt with everything before it (prefill): it gives all positions of a prompt
+        the frequencies of that length, so that chunking does not change the answer. Without
+        `total` (decode), position p uses the frequencies of a sequence of p + 1 tokens.
         """
         freq = self._freq
         if self.rope.kind == "dynamic":
@@ -130,30 +125,27 @@ class Rotary:
         cos, sin = angle.cos(), angle.sin()
         return (cos, sin) if self._scale == 1.0 else (cos * self._scale, sin * self._scale)
 
-    def turn(self, x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-        """Moves rotated x [..., S, heads, D] on by `by` [..., S] int64 positions, back where
-        negative: R(p) x -> R(p + by) x.
+    def rotate_by(self, x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        """Shift rotated x [..., S, heads, D] by `by` [..., S] int64 positions: R(p) x -> R(p+by) x.
 
-        Rotations of one frequency add up, so this holds for every kind but dynamic NTK, whose
-        frequencies depend on the length (ValueError). The attention factor is in x already and is
-        not applied again.
+        `by` may be negative. Rotations of one frequency add up, so this is exact for every kind
+        but dynamic NTK, where frequencies depend on the length (ValueError). x already contains
+        the attention factor; it is not applied again.
         """
         if self.rope.kind == "dynamic":
-            raise ValueError("turn: dynamic rope has no frequencies that hold at two lengths")
+            raise ValueError(
+                "rotate_by: dynamic rope changes its frequencies with the length, so rotated rows "
+                "cannot be shifted"
+            )
         angle = by.unsqueeze(-1).float() * self._freq
         return apply_rope(x, angle.cos(), angle.sin())
 
-    @staticmethod
-    def apply(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """apply_rope."""
-        return apply_rope(x, cos, sin)
-
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates the pairs (i, i + D/2) of every head: x [..., S, heads, D], cos and sin float32
-    [(..., )S, D/2].
+    """Rotate the pairs (i, i + D/2) of every head.
 
-    Computed in float32, returned as a new tensor in x.dtype; nothing is written in place.
+    x [..., S, heads, D]; cos, sin float32 [(..., )S, D/2]. Computed in float32; returns a new
+    tensor in x.dtype.
     """
     first, second = x.float().chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)

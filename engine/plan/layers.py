@@ -46,10 +46,6 @@ class LayerPlan:
         """Layers in all."""
         return len(self.roles)
 
-    def is_first(self, layer):
-        """Whether a pass over the layers begins here."""
-        return layer == 0
-
     def count(self, role):
         """How many layers have this role."""
         return self.roles.count(role)

@@ -11,6 +11,7 @@ import torch
 
 from engine import Full, PodUntrained
 from engine.errors import BadCheckpoint, UsageError
+from engine.model.rope import apply_rope
 from tests.builders import random_ids, tiny_llm
 from tools.pod_groups import (
     divergence,
@@ -91,7 +92,7 @@ def test_similarity_of_a_model_against_float64():
                 session.decode(ids[n - 1])
                 at, rows = torch.tensor([[n - 1]]), []
                 for layer in range(llm.config.num_layers):
-                    q = llm.rotary.apply(session.query_ring.read(layer, at), *llm.rotary.at(at))[
+                    q = apply_rope(session.query_ring.read(layer, at), *llm.rotary.at(at))[
                         0, 0
                     ].double()
                     k = session.bank.kv(layer)[0][0, :, :n].double()

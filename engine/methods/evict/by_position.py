@@ -3,7 +3,7 @@ kept, chosen by position alone.
 
 The three differ in how far away the sinks seem (hook G). A query sees the newest w tokens at their
 true distance; a sink that is further than the method allows is seen at a clipped distance, by
-turning query and key (engine.model.rope.Rotary.turn) from where they were rotated to. Prompts are
+turning query and key (Rotary.rotate_by) from where they were rotated to. Prompts are
 read in the same way, so a token's rows are those of a model that never saw more.
 """
 

@@ -44,8 +44,8 @@ class LMInfinite(Windowed):
         """Beyond L_pre, keys as if at 0 and the query as if at L_pre; nearer ones as they are."""
         near = torch.einsum("chgd,hsd->hgcs", q, k)
         first = torch.arange(k.shape[1], device=k.device)
-        still = rotary.turn(k.transpose(0, 1), -first).transpose(0, 1)
-        moved = rotary.turn(q.flatten(1, 2), window - at).view(q.shape)
+        still = rotary.rotate_by(k.transpose(0, 1), -first).transpose(0, 1)
+        moved = rotary.rotate_by(q.flatten(1, 2), window - at).view(q.shape)
         return torch.where(
             at.unsqueeze(1) - first > window, torch.einsum("chgd,hsd->hgcs", moved, still), near
         )

@@ -18,6 +18,7 @@ from engine.errors import SettingError
 from engine.methods.evict.base import GROUP_RULES, Evicting, EvictingRuntime
 from engine.methods.evict.store import best, reduce_group
 from engine.methods.settings import choice, whole
+from engine.model.rope import apply_rope
 from kernels.column_sums import column_sums
 
 WINDOW_MOST = 64  # newest queries that a session keeps at a prompt's end (engine/prefill.py)
@@ -76,7 +77,7 @@ class SnapRuntime(EvictingRuntime):
         heads, k, _, positions, _ = part
         window = min(self.method.window, sequence.length)
         at = torch.arange(sequence.length - window, sequence.length, device=k.device).unsqueeze(0)
-        q = step.rotary.apply(step.query_ring.read(layer, at), *step.rotary.at(at, sequence.length))
+        q = apply_rope(step.query_ring.read(layer, at), *step.rotary.at(at, sequence.length))
         sums = column_sums(self.queries(q, heads)[0], k, k.shape[1] - window, self.scale)
         scores = reduce_group(sums / window, self.method.gqa_reduce)[:, :-window]
         if scores.shape[1]:

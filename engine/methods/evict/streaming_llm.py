@@ -75,7 +75,7 @@ class StreamingLLM(Windowed):
 
     def far(self, q, k, at, sinks, window, rotary):
         """The query as if it stood in the last slot."""
-        turned = rotary.turn(q.flatten(1, 2), sinks + window - 1 - at).view(q.shape)
+        turned = rotary.rotate_by(q.flatten(1, 2), sinks + window - 1 - at).view(q.shape)
         return torch.einsum("chgd,hsd->hgcs", turned, k)
 
     def runtime(self, setup):

@@ -11,6 +11,7 @@ import torch
 
 from engine.methods.base import device_int
 from engine.methods.omnikv.settings import OmniKVRuntime
+from engine.model.rope import apply_rope
 from engine.plan.layers import Role
 from kernels.topk import select_topk
 
@@ -71,7 +72,7 @@ class OfficialRuntime(OmniKVRuntime):
             at = step.positions[:, -1:] + torch.arange(1 - self.window, 1, device=q.device)
             # all at the current position
             cos, sin = step.rotary.at(step.positions[:, -1:].expand(-1, self.window))
-            q = step.rotary.apply(step.query_ring.read(layer, at.clamp_(min=0)), cos, sin)
+            q = apply_rope(step.query_ring.read(layer, at.clamp_(min=0)), cos, sin)
         batch, queries, heads, dim = q.shape
         packed = q.view(batch, queries, rows.shape[1], -1, dim).permute(0, 2, 1, 3, 4).flatten(2, 3)
         logits = (packed @ rows.transpose(2, 3)).float() * self.scale

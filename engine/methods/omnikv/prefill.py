@@ -72,7 +72,7 @@ class PrefillSelector:
         """Prefill attention of one layer by its role. q [B, C, H, D] -> [B, C, H, D]."""
         role, group = self.plan.roles[layer], self.plan.group_of[layer]
         k, v = bank.kv(layer)
-        if self.plan.is_first(layer):
+        if layer == 0:
             self._begin(start, start + q.shape[1])
         if any(local is not None for _, last, local in self.under_way if last > start):
             if role is Role.SPARSE:

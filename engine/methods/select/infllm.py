@@ -181,7 +181,7 @@ class InfLLMRuntime(Runtime):
         local, stop, memory = self.method.local, start + len(q), self.memory
 
         def plain_keys(first, last):
-            return self.rotary.turn(
+            return self.rotary.rotate_by(
                 k[:, first:last].transpose(0, 1).float(),
                 -torch.arange(first, last, device=k.device),
             ).transpose(0, 1)
@@ -191,12 +191,12 @@ class InfLLMRuntime(Runtime):
             Layout.at(self.method, start),
             torch.arange(start, stop, device=q.device),
         )
-        distant = self.rotary.turn(
-            self.rotary.turn(q.float(), -positions), torch.full_like(positions, local)
+        distant = self.rotary.rotate_by(
+            self.rotary.rotate_by(q.float(), -positions), torch.full_like(positions, local)
         )
         blocks, first = memory.rank(layer, b, distant.mean(0), layout), max(0, start - local + 1)
         far = self._far_rows(start, stop, blocks)
-        turned = self.rotary.turn(k[:, far].transpose(0, 1).float(), -far).transpose(0, 1)
+        turned = self.rotary.rotate_by(k[:, far].transpose(0, 1).float(), -far).transpose(0, 1)
         out, received = attend_far_and_near(
             q, distant, turned, k, v, far, first, positions, local, self.scale
         )

@@ -131,7 +131,7 @@ class TidalRuntime(Runtime):
     def attend(self, layer, q, step):
         """What the role says; everything while k covers the bank."""
         role = self.plan.roles[layer]
-        if self.plan.is_first(layer):
+        if layer == 0:
             self.lengths = step.visible.tolist()
         if role is Role.FULL or max(self.lengths) <= self.k:
             return self.attend_dense(layer, q, step)

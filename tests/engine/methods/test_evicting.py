@@ -26,6 +26,7 @@ from engine.methods.evict.streaming_llm import StreamingLLM
 from engine.methods.evict.window import Window
 from engine.methods.full import Full
 from engine.methods.omnikv.settings import OmniKV
+from engine.model.rope import apply_rope
 from kernels.column_sums import column_sums
 from tests.builders import random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.engine.methods.method_checks import SHAPES, llm_of
@@ -133,7 +134,7 @@ def test_a2sf_that_forgets_everything_keeps_what_the_last_query_looks_at():
         session.prefill(ids)
         k = session.bank.kv(0)[0][0, :, :120]
         at = torch.tensor([[119]])
-        q = session.llm.rotary.apply(session.query_ring.read(0, at), *session.llm.rotary.at(at))[0]
+        q = apply_rope(session.query_ring.read(0, at), *session.llm.rotary.at(at))[0]
         weights = column_sums(q, k, 119, session.runtime.scale).sum(1)
         for head, mine in zip(weights, session.runtime.positions(0)):
             assert mine == sorted(torch.topk(head, 20).indices.tolist())
@@ -224,11 +225,11 @@ def test_distances_of_streaming_llm_and_lm_infinite_are_bounded(monkeypatch):
     ):
         with llm.session(method) as session:
             rotary, moved = session.runtime.rotary, []
-            turn = rotary.turn
+            rotate_by = rotary.rotate_by
             monkeypatch.setattr(
                 rotary,
-                "turn",
-                lambda x, by, turn=turn, moved=moved: (moved.append(by), turn(x, by))[1],
+                "rotate_by",
+                lambda x, by, rotate=rotate_by, moved=moved: (moved.append(by), rotate(x, by))[1],
             )
             session.prefill(random_ids(200))
             for at in range(200, 210):

@@ -15,7 +15,7 @@ from engine.errors import SettingError
 from engine.methods.full import Full
 from engine.methods.select.infllm import InfLLM
 from engine.methods.select.infllm_memory import BlockMemory, Layout
-from engine.model.rope import attention_scaling
+from engine.model.rope import apply_rope
 from tests.builders import GROUPS, World, random_ids, tiny_config, tiny_llm, tiny_weights
 
 SMALL = InfLLM(block=5, init=3, local=16, topk=2, representatives=2, cached=4, chunk=8)
@@ -131,7 +131,7 @@ def test_a_stream_of_chunks_and_steps_against_the_papers_system(yarn, shape, met
         shape,
         world.runtime,
         0,
-        attention_scaling(world.config.rope),
+        world.config.rope.attention_factor,
     )
     stream = Stream(method, heads, kv_heads, world.rotary._freq, scaling)
     for count in (c for chunk in chunks for c in (chunk, *[1] * 7)):
@@ -140,9 +140,9 @@ def test_a_stream_of_chunks_and_steps_against_the_papers_system(yarn, shape, met
             world.random(1, count, kv_heads, 16),
             world.random(1, count, kv_heads, 16),
         )
-        turned = world.rotary.apply(q, *world.rotary.at(torch.arange(at, at + count)))
+        turned = apply_rope(q, *world.rotary.at(torch.arange(at, at + count)))
         world.bank.write_chunk(
-            2, world.rotary.apply(k, *world.rotary.at(torch.arange(at, at + count))), v, at
+            2, apply_rope(k, *world.rotary.at(torch.arange(at, at + count))), v, at
         )
         for _ in range(2):
             step = world.step(at + count)

@@ -16,6 +16,7 @@ from engine.methods.full import Full
 from engine.methods.select.pages import PageExtremes, page_bounds
 from engine.methods.select.quest import Quest
 from engine.methods.select.tidaldecode import TidalDecode
+from engine.model.rope import apply_rope
 from tests.builders import GROUPS, World, random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.engine.methods.method_table import Length
 from tests.kernel_checks import check_attention
@@ -215,7 +216,7 @@ def test_check_measures_the_mass_that_every_head_keeps(whole, part):
                 continue
             at = torch.tensor([[209]])
             for layer, mass in masses.items():
-                q = llm.rotary.apply(session.query_ring.read(layer, at), *llm.rotary.at(at))[
+                q = apply_rope(session.query_ring.read(layer, at), *llm.rotary.at(at))[
                     0, 0
                 ].double()
                 k = session.bank.kv(layer)[0][0, :, :210].double()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.model.config import ModelConfig
-from engine.model.rope import Rotary, apply_rope, attention_scaling, inv_freq
+from engine.model.rope import Rotary, apply_rope, inv_freq
 
 transformers = pytest.importorskip("transformers")
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb  # noqa: E402
@@ -123,7 +123,7 @@ def test_frequencies_are_bitwise_those_of_transformers(name, head_dim):
     found = inv_freq(ours.rope, head_dim)
     assert found.dtype == torch.float32 and found.shape == (head_dim // 2,)
     assert torch.equal(found, theirs.original_inv_freq)
-    assert attention_scaling(ours.rope) == pytest.approx(theirs.attention_scaling, rel=1e-12)
+    assert ours.rope.attention_factor == pytest.approx(theirs.attention_scaling, rel=1e-12)
 
 
 @pytest.mark.parametrize("total", [1, 2, 299, 300, 511, 512, 513, 1000, 5000])
@@ -141,7 +141,7 @@ def test_prefill_rows(name, total):
 
 @pytest.mark.parametrize("name", ["default-262k", "llama3", "yarn"])
 def test_far_positions(name):
-    """At 200000 a frequency wrong in its last bit would show: the tolerance is that of cos itself."""
+    """At 200000 a frequency wrong in its last bit shows: the tolerance is that of cos itself."""
     ours, theirs = both(name)
     table = Rotary(ours)
     for p in (65535, 131072, 200000):

@@ -12,6 +12,7 @@ import torch
 
 from engine.methods.full import Full
 from engine.methods.omnikv.settings import OmniKV
+from engine.model.rope import apply_rope
 from engine.plan.layers import tail_start
 from tests.builders import random_ids, tiny_config, tiny_llm, tiny_weights
 
@@ -128,7 +129,7 @@ def test_a_generated_token_is_found_again_when_it_has_left_the_tail(backend):
             session.decode(9)
             assert planted not in session.selections[1].tolist()
             at = torch.tensor([[length]])
-            q = llm.rotary.apply(session.query_ring.read(1, at), *llm.rotary.at(at))[0, 0, 0]
+            q = apply_rope(session.query_ring.read(1, at), *llm.rotary.at(at))[0, 0, 0]
             kept = k[0, 0, planted].clone()
             k[0, 0, planted] = 60 * q / q.norm()
             session.truncate(length)
