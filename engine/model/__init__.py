@@ -1,4 +1,4 @@
-"""The model: its configuration, rotary embedding and the two halves of a block."""
+"""The model: its configuration, its rotary embedding and the two halves of a layer."""
 
 from engine.model.config import ModelConfig
 from engine.model.llama import (
@@ -17,10 +17,10 @@ __all__ = [
     "Layer",
     "Llama",
     "ModelConfig",
-    "post_attention",
     "assemble",
-    "pre_attention",
     "ignored",
+    "post_attention",
+    "pre_attention",
     "random_stream",
     "rms_norm",
     "targets",

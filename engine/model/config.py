@@ -1,24 +1,25 @@
-"""The one parser of config.json: an untrusted dict in, one frozen typed ModelConfig out.
+"""The only parser of config.json: an untrusted dict in, one frozen typed ModelConfig out.
 
 Nothing else in the project reads config.json or generation_config.json. Every field is checked
-here, before anything is allocated: what is missing or senseless raises BadCheckpoint, what is sound
-but not ours raises UnsupportedCheckpoint, each in one line that names file, key, found and
-expected. Defaults are those of transformers' LlamaConfig. Rope is parsed in
+here, before anything is allocated. A missing or senseless field raises BadCheckpoint; a sound model
+that this engine cannot run raises UnsupportedCheckpoint. Both messages are one line that names
+file, key, found and expected. Defaults are those of transformers' LlamaConfig. Rope is parsed in
 engine/model/rope_config.py.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from engine.errors import BadCheckpoint, UnsupportedCheckpoint
 from engine.model.fields import Fields
-from engine.model.rope_config import Rope, parse_rope
+from engine.model.rope_config import MAX_POSITIONS, Rope, parse_rope
 from weights.jsonfile import read_object, shown
 
-__all__ = ["ModelConfig", "Rope"]
-
-# Architecture -> model_type where config.json names none. The twins compute exactly what Llama
-# does.
+# Architecture -> model_type, for a config.json that names only one of the two. All of them compute
+# exactly what Llama computes.
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "LLaMAForCausalLM": "llama",  # the spelling of early Llama 1 conversions
@@ -27,24 +28,21 @@ ARCHITECTURES = {
 }
 DTYPES = ("float32", "bfloat16", "float16")
 
-# Upper bounds: an order of magnitude beyond any released model, so that no product of two sizes is
-# absurd.
+# Upper bounds: ten times any released model, so that no product of two sizes is absurd.
 MAX_VOCAB = 1 << 24
 MAX_WIDTH = 1 << 20  # hidden and intermediate size
 MAX_LAYERS = 4096
 MAX_HEADS = 4096
 MAX_HEAD_DIM = 1024
-MAX_POSITIONS = 1 << 31
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What a Llama-architecture model is: sizes, rope, biases, stored dtype, special tokens.
-    Immutable and hashable.
+    """Sizes, rope, biases, stored dtype and special tokens of a Llama-architecture model.
 
-    `dtype` is the stored one ("float32" | "bfloat16" | "float16"). `attention_bias` puts a bias on
-    q, k, v and o, `mlp_bias` on gate, up and down. `max_positions` is the context in tokens that
-    the model was made for.
+    Immutable and hashable. `dtype` is the stored one ("float32" | "bfloat16" | "float16").
+    `attention_bias` puts a bias on q, k, v and o; `mlp_bias` on gate, up and down.
+    `max_positions` is the context in tokens that the model was made for.
     """
 
     architecture: str
@@ -68,41 +66,38 @@ class ModelConfig:
 
     @property
     def group(self) -> int:
-        """Query heads that share one K/V head."""
+        """Query heads per K/V head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def q_size(self) -> int:
-        """Width of the query projection: heads times head_dim."""
+        """Width of the query projection: num_heads * head_dim."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Width of the key (or value) projection: K/V heads times head_dim."""
+        """Width of the key (or value) projection: num_kv_heads * head_dim."""
         return self.num_kv_heads * self.head_dim
 
     def kv_bytes(self, dtype_bytes: int) -> int:
-        """Bytes of K and V of one token in one layer."""
+        """Return the bytes of K and V of one token in one layer."""
         return 2 * self.kv_size * dtype_bytes
 
     @property
     def context_limit(self) -> int:
-        """Most positions a caller may ask for: max_positions, times the factor where linear or
-        dynamic rope stretches them.
+        """Most positions that a caller may ask for.
 
-        Files of such models state the trained length or the stretched one; the default stays at
-        what the file says.
+        Linear and dynamic rope stretch max_positions by their factor. Some of these models' files
+        give the trained length and some the stretched one, so the default context stays at
+        max_positions and this is only the limit.
         """
-        stretched = self.rope.kind in ("linear", "dynamic")
-        return (
-            max(self.max_positions, int(self.max_positions * self.rope.factor))
-            if stretched
-            else self.max_positions
-        )
+        if self.rope.kind not in ("linear", "dynamic"):
+            return self.max_positions
+        return max(self.max_positions, int(self.max_positions * self.rope.factor))
 
     @property
     def parameters(self) -> int:
-        """Number of stored weights; a tied lm_head is not counted twice."""
+        """Number of stored weights; a tied lm_head counts once."""
         attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
         if self.attention_bias:
             attention += self.q_size + 2 * self.kv_size + self.hidden_size
@@ -118,13 +113,16 @@ class ModelConfig:
 
     @classmethod
     def from_dict(
-        cls, data: dict, source: str = "config.json", generation: dict | None = None
-    ) -> "ModelConfig":
-        """Parses the contents of config.json.
+        cls,
+        data: dict[str, Any],
+        source: str = "config.json",
+        generation: dict[str, Any] | None = None,
+    ) -> ModelConfig:
+        """Parse the contents of config.json.
 
-        `source` names the file in messages. `generation` is the content of generation_config.json:
-        its eos wins over config.json's. Raises BadCheckpoint (missing or senseless field) or
-        UnsupportedCheckpoint (sound, but a kind that this engine does not run).
+        `source` names the file in messages. `generation` is the content of generation_config.json;
+        its eos wins over config.json's. Raises BadCheckpoint (a field is missing or senseless) or
+        UnsupportedCheckpoint (a sound model of a kind that this engine cannot run).
         """
         fields = Fields(data, source)
         architecture = _architecture(fields)
@@ -139,7 +137,7 @@ class ModelConfig:
         head_dim = _head_dim(fields, hidden, heads)
         max_positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
         vocab = fields.integer("vocab_size", 1, MAX_VOCAB)
-        # Mistral has no bias anywhere, whatever its config says
+        # transformers' Mistral has no bias anywhere and does not read these fields
         biased = architecture != "MistralForCausalLM"
         return cls(
             architecture=architecture,
@@ -163,8 +161,8 @@ class ModelConfig:
         )
 
     @classmethod
-    def from_folder(cls, path: str | Path) -> "ModelConfig":
-        """Parses config.json, and generation_config.json where there is one, of a model folder.
+    def from_folder(cls, path: str | Path) -> ModelConfig:
+        """Parse a model folder's config.json, and its generation_config.json if there is one.
 
         Raises BadCheckpoint or UnsupportedCheckpoint.
         """
@@ -178,7 +176,7 @@ class ModelConfig:
 
 
 def _architecture(fields: Fields) -> str:
-    """The architecture's name, from `architectures` or, where that is missing, from model_type."""
+    """Return the architecture's name, from `architectures` or, if that is missing, model_type."""
     names = fields.data.get("architectures")
     if names is None:
         model_type = fields.text("model_type", default="")
@@ -200,27 +198,26 @@ def _supported() -> str:
 
 
 def _refuse_unsupported(fields: Fields, architecture: str) -> None:
-    """Refuses what would load but compute something else: quantised weights, another activation, a
-    sliding window.
+    """Refuse what would load but compute something else.
+
+    That is quantised weights, another activation and a sliding window.
     """
     for key in ("quantization_config", "compression_config"):
         quantised = fields.data.get(key)
         if quantised is not None:
-            method = (
-                quantised.get("quant_method", "unnamed")
-                if isinstance(quantised, dict)
-                else quantised
-            )
+            method = quantised
+            if isinstance(quantised, dict):
+                method = quantised.get("quant_method", "unnamed")
             raise UnsupportedCheckpoint(
                 f"{fields.source}: {key}: quantised formats not supported yet: {shown(method)}; "
-                f"expected float32, bfloat16 or float16 weights"
+                "expected float32, bfloat16 or float16 weights"
             )
     activation = fields.text("hidden_act", default="silu")
     if activation not in ("silu", "swish"):  # two names of one function in transformers
         fields.unsupported("hidden_act", activation, "silu")
     window = fields.data.get("sliding_window")
     missing = architecture == "MistralForCausalLM" and "sliding_window" not in fields.data
-    if missing:  # transformers' default for Mistral is a window of 4096: silence does not mean none
+    if missing:  # transformers' default for Mistral is a window of 4096, not none
         fields.unsupported(
             "sliding_window", "nothing, which means 4096 for Mistral", "null (full attention)"
         )
@@ -229,7 +226,7 @@ def _refuse_unsupported(fields: Fields, architecture: str) -> None:
 
 
 def _head_dim(fields: Fields, hidden: int, heads: int) -> int:
-    """The explicit head_dim, or hidden_size / heads; even, because rope rotates pairs."""
+    """Return the explicit head_dim, or hidden_size / heads; even, because rope rotates pairs."""
     head_dim = fields.integer("head_dim", 1, MAX_HEAD_DIM, default=None)
     if head_dim is None:
         if hidden % heads:
@@ -251,8 +248,9 @@ def _head_dim(fields: Fields, hidden: int, heads: int) -> int:
 
 
 def _dtype(fields: Fields) -> str:
-    """The stored dtype from `dtype` (newer) or `torch_dtype`; float32 where neither is given, as in
-    transformers' own files.
+    """Return the stored dtype, from `dtype` (newer) or `torch_dtype`.
+
+    float32 if neither is given, as transformers' own files leave it out.
     """
     key = "dtype" if fields.data.get("dtype") is not None else "torch_dtype"
     name = fields.text(key, default="float32").removeprefix("torch.")
@@ -261,9 +259,10 @@ def _dtype(fields: Fields) -> str:
     return name
 
 
-def _eos(fields: Fields, generation: dict | None, vocab: int) -> tuple[int, ...]:
-    """End-of-sequence ids: generation_config.json's if it names any, else config.json's; an int or
-    a list of ints.
+def _eos(fields: Fields, generation: dict[str, Any] | None, vocab: int) -> tuple[int, ...]:
+    """Return the end-of-sequence ids: generation_config.json's if it has any, else config.json's.
+
+    The field holds an int or a list of ints.
     """
     data, source = fields.data, fields.source
     if generation is not None and generation.get("eos_token_id") is not None:

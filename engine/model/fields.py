@@ -1,65 +1,72 @@
-"""Strict, typed access to the fields of a JSON object that comes from outside."""
+"""Strict, typed reads from a JSON object that we do not trust."""
 
-from typing import NoReturn
+from __future__ import annotations
+
+from typing import Any, NoReturn, TypeVar, overload
 
 from engine.errors import BadCheckpoint, UnsupportedCheckpoint
 from weights.jsonfile import shown
 
-MAX_POSITIONS = 1 << 31
-
-
-_REQUIRED = object()
+T = TypeVar("T")
+_REQUIRED: Any = object()  # no default: the field must be there
 
 
 class Fields:
-    """Typed reads from an untrusted dict; every failure is one line: file, key, found, expected.
+    """Typed reads from an untrusted dict. Every refusal is one line: file, key, found, expected.
 
-    A null counts as missing wherever a default is given. `prefix` stands before the key in messages
-    ("rope_scaling.").
+    Where a default is given, null counts as missing. `prefix` is written before the key in
+    messages ("rope_scaling.").
     """
 
-    def __init__(self, data: dict, source: str, prefix: str = ""):
+    def __init__(self, data: dict[str, Any], source: str, prefix: str = ""):
         self.data, self.source, self.prefix = data, source, prefix
 
     def refuse(self, key: str, found: object, expected: str) -> NoReturn:
-        """Raises BadCheckpoint: the value makes no sense."""
+        """Raise BadCheckpoint: the value makes no sense."""
         raise BadCheckpoint(self._line(key, found, expected))
 
     def unsupported(self, key: str, found: object, expected: str) -> NoReturn:
-        """Raises UnsupportedCheckpoint: the value makes sense, but this engine does not run it."""
+        """Raise UnsupportedCheckpoint: the value makes sense, but this engine cannot run it."""
         raise UnsupportedCheckpoint(self._line(key, found, expected) + " (not supported)")
 
-    def _line(self, key: str, found: object, expected: str) -> str:
-        return f"{self.source}: {self.prefix}{key}: found {shown(found)}, expected {expected}"
+    @overload
+    def integer(self, key: str, low: int, high: int) -> int: ...
 
-    def _get(self, key: str, default: object, expected: str) -> object:
-        value = self.data.get(key)
-        if value is None:
-            if default is _REQUIRED:
-                self.refuse(key, None, expected)
-            return default
-        return value
+    @overload
+    def integer(self, key: str, low: int, high: int, default: T) -> int | T: ...
 
-    def integer(self, key: str, low: int, high: int, default: object = _REQUIRED) -> int | None:
-        """An int in [low, high]; booleans and 4096.0 are not ints."""
+    def integer(self, key: str, low: int, high: int, default: Any = _REQUIRED) -> Any:
+        """Read an int in [low, high]; booleans and 4096.0 are refused."""
         expected = f"an integer from {low} to {high}"
         value = self._get(key, default, expected)
         if value is not default and (type(value) is not int or not low <= value <= high):
             self.refuse(key, value, expected)
         return value
 
+    @overload
+    def number(self, key: str, above: float, below: float, *, closed: bool = False) -> float: ...
+
+    @overload
+    def number(
+        self, key: str, above: float, below: float, default: T, closed: bool = False
+    ) -> float | T: ...
+
     def number(
         self,
         key: str,
         above: float,
         below: float,
-        default: object = _REQUIRED,
+        default: Any = _REQUIRED,
         closed: bool = False,
-    ) -> float | None:
-        """A finite number in (above, below), or [above, below] with `closed`; an int is one, a
-        boolean is not.
+    ) -> Any:
+        """Read a finite number in (above, below), or in [above, below] if `closed`.
+
+        Ints are accepted, booleans are not.
         """
-        expected = f"a number {'from' if closed else 'above'} {above:g} {'to' if closed else 'and below'} {below:g}"
+        if closed:
+            expected = f"a number from {above:g} to {below:g}"
+        else:
+            expected = f"a number above {above:g} and below {below:g}"
         value = self._get(key, default, expected)
         if value is default:
             return value
@@ -70,16 +77,27 @@ class Fields:
             self.refuse(key, value, expected)
         return float(value)
 
-    def flag(self, key: str, default: object = _REQUIRED) -> bool:
-        """A JSON boolean; 0 and 1 are not."""
+    def flag(self, key: str, default: bool) -> bool:
+        """Read a JSON boolean; 0 and 1 are refused."""
         value = self._get(key, default, "true or false")
-        if value is not default and type(value) is not bool:
+        if type(value) is not bool:
             self.refuse(key, value, "true or false")
         return value
 
-    def text(self, key: str, default: object = _REQUIRED) -> str:
-        """A string."""
+    def text(self, key: str, default: str) -> str:
+        """Read a string."""
         value = self._get(key, default, "a string")
-        if value is not default and not isinstance(value, str):
+        if not isinstance(value, str):
             self.refuse(key, value, "a string")
+        return value
+
+    def _line(self, key: str, found: object, expected: str) -> str:
+        return f"{self.source}: {self.prefix}{key}: found {shown(found)}, expected {expected}"
+
+    def _get(self, key: str, default: Any, expected: str) -> Any:
+        value = self.data.get(key)
+        if value is None:
+            if default is _REQUIRED:
+                self.refuse(key, None, expected)
+            return default
         return value

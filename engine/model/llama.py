@@ -1,87 +1,98 @@
-"""The Llama forward pass in two pieces per layer, around attention: `before` (norm, q/k/v,
-rotation) and `after` (output, MLP).
+"""The Llama model: its weights, where they come from, and a layer's two halves around attention.
 
-Attention itself is not here: prefill and decode put their own between the two pieces. Both pieces
-are pure functions of their tensors, so that torch.compile sees one small graph that all layers
-share.
+`pre_attention` does norm, q/k/v and rotation; `post_attention` does the output projection and the
+MLP. Prefill and decode put their own attention between them. Both are pure functions of their
+tensors, so that torch.compile sees one small graph that all layers share. `targets` lists what a
+checkpoint must hold, and `assemble` builds the model from it.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from engine.model.rope import apply_rope
-from kernels.linear import pack_linear
+from kernels.linear import Linear, pack_linear
 from weights.checkpoint import Target
+
+if TYPE_CHECKING:
+    from engine.model.config import ModelConfig
 
 
 @dataclass
 class Layer:
-    """Weights of one layer; q, k, v and gate, up are fused along their output rows at load."""
+    """Weights of one layer. q, k, v and gate, up are fused along their output rows at load."""
 
     input_norm: torch.Tensor  # [hidden]
-    qkv: object  # [(H + 2 Hkv) * D, hidden]
-    o: object  # [hidden, H * D]
+    qkv: Linear  # [(H + 2 Hkv) * D, hidden]
+    o: Linear  # [hidden, H * D]
     post_norm: torch.Tensor  # [hidden]
-    gate_up: object  # [2 * intermediate, hidden]
-    down: object  # [hidden, intermediate]
+    gate_up: Linear  # [2 * intermediate, hidden]
+    down: Linear  # [hidden, intermediate]
 
 
 @dataclass
 class Llama:
-    """A loaded model: config, dtype, device and weights. Holds no state of any request."""
+    """A loaded model: config, dtype, device and weights. It holds no state of any request."""
 
-    config: object
+    config: ModelConfig
     dtype: torch.dtype
     device: torch.device
     embed: torch.Tensor  # [vocab, hidden]
-    layers: list
+    layers: list[Layer]
     norm: torch.Tensor  # [hidden]
-    lm_head: object  # [vocab, hidden]
+    lm_head: Linear  # [vocab, hidden]
 
     @property
-    def nbytes(self):
-        """Bytes of all weights, shared ones counted once."""
-        own = [self.embed, self.norm] + [
+    def nbytes(self) -> int:
+        """Bytes of all weights; a tensor that two of them share counts once."""
+        plain = [self.embed, self.norm] + [
             t for layer in self.layers for t in (layer.input_norm, layer.post_norm)
         ]
         packed = [self.lm_head] + [
             m for layer in self.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)
         ]
-        shared = (
-            self.embed.numel() * self.embed.element_size()
-            if _shares(self.lm_head, self.embed)
-            else 0
-        )
+        tied = self.lm_head.weight.data_ptr() == self.embed.data_ptr()
+        shared = self.embed.numel() * self.embed.element_size() if tied else 0
         return (
-            sum(t.numel() * t.element_size() for t in own) + sum(m.nbytes for m in packed) - shared
+            sum(t.numel() * t.element_size() for t in plain)
+            + sum(m.nbytes for m in packed)
+            - shared
         )
 
-    def logits(self, x):
-        """x [..., hidden] after the last layer -> float32 logits [..., vocab]."""
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Map x [..., hidden] after the last layer to float32 logits [..., vocab]."""
         return self.lm_head(rms_norm(x, self.norm, self.config.rms_norm_eps)).float()
 
 
-def _shares(linear, tensor):
-    weight = getattr(linear, "weight", None)
-    return weight is not None and weight.data_ptr() == tensor.data_ptr()
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalise x [..., hidden] by its root mean square and scale it by weight [hidden].
 
-
-def rms_norm(x, weight, eps):
-    """x * rsqrt(mean(x^2) + eps) in float32, back in x.dtype, times weight (the order transformers
-    uses). x [..., hidden].
+    x * rsqrt(mean(x^2) + eps) in float32, then x.dtype, then times weight: transformers' order.
     """
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
 
 
-def pre_attention(layer, x, cos, sin, heads, kv_heads, head_dim, eps):
-    """First half of a layer. x [B, S, hidden]; cos, sin [B or 1, S, D/2] float32.
+def pre_attention(
+    layer: Layer,
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Run the first half of a layer on x [B, S, hidden]; cos, sin float32 [B or 1, S, D/2].
 
-    Returns q [B, S, H, D] and k [B, S, Hkv, D], both rotated, v [B, S, Hkv, D], and q before
-    rotation (the selector's window keeps it).
+    Returns rotated q [B, S, H, D], rotated k [B, S, Hkv, D], v [B, S, Hkv, D] and q before
+    rotation, which the query ring keeps for selectors that look at a window of queries.
     """
     batch, length, _ = x.shape
     qkv = layer.qkv(rms_norm(x, layer.input_norm, eps)).view(
@@ -92,17 +103,17 @@ def pre_attention(layer, x, cos, sin, heads, kv_heads, head_dim, eps):
     return rotated[:, :, :heads], rotated[:, :, heads:], v, q_pre_rope
 
 
-def post_attention(layer, x, attended, eps):
-    """Second half of a layer. x [B, S, hidden], attended [B, S, H, D] -> x [B, S, hidden]."""
+def post_attention(
+    layer: Layer, x: torch.Tensor, attended: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Run the second half of a layer: x [B, S, hidden], attended [B, S, H, D] -> new x."""
     x = x + layer.o(attended.flatten(2))
     gate, up = layer.gate_up(rms_norm(x, layer.post_norm, eps)).chunk(2, dim=-1)
     return x + layer.down(F.silu(gate) * up)
 
 
-def targets(config):
-    """What the loader must fill, in file order: weights.checkpoint.Target per fused tensor, with
-    every source's shape.
-    """
+def targets(config: ModelConfig) -> list[Target]:
+    """List the fused tensors that the model needs, in file order, with their stored parts."""
     hidden, inter = config.hidden_size, config.intermediate_size
     q, kv = config.q_size, config.kv_size
     found = [Target("embed", (("model.embed_tokens.weight", (config.vocab_size, hidden)),))]
@@ -141,12 +152,13 @@ def targets(config):
     return found
 
 
-def ignored(config):
-    """Whether a stored tensor may be left unread: rotary buffers of old exports, and lm_head where
-    it is tied.
+def ignored(config: ModelConfig) -> Callable[[str], bool]:
+    """Return a function that says whether a stored tensor, by name, may be left unread.
+
+    These are the rotary buffers of old exports, and lm_head if it is tied.
     """
 
-    def may_skip(name):
+    def may_skip(name: str) -> bool:
         return name.endswith("rotary_emb.inv_freq") or (
             config.tied_embeddings and name == "lm_head.weight"
         )
@@ -157,14 +169,21 @@ def ignored(config):
 _PACKED = ("qkv", "o", "gate_up", "down")
 
 
-def assemble(config, dtype, device, stream, form="auto"):
-    """Build a Llama from an iterable of (target name, tensor), each packed as it arrives so that
-    one copy of it lives.
+def assemble(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    stream: Iterable[tuple[str, torch.Tensor]],
+    form: str = "auto",
+) -> Llama:
+    """Build a Llama from (target name, tensor) pairs in any order.
 
-    form: how weights are held, as in kernels.linear.pack_linear. A bias is kept until its weight
-    has come (and the other way round): the loader may send them in any order.
+    Each matrix is packed as soon as it and its bias have arrived, so that only one copy of it
+    lives. form: how weights are held, as in kernels.linear.pack_linear.
     """
-    plain, waiting, packed = {}, {}, {}
+    plain: dict[str, torch.Tensor] = {}
+    waiting: dict[str, dict[str, torch.Tensor]] = {}
+    packed: dict[str, Linear] = {}
     for name, tensor in stream:
         base = name.removesuffix(".bias")
         kind = base.split(".")[-1]
@@ -189,8 +208,8 @@ def assemble(config, dtype, device, stream, form="auto"):
         )
         for i in range(config.num_layers)
     ]
-    # The largest matrix of small models, and the embedding itself where it is tied: no form that
-    # makes a second copy of it.
+    # lm_head is the largest matrix of a small model, and the embedding itself if tied: hold it in a
+    # form that makes no second copy.
     lm_head = pack_linear(
         plain["embed" if config.tied_embeddings else "lm_head"],
         None,
@@ -201,12 +220,17 @@ def assemble(config, dtype, device, stream, form="auto"):
     )
 
 
-def random_stream(config, dtype, device, seed=0, sharpness=1.0):
-    """Random weights of the true shape, generated on the device, one tensor at a time: (target
-    name, tensor) as the loader yields.
+def random_stream(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    seed: int = 0,
+    sharpness: float = 1.0,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Generate random weights of the true shapes on the device, one (target name, tensor) a time.
 
-    Normal with the variance that keeps activations near one; `sharpness` scales q and k so that
-    attention is peaky.
+    Normal, with the variance that keeps activations near one. `sharpness` scales q and k, which
+    makes attention peaky.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     for target in targets(config):

@@ -11,7 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import BadCheckpoint, UnsupportedCheckpoint
-from engine.model.config import ModelConfig, Rope
+from engine.model.config import ModelConfig
+from engine.model.rope_config import Rope
 from tests.builders import POCKET, STORIES
 
 BASE = {
