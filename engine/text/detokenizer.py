@@ -1,4 +1,4 @@
-"""Token ids to text, piece by piece: a character is emitted once all its bytes are there."""
+"""Token ids to text, piece by piece: a character is emitted once all of its bytes are there."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ if TYPE_CHECKING:
     from engine.text.tokenizer import Tokenizer
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
 RUN_HELD = 16  # bytes of a byte-fallback run held back; see FallbackStream
-
-
 REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Which character stands for which byte in a byte-level vocabulary (GPT-2's table)."""
+    """Map each character of a byte-level vocabulary to its byte (GPT-2's table)."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     table = {chr(byte): byte for byte in plain}
     rest = [byte for byte in range(256) if byte not in set(plain)]
@@ -32,53 +28,56 @@ BYTE_ALPHABET = _byte_alphabet()
 
 
 class ByteStream:
-    """Text of a byte-level tokenizer, token by token: a character is emitted when all its bytes are
-    there.
+    """Incremental text of a byte-level tokenizer.
+
+    context: the ids before the first push; at most four tokens make a character, so the last eight
+    hold the start of a character that is cut.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int]):
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        # a character is at most four tokens long: eight hold the start of the last
         for token_id in context:
             self.push(token_id)
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes; "" for special tokens and halves of characters."""
+        """Return the text that this token completes; "" for special tokens and cut characters."""
         token = None if token_id in self._tokenizer.special_ids else self._tokenizer.token(token_id)
         if token is None:
             return ""
         try:
             data = bytes(BYTE_ALPHABET[character] for character in token)
-        except KeyError:  # an added token, spelled as it is
+        except KeyError:  # an added token, stored as plain text
             data = token.encode()
         return self._decoder.decode(data)
 
     def flush(self) -> str:
-        """What is left at the end: a replacement character for half a one."""
+        """Return what is left at the end: a replacement character if a character was cut."""
         return self._decoder.decode(b"", final=True)
 
 
 class FallbackStream:
-    """Text of any other tokenizer, token by token: a token's text is what it adds to that of the
-    token before it.
+    """Incremental text of any other tokenizer.
 
-    Byte tokens (<0xE6>) are decoded together: the decoder writes a run of them as characters where
-    all of the run is UTF-8 and one replacement character per byte where it is not. So a run is held
-    back until it ends, is known to be bad, or has 16 bytes and a whole last character (only a run
-    that turns bad after that differs from decode()).
+    A token's text is what it adds to the text of the token before it. Byte tokens (<0xE6>) are
+    decoded together: the decoder writes a run of them as characters if the whole run is UTF-8, and
+    as one replacement character per byte if it is not. So we hold a run back until it ends, is
+    known to be bad, or has 16 bytes and ends in a whole character. Only a run that turns bad after
+    that differs from decode().
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int]):
         self._tokenizer = tokenizer
-        self._fallback = "ByteFallback" in tokenizer._decoders
+        self._fallback = "ByteFallback" in tokenizer.decoder_types
         self._before = list(context[-1:])  # the last token shown
         self._waiting: list[int] = []  # tokens after it whose text is not yet certain
-        self._run, self._bad = bytearray(), False
-        self._started = bool(context)
+        self._run = bytearray()  # bytes held back
+        self._id_of_byte: dict[int, int] = {}
+        self._bad = False  # this run is not UTF-8
+        self._started = bool(context)  # some text was written
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes."""
+        """Return the text that this token completes."""
         token = None if token_id in self._tokenizer.special_ids else self._tokenizer.token(token_id)
         if token is None:
             return ""
@@ -94,14 +93,14 @@ class FallbackStream:
         return text + new[len(old) :]
 
     def flush(self) -> str:
-        """What is left at the end."""
+        """Return what is left at the end."""
         return self._release() + self._end_run()
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.backend.decode(ids, skip_special_tokens=True) if ids else ""
 
     def _release(self) -> str:
-        """The text of waiting tokens, certain or not."""
+        """Return the text of the waiting tokens, certain or not."""
         if not self._waiting:
             return ""
         old, new = self._decode(self._before), self._decode(self._before + self._waiting)
@@ -111,6 +110,7 @@ class FallbackStream:
     def _byte(self, token_id: int, value: int) -> str:
         self._before = [token_id]
         self._run.append(value)
+        self._id_of_byte[value] = token_id
         if self._bad:
             self._run.clear()
             return REPLACEMENT
@@ -136,9 +136,7 @@ class FallbackStream:
             text = REPLACEMENT * len(self._run)
         # the decoder may strip the very first space of a text
         if self._run and not self._started:
-            text = self._decode(
-                [self._tokenizer.backend.token_to_id(f"<0x{b:02X}>") for b in self._run]
-            )
+            text = self._decode([self._id_of_byte[byte] for byte in self._run])
         self._started = self._started or bool(self._run)
         self._run.clear()
         return text

@@ -1,14 +1,14 @@
-"""Stop strings in a text that arrives in pieces."""
+"""Stop strings in a text that arrives in pieces, and the token where a text position falls."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
 
 
 class StopScanner:
-    """Holds back the end of a text as long as it could still become a stop string.
+    """Hold back the end of a text as long as it could still become a stop string.
 
-    The first stop string to be complete ends the text, the longest where several end together: the
-    result does not depend on how the text was cut into pieces.
+    The text ends before the stop string that is complete first, or before the longest if several
+    end together. So the result does not depend on how the text was cut into pieces.
     """
 
     def __init__(self, stops: Sequence[str]):
@@ -17,9 +17,14 @@ class StopScanner:
         self.found = False  # a stop string was met
 
     def push(self, text: str) -> str:
-        """Text that may be shown; a stop string and what follows it are dropped and set `found`."""
-        if not self._stops or self.found:
-            return "" if self.found else text
+        """Return the text that may be shown now.
+
+        A stop string sets `found`; it and everything after it are dropped.
+        """
+        if self.found:
+            return ""
+        if not self._stops:
+            return text
         text = self._held + text
         found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
@@ -33,17 +38,16 @@ class StopScanner:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """The text still held back, when the answer ends for another reason."""
+        """Return the text still held back, when the answer ends for another reason."""
         text, self._held = self._held, ""
         return text
 
 
 def tokens_before(ends: Sequence[int], position: int) -> int:
-    """How many tokens lie wholly before a text position: the largest clean border n where ends[n -
-    1] <= position.
+    """Return how many tokens lie wholly before a text position.
 
-    ends: ascending text positions where tokens end. A border inside a character (equal ends) is not
-    clean.
+    ends: ascending text positions at which the tokens end. Tokens that share a character have equal
+    ends; they are never separated.
     """
     n = bisect_left(ends, position + 1)
     while 0 < n < len(ends) and ends[n - 1] == ends[n]:

@@ -1,11 +1,14 @@
-"""Chat templates: the model's own recipe for a dialogue, rendered in a process that can be stopped.
+"""Chat templates: the model's format for a dialogue, rendered in a process that can be stopped.
 
-A template is code from whoever made the checkpoint. It runs in jinja2's immutable sandbox, in a
-child process (engine/text/template_worker.py) that knows nothing of the model and is killed when
-its time is over: no loop, no huge power and no doubling string can hang or exhaust this one. Names
-and filters are those of transformers' apply_chat_template.
+A template is code written by whoever made the checkpoint. It runs in jinja2's immutable sandbox, in
+a child process (engine/text/template_worker.py) that knows nothing of the model and is killed when
+its time is over. So no loop, no huge power and no doubling string can hang or exhaust this process.
+Names and filters are those of transformers' apply_chat_template.
 """
 
+from __future__ import annotations
+
+import contextlib
 import json
 import os
 import subprocess
@@ -15,6 +18,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from queue import Empty, Queue
+from typing import IO, Any
 
 from engine.errors import BadCheckpoint, TemplateError
 
@@ -22,20 +26,22 @@ from engine.errors import BadCheckpoint, TemplateError
 RENDER_SECONDS = 2.0
 START_SECONDS = 30.0  # Python and jinja2 on a loaded machine
 MEMORY_BYTES = 1 << 30  # address space of the child where the system can bound it
-SPARE_CHARACTERS = 1 << 20  # what a template may write beyond four times its messages
+SPARE_CHARACTERS = 1 << 20  # a template may write four times its messages and this
 
 
 class ChatTemplate:
-    """One template with the special tokens that it may name. render() is all there is."""
+    """One template, with the special tokens that it may name."""
 
     def __init__(self, source: str, variables: Mapping[str, str] | None = None):
         self.source, self.variables = source, dict(variables or {})
         self._worker: _Worker | None = None
 
     @classmethod
-    def load(cls, folder: Path, settings: Mapping) -> "ChatTemplate | None":
-        """The folder's chat_template.jinja, else chat_template in tokenizer_config.json (or several
-        named ones).
+    def load(cls, folder: Path, settings: Mapping[str, Any]) -> ChatTemplate | None:
+        """Load a model folder's template; None if it has none.
+
+        chat_template.jinja wins over `settings` (tokenizer_config.json), where chat_template is one
+        template or a list of named ones. Raises BadCheckpoint if it is neither.
         """
         variables = {}
         for name, value in settings.items():
@@ -46,37 +52,27 @@ class ChatTemplate:
         path = folder / "chat_template.jinja"
         if path.is_file():
             return cls(path.read_text(encoding="utf-8"), variables)
-        found = settings.get("chat_template")
+        found, where = settings.get("chat_template"), folder / "tokenizer_config.json"
         if isinstance(found, list):
-            named = {
-                t["name"]: t["template"]
-                for t in found
-                if isinstance(t, Mapping) and {"name", "template"} <= set(t)
-            }
-            found = named.get("default") or (
-                next(iter(named.values())) if len(named) == 1 else None
-            )
-            if found is None:
-                raise BadCheckpoint(
-                    f"{folder / 'tokenizer_config.json'}: chat_template: found templates named "
-                    f"{sorted(named)}, expected one named 'default'"
-                )
+            found = _choose_named(found, where)
         if found is None:
             return None
         if not isinstance(found, str):
             raise BadCheckpoint(
-                f"{folder / 'tokenizer_config.json'}: chat_template: found {type(found).__name__}, "
+                f"{where}: chat_template: found {type(found).__name__}, "
                 "expected text or a list of named templates"
             )
         return cls(found, variables)
 
-    def render(self, messages: Sequence[Mapping], add_generation_prompt: bool = True) -> str:
-        """The dialogue as the model's text; messages are {"role": ..., "content": ...}.
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> str:
+        """Write a dialogue as the model's text; messages are {"role": ..., "content": ...}.
 
-        Raises TemplateError where the template is not valid, refuses the messages, or takes too
-        much time or memory.
+        Raises TemplateError if the template is not valid, refuses the messages, or takes too much
+        time or memory.
         """
-        plain = json.dumps(
+        request = json.dumps(
             {
                 "template": self.source,
                 "messages": [dict(m) for m in messages],
@@ -91,9 +87,9 @@ class ChatTemplate:
         size = sum(len(str(m.get("content", ""))) for m in messages)
         try:
             answer = self._worker.ask(
-                plain, RENDER_SECONDS + size / 2e6, 4 * size + SPARE_CHARACTERS
+                request, RENDER_SECONDS + size / 2e6, 4 * size + SPARE_CHARACTERS
             )
-        # a timeout, or Ctrl-C while waiting: the next render starts a new one
+        # a timeout, or Ctrl-C while waiting: the next render starts a new child
         except BaseException:
             self._worker.kill()
             self._worker = None
@@ -103,10 +99,26 @@ class ChatTemplate:
         return answer["text"]
 
 
-class _Worker:
-    """The child process and one line of JSON each way."""
+def _choose_named(templates: list[Any], where: Path) -> Any:
+    """Return the template named "default", or the only one."""
+    named = {
+        t["name"]: t["template"]
+        for t in templates
+        if isinstance(t, Mapping) and {"name", "template"} <= set(t)
+    }
+    found = named.get("default") or (next(iter(named.values())) if len(named) == 1 else None)
+    if found is None:
+        raise BadCheckpoint(
+            f"{where}: chat_template: found templates named {sorted(named)}, "
+            "expected one named 'default'"
+        )
+    return found
 
-    def __init__(self):
+
+class _Worker:
+    """The child process. It reads and answers one line of JSON per request."""
+
+    def __init__(self) -> None:
         script = Path(__file__).with_name("template_worker.py")
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         try:
@@ -120,10 +132,12 @@ class _Worker:
             )
         except OSError as error:
             raise TemplateError(
-                "the model's chat template needs a Python process of its own, which did not start: "
-                f"{error}"
+                "the model's chat template is rendered in a separate Python process, which did not "
+                f"start: {error}"
             ) from error
-        self._lines: Queue = Queue()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._stdin = self._process.stdin
+        self._lines: Queue[str] = Queue()
         threading.Thread(
             target=_pump, args=(self._process.stdout, self._lines), daemon=True
         ).start()
@@ -132,19 +146,23 @@ class _Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked."""
+        """Whether the child still runs."""
         return self._process.poll() is None
 
-    def ask(self, request: str, seconds: float, most: int) -> dict:
-        """The worker's answer to one request of at most `most` characters out, within `seconds`."""
-        # Written beside the wait, since a child that hangs would not read a request that is larger
+    def ask(self, request: str, seconds: float, max_characters: int) -> dict[str, str]:
+        """Return the child's answer to one request, {"text": ...} or {"error": ...}.
+
+        Raises TemplateError after `seconds` or if the child has ended. The child stops a template
+        that writes more than `max_characters`.
+        """
+        # Written by a thread, because a child that hangs would not read a request that is larger
         # than the pipe.
         threading.Thread(
-            target=_write, args=(self._process.stdin, f"{most} {request}\n"), daemon=True
+            target=_write, args=(self._stdin, f"{max_characters} {request}\n"), daemon=True
         ).start()
         return self._read(seconds)
 
-    def _read(self, seconds: float) -> dict:
+    def _read(self, seconds: float) -> dict[str, str]:
         try:
             line = self._lines.get(timeout=seconds)
         except Empty:
@@ -153,30 +171,30 @@ class _Worker:
             ) from None
         if not line:
             raise TemplateError(
-                "the model's chat template ended its process (it may have asked for too much memory)"
+                "the model's chat template ended its process "
+                "(it may have asked for too much memory)"
             )
         return json.loads(line)
 
 
-def _pump(stream, lines: Queue) -> None:
+def _pump(stream: IO[str], lines: Queue[str]) -> None:
     for line in stream:
         lines.put(line)
     lines.put("")
 
 
-def _write(stream, text: str) -> None:
+def _write(stream: IO[str], text: str) -> None:
     try:
         stream.write(text)
         stream.flush()
     except (OSError, ValueError):
-        pass  # the child is gone; the reader says so
+        pass  # the child has ended; the reader reports it
 
 
-def _end(process: subprocess.Popen) -> None:
+def _end(process: subprocess.Popen[str]) -> None:
     process.kill()
     process.wait()
     for stream in (process.stdin, process.stdout):
-        try:
-            stream.close()
-        except OSError:
-            pass
+        with contextlib.suppress(OSError):
+            if stream is not None:
+                stream.close()

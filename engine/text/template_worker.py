@@ -1,18 +1,21 @@
-"""The child process that renders chat templates: imports jinja2 and nothing of the engine (see
-engine/text/template.py).
+"""The child process that renders chat templates (see engine/text/template.py).
 
-Run as a script with the bytes of address space it may use; reads one request per line, writes one
-answer per line.
+It imports jinja2 and nothing of the engine. Run it as a script, with the bytes of address space
+that it may use; it reads one request per line and writes one answer per line.
 """
+
+from __future__ import annotations
 
 import sys
 
-# this folder, which Python puts first for a script: its files must not pass for packages
+# Python puts a script's folder first on the path: its files must not shadow packages
 sys.path.pop(0)
 
 import datetime  # noqa: E402
+import io  # noqa: E402
 import json  # noqa: E402
 import signal  # noqa: E402
+from typing import Any, NoReturn  # noqa: E402
 
 import jinja2  # noqa: E402
 import jinja2.ext  # noqa: E402
@@ -20,37 +23,44 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: E402
 
 
 class Generation(jinja2.ext.Extension):
-    """{% generation %} ... {% endgeneration %}: transformers marks assistant tokens with it; here
-    it is plain.
+    """{% generation %} ... {% endgeneration %}, with which transformers marks assistant tokens.
+
+    Here it only renders its content.
     """
 
     tags = {"generation"}
 
-    def parse(self, parser):
-        """The block's own content."""
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """Return the nodes inside the block."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def raise_exception(message):
-    """What templates call to refuse messages."""
+def raise_exception(message: str) -> NoReturn:
+    """Refuse the messages; templates call this."""
     raise jinja2.exceptions.TemplateError(message)
 
 
-def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    """json.dumps: jinja2's own filter escapes for HTML."""
+def tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Write JSON as transformers does; jinja2's filter of this name escapes for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
-def strftime_now(form):
-    """The date and time now, as templates ask for it."""
-    return datetime.datetime.now().strftime(form)
+def strftime_now(pattern: str) -> str:
+    """Format the current date and time."""
+    return datetime.datetime.now().strftime(pattern)
 
 
-def environment():
-    """The sandbox, as transformers sets it up."""
+def environment() -> ImmutableSandboxedEnvironment:
+    """Make the sandbox as transformers sets it up."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
@@ -59,21 +69,23 @@ def environment():
     return made
 
 
-def render(sandbox, request, most):
-    """The rendered text; ValueError past `most` characters."""
+def render(
+    sandbox: ImmutableSandboxedEnvironment, request: dict[str, Any], max_characters: int
+) -> str:
+    """Render a request's template; ValueError if it writes more than `max_characters`."""
     written, size = [], 0
     for part in sandbox.from_string(request["template"]).generate(
         messages=request["messages"], **request["variables"]
     ):
         size += len(part)
-        if size > most:
-            raise ValueError(f"wrote more than {most} characters and was stopped")
+        if size > max_characters:
+            raise ValueError(f"wrote more than {max_characters} characters and was stopped")
         written.append(part)
     return "".join(written)
 
 
-def answer(sandbox, line):
-    """{"text": ...} or {"error": ...} for one request line: `most {json}`."""
+def answer(sandbox: ImmutableSandboxedEnvironment, line: str) -> dict[str, str]:
+    """Return {"text": ...} or {"error": ...} for one request line, `max_characters {json}`."""
     most, _, request = line.partition(" ")
     try:
         return {"text": render(sandbox, json.loads(request), int(most))}
@@ -85,12 +97,12 @@ def answer(sandbox, line):
         return {"error": f"refuses: {error}"}
     except MemoryError:
         return {"error": "asked for too much memory and was stopped"}
-    except Exception as error:  # whatever a template's code can raise is the template's failure
+    except Exception as error:  # a template's code can raise anything; it is the template's failure
         return {"error": f"failed: {type(error).__name__}: {str(error)[:300]}"}
 
 
-def main():
-    """Serve until standard input ends."""
+def main() -> None:
+    """Answer requests until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     try:
         import resource
@@ -98,11 +110,12 @@ def main():
         limit = int(sys.argv[1])
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     except (ImportError, ValueError, OSError):
-        # Windows has no such limit; time bounds it there
+        # Windows has no such limit; only the time is bounded there
         pass
     sandbox = environment()
-    sys.stdin.reconfigure(encoding="utf-8")
-    sys.stdout.reconfigure(encoding="utf-8")
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8")
     print("{}", flush=True)
     for line in sys.stdin:
         print(json.dumps(answer(sandbox, line)), flush=True)

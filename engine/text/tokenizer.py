@@ -1,13 +1,16 @@
-"""Between text and token ids: the tokenizer, text that appears token by token, and stop strings.
+"""Text to token ids and back, with a model folder's own tokenizer files.
 
-Text to ids to text is not the identity, so a conversation lives on ids: only new text is ever
-encoded (engine/chat/conversation.py).
+Encoding and then decoding a text does not always give it back. A conversation therefore keeps ids
+and only ever encodes new text (engine/chat/conversation.py).
 """
+
+from __future__ import annotations
 
 import json
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
@@ -15,45 +18,24 @@ from engine.errors import BadCheckpoint, TemplateError, UnsupportedCheckpoint
 from engine.text.detokenizer import ByteStream, FallbackStream
 from engine.text.template import ChatTemplate
 
-ANCHORS = ("\n", ".", "a", "0")
+ANCHORS = ("\n", ".", "a", "0")  # texts to encode in front of a continuation, tried in this order
 
 
 class Tokenizer:
-    """A model folder's tokenizer.json, its tokenizer_config.json where there is one, and its chat
-    template.
+    """A model folder's tokenizer.json with its settings and chat template, if it has them.
 
-    Raises BadCheckpoint where a file is damaged and UnsupportedCheckpoint where only a slow
-    tokenizer is there.
+    `special_ids` are never shown as text; `vocab_max_id` is the largest id; `prefix_ids` go before
+    every text (usually the bos). Raises BadCheckpoint if a file is missing or damaged, and
+    UnsupportedCheckpoint if the folder holds only a slow tokenizer.
     """
 
     def __init__(self, folder: str | Path):
         folder = Path(folder)
         path = folder / "tokenizer.json"
-        if not path.is_file():
-            others = [
-                name
-                for name in ("tokenizer.model", "vocab.json", "tiktoken.model")
-                if (folder / name).is_file()
-            ]
-            if others:
-                raise UnsupportedCheckpoint(
-                    f"{path}: not found, only {others[0]}; make it once with transformers: "
-                    "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
-                )
-            raise BadCheckpoint(f"{path}: not found, expected the model's tokenizer")
-        try:
-            self.backend = tokenizers.Tokenizer.from_file(str(path))
-        # tokenizers raises bare Exception for whatever is wrong in the file
-        except Exception as error:
-            raise BadCheckpoint(
-                f"{path}: not a tokenizer that can be read: {_first_line(error)}"
-            ) from error
-        self.backend.no_truncation()  # stored in the file by some: a silent cut
-        self.backend.no_padding()
+        self.backend = _load_backend(path)
         self.settings = read_settings(folder)
-        self.bos_token, self.eos_token = (
-            _token_text(self.settings, f"{name}_token") for name in ("bos", "eos")
-        )
+        self.bos_token = _token_text(self.settings, "bos_token")
+        self.eos_token = _token_text(self.settings, "eos_token")
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
         self.vocab_max_id = max(vocabulary.values(), default=-1)
         added = self.backend.get_added_tokens_decoder()
@@ -61,23 +43,24 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         try:
             self.prefix_ids = self._find_prefix(vocabulary)
-        # a Rust panic is no Exception: a post-processor that names an unknown token
+        # A post-processor that names an unknown token panics in Rust, which is no Exception.
         except BaseException as error:
             if type(error).__name__ != "PanicException":
                 raise
             raise BadCheckpoint(
-                f'{path}: found a tokenizer that fails on "a": {_first_line(error)}, expected ids'
+                f'{path}: encoding the text "a" fails: {_first_line(error)}'
             ) from error
+        # Tokenizers like Llama 2's write a space in front of every text; a continuation must not
+        # get one.
         first = self.backend.encode("x", add_special_tokens=False).ids[:1]
-        # Llama 2's tokenizer and its kin write a space in front of every text; a continuation must
-        # not get one.
-        self._adds_space = bool(first) and self.backend.id_to_token(first[0]).startswith(("▁", "Ġ"))
-        self._decoders = _decoder_types(self.backend)
+        self._adds_space = any((self.token(i) or "").startswith(("▁", "Ġ")) for i in first)
+        self.decoder_types = _decoder_types(self.backend)
         self.template = ChatTemplate.load(folder, self.settings)
 
     def _find_prefix(self, vocabulary: dict[str, int]) -> tuple[int, ...]:
-        """What goes before every text: what the post-processor puts there, else bos if the settings
-        ask for it.
+        """Return the ids that go before every text.
+
+        The post-processor decides; if it adds none, the bos is one when the settings ask for it.
         """
         plain = self.backend.encode("a", add_special_tokens=False).ids
         whole = self.backend.encode("a", add_special_tokens=True).ids
@@ -96,10 +79,9 @@ class Tokenizer:
         return prefix
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Ids of a text. special: with the bos in front, as the model was trained (once, if the
-        text has it already).
+        """Encode a text of any length; special tokens written in it are recognised.
 
-        Special tokens written in the text are recognised either way; nothing is ever cut.
+        special: put the bos in front as in training, unless the text already begins with it.
         """
         ids = self.backend.encode(text, add_special_tokens=False).ids
         if special and tuple(ids[: len(self.prefix_ids)]) != self.prefix_ids:
@@ -108,12 +90,12 @@ class Tokenizer:
 
     def encode_spans(
         self, text: str, special: bool = True, continues: bool = False
-    ) -> tuple[list[int], array]:
-        """Ids, and for each the position in `text` where its characters end (array of int64,
-        ascending).
+    ) -> tuple[list[int], array[int]]:
+        """Encode a text and return the ids and, for each, where in `text` its characters end.
 
-        continues: the text goes on where an earlier one ended, so no space is invented in front of
-        it. Tokens that share a character have the same end; the bos ends at 0.
+        Ends are an ascending array of int64. Tokens that share a character have the same end; the
+        bos ends at 0. continues: the text goes on where an earlier one ended, so the tokenizer adds
+        no space in front of it.
         """
         encoding, skip, shift = self.backend.encode(text, add_special_tokens=False), 0, 0
         if continues and self._adds_space and encoding.ids and encoding.ids[0] not in self._added:
@@ -126,9 +108,13 @@ class Tokenizer:
             return [*self.prefix_ids, *ids], array("q", [0] * len(self.prefix_ids)) + ends
         return ids, ends
 
-    def _anchored(self, text: str, plain) -> tuple:
-        """An encoding of an anchor and the text with a token border between them, and what to skip
-        of it.
+    def _anchored(
+        self, text: str, plain: tokenizers.Encoding
+    ) -> tuple[tokenizers.Encoding, int, int]:
+        """Encode the text behind an anchor that takes the added space.
+
+        Returns the encoding and the anchor's tokens and characters, which the caller skips. An
+        anchor serves if a token ends exactly where it ends; if none does, returns `plain`, 0, 0.
         """
         for anchor in ANCHORS:
             encoding = self.backend.encode(anchor + text, add_special_tokens=False)
@@ -139,43 +125,42 @@ class Tokenizer:
         return plain, 0, 0
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids, special tokens left out, as transformers decodes with
-        skip_special_tokens=True.
-        """
+        """Decode ids without special tokens, as transformers does with skip_special_tokens=True."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
-    def render(self, messages: Sequence[Mapping], add_generation_prompt: bool = True) -> str:
-        """A dialogue as the model's text, to be encoded with special=False; TemplateError without a
-        chat template.
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> str:
+        """Write a dialogue as the model's text, to be encoded with special=False.
+
+        Raises TemplateError if the model has no chat template.
         """
         if self.template is None:
             raise TemplateError(
-                "this model has no chat template (a base model): give it text to complete"
+                "this model has no chat template (it is a base model): give it text to complete"
             )
         return self.template.render(messages, add_generation_prompt)
 
     def token(self, token_id: int) -> str | None:
-        """The vocabulary's spelling of one id; None where it has none (a padded embedding row)."""
+        """Return the vocabulary's spelling of an id; None if it has none (a padded row)."""
         return self.backend.id_to_token(token_id)
 
-    def stream(self, context: Sequence[int] = ()) -> "ByteStream | FallbackStream":
-        """An incremental decoder: push(id) -> text, flush() -> the rest; joined, exactly decode()
-        of all ids.
+    def stream(self, context: Sequence[int] = ()) -> ByteStream | FallbackStream:
+        """Make an incremental decoder: push(id) -> text, flush() -> the rest.
 
-        context: the ids before; only the last few are looked at, so that a continuation keeps its
-        leading space.
+        Its texts join to exactly decode() of all ids. context: the ids before them; the last eight
+        are read, so that a continuation keeps its leading space.
         """
-        only_bytes = "ByteLevel" in self._decoders and self._decoders <= {"ByteLevel", "Fuse"}
-        kind = ByteStream if only_bytes else FallbackStream
-        return kind(
-            self,
-            [i for i in context[-8:] if i not in self.special_ids and self.token(i) is not None],
-        )
+        shown = [i for i in context[-8:] if i not in self.special_ids and self.token(i) is not None]
+        types = self.decoder_types
+        if "ByteLevel" in types and types <= {"ByteLevel", "Fuse"}:
+            return ByteStream(self, shown)
+        return FallbackStream(self, shown)
 
 
-def read_settings(folder: Path) -> dict:
-    """tokenizer_config.json over special_tokens_map.json; {} where neither is there."""
-    merged: dict = {}
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Read tokenizer_config.json over special_tokens_map.json; {} if there is neither."""
+    merged: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         path = folder / name
         if path.is_file():
@@ -189,7 +174,33 @@ def read_settings(folder: Path) -> dict:
     return merged
 
 
-def _token_text(settings: dict, name: str) -> str:
+def _load_backend(path: Path) -> tokenizers.Tokenizer:
+    """Read tokenizer.json, with no truncation and no padding."""
+    if not path.is_file():
+        others = [
+            name
+            for name in ("tokenizer.model", "vocab.json", "tiktoken.model")
+            if path.with_name(name).is_file()
+        ]
+        if others:
+            raise UnsupportedCheckpoint(
+                f"{path}: not found, only {others[0]}; make it once with transformers: "
+                "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+            )
+        raise BadCheckpoint(f"{path}: not found, expected the model's tokenizer")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    # tokenizers raises a bare Exception for anything wrong in the file
+    except Exception as error:
+        raise BadCheckpoint(
+            f"{path}: not a tokenizer that can be read: {_first_line(error)}"
+        ) from error
+    backend.no_truncation()  # some files store one, which would cut long texts silently
+    backend.no_padding()
+    return backend
+
+
+def _token_text(settings: dict[str, Any], name: str) -> str:
     value = settings.get(name)
     if isinstance(value, dict):
         value = value.get("content")

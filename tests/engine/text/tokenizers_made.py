@@ -17,9 +17,11 @@ from tokenizers import (
 )
 
 CORPUS = [
-    "Once upon a time there was a little girl named Lily. She liked to play outside, and the sun was warm.",
+    "Once upon a time there was a little girl named Lily. "
+    "She liked to play outside, and the sun was warm.",
     "def add(a, b):\n    return a + b\n\nprint(add(1, 22))  # 23",
-    "Grüße aus München, où le café est à côté. Привет мир. 你好世界 1234567890 <b>x</b> \t tabs  and   spaces",
+    "Grüße aus München, où le café est à côté. Привет мир. 你好世界 1234567890 "
+    "<b>x</b> \t tabs  and   spaces",
 ] * 3
 SPECIALS = ["<pad>", "<s>", "</s>", "<|user|>", "<|end|>"]
 
