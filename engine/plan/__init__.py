@@ -10,8 +10,9 @@ from engine.plan.layers import (
     spread_filter_layers,
     tail_start,
 )
-from engine.plan.memory import Plan, make_plan
+from engine.plan.memory import make_plan
 from engine.plan.placement import Placement
+from engine.plan.report import Plan
 
 __all__ = [
     "Group",

@@ -1,116 +1,120 @@
-"""Which filter layers a model has: from omnikv.json beside it or in the user's cache, the published
-table, else a stated spread.
+"""Which filter layers a model has.
+
+They come from omnikv.json beside the model or in the user's cache (written by tools.calibrate),
+else from the published table, else from a spread over the depth that says that it is a guess.
 """
+
+from __future__ import annotations
 
 import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from engine.errors import BadCheckpoint, EngineError
 from engine.plan.layers import PAPER_WAIT, spread_filter_layers
 from weights.aliases import ALIASES
 from weights.fingerprint import fingerprint
 
+if TYPE_CHECKING:
+    from engine.model.config import ModelConfig
+    from weights.resolve import Resolved
+
 FORMAT = 1
 NAME = "omnikv.json"
 
 
 @dataclass(frozen=True)
-class Known:
-    """Filter layers and where they come from: "file", "published" or "spread"; `hint` is one line
-    for people, may be empty.
+class FilterLayers:
+    """Filter layers and their source: "file", "published" or "spread".
+
+    hint: one line for people, possibly empty. wait: layers after a filter that attend to
+    everything.
     """
 
     layers: tuple[int, ...]
     source: str
     hint: str = ""
-    wait: int = PAPER_WAIT  # layers after a filter that attend to everything
+    wait: int = PAPER_WAIT
 
 
-def cache_file(digest):
-    """Where a calibration of a model folder that cannot be written is kept: ~/.cache/omnikv (or
-    XDG_CACHE_HOME), by fingerprint.
+def cache_file(digest: str) -> Path:
+    """Return where the calibration of a model folder that cannot be written is kept.
+
+    It is below ~/.cache/omnikv (or XDG_CACHE_HOME), named by the model's fingerprint.
     """
-    return (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        / "omnikv"
-        / f"{digest}.json"
-    )
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "omnikv" / f"{digest}.json"
 
 
-def filter_layers(folder, resolved, config):
-    """The Known filter layers of a model. folder: Path or None; resolved: weights.resolve.Resolved
-    or None.
+def filter_layers(
+    folder: str | Path | None, resolved: Resolved | None, config: ModelConfig
+) -> FilterLayers:
+    """Find a model's filter layers. folder, resolved: None for a model that is in no folder.
 
     A calibration made for other weights is ignored with a hint; a damaged one raises BadCheckpoint.
     """
     digest, hint = _digest(folder), ""
-    for path in ([Path(folder) / NAME] if folder is not None else []) + (
-        [cache_file(digest)] if digest else []
-    ):
+    for path in _candidates(folder, digest):
         if path.is_file():
             found = read(path, config)
             if digest is None or found["fingerprint"] in (None, digest):
-                return Known(tuple(found["filter_layers"]), "file", wait=found["wait_layers"])
+                return FilterLayers(
+                    tuple(found["filter_layers"]), "file", wait=found["wait_layers"]
+                )
             hint = (
-                f"{path}: ignored, it was made for other weights (fingerprint {found['fingerprint'][:12]}, "
-                f"this model is {digest[:12]}); calibrate again"
+                f"{path}: ignored, it was made for other weights (fingerprint "
+                f"{found['fingerprint'][:12]}, this model is {digest[:12]}); calibrate again"
             )
     for alias in ALIASES.values():
         if alias.filter_layers and resolved is not None and resolved.hub_id == alias.hub_id:
-            return Known(tuple(alias.filter_layers), "published", hint)
+            return FilterLayers(tuple(alias.filter_layers), "published", hint)
     layers = spread_filter_layers(config.num_layers)
-    return Known(
-        layers,
-        "spread",
-        hint
-        or f"hint: nobody has calibrated this model; filter layers {layers} are a guess spread over the "
-        f"depth (python -m tools.calibrate finds its own)",
+    guess = (
+        f"hint: nobody has calibrated this model; filter layers {layers} are a guess spread over "
+        "the depth (python -m tools.calibrate finds its own)"
     )
+    return FilterLayers(layers, "spread", hint or guess)
 
 
-def _digest(folder):
-    """The model's fingerprint, or None where its tensors are not there (a plan from config.json
-    alone).
-    """
+def _candidates(folder: str | Path | None, digest: str | None) -> list[Path]:
+    """Return where a calibration may be, in order."""
+    beside = [] if folder is None else [Path(folder) / NAME]
+    return beside + ([] if digest is None else [cache_file(digest)])
+
+
+def _digest(folder: str | Path | None) -> str | None:
+    """Return the model's fingerprint; None without its tensors (a plan from config.json alone)."""
     try:
-        return fingerprint(folder) if folder is not None else None
+        return None if folder is None else fingerprint(Path(folder))
     except (EngineError, OSError):
         return None
 
 
-def read(path, config):
-    """The fields of a calibration file, checked. Raises BadCheckpoint naming file, field, found and
-    expected.
+def read(path: str | Path, config: ModelConfig) -> dict[str, Any]:
+    """Return the checked fields of a calibration file.
+
+    Raises BadCheckpoint, which names file, field, found and expected.
     """
     try:
         data = json.loads(Path(path).read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise BadCheckpoint(
-            f"{path}: found no readable JSON ({error}), expected a calibration; delete it or calibrate again"
+            f"{path}: found no readable JSON ({error}), expected a calibration; "
+            "delete it or calibrate again"
         ) from error
 
-    def refuse(field, expected):
+    def refuse(field: str, expected: object) -> NoReturn:
         value = data.get(field) if isinstance(data, dict) else data
         raise BadCheckpoint(
-            f"{path}: {field}: found {str(value)[:60]!r}, expected {expected}; delete it or calibrate again"
+            f"{path}: {field}: found {str(value)[:60]!r}, expected {expected}; "
+            "delete it or calibrate again"
         )
 
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         refuse("format", FORMAT)
-    layers = data.get("filter_layers")
-    whole = (
-        isinstance(layers, list)
-        and layers
-        and all(isinstance(x, int) and not isinstance(x, bool) for x in layers)
-    )
-    if (
-        not whole
-        or not 0 <= layers[0]
-        or layers[-1] >= config.num_layers
-        or any(a >= b for a, b in zip(layers, layers[1:]))
-    ):
+    if not _ascending(data.get("filter_layers"), config.num_layers):
         refuse("filter_layers", f"ascending numbers below {config.num_layers}")
     wait = data.setdefault("wait_layers", PAPER_WAIT)
     if isinstance(wait, bool) or not isinstance(wait, int) or wait < 0:
@@ -119,3 +123,13 @@ def read(path, config):
     if digest is not None and (not isinstance(digest, str) or len(digest) != 64):
         refuse("fingerprint", "64 hexadecimal digits")
     return data
+
+
+def _ascending(layers: object, below: int) -> bool:
+    """Say whether `layers` is a list of ascending layer numbers, at least one, all < `below`."""
+    if not isinstance(layers, list) or not layers:
+        return False
+    if any(isinstance(x, bool) or not isinstance(x, int) for x in layers):
+        return False
+    ascending = all(a < b for a, b in zip(layers, layers[1:]))
+    return ascending and layers[0] >= 0 and layers[-1] < below

@@ -1,31 +1,38 @@
-"""The layer plan: which layer does what. Computed once from the model's depth and the method's
-settings, read by everybody.
+"""The layer plan: which layer does what, and where the tail begins.
 
-The only file that compares layer numbers. Needs no torch.
+The plan is computed once, from the model's depth and the method's settings. Only this file decides
+a layer's role by its number. It does not import torch.
 """
 
+from __future__ import annotations
+
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, overload
 
 from engine.errors import SettingError
 
-PAPER_WAIT = 1  # layers after a filter that attend to everything: the paper's
+if TYPE_CHECKING:
+    import torch
+
+PAPER_WAIT = 1  # the paper's number of layers after a filter that attend to everything
+TAIL_BLOCK = 64  # tokens; the tail moves by whole blocks
 
 
 class Role(enum.Enum):
-    """What a layer does in a decode step (DESIGN.md, "The words")."""
+    """What a layer does in a decode step."""
 
     FULL = "full"  # below the first filter layer: attends to everything
-    FILTER = "filter"  # attends to everything and chooses for the group after it
-    WAIT = "wait"  # attends to everything while a packed load is under way
+    FILTER = "filter"  # attends to everything and selects for the group after it
+    WAIT = "wait"  # attends to everything while its group's selection is fetched
     SPARSE = "sparse"  # attends to its group's selection and the tail
-    # attends to the rows that its method has kept; what was dropped is never read again
-    RETAINED = "retained"
+    RETAINED = "retained"  # attends to the tokens that its method kept; the others are gone
 
 
 @dataclass(frozen=True)
 class Group:
-    """The sparse layers that share the selection of one filter layer; may be empty."""
+    """The sparse layers that share the selection of one filter layer; possibly none."""
 
     filter_layer: int
     layers: tuple[int, ...]
@@ -33,8 +40,9 @@ class Group:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Roles of all layers, the groups, and for every SPARSE or FILTER layer the index of its group
-    (else None).
+    """The role of every layer, the groups, and every layer's group.
+
+    group_of: index of a SPARSE or FILTER layer's group, None for other layers.
     """
 
     roles: tuple[Role, ...]
@@ -42,54 +50,53 @@ class LayerPlan:
     group_of: tuple[int | None, ...]
 
     @property
-    def num_layers(self):
-        """Layers in all."""
+    def num_layers(self) -> int:
+        """Number of layers."""
         return len(self.roles)
 
-    def count(self, role):
-        """How many layers have this role."""
+    def count(self, role: Role) -> int:
+        """Return how many layers have this role."""
         return self.roles.count(role)
 
     @property
-    def sparse_layers(self):
-        """Numbers of the SPARSE layers, ascending."""
+    def sparse_layers(self) -> tuple[int, ...]:
+        """The SPARSE layers, ascending."""
         return tuple(i for i, role in enumerate(self.roles) if role is Role.SPARSE)
 
     @property
-    def partial_layers(self):
-        """Numbers of the layers that read less than everything, ascending: SPARSE and RETAINED."""
+    def partial_layers(self) -> tuple[int, ...]:
+        """The layers that read less than everything, SPARSE and RETAINED, ascending."""
         return tuple(i for i, role in enumerate(self.roles) if role in (Role.SPARSE, Role.RETAINED))
 
     @property
-    def dense_share(self):
-        """a of the paper's Mem% formula: (FULL + FILTER + WAIT) / layers."""
+    def dense_share(self) -> float:
+        """Share of the layers that read everything: a in the paper's Mem% (engine/plan/mem.py)."""
         return 1.0 - len(self.partial_layers) / self.num_layers
 
-    def describe(self):
-        """One line for people: roles counted, filter layers and groups named."""
+    def describe(self) -> str:
+        """Return one line for people: how many layers have each role, and the groups."""
         if self.count(Role.RETAINED):
             return f"{self.num_layers} layers, each reads what it has retained"
         if not self.groups:
             return f"{self.num_layers} layers, all full attention"
         groups = "; ".join(f"{g.filter_layer} -> {_span(g.layers)}" for g in self.groups)
-        return (
-            f"{self.num_layers} layers: {self.count(Role.FULL)} full, {self.count(Role.FILTER)} filter, "
-            f"{self.count(Role.WAIT)} wait, {self.count(Role.SPARSE)} sparse ({groups})"
-        )
+        roles = (Role.FULL, Role.FILTER, Role.WAIT, Role.SPARSE)
+        counts = ", ".join(f"{self.count(role)} {role.value}" for role in roles)
+        return f"{self.num_layers} layers: {counts} ({groups})"
 
 
-def _span(layers):
+def _span(layers: tuple[int, ...]) -> str:
     return "none" if not layers else f"{layers[0]}-{layers[-1]}"
 
 
-def layer_plan(num_layers, filter_layers=(), wait_layers=PAPER_WAIT):
-    """Roles and groups of a model's layers (METHODS.md 3.1; groups run from WAIT+1 to the next
-    filter - 1).
+def layer_plan(
+    num_layers: int, filter_layers: Sequence[int] = (), wait_layers: int = PAPER_WAIT
+) -> LayerPlan:
+    """Return the roles and groups of a model's layers.
 
-    num_layers: int > 0. filter_layers: ascending distinct layer numbers; empty means full attention
-    everywhere. wait_layers: how many layers after a filter attend to everything, clipped at the
-    next filter, whose own range starts anew. Raises SettingError where a filter layer is beyond the
-    model.
+    filter_layers: ascending distinct layer numbers; none means full attention in all layers.
+    wait_layers: number of layers after a filter that attend to everything. A group holds the layers
+    after those, up to the next filter. Raises SettingError if the model has no such filter layer.
     """
     filters = tuple(filter_layers)
     if filters and filters[-1] >= num_layers:
@@ -97,7 +104,10 @@ def layer_plan(num_layers, filter_layers=(), wait_layers=PAPER_WAIT):
             f"filter_layers: found {filters[-1]}, expected numbers from 0 to {num_layers - 1} "
             f"(the model has {num_layers} layers)"
         )
-    roles, group_of, members, since = [], [], [], None
+    roles: list[Role] = []
+    group_of: list[int | None] = []
+    members: list[list[int]] = []
+    since: int | None = None  # layers after the last filter
     for layer in range(num_layers):
         if layer in filters:
             since = 0
@@ -121,11 +131,10 @@ def layer_plan(num_layers, filter_layers=(), wait_layers=PAPER_WAIT):
     return LayerPlan(tuple(roles), groups, tuple(group_of))
 
 
-def spread_filter_layers(num_layers):
-    """Filter layers for a model that nobody has calibrated: three, spread as the published ones
-    are.
+def spread_filter_layers(num_layers: int) -> tuple[int, ...]:
+    """Return filter layers for a model that nobody has calibrated, spread as the published ones.
 
-    The published sets lie near 6%, 25% and 56% of the depth ({2,8,18} of 32); shallower models get
+    The published sets lie near 6%, 25% and 56% of the depth ({2, 8, 18} of 32). Shallow models get
     fewer, so that sparse layers remain.
     """
     if num_layers < 6:
@@ -135,11 +144,20 @@ def spread_filter_layers(num_layers):
     return tuple(sorted({max(1, round(num_layers * share)) for share in (0.0625, 0.25, 0.5625)}))
 
 
-TAIL_BLOCK = 64  # tokens; a block goes home when complete (DESIGN.md, "tail")
+@overload
+def tail_start(n: int, tail: int) -> int: ...
 
 
-def tail_start(n, tail):
-    """First position of the tail of n tokens: max(0, (n // 64) * 64 - tail). Works on ints and on
-    integer tensors' host twins.
+@overload
+def tail_start(n: torch.Tensor, tail: int) -> torch.Tensor: ...
+
+
+def tail_start(n: int | torch.Tensor, tail: int) -> int | torch.Tensor:
+    """Return the first position of the tail of n tokens: max(0, (n // 64) * 64 - tail).
+
+    The tail is the newest tokens, which every layer reads: at least `tail` of them once there are
+    as many, at most 63 more. n: an int, or an integer tensor of lengths, for which the result is a
+    new tensor of its dtype and device (no sync).
     """
-    return max(0, (n // TAIL_BLOCK) * TAIL_BLOCK - tail)
+    start = n // TAIL_BLOCK * TAIL_BLOCK - tail
+    return max(0, start) if isinstance(start, int) else start.clamp_(min=0)

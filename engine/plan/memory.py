@@ -1,234 +1,60 @@
-"""The memory plan: what a model will need, from config.json alone, before anything is allocated;
-and what fits.
+"""The memory plan: the bytes that a model needs, and the longest context that fits.
+
+Both follow from config.json alone, before anything is allocated. The result is a Plan
+(engine/plan/report.py).
 """
 
-import ctypes
+from __future__ import annotations
+
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from engine.errors import OutOfMemoryPlan
-from engine.plan.free_memory import available_bytes
-from engine.plan.layers import LayerPlan
-from engine.plan.mem import mem_from_budget
+from engine.plan.free_memory import HEADROOM, available_bytes
 from engine.plan.placement import SLOTS, fitting, full_placement
+from engine.plan.report import OFFLOAD_CHUNK, ROUND, Item, Plan
 from engine.query_ring import RING
-from engine.units import human
 from kernels.scratch import scratch_bytes
 
-GIB = 1024**3
-# of the free memory may be planned for: a card filled to 98% is 5-20 times slower, without an error
-HEADROOM = 0.95
-# 3.3K tokens hide a layer's past at 650 TFLOP/s and 50 GB/s (docs/OFFLOAD.md)
-OFFLOAD_CHUNK = 4096
-ROUND = 64  # contexts are whole blocks
+if TYPE_CHECKING:
+    from engine.methods.base import Method
+    from engine.methods.evict.base import Evicting
+    from engine.model.config import ModelConfig
+    from engine.plan.layers import LayerPlan
+    from engine.plan.placement import Placement
 
 
-def trim_heap():
-    """Give pages that the allocator holds but nobody uses back to the system (glibc; elsewhere
-    nothing happens).
-
-    Weights that are re-laid while loading leave holes of their size: 8% of a float32 160M model,
-    measured.
-    """
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError, TypeError):
-        return
-
-
-def trimmed(stream, every=32 * 2**20):
-    """Pass (name, tensor) pairs on, trimming the heap after each `every` bytes: what a load holds
-    stays near what it has loaded.
-    """
-    since = 0
-    for name, tensor in stream:
-        since += tensor.numel() * tensor.element_size()
-        yield name, tensor
-        del tensor
-        if since >= every:
-            trim_heap()
-            since = 0
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Layer plan and memory plan of one model under one method; printable, nothing allocated."""
-
-    model: str
-    method: object
-    layers: LayerPlan
-    device: str
-    dtype: str
-    max_context: int
-    largest_context: int
-    chunk: int
-    dense_below: int
-    items: tuple  # (name, bytes, note)
-    free: int
-    free_name: str
-    note: str = ""
-    # engine.plan.placement.Placement: what lives in host memory; None: nothing
-    placement: object = None
-    # host tier of one session at max_context (on a CPU it is part of the total)
-    host_bytes: int = 0
-    host_free: int = 0
-    full_bank: int = 0  # bytes of all rows of all layers at max_context
-    budget: int = 0  # selected (or retained) tokens at max_context
-    # bytes of keys and values that an evicting method keeps after a prompt of max_context
-    kept: int = 0
-
-    @property
-    def total(self):
-        """Bytes at the peak: everything resident plus the prefill workspace."""
-        return sum(size for _, size, _ in self.items)
-
-    @property
-    def fits(self):
-        """Whether the peaks stay within the device and host memory that may be planned for."""
-        return self.total <= self.free * HEADROOM and (
-            self.device == "cpu" or self.host_bytes <= self.host_free * HEADROOM
-        )
-
-    @property
-    def mem(self):
-        """The paper's Mem% at max_context: a + b (1 - a), the share of the bank that a step reads."""
-        return (
-            mem_from_budget(self.budget, self.max_context, self.layers.dense_share)
-            if self.budget
-            else 1.0
-        )
-
-    @property
-    def resident(self):
-        """Share of the bank that is allocated on the device at max_context, slots, tail and staging
-        included; where rows are evicted, what is kept: the bank stands beside it.
-        """
-        if self.kept:
-            return self.kept / max(1, self.full_bank)
-        held = sum(
-            size
-            for name, size, _ in self.items
-            if name in ("context bank", "working sets", "streaming")
-        )
-        return held / max(1, self.full_bank)
-
-    @property
-    def where(self):
-        """One line of what went where."""
-        if self.placement is None:
-            return "everything on the device"
-        slow = (
-            ""
-            if self.device == "cpu" or self.chunk >= OFFLOAD_CHUNK
-            else f"; chunks of {self.chunk} do not hide the past's way back"
-        )
-        return f"{self.placement.describe()}; {human(self.host_bytes)} of {human(self.host_free)} free host memory{slow}"
-
-    def bytes_of(self, name):
-        """Bytes of one item by name."""
-        return next(size for item, size, _ in self.items if item == name)
-
-    def to_dict(self):
-        """Plain dict for JSON."""
-        return {
-            "model": self.model,
-            "method": repr(self.method),
-            "layers": self.layers.describe(),
-            "device": self.device,
-            "dtype": self.dtype,
-            "max_context": self.max_context,
-            "largest_context": self.largest_context,
-            "chunk": self.chunk,
-            "dense_below": self.dense_below,
-            "total_bytes": self.total,
-            "free_bytes": self.free,
-            "fits": self.fits,
-            "items": {name: size for name, size, _ in self.items},
-            "host_bytes": self.host_bytes,
-            "mem": self.mem,
-            "resident": self.resident,
-            "placement": self.where,
-        }
-
-    def __str__(self):
-        width = max(len(name) for name, _, _ in self.items)
-        lines = [
-            f"model     {self.model}, {self.dtype} on {self.device}",
-            f"method    {self.method!r}",
-            f"layers    {self.layers.describe()}",
-        ]
-        if self.layers.sparse_layers:
-            lines.append(
-                "sparse    "
-                + (
-                    "at every length"
-                    if not self.dense_below
-                    else f"from {self.dense_below} tokens on (below, full attention reads less)"
-                )
-            )
-        lines += [
-            f"context   {self.max_context} tokens, prefill in chunks of {self.chunk}",
-            "memory",
-        ]
-        lines += [
-            f"  {name:<{width}}  {human(size):>10}  {note}".rstrip()
-            for name, size, note in self.items
-        ]
-        lines.append(
-            f"  {'total at peak':<{width}}  {human(self.total):>10}  of {human(self.free)} {self.free_name}"
-        )
-        lines.append(
-            f"placement {self.where}; mem {self.mem:.1%} (formula), resident {self.resident:.1%} (allocated)"
-        )
-        lines.append(f"largest context that fits here: {self.largest_context} tokens")
-        if self.note:
-            lines.append(self.note)
-        return "\n".join(lines)
-
-    def check(self, flag="max_context"):
-        """Raise OutOfMemoryPlan with the remedies in order where the plan does not fit."""
-        if self.fits:
-            return
-        if self.total <= self.free * HEADROOM:
-            raise OutOfMemoryPlan(
-                f"{self.model} at {self.max_context} tokens needs {human(self.host_bytes)} of host memory for offloaded layers, but "
-                f"only {human(self.host_free * HEADROOM)} of the {human(self.host_free)} free may be used; remedies: {flag}="
-                f"{self.largest_context}, then offload='device', then freeing memory"
-            )
-        part, size, _ = max(self.items, key=lambda item: item[1])
-        fewer = (
-            f"a context of at most {self.largest_context} tokens ({flag}={self.largest_context})"
-            if self.largest_context >= ROUND
-            else "a smaller model"
-        )
-        raise OutOfMemoryPlan(
-            f"{self.model} at {self.max_context} tokens needs {human(self.total)} ({part}: {human(size)}), but only "
-            f"{human(self.free * HEADROOM)} of the {human(self.free)} {self.free_name} may be used; remedies: {fewer}, "
-            f"then a smaller dtype than {self.dtype}, then freeing memory"
-        )
-
-
-def default_chunk(device_type, config):
-    """Tokens per prefill chunk: large enough that products run at full rate, small beside any long
-    prompt.
+def default_chunk(device_type: str, config: ModelConfig) -> int:
+    """Return the tokens per prefill chunk: enough for full speed, few beside any long prompt.
 
     On a CPU 1024 is within 4% of a whole prompt at once and 512 within 10% (docs/LOG.md,
-    2026-11-20); above two billion parameters 512, because a chunk is also how long Ctrl-C waits.
+    2026-11-20). Above two billion parameters it is 512, because Ctrl-C waits for a chunk.
     """
     if device_type == "cuda":
         return 2048
     return 1024 if config.parameters <= 2e9 else 512
 
 
-def memory_items(
-    config, method, layers, dtype, device, context, chunk, backend="auto", placement=None
-):
-    """The plan's parts at a context: tuple of (name, bytes, note). Everything but the bank and a
-    few buffers is O(1) in context.
+# ---------------------------------------------------------------- bytes at one context
 
-    placement: what lives in host memory; on a CPU, where it takes the same memory, the host tier is
-    an item too.
+
+def memory_items(
+    config: ModelConfig,
+    method: Method,
+    layers: LayerPlan,
+    dtype: torch.dtype,
+    device: torch.device,
+    context: int,
+    chunk: int,
+    backend: str = "auto",
+    placement: Placement | None = None,
+) -> tuple[Item, ...]:
+    """Return the plan's parts at a context of so many tokens: (name, bytes, note).
+
+    Everything but the bank and a few buffers is O(1) in context. placement: what lives in host
+    memory. On a CPU that is the same memory, so the host tier is an item too.
     """
     size = dtype.itemsize
     kept = config.num_layers - (len(placement.layers) if placement else 0)
@@ -245,13 +71,14 @@ def memory_items(
         budget=budget,
         device=device,
         scored=budget > 0,
-        window=method.window if windowed else 0,
+        window=getattr(method, "window", 0) if windowed else 0,
         backend=backend,
         dtype=dtype,
     )
     selection = method.runtime_bytes(layers, context, config, size)
     ring = config.num_layers * RING * config.q_size * size
     store = method.store_bytes(layers, config, size, context)
+    workspace = prefill_bytes(config, size, chunk, device.type)
     return (
         ("weights", config.parameters * size, f"{config.parameters / 1e9:.2f} B parameters"),
         ("context bank", bank, f"{kept} layers x {config.kv_bytes(size)} B per token"),
@@ -260,19 +87,21 @@ def memory_items(
         ("decode scratch", scratch, ""),
         ("selection", selection, "scores and indices" if budget else ""),
         *((("retained rows", store, "the most that is kept beside the bank"),) if store else ()),
-        (
-            "prefill workspace",
-            prefill_bytes(config, size, chunk, device.type),
-            f"activations of one chunk of {chunk} tokens",
-        ),
+        ("prefill workspace", workspace, f"activations of one chunk of {chunk} tokens"),
     )
 
 
-def _tier_items(config, placement, size, context, device):
+def _tier_items(
+    config: ModelConfig,
+    placement: Placement | None,
+    size: int,
+    context: int,
+    device: torch.device,
+) -> tuple[Item, ...]:
     if placement is None:
         return ()
     parts = placement.device_items(config, size, context)
-    items = (
+    items: tuple[Item, ...] = (
         (
             "working sets",
             parts["slots"] + parts["maps"],
@@ -281,156 +110,209 @@ def _tier_items(config, placement, size, context, device):
         ("streaming", parts["staging"], f"blocks of {placement.block} tokens"),
     )
     if device.type == "cpu":
-        items += (("host tier", placement.host_bytes(config, size, context), "in ordinary memory"),)
+        host = placement.host_bytes(config, size, context)
+        items += (("host tier", host, "in ordinary memory"),)
     return items
 
 
-def prefill_bytes(config, size, chunk, device_type):
-    """Peak activations of one chunk: residual, norm, q/k/v, attention in float32 with its
-    log-sum-exp, gate, up and product.
+def prefill_bytes(config: ModelConfig, size: int, chunk: int, device_type: str) -> int:
+    """Return the peak bytes of one chunk's activations, for elements of `size` bytes.
 
-    On a CPU a product of many rows re-packs its weight, and the heap keeps what tensors of
-    different sizes leave between each other: half as much again as all of a layer's activations
-    (measured for chunks of 512: 50 MB for the 160M shape in bfloat16, 95 in float32, 115 for
-    Llama-3.2-1B in bfloat16; planned 43, 80 and 157).
+    They are the residual, norm, q/k/v, attention in float32 with its log-sum-exp, gate, up and
+    their product. On a CPU a product of many rows re-packs its weight, and the heap keeps what
+    tensors of different sizes leave between each other: half as much again as all of a layer's
+    activations (measured for chunks of 512: 50 MB for the 160M shape in bfloat16, 95 in float32,
+    115 for Llama-3.2-1B in bfloat16; planned 43, 80 and 157).
     """
     residual = 4 * config.hidden_size * size + 4 * config.hidden_size
     attention = config.q_size * (2 * size + 8) + 2 * config.kv_size * size + 8 * config.num_heads
     mlp = 3 * config.intermediate_size * size
+    logits = 4 * config.vocab_size
     if device_type != "cpu":
-        return chunk * (residual + max(attention, mlp)) + 4 * config.vocab_size
+        return chunk * (residual + max(attention, mlp)) + logits
     widest = 2 * config.intermediate_size * config.hidden_size * size
-    return (
-        chunk * (residual + attention + mlp + config.intermediate_size * size) * 3 // 2
-        + widest
-        + 4 * config.vocab_size
-    )
+    activations = chunk * (residual + attention + mlp + config.intermediate_size * size)
+    return activations * 3 // 2 + widest + logits
+
+
+# ---------------------------------------------------------------- what fits
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Which placements of one model under one method fit on one machine.
+
+    free, host_free: bytes of the device and of host memory; the other fields are as in `plan_at`.
+    """
+
+    config: ModelConfig
+    method: Method
+    layers: LayerPlan
+    dtype: torch.dtype
+    device: torch.device
+    chunk: int
+    backend: str
+    offload: str
+    slots: float
+    free: int
+    host_free: int
+
+    def items(self, context: int, placement: Placement | None) -> tuple[Item, ...]:
+        """Return the memory items at a context with this placement."""
+        return memory_items(
+            self.config,
+            self.method,
+            self.layers,
+            self.dtype,
+            self.device,
+            context,
+            min(self.chunk, context),
+            self.backend,
+            placement,
+        )
+
+    def fits(self, context: int, placement: Placement | None) -> bool:
+        """Say whether a context with this placement fits on the device and in host memory."""
+        if placement is not None and self.device.type != "cpu":
+            host = placement.host_bytes(self.config, self.dtype.itemsize, context)
+            if host > self.host_free * HEADROOM:
+                return False
+        return sum(size for _, size, _ in self.items(context, placement)) <= self.free * HEADROOM
+
+    def placement(self, context: int) -> Placement | None:
+        """Return the placement that `offload` asks for at a context; None: nothing offloaded.
+
+        "auto" returns as much to the device as fits.
+        """
+        if self.offload == "device" or (self.offload == "auto" and self.device.type == "cpu"):
+            return None
+        full = full_placement(
+            self.config,
+            self.method,
+            self.layers,
+            self.dtype.itemsize,
+            context,
+            min(self.chunk, context),
+            self.slots,
+            by_layer=self.device.type == "cuda",
+        )
+        if full is None or self.offload == "host" or self.method.stages:
+            return full
+        return fitting(full, lambda candidate: self.fits(context, candidate))
+
+    def largest_context(self) -> int:
+        """Return the most tokens that fit, up to the model's own positions."""
+        return _largest(
+            lambda context: self.fits(context, self.placement(context)), self.config.max_positions
+        )
 
 
 def make_plan(
-    name, config, method, layers, dtype, device, max_context=None, chunk=None, **settings
-):
-    """The Plan of a model (`plan_at`). chunk None: the device's default, on a GPU a larger one
-    where layers are offloaded and it fits.
+    name: str,
+    config: ModelConfig,
+    method: Method,
+    layers: LayerPlan,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_context: int | None = None,
+    chunk: int | None = None,
+    **settings: Any,
+) -> Plan:
+    """Plan a model as `plan_at` does, with the best chunk for its placement if `chunk` is None.
 
-    A chunk of C tokens hides the past's way back while C >= operations per second / (4 x link bytes
-    per second).
+    On a GPU with offloaded layers that is OFFLOAD_CHUNK, if it fits: a chunk of C tokens hides the
+    transfer of a layer's past while C >= operations per second / (4 x link bytes per second).
     """
     plan = plan_at(name, config, method, layers, dtype, device, max_context, chunk, **settings)
-    if chunk is None and plan.placement is not None and device.type == "cuda":
-        larger = plan_at(
-            name,
-            config,
-            method,
-            layers,
-            dtype,
-            device,
-            max_context or plan.max_context,
-            OFFLOAD_CHUNK,
-            **settings,
-        )
-        return larger if larger.fits or not plan.fits else plan
-    return plan
+    if chunk is not None or plan.placement is None or device.type != "cuda":
+        return plan
+    context = max_context or plan.max_context
+    larger = plan_at(
+        name, config, method, layers, dtype, device, context, OFFLOAD_CHUNK, **settings
+    )
+    return larger if larger.fits or not plan.fits else plan
 
 
 def plan_at(
-    name,
-    config,
-    method,
-    layers,
-    dtype,
-    device,
-    max_context=None,
-    chunk=None,
-    budget=None,
-    note="",
-    backend="auto",
-    offload="auto",
-    slots=SLOTS,
-    host_budget=None,
-):
-    """The Plan of a model. max_context None: the model's own length or what fits, whichever is
-    less. budget: bytes to stay within.
+    name: str,
+    config: ModelConfig,
+    method: Method,
+    layers: LayerPlan,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_context: int | None = None,
+    chunk: int | None = None,
+    budget: int | None = None,
+    note: str = "",
+    backend: str = "auto",
+    offload: str = "auto",
+    slots: float = SLOTS,
+    host_budget: int | None = None,
+) -> Plan:
+    """Plan a model with chunks of `chunk` tokens (None: the device's default).
 
-    offload: "auto" offloads on a GPU what does not fit, "host" everything that the method lets go,
-    "device" nothing. slots: per budgeted token. host_budget: bytes of host memory to stay within.
+    max_context None: the model's own length or what fits, whichever is less. budget, host_budget:
+    bytes of device and host memory to stay within. offload: "auto" offloads on a GPU what does not
+    fit, "host" everything that the method can spare, "device" nothing. slots: per selected token.
     """
     chunk = chunk or default_chunk(device.type, config)
-    free, free_name = available_bytes(device)
-    if budget is not None:
-        free, free_name = min(free, int(budget / HEADROOM)), "allowed"
-    cpu = torch.device("cpu")
-    host_free = available_bytes(cpu)[0] if device.type != "cpu" else free
-    if host_budget is not None:
-        host_free = min(host_free, int(host_budget / HEADROOM))
-    size = dtype.itemsize
-
-    def items(context, placement):
-        return memory_items(
-            config, method, layers, dtype, device, context, min(chunk, context), backend, placement
-        )
-
-    def fits(context, placement):
-        if (
-            placement is not None
-            and device.type != "cpu"
-            and placement.host_bytes(config, size, context) > host_free * HEADROOM
-        ):
-            return False
-        return sum(b for _, b, _ in items(context, placement)) <= free * HEADROOM
-
-    def everything(context):
-        if offload == "device" or (offload == "auto" and device.type == "cpu"):
-            return None
-        return full_placement(
-            config,
-            method,
-            layers,
-            size,
-            context,
-            min(chunk, context),
-            slots,
-            by_layer=device.type == "cuda",
-        )
-
-    def best(context):
-        full = everything(context)
-        if full is None or offload == "host" or method.stages:
-            return full
-        return fitting(full, lambda placement: fits(context, placement))
-
-    largest = _largest(lambda context: fits(context, best(context)), config.max_positions)
+    free, free_name, host_free = _free_bytes(device, budget, host_budget)
+    search = _Search(
+        config, method, layers, dtype, device, chunk, backend, offload, slots, free, host_free
+    )
+    size, largest = dtype.itemsize, search.largest_context()
     context = max_context or max(ROUND, largest)
-    placement = best(context)
-    below = method.dense_below_tokens(layers, config, size, device.type, context)
+    placement = search.placement(context)
+    tokens, kept = _held(config, method, layers, size, context)
     return Plan(
-        name,
-        method,
-        layers,
-        str(device),
-        str(dtype).removeprefix("torch."),
-        context,
-        largest,
-        min(chunk, context),
-        below,
-        items(context, placement),
-        free,
-        free_name,
-        note,
-        placement,
-        placement.host_bytes(config, size, context) if placement else 0,
-        host_free,
-        config.num_layers * context * config.kv_bytes(size),
-        min(context, method.budget(layers, context))
-        if method.evicts
-        else method.budget_capacity(layers, context),
-        method.kv_bytes(layers, config, size, context - 1, 1)
-        if method.evicts and context > 1
-        else 0,
+        model=name,
+        method=method,
+        layers=layers,
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        max_context=context,
+        largest_context=largest,
+        chunk=min(chunk, context),
+        dense_below=method.dense_below_tokens(layers, config, size, device.type, context),
+        items=search.items(context, placement),
+        free=free,
+        free_name=free_name,
+        note=note,
+        placement=placement,
+        host_bytes=placement.host_bytes(config, size, context) if placement else 0,
+        host_free=host_free,
+        full_bank=config.num_layers * context * config.kv_bytes(size),
+        budget=tokens,
+        kept=kept,
     )
 
 
-def _largest(fits, most):
+def _free_bytes(
+    device: torch.device, budget: int | None, host_budget: int | None
+) -> tuple[int, str, int]:
+    """Return (free bytes of the device, their name, free bytes of host memory) within budgets."""
+    free, free_name = available_bytes(device)
+    if budget is not None:
+        free, free_name = min(free, int(budget / HEADROOM)), "allowed"
+    host_free = free if device.type == "cpu" else available_bytes(torch.device("cpu"))[0]
+    if host_budget is not None:
+        host_free = min(host_free, int(host_budget / HEADROOM))
+    return free, free_name, host_free
+
+
+def _held(
+    config: ModelConfig, method: Method, layers: LayerPlan, size: int, context: int
+) -> tuple[int, int]:
+    """Return (selected or retained tokens, bytes of K and V kept after eviction) at a context."""
+    if not method.evicts:
+        return method.budget_capacity(layers, context), 0
+    evicting = cast("Evicting", method)
+    kept = evicting.kv_bytes(layers, config, size, context - 1, 1) if context > 1 else 0
+    return min(context, evicting.budget(layers, context)), kept
+
+
+def _largest(fits: Callable[[int], bool], most: int) -> int:
+    """Return the largest context that fits, by bisection; in whole blocks below `most`."""
     low, high = 0, most
     while high - low >= 1:
         middle = (low + high + 1) // 2

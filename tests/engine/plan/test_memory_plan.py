@@ -104,7 +104,7 @@ def test_what_does_not_fit_says_how_much_and_what_would():
 )
 @pytest.mark.parametrize("path", ["auto", "reference"])
 def test_planned_bytes_are_allocated_bytes(method, path):
-    """Byte for byte: weights, bank, ring, scratch and selection (U2)."""
+    """Byte for byte: weights, bank, ring, scratch and selection."""
     llm = tiny_llm(method, backend=path)
     plan, session = llm.plan(), llm.session()
     session.prefill(random_ids(300))
@@ -139,9 +139,11 @@ from pathlib import Path
 import torch
 from engine import LLM, Full
 def anonymous():
-    return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("RssAnon"))
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 torch.set_num_threads(1)
-torch.nn.functional.linear(torch.randn(64, 64).bfloat16(), torch.randn(64, 64).bfloat16())      # thread pools and primitives
+small = torch.randn(64, 64).bfloat16()
+torch.nn.functional.linear(small, small)  # thread pools and primitives
 base, peak, done = anonymous(), 0, False
 def watch():
     global peak

@@ -14,7 +14,8 @@ from engine import OmniKV
 from engine.bank.host_pool import HostPool
 from engine.bank.pinned_memory import Way, ordinary
 from engine.errors import OutOfHostMemory, OutOfMemoryPlan
-from engine.plan.memory import HEADROOM, make_plan
+from engine.plan.free_memory import HEADROOM
+from engine.plan.memory import make_plan
 from engine.plan.placement import full_placement, part_bytes
 from tests.builders import random_ids, session_config, tiny_llm
 from tools.bench.shapes import shape_config
@@ -120,7 +121,7 @@ def test_long_contexts_in_small_gpus(plan, tokens, budget):
     )
     if budget == 40 * GB:
         with pytest.raises(OutOfMemoryPlan):
-            plan(141 * GB, 128 * GB, tokens, budget=budget, offload="device").check()
+            plan(141 * GB, 128 * GB, tokens, budget=budget, offload="device").require_fit()
 
 
 def test_auto_offloads_the_fewest_groups_that_fit(plan):
@@ -158,7 +159,7 @@ def test_too_little_host_memory_is_said_before_anything_is_allocated(plan):
         OutOfMemoryPlan,
         match=r"450000 tokens needs 44\.\d+ GB of host memory .*remedies: max_context=\d+",
     ):
-        found.check()
+        found.require_fit()
     assert plan(40 * GB, 20 * GB, found.largest_context).fits
 
 
@@ -173,7 +174,7 @@ def test_the_chunk_hides_the_past_or_the_plan_says_that_it_does_not(plan):
         and "of 500.00 GB free host memory" in found.where
     )
     assert (
-        "chunks of 1024 do not hide the past's way back"
+        "chunks of 1024 tokens do not hide the transfers of a prefill"
         in plan(40 * GB, 500 * GB, 450000, chunk=1024).where
     )
     assert plan(80 * GB, 500 * GB, 131072).chunk == 2048

@@ -45,6 +45,15 @@ def test_tail_start():
             assert tail_start(n + 1, tail) - tail_start(n, tail) in (0, 64) or n < tail + 64
 
 
+def test_tail_start_of_a_tensor_is_that_of_its_ints():
+    lengths = torch.arange(1000, dtype=torch.int32)
+    for tail in (0, 64, 100, 256):
+        found = tail_start(lengths, tail)
+        assert found.dtype == torch.int32
+        assert found.tolist() == [tail_start(n, tail) for n in range(1000)]
+    assert torch.equal(lengths, torch.arange(1000, dtype=torch.int32))
+
+
 def rows_expected(n):
     """Rows that one sparse layer reads at n tokens, from the definition."""
     start = max(0, n // 64 * 64 - TAIL)

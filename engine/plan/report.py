@@ -1,0 +1,187 @@
+"""The memory plan's result: what a model needs on a device, whether it fits, and how to say it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import OutOfMemoryPlan
+from engine.plan.free_memory import HEADROOM
+from engine.plan.layers import LayerPlan
+from engine.plan.mem import mem_from_budget
+from engine.units import human
+
+if TYPE_CHECKING:
+    from engine.methods.base import Method
+    from engine.plan.placement import Placement
+
+# A chunk of this many tokens takes as long to compute as an offloaded layer takes to stream back:
+# 3.3K tokens at 650 TFLOP/s and 50 GB/s (docs/OFFLOAD.md)
+OFFLOAD_CHUNK = 4096
+ROUND = 64  # contexts are whole blocks of tokens
+
+Item = tuple[str, int, str]  # name, bytes, note
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Layer plan and memory plan of one model under one method; nothing is allocated.
+
+    max_context, chunk: tokens; largest_context: most tokens that fit. dense_below: tokens of
+    context below which every layer reads everything. items: device memory at max_context. free,
+    host_free: bytes found on the device and in host memory; free_name says what was asked.
+    placement: what lives in host memory; None: nothing. host_bytes: host tier of one session (on a
+    CPU it is part of the total). full_bank: bytes of K and V of all layers. budget: selected or
+    retained tokens. kept: bytes of K and V that an evicting method keeps after a prompt of
+    max_context; 0 for other methods.
+    """
+
+    model: str
+    method: Method
+    layers: LayerPlan
+    device: str
+    dtype: str
+    max_context: int
+    largest_context: int
+    chunk: int
+    dense_below: int
+    items: tuple[Item, ...]
+    free: int
+    free_name: str
+    note: str = ""
+    placement: Placement | None = None
+    host_bytes: int = 0
+    host_free: int = 0
+    full_bank: int = 0
+    budget: int = 0
+    kept: int = 0
+
+    @property
+    def total(self) -> int:
+        """Device bytes at the peak: everything resident and the prefill workspace."""
+        return sum(size for _, size, _ in self.items)
+
+    @property
+    def fits(self) -> bool:
+        """Whether both peaks stay within the device and host memory that a plan may use."""
+        return self.total <= self.free * HEADROOM and (
+            self.device == "cpu" or self.host_bytes <= self.host_free * HEADROOM
+        )
+
+    @property
+    def mem(self) -> float:
+        """The paper's Mem% at max_context: the share of the bank that a step reads."""
+        if not self.budget:
+            return 1.0
+        return mem_from_budget(self.budget, self.max_context, self.layers.dense_share)
+
+    @property
+    def resident(self) -> float:
+        """Share of the bank's bytes that is on the device at max_context.
+
+        Slots, tail and staging count. Where tokens are evicted it is the share that is kept; the
+        bank itself is not counted, although it is allocated too.
+        """
+        if self.kept:
+            return self.kept / max(1, self.full_bank)
+        names = ("context bank", "working sets", "streaming")
+        held = sum(size for name, size, _ in self.items if name in names)
+        return held / max(1, self.full_bank)
+
+    @property
+    def where(self) -> str:
+        """One line on what lives where."""
+        if self.placement is None:
+            return "everything on the device"
+        line = (
+            f"{self.placement.describe()}; {human(self.host_bytes)} of {human(self.host_free)} "
+            "free host memory"
+        )
+        if self.device != "cpu" and self.chunk < OFFLOAD_CHUNK:
+            line += f"; chunks of {self.chunk} tokens do not hide the transfers of a prefill"
+        return line
+
+    def bytes_of(self, name: str) -> int:
+        """Return the bytes of one item."""
+        return next(size for item, size, _ in self.items if item == name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a plain dict for JSON."""
+        return {
+            "model": self.model,
+            "method": repr(self.method),
+            "layers": self.layers.describe(),
+            "device": self.device,
+            "dtype": self.dtype,
+            "max_context": self.max_context,
+            "largest_context": self.largest_context,
+            "chunk": self.chunk,
+            "dense_below": self.dense_below,
+            "total_bytes": self.total,
+            "free_bytes": self.free,
+            "fits": self.fits,
+            "items": {name: size for name, size, _ in self.items},
+            "host_bytes": self.host_bytes,
+            "mem": self.mem,
+            "resident": self.resident,
+            "placement": self.where,
+        }
+
+    def __str__(self) -> str:
+        width = max(len(name) for name, _, _ in self.items)
+        lines = [
+            f"model     {self.model}, {self.dtype} on {self.device}",
+            f"method    {self.method!r}",
+            f"layers    {self.layers.describe()}",
+        ]
+        if self.layers.sparse_layers:
+            start = "at every length"
+            if self.dense_below:
+                start = f"from {self.dense_below} tokens on (below, full attention reads less)"
+            lines.append(f"sparse    {start}")
+        lines += [
+            f"context   {self.max_context} tokens, prefill in chunks of {self.chunk}",
+            "memory",
+        ]
+        lines += [
+            f"  {name:<{width}}  {human(size):>10}  {note}".rstrip()
+            for name, size, note in self.items
+        ]
+        lines += [
+            f"  {'total at peak':<{width}}  {human(self.total):>10}  "
+            f"of {human(self.free)} {self.free_name}",
+            f"placement {self.where}; "
+            f"mem {self.mem:.1%} (formula), resident {self.resident:.1%} (allocated)",
+            f"largest context that fits here: {self.largest_context} tokens",
+        ]
+        if self.note:
+            lines.append(self.note)
+        return "\n".join(lines)
+
+    def require_fit(self, flag: str = "max_context") -> None:
+        """Raise OutOfMemoryPlan, with the remedies in order, if the plan does not fit.
+
+        flag: what the caller calls the context length.
+        """
+        if self.fits:
+            return
+        if self.total <= self.free * HEADROOM:
+            raise OutOfMemoryPlan(
+                f"{self.model} at {self.max_context} tokens needs {human(self.host_bytes)} of host "
+                f"memory for offloaded layers, but only {human(self.host_free * HEADROOM)} of the "
+                f"{human(self.host_free)} free may be used; remedies: "
+                f"{flag}={self.largest_context}, then offload='device', then freeing memory"
+            )
+        part, size, _ = max(self.items, key=lambda item: item[1])
+        first = "a smaller model"
+        if self.largest_context >= ROUND:
+            first = (
+                f"a context of at most {self.largest_context} tokens "
+                f"({flag}={self.largest_context})"
+            )
+        raise OutOfMemoryPlan(
+            f"{self.model} at {self.max_context} tokens needs {human(self.total)} "
+            f"({part}: {human(size)}), but only {human(self.free * HEADROOM)} of the "
+            f"{human(self.free)} {self.free_name} may be used; remedies: {first}, "
+            f"then a smaller dtype than {self.dtype}, then freeing memory"
+        )
