@@ -18,6 +18,7 @@ from engine.bank.link import Link
 from engine.check import Report
 from engine.errors import BadCheckpoint, OutOfMemoryPlan, SettingError
 from engine.generate import Completion, Piece, generate
+from engine.heap import trim_heap, trimmed
 from engine.methods.base import Method
 from engine.methods.full import Full
 from engine.methods.omnikv.settings import OmniKV
@@ -26,9 +27,11 @@ from engine.model.llama import Llama, assemble, ignored, post_attention, pre_att
 from engine.model.rope import Rotary
 from engine.options import OFFLOADS, Options
 from engine.plan import filter_layers
+from engine.plan.free_memory import HEADROOM
 from engine.plan.layers import LayerPlan
-from engine.plan.memory import HEADROOM, Plan, make_plan, trim_heap, trimmed
+from engine.plan.memory import make_plan
 from engine.plan.placement import Placement, full_placement
+from engine.plan.report import Plan
 from engine.prefill_eta import PrefillProgress
 from engine.request_lock import RequestLock
 from engine.sampling import SamplingParams
@@ -95,7 +98,7 @@ class LLM:
         self.resolved, self.folder = None, None
         self.tokenizer = tokenizer
         self._prepare(name, config, options)
-        self._plan.check()
+        self._plan.require_fit()
         self._host_tier = self._new_host_tier()
         self._finish(stream(config, self.dtype, self.device))
         return self
@@ -179,7 +182,7 @@ class LLM:
         """
         if self.model is not None:
             return
-        self._plan.check()
+        self._plan.require_fit()
         # a plan may have fetched config.json only
         self.folder = Path(resolve(self.name, progress=self._download_progress).folder)
         checkpoint = Checkpoint.open(self.folder)

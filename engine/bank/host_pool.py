@@ -17,8 +17,7 @@ import torch
 from engine.bank.pinned_memory import limits
 from engine.bank.pinned_memory import ways as default_ways
 from engine.errors import OutOfHostMemory
-from engine.plan.free_memory import available_bytes
-from engine.plan.memory import HEADROOM
+from engine.plan.free_memory import HEADROOM, available_bytes
 from engine.units import human
 
 # bytes; a power of two, which is what torch's pinned allocator rounds a request up to

@@ -10,8 +10,7 @@ import torch
 from engine import LLM, Full
 from engine.errors import EngineError
 from engine.model.llama import random_stream
-from engine.plan.free_memory import available_bytes
-from engine.plan.memory import HEADROOM
+from engine.plan.free_memory import HEADROOM, available_bytes
 from engine.units import human
 from tools.bench import gather as bench_gather
 from tools.bench.floor import floor_seconds, measure_rates
