@@ -1,6 +1,4 @@
-"""The engine's typed errors, beside those of weights/ (re-exported, so that callers need one
-import).
-"""
+"""The engine's typed errors, and those of weights/ for callers to import from one place."""
 
 from weights.errors import (
     BadCheckpoint,
@@ -29,26 +27,30 @@ __all__ = [
 
 
 class SettingError(UsageError):
-    """A field of a method, of SamplingParams or of LLM(...) outside its range; names field, value
-    and range.
+    """A setting of a method, of SamplingParams or of LLM(...) is outside its range.
+
+    The message names field, value and range.
     """
 
 
 class ContextTooLong(EngineError):
-    """More tokens than the context holds; names both numbers and the remedy. Nothing was read or
-    cut.
+    """The context cannot hold so many tokens; nothing was read and nothing cut.
+
+    The message names both numbers and the remedy.
     """
 
 
 class OutOfMemoryPlan(EngineError):
-    """The memory plan does not fit; names what, how much, and the remedies in order. Nothing was
-    allocated.
+    """The memory plan does not fit; nothing was allocated.
+
+    The message names the largest part, the numbers and the remedies in order.
     """
 
 
 class OutOfHostMemory(EngineError):
-    """The host tier got no memory for more tokens; names the limit and the remedies. The session
-    keeps the length it had.
+    """The host tier got no memory for more tokens; the session keeps the length it had.
+
+    The message names the limit and the remedies.
     """
 
 
@@ -57,8 +59,8 @@ class Busy(EngineError):
 
 
 class SessionClosed(EngineError):
-    """The session was closed; its bank is gone."""
+    """The session was closed and its bank freed."""
 
 
 class TemplateError(EngineError):
-    """The model's chat template is missing, unsafe, too slow or raises."""
+    """The model's chat template is missing, unsafe or too slow, or it raises an error."""

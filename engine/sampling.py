@@ -1,34 +1,37 @@
-"""From logits to one token: what a caller may ask for (SamplingParams) and the sampler that does
-it.
+"""From logits to one token: the settings (SamplingParams) and the sampler.
 
 The filters and their order are those of transformers' generate(): repetition penalty on the raw
 logits, then temperature, top-k, top-p, min-p.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from engine.errors import EngineError, SettingError
 
-# candidates tried before a full sort of the vocabulary, which is several times dearer
+# top-p candidates tried before a full sort of the vocabulary, which costs several times as much
 TOP_P_HEAD = 1024
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How an answer is written. Checked when made: a field out of its range raises SettingError.
+    """How an answer is sampled and when it ends. A field out of its range raises SettingError.
 
-    max_tokens: most tokens written. temperature: 0 is greedy (then top_k, top_p, min_p do nothing).
-    top_k: 0 is off. top_p: smallest set of tokens with this probability. min_p: least probability
-    relative to the likeliest token. repetition_penalty: divides positive and multiplies negative
-    logits of tokens already in the prompt or the answer, each once. seed: None draws a new one.
-    stop: strings that end the answer, themselves left out; one or several. stop_token_ids: the same
-    for ids, beside the model's own end tokens. ignore_eos: write on past those. logprobs: n > 0
-    gives each piece its log probability and the n likeliest alternatives, under the model's own
-    distribution (before penalty, temperature and filters).
+    max_tokens: most tokens written. temperature: 0 is greedy (top_k, top_p and min_p then do
+    nothing). top_k: 0 is off. top_p: sample from the smallest set of tokens with this probability.
+    min_p: least probability relative to the likeliest token. repetition_penalty: divides positive
+    and multiplies negative logits of tokens already in the prompt or the answer, each once. seed:
+    None draws a new one. stop: one or several strings that end the answer and are not shown.
+    stop_token_ids: ids that end it, in addition to the model's end tokens. ignore_eos: continue
+    past the model's end tokens. logprobs: n > 0 gives each piece its log probability and the n
+    likeliest alternatives, under the model's own distribution (before penalty, temperature and
+    filters).
     """
 
     max_tokens: int = 64
@@ -43,7 +46,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _integer("max_tokens", self.max_tokens, 1)
         _number("temperature", self.temperature, 0.0, math.inf)
         _integer("top_k", self.top_k, 0)
@@ -59,7 +62,7 @@ class SamplingParams:
         _integer("logprobs", self.logprobs, 0, 1000)
 
 
-def _integer(name: str, value, low: int, high: int | None = None) -> None:
+def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
     if (
         isinstance(value, bool)
         or not isinstance(value, int)
@@ -70,7 +73,7 @@ def _integer(name: str, value, low: int, high: int | None = None) -> None:
         raise SettingError(f"{name}: found {value!r}, expected a whole number, {limit}")
 
 
-def _number(name: str, value, low: float, high: float, above: bool = False) -> None:
+def _number(name: str, value: Any, low: float, high: float, above: bool = False) -> None:
     fine = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not fine or not low <= value <= high or (above and value == low):
         start = f"above {low:g}" if above else f"{low:g} or more"
@@ -78,7 +81,7 @@ def _number(name: str, value, low: float, high: float, above: bool = False) -> N
         raise SettingError(f"{name}: found {value!r}, expected a number, {start}{end}")
 
 
-def _strings(name: str, value) -> tuple[str, ...]:
+def _strings(name: str, value: Any) -> tuple[str, ...]:
     items = (value,) if isinstance(value, str) else value
     if not isinstance(items, (tuple, list)) or not all(
         isinstance(item, str) and item for item in items
@@ -89,7 +92,7 @@ def _strings(name: str, value) -> tuple[str, ...]:
     return tuple(items)
 
 
-def _ids(name: str, value) -> tuple[int, ...]:
+def _ids(name: str, value: Any) -> tuple[int, ...]:
     items = (value,) if isinstance(value, int) and not isinstance(value, bool) else value
     if not isinstance(items, (tuple, list)) or not all(
         isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items
@@ -100,17 +103,16 @@ def _ids(name: str, value) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class SamplerState:
-    """What Sampler.snapshot() remembers: the random generator's state and how many tokens were
-    sampled.
-    """
+    """A sampler's state: its random generator's, and how many tokens were sampled."""
 
     random: torch.Tensor
     sampled: int
 
 
 class Sampler:
-    """Draws the tokens of one answer. vocab_size: rows of the logits; prompt_ids: for the
-    repetition penalty only.
+    """Draws the tokens of one answer.
+
+    vocab_size: length of the logits. prompt_ids: read by the repetition penalty only.
     """
 
     def __init__(self, params: SamplingParams, vocab_size: int, prompt_ids: Sequence[int] = ()):
@@ -120,8 +122,8 @@ class Sampler:
         self._sampled: list[int] = []
         # bool [vocab] on the logits' device; made at the first sample
         self._seen: torch.Tensor | None = None
-        # One uniform number per token from a host generator: a seed gives the same answer wherever
-        # the logits are.
+        # One uniform number per token, from a generator on the host: a seed gives the same answer
+        # on every device.
         self._random = torch.Generator()
         if params.seed is None:
             self._random.seed()
@@ -129,17 +131,17 @@ class Sampler:
             self._random.manual_seed(params.seed)
 
     def sample(self, logits: torch.Tensor) -> tuple[int, float | None, list[tuple[int, float]]]:
-        """One token from logits, float [vocab] on any device; the logits are not changed.
+        """Draw one token from logits, float [vocab] on any device; they are not changed.
 
         Returns (token id, its log probability, the likeliest (id, log probability) pairs, best
-        first); the latter two are None and empty without params.logprobs. Raises EngineError where
-        the logits hold NaN or no finite number.
+        first). Without params.logprobs the latter two are None and empty. Raises EngineError if the
+        logits contain NaN or +inf, or no finite number.
         """
         if logits.shape != (self.vocab_size,):
             raise SettingError(
                 f"logits: found shape {tuple(logits.shape)}, expected ({self.vocab_size},)"
             )
-        # Apple's device has no float64, which the cumulated probabilities need.
+        # Apple's device has no float64, which the cumulative probabilities need.
         raw = (logits.cpu() if logits.device.type == "mps" else logits).float()
         scores = self._penalise(raw) if self._penalised else raw
         token = self._greedy(scores) if self.params.temperature == 0 else self._draw(scores)
@@ -157,8 +159,9 @@ class Sampler:
         )
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
-        """The distribution that sample() would draw from at temperature > 0, float32 [vocab];
-        samples nothing.
+        """Return the distribution that sample() draws from at temperature > 0: float32 [vocab].
+
+        Draws nothing and changes no state.
         """
         scores = self._penalise(logits.float()) if self._penalised else logits.float()
         ids, kept = self._filter(scores)
@@ -166,11 +169,11 @@ class Sampler:
         return everything.index_put((ids,), kept) if ids is not None else kept
 
     def snapshot(self) -> SamplerState:
-        """The state now, for restore() after a truncate."""
+        """Return the state now, for restore() when tokens are taken back."""
         return SamplerState(self._random.get_state(), len(self._sampled))
 
     def restore(self, state: SamplerState) -> None:
-        """Go back to an earlier snapshot of this sampler: what was sampled since is forgotten."""
+        """Go back to an earlier snapshot of this sampler; forget the tokens sampled since."""
         if state.sampled > len(self._sampled):
             raise SettingError(
                 f"restore: found a snapshot of {state.sampled} tokens, expected at most "
@@ -182,7 +185,7 @@ class Sampler:
 
     def _greedy(self, scores: torch.Tensor) -> int:
         best = scores.argmax().view(1)
-        # One transfer for both: the value tells a NaN, which argmax ranks first, without a second
+        # One transfer for both: the value reveals a NaN, which argmax ranks first, without a second
         # synchronisation.
         token, value = torch.cat((best.double(), scores.gather(0, best).double())).tolist()
         _require_finite(value)
@@ -191,28 +194,30 @@ class Sampler:
     def _draw(self, scores: torch.Tensor) -> int:
         _require_finite(float(scores.max()))
         ids, kept = self._filter(scores)
-        # float64: over 128256 tokens a float32 sum would lose the tail's probabilities.
-        cumulated = kept.double().cumsum(0)
-        total = float(cumulated[-1])
+        # float64: over 128256 tokens a float32 sum would lose the smallest probabilities.
+        cumulative = kept.double().cumsum(0)
+        total = float(cumulative[-1])
         uniform = torch.rand((), generator=self._random, dtype=torch.float64).item()
         # right=True: a token of probability 0 is never drawn, not even for a uniform number of
         # exactly 0.
-        mark = torch.tensor([uniform * total], dtype=torch.float64, device=cumulated.device)
-        index = int(torch.searchsorted(cumulated, mark, right=True))
+        drawn = torch.tensor([uniform * total], dtype=torch.float64, device=cumulative.device)
+        index = int(torch.searchsorted(cumulative, drawn, right=True))
         if index >= kept.numel():  # uniform * total rounded up to the total
             index = int(kept.nonzero()[-1])
         return index if ids is None else int(ids[index])
 
     def _filter(self, scores: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Probabilities of the tokens that survive, and their ids (None: all of the vocabulary, in
-        order).
+        """Apply temperature, top-k, top-p and min-p.
+
+        Returns the ids of the tokens that survive (None: the whole vocabulary, in order) and their
+        probabilities.
         """
         params, ids = self.params, None
-        # Less their maximum, so that a tiny temperature cannot overflow; a softmax does not see the
-        # shift.
+        # Subtract the maximum, so that a tiny temperature cannot overflow; softmax is invariant to
+        # the shift.
         scores = (scores - scores.max()) / max(params.temperature, 1e-30)
         if 0 < params.top_k < self.vocab_size:
-            # Ties with the last one stay, as in transformers.
+            # Ties with the last token stay, as in transformers.
             ids = (scores >= torch.topk(scores, params.top_k).values[-1]).nonzero().view(-1)
             scores = scores[ids]
         probabilities = torch.softmax(scores, dim=-1)
@@ -239,7 +244,7 @@ class Sampler:
 
 
 def _nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Indices of the fewest likeliest entries whose probabilities reach top_p; at least one."""
+    """Return the indices of the fewest likeliest entries that sum to top_p; at least one."""
     size = probabilities.numel()
     values, order = torch.topk(probabilities, min(TOP_P_HEAD, size))
     if order.numel() < size and float(values.sum()) < top_p:
@@ -253,6 +258,6 @@ def _nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
 def _require_finite(value: float) -> None:
     if not math.isfinite(value):
         raise EngineError(
-            f"the model's logits hold {value}: the weights or the numbers of this run are damaged "
-            "(try dtype float32, and check_finite=True at loading)"
+            f"the model's logits hold {value}: its weights are damaged or a computation overflowed "
+            "(try dtype float32, and check_finite=True when loading)"
         )

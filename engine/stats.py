@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class SessionStats:
-    """Counters of one session since it began, and the sizes of what it holds. Times in seconds,
-    sizes in bytes.
+    """Counters of one session since it began, and the sizes of what it holds.
+
+    Times are in seconds, sizes in bytes.
     """
 
     tokens: int = 0
@@ -27,7 +29,7 @@ class SessionStats:
     # steps in which the sparse layers read a selection, not everything
     sparse_steps: int = 0
     dense_steps: int = 0
-    # bank rows read by the sparse layers, summed over layers and steps
+    # bank rows (K and V of a token in a layer) read by the sparse layers, over layers and steps
     rows_read_sparse: int = 0
     bytes_read_sparse: int = 0
     bytes_read_dense: int = 0
@@ -36,40 +38,48 @@ class SessionStats:
     ring_bytes: int = 0
     selection_bytes: int = 0
     host_bytes: int = 0  # host blocks of this session
-    pin_seconds: float = 0.0  # that its pool has spent page-locking host memory
-    # bank bytes on the device / bytes of all rows at the session's capacity; where rows are
-    # evicted: keys and values that the method needs / those of all tokens so far
+    pin_seconds: float = 0.0  # spent by its host pool on page-locking memory
+    # bank bytes on the device / bytes of all K and V at the session's capacity; where tokens are
+    # evicted: bytes of K and V kept / those of all tokens so far
     resident: float = 1.0
-    # the paper's formula: share of the bank that a sparse step reads
+    # the paper's Mem%: share of the bank that a sparse step reads
     mem: float = 1.0
     # selected tokens found in the working sets, summed over groups and steps
     hits: int = 0
     misses: int = 0
     evictions: int = 0
     hit_rate: float = 0.0  # hits / selected tokens
-    bytes_fetched: int = 0  # by selection: misses x bytes of a group's row, exactly
-    store_bytes: int = 0  # rows, positions and scores that an evicting method keeps
+    bytes_fetched: int = 0  # for selections: misses x bytes of a group's row, exactly
+    store_bytes: int = 0  # K, V, positions and scores that an evicting method keeps
     # positions, scores and queries kept so that its answer can be taken back
     snapshot_bytes: int = 0
-    # whole layers and blocks brought back (prefill, dense steps, brutal offload)
+    # whole layers and blocks copied back to the device (prefill, dense steps, brutal offload)
     bytes_streamed: int = 0
-    # chunks of a layer that found their staging buffer still on its way home
+    # chunks of a layer that had to wait for a staging buffer still being written to the host
     staging_stalls: int = 0
     # {first layer: {"hits", "misses", "evictions", "plans", "bytes"}}
-    groups: dict = field(default_factory=dict)
+    groups: dict[int, dict[str, int]] = field(default_factory=dict)
 
-    def to_dict(self):
-        """Plain dict for JSON."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return a plain dict for JSON."""
         return asdict(self)
 
-    def count_prefill(self, tokens, seconds):
-        """A chunk has been read."""
+    def count_prefill(self, tokens: int, seconds: float) -> None:
+        """Count a prefill chunk."""
         self.prefill_tokens += tokens
         self.prefill_seconds += seconds
 
-    def count_step(self, rows, roles, row_bytes, sparse, seconds):
-        """A decode step has run. rows: bank rows that each layer read; sparse: whether its sparse
-        layers read a selection.
+    def count_step(
+        self,
+        rows: Sequence[int],
+        roles: Sequence[Role],
+        row_bytes: int,
+        sparse: bool,
+        seconds: float,
+    ) -> None:
+        """Count a decode step.
+
+        rows: bank rows that each layer read. sparse: whether the sparse layers read a selection.
         """
         read = sum(r for r, role in zip(rows, roles) if role in (Role.SPARSE, Role.RETAINED))
         self.decode_steps += 1
