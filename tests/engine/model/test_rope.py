@@ -208,12 +208,16 @@ def test_rotation_per_sequence():
         assert torch.equal(found[b], apply_rope(x[b], *table.at(at[b])))
 
 
-def test_scores_depend_on_the_distance_only():
-    table = Rotary(both("default")[0])
-    q, k = torch.randn(1, 1, 64, dtype=torch.float64), torch.randn(1, 1, 64, dtype=torch.float64)
+@pytest.mark.parametrize("name", ["default", "llama3", "yarn"])
+def test_rotate_by_gives_the_rows_of_the_shifted_positions(name):
+    """Yarn's attention factor is in the rows already: it must not be applied twice."""
+    table = Rotary(both(name)[0])
+    x, at = torch.randn(5, 2, 64), torch.tensor([0, 7, 300, 301, 900])
+    by = torch.tensor([5, -7, 100, -301, 0])
+    found = table.rotate_by(apply_rope(x, *table.at(at)), by)
+    torch.testing.assert_close(found, apply_rope(x, *table.at(at + by)), rtol=0, atol=5e-4)
 
-    def score(i, j):
-        rotated = (apply_rope(t.float(), *table.at(torch.tensor([p]))) for t, p in ((q, i), (k, j)))
-        return torch.mul(*rotated).sum()
 
-    torch.testing.assert_close(score(10, 3), score(907, 900), rtol=1e-3, atol=1e-3)
+def test_rotate_by_refuses_dynamic_rope():
+    with pytest.raises(ValueError, match="rotate_by: dynamic rope"):
+        Rotary(both("dynamic")[0]).rotate_by(torch.zeros(1, 1, 64), torch.ones(1))

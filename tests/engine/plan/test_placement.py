@@ -68,8 +68,7 @@ def test_rows_of_an_8b_are_16_32_and_48_kb():
     assert placement.slots == 4 * 2048 and placement.ring == 256 + 128
 
 
-# ---------------------------------------------------------------- plans of machines that are not
-# here
+# ---------------------------------------------------------------- plans of other machines
 
 
 @pytest.fixture
