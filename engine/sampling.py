@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from engine.errors import EngineError, SettingError
+from engine.settings import boolean, integer, is_integer, is_number
 
 # top-p candidates tried before a full sort of the vocabulary, which costs several times as much
 TOP_P_HEAD = 1024
@@ -47,35 +48,27 @@ class SamplingParams:
     logprobs: int = 0
 
     def __post_init__(self) -> None:
-        _integer("max_tokens", self.max_tokens, 1)
+        integer("max_tokens", self.max_tokens, 1)
         _number("temperature", self.temperature, 0.0, math.inf)
-        _integer("top_k", self.top_k, 0)
+        integer("top_k", self.top_k, 0)
         _number("top_p", self.top_p, 0.0, 1.0, above=True)
         _number("min_p", self.min_p, 0.0, 1.0)
         _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, above=True)
         if self.seed is not None:
-            _integer("seed", self.seed, 0, 2**63 - 1)
+            integer("seed", self.seed, 0, 2**63 - 1)
         object.__setattr__(self, "stop", _strings("stop", self.stop))
         object.__setattr__(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
-        if not isinstance(self.ignore_eos, bool):
-            raise SettingError(f"ignore_eos: found {self.ignore_eos!r}, expected True or False")
-        _integer("logprobs", self.logprobs, 0, 1000)
-
-
-def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int)
-        or value < low
-        or (high is not None and value > high)
-    ):
-        limit = f"{low} or more" if high is None else f"{low} to {high}"
-        raise SettingError(f"{name}: found {value!r}, expected a whole number, {limit}")
+        boolean("ignore_eos", self.ignore_eos)
+        integer("logprobs", self.logprobs, 0, 1000)
 
 
 def _number(name: str, value: Any, low: float, high: float, above: bool = False) -> None:
-    fine = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not fine or not low <= value <= high or (above and value == low):
+    if (
+        not is_number(value)
+        or not math.isfinite(value)
+        or not low <= value <= high
+        or (above and value == low)
+    ):
         start = f"above {low:g}" if above else f"{low:g} or more"
         end = "" if math.isinf(high) else f", at most {high:g}"
         raise SettingError(f"{name}: found {value!r}, expected a number, {start}{end}")
@@ -93,9 +86,9 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
-    items = (value,) if isinstance(value, int) and not isinstance(value, bool) else value
+    items = (value,) if is_integer(value) else value
     if not isinstance(items, (tuple, list)) or not all(
-        isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items
+        is_integer(item) and item >= 0 for item in items
     ):
         raise SettingError(f"{name}: found {value!r}, expected token ids, each 0 or more")
     return tuple(items)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from engine.errors import BadCheckpoint, EngineError
 from engine.plan.layers import PAPER_WAIT, spread_filter_layers
+from engine.settings import is_integer
 from weights.aliases import ALIASES
 from weights.fingerprint import fingerprint
 
@@ -117,7 +118,7 @@ def read(path: str | Path, config: ModelConfig) -> dict[str, Any]:
     if not _ascending(data.get("filter_layers"), config.num_layers):
         refuse("filter_layers", f"ascending numbers below {config.num_layers}")
     wait = data.setdefault("wait_layers", PAPER_WAIT)
-    if isinstance(wait, bool) or not isinstance(wait, int) or wait < 0:
+    if not is_integer(wait) or wait < 0:
         refuse("wait_layers", "an int >= 0")
     digest = data.setdefault("fingerprint", None)
     if digest is not None and (not isinstance(digest, str) or len(digest) != 64):
@@ -129,7 +130,7 @@ def _ascending(layers: object, below: int) -> bool:
     """Say whether `layers` is a list of ascending layer numbers, at least one, all < `below`."""
     if not isinstance(layers, list) or not layers:
         return False
-    if any(isinstance(x, bool) or not isinstance(x, int) for x in layers):
+    if not all(is_integer(layer) for layer in layers):
         return False
     ascending = all(a < b for a, b in zip(layers, layers[1:]))
     return ascending and layers[0] >= 0 and layers[-1] < below
