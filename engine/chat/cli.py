@@ -20,7 +20,7 @@ from pathlib import Path
 
 import weights
 from engine.chat.commands import decoded, read_text
-from engine.chat.display import Display, brief, human
+from engine.chat.display import Display
 from engine.chat.evidence import watch_of
 from engine.chat.repl import Chat
 from engine.errors import EngineError, SettingError, UsageError
@@ -28,6 +28,7 @@ from engine.llm import LLM
 from engine.methods.omnikv.settings import OmniKV
 from engine.methods.registry import make, methods
 from engine.sampling import SamplingParams
+from engine.units import brief, first_line, human
 from engine.version import VERSION
 
 INTERRUPTED = 130  # as shells report a Ctrl-C
@@ -518,6 +519,6 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         if args.verbose:
             traceback.print_exc()
-        first = (str(error).splitlines() or [""])[0]
-        display.line(f"error: {type(error).__name__}: {first} (--verbose shows where)")
+        message = f": {first_line(error)}" if str(error) else ""
+        display.line(f"error: {type(error).__name__}{message} (--verbose shows where)")
         return 1

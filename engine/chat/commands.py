@@ -8,13 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.chat.display import brief, clock, count, human, resident_bytes
+from engine.chat.display import resident_bytes
 from engine.chat.evidence import run_check, sources_file
 from engine.errors import SettingError, UsageError
 from engine.methods.omnikv.settings import OmniKV
 from engine.methods.registry import make, methods
 from engine.plan.layers import tail_start
 from engine.sampling import SamplingParams
+from engine.units import brief, clock, count, human
 
 LEAVE = object()  # what /quit returns
 SPELLINGS = {"temp": "temperature", "repeat_penalty": "repetition_penalty", "n": "max_tokens"}

@@ -2,41 +2,16 @@
 per turn, errors.
 """
 
-import dataclasses
 import os
 import shutil
 import sys
 import time
 
+from engine.units import clock, count, human
+
 # seconds before a terminal shows progress: most reads are shorter and would only flicker
 PATIENCE = 0.4
 EVERY = 5.0  # seconds between progress lines where stderr is no terminal
-
-
-def human(size: float) -> str:
-    """Bytes for people: 1.6 GB, 512 MB."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= scale:
-            return f"{size / scale:.{2 if unit == 'GB' else 1}f} {unit}"
-    return f"{int(size)} B"
-
-
-def clock(seconds: float) -> str:
-    """Seconds for people: 40 ms, 0.8 s, 42 s, 3:05, 1:02:09."""
-    if seconds < 0.0995:
-        return f"{1000 * seconds:.0f} ms"
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    hours, minutes = divmod(whole // 60, 60)
-    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
-
-
-def count(number: int, word: str = "token") -> str:
-    """1 token, 12,345 tokens."""
-    return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
 def resident_bytes() -> int | None:
@@ -46,20 +21,6 @@ def resident_bytes() -> int | None:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
         return None
-
-
-def brief(settings) -> str:
-    """A frozen setting without the fields that are at their defaults: OmniKV(filter_layers=(2, 8,
-    18), tokens=64).
-    """
-    if not dataclasses.is_dataclass(settings):
-        return str(settings)
-    changed = [
-        f"{f.name}={value!r}"
-        for f in dataclasses.fields(settings)
-        if (value := getattr(settings, f.name)) != f.default
-    ]
-    return f"{type(settings).__name__}({', '.join(changed)})"
 
 
 def printable(text: str) -> str:

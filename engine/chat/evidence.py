@@ -4,10 +4,9 @@ engine/check.py and engine/chat/provenance.py.
 
 import time
 
-from engine.chat.display import brief
 from engine.chat.provenance import record, write_page, write_run
 from engine.errors import UsageError
-from engine.units import human
+from engine.units import brief, human
 from engine.watch import Watch
 
 WARN_BELOW = 0.9  # mass kept under which --watch says so

@@ -10,10 +10,11 @@ import time
 
 from engine.chat import commands as chat_commands
 from engine.chat.conversation import Conversation
-from engine.chat.display import Display, clock, count, human, printable, resident_bytes
+from engine.chat.display import Display, printable, resident_bytes
 from engine.chat.evidence import watch_line
 from engine.errors import EngineError
 from engine.sampling import SamplingParams
+from engine.units import clock, count, human
 
 
 class Interrupts:

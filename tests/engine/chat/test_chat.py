@@ -12,7 +12,7 @@ import pytest
 
 import engine.chat.cli
 from engine.chat.cli import flag_named, gigabytes, main, method_of, parser, scaled
-from engine.chat.display import Display, brief, clock, human, printable
+from engine.chat.display import Display, printable
 from engine.errors import ModelNotFound, UnsupportedCheckpoint
 from engine.methods.evict.h2o import H2O
 from engine.methods.evict.snapkv import SnapKV
@@ -20,6 +20,7 @@ from engine.methods.evict.streaming_llm import StreamingLLM
 from engine.methods.full import Full
 from engine.methods.omnikv.settings import OmniKV
 from engine.text.tokenizer import Tokenizer
+from engine.units import brief, clock, first_line, human
 from tests.engine.chat.fake_llm import FakeLLM
 from tests.engine.chat.test_conversation import PLAIN, scripted
 from tests.engine.text.tokenizers_made import byte_level, save
@@ -43,7 +44,7 @@ def fake(tmp_path, monkeypatch):
             llm.made_with = {"model": name, **arguments}
             return llm
 
-        monkeypatch.setattr(engine.chat, "LLM", construct)
+        monkeypatch.setattr(engine.chat.cli, "LLM", construct)
         return llm
 
     return make
@@ -114,7 +115,7 @@ def test_flags_reach_the_model_and_the_sampler(fake, monkeypatch):
     llm = fake()
     seen = {}
     monkeypatch.setattr(
-        engine.chat,
+        engine.chat.cli,
         "Chat",
         lambda llm, params, *rest, **more: (
             seen.update(params=params) or SimpleNamespace(ask=lambda text: "stop")
@@ -287,7 +288,7 @@ def test_bad_flags_get_one_line_that_names_them_and_exit_2(fake, capsys, flags, 
 
 
 def test_no_model_says_so(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(engine.chat, "POCKET", tmp_path)
+    monkeypatch.setattr(engine.chat.cli, "POCKET", tmp_path)
     assert main([]) == 2
     assert "no model is shipped yet" in capsys.readouterr().err
 
@@ -308,7 +309,7 @@ def test_failures_are_one_line_and_an_exit_code_and_verbose_shows_where(
     def fails(*arguments, **options):
         raise error
 
-    monkeypatch.setattr(engine.chat, "LLM", fails)
+    monkeypatch.setattr(engine.chat.cli, "LLM", fails)
     assert main(["--model", "x", "-p", "hi"]) == code
     err = capsys.readouterr().err
     assert "Traceback" not in err and len(err.strip().splitlines()) <= 1
@@ -706,8 +707,8 @@ def test_numbers_for_people_and_text_that_cannot_rule_the_screen():
     ]
     assert [human(b) for b in (12, 5300, 2.5e6, 1.618e10)] == [
         "12 B",
-        "5.3 kB",
-        "2.5 MB",
+        "5.30 kB",
+        "2.50 MB",
         "16.18 GB",
     ]
     assert (
@@ -715,6 +716,7 @@ def test_numbers_for_people_and_text_that_cannot_rule_the_screen():
         == "OmniKV(filter_layers=(2, 8), wait_layers=1, dense_below=0)"
     )
     assert brief(Full()) == "Full()"
+    assert first_line(ValueError("one\ntwo")) == "one" and first_line(ValueError()) == "ValueError"
     assert printable("a\x1b[2J\tb\n\x07é\x9b") == "a\ufffd[2J\tb\n\ufffdé\ufffd"
 
 

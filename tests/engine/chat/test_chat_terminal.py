@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,7 @@ from tests.builders import STORIES
 from tests.engine.chat.chat_model import chat_model
 
 pty = pytest.importorskip("pty", reason="pseudo-terminals are a Unix thing")
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+ROOT = Path(__file__).resolve().parents[3]
 PATIENCE = 120  # seconds: importing torch on a loaded machine takes most of it
 
 
