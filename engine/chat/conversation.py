@@ -1,29 +1,36 @@
-"""One dialogue, or one growing text, on one session: what was fed or sampled is never tokenised or
-read again.
+"""One dialogue, or one growing text, on one session, without reading anything twice.
 
-The conversation keeps the text of what lies in the bank and where each token ends in it. A new turn
-is the difference between what the chat template now writes and that text: only the difference is
-encoded and fed. Where a template rewrites history, or a turn is taken back, the bank is cut at the
-last common token, and what is read again is announced.
+A conversation keeps the text of the tokens in the bank and the position where each token ends in
+that text. A new turn is the difference between what the chat template writes now and that text;
+only the difference is encoded and fed. Where a template rewrites earlier turns, or a turn is taken
+back, the bank is cut at the last common token, and the conversation announces what it reads again.
 """
+
+from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from engine.chat.provenance import Trace
 from engine.chat.sources import Choices, Passage, rank_passages
 from engine.errors import TemplateError
 from engine.text.stop import tokens_before
 
+if TYPE_CHECKING:
+    from engine.generate import Piece
+    from engine.llm import LLM
+    from engine.prefill_eta import PrefillProgress
+    from engine.sampling import SamplingParams
+
 CONTEXT = 8  # ids before an answer that the incremental decoder looks at
+ANNOUNCED = 16  # tokens; reading fewer again is not worth a line
 
 
 @dataclass
 class Document:
-    """A document in the bank: its name and the characters start .. stop-1 of the conversation's
-    text.
-    """
+    """A document in the bank: characters start to stop-1 of the conversation's text."""
 
     name: str
     start: int
@@ -32,8 +39,10 @@ class Document:
 
 @dataclass(frozen=True)
 class Read:
-    """What Conversation.read did: tokens read now, tokens that this reading needs in all,
-    characters that were kept.
+    """The outcome of Conversation.read.
+
+    tokens: read now. total: needed for the whole document; more than `tokens` after an
+    interruption. characters: of the document that are in the bank.
     """
 
     tokens: int
@@ -43,7 +52,7 @@ class Read:
 
 @dataclass
 class _Feed:
-    """Ids to feed, where each ends in the text that the bank will then hold, and that text."""
+    """Ids to feed, the text that the bank holds afterwards, and where each id ends in it."""
 
     ids: list[int]
     ends: array
@@ -51,8 +60,9 @@ class _Feed:
 
 
 def common_length(one: str, other: str) -> int:
-    """Length of the longest common beginning; by halves, since a text may have millions of
-    characters.
+    """Return the length of the longest common prefix.
+
+    Bisects, because a text may have millions of characters and slices compare fast.
     """
     low, high = 0, min(len(one), len(other))
     if one[:high] == other[:high]:
@@ -64,12 +74,17 @@ def common_length(one: str, other: str) -> int:
 
 
 class Conversation:
-    """Turns on a Session of an LLM. system: the system prompt. announce: gets a line where text
-    must be read again.
+    """Turns on one Session of an LLM.
+
+    system: the system prompt, which needs a chat template (else TemplateError). announce: called
+    with a line when text must be read again.
     """
 
     def __init__(
-        self, llm, system: str | None = None, announce: Callable[[str], None] = lambda line: None
+        self,
+        llm: LLM,
+        system: str | None = None,
+        announce: Callable[[str], None] = lambda line: None,
     ):
         self.llm, self.tokenizer, self.announce = llm, llm.tokenizer, announce
         self.session = llm.session()
@@ -78,41 +93,44 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything but the system prompt."""
+        """Empty the bank and forget all turns; the system prompt stays."""
         if self.system is not None and not self.templated:
             raise TemplateError(
-                "this model has no chat template, so it takes no system prompt (it completes text)"
+                "this model has no chat template: it completes text and takes no system prompt"
             )
         self.session.truncate(0)
-        # what the bank holds, and where each of its tokens ends in it
+        # text of the tokens in the bank, and where each of them ends in it
         self.text, self.ends = "", array("q")
         self.messages = (
             [{"role": "system", "content": self.system}] if self.system is not None else []
         )
-        # content of a user turn that began with documents
+        # documents with which the next user turn begins
         self.opened = ""
-        self.asked: str | None = None  # a turn's content that has no answer yet
+        self.asked: str | None = None  # content of a user turn without an answer yet
         self.documents: list[Document] = []
         self.choices, self.trace = Choices(), Trace()
         # (tokens, characters) in the bank where the last answer began
         self._answer_at: tuple[int, int] | None = None
-        # the bank's last token is the model's end token
+        # whether the bank's last token is the model's end token
         self._ended = False
 
     # ---------------------------------------------------------------- turns
 
-    def read(self, document: str, name: str, progress=None) -> Read:
-        """Feed a document now, so that questions only append. On Ctrl-C in `progress` what was read
-        stays.
+    def read(
+        self,
+        document: str,
+        name: str,
+        progress: Callable[[PrefillProgress], None] | None = None,
+    ) -> Read:
+        """Feed a document now, so that questions about it only append.
 
-        Returns what was read; fewer tokens than the total where it was interrupted. Raises
-        ContextTooLong before reading.
+        A KeyboardInterrupt from `progress` ends the reading; what was read stays. Raises
+        ContextTooLong before anything is read.
         """
         document = document.strip("\n")
         opened = f"{self.opened}\n\n{document}" if self.opened else document
         target = self._opening(opened) if self.templated else f"{self._flow()}{document}\n\n"
-        # the template does not write a turn's beginning as it stands
-        if target is None:
+        if target is None:  # the template changes the beginning of a turn: wait for the question
             self.opened = opened
             return Read(0, 0, len(document))
         feed = self._reach(target)
@@ -134,12 +152,18 @@ class Conversation:
             self.opened = f"{self.opened}\n\n{part}" if self.opened else part
         return Read(len(self.session) - before, len(feed.ids), kept)
 
-    def ask(self, content: str, params=None, progress=None, should_stop=None) -> Iterator:
-        """Pieces (engine.generate.Piece) of the answer to a message, or of the text's continuation.
+    def ask(
+        self,
+        content: str,
+        params: SamplingParams | None = None,
+        progress: Callable[[PrefillProgress], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> Iterator[Piece]:
+        """Yield the pieces of the answer to a message, or of the text's continuation.
 
-        An interrupted answer stays as far as it came. A KeyboardInterrupt out of `progress` passes
-        through; what was read stays, and retry() reads on. Raises TemplateError and ContextTooLong
-        before anything is read.
+        An interrupted answer stays as far as it was written. A KeyboardInterrupt from `progress`
+        passes through; what was read stays, and retry() reads on. Raises TemplateError and
+        ContextTooLong before anything is read.
         """
         if self.templated:
             content = (
@@ -153,16 +177,22 @@ class Conversation:
 
     @property
     def can_retry(self) -> bool:
-        """Whether there is a message to answer: again, or for the first time after an interruption."""
+        """Whether there is a message to answer, again or after an interruption."""
         return self.asked is not None or self._answer_at is not None
 
-    def retry(self, params=None, progress=None, should_stop=None) -> Iterator:
-        """Answer the last message anew, or read on where its reading was interrupted; nothing where
-        can_retry is False.
+    def retry(
+        self,
+        params: SamplingParams | None = None,
+        progress: Callable[[PrefillProgress], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> Iterator[Piece]:
+        """Answer the last message again, or read on where its reading was interrupted.
+
+        Yields nothing where can_retry is False.
         """
-        if not self.can_retry:
-            return
         if self.asked is None:
+            if self._answer_at is None:
+                return
             tokens, characters = self._answer_at
             self.asked = self.messages[-2]["content"] if self.templated else self.text[:characters]
             if self.templated:
@@ -175,7 +205,13 @@ class Conversation:
         )
         yield from self._answer(target, params, progress, should_stop)
 
-    def _answer(self, target: str, params, progress, should_stop) -> Iterator:
+    def _answer(
+        self,
+        target: str,
+        params: SamplingParams | None,
+        progress: Callable[[PrefillProgress], None] | None,
+        should_stop: Callable[[], bool] | None,
+    ) -> Iterator[Piece]:
         feed = self._reach(target)
         before = len(self.session)
         self.choices, self.trace = Choices(), Trace()
@@ -198,14 +234,13 @@ class Conversation:
 
     @property
     def answer_start(self) -> int:
-        """Character of the conversation's text where the last answer began; its end where there is
-        none.
-        """
+        """Character at which the last answer begins in the text; its end where there is none."""
         return (self._answer_at or (0, len(self.text)))[1]
 
     def sources(self, most: int = 5) -> list[Passage]:
-        """Passages of the documents (of everything before the last answer, where there are none)
-        that it read most.
+        """Return at most `most` passages that the last answer read most, best first.
+
+        They are passages of the documents, or of all that precedes the answer if there are none.
         """
         if not self.choices.made:
             return []
@@ -218,9 +253,7 @@ class Conversation:
         return sorted(found, key=lambda passage: -passage.score)[:most]
 
     def _render(self, messages: list[dict], prompt: bool) -> str:
-        """What the template writes, with the last answer as it lies in the bank wherever the
-        template trims it.
-        """
+        """Render messages. Where the template trims the last answer, trim the bank's text too."""
         target = self.tokenizer.render(messages, prompt)
         if self._answer_at is None or target.startswith(self.text):
             self._take_end(target)
@@ -229,10 +262,8 @@ class Conversation:
         answer = self.text[base:]
         for wanted in (answer.strip(), answer.lstrip(), answer.rstrip()):
             if target.startswith(self.text[:base] + wanted):
-                shift, stop = (
-                    len(answer) - len(answer.lstrip()) if not wanted[:1].isspace() else 0,
-                    base + len(wanted),
-                )
+                shift = len(answer) - len(answer.lstrip()) if not wanted[:1].isspace() else 0
+                stop = base + len(wanted)
                 for i in range(tokens, len(self.ends)):
                     self.ends[i] = min(max(self.ends[i] - shift, base), stop)
                 self.text = self.text[:base] + wanted
@@ -241,9 +272,7 @@ class Conversation:
         return target
 
     def _take_end(self, target: str) -> None:
-        """Count the end token in the bank as the one that the template writes after an answer, or
-        drop it.
-        """
+        """Keep the bank's end token if the template writes it after the answer, else drop it."""
         if not self._ended:
             return
         self._ended = False
@@ -255,8 +284,10 @@ class Conversation:
             self._cut(len(self.ends) - 1, len(self.text))
 
     def _opening(self, opened: str) -> str | None:
-        """The text of a user turn as far as it does not depend on what follows `opened`; None where
-        it is not in there.
+        """Return the beginning of a user turn that does not depend on what follows `opened`.
+
+        Returns None where the template leaves no such beginning. Renders the turn with two
+        different endings and takes what they have in common.
         """
         written = [
             self._render(
@@ -268,24 +299,24 @@ class Conversation:
         return common if opened[-40:].strip() in common and written[0] != written[1] else None
 
     def _flow(self) -> str:
-        """A base model's text so far, without an end token."""
+        """Return a base model's text so far, after dropping its end token from the bank."""
         if self._ended:
             self._cut(len(self.ends) - 1, len(self.text))
         return self.text
 
     def _reach(self, target: str) -> _Feed:
-        """Cut the bank where its text leaves `target`, and encode what is missing."""
+        """Cut the bank where its text departs from `target`, and encode the rest of `target`."""
         common = common_length(self.text, target)
         if common < len(self.text):
             keep, held = tokens_before(self.ends, common), len(self.ends)
             if keep and not self.ends[keep - 1]:
-                # a lone bos: it is encoded again with the text that follows it
+                # a lone bos is encoded again with the text that follows it
                 keep = 0
             self._cut(keep, self.ends[keep - 1] if keep else 0)
-            if held - keep > 16:
+            if held - keep > ANNOUNCED:
                 self.announce(
-                    f"the conversation's text changed after token {keep}: {held - keep} tokens that were read "
-                    "before are read again"
+                    f"the chat template rewrote the conversation after token {keep:,}: "
+                    f"{held - keep:,} tokens are read again"
                 )
         start = len(self.text)
         fresh = not len(self.session)
@@ -295,6 +326,7 @@ class Conversation:
         return _Feed(ids, array("q", (end + start for end in ends)), target)
 
     def _cut(self, tokens: int, characters: int) -> None:
+        """Keep the first `tokens` tokens, which spell the first `characters` characters."""
         self.session.truncate(tokens)
         del self.ends[tokens:]
         self.text = self.text[:characters]
@@ -305,7 +337,7 @@ class Conversation:
         self.documents = [d for d in self.documents if d.start < d.stop]
 
     def _account(self, before: int, feed: _Feed) -> None:
-        """Take over as much of a feed as lies in the bank, cut at a whole character."""
+        """Add to the text what the bank holds of a feed, cut at a whole character."""
         fed = min(len(self.session) - before, len(feed.ids))
         if fed == len(feed.ids):
             self.ends.extend(feed.ends)
@@ -319,12 +351,12 @@ class Conversation:
             self.text = feed.text[: feed.ends[fed - 1]]
 
     def _take_answer(self, reason: str | None) -> None:
-        """Append the sampled tokens in the bank to the text, and the answer to the messages."""
+        """Add the sampled tokens to the text, and the answer to the messages."""
         first, base = len(self.ends), len(self.text)
         sampled = self.session.ids[first:]
         self._ended = reason == "stop" and sampled[-1] in self.llm.end_token_ids
         words = self.tokenizer.stream(self.session.ids[max(0, first - CONTEXT) : first])
-        # tokens whose characters are not complete end where the character does
+        # a token that holds part of a character ends where the character does
         waiting = 0
         for token_id in sampled:
             self.text += (part := words.push(token_id))
@@ -335,6 +367,7 @@ class Conversation:
         self.text += words.flush()
         self.ends.extend([len(self.text)] * waiting)
         if self.templated:
+            assert self.asked is not None  # ask() and retry() have set it
             self.messages += [
                 {"role": "user", "content": self.asked},
                 {"role": "assistant", "content": self.text[base:]},

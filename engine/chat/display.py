@@ -1,31 +1,28 @@
-"""What the chat shows beside the text, all on stderr: progress that tells the truth, one dim line
-per turn, errors.
-"""
+"""What the chat shows beside the answer, all on stderr: progress, dim lines of figures, errors."""
+
+from __future__ import annotations
 
 import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TextIO
 
 from engine.units import clock, count, human
 
+if TYPE_CHECKING:
+    from engine.prefill_eta import PrefillProgress
+    from weights.checkpoint import LoadProgress
+
 # seconds before a terminal shows progress: most reads are shorter and would only flicker
 PATIENCE = 0.4
-EVERY = 5.0  # seconds between progress lines where stderr is no terminal
-
-
-def resident_bytes() -> int | None:
-    """Memory of this process now; None where the system does not say."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return None
+EVERY = 5.0  # seconds between progress lines where stderr is not a terminal
 
 
 def printable(text: str) -> str:
-    """A model's text without control characters, which could write over the screen or answer for
-    the user.
+    """Replace control characters, with which a model could write over the screen or answer for the
+    user.
     """
     return "".join(
         c if c in "\n\t" or (c >= " " and not "\x7f" <= c <= "\x9f") else "\ufffd" for c in text
@@ -33,11 +30,13 @@ def printable(text: str) -> str:
 
 
 class Display:
-    """Lines on stderr; a terminal gets progress as one line that is written over. NO_COLOR is
-    obeyed.
+    """Writes lines to `stream` (stderr by default).
+
+    A terminal shows progress in one line that is written over; anything else gets a line every few
+    seconds. Obeys NO_COLOR. quiet: write no progress and no notes.
     """
 
-    def __init__(self, stream=None, quiet: bool = False):
+    def __init__(self, stream: TextIO | None = None, quiet: bool = False):
         self.stream = stream or sys.stderr
         self.quiet = quiet
         self.tty = self.stream.isatty()
@@ -46,29 +45,29 @@ class Display:
         self._next = 0.0  # when the next progress line is due
 
     def line(self, text: str = "") -> None:
-        """One line, or several."""
+        """Write one line, or several."""
         self.clear()
         self._write(text + "\n")
 
     def dim(self, text: str) -> None:
-        """A line that steps back behind the text."""
+        """Write a dim line."""
         self.clear()
         self._write(f"\033[2m{text}\033[0m\n" if self.dims else text + "\n")
 
     def note(self, text: str) -> None:
-        """A line that --quiet leaves out."""
+        """Write a dim line that --quiet leaves out."""
         if not self.quiet:
             self.dim(text)
 
     def clear(self) -> None:
-        """Take the progress line off the screen."""
+        """Erase the progress line."""
         if self._width:
             self._write("\r" + " " * self._width + "\r")
             self._width = 0
 
     def progress(self, text: str, started: float, last: bool = False) -> None:
-        """Show how far something is. started: time.monotonic() of its beginning. last: it is done,
-        and the line goes.
+        """Show how far some work is. started: time.monotonic() when it began. last: whether it is
+        done, so that the line goes.
         """
         now = time.monotonic()
         if self.quiet:
@@ -86,35 +85,36 @@ class Display:
             self._write("\r" + text.ljust(self._width))
             self._width = len(text)
 
-    def reading(self):
-        """A progress callback for a prefill (engine.prefill.PrefillProgress)."""
+    def reading(self) -> Callable[[PrefillProgress], None]:
+        """Return a progress callback for a prefill."""
         started = time.monotonic()
         before = (started, 0)
 
-        def show(p) -> None:
+        def show(p: PrefillProgress) -> None:
             nonlocal before
             now = time.monotonic()
             rate = (p.done - before[1]) / max(now - before[0], 1e-9)
             before = (now, p.done)
             left = f" · {clock(p.eta)} left" if p.eta is not None else ""
             self.progress(
-                f"reading {p.done:,} of {count(p.total)} · {p.work:.0%} of the work · {rate:,.0f} tok/s{left}",
+                f"reading {p.done:,} of {count(p.total)} · {p.work:.0%} of the work · "
+                f"{rate:,.0f} tok/s{left}",
                 started,
                 p.done >= p.total,
             )
 
         return show
 
-    def loading(self):
-        """A progress callback for weights (weights.checkpoint.LoadProgress)."""
+    def loading(self) -> Callable[[LoadProgress], None]:
+        """Return a progress callback for reading weights."""
         started = time.monotonic()
 
-        def show(p) -> None:
+        def show(p: LoadProgress) -> None:
             speed = p.bytes_done / max(p.seconds, 1e-9)
             done = p.bytes_done >= p.bytes_total
             self.progress(
-                f"loading shard {p.shard}/{p.shards} · {p.bytes_done / 1e9:.2f} of {p.bytes_total / 1e9:.2f} GB · "
-                f"{speed / 1e9:.2f} GB/s",
+                f"loading shard {p.shard}/{p.shards} · {p.bytes_done / 1e9:.2f} of "
+                f"{p.bytes_total / 1e9:.2f} GB · {speed / 1e9:.2f} GB/s",
                 started,
                 done,
             )

@@ -1,69 +1,154 @@
-"""The chat's evidence: /check, --watch and the files that /sources writes. Thin over
-engine/check.py and engine/chat/provenance.py.
+"""The chat's evidence that sparse answers are right: /check, --watch and /sources.
+
+Thin over engine/check.py, engine/chat/sources.py and engine/chat/provenance.py.
 """
 
-import time
+from __future__ import annotations
 
+import time
+from typing import TYPE_CHECKING
+
+from engine.chat.figures import bank_bytes
 from engine.chat.provenance import record, write_page, write_run
 from engine.errors import UsageError
-from engine.units import brief, human
+from engine.plan.layers import tail_start
+from engine.units import brief, count, human
 from engine.watch import Watch
 
-WARN_BELOW = 0.9  # mass kept under which --watch says so
+if TYPE_CHECKING:
+    from engine.chat.conversation import Conversation
+    from engine.chat.display import Display
+    from engine.chat.repl import Chat
+    from engine.chat.sources import Passage
+
+WARN_BELOW = 0.9  # share of the attention mass below which --watch warns
+EVERY = 16  # steps between measurements where only --exact-below is given
 
 
-def watch_of(every, exact_below):
-    """The Watch that --watch and --exact-below ask for; None where neither is given."""
-    if every is None and exact_below is None:
-        return None
-    return Watch(every=16 if every is None else every, exact_below=exact_below)
+# ---------------------------------------------------------------- /check
 
 
-def run_check(chat, rest):
-    """/check [N]: full against sparse attention at the last N positions, its cost stated first."""
+def run_check(chat: Chat, rest: str) -> None:
+    """Compare the last `rest` (default 16) steps with full attention; state the cost first."""
     if rest and (not rest.isdigit() or int(rest) < 1):
-        raise UsageError(f"/check: found {rest!r}, expected how many steps, such as /check 32")
-    session, llm = chat.conversation.session, chat.llm
+        raise UsageError(f"/check: found {rest!r}, expected a number of steps, such as /check 32")
+    session, display = chat.conversation.session, chat.display
     if chat.last is None:
-        chat.display.line("no answer yet")
+        display.line("no answer yet to check: ask something first")
         return
     steps = min(int(rest or 16), max(1, chat.last.new_tokens))
-    bank = len(session) * llm.config.num_layers * llm.config.kv_bytes(llm.dtype.itemsize)
-    chat.display.line(
-        f"checking {steps} steps: each runs full attention ({human(bank)} of the bank) and sparse attention once more"
+    display.line(
+        f"checking {count(steps, 'step')}: each runs once more, with full attention over "
+        f"{human(bank_bytes(chat.llm, len(session)))} of K and V and with sparse attention"
     )
     began = time.monotonic()
-    report = session.check(
-        steps,
-        lambda done, total: chat.display.progress(f"checked {done}/{total}", began, done == total),
-    )
-    chat.display.clear()
-    chat.display.line(str(report))
+
+    def show(done: int, total: int) -> None:
+        display.progress(f"checked {done} of {total} steps", began, done == total)
+
+    report = session.check(steps, show)
+    display.clear()
+    display.line(str(report))
 
 
-def watch_line(chat):
-    """After an answer: what the watch saw, louder where the mass kept was low; nothing without a
-    watch.
-    """
-    watch = chat.conversation.session.watch
-    if watch is None or not watch.sampled:
+# ---------------------------------------------------------------- --watch
+
+
+def watch_of(every: int | None, exact_below: float | None) -> Watch | None:
+    """Return the Watch that --watch and --exact-below ask for; None where neither is given."""
+    if every is None and exact_below is None:
+        return None
+    return Watch(every=EVERY if every is None else every, exact_below=exact_below)
+
+
+def print_watch(watch: Watch, display: Display) -> None:
+    """Print what the watch measured; as a warning where the mass kept was low."""
+    if not watch.sampled:
         return
-    text = f"attention mass kept: {watch.mass:.3f} now, lowest {watch.lowest:.3f}, sampled {watch.sampled} of {watch.steps} steps"
+    text = (
+        f"attention mass kept: {watch.mass:.3f} now, lowest {watch.lowest:.3f}, "
+        f"measured at {watch.sampled} of {count(watch.steps, 'step')}"
+    )
     if watch.exact_steps:
         text += (
-            f"; {watch.exact_steps} steps ran full attention (--exact-below {watch.exact_below:g})"
+            f"; {count(watch.exact_steps, 'step')} ran full attention "
+            f"(--exact-below {watch.exact_below:g})"
         )
     if watch.lowest < WARN_BELOW:
-        text += "; low: /check compares with full attention, /method full answers with it"
-        chat.display.line(text)
+        display.line(
+            f"{text}; this is low: /check compares with full attention, "
+            "/method full answers with it"
+        )
     else:
-        chat.display.note(text)
+        display.note(text)
 
 
-def sources_file(chat, path):
-    """/sources FILE.html | FILE.json: what every token of the last answer read, as a page or as a
-    run for python -m tools.sources.
-    """
+# ---------------------------------------------------------------- /sources
+
+
+def run_sources(chat: Chat, rest: str) -> None:
+    """Print the passages that the last answer read most (`rest` of them), or write a file."""
+    conversation, display = chat.conversation, chat.display
+    is_file = rest.endswith((".html", ".json"))
+    if rest and not rest.isdigit() and not is_file:
+        raise UsageError(
+            f"/sources: found {rest!r}, expected a number of passages such as /sources 10, "
+            "or a file to write such as FILE.html"
+        )
+    if chat.last is None:
+        display.line("no answer yet: ask something first")
+        return
+    if not conversation.choices.made:
+        display.line(
+            "the last answer ran full attention: it read every token and chose none "
+            "(--method omnikv --dense-below 0 chooses at every length)"
+        )
+        return
+    if is_file:
+        write_sources(chat, rest)
+        return
+    found = conversation.sources(int(rest or 5))
+    if not found:
+        display.line("the last answer chose no passage of the documents")
+        return
+    display.line(sources_text(conversation, found))
+
+
+def sources_text(conversation: Conversation, found: list[Passage]) -> str:
+    """List passages with their share of the score of all passages listed."""
+    total = sum(passage.score for passage in found)
+    choices = count(conversation.choices.made, "choice")
+    lines = [
+        f"what the last answer read, most read first, in % of the passages shown "
+        f"({choices} of tokens)"
+    ]
+    for passage in found:
+        name = next(
+            (d.name for d in conversation.documents if d.start <= passage.start < d.stop),
+            "conversation",
+        )
+        lines += [
+            f"{100 * passage.score / total:3.0f}  {name}, line {passage.line}, "
+            f"tokens {passage.first:,}-{passage.last:,}",
+            f'     "{" ".join(passage.text.split())}"',
+        ]
+    return "\n".join([*lines, *_tail_note(conversation)])
+
+
+def _tail_note(conversation: Conversation) -> list[str]:
+    """Say from which token on the tail, which every step reads whole, covers a document."""
+    start = tail_start(len(conversation.session), getattr(conversation.session.method, "tail", 0))
+    character = conversation.ends[start - 1] if start else 0
+    if all(document.stop <= character for document in conversation.documents):
+        return []
+    return [
+        f"(from token {start:,} on every layer reads everything at every step: "
+        "the tail is not ranked)"
+    ]
+
+
+def write_sources(chat: Chat, path: str) -> None:
+    """Write what every token of the last answer read: a page, or a run for tools.sources."""
     conversation = chat.conversation
     spans = [(d.start, d.stop) for d in conversation.documents] or [(0, conversation.answer_start)]
     run = record(
@@ -75,4 +160,4 @@ def sources_file(chat, path):
         brief(conversation.session.method),
     )
     (write_page if path.endswith(".html") else write_run)(run, path)
-    chat.display.line(f"written: {path}")
+    chat.display.line(f"wrote {path}")

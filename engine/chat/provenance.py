@@ -1,11 +1,13 @@
-"""What every token of an answer read, kept while it is written and shown as one self-contained HTML
-page.
+"""Record what every token of an answer read, and show it as one self-contained HTML page.
 
-Documents are untrusted: their text reaches the page as JSON inside a script element that no text
-can leave, and becomes visible as text nodes only. The page loads nothing from anywhere.
+Documents are untrusted. Their text reaches the page as JSON inside a script element that no text
+can leave, and is shown as text nodes only. The page loads nothing from anywhere.
 """
 
+from __future__ import annotations
+
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,23 +17,24 @@ from engine.chat.sources import split_passages
 from engine.errors import BadCheckpoint, UsageError
 
 FORMAT = 1
-# passages kept per answer token: more than a person looks at, and a page of a long answer stays
-# small
+# passages kept per answer token: more than a person looks at, few enough for a small page
 KEPT = 12
+MEANT = "expected a run written by /sources FILE.json"
 
 
 class Trace:
-    """Per step of one answer: the text it added, the positions that were chosen and by which
-    scores.
-    """
+    """The steps of one answer: the text that each added, the positions it chose, their scores."""
 
-    def __init__(self):
-        self.steps = []
+    def __init__(self) -> None:
+        self.steps: list[tuple[str, list[tuple[torch.Tensor, torch.Tensor]]]] = []
 
-    def add(self, text, selections, scores):
-        """selections {filter layer: int64 [k]}, scores {filter layer: float32 [k]} for some of them
-        (the others count 1 a token).
-        """
+    def add(
+        self,
+        text: str,
+        selections: Mapping[int, torch.Tensor],
+        scores: Mapping[int, torch.Tensor] | None,
+    ) -> None:
+        """Add a step; selections and scores as in Choices.add."""
         layers = [layer for layer in selections if not scores or layer in scores]
         chosen = [
             (
@@ -45,27 +48,29 @@ class Trace:
 
 @dataclass(frozen=True)
 class Run:
-    """A recorded answer. passages: (start, stop, line) in `text`; reads: per answer piece {passage
-    index: score}.
+    """A recorded answer.
+
+    text: the documents. passages: (start, stop, line) in `text`. answer: its pieces of text.
+    reads: per piece {passage index: score}.
     """
 
     model: str
     method: str
     text: str
-    passages: tuple
-    answer: tuple
-    reads: tuple
+    passages: tuple[tuple[int, int, int], ...]
+    answer: tuple[str, ...]
+    reads: tuple[dict[int, float], ...]
 
-    def totals(self):
-        """Score of every passage over the whole answer."""
+    def totals(self) -> list[float]:
+        """Return the score of every passage over the whole answer."""
         sums = [0.0] * len(self.passages)
         for read in self.reads:
             for index, score in read.items():
                 sums[index] += score
         return sums
 
-    def to_json(self):
-        """The run as text; load() reads it back."""
+    def to_json(self) -> str:
+        """Return the run as JSON text, which load() reads back."""
         answer = [[text, sorted(read.items())] for text, read in zip(self.answer, self.reads)]
         return json.dumps(
             {
@@ -80,20 +85,17 @@ class Run:
         )
 
     @classmethod
-    def load(cls, path):
-        """Read a RUN.json. Raises UsageError (cannot be read) or BadCheckpoint (not a run) naming
-        the file.
+    def load(cls, path: str | Path) -> Run:
+        """Read a run from a file.
+
+        Raises UsageError where it cannot be read and BadCheckpoint where it is not a run.
         """
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
-            raise UsageError(
-                f"{path}: {error.strerror}; expected a run written by /sources FILE.json"
-            ) from error
+            raise UsageError(f"{path}: {error.strerror}; {MEANT}") from error
         except (ValueError, RecursionError) as error:
-            raise BadCheckpoint(
-                f"{path}: found no readable JSON ({error}), expected a run written by /sources FILE.json"
-            ) from error
+            raise BadCheckpoint(f"{path}: not JSON ({error}), {MEANT}") from error
         try:
             size, count = len(data["text"]), len(data["passages"])
             passages = tuple((int(a), int(b), int(line)) for a, b, line in data["passages"])
@@ -105,24 +107,35 @@ class Run:
                 and all(0 <= i < count for read in reads for i in read)
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise BadCheckpoint(
-                f"{path}: found {error!r}, expected a run written by /sources FILE.json"
-            ) from error
+            raise BadCheckpoint(f"{path}: found {error!r}, {MEANT}") from error
         if not sound:
             raise BadCheckpoint(
-                f"{path}: found passages outside the text or another format, expected format {FORMAT}"
+                f"{path}: found passages outside the text or another format, "
+                f"expected format {FORMAT}"
             )
         return cls(
             str(data["model"]), str(data["method"]), str(data["text"]), passages, answer, reads
         )
 
 
-def record(trace, text, ends, spans, model, method):
-    """A Run from a Trace. text: what the bank's tokens spell; ends: where each token ends in it,
-    ascending; spans: (start, stop) of the documents in text. A passage's score at a step is the
-    mean of its tokens' scores, as engine/chat/sources.py ranks them.
+def record(
+    trace: Trace,
+    text: str,
+    ends: Sequence[int],
+    spans: Sequence[tuple[int, int]],
+    model: str,
+    method: str,
+) -> Run:
+    """Make a Run of a Trace.
+
+    text: what the tokens in the bank spell. ends: where each token ends in it, ascending. spans:
+    (start, stop) of the documents in it. A passage's score at a step is the mean of its tokens'
+    scores, as engine/chat/sources.py ranks them.
     """
-    shown, passages, owner = [], [], torch.full((len(ends) + 1,), -1, dtype=torch.int64)
+    shown: list[str] = []
+    passages: list[tuple[int, int, int]] = []
+    # the passage of each token; -1: of none
+    owner = torch.full((len(ends) + 1,), -1, dtype=torch.int64)
     at, token = 0, 0
     for start, stop in spans:
         shown.append(text[start:stop])
@@ -141,15 +154,11 @@ def record(trace, text, ends, spans, model, method):
     for _, chosen in trace.steps:
         sums = torch.zeros(len(passages) + 1, dtype=torch.float64)
         for positions, scores in chosen:
-            whose = owner[positions.clamp(max=len(ends))]
-            # the last slot, nobody's, is dropped
-            sums.index_add_(0, whose.where(whose >= 0, len(passages)), scores.double())
-        best = torch.topk(sums[:-1] / sizes, min(KEPT, len(passages))) if passages else None
-        reads.append(
-            {int(i): float(s) for s, i in zip(best.values, best.indices) if s > 0}
-            if passages
-            else {}
-        )
+            passage = owner[positions.clamp(max=len(ends))]
+            # tokens of no passage go to the last slot, which is dropped
+            sums.index_add_(0, passage.where(passage >= 0, len(passages)), scores.double())
+        best = torch.topk(sums[:-1] / sizes, min(KEPT, len(passages)))
+        reads.append({int(i): float(s) for s, i in zip(best.values, best.indices) if s > 0})
     return Run(
         model,
         method,
@@ -160,8 +169,8 @@ def record(trace, text, ends, spans, model, method):
     )
 
 
-def page(run):
-    """The self-contained HTML page of a Run, as text."""
+def page(run: Run) -> str:
+    """Return the self-contained HTML page of a Run."""
     data = json.dumps(
         {
             "text": run.text,
@@ -183,20 +192,19 @@ def page(run):
     )
 
 
-def write_page(run, path):
-    """Write the page, beside first and then renamed, so that a full disk leaves no half page.
-    UsageError where it cannot be.
-    """
+def write_page(run: Run, path: str | Path) -> None:
+    """Write the HTML page of a Run. Raises UsageError where the file cannot be written."""
     _write(path, page(run))
 
 
-def write_run(run, path):
-    """Write RUN.json the same way."""
+def write_run(run: Run, path: str | Path) -> None:
+    """Write a Run as JSON. Raises UsageError where the file cannot be written."""
     _write(path, run.to_json())
 
 
-def _write(path, text):
+def _write(path: str | Path, text: str) -> None:
     path = Path(path)
+    # write beside and rename, so that a full disk leaves no half file
     beside = path.with_name(path.name + ".tmp")
     try:
         beside.write_text(text, encoding="utf-8")

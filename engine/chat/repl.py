@@ -1,95 +1,62 @@
-"""The chat itself: a line in, an answer out, one dim line of figures; Ctrl-C and Ctrl-D as people
-expect them.
-"""
+"""The conversation with a person or a pipe: a line in, an answer out, a dim line of figures."""
+
+from __future__ import annotations
 
 import json
-import signal
 import sys
-import threading
 import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TextIO
 
 from engine.chat import commands as chat_commands
 from engine.chat.conversation import Conversation
-from engine.chat.display import Display, printable, resident_bytes
-from engine.chat.evidence import watch_line
+from engine.chat.display import Display, printable
+from engine.chat.evidence import print_watch
+from engine.chat.figures import answer_line, bytes_read, context_used, resident_bytes, stats_text
+from engine.chat.interrupts import Interrupts
 from engine.errors import EngineError
 from engine.sampling import SamplingParams
-from engine.units import clock, count, human
+from engine.units import clock, count
 
-
-class Interrupts:
-    """Ctrl-C while something runs: the first asks it to stop where nothing is lost, the second
-    leaves at once.
-    """
-
-    def __init__(self, display: Display):
-        self.display, self.stopped, self.leaving = display, False, False
-
-    def __enter__(self) -> "Interrupts":
-        self.stopped = self.leaving = False
-        self._main = threading.current_thread() is threading.main_thread()
-        if self._main:
-            self._before = signal.signal(signal.SIGINT, self._interrupted)
-        return self
-
-    def __exit__(self, *error) -> None:
-        if self._main:
-            signal.signal(signal.SIGINT, self._before)
-
-    def _interrupted(self, number, frame) -> None:
-        if self.stopped:
-            self.leaving = True
-            raise KeyboardInterrupt
-        self.stopped = True
-
-    def should_stop(self) -> bool:
-        """For the decode loop: asked before every step."""
-        return self.stopped
-
-    def watched(self, show):
-        """A progress callback that shows, and ends the prefill after this chunk once Ctrl-C was
-        pressed.
-        """
-
-        def progress(p) -> None:
-            show(p)
-            if self.stopped:
-                raise KeyboardInterrupt
-
-        return progress
+if TYPE_CHECKING:
+    from engine.check import Watch
+    from engine.generate import GenerationStats, Piece
+    from engine.llm import LLM
 
 
 class Chat:
-    """A conversation with a person or a pipe. llm: a loaded LLM (or what a test puts in its place)."""
+    """A conversation that prints answers to `out` and everything else through `display`.
+
+    llm: a loaded LLM. params: how answers are sampled. system: the system prompt. as_json: print
+    one JSON object per answer. show_stats: print the figures of /stats after each answer. out:
+    standard output by default. watch: measures what the sparse layers keep (engine.check.Watch).
+    """
 
     def __init__(
         self,
-        llm,
+        llm: LLM,
         params: SamplingParams,
         display: Display,
         system: str | None = None,
         as_json: bool = False,
         show_stats: bool = False,
-        out=None,
-        omnikv=None,
-        watch=None,
+        out: TextIO | None = None,
+        watch: Watch | None = None,
     ):
         self.llm, self.params, self.display = llm, params, display
         self.as_json, self.show_stats, self.out = as_json, show_stats, out or sys.stdout
-        # what /method omnikv goes back to: the flags' settings
-        self.omnikv = omnikv
-        self.interrupts = Interrupts(display)
+        self.interrupts = Interrupts()
         self.conversation = Conversation(llm, system, announce=display.line)
         self.conversation.session.watch = watch
-        self.last = None  # GenerationStats of the last answer
-        self.last_bytes = 0  # bytes that its steps read
+        self.last: GenerationStats | None = None  # figures of the last answer
+        self.last_bytes = 0  # K and V bytes that its steps read
         if not self.conversation.templated:
-            display.note("no chat template: completing text")
+            display.note("this model has no chat template, so it completes text")
 
     # ---------------------------------------------------------------- reading and answering
 
     def read(self, text: str, name: str) -> bool:
-        """Read a document into the conversation; whether all of it was read."""
+        """Read a document into the conversation; return whether all of it was read."""
         if not text.strip():
             self.display.line(f"{name}: empty, nothing to read")
             return True
@@ -102,35 +69,40 @@ class Chat:
         if self.interrupts.leaving:
             raise KeyboardInterrupt
         if done.tokens < done.total:
+            percent = 100 * done.characters // max(1, len(text))
             self.display.line(
-                f"stopped: {name}: {done.tokens:,} of {count(done.total)} read, and they stay "
-                f"({100 * done.characters // max(1, len(text))}% of the text); ask about them, or /read it again"
+                f"stopped: {name}: {done.tokens:,} of {count(done.total)} were read and stay in "
+                f"the context ({percent}% of the text); ask about them, or /read the file again"
             )
             return False
         seconds = time.monotonic() - started
         if done.total:
             self.display.note(
-                f"{name}: {count(done.total)} read in {clock(seconds)}, {done.total / max(seconds, 1e-9):,.0f} tok/s"
-                f" · context {self._context()}"
+                f"{name}: {count(done.total)} read in {clock(seconds)}, "
+                f"{done.total / max(seconds, 1e-9):,.0f} tok/s"
+                f" · context {context_used(self.llm, self.conversation.session)}"
             )
         else:
-            self.display.note(f"{name}: will be read with the question")
+            self.display.note(f"{name}: will be read together with your question")
         return True
 
     def ask(self, text: str) -> str:
-        """Answer a message; returns why the answer ended."""
+        """Answer a message; return why the answer ended (Piece.finish_reason)."""
         return self._answer(self.conversation.ask, text)
 
     def retry(self) -> None:
-        """Answer the last message again, or read on and answer it."""
+        """Answer the last message again; after an interruption, read on and answer it."""
         if not self.conversation.can_retry:
-            self.display.line("nothing to answer again yet")
+            self.display.line("nothing to answer again yet: ask something first")
             return
         self._answer(self.conversation.retry)
 
-    def _answer(self, ask, *arguments) -> str:
-        bytes_before, written = _bytes_read(self.conversation.session), []
-        lead, piece, ids, logprobs = self.conversation.templated, None, [], []
+    def _answer(self, ask: Callable[..., Iterator[Piece]], *arguments: str) -> str:
+        bytes_before = bytes_read(self.conversation.session)
+        written: list[str] = []
+        ids: list[int] = []
+        logprobs: list[float | None] = []
+        lead, piece = self.conversation.templated, None
         with self.interrupts:
             progress = self.interrupts.watched(self.display.reading())
             try:
@@ -152,28 +124,27 @@ class Chat:
                     raise
         self.display.clear()
         if piece is None:
-            held = len(self.conversation.session)
+            held = count(len(self.conversation.session))
             self.display.line(
-                f"stopped while reading: {count(held)} stay read; /retry reads on and answers"
+                f"stopped while reading: {held} stay in the context; /retry reads on and answers"
             )
             return "interrupted"
-        self.last, self.last_bytes = (
-            piece.stats,
-            _bytes_read(self.conversation.session) - bytes_before,
-        )
+        self.last = piece.stats
+        self.last_bytes = bytes_read(self.conversation.session) - bytes_before
         if self.as_json:
             self._write_json("".join(written), ids, logprobs, piece)
         self._end_line(written)
-        self._figures(piece)
-        watch_line(self)
-        return piece.finish_reason
+        self._print_figures(piece)
+        return piece.finish_reason or ""
 
     def _end_line(self, written: list[str]) -> None:
         if not self.as_json and "".join(written)[-1:] != "\n":
             self.out.write("\n")
             self.out.flush()
 
-    def _write_json(self, text: str, ids: list[int], logprobs: list, piece) -> None:
+    def _write_json(
+        self, text: str, ids: list[int], logprobs: list[float | None], piece: Piece
+    ) -> None:
         session = self.conversation.session
         data = {
             "text": text,
@@ -192,47 +163,18 @@ class Chat:
         self.out.write(json.dumps(data, ensure_ascii=False) + "\n")
         self.out.flush()
 
-    def _figures(self, piece) -> None:
-        s = piece.stats
-        parts = [f"{s.cached_tokens:,} cached + {s.prompt_tokens:,} new tokens"]
-        if s.prompt_tokens and s.prefill_seconds:
-            parts.append(f"read in {clock(s.prefill_seconds)}, {s.prefill_rate:,.0f} tok/s")
-        steps = s.sparse_steps + s.dense_steps
-        if s.decode_seconds and steps:
-            parts.append(
-                f"{s.new_tokens:,} written at {s.decode_rate:.1f} tok/s, {1000 * s.decode_seconds / steps:.1f} ms each"
-            )
-        parts += [f"context {self._context()}", self._memory()]
-        if piece.finish_reason in ("length", "context", "interrupted"):
-            parts.append(
-                {
-                    "length": "cut at -n/--max-tokens",
-                    "context": "the context is full",
-                    "interrupted": "stopped",
-                }[piece.finish_reason]
-            )
-        self.display.note("[" + " · ".join(part for part in parts if part) + "]")
+    def _print_figures(self, piece: Piece) -> None:
+        session = self.conversation.session
+        self.display.note(answer_line(self.llm, session, piece.stats, piece.finish_reason))
         if self.show_stats and not self.as_json:
-            self.display.line(chat_commands.stats_text(self))
-
-    def _context(self) -> str:
-        used, limit = len(self.conversation.session), self.llm.max_context
-        return f"{used:,} of {limit:,} ({100 * used / limit:.0f}%)"
-
-    def _memory(self) -> str:
-        parts = []
-        if getattr(self.llm.device, "type", "cpu") == "cuda":
-            import torch
-
-            parts.append(f"{human(torch.cuda.memory_allocated(self.llm.device))} on the GPU")
-        if (held := resident_bytes()) is not None:
-            parts.append(f"{human(held)} RAM")
-        return ", ".join(parts)
+            self.display.line(stats_text(self.llm, session, self.last))
+        if session.watch is not None:
+            print_watch(session.watch, self.display)
 
     # ---------------------------------------------------------------- the interactive loop
 
     def run(self) -> int:
-        """Read lines until the end of input or /quit; the exit code."""
+        """Answer lines until the end of input or /quit; return the exit code."""
         terminal = sys.stdin.isatty()
         if terminal:
             self.display.note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves")
@@ -265,15 +207,11 @@ class Chat:
                 failed = failed if command else error.exit_code
 
 
-def _bytes_read(session) -> int:
-    stats = session.stats
-    return stats.bytes_read_dense + stats.bytes_read_sparse
-
-
 def read_message(display: Display) -> str:
-    '''One message from standard input: a line, lines that end in a backslash and their next, or lines between """ and """.
+    '''Read one message from standard input.
 
-    Raises EOFError at the end of input.
+    A message is one line, or lines joined by a backslash at their end, or the lines between two
+    """. Raises EOFError at the end of input.
     '''
     line = _read_line("> ", display)
     if line.lstrip().startswith('"""'):
@@ -302,5 +240,5 @@ def _read_line(prompt: str, display: Display) -> str:
         if not line:
             raise EOFError
         line = line.rstrip("\n")
-    # bytes that are no text come in as lone surrogates
+    # bytes that are not UTF-8 come in as lone surrogates
     return line.encode("utf-8", "replace").decode("utf-8")

@@ -1,12 +1,11 @@
-"""Which passages of what was read an answer looked at: from counted selections to quoted text. Pure
-functions, no model.
+"""Find the passages that an answer read: from counted selections to quoted text, without a model.
 
 A sparse layer attends to the tokens that its filter layer chose at this step. A budget of k tokens
-is always filled, so most of a choice is background; where the session still has the scores behind a
-choice (the deepest filter layer's), each token counts by its score. Measured on a model that
+is always filled, so most of a choice is background. Where the session still has the scores behind a
+choice (those of the deepest filter layer), each token counts by its score. Measured on a model that
 retrieves (120 keys, four questions): by score the passage with the fact came first in 8 of 8, by
-mere choice in 0 of 8. A passage's score is the mean over its tokens, summed over steps, so that
-long passages do not win by length.
+counting choices in 0 of 8. A passage's score is the mean over its tokens, summed over steps, so
+that long passages do not win by length.
 """
 
 import re
@@ -16,9 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-SHORTEST = 24  # characters; less is no passage of its own and goes to the one before it
-# selections kept as they are: counting 2048 positions in Python at every step would cost 3% of a 10
-# ms step
+SHORTEST = 24  # characters; a shorter sentence joins the passage before it
+# selections kept uncounted: counting 2048 positions in Python at every step would cost 3% of a
+# 10 ms step
 FOLD = 256
 # characters; a longer sentence is cut, so that a text without stops has passages too
 LONGEST = 400
@@ -29,8 +28,9 @@ BORDER = re.compile(r"[.!?。！？]+[\"'”’)\]]*(?:\s+|$)|\n+")
 
 @dataclass(frozen=True)
 class Passage:
-    """A stretch of text: characters start .. stop-1 of the whole, its line (from 1), tokens first
-    .. last, and its score.
+    """A stretch of text: characters start to stop-1 of the whole, and tokens first to last.
+
+    line counts from 1. score: how much the answer read it (see this file's head).
     """
 
     start: int
@@ -43,9 +43,9 @@ class Passage:
 
 
 class Choices:
-    """Counts, over the steps of one answer, how often each position was chosen."""
+    """Counts how often, or by what score, each position was chosen over the steps of an answer."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.made = 0  # selections counted
         self._counts: Counter[int] = Counter()
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -55,11 +55,11 @@ class Choices:
         selections: Mapping[int, torch.Tensor],
         scores: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
-        """One step's selections, {filter layer: positions int64 [k]}, and the scores of some of
-        them, float32 [k].
+        """Add one step.
 
-        With scores, the layers that have them count; without, every chosen token counts 1. Full
-        attention adds nothing.
+        selections: {filter layer: chosen positions, int64 [k]}. scores: {filter layer: float32
+        [k]} of some of these layers; then only they count, by score. Without scores every chosen
+        token counts 1. Full attention has no selections and adds nothing.
         """
         for layer, positions in selections.items():
             if len(positions) and (not scores or layer in scores):
@@ -72,7 +72,7 @@ class Choices:
 
     @property
     def counts(self) -> Counter[int]:
-        """How much each position was chosen."""
+        """Score or number of choices per position."""
         self._fold()
         return self._counts
 
@@ -90,8 +90,9 @@ class Choices:
 
 
 def split_passages(text: str, start: int = 0, stop: int | None = None) -> list[tuple[int, int]]:
-    """(start, stop) of the sentences and lines of text[start:stop], without the white space around
-    them, in order.
+    """Split text[start:stop] into sentences and lines; return their (start, stop) in order.
+
+    White space around them is left out; a sentence longer than LONGEST is cut.
     """
     stop = len(text) if stop is None else stop
     borders = [start, *(match.end() for match in BORDER.finditer(text, start, stop)), stop]
@@ -129,18 +130,18 @@ def rank_passages(
     stop: int | None = None,
     most: int = 5,
 ) -> list[Passage]:
-    """The passages of text[start:stop] that were chosen most, best first, at most `most`, none that
-    was not chosen.
+    """Return the passages of text[start:stop] that were chosen most, best first.
 
-    text: all that the tokens spell. ends: for each token the position in text where its characters
-    end, ascending. counts: how much each token position was chosen. Equal scores keep the order of
-    the text.
+    text: what the tokens spell. ends: per token the position in text where it ends, ascending.
+    counts: how much each token position was chosen. most: most passages returned; passages that
+    were never chosen are left out. Equal scores keep the order of the text.
     """
-    ranked, token, line, counted = [], 0, 1, 0
+    ranked: list[Passage] = []
+    token, line, counted = 0, 1, 0
     for begin, end in split_passages(text, start, stop):
         while token < len(ends) and ends[token] <= begin:
             token += 1
-        first, total = token, 0
+        first, total = token, 0.0
         while token < len(ends) and (token == first or ends[token - 1] < end):
             total += counts.get(token, 0)
             token += 1

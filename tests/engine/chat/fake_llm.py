@@ -7,23 +7,13 @@ from types import SimpleNamespace
 
 from engine.errors import ContextTooLong
 from engine.generate import GenerationStats, Piece
+from engine.methods.full import Full
 from engine.prefill_eta import PrefillProgress
 from engine.sampling import SamplingParams
+from engine.stats import SessionStats
 from engine.text.stop import StopScanner
 
 CHUNK = 4
-
-
-@dataclass
-class FakeStats:
-    """What the chat reads of a session's counters."""
-
-    bytes_read_dense: int = 0
-    bytes_read_sparse: int = 0
-    bank_bytes: int = 640
-
-    def to_dict(self):
-        return dict(self.__dict__)
 
 
 class FakeSession:
@@ -33,12 +23,8 @@ class FakeSession:
 
     def __init__(self, llm):
         self.llm, self.ids, self.log = llm, [], []
-        self.selections, self.selection_scores, self.stats, self.method = (
-            {},
-            {},
-            FakeStats(),
-            "Fake()",
-        )
+        self.selections, self.selection_scores = {}, {}
+        self.stats, self.method = SessionStats(bank_bytes=640), Full()
 
     def __len__(self):
         return len(self.ids)
@@ -99,10 +85,12 @@ class FakeSession:
                 return
 
 
+@dataclass
 class FakePlan:
     """A plan of 1000 bytes of weights, everything on the device."""
 
-    placement = None
+    model: str = "fake"
+    placement: object = None
 
     def bytes_of(self, name):
         return {"weights": 1000}[name]
@@ -112,14 +100,14 @@ class FakePlan:
             "items": {"weights": 1000, "context bank": 640},
             "total_bytes": 1640,
             "free_bytes": 10**9,
-            "method": "Fake()",
+            "method": "Full()",
             "dtype": "float32",
             "device": "cpu",
             "max_context": 512,
         }
 
     def __str__(self):
-        return "model fake\nmemory\n  weights 1.0 kB"
+        return f"model {self.model}\nmemory\n  weights 1.00 kB"
 
 
 class FakeLLM:
@@ -137,8 +125,8 @@ class FakeLLM:
         self.end_token_ids = tuple(tokenizer.backend.token_to_id(end) for end in ends)
         self.device, self.dtype = SimpleNamespace(type="cpu"), SimpleNamespace(itemsize=4)
         self.config = SimpleNamespace(num_layers=2, kv_bytes=lambda size: 8 * size)
-        self.method = "Fake()"
-        self.resolved = SimpleNamespace(folder="nowhere", revision=None)
+        self.method = Full()
+        self.resolved = SimpleNamespace(folder="nowhere", revision=None, source="hub")
         self.sessions = []
 
     def session(self):

@@ -5,20 +5,24 @@ commands, Ctrl-C.
 import io
 import json
 import os
+import re
 import signal
 from types import SimpleNamespace
 
 import pytest
 
 import engine.chat.cli
-from engine.chat.cli import flag_named, gigabytes, main, method_of, parser, scaled
+from engine.chat.cli import main
 from engine.chat.display import Display, printable
+from engine.chat.flags import gigabytes, parser, scaled
+from engine.chat.settings import flag_named, method_of
 from engine.errors import ModelNotFound, UnsupportedCheckpoint
 from engine.methods.evict.h2o import H2O
 from engine.methods.evict.snapkv import SnapKV
 from engine.methods.evict.streaming_llm import StreamingLLM
 from engine.methods.full import Full
 from engine.methods.omnikv.settings import OmniKV
+from engine.methods.select.quest import Quest
 from engine.text.tokenizer import Tokenizer
 from engine.units import brief, clock, first_line, human
 from tests.engine.chat.fake_llm import FakeLLM
@@ -42,6 +46,7 @@ def fake(tmp_path, monkeypatch):
 
         def construct(name, **arguments):
             llm.made_with = {"model": name, **arguments}
+            llm.method = arguments["method"] or Full()
             return llm
 
         monkeypatch.setattr(engine.chat.cli, "LLM", construct)
@@ -209,6 +214,18 @@ def test_the_method_follows_the_flags():
     )
 
 
+def test_any_field_of_any_method_can_be_set():
+    def method(*flags):
+        return method_of(parser().parse_args(list(flags)), pocket=True)
+
+    assert method("--method", "quest", "--set", "page=32", "--tokens", "512") == Quest(
+        tokens=512, page=32
+    )
+    assert method("--set", "filter_layers=2,8", "--set", "selector=uniform") == OmniKV(
+        filter_layers=(2, 8), selector="uniform"
+    )
+
+
 def test_what_needs_no_model(capsys):
     assert main(["--version"]) == 0 and "omnikv-engine" in capsys.readouterr().out
     assert main(["--list-models"]) == 0
@@ -238,7 +255,7 @@ BAD = [
     (["--ctx"], "--ctx"),
     (["--temp", "-1"], "--temp: found -1.0"),
     (["--temp", "nan"], "--temp: found nan"),
-    (["--temp", "hot"], "--temp"),
+    (["--temp", "hot"], "--temp/--temperature: found 'hot', expected a number"),
     (["--top-p", "1.5"], "--top-p: found 1.5"),
     (["--top-k", "-2"], "--top-k: found -2"),
     (["--top-k", "1.5"], "--top-k"),
@@ -258,7 +275,11 @@ BAD = [
     (["--window", "0"], "--window: found 0"),
     (["--wait-layers", "-1"], "--wait-layers: found -1"),
     (["--dense-below", "x"], "--dense-below"),
-    (["--method", "magic"], "--method"),
+    (["--method", "magic"], "--method/--attention: found 'magic', expected one of a2sf, "),
+    (["--method", "quets"], "did you mean quest?"),
+    (["--set", "page"], "--set: found 'page', expected KEY=VALUE such as page=32"),
+    (["--set", "page=3"], "--set page: omnikv has no such setting; it takes "),
+    (["--method", "quest", "--set", "page=0"], "--set page: found 0"),
     (["--offload", "cloud"], "--offload"),
     (["--method", "full", "--tokens", "9"], "--tokens: belongs to --method omnikv"),
     (["--vram-budget", "much"], "--vram-budget"),
@@ -290,7 +311,7 @@ def test_bad_flags_get_one_line_that_names_them_and_exit_2(fake, capsys, flags, 
 def test_no_model_says_so(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(engine.chat.cli, "POCKET", tmp_path)
     assert main([]) == 2
-    assert "no model is shipped yet" in capsys.readouterr().err
+    assert "no model is shipped with this engine" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -366,7 +387,7 @@ def test_turns_commands_and_the_end_of_input(fake, monkeypatch, capsys):
         "first",
         "",
         "second",
-        "/stats",
+        "/stats all",
         "/memory",
         "/plan",
         "/reset",
@@ -376,8 +397,8 @@ def test_turns_commands_and_the_end_of_input(fake, monkeypatch, capsys):
     )
     assert code == 0 and out == "one\ntwo\nthree\n"
     assert (
-        "bank bytes" in err
-        and "planned: weights" in err
+        re.search(r"\nbank bytes +640 B\n", err)
+        and re.search(r"\n +planned +held now\nweights +1.00 kB\ncontext bank +640 B +640 B\n", err)
         and "model fake" in err
         and "a new conversation" in err
     )
@@ -421,7 +442,10 @@ def test_settings_system_retry_and_leaving(fake, monkeypatch, capsys):
         ("/read", "/read: found nothing"),
         ("/read /no/file", "/no/file"),
         ("/set temprature 1", "did you mean temperature?"),
-        ("/set temp hot", "temperature: found 'hot'"),
+        ("/set temp hot", "temperature: found 'hot', expected a number"),
+        ("/set n 1.5", "max_tokens: found '1.5', expected a whole number"),
+        ("/set ignore_eos maybe", "ignore_eos: found 'maybe', expected on or off"),
+        ("/stats most", "/stats: found 'most', expected nothing or all"),
         ("/set top_p 7", "top_p: found 7.0"),
         ("/method magic", "found 'magic'"),
         ("/sources x", "/sources: found 'x'"),
@@ -522,7 +546,7 @@ def test_a_base_model_says_so_and_completes(fake, monkeypatch, capsys):
     assert (
         code == 0
         and out == " there was\n there was\n"
-        and "no chat template: completing text" in err
+        and "no chat template, so it completes text" in err
         and "no system prompt" in err
     )
     assert llm.tokenizer.decode(llm.sessions[0].ids) == "Once there was more there was"
@@ -549,6 +573,26 @@ def test_method_full_states_what_it_costs(fake, monkeypatch, capsys):
         and "per token" in err
     )
     assert "OmniKV(" in err and "tokens=64" in err
+
+
+def test_method_takes_settings_and_comes_back_as_it_began(fake, monkeypatch, capsys):
+    llm = fake("a b c d")
+    llm.session = lambda old=llm.session: _with_method(old())
+    code, _, err = chat(
+        llm,
+        monkeypatch,
+        capsys,
+        "/method h2o share=0.25",
+        "/method h2o",
+        "/method quest",
+        "/method quest page",
+        "/method quest pages=3",
+        flags=["--method", "quest", "--set", "page=32", "--tokens", "512"],
+    )
+    assert code == 0 and "H2O(share=0.25): " in err and f"{brief(H2O())}: " in err
+    assert "Quest(tokens=512, page=32): " in err
+    assert "error: /method: found 'page', expected KEY=VALUE such as page=32" in err
+    assert "error: pages: quest has no such setting; it takes dense_layers, gqa_reduce, page" in err
 
 
 def _with_tail(session):
@@ -583,7 +627,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_it(fake, monkeypatch, capsys):
     interrupting(llm, 3)
     before = signal.getsignal(signal.SIGINT)
     code, out, err = chat(llm, monkeypatch, capsys, "go", "/stats")
-    assert code == 0 and "stopped" in err and 0 < len(out.strip()) < 15 and "bank bytes" in err
+    assert code == 0 and "stopped" in err and 0 < len(out.strip()) < 15 and "context bank" in err
     assert signal.getsignal(signal.SIGINT) is before
     assert main(["--model", "x", "-p", "once"]) == 130
 

@@ -162,6 +162,9 @@ def test_a_session_as_a_person_has_it(terminal):
     assert int(second[1]) == int(first[2]) == int(first[1]) + 12
     t.until("> ")
     t.type("/stats\n")
+    t.until(r"read +" + str(int(first[1]) + int(second[2])) + " tokens in ")
+    t.until("> ")
+    t.type("/stats all\n")
     t.until(r"prefill tokens +" + str(int(first[1]) + int(second[2])))
     t.until("> ")
     t.type("/set max_tokens 7000\n")
