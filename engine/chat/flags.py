@@ -122,7 +122,9 @@ def parser() -> Parser:
     _prompt_flags(p.add_argument_group("what to ask").add_argument)
     _sampling_flags(p.add_argument_group("sampling").add_argument)
     _placement_flags(p.add_argument_group("context and placement").add_argument)
-    _method_flags(p.add_argument_group("method").add_argument)
+    group = p.add_argument_group("method")
+    _method_flags(group.add_argument)
+    _budget_flags(group.add_argument)
     _proof_flags(p.add_argument_group("proof").add_argument)
     _output_flags(p.add_argument_group("what to print").add_argument)
     return p
@@ -248,6 +250,37 @@ def _method_flags(add: Callable) -> None:
         "them (default: from the model's calibration)",
     )
     add(
+        "--wait-layers",
+        type=int,
+        metavar="N",
+        help="layers after a filter layer that still read everything "
+        "(default: the calibration's, or 1)",
+    )
+    add(
+        "--dense-below",
+        type=auto_or_tokens,
+        metavar="N",
+        help="use full attention on contexts shorter than N; 0: never (default auto)",
+    )
+    add(
+        "--prefill-ratio",
+        type=int,
+        metavar="R",
+        help="read prompts sparsely: sparse layers read R blocks' worth of chosen tokens "
+        "(default: exact; see docs/PREFILL.md)",
+    )
+    add(
+        "--set",
+        type=setting,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="set any field of the method, such as page=32 of quest (may be repeated)",
+    )
+
+
+def _budget_flags(add: Callable) -> None:
+    add(
         "--tokens",
         "--budget",
         dest="tokens",
@@ -275,40 +308,12 @@ def _method_flags(add: Callable) -> None:
         help="queries in the window of an exponential or uniform selector (default 16)",
     )
     add(
-        "--wait-layers",
-        type=int,
-        metavar="N",
-        help="layers after a filter layer that still read everything "
-        "(default: the calibration's, or 1)",
-    )
-    add(
         "--tail",
         type=int,
         metavar="N",
         help="let every layer read the newest N tokens (default 256)",
     )
     add("--sink", type=int, metavar="N", help="always choose the first N tokens (default 0)")
-    add(
-        "--dense-below",
-        type=auto_or_tokens,
-        metavar="N",
-        help="use full attention on contexts shorter than N; 0: never (default auto)",
-    )
-    add(
-        "--prefill-ratio",
-        type=int,
-        metavar="R",
-        help="read prompts sparsely: sparse layers read R blocks' worth of chosen tokens "
-        "(default: exact; see docs/PREFILL.md)",
-    )
-    add(
-        "--set",
-        type=setting,
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="set any field of the method, such as page=32 of quest (may be repeated)",
-    )
 
 
 def _proof_flags(add: Callable) -> None:
