@@ -4,7 +4,7 @@ produces text consumes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +96,7 @@ def generate(
     params: SamplingParams | None = None,
     progress: Callable[[PrefillProgress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
-) -> Iterator[Piece]:
+) -> Generator[Piece, None, None]:
     """Prefill `token_ids` (may be empty where the session holds tokens), then sample and decode
     until something ends the answer.
 

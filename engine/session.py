@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -353,7 +353,7 @@ class Session:
         params: SamplingParams | None = None,
         progress: Callable[[PrefillProgress], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece, None, None]:
         """Prefill token_ids (may be empty after a prefill), then decode. The iterator may be closed
         early.
         """
