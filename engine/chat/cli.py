@@ -84,6 +84,7 @@ def open_model(args: argparse.Namespace, display: Display) -> LLM:
 def introduce(llm: LLM, display: Display) -> None:
     """Say what was chosen, before the weights are read."""
     plan, found = llm.plan().to_dict(), llm.resolved
+    assert found is not None  # the command line always names a model
     revision = f" at {found.revision[:12]}" if found.revision else ""
     display.note(f"model {model_name(llm)}, from {found.folder}{revision}")
     display.note(

@@ -86,8 +86,10 @@ class Conversation:
         system: str | None = None,
         announce: Callable[[str], None] = lambda line: None,
     ):
-        self.llm, self.tokenizer, self.announce = llm, llm.tokenizer, announce
+        self.llm, self.announce = llm, announce
         self.session = llm.session()
+        assert llm.tokenizer is not None, "a conversation needs a model with a tokenizer"
+        self.tokenizer = llm.tokenizer
         self.templated = self.tokenizer.template is not None
         self.system = system
         self.reset()

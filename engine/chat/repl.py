@@ -19,9 +19,9 @@ from engine.sampling import SamplingParams
 from engine.units import clock, count
 
 if TYPE_CHECKING:
-    from engine.check import Watch
     from engine.generate import GenerationStats, Piece
     from engine.llm import LLM
+    from engine.watch import Watch
 
 
 class Chat:
@@ -146,7 +146,7 @@ class Chat:
         self, text: str, ids: list[int], logprobs: list[float | None], piece: Piece
     ) -> None:
         session = self.conversation.session
-        data = {
+        data: dict[str, object] = {
             "text": text,
             "finish_reason": piece.finish_reason,
             "token_ids": ids,

@@ -9,7 +9,8 @@ from tests.engine.text.tokenizers_made import byte_level, save
 from tests.tiny_model import CONFIG, SINGLE, joined, packed, tensors
 
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<|user|>{{ m['role'] }}: {{ m['content'] }}<|end|>{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}<|user|>{{ m['role'] }}: {{ m['content'] }}<|end|>"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|user|>assistant: {% endif %}"
 )
 

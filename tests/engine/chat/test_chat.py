@@ -128,9 +128,11 @@ def test_flags_reach_the_model_and_the_sampler(fake, monkeypatch):
     )
     assert (
         main(
-            "--model x -p hi --ctx 32K --device cpu --dtype float32 --threads 2 --chunk 7 --compile off --offload device "
-            "--vram-budget 24 --ram-budget 512M --attention omnikv --filter-layers 2,8,18 --share 0.1 --selector uniform "
-            "--window 8 --wait-layers 0 --dense-below 4K --temp 0.5 --top-p 0.9 --top-k 40 --min-p 0.05 --seed 7 "
+            "--model x -p hi --ctx 32K --device cpu --dtype float32 --threads 2 --chunk 7 "
+            "--compile off --offload device --vram-budget 24 --ram-budget 512M "
+            "--attention omnikv --filter-layers 2,8,18 --share 0.1 --selector uniform "
+            "--window 8 --wait-layers 0 --dense-below 4K "
+            "--temp 0.5 --top-p 0.9 --top-k 40 --min-p 0.05 --seed 7 "
             "--repeat-penalty 1.1 --stop END --stop STOP -n 99 --ignore-eos".split()
         )
         == 0

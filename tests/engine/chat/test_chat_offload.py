@@ -52,7 +52,8 @@ def test_a_measured_link_is_printed_with_its_configuration(say, monkeypatch):
         LLM, "link", Link(8, 49e9, 54e9, "1.07 GB pinned in 0.31 s, mapped and registered")
     )
     assert [line for line in say(*HOST) if line.startswith("link")] == [
-        "link: gather 49.0 GB/s with 8 programs, contiguous pinned copy 54.0 GB/s (91%); 1.07 GB pinned in 0.31 s, mapped and registered"
+        "link: gather 49.0 GB/s with 8 programs, contiguous pinned copy 54.0 GB/s (91%); "
+        "1.07 GB pinned in 0.31 s, mapped and registered"
     ]
 
 

@@ -235,7 +235,8 @@ def test_from_the_shell(model, tmp_path):
         and data["finish_reason"] == "length"
         and data["context"]["limit"] == 8192
     )
-    pipe = f"{sys.executable} -m engine.chat --model {model} -p hi -n 300 --ignore-eos --quiet | head -c 1"
+    chat = f"{sys.executable} -m engine.chat --model {model} -p hi -n 300 --ignore-eos --quiet"
+    pipe = f"{chat} | head -c 1"
     left = subprocess.run(
         ["sh", "-c", pipe], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300
     )

@@ -16,17 +16,20 @@ from tests.engine.chat.fake_llm import FakeLLM
 from tests.engine.text.tokenizers_made import MADE, save
 
 PLAIN = (
-    "{{ bos_token }}{% for m in messages %}<|user|>{{ m['role'] }}: {{ m['content'] }}<|end|>{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}<|user|>{{ m['role'] }}: {{ m['content'] }}<|end|>"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|user|>assistant: {% endif %}"
 )
 TRIMS = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ m['content'] | trim }}<|end|>\n{% else %}"
-    "<|user|>{{ m['content'] | trim }}\n### Answer:{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ m['content'] | trim }}<|end|>\n"
+    "{% else %}<|user|>{{ m['content'] | trim }}\n### Answer:{% endif %}{% endfor %}"
 )
 SPLITS = (
-    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{% set parts = m['content'].rstrip().split('\n\n') %}"
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}"
+    "{% set parts = m['content'].rstrip().split('\n\n') %}"
     "{% if parts | length > 1 %}{{ (parts[:-1] | join('\n\n')).rstrip() + '\n' }}{% endif %}"
-    "{{ '<|user|>' + parts[-1].strip() }}{% else %}{{ '<s>' + m['content'].strip() + '<|end|>' }}{% endif %}{% endfor %}"
+    "{{ '<|user|>' + parts[-1].strip() }}{% else %}{{ '<s>' + m['content'].strip() + '<|end|>' }}"
+    "{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<s>{% endif %}"
 )
 FORGETS = (

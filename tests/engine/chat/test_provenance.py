@@ -17,7 +17,10 @@ from engine.errors import BadCheckpoint, UsageError
 from tools.sources import main
 
 FACT = "The vault opens with the number 48213 and nothing else."
-HOSTILE = '</script><script>alert(1)</script> <img src=x onerror=alert(2)> "quoted" &amp; \u2028 <!-- and a comment.'
+HOSTILE = (
+    "</script><script>alert(1)</script> <img src=x onerror=alert(2)> "
+    '"quoted" &amp; \u2028 <!-- and a comment.'
+)
 
 
 def planted(extra=""):
@@ -101,8 +104,10 @@ def test_runs_survive_the_file_and_the_tool_makes_the_same_page(tmp_path, capsys
         "[]",
         '{"format": 1}',
         '{"format": 9, "text": "", "passages": [], "answer": [], "model": "", "method": ""}',
-        '{"format": 1, "text": "a", "passages": [[0, 5, 1]], "answer": [], "model": "", "method": ""}',
-        '{"format": 1, "text": "a", "passages": [], "answer": [["x", [[3, 1.0]]]], "model": "", "method": ""}',
+        '{"format": 1, "text": "a", "passages": [[0, 5, 1]], "answer": [], '
+        '"model": "", "method": ""}',
+        '{"format": 1, "text": "a", "passages": [], "answer": [["x", [[3, 1.0]]]], '
+        '"model": "", "method": ""}',
     ],
 )
 def test_what_is_no_run_is_refused(tmp_path, text, capsys):
