@@ -1,9 +1,12 @@
-"""The context bank: all keys and values, on the device or in host memory."""
+"""The context bank: K and V of all tokens, on the device or in host memory."""
 
+from engine.bank.base import Bank, SparseRows
 from engine.bank.device import DeviceBank
 from engine.bank.tiered import TieredBank
 
 __all__ = [
+    "Bank",
     "DeviceBank",
+    "SparseRows",
     "TieredBank",
 ]

@@ -1,55 +1,66 @@
-"""The context bank: where all keys and values live. This file holds the device tier.
+"""The device tier of the context bank: contiguous K and V at the planned capacity.
 
-Contiguous per sequence at the planned capacity, so that dense kernels stay simple. Layers whose
-rows are read all together are head-major; layers whose rows are gathered are token-major with K and
-V adjacent (measured: a CPU attends 1.2x to 6x faster head-major and gathers 10x to 400x faster
-token-major). Callers see [B, Hkv, T, D] views of either and never learn which.
+A layer that is read whole is head-major. A layer whose rows are gathered is token-major with K and
+V adjacent. Measured on a CPU: attention is 1.2x to 6x faster head-major, gathering 10x to 400x
+faster token-major. Callers see [B, Hkv, T, D] views of either and never learn which.
 """
 
+from __future__ import annotations
+
 import contextlib
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
+from engine.bank.base import Bank, SparseRows
 from engine.plan.layers import Role
 from kernels.store import store_step
 
+if TYPE_CHECKING:
+    from engine.decode import Step
+    from engine.model.config import ModelConfig
+    from engine.plan.layers import LayerPlan
+    from engine.plan.placement import Placement
+    from engine.query_ring import QueryRing
 
-class DeviceBank:
-    """Keys and values of `batch` sequences on one device, `capacity` tokens each.
+BLOCK = 65536  # tokens of a block that `blocks` yields
 
-    Memory: layers * batch * capacity * 2 * kv_heads * head_dim elements, reserved at construction
-    (a CPU commits pages as they are written). Rows beyond a sequence's length are undefined;
-    whoever reads passes lengths. hosted: layers that are kept elsewhere (nothing is reserved for
-    them); donor: a bank of the same model whose rows of the others are taken over.
+
+class DeviceBank(Bank):
+    """K and V of all layers on one device, but for those in `offloaded`: nothing is reserved for
+    them.
+
+    Reserves layers * batch * capacity * 2 * kv_heads * head_dim elements at construction; a CPU
+    commits pages as they are written. donor: a bank of the same model that hands its layers over.
     """
 
-    tiered = False  # whether rows may live in host memory (engine/bank/tiered.py)
-    host_nbytes = 0
-
-    def __init__(self, config, plan, capacity, dtype, device, batch=1, hosted=(), donor=None):
-        self.capacity, self.batch, self.dtype, self.device = (
-            capacity,
-            batch,
-            dtype,
-            torch.device(device),
-        )
-        self.kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
+    def __init__(
+        self,
+        config: ModelConfig,
+        plan: LayerPlan,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        batch: int = 1,
+        offloaded: Collection[int] = (),
+        donor: DeviceBank | None = None,
+    ) -> None:
+        super().__init__(config, capacity, dtype, device, batch)
         self._token_major = [role is Role.SPARSE for role in plan.roles]
-        self._layers = [None] * len(plan.roles)
-        for layer in range(len(plan.roles)):
-            if layer in hosted:
+        self._layers: list[torch.Tensor | None] = [None] * self.num_layers
+        for layer in range(self.num_layers):
+            if layer in offloaded:
                 continue
             if donor is None or donor._layers[layer] is None:
                 self._layers[layer] = self._reserve(self._token_major[layer])
             else:
-                self._layers[layer], self._token_major[layer] = (
-                    donor._layers[layer],
-                    donor._token_major[layer],
-                )
+                self._layers[layer] = donor._layers[layer]
+                self._token_major[layer] = donor._token_major[layer]
         if donor is not None:
-            DeviceBank.relayout(self, plan)
+            self.relayout(plan)
 
-    def _reserve(self, token_major):
+    def _reserve(self, token_major: bool) -> torch.Tensor:
         if token_major:
             shape = (self.batch, self.capacity, 2, self.kv_heads, self.head_dim)
         else:
@@ -57,135 +68,116 @@ class DeviceBank:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     @property
-    def num_layers(self):
-        """Layers held."""
-        return len(self._layers)
+    def nbytes(self) -> int:
+        return sum(rows.nbytes for rows in self._layers if rows is not None)
 
-    @property
-    def nbytes(self):
-        """Bytes reserved on the device."""
-        return sum(t.numel() * t.element_size() for t in self._layers if t is not None)
+    # ---------------------------------------------------------------- writing and reading
 
-    def kv(self, layer, stop=None):
-        """K and V of one layer as [B, Hkv, T, D] views, T = capacity or `stop`; strides are the
-        layout's private matter.
-        """
-        rows = self._layers[layer]
-        if self._token_major[layer]:
-            rows = rows.permute(2, 0, 3, 1, 4)
-        k, v = rows[0], rows[1]
-        return (k, v) if stop is None else (k[:, :, :stop], v[:, :, :stop])
+    def write_step(
+        self,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_pre_rope: torch.Tensor,
+        query_ring: QueryRing,
+        positions: torch.Tensor,
+    ) -> None:
+        store_step(k, v, q_pre_rope, *self.kv(layer), query_ring.slots[layer], positions)
 
-    def write(self, layer, k, v, q_pre_rope, ring, positions):
-        """Write a step's rows k, v [B, Q, Hkv, D] at positions [B, Q] int64, and q_pre_rope [B, Q,
-        H, D] into the layer's ring (QueryRing).
-
-        On a GPU no position visits the host.
-        """
-        store_step(k, v, q_pre_rope, *self.kv(layer), ring.slots[layer], positions)
-
-    def write_chunk(self, layer, k, v, start):
-        """Write rows k, v [B, C, Hkv, D] at start .. start + C - 1 of every sequence (prefill;
-        start is an int).
-        """
+    def write_chunk(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
         bank_k, bank_v = self.kv(layer)
         stop = start + k.shape[1]
         bank_k[:, :, start:stop] = k.transpose(1, 2)
         bank_v[:, :, start:stop] = v.transpose(1, 2)
 
-    def blocks(self, layer, start, stop, size=65536):
-        """Stream rows start .. stop-1 of a layer in order: yields (first, K, V) with K, V [B, Hkv,
-        <= size, D] on the device.
-        """
+    def kv(self, layer: int, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self._layers[layer]
+        assert rows is not None, f"layer {layer} is not on the device"
+        if self._token_major[layer]:
+            rows = rows.permute(2, 0, 3, 1, 4)
+        k, v = rows[0], rows[1]
+        return (k, v) if stop is None else (k[:, :, :stop], v[:, :, :stop])
+
+    def blocks(
+        self, layer: int, start: int, stop: int, size: int | None = None
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         k, v = self.kv(layer)
+        size = size or BLOCK
         for first in range(start, stop, size):
             last = min(stop, first + size)
             yield first, k[:, :, first:last], v[:, :, first:last]
 
-    def relayout(self, plan, placement=None):
-        """The bank that serves another layer plan, rows kept: this one, with every layer in the
-        layout that `plan` wants.
+    def newest_rows(self, layer: int, first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = self.kv(layer, stop)
+        return k[:, :, first:], v[:, :, first:]
 
-        Needs one layer's bytes on top while it runs. placement: what a tiered bank would offload;
-        here rows stay on the device.
-        """
+    def selected(
+        self,
+        layer: int,
+        index: torch.Tensor,
+        counts: torch.Tensor,
+        tail_start: torch.Tensor,
+        step: Step,
+        fetched: bool = True,
+    ) -> SparseRows:
+        return SparseRows(*self.kv(layer, step.bucket), index, counts, tail_start, step.visible)
+
+    # ---------------------------------------------------------------- other plans, copies, end
+
+    def relayout(self, plan: LayerPlan, placement: Placement | None = None) -> DeviceBank:
+        """Put every layer into the memory layout that `plan` wants; `placement` changes nothing."""
         for layer, role in enumerate(plan.roles):
             want = role is Role.SPARSE
             if self._token_major[layer] == want or self._layers[layer] is None:
                 continue
-            k, v = DeviceBank.kv(self, layer)
+            k, v = self.kv(layer)
             self._layers[layer] = self._reserve(want)
             self._token_major[layer] = want
-            new_k, new_v = DeviceBank.kv(self, layer)
+            new_k, new_v = self.kv(layer)
             new_k.copy_(k)
             new_v.copy_(v)
         return self
 
-    def copy_from(self, other, length):
-        """Copy the first `length` rows of another bank of the same model (fork)."""
+    def copy_from(self, other: Bank, length: int) -> None:
         for layer in range(self.num_layers):
-            self._copy_layer(layer, other, length)
+            self.copy_layer(layer, other, length)
 
-    def _copy_layer(self, layer, other, length):
+    def copy_layer(self, layer: int, other: Bank, length: int) -> None:
+        """Copy one layer's first `length` tokens from another bank."""
         for mine, theirs in zip(self.kv(layer, length), other.kv(layer, length)):
             mine.copy_(theirs)
 
-    # What a bank with a host tier does around a step; nothing to do here.
+    def close(self) -> None:
+        self._layers = []
 
-    def hosts(self, layer):
-        """Whether a layer's rows live in host memory."""
+    # ---------------------------------------------------------------- hooks of the host tier
+
+    def on_host(self, layer: int) -> bool:
         return False
 
-    def streams(self, layer, backend):
-        """Whether dense decode attention to a layer must go block by block
-        (engine/bank/streamed_attention.py).
-        """
+    def must_stream(self, layer: int, backend: str) -> bool:
         return False
 
-    def capturable(self, runtime):
-        """Whether steps of this runtime over this bank can be captured into a CUDA graph."""
+    def capturable(self, *, fetches: bool) -> bool:
         return True
 
-    def before_step(self, n):
-        """The next step makes the bank n tokens long."""
+    def before_step(self, n: int) -> None:
+        pass
 
-    def after_step(self, n):
-        """A step that made the bank n tokens long has been issued."""
+    def after_step(self, n: int) -> None:
+        pass
 
-    def rehearsal(self, n):
-        """Context manager: steps inside make the bank n tokens long once more, as it was; nothing
-        of them stays.
-        """
+    def rehearsal(self, n: int) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def rewind(self, n, broken=False):
-        """Forget positions n and beyond: truncate, or (broken) a chunk or step that was broken off
-        somewhere.
-        """
+    def rewind(self, n: int, broken: bool = False) -> None:
+        pass
 
-    def stage(self, layer):
-        """Start bringing a whole layer over."""
+    def stage_layer(self, layer: int) -> None:
+        pass
 
-    def fetch(self, layers, index, counts):
-        """A filter layer has chosen index [B, 1, K], counts [B] for these sparse layers."""
+    def fetch(self, layers: Sequence[int], index: torch.Tensor, counts: torch.Tensor) -> None:
+        pass
 
-    def arrived(self, layers):
-        """The current stream waits until what was fetched for these layers is there; the indices
-        may then be written again.
-        """
-
-    def selected(self, layer, index, counts, start, step, packed=True):
-        """(k, v, index, counts, tail start, lengths) as `decode_sparse` takes them, for a selection
-        and the tail from `start` [B].
-        """
-        return *self.kv(layer, step.bucket), index, counts, start, step.visible
-
-    def counters(self):
-        """{first layer of an offloaded group: (hits, misses, evictions, plans, bytes)} since the
-        beginning.
-        """
-        return {}
-
-    def close(self):
-        """Give the memory back."""
-        self._layers = []
+    def wait_fetched(self, layers: Sequence[int]) -> None:
+        pass

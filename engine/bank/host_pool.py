@@ -1,109 +1,113 @@
-"""Host memory of the context bank: one pool of pinned blocks per LLM, handed out in ring order,
-shared by sessions and forks.
+"""Host memory of the context bank: one pool of pinned blocks per LLM, shared by its sessions.
 
-A block holds 64 tokens; what a row means is its owner's business (opaque bytes). The pool grows
-slab by slab up to its limit and keeps its slabs for later sessions; what sessions took and gave
-back is counted, and zero at the end.
+The pool allocates slabs, up to its limit, and cuts them into blocks of the size that is asked for.
+Blocks are opaque bytes, counted by holder, so that forks can share them. Slabs are kept for later
+sessions.
 """
+
+from __future__ import annotations
 
 import threading
 import time
 import warnings
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 
-from engine.bank.pinned_memory import limits
-from engine.bank.pinned_memory import ways as default_ways
+from engine.bank.pinned_memory import Allocator, allocators_here, limits
 from engine.errors import OutOfHostMemory
 from engine.plan.free_memory import HEADROOM, available_bytes
-from engine.units import human
+from engine.units import first_line, human
 
 # bytes; a power of two, which is what torch's pinned allocator rounds a request up to
 SLAB = 1 << 30
 
 
 @dataclass(eq=False)
-class Block:
-    """One block of host memory: `bytes` is a uint8 view of its slab; refs counts the sequences that
-    hold it.
-    """
+class _Slab:
+    memory: torch.Tensor  # uint8
+    block_bytes: int = 0  # of the blocks it is cut into
+    used: int = 0  # blocks with holders
+    blocks: list[Block] = field(default_factory=list)
 
-    slab: object
+
+@dataclass(eq=False)
+class Block:
+    """A block of host memory: `bytes` is a uint8 view of its slab, refs counts its holders."""
+
+    slab: _Slab
     bytes: torch.Tensor
     refs: int = 0
 
     @property
-    def address(self):
+    def address(self) -> int:
         """Where it begins; valid on the device too where the pool is pinned (unified addressing)."""
         return self.bytes.data_ptr()
 
 
-@dataclass(eq=False)
-class _Slab:
-    memory: torch.Tensor
-    block_bytes: int = 0
-    used: int = 0
-    carved: list = field(default_factory=list)
-
-
 class HostPool:
-    """Blocks of host memory, at most `limit` bytes of slabs (None: no limit but the machine's).
+    """Blocks of host memory, in slabs of at most `limit` bytes together (None: what the machine
+    has). Thread-safe. Times in seconds, sizes in bytes.
 
-    pin: None pins where there is a GPU. A way of pinning that is refused at the first slab gives
-    way to the next, and pinning to ordinary memory with one warning: `pinned` and `way` say which
-    it is. ways: engine.bank.pinned_memory.Way list in order, free() -> bytes of free RAM; both
-    replaceable in tests. Thread-safe. Times in seconds, sizes in bytes.
+    pin: whether the GPU is to read the memory (None: where there is one). Allocators are tried in
+    order: one that fails at the first slab is replaced by the next, and falling back to memory that
+    is not pinned warns once. allocators (in order) and free (a function that returns the bytes of
+    free RAM) can be given by tests.
     """
 
-    def __init__(self, limit=None, slab_bytes=SLAB, pin=None, ways=None, free=None):
+    def __init__(
+        self,
+        limit: int | None = None,
+        slab_bytes: int = SLAB,
+        pin: bool | None = None,
+        allocators: Iterable[Allocator] | None = None,
+        free: Callable[[], int] | None = None,
+    ) -> None:
         self.limit, self.slab_bytes = limit, slab_bytes
         self.pin_seconds = 0.0
-        self.in_use = 0  # bytes of blocks with refs > 0
-        # of the gather, where the link was measured (engine/bank/link.py)
-        self.programs = None
-        self._ways = list(
-            ways
-            if ways is not None
-            else default_ways(torch.cuda.is_available() if pin is None else pin)
-        )
+        self.in_use = 0  # bytes of blocks with holders
+        # programs of the gather kernel, where the link was measured (engine/bank/link.py)
+        self.programs: int | None = None
+        if allocators is None:
+            allocators = allocators_here(torch.cuda.is_available() if pin is None else pin)
+        self._allocators = list(allocators)
         self._free_ram = free or (lambda: available_bytes(torch.device("cpu"))[0])
-        self._refusals = []
-        self._slabs, self._free = [], {}
+        self._refusals: list[str] = []
+        self._slabs: list[_Slab] = []
+        self._free: dict[int, deque[Block]] = {}  # by bytes of a block
         self._lock = threading.RLock()
 
     @property
-    def way(self):
-        """The engine.bank.pinned_memory.Way that slabs come by; before the first slab, the one that
-        will be tried.
-        """
-        return self._ways[0]
+    def allocator(self) -> Allocator:
+        """The Allocator that slabs come from; before the first slab, the one tried first."""
+        return self._allocators[0]
 
     @property
-    def pinned(self):
+    def pinned(self) -> bool:
         """Whether kernels can read the blocks."""
-        return self.way.pinned
+        return self.allocator.pinned
 
     @property
-    def reserved(self):
-        """Bytes of slabs, whether used or not."""
+    def reserved(self) -> int:
+        """Bytes of all slabs, in use or not."""
         return sum(slab.memory.numel() for slab in self._slabs)
 
     @property
-    def slabs(self):
-        """The slabs' tensors (uint8), for copies without a GPU."""
+    def slabs(self) -> list[torch.Tensor]:
+        """The slabs' memory (uint8), for copies without a GPU."""
         return [slab.memory for slab in self._slabs]
 
-    def take(self, block_bytes, count):
-        """`count` blocks of `block_bytes` bytes (a multiple of 64), refs 1 each: all of them or
-        OutOfHostMemory and none.
+    def take(self, block_bytes: int, count: int) -> list[Block]:
+        """Return `count` blocks of `block_bytes` bytes (a multiple of 64) with one holder each.
+        Raises OutOfHostMemory where not all can be had.
         """
-        taken = []
+        taken: list[Block] = []
         with self._lock:
             try:
                 for _ in range(count):
-                    block = self._one(block_bytes)
+                    block = self._next_free(block_bytes)
                     block.refs = 1
                     block.slab.used += 1
                     self.in_use += block_bytes
@@ -113,59 +117,52 @@ class HostPool:
                 raise
         return taken
 
-    def _one(self, size):
+    def _next_free(self, size: int) -> Block:
         free = self._free.setdefault(size, deque())
         if not free:
-            self._carve(self._idle(size) or self._grow(size), size)
+            self._cut(self._idle(size) or self._grow(size), size)
         return free.popleft()  # ring order: what was given back last is taken last
 
-    def _idle(self, size):
-        """A slab that nobody uses, cut for blocks of another size."""
-        return next(
-            (
-                s
-                for s in self._slabs
-                if s.used == 0 and s.block_bytes != size and s.memory.numel() >= size
-            ),
-            None,
-        )
+    def _idle(self, size: int) -> _Slab | None:
+        """Return a slab without holders that is cut into blocks of another size."""
+        for slab in self._slabs:
+            if slab.used == 0 and slab.block_bytes != size and slab.memory.numel() >= size:
+                return slab
+        return None
 
-    def _carve(self, slab, size):
-        if slab.carved:
-            mine = set(map(id, slab.carved))
+    def _cut(self, slab: _Slab, size: int) -> None:
+        """Cut a slab into blocks of `size` bytes, which are free from now on."""
+        if slab.blocks:
+            mine = set(map(id, slab.blocks))
             self._free[slab.block_bytes] = deque(
                 b for b in self._free[slab.block_bytes] if id(b) not in mine
             )
         slab.block_bytes = size
-        slab.carved = [
-            Block(slab, slab.memory[at : at + size])
-            for at in range(0, slab.memory.numel() - size + 1, size)
-        ]
-        self._free[size].extend(slab.carved)
+        starts = range(0, slab.memory.numel() - size + 1, size)
+        slab.blocks = [Block(slab, slab.memory[at : at + size]) for at in starts]
+        self._free[size].extend(slab.blocks)
 
-    def _grow(self, size):
+    def _grow(self, size: int) -> _Slab:
+        """Allocate a slab for blocks of `size` bytes."""
         memory = None
         while memory is None:
             wanted, pinned, began = self._slab_size(size), self.pinned, time.perf_counter()
-            memory = self._get(size, wanted)
+            memory = self._allocate(size, wanted)
             self.pin_seconds += (time.perf_counter() - began) * pinned
         slab = _Slab(memory)
         self._slabs.append(slab)
         return slab
 
-    def _slab_size(self, size):
-        """Bytes of the next slab: the usual size, or what the limit and, for pages that are locked
-        at once, the free RAM leave.
+    def _slab_size(self, size: int) -> int:
+        """Return the bytes of the next slab: the usual size, or what the limit leaves. Pages that
+        are locked at once are limited by the free RAM too.
         """
-        exact = self.way.exact
-        wanted = (
-            self.slab_bytes
-            if self.slab_bytes >= size
-            else size
-            if exact
-            else 1 << (size - 1).bit_length()
-        )
-        left, why = float("inf"), ""
+        exact = self.allocator.exact
+        if self.slab_bytes >= size:
+            wanted = self.slab_bytes
+        else:
+            wanted = size if exact else 1 << (size - 1).bit_length()
+        left, why = wanted, ""
         if self.limit is not None:
             left, why = self.limit - self.reserved, f"the pool's limit is {self.limit} bytes"
         if self.pinned and (free := int(self._free_ram() * HEADROOM)) < left:
@@ -178,33 +175,34 @@ class HostPool:
             raise OutOfHostMemory(_refused(size, self, why))
         return wanted
 
-    def _get(self, size, wanted):
-        """A slab's memory, or None where its way was refused and the next one takes its place."""
+    def _allocate(self, size: int, wanted: int) -> torch.Tensor | None:
+        """Return a slab's memory, or None where the allocator failed and the next took its place."""
         try:
-            return self.way.allocate(wanted)
+            return self.allocator.allocate(wanted)
         except (RuntimeError, MemoryError, OSError) as error:
-            why = _first_line(error)
-            follower = self._ways[1] if len(self._ways) > 1 else None
+            why = first_line(error)
+            follower = self._allocators[1] if len(self._allocators) > 1 else None
+            # pinned and ordinary slabs are never mixed
             if follower is None or (self._slabs and follower.pinned != self.pinned):
                 raise OutOfHostMemory(_refused(size, self, why)) from error
-        refused = self._ways.pop(0)
+        refused = self._allocators.pop(0)
         self._refusals.append(f"{refused.name}: {why}")
         if refused.pinned and not follower.pinned:
             warnings.warn(
-                f"host memory cannot be pinned ({'; '.join(self._refusals)}); going on with ordinary memory, which is "
-                f"slower. {limits()}",
+                f"host memory cannot be pinned ({'; '.join(self._refusals)}); going on with "
+                f"ordinary memory, which is slower. {limits()}",
                 stacklevel=2,
             )
         return None
 
-    def retain(self, blocks):
-        """One more holder of each block (fork)."""
+    def retain(self, blocks: Iterable[Block]) -> None:
+        """Count one more holder of each block (fork)."""
         with self._lock:
             for block in blocks:
                 block.refs += 1
 
-    def release(self, blocks):
-        """One holder less of each; a block without holders may be handed out again."""
+    def release(self, blocks: Iterable[Block]) -> None:
+        """Count one holder less of each block. A block without holders may be handed out again."""
         with self._lock:
             for block in blocks:
                 block.refs -= 1
@@ -213,7 +211,7 @@ class HostPool:
                     self.in_use -= block.slab.block_bytes
                     self._free[block.slab.block_bytes].append(block)
 
-    def close(self):
+    def close(self) -> None:
         """Give the memory back to the system. Raises ValueError while blocks are in use."""
         with self._lock:
             if self.in_use:
@@ -223,9 +221,8 @@ class HostPool:
             self._slabs, self._free = [], {}
 
 
-def _first_line(error):
-    return str(error).split("\n")[0][:200]
-
-
-def _refused(size, pool, why):
-    return f"no host memory for {size} more bytes of context ({pool.in_use} bytes of {pool.reserved} in use): {why}; {limits()}"
+def _refused(size: int, pool: HostPool, why: str) -> str:
+    return (
+        f"no host memory for {size} more bytes of context ({pool.in_use} bytes of "
+        f"{pool.reserved} in use): {why}; {limits()}"
+    )

@@ -1,74 +1,80 @@
-"""Where host memory comes from: pages mapped and registered with the GPU's driver, torch's pinned
-allocator, ordinary memory.
+"""Allocators of host memory. A GPU's kernels can read it only where its pages are locked.
 
-A GPU reads host memory in kernels only where its pages are locked. torch's pinned allocator rounds
-every request up to a power of two (2.25 GiB become 4); pages that are mapped first and registered
-then cost what they are. engine/bank/host_pool.py tries these in order.
+Pages that are mapped and then registered with the driver cost what they are. torch's pinned
+allocator rounds every request up to a power of two (2.25 GiB become 4). Ordinary memory is not
+locked. engine/bank/host_pool.py tries the three in this order.
 """
+
+from __future__ import annotations
 
 import ctypes
 import mmap
 import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 
 from engine.plan.free_memory import available_bytes, container_memory
 from engine.units import human
 
-# bytes: a host sector read twice made unaligned rows 4 to 18 times slower (KERNELS.md 2.1)
+# bytes: a host sector read twice made unaligned rows 4 to 18 times slower
 ALIGN = 64
 # CU_MEMHOSTREGISTER_PORTABLE and _DEVICEMAP: for every context, readable in kernels
 PORTABLE, MAPPED = 1, 2
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to get host memory: allocate(bytes) -> uint8 tensor of that many bytes,
-    ALIGN-aligned, or a RuntimeError, MemoryError or OSError. pinned: whether a GPU can read it in
-    kernels; exact: whether it costs what was asked for, whatever the number.
+class Allocator:
+    """A source of host memory: allocate(bytes) returns a uint8 tensor of that many bytes, aligned
+    to ALIGN, or raises RuntimeError, MemoryError or OSError.
+
+    pinned: whether a GPU's kernels can read it. exact: whether it costs what was asked for,
+    whatever the number.
     """
 
     name: str
-    allocate: object
+    allocate: Callable[[int], torch.Tensor]
     pinned: bool = False
     exact: bool = True
 
 
-def ordinary(size):
-    """uint8 tensor of `size` bytes that the GPU cannot read."""
+class Registrar(Protocol):
+    """Locks and unlocks pages. register raises RuntimeError where it cannot."""
+
+    def register(self, address: int, size: int) -> None: ...
+
+    def unregister(self, address: int) -> None: ...
+
+
+def allocators_here(pin: bool) -> list[Allocator]:
+    """Return the allocators to try on this machine, best first. pin: those that a GPU can read come
+    first.
+    """
+    found = [Allocator("ordinary memory", ordinary)]
+    if pin:
+        pinned = partial(torch.empty, dtype=torch.uint8, pin_memory=True)
+        found.insert(0, Allocator("torch's pinned allocator", pinned, pinned=True, exact=False))
+        driver = cuda_driver()
+        if driver is not None:
+            mapped = partial(registered, driver)
+            found.insert(0, Allocator("mapped and registered", mapped, pinned=True))
+    return found
+
+
+def ordinary(size: int) -> torch.Tensor:
+    """Allocate `size` bytes that a GPU cannot read."""
     memory = torch.empty(size + ALIGN, dtype=torch.uint8)
     skip = -memory.data_ptr() % ALIGN
     return memory[skip : skip + size]
 
 
-def ways(pin):
-    """The ways to try on this machine, best first; `pin`: those that a GPU can read come first."""
-    found = [Way("ordinary memory", ordinary)]
-    if pin:
-        found.insert(
-            0,
-            Way(
-                "torch's pinned allocator",
-                partial(torch.empty, dtype=torch.uint8, pin_memory=True),
-                pinned=True,
-                exact=False,
-            ),
-        )
-        driver = cuda_driver()
-        if driver is not None:
-            found.insert(0, Way("mapped and registered", partial(registered, driver), pinned=True))
-    return found
-
-
-def registered(registrar, size):
-    """uint8 tensor over `size` bytes of fresh pages that `registrar` has locked; unlocked and
-    unmapped with its last view.
-
-    registrar: register(address, bytes), which raises RuntimeError, and unregister(address). Raises
-    OSError where nothing can be mapped.
+def registered(registrar: Registrar, size: int) -> torch.Tensor:
+    """Map `size` bytes of fresh pages and lock them; the last view of the tensor unlocks and unmaps
+    them. Raises OSError where nothing can be mapped.
     """
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     view = memoryview(pages)
@@ -81,25 +87,25 @@ def registered(registrar, size):
     return memory
 
 
-def _unlock(registrar, address, _pages):
+def _unlock(registrar: Registrar, address: int, _pages: mmap.mmap) -> None:
     registrar.unregister(address)
 
 
 class Driver:
-    """Page-locking by the CUDA driver: `library` is its ctypes library, `enter` makes a context
-    current on this thread if none is.
+    """A Registrar that asks the CUDA driver. library: the driver's ctypes library. enter: makes a
+    context current on this thread; called where none is.
 
     The runtime has the same calls (torch.cuda.cudart().cudaHostRegister), but one that fails leaves
     its error behind, torch offers nothing to take it away, and the next kernel launch would find
     it. The driver's calls leave nothing.
     """
 
-    def __init__(self, library, enter):
+    def __init__(self, library: ctypes.CDLL, enter: Callable[[], object]) -> None:
         self._library, self._enter = library, enter
 
-    def register(self, address, size):
-        """Lock pages. RuntimeError with the driver's words where it refuses, or where the device
-        sees them at another address.
+    def register(self, address: int, size: int) -> None:
+        """Lock pages. Raises RuntimeError with the driver's words where it refuses, or where the
+        device sees the pages at another address.
         """
         current = ctypes.c_void_p()
         self._library.cuCtxGetCurrent(ctypes.byref(current))
@@ -121,18 +127,18 @@ class Driver:
                 self._name(code) if code else "the device sees registered memory at another address"
             )
 
-    def unregister(self, address):
-        """Unlock pages; a context that is gone has done so already."""
+    def unregister(self, address: int) -> None:
+        """Unlock pages. A context that is gone has done so already."""
         self._library.cuMemHostUnregister(ctypes.c_void_p(address))
 
-    def _name(self, code):
+    def _name(self, code: int) -> str:
         text = ctypes.c_char_p()
         self._library.cuGetErrorName(ctypes.c_int(code), ctypes.byref(text))
         return (text.value or b"unknown error").decode(errors="replace") + f" ({code})"
 
 
-def cuda_driver():
-    """The Driver of this machine, or None where mapping and registering is not known to work
+def cuda_driver() -> Driver | None:
+    """Return this machine's Driver, or None where mapping and registering is not known to work
     (Windows, no driver).
     """
     if sys.platform != "linux":
@@ -143,10 +149,8 @@ def cuda_driver():
         return None
 
 
-def limits():
-    """The limits that a host allocation can meet here, and what to do about them: text for an
-    error's line.
-    """
+def limits() -> str:
+    """Describe the limits that a host allocation can meet here and the remedies, for an error."""
     found = []
     try:
         import resource
@@ -164,9 +168,8 @@ def limits():
         found.append(f"the container's memory limit is {human(container[0])}")
     free, where = available_bytes(torch.device("cpu"))
     found.append(f"{human(free)} {where}")
-    return "; ".join(
-        [
-            *found,
-            "remedies: a smaller max_context, ram_budget, ulimit -l unlimited, closing other sessions, freeing RAM",
-        ]
+    found.append(
+        "remedies: a smaller max_context, ram_budget, ulimit -l unlimited, closing other sessions, "
+        "freeing RAM"
     )
+    return "; ".join(found)

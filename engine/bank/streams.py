@@ -1,24 +1,25 @@
-"""CUDA streams beside the main one, and the events that order them. On a CPU all of it does
-nothing.
+"""CUDA streams beside the main one, and the events that order them. On a CPU none of it does
+anything: work is done at once and in order.
 """
 
+from __future__ import annotations
+
 import contextlib
+from collections.abc import Iterator
 
 import torch
 
 
 class SideStream:
-    """A CUDA stream beside the main one. On a CPU everything happens at once and in order, and
-    nothing here does anything.
-    """
+    """A CUDA stream beside the main one; nothing on a CPU."""
 
-    def __init__(self, device):
+    def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @contextlib.contextmanager
-    def after_main(self):
-        """Run what is issued inside on this lane, behind everything that the current stream was
-        given so far.
+    def after_main(self) -> Iterator[None]:
+        """Issue the work inside to this stream, behind all that the current stream was given so
+        far.
         """
         if self._stream is None:
             yield
@@ -27,32 +28,32 @@ class SideStream:
         with torch.cuda.stream(self._stream):
             yield
 
-    def wait_event(self, event):
-        """What is issued on this lane from now on waits for an event of another lane."""
+    def wait_event(self, event: torch.cuda.Event | None) -> None:
+        """Make work issued to this stream from now on wait for an event of another stream."""
         if self._stream is not None and event is not None:
             self._stream.wait_event(event)
 
-    def record_event(self):
-        """An event behind everything issued on this lane so far; None on a CPU."""
+    def record_event(self) -> torch.cuda.Event | None:
+        """Record an event behind all work issued to this stream so far; None on a CPU."""
         return self._stream.record_event() if self._stream is not None else None
 
-    def synchronize(self):
-        """Wait on the host until the lane is empty (close, truncate, fork: never in a step)."""
+    def synchronize(self) -> None:
+        """Wait on the host until this stream is empty (close, truncate, fork; never in a step)."""
         if self._stream is not None:
             self._stream.synchronize()
 
 
-def wait(event):
-    """The current stream waits for a lane's event; the host does not."""
+def wait(event: torch.cuda.Event | None) -> None:
+    """Make the current stream wait for an event of a side stream; the host does not wait."""
     if event is not None:
         torch.cuda.current_stream().wait_event(event)
 
 
-def record_main(device):
-    """An event on the current stream; None on a CPU."""
+def record_main(device: torch.device) -> torch.cuda.Event | None:
+    """Record an event on the current stream; None on a CPU."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
-def copy_rows(target, source):
-    """Rows within the device, on whatever lane is current."""
+def copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy rows within the device, on the current stream."""
     target.copy_(source)

@@ -1,119 +1,160 @@
-"""The device's part of an offloaded group: slots that hold fetched rows, the tail's ring, and the
-lanes on which rows travel.
+"""The device's part of an offload group: slots for fetched rows, and a ring of the newest tokens.
+
+A step fetches only selected tokens that have no slot yet. Slots survive from step to step, and the
+least recently selected tokens give theirs up (kernels/slots.py). Each group has its own working
+set, so one group's fetch overlaps another group's attention.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from engine.bank.base import SparseRows
 from engine.bank.streams import wait
-from kernels.gather import move_rows
 from kernels.slots import forget_slots, make_slots, plan_slots
+
+if TYPE_CHECKING:
+    from engine.bank.host_rows import HostRows
+    from engine.bank.row_layout import RowLayout
+    from engine.bank.streams import SideStream
+    from engine.plan.placement import Placement
+
+Position = TypeVar("Position", int, torch.Tensor)
 
 
 class WorkingSet:
-    """One group's buffer on the device: `slots` rows of fetched tokens, then the newest tokens
-    twice over.
+    """One buffer of rows: `num_slots` fetched tokens, then a ring of the newest tokens held twice.
 
-    rows [slots + 2 ring, layers, part]: token-major, packed by group, exactly as on the host.
-    Position p lies in rows slots + p % ring and slots + ring + p % ring, so that any ring
-    consecutive positions are consecutive rows somewhere.
+    rows [num_slots + 2 ring, layers, elements]: token-major, the group's layers side by side,
+    exactly as on the host. Position p lies in ring rows num_slots + p % ring and num_slots + ring +
+    p % ring. Any `ring` consecutive positions are therefore consecutive rows somewhere, and no
+    kernel needs to know of a ring.
     """
 
     def __init__(
-        self, pack, placement, kv_heads, head_dim, part_bytes, capacity, dtype, device, backend
-    ):
-        self.pack, self.at = pack, {layer: i for i, layer in enumerate(pack)}
-        self.first, self.ring, self.backend = placement.slots, placement.ring, backend
-        self.reuse, self.by_layer = placement.reuse, placement.by_layer
-        self.part, self.pitch = part_bytes, part_bytes * len(pack)
-        self.width, self.shape = kv_heads * head_dim, (kv_heads, head_dim)
-        count = self.first + 2 * self.ring
-        self.rows = torch.empty(
-            count, len(pack), part_bytes // dtype.itemsize, dtype=dtype, device=device
+        self,
+        group: tuple[int, ...],
+        placement: Placement,
+        layout: RowLayout,
+        capacity: int,
+        host: HostRows,
+    ) -> None:
+        self.group, self.ring, self.num_slots = group, placement.ring, placement.slots
+        self._at = {layer: i for i, layer in enumerate(group)}
+        self._reuse, self._by_layer = placement.reuse, placement.by_layer
+        self._layout, self._host = layout, host
+        count = self.num_slots + 2 * self.ring
+        self._rows = layout.empty(count, len(group))
+        # whole rows of the group, as copies see them: int32 [count, words]
+        self.words = self._rows.view(count, -1).view(torch.int32)
+        self._slots = (
+            make_slots(capacity, self.num_slots, placement.budget, layout.device)
+            if placement.budget
+            else None
         )
-        self.words = self.rows.view(count, -1).view(torch.int32)
-        self.slots = (
-            make_slots(capacity, self.first, placement.budget, device) if placement.budget else None
-        )
-        self.moved = torch.zeros(1, dtype=torch.int64, device=device)
-        self._done = {}
+        self._moved = torch.zeros(1, dtype=torch.int64, device=layout.device)
+        self._fetched: dict[int, torch.cuda.Event | None] = {}
 
     @property
-    def nbytes(self):
-        """Device bytes held."""
-        return (
-            self.rows.numel() * self.rows.element_size()
-            + 8
-            + (self.slots.nbytes if self.slots else 0)
-        )
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        state = self._slots.nbytes if self._slots else 0
+        return self._rows.nbytes + self._moved.nbytes + state
 
-    def kv(self, layer):
-        """K and V of a layer over slots and ring: two [1, Hkv, S, D] views."""
-        rows = self.rows[:, self.at[layer]]
-        return tuple(
-            rows[:, i * self.width : (i + 1) * self.width]
-            .unflatten(1, self.shape)
-            .transpose(0, 1)[None]
-            for i in (0, 1)
-        )
+    def counters(self) -> torch.Tensor:
+        """Return int64 [5] on the device: hits, misses, evictions, plans, bytes moved."""
+        none = torch.zeros(4, dtype=torch.int64, device=self._moved.device)
+        return torch.cat((self._slots.counters if self._slots else none, self._moved))
 
-    def write(self, layer, k, v, where):
-        """Rows k, v [1, Q, Hkv, D] of new tokens into the ring; where int64 [2 Q]: their rows here,
-        both copies.
+    # ---------------------------------------------------------------- the ring
+
+    def write_step(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor
+    ) -> None:
+        """Write k, v [1, Q, Hkv, D] of new tokens at positions [Q] int64 into both copies of the
+        ring.
         """
+        at = self.ring_row(positions)
         both = torch.cat((k.flatten(2), v.flatten(2)), dim=2)[0]
-        self.rows[:, self.at[layer], : 2 * self.width].index_copy_(
-            0, where, torch.cat((both, both))
+        self._rows[:, self._at[layer], : 2 * self._layout.width].index_copy_(
+            0, torch.cat((at, at + self.ring)), torch.cat((both, both))
         )
 
-    def load(self, index, count, table, offset, pool, lane):
-        """Fetch what a selection adds: index int32 [K], count int32 [1], both on the device. Layers
-        wait by `ready`.
-
-        The lane runs behind the filter layer that chose (race: the plan would read indices that are
-        not written yet) and so behind every layer of the step before (race: a fetch would overwrite
-        slots that those still read).
+    def refill(self, first: int, stop: int) -> None:
+        """Copy positions first .. stop-1, at most `ring`, from the host into both copies of the
+        ring.
         """
-        with lane.after_main():
-            if not self.reuse:
-                forget_slots(self.slots, 0)
-            plan_slots(index, count, self.slots, self.backend)
-            s = self.slots
-            move = dict(
-                tokens=s.source,
-                slots=s.target,
-                count=s.misses,
-                slabs=pool.slabs,
-                moved=self.moved,
-                programs=pool.programs,
-                backend=self.backend,
-            )
-            if not self.by_layer:
-                move_rows(table, offset, self.pitch, self.words, **move)
-                self._done = dict.fromkeys(self.pack, lane.record_event())
-                return
-            width = self.part // 4
-            for layer, i in self.at.items():
-                move_rows(
-                    table,
-                    offset + i * self.part,
-                    self.pitch,
-                    self.words[:, i * width : (i + 1) * width],
-                    **move,
+        while first < stop:
+            # up to the ring's end, then from its beginning
+            count = min(stop - first, self.ring - first % self.ring)
+            for copy in (0, self.ring):
+                self._host.read(
+                    self.group[0], first, self.words, self.ring_row(first) + copy, count
                 )
-                self._done[layer] = lane.record_event()
+            first += count
 
-    def ready(self, layer):
-        """The current stream waits until a layer's rows have arrived (race: attention would read
-        slots still being filled).
+    def ring_row(self, position: Position) -> Position:
+        """Return the row of a position in the ring's first copy."""
+        return position % self.ring + self.num_slots
+
+    def newest(self, layer: int, first: int, stop: int) -> torch.Tensor:
+        """Return rows [T, elements] of positions first .. stop-1 of a layer: a view of the ring."""
+        at = self.ring_row(first)
+        return self._rows[at : at + stop - first, self._at[layer]]
+
+    # ---------------------------------------------------------------- the slots
+
+    def fetch(self, index: torch.Tensor, count: torch.Tensor, stream: SideStream) -> None:
+        """Fetch the selected tokens that have no slot yet: index int32 [K], count int32 [1], on the
+        device. `ready` waits for the rows.
+
+        The stream runs behind the filter layer that chose (race: the plan would read indices that
+        are not written yet) and so behind every layer of the step before (race: a fetch would
+        overwrite slots that those still read).
         """
-        wait(self._done.get(layer))
+        s = self._slots
+        assert s is not None, "this group was placed without slots"
+        with stream.after_main():
+            if not self._reuse:
+                forget_slots(s, 0)
+            plan_slots(index, count, s, self._host.backend)
+            fresh = (s.target, s.misses, self._moved, self._host.pool.programs)
+            if not self._by_layer:
+                self._host.read(self.group[0], s.source, self.words, *fresh)
+                self._fetched = dict.fromkeys(self.group, stream.record_event())
+                return
+            width = self._host.part_bytes // 4
+            for layer, i in self._at.items():
+                part = self.words[:, i * width : (i + 1) * width]
+                self._host.read(layer, s.source, part, *fresh)
+                self._fetched[layer] = stream.record_event()
 
-    def forget(self, length):
-        """Tokens from `length` on are no longer what the slots hold."""
-        if self.slots is not None:
-            forget_slots(self.slots, length)
+    def ready(self, layer: int) -> None:
+        """Make the current stream wait for a layer's fetched rows (race: attention would read slots
+        still being filled).
+        """
+        wait(self._fetched.get(layer))
 
-    def counters(self):
-        """int64 [5] on the device: hits, misses, evictions, plans, bytes moved."""
-        none = torch.zeros(4, dtype=torch.int64, device=self.moved.device)
-        return torch.cat((self.slots.counters if self.slots else none, self.moved))
+    def selected(
+        self, layer: int, counts: torch.Tensor, tail_start: torch.Tensor, visible: torch.Tensor
+    ) -> SparseRows:
+        """Return what a layer attends to: the slots of the last `fetch`, and the tail from position
+        tail_start [1] up to `visible` [1] in the ring.
+        """
+        assert self._slots is not None, "this group was placed without slots"
+        self.ready(layer)
+        first = self.ring_row(tail_start)
+        return SparseRows(
+            *self._layout.views(self._rows[:, self._at[layer]]),
+            self._slots.slot_of[None, None],
+            counts,
+            first,
+            first + (visible - tail_start),
+        )
+
+    def forget(self, length: int) -> None:
+        """Empty the slots of tokens from `length` on."""
+        if self._slots is not None:
+            forget_slots(self._slots, length)

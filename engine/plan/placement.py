@@ -1,137 +1,150 @@
-"""What of a context bank lives where: a pure function of model, method and bytes, decided before
-anything is allocated.
+"""The placement: which layers of a context bank live in host memory, and what they keep on the
+device. A pure function of model, method and bytes, decided before anything is allocated.
 
 Layers that read everything in each step stay on the device. Sparse layers may live in host memory,
-a whole group at a time (a group's rows travel together); on the device they keep a working set of
-slots and the tail.
+one offload group at a time, because a group's K and V travel together. On the device a group keeps
+slots for fetched rows and a ring of its newest tokens.
 """
 
+from __future__ import annotations
+
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from engine.plan.layers import TAIL_BLOCK
 from kernels.slots import slots_bytes
 
-# Tokens of one of the two device blocks through which a layer's past streams back: 201 MB at 4 KB a
-# row. With 65536 an 8B model took 34.07 KiB of device memory per token at 2^20 tokens; smaller
-# blocks mean more partial results to merge.
+if TYPE_CHECKING:
+    from engine.methods.base import Method
+    from engine.model.config import ModelConfig
+    from engine.plan.layers import LayerPlan
+
+# Tokens of one of the two device blocks through which an offloaded layer streams back: 201 MB at
+# 4 KB a row. With 65536 an 8B model took 34.07 KiB of device memory per token at 2^20 tokens;
+# smaller blocks mean more partial results to merge.
 STREAM_BLOCK = 49152
-# slots per budgeted token: hit rates saturate near four times a step's set (KERNELS.md 2.1)
+# slots per selected token: hit rates saturate near four times a step's selection
 SLOTS = 4
-ROW_ALIGN = 64  # bytes of every row part: one host sector
+ROW_ALIGN = 64  # bytes: a host sector
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The offloaded part of a bank. packs: layers that live in host memory, those of one pack side
-    by side in a row.
+    """The offloaded part of a bank.
 
-    budget: most tokens of a selection (0: nothing is selected, rows only stream); slots: per pack;
-    ring: tokens of the newest rows kept on the device (a tail and 128); block, chunk: rows of a
-    stream block and of a staging slot; stages: whole layers staged on the device (brutal offload);
-    reuse: whether slots survive a step; by_layer: a load per layer instead of per group.
+    offload_groups: layers that live in host memory; the layers of one group share a row. budget:
+    most tokens of a selection (0: nothing is selected, layers are read whole). slots: fetched
+    tokens held per group. ring: newest tokens held per group, a tail and 128. block: rows of a
+    stream block. chunk: rows of a staging buffer. staged_layers: whole layers staged on the device
+    (brutal offload). reuse: whether slots survive a step. by_layer: a fetch copies layer by layer
+    instead of a group at once.
     """
 
-    packs: tuple
+    offload_groups: tuple[tuple[int, ...], ...]
     budget: int
     slots: int
     ring: int
     block: int
     chunk: int
-    stages: int = 0
+    staged_layers: int = 0
     reuse: bool = True
     by_layer: bool = False
 
     @property
-    def layers(self):
+    def layers(self) -> tuple[int, ...]:
         """All layers in host memory, ascending."""
-        return tuple(sorted(layer for pack in self.packs for layer in pack))
+        return tuple(sorted(layer for group in self.offload_groups for layer in group))
 
-    def keeping(self, packs):
-        """The same with only these packs offloaded."""
-        return Placement(
-            tuple(packs),
-            self.budget,
-            self.slots,
-            self.ring,
-            self.block,
-            self.chunk,
-            self.stages,
-            self.reuse,
-            self.by_layer,
-        )
+    def keeping(self, groups: Iterable[tuple[int, ...]]) -> Placement:
+        """Return this placement with only these groups offloaded."""
+        return replace(self, offload_groups=tuple(groups))
 
-    def host_bytes(self, config, size, tokens):
-        """Bytes of host memory that `tokens` tokens take: whole blocks of padded rows."""
+    def host_bytes(self, config: ModelConfig, size: int, tokens: int) -> int:
+        """Return the bytes of host memory that `tokens` tokens take: whole blocks of padded rows.
+        size: bytes of an element.
+        """
         blocks = -(-tokens // TAIL_BLOCK)
         return blocks * TAIL_BLOCK * len(self.layers) * part_bytes(config, size)
 
-    def device_items(self, config, size, capacity):
-        """{name: bytes} that the offloaded layers keep on the device; what TieredBank allocates, to
-        the byte.
+    def device_items(self, config: ModelConfig, size: int, capacity: int) -> dict[str, int]:
+        """Return {name: bytes} of what the offloaded layers keep on the device: what TieredBank
+        allocates, to the byte.
         """
-        part = part_bytes(config, size)
-        slots = sum((self.slots + 2 * self.ring) * len(pack) * part + 8 for pack in self.packs)
-        state = (
-            len(self.packs) * slots_bytes(capacity, self.slots, self.budget) if self.budget else 0
-        )
+        part, groups = part_bytes(config, size), self.offload_groups
+        slots = sum((self.slots + 2 * self.ring) * len(group) * part + 8 for group in groups)
+        state = len(groups) * slots_bytes(capacity, self.slots, self.budget) if self.budget else 0
         return {
             "slots": slots,
             "maps": state + 8 * -(-capacity // TAIL_BLOCK),
-            "staging": part * (2 * self.chunk + 2 * self.block + self.stages * capacity),
+            "staging": part * (2 * self.chunk + 2 * self.block + self.staged_layers * capacity),
         }
 
-    def device_bytes(self, config, size, capacity):
-        """Sum of `device_items`."""
-        return sum(self.device_items(config, size, capacity).values())
+    def describe(self) -> str:
+        """Say in one line what went to the host."""
+        spans = ", ".join(
+            f"{group[0]}-{group[-1]}" if len(group) > 1 else str(group[0])
+            for group in self.offload_groups
+        )
+        tail = self.ring - 2 * TAIL_BLOCK
+        return (
+            f"layers {spans} in host memory, {self.slots} slots and a tail of {tail} per group "
+            "on the device"
+        )
 
-    def describe(self):
-        """One line: what went to the host."""
-        spans = ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in self.packs)
-        return f"layers {spans} in host memory, {self.slots} slots and a tail of {self.ring - 128} per group on the device"
 
-
-def part_bytes(config, size):
-    """Bytes of one token's K and V in one layer, padded to whole host sectors."""
+def part_bytes(config: ModelConfig, size: int) -> int:
+    """Return the bytes of one token's K and V in one layer, padded to whole host sectors. size:
+    bytes of an element.
+    """
     return -(-config.kv_bytes(size) // ROW_ALIGN) * ROW_ALIGN
 
 
-def full_placement(config, method, layers, size, capacity, chunk, slots=SLOTS, by_layer=False):
-    """Placement with everything offloaded that `method` lets go (Method.packs), or None where that
-    is nothing.
+def full_placement(
+    config: ModelConfig,
+    method: Method,
+    layers: LayerPlan,
+    size: int,
+    capacity: int,
+    chunk: int,
+    slots: float = SLOTS,
+    by_layer: bool = False,
+) -> Placement | None:
+    """Return the placement that offloads every layer that `method` can spare, or None where it can
+    spare none.
 
-    slots: slots per budgeted token, at least 1; 0 turns reuse off (every step fetches its whole
-    selection).
+    slots: slots per selected token, at least 1. 0 turns reuse off: every step fetches its whole
+    selection.
     """
-    packs = method.packs(layers)
-    if not packs:
+    groups = method.packs(layers)
+    if not groups:
         return None
     budget = method.budget_capacity(layers, capacity) if method.selects else 0
-    many = min(max(budget, math.ceil(budget * max(1, slots))), max(budget, capacity))
+    held = min(max(budget, math.ceil(budget * max(1, slots))), max(budget, capacity))
     ring = -(-getattr(method, "tail", TAIL_BLOCK) // TAIL_BLOCK) * TAIL_BLOCK + 2 * TAIL_BLOCK
     return Placement(
-        packs,
+        groups,
         budget,
-        many,
+        held,
         ring,
         min(STREAM_BLOCK, capacity),
         min(chunk, capacity),
-        min(method.stages, len(packs)),
+        min(method.stages, len(groups)),
         slots > 0,
         by_layer,
     )
 
 
-def fitting(placement, fits):
-    """The placement with as much as possible back on the device: groups return while
-    `fits(placement)` holds, smallest first.
+def fitting(placement: Placement, fits: Callable[[Placement | None], bool]) -> Placement | None:
+    """Return the placement with as many groups back on the device as `fits(placement)` allows, or
+    None where all of them fit there.
 
-    Smallest first returns the most groups, so that the fewest loads are waited for. None where
-    everything fits on the device.
+    Groups go back smallest first: that returns the most, so that the fewest fetches are waited for.
     """
-    kept = list(placement.packs)
-    for pack in sorted(placement.packs, key=len):
-        fewer = [p for p in kept if p is not pack]
+    kept = list(placement.offload_groups)
+    for group in sorted(placement.offload_groups, key=len):
+        fewer = [other for other in kept if other is not group]
         candidate = placement.keeping(fewer) if fewer else None
         if not fits(candidate):
             break

@@ -1,13 +1,14 @@
-"""Lanes that do their work as late as they may, on a CPU: whatever is not waited for has not
-happened, and finds what came after it.
+"""Side streams that run their work as late as they may, on a CPU. Work that nobody waits for has
+not happened, and when it runs it finds what came after it.
 
 A CUDA stream beside the main one may run at any time between the event it waits for and the event
-that somebody waits for. A machine that is fast, or that does everything in order, hides a wait that
-is missing; this one runs nothing before it is waited for. Main work runs at once. What it cannot
-show: a lane that begins too early (a missing `after_main`).
+that somebody waits for. A fast machine, or one that does everything in order, hides a missing wait.
+A late lane runs nothing before somebody waits for it. Work on the main stream runs at once. Late
+lanes cannot show a stream that begins too early (a missing `after_main`).
 """
 
 import contextlib
+import importlib
 import sys
 
 import torch
@@ -29,7 +30,7 @@ class Event:
 class LateLane:
     """engine.bank.streams.SideStream with a list of work instead of a stream."""
 
-    # every lane since `install`; the one that work is issued on; see `install`
+    # every lane since `install`; the one that work is issued on now; the waits left out
     made, now, skip = [], None, ""
 
     def __init__(self, device):
@@ -103,13 +104,22 @@ def late(name, function):
     return issued
 
 
+# modules of engine.bank that copy rows, plan slots or wait
+MODULES = (
+    "block_stream",
+    "host_rows",
+    "row_reader",
+    "tiered",
+    "whole_layers",
+    "working_set",
+    "write_back",
+)
+
+
 def install(monkeypatch, skip=""):
     """Put late lanes under the host tier. skip: a function whose waits do nothing, to see that they
     matter.
     """
-    import engine.bank.host_reader as hostread
-    import engine.bank.tiered as tiered
-    import engine.bank.working_set as prefetch
 
     def wait(event):
         if event is not None and sys._getframe(1).f_code.co_name != skip:
@@ -117,9 +127,15 @@ def install(monkeypatch, skip=""):
             event.happen()
 
     LateLane.made, LateLane.now, LateLane.skip = [], None, skip
-    monkeypatch.setattr(tiered, "SideStream", LateLane)
-    for module in (hostread, prefetch, tiered):
-        for name in ("move_rows", "copy_rows", "plan_slots", "forget_slots"):
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, late(name, getattr(module, name)))
-        monkeypatch.setattr(module, "wait", wait)
+    patched = set()
+    for name in MODULES:
+        module = importlib.import_module(f"engine.bank.{name}")
+        for function in ("move_rows", "copy_rows", "plan_slots", "forget_slots"):
+            if hasattr(module, function):
+                monkeypatch.setattr(module, function, late(function, getattr(module, function)))
+                patched.add(function)
+        for function, stand_in in (("wait", wait), ("SideStream", LateLane)):
+            if hasattr(module, function):
+                monkeypatch.setattr(module, function, stand_in)
+                patched.add(function)
+    assert len(patched) == 6, "a name that late lanes replace has moved"

@@ -1,5 +1,5 @@
-"""Every transfer as late as it may be: the same bits as on the device, and each wait that is left
-out is noticed.
+"""Every transfer as late as it may be: the same bits as on the device, and a wait that is left out
+is noticed.
 
 Stops: rows read before they arrive, a buffer that is written again while its last rows are still on
 their way, maps and indices that change under a fetch; on a GPU these come true now and then, on a
@@ -112,16 +112,16 @@ def test_late_stream_blocks_change_nothing(block, monkeypatch):
     [
         ("ready", METHOD, SCRIPT[:2], "reference"),
         ("kv", METHOD, SCRIPT[:2], "reference"),
-        ("_drain", METHOD, [*SCRIPT[:3], ("decode", 20), ("fork", 0), ("decode", 8)], "reference"),
-        ("kv", BRUTAL, SCRIPT[:2], "reference"),
+        ("drain", METHOD, [*SCRIPT[:3], ("decode", 20), ("fork", 0), ("decode", 8)], "reference"),
+        ("_staged_kv", BRUTAL, SCRIPT[:2], "reference"),
         ("stage", BRUTAL, SCRIPT, "reference"),
-        ("_gathered", UNPACKED, SCRIPT, "reference"),
+        ("gather", UNPACKED, SCRIPT, "reference"),
         ("before_step", METHOD, [("prefill", 30), ("decode", 110)], "reference"),
         ("_refill", METHOD, SCRIPT[:2], "cpu"),
-        ("_send", METHOD, SCRIPT[:1], "cpu"),
+        ("_write_piece", METHOD, SCRIPT[:1], "cpu"),
         ("blocks", METHOD, STREAM[:1], "cpu"),
         ("_start", METHOD, STREAM[:4], "cpu"),
-        ("own", METHOD, [("prefill", 1), ("refresh", 0)], "cpu"),
+        ("newest_rows", METHOD, [("prefill", 1), ("refresh", 0)], "cpu"),
     ],
 )
 def test_a_wait_that_is_left_out_is_noticed(function, method, script, backend, monkeypatch):
@@ -142,22 +142,22 @@ def test_broken_off_between_a_plan_and_its_copy(call, monkeypatch):
     """Ctrl-C when the call-th transfer is issued, everything issued before it still to run: the
     slots promise nothing that never came.
     """
-    import engine.bank.working_set as prefetch
+    import engine.bank.host_rows as host_rows
 
     device, host = pair(METHOD, chunk=50, slots=1)
     install(monkeypatch)
     session, expected = host.session(), device.session()
     for s in (session, expected):
         s.prefill(random_ids(200))
-    real, left = prefetch.move_rows, [call]
+    real, left = host_rows.move_rows, [call]
 
     def interrupted(*arguments, **named):
-        left[0] -= 1
+        left[0] -= named.get("moved") is not None  # fetches of selections only
         if left[0] == 0:
             raise KeyboardInterrupt
         return real(*arguments, **named)
 
-    monkeypatch.setattr(prefetch, "move_rows", interrupted)
+    monkeypatch.setattr(host_rows, "move_rows", interrupted)
     with pytest.raises(KeyboardInterrupt):
         for token in range(40):
             session.decode(token)
@@ -183,7 +183,7 @@ def test_closed_or_dropped_while_rows_are_on_their_way(close, monkeypatch):
     session = host.session()
     session.prefill(random_ids(60))
     for _ in range(4):
-        session.decode(1)  # the block that is now complete goes home
+        session.decode(1)  # the block that is now complete is written back
     assert pending() and host.host_pool.in_use > 0
     if close:
         session.close()

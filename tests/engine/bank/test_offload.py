@@ -1,8 +1,8 @@
 """Offloaded = on the device, bit for bit, on the reference launchers: logits, selections, tokens;
 and counters that equal the formula.
 
-Stops: a slot that holds another token's row, a fetch too late or too early, a block sent home
-before it is whole, a ring that wraps wrongly, a truncate that leaves rows of what was forgotten.
+Stops: a slot that holds another token's row, a fetch too late or too early, a block written
+back before it is whole, a ring that wraps wrongly, a truncate that leaves rows of what was forgotten.
 """
 
 import pytest
@@ -80,7 +80,7 @@ def compare(method, script, **settings):
     misses = 0
     for session in sessions:
         stats, rows = session.stats, part_bytes(CONFIG, 4)
-        groups = {pack[0]: len(pack) for pack in session.bank.placement.packs}
+        groups = {group[0]: len(group) for group in session.bank.placement.offload_groups}
         assert stats.bytes_fetched == sum(
             row["misses"] * rows * groups[first] for first, row in stats.groups.items()
         )
@@ -147,7 +147,7 @@ def test_offloaded_is_on_device_bit_for_bit(
 
 @pytest.mark.parametrize("slots, steps", [(0, 70), (1, 330), (4, 70)])
 def test_long_generation_across_many_tail_blocks(slots, steps):
-    """330 generated tokens: five blocks go home during decode and become candidates; misses happen
+    """330 generated tokens: five blocks are written back during decode and become candidates; misses happen
     whatever the slots.
     """
     method = OmniKV(filter_layers=(1, 4), tokens=48, tail=64, **BASE)
@@ -185,7 +185,7 @@ def test_brutal_offload_is_full_attention():
         assert equal(a, b)
     # every chunk reads the rows so far, the last layer only for the last token
     prompt = 3 * (64 + 128 + 192 + 200) + 200
-    # every row that is at home; a block goes home at 256
+    # every row that is in host memory; a block is written back at 256
     steps = 4 * (200 * 56 + 256 * 24)
     assert session.stats.bytes_streamed == part_bytes(CONFIG, 4) * (prompt + steps)
 
@@ -198,9 +198,9 @@ def test_brutal_offload_starts_copies_ahead(monkeypatch):
     _, llm = pair(BrutalOffload(layers=5, ahead=2))
     session = llm.session()
     session.prefill(random_ids(100))
-    stage, attend = session.bank.stage, session.runtime.attend_dense
+    stage, attend = session.bank.stage_layer, session.runtime.attend_dense
     monkeypatch.setattr(
-        session.bank, "stage", lambda layer: (log.append(("stage", layer)), stage(layer))
+        session.bank, "stage_layer", lambda layer: (log.append(("stage", layer)), stage(layer))
     )
     monkeypatch.setattr(
         session.runtime,
@@ -214,7 +214,8 @@ def test_brutal_offload_starts_copies_ahead(monkeypatch):
         expected += [("stage", layer + 2)] * (layer + 2 <= last) + [("attend", layer)]
     assert log == expected
     # every copy was read
-    assert len(session.bank._whole) == 3 and not session.bank._whole_of
+    whole = session.bank._whole
+    assert len(whole.buffers) == 3 and not whole.staged
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -237,11 +238,11 @@ def test_many_stream_blocks(monkeypatch, backend, block):
         # dense steps over the offloaded layers, streamed
         session.set_method(Full())
     x, y = a.decode(3), b.decode(3)
-    assert (x - y).abs().max() < 2e-4 and a.ids == b.ids and b.bank.hosts(6)
+    assert (x - y).abs().max() < 2e-4 and a.ids == b.ids and b.bank.on_host(6)
 
 
 def test_methods_change_over_an_offloaded_bank():
-    """Full and back leaves rows where they are; other filter layers pack them anew; every answer
+    """Full and back leaves rows where they are; other filter layers group them anew; every answer
     stays the device's.
     """
     first = OmniKV(filter_layers=(1, 4), tokens=40, tail=64, **BASE)

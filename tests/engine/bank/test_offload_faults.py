@@ -13,7 +13,7 @@ import torch
 from engine import OmniKV
 from engine.bank.block_table import BlockTable
 from engine.bank.host_pool import HostPool
-from engine.bank.pinned_memory import Way, ordinary
+from engine.bank.pinned_memory import Allocator, ordinary
 from engine.bank.tiered import TieredBank
 from engine.errors import OutOfHostMemory
 from engine.plan.placement import part_bytes
@@ -55,7 +55,7 @@ def test_refused_at_every_allocation_of_a_prefill(at, expected):
     the rest gives the same answer.
     """
     allocate = Refusing(at)
-    pool = HostPool(slab_bytes=64, ways=[Way("test", allocate)])
+    pool = HostPool(slab_bytes=64, allocators=[Allocator("test", allocate)])
     session = offloaded(pool).session()
     ids = random_ids(250)
     with pytest.raises(OutOfHostMemory, match="no host memory for .* remedies"):
@@ -76,7 +76,7 @@ def test_refused_while_generating(expected):
     when there is memory.
     """
     allocate = Refusing(4)
-    session = offloaded(HostPool(slab_bytes=64, ways=[Way("test", allocate)])).session()
+    session = offloaded(HostPool(slab_bytes=64, allocators=[Allocator("test", allocate)])).session()
     session.prefill(random_ids(250))
     got = [session.decode(5) for _ in range(6)]
     for _ in range(2):
@@ -127,15 +127,14 @@ def test_a_pool_serves_two_models_one_after_the_other():
 
 @pytest.mark.parametrize("call", [1, 3, 5, 11, 20, 27])
 def test_interrupted_anywhere_in_a_step_or_chunk(monkeypatch, call, expected):
-    """Ctrl-C in the middle of a fetch, a copy home, a chunk: the session is at the tokens it says,
+    """Ctrl-C in the middle of a fetch, a write-back, a chunk: the session is at the tokens it says,
     and answers as ever.
     """
-    import engine.bank.tiered as tiered
-    import engine.bank.working_set as prefetch
+    import engine.bank.host_rows as host_rows
 
     session = offloaded(HostPool(slab_bytes=BLOCK)).session()
     session.prefill(random_ids(200))
-    left, real = [call], tiered.move_rows
+    left, real = [call], host_rows.move_rows
 
     def interrupted(*args, **kwargs):
         left[0] -= 1
@@ -143,8 +142,7 @@ def test_interrupted_anywhere_in_a_step_or_chunk(monkeypatch, call, expected):
             raise KeyboardInterrupt
         return real(*args, **kwargs)
 
-    for module in (tiered, prefetch):
-        monkeypatch.setattr(module, "move_rows", interrupted)
+    monkeypatch.setattr(host_rows, "move_rows", interrupted)
     got = None
     with pytest.raises(KeyboardInterrupt):
         got = session.prefill(random_ids(250)[200:])
@@ -210,7 +208,7 @@ def test_a_fork_that_finds_no_memory_leaves_nothing(monkeypatch):
     assert llm.host_pool.in_use == held and session.decode(1) is not None
 
 
-def test_another_packing_that_finds_no_memory_leaves_the_session_as_it_was(expected):
+def test_other_groups_that_finds_no_memory_leaves_the_session_as_it_was(expected):
     llm = offloaded(HostPool(limit=6 * BLOCK, slab_bytes=BLOCK))
     session = llm.session()
     session.prefill(random_ids(250))

@@ -1,4 +1,4 @@
-"""Host memory for a GPU, without one: the ways are tried in order, what is refused says why, locked
+"""Host memory for a GPU, without one: the allocators are tried in order, what is refused says why, locked
 pages are unlocked before they go.
 
 Stops: pages unmapped while the driver still holds them, a refusal that ends a session that ordinary
@@ -18,7 +18,14 @@ import torch
 from engine import OmniKV
 from engine.bank.host_pool import HostPool
 from engine.bank.link import Link, choose, measure_link
-from engine.bank.pinned_memory import Driver, Way, limits, ordinary, registered, ways
+from engine.bank.pinned_memory import (
+    Allocator,
+    Driver,
+    allocators_here,
+    limits,
+    ordinary,
+    registered,
+)
 from engine.errors import OutOfHostMemory
 from tests.builders import random_ids, tiny_llm
 
@@ -86,7 +93,9 @@ def test_a_whole_session_over_registered_pages():
     pool = HostPool(
         limit=280_000,
         slab_bytes=150_001,
-        ways=[Way("mapped and registered", partial(registered, registrar), pinned=True)],
+        allocators=[
+            Allocator("mapped and registered", partial(registered, registrar), pinned=True)
+        ],
     )
     settings = dict(max_context=512, chunk=50, backend="reference")
     expected = tiny_llm(method, offload="device", **settings).session()
@@ -175,7 +184,7 @@ def test_the_driver_says_why():
     assert asked[-1] == ("unregister", 4096)
 
 
-# ---------------------------------------------------------------- which way
+# ---------------------------------------------------------------- which allocator
 
 
 def refusing(message):
@@ -185,41 +194,41 @@ def refusing(message):
     return allocate
 
 
-def test_ways_of_this_machine():
-    assert [way.name for way in ways(False)] == ["ordinary memory"]
-    names = [way.name for way in ways(True)]
+def test_allocators_of_this_machine():
+    assert [found.name for found in allocators_here(False)] == ["ordinary memory"]
+    names = [found.name for found in allocators_here(True)]
     assert names[-2:] == ["torch's pinned allocator", "ordinary memory"]
-    assert [way.pinned for way in ways(True)] == [True] * (len(names) - 1) + [False]
+    assert [found.pinned for found in allocators_here(True)] == [True] * (len(names) - 1) + [False]
 
 
 def test_a_refused_registration_is_followed_by_torchs_allocator_without_a_word():
     torchs = []
     pool = HostPool(
         slab_bytes=1000,
-        ways=[
-            Way("mapped and registered", refusing("no"), pinned=True),
-            Way(
+        allocators=[
+            Allocator("mapped and registered", refusing("no"), pinned=True),
+            Allocator(
                 "torch's pinned allocator",
                 lambda size: torchs.append(size) or ordinary(size),
                 pinned=True,
                 exact=False,
             ),
-            Way("ordinary memory", ordinary),
+            Allocator("ordinary memory", ordinary),
         ],
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pool.take(2048, 1)
-    assert pool.pinned and pool.way.name == "torch's pinned allocator" and torchs == [2048]
+    assert pool.pinned and pool.allocator.name == "torch's pinned allocator" and torchs == [2048]
 
 
 def test_memory_that_cannot_be_pinned_is_ordinary_and_said_once():
     pool = HostPool(
         slab_bytes=4096,
-        ways=[
-            Way("mapped and registered", refusing("locked memory limit"), pinned=True),
-            Way("torch's pinned allocator", refusing("CUDA error"), pinned=True, exact=False),
-            Way("ordinary memory", ordinary),
+        allocators=[
+            Allocator("mapped and registered", refusing("locked memory limit"), pinned=True),
+            Allocator("torch's pinned allocator", refusing("CUDA error"), pinned=True, exact=False),
+            Allocator("ordinary memory", ordinary),
         ],
     )
     assert pool.pinned
@@ -244,7 +253,8 @@ def test_pinning_that_is_refused_later_is_an_error_not_a_mixture():
         return ordinary(size)
 
     pool = HostPool(
-        slab_bytes=4096, ways=[Way("a", allocate, pinned=True), Way("ordinary memory", ordinary)]
+        slab_bytes=4096,
+        allocators=[Allocator("a", allocate, pinned=True), Allocator("ordinary memory", ordinary)],
     )
     pool.take(4096, 2)
     for _ in range(2):
@@ -265,8 +275,8 @@ def test_torchs_allocator_is_asked_for_powers_of_two_only():
         pool = HostPool(
             limit=1500,
             slab_bytes=1024,
-            ways=[
-                Way(
+            allocators=[
+                Allocator(
                     "test",
                     lambda size, asked=asked: asked.append(size) or ordinary(size),
                     exact=exact,
@@ -284,17 +294,19 @@ def test_no_more_is_locked_than_is_free():
     raising.
     """
     pool = HostPool(
-        slab_bytes=1 << 20, ways=[Way("test", ordinary, pinned=True)], free=lambda: 10_000
+        slab_bytes=1 << 20,
+        allocators=[Allocator("test", ordinary, pinned=True)],
+        free=lambda: 10_000,
     )
     pool.take(1024, 9)
     assert pool.reserved == 9 * 1024
     pool = HostPool(
-        slab_bytes=1 << 20, ways=[Way("test", ordinary, pinned=True)], free=lambda: 1000
+        slab_bytes=1 << 20, allocators=[Allocator("test", ordinary, pinned=True)], free=lambda: 1000
     )
     with pytest.raises(OutOfHostMemory, match="only 950 B of RAM may still be locked"):
         pool.take(1024, 1)
     # ordinary pages come as they are written
-    pool = HostPool(slab_bytes=1 << 20, ways=[Way("test", ordinary)], free=lambda: 10)
+    pool = HostPool(slab_bytes=1 << 20, allocators=[Allocator("test", ordinary)], free=lambda: 10)
     assert len(pool.take(1024, 5)) == 5
 
 
@@ -324,7 +336,10 @@ def test_without_a_gpu_memory_is_ordinary_and_says_so():
     )
     refused = HostPool(
         slab_bytes=1 << 24,
-        ways=[Way("a", refusing("no"), pinned=True), Way("ordinary memory", ordinary)],
+        allocators=[
+            Allocator("a", refusing("no"), pinned=True),
+            Allocator("ordinary memory", ordinary),
+        ],
     )
     with pytest.warns(UserWarning, match="cannot be pinned"):
         assert "rows go through the CPU" in str(measure_link(refused, torch.device("cuda")))

@@ -1,7 +1,7 @@
 """What lives where: a row of the host tier byte for byte, the plan of an 8B on machines of several
 sizes, one pool for many.
 
-Stops: layers of a group that lie apart (a packed load would be many), a plan that offloads more
+Stops: layers of a group that lie apart (a packed fetch would be many), a plan that offloads more
 than it must, device memory that grows faster than the layers that read everything, a pool that is
 made twice.
 """
@@ -12,7 +12,7 @@ import torch
 import engine.plan.memory as memory
 from engine import OmniKV
 from engine.bank.host_pool import HostPool
-from engine.bank.pinned_memory import Way, ordinary
+from engine.bank.pinned_memory import Allocator, ordinary
 from engine.errors import OutOfHostMemory, OutOfMemoryPlan
 from engine.plan.free_memory import HEADROOM
 from engine.plan.memory import make_plan
@@ -42,25 +42,25 @@ def test_a_tokens_row_holds_all_layers_of_its_group_side_by_side(wait, head_dim)
     )
     for session in (host, device):
         session.prefill(random_ids(200))
-    packs = [group.layers for group in method.plan(config).groups]
-    assert len({len(pack) for pack in packs}) == 2  # groups of different sizes
+    groups = [group.layers for group in method.plan(config).groups]
+    assert len({len(group) for group in groups}) == 2  # groups of different sizes
     part, width = part_bytes(config, 4), config.kv_bytes(4)
     assert part % 64 == 0 and (part > width) == (head_dim == 10)
     for token in (0, 63, 64, 130, 199):
         block, at = host.bank.table.blocks[token // 64].bytes, 0
-        for pack in packs:
-            row = block[at + token % 64 * len(pack) * part :][: len(pack) * part]
-            for i, layer in enumerate(pack):
+        for group in groups:
+            row = block[at + token % 64 * len(group) * part :][: len(group) * part]
+            for i, layer in enumerate(group):
                 k, v = device.bank.kv(layer)
                 expected = torch.cat((k[0, :, token].flatten(), v[0, :, token].flatten()))
                 assert torch.equal(row[i * part : i * part + width].view(torch.float32), expected)
-            at += 64 * len(pack) * part
+            at += 64 * len(group) * part
         assert at == block.numel()
 
 
 def test_rows_of_an_8b_are_16_32_and_48_kb():
     placement = full_placement(LLAMA_8B, PUBLISHED, PUBLISHED.plan(LLAMA_8B), 2, 131072, 4096)
-    assert [len(pack) * part_bytes(LLAMA_8B, 2) for pack in placement.packs] == [
+    assert [len(group) * part_bytes(LLAMA_8B, 2) for group in placement.offload_groups] == [
         16384,
         32768,
         49152,
@@ -130,12 +130,12 @@ def test_auto_offloads_the_fewest_groups_that_fit(plan):
     seen = []
     for size in range(16, 81, 2):
         found = plan(size * GB, 500 * GB, 131072)
-        packs = () if found.placement is None else found.placement.packs
+        groups = () if found.placement is None else found.placement.offload_groups
         if not found.fits:
-            assert len(packs) == 3  # not before all are gone
+            assert len(groups) == 3  # not before all are gone
             continue
         assert found.total <= size * GB * HEADROOM
-        seen.append([len(pack) for pack in packs])
+        seen.append([len(group) for group in groups])
     assert seen == sorted(seen, key=sum, reverse=True) and seen[0] == [4, 8, 12] and seen[-1] == []
     assert [x for i, x in enumerate(seen) if x not in seen[:i]] == [[4, 8, 12], [8, 12], [12], []]
 
@@ -183,17 +183,17 @@ def test_the_chunk_hides_the_past_or_the_plan_says_that_it_does_not(plan):
 
 
 def counting():
-    """(way, sizes asked for)."""
+    """(allocator, sizes asked for)."""
     asked = []
-    return Way("test", lambda size: asked.append(size) or ordinary(size)), asked
+    return Allocator("test", lambda size: asked.append(size) or ordinary(size)), asked
 
 
 def test_slabs_are_allocated_once_and_serve_later_sessions():
-    way, asked = counting()
+    allocator, asked = counting()
     llm = tiny_llm(
         METHOD,
         offload="host",
-        host_pool=HostPool(slab_bytes=3 * BLOCK, ways=[way]),
+        host_pool=HostPool(slab_bytes=3 * BLOCK, allocators=[allocator]),
         max_context=512,
         backend="reference",
     )

@@ -1,0 +1,236 @@
+"""The interface of a context bank: what decode, prefill and the methods may ask of one.
+
+A bank holds K and V of every layer for every token. DeviceBank keeps all of them on one device.
+TieredBank keeps some layers in host memory and brings their rows to the device as they are read.
+The hooks below exist for the second; on a DeviceBank they do nothing. Callers call them always and
+never ask which bank they have, so placement cannot change an answer.
+
+Shapes: B sequences, Q new tokens, T positions, H query heads, Hkv K/V heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from engine.decode import Step
+    from engine.model.config import ModelConfig
+    from engine.plan.layers import LayerPlan
+    from engine.plan.placement import Placement
+    from engine.query_ring import QueryRing
+
+
+class SparseRows(NamedTuple):
+    """What a sparse layer attends to, in the argument order of kernels.sparse_decode.decode_sparse.
+
+    The layer reads rows index[b, h, : counts[b]] and then rows tail_start[b] .. stop[b] - 1. On the
+    device a row number is a token's position. In a working set it is a slot for a selected token
+    and a ring row for a token of the tail. The kernel sees no difference.
+    """
+
+    k: torch.Tensor  # [B, Hkv, T, D]
+    v: torch.Tensor  # [B, Hkv, T, D]
+    # int32 [B, 1 or Hkv, K]: rows of the selection (positions or slots); hides tuple.index
+    index: torch.Tensor  # type: ignore[assignment]
+    counts: torch.Tensor  # int32 [B]: how many of the K are valid
+    tail_start: torch.Tensor  # int32 [B]: first row of the tail (position or ring row)
+    stop: torch.Tensor  # int32 [B]: one past the last row that the step's last query sees
+
+
+class Bank(ABC):
+    """K and V of `batch` sequences of up to `capacity` tokens. Callers pass lengths: rows at and
+    beyond a sequence's length are undefined.
+    """
+
+    tiered = False  # whether some layers live in host memory
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        batch: int = 1,
+    ) -> None:
+        self.num_layers = config.num_layers
+        self.kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
+        self.capacity, self.batch = capacity, batch
+        self.dtype, self.device = dtype, torch.device(device)
+
+    # ---------------------------------------------------------------- sizes
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes reserved on the device."""
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of host memory held, blocks shared with other sessions included."""
+        return 0
+
+    @property
+    def length(self) -> int:
+        """Tokens in the bank, those of the step under way included. Only a tiered bank counts."""
+        raise NotImplementedError
+
+    def counters(self) -> dict[int, tuple[int, ...]]:
+        """Return {first layer of an offload group: (hits, misses, evictions, plans, bytes)}, summed
+        since the beginning.
+        """
+        return {}
+
+    def figures(self) -> dict[str, object]:
+        """Return the bank's part of SessionStats, as keyword arguments."""
+        row_bytes = 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+        everything = self.num_layers * self.capacity * self.batch * row_bytes
+        return dict(bank_bytes=self.nbytes, resident=self.nbytes / everything)
+
+    # ---------------------------------------------------------------- writing
+
+    @abstractmethod
+    def write_step(
+        self,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        q_pre_rope: torch.Tensor,
+        query_ring: QueryRing,
+        positions: torch.Tensor,
+    ) -> None:
+        """Store what one layer of a decode step computed: k, v [B, Q, Hkv, D] at positions [B, Q]
+        int64, and q_pre_rope [B, Q, H, D] in the layer's query ring.
+
+        The query goes along because one kernel stores all three. On a GPU no position visits the
+        host.
+        """
+
+    @abstractmethod
+    def write_chunk(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
+        """Store k, v [B, C, Hkv, D] of a prefill chunk at positions start .. start + C - 1.
+
+        Raises OutOfHostMemory before anything has changed.
+        """
+
+    # ---------------------------------------------------------------- reading
+
+    @abstractmethod
+    def kv(self, layer: int, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V of one layer as [B, Hkv, T, D] views of any strides.
+
+        T is `stop`, or all there is. An offloaded layer is brought over whole; its views hold until
+        the next call.
+        """
+
+    @abstractmethod
+    def blocks(
+        self, layer: int, start: int, stop: int, size: int | None = None
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Stream positions start .. stop-1 of a layer in order.
+
+        Yields (first position, K, V) with K, V [B, Hkv, <= size, D] on the device. Block views hold
+        until the next one is asked for.
+        """
+
+    @abstractmethod
+    def newest_rows(self, layer: int, first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V [B, Hkv, T, D] of positions first .. stop-1: the chunk or step that was
+        written last.
+        """
+
+    @abstractmethod
+    def selected(
+        self,
+        layer: int,
+        index: torch.Tensor,
+        counts: torch.Tensor,
+        tail_start: torch.Tensor,
+        step: Step,
+        fetched: bool = True,
+    ) -> SparseRows:
+        """Return the rows that a sparse layer attends to: a selection and the tail.
+
+        index int32 [B, 1 or Hkv, K], counts [B] and tail_start [B] are positions. fetched: `fetch`
+        was told of this selection; else its rows are gathered now, which an offloaded layer waits
+        for.
+        """
+
+    # ---------------------------------------------------------------- where layers live
+
+    @abstractmethod
+    def on_host(self, layer: int) -> bool:
+        """Whether a layer's K and V live in host memory."""
+
+    @abstractmethod
+    def must_stream(self, layer: int, backend: str) -> bool:
+        """Whether dense decode attention must read a layer block by block
+        (engine/bank/streamed_attention.py).
+        """
+
+    @abstractmethod
+    def capturable(self, *, fetches: bool) -> bool:
+        """Whether a decode step over this bank can be captured into a CUDA graph. fetches: the
+        step's sparse layers read what `fetch` brought.
+        """
+
+    @abstractmethod
+    def relayout(self, plan: LayerPlan, placement: Placement | None = None) -> Bank:
+        """Return the bank that serves another layer plan with the same rows: this one, or a new one
+        that took them over.
+
+        placement: what a tiered bank offloads from now on (None: as before). Needs one layer's
+        bytes on top while it runs. Raises OutOfHostMemory with this bank as it was.
+        """
+
+    # ---------------------------------------------------------------- hooks around a step
+
+    @abstractmethod
+    def before_step(self, n: int) -> None:
+        """Prepare the step that makes the bank n tokens long. Raises OutOfHostMemory before
+        anything has changed.
+        """
+
+    @abstractmethod
+    def after_step(self, n: int) -> None:
+        """Note that the step that makes the bank n tokens long has been issued."""
+
+    @abstractmethod
+    def rehearsal(self, n: int) -> AbstractContextManager[None]:
+        """Let steps make the bank n tokens long once more, with n at most its length. The bank is
+        as it was afterwards.
+        """
+
+    @abstractmethod
+    def stage_layer(self, layer: int) -> None:
+        """Start copying a whole layer to the device; `kv` will wait for it."""
+
+    @abstractmethod
+    def fetch(self, layers: Sequence[int], index: torch.Tensor, counts: torch.Tensor) -> None:
+        """Start fetching a selection, index int32 [B, 1, K] and counts [B], for the sparse layers
+        of one group.
+        """
+
+    @abstractmethod
+    def wait_fetched(self, layers: Sequence[int]) -> None:
+        """Make the current stream wait for the last `fetch` of a group. Its index tensors may be
+        written again afterwards.
+        """
+
+    # ---------------------------------------------------------------- going back, copies, end
+
+    @abstractmethod
+    def rewind(self, n: int, broken: bool = False) -> None:
+        """Drop positions n and beyond. broken: a chunk or step was interrupted somewhere."""
+
+    @abstractmethod
+    def copy_from(self, other: Bank, length: int) -> None:
+        """Take over the first `length` tokens of another bank of the same model (fork)."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the memory back."""

@@ -1,0 +1,135 @@
+"""Streams an offloaded layer to the device block by block, through two buffers.
+
+While attention works on one block the next is being copied, at a layer's end the first block of the
+next layer. The newest chunk is read from its staging buffer, before its copy to the host is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from engine.bank.streams import copy_rows, record_main, wait
+
+if TYPE_CHECKING:
+    from engine.bank.row_layout import RowLayout
+    from engine.bank.row_reader import RowReader
+    from engine.bank.streams import SideStream
+    from engine.bank.write_back import WriteBack
+
+
+class _Copy(NamedTuple):
+    """A block that is being filled: positions first .. stop-1 of a layer."""
+
+    layer: int
+    first: int
+    stop: int
+    buffer: int  # which of the two
+    arrived: torch.cuda.Event | None
+
+
+class BlockStream:
+    """The two stream blocks of `size` rows each, filled on `stream`. layers: the offloaded layers
+    in the order in which a pass reads them.
+    """
+
+    def __init__(
+        self,
+        reader: RowReader,
+        writer: WriteBack,
+        layout: RowLayout,
+        layers: Sequence[int],
+        size: int,
+        stream: SideStream,
+    ) -> None:
+        self.streamed = 0  # bytes read from host memory and rings
+        self.size = size
+        self._reader, self._writer, self._layout = reader, writer, layout
+        self._stream = stream
+        self._next_layer = dict(zip(layers, layers[1:]))
+        self._buffers = [layout.empty(size) for _ in range(2)]
+        # recorded when attention to what a buffer held has been issued
+        self._free: list[torch.cuda.Event | None] = [None, None]
+        self._turn = 0  # the buffer that is filled next
+        self._ahead: _Copy | None = None  # started before anybody asked for it
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    @property
+    def prefetching(self) -> bool:
+        """Whether a block was started that nobody has asked for yet."""
+        return self._ahead is not None
+
+    def idle_buffer(self) -> torch.Tensor:
+        """Return the buffer that no copy is filling, for rows that hold until the next block."""
+        return self._buffers[self._turn]
+
+    def blocks(
+        self, layer: int, start: int, stop: int, size: int | None = None
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Stream positions start .. stop-1 of a layer: yields (first, K, V) as Bank.blocks says,
+        the next block in flight while one is worked on.
+        """
+        size = min(size or self.size, self.size)
+        spans = [(first, min(stop, first + size)) for first in range(start, stop, size)]
+        coming = [self._start(layer, *spans[0])] if spans else []
+        for i, (first, last) in enumerate(spans):
+            if i + 1 < len(spans):
+                coming.append(self._start(layer, *spans[i + 1]))
+            block = coming.pop(0)
+            # race: attention would read rows that are still arriving
+            wait(block.arrived)
+            yield first, *self._layout.views(self._buffers[block.buffer][: last - first])
+            self._free[block.buffer] = record_main(self._layout.device)
+        following = self._next_layer.get(layer)
+        if spans and following is not None and spans[0][1] <= self._writer.host_length:
+            self._ahead = self._start(following, *spans[0])
+
+    def _start(self, layer: int, first: int, stop: int) -> _Copy:
+        """Begin to fill the next buffer, unless exactly this was begun ahead."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[:3] == (layer, first, stop):
+            return ahead
+        turn = self._turn
+        self._turn = 1 - turn
+        buffer, staged = self._buffers[turn], self._writer.staged_rows(layer, stop)
+        # race: staged rows and the ring may not be written yet
+        with self._stream.after_main():
+            # race: attention may still read what this buffer held before
+            self._stream.wait_event(self._free[turn])
+            # race: rows may still be on their way to the host
+            self._stream.wait_event(self._writer.past_event(layer))
+            middle = stop if staged is None else max(first, min(stop, staged[0]))
+            self._reader.read(layer, first, middle, buffer)
+            if staged is not None:
+                low, rows = staged
+                copy_rows(buffer[middle - first : stop - first], rows[middle - low : stop - low])
+            self.streamed += (middle - first) * self._reader.part_bytes
+            return _Copy(layer, first, stop, turn, self._stream.record_event())
+
+    def newest_rows(self, layer: int, first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V of the newest chunk or step: views of the staging buffer while it holds
+        them, else a copy.
+        """
+        staged = self._writer.staged_rows(layer, stop)
+        if staged is not None and first >= staged[0]:
+            low, rows = staged
+            return self._layout.views(rows[first - low : stop - low])
+        # race: rows may still be on their way to the host
+        wait(self._writer.event)
+        rows = self._layout.empty(stop - first)
+        self._reader.read(layer, first, stop, rows)
+        return self._layout.views(rows)
+
+    def forget(self) -> None:
+        """Drop the block that was started ahead: positions were dropped."""
+        self._ahead = None
+
+    def close(self) -> None:
+        """Give the buffers back."""
+        self._buffers = []

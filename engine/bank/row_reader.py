@@ -1,0 +1,42 @@
+"""Reads an offloaded layer's rows from wherever they are: host memory, and past it the ring."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.bank.streams import copy_rows
+
+if TYPE_CHECKING:
+    from engine.bank.host_rows import HostRows
+    from engine.bank.working_set import WorkingSet
+    from engine.bank.write_back import WriteBack
+
+
+class RowReader:
+    """Copies on the current stream; who calls has waited for the rows. set_of: each offloaded
+    layer's working set.
+    """
+
+    def __init__(self, host: HostRows, writer: WriteBack, set_of: Mapping[int, WorkingSet]) -> None:
+        self._host, self._writer, self._set_of = host, writer, set_of
+        self.part_bytes = host.part_bytes
+
+    def read(self, layer: int, first: int, stop: int, out: torch.Tensor) -> None:
+        """Copy rows first .. stop-1 of a layer to out[0:]."""
+        middle = min(max(first, self._writer.host_length), stop)
+        if first < middle:
+            self._host.read(layer, first, out, 0, middle - first)
+        if middle < stop:
+            newest = self._set_of[layer].newest(layer, middle, stop)
+            copy_rows(out[middle - first : stop - first], newest)
+
+    def read_selected(self, layer: int, index: torch.Tensor, count: int, out: torch.Tensor) -> None:
+        """Copy the rows of index[:count], an int32 list of positions in host memory, to out[0:].
+
+        The list is read on the host, and so are the rows: the ablation that shows what packed
+        fetches save.
+        """
+        self._host.read(layer, index, out, 0, count, backend="reference")

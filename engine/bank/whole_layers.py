@@ -1,0 +1,128 @@
+"""Whole offloaded layers on the device, for methods that know nothing of tiers.
+
+Brutal offload starts the copy of a layer some layers ahead of its use, into staging buffers of the
+full capacity. Any other method asks for a layer and waits. Rows can also be gathered by a selection
+that was not fetched: the ablation without packed fetches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.bank.base import SparseRows
+from engine.bank.streams import wait
+
+if TYPE_CHECKING:
+    from engine.bank.block_stream import BlockStream
+    from engine.bank.row_layout import RowLayout
+    from engine.bank.row_reader import RowReader
+    from engine.bank.streams import SideStream
+    from engine.bank.write_back import WriteBack
+
+
+class WholeLayers:
+    """`count` staging buffers of `capacity` rows, filled on `stream`, and a spare one that grows
+    with the longest layer read without staging.
+    """
+
+    def __init__(
+        self,
+        reader: RowReader,
+        writer: WriteBack,
+        blocks: BlockStream,
+        layout: RowLayout,
+        layers: Sequence[int],
+        count: int,
+        capacity: int,
+        stream: SideStream,
+    ) -> None:
+        self.streamed = 0  # bytes read from host memory and rings
+        self.staged: dict[int, tuple[torch.Tensor, torch.cuda.Event | None]] = {}
+        self.buffers = [layout.empty(capacity) for _ in range(count)]
+        self._reader, self._writer, self._blocks = reader, writer, blocks
+        self._layout, self._stream, self._capacity = layout, stream, capacity
+        self._order = {layer: i for i, layer in enumerate(layers)}
+        self._spare: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        spare = 0 if self._spare is None else self._spare.nbytes
+        return sum(buffer.nbytes for buffer in self.buffers) + spare
+
+    def stage(self, layer: int) -> None:
+        """Start copying a layer; `kv` waits for it. Does nothing where no buffer was planned."""
+        if layer in self.staged or not self.buffers:
+            return
+        rows = self.buffers[self._order[layer] % len(self.buffers)]
+        count = self._writer.host_length
+        # race: the layer that had this buffer before may still be read
+        with self._stream.after_main():
+            # race: rows may still be on their way to the host
+            self._stream.wait_event(self._writer.event)
+            self._reader.read(layer, 0, count, rows)
+        self.streamed += count * self._reader.part_bytes
+        self.staged[layer] = rows, self._stream.record_event()
+
+    def kv(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V [1, Hkv, count, D] of a layer, held until the next call."""
+        if layer in self.staged:
+            return self._staged_kv(layer, count)
+        # race: rows may still be on their way to the host
+        wait(self._writer.event)
+        short = count <= self._blocks.size
+        rows = self._blocks.idle_buffer() if short else self._spare_rows(count)
+        self._reader.read(layer, 0, count, rows)
+        self.streamed += count * self._reader.part_bytes
+        return self._layout.views(rows[:count])
+
+    def _staged_kv(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, arrived = self.staged.pop(layer)
+        # race: attention would read rows that are still arriving
+        wait(arrived)
+        # the newest are in the ring only
+        first = min(self._writer.host_length, count)
+        self._reader.read(layer, first, count, rows[first:])
+        return self._layout.views(rows[:count])
+
+    def _spare_rows(self, count: int) -> torch.Tensor:
+        if self._spare is None or len(self._spare) < count:
+            self._spare = None  # given back before the longer one is taken
+            longer = max(count, 2 * self._blocks.size)
+            self._spare = self._layout.empty(min(self._capacity, longer))
+        return self._spare
+
+    def gather(
+        self,
+        layer: int,
+        index: torch.Tensor,
+        counts: torch.Tensor,
+        tail_start: torch.Tensor,
+        stop: int,
+    ) -> SparseRows:
+        """Return a selection, index [1, 1, K] and counts [1], and the tail tail_start[0] .. stop-1
+        as new rows. The host waits for all of it.
+        """
+        kept, tail = int(counts[0]), int(tail_start[0])
+        rows = self._layout.empty(kept + stop - tail)
+        if kept:
+            # race: chosen rows may still be on their way to the host
+            wait(self._writer.event)
+            self._reader.read_selected(layer, index[0, 0], kept, rows)
+        self._reader.read(layer, tail, stop, rows[kept:])
+        self.streamed += rows.nbytes
+        order = torch.arange(kept, dtype=torch.int32, device=rows.device)[None, None]
+        return SparseRows(
+            *self._layout.views(rows), order, counts, counts, torch.full_like(counts, len(rows))
+        )
+
+    def forget(self) -> None:
+        """Drop what is staged: positions were dropped."""
+        self.staged = {}
+
+    def close(self) -> None:
+        """Give the buffers back."""
+        self.buffers, self._spare, self.staged = [], None, {}
