@@ -20,7 +20,7 @@ from engine.plan.layers import TAIL_BLOCK
 from engine.query_ring import QueryRing
 
 if TYPE_CHECKING:
-    from engine.bank.device import DeviceBank
+    from engine.bank.base import Bank
 
 
 class Attends(Protocol):
@@ -41,7 +41,7 @@ class Step:
 
     positions: torch.Tensor
     visible: torch.Tensor
-    bank: DeviceBank
+    bank: Bank
     bucket: int
     query_ring: QueryRing
     rotary: Rotary
@@ -89,7 +89,7 @@ class Decoder:
         self,
         tokens: torch.Tensor,
         lengths: torch.Tensor,
-        bank: DeviceBank,
+        bank: Bank,
         bucket: int | None = None,
     ) -> torch.Tensor:
         """tokens int64 [B, Q], lengths int32 [B] (tokens already in the bank) -> logits float32
@@ -108,6 +108,6 @@ class Decoder:
         x = model.embed[tokens]
         for number, layer in enumerate(model.layers):
             q, k, v, q_pre_rope = self._pre_attention(layer, x, cos, sin, *sizes)
-            bank.write(number, k, v, q_pre_rope, ring, positions)
+            bank.write_step(number, k, v, q_pre_rope, ring, positions)
             x = self._post_attention(layer, x, self.runtime.attend(number, q, step), eps)
         return model.logits(x)

@@ -12,7 +12,7 @@ from engine.model.llama import Llama, post_attention, pre_attention
 from engine.model.rope import Rotary
 
 if TYPE_CHECKING:
-    from engine.bank.device import DeviceBank
+    from engine.bank.base import Bank
     from engine.methods.base import Runtime
 
 # Newest queries of a chunk that go into the query ring: the largest selector window.
@@ -23,7 +23,7 @@ def run_chunk(
     model: Llama,
     rotary: Rotary,
     runtime: Runtime,
-    bank: DeviceBank,
+    bank: Bank,
     tokens: torch.Tensor,
     start: int,
     total: int,

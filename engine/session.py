@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from engine.bank.base import Bank
 from engine.bank.device import DeviceBank
 from engine.bank.tiered import TieredBank
 from engine.check import Report, check
@@ -66,7 +67,7 @@ class Session:
         config, dtype, device = llm.config, model.dtype, model.device
         self.row_bytes = config.kv_bytes(dtype.itemsize)
         if placement is None:
-            self.bank: DeviceBank = DeviceBank(config, plan, capacity, dtype, device)
+            self.bank: Bank = DeviceBank(config, plan, capacity, dtype, device)
         else:
             pool = llm.host_pool
             self.bank = TieredBank(
@@ -264,7 +265,8 @@ class Session:
         self._history.add(start, length, logits, more)
         self.last_logits = logits
         self._selected = False
-        warms = self.bank.tiered and self.bank.placement.reuse and self.runtime.packed
+        placement = self.bank.placement
+        warms = placement is not None and placement.reuse and self.runtime.packed
         if warms and not more and length >= self._runner.dense_below:
             self.runtime.warm(self._runner.newest(length, WARM))
 

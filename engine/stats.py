@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from engine.bank.tiered import bank_figures
 from engine.plan.layers import Role
 from engine.plan.mem import mem_from_budget
 
@@ -100,7 +99,7 @@ def held_figures(session: Session) -> dict[str, Any]:
         scratch_bytes=session.scratch_bytes,
         selection_bytes=runtime.nbytes,
         mem=mem_from_budget(k, prompt, plan.dense_share) if k and plan.partial_layers else 1.0,
-        **bank_figures(session.bank),
+        **session.bank.figures(),
     )
     if runtime.evicts:
         # Resident: what the method needs, of what its tokens would take. The bank stands beside.

@@ -18,7 +18,7 @@ from engine.model.llama import post_attention, pre_attention
 from kernels.scratch import make_scratch, scratch_bytes
 
 if TYPE_CHECKING:
-    from engine.bank.device import DeviceBank
+    from engine.bank.base import Bank
     from engine.llm import LLM
     from engine.methods.base import Method, Runtime
     from engine.plan.layers import LayerPlan
@@ -50,7 +50,7 @@ class StepRunner:
         plan: LayerPlan,
         capacity: int,
         backend: str,
-        bank: DeviceBank,
+        bank: Bank,
         query_ring: QueryRing,
     ):
         config, model = llm.config, llm.model
@@ -140,12 +140,12 @@ class GraphedStep:
         decoder: Decoder,
         token: torch.Tensor,
         length: torch.Tensor,
-        bank: DeviceBank,
+        bank: Bank,
         graphs: bool,
     ):
         self._decoder, self._token, self._length, self._bank = decoder, token, length, bank
         runtime = decoder.runtime
-        self._captures = graphs and runtime.capturable and bank.capturable(runtime)
+        self._captures = graphs and runtime.capturable and bank.capturable(fetches=runtime.packed)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
     def __call__(self, n: int) -> torch.Tensor:

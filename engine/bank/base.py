@@ -48,6 +48,7 @@ class Bank(ABC):
     """
 
     tiered = False  # whether some layers live in host memory
+    placement: Placement | None = None  # which layers do, and what they keep on the device
 
     def __init__(
         self,

@@ -185,7 +185,7 @@ class Runtime:
         """Attention of a chunk at positions start .. start+C-1, rows already written. q [B, C, H,
         D] -> [B, C, H, D].
         """
-        if bank.hosts(layer) and self.setup.backend != "reference":
+        if bank.on_host(layer) and self.setup.backend != "reference":
             return attend_stream(q, bank, layer, start, self.scale)
         k, v = bank.kv(layer)
         return prefill_dense(q, k, v, start, self.scale, backend=self.setup.backend)
@@ -198,7 +198,7 @@ class Runtime:
 
     def attend_dense(self, layer, q, step, scores=None, kind="softmax"):
         """Attention to everything in the bank, leaving head maxima in `scores` if given."""
-        if scores is None and step.bank.streams(layer, self.setup.backend):
+        if scores is None and step.bank.must_stream(layer, self.setup.backend):
             return attend_stream(q, step.bank, layer, step.bank.length - q.shape[1], self.scale)
         k, v = step.bank.kv(layer, step.bucket)
         return decode_dense(

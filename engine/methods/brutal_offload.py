@@ -61,5 +61,5 @@ class BrutalRuntime(Runtime):
         """
         plan, last = self.setup.plan, layer + self.method.ahead
         for coming in range(0 if layer == 0 else last, min(last + 1, plan.num_layers)):
-            step.bank.stage(coming)
+            step.bank.stage_layer(coming)
         return self.attend_dense(layer, q, step)

@@ -412,7 +412,7 @@ def test_bytes_are_what_is_allocated(llm):
     """Walks every tensor of a session's bank and runtime; the parts add up to what they hold, and
     to the plan that chose the budget.
     """
-    from engine.bank.device import DeviceBank
+    from engine.bank.base import Bank
     from engine.bank.host_pool import Block, HostPool
     from engine.methods.base import Setup
 
@@ -426,7 +426,7 @@ def test_bytes_are_what_is_allocated(llm):
             session.decode(7)
             held = compare_bytes.held(session)
             bank = sum(storages(session.bank, set(), (HostPool, Block)).values())
-            runtime = sum(storages(session.runtime, set(), (Setup, DeviceBank)).values())
+            runtime = sum(storages(session.runtime, set(), (Setup, Bank)).values())
             assert held.full == llm.config.num_layers * 464 * llm.config.kv_bytes(4)
             own = (
                 session.stats.store_bytes if variant.entry.evicts else session.stats.selection_bytes

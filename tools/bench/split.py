@@ -11,7 +11,7 @@ import time
 
 import torch
 
-import engine.bank.host_reader
+import engine.bank.host_rows
 import engine.bank.working_set
 import engine.methods.base
 import engine.methods.omnikv.settings
@@ -25,15 +25,15 @@ _LAUNCHERS = (
     (engine.methods.omnikv.settings, "select_topk", "top-k"),
     (engine.methods.omnikv.settings, "window_scores", "scoring"),
     (engine.methods.base, "attend_stream", "dense attention"),
-    (engine.bank.working_set.WorkingSet, "load", "gather"),
-    # blocks and whole layers on their way back
-    (engine.bank.host_reader, "move_rows", "gather"),
+    (engine.bank.working_set.WorkingSet, "fetch", "gather"),
+    # blocks and whole layers on their way to the device
+    (engine.bank.host_rows.HostRows, "read", "gather"),
 )
 # Names of GPU kernels, most telling part first; a merge belongs to the attention before it.
 _KERNELS = (
     ("sparse_kernel", "sparse attention"),
     ("dense_kernel", "dense attention"),
-    ("keys_kernel", "scoring"),
+    ("head_max_kernel", "scoring"),
     ("window", "scoring"),
     ("digit_kernel", "top-k"),
     ("count_kernel", "top-k"),
@@ -108,7 +108,7 @@ def _wrapped(calls):
             calls.append(
                 (
                     stage,
-                    named.get("keys") is not None and stage == "dense attention",
+                    named.get("scores") is not None and stage == "dense attention",
                     whole - inside.pop(),
                 )
             )

@@ -391,7 +391,7 @@ class OmniKVRuntime(Runtime):
                             group.filter_layer, step.window_queries(group.filter_layer, 1), step
                         )
                         # race: the next choice would be written while this one is looked up
-                        step.bank.arrived(group.layers)
+                        step.bank.wait_fetched(group.layers)
 
     def selections(self):
         """{filter layer: int64 [k] positions, ascending} of the last step, sequence 0."""

@@ -119,7 +119,7 @@ def planted_runtime(method, positions, length=320, seed=0, backend="reference"):
     step = step_of(length + 1)
     for layer in range(config.num_layers):
         q, k, v, _ = rows(1)
-        bank.write(layer, k, v, q, ring, step.positions)
+        bank.write_step(layer, k, v, q, ring, step.positions)
         runtime.attend(layer, q, step)
     runtime.advance(1)
     return runtime
