@@ -108,9 +108,9 @@ class WholeLayers:
         """
         kept, tail = int(counts[0]), int(tail_start[0])
         rows = self._layout.empty(kept + stop - tail)
+        # race: chosen rows, or the tail's older ones, may still be on their way to the host
+        wait(self._writer.event)
         if kept:
-            # race: chosen rows may still be on their way to the host
-            wait(self._writer.event)
             self._reader.read_selected(layer, index[0, 0], kept, rows)
         self._reader.read(layer, tail, stop, rows[kept:])
         self.streamed += rows.nbytes

@@ -101,6 +101,13 @@ def test_late_whole_layers_change_nothing(method, monkeypatch):
     assert not differs(method, SCRIPT, monkeypatch)
 
 
+def test_late_tails_that_nothing_was_chosen_beside_change_nothing(monkeypatch):
+    """The tail holds every token, so no selection is waited for; from 64 tokens on the tail's first
+    block is read from the host.
+    """
+    assert not differs(UNPACKED, [("prefill", 30), ("decode", 60)], monkeypatch)
+
+
 @pytest.mark.parametrize("block", [64, 100])
 def test_late_stream_blocks_change_nothing(block, monkeypatch):
     monkeypatch.setattr(placement, "STREAM_BLOCK", block)

@@ -125,10 +125,10 @@ def test_a_pool_serves_two_models_one_after_the_other():
         assert pool.in_use == 0
 
 
-@pytest.mark.parametrize("call", [1, 3, 5, 11, 20, 27])
+@pytest.mark.parametrize("call", [1, 3, 5, 11, 20, 27, 35, 43])
 def test_interrupted_anywhere_in_a_step_or_chunk(monkeypatch, call, expected):
-    """Ctrl-C in the middle of a fetch, a write-back, a chunk: the session is at the tokens it says,
-    and answers as ever.
+    """Ctrl-C in a chunk (up to the 22nd copy), when rings are filled (30th), in a fetch, in a
+    write-back (43rd): the session is at the tokens it says, and answers as ever.
     """
     import engine.bank.host_rows as host_rows
 
