@@ -1,9 +1,9 @@
-"""The interface of a context bank: what decode, prefill and the methods may ask of one.
+"""The interface of a context bank: every call that decode, prefill and the methods make.
 
 A bank holds K and V of every layer for every token. DeviceBank keeps all of them on one device.
 TieredBank keeps some layers in host memory and brings their rows to the device as they are read.
-The hooks below exist for the second; on a DeviceBank they do nothing. Callers call them always and
-never ask which bank they have, so placement cannot change an answer.
+Some hooks below exist for the second only; on a DeviceBank they do nothing. Callers call them
+always and never ask which bank they have, so placement cannot change an answer.
 
 Shapes: B sequences, Q new tokens, T positions, H query heads, Hkv K/V heads, D head dimension.
 """
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 class SparseRows(NamedTuple):
-    """What a sparse layer attends to, in the argument order of kernels.sparse_decode.decode_sparse.
+    """The rows that a sparse layer attends to, in the argument order of decode_sparse
+    (kernels/sparse_decode.py).
 
     The layer reads rows index[b, h, : counts[b]] and then rows tail_start[b] .. stop[b] - 1. On the
     device a row number is a token's position. In a working set it is a slot for a selected token
@@ -77,7 +78,7 @@ class Bank(ABC):
 
     @property
     def length(self) -> int:
-        """Tokens in the bank, those of the step under way included. Only a tiered bank counts."""
+        """Tokens in the bank, with those of the current step. Only a tiered bank counts them."""
         raise NotImplementedError
 
     def counters(self) -> dict[int, tuple[int, ...]]:
@@ -104,7 +105,7 @@ class Bank(ABC):
         query_ring: QueryRing,
         positions: torch.Tensor,
     ) -> None:
-        """Store what one layer of a decode step computed: k, v [B, Q, Hkv, D] at positions [B, Q]
+        """Store the results of one layer of a decode step: k, v [B, Q, Hkv, D] at positions [B, Q]
         int64, and q_pre_rope [B, Q, H, D] in the layer's query ring.
 
         The query goes along because one kernel stores all three. On a GPU no position visits the
@@ -176,7 +177,7 @@ class Bank(ABC):
     @abstractmethod
     def capturable(self, *, fetches: bool) -> bool:
         """Whether a decode step over this bank can be captured into a CUDA graph. fetches: the
-        step's sparse layers read what `fetch` brought.
+        step's sparse layers read fetched selections.
         """
 
     @abstractmethod

@@ -1,7 +1,8 @@
 """Streams an offloaded layer to the device block by block, through two buffers.
 
-While attention works on one block the next is being copied, at a layer's end the first block of the
-next layer. The newest chunk is read from its staging buffer, before its copy to the host is done.
+While attention works on one block the next one is being copied; at a layer's end, the first block
+of the next layer. The newest chunk is read from its staging buffer, before its copy to the host is
+done.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class BlockStream:
         self._stream = stream
         self._next_layer = dict(zip(layers, layers[1:]))
         self._buffers = [layout.empty(size) for _ in range(2)]
-        # recorded when attention to what a buffer held has been issued
+        # per buffer: behind the attention to the block that it held last
         self._free: list[torch.cuda.Event | None] = [None, None]
         self._turn = 0  # the buffer that is filled next
         self._ahead: _Copy | None = None  # started before anybody asked for it
@@ -100,7 +101,7 @@ class BlockStream:
         buffer, staged = self._buffers[turn], self._writer.staged_rows(layer, stop)
         # race: staged rows and the ring may not be written yet
         with self._stream.after_main():
-            # race: attention may still read what this buffer held before
+            # race: attention may still read the block that this buffer held before
             self._stream.wait_event(self._free[turn])
             # race: rows may still be on their way to the host
             self._stream.wait_event(self._writer.past_event(layer))

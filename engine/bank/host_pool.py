@@ -21,7 +21,7 @@ from engine.errors import OutOfHostMemory
 from engine.plan.free_memory import HEADROOM, available_bytes
 from engine.units import first_line, human
 
-# bytes; a power of two, which is what torch's pinned allocator rounds a request up to
+# bytes: a power of two, because torch's pinned allocator rounds every request up to one
 SLAB = 1 << 30
 
 
@@ -43,13 +43,13 @@ class Block:
 
     @property
     def address(self) -> int:
-        """Where it begins; valid on the device too where the pool is pinned (unified addressing)."""
+        """Where it begins, for the device too where the pool is pinned (unified addressing)."""
         return self.bytes.data_ptr()
 
 
 class HostPool:
-    """Blocks of host memory, in slabs of at most `limit` bytes together (None: what the machine
-    has). Thread-safe. Times in seconds, sizes in bytes.
+    """Blocks of host memory, in slabs of at most `limit` bytes together (None: no limit but the
+    machine's). Thread-safe. Times in seconds, sizes in bytes.
 
     pin: whether the GPU is to read the memory (None: where there is one). Allocators are tried in
     order: one that fails at the first slab is replaced by the next, and falling back to memory that
@@ -121,7 +121,7 @@ class HostPool:
         free = self._free.setdefault(size, deque())
         if not free:
             self._cut(self._idle(size) or self._grow(size), size)
-        return free.popleft()  # ring order: what was given back last is taken last
+        return free.popleft()  # ring order: the block given back last is taken last
 
     def _idle(self, size: int) -> _Slab | None:
         """Return a slab without holders that is cut into blocks of another size."""
@@ -154,8 +154,8 @@ class HostPool:
         return slab
 
     def _slab_size(self, size: int) -> int:
-        """Return the bytes of the next slab: the usual size, or what the limit leaves. Pages that
-        are locked at once are limited by the free RAM too.
+        """Return the bytes of the next slab: the usual size, or as much as the limit leaves. Pages
+        that are locked at once are limited by the free RAM too.
         """
         exact = self.allocator.exact
         if self.slab_bytes >= size:
@@ -176,7 +176,7 @@ class HostPool:
         return wanted
 
     def _allocate(self, size: int, wanted: int) -> torch.Tensor | None:
-        """Return a slab's memory, or None where the allocator failed and the next took its place."""
+        """Return a slab's memory, or None where the allocator failed and the next one is due."""
         try:
             return self.allocator.allocate(wanted)
         except (RuntimeError, MemoryError, OSError) as error:

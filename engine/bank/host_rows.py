@@ -23,7 +23,7 @@ class HostRows:
     """One sequence's rows in the blocks of `pool`, and the copies from and to them.
 
     groups: the layers that share a row, one tuple per group. backend: kernel backend of the copies.
-    Copies run on the current stream; who calls has waited for what they need.
+    Copies run on the current stream; the caller has issued the waits that they need.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """Allocators of host memory. A GPU's kernels can read it only where its pages are locked.
 
-Pages that are mapped and then registered with the driver cost what they are. torch's pinned
+Pages that are mapped and then registered with the driver cost no more than their
+size. torch's pinned
 allocator rounds every request up to a power of two (2.25 GiB become 4). Ordinary memory is not
 locked. engine/bank/host_pool.py tries the three in this order.
 """
@@ -32,8 +33,8 @@ class Allocator:
     """A source of host memory: allocate(bytes) returns a uint8 tensor of that many bytes, aligned
     to ALIGN, or raises RuntimeError, MemoryError or OSError.
 
-    pinned: whether a GPU's kernels can read it. exact: whether it costs what was asked for,
-    whatever the number.
+    pinned: whether a GPU's kernels can read it. exact: whether a request costs no more
+    than the bytes asked for.
     """
 
     name: str

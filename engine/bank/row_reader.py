@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RowReader:
-    """Copies on the current stream; who calls has waited for the rows. set_of: each offloaded
+    """Copies on the current stream; the caller has waited for the rows. set_of: each offloaded
     layer's working set.
     """
 
@@ -36,7 +36,6 @@ class RowReader:
     def read_selected(self, layer: int, index: torch.Tensor, count: int, out: torch.Tensor) -> None:
         """Copy the rows of index[:count], an int32 list of positions in host memory, to out[0:].
 
-        The list is read on the host, and so are the rows: the ablation that shows what packed
-        fetches save.
+        Both the list and the rows are read on the host: the ablation without packed fetches.
         """
         self._host.read(layer, index, out, 0, count, backend="reference")

@@ -2,16 +2,16 @@
 
 Dense layers stay in a DeviceBank. An offloaded layer's positions below host_length are in host
 memory; its newest tokens are also, or only, in a ring on the device. Prefill writes chunks back as
-they come, decode writes back every complete block of 64. What a layer reads comes to the device as
-a fetched selection, block by block, or whole. Events order host and device; every wait names the
-race that it prevents.
+they come, decode writes back every complete block of 64. A layer's rows come to the device as a
+fetched selection, block by block, or whole. Events order host and device; every wait names the race
+that it prevents.
 
     host_rows.py     the rows in host memory, by layer and position (block_table.py, host_pool.py)
     write_back.py    how rows get there: staging buffers, the write stream, host_length, events
     working_set.py   a group's slots for fetched rows, and the ring of its newest tokens
     block_stream.py  a layer read block by block through two buffers
     whole_layers.py  a layer read whole
-    row_reader.py    what the last two share: a layer's rows from the host, then from the ring
+    row_reader.py    shared by the last two: a layer's rows from the host, then from the ring
     row_layout.py    how K and V lie in a row
 """
 
@@ -292,7 +292,7 @@ class TieredBank(Bank):
         length = self.length
         self.write_back(length)
         self._refill(n - 1)
-        # the steps' own row is read from the ring, where they write it
+        # the steps' new row is read from the ring, where they write it
         self._writer.host_length, self._ring_stop = n - 1, n
         try:
             yield
@@ -386,7 +386,7 @@ class TieredBank(Bank):
         return new
 
     def close(self) -> None:
-        """Give all memory back, once what is in flight has landed."""
+        """Give all memory back, once every transfer in flight has landed."""
         self._end()
         for part in (self._resident, self._writer, self._blocks, self._whole):
             part.close()

@@ -140,8 +140,8 @@ class WorkingSet:
     def selected(
         self, layer: int, counts: torch.Tensor, tail_start: torch.Tensor, visible: torch.Tensor
     ) -> SparseRows:
-        """Return what a layer attends to: the slots of the last `fetch`, and the tail from position
-        tail_start [1] up to `visible` [1] in the ring.
+        """Return the rows that a layer attends to: the slots of the last `fetch`, and the tail from
+        position tail_start [1] up to `visible` [1] in the ring.
         """
         assert self._slots is not None, "this group was placed without slots"
         self.ready(layer)

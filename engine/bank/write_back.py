@@ -41,7 +41,7 @@ class WriteBack:
         self._chunk = chunk
         self._staging = [layout.empty(chunk) for _ in range(2)]
         self._staging_free: list[torch.cuda.Event | None] = [None, None]
-        # what each staging buffer holds: (layer, first position, one past the last)
+        # per staging buffer, its rows: (layer, first position, one past the last)
         self._staged: list[tuple[int, int, int] | None] = [None, None]
         self._turn = 0  # the staging buffer that is filled next
 
@@ -111,7 +111,7 @@ class WriteBack:
             self._layer_events.update(dict.fromkeys(ws.group, (self.event, self.event)))
         self.host_length = stop
 
-    # ---------------------------------------------------------------- what readers ask
+    # ---------------------------------------------------------------- for readers
 
     def staged_rows(self, layer: int, stop: int) -> tuple[int, torch.Tensor] | None:
         """Return (first position, rows) of a layer's newest chunk while it is still staged and

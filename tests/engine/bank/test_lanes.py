@@ -201,8 +201,8 @@ def test_closed_or_dropped_while_rows_are_on_their_way(close, monkeypatch):
 
 
 def test_stalls_of_the_staging_ring_are_counted(monkeypatch):
-    """Two staging slots: the third layer's rows find theirs still on its way; without lanes nothing
-    ever waits.
+    """Two staging buffers: the third layer's rows find theirs still in use; without late
+    lanes nothing ever waits.
     """
     monkeypatch.setattr(placement, "STREAM_BLOCK", 64)
     stalls = []

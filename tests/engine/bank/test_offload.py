@@ -2,7 +2,7 @@
 and counters that equal the formula.
 
 Stops: a slot that holds another token's row, a fetch too late or too early, a block written
-back before it is whole, a ring that wraps wrongly, a truncate that leaves rows of what was forgotten.
+back before it is whole, a ring that wraps wrongly, a truncate that leaves rows of dropped tokens.
 """
 
 import pytest
@@ -147,8 +147,8 @@ def test_offloaded_is_on_device_bit_for_bit(
 
 @pytest.mark.parametrize("slots, steps", [(0, 70), (1, 330), (4, 70)])
 def test_long_generation_across_many_tail_blocks(slots, steps):
-    """330 generated tokens: five blocks are written back during decode and become candidates; misses happen
-    whatever the slots.
+    """330 generated tokens: five blocks are written back during decode and become candidates;
+    misses happen whatever the slots.
     """
     method = OmniKV(filter_layers=(1, 4), tokens=48, tail=64, **BASE)
     assert compare(method, [("prefill", 150), ("decode", steps)], slots=slots) > 100
@@ -310,7 +310,7 @@ def test_auto_keeps_one_copy_on_a_cpu():
 
 
 def test_warm_slots_hold_what_the_first_step_wants():
-    """The prompt's last queries choose before the first step: most of its tokens are there already."""
+    """The prompt's last queries choose before the first step: most of its tokens are there."""
     host = tiny_llm(OmniKV(filter_layers=(1,), tokens=48, tail=64, **BASE), offload="host")
     session = host.session()
     session.prefill(random_ids(400))

@@ -1,5 +1,4 @@
-"""What can go wrong with host memory, each line of the fault table: clear errors, usable sessions,
-nothing leaked.
+"""Everything that can go wrong with host memory: clear errors, usable sessions, nothing leaked.
 
 Stops: a session that is longer than its rows, a block that nobody gives back, a neighbour that pays
 for another's exhaustion.

@@ -1,5 +1,5 @@
-"""Host memory for a GPU, without one: the allocators are tried in order, what is refused says why, locked
-pages are unlocked before they go.
+"""Host memory for a GPU, without one: allocators are tried in order, a refusal says why, locked
+pages are unlocked before they are unmapped.
 
 Stops: pages unmapped while the driver still holds them, a refusal that ends a session that ordinary
 memory would serve, slabs that cost more than the limit, an out-of-memory kill where a sentence
