@@ -277,7 +277,11 @@ class LLM:
             self.options.slots,
             by_layer=on_gpu,
         )
-        if placement is None or planned is None or not set(planned.offload_groups) <= set(placement.offload_groups):
+        if (
+            placement is None
+            or planned is None
+            or not set(planned.offload_groups) <= set(placement.offload_groups)
+        ):
             return placement
         return placement.keeping(planned.offload_groups)
 

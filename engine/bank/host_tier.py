@@ -1,4 +1,4 @@
-"""What the sessions of an LLM share in host memory: a pool of blocks and the measured link to it."""
+"""The host memory that an LLM's sessions share: a pool of blocks, and the measured link to it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from engine.bank.link import Link, measure_link
 
 
 class HostTier:
-    """Makes the pool and measures the link when they are first needed; LLMs over one model share it.
+    """Makes the pool and measures the link when they are first needed. LLMs over one model share
+    it.
 
     limit: bytes that the pool may allocate, None for no limit.
     """
 
-    def __init__(self, device: torch.device, limit: int | None, pool: HostPool | None = None):
+    def __init__(
+        self, device: torch.device, limit: int | None, pool: HostPool | None = None
+    ) -> None:
         self._device, self._limit = device, limit
-        self._pool, self._link = pool, None
+        self._pool = pool
+        self._link: Link | None = None
 
     @property
     def pool(self) -> HostPool:

@@ -58,6 +58,7 @@ class TieredBank(Bank):
     """
 
     tiered = True
+    placement: Placement
 
     def __init__(
         self,

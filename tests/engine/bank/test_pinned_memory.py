@@ -234,7 +234,8 @@ def test_memory_that_cannot_be_pinned_is_ordinary_and_said_once():
     assert pool.pinned
     with pytest.warns(
         UserWarning,
-        match="cannot be pinned .*registered: locked memory limit; .*CUDA error.*ordinary memory.*ulimit -l",
+        match="cannot be pinned .*registered: locked memory limit; .*CUDA error.*ordinary memory"
+        ".*ulimit -l",
     ):
         blocks = pool.take(4096, 1)
     with warnings.catch_warnings():
@@ -260,7 +261,8 @@ def test_pinning_that_is_refused_later_is_an_error_not_a_mixture():
     for _ in range(2):
         with pytest.raises(
             OutOfHostMemory,
-            match="no host memory for 4096 more .*CUDA_ERROR_OUT_OF_MEMORY.*ulimit -l.*RAM.*remedies",
+            match="no host memory for 4096 more .*CUDA_ERROR_OUT_OF_MEMORY.*ulimit -l.*RAM"
+            ".*remedies",
         ):
             pool.take(4096, 1)
     assert pool.pinned and pool.in_use == pool.reserved == 2 * 4096
