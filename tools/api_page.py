@@ -19,7 +19,7 @@ import engine
 from engine.errors import EngineError
 from engine.methods.base import Method
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "API.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs/API.md"
 WIDTH = 100
 STARS = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}
 HEAD = """
@@ -33,7 +33,11 @@ runnable programs see [examples/](../examples/README.md).
 """
 # (section, sentence under it, classes as module:name)
 SECTIONS = (
-    ("Models and sessions", "", ("engine.llm:LLM", "engine.session:Session")),
+    (
+        "Models and sessions",
+        "",
+        ("engine.llm:LLM", "engine.options:Options", "engine.session:Session"),
+    ),
     ("Sampling", "", ("engine.sampling:SamplingParams",)),
     (
         "What calls return",
@@ -51,8 +55,8 @@ SECTIONS = (
 METHODS = """
 Methods are frozen values: `LLM(..., method=OmniKV(tokens=2048))`, or for one session
 `llm.session(method=...)` and `session.set_method(...)`. Unknown fields raise `TypeError`,
-values out of range `SettingError`. What each method does, and where it comes from, is in
-[METHODS.md](METHODS.md).
+values out of range `SettingError`. What each method does, and where it comes from, is on
+[the page of methods](../docs/METHODS.md).
 """
 ERRORS = """
 All derive from `EngineError`; each message says what was found, what was expected and what to do.
