@@ -1,4 +1,4 @@
-"""What the documents say of the code is so. (tests/test_house.py looks for files that no reader has.)
+"""What the documents say of the code is so.
 
 Stops: a link or a path that leads nowhere, an API page that lags behind the signatures, a quoted
 example that is not the tested one, a README program that does not run, a line of prose that no

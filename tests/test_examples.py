@@ -5,6 +5,7 @@ answer than the shipped model gives.
 """
 
 import ast
+import re
 import runpy
 from pathlib import Path
 
@@ -13,11 +14,17 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 MOST_LINES = 40
-# what the output must hold; an example that is not named here must print something
+# what the output must match; an example that is not named here must print something. The comparison
+# must not become five equal rows: H2O has evicted the key that is asked for
 PROMISED = {
-    "generate": ["The pass key of Bob is 41213.", "stop", "412|"],
-    "long_document": ["tokens read once", "is 66160.", "= 84872", "layer 2 chose 64 tokens"],
-    "compare_methods": ["full        100%  100%  The pass key of Alice is 66160.", "omnikv", "h2o"],
+    "generate": [r"The pass key of Bob is 41213\.  \(10 tokens, stop\)", r"\|412\|13\|"],
+    "long_document": [
+        r"1,585 tokens read once",
+        r"is 66160\.",
+        r"= 84872",
+        r"layer 2 chose 64 tok",
+    ],
+    "compare_methods": [r"full +100% +100% .*66160", r"omnikv .*66160", r"h2o (?!.*66160)"],
 }
 
 
@@ -27,8 +34,8 @@ def test_an_example_runs_and_keeps_its_promise(path, capsys, monkeypatch):
     runpy.run_module(f"examples.{path.stem}", run_name="__main__")
     printed = capsys.readouterr().out
     assert printed.strip()
-    for text in PROMISED.get(path.stem, []):
-        assert text in printed
+    for pattern in PROMISED.get(path.stem, []):
+        assert re.search(pattern, printed), pattern
 
 
 @pytest.mark.parametrize("name", PROMISED)
@@ -43,11 +50,3 @@ def test_examples_say_how_they_are_run_and_are_listed():
         command = f"python -m examples.{path.stem}"
         assert command in (ast.get_docstring(ast.parse(path.read_text())) or ""), path
         assert f"`{command}`" in listed, path
-
-
-def test_methods_disagree_where_tokens_were_given_up(capsys, monkeypatch):
-    """The comparison must not become five equal rows: H2O has evicted the key that is asked for."""
-    monkeypatch.chdir(ROOT)
-    runpy.run_module("examples.compare_methods", run_name="__main__")
-    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
-    assert "66160" in rows["omnikv"] and "66160" not in rows["h2o"]
