@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # own_*.py are methods: tests/engine/methods/test_own_methods.py runs them
 PROGRAMS = sorted(set((ROOT / "examples").glob("*.py")) - set((ROOT / "examples").glob("own_*.py")))
 MOST_LINES = 40
-# what the output must match. The comparison must not become five equal rows: H2O has evicted the key
-# that is asked for
+# What the output must match. The comparison must not become five equal rows: H2O has evicted the
+# key that is asked for.
 PROMISED = {
     "generate": [r"The pass key of Bob is 41213\.  \(10 tokens, stop\)", r"\|412\|13\|"],
     "long_document": [
