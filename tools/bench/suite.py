@@ -29,6 +29,7 @@ from tools.bench.run import (
 )
 from tools.bench.shapes import shape_config
 from tools.bench.split import split_step
+from tools.clone import clone
 
 SMALL = 4096  # capacity of the LLM that holds the weights
 # tokens a session can hold beyond its depth: timed steps, and what is appended at depth
@@ -135,7 +136,7 @@ class Suite:
     # ---------------------------------------------------------------- model
 
     def _build(self):
-        """The LLM whose weights all others share (LLM.twin); its own capacity is small."""
+        """The LLM with the weights that all others share (tools.clone); its own capacity is small."""
         o = self.options
         before, began = (
             held("cpu" if o.device == "auto" and not torch.cuda.is_available() else o.device),
@@ -200,7 +201,9 @@ class Suite:
         for spec in self.options.specs:
             cell = cells[spec.label] = Cell(spec.label, "tg", n)
             try:
-                llm = self.llm.twin(method=spec.method, max_context=n + ROOM, offload=spec.offload)
+                llm = clone(
+                    self.llm, method=spec.method, max_context=n + ROOM, offload=spec.offload
+                )
                 cell.why = self._cannot(llm.plan())
             except EngineError as error:
                 cell.why = reason(error)
@@ -351,7 +354,7 @@ class Suite:
         ).tolist()
         ours = Cell("full", f"pp{n}", n, tokens=n)
         self.result.cells.append(ours)
-        llm = self.llm.twin(method=Full(), max_context=n, offload="device")
+        llm = clone(self.llm, method=Full(), max_context=n, offload="device")
         plan = llm.plan()
         ours.why = "left out: no time" if self.left() <= 0 else self._cannot(plan)
         if ours.why:

@@ -10,6 +10,7 @@ beside it in this engine, unread, so that a session can go back: it counts in `p
 from dataclasses import asdict, dataclass
 
 from engine.methods.evict.store import row_bytes
+from tools.clone import clone
 from tools.synthetic_bank import synthesize
 
 
@@ -44,7 +45,7 @@ def offloaded(llm, method, capacity):
     """An LLM over the same weights whose sessions hold `method` as it saves memory: host placement,
     one slot per selected token.
     """
-    return llm.twin(method=method, max_context=capacity, offload="host", slots=1)
+    return clone(llm, method=method, max_context=capacity, offload="host", slots=1)
 
 
 def full_bytes(llm, capacity):
