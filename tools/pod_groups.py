@@ -1,45 +1,56 @@
-"""python -m tools.pod_groups: which layers of a model may share their attention to distant tokens,
-head by head, and write pod.json.
+"""`python -m tools.pod_groups`: find which layers of a model may share their attention to distant
+tokens, head by head, and write pod.json.
 
-Source: the PoD paper, Eq. 1-2 and Algorithm 1 (METHODS.md section 4, items 2-4 and 9). Similarity
-of two layers is 1 - the mean Jensen-Shannon divergence (base 2) of their attention rows, at the
-last positions of every text; rows of the query heads that share a K/V head are averaged first,
-since they share its keys. Progress on stderr, results on stdout.
+Source: the PoD paper, Eq. 1-2 and Algorithm 1. The similarity of two layers is 1 - the mean
+Jensen-Shannon divergence (base 2) of their attention rows at the last positions of every text. Rows
+of the query heads that share a K/V head are averaged first, since they share its keys. Progress
+goes to stderr, results to stdout.
 """
+
+from __future__ import annotations
 
 import argparse
 import json
 import math
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine import LLM, EngineError, Full
+from engine import LLM, Full
 from engine.errors import BadCheckpoint, UsageError
 from engine.version import VERSION
-from tools.calibrate import texts_for
-from tools.similarity import measure_with, softmax_rows
+from tools.calibrate.similarity import measure_with, softmax_rows
+from tools.calibrate.texts import add_flags, texts_for
+from tools.program import guarded, replace_json, say
 from weights.fingerprint import fingerprint
+
+if TYPE_CHECKING:
+    from engine.decode import Step
+    from engine.methods.base import Runtime
+
+Blocks = tuple[tuple[int, ...], ...]  # per K/V head: the first layer of every block
 
 NAME, FORMAT = "pod.json", 1
 
 
 class DivergenceMeter:
-    """Full attention that records how far the layers' attention rows lie apart: divergence float64
+    """Full attention that records how much the layers' attention rows differ: divergence float64
     [L, L, Hkv], summed over steps.
     """
 
-    def __init__(self, inner):
+    def __init__(self, inner: Runtime):
         config = inner.setup.config
         self.inner, self.steps, self.layers = inner, 0, config.num_layers
         self.divergence = torch.zeros(
             self.layers, self.layers, config.num_kv_heads, dtype=torch.float64
         )
-        self._rows = []
+        self._rows: list[torch.Tensor] = []
 
-    def attend(self, layer, q, step):
-        """Attention as the inner runtime's; this layer's rows against those of the layers below."""
+    def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
+        """Full attention of one layer; first compares its rows with those of the layers below."""
         rows = softmax_rows(q[0, -1], step.bank, layer, int(step.visible[0]), self.inner.scale)
         rows = rows.view(self.divergence.shape[2], -1, rows.shape[1]).mean(1)
         self._rows = self._rows[:layer] + [rows]
@@ -51,7 +62,7 @@ class DivergenceMeter:
         return self.inner.attend(layer, q, step)
 
 
-def divergence(p, q):
+def divergence(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """Jensen-Shannon divergence, base 2, of distributions along the last axis: [.., n] -> [..],
     from 0 (equal) to 1 (apart).
     """
@@ -59,14 +70,15 @@ def divergence(p, q):
     return (entropy(middle) - (entropy(p) + entropy(q)) / 2).clamp(0, 1)
 
 
-def entropy(p):
+def entropy(p: torch.Tensor) -> torch.Tensor:
     """Shannon entropy along the last axis, in bits."""
     return -torch.xlogy(p, p).sum(-1) / math.log(2)
 
 
-def greedy_blocks(similarity, delta):
+def greedy_blocks(similarity: Sequence[Sequence[float]], delta: float) -> tuple[int, ...]:
     """Algorithm 1 for one head: similarity [L][L] -> first layers of its blocks. A layer joins the
-    last block if it is at least `delta` like every layer of it, else it begins a new one.
+    last block if its similarity to every layer there is at least `delta`, else it begins a new
+    one.
     """
     firsts = [0]
     for layer in range(1, len(similarity)):
@@ -75,16 +87,18 @@ def greedy_blocks(similarity, delta):
     return tuple(firsts)
 
 
-def saving(blocks, layers):
+def saving(blocks: Sequence[Sequence[int]], layers: int) -> float:
     """Share of a long context's keys and values that is not stored: half (keys only) of the (layer,
     head) pairs above a block's lowest.
     """
     return sum(layers - len(firsts) for firsts in blocks) / (2 * layers * len(blocks))
 
 
-def group(similarity, delta=0.5, wanted=None):
-    """(blocks per K/V head, delta): by Algorithm 1. similarity float64 [L, L, Hkv]; wanted: a
-    saving, for the largest delta that reaches it (the published 35% is delta 0.5 on LLaMA3-8B).
+def group(
+    similarity: torch.Tensor, delta: float = 0.5, wanted: float | None = None
+) -> tuple[Blocks, float]:
+    """Algorithm 1: (blocks per K/V head, delta). similarity float64 [L, L, Hkv]; wanted: take the
+    largest delta that saves this much (the published 35% is delta 0.5 on LLaMA3-8B).
     """
     layers = len(similarity)
     tables = similarity.permute(2, 0, 1).tolist()
@@ -100,15 +114,21 @@ def group(similarity, delta=0.5, wanted=None):
         if wanted is None or saving(blocks, layers) >= wanted:
             return blocks, candidate
     raise UsageError(
-        f"--saving: found {wanted}, expected at most {saving(((0,),), layers):.3f}, one block for all {layers} layers"
+        f"--saving: found {wanted}, expected at most {saving(((0,),), layers):.3f}, "
+        f"one block for all {layers} layers"
     )
 
 
-def similarity_of(llm, texts, positions, say):
+def similarity_of(
+    llm: LLM,
+    texts: Sequence[tuple[str, list[int]]],
+    positions: int,
+    say: Callable[[str], None],
+) -> torch.Tensor:
     """Mean similarity float64 [L, L, Hkv] over (name, ids) texts at their last `positions`; 1 on
     the diagonal.
     """
-    total, steps = 0, 0
+    total, steps = torch.zeros(()), 0
     for number, (name, ids) in enumerate(texts, 1):
         with llm.session(Full()) as session:
             meter = measure_with(
@@ -119,9 +139,9 @@ def similarity_of(llm, texts, positions, say):
     return 1 - total / steps
 
 
-def read_blocks(folder):
-    """The blocks in a model folder's pod.json. Raises BadCheckpoint where there is none, or where
-    it is another model's.
+def read_blocks(folder: str | Path) -> Blocks:
+    """The blocks in a model folder's pod.json. Raises BadCheckpoint where the file is missing
+    or was made for another model.
     """
     path = Path(folder) / NAME
     try:
@@ -129,38 +149,40 @@ def read_blocks(folder):
         blocks, made_for = tuple(map(tuple, data["blocks"])), data["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadCheckpoint(
-            f"{path}: found no blocks ({error}); make them: python -m tools.pod_groups --model {folder}"
+            f"{path}: found no blocks ({error}); "
+            f"make them: python -m tools.pod_groups --model {folder}"
         ) from error
     if data.get("format") != FORMAT or made_for != fingerprint(folder):
         raise BadCheckpoint(
-            f"{path}: made for other weights, or by another version; make it anew: python -m tools.pod_groups"
+            f"{path}: made for other weights, or by another version; "
+            "make it anew: python -m tools.pod_groups"
         )
     return blocks
 
 
-def run(args):
-    """Group; returns the data of pod.json."""
+def run(args: argparse.Namespace) -> None:
+    """Group the layers, print the blocks and write pod.json."""
     llm = LLM(args.model, device=args.device, dtype=args.dtype, method=Full())
     length = min(args.length, llm.max_context)
     if length < 256 or args.positions < 1 or args.texts < 1 or not 0 <= args.delta <= 1:
         raise UsageError(
-            f"found length {length}, positions {args.positions}, texts {args.texts}, delta {args.delta}; expected a length of "
-            f"at least 256, counts of at least 1 and a delta from 0 to 1"
+            f"found length {length}, positions {args.positions}, texts {args.texts}, "
+            f"delta {args.delta}; expected a length of at least 256, counts of at least 1 "
+            "and a delta from 0 to 1"
         )
     texts = texts_for(llm, args.text, args.texts, length, args.seed)
-    similarity = similarity_of(
-        llm, texts, args.positions, lambda line: print(line, file=sys.stderr)
-    )
+    similarity = similarity_of(llm, texts, args.positions, say)
     blocks, delta = group(similarity, args.delta, args.saving)
     layers = llm.config.num_layers
     print("| K/V head | blocks | first layers |\n|---|---|---|")
     for head, firsts in enumerate(blocks):
         print(f"| {head} | {len(firsts)} of {layers} | {', '.join(map(str, firsts))} |")
     print(
-        f"\ndelta {delta:.4f}: {saving(blocks, layers):.1%} of the keys and values of a long context need not be stored"
+        f"\ndelta {delta:.4f}: {saving(blocks, layers):.1%} of the keys and values "
+        "of a long context need not be stored"
     )
     print(f"\nPodUntrained(blocks={blocks})")
-    data = {
+    data: dict[str, Any] = {
         "format": FORMAT,
         "fingerprint": fingerprint(llm.folder),
         "blocks": blocks,
@@ -171,36 +193,20 @@ def run(args):
     if not args.dry_run:
         path = Path(args.out or llm.folder / NAME)
         try:
-            beside = path.with_suffix(".tmp")
-            beside.write_text(json.dumps(data, indent=1) + "\n")
-            beside.replace(path)
+            replace_json(path, data)
         except OSError as error:
             raise UsageError(
                 f"--out: found {error}, expected a place that can be written"
             ) from error
         print(f"written: {path}")
-    return data
 
 
-def parser():
+def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = argparse.ArgumentParser(
         prog="python -m tools.pod_groups", description="Group a model's layers for PodUntrained."
     )
-    p.add_argument("--model", required=True, help="alias, hub id or folder")
-    p.add_argument(
-        "--text",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="measure on this text (repeatable; - is stdin)",
-    )
-    p.add_argument(
-        "--texts",
-        type=int,
-        default=10,
-        help="how many texts to make where no --text is given (default 10)",
-    )
+    add_flags(p)
     p.add_argument("--length", type=int, default=4096, help="tokens per text (default 4096)")
     p.add_argument(
         "--positions",
@@ -217,11 +223,8 @@ def parser():
     p.add_argument(
         "--saving",
         type=float,
-        help="the largest delta that saves this share of keys and values, instead of --delta",
+        help="take the largest delta that saves this share of keys and values, not --delta",
     )
-    p.add_argument("--dtype", default="auto")
-    p.add_argument("--device", default="auto")
-    p.add_argument("--seed", type=int, default=0)
     p.add_argument(
         "--out", metavar="FILE", help="where to write pod.json (default: beside the model)"
     )
@@ -229,16 +232,10 @@ def parser():
     return p
 
 
-def main(argv=None):
-    """Command line: 0, 1 (run failure), 2 (usage), 130 (Ctrl-C)."""
-    try:
-        run(parser().parse_args(argv))
-    except EngineError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    return 0
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0, 1 (the run failed), 2 (usage) or 130 (Ctrl-C)."""
+    args = parser().parse_args(argv)
+    return guarded(lambda: run(args))
 
 
 if __name__ == "__main__":

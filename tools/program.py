@@ -44,7 +44,7 @@ def progress(text: str) -> None:
 
 
 def replace_text(path: Path, text: str) -> Path:
-    """Write a file beside its place and rename it: whoever reads finds the old one or the new one."""
+    """Write a file beside its place and rename it: a reader finds the old one or the new one."""
     beside = path.with_name(path.name + ".part")
     beside.write_text(text, encoding="utf-8")
     beside.replace(path)

@@ -13,8 +13,8 @@ import torch
 from engine import Full
 from engine.plan.layers import layer_plan, tail_start
 from tests.builders import random_ids, tiny_llm
-from tools.choose_layers import best_sets, choose, mean_mass
-from tools.similarity import head_groups, kept, measure
+from tools.calibrate.choose_layers import best_sets, choose, mean_mass
+from tools.calibrate.similarity import head_groups, kept, measure
 
 
 @pytest.mark.parametrize("layers", [2, 5, 8, 11])
@@ -163,7 +163,7 @@ def test_head_groups_merge_the_most_alike_neighbours():
 
 
 def test_a_text_that_decides_nothing_is_refused(tmp_path, capsys):
-    from tools.calibrate import main
+    from tools.calibrate.cli import main
 
     (tmp_path / "short.txt").write_text("too short")
     assert main(["--model", str(tmp_path / "nowhere"), "--text", str(tmp_path / "short.txt")]) == 2

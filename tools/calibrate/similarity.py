@@ -1,10 +1,14 @@
 """Inter-layer similarity: how much of layer j's attention falls on the tokens that layer i would
 choose, at decode positions.
 
-Source: the OmniKV paper's Eq. for C(l, l') and section 3.8 items 37-38 of the method catalogue.
-Streaming: one layer's weights of one position at a time, of every layer only its chosen indices and
-their sums stay.
+Source: the OmniKV paper's inter-layer similarity C(l, l'). One layer's weights of one position
+exist at a time; of every layer only its chosen indices and their sums stay.
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -12,12 +16,20 @@ from engine.decode import Decoder
 from engine.plan.layers import tail_start
 from kernels.topk import select_topk
 
-# a head that puts more than this on one token reads that token: without it, its answer is another
-# one
+if TYPE_CHECKING:
+    from engine.bank.device import DeviceBank as Bank
+    from engine.decode import Step
+    from engine.methods.base import Runtime
+    from engine.session import Session
+
+# a head that puts more than this on one token reads that token: without it, the head's output is
+# another one
 POINTED = 0.5
-# what a diffuse head's unseen mass counts beside it: it is spread over tokens that stand for each
-# other
+# weight of a diffuse head's unseen mass beside a lost read: diffuse mass is spread over tokens that
+# stand for each other
 DIFFUSE = 0.1
+
+Meter = TypeVar("Meter")
 
 
 class SimilarityMeter:
@@ -32,7 +44,7 @@ class SimilarityMeter:
     those of layer j whose row layer i did not choose.
     """
 
-    def __init__(self, inner, k, tail):
+    def __init__(self, inner: Runtime, k: int, tail: int):
         config = inner.setup.config
         self.inner, self.k, self.tail, self.steps = inner, k, tail, 0
         self.layers = config.num_layers
@@ -40,10 +52,10 @@ class SimilarityMeter:
         self.heads = torch.zeros(self.layers, self.layers, config.num_heads, dtype=torch.float64)
         self.lost = torch.zeros(self.layers, self.layers, dtype=torch.float64)
         self.pointed = torch.zeros(self.layers, dtype=torch.float64)
-        self._chosen = []
+        self._chosen: list[torch.Tensor] = []
 
-    def attend(self, layer, q, step):
-        """Attention as the inner runtime's; afterwards this layer's sums and its own choice."""
+    def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
+        """Full attention of one layer; first notes this layer's sums and its own choice."""
         n = int(step.visible[0])
         start = tail_start(n, self.tail)
         weights = softmax_rows(q[0, -1], step.bank, layer, n, self.inner.scale)
@@ -63,14 +75,14 @@ class SimilarityMeter:
             self.steps += 1
         return self.inner.attend(layer, q, step)
 
-    def mean(self):
+    def mean(self) -> torch.Tensor:
         """Mean mass over the steps seen: float64 [L, L], zero where j <= i."""
         return self.mass / max(1, self.steps)
 
 
-def kept(mass, lost, pointed, heads):
-    """What layer j keeps of its reads when it sees layer i's choice only: float64 [L, L], 1 where
-    nothing is lost.
+def kept(mass: torch.Tensor, lost: torch.Tensor, pointed: torch.Tensor, heads: int) -> torch.Tensor:
+    """Reads that layer j keeps when it sees layer i's choice only: float64 [L, L], 1 where nothing
+    is lost.
 
     mass, lost [L, L] and pointed [L]: means per step; heads: query heads of a layer. The mean over
     heads of 1 for a pointed head whose token was chosen, 0 where it was not, and 1 - DIFFUSE * (1 -
@@ -82,7 +94,7 @@ def kept(mass, lost, pointed, heads):
     return torch.triu(1 - lost / heads - DIFFUSE * (1 - share) * (1 - mass), 1)
 
 
-def softmax_rows(q, bank, layer, n, scale):
+def softmax_rows(q: torch.Tensor, bank: Bank, layer: int, n: int, scale: float) -> torch.Tensor:
     """Softmax of one query over rows 0 .. n-1 of a layer. q [H, D] -> float32 [H, n]; K is read in
     blocks.
     """
@@ -96,28 +108,31 @@ def softmax_rows(q, bank, layer, n, scale):
     return torch.softmax(torch.cat(logits, dim=-1), dim=-1).flatten(0, 1)
 
 
-def top_rows(keys, stop, k):
-    """The k largest of keys[:stop] as ascending positions, int64, by the selector's own rule."""
-    sizes = (torch.full((1,), size, dtype=torch.int32, device=keys.device) for size in (0, stop, k))
-    index = torch.empty(1, max(1, min(k, keys.numel())), dtype=torch.int32, device=keys.device)
-    counts = torch.empty(1, dtype=torch.int32, device=keys.device)
-    select_topk(keys[None].contiguous(), *sizes, index, counts)
+def top_rows(scores: torch.Tensor, stop: int, k: int) -> torch.Tensor:
+    """Positions of the k largest of scores[:stop], ascending, int64, ties as the selector breaks
+    them.
+    """
+    device = scores.device
+    low, high, most = (
+        torch.full((1,), size, dtype=torch.int32, device=device) for size in (0, stop, k)
+    )
+    index = torch.empty(1, max(1, min(k, scores.numel())), dtype=torch.int32, device=device)
+    counts = torch.empty(1, dtype=torch.int32, device=device)
+    select_topk(scores[None].contiguous(), low, high, most, index, counts)
     return index[0, : int(counts[0])].long()
 
 
-def measure(session, ids, positions, k, tail, progress=None):
-    """Read `ids` into an empty session but for the last `positions`, then take those as decode
-    steps under a SimilarityMeter.
+def measure(
+    session: Session, ids: Sequence[int], positions: int, k: int, tail: int
+) -> SimilarityMeter:
+    """`measure_with` a SimilarityMeter for the top k of the rows older than the tail."""
+    return measure_with(session, ids, positions, SimilarityMeter(session.dense_runtime, k, tail))
 
-    Returns the meter. progress(done, total) after each step.
+
+def measure_with(session: Session, ids: Sequence[int], positions: int, meter: Meter) -> Meter:
+    """Read `ids` into an empty session but for the last `positions`, then decode those with
+    `meter.attend` as the attention; returns the meter.
     """
-    return measure_with(
-        session, ids, positions, SimilarityMeter(session.dense_runtime, k, tail), progress
-    )
-
-
-def measure_with(session, ids, positions, meter, progress=None):
-    """As `measure`, under a meter of one's own: a runtime that attends."""
     head = len(ids) - positions
     session.prefill(ids[:head])
     decoder = Decoder(session.llm.model, session.llm.rotary, meter, session.query_ring)
@@ -128,12 +143,10 @@ def measure_with(session, ids, positions, meter, progress=None):
             decoder.step(
                 token, torch.tensor([position], dtype=torch.int32, device=device), session.bank
             )
-            if progress is not None:
-                progress(position - head + 1, positions)
     return meter
 
 
-def head_groups(heads, group_count):
+def head_groups(heads: torch.Tensor, group_count: int) -> list[tuple[int, ...]]:
     """PoD's head-wise layer groups (its Algorithm 1): per query head, consecutive layers whose
     attention is most alike.
 

@@ -2,35 +2,43 @@
 full layers, by dynamic programming.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from engine.plan.layers import layer_plan
+
+Matrix = Sequence[Sequence[float]] | torch.Tensor  # [L][L]
+Sets = dict[tuple[int, int], "Choice"]  # by (number of filters, full layers)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A filter set: its layers, how many layers of the plan attend to everything, and the mean mass
-    that its sparse layers see.
+    """A filter set. dense: layers of its plan that attend to everything; mass: the mean mass that
+    its sparse layers see.
     """
 
-    filters: tuple
+    filters: tuple[int, ...]
     dense: int
     mass: float
     layers: int
 
     @property
-    def sparse(self):
+    def sparse(self) -> int:
         """Number of sparse layers."""
         return self.layers - self.dense
 
-    def bytes_per_step(self, n, k, tail, row):
+    def bytes_per_step(self, n: int, k: int, tail: int, row: int) -> int:
         """KV bytes of a decode step at n tokens: row bytes per token and layer."""
         return row * (self.dense * n + self.sparse * min(n, k + tail))
 
 
-def mean_mass(mass, filters, wait_layers):
-    """Mean over the sparse layers of the mass they see under a filter set; 1.0 where there is none.
-    mass [L][L], i < j.
+def mean_mass(mass: Matrix, filters: Sequence[int], wait_layers: int) -> float:
+    """Mean over the sparse layers of the mass that they see under a filter set; 1.0 without sparse
+    layers. mass [L][L], i < j.
     """
     plan = layer_plan(len(mass), filters, wait_layers)
     seen = [
@@ -39,13 +47,13 @@ def mean_mass(mass, filters, wait_layers):
     return sum(seen) / len(seen) if seen else 1.0
 
 
-def best_sets(mass, most_filters=3, wait_layers=1):
-    """{(number of filters, full layers): Choice with the largest mass} over all filter sets,
-    exactly.
+def best_sets(mass: Matrix, most_filters: int = 3, wait_layers: int = 1) -> Sets:
+    """{(number of filters, full layers): Choice with the largest mass} over all filter sets, by
+    dynamic programming, exactly.
 
-    mass: [L][L] mean mass (tools/similarity.py). A table over (last filter, filters so far, full
-    layers so far): a segment between two filters adds the mass that its sparse layers see, whatever
-    came before, so the best prefix is enough. O(m L^3).
+    mass: [L][L] mean mass (tools/calibrate/similarity.py). A table over (last filter, filters so
+    far, full layers so far): a segment between two filters adds the mass that its sparse layers
+    see, whatever came before, so the best prefix is enough. O(m L^3).
     """
     layers = len(mass)
     prefix = [[0.0] * (layers + 1) for _ in range(layers)]
@@ -53,15 +61,15 @@ def best_sets(mass, most_filters=3, wait_layers=1):
         for j in range(layers):
             prefix[i][j + 1] = prefix[i][j] + (float(mass[i][j]) if j > i + wait_layers else 0.0)
 
-    def segment(first, stop):
+    def segment(first: int, stop: int) -> tuple[float, int]:
         """(mass seen, full layers) of a filter at `first` whose group ends before `stop`."""
         return prefix[first][stop], min(stop - first, 1 + wait_layers)
 
-    best = {}
+    best: dict = {}
     # (last filter, count, full layers before it)
     open_sets = {(f, 1, f): (0.0, (f,)) for f in range(layers)}
     while open_sets:
-        following = {}
+        following: dict = {}
         for (last, count, dense), (value, filters) in open_sets.items():
             gain, full = segment(last, layers)
             _keep(best, (count, dense + full), value + gain, filters)
@@ -78,7 +86,7 @@ def best_sets(mass, most_filters=3, wait_layers=1):
     return found
 
 
-def _keep(table, key, value, filters):
+def _keep(table: dict, key: tuple, value: float, filters: tuple[int, ...]) -> None:
     """Keep the larger mass; of equal ones the set that comes first in order, so that the result is
     the same everywhere.
     """
@@ -87,7 +95,7 @@ def _keep(table, key, value, filters):
         table[key] = value, filters
 
 
-def choose(sets, most_dense, slack=0.01):
+def choose(sets: Sets, most_dense: int, slack: float = 0.01) -> Choice | None:
     """The set to use: among those with at most `most_dense` full layers, the fewest full layers
     within `slack` of the best mass.
     """

@@ -1,0 +1,8 @@
+"""Finds a model's filter layers: `python -m tools.calibrate`.
+
+similarity.py     measures how much of each layer's attention falls on another layer's choice
+choose_layers.py  turns that into filter layers, by dynamic programming
+texts.py          the texts that are read, and the flags that name them (tools.pod_groups too)
+report.py         the table and the plots
+cli.py            the command line and omnikv.json
+"""

@@ -1,0 +1,211 @@
+"""`python -m tools.calibrate`: find a model's filter layers by measuring what its layers attend to,
+and write omnikv.json.
+
+Reads long texts (yours, or documents made for the purpose), measures at decode positions how much
+of every layer's attention falls on the tokens that each layer below would choose, and picks the
+filter layers by dynamic programming. Progress goes to stderr, results to stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine import LLM, Full
+from engine.errors import UsageError
+from engine.plan.filter_layers import FORMAT, NAME, cache_file
+from engine.version import VERSION
+from tools.calibrate.choose_layers import best_sets, choose
+from tools.calibrate.report import plot, report
+from tools.calibrate.similarity import head_groups, kept, measure
+from tools.calibrate.texts import add_flags, texts_for
+from tools.program import guarded, replace_json, say
+from weights.aliases import ALIASES
+from weights.fingerprint import fingerprint
+
+if TYPE_CHECKING:
+    from tools.calibrate.choose_layers import Choice
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = argparse.ArgumentParser(
+        prog="python -m tools.calibrate", description="Find the filter layers of a model."
+    )
+    add_flags(p)
+    p.add_argument(
+        "--length",
+        type=int,
+        help="tokens per text (default: 8192 on a CPU, 131072 on a GPU, or the model's limit)",
+    )
+    p.add_argument(
+        "--positions",
+        type=int,
+        default=24,
+        help="decode positions measured at the end of each text (default 24)",
+    )
+    p.add_argument(
+        "--share", type=float, default=0.067, help="budget as a share of the text (default 0.067)"
+    )
+    p.add_argument(
+        "--wait-layers", type=int, default=1, help="wait layers after a filter layer (default 1)"
+    )
+    p.add_argument("--filters", type=int, default=3, help="most filter layers (default 3)")
+    p.add_argument(
+        "--most-dense",
+        type=float,
+        default=0.375,
+        help="most full layers, as a share of all (default 0.375)",
+    )
+    p.add_argument(
+        "--slack",
+        type=float,
+        default=0.01,
+        help="reads kept (or mass) that fewer full layers may cost (default 0.01)",
+    )
+    p.add_argument(
+        "--by",
+        choices=("reads", "mass"),
+        default="reads",
+        help="reads: heads that read one token must find it, diffuse ones count a tenth (default); "
+        "mass: the paper's mean mass",
+    )
+    p.add_argument(
+        "--plot", metavar="DIR", type=Path, help="write similarity.png and filter_ability.png"
+    )
+    p.add_argument("--json", metavar="FILE", help="write everything measured")
+    p.add_argument(
+        "--out",
+        metavar="FILE",
+        help="where to write omnikv.json (default: beside the model, else the user's cache)",
+    )
+    p.add_argument("--dry-run", action="store_true", help="measure and print, write no omnikv.json")
+    return p
+
+
+def collect(
+    llm: LLM,
+    texts: Sequence[tuple[str, list[int]]],
+    positions: int,
+    share: float,
+    tail: int,
+    say: Callable[[str], None],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """Means over all texts (tools/calibrate/similarity.py): mass [L, L], reads kept [L, L], mass
+    per head [L, L, H], all float64; and k of the longest text.
+    """
+    meters, k, began = [], 0, time.perf_counter()
+    for done, (name, ids) in enumerate(texts, 1):
+        budget = max(16, int(share * len(ids)))
+        k = max(k, budget)
+        with llm.session() as session:
+            meters.append(measure(session, ids, min(positions, len(ids) // 2), budget, tail))
+        left = (time.perf_counter() - began) / done * (len(texts) - done)
+        say(
+            f"text {done}/{len(texts)} {name}: {len(ids)} tokens, {meters[-1].steps} positions, "
+            f"about {left:.0f} s left"
+        )
+    steps = sum(meter.steps for meter in meters)
+    mass, lost, pointed, heads = (
+        sum(getattr(meter, name) for meter in meters) / steps
+        for name in ("mass", "lost", "pointed", "heads")
+    )
+    return mass, kept(mass, lost, pointed, llm.config.num_heads), heads, k
+
+
+def save(folder: Path, data: dict[str, Any], out: str | None) -> Path:
+    """Write omnikv.json to `out`, else beside the model, else (where the folder cannot be written)
+    to the user's cache; returns the path.
+    """
+    places = [Path(out)] if out else [Path(folder) / NAME, cache_file(data["fingerprint"])]
+    for path in places:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return replace_json(path, data)
+        except OSError as error:
+            last = error
+    raise UsageError(f"--out: found {last}, expected a place that can be written")
+
+
+def checked_length(args: argparse.Namespace, llm: LLM) -> int:
+    """Tokens per text; UsageError where the numbers of the command line cannot be meant."""
+    length = min(args.length or (8192 if llm.device.type == "cpu" else 131072), llm.max_context)
+    if length < 256 or not 0 < args.share < 1 or args.positions < 1 or args.texts < 1:
+        raise UsageError(
+            f"found length {length}, share {args.share}, positions {args.positions}, "
+            f"texts {args.texts}; expected a length of at least 256, a share in (0, 1) "
+            "and counts of at least 1"
+        )
+    return length
+
+
+def chosen_set(
+    args: argparse.Namespace, sets: dict[tuple[int, int], Choice], layers: int
+) -> Choice:
+    """The set to use, or UsageError where --most-dense leaves none."""
+    # shallow models need as many
+    most_dense = max(int(args.most_dense * layers), min(4, layers - 1))
+    chosen = choose(sets, most_dense, args.slack)
+    if chosen is None:
+        raise UsageError(
+            f"--most-dense: found {args.most_dense}, "
+            f"expected a share that leaves a sparse layer of {layers}"
+        )
+    return chosen
+
+
+def run(args: argparse.Namespace) -> None:
+    """Calibrate, print the table and write what was asked for."""
+    began = time.perf_counter()
+    llm = LLM(args.model, device=args.device, dtype=args.dtype, method=Full())
+    config, length = llm.config, checked_length(args, llm)
+    texts = texts_for(llm, args.text, args.texts, length, args.seed)
+    tail = 64 if length < 2048 else 256
+    mass, reads, heads, k = collect(llm, texts, args.positions, args.share, tail, say)
+    value = reads if args.by == "reads" else mass
+    sets = best_sets(value.tolist(), args.filters, args.wait_layers)
+    chosen = chosen_set(args, sets, config.num_layers)
+    aliases = [a for a in ALIASES.values() if a.filter_layers and a.hub_id == llm.resolved.hub_id]
+    published = aliases[0].filter_layers if aliases else None
+    size, wait = llm.dtype.itemsize, args.wait_layers
+    lines = report(sets, chosen, config, length, k, tail, size, published, value, mass, wait)
+    print("\n".join(lines))
+    print(
+        f"\nchosen: {chosen.filters}, {chosen.dense} of {config.num_layers} layers full, "
+        f"by {args.by}: {chosen.mass:.4f}"
+    )
+    data = {
+        "format": FORMAT,
+        "fingerprint": fingerprint(llm.folder),
+        "filter_layers": list(chosen.filters),
+        "wait_layers": args.wait_layers,
+        "k": k,
+        "scores": "softmax",
+        "made_by": f"tools.calibrate {VERSION}",
+    }
+    if args.plot:
+        plot(args.plot, mass, chosen)
+    if args.json:
+        measured = {
+            "mass": mass.tolist(),
+            "reads": reads.tolist(),
+            "by": args.by,
+            "head_groups": head_groups(heads, max(1, config.num_layers // 4)),
+            "sets": [[c.filters, c.dense, c.mass] for c in sets.values()],
+        }
+        Path(args.json).write_text(json.dumps(data | measured))
+    if not args.dry_run:
+        print(f"written: {save(llm.folder, data, args.out)}")
+    say(f"{time.perf_counter() - began:.0f} s, {len(texts)} texts of up to {length} tokens")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0, 1 (the run failed), 2 (usage) or 130 (Ctrl-C)."""
+    args = parser().parse_args(argv)
+    return guarded(lambda: run(args))

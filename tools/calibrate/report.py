@@ -1,0 +1,96 @@
+"""What a calibration found, as a Markdown table and as plots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.errors import UsageError
+from tools.calibrate.choose_layers import mean_mass
+
+if TYPE_CHECKING:
+    from engine.model.config import ModelConfig
+    from tools.calibrate.choose_layers import Choice
+
+
+def report(
+    sets: dict[tuple[int, int], Choice],
+    chosen: Choice,
+    config: ModelConfig,
+    n: int,
+    k: int,
+    tail: int,
+    itemsize: int,
+    published: Sequence[int] | None,
+    value: torch.Tensor,
+    mass: torch.Tensor,
+    wait: int,
+) -> list[str]:
+    """Lines: the trade-off of every set, and what the published filter layers would have kept.
+
+    n, k, tail: tokens of the context, the budget and the tail; itemsize: bytes of a number; value:
+    the [L, L] matrix that the sets were chosen by (reads kept, or mass).
+    """
+    row = config.kv_bytes(itemsize)
+    full = config.num_layers * n * row
+    lines = [
+        f"| filters | full layers | reads kept | mass seen | KV bytes per step at {n} "
+        "| share of full attention |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (_, _), c in sorted(sets.items(), key=lambda item: (len(item[1].filters), item[1].dense)):
+        mark = " **chosen**" if c == chosen else ""
+        size = c.bytes_per_step(n, k, tail, row)
+        lines.append(
+            f"| {','.join(map(str, c.filters))}{mark} | {c.dense}/{config.num_layers} | "
+            f"{mean_mass(value, c.filters, wait):.4f} | {mean_mass(mass, c.filters, wait):.4f} | "
+            f"{size} | {size / full:.3f} |"
+        )
+    if published:
+        lines.append(
+            f"\npublished filter layers {published}: "
+            f"reads kept {mean_mass(value, published, wait):.4f}, "
+            f"mass seen {mean_mass(mass, published, wait):.4f}"
+        )
+    return lines
+
+
+def plot(folder: Path, mass: torch.Tensor, chosen: Choice) -> None:
+    """Write similarity.png (heat map) and filter_ability.png (mean mass of the next 8 and 16
+    layers). Raises UsageError without matplotlib.
+    """
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise UsageError(f"--plot: {error}; install matplotlib (pip install '.[plots]')") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    figure, axes = plt.subplots(figsize=(7, 6))
+    shown = axes.imshow(torch.where(mass > 0, mass, torch.nan), vmin=0, vmax=1, cmap="viridis")
+    axes.set(
+        xlabel="layer that attends",
+        ylabel="layer that chooses",
+        title="share of attention to old tokens on the chooser's top-k",
+    )
+    figure.colorbar(shown)
+    figure.savefig(folder / "similarity.png", dpi=120, bbox_inches="tight")
+    figure, axes = plt.subplots(figsize=(7, 4))
+    layers = len(mass)
+    for span in (8, 16):
+        means = [float(mass[i, i + 1 : i + 1 + span].mean()) for i in range(layers - 1)]
+        axes.plot(range(layers - 1), means, "o-", label=f"next {span}")
+    for f in chosen.filters:
+        axes.axvline(f, color="grey", linestyle="--")
+    axes.set(
+        xlabel="layer",
+        ylabel="mean mass kept",
+        ylim=(0, 1.02),
+        title="filter ability (dashed: chosen)",
+    )
+    axes.legend()
+    figure.savefig(folder / "filter_ability.png", dpi=120, bbox_inches="tight")

@@ -1,0 +1,85 @@
+"""The texts that a model is measured on: the user's files, or documents of tools/tasks."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.errors import EngineError, UsageError
+from tools.tasks import make_sample
+
+if TYPE_CHECKING:
+    from engine import LLM
+
+# retrieval, multi-hop, dictionary, many evidence
+MADE = ("kv", "chains", "two_stage", "facts", "listing", "mixed", "frequent")
+LONG = ("mixed", "listing", "frequent")  # tasks that need documents of at least 1,024 tokens
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that say which model is measured on which texts, and where."""
+    parser.add_argument("--model", required=True, help="alias, hub id or folder")
+    parser.add_argument(
+        "--text",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="measure on this text (repeatable; - is stdin)",
+    )
+    parser.add_argument(
+        "--texts",
+        type=int,
+        default=10,
+        help="how many texts to make where no --text is given (default 10)",
+    )
+    parser.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--seed", type=int, default=0, help="of the texts that are made")
+
+
+def read_text(file: str) -> str:
+    """The text of a file, or of stdin where the name is "-". Raises UsageError."""
+    try:
+        return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--text {file}: found {error}, expected a readable UTF-8 file") from error
+
+
+def texts_for(
+    llm: LLM, files: Sequence[str], count: int, length: int, seed: int
+) -> list[tuple[str, list[int]]]:
+    """(name, token ids) of every text: the user's files cut to `length` tokens, or `count` made
+    documents of about that length.
+    """
+    found = []
+    for file in files:
+        ids = llm.encode(read_text(file))
+        if len(ids) < 128:
+            raise UsageError(f"--text {file}: found {len(ids)} tokens, expected at least 128")
+        found.append((Path(file).name, ids[:length]))
+    kinds = [name for name in MADE if length >= 1024 or name not in LONG]
+    for number in range(0 if files else count):
+        name = kinds[number % len(kinds)]
+        found.append((name, _made(llm, name, length, seed + number)[: llm.max_context]))
+    return found
+
+
+def _made(llm: LLM, task: str, length: int, seed: int) -> list[int]:
+    """Token ids of a document, its question and its right answer, as the chat template writes
+    them where the model has one.
+    """
+    tokenizer = llm.tokenizer
+
+    def size(text: str) -> int:
+        return len(tokenizer.encode(text, special=False))
+
+    sample = make_sample(task, length - 96, size, seed)
+    asked = f"{sample.document}\n{sample.questions[0]}"
+    try:
+        rendered = tokenizer.render([{"role": "user", "content": asked}])
+    except EngineError:
+        return tokenizer.encode(f"{asked}\n{sample.answers[0]}")
+    return tokenizer.encode(rendered + sample.answers[0], special=False)
