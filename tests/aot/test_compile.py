@@ -15,8 +15,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiling needs a process without TRITON_INTERPRET=1", allow_module_level=True)
 
 from kernels.split import Config  # noqa: E402
-from tools import compile_kernels  # noqa: E402
-from tools.compile_kernels import TARGETS, Case, examine, variants  # noqa: E402
+from tools.compile_kernels import cli  # noqa: E402
+from tools.compile_kernels.cases import Case  # noqa: E402
+from tools.compile_kernels.compiler import TARGETS, examine  # noqa: E402
+from tools.compile_kernels.variants import variants  # noqa: E402
 
 NVIDIA = [name for name in TARGETS if name.startswith("sm_")]
 MOST = 80  # variants of this file: two minutes on one core
@@ -84,9 +86,9 @@ def test_a_broken_kernel_fails_the_tool(config, said, capsys, tmp_path):
     """The tool's own exit status and last line, with a configuration that asks too much."""
     with (
         mock.patch("kernels.dense_decode.dense_config", lambda *_: config),
-        mock.patch.object(compile_kernels, "shipped", lambda everything: [Case("dense")]),
+        mock.patch.object(cli, "shipped", lambda everything: [Case("dense")]),
     ):
-        status = compile_kernels.main(
+        status = cli.main(
             [
                 "--targets",
                 "sm_90",
@@ -113,5 +115,5 @@ def test_a_broken_kernel_fails_the_tool(config, said, capsys, tmp_path):
 
 def test_wrong_target_is_refused(capsys):
     with pytest.raises(SystemExit) as stop:
-        compile_kernels.main(["--targets", "sm_70"])
+        cli.main(["--targets", "sm_70"])
     assert stop.value.code == 2 and "found sm_70, expected some of" in capsys.readouterr().err

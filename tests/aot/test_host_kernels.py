@@ -14,7 +14,9 @@ pytest.importorskip("triton", reason="triton is not installed here")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiling needs a process without TRITON_INTERPRET=1", allow_module_level=True)
 
-from tools.compile_kernels import Case, compile_for, examine, variants  # noqa: E402
+from tools.compile_kernels.cases import Case  # noqa: E402
+from tools.compile_kernels.compiler import compile_for, examine  # noqa: E402
+from tools.compile_kernels.variants import variants  # noqa: E402
 
 LAUNCHES = variants([Case("slots"), Case("fetch"), Case("home"), Case("store")])
 

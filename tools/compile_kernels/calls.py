@@ -1,0 +1,153 @@
+"""Runs the launcher of a configuration on meta tensors: shapes without memory."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.block_sparse import BLOCK, attend_blocks
+from kernels.column_scores import column_scores
+from kernels.dense_decode import decode_dense
+from kernels.gather import move_rows
+from kernels.slots import make_slots, plan_slots
+from kernels.sparse_decode import decode_sparse
+from kernels.sparse_prefill import prefill_sparse
+from kernels.store import store_step
+from kernels.topk import select_topk
+from kernels.window_scores import window_scores
+from tools.compile_kernels.cases import HOST_LAUNCHERS, PREFILL_LAUNCHERS, Case
+
+# grids do not enter a kernel: any long bank compiles the same code
+CAPACITY, BUDGET = 131072, 2048
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """A tensor that has a shape and no memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def call(case: Case) -> None:
+    """Run the launcher of a case on meta tensors."""
+    if case.launcher in HOST_LAUNCHERS:
+        call_host(case.launcher)
+        return
+    dtype, scale = getattr(torch, case.dtype), case.head_dim**-0.5
+    heads = 8 * case.group
+    queries = 16 if case.launcher == "window" else case.queries
+    q = meta(1, queries, heads, case.head_dim, dtype=dtype)
+    scores = meta(1, CAPACITY, dtype=torch.float32)
+    # gathered layers are token-major, the others head-major
+    if case.launcher == "sparse":
+        k, v = meta(1, CAPACITY, 2, 8, case.head_dim, dtype=dtype).permute(2, 0, 3, 1, 4)
+        decode_sparse(
+            q, k, v, meta(1, 1, BUDGET), meta(1), meta(1), meta(1), scale, backend="triton"
+        )
+        return
+    if case.launcher in PREFILL_LAUNCHERS:
+        call_prefill(case)
+        return
+    k, v = meta(2, 1, 8, CAPACITY, case.head_dim, dtype=dtype)
+    if case.launcher == "topk":
+        select_topk(scores, meta(1), meta(1), meta(1), meta(1, BUDGET), meta(1), backend="triton")
+    elif case.launcher == "window":
+        for kind in ("softmax", "raw"):
+            window_scores(
+                q, k, meta(1), scale, meta(16, dtype=torch.float32), kind, scores, backend="triton"
+            )
+    elif case.launcher == "scored":
+        for kind in ("softmax", "raw"):
+            decode_dense(q, k, v, meta(1), scale, scores, kind, backend="triton")
+    else:
+        decode_dense(q, k, v, meta(1), scale, backend="triton")
+
+
+def call_host(launcher: str) -> None:
+    """Run a launcher of the host tier at an 8B model's sizes: rows of 4 KB per layer, groups of 12
+    layers, 2048 tokens, 8192 slots.
+    """
+    if launcher == "store":
+        q_pre_rope, k, v = meta(1, 1, 48, 128, dtype=torch.bfloat16).split([32, 8, 8], dim=2)
+        for bank_k, bank_v in (
+            meta(2, 1, 8, CAPACITY, 128, dtype=torch.bfloat16),
+            meta(CAPACITY, 2, 1, 8, 128, dtype=torch.bfloat16).permute(1, 2, 3, 0, 4),
+        ):
+            store_step(
+                k,
+                v,
+                q_pre_rope,
+                bank_k,
+                bank_v,
+                meta(1, 128, 32, 128, dtype=torch.bfloat16),
+                meta(1, 1, dtype=torch.int64),
+                backend="triton",
+            )
+        return
+    slots = make_slots(CAPACITY, 4 * BUDGET, BUDGET, "meta")
+    table, rows = meta(CAPACITY // 64, dtype=torch.int64), meta(4 * BUDGET, 12 * 1024)
+    if launcher == "slots":
+        plan_slots(meta(BUDGET), meta(1), slots, backend="triton")
+    elif launcher == "home":
+        move_rows(
+            table,
+            4096,
+            12 * 4096,
+            meta(2048, 1024),
+            4096,
+            0,
+            2048,
+            None,
+            to_host=True,
+            backend="triton",
+        )
+        move_rows(table, 4096, 12 * 4096, meta(65536, 1024), 0, 0, 65536, None, backend="triton")
+    else:
+        # a group's packed row, and one layer of it
+        for part in (rows, rows[:, 1024:2048]):
+            move_rows(
+                table,
+                4096,
+                12 * 4096,
+                part,
+                slots.source,
+                slots.target,
+                slots.misses,
+                None,
+                moved=meta(1, dtype=torch.int64),
+                backend="triton",
+            )
+
+
+def call_prefill(case: Case) -> None:
+    """Run a prefill launcher on meta tensors: blocks of 256 (block-sparse: 128) queries of a chunk
+    of 4096 at the bank's end.
+    """
+
+    dtype, scale, start = getattr(torch, case.dtype), case.head_dim**-0.5, CAPACITY - 4096
+    q = meta(1, 4096, 8 * case.group, case.head_dim, dtype=dtype)
+    edges = range(start, CAPACITY, 256)
+    if case.launcher == "columns":
+        k, _ = meta(2, 1, 8, CAPACITY, case.head_dim, dtype=dtype)
+        lse, sums = (
+            meta(*shape, dtype=torch.float32)
+            for shape in ((1, 4096, 8 * case.group), (1, 4, CAPACITY))
+        )
+        column_scores(
+            q,
+            k,
+            lse,
+            [(first, first + 256, first - 256) for first in edges[:4]],
+            start,
+            16,
+            scale,
+            sums,
+            backend="triton",
+        )
+        return
+    # layers that read everything are head-major
+    if case.launcher == "blocks":
+        k, v = meta(2, 1, 8, CAPACITY, case.head_dim, dtype=dtype)
+        keep = meta(1, 8 * case.group, 4096 // BLOCK, CAPACITY // BLOCK, dtype=torch.bool)
+        attend_blocks(q, k, v, keep, start, scale, backend="triton")
+        return
+    k, v = meta(1, CAPACITY, 2, 8, case.head_dim, dtype=dtype).permute(2, 0, 3, 1, 4)
+    blocks = [(first, first + 256, first - 256, 512) for first in edges]
+    prefill_sparse(q, k, v, meta(1, len(edges), 512), blocks, start, scale, backend="triton")

@@ -1,0 +1,86 @@
+"""The configurations of the kernels that are compiled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int64": "i64"}
+PREFILL_LAUNCHERS = ("columns", "gathered", "blocks")
+HOST_LAUNCHERS = ("slots", "fetch", "home", "store")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shipped configuration: a launcher and the shapes that it is called with.
+
+    launcher: dense, scored (dense with scores), sparse, topk, window, or one of PREFILL_LAUNCHERS
+    and HOST_LAUNCHERS. group: query heads per K/V head.
+    """
+
+    launcher: str
+    dtype: str = "bfloat16"
+    head_dim: int = 128
+    group: int = 4
+    queries: int = 1
+
+    @property
+    def bounded(self) -> bool:
+        """Whether a spill is a fault: in decode and prefill at head_dim 64 or 128, groups 1, 4 and
+        8, one query, 16 bits.
+        """
+        bounded = self.launcher in ("dense", "scored", "sparse", *PREFILL_LAUNCHERS)
+        return (
+            bounded
+            and self.head_dim in (64, 128)
+            and self.group in (1, 4, 8)
+            and self.queries == 1
+            and self.dtype != "float32"
+        )
+
+    def __str__(self) -> str:
+        if self.launcher in ("topk", *HOST_LAUNCHERS):
+            return self.launcher
+        many = f" q{self.queries}" if self.queries > 1 else ""
+        return f"{self.launcher} {TYPES[self.dtype]} d{self.head_dim} g{self.group}{many}"
+
+
+def shipped(everything: bool = False) -> list[Case]:
+    """The configurations compiled by default, or with `everything` every supported dtype, head
+    size, group and number of queries.
+    """
+    if not everything:
+        cases = [
+            Case(name, "bfloat16", d, g)
+            for name in ("dense", "scored", "sparse")
+            for d in (64, 128)
+            for g in (1, 4, 8)
+        ]
+        cases += [Case("window", "bfloat16", d, g) for d, g in ((64, 4), (128, 4), (128, 8))]
+        cases += [
+            Case(name, dtype, 128, 4)
+            for name in ("dense", "sparse")
+            for dtype in ("float16", "float32")
+        ]
+        cases += [
+            Case(name, "bfloat16", d, g)
+            for name in PREFILL_LAUNCHERS
+            for d, g in ((64, 4), (128, 1), (128, 4), (128, 8))
+        ]
+        return [
+            *cases,
+            Case("dense", "bfloat16", 128, 4, 8),
+            Case("sparse", "bfloat16", 128, 4, 8),
+            Case("topk"),
+            *(Case(name) for name in HOST_LAUNCHERS),
+        ]
+    cases = [
+        Case(name, dtype, d, g, q)
+        for name in ("dense", "scored", "sparse", "window", *PREFILL_LAUNCHERS)
+        for dtype in TYPES
+        if dtype[0] in "bf"
+        for d in (32, 64, 80, 96, 128, 256)
+        for g in (1, 4, 8, 16)
+        for q in (1, 8)
+        if name in ("dense", "scored", "sparse") or q == 1
+    ]
+    return [*cases, Case("topk"), *(Case(name) for name in HOST_LAUNCHERS)]

@@ -1,0 +1,131 @@
+"""Compiles a variant for a GPU and says what the compiler made of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from kernels._triton import triton
+from tools.compile_kernels.variants import Launch
+
+# name: (backend, architecture, warp size, bytes of shared memory one program may have)
+TARGETS = {
+    "sm_80": ("cuda", 80, 32, 166912),
+    "sm_89": ("cuda", 89, 32, 101376),
+    "sm_90": ("cuda", 90, 32, 232448),
+    "sm_100": ("cuda", 100, 32, 232448),
+    "gfx942": ("hip", "gfx942", 64, 65536),
+}
+DEFAULT_TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
+INSTRUCTIONS = ("HMMA", "HGMMA", "LDGSTS", "LDG", "LDL", "STL")
+
+
+@dataclass
+class Report:
+    """What the compiler made of one variant for one target. Sizes in bytes; instructions counts
+    those in the code.
+    """
+
+    kernel: str
+    case: str
+    target: str
+    bounded: bool
+    seconds: float = 0.0
+    registers: int = 0
+    spill: int = 0
+    static_shared: int = 0
+    dynamic_shared: int = 0
+    instructions: dict[str, int] = field(default_factory=dict)
+    error: str = ""
+
+    def fault(self) -> str:
+        """Why this variant may not ship, or ""."""
+        what, limit = f"{self.kernel} ({self.case}) for {self.target}", TARGETS[self.target][3]
+        # AMD is compiled where it can be, and reported
+        optional = TARGETS[self.target][0] == "hip"
+        if self.error:
+            return "" if optional else f"{what} does not compile: {self.error}"
+        shared = self.static_shared + self.dynamic_shared
+        if shared > limit and not optional:
+            return f"{what} needs {shared} bytes of shared memory, the limit is {limit}"
+        spills = self.spill or self.instructions.get("LDL", 0) or self.instructions.get("STL", 0)
+        if self.bounded and spills and not optional:
+            return f"{what} spills {self.spill} bytes"
+        return ""
+
+
+def compile_for(launch: Launch, target: str) -> Any:
+    """The compiled kernel of a variant for a target name (triton's CompiledKernel). Raises what the
+    compiler raises.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function, names = launch.function, launch.function.arg_names
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in launch.aligned}
+    source = ASTSource(function, launch.signature, constexprs=launch.constants, attrs=attributes)
+    return triton.compile(source, target=GPUTarget(*TARGETS[target][:3]), options=launch.options)
+
+
+def measure(kernel: Any, report: Report) -> None:
+    """Fill a report from a compiled kernel: cuobjdump for NVIDIA (it comes with triton), the
+    assembly's own notes for AMD.
+    """
+    report.dynamic_shared = kernel.metadata.shared
+    if TARGETS[report.target][0] == "hip":
+        text = kernel.asm["amdgcn"]
+        report.registers = _figure(r"\.vgpr_count:\s+(\d+)", text)
+        report.spill = 4 * _figure(r"\.vgpr_spill_count:\s+(\d+)", text)
+        report.instructions = {"MFMA": len(re.findall(r"\bv_mfma", text))}
+        return
+    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage, code = (
+            subprocess.run([tool, flag, file.name], capture_output=True, text=True)
+            for flag in ("-res-usage", "-sass")
+        )
+    said = usage.stdout + usage.stderr
+    report.registers = _figure(r"REG:(\d+)", said)
+    report.spill = _figure(r"STACK:(\d+)", said)
+    report.static_shared = _figure(r"SHARED:(\d+)", said)
+    report.instructions = {
+        name: len(re.findall(rf"\b{name}[.\s]", code.stdout)) for name in INSTRUCTIONS
+    }
+
+
+def _figure(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    if found is None:
+        raise ValueError(f"found no {pattern} in what the compiler said")
+    return int(found[1])
+
+
+def examine(launch: Launch, target: str) -> Report:
+    """Compile one variant for one target; a compile error is in the report, not raised."""
+    start = time.monotonic()
+    report = Report(launch.function.__name__, describe(launch), target, launch.case.bounded)
+    try:
+        measure(compile_for(launch, target), report)
+    # whatever the compiler says is the finding
+    except Exception as error:
+        said = str(error).strip()
+        report.error = f"{type(error).__name__}: {said.splitlines()[0] if said else ''}"
+    report.seconds = round(time.monotonic() - start, 2)
+    return report
+
+
+def describe(launch: Launch) -> str:
+    """The case, and which of its launches where one kernel is launched in several forms."""
+    forms = [
+        f"{name.lower()}={launch.constants[name]}"
+        for name in ("LEVEL", "LAST", "SOFTMAX", "ADD", "SPARSE")
+        if name in launch.constants
+    ]
+    return " ".join([str(launch.case), *forms])
