@@ -7,7 +7,9 @@ import pytest
 def tiny(tmp_path_factory):
     import torch
 
-    from tools.pocket.model import Pocket, Shape, export, structured_start
+    from tools.pocket.checkpoint import export
+    from tools.pocket.model import Pocket, Shape
+    from tools.pocket.start import structured_start
     from tools.pocket.tokenizer import save_tokenizer, train_tokenizer
 
     folder = tmp_path_factory.mktemp("tiny")

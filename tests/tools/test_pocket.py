@@ -11,7 +11,9 @@ import torch
 
 from tools.pocket import data as pocket_data
 from tools.pocket import model as pocket_model
+from tools.pocket.checkpoint import export
 from tools.pocket.optim import orthogonalise
+from tools.pocket.start import MATCH_LAYERS, structured_start
 from tools.pocket.tokenizer import ASSISTANT, BOS, END, USER, train_tokenizer
 
 POCKET = Path(__file__).resolve().parents[2] / "weights" / "pocket"
@@ -70,7 +72,7 @@ def test_orthogonalised_updates_have_singular_values_near_one():
 def test_structured_start_looks_back_and_matches():
     shape = pocket_model.Shape(vocab=600)
     model = pocket_model.Pocket(shape)
-    pocket_model.structured_start(model, [str(i) for i in range(600)], 1)
+    structured_start(model, [str(i) for i in range(600)], 1)
     seen = {}
     original = pocket_model.attend
 
@@ -92,7 +94,7 @@ def test_structured_start_looks_back_and_matches():
     back = seen[0].flatten(1, 2)[0]  # [heads, L, L]
     for head, offset in ((0, 1), (1, 2)):
         assert float(back[head].diagonal(-offset).mean()) > 0.8
-    match = seen[pocket_model.MATCH_LAYERS[0]][0, 0, 0]  # kv head 0, its first head
+    match = seen[MATCH_LAYERS[0]][0, 0, 0]  # kv head 0, its first head
     # chance is 0.02
     assert float(torch.stack([match[40 + i, i + 1] for i in range(20)]).mean()) > 0.15
 
@@ -100,10 +102,10 @@ def test_structured_start_looks_back_and_matches():
 def test_export_matches_transformers(tmp_path):
     transformers = pytest.importorskip("transformers")
     model = pocket_model.Pocket(pocket_model.Shape(vocab=300, hidden=64, inner=96, layers=5))
-    pocket_model.structured_start(model, ["x"] * 300, 3)
+    structured_start(model, ["x"] * 300, 3)
     with torch.no_grad():
         model.down.normal_(std=0.05)
-    pocket_model.export(model, tmp_path)
+    export(model, tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     ids = torch.randint(5, 300, (1, 50))
     with torch.no_grad():

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from engine import LLM, Full, OmniKV
-from tools.pocket.model import Pocket, Shape, export, structured_start
+from tools.pocket.checkpoint import export
+from tools.pocket.model import Pocket, Shape
 from tools.pocket.simulation import Setting, Simulated, choose, kept_tokens, layer_roles
+from tools.pocket.start import structured_start
 from tools.pocket.tokenizer import save_tokenizer, train_tokenizer
 from tools.pocket_filters import candidates, score
 

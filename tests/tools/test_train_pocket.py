@@ -7,18 +7,19 @@ import argparse
 import pytest
 import torch
 
-from tools import train_pocket
+from tools.pocket import data as pocket_data
+from tools.pocket import run as pocket_run
+from tools.pocket.model import Shape
+from tools.pocket.schedule import PROFILES, STAGES, Profile
 
 
 @pytest.fixture
 def make(tmp_path, monkeypatch):
-    monkeypatch.setitem(
-        train_pocket.PROFILES, "cpu", train_pocket.Profile("cpu", 1, 256, 128, 1000.0, 0)
-    )
+    monkeypatch.setitem(PROFILES, "cpu", Profile("cpu", 1, 256, 128, 1000.0, 0))
     monkeypatch.setattr(
-        train_pocket.pocket_model.Shape,
+        Shape,
         "__init__",
-        _small(train_pocket.pocket_model.Shape.__init__),
+        _small(Shape.__init__),
     )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -35,7 +36,7 @@ def make(tmp_path, monkeypatch):
             "lr": 0.01,
             "adam_lr": 1e-3,
         }
-        return train_pocket.Run(argparse.Namespace(**settings | more), 0)
+        return pocket_run.Run(argparse.Namespace(**settings | more), 0)
 
     yield run
     torch.set_num_threads(threads)
@@ -75,7 +76,7 @@ def test_a_checkpoint_killed_while_written_is_not_loaded(make, monkeypatch):
     run = make()
     steps(run, 1)
     run.save()
-    monkeypatch.setattr(train_pocket.torch, "save", _half)
+    monkeypatch.setattr(torch, "save", _half)
     steps(run, 1)
     with pytest.raises(KeyboardInterrupt):
         run.save()
@@ -98,7 +99,7 @@ def test_other_settings_do_not_resume(make):
 
 def test_stages_move_on_by_accuracy_and_stop_when_hopeless(make, capsys):
     run = make()
-    stage = train_pocket.STAGES[0]
+    stage = STAGES[0]
     run.step = stage.least
     assert run.next_stage(dict.fromkeys(stage.goal, 0.1)) and run.stage == 0
     assert run.next_stage(dict.fromkeys(stage.goal, 1.0)) and run.stage == 1
@@ -124,10 +125,10 @@ def test_rates_warm_up_and_fall(make):
 
 
 def test_worker_batches_are_the_same():
-    train_pocket._start_worker()
+    pocket_run._start_worker()
     asked = (1, 4, 0, 2, 128, 0.4, 32768)
-    maker = train_pocket.pocket_data.RowMaker(train_pocket.train_tokenizer())
-    one, two = train_pocket._work(asked), train_pocket.pocket_data.batch(maker, *asked)
+    maker = pocket_data.RowMaker(pocket_run.train_tokenizer())
+    one, two = pocket_run._work(asked), pocket_data.batch(maker, *asked)
     assert (
         all(torch.equal(a, b) for a, b in zip(one[:3], two[:3], strict=True)) and one[3] == two[3]
     )

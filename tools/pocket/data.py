@@ -1,11 +1,14 @@
 """Training rows of the shipped model: dialogues over task documents, dense warm-up tasks, stretched
-positions. One row depends only on its seed and place, so a run's data is the same in every process
+positions. A row depends on its seed and place only, so a run's data is the same in every process
 and after a resume.
 """
+
+from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
 from random import Random
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +17,11 @@ from tools.tasks import TASKS
 from tools.tasks.talk import outside
 from tools.tasks.words import COLORS, NOUNS, prose
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+Spans = list[tuple[int, str, int, int]]  # answers: (row, task, start, stop)
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Spans]  # see `batch`
 # kinds of rows that no user asks for, dense in supervision
 WARM_UP = ("recall", "copy", "arithmetic", "delayed")
 # task: weight in rows of at least this many tokens
@@ -92,8 +100,8 @@ def mixture(length: int) -> dict[str, float]:
 
 @dataclass
 class Row:
-    """ids and places: [L]. kind: per token 0 = not learnt, 1 = document, 2 = answer (of the NEXT
-    token). spans: (task, start, stop) of answers.
+    """One row of tokens. kind: per token 0 = not learnt, 1 = document, 2 = answer. spans: (task,
+    start, stop) of answers.
     """
 
     ids: list[int]
@@ -104,7 +112,7 @@ class Row:
 class RowMaker:
     """Makes rows of a length with a tokenizer (tokenizers.Tokenizer)."""
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer: Tokenizer):
         self.encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
         # random tokens of the warm-up rows lie below
         self.top = min(5000, tokenizer.get_vocab_size())
@@ -114,7 +122,7 @@ class RowMaker:
             END,
             *(index for index, text in enumerate(texts) if text.endswith(("\n", "."))),
         }
-        self.size = {}
+        self.size: dict[str, float] = {}
         for name, task in TASKS.items():
             if task.trained:  # tokens per piece, to guess how many pieces fill a document
                 pieces = max(40, task.needed(1))
@@ -130,7 +138,7 @@ class RowMaker:
         if kind in WARM_UP:
             getattr(self, "_" + kind)(rng, row, length)
         else:
-            used = set()
+            used: set[str] = set()
             while length - len(row.ids) > 48 and len(used) < 4:
                 if kind not in used and kind not in WARM_UP:
                     self._episode(rng, row, kind, length)
@@ -203,7 +211,8 @@ class RowMaker:
         two = lambda: self.encode(str(rng.randrange(100000, 1000000)))  # noqa: E731
         key, value = ((token, token), (number, token), (two, two), (number, number))[style]
         colon, end = self.encode(rng.choice((":", ": 1", " = 1")))[:1], self.encode("\n")
-        lines, seen = [], set()
+        seen: set[tuple[int, ...]] = set()
+        lines: list[tuple[list[int], list[int]]] = []
         while sum(len(k) + len(v) + 2 for k, v in lines) < length / 2 - 8:
             k = key()
             if tuple(k) not in seen:
@@ -260,8 +269,8 @@ class RowMaker:
 
 
 def opening(rng: Random, length: int) -> str:
-    """What may stand before a document without meaning anything for its questions: prose of any
-    words, a title, a line of notes.
+    """Text before a document that its questions do not need: prose of any words, a title or a line
+    of notes.
     """
     kind, most = rng.random(), 2 if length < 256 else 5
     if kind < 0.6:
@@ -271,9 +280,9 @@ def opening(rng: Random, length: int) -> str:
 
 
 def places(rng: Random, length: int, limit: int, chance: float, starts: list[int]) -> list[int]:
-    """Positions of a row: 0.., or with `chance` stretched up to a length drawn log-uniformly below
-    `limit`, by jumps at one to eight of the places `starts`, where a line or a sentence begins:
-    inside one, no look-back could work.
+    """Positions of a row: 0.., or with probability `chance` stretched to a length drawn
+    log-uniformly below `limit`. The stretch is made of jumps at one to eight of `starts`, where a
+    line or a sentence begins: no look-back could work across a jump inside one.
     """
     if rng.random() >= chance or length >= limit:
         return list(range(length))
@@ -299,11 +308,12 @@ def batch(
     length: int,
     stretch: float,
     limit: int,
-):
-    """ids [rows, L + 1] int64, positions [rows, L], kind of each TARGET [rows, L], and the answers'
-    (row, task, start, stop) in targets.
+) -> Batch:
+    """(ids [rows, L + 1], positions [rows, L], kind of each target [rows, L], answers), tensors
+    int64; start and stop of an answer count targets.
     """
-    ids, where, kinds, spans = [], [], [], []
+    ids, where, kinds = [], [], []
+    spans: Spans = []
     for index in range(rows):
         rng = row_random(seed, step, first + index)
         row = maker.row(rng, length)

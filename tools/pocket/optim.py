@@ -2,6 +2,11 @@
 batched over layers for a CPU; two processes orthogonalise half the layers each.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -24,26 +29,27 @@ def orthogonalise(
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised, times lr * sqrt(max(1, rows / cols)); decoupled weight decay.
-    Parameters are stacks [n, rows, cols] with n divisible by `world`, the number of processes that
-    hold the same gradients; dtype: of the products.
+    """Orthogonalised momentum times lr * sqrt(max(1, rows / cols)), with decoupled weight decay.
+
+    params: stacks [n, rows, cols], n divisible by `world`, the number of processes that hold the
+    same gradients. dtype: of the products.
     """
 
     def __init__(
         self,
-        params,
-        lr=0.01,
-        momentum=0.95,
-        weight_decay=0.01,
-        dtype=torch.float32,
-        rank=0,
-        world=1,
+        params: Iterable[torch.nn.Parameter],
+        lr: float = 0.01,
+        momentum: float = 0.95,
+        weight_decay: float = 0.01,
+        dtype: torch.dtype = torch.float32,
+        rank: int = 0,
+        world: int = 1,
     ):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self.dtype, self.rank, self.world = dtype, rank, world
 
     @torch.no_grad()
-    def step(self, closure=None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """One update of every stack that has a gradient."""
         for group in self.param_groups:
             stacks = [stack for stack in group["params"] if stack.grad is not None]
@@ -56,18 +62,19 @@ class Muon(torch.optim.Optimizer):
 
     def _mine(self, stack: torch.Tensor, momentum: float) -> torch.Tensor:
         """This process's layers of the update, float32."""
-        state = self.state[stack]
+        state, gradient = self.state[stack], stack.grad
+        assert gradient is not None
         if not state:
             state["momentum"] = torch.zeros_like(stack)
-        kept = state["momentum"].lerp_(stack.grad, 1 - momentum)
+        kept = state["momentum"].lerp_(gradient, 1 - momentum)
         part = slice(
             self.rank * len(stack) // self.world, (self.rank + 1) * len(stack) // self.world
         )
         return orthogonalise(
-            torch.lerp(stack.grad[part], kept[part], momentum), dtype=self.dtype
+            torch.lerp(gradient[part], kept[part], momentum), dtype=self.dtype
         ).float()
 
-    def _shared(self, stacks, mine) -> list[torch.Tensor]:
+    def _shared(self, stacks: list[torch.Tensor], mine: list[torch.Tensor]) -> list[torch.Tensor]:
         """All processes' layers, stack by stack."""
         if self.world == 1:
             return mine

@@ -1,11 +1,13 @@
-"""OmniKV, H2O and StreamingLLM on a Llama folder by masks, in plain torch float32: how filter
-layers are compared before a choice is made.
+"""OmniKV, H2O and StreamingLLM on a Llama folder by masks, in plain torch float32: compares filter
+layers before one is chosen.
 
-The prompt is read with full attention once; only the rows of the answer are recomputed per setting,
-all at once, with the right tokens before them (an answer counts when every token's argmax is right,
-which is when greedy decoding would give it). Engine results use tools/eval/cli.py; the two must
-agree (tests/tools/test_pocket.py).
+The prompt is read with full attention once. Per setting only the rows of the answer are recomputed,
+all at once, with the right tokens before them: an answer counts where every token's argmax is
+right, and greedy decoding would then give it. tools/eval does the same through the engine; the two
+must agree (tests/tools/test_pocket_simulation.py).
 """
+
+from __future__ import annotations
 
 import json
 import math
@@ -32,8 +34,8 @@ class Setting:
 
 @dataclass
 class Prompt:
-    """A prompt that was read: rotated keys and values [Hkv, P, D] per layer, and per layer the
-    attention each token got from later rows.
+    """A prompt that was read: per layer rotated keys and values [Hkv, P, D], and the attention that
+    each token got from later ones.
     """
 
     keys: list[Tensor]
@@ -124,13 +126,15 @@ class Simulated:
         logits, keys, values = self._follow(prompt, ids, Setting())
         return Prompt(keys, values, prompt.mass, prompt.length + len(ids)), logits[-1]
 
-    def _follow(self, prompt: Prompt, ids: list[int], setting: Setting):
+    def _follow(
+        self, prompt: Prompt, ids: list[int], setting: Setting
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         x = self.weights["model.embed_tokens.weight"][ids]
         rows, group, start = len(ids), self.heads // self.kv_heads, prompt.length
         after = torch.ones(rows, rows, dtype=torch.bool).tril()
         causal = torch.cat((torch.ones(rows, start, dtype=torch.bool), after), 1)
         roles = layer_roles(self.layers, setting.filters, setting.wait)
-        chosen, keys, values = None, [], []
+        chosen, keys, values = causal, [], []
         for layer in range(self.layers):
             q, k, v = self._qkv(x, layer, start)
             k, v = torch.cat((prompt.keys[layer], k), 1), torch.cat((prompt.values[layer], v), 1)
@@ -183,8 +187,8 @@ def choose(scores: Tensor, prompt: int, setting: Setting) -> Tensor:
 
 
 def kept_tokens(prompt: Prompt, layer: int, setting: Setting) -> Tensor:
-    """[Hkv, P] bool: what an evicting method has left of the document, and all of the question that
-    was read after it.
+    """[Hkv, P] bool: the tokens of the document that an evicting method keeps, and all of the
+    question after it.
 
     H2O: half the budget the newest, half those with the most attention; StreamingLLM: four first
     tokens, the rest the newest.

@@ -2,12 +2,19 @@
 token per number of one to three digits.
 """
 
+from __future__ import annotations
+
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from typing import TYPE_CHECKING
 
 from tools.tasks import TASKS, words
 from tools.tasks.talk import outside
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 SPECIALS = ["<|pad|>", "<|bos|>", "<|user|>", "<|assistant|>", "<|end|>"]
 PAD, BOS, USER, ASSISTANT, END = range(5)
@@ -24,14 +31,16 @@ CHAT_TEMPLATE = (
     "{% set parts = message['content'].rstrip().split('\\n\\n') %}"
     "{% if parts | length > 1 %}{{ (parts[:-1] | join('\\n\\n')).rstrip() + '\\n' }}{% endif %}"
     "{{ '<|user|>' + parts[-1].strip() }}"
-    "{% elif message['role'] == 'assistant' %}{{ '<|assistant|>' + message['content'].strip() + '<|end|>' }}"
-    "{% else %}{{ raise_exception('roles are system, user and assistant, not ' + message['role']) }}"
+    "{% elif message['role'] == 'assistant' %}"
+    "{{ '<|assistant|>' + message['content'].strip() + '<|end|>' }}"
+    "{% else %}"
+    "{{ raise_exception('roles are system, user and assistant, not ' + message['role']) }}"
     "{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 
-def _corpus(rng: Random):
+def _corpus(rng: Random) -> Iterator[str]:
     pools = [v for v in vars(words).values() if isinstance(v, list)]
     for _ in range(60):
         for pool in pools:
@@ -53,8 +62,8 @@ def _corpus(rng: Random):
         yield f"{words.invented(rng)} met {words.invented(rng)}"
 
 
-def train_tokenizer():
-    """The tokenizers.Tokenizer, the same for every run: specials 0..4, at most VOCABULARY entries."""
+def train_tokenizer() -> Tokenizer:
+    """The tokenizer, the same in every run: special tokens 0..4, at most VOCABULARY entries."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -75,7 +84,7 @@ def train_tokenizer():
     return tokenizer
 
 
-def save_tokenizer(tokenizer, folder: Path) -> None:
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """tokenizer.json and tokenizer_config.json with the chat template."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
