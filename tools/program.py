@@ -16,6 +16,11 @@ from engine.errors import EngineError
 POCKET = Path(__file__).resolve().parents[1] / "weights" / "pocket"
 
 
+def model_label(model: str) -> str:
+    """A model as reports name it: the shipped one by its place in the repository."""
+    return "weights/pocket" if model == str(POCKET) else model
+
+
 def guarded(work: Callable[[], int | None], stopped: str = "") -> int:
     """Run a program and return its exit code.
 

@@ -16,9 +16,11 @@ from engine.errors import SettingError, UsageError
 from tools.compare import bytes as compare_bytes
 from tools.compare import cli as compare
 from tools.compare import stats as compare_stats
-from tools.compare.methods import NEAR, REGISTRY, Facts, Variant, variants, wanted
+from tools.compare.build import NEAR, Facts
+from tools.compare.comparison import key_of
+from tools.compare.methods import REGISTRY, Variant, variants, wanted
 from tools.compare.report import rows_of, write
-from tools.compare.run import Job, Paper, Path, Reader, Rules, run_document
+from tools.compare.run import Job, Paper, Reader, Reference, Rules, run_document
 from tools.compare.work import Clock, Outside, jobs
 
 TASKS = ["passkey", "kv"]
@@ -527,7 +529,7 @@ def test_a_base_model_is_asked_in_plain_text(llm, monkeypatch):
 def test_agreement_counts_up_to_the_parting_token():
     from tools.compare.run import Answer
 
-    path, answer = Path(), Answer()
+    path, answer = Reference(), Answer()
     for token in (1, 2, 3):
         logits = torch.full((5,), -1.0)
         logits[token] = 4.0
@@ -720,7 +722,7 @@ def test_a_run_stops_in_time_and_goes_on(tiny, tmp_path, capsys):
     }
     order = [(r["seed"], TASKS.index(r["task"])) for r in records]
     assert order == sorted(order)
-    keys = [compare.Comparison._key(r) for r in records]
+    keys = [key_of(r) for r in records]
     assert len(set(keys)) == len(keys)
     config = json.loads((tmp_path / "config.json").read_text())
     assert (
@@ -746,8 +748,8 @@ def test_a_run_stops_in_time_and_goes_on(tiny, tmp_path, capsys):
     # killed in the middle of a line
     (tmp_path / "answers.jsonl").write_text("\n".join(lines[:8]) + '\n{"variant": "omni')
     assert run(tiny, tmp_path) == 0
-    again = {compare.Comparison._key(r): r["tokens"] for r in read(tmp_path)[1:]}
-    assert again == {compare.Comparison._key(r): r["tokens"] for r in records}
+    again = {key_of(r): r["tokens"] for r in read(tmp_path)[1:]}
+    assert again == {key_of(r): r["tokens"] for r in records}
     assert len(json.loads((tmp_path / "config.json").read_text())["runs"]) == 2
     capsys.readouterr()
     # more columns beside those that are there
@@ -765,10 +767,7 @@ def test_two_processes_answer_what_one_does(tiny, tmp_path, capsys):
         and run(tiny, tmp_path / "two", *few, "--processes", "2") == 0
     )
     one, two = (
-        {
-            compare.Comparison._key(r): (r["tokens"], r["compared"], r["same"])
-            for r in read(tmp_path / name)[1:]
-        }
+        {key_of(r): (r["tokens"], r["compared"], r["same"]) for r in read(tmp_path / name)[1:]}
         for name in ("one", "two")
     )
     assert one == two and "; 2 process(es) of 1 thread(s)" in capsys.readouterr().out

@@ -1,1 +1,13 @@
-"""Accuracy, bytes and time of methods on one model."""
+"""Accuracy, bytes and time of methods on one model: `python -m tools.compare`.
+
+cli.py         the command line
+methods.py     the table of methods, budgets, and the columns that a command line asks for
+build.py       how a method is built at a share of the tokens or of the resident bytes
+comparison.py  one run: the answers there are, the documents still to do, config.json
+work.py        the model and its columns, how long documents take, worker processes
+run.py         one document under every method
+turns.py       the prompts of a conversation about a document
+bytes.py       what a session of a method holds
+stats.py       cells, intervals, paired differences and the paper's three findings
+report.py      the page; plots.py its plots
+"""

@@ -1,27 +1,36 @@
-"""What a method holds: keys and values on the device, metadata, buffers and host memory, each read
-from what a session allocated.
+"""The bytes that a method holds: K and V on the device, metadata, buffers and host memory, each
+read from what a session allocated.
 
-A method is measured in the form in which it saves memory: what it lets go lies in host memory, with
-one slot per selected token. Answers may be given over a bank that is on the device altogether:
-placement never changes an answer. What an evicting method holds is its store; the bank stands
-beside it in this engine, unread, so that a session can go back: it counts in `peak`.
+A method is measured in the form in which it saves memory: offloaded layers are in host memory, with
+one slot per selected token. Answers may come from a bank on the device: placement never changes an
+answer. An evicting method holds its store; this engine keeps the bank beside it, unread, so that a
+session can go back, and counts it in `peak`.
 """
 
-from dataclasses import asdict, dataclass
+from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from engine.methods.evict.base import Evicting
 from engine.methods.evict.store import row_bytes
 from tools.clone import clone
 from tools.synthetic_bank import synthesize
 
+if TYPE_CHECKING:
+    from engine import LLM
+    from engine.methods.base import Method
+    from engine.session import Session
+
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of one session after a prompt and a step. full: keys and values of full attention at
-    the same capacity.
+    """Bytes of one session after a prompt and a step.
 
-    device: keys and values (slots and tails included); metadata: scores, indices, positions, maps;
-    buffers: what rows stream through; host: host blocks; peak: the most that stood on the device at
-    once.
+    device: K and V (slots and tails included); metadata: scores, indices, positions, maps; buffers:
+    staging of rows on their way; host: host blocks; peak: the most on the device at once; full: K
+    and V of full attention at the same capacity.
     """
 
     device: int
@@ -32,37 +41,37 @@ class Held:
     full: int
 
     @property
-    def resident(self):
-        """Mem%: device keys and values as a share of full attention's."""
+    def resident(self) -> float:
+        """Mem%: K and V on the device as a share of full attention's."""
         return self.device / self.full
 
-    def to_dict(self):
+    def to_dict(self) -> dict[str, Any]:
         """Plain dict for JSON."""
         return asdict(self) | {"resident": self.resident}
 
 
-def offloaded(llm, method, capacity):
-    """An LLM over the same weights whose sessions hold `method` as it saves memory: host placement,
-    one slot per selected token.
+def offloaded(llm: LLM, method: Method, capacity: int) -> LLM:
+    """An LLM over the same weights with sessions that hold `method` as it saves memory: in host
+    memory, one slot per selected token.
     """
     return clone(llm, method=method, max_context=capacity, offload="host", slots=1)
 
 
-def full_bytes(llm, capacity):
+def full_bytes(llm: LLM, capacity: int) -> int:
     """Bytes of all keys and values of `capacity` tokens."""
     return llm.config.num_layers * capacity * llm.config.kv_bytes(llm.dtype.itemsize)
 
 
-def device_share(llm, method, capacity):
-    """Planned Mem% of a method as `offloaded` would hold it; `held` reads the same from a session."""
+def device_share(llm: LLM, method: Method, capacity: int) -> float:
+    """Planned Mem% of a method as `offloaded` holds it; `held` reads the same from a session."""
     if method.evicts:
-        size, (method, plan) = llm.dtype.itemsize, llm.resolve_method(method)
-        rows = method.held_bytes(plan, llm.config, size, capacity - 1, 1) // row_bytes(
-            llm.config, size, method.scored
-        )
-        return (
-            rows * llm.config.kv_bytes(size) / llm.config.num_kv_heads / full_bytes(llm, capacity)
-        )
+        size = llm.dtype.itemsize
+        method, layers = llm.resolve_method(method)
+        assert isinstance(method, Evicting)
+        stored = method.held_bytes(layers, llm.config, size, capacity - 1, 1)
+        rows = stored // row_bytes(llm.config, size, method.scored)
+        kv = llm.config.kv_bytes(size) / llm.config.num_kv_heads
+        return rows * kv / full_bytes(llm, capacity)
     plan = offloaded(llm, method, capacity).plan()
     slots = (
         plan.placement.device_items(llm.config, llm.dtype.itemsize, capacity)["slots"]
@@ -72,7 +81,7 @@ def device_share(llm, method, capacity):
     return (plan.bytes_of("context bank") + slots) / full_bytes(llm, capacity)
 
 
-def held(session):
+def held(session: Session) -> Held:
     """Held of an open session. Raises AssertionError where the parts do not add up to what is
     allocated.
     """
@@ -114,15 +123,15 @@ def held(session):
     )
 
 
-def measure(llm, method, capacity, ids):
+def measure(llm: LLM, method: Method, capacity: int, ids: Sequence[int]) -> Held:
     """Held of a session of `method` that has read `capacity` - 1 tokens and decoded one.
 
-    What evicting methods keep may depend on what was read: they read `ids`, repeated as often as it
-    takes. For the others rows are filled.
+    An evicting method may keep more or less of another text, so it reads `ids`, repeated as often
+    as it takes. For the others random rows are filled in.
     """
     with offloaded(llm, method, capacity).session() as session:
         if method.evicts:
-            session.prefill((ids * -(-capacity // len(ids)))[: capacity - 1])
+            session.prefill((list(ids) * -(-capacity // len(ids)))[: capacity - 1])
         else:
             synthesize(session, capacity - 1)
         session.decode(ids[-1])

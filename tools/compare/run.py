@@ -1,15 +1,26 @@
-"""One document under every method: what is read once or by each, the questions of both turns, and
-what is noted of every answer.
+"""One document under every method: reads it once or per method, asks the questions of both turns,
+and records every answer.
 """
 
+from __future__ import annotations
+
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from engine import Full
 from tools.compare.turns import Turns
+from tools.eval.prompts import is_right, token_counter
 from tools.tasks import TASKS, make_sample
+
+if TYPE_CHECKING:
+    from engine import LLM
+    from engine.session import Session
+    from tools.compare.methods import Variant
+    from tools.eval.answers import Record
 
 SPARE = 8  # tokens an answer may be longer than the right one before it is cut
 
@@ -23,7 +34,7 @@ class Answer:
     bytes_link: those that crossed from host memory.
     """
 
-    tokens: list = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     fed: int = 0
     steps: int = 0
     prompt_seconds: float = 0.0
@@ -35,48 +46,56 @@ class Answer:
     kl: float = 0.0
 
 
-class Path:
-    """Full attention's decisions along its own answer, which others are compared with for as long
-    as they said the same.
+class Reference:
+    """Full attention's decisions along its own answer. Others are compared with them for as long as
+    they said the same.
     """
 
-    def __init__(self):
-        # token ids, the end token included; log probabilities float32 [vocab] of each decision
-        self.said, self.chances = [], []
+    def __init__(self) -> None:
+        self.said: list[int] = []  # token ids, the end token included
+        self.log_probs: list[torch.Tensor] = []  # float32 [vocab] of each decision
 
-    def add(self, logits, token):
+    def add(self, logits: torch.Tensor, token: int) -> None:
         """Keep a decision."""
         self.said.append(token)
-        self.chances.append(torch.log_softmax(logits.double(), -1).float().cpu())
+        self.log_probs.append(torch.log_softmax(logits.double(), -1).float().cpu())
 
-    def compare(self, answer, logits, token):
-        """Note a decision with the same history in `answer`; returns whether the history stays the
+    def compare(self, answer: Answer, logits: torch.Tensor, token: int) -> bool:
+        """Note in `answer` a decision with the same history; returns whether the history stays the
         same.
         """
         at = answer.compared
         if at >= len(self.said):
             return False
-        p, q = self.chances[at].double(), torch.log_softmax(logits.double(), -1).cpu()
+        p, q = self.log_probs[at].double(), torch.log_softmax(logits.double(), -1).cpu()
         answer.kl += max(0.0, float((p.exp() * (p - q)).sum()))
         answer.compared += 1
         answer.same += token == self.said[at]
         return token == self.said[at]
 
 
-def speak(session, ids, most, sparse, path=None, keep=None):
-    """Answer greedily after reading `ids` (may be empty where the session has logits): an Answer of
-    at most `most` tokens.
+def speak(
+    session: Session,
+    ids: Sequence[int],
+    most: int,
+    sparse: bool,
+    reference: Reference | None = None,
+    keep: Reference | None = None,
+) -> Answer:
+    """Answer greedily after reading `ids` (may be empty where the session has logits), with at most
+    `most` tokens.
 
-    path: full attention's Path to compare with; keep: an empty Path to fill. Raises AssertionError
-    where `sparse` and a step was not.
+    reference: full attention's decisions to compare with; keep: an empty Reference to fill. Raises
+    AssertionError where `sparse` and a step was not.
     """
-    before, out, together = session.stats, Answer(), path is not None
+    before, out, together = session.stats, Answer(), reference is not None
     logits = session.prefill(ids) if ids else session.last_logits
     while True:
         token = int(logits.argmax())
         if keep is not None:
             keep.add(logits, token)
-        together = together and path.compare(out, logits, token)
+        if reference is not None and together:
+            together = reference.compare(out, logits, token)
         if token in session.llm.end_token_ids:
             break
         out.tokens.append(token)
@@ -86,10 +105,9 @@ def speak(session, ids, most, sparse, path=None, keep=None):
         out.fed += 1
     after = session.stats
     out.steps = after.decode_steps - before.decode_steps
-    if sparse and after.sparse_steps - before.sparse_steps != out.steps:
-        raise AssertionError(
-            f"{out.steps - after.sparse_steps + before.sparse_steps} of {out.steps} decode steps were not sparse"
-        )
+    dense = out.steps - (after.sparse_steps - before.sparse_steps)
+    if sparse and dense:
+        raise AssertionError(f"{dense} of {out.steps} decode steps were not sparse")
     out.prompt_seconds = after.prefill_seconds - before.prefill_seconds
     out.decode_seconds = after.decode_seconds - before.decode_seconds
     out.bytes_read = (
@@ -106,8 +124,8 @@ def speak(session, ids, most, sparse, path=None, keep=None):
 
 @dataclass(frozen=True)
 class Rules:
-    """What holds for every document: questions per document, turns (1 or 2), how answers are judged
-    and cut, the seed.
+    """Settings of every document: questions per document, turns (1 or 2), how answers are judged
+    (tools.eval.prompts.JUDGES) and cut, the seed.
     """
 
     questions: int = 4
@@ -119,7 +137,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Job:
-    """One document: its task, length and number, and how many of its questions begin a
+    """One document: its task, length in tokens and number, and how many of its questions begin a
     conversation.
     """
 
@@ -136,44 +154,37 @@ class Paper:
     question is asked in both turns.
     """
 
-    def __init__(self, llm, job, rules):
+    def __init__(self, llm: LLM, job: Job, rules: Rules):
         per = min(rules.questions, TASKS[job.task].max_questions)
         self.llm, self.job, self.rules = llm, job, rules
         self.seed = rules.seed * 100_000 + job.number
-        self.sample = make_sample(job.task, job.length, self._count, self.seed, per)
+        count = token_counter(llm.tokenizer)
+        self.sample = make_sample(job.task, job.length, count, self.seed, per)
         self.turns = Turns(llm.tokenizer, self.sample.document, self.sample.questions)
-        self.right = [self._count(text) for text in self.sample.answers]
+        self.right = [count(text) for text in self.sample.answers]
 
-    def _count(self, text):
-        return len(self.llm.tokenizer.encode(text, special=False))
-
-    def most(self, question):
+    def most(self, question: int) -> int:
         """Tokens after which an answer is cut."""
         return self.rules.max_tokens or self.right[question] + SPARE
 
-    def second(self, first):
+    def second(self, first: int) -> int | None:
         """The question after the first one, or None."""
         other = (first + 1) % len(self.sample.questions)
         return other if self.rules.turns > 1 and other != first else None
 
-    def text(self, tokens):
+    def text(self, tokens: Sequence[int]) -> str:
         """The text of an answer; a base model's first line."""
         text = self.llm.tokenizer.decode(tokens)
         return text.split("\n")[0] if self.turns.plain and text.strip() else text
 
-    def room(self, spare=64):
-        """Tokens that a session of two turns may take; spare: a template's own words."""
+    def room(self, spare: int = 64) -> int:
+        """Tokens that a session of two turns may take. spare: for a template's own words."""
         answers = max(self.most(q) for q in range(len(self.right)))
         return len(self.turns.shared) + 2 * (max(map(len, self.turns.own)) + answers + spare)
 
-    def record(self, variant, question, turn, answer):
+    def record(self, variant: Variant, question: int, turn: int, answer: Answer) -> Record:
         """One line of answers.jsonl."""
         text, sample, job = self.text(answer.tokens), self.sample, self.job
-        good = (
-            text.strip() == sample.answers[question]
-            if self.rules.judge == "exact"
-            else sample.meta["exact"][question] in text
-        )
         return {
             "variant": variant.label,
             "name": variant.name,
@@ -185,7 +196,7 @@ class Paper:
             "question": question,
             "turn": turn,
             "depth": sample.meta["depths"][question],
-            "right": int(good),
+            "right": int(is_right(self.rules.judge, text, sample, question)),
             "steps": answer.steps,
             "prompt_seconds": answer.prompt_seconds,
             "decode_seconds": answer.decode_seconds,
@@ -205,33 +216,32 @@ class Reader:
     those that leave prefill alone.
     """
 
-    def __init__(self, llm, paper, capacity):
+    def __init__(self, llm: LLM, paper: Paper, capacity: int):
         self.llm, self.paper, self.capacity = llm, paper, capacity
-        self.paths, self.seconds, self._shared = {}, {}, None
+        self.references: dict[int, Reference] = {}  # by the first question of a conversation
+        self.seconds: dict[str, float] = {}  # by variant
+        self._shared: Session | None = None
         self.document_seconds = 0.0  # of the shared reading
         self.once_seconds = 0.0  # of all readings that are made once for all questions
 
-    def __enter__(self):
+    def __enter__(self) -> Reader:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         if self._shared is not None:
             self._shared.close()
 
-    def records(self, variant, conversations):
+    def records(self, variant: Variant, conversations: int) -> list[Record]:
         """Records of one variant: both turns of every conversation. Full attention must have gone
         first.
         """
         began = time.perf_counter()
-        out = list(
-            (self._together if variant.entry.reads == "shared" else self._apart)(
-                variant, conversations
-            )
-        )
+        read = self._together if variant.entry.reads == "shared" else self._alone
+        out = list(read(variant, conversations))
         self.seconds[variant.label] = time.perf_counter() - began
         return out
 
-    def _together(self, variant, conversations):
+    def _together(self, variant: Variant, conversations: int) -> Iterator[Record]:
         """Over the shared reading."""
         for first in range(conversations):
             session, seconds = self._ready(variant, first)
@@ -240,11 +250,12 @@ class Reader:
             session.set_method(Full())
             session.truncate(len(self.paper.turns.shared))
 
-    def _apart(self, variant, conversations):
-        """In a session of its own that reads the document once, or its head where the rest must be
-        read with the question.
+    def _alone(self, variant: Variant, conversations: int) -> Iterator[Record]:
+        """In the method's own session, which reads the document once, or its head where the rest
+        must be read with the question.
         """
         turns, method, entry = self.paper.turns, variant.method, variant.entry
+        assert method is not None
         head = (
             len(turns.shared)
             if entry.head is None
@@ -261,7 +272,7 @@ class Reader:
                     session, variant, first, turns.shared[head:] + turns.own[first], seconds
                 )
 
-    def _ready(self, variant, first):
+    def _ready(self, variant: Variant, first: int) -> tuple[Session, float]:
         """(the shared session, document and question read by full attention, handed to the
         variant's method; seconds of that reading).
         """
@@ -278,18 +289,29 @@ class Reader:
             self._shared.set_method(variant.method)
         return self._shared, self.document_seconds + self._shared.stats.prefill_seconds - before
 
-    def _converse(self, session, variant, first, ids, seconds=0.0):
+    def _converse(
+        self,
+        session: Session,
+        variant: Variant,
+        first: int,
+        ids: Sequence[int],
+        seconds: float = 0.0,
+    ) -> list[Record]:
         """Records of a conversation in a session that has read the first question in `seconds`, or
         reads it now as `ids`.
         """
         paper, sparse, own = self.paper, variant.entry.sparse, variant.name == "full"
-        keep = self.paths.setdefault(first, Path()) if own and first not in self.paths else None
+        keep = (
+            self.references.setdefault(first, Reference())
+            if own and first not in self.references
+            else None
+        )
         answer = speak(
             session,
             list(ids),
             paper.most(first),
             sparse,
-            None if own else self.paths.get(first),
+            None if own else self.references.get(first),
             keep,
         )
         answer.prompt_seconds += seconds
@@ -306,17 +328,21 @@ class Reader:
         return out
 
 
-def run_document(llm, paper, variants, capacity, skip=()):
-    """(records, {variant label: seconds}, seconds of what was read once for all questions) of one
+def run_document(
+    llm: LLM,
+    paper: Paper,
+    variants: Sequence[Variant],
+    capacity: int,
+    skip: Sequence[str] = (),
+) -> tuple[list[Record], dict[str, float], float]:
+    """(records, {variant label: seconds}, seconds of the readings made once for all questions) of a
     Paper under `variants`, in their order.
 
     skip: labels whose answers exist; full attention then runs for comparison only, and its records
     are left out.
     """
-    out, todo = (
-        [],
-        [v for v in variants if v.method is not None and not v.alias and v.label not in skip],
-    )
+    todo = [v for v in variants if v.method is not None and not v.alias and v.label not in skip]
+    out: list[Record] = []
     if not todo:
         return [], {}, 0.0
     full = next(v for v in variants if v.name == "full")

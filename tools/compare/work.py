@@ -1,21 +1,33 @@
-"""The work of a comparison: documents in an order that is fair wherever it stops, how long they
+"""The work of a comparison: documents in an order that is fair wherever it stops, the time they
 take, the processes that do them.
 """
+
+from __future__ import annotations
 
 import multiprocessing
 import queue
 import time
 import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from multiprocessing.queues import Queue
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engine import LLM, Full
 from engine.errors import EngineError, UsageError
+from tools.compare.build import Facts
 from tools.compare.bytes import measure
-from tools.compare.methods import Facts, variants
-from tools.compare.run import Job, Paper, run_document
+from tools.compare.methods import variants
+from tools.compare.run import Job, Paper, Rules, run_document
 from tools.tasks import TASKS
+
+if TYPE_CHECKING:
+    from tools.compare.bytes import Held
+    from tools.eval.answers import Record
+
+Done = tuple[Any, Any, float]  # (job, records, seconds); (None, error, 0.0) where a worker failed
 
 # tokens of a session beyond the document: two questions and answers, a template's words
 ROOM = 512
@@ -27,21 +39,21 @@ WARM_NUMBER = 99_999  # a document that no run asks about
 
 @dataclass(frozen=True)
 class Order:
-    """What a worker needs to build its own half of a comparison; plain values."""
+    """What a worker needs to build its own model and variants; plain values."""
 
     model: str
     device: str
     dtype: str
     threads: int | None
-    names: tuple  # (name, kind, budget)
-    lengths: tuple
-    filters: tuple | None
+    names: tuple[tuple[str, str, float], ...]  # (name, kind, budget)
+    lengths: tuple[int, ...]
+    filters: tuple[int, ...] | None
     wait: int | None
     tail: int
-    rules: object  # compare_run.Rules
+    rules: Rules
 
 
-def jobs(tasks, lengths, answers, questions):
+def jobs(tasks: Sequence[str], lengths: Sequence[int], answers: int, questions: int) -> list[Job]:
     """Jobs in rounds: one document of every task and length, then the next of each, until every
     cell has its answers.
     """
@@ -59,7 +71,7 @@ def jobs(tasks, lengths, answers, questions):
 class Bench:
     """One process's model and, per length, the variants that run on it."""
 
-    def __init__(self, order):
+    def __init__(self, order: Order):
         warnings.simplefilter("ignore", UserWarning)
         self.order = order
         self.llm = LLM(
@@ -72,45 +84,48 @@ class Bench:
         limit = self.llm.max_context
         if max(order.lengths) + ROOM > limit:
             raise UsageError(
-                f"documents of {max(order.lengths)} tokens and {ROOM} for questions and answers do not fit the {limit} tokens "
-                "this model can hold here"
+                f"documents of {max(order.lengths)} tokens and {ROOM} for questions and answers "
+                f"do not fit the {limit} tokens this model can hold here"
             )
         self.variants = {
             length: variants(self.facts(length), order.names) for length in order.lengths
         }
 
-    def use(self, order):
+    def use(self, order: Order) -> None:
         """Go on with another Order that differs in threads only."""
         self.order = order
-        torch.set_num_threads(order.threads)
+        torch.set_num_threads(order.threads or 1)
 
-    def facts(self, length):
-        """What budgets at a length are reckoned from: a session of the document and little more."""
+    def facts(self, length: int) -> Facts:
+        """The basis of budgets at a length: a session of the document and little more."""
         return Facts(self.llm, length + EDGE, self.order.filters, self.order.wait, self.order.tail)
 
-    def capacity(self, length):
+    def capacity(self, length: int) -> int:
         """Tokens of the sessions that answer."""
         return length + ROOM + 2 * (self.order.rules.max_tokens or 0)
 
-    def run(self, job, skip=(), rules=None):
+    def run(
+        self, job: Job, skip: Sequence[str] = (), rules: Rules | None = None
+    ) -> tuple[list[Record], dict[str, float], float]:
         """`run_document` of a job under all variants of its length."""
         rules = rules or self.order.rules
         paper = Paper(self.llm, job, rules)
         capacity = min(self.llm.max_context, self.capacity(job.length))
         if paper.room() > capacity:
             raise UsageError(
-                f"{job.task} at {job.length} tokens: two questions and answers need {paper.room()} tokens, the session holds "
-                f"{capacity}; use --max-tokens or --turns 1"
+                f"{job.task} at {job.length} tokens: two questions and answers need "
+                f"{paper.room()} tokens, the session holds {capacity}; "
+                "use --max-tokens or --turns 1"
             )
         return run_document(self.llm, paper, self.variants[job.length], capacity, skip)
 
-    def bytes_held(self, length, task):
-        """{label: compare_bytes.Held} at one length: sessions opened, a document of `task` read,
-        read out, closed.
+    def bytes_held(self, length: int, task: str) -> dict[str, Held]:
+        """{label: Held} at one length, each measured in a session that reads a document of
+        `task`.
         """
         facts, out = self.facts(length), {}
-        ids = Paper(self.llm, Job(task, length, WARM_NUMBER, 1), self.order.rules).turns
-        ids = (ids.shared + ids.own[0])[: facts.capacity]
+        turns = Paper(self.llm, Job(task, length, WARM_NUMBER, 1), self.order.rules).turns
+        ids = (turns.shared + turns.own[0])[: facts.capacity]
         for variant in self.variants[length]:
             if variant.method is not None and not variant.alias:
                 out[variant.label] = measure(self.llm, variant.method, facts.capacity, ids)
@@ -128,29 +143,30 @@ class Clock:
     answers and a part per token.
     """
 
-    def __init__(self, bench, tasks):
-        self.fixed, self.token, self.lengths = {}, {}, {}
+    def __init__(self, bench: Bench, tasks: Sequence[str]):
+        self.fixed: dict[int, tuple[float, float]] = {}  # per document, per conversation
+        self.token: dict[int, float] = {}
+        self.lengths: dict[tuple[str, int], float] = {}  # of answers
         for length in sorted(bench.order.lengths):
             self._warm(bench, length, tasks[0])
             for task in tasks:
                 paper = Paper(bench.llm, Job(task, length, WARM_NUMBER, 1), bench.order.rules)
                 self.lengths[task, length] = sum(paper.right) / len(paper.right) + 1
-        self.took, self.ratio = {}, []
+        self.took: dict[tuple[str, int], list[float]] = {}
+        self.ratio: list[tuple[float, float]] = []  # (seconds, guess)
 
-    def _warm(self, bench, length, task):
+    def _warm(self, bench: Bench, length: int, task: str) -> None:
         rules = bench.order.rules
         per = min(rules.questions, TASKS[task].max_questions)
         warm = type(rules)(per, rules.turns, rules.judge, WARM, rules.seed)
         if not self.fixed:
-            # whatever is done once is done now
+            # first uses of libraries happen now
             bench.run(Job(task, length, WARM_NUMBER, 1), rules=warm)
         began = time.perf_counter()
         records, seconds, read = bench.run(Job(task, length, WARM_NUMBER, 1), rules=warm)
         took = time.perf_counter() - began
-        steps, decoding = (
-            sum(r["steps"] for r in records),
-            sum(r["decode_seconds"] for r in records),
-        )
+        steps = sum(r["steps"] for r in records)
+        decoding = sum(r["decode_seconds"] for r in records)
         turns = len(records) / max(1, len({r["variant"] for r in records}))
         self.fixed[length] = (
             took - sum(seconds.values()) + read,
@@ -158,21 +174,21 @@ class Clock:
         )
         self.token[length] = decoding / max(1, steps) * len({r["variant"] for r in records}) * turns
 
-    def guess(self, job):
+    def guess(self, job: Job) -> float:
         """Seconds of a document by the warm-up."""
         once, fixed = self.fixed[job.length]
         return once + job.conversations * (
             fixed + self.token[job.length] * self.lengths[job.task, job.length]
         )
 
-    def done(self, job, seconds):
+    def done(self, job: Job, seconds: float) -> None:
         """A document took so long."""
         self.took.setdefault((job.task, job.length), []).append(seconds / job.conversations)
         self.ratio.append((seconds, self.guess(job)))
 
-    def expected(self, job):
-        """Seconds of a document: the mean of its like, else the guess corrected by what others
-        took.
+    def expected(self, job: Job) -> float:
+        """Seconds of a document: the mean of finished ones of its task and length, else the guess,
+        corrected by how right it was about others.
         """
         like = self.took.get((job.task, job.length))
         if like:
@@ -182,7 +198,7 @@ class Clock:
         )
         return factor * self.guess(job)
 
-    def left(self, todo, processes):
+    def left(self, todo: Iterable[Job], processes: int) -> float:
         """Seconds that these documents take on so many processes."""
         return sum(self.expected(job) for job in todo) / processes
 
@@ -190,7 +206,7 @@ class Clock:
 # -------------------------------------------------------------------- processes
 
 
-def _worker(order, tasks, answers):
+def _worker(order: Order, tasks: Queue, answers: Queue) -> None:
     try:
         torch.set_num_threads(order.threads or 1)
         bench = Bench(order)
@@ -213,27 +229,28 @@ class Inside:
 
     processes = 1
 
-    def __init__(self, bench):
-        self.bench, self.ready = bench, []
+    def __init__(self, bench: Bench):
+        self.bench = bench
+        self.ready: list[Done] = []
 
-    def give(self, job, skip):
+    def give(self, job: Job, skip: Sequence[str]) -> None:
         """Do it."""
         began = time.perf_counter()
         records, _, _ = self.bench.run(job, skip)
         self.ready.append((job, records, time.perf_counter() - began))
 
-    def take(self):
+    def take(self) -> Done:
         """(job, records, seconds) of a document that is done."""
         return self.ready.pop()
 
-    def close(self):
+    def close(self) -> None:
         """Nothing to end."""
 
 
 class Outside:
     """Documents done by worker processes, each with its own model and one thread."""
 
-    def __init__(self, order, processes):
+    def __init__(self, order: Order, processes: int):
         context = multiprocessing.get_context("spawn")
         self.processes, self.tasks, self.answers = processes, context.Queue(), context.Queue()
         self.workers = [
@@ -243,11 +260,11 @@ class Outside:
         for worker in self.workers:
             worker.start()
 
-    def give(self, job, skip):
+    def give(self, job: Job, skip: Sequence[str]) -> None:
         """Queue a document."""
         self.tasks.put((job, skip))
 
-    def take(self):
+    def take(self) -> Done:
         """(job, records, seconds) of the next document that is done. Raises EngineError where a
         worker failed.
         """
@@ -258,15 +275,15 @@ class Outside:
                 dead = next((worker for worker in self.workers if worker.exitcode), None)
                 if dead is not None:
                     raise EngineError(
-                        f"a worker process ended before its work did (exit status {dead.exitcode}; out of memory?): use "
-                        "--processes 1"
+                        f"a worker process ended before its work did (exit status {dead.exitcode}; "
+                        "out of memory?): use --processes 1"
                     ) from None
                 continue
             if job is None:
                 raise EngineError(records)
             return job, records, seconds
 
-    def close(self):
+    def close(self) -> None:
         """End the workers."""
         for worker in self.workers:
             if worker.is_alive():

@@ -1,32 +1,43 @@
-"""Scores any method on any model folder over the tasks of tools/tasks: `python -m tools.eval` (the
-shipped model, full and OmniKV).
+"""`python -m tools.eval`: score full attention and OmniKV on any model folder over the tasks of
+tools/tasks (default: the shipped model).
 
-Every document is read once; each method then answers each question on it from that same bank.
-Answers go to answers.jsonl one by one, so the same command goes on where it was stopped. Sparse
-methods run with dense_below=0 and it is asserted that their steps were sparse.
+Every document is read once; each method then answers each question from that same bank. Answers go
+to answers.jsonl one by one, so the same command goes on where it was stopped. OmniKV runs with
+dense_below=0, and it is asserted that its steps were sparse.
 """
 
+from __future__ import annotations
+
 import argparse
-import json
-import sys
 import time
 import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from engine import LLM, EngineError, Full, OmniKV
+from engine import LLM, Full, OmniKV
+from engine.errors import UsageError
+from tools.eval.answers import AnswerFile, Record
+from tools.eval.prompts import JUDGE_HELP, JUDGES, is_right, split_prompts, token_counter
 from tools.eval.report import write
+from tools.program import POCKET, guarded, model_label, progress, say
 from tools.tasks import MAIN, TASKS, make_sample
-from weights.errors import UsageError
 from weights.fingerprint import weights_digest
 
-POCKET = Path(__file__).resolve().parents[2] / "weights" / "pocket"
-SPARE = 8  # tokens an answer may be longer than the right one before it is cut
+if TYPE_CHECKING:
+    from engine.methods.base import Method
+    from engine.session import Session
+
+SPARE = 8  # tokens that an answer may be longer than the right one before it is cut
+# what must be the same for answers to go on from
+SETTINGS = ("model", "questions", "filters", "wait", "selector", "judge", "max_tokens", "seed")
 
 
-def arguments(argv=None) -> argparse.Namespace:
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.eval", description=__doc__.splitlines()[0]
+        prog="python -m tools.eval",
+        description="Score full attention and OmniKV on a model over tasks with exact answers.",
     )
     parser.add_argument(
         "--model", default=str(POCKET), help="alias, hub id or folder (default: the shipped model)"
@@ -53,21 +64,28 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument(
         "--wait", type=int, help="OmniKV wait layers (default: those the model comes with, else 1)"
     )
-    parser.add_argument("--selector", default="last", choices=("last", "uniform", "exponential"))
+    parser.add_argument(
+        "--selector",
+        default="last",
+        choices=("last", "uniform", "exponential"),
+        help="which queries OmniKV's filter layers select by (default last)",
+    )
     parser.add_argument(
         "--judge",
-        choices=("exact", "contains"),
+        choices=JUDGES,
         default="exact",
-        help="exact: the whole answer; contains: the value stands in it (for models that answer in their own words)",
+        help=JUDGE_HELP,
     )
     parser.add_argument(
         "--max-tokens", type=int, help="cut answers here (default: the right answer's length + 8)"
     )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--out", type=Path, default=Path("eval-out"))
+    parser.add_argument("--seed", type=int, default=0, help="of the documents")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
+    parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument(
+        "--out", type=Path, default=Path("eval-out"), help="folder (default: eval-out)"
+    )
     parser.add_argument(
         "--fresh",
         action="store_true",
@@ -76,10 +94,10 @@ def arguments(argv=None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def methods(args: argparse.Namespace) -> dict:
+def methods(args: argparse.Namespace) -> dict[str, Method]:
     """{name: method}: full attention first, then OmniKV at every share."""
     filters = tuple(args.filters) if args.filters else None
-    found = {"full": Full()}
+    found: dict[str, Method] = {"full": Full()}
     for share in args.shares:
         found[f"omnikv {100 * share:g}%"] = OmniKV(
             filter_layers=filters,
@@ -91,27 +109,13 @@ def methods(args: argparse.Namespace) -> dict:
     return found
 
 
-def prompts(llm: LLM, sample) -> tuple[list[int], list[list[int]]]:
-    """(ids that all questions share, per question the ids that follow), through the model's own
-    chat template.
+def answer(session: Session, ids: Sequence[int], most: int, sparse: bool) -> list[int]:
+    """At most `most` greedy tokens of an answer, the end token left out. Raises AssertionError
+    where `sparse` and a step was not.
     """
-    whole = []
-    for question in sample.questions:
-        text = llm.tokenizer.render(
-            [{"role": "user", "content": sample.document.rstrip() + "\n\n" + question}]
-        )
-        whole.append(llm.tokenizer.encode(text, special=False))
-    shared = 0
-    least = min(map(len, whole)) - 1  # every question keeps at least one token of its own
-    while shared < least and all(ids[shared] == whole[0][shared] for ids in whole):
-        shared += 1
-    return whole[0][:shared], [ids[shared:] for ids in whole]
-
-
-def answer(session, ids: list[int], most: int, sparse: bool) -> list[int]:
-    """Greedy tokens of one answer, the end token left out. Asserts that sparse steps were sparse."""
     before = session.stats
-    logits, out = session.prefill(ids), []
+    out: list[int] = []
+    logits = session.prefill(ids)
     while len(out) < most:
         token = int(logits.argmax())
         if token in session.llm.end_token_ids:
@@ -127,7 +131,7 @@ def answer(session, ids: list[int], most: int, sparse: bool) -> list[int]:
 
 
 class Evaluation:
-    """One run: the answers that exist, the ones still to do."""
+    """One run: the model, the methods and the answers there are."""
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
@@ -142,59 +146,25 @@ class Evaluation:
         limit = self.llm.max_context
         if max(args.lengths) + 256 > limit:
             raise UsageError(
-                f"documents of {max(args.lengths)} tokens and 256 for question and answer do not fit the {limit} tokens "
-                f"this model can hold here"
+                f"documents of {max(args.lengths)} tokens and 256 for question and answer "
+                f"do not fit the {limit} tokens this model can hold here"
             )
         self.methods = methods(args)
-        self.count = lambda text: len(self.llm.tokenizer.encode(text, special=False))
-        keys = (
-            "model",
-            "questions",
-            "filters",
-            "wait",
-            "selector",
-            "judge",
-            "max_tokens",
-            "seed",
-            "dtype",
-        )
-        self.settings = {key: getattr(args, key) for key in keys} | {
+        self.settings = {key: getattr(args, key) for key in (*SETTINGS, "dtype")} | {
             "weights": weights_digest(self.llm.folder)
         }
-        self.path = args.out / "answers.jsonl"
-        self.records, self.done = [], set()
-        args.out.mkdir(parents=True, exist_ok=True)
-        self._resume()
-
-    def _resume(self) -> None:
-        if self.path.exists() and not self.args.fresh:
-            for line in self.path.read_text(encoding="utf-8").splitlines():
-                try:
-                    record = json.loads(line)
-                except ValueError:  # the last line of a run that was killed
-                    continue
-                if "settings" in record:
-                    if record["settings"] != self.settings:
-                        raise UsageError(
-                            f"{self.path} holds answers of other settings ({record['settings']}): "
-                            "use --fresh or another --out"
-                        )
-                else:
-                    self.records.append(record)
-                    self.done.add(self._key(record))
-        lines = [json.dumps({"settings": self.settings})] + [json.dumps(r) for r in self.records]
-        part = self.path.with_suffix(".part")
-        part.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        part.replace(self.path)
-
-    def _key(self, r: dict) -> tuple:
-        return r["method"], r["task"], r["length"], r["seed"], r["question"]
+        self.answers = AnswerFile(args.out, _key)
+        header = None if args.fresh else self.answers.load()
+        if header is not None and header["settings"] != self.settings:
+            raise UsageError(
+                f"{self.answers.path} holds answers of other settings ({header['settings']}): "
+                "use --fresh or another --out"
+            )
+        self.answers.start({"settings": self.settings})
 
     def documents(self) -> list[tuple[str, int, int, int]]:
-        """(task, length, seed, questions), all lengths of one document number before the next, so
-        that every prefix of a run is fair.
-        """
-        out = []
+        """(task, length, seed, questions) of all documents, by length, then by task."""
+        out: list[tuple[str, int, int, int]] = []
         for length in sorted(self.args.lengths):
             for task in self.args.tasks:
                 per = min(self.args.questions, TASKS[task].max_questions)
@@ -215,104 +185,90 @@ class Evaluation:
             d
             for d in self.documents()
             if any(
-                (m, d[0], d[1], d[2], q) not in self.done for m in self.methods for q in range(d[3])
+                (m, d[0], d[1], d[2], q) not in self.answers.done
+                for m in self.methods
+                for q in range(d[3])
             )
         ]
         work, began, finished = sum(length for _, length, _, _ in todo), time.monotonic(), 0
-        with open(self.path, "a", encoding="utf-8") as file:
-            for task, length, seed, questions in todo:
-                for record in self.document(task, length, seed, questions):
-                    file.write(json.dumps(record) + "\n")
-                    file.flush()
-                    self.records.append(record)
-                finished += length
-                spent = time.monotonic() - began
-                left = spent / finished * (work - finished)
-                print(
-                    f"\r{task} {length:,} tokens: {100 * finished / work:.0f}%, {spent:.0f} s, about {left:.0f} s left   ",
-                    end="",
-                    file=sys.stderr,
-                    flush=True,
-                )
-        print(file=sys.stderr)
+        for task, length, seed, questions in todo:
+            for record in self.document(task, length, seed, questions):
+                self.answers.add([record])
+            finished += length
+            spent = time.monotonic() - began
+            left = spent / finished * (work - finished)
+            progress(
+                f"{task} {length:,} tokens: {100 * finished / work:.0f}%, {spent:.0f} s, "
+                f"about {left:.0f} s left"
+            )
+        say("")
 
-    def document(self, task: str, length: int, seed: int, questions: int):
-        """Records of one document under all methods."""
-        sample = make_sample(task, length, self.count, seed, questions)
-        shared, own = prompts(self.llm, sample)
-        right = [self.llm.tokenizer.encode(text, special=False) for text in sample.answers]
-        room = max(map(len, own)) + max(map(len, right)) + SPARE + (self.args.max_tokens or 0)
-        with self.llm.session(max_context=min(self.llm.max_context, len(shared) + room)) as session:
+    def document(self, task: str, length: int, seed: int, questions: int) -> Iterator[Record]:
+        """Yield the records of one document under all methods."""
+        count = token_counter(self.llm.tokenizer)
+        sample = make_sample(task, length, count, seed, questions)
+        shared, own = split_prompts(self.llm, sample)
+        limits = [self.args.max_tokens or count(text) + SPARE for text in sample.answers]
+        capacity = len(shared) + max(map(len, own)) + max(limits)
+        with self.llm.session(max_context=min(self.llm.max_context, capacity)) as session:
             if shared:
                 session.prefill(shared)
             for name, method in self.methods.items():
-                if not isinstance(method, Full):
+                sparse = not isinstance(method, Full)
+                if sparse:
                     session.set_method(method)
-                for index, ids in enumerate(own):
-                    tokens = answer(
-                        session,
-                        ids,
-                        self.args.max_tokens or len(right[index]) + SPARE,
-                        not isinstance(method, Full),
-                    )
+                for question, ids in enumerate(own):
+                    tokens = answer(session, ids, limits[question], sparse)
                     session.truncate(len(shared))
                     text = self.llm.tokenizer.decode(tokens)
-                    good = (
-                        text.strip() == sample.answers[index]
-                        if self.args.judge == "exact"
-                        else sample.meta["exact"][index] in text
-                    )
-                    record = {
+                    yield {
                         "method": name,
                         "task": task,
                         "length": length,
                         "seed": seed,
-                        "question": index,
-                        "depth": sample.meta["depths"][index],
-                        "right": int(good),
+                        "question": question,
+                        "depth": sample.meta["depths"][question],
+                        "right": int(is_right(self.args.judge, text, sample, question)),
                         "tokens": tokens,
                         "text": text,
-                        "expected": sample.answers[index],
+                        "expected": sample.answers[question],
                     }
-                    if self._key(record) not in self.done:
-                        yield record
 
-    def about(self, seconds: float) -> dict:
-        """What the report says of the run."""
-        out = {
-            "model": self.args.model if self.args.model != str(POCKET) else "weights/pocket",
+    def about(self, seconds: float) -> dict[str, Any]:
+        """Facts of the run for the report."""
+        out: dict[str, Any] = {
+            "model": model_label(self.args.model),
             "device": str(self.llm.device),
             "dtype": str(self.llm.dtype).removeprefix("torch."),
         }
         for name, method in self.methods.items():
-            if isinstance(method, Full):
-                continue
             method, plan = self.llm.resolve_method(method)
+            if not isinstance(method, OmniKV):
+                continue
             a, b = plan.dense_share, method.share
             out[name] = (
-                f"filters {method.filter_layers}, wait layers {method.wait_layers}, selector {method.selector}, "
-                f"tail {method.tail}, {len(plan.sparse_layers)} of {plan.num_layers} layers sparse, "
+                f"filters {method.filter_layers}, wait layers {method.wait_layers}, "
+                f"selector {method.selector}, tail {method.tail}, "
+                f"{len(plan.sparse_layers)} of {plan.num_layers} layers sparse, "
                 f"Mem {100 * (a + b * (1 - a)):.1f}%"
             )
         return out | {"seconds": round(seconds)}
 
 
-def main(argv=None) -> int:
-    """Run, print the report, return the exit code."""
+def _key(record: Record) -> tuple:
+    return tuple(record[name] for name in ("method", "task", "length", "seed", "question"))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run and print the report. Exit code 0, 1 (the run failed), 2 (usage) or 130 (Ctrl-C)."""
     began, args = time.monotonic(), arguments(argv)
     warnings.simplefilter("ignore", UserWarning)
-    try:
+
+    def work() -> None:
         evaluation = Evaluation(args)
         evaluation.run()
-    except EngineError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print(
-            f"\nstopped; the same command goes on from {args.out / 'answers.jsonl'}",
-            file=sys.stderr,
-        )
-        return 130
-    print(write(evaluation.records, evaluation.about(time.monotonic() - began), args.out))
-    print(f"report, answers and plots: {args.out}")
-    return 0
+        about = evaluation.about(time.monotonic() - began)
+        print(write(evaluation.answers.records, about, args.out))
+        print(f"report, answers and plots: {args.out}")
+
+    return guarded(work, f"stopped; the same command goes on from {args.out / 'answers.jsonl'}")

@@ -119,13 +119,12 @@ def markdown(rows: list[dict], about: dict) -> str:
             "|---" * (len(methods) + 2) + "|",
         ]
         for task in dict.fromkeys(row["task"] for row in rows if row["length"] == length):
-            cells = [by.get((method, task, length)) for method in methods]
+            found = [by.get((method, task, length)) for method in methods]
             shown = [
-                f"{c['accuracy']:.3f} [{c['low']:.2f}, {c['high']:.2f}]" if c else "" for c in cells
+                f"{c['accuracy']:.3f} [{c['low']:.2f}, {c['high']:.2f}]" if c else "" for c in found
             ]
-            lines.append(
-                f"| {task} | {max(c['asked'] for c in cells if c)} | " + " | ".join(shown) + " |"
-            )
+            asked = max(c["asked"] for c in found if c)
+            lines.append(f"| {task} | {asked} | " + " | ".join(shown) + " |")
         means = {r["method"]: r for r in overall(rows) if r["length"] == length}
         shown = [f"**{means[m]['accuracy']:.3f}**" if m in means else "" for m in methods]
         lines.append("| **mean over tasks** | | " + " | ".join(shown) + " |")

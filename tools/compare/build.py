@@ -1,0 +1,241 @@
+"""How the methods of a comparison are built, at a share of the prompt's tokens or of full
+attention's resident bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import BadCheckpoint
+from engine.methods.evict.h2o_plus import H2OPlus
+from engine.methods.omnikv.settings import OmniKV
+from engine.methods.select.infllm import InfLLM
+from engine.methods.select.pod import PodUntrained
+from tools.compare.bytes import device_share
+from tools.pod_groups import read_blocks
+
+if TYPE_CHECKING:
+    from engine import LLM
+    from engine.methods.base import Method
+
+# (facts, share or part) -> the method, or a text why there is none
+Build = Callable[..., Any]
+# of full attention's bytes: a share and a resident budget that differ by less are one run
+NEAR = 0.005
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The model, one session's capacity in tokens, and OmniKV's settings.
+
+    filters, wait: filter and wait layers, None for those the model comes with; tail: newest tokens
+    that every layer sees, outside the budget (64, the least there is, so that budgets say what is
+    read).
+    """
+
+    llm: LLM
+    capacity: int
+    filters: tuple[int, ...] | None = None
+    wait: int | None = None
+    tail: int = 64
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One method of the table.
+
+    note: one line for --help. group: "t1" (the paper's own and its baselines) or "others".
+    build(facts, share) -> the method that reads `share` of the prompt, or a text why there is none.
+    at_bytes(facts, part) -> the method with resident K/V bytes of at most `part` of full
+    attention's, or a text why there is none. budget: whether it has one. reads: "shared" where the
+    method leaves prefill alone, so that one reading of a document by full attention serves all;
+    "own" where it must read the document itself. head(llm, method, length): how many first tokens
+    of a document of `length` such a method may read once for all questions; the rest goes with each
+    question (None: the whole document is read once). evicts: whether it gives tokens up for good.
+    place: "device" or "host", where the bank is while it answers. sparse: whether every decode step
+    must have been sparse.
+    """
+
+    note: str
+    build: Build
+    at_bytes: Build | None = None
+    group: str = "t1"
+    budget: bool = True
+    reads: str = "shared"
+    head: Callable[[LLM, Any, int], int] | None = None
+    evicts: bool = False
+    place: str = "device"
+    sparse: bool = True
+
+
+def omnikv(cls: type[OmniKV] = OmniKV, **more: Any) -> Build:
+    """Build OmniKV, or a variation of it, at a share of the tokens."""
+
+    def build(facts: Facts, share: float | None) -> OmniKV:
+        return cls(
+            filter_layers=facts.filters,
+            share=share,
+            wait_layers=facts.wait,
+            tail=facts.tail,
+            dense_below=0,
+            **more,
+        )
+
+    return build
+
+
+def omnikv_at_bytes(build: Build) -> Build:
+    """Build OmniKV over an offloaded bank: with the most tokens that fit as slots beside the dense
+    layers and the tails.
+    """
+
+    def at_bytes(facts: Facts, part: float) -> OmniKV | str:
+        def resident(tokens: int) -> float:
+            return device_share(
+                facts.llm, replace(build(facts, None), tokens=tokens), facts.capacity
+            )
+
+        least = resident(1)
+        if least > part:
+            _, plan = facts.llm.resolve_method(build(facts, 0.5))
+            return (
+                f"its {plan.num_layers - len(plan.sparse_layers)} dense layers of "
+                f"{plan.num_layers} and the tails of the others hold {100 * least:.1f}% "
+                "before a token is chosen"
+            )
+        most = largest(1, facts.capacity, lambda tokens: resident(tokens) <= part)
+        return replace(build(facts, None), tokens=most)
+
+    return at_bytes
+
+
+def evicting_at_bytes(build: Build) -> Build:
+    """Build an evicting method: at the share itself where its store is that part within NEAR, else
+    with the largest budget in tokens that fits.
+    """
+
+    def at_bytes(facts: Facts, part: float) -> Method | str:
+        method = build(facts, part)
+        if abs(device_share(facts.llm, method, facts.capacity) - part) <= NEAR:
+            return method
+        # SnapKV's queries, a window beside the sinks
+        least = max(getattr(method, "window", 1), getattr(method, "sink", 0) + 1)
+
+        def resident(tokens: int) -> float:
+            smaller = replace(method, share=None, tokens=tokens)
+            return device_share(facts.llm, smaller, facts.capacity)
+
+        share = resident(least)
+        if share > part:
+            return f"the least it can keep, {least} tokens per head, takes {100 * share:.1f}%"
+        most = largest(least, facts.capacity, lambda tokens: resident(tokens) <= part)
+        return replace(method, share=None, tokens=most)
+
+    return at_bytes
+
+
+def largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
+    """The largest of low .. high that fits, where everything below one that fits does too; `low` is
+    not asked.
+    """
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def evicting(
+    note: str,
+    cls: Callable[..., Method],
+    group: str = "others",
+    reads: str = "shared",
+    head: Callable[[LLM, Any, int], int] | None = None,
+    **settings: Any,
+) -> Entry:
+    """An Entry for a method that evicts by a budget in tokens or as a share."""
+
+    def build(facts: Facts, share: float) -> Method:
+        return cls(share=share, **settings)
+
+    return Entry(note, build, evicting_at_bytes(build), group, reads=reads, head=head, evicts=True)
+
+
+def evicting_while_reading(
+    note: str,
+    cls: Callable[..., Method],
+    group: str = "others",
+    sink: int = 0,
+    head: Callable[[LLM, Any, int], int] | None = None,
+) -> Entry:
+    """An Entry for a method that evicts while it reads. Its budget is a share of the planned
+    length: the same for a document as for the question after it, so that reading them one after the
+    other changes nothing.
+    """
+
+    def build(facts: Facts, share: float) -> Method:
+        return cls(tokens=max(sink + 1, math.floor(share * facts.capacity)))
+
+    return Entry(note, build, evicting_at_bytes(build), group, reads="own", head=head, evicts=True)
+
+
+def whole_chunks(llm: LLM, method: Method, length: int) -> int:
+    """Tokens of the whole chunks that end before what the method must read with the question. Cut
+    at the same places, they are read the same.
+    """
+    return max(0, length - method.last_part) // llm.chunk * llm.chunk
+
+
+def whole_segments(llm: LLM, method: H2OPlus, length: int) -> int:
+    """Tokens of H2O+'s whole segments."""
+    segment = method.segment
+    assert isinstance(segment, int)  # of a variant that was built
+    return length // segment * segment
+
+
+def keeps_all(facts: Facts, part: float) -> str:
+    """Why a method that drops nothing has no budget in bytes."""
+    return "every key and value stays on the device, 100% at any budget"
+
+
+def streams(build: Build) -> Build:
+    """Why a method that fetches by layer has no budget in bytes."""
+
+    def at_bytes(facts: Facts, part: float) -> str:
+        held = device_share(facts.llm, build(facts, 0.5), facts.capacity)
+        return (
+            f"its budget changes what is read, not what is held: {100 * held:.1f}%, "
+            "the keys come over in every step"
+        )
+
+    return at_bytes
+
+
+def infllm(facts: Facts, share: float) -> InfLLM:
+    """Build InfLLM: initial rows, window and blocks as 1 to 8 to 8, as in the OmniKV paper's
+    LongBench setting (128, 1024, 8 blocks of 128); blocks are halved until eight fit.
+    """
+    rows = max(34, round(share * facts.capacity))
+    block = next((size for size in (128, 64, 32, 16, 8, 4) if 17 * size <= rows), 2)
+    local = max(8, rows * 8 // 17)
+    topk = max(1, (rows - rows // 17 - local) // block)
+    return InfLLM(
+        block=block,
+        init=rows // 17,
+        local=local,
+        topk=topk,
+        representatives=min(4, block),
+        cached=4 * topk,
+        chunk=min(512, local),
+    )
+
+
+def pod(facts: Facts, share: float) -> PodUntrained | str:
+    """Build PoD: the proximal tokens are the share. Without blocks: how to make them."""
+    try:
+        blocks = read_blocks(facts.llm.folder)
+    except BadCheckpoint as error:
+        return str(error)
+    return PodUntrained(blocks, recent=max(1, round(share * facts.capacity) - PodUntrained.first))
