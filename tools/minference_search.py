@@ -1,23 +1,42 @@
-"""The offline search of MInference: which pattern each query head of a model gets, by the dense
-attention mass that it keeps.
+"""`python -m tools.minference_search`: find which pattern MInference uses for every query head of a
+model, by the dense attention mass that it keeps.
 
-Source: microsoft/MInference, search_pattern (minference_forward.py): its space, and its criterion,
-the mean over queries of the mass kept. There a best A-shape becomes the vertical-slash of the same
-numbers and a best block-sparse ("vertical_slash", 1000, 6096); here a head keeps the pattern that
-was best.
+Source: microsoft/MInference, search_pattern (minference_forward.py): its space of patterns, and its
+criterion, the mean over queries of the mass kept. There a best A-shape becomes the vertical-slash
+of the same numbers, and a best block-sparse ("vertical_slash", 1000, 6096); here a head keeps the
+pattern that was best.
 """
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine import LLM, Full
 from engine.bank.device import DeviceBank
+from engine.errors import UsageError
 from engine.methods.base import Setup
 from engine.methods.select.minference import MInference, MInferenceRuntime
 from engine.methods.select.minference_patterns import checked
 from engine.prefill import run_chunk
+from engine.version import VERSION
 from kernels.prefill import prefill_dense_lse
 from kernels.scratch import make_scratch
+from tools.program import POCKET, guarded, progress, replace_json, say
+from weights.fingerprint import fingerprint
 
-SPACE = (
+if TYPE_CHECKING:
+    from engine.methods.base import Method
+
+Pattern = tuple[Any, ...]  # such as ("a_shape", 100, 800)
+Table = tuple[tuple[Pattern, ...], ...]  # [layer][query head]
+
+SPACE: tuple[Pattern, ...] = (
     ("a_shape", 100, 800),
     ("vertical_slash", 30, 800),
     ("vertical_slash", 100, 750),
@@ -25,22 +44,26 @@ SPACE = (
     ("vertical_slash", 3500, 100),
     ("block_sparse", 100),
 )
+LEAST = 1024  # tokens of a document: on a shorter one every pattern keeps everything
+FORMAT = 1
 
 
 class SearchRuntime(MInferenceRuntime):
-    """Dense prefill that measures: kept float64 [patterns, layers, query heads], mass summed over
-    queries.
+    """Dense prefill that measures: kept float64 [patterns, layers, query heads], the mass summed
+    over queries.
     """
 
-    def __init__(self, method, setup, space):
+    def __init__(self, method: Method, setup: Setup, space: Sequence[Pattern]):
         super().__init__(method, setup)
         self.space = space
         self.kept = torch.zeros(
             len(space), setup.config.num_layers, setup.config.num_heads, dtype=torch.float64
         )
 
-    def prefill_attend(self, layer, q, bank, start):
-        """Dense attention; every pattern of the space is tried beside it."""
+    def prefill_attend(
+        self, layer: int, q: torch.Tensor, bank: DeviceBank, start: int
+    ) -> torch.Tensor:
+        """Dense attention; tries every pattern of the space beside it."""
         k, v = bank.kv(layer)
         out, lse = prefill_dense_lse(q, k, v, start, self.scale)
         for i, pattern in enumerate(self.space):
@@ -49,13 +72,18 @@ class SearchRuntime(MInferenceRuntime):
         return out
 
 
-def search_patterns(llm, token_ids, space=SPACE, progress=None):
-    """The table [layer][query head] for MInference(patterns=...): of `space`, what keeps most of a
-    prompt's dense attention mass.
+def search_patterns(
+    llm: LLM,
+    token_ids: Sequence[int],
+    space: Sequence[Pattern] = SPACE,
+    progress: Callable[[int, int], None] | None = None,
+) -> Table:
+    """The table for MInference(patterns=...): per layer and query head the pattern of `space` that
+    keeps most of a prompt's dense attention mass.
 
     token_ids: the prompt, read in chunks of the LLM's size as later prompts will be. The first
-    pattern wins a tie. Needs a device bank of the prompt for itself. progress(done tokens, all
-    tokens) after each chunk.
+    pattern wins a tie. Allocates a device bank for the prompt. progress(done tokens, all tokens)
+    after each chunk.
     """
     config, method = llm.config, MInference()
     plan, total = method.plan(config), len(token_ids)
@@ -63,10 +91,8 @@ def search_patterns(llm, token_ids, space=SPACE, progress=None):
         1, 1, config.num_heads, config.num_kv_heads, config.head_dim, total, 0, llm.device, False, 0
     )
     setup = Setup(config, plan, total, llm.device, llm.dtype, 1, llm.backend, scratch)
-    runtime, bank = (
-        SearchRuntime(method, setup, tuple(map(checked, space))),
-        DeviceBank(config, plan, total, llm.dtype, llm.device),
-    )
+    runtime = SearchRuntime(method, setup, tuple(map(checked, space)))
+    bank = DeviceBank(config, plan, total, llm.dtype, llm.device)
     with llm.busy(), torch.inference_mode():
         for first in range(0, total, llm.chunk):
             last = min(total, first + llm.chunk)
@@ -77,3 +103,98 @@ def search_patterns(llm, token_ids, space=SPACE, progress=None):
             if progress is not None:
                 progress(last, total)
     return tuple(tuple(runtime.space[i] for i in row) for row in runtime.kept.argmax(0).tolist())
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.minference_search",
+        description="Find the pattern of every query head for MInference(patterns=...).",
+    )
+    parser.add_argument(
+        "--model", default=str(POCKET), help="alias, hub id or folder (default: the shipped model)"
+    )
+    parser.add_argument(
+        "--document",
+        required=True,
+        metavar="FILE",
+        help="a long text of the kind that will be read (- is stdin)",
+    )
+    parser.add_argument(
+        "--length", type=int, help="read so many tokens of it at most (default: as many as fit)"
+    )
+    parser.add_argument(
+        "--chunk", type=int, help="tokens per chunk: use that of later runs (default: the plan's)"
+    )
+    parser.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help='also write the table there, under "patterns"'
+    )
+    return parser.parse_args(argv)
+
+
+def document_ids(llm: LLM, file: str, length: int | None) -> list[int]:
+    """Token ids of a text file, or of stdin for "-". Raises UsageError."""
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"--document {file}: found {error}, expected a readable UTF-8 file"
+        ) from error
+    ids = llm.encode(text)[: min(length or llm.max_context, llm.max_context)]
+    if len(ids) < LEAST:
+        raise UsageError(f"--document {file}: found {len(ids)} tokens, expected at least {LEAST}")
+    return ids
+
+
+def run(args: argparse.Namespace) -> None:
+    """Search, print the table and write what was asked for."""
+    if args.length is not None and args.length < LEAST:
+        raise UsageError(f"--length: found {args.length}, expected at least {LEAST}")
+    llm = LLM(
+        args.model,
+        device=args.device,
+        dtype=args.dtype,
+        threads=args.threads,
+        chunk=args.chunk,
+        method=Full(),
+        offload="device",
+    )
+    ids = document_ids(llm, args.document, args.length)
+    found = search_patterns(
+        llm, ids, progress=lambda done, total: progress(f"{done:,} of {total:,} tokens")
+    )
+    say("")
+    print("| layer | " + " | ".join(f"head {i}" for i in range(llm.config.num_heads)) + " |")
+    print("|---" * (1 + llm.config.num_heads) + "|")
+    for layer, row in enumerate(found):
+        print(f"| {layer} | " + " | ".join(" ".join(map(str, pattern)) for pattern in row) + " |")
+    print(f"\nMInference(patterns={found})")
+    if args.json:
+        data = {
+            "format": FORMAT,
+            "fingerprint": fingerprint(llm.folder),
+            "patterns": found,
+            "tokens": len(ids),
+            "chunk": llm.chunk,
+            "made_by": f"tools.minference_search {VERSION}",
+        }
+        try:
+            replace_json(args.json, data)
+        except OSError as error:
+            raise UsageError(
+                f"--json: found {error}, expected a place that can be written"
+            ) from error
+        say(f"written: {args.json}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0, 1 (the run failed), 2 (usage) or 130 (Ctrl-C)."""
+    args = arguments(argv)
+    return guarded(lambda: run(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
