@@ -17,8 +17,9 @@ Programs, each `python -m tools.NAME --help`:
     train_pocket      train the shipped model
     pocket_filters    find the shipped model's filter layers by brute force
     answers           record what a fixed set of runs answers
+    house             the shape of the code: modules, import arrows, lengths, types
 
 Shared: tasks (documents, questions and exact answers), pocket (the shipped model's training),
-program (exit codes, errors, files), clone (a second LLM over the same weights), synthetic_bank and
-planted_selection (long contexts that nobody read, for timing).
+program (exit codes, errors, files), synthetic_bank and planted_selection (long contexts that nobody
+read, for timing).
 """

@@ -114,7 +114,8 @@ def main(argv=None):
         return error.exit_code
     print(f"layers {sorted(layers)}, {len(ids) // BLOCK * BLOCK} tokens of {args.task}\n")
     print(
-        "| estimator | mass wanted | density | recall, mean | recall, 1st percentile |\n|---|---|---|---|---|"
+        "| estimator | mass wanted | density | recall, mean | recall, 1st percentile "
+        "|\n|---|---|---|---|---|"
     )
     for name, threshold, density, mean, low in rows(layers, args.thresholds):
         print(f"| {name} | {threshold} | {density:.2f} | {mean:.3f} | {low:.3f} |")

@@ -74,7 +74,8 @@ def main(argv=None):
     unknown = [name for name in names if name not in SECTIONS]
     if unknown or (args.section and args.section not in SECTIONS):
         print(
-            f"error: sections: found {', '.join(unknown) or args.section}, expected {', '.join(SECTIONS)}",
+            f"error: sections: found {', '.join(unknown) or args.section}, expected "
+            f"{', '.join(SECTIONS)}",
             file=sys.stderr,
         )
         return 2
@@ -82,7 +83,8 @@ def main(argv=None):
         return _one(args)
     if not args.cpu_rehearsal and not _has_gpu():
         print(
-            f"error: this torch ({torch.__version__}) sees no CUDA device; --cpu-rehearsal runs the same paths on a CPU",
+            f"error: this torch ({torch.__version__}) sees no CUDA device; --cpu-rehearsal runs "
+            "the same paths on a CPU",
             file=sys.stderr,
         )
         return 2
@@ -126,7 +128,9 @@ def main(argv=None):
 
 
 def _has_gpu():
-    """Asked in a process of its own: this one shall never hold a CUDA context beside its sections."""
+    """Whether torch sees a GPU. Another process asks, so that this one never holds a CUDA context
+    beside its sections.
+    """
     found = subprocess.run(
         [
             sys.executable,

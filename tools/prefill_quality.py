@@ -246,8 +246,10 @@ def markdown(about, found, records, tasks):
         "",
         *(f"- {key}: {value}" for key, value in about.items()),
         "",
-        f"Exact answers in percent and, in brackets, nats per answer token; {asked} answers per row (95% interval of dense prefill "
-        f"over all: {100 * low:.0f}..{100 * high:.0f}%). won / lost: answers against dense prefill, same questions.",
+        f"Exact answers in percent and, in brackets, nats per answer token; {asked} answers per "
+        "row (95% interval of dense prefill "
+        f"over all: {100 * low:.0f}..{100 * high:.0f}%). won / lost: answers against dense "
+        "prefill, same questions.",
         "",
         "| prefill | " + " | ".join(tasks) + " | mean | won / lost |",
         "|---" * (len(tasks) + 3) + "|",

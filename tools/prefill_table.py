@@ -3,8 +3,8 @@ left against the truth, memory).
 
 Speed: the first chunk and the last of every length are timed over a synthetic bank, the methods
 taking turns, and integrated (a chunk's time is affine in its depth once every method is sparse).
-Beside every ratio of times stands the ratio that the operation count allows (engine.prefill_eta.PrefillFlops:
-linear layers, attention, scoring), summed over all chunks. ETA: a whole prompt is read.
+Beside every ratio of times stands the ratio that the operation count allows
+(engine.prefill_eta.PrefillFlops: linear layers, attention, scoring), summed over all chunks. ETA: a whole prompt is read.
 """
 
 import argparse
@@ -362,7 +362,8 @@ def _speed_table(found):
         f"Chunks of {found['chunk']} tokens, integrated over the prompt. "
         "allowed: the operation count's ratio to dense; share: measured / allowed.",
         "",
-        "| tokens | method | seconds | tokens/s | PFLOP | GFLOP/s | measured x | allowed x | share |",
+        "| tokens | method | seconds | tokens/s | PFLOP | GFLOP/s | measured x | allowed x | "
+        "share |",
         "|---" * 9 + "|",
     ]
     for r in found["records"]:
@@ -408,7 +409,8 @@ def _memory_table(records):
         "",
         "## Memory",
         "",
-        "Deepest chunk over a synthetic bank; activations = peak - resident before the bank - bank.",
+        "Deepest chunk over a synthetic bank; activations = peak - resident before the bank - "
+        "bank.",
         "",
         "| method | tokens | bank MB | selection MB | peak MB | activations MB |",
         "|---" * 6 + "|",

@@ -106,7 +106,8 @@ def main(argv=None):
             args.model, device=args.device, threads=args.threads, max_context=args.length + 512
         )
         print(
-            f"{args.model}, documents of {args.length} tokens, tasks {', '.join(args.tasks)}, answers fed token by token\n"
+            f"{args.model}, documents of {args.length} tokens, tasks {', '.join(args.tasks)}, "
+            "answers fed token by token\n"
         )
         print(
             "| share | k | group of layer | last set only | "

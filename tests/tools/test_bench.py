@@ -34,7 +34,6 @@ from tools.bench.run import (
 from tools.bench.shapes import SHAPES, parse_size, shape_config, shape_filters, short_size
 from tools.bench.split import STAGES, split_step
 from tools.bench.suite import sharp_stream
-from tools.clone import clone
 from tools.synthetic_bank import synthesize
 
 TINY = [
@@ -277,7 +276,7 @@ def test_predicted_bytes_are_those_that_a_step_counts(n):
         # its k was fixed at n tokens
         if method == omnikv(tokens=None, share=0.2):
             method = omnikv(tokens=max(1, int(0.2 * n)))
-        needed = engine_bytes(clone(llm, method=method, offload="device"), n + 1)
+        needed = engine_bytes(LLM.sharing(llm, method=method, offload="device"), n + 1)
         assert (
             after.bytes_read_sparse
             - before.bytes_read_sparse

@@ -89,7 +89,7 @@ def test_similarity_equals_an_independent_float64_computation():
 
 
 def all_queries(llm, ids):
-    """Rotated queries of every layer and position, float64 [positions, H, D], from a whole prefill."""
+    """Rotated queries of every layer of a prefill, float64 [positions, H, D]."""
     seen = {}
     with llm.session() as session:
         attend = session.runtime.prefill_attend

@@ -152,7 +152,8 @@ def test_the_same_seed_gives_the_same_sample_in_another_process():
     code = (
         "import hashlib, re; from tools.tasks import TASKS, make_sample; "
         "count = lambda s: len(re.findall(r'\\w+|\\W', s)); "
-        "print(hashlib.sha256(repr([make_sample(t, 2500, count, 5) for t in TASKS]).encode()).hexdigest())"
+        "print(hashlib.sha256(repr([make_sample(t, 2500, count, 5) for t in "
+        "TASKS]).encode()).hexdigest())"
     )
     here = repr([make_sample(t, 2500, lambda s: len(re.findall(r"\w+|\W", s)), 5) for t in TASKS])
     for hash_seed in ("1", "2"):

@@ -118,7 +118,8 @@ def parser():
         "--reuse",
         type=numbers(float),
         default=(0.0, 0.7, 0.9),
-        help="planted shares of tokens that stay chosen from step to step, for methods in host memory (default 0,0.7,0.9)",
+        help="planted shares of tokens that stay chosen from step to step, for methods in host "
+        "memory (default 0,0.7,0.9)",
     )
     p.add_argument(
         "-r",
@@ -208,7 +209,8 @@ def main(argv=None):
         return 2
     depths = ", ".join(short_size(n) for n in chosen.contexts)
     print(
-        f"{chosen.model or chosen.shape} at {depths or 'no depth'}; peers: {', '.join(chosen.peers) or 'none'}",
+        f"{chosen.model or chosen.shape} at {depths or 'no depth'}; peers: "
+        f"{', '.join(chosen.peers) or 'none'}",
         file=sys.stderr,
     )
     suite, clocks = (

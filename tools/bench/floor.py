@@ -1,5 +1,5 @@
-"""What a decode step must read, how fast this machine reads, and so how fast a step could be:
-predicted before anything is timed.
+"""The bytes that a decode step must read, the rate at which this machine reads, and so how fast a
+step could be: predicted before anything is timed.
 
 Floor of a step = (weights + keys and values read) / read bandwidth. Activations, scores, partial
 results and launches count nothing: they are what an implementation may waste.
@@ -15,8 +15,8 @@ from engine.plan.layers import Role, tail_start
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Bytes that one decode step at n tokens reads. `scoring` (written and read by filter layers)
-    is stated, not in the floor.
+    """Bytes that one decode step at n tokens reads. `scoring`, which filter layers write and read,
+    is stated but not in the floor.
     """
 
     weights: int
@@ -26,12 +26,12 @@ class StepBytes:
 
     @property
     def floor(self):
-        """What the floor counts."""
+        """Bytes that the floor counts."""
         return self.weights + self.dense + self.sparse
 
 
 def streamed_weights(config, dtype_bytes):
-    """Bytes of weights that every step reads: all of them, but of an untied embedding one row only."""
+    """Bytes of weights that every step reads: all, but one row only of an untied embedding."""
     table = config.vocab_size * config.hidden_size
     return (
         config.parameters - (0 if config.tied_embeddings else table - config.hidden_size)

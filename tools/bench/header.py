@@ -1,4 +1,4 @@
-"""What a figure was measured on: hardware, versions, commit, flags; and what could have spoilt it."""
+"""Where a figure was measured: hardware, versions, commit, flags; and what may have spoilt it."""
 
 import os
 import platform
@@ -64,13 +64,19 @@ def hardware(device):
     device = torch.device(device)
     if device.type == "cuda":
         facts = torch.cuda.get_device_properties(device)
-        return f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, {facts.multi_processor_count} SMs, CUDA {torch.version.cuda}"
+        return (
+            f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, {facts.multi_processor_count} "
+            f"SMs, CUDA {torch.version.cuda}"
+        )
     memory = (
         os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
         if hasattr(os, "sysconf")
         else 0
     )
-    return f"{_processor()}, {os.cpu_count()} cores, {memory:.0f} GiB, {torch.backends.cpu.get_cpu_capability()}"
+    return (
+        f"{_processor()}, {os.cpu_count()} cores, {memory:.0f} GiB, "
+        f"{torch.backends.cpu.get_cpu_capability()}"
+    )
 
 
 def _processor():
@@ -109,19 +115,21 @@ def clocks():
 
 
 def warnings(device, cells, before, after, clocks_before, clocks_after):
-    """Lines about what could have spoilt the figures: spread, other load, bandwidth or clocks that
+    """Lines about what may have spoilt the figures: spread, other load, bandwidth or clocks that
     moved, caches.
     """
     found = []
     loud = [f"{c.name} {c.test} {c.n}" for c in cells if c.noisy]
     if loud:
         found.append(
-            f"noisy: p95 above 1.25 x median in {len(loud)} of {sum(bool(c.seconds) for c in cells)} cells "
+            f"noisy: p95 above 1.25 x median in {len(loud)} of "
+            f"{sum(bool(c.seconds) for c in cells)} cells "
             f"({', '.join(loud[:4])}{' ...' if len(loud) > 4 else ''})"
         )
     if abs(after.read / before.read - 1) > 0.1:
         found.append(
-            f"memory bandwidth moved during the run: {before.read / 1e9:.1f} -> {after.read / 1e9:.1f} GB/s"
+            f"memory bandwidth moved during the run: {before.read / 1e9:.1f} -> "
+            f"{after.read / 1e9:.1f} GB/s"
         )
     if torch.device(device).type == "cpu":
         load, threads = (
@@ -137,7 +145,8 @@ def warnings(device, cells, before, after, clocks_before, clocks_after):
         ]
         if small:
             found.append(
-                f"{len(small)} cells read less than twice the last-level cache ({last_level_cache() / 2**20:.0f} MiB): part of "
+                f"{len(small)} cells read less than twice the last-level cache "
+                f"({last_level_cache() / 2**20:.0f} MiB): part of "
                 f"it may come from there, so more than 100% of the floor is possible"
             )
     if clocks_before and clocks_after and abs(clocks_after[0] / max(1, clocks_before[0]) - 1) > 0.1:

@@ -106,7 +106,7 @@ class Transformers:
                 layer.values = layer.values[:, :, : self.n].contiguous()
 
     def step(self):
-        """One greedy step as `generate` does it: forward with the cache, argmax of the last logits."""
+        """One greedy step as in `generate`: forward with the cache, argmax of the last logits."""
         if self.model.config._attn_implementation != self._attention:
             self.model.set_attn_implementation(self._attention)
         with torch.inference_mode():

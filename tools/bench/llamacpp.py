@@ -27,7 +27,8 @@ def _import():
     # a wheel built elsewhere fails with OSError, not ImportError
     except Exception as error:
         raise Missing(
-            f"llama-cpp-python is not installed or does not load ({' '.join(str(error).split())[:120]})"
+            "llama-cpp-python is not installed or does not load "
+            f"({' '.join(str(error).split())[:120]})"
         ) from error
     return llama_cpp
 
@@ -129,7 +130,10 @@ class LlamaCpp:
     def __init__(self, model, n, room, variant=VARIANTS[0]):
         lib, self.owner, self.n = model.lib, model, n
         kind, flash = variant
-        self.settings = f"llama-cpp-python {model.version}, KV {kind}, flash attention {'on' if flash else 'off'}, {model.threads} threads"
+        self.settings = (
+            f"llama-cpp-python {model.version}, KV {kind}, flash attention "
+            f"{'on' if flash else 'off'}, {model.threads} threads"
+        )
         self.block = min(n, BLOCK)
         p = lib.llama_context_default_params()
         p.n_ctx, p.n_batch, p.n_ubatch, p.n_seq_max = n + room + BLOCK, BLOCK, BLOCK, 2
@@ -143,7 +147,8 @@ class LlamaCpp:
         self.context = lib.llama_init_from_model(model.model, p)
         if not self.context:
             raise Missing(
-                f"llama.cpp {model.version} makes no context of {n} tokens (KV {kind}, flash {flash})"
+                f"llama.cpp {model.version} makes no context of {n} tokens (KV {kind}, flash "
+                f"{flash})"
             )
         self.memory = lib.llama_get_memory(self.context)
         self._batch = lib.llama_batch_init(BLOCK, 0, 1)

@@ -48,7 +48,8 @@ def specs(names, filter_layers, tokens, waits, reuses, dense_below=0, tail=256):
         base, place = ("brutal_offload", "host") if name == "brutal" else (base, place)
         if place not in ("", "host") or base not in known:
             raise SettingError(
-                f"methods: found {name!r}, expected full, omnikv, omnikv-host, brutal or one of {', '.join(known)}"
+                f"methods: found {name!r}, expected full, omnikv, omnikv-host, brutal or one of "
+                f"{', '.join(known)}"
             )
         if base == "omnikv":
             settings = dict(

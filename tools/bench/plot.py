@@ -17,7 +17,10 @@ def plots(summary, folder):
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     cells = [c for c in summary["cells"] if c["test"] == "tg" and "ms_median" in c]
-    title = f"{summary['model']['name']}, {summary['model']['dtype']}, {summary['header']['hardware'].split(',')[0]}"
+    title = (
+        f"{summary['model']['name']}, {summary['model']['dtype']}, "
+        f"{summary['header']['hardware'].split(',')[0]}"
+    )
     names = list(dict.fromkeys(c["name"] for c in cells))
     made = []
 

@@ -30,10 +30,9 @@ def summary(result, head, warnings):
 
 
 def ratios(cell, cells):
-    """{"vs_full": x, "vs_transformers": y, ...}: how many times faster this cell is than each of
-    the same test and depth;
-
-    "bytes_allow": how many times faster than full attention its floor is.
+    """How many times faster a cell is than others of the same test and depth: {"vs_full": x,
+    "vs_transformers": y, ...}; "bytes_allow": how many times faster its floor is than full
+    attention's.
     """
     found = {}
     if cell.seconds:
@@ -52,7 +51,7 @@ def ratios(cell, cells):
 
 
 def markdown(result, head, warnings):
-    """Header, tables of decode, prefill, split, gather and memory, and what could have spoilt them."""
+    """Header, tables of decode, prefill, split, gather and memory, and warnings."""
     parts = [
         _header(result, head),
         "\n".join(decode_rows(result)),
@@ -74,7 +73,8 @@ def _header(result, head):
         f"{head['hardware']}",
         f"python {head['python']}, {packages}",
         f"flags: {head['flags'] or '(defaults)'} | threads: {head['threads']}",
-        f"model: {m['name']}, {m['parameters'] / 1e9:.3f} B parameters, {m['dtype']}, {human(m['weight_bytes'])}; "
+        f"model: {m['name']}, {m['parameters'] / 1e9:.3f} B parameters, {m['dtype']}, "
+        f"{human(m['weight_bytes'])}; "
         f"{m['layers']} layers, {m['heads']}/{m['kv_heads']} heads of {m['head_dim']}; "
         f"{m['kv_bytes_per_token']} B of keys and values per token; on {m['device']}",
         "measured before: "

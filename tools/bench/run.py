@@ -236,7 +236,8 @@ def _same_selections(contestant):
         or any(len(mine) != len(chosen[1][layer]) for layer, mine in chosen[0].items())
     ):
         raise Mismatch(
-            f"selection at {contestant.n} tokens: the timed path shares {min(shares):.1%} with the reference"
+            f"selection at {contestant.n} tokens: the timed path shares {min(shares):.1%} with "
+            "the reference"
         )
     return min(shares, default=1.0)
 
@@ -259,8 +260,10 @@ def _same_logits(contestant, steps):
         gap = (want.max() - want[fed[number + 1]]).item()
         if not difference <= allowed * want.std().item() or gap > 2 * difference:
             raise Mismatch(
-                f"step {number} at {n} tokens: the timed path says token {fed[number + 1]}, the reference "
-                f"{int(want.argmax())} (largest logit difference {difference:.3g}, spread {want.std().item():.3g})"
+                f"step {number} at {n} tokens: the timed path says token {fed[number + 1]}, the "
+                "reference "
+                f"{int(want.argmax())} (largest logit difference {difference:.3g}, spread "
+                f"{want.std().item():.3g})"
             )
     return worst
 

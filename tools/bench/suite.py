@@ -29,7 +29,6 @@ from tools.bench.run import (
 )
 from tools.bench.shapes import shape_config
 from tools.bench.split import split_step
-from tools.clone import clone
 
 SMALL = 4096  # capacity of the LLM that holds the weights
 # tokens a session can hold beyond its depth: timed steps, and what is appended at depth
@@ -136,7 +135,7 @@ class Suite:
     # ---------------------------------------------------------------- model
 
     def _build(self):
-        """The LLM with the weights that all others share (tools.clone); its own capacity is small."""
+        """The LLM with the weights that all others share; its own capacity is small."""
         o = self.options
         before, began = (
             held("cpu" if o.device == "auto" and not torch.cuda.is_available() else o.device),
@@ -201,7 +200,7 @@ class Suite:
         for spec in self.options.specs:
             cell = cells[spec.label] = Cell(spec.label, "tg", n)
             try:
-                llm = clone(
+                llm = LLM.sharing(
                     self.llm, method=spec.method, max_context=n + ROOM, offload=spec.offload
                 )
                 cell.why = self._cannot(llm.plan())
@@ -249,7 +248,10 @@ class Suite:
         if beside > room:
             return f"needs {human(beside)} beside the weights, {human(room)} may be used"
         if plan.host_bytes > HEADROOM * plan.host_free:
-            return f"needs {human(plan.host_bytes)} of host memory, {human(HEADROOM * plan.host_free)} may be used"
+            return (
+                f"needs {human(plan.host_bytes)} of host memory, "
+                f"{human(HEADROOM * plan.host_free)} may be used"
+            )
         return ""
 
     def _entrant(self, label, llm, n):
@@ -269,7 +271,8 @@ class Suite:
             self._after(name, contestant, n, cells, plain, match)
 
         self.say(
-            f"{n} tokens: {', '.join(e.name for e in entrants)}{'' if match.together else ' (in turns: memory)'}"
+            f"{n} tokens: "
+            f"{', '.join(e.name for e in entrants)}{'' if match.together else ' (in turns: memory)'}"
         )
         match.run(o.rounds, o.steps, budget=min(120.0, self.left() / 3), finish=finish)
         for entrant in entrants:
@@ -354,7 +357,7 @@ class Suite:
         ).tolist()
         ours = Cell("full", f"pp{n}", n, tokens=n)
         self.result.cells.append(ours)
-        llm = clone(self.llm, method=Full(), max_context=n, offload="device")
+        llm = LLM.sharing(self.llm, method=Full(), max_context=n, offload="device")
         plan = llm.plan()
         ours.why = "left out: no time" if self.left() <= 0 else self._cannot(plan)
         if ours.why:

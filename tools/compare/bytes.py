@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from engine import LLM
 from engine.methods.evict.base import Evicting
 from engine.methods.evict.store import row_bytes
-from tools.clone import clone
 from tools.synthetic_bank import synthesize
 
 if TYPE_CHECKING:
-    from engine import LLM
     from engine.methods.base import Method
     from engine.session import Session
 
@@ -54,7 +53,7 @@ def offloaded(llm: LLM, method: Method, capacity: int) -> LLM:
     """An LLM over the same weights with sessions that hold `method` as it saves memory: in host
     memory, one slot per selected token.
     """
-    return clone(llm, method=method, max_context=capacity, offload="host", slots=1)
+    return LLM.sharing(llm, method=method, max_context=capacity, offload="host", slots=1)
 
 
 def full_bytes(llm: LLM, capacity: int) -> int:

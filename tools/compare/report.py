@@ -4,26 +4,34 @@ depths; as Markdown and JSON.
 
 import json
 
+from engine.units import human
 from tools.compare.plots import plots
 from tools.compare.stats import cells, findings, pooled
 from tools.eval.report import DEPTH_BINS
 
 NOTES = """## How it was measured
 
-- Greedy answers. In brackets the 95% Wilson interval; several questions rest on one document, so true intervals are somewhat wider.
-- First questions follow the document; second questions follow another question about it and the method's own answer. Every question is
-  asked in both turns, so the turns differ by nothing else. A method that evicts has done so during the first question.
-- Agreement is taken on the free-running first answers, at every position where method and full attention have the same history: up to and
-  including the first token at which they part. KL(full || method) in nats.
-- 10% is a tenth of the prompt's tokens: what a method may keep or read in the layers where it is sparse. OmniKV's tail (newest tokens that
-  every layer sees) lies outside its budget and inside the bytes. Mem 75% is three quarters of full attention's resident bytes.
-- "resident": keys and values that a session really allocated on the device for a prompt of this length, and as a share of full attention's.
-  A method is measured in the form in which it saves memory (what it lets go lies in host memory, one slot per chosen token); metadata:
-  scores, indices, positions, maps; buffers: what rows stream through; peak: the most that stood on the device at once. What evicting
-  methods hold is their store; this engine keeps the bank beside it, unread, so that a session can go back: it is in the peak. Answers of
-  methods marked "shared" come from a bank on the device that full attention had read (placement never changes an answer), so their ms per
-  token hold for that bank.
-- ms per token and bytes read: decode steps of both turns; bytes read are keys and values, over the link those from host memory."""
+- Greedy answers. In brackets the 95% Wilson interval; several questions rest on one document, so
+  true intervals are somewhat wider.
+- First questions follow the document; second questions follow another question about it and the
+  method's answer to that. Every question is asked in both turns, so the turns differ by nothing
+  else. A method that evicts has done so during the first question.
+- Agreement is taken on the free-running first answers, at every position where method and full
+  attention have the same history: up to and including the first token at which they part.
+  KL(full || method) in nats.
+- 10% is a tenth of the prompt's tokens: the budget of a method in the layers where it is sparse.
+  OmniKV's tail (newest tokens that every layer sees) is outside its budget and inside the bytes.
+  Mem 75% is three quarters of full attention's resident bytes.
+- "resident": keys and values that a session allocated on the device for a prompt of this length,
+  and as a share of full attention's. A method is measured in the form in which it saves memory
+  (offloaded layers in host memory, one slot per chosen token); metadata: scores, indices,
+  positions, maps; buffers: staging of rows on their way; peak: the most on the device at once. An
+  evicting method holds its store; this engine keeps the bank beside it, unread, so that a session
+  can go back: it is in the peak. Answers of methods marked "shared" come from a bank on the device
+  that full attention had read (placement never changes an answer), so their ms per token hold for
+  that bank.
+- ms per token and bytes read: decode steps of both turns; bytes read are keys and values, over the
+  link those from host memory."""
 
 
 def rows_of(records, config):
@@ -89,16 +97,21 @@ def _about(config):
         )
         busy = "" if run["load"] is None else f", load average {run['load']} when it began"
         if "seconds" in run:
-            done = f"{run['documents'] - run['documents_left']} of {run['documents']} documents in {run['seconds'] / 3600:.2f} hours"
+            done = (
+                f"{run['documents'] - run['documents_left']} of {run['documents']} documents in "
+                f"{run['seconds'] / 3600:.2f} hours"
+            )
         else:
             done = f"killed, of {run['documents']} documents those it had done"
         lines.append(
-            f"- {run['hardware']}; {at}{busy}; commit {run['commit']}; {packages}; {done} (all of them estimated at "
+            f"- {run['hardware']}; {at}{busy}; commit {run['commit']}; {packages}; {done} (all "
+            "of them estimated at "
             f"{run['estimated_seconds'] / 3600:.2f})"
         )
     return [
         *lines,
-        f"- answers: up to {config['answers']} first questions per method, task and length; judged {config['settings']['judge']}",
+        f"- answers: up to {config['answers']} first questions per method, task and length; "
+        f"judged {config['settings']['judge']}",
         "- full settings of every method: config.json; every answer: answers.jsonl",
     ]
 
@@ -126,7 +139,8 @@ def _accuracy(rows, labels, turn):
 
 def _costs(rows, labels, config, length):
     lines = [
-        "| method | reads prompts | top-1 | KL | tokens | ms per token | prompt s | read per step | over the link | resident KV "
+        "| method | reads prompts | top-1 | KL | tokens | ms per token | prompt s | read per "
+        "step | over the link | resident KV "
         "| % of full | metadata | buffers | host | peak |",
         "|---" * 15 + "|",
     ]
@@ -169,17 +183,12 @@ def _out_of_reach(config, length):
     return [f"- {', '.join(labels)}: {why}" for why, labels in reasons.items()]
 
 
-def _number(value, places):
+def _number(value: float | None, places: int) -> str:
     return "" if value is None else f"{value:.{places}f}"
 
 
-def _size(count):
-    if count is None:
-        return ""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.2f} {unit}"
-    return f"{count:.0f} B"
+def _size(count: float | None) -> str:
+    return "" if count is None else human(count)
 
 
 def _depths(rows):

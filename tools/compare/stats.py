@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tools.eval.report import DEPTH_BINS, wilson
 
 WITHIN = 0.01  # hypothesis 1: a point
-# hypothesis 1: per cent of the prompt; Mem 30% of Llama-3-8B (METHODS.md 3.2, item 7)
+# hypothesis 1: per cent of the prompt; the paper's Mem 30% of Llama-3-8B
 PAPER_SHARE = 6.67
 
 
@@ -72,7 +72,9 @@ def by_question(records, variant, turn):
 
 
 def against(ones, others):
-    """Difference ones - others of two `by_question` maps on what both answered; None without any."""
+    """Difference ones - others of two `by_question` maps over the questions that both answered; None
+    without any.
+    """
     return paired([(key[:3], ones[key] - others[key]) for key in ones if key in others])
 
 
@@ -169,7 +171,7 @@ class Finding:
 
 
 def findings(records, evicting):
-    """The paper's three findings, each as it comes out. evicting: names of the methods that evict."""
+    """The paper's three findings, as they come out. evicting: names of the methods that evict."""
     return [within_a_point(records), two_stage_bound(records), second_turn(records, evicting)]
 
 
@@ -193,7 +195,8 @@ def within_a_point(records):
         else "undecided"
     )
     lines = [
-        f"{found.points()} over {found.answers} questions about {found.documents} documents: {_share(ones, full)} against "
+        f"{found.points()} over {found.answers} questions about {found.documents} documents: "
+        f"{_share(ones, full)} against "
         f"{_share(full, ones)}"
     ]
     if outcome == "undecided":
@@ -244,7 +247,8 @@ def two_stage_bound(records):
         empty = not over and reach is not None and reach <= budget
         telling += not empty
         lines.append(
-            f"{row['variant']}, {row['length']:,} tokens: {row['accuracy']:.3f} [{row['low']:.2f}, {row['high']:.2f}] of "
+            f"{row['variant']}, {row['length']:,} tokens: {row['accuracy']:.3f} "
+            f"[{row['low']:.2f}, {row['high']:.2f}] of "
             f"{row['asked']}, budget {budget:.3g}"
             + (f", full attention {reach:.3f}" if reach is not None else "")
             + (
@@ -281,20 +285,22 @@ def second_turn(records, evicting):
         verdicts[name] = second.low > 0
         more = f"; {extra.points()} more than in the first" if extra else ""
         lines.append(
-            f"{name}: loses {second.points()} in the second turn, {first.points() if first else 'nothing asked'} in the first"
+            f"{name}: loses {second.points()} in the second turn, "
+            f"{first.points() if first else 'nothing asked'} in the first"
             f"{more} ({second.answers} questions)"
         )
-    rivals = [n for n in verdicts if n in evicting]
-    if "omnikv" not in verdicts or not rivals:
+    evictors = [n for n in verdicts if n in evicting]
+    if "omnikv" not in verdicts or not evictors:
         return Finding(
             claim,
             "not run",
             (*lines, "needs second-turn answers of `full`, `omnikv` and a method that evicts"),
         )
-    _, together, extra = losses(records, rivals)
+    _, together, extra = losses(records, evictors)
     more = f", {extra.points()} more than in the first" if extra else ""
     lines.append(
-        f"all that evict together: {together.points()} in the second turn{more} ({together.answers} questions)"
+        f"all that evict together: {together.points()} in the second turn{more} "
+        f"({together.answers} questions)"
     )
     if together.low > 0:
         outcome = "does not hold: OmniKV loses too" if verdicts["omnikv"] else "holds"

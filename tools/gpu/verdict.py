@@ -90,7 +90,8 @@ def _correct(results):
                 ""
                 if not facts
                 else f"{facts['equal_to_reference']}/{facts['compared']} tokens, "
-                f"sync-free {facts.get('sync_free', 'not asked')}, {facts['grown_bytes']} B grown in {facts['steps']} steps",
+                f"sync-free {facts.get('sync_free', 'not asked')}, {facts['grown_bytes']} B "
+                f"grown in {facts['steps']} steps",
             )
         )
     return found
@@ -226,7 +227,10 @@ def _offload(decode):
             cell(decode, f"omnikv-host w1 reuse {reuse:g}", n),
         )
         ratio = inside and host and host["ms_median"] / inside["ms_median"]
-        goal = f"offload costs <= {limit:.2f}x at {n} (reuse {reuse:g}{'' if reuse else ', as without slots; link of at least 45 GB/s'})"
+        goal = (
+            f"offload costs <= {limit:.2f}x at {n} (reuse "
+            f"{reuse:g}{'' if reuse else ', as without slots; link of at least 45 GB/s'})"
+        )
         counts = ratio and (reuse or link >= 45)
         found.append(
             _line(
@@ -290,7 +294,8 @@ def next_targets(results, count=5):
             found.append(
                 (
                     spent - floor,
-                    f"{row['name']} at {row['n']}: {stage} takes {spent:.3f} ms, its bytes allow {floor:.3f} ms",
+                    f"{row['name']} at {row['n']}: {stage} takes {spent:.3f} ms, its bytes allow "
+                    f"{floor:.3f} ms",
                 )
             )
     return [
@@ -307,7 +312,8 @@ def markdown(results):
     if facts:
         lines += [
             f"{facts.get('hardware')} | commit {facts.get('commit')} | {facts.get('packages')}",
-            f"rates GB/s: {facts.get('rates')}, matrix product {facts.get('matmul_tflops', 0):.0f} TFLOP/s",
+            f"rates GB/s: {facts.get('rates')}, matrix product "
+            f"{facts.get('matmul_tflops', 0):.0f} TFLOP/s",
             "",
         ]
     lines += [

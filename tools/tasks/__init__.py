@@ -1,16 +1,15 @@
-"""Tasks with exact answers, seeded, of any length in any tokenizer: used to train the shipped model
-and by tools/eval/cli.py.
+"""Tasks with exact answers, seeded, of any length in any tokenizer: they train the shipped model
+and score every model (tools.eval, tools.compare).
+
+registry.py  all tasks by name
+sample.py    one document of an exact length
+draft.py     what a task's generator makes
+lookup.py, reason.py, many.py, facts.py, mixed.py  the generators
+words.py     word pools; talk.py  questions outside the tasks, and their answers
 """
 
-from tools.tasks import facts, lookup, many, mixed, reason
 from tools.tasks.draft import Draft, Task
+from tools.tasks.registry import MAIN, TASKS
 from tools.tasks.sample import Sample, make_sample
-
-TASKS: dict[str, Task] = {
-    task.name: task for module in (lookup, reason, many, facts, mixed) for task in module.TASKS
-}
-# one of each kind that the shipped model was trained for: what the tools run where no --tasks are
-# given
-MAIN = ("passkey", "kv", "two_stage", "chains", "facts", "needle_multi_key", "frequent")
 
 __all__ = ["MAIN", "TASKS", "Draft", "Sample", "Task", "make_sample"]

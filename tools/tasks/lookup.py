@@ -108,7 +108,8 @@ def key_value_uuid(rng: Random, pieces: int, questions: int, depth: float | None
 
     keys, values = distinct(code, pieces), distinct(code, pieces)
     draft = Draft(
-        head="Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n{",
+        head="Extract the value corresponding to the specified key in the JSON object "
+        "below.\n\nJSON data:\n{",
         foot="}\n",
     )
     draft.pieces = [

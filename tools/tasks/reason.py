@@ -8,7 +8,8 @@ from tools.tasks.draft import Draft, Task, slots
 from tools.tasks.words import COLORS, digits, distinct, filler
 
 RULES = (
-    "Below is a dictionary whose keys are integers and whose values are colors. First compute the sum, "
+    "Below is a dictionary whose keys are integers and whose values are colors. First compute "
+    "the sum, "
     "then find the color that corresponds to the sum in the dictionary.\n"
 )
 # keys 0..999: at most three digits; longer documents carry unrelated sentences before the

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from random import Random
 
 from tools.tasks.draft import Draft, Task
+from tools.tasks.registry import TASKS
 from tools.tasks.words import NOUNS
 from weights.errors import UsageError
 
@@ -16,10 +17,12 @@ TOLERANCE = 0.02
 
 @dataclass(frozen=True)
 class Sample:
-    """document: the text, without chat marks. questions, answers: the same number of strings. meta:
-    task, seed, tokens, pieces, depths (per question where its evidence stands in the document, 0 =
-    start, 1 = end; the mean where there is much), exact (the part of each answer that is the value
-    itself), evidence (the text of the pieces each answer rests on).
+    """One document with questions.
+
+    document: the text, without chat marks. questions, answers: as many of each. meta: task, seed,
+    tokens, pieces, depths (where each question's evidence stands in the document, from 0, its
+    start, to 1; the mean of several pieces), exact (the part of each answer that is the value
+    itself), evidence (the text of the pieces that each answer rests on).
     """
 
     document: str
@@ -34,7 +37,7 @@ def seeded(task: str, seed: int) -> Random:
 
 
 def _pad(rng: Random, count_tokens: Callable[[str], int], room: int) -> str:
-    """A first line of about `room` tokens, so that a document can be longer by less than one piece."""
+    """A first line of about `room` tokens, less than a piece of the document."""
     words = ["Notes", "on"] + [rng.choice(NOUNS) for _ in range(max(1, room))]
     low, high = 0, len(words)
     while low < high:
@@ -69,8 +72,8 @@ def _fit(
     smallest = at(needed)[1]
     if smallest > length * (1 + TOLERANCE):
         raise UsageError(
-            f"task {task.name} with {questions} question(s) needs at least {smallest} tokens, not {length}: "
-            "ask for a longer document or fewer questions"
+            f"task {task.name} with {questions} question(s) needs at least {smallest} tokens, "
+            f"not {length}: ask for a longer document or fewer questions"
         )
     low, high = needed, None
     for _ in range(40):
@@ -104,8 +107,6 @@ def make_sample(
     uniformly. Raises UsageError for an unknown task, a length too short for the task, more
     questions than it has, or a depth outside [0, 1].
     """
-    from tools.tasks import TASKS
-
     if task not in TASKS:
         raise UsageError(f"unknown task {task!r}: one of {', '.join(TASKS)}")
     kind = TASKS[task]

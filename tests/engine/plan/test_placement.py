@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import engine.plan.memory as memory
-from engine import OmniKV
+from engine import LLM, OmniKV
 from engine.bank.host_pool import HostPool
 from engine.bank.pinned_memory import Allocator, ordinary
 from engine.errors import OutOfHostMemory, OutOfMemoryPlan
@@ -19,7 +19,6 @@ from engine.plan.memory import make_plan
 from engine.plan.placement import full_placement, part_bytes
 from tests.builders import random_ids, session_config, tiny_llm
 from tools.bench.shapes import shape_config
-from tools.clone import clone
 
 METHOD = OmniKV(filter_layers=(1, 4), tokens=40, tail=64, dense_below=0)
 BLOCK = 64 * part_bytes(session_config(), 4) * len(METHOD.plan(session_config()).sparse_layers)
@@ -206,12 +205,12 @@ def test_slabs_are_allocated_once_and_serve_later_sessions():
     assert llm.host_pool.reserved == 0
 
 
-def test_clones_share_their_pool_and_others_only_by_argument():
+def test_llms_over_the_same_weights_share_their_pool_and_others_only_by_argument():
     settings = dict(offload="host", max_context=512, backend="reference")
     first, second = tiny_llm(METHOD, **settings), tiny_llm(METHOD, **settings)
     assert (
         first.host_pool is not second.host_pool
-        and clone(first, offload="host").host_pool is first.host_pool
+        and LLM.sharing(first, offload="host").host_pool is first.host_pool
     )
     assert tiny_llm(METHOD, host_pool=first.host_pool, **settings).host_pool is first.host_pool
 
