@@ -1,5 +1,5 @@
-"""`make test`: the whole suite, two processes at a time; `make quick`: a minute of it. The last line
-is one pytest summary.
+"""`make test`: the whole suite, two processes at a time; `make quick`: a minute of it. The last
+line is one pytest summary.
 
 Three runs follow each other, because TRITON_INTERPRET is read once, when triton is imported: the
 interpreter's tests (tests/kernels) need it set, the rest needs it unset. Each run deals its tests
