@@ -1,5 +1,5 @@
-"""Rules of the house that a machine can hold: imports in one direction and in no circle, lengths, no
-foreign names caught, no words about files that are not here, pins within ranges, a true tree.
+"""Rules of the house that a machine can hold: imports in one direction and in no circle, lengths,
+no foreign names caught, no words about files that are not here, pins within ranges, a true tree.
 
 `python -m tools.house` prints the figures.
 """
@@ -118,7 +118,11 @@ def test_our_kernels_do_not_pass_for_the_hubs():
     stays empty.
     """
     assert (ROOT / "kernels" / "__init__.py").read_text() == ""
-    code = "import kernels, transformers.integrations.hub_kernels, transformers; print(kernels.__file__); transformers.LlamaForCausalLM"
+    code = (
+        "import kernels, transformers.integrations.hub_kernels, transformers\n"
+        "print(kernels.__file__)\n"
+        "transformers.LlamaForCausalLM"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300
     )

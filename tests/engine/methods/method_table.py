@@ -80,7 +80,7 @@ class Row:
 
 
 def shared_rows(runtime, n):
-    """OmniKV: a group's selection and the tail, the same for all heads and all layers of the group."""
+    """OmniKV: a group's selection and the tail, shared by all its layers and heads."""
     start, heads = tail_start(n, runtime.method.tail), runtime.setup.config.num_kv_heads
     chosen = runtime.selections()
     return {
@@ -180,7 +180,8 @@ TABLE = (
         selects=True,
         one_prompt="the published code breaks on a second prompt, here it is refused",
         without={
-            "U5": "the published code flattens its index and counts steps on the host: one sequence only"
+            "U5": "the published code flattens its index and counts steps on the host, so that it "
+            "takes one sequence only"
         },
     ),
     Row(
