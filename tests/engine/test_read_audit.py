@@ -1,10 +1,8 @@
-"""U3, the read audit: in a sparse layer exactly the selection and the tail are read, and nothing is
-ever evicted.
+"""The read audit beyond the method table's U3: 16 bits, a bank that was never cleared, and that
+nothing is ever evicted.
 
-A row is proved unread by poison (NaN there changes no bit of the logits) and proved read by poison
-too (NaN there ruins them). Stops: a kernel that reads rows it then masks, a layer or head with a
-selection of its own, a selection left over from the last step, a row of the bank overwritten or
-dropped.
+A row is proved unread by NaN: it changes no bit of the logits. Stops: a kernel that reads rows it
+then masks, a selection left over from the last step, a row of the bank overwritten or dropped.
 """
 
 import pytest
@@ -66,12 +64,9 @@ class Poisoned:
             part[:, self.head, self.rows] = kept
 
 
-@pytest.mark.parametrize(
-    ("backend", "dtype"), [("reference", "float32"), ("auto", "float32"), ("auto", "bfloat16")]
-)
 @pytest.mark.parametrize("selector", SELECTORS)
-def test_nothing_but_selection_and_tail_is_read(backend, dtype, selector):
-    session = make(backend, dtype, selector=selector)
+def test_nothing_but_selection_and_tail_is_read_in_16_bits(selector):
+    session = make("auto", "bfloat16", selector=selector)
     expected, n = session.decode(5), len(session)
     sets = read_sets(session)
     assert sorted(sets) == list(session.plan.sparse_layers) == [3, 4, 7, 8]
@@ -112,32 +107,6 @@ def test_rows_beyond_the_length_are_never_looked_at(backend, dtype):
                     assert torch.equal(clean.decode(token), dirty.decode(token))
 
 
-@pytest.mark.parametrize("backend", ["reference", "auto"])
-def test_every_chosen_row_and_the_tail_are_read_in_every_sparse_layer_by_every_head(backend):
-    session = make(backend)
-    session.decode(5)
-    for layer, rows in read_sets(session).items():
-        # the newest row is written by the step itself
-        for row in [*rows[:20], rows[20], *rows[21:-1:9], rows[-2]]:
-            for head in range(CONFIG.num_kv_heads):
-                with Poisoned(session, layer, [row], head=head):
-                    assert again(session, 5).isnan().any(), (layer, row, head)
-    assert session.stats.sparse_steps == session.stats.decode_steps
-
-
-@pytest.mark.parametrize("backend", ["reference", "auto"])
-def test_a_chosen_row_carries_weight(backend):
-    """Zeroing a chosen row changes the logits, zeroing one that was not chosen does not."""
-    session = make(backend)
-    expected = session.decode(5)
-    for layer, rows in read_sets(session).items():
-        outside = next(i for i in range(PROMPT) if i not in rows)
-        with Poisoned(session, layer, [rows[3]], 0.0):
-            assert not torch.equal(again(session, 5), expected)
-        with Poisoned(session, layer, [outside], 0.0):
-            assert torch.equal(again(session, 5), expected)
-
-
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_the_selection_is_made_anew_in_every_step(selector):
     """Another token from the same state chooses other rows, and so do later steps; between two
@@ -159,20 +128,6 @@ def test_the_selection_is_made_anew_in_every_step(selector):
                 torch.equal(a, b)
                 for a, b in zip(session.selections.values(), fresh.selections.values())
             )
-
-
-def test_a_later_group_never_uses_an_earlier_selection():
-    session = make("reference")
-    session.decode(5)
-    first, second = session.selections[1].tolist(), session.selections[5].tolist()
-    assert first != second
-    # chosen by filter 5 alone: layers 7 and 8 read them, 3 and 4 do not
-    only = sorted(set(second) - set(first))
-    expected = again(session, 5)
-    for layer, read in ((3, False), (4, False), (7, True), (8, True)):
-        with Poisoned(session, layer, only):
-            assert again(session, 5).isnan().any() == read
-    assert torch.equal(again(session, 5), expected)
 
 
 def rows_of(session):

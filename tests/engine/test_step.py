@@ -1,8 +1,7 @@
-"""The decode step itself, beyond what a session asks of it today: ragged batches (U5) and several
-queries at once (drafts).
+"""The decode step itself, beyond what a session asks of it today: several queries at once (drafts),
+and the same step again.
 
-Stops: a sequence that reads another's rows, selection, length or tail; a draft's query that sees
-the tokens after it.
+Stops: a draft's query that sees the tokens after it; a step that leaves something behind.
 """
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 
 from engine.methods.full import Full
 from engine.methods.omnikv.settings import OmniKV
-from engine.plan.layers import tail_start
 from tests.builders import batched, random_ids, tiny_config, tiny_llm, tiny_weights
 
 CAPACITY = 512
@@ -24,38 +22,6 @@ METHODS = {
     "uniform": OmniKV(selector="uniform", **SPARSE),
     "exponential": OmniKV(selector="exponential", sink=2, **SPARSE),
 }
-LENGTHS = (300, 171, 40)
-
-
-@pytest.mark.parametrize("backend", ["reference", "auto"])
-@pytest.mark.parametrize("name", METHODS)
-def test_a_ragged_batch_is_each_sequence_alone(name, backend):
-    llm = tiny_llm(METHODS[name], CONFIG, WEIGHTS, max_context=CAPACITY, backend=backend)
-    sessions = [llm.session() for _ in LENGTHS]
-    for number, (session, length) in enumerate(zip(sessions, LENGTHS)):
-        session.prefill(random_ids(length, seed=number))
-    decoder, bank = batched(llm, sessions, backend, CAPACITY)
-    for step in range(4):
-        tokens = random_ids(len(LENGTHS), seed=100 + step)
-        lengths = torch.tensor([len(session) for session in sessions], dtype=torch.int32)
-        with torch.inference_mode():
-            logits = decoder.step(torch.tensor(tokens)[:, None], lengths, bank)
-        for number, session in enumerate(sessions):
-            torch.testing.assert_close(
-                logits[number, 0], session.decode(tokens[number]), atol=2e-5, rtol=2e-5
-            )
-            if name == "full":
-                continue
-            n = len(session)
-            for group, index, counts in zip(
-                decoder.runtime.plan.groups, decoder.runtime.index, decoder.runtime.counts
-            ):
-                chosen = index[number, 0, : int(counts[number])].long()
-                assert torch.equal(chosen, session.selections[group.filter_layer])
-                assert (
-                    len(chosen) == min(20, tail_start(n, 64))
-                    and session.stats.sparse_steps == step + 1
-                )
 
 
 @pytest.mark.parametrize("backend", ["reference", "auto"])
@@ -90,9 +56,7 @@ def test_several_queries_at_once_are_as_many_steps(queries, everything, backend)
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_step_advances_nothing(name):
-    """U4, and what graph warm-ups rely on: the same step again gives the same bits, the same
-    selection, the same rows.
-    """
+    """Graph warm-ups rely on it: the same step again gives the same bits, selection and rows."""
     llm = tiny_llm(METHODS[name], CONFIG, WEIGHTS, max_context=CAPACITY)
     with llm.session() as session:
         session.prefill(random_ids(300))

@@ -41,7 +41,7 @@ def shape_of(name):
 
 
 def every_method(row):
-    """The settings of a row that are tested as methods: those that read less, else the neutral one."""
+    """The settings of a row that read less; the neutral one of a row without any."""
     return row.sparse or (row.neutral,)
 
 
