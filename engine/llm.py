@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -366,8 +366,8 @@ class LLM:
         one after the other.
         """
         if isinstance(prompts, str) or (prompts and all(isinstance(t, int) for t in prompts)):
-            return Completion.join(self.stream(prompts, params))
-        return [self.generate(prompt, params) for prompt in prompts]
+            return Completion.join(self.stream(cast(Prompt, prompts), params))
+        return [Completion.join(self.stream(cast(Prompt, p), params)) for p in prompts]
 
     def stream(
         self,

@@ -57,6 +57,7 @@ class Session:
     ):
         self.llm, self.capacity, self._offload = llm, capacity, offload
         self.backend = llm.backend
+        self.closed = False  # whether close() was called
         self.ids: list[int] = []
         self.last_logits: torch.Tensor | None = None  # float32 [vocab] of the newest token
         self.watch: Watch | None = None  # a running estimate of the attention mass kept
@@ -87,11 +88,6 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def closed(self) -> bool:
-        """Whether close() was called."""
-        return self.bank is None
 
     @property
     def stats(self) -> SessionStats:
@@ -416,9 +412,11 @@ class Session:
 
     def close(self) -> None:
         """Give the bank's memory back. Further calls raise SessionClosed."""
-        if self.bank is not None:
+        if not self.closed:
+            self.closed = True
             self.bank.close()
-            self.bank = self.query_ring = self._runner = self.last_logits = None  # type: ignore
+            self.last_logits = None
+            del self.bank, self.query_ring, self._runner
 
     # ---------------------------------------------------------------- checks and clean-up
 
