@@ -1,20 +1,33 @@
-"""Triton where it is installed, and a stand-in that lets every kernel file import where it is not
-(macOS, Windows).
+"""Triton, or a stand-in that lets every kernel file import where Triton is not installed (macOS,
+Windows).
 """
 
-try:
-    import triton
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    # A launch takes options that the kernel's signature does not have (num_warps), so a checker
+    # sees a kernel as Any; its body is still checked, against triton.language.
     import triton.language as tl
-# kernels then are plain functions that nobody calls, see dispatch.choose
-except ImportError:
 
-    class _Absent:
-        constexpr = None
+    triton: Any
+else:
+    try:
+        import triton
+        import triton.language as tl
+    except ImportError:
 
-        @staticmethod
-        def jit(function=None, **options):
-            return function or (lambda later: later)
+        class _Absent:
+            """Kernels become plain functions that nobody calls, see dispatch.choose."""
 
-    triton = tl = _Absent
+            constexpr = None
+
+            @staticmethod
+            def jit(function: Callable | None = None, **options: object) -> Callable:
+                return function or (lambda later: later)
+
+        triton = tl = _Absent
 
 HAVE_TRITON = hasattr(triton, "cdiv")

@@ -196,7 +196,7 @@ def assemble(
         del tensor
         if len(parts) == 1 + has_bias:
             del waiting[base]
-            packed[base] = pack_linear(parts.pop("weight"), parts.pop("bias", None), backend=form)
+            packed[base] = pack_linear(parts.pop("weight"), parts.pop("bias", None), form=form)
     layers = [
         Layer(
             plain[f"{i}.input_norm"],
@@ -213,7 +213,7 @@ def assemble(
     lm_head = pack_linear(
         plain["embed" if config.tied_embeddings else "lm_head"],
         None,
-        backend="left" if torch.device(device).type == "cpu" and form == "auto" else "plain",
+        form="left" if torch.device(device).type == "cpu" and form == "auto" else "plain",
     )
     return Llama(
         config, dtype, torch.device(device), plain["embed"], layers, plain["norm"], lm_head

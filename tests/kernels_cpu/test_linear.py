@@ -38,7 +38,7 @@ def test_every_form_is_within_twice_torchs_own_error(dtype, with_bias):
             for form in forms(dtype):
                 if form == "packed" and not x.numel():
                     continue
-                out = pack_linear(weight, bias, backend=form)(x)
+                out = pack_linear(weight, bias, form=form)(x)
                 assert out.shape == exact.shape and out.dtype == dtype and out.is_contiguous(), (
                     form,
                     rows,
@@ -65,8 +65,8 @@ def test_one_copy_is_held(dtype):
 
 
 def test_wrong_words_and_shapes_are_refused():
-    with pytest.raises(ValueError, match="backend: found 'fast'"):
-        pack_linear(torch.zeros(2, 2), backend="fast")
+    with pytest.raises(ValueError, match="form: found 'fast'"):
+        pack_linear(torch.zeros(2, 2), form="fast")
     with pytest.raises(ValueError, match="expected \\[out, in\\]"):
         pack_linear(torch.zeros(2))
     assert choose_form(torch.zeros(2, 2, dtype=torch.float16)) == "plain"
@@ -77,7 +77,7 @@ def test_wrong_words_and_shapes_are_refused():
 def test_compiles_without_a_graph_break(form, dtype):
     torch.manual_seed(1)
     torch._dynamo.reset()
-    linear = pack_linear(torch.randn(24, 16).to(dtype), backend=form)
+    linear = pack_linear(torch.randn(24, 16).to(dtype), form=form)
     step = torch.compile(lambda x: linear(x) + 1, fullgraph=True, backend="aot_eager")
     for rows in (1, 5, 40):
         x = torch.randn(1, rows, 16).to(dtype)

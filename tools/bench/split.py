@@ -33,7 +33,7 @@ _LAUNCHERS = (
 _KERNELS = (
     ("sparse_kernel", "sparse attention"),
     ("dense_kernel", "dense attention"),
-    ("head_max_kernel", "scoring"),
+    ("head_max", "scoring"),
     ("window", "scoring"),
     ("digit_kernel", "top-k"),
     ("count_kernel", "top-k"),
