@@ -6,6 +6,8 @@ into one long row of queries and no K/V head is repeated; only the chunk itself 
 of any size is built and activations are O(chunk).
 """
 
+import functools
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -134,12 +136,19 @@ def attend_chunk(q, k, v, start, scale):
     return out.transpose(1, 2), lse.float().view(q.shape[0], q.shape[2], q.shape[1]).transpose(1, 2)
 
 
-def merge(parts, dtype):
-    """Attention over disjoint sets of rows from its parts: [(out [B, C, H, D], lse [B, C, H])] ->
-    the same of all, out in dtype.
+def merge(
+    parts: list[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge attention over disjoint sets of rows: the same pair over all of them.
 
-    The one log-sum-exp merge of the project for whole tensors; a part without rows has lse -inf.
+    parts: [(out [.., D], lse [.., ])], float32 or narrower out and float32 lse; a part weighs
+    exp(lse) / their sum. Returns (out in `dtype`, lse float32). A part without rows has lse -inf
+    and adds nothing; a query that no part shows a row keeps out 0 and lse -inf.
     """
     lse = torch.logsumexp(torch.stack([part[1] for part in parts]), dim=0)
-    out = sum(part[0].float() * torch.exp(part[1] - lse).unsqueeze(-1) for part in parts)
+    # a finite base: -inf - -inf would be NaN
+    base = lse.clamp(min=torch.finfo(lse.dtype).min)
+    out = functools.reduce(
+        torch.add, (part[0].float() * torch.exp(part[1] - base).unsqueeze(-1) for part in parts)
+    )
     return out.to(dtype), lse

@@ -19,8 +19,9 @@ import torch
 from engine.errors import SettingError
 from engine.methods.base import Method, Runtime
 from engine.methods.select.base import layers_apart
-from engine.methods.select.spans import attend_span, merge_parts
+from engine.methods.select.spans import attend_span
 from engine.methods.settings import whole
+from kernels.prefill import merge
 
 
 @dataclass(frozen=True)
@@ -166,11 +167,12 @@ class PodRuntime(Runtime):
                     k[b, head : head + 1],
                     v[b, head : head + 1],
                 )
-                near = merge_parts(
+                near = merge(
                     [
                         attend_span(q[b, :, own], keys, values, *span, self.scale)
                         for span in (sink, recent)
-                    ]
+                    ],
+                    torch.float32,
                 )
                 asked, known = q, None
                 if low < layer:
@@ -182,7 +184,7 @@ class PodRuntime(Runtime):
                 skip = self._skip(near[1], known)
                 if skip is None or not skip.all():
                     part = attend_span(asked[b, :, own], keys, values, *distant, self.scale)
-                    mixed, far[b, :, own] = merge_parts([near, part])[0], part[1]
+                    mixed, far[b, :, own] = merge([near, part], torch.float32)[0], part[1]
                     near = (
                         (
                             mixed

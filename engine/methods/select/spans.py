@@ -4,6 +4,8 @@ merges. Plain torch, in float32.
 
 import torch
 
+from kernels.prefill import merge
+
 QUERIES, ROWS = 256, 2048  # a tile of logits of 8 heads is 16 MB
 
 
@@ -27,7 +29,7 @@ def attend_span(q, k, v, low, high, scale):
         for row in range(first, last, ROWS):
             rows = slice(row, min(last, row + ROWS))
             tile = _tile(q[part], k[:, rows], v[:, rows], low[part] - row, high[part] - row, scale)
-            out[part], lse[part] = merge_parts([(out[part], lse[part]), tile])
+            out[part], lse[part] = merge([(out[part], lse[part]), tile], torch.float32)
     return out, lse
 
 
@@ -46,14 +48,3 @@ def _tile(q, k, v, low, high, scale):
     return out.permute(2, 0, 1, 3).reshape(queries, heads, dim), lse.permute(2, 0, 1).reshape(
         queries, heads
     )
-
-
-def merge_parts(parts):
-    """Attention over disjoint rows from its parts [(out [.., D], lse [..])]: the exact gate, shares
-    exp(lse) / their sum; float32.
-
-    As kernels.prefill.merge, but a query that no part shows a row keeps zeros and -inf.
-    """
-    lse = torch.logsumexp(torch.stack([part[1] for part in parts]), dim=0)
-    base = lse.masked_fill(lse == float("-inf"), 0.0)
-    return sum(part[0].float() * torch.exp(part[1] - base).unsqueeze(-1) for part in parts), lse

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from engine.errors import SettingError
 from engine.methods.full import Full
 from engine.methods.select.pod import PodUntrained, proximal_spans
-from engine.methods.select.spans import attend_span, merge_parts
+from engine.methods.select.spans import attend_span
+from kernels.prefill import merge
 from tests.builders import GROUPS, World, random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.kernel_checks import assert_close, plain
 
@@ -96,7 +97,7 @@ def test_the_gate_is_the_merge_by_log_sum_exp(cuts, n, seed):
         lse = torch.logsumexp(own, 0)
         weights = torch.exp(own - (0.0 if lse == -math.inf else lse))
         parts.append(((weights @ values).float(), lse.float()))
-    out, lse = merge_parts(parts)
+    out, lse = merge(parts, torch.float32)
     torch.testing.assert_close(
         out.double(), torch.softmax(logits, 0) @ values, atol=1e-5, rtol=1e-5
     )
