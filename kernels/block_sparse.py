@@ -1,15 +1,17 @@
 """Block-sparse prefill attention of dense layers: a block of queries attends, per head, to the key
-blocks that carry its mass.
+blocks that carry its attention mass.
 
 The mass is estimated from few products: a softmax over one number per S x S tile, summed over the
-tiles of a block pair. "pooled" (as in SpargeAttn, thu-ml/SpargeAttn, without its quantised part):
-the mean query of S rows against the mean key of S. "antidiagonal" (XAttention,
-mit-han-lab/x-attention, xattn/src/Xattention.py): S queries in reverse beside S keys in order make
-one product of width S x D, the sum of the tile's antidiagonal. Which keeps more with fewer blocks:
-docs/PREFILL.md. Each head chooses for itself: the union over a group's heads would keep nearly
-everything. Blocks lie at absolute multiples of BLOCK, so how a prompt is cut into chunks of whole
-blocks does not change a result.
+tiles of a block pair. "pooled" (as in SpargeAttn, thu-ml/SpargeAttn, without its quantised part)
+multiplies the mean query of S rows by the mean K of S rows. "antidiagonal" (XAttention,
+mit-han-lab/x-attention, xattn/src/Xattention.py) lays S queries in reverse beside S rows of K in
+order: one product of width S x D is the sum of the tile's antidiagonal. docs/PREFILL.md compares
+the two. Each head chooses its own blocks: the union over a group's heads would keep nearly
+everything. Blocks lie at absolute multiples of BLOCK, so cutting a prompt into other chunks of
+whole blocks does not change a result.
 """
+
+from __future__ import annotations
 
 import torch
 
@@ -22,13 +24,20 @@ BLOCK = 128
 ESTIMATORS = ("antidiagonal", "pooled")
 
 
-def block_mass(q, k, first, stride, scale, estimator="antidiagonal"):
-    """Estimated share of attention mass of every (head, query block, key block).
+def block_mass(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    first: int,
+    stride: int,
+    scale: float,
+    estimator: str = "antidiagonal",
+) -> torch.Tensor:
+    """Estimate the share of attention mass of every (head, query block, key block).
 
-    q [B, C, H, D] at positions first .. first+C-1, first and C multiples of BLOCK; k [B, Hkv, >=
-    first+C, D] view; stride divides BLOCK. Returns float32 [B, H, C / BLOCK, (first + C) / BLOCK];
-    a row sums to one, key blocks after the query block are zero. Memory: 4 bytes x group x C x
-    (first + C) / stride^2, one K/V head at a time.
+    q [B, C, H, D] at positions first .. first+C-1, first and C multiples of BLOCK; k
+    [B, Hkv, >= first+C, D] view; stride: S, a divisor of BLOCK; estimator: one of ESTIMATORS.
+    Returns float32 [B, H, C / BLOCK, (first + C) / BLOCK]: a row sums to one, key blocks after the
+    query block are zero. Memory: 4 bytes x group x C x (first + C) / S^2, one K/V head at a time.
     """
     batch, chunk, heads, dim = q.shape
     kv_heads, stop = k.shape[1], first + chunk
@@ -44,22 +53,22 @@ def block_mass(q, k, first, stride, scale, estimator="antidiagonal"):
                 .transpose(0, 1)
                 .reshape(group, chunk // stride, stride, dim)
             )
-            keys = k[b, h, :stop].reshape(stop // stride, stride, dim)
+            rows_k = k[b, h, :stop].reshape(stop // stride, stride, dim)
             if estimator == "pooled":
-                logits = queries.mean(2) @ keys.mean(1).t()
+                logits = queries.mean(2) @ rows_k.mean(1).t()
             else:
-                logits = (queries.flip(2).flatten(2) @ keys.flatten(1).t()).float() / stride
+                logits = (queries.flip(2).flatten(2) @ rows_k.flatten(1).t()).float() / stride
             weights = torch.softmax((logits.float() * scale).masked_fill(later, float("-inf")), -1)
             tiles = weights.view(group, chunk // BLOCK, per, stop // BLOCK, per)
             mass[b, h * group : (h + 1) * group] = tiles.sum((2, 4)) / per
     return mass
 
 
-def choose_blocks(mass, first, threshold):
-    """The fewest key blocks of each row with mass >= threshold, and block 0, the block before and
-    the query's own.
+def choose_blocks(mass: torch.Tensor, first: int, threshold: float) -> torch.Tensor:
+    """Keep the fewest key blocks of each row whose mass reaches `threshold`, and always block 0,
+    the query's own block and the one before it.
 
-    mass as `block_mass` returns it, first: position of the first query. Returns bool of the same
+    mass as `block_mass` returns it; first: position of the first query. Returns bool of the same
     shape.
     """
     ordered, order = mass.sort(-1, descending=True)
@@ -70,22 +79,40 @@ def choose_blocks(mass, first, threshold):
     return (keep | (column == 0) | (column == own - 1) | (column == own)) & (column <= own)
 
 
-def attend_blocks(q, k, v, keep, first, scale, backend="auto"):
-    """Causal attention over the kept key blocks: (out [B, C, H, D] in q.dtype, lse [B, C, H]
-    float32).
+def attend_blocks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keep: torch.Tensor,
+    first: int,
+    scale: float,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend causally to the kept key blocks.
 
-    q [B, C, H, D] at positions first .. first+C-1, first and C multiples of BLOCK; k, v [B, Hkv, >=
-    first+C, D] views of any strides, last dim contiguous; keep [B, H, C / BLOCK, (first + C) /
-    BLOCK] bool, in which every query block's own key block is taken as kept.
+    q [B, C, H, D] at positions first .. first+C-1, first and C multiples of BLOCK; k, v
+    [B, Hkv, >= first+C, D] views of any strides, last dim contiguous; keep
+    [B, H, C / BLOCK, (first + C) / BLOCK] bool; every query block's own key block counts as kept.
+    Returns (out [B, C, H, D] in q.dtype, lse [B, C, H] float32). Raises ValueError for an unknown
+    backend.
     """
     if choose(backend, q) == "triton":
         return attend_blocks_triton(q, k, v, keep, first, scale)
     return attend_blocks_ref(q, k, v, keep, first, scale)
 
 
-def attend_blocks_ref(q, k, v, keep, first, scale):
-    """`attend_blocks` in plain torch, same arguments, on every other backend: kept blocks are
-    gathered per head, the own block is causal, both merged by log-sum-exp.
+def attend_blocks_ref(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keep: torch.Tensor,
+    first: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend_blocks` in plain torch on every other backend, same arguments.
+
+    Gathers the kept past blocks per head, attends causally to the own block, and merges the two by
+    log-sum-exp.
     """
     batch, chunk, heads, dim = q.shape
     group = heads // k.shape[1]
@@ -107,28 +134,29 @@ def attend_blocks_ref(q, k, v, keep, first, scale):
             for head in range(heads):
                 if not len(lists[head][n]):
                     continue
-                chosen = [
+                past_k, past_v = (
                     t[head // group].index_select(0, lists[head][n]).view(1, 1, -1, dim)
                     for t in (rows_k, rows_v)
-                ]
+                )
                 past_out[:, :, head : head + 1], past_lse[:, :, head : head + 1] = attend_rows(
-                    q[b : b + 1, part, head : head + 1], *chosen, scale
+                    q[b : b + 1, part, head : head + 1], past_k, past_v, scale
                 )
             out[b : b + 1, part], lse[b : b + 1, part] = merge([own, (past_out, past_lse)], q.dtype)
     return out, lse
 
 
-def block_lists(keep, first):
-    """The past blocks that are kept, ascending, as a kernel reads them: (lists [B, H, N, L] int32,
-    counts [B, H, N] int32) of keep [B, H, N, L]; a query block's own and later ones left out.
-    Entries from the count on mean nothing. No sync, no sort.
+def block_lists(keep: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """List the kept past blocks in ascending order, as the kernel reads them; no sync, no sort.
+
+    keep [B, H, N, L] -> (lists [B, H, N, L] int32, counts [B, H, N] int32). A query block's own and
+    later blocks are left out. Entries from the count on are undefined.
     """
     column = torch.arange(keep.shape[-1], device=keep.device)
     own = first // BLOCK + torch.arange(keep.shape[-2], device=keep.device).unsqueeze(1)
     past = keep & (column < own)
     place = past.cumsum(-1) - 1
     lists = torch.zeros(*keep.shape[:-1], keep.shape[-1] + 1, dtype=torch.int32, device=keep.device)
-    # the rest to a place of its own
+    # everything else goes to the extra last entry, which is cut off
     lists.scatter_(-1, torch.where(past, place, keep.shape[-1]), column.int().expand_as(place))
     return lists[..., :-1].contiguous(), past.sum(-1, dtype=torch.int32)
 
@@ -165,11 +193,11 @@ def blocks_kernel(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """M queries of one block under one head: grid (heads * BLOCK // M, blocks, B), the last blocks
-    first, whose lists are longest.
+    """Attend with M queries of one block under one head.
 
-    The kept past blocks, TILE rows at a time and without a mask, then the own block up to the
-    tile's last query. lists [B, H, blocks, longest]; the rows of a tile are known one iteration
+    Grid (heads * BLOCK // M, blocks, B); the last blocks come first, as their lists are longest.
+    Reads the kept past blocks, TILE rows at a time and without a mask, then the own block up to the
+    tile's last query. lists [B, H, blocks, longest]. The rows of a tile are known one iteration
     ahead, so that the loads of K and V are pipelined.
     """
     head = tl.program_id(0) // (BLOCK // M)
@@ -215,11 +243,12 @@ def blocks_kernel(
     tl.store(lse + (b * (blocks * BLOCK) + c) * heads + head, m + tl.log(total))
 
 
-def blocks_config(head_dim, itemsize):
-    """A whole block of 128 queries and 64 rows in 16 bits at head_dim 128: 64 accumulator registers
-    under 8 warps, K and V twice in flight in 64 KB beside 32 KB of queries, within the 99 KB of
-    sm_89. Smaller where a row is wider; where one is at most 128 bytes, three times in flight
-    (head_dim 64 with two spilled 8 bytes on sm_100).
+def blocks_config(head_dim: int, itemsize: int) -> Config:
+    """Choose a whole block of 128 queries and 64 rows in 16 bits at head_dim 128.
+
+    That is 64 accumulator registers under 8 warps, and K and V twice in flight in 64 KB beside
+    32 KB of queries, within the 99 KB of sm_89. Wider rows make smaller tiles. Rows of at most 128
+    bytes are three times in flight (head_dim 64 with two spilled 8 bytes on sm_100).
     """
     dim = max(16, power_of_two(head_dim))
     rows = max(16, min(BLOCK, 32768 // (dim * itemsize)))
@@ -234,12 +263,19 @@ def blocks_config(head_dim, itemsize):
     )
 
 
-def attend_blocks_triton(q, k, v, keep, first, scale):
-    """`attend_blocks` by the Triton kernel of this file, same arguments: one launch, every kept row
-    read in place.
+def attend_blocks_triton(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keep: torch.Tensor,
+    first: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend_blocks` by the Triton kernel of this file, same arguments: one launch that reads
+    every kept K and V in place.
 
     Heads of a group that keep the same block find it in L2 (their programs are neighbours).
-    Operations: 4 * 128 * 128 * D per kept block and head, the own ones whole.
+    Operations: 4 * 128 * 128 * D per kept block and head; own blocks count whole.
     """
     batch, chunk, heads, head_dim = q.shape
     config = blocks_config(head_dim, q.element_size())
@@ -274,9 +310,10 @@ def attend_blocks_triton(q, k, v, keep, first, scale):
     return out, lse
 
 
-def exact_mass(q, k, first, scale):
-    """The true mass, float32, as `block_mass` returns its estimate; holds the weights of one head.
-    For reports and tests.
+def exact_mass(q: torch.Tensor, k: torch.Tensor, first: int, scale: float) -> torch.Tensor:
+    """Compute the true mass that `block_mass` estimates, in the same shape, for reports and tests.
+
+    Holds all weights of one head.
     """
     batch, chunk, heads, _ = q.shape
     group, stop = heads // k.shape[1], first + chunk

@@ -1,11 +1,12 @@
-"""How much blocks of queries read each row of the past: the scores of OmniKV-prefill, and of every
-method that sums attention.
+"""Score how much each block of queries reads each token of the past, for OmniKV's sparse prefill.
 
-S_i = sum over a block's queries of max over heads of softmax(q . k_i) (OmniKV section D.10 with Eq.
-3-4, uniform weights). q . k is computed again from the log-sum-exp that the dense pass left; what
-leaves the kernel is one number per row and block. The exponential is monotone, so the largest logit
-- lse over the heads is found first: one exponential per (query, row).
+S_i = sum over a block's queries of max over heads of softmax(q . k_i): OmniKV section D.10 with Eq.
+3-4 and uniform weights. q . k is computed again and normalised by the log-sum-exp that the dense
+pass left; one number per row and block leaves the kernel. The exponential is monotone, so the
+largest (logit - lse) over the heads is found first: one exponential per (query, row).
 """
+
+from __future__ import annotations
 
 import torch
 
@@ -18,15 +19,26 @@ from kernels.split import Config, power_of_two
 ROWS = 1024
 
 
-def column_scores(q, k, lse, blocks, start, stride, scale, sums, backend="auto"):
-    """sums[b, n, i] = sum over queries of block n of max over heads of exp(q . k_i * scale - lse),
-    for rows i below the block's stop.
+def column_scores(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    blocks: list[tuple[int, int, int]],
+    start: int,
+    stride: int,
+    scale: float,
+    sums: torch.Tensor,
+    backend: str = "auto",
+) -> None:
+    """Set sums[b, n, i] to the sum over block n's queries of the max over heads of exp(q . k_i *
+    scale - lse), for rows i below the block's stop.
 
     q [B, C, H, D]: queries at positions start .. start+C-1; k [B, Hkv, T, D] view of any strides,
     last dim contiguous; lse [B, C, H] float32: log-sum-exp over everything the query sees
-    (prefill_dense_lse); blocks: list of (first, last, stop): queries at positions first, first +
-    stride, .. below last score rows 0 .. stop-1, stop <= first; sums [B, >= len(blocks), T]
-    float32, overwritten below each stop and left as it is beyond.
+    (`prefill_dense_lse`); blocks: tuples (first, last, stop): queries at positions first,
+    first + stride, .. below last score rows 0 .. stop-1, stop <= first; sums
+    [B, >= len(blocks), T] float32. Mutates sums below each stop, and nothing beyond. Raises
+    ValueError for an unknown backend.
     """
     if choose(backend, q) == "triton":
         column_scores_triton(q, k, lse, blocks, start, stride, scale, sums)
@@ -37,7 +49,14 @@ def column_scores(q, k, lse, blocks, start, stride, scale, sums, backend="auto")
         score(q[:, part], k, lse[:, part], stop, scale, sums[:, n])
 
 
-def column_scores_ref(q, k, lse, stop, scale, sums):
+def column_scores_ref(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    stop: int,
+    scale: float,
+    sums: torch.Tensor,
+) -> None:
     """Reference of one block: q [B, C, H, D], lse [B, C, H], sums [B, T]; holds every weight."""
     batch, chunk, heads, dim = q.shape
     kv_heads = k.shape[1]
@@ -47,7 +66,14 @@ def column_scores_ref(q, k, lse, stop, scale, sums):
     sums[:, :stop] = weights.flatten(2, 3).amax(2).sum(1)
 
 
-def column_scores_cpu(q, k, lse, stop, scale, sums):
+def column_scores_cpu(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    stop: int,
+    scale: float,
+    sums: torch.Tensor,
+) -> None:
     """One block in plain torch, arguments as `column_scores_ref`: ROWS rows of the past at a time,
     one K/V head after the other.
     """
@@ -71,7 +97,8 @@ def column_scores_cpu(q, k, lse, stop, scale, sums):
                 most = torch.add(shift[h], logits, alpha=scale)
                 most = most.view(group, chunk, -1).amax(0) if group > 1 else most
                 best = most if best is None else torch.maximum(best, most, out=best)
-            sums[b, first:last] = best.exp_().sum(0)
+            if best is not None:
+                sums[b, first:last] = best.exp_().sum(0)
 
 
 @triton.jit
@@ -102,11 +129,11 @@ def column_kernel(
     D: tl.constexpr,
     DP: tl.constexpr,
 ):
-    """One tile of N rows for one block of queries: grid (tiles, blocks * B).
+    """Score one tile of N rows for one block of queries: grid (tiles, blocks * B).
 
-    Heads inside, queries outside: the maximum over all heads comes before the sum over queries.
-    `group` is no constant: unrolled, the heads of a group make sm_80 spill. `blocks` [count, 3]
-    int32: (first query, past the last, rows), queries counted in q.
+    Heads are the inner loop, queries the outer: the maximum over all heads comes before the sum
+    over queries. `group` is no constant: unrolled, the heads of a group make sm_80 spill. blocks
+    [count, 3] int32: (first query, past the last, rows), queries counted in q.
     """
     n = tl.program_id(1) % count
     b = (tl.program_id(1) // count).to(tl.int64)
@@ -148,10 +175,12 @@ def column_kernel(
         tl.store(sums + b * ssb + n * ssn + t, total, mask=t < stop)
 
 
-def column_config(head_dim, itemsize):
-    """64 queries x 128 rows in 16 bits under 8 warps: two score tiles (best and new) take 64
-    registers; with 128 queries sm_80 and sm_89 spill up to 200 bytes. Smaller tiles in float32,
-    whose products take registers. At group 4 a product of 2.1 MFLOP reads 24 KB.
+def column_config(head_dim: int, itemsize: int) -> Config:
+    """Choose 64 queries x 128 rows in 16 bits under 8 warps.
+
+    Two score tiles (best and new) take 64 registers; with 128 queries sm_80 and sm_89 spill up to
+    200 bytes. Tiles are smaller in float32, where products take registers. At group 4 a product of
+    2.1 MFLOP reads 24 KB.
     """
     dim = max(16, power_of_two(head_dim))
     if itemsize == 4 or dim > 128:
@@ -160,7 +189,16 @@ def column_config(head_dim, itemsize):
     return Config(128, 64, dim, warps=8, stages=2, queries=64)
 
 
-def column_scores_triton(q, k, lse, blocks, start, stride, scale, sums):
+def column_scores_triton(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    blocks: list[tuple[int, int, int]],
+    start: int,
+    stride: int,
+    scale: float,
+    sums: torch.Tensor,
+) -> None:
     """`column_scores` by the Triton kernel of this file, same arguments: one launch for all blocks.
 
     Bytes: K once per block of queries, the block's queries once per tile of rows (from L2), 4 bytes

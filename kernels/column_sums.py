@@ -1,13 +1,19 @@
-"""Softmax attention weights tile by tile, and their sums over queries: what every method that
-counts attention is made of.
+"""Softmax attention weights tile by tile, and their sums over queries, for the methods that sum
+attention.
 
-Plain torch on any device. heads x queries x rows never exists: a tile is at most TILE floats. The
-sums are kept per query head, since the published methods reduce over a group after they have
-summed; OmniKV's own scores (maximum over all heads first) are in kernels/column_scores.py and
-kernels/window_scores.py.
+Plain torch on any device. The heads x queries x rows tensor never exists: a tile has at most
+`tile_floats` elements. Sums are kept per query head, because the published methods reduce over a
+group after they have summed. OmniKV takes the maximum over all heads first, in
+kernels/column_scores.py and kernels/window_scores.py.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
 import torch
+
+Change = Callable[[torch.Tensor, slice, slice], torch.Tensor]  # (tile, queries, rows) -> tile
 
 # the least of a tile, where there are as many
 QUERIES, ROWS = 16, 1024
@@ -15,14 +21,15 @@ QUERIES, ROWS = 16, 1024
 TILES = {"cpu": 2**18, "cuda": 4 * 2**20}
 
 
-def tile_floats(device):
-    """The most floats of a tile on a device."""
+def tile_floats(device: torch.device) -> int:
+    """Bound the elements of a tile on a device."""
     return TILES.get(device.type, TILES["cuda"])
 
 
-def tiles(q, k, first):
-    """[(queries slice, [rows slices])] that cover what q [C, H, D] sees of k [Hkv, T, D], query j
-    rows < first + j + 1.
+def tiles(q: torch.Tensor, k: torch.Tensor, first: int) -> Iterator[tuple[slice, list[slice]]]:
+    """Cover what q [C, H, D] sees of k [Hkv, T, D], where query j sees rows < first + j + 1.
+
+    Yields (queries, [rows, ...]) as slices.
     """
     count, heads, _ = q.shape
     size = tile_floats(q.device)
@@ -34,9 +41,11 @@ def tiles(q, k, first):
         yield slice(start, stop), [slice(row, min(row + high, end)) for row in range(0, end, high)]
 
 
-def tile_logits(q, k, queries, rows, first, scale):
-    """Scaled logits of one tile, float32 [Hkv, G, queries, rows], -inf where a query does not see a
-    row.
+def tile_logits(
+    q: torch.Tensor, k: torch.Tensor, queries: slice, rows: slice, first: int, scale: float
+) -> torch.Tensor:
+    """Compute the scaled logits of one tile: float32 [Hkv, G, queries, rows], -inf where a query
+    does not see a row.
     """
     kv_heads, _, dim = k.shape
     part = q[queries].float().view(-1, kv_heads, q.shape[1] // kv_heads, dim).permute(1, 2, 0, 3)
@@ -50,17 +59,18 @@ def tile_logits(q, k, queries, rows, first, scale):
     return logits
 
 
-def weight_tiles(q, k, first, scale, change=None):
-    """Softmax weights of q [C, H, D] over the rows of k [Hkv, T, D] that each query sees (query j:
-    rows < first + j + 1).
+def weight_tiles(
+    q: torch.Tensor, k: torch.Tensor, first: int, scale: float, change: Change | None = None
+) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    """Yield the softmax weights of q [C, H, D] over the rows of k [Hkv, T, D], tile by tile.
 
-    Yields (queries slice, rows slice, float32 [Hkv, G, queries, rows]). change(logits, queries,
-    rows) -> logits replaces what the softmax is taken of (Keyformer's noise and temperature). Where
-    queries see more rows than a tile holds, K is read twice and `change` asked for every tile
-    twice.
+    Query j sees rows < first + j + 1. Yields (queries, rows, weights float32
+    [Hkv, G, queries, rows]). change(logits, queries, rows) replaces the logits before the softmax
+    (Keyformer's noise and temperature). If queries see more rows than a tile holds, K is read twice
+    and `change` is called twice for every tile.
     """
 
-    def logits_of(queries, rows):
+    def logits_of(queries: slice, rows: slice) -> torch.Tensor:
         logits = tile_logits(q, k, queries, rows, first, scale)
         return logits if change is None else change(logits, queries, rows)
 
@@ -75,12 +85,19 @@ def weight_tiles(q, k, first, scale, change=None):
             yield queries, rows, logits_of(queries, rows).sub_(lse).exp_()
 
 
-def column_sums(q, k, first, scale, each=None, change=None):
-    """float32 [Hkv, G, T]: sums over the queries of their weights on every row (of `each(weights,
-    queries, rows)` where given).
+def column_sums(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    first: int,
+    scale: float,
+    each: Change | None = None,
+    change: Change | None = None,
+) -> torch.Tensor:
+    """Sum over the queries their weights on every row: H2O's score (its section 3.2) for a chunk.
 
-    q [C, H, D] at the end of k [Hkv, T, D]: query j sees rows < first + j + 1. H2O's score (its
-    section 3.2) for a chunk of queries.
+    q [C, H, D] at the end of k [Hkv, T, D]: query j sees rows < first + j + 1. each(weights,
+    queries, rows) replaces the weights before they are summed; change as in `weight_tiles`. Returns
+    float32 [Hkv, G, T].
     """
     kv_heads, total = k.shape[:2]
     sums = torch.zeros(kv_heads, q.shape[1] // kv_heads, total, device=q.device)

@@ -1,32 +1,38 @@
-"""What the CPU paths of the decode kernels share: attention over one sequence's rows, and its
-logits block by block.
+"""Shared by the CPU backends: attention over the K and V of one sequence, its logits block by
+block, and token-major rows.
 
-Plain torch operators only. The attention is torch's fused CPU kernel with the queries of a group
-folded into one run of queries, so that no K/V head is repeated; it keeps scores in float32 and
-returns their log-sum-exp, and nothing that it allocates grows with the rows. It reads bfloat16 rows
-at 5 to 7 GB/s with one thread on a CPU with AMX and float32 rows at 7 to 10; products of one head
-at a time read 7 to 9, but round bfloat16 scores to 8 bits (docs/LOG.md, 2026-11-20).
+Plain torch operators only. The attention is torch's fused CPU kernel. The queries of a group are
+folded into one run of queries, so that no K/V head is repeated. The fused kernel keeps scores in
+float32 and returns their log-sum-exp, and nothing that it allocates grows with the context. It
+reads bfloat16 K and V at 5 to 7 GB/s with one thread on a CPU with AMX and float32 at 7 to 10.
+Products of one head at a time read 7 to 9, but round bfloat16 scores to 8 bits (docs/LOG.md,
+2026-11-20).
 """
 
+from __future__ import annotations
+
 import math
+from collections.abc import Iterator
 
 import torch
 
 # rows of one block of logits: K in float32 (0.5 to 1 MB) stays in a core's 2 MB of L2
 BLOCK = 2048
-# the same under a window of queries: 16 queries of 32 heads then hold 2 MB of logits
+# rows of a block under a window of queries: 16 queries of 32 heads then hold 2 MB of logits
 WINDOW_BLOCK = 1024
-VALUE_BLOCK = 8192  # rows of one product with V, whose result a bfloat16 product rounds
+# rows of one product with V: a bfloat16 product rounds its result, so longer sums add in float32
+VALUE_BLOCK = 8192
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def attend_sequence(q, k, v, scale):
-    """Attention of Q <= 8 new queries to n rows; the last query sees all of them, query j sees n -
-    (Q-1-j).
+def attend_sequence(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend with Q <= 8 new queries to n rows of K and V; query j sees the first n - (Q-1-j).
 
     q [Q, H, D]; k, v [Hkv, n, D] of any strides, last dim contiguous. Returns (out [Q, H, D] in
-    q.dtype, lse [Q, H] float32); a query that sees nothing gives zeros and -inf. The rows that all
-    queries see need no mask; the last Q-1 are a small product of their own, merged by log-sum-exp.
+    q.dtype, lse [Q, H] float32); a query that sees nothing gets 0 and -inf. The rows that all
+    queries see need no mask. The last Q-1 rows are a separate small product, merged by log-sum-exp.
     """
     queries, heads, dim = q.shape
     kv_heads, rows, _ = k.shape
@@ -43,16 +49,22 @@ def attend_sequence(q, k, v, scale):
             packed[None], k[None, :, :shared], v[None, :, :shared], 0.0, False, scale=scale
         )
         out, lse = out[0], lse[0].float()
-    if shared < rows or not shared:
+    if out is None or shared < rows:
         out, lse = _attend_newest(packed, k[:, shared:], v[:, shared:], queries, scale, out, lse)
     out = out.reshape(kv_heads, queries, group, dim).transpose(0, 1).reshape(queries, heads, dim)
     return out, lse.view(kv_heads, queries, group).transpose(0, 1).reshape(queries, heads)
 
 
-def _attend_newest(packed, k, v, queries, scale, out, lse):
-    """Adds the rows that not every query sees: k, v [Hkv, m < Q, D], of which query j sees m -
-    (Q-1-j).
-    """
+def _attend_newest(
+    packed: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    queries: int,
+    scale: float,
+    out: torch.Tensor | None,
+    lse: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add the rows that not every query sees: query j sees m - (Q-1-j) of k, v [Hkv, m < Q, D]."""
     kv_heads, rows, dim = k.shape
     logits = (
         torch.matmul(packed.float(), k.float().transpose(1, 2)).view(
@@ -71,20 +83,26 @@ def _attend_newest(packed, k, v, queries, scale, out, lse):
     return added.to(packed.dtype), total
 
 
-def block_floats(heads, head_dim, queries, block=BLOCK):
-    """Elements of the float32 buffer of `logit_blocks` for `queries` queries of `heads` heads."""
+def block_floats(heads: int, head_dim: int, queries: int, block: int = BLOCK) -> int:
+    """Size the buffer of `logit_blocks` in float32 elements."""
     return block * (head_dim + queries * heads)
 
 
-def logit_blocks(q, k, scale, buffer=None, block=BLOCK, held=None):
-    """The logits of q [Q, H, D] on k [Hkv, n, D] in float32, in blocks of rows: (start, stop, [Hkv,
-    Q, G, stop - start]).
+def logit_blocks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    scale: float,
+    buffer: torch.Tensor | None = None,
+    block: int = BLOCK,
+    held: torch.Tensor | None = None,
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Yield the scaled logits of q [Q, H, D] on k [Hkv, n, D], one block of rows after another.
 
-    A block of K is converted to float32 once, in cache: a bfloat16 product would round its scores
-    to 8 bits and fill the selector's scores with ties. buffer: float32 of at least `block_floats`,
-    or None (allocates); the yielded tensor lies in it, contiguous, until the next block. held [Hkv,
-    Q
-    * G, n] float32, where given, takes the logits instead.
+    Yields (start, stop, logits [Hkv, Q, G, stop - start] float32, contiguous). A block of K is
+    converted to float32 once, in cache: a bfloat16 product would round its scores to 8 bits and
+    fill the selector's scores with ties. buffer: float32 of at least `block_floats` elements, or
+    None (allocates); a yielded tensor lies in it until the next block. held: float32
+    [Hkv, Q * G, n] that takes all logits instead, or None.
     """
     queries, heads, dim = q.shape
     kv_heads, rows, _ = k.shape
@@ -109,21 +127,30 @@ def logit_blocks(q, k, scale, buffer=None, block=BLOCK, held=None):
         else:
             logits = held[:, :, start:stop]
         for h in range(kv_heads):
-            own = k[h, start:stop]
+            rows_k = k[h, start:stop]
             if k.dtype != torch.float32:
-                own = wide.copy_(own)
-            torch.mm(packed[h], own.t(), out=logits[h])
+                rows_k = wide.copy_(rows_k)
+            torch.mm(packed[h], rows_k.t(), out=logits[h])
         yield start, stop, logits.view(kv_heads, queries, group, stop - start)
 
 
-def attend_scored(q, k, v, scale, scores, kind, buffer=None, held=None):
-    """Attention of one new query to n rows that leaves the selector's scores: out [1, H, D].
+def attend_scored(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    scores: torch.Tensor,
+    kind: str,
+    buffer: torch.Tensor | None = None,
+    held: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend with one new query to n rows of K and V, and leave the selector's scores.
 
-    q [1, H, D]; k, v [Hkv, n, D], n >= 1; scores [n] float32 takes the head maxima (`kind`
-    "softmax" or "raw"); buffer as in `logit_blocks`; held: float32 of at least H * n, or None
-    (allocates): the logits of every row, then its weights. One pass over K. The fused kernel's
-    log-sum-exp is no substitute: its exponential is good to 5e-5 in bfloat16, and scores of
-    different heads must compare to 1e-5.
+    q [1, H, D]; k, v [Hkv, n, D], n >= 1; scores [n] float32 is overwritten with the head maxima
+    (`kind` "softmax" or "raw"); buffer as in `logit_blocks`; held: float32 of at least H * n
+    elements that takes the logits of every row and then their weights, or None (allocates). Returns
+    out [1, H, D] in q.dtype. Reads K once. The fused kernel's log-sum-exp is no substitute: its
+    exponential is good to 5e-5 in bfloat16, and scores of different heads must compare to 1e-5.
     """
     kv_heads, rows, dim = k.shape
     heads = q.shape[1]
@@ -142,7 +169,23 @@ def attend_scored(q, k, v, scale, scores, kind, buffer=None, held=None):
     out = torch.zeros(kv_heads, heads // kv_heads, dim)
     for start in range(0, rows, VALUE_BLOCK):
         part = slice(start, start + VALUE_BLOCK)
-        own = grouped[:, :, part].to(v.dtype)
+        narrow = grouped[:, :, part].to(v.dtype)
         for h in range(kv_heads):
-            out[h] += torch.mm(own[h], v[h, part])
+            out[h] += torch.mm(narrow[h], v[h, part])
     return out.view(1, heads, dim).to(q.dtype)
+
+
+def token_rows(k: torch.Tensor, v: torch.Tensor, b: int) -> torch.Tensor | None:
+    """View sequence b of a token-major bank as [T, 2 * Hkv * D], one row per token.
+
+    k, v [B, Hkv, T, D]. None unless both are views of one [B, T, 2, Hkv, D] storage. One gather of
+    such whole contiguous rows is 10x to 400x cheaper than a gather per head.
+    """
+    _, kv_heads, capacity, dim = k.shape
+    half = kv_heads * dim
+    same = kv_heads == 1 or k.stride()[1:] == v.stride()[1:] == (dim, 2 * half, 1)
+    if not same or k.stride(2) != v.stride(2) or k.stride(2) != 2 * half:
+        return None
+    if v.data_ptr() - k.data_ptr() != half * k.element_size():
+        return None
+    return k.as_strided((capacity, 2 * half), (2 * half, 1), k.storage_offset() + b * k.stride(0))

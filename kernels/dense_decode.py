@@ -1,10 +1,12 @@
-"""Dense flash-decoding: a few new queries attend to every row of the bank; optionally the
-selector's scores are left behind.
+"""Dense flash-decoding: a few new queries attend to every K and V of the bank, and may leave the
+selector's scores behind.
 
-`decode_dense` is what FULL, WAIT and FILTER layers run in a decode step. A FILTER layer passes
-`scores`: the same pass over K leaves max over heads of the softmaxed (or raw) scores of the last
-query, OmniKV Eq. 3 with selector "last".
+FULL, WAIT and FILTER layers run `decode_dense` in a decode step. A FILTER layer passes `scores`:
+the same pass over K leaves the max over heads of the softmaxed (or raw) logits of the last query,
+OmniKV Eq. 3 with selector "last".
 """
+
+from __future__ import annotations
 
 import torch
 
@@ -12,9 +14,10 @@ from kernels._triton import tl, triton
 from kernels.cpu import attend_scored, attend_sequence
 from kernels.dispatch import choose
 from kernels.reference import attend, head_max
-from kernels.scratch import make_scratch
+from kernels.scratch import Scratch, make_scratch
 from kernels.split import (
     DENSE_SPLIT,
+    Config,
     decode_config,
     dense_splits,
     merge,
@@ -25,7 +28,15 @@ from kernels.split import (
 )
 
 
-def decode_dense_ref(q, k, v, lengths, scale, scores=None, kind="softmax"):
+def decode_dense_ref(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    scores: torch.Tensor | None = None,
+    kind: str = "softmax",
+) -> torch.Tensor:
     """Reference of `decode_dense`, same arguments; loops over the batch."""
     batch, queries, _, _ = q.shape
     out = torch.empty_like(q)
@@ -35,22 +46,30 @@ def decode_dense_ref(q, k, v, lengths, scale, scores=None, kind="softmax"):
         out[b], logits = attend(
             q[b], k[b, :, :n], v[b, :, :n], visible, scale, scores=scores is not None
         )
-        if scores is not None:
+        if scores is not None and logits is not None:
             scores[b, :n] = head_max(logits[-1:], kind)[0]
     return out
 
 
 def decode_dense(
-    q, k, v, lengths, scale, scores=None, kind="softmax", scratch=None, backend="auto"
-):
-    """Attention of Q <= 8 new queries over all rows of the bank.
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    scores: torch.Tensor | None = None,
+    kind: str = "softmax",
+    scratch: Scratch | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Attend with Q <= 8 new queries to all rows of the bank.
 
-    q [B, Q, H, D]; k, v [B, Hkv, T, D] views of any strides, last dim contiguous, rows of the new
-    tokens already written; lengths [B] int32 on q's device: rows visible to the LAST query (query j
-    sees lengths - (Q-1-j)); scale: 1/sqrt(D). scores [B, T] float32 or None: positions < lengths
-    are overwritten with the last query's head maxima (`kind` "softmax" over the visible rows, or
-    "raw"); positions beyond are left as they are. scratch: kernels.scratch.Scratch or None
-    (allocates). Returns out [B, Q, H, D] in q.dtype. Mutates scores and scratch.
+    q [B, Q, H, D]; k, v [B, Hkv, T, D] views of any strides, last dim contiguous, the new tokens
+    already written; lengths [B] int32 on q's device: rows visible to the LAST query (query j sees
+    lengths - (Q-1-j)); scale: 1/sqrt(D). scores [B, T] float32 or None: the last query's head
+    maxima are written below lengths (`kind` "softmax" over the visible rows, or "raw"), and nothing
+    beyond. scratch: None allocates. Returns out [B, Q, H, D] in q.dtype. Mutates scores and
+    scratch. Raises ValueError for an unknown backend or too small a scratch.
     """
     chosen = choose(backend, q)
     if chosen == "triton":
@@ -60,26 +79,35 @@ def decode_dense(
     return decode_dense_ref(q, k, v, lengths, scale, scores, kind)
 
 
-def decode_dense_cpu(q, k, v, lengths, scale, scores, kind, scratch=None):
+def decode_dense_cpu(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    scores: torch.Tensor | None,
+    kind: str,
+    scratch: Scratch | None = None,
+) -> torch.Tensor:
     """`decode_dense` on CPU tensors, same arguments.
 
-    With scores, one query's attention is made of plain products (its logits are needed anyway),
-    else of the fused kernel.
+    With scores, plain products attend for one query, since its logits are needed anyway; else the
+    fused kernel does.
     """
     out = torch.empty_like(q)
     buffers = (None, None) if scratch is None else (scratch.blocks, scratch.logits)
     for b in range(q.shape[0]):
         n = int(lengths[b])
-        own = k[b, :, :n], v[b, :, :n]
+        rows = k[b, :, :n], v[b, :, :n]
         scored = (
-            attend_scored(q[b, -1:], *own, scale, scores[b, :n], kind, *buffers)
+            attend_scored(q[b, -1:], *rows, scale, scores[b, :n], kind, *buffers)
             if scores is not None and n
             else None
         )
         if scored is not None and q.shape[1] == 1:
             out[b] = scored
         else:
-            out[b], _ = attend_sequence(q[b], *own, scale)
+            out[b], _ = attend_sequence(q[b], *rows, scale)
     return out
 
 
@@ -115,10 +143,11 @@ def dense_kernel(
     SCORED: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """One split of SPLIT rows for one kv head: grid (splits, kv_heads * tiles of QT queries, B).
+    """Attend to one split of SPLIT rows under one kv head.
 
-    Programs beyond the length leave at once. Row j * G + g of a tile is its query j under head g of
-    the group. SCORED also stores the last query's logits [B, H, capacity].
+    Grid (splits, kv_heads * tiles of QT queries, B). Programs beyond the length leave at once. Row
+    j * G + g of a tile is its query j under head g of the group. SCORED also stores the last
+    query's logits [B, H, capacity].
     """
     s = tl.program_id(0)
     h = tl.program_id(1) // tl.cdiv(queries, QT)
@@ -174,8 +203,8 @@ def head_max_kernel(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """scores[b, t] = max over heads of exp(logit - lse) or of the logit, for t below the length.
-    Grid (tiles, B).
+    """Set scores[b, t], for t below the length, to the max over heads of exp(logit - lse) or of the
+    logit. Grid (tiles, B).
     """
     b = tl.program_id(1)
     n = tl.load(lengths + b)
@@ -197,17 +226,26 @@ def head_max_kernel(
         tl.store(scores + b.to(tl.int64) * stride_scores + t, best, mask=t < n)
 
 
-KEYS_TILE = 512  # 256 programs at 128K rows, each reading 2 KB lines per head
+SCORE_TILE = 512  # 256 programs at 128K rows, each reading 2 KB lines per head
 
 
-def dense_config(queries, group, head_dim, itemsize):
-    """16 KB tiles: 64 rows of 128 bf16, see `decode_config`; half of it in float32, whose products
-    take registers.
+def dense_config(queries: int, group: int, head_dim: int, itemsize: int) -> Config:
+    """Choose 16 KB tiles, 64 rows of 128 bf16 (see `decode_config`); half of it in float32, where
+    products take registers.
     """
     return decode_config(queries, group, head_dim, itemsize, 16384 if itemsize < 4 else 8192)
 
 
-def decode_dense_triton(q, k, v, lengths, scale, scores, kind, scratch=None):
+def decode_dense_triton(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    scores: torch.Tensor | None,
+    kind: str,
+    scratch: Scratch | None = None,
+) -> torch.Tensor:
     """`decode_dense` by the Triton kernels of this file, same arguments.
 
     Launches: decode, merge (two levels past 32K rows) and, with scores, the head maxima. Bytes
@@ -231,10 +269,8 @@ def decode_dense_triton(q, k, v, lengths, scale, scores, kind, scratch=None):
             0,
             backend="triton",
         )
-    splits, config = (
-        dense_splits(capacity),
-        dense_config(queries, group, head_dim, q.element_size()),
-    )
+    splits = dense_splits(capacity)
+    config = dense_config(queries, group, head_dim, q.element_size())
     slots = batch * heads * queries * splits
     scratch.require(
         part=slots * head_dim,
@@ -272,7 +308,7 @@ def decode_dense_triton(q, k, v, lengths, scale, scores, kind, scratch=None):
     )
     merge(scratch, out, lengths, kv_heads, splits, DENSE_SPLIT, config.block)
     if scores is not None:
-        head_max_kernel[(-(-capacity // KEYS_TILE), batch)](
+        head_max_kernel[(-(-capacity // SCORE_TILE), batch)](
             scratch.logits,
             scratch.out_lse,
             lengths,
@@ -283,7 +319,7 @@ def decode_dense_triton(q, k, v, lengths, scale, scores, kind, scratch=None):
             scores.stride(0),
             SOFTMAX=kind == "softmax",
             HEADS=4,
-            BLOCK=KEYS_TILE,
+            BLOCK=SCORE_TILE,
             num_warps=4,
         )
     return out

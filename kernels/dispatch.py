@@ -1,25 +1,26 @@
-"""Which implementation of a kernel runs: decided here once for all launchers."""
+"""Choose which implementation of a kernel runs, once for all launchers."""
+
+from __future__ import annotations
+
+import torch
 
 from kernels._triton import HAVE_TRITON
 
 BACKENDS = ("auto", "reference", "cpu", "triton")
 
 
-def choose(backend, tensor):
-    """Resolve a launcher's `backend` to "reference", "cpu" or "triton" for a tensor; `choose_for`
-    its device.
-    """
+def choose(backend: str, tensor: torch.Tensor) -> str:
+    """Resolve a launcher's `backend` for a tensor, see `choose_for`."""
     return choose_for(backend, tensor.device)
 
 
-def choose_for(backend, device):
-    """Resolve a launcher's `backend` for a torch.device, which need not be there: plans ask for
-    machines that they only describe.
+def choose_for(backend: str, device: torch.device) -> str:
+    """Resolve a launcher's `backend` to "reference", "cpu" or "triton" for a device.
 
-    "auto" is "triton" for CUDA tensors where triton imports, "cpu" for CPU tensors and "reference"
-    elsewhere. A named backend is taken as it is ("triton" on CPU tensors works under
-    TRITON_INTERPRET=1). Raises ValueError for an unknown backend, and for "triton" where triton is
-    not installed.
+    The device need not exist: a plan may describe another machine. "auto" is "triton" on CUDA where
+    the package imports, "cpu" on a CPU and "reference" elsewhere. A named backend is taken as it is
+    ("triton" on CPU tensors works under TRITON_INTERPRET=1). Raises ValueError for an unknown
+    backend, and for "triton" where the package is not installed.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend: found {backend!r}, expected one of {', '.join(BACKENDS)}")

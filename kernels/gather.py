@@ -1,10 +1,12 @@
-"""Rows between host memory and a device buffer, by token: the packed load, its way home, and the
-stream of a layer's past.
+"""Copy K and V between host memory and a device buffer, token by token: the packed load, the write
+back to host memory, and the stream of a layer's past.
 
-Host rows live in blocks of 64 tokens anywhere in pinned memory; a table on the device holds the
-address of every block, so that neither an index nor a block number visits the host. Rows are
-opaque: 4-byte words, nothing of them is interpreted.
+Host rows live in blocks of 64 tokens anywhere in pinned memory. A table on the device holds the
+address of every block, so neither an index nor a block number visits the host. A row is opaque:
+4-byte words that nothing here interprets.
 """
+
+from __future__ import annotations
 
 import torch
 
@@ -20,19 +22,25 @@ PROGRAMS = 16
 
 
 def move_rows_ref(
-    table, offset, pitch, buffer, tokens, slots, count, slabs, to_host=False, moved=None
-):
-    """Reference of `move_rows`, same arguments; finds each address in `slabs` and copies on the
-    CPU.
-    """
-    n = min(int(count), len(tokens)) if torch.is_tensor(tokens) else int(count)
-    where = [
-        (x[:n].cpu().long() if torch.is_tensor(x) else torch.arange(x, x + n))
+    table: torch.Tensor,
+    offset: int,
+    pitch: int,
+    buffer: torch.Tensor,
+    tokens: torch.Tensor | int,
+    slots: torch.Tensor | int,
+    count: torch.Tensor | int,
+    slabs: list[torch.Tensor],
+    to_host: bool = False,
+    moved: torch.Tensor | None = None,
+) -> None:
+    """Reference of `move_rows`, same arguments; finds addresses in `slabs`, copies on the CPU."""
+    n = min(int(count), len(tokens)) if isinstance(tokens, torch.Tensor) else int(count)
+    token, slot = (
+        x[:n].cpu().long() if isinstance(x, torch.Tensor) else torch.arange(x, x + n)
         for x in (tokens, slots)
-    ]
+    )
     if n == 0:
         return
-    token, slot = where
     width = buffer.shape[1] * 4
     address = table.cpu()[token // BLOCK_TOKENS] + offset + (token % BLOCK_TOKENS) * pitch
     for slab in slabs:
@@ -54,29 +62,30 @@ def move_rows_ref(
 
 
 def move_rows(
-    table,
-    offset,
-    pitch,
-    buffer,
-    tokens,
-    slots,
-    count,
-    slabs,
-    to_host=False,
-    moved=None,
-    programs=None,
-    backend="auto",
-):
-    """buffer[slots[i]] = the host row of tokens[i], for i < count; with to_host the other way
+    table: torch.Tensor,
+    offset: int,
+    pitch: int,
+    buffer: torch.Tensor,
+    tokens: torch.Tensor | int,
+    slots: torch.Tensor | int,
+    count: torch.Tensor | int,
+    slabs: list[torch.Tensor],
+    to_host: bool = False,
+    moved: torch.Tensor | None = None,
+    programs: int | None = None,
+    backend: str = "auto",
+) -> None:
+    """Copy the host row of tokens[i] to buffer[slots[i]], for i < count; with to_host the other way
     round.
 
-    table int64 [blocks]: address of each block of 64 tokens (device-accessible, 16-byte aligned);
-    offset, pitch: ints, bytes from there to the row part of its first token, and from token to
-    token; buffer int32 [S, W] view on the device, last dim contiguous, W words per row, a multiple
-    of 4. tokens, slots: int32 [n] on buffer's device, or an int for consecutive ones; count: int32
-    [1] on the device or an int. slabs: the uint8 host tensors the table points into. moved int64
-    [1] or None: bytes are added. programs: how many run (None: PROGRAMS). Distinct slots (or
-    tokens, to_host); indices must be in range. Mutates the target.
+    table int64 [blocks]: address of each block of 64 tokens, device-accessible and 16-byte aligned;
+    offset: bytes from that address to the row part of the block's first token; pitch: bytes from
+    token to token; buffer int32 [S, W] view on the device, last dim contiguous, W words per row, a
+    multiple of 4. tokens, slots: int32 [n] on buffer's device, in range, or an int, the first of
+    consecutive ones; slots are distinct (with to_host, tokens are). count: int32 [1] on the device,
+    or an int. slabs: the uint8 host tensors that the table points into. moved: int64 [1] to which
+    the bytes are added, or None. programs: how many run (None: PROGRAMS). Mutates buffer (with
+    to_host, the slabs) and moved. Raises ValueError for an unknown backend.
     """
     if choose(backend, buffer) == "triton":
         move_rows_triton(
@@ -109,11 +118,11 @@ def move_kernel(
     MOVED: tl.constexpr,
     TO_HOST: tl.constexpr,
 ):
-    """Program p of P moves the row tiles p, p + P, ...: ROWS rows at a time, WORDS words of each
+    """Move the row tiles p, p + P, ... by program p of P: ROWS rows at a time, WORDS words of each
     per iteration.
 
-    TOKENS, SLOTS, COUNT: whether the list (or number) is in memory; else consecutive from
-    first_token, first_slot, `number` long.
+    TOKENS, SLOTS, COUNT tell whether the list (or number) is in memory. If not, rows are
+    consecutive from first_token, first_slot, `number` of them.
     """
     n = number
     if COUNT:
@@ -154,34 +163,39 @@ def move_kernel(
                 )
         done += tl.sum(live.to(tl.int32), 0)
     if MOVED:
-        tl.atomic_add(moved, done.to(tl.int64) * (W * 4), sem="relaxed")
+        tl.atomic_add(moved, tl.cast(done, tl.int64) * (W * 4), sem="relaxed")
 
 
-def move_config(words):
-    """(ROWS, WORDS) of a tile: 16 KB, whole rows where they are shorter, so that every program
-    always has that in flight.
+def move_config(words: int) -> tuple[int, int]:
+    """Choose (ROWS, WORDS) of a tile: 16 KB, in whole rows where they are shorter, so that every
+    program always has that in flight.
     """
     wide = min(TILE_WORDS, power_of_two(words))
     return max(1, TILE_WORDS // wide), wide
 
 
 def move_rows_triton(
-    table, offset, pitch, buffer, tokens, slots, count, to_host=False, moved=None, programs=None
-):
+    table: torch.Tensor,
+    offset: int,
+    pitch: int,
+    buffer: torch.Tensor,
+    tokens: torch.Tensor | int,
+    slots: torch.Tensor | int,
+    count: torch.Tensor | int,
+    to_host: bool = False,
+    moved: torch.Tensor | None = None,
+    programs: int | None = None,
+) -> None:
     """`move_rows` by the Triton kernel of this file, same arguments. Bytes: count * 4 W over the
     link, once.
     """
     words = buffer.shape[1]
     rows, wide = move_config(words)
-    listed = [torch.is_tensor(x) for x in (tokens, slots, count)]
-    most = (
-        next((len(x) for x, yes in ((tokens, listed[0]), (slots, listed[1])) if yes), None) or count
-    )
-    grid = (
-        max(1, min(programs or PROGRAMS, -(-most // rows)))
-        if not torch.is_tensor(most)
-        else programs or PROGRAMS
-    )
+    listed = [isinstance(x, torch.Tensor) for x in (tokens, slots, count)]
+    grid = programs or PROGRAMS
+    most = next((len(x) for x in (tokens, slots) if isinstance(x, torch.Tensor)), 0) or count
+    if isinstance(most, int):
+        grid = max(1, min(grid, -(-most // rows)))
     # an argument that the compiled variant never touches
     dummy = table
     move_kernel[(grid,)](

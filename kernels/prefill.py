@@ -1,10 +1,11 @@
-"""Causal attention of a chunk of queries against all rows before it and itself: what dense layers
-run in prefill.
+"""Dense prefill: a chunk of queries attends causally to all K and V before it and to itself.
 
-Two parts merged by their log-sum-exp: the past needs no mask, so the queries of a group are folded
-into one long row of queries and no K/V head is repeated; only the chunk itself is causal. No mask
-of any size is built and activations are O(chunk).
+Two parts are merged by their log-sum-exp. The past needs no mask, so the queries of a group are
+folded into one long run of queries and no K/V head is repeated. Only the chunk itself is causal. No
+mask of any size is built, and activations are O(chunk).
 """
+
+from __future__ import annotations
 
 import functools
 
@@ -14,17 +15,19 @@ from torch.nn.functional import scaled_dot_product_attention
 from kernels.dispatch import choose
 from kernels.reference import attend
 
-# rows of the past at a time: the fused kernel packs a copy of its bfloat16 K and V, whatever their
-# length
+# rows of the past at a time: the fused CPU kernel packs a copy of all its bfloat16 K and V
 PAST_BLOCK = 16384
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_cuda = torch.ops.aten._scaled_dot_product_flash_attention
 _efficient_cuda = torch.ops.aten._scaled_dot_product_efficient_attention
 
 
-def _fused(q, k, v, causal, scale):
-    """torch's fused attention with as many K/V as query heads: (out [B, H, C, D], lse [B, H, C]).
-    causal: square only.
+def _fused(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run torch's fused attention: (out [B, H, C, D], lse [B, H, C]).
+
+    q, k, v have equally many heads; `causal` needs equally many queries and rows.
     """
     if q.device.type == "cpu":
         return _flash_cpu(q, k, v, 0.0, causal, scale=scale)
@@ -35,7 +38,9 @@ def _fused(q, k, v, causal, scale):
     return out, lse[:, :, : q.shape[2]]  # the efficient kernel rounds its rows up
 
 
-def prefill_dense_ref(q, k, v, start, scale):
+def prefill_dense_ref(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, scale: float
+) -> torch.Tensor:
     """Reference of `prefill_dense`, same arguments; loops over the batch and holds every score."""
     out = torch.empty_like(q)
     stop = start + q.shape[1]
@@ -45,12 +50,19 @@ def prefill_dense_ref(q, k, v, start, scale):
     return out
 
 
-def prefill_dense(q, k, v, start, scale, backend="auto"):
-    """Attention of a chunk at positions start .. start+C-1 to rows 0 .. its own position, rows
-    already written.
+def prefill_dense(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    start: int,
+    scale: float,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Attend with a chunk at positions start .. start+C-1, each query to rows 0 .. its position.
 
-    q [B, C, H, D]; k, v [B, Hkv, T, D] views of any strides, last dim contiguous; start: int, the
-    same for all sequences. Returns [B, C, H, D] in q.dtype.
+    q [B, C, H, D]; k, v [B, Hkv, T, D] views of any strides, last dim contiguous, the chunk already
+    written; all sequences begin at `start`. Returns out [B, C, H, D] in q.dtype. Raises ValueError
+    for an unknown backend.
     """
     chosen = choose(backend, q)
     if chosen == "reference":
@@ -61,13 +73,14 @@ def prefill_dense(q, k, v, start, scale, backend="auto"):
     return prefill_dense_lse(q, k, v, start, scale)[0]
 
 
-def prefill_dense_cuda(q, k, v, start, scale):
-    """`prefill_dense` by torch's fused attention in 16 bits: its bottom-right causal mask is a flag
-    of the kernel, not a tensor.
+def prefill_dense_cuda(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, scale: float
+) -> torch.Tensor:
+    """`prefill_dense` by torch's fused attention in 16 bits, same arguments: its bottom-right
+    causal mask is a flag of the kernel, not a tensor.
     """
-    from torch.nn.attention.bias import (
-        causal_lower_right,  # here: it imports torch.compile's machinery, 1.3 s
-    )
+    # imported here: it pulls in torch.compile's machinery, 1.3 s
+    from torch.nn.attention.bias import causal_lower_right
 
     stop = start + q.shape[1]
     out = scaled_dot_product_attention(
@@ -81,9 +94,12 @@ def prefill_dense_cuda(q, k, v, start, scale):
     return out.transpose(1, 2)
 
 
-def prefill_dense_lse(q, k, v, start, scale):
-    """`prefill_dense` and the log-sum-exp of every query's scores: (out [B, C, H, D], lse [B, C, H]
-    float32).
+def prefill_dense_lse(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`prefill_dense` with the log-sum-exp of every query's logits, same arguments.
+
+    Returns (out [B, C, H, D] in q.dtype, lse [B, C, H] float32).
     """
     out, lse = attend_chunk(q, k, v, start, scale)
     # a GPU packs nothing: one pass over the past
@@ -96,9 +112,13 @@ def prefill_dense_lse(q, k, v, start, scale):
     return out.to(q.dtype), lse
 
 
-def attend_rows(q, k, v, scale):
-    """Every query sees every row. q [B, C, H, D], k and v [B, Hkv, n, D] -> (out [B, C, H, D], lse
-    [B, C, H] float32).
+def attend_rows(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend without a mask: every query sees every row.
+
+    q [B, C, H, D]; k, v [B, Hkv, n, D]. Returns (out [B, C, H, D] in q.dtype, lse [B, C, H]
+    float32).
     """
     batch, chunk, heads, dim = q.shape
     kv_heads = k.shape[1]
@@ -119,20 +139,21 @@ def attend_rows(q, k, v, scale):
     )
 
 
-def attend_chunk(q, k, v, start, scale):
-    """The chunk against itself, causal: rows start .. start+C-1 of k and v. Returns as
-    `attend_rows`.
+def attend_chunk(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend causally with a chunk to itself: rows start .. start+C-1 of k and v.
 
-    K/V heads are repeated here, for the chunk's own rows only (the fused CPU kernel wants as many
-    as there are query heads).
+    Arguments and result as `attend_rows`. K/V heads are repeated here, for the rows of the chunk
+    only: the fused CPU kernel wants as many as there are query heads.
     """
     group = q.shape[2] // k.shape[1]
     rows = slice(start, start + q.shape[1])
-    own = [
+    rows_k, rows_v = (
         t[:, :, rows].repeat_interleave(group, dim=1) if group > 1 else t[:, :, rows]
         for t in (k, v)
-    ]
-    out, lse = _fused(q.transpose(1, 2), *own, True, scale)
+    )
+    out, lse = _fused(q.transpose(1, 2), rows_k, rows_v, True, scale)
     return out.transpose(1, 2), lse.float().view(q.shape[0], q.shape[2], q.shape[1]).transpose(1, 2)
 
 
@@ -141,7 +162,7 @@ def merge(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge attention over disjoint sets of rows: the same pair over all of them.
 
-    parts: [(out [.., D], lse [.., ])], float32 or narrower out and float32 lse; a part weighs
+    parts: [(out [.., D], lse [..])], float32 or narrower out and float32 lse; a part weighs
     exp(lse) / their sum. Returns (out in `dtype`, lse float32). A part without rows has lse -inf
     and adds nothing; a query that no part shows a row keeps out 0 and lse -inf.
     """

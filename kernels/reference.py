@@ -1,20 +1,31 @@
-"""Plain torch attention that every decode kernel is checked against: one row of a batch at a time,
-everything in float32.
+"""The reference that every decode kernel is checked against: plain torch attention in float32, one
+sequence at a time.
 
-Rows are made contiguous before they are multiplied, so that the same rows give the same bits
-wherever they came from (a slice of a bank, a gather, a copy from host memory). DESIGN.md's bitwise
-identities stand on that.
+K and V are made contiguous before they are multiplied. The same rows then give the same bits
+wherever they came from: a slice of a bank, a gather, a copy from host memory. Every test that
+compares two storages bit for bit relies on that.
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 
-def attend(q, k, v, visible, scale, scores=False):
-    """Softmax attention of Q queries over n rows, in float32.
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: Sequence[int] | torch.Tensor,
+    scale: float,
+    scores: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend with Q queries to n rows of K and V, in float32.
 
-    q [Q, H, D], k and v [Hkv, n, D] of any strides and dtype, visible [Q] ints: query j sees rows <
-    visible[j]. Returns (out [Q, H, D] in q.dtype, logits [Q, H, n] float32 or None): logits are
-    scaled and -inf where not visible.
+    q [Q, H, D]; k, v [Hkv, n, D] of any strides and dtype; visible [Q] ints: query j sees rows
+    below visible[j]. Returns (out [Q, H, D] in q.dtype, logits): with `scores`, the scaled logits
+    [Q, H, n] float32, -inf where a row is not visible; else None.
     """
     queries, heads, dim = q.shape
     kv_heads, rows, _ = k.shape
@@ -35,15 +46,14 @@ def attend(q, k, v, visible, scale, scores=False):
     return out, logits.transpose(0, 1).reshape(queries, heads, rows) if scores else None
 
 
-def head_max(logits, kind):
-    """One number per row from its logits under every head: OmniKV Eq. 3 (max over heads), before
-    the sum over queries.
+def head_max(logits: torch.Tensor, kind: str) -> torch.Tensor:
+    """Reduce the logits of a row under every head to one number: OmniKV Eq. 3, the max over heads.
 
     logits [W, H, n] float32 -> [W, n] float32. kind "softmax": max over heads of the softmax over
-    the n rows; "raw": max over heads of the logit itself.
+    the n rows; "raw": max over heads of the logit itself. Raises ValueError for another kind.
     """
     if kind == "softmax":
         return torch.softmax(logits, dim=-1).amax(dim=1)
     if kind == "raw":
         return logits.amax(dim=1)
-    raise ValueError(f"scores: found {kind!r}, expected 'softmax' or 'raw'")
+    raise ValueError(f"kind: found {kind!r}, expected 'softmax' or 'raw'")

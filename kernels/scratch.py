@@ -1,6 +1,8 @@
 """Scratch memory of the decode kernels: made once per session, reused by every layer of every step,
-its bytes known beforehand.
+and counted in bytes before it exists.
 """
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 
@@ -11,19 +13,20 @@ from kernels.dispatch import choose_for
 from kernels.split import MERGE_CHUNK, TAIL_ROOM, dense_splits, most_sparse_splits
 
 SELECT_PROGRAMS = 128  # most programs per row of the top-k
+_HISTOGRAMS = 256 + 4096 + 4096  # bins of the top-k's three digits
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """Flat buffers that launchers slice by their own shapes. Between calls anything may be in them,
-    except that `hist` is zero.
+    """Flat buffers that launchers slice by their own shapes.
 
-    part, lse: results of the splits, [B, Hkv, splits, rows, D] and [B, Hkv, splits, rows];
-    chunk_part, chunk_lse: the same per 64 splits; out_lse [B, Q, H]; logits [B, H, capacity] of the
-    last query (scored only), all float32; hist [B, 256 + 4096 + 4096] and ranks [B, 8 + 2 *
-    programs]: histograms, state and counts of the top-k, int32. A CPU has only logits (of one
-    sequence), blocks (float32: one block of K or of a window's logits) and rows (in the bank's
-    dtype: what a sparse layer gathers).
+    Between calls they may hold anything, except that `hist` is zero. The Triton backend uses, all
+    float32: part [B, Hkv, splits, rows, D] and lse [B, Hkv, splits, rows], the results of the
+    splits; chunk_part and chunk_lse, the same per 64 splits; out_lse [B, Q, H]; logits
+    [B, H, capacity] of the last query, if layers are scored; and int32, for the top-k: hist
+    [B, 256 + 4096 + 4096] and ranks [B, 8 + 2 * programs]. The CPU backend uses logits (of one
+    sequence), blocks (float32: one block of K, or of a window's logits) and rows (in the bank's
+    dtype: the K and V that a sparse layer gathers).
     """
 
     part: torch.Tensor
@@ -37,33 +40,31 @@ class Scratch:
     blocks: torch.Tensor
     rows: torch.Tensor
 
-    def require(self, **elements):
-        """Raise ValueError if a buffer has fewer elements than a call needs; kernels would write
-        past its end.
-        """
+    def require(self, **elements: int) -> None:
+        """Raise ValueError if a buffer is too small for a call: kernels would write past it."""
         for name, count in elements.items():
-            if getattr(self, name).numel() < count:
-                raise ValueError(
-                    f"scratch.{name}: found {getattr(self, name).numel()} elements, this call needs {count}"
-                )
+            found = getattr(self, name).numel()
+            if found < count:
+                raise ValueError(f"scratch.{name}: found {found} elements, this call needs {count}")
 
 
 def _sizes(
-    batch,
-    queries,
-    heads,
-    kv_heads,
-    head_dim,
-    capacity,
-    budget,
-    device,
-    scored,
-    window,
-    backend,
-    dtype,
-):
-    """{field: (elements, dtype)} of what `make_scratch` allocates."""
-    chosen, sizes = choose_for(backend, torch.device(device)), {}
+    batch: int,
+    queries: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    capacity: int,
+    budget: int,
+    device: torch.device | str,
+    scored: bool,
+    window: int,
+    backend: str,
+    dtype: torch.dtype,
+) -> dict[str, tuple[int, torch.dtype]]:
+    """Size every field of the Scratch that `make_scratch` allocates: {name: (elements, dtype)}."""
+    chosen = choose_for(backend, torch.device(device))
+    sizes = {name: (0, torch.float32) for name in Scratch.__dataclass_fields__}
     if chosen == "cpu":
         blocks = max(
             block_floats(0, head_dim, 1, min(BLOCK, capacity)) if scored else 0,
@@ -71,13 +72,13 @@ def _sizes(
         )
         rows = (min(budget + TAIL_ROOM, capacity) if budget else 0) * 2 * kv_heads * head_dim
         logits = heads * capacity if scored else 0
-        sizes = {
+        sizes |= {
             "blocks": (blocks, torch.float32),
             "rows": (rows, dtype),
             "logits": (logits, torch.float32),
         }
     if chosen != "triton":
-        return {name: sizes.get(name, (0, torch.float32)) for name in Scratch.__dataclass_fields__}
+        return sizes
     group = heads // kv_heads
     dense = dense_splits(capacity)
     splits = max(dense, most_sparse_splits(budget, kv_heads) if budget else 0)
@@ -92,35 +93,32 @@ def _sizes(
         "logits": batch * heads * capacity if scored else 0,
     }
     ints = {
-        "hist": batch * (256 + 4096 + 4096) if scored or window else 0,
+        "hist": batch * _HISTOGRAMS if scored or window else 0,
         "ranks": batch * (8 + 2 * SELECT_PROGRAMS) if scored or window else 0,
     }
-    none = {"blocks": 0, "rows": 0}
-    return {
-        name: (count, torch.int32 if name in ints else torch.float32)
-        for name, count in (floats | ints | none).items()
-    }
+    sizes |= {name: (count, torch.float32) for name, count in floats.items()}
+    return sizes | {name: (count, torch.int32) for name, count in ints.items()}
 
 
 def make_scratch(
-    batch,
-    queries,
-    heads,
-    kv_heads,
-    head_dim,
-    capacity,
-    budget,
-    device,
-    scored,
-    window,
-    backend="auto",
-    dtype=torch.float32,
-):
-    """Scratch for decode steps of up to these sizes.
+    batch: int,
+    queries: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    capacity: int,
+    budget: int,
+    device: torch.device | str,
+    scored: bool,
+    window: int,
+    backend: str = "auto",
+    dtype: torch.dtype = torch.float32,
+) -> Scratch:
+    """Allocate scratch for decode steps of up to these sizes.
 
-    capacity: rows of the bank; budget: the most tokens that a sparse layer reads (0: none); scored:
-    filter layers leave keys (and the top-k runs); window: queries of a windowed selector (0: none);
-    backend: as in the launchers; dtype: the bank's.
+    capacity: rows of the bank; budget: the most tokens that a sparse layer reads (0: no sparse
+    layer); scored: filter layers leave scores, and the top-k runs; window: queries of a windowed
+    selector (0: none); backend: as in the launchers; dtype: the bank's.
     """
     sizes = _sizes(
         batch,
@@ -137,28 +135,27 @@ def make_scratch(
         dtype,
     )
     buffers = {
-        name: torch.empty(count, dtype=dtype, device=device)
-        for name, (count, dtype) in sizes.items()
+        name: torch.empty(count, dtype=kind, device=device) for name, (count, kind) in sizes.items()
     }
     buffers["hist"].zero_()
     return Scratch(**buffers)
 
 
 def scratch_bytes(
-    batch,
-    queries,
-    heads,
-    kv_heads,
-    head_dim,
-    capacity,
-    budget,
-    device,
-    scored,
-    window,
-    backend="auto",
-    dtype=torch.float32,
-):
-    """Bytes that `make_scratch` of the same arguments allocates."""
+    batch: int,
+    queries: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    capacity: int,
+    budget: int,
+    device: torch.device | str,
+    scored: bool,
+    window: int,
+    backend: str = "auto",
+    dtype: torch.dtype = torch.float32,
+) -> int:
+    """Count the bytes that `make_scratch` of the same arguments allocates."""
     sizes = _sizes(
         batch,
         queries,
@@ -173,4 +170,4 @@ def scratch_bytes(
         backend,
         dtype,
     )
-    return sum(count * dtype.itemsize for count, dtype in sizes.values())
+    return sum(count * kind.itemsize for count, kind in sizes.values())

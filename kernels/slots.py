@@ -1,12 +1,14 @@
-"""The working set's plan of one step: which chosen tokens have a slot already, which slots the
-others take, nothing of it on the host.
+"""Plan the working set of one step without visiting the host: which chosen tokens have a slot
+already, and which slots the others take.
 
 Policy: exact least-recently-used at step granularity. A slot's age is the number of plans since its
-token was last chosen (254 at most), empty slots are oldest; the misses of a plan take the oldest
-slots, equal ages by slot number. Slots of this plan's own tokens have age 0 and are never taken.
-Algorithm: probe, victims, assign: three launches, because a store read by another thread of the
-same Triton program needs a barrier that the language does not promise.
+token was last chosen (254 at most); empty slots are oldest. The misses of a plan take the oldest
+slots, equal ages by slot number. The slots of tokens chosen in this plan have age 0 and are never
+taken. Algorithm: probe, victims, assign, in three launches, because a store read by another thread
+of the same Triton program needs a barrier that the language does not promise.
 """
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 
@@ -24,13 +26,13 @@ HITS, MISSES, EVICTIONS, PLANS = range(4)
 
 @dataclass(frozen=True)
 class Slots:
-    """Slots of one group and the plan of its latest step. All int32 on the device, counters int64.
+    """Slots of one group and the plan of its latest step; int32 on the device, counters int64.
 
     token_slot [capacity]: slot of a token or -1; slot_token [W]: token of a slot or -1; stamp [W]:
-    plan that last used it; now [1]: number of the latest plan; slot_of [K]: slot of every chosen
-    token, what sparse attention indexes with; source, target [K]: tokens to fetch and the slots
-    they go to, the first misses[0] of them; victims [K], found [K / 256] scratch; counters [4]:
-    hits, misses, evictions, plans since the beginning.
+    plan that last used a slot; now [1]: number of the latest plan; slot_of [K]: slot of every
+    chosen token, the index of sparse attention; source, target [K]: tokens to fetch and the slots
+    they go to, the first misses[0] of each; victims [K] and found [K / 256]: scratch; counters [4]:
+    hits, misses, evictions and plans since the beginning.
     """
 
     token_slot: torch.Tensor
@@ -46,42 +48,49 @@ class Slots:
     counters: torch.Tensor
 
     @property
-    def nbytes(self):
+    def nbytes(self) -> int:
         """Bytes held."""
         return sum(t.numel() * t.element_size() for t in vars(self).values())
 
 
-def slots_bytes(capacity, slots, budget):
-    """Bytes that `make_slots` of the same sizes allocates."""
+def slots_bytes(capacity: int, slots: int, budget: int) -> int:
+    """Count the bytes that `make_slots` of the same sizes allocates."""
     return 4 * (capacity + 2 * slots + 2 + 4 * budget + -(-budget // PROBE)) + 32
 
 
-def make_slots(capacity, slots, budget, device):
-    """Empty Slots for selections of up to `budget` tokens below `capacity`; slots >= budget."""
+def make_slots(capacity: int, slots: int, budget: int, device: torch.device | str) -> Slots:
+    """Make empty Slots for selections of up to `budget` tokens, all below `capacity`.
+
+    Raises ValueError if there are fewer slots than `budget`.
+    """
     if slots < budget:
         raise ValueError(f"slots: found {slots}, expected at least the budget of {budget} tokens")
-    options = dict(dtype=torch.int32, device=device)
-    lists = [torch.zeros(budget, **options) for _ in range(4)]
+
+    def filled(count: int, value: int = 0) -> torch.Tensor:
+        return torch.full((count,), value, dtype=torch.int32, device=device)
+
     return Slots(
-        torch.full((capacity,), -1, **options),
-        torch.full((slots,), -1, **options),
-        torch.zeros(slots, **options),
-        torch.zeros(1, **options),
-        *lists[:3],
-        torch.zeros(1, **options),
-        lists[3],
-        torch.zeros(-(-budget // PROBE), **options),
-        torch.zeros(4, dtype=torch.int64, device=device),
+        token_slot=filled(capacity, -1),
+        slot_token=filled(slots, -1),
+        stamp=filled(slots),
+        now=filled(1),
+        slot_of=filled(budget),
+        source=filled(budget),
+        target=filled(budget),
+        misses=filled(1),
+        victims=filled(budget),
+        found=filled(-(-budget // PROBE)),
+        counters=torch.zeros(4, dtype=torch.int64, device=device),
     )
 
 
-def forget_slots(slots, length):
-    """Drop tokens from `length` on: their rows will change (truncate). 0 empties the working set."""
+def forget_slots(slots: Slots, length: int) -> None:
+    """Drop tokens from `length` on, whose K and V will change; 0 empties the working set."""
     slots.token_slot[length:] = -1
     slots.slot_token.masked_fill_(slots.slot_token >= length, -1)
 
 
-def plan_slots_ref(index, count, slots):
+def plan_slots_ref(index: torch.Tensor, count: torch.Tensor, slots: Slots) -> None:
     """Reference of `plan_slots`, same arguments."""
     slots.now.add_(1)
     now, kept = int(slots.now), int(count)
@@ -105,12 +114,14 @@ def plan_slots_ref(index, count, slots):
     slots.counters.add_(torch.tensor(step, device=slots.counters.device))
 
 
-def plan_slots(index, count, slots, backend="auto"):
-    """Give every chosen token a slot: index int32 [K], the first count[0] ascending and distinct;
-    count int32 [1].
+def plan_slots(
+    index: torch.Tensor, count: torch.Tensor, slots: Slots, backend: str = "auto"
+) -> None:
+    """Give every chosen token a slot.
 
-    Fills slots.slot_of, and source, target, misses with what must be fetched before the rows are
-    read. Mutates `slots` only.
+    index [K] int32, the first count[0] entries ascending and distinct; count [1] int32. Fills
+    slots.slot_of, and source, target and misses with the tokens to fetch before K and V are read.
+    Mutates `slots` only. Raises ValueError for an unknown backend.
     """
     if choose(backend, index) == "triton":
         plan_slots_triton(index, count, slots)
@@ -120,8 +131,8 @@ def plan_slots(index, count, slots, backend="auto"):
 
 @triton.jit
 def probe_kernel(index, count, token_slot, stamp, now, slot_of, found, PROBE: tl.constexpr):
-    """Looks PROBE chosen tokens up; stamps the hits (tokens are distinct: one writer per slot);
-    counts the misses.
+    """Look up PROBE chosen tokens, stamp the hits (tokens are distinct: one writer per slot) and
+    count the misses.
     """
     pid = tl.program_id(0)
     i = pid * PROBE + tl.arange(0, PROBE)
@@ -136,7 +147,7 @@ def probe_kernel(index, count, token_slot, stamp, now, slot_of, found, PROBE: tl
 
 @triton.jit
 def ages(slot_token, stamp, now, s, W):
-    """(token, age) of slots s; slots past the end have age 0, which is never taken."""
+    """Load (token, age) of slots s; slots past the end get age 0, which is never taken."""
     token = tl.load(slot_token + s, mask=s < W, other=0)
     age = tl.minimum(now - tl.load(stamp + s, mask=s < W, other=0), 254)
     return token, tl.where(s < W, tl.where(token < 0, 255, age), 0)
@@ -157,8 +168,8 @@ def victims_kernel(
     PROGRAMS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One program: the oldest slots, as many as there are misses, ascending by slot number. Two
-    passes over the stamps.
+    """Pick the oldest slots, one per miss, ascending by slot number: one program, two passes over
+    the stamps.
     """
     p = tl.arange(0, PROGRAMS)
     missing = tl.sum(tl.load(found + p, mask=p < programs, other=0), 0)
@@ -211,9 +222,10 @@ def assign_kernel(
     PROGRAMS: tl.constexpr,
     PROBE: tl.constexpr,
 ):
-    """The r-th miss takes the r-th victim. An evicted token is not chosen now (its slot would have
-    age 0) and victims are distinct, so the two writes to token_slot never meet, whatever the order
-    of programs.
+    """Give the r-th miss the r-th victim.
+
+    race: an evicted token is not chosen now (its slot would have age 0) and victims are distinct,
+    so the two writes to token_slot never meet, whatever the order of programs.
     """
     pid = tl.program_id(0)
     i = pid * PROBE + tl.arange(0, PROBE)
@@ -235,9 +247,9 @@ def assign_kernel(
     tl.store(target + rank, slot, mask=miss)
 
 
-def plan_slots_triton(index, count, slots):
-    """`plan_slots` by the Triton kernels of this file, same arguments: 24 bytes per chosen token,
-    16 per slot, four launches.
+def plan_slots_triton(index: torch.Tensor, count: torch.Tensor, slots: Slots) -> None:
+    """`plan_slots` by the Triton kernels of this file, same arguments. Four launches; 24 bytes per
+    chosen token and 16 per slot.
     """
     budget, width = slots.slot_of.shape[0], slots.slot_token.shape[0]
     programs = -(-budget // PROBE)

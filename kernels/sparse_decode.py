@@ -1,15 +1,18 @@
-"""Gather-sparse flash-decoding: queries attend to chosen rows of the bank and to the tail, in one
-pass, read by index in place.
+"""Gather-sparse flash-decoding: queries attend to the chosen K and V of the bank and to the tail in
+one pass, which reads them by index, in place.
 """
+
+from __future__ import annotations
 
 import torch
 
 from kernels._triton import tl, triton
-from kernels.cpu import attend_sequence
+from kernels.cpu import attend_sequence, token_rows
 from kernels.dispatch import choose
 from kernels.reference import attend
-from kernels.scratch import make_scratch
+from kernels.scratch import Scratch, make_scratch
 from kernels.split import (
+    Config,
     decode_config,
     merge,
     query_tile,
@@ -21,9 +24,18 @@ from kernels.split import (
 )
 
 
-def decode_sparse_ref(q, k, v, index, counts, tail_start, lengths, scale):
-    """Reference of `decode_sparse`, same arguments; gathers rows in ascending order, then the tail,
-    then attends.
+def decode_sparse_ref(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    index: torch.Tensor,
+    counts: torch.Tensor,
+    tail_start: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Reference of `decode_sparse`, same arguments; gathers the chosen rows in ascending order,
+    then the tail, then attends.
     """
     batch, queries, heads, _ = q.shape
     kv_heads = k.shape[1]
@@ -34,29 +46,41 @@ def decode_sparse_ref(q, k, v, index, counts, tail_start, lengths, scale):
         visible = [kept + n - start - (queries - 1 - j) for j in range(queries)]
         if index.shape[1] == 1:
             chosen = index[b, 0, :kept].long()
-            rows = [
+            rows_k, rows_v = (
                 torch.cat([t[b].index_select(1, chosen), t[b, :, start:n]], dim=1) for t in (k, v)
-            ]
-            out[b], _ = attend(q[b], *rows, visible, scale)
+            )
+            out[b], _ = attend(q[b], rows_k, rows_v, visible, scale)
             continue
         for h in range(kv_heads):
             chosen = index[b, h, :kept].long()
-            rows = [
+            rows_k, rows_v = (
                 torch.cat([t[b, h].index_select(0, chosen), t[b, h, start:n]])[None] for t in (k, v)
-            ]
+            )
             heads_of = slice(h * group, (h + 1) * group)
-            out[b, :, heads_of], _ = attend(q[b, :, heads_of], *rows, visible, scale)
+            out[b, :, heads_of], _ = attend(q[b, :, heads_of], rows_k, rows_v, visible, scale)
     return out
 
 
-def decode_sparse(q, k, v, index, counts, tail_start, lengths, scale, scratch=None, backend="auto"):
-    """Attention of Q <= 8 new queries over the rows `index` and the rows tail_start .. lengths-1.
+def decode_sparse(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    index: torch.Tensor,
+    counts: torch.Tensor,
+    tail_start: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    scratch: Scratch | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Attend with Q <= 8 new queries to the rows of `index` and the rows tail_start .. lengths-1.
 
-    q [B, Q, H, D]; k, v [B, Hkv, T, D] views of any strides, last dim contiguous; index [B, 1 or
-    Hkv, K] int32, the first counts[b] entries ascending, distinct and < tail_start[b], the rest
-    ignored; counts, tail_start, lengths [B] int32; lengths counts the rows visible to the LAST
-    query (query j sees Q-1-j fewer of the tail). Rows are visited in ascending order. Returns out
-    [B, Q, H, D] in q.dtype.
+    q [B, Q, H, D]; k, v [B, Hkv, T, D] views of any strides, last dim contiguous; index
+    [B, 1 or Hkv, K] int32: the first counts[b] entries are ascending, distinct and below
+    tail_start[b], the rest is ignored; counts, tail_start, lengths [B] int32: lengths counts the
+    rows visible to the LAST query (query j sees Q-1-j fewer of the tail). scratch: None allocates.
+    Visits rows in ascending order. Returns out [B, Q, H, D] in q.dtype. Mutates scratch. Raises
+    ValueError for an unknown backend or too small a scratch.
     """
     chosen = choose(backend, q)
     if chosen == "triton":
@@ -66,13 +90,21 @@ def decode_sparse(q, k, v, index, counts, tail_start, lengths, scale, scratch=No
     return decode_sparse_ref(q, k, v, index, counts, tail_start, lengths, scale)
 
 
-def decode_sparse_cpu(q, k, v, index, counts, tail_start, lengths, scale, scratch=None):
-    """`decode_sparse` on CPU tensors, same arguments: rows are gathered into scratch, then attended
-    as one short sequence.
+def decode_sparse_cpu(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    index: torch.Tensor,
+    counts: torch.Tensor,
+    tail_start: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    scratch: Scratch | None = None,
+) -> torch.Tensor:
+    """`decode_sparse` on CPU tensors, same arguments.
 
-    Where K and V of a token lie side by side ([T, 2, Hkv, D] storage) one gather of whole rows
-    moves both: contiguous rows are 10x to 400x cheaper to gather than a row per head. Other layouts
-    gather per kv head.
+    Gathers K and V into scratch, then attends to them as one short sequence. A token-major bank
+    gathers whole rows (`token_rows`), any other layout a row per kv head.
     """
     out = torch.empty_like(q)
     batch, queries, heads, dim = q.shape
@@ -104,28 +136,10 @@ def decode_sparse_cpu(q, k, v, index, counts, tail_start, lengths, scale, scratc
     return out
 
 
-def token_rows(k, v, b):
-    """Sequence b as [T, 2 * Hkv * D], one row per token, where K and V are views of [B, T, 2, Hkv,
-    D] storage; else None.
-    """
-    _, kv_heads, capacity, dim = k.shape
-    half = kv_heads * dim
-    packed = (k.stride()[1:] == v.stride()[1:] == (dim, 2 * half, 1) or kv_heads == 1) and k.stride(
-        2
-    ) == v.stride(2)
-    if (
-        not packed
-        or k.stride(2) != 2 * half
-        or v.data_ptr() - k.data_ptr() != half * k.element_size()
-    ):
-        return None
-    return k.as_strided((capacity, 2 * half), (2 * half, 1), k.storage_offset() + b * k.stride(0))
-
-
 @triton.jit
 def bank_rows(index, t, stop, kept, start):
-    """Bank rows of the visited positions t: index[t] for the chosen ones, then the tail; 0 at and
-    past `stop`.
+    """Map visited positions t to bank rows: index[t] for the chosen ones, then the tail; 0 from
+    `stop` on.
     """
     chosen = tl.load(index + t, mask=t < tl.minimum(kept, stop), other=0)
     return tl.where(t < kept, chosen, tl.where(t < stop, t - kept + start, 0)).to(tl.int64)
@@ -164,10 +178,10 @@ def sparse_kernel(
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One split of the visited rows (chosen, then tail) for one kv head: grid as in `dense_kernel`.
+    """Attend to one split of the visited rows (chosen, then tail) under one kv head.
 
-    The bank rows of a tile are known one iteration ahead (loop-carried): only then does the
-    compiler pipeline the K and V loads.
+    Grid as in `dense_kernel`. The bank rows of a tile are known one iteration ahead (loop-carried):
+    only then does the compiler pipeline the K and V loads.
     """
     s = tl.program_id(0)
     h = tl.program_id(1) // tl.cdiv(queries, QT)
@@ -205,20 +219,30 @@ def sparse_kernel(
         store_partial(part, lse, slot, r, d, live, m, total, acc, D)
 
 
-def sparse_config(queries, group, head_dim, itemsize):
-    """8 KB tiles: 32 rows of 128 bf16. A split of 64 rows then is two tiles, both in flight from
-    the start.
+def sparse_config(queries: int, group: int, head_dim: int, itemsize: int) -> Config:
+    """Choose 8 KB tiles, 32 rows of 128 bf16: a split of 64 rows then is two tiles, both in flight
+    from the start.
     """
     return decode_config(queries, group, head_dim, itemsize, 8192)
 
 
-def decode_sparse_triton(q, k, v, index, counts, tail_start, lengths, scale, scratch=None):
+def decode_sparse_triton(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    index: torch.Tensor,
+    counts: torch.Tensor,
+    tail_start: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    scratch: Scratch | None = None,
+) -> torch.Tensor:
     """`decode_sparse` by the Triton kernels of this file, same arguments.
 
     Launches: decode and merge. 2048 tokens and a tail under 8 kv heads are 37 splits of 64 rows,
-    296 programs that work (132 SMs hold three or more of them each at once). A row that is visited
-    is read once; partial results add 4 * (D +
-    1) * Q * G bytes per split and kv head, written and read.
+    296 programs that work (132 SMs hold three or more of them each at once). Every visited row is
+    read once. Partial results add 4 * (D + 1) * Q * G bytes per split and kv head, written and
+    read.
     """
     batch, queries, heads, head_dim = q.shape
     kv_heads, budget = k.shape[1], index.shape[2]

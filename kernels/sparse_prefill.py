@@ -1,10 +1,13 @@
-"""Gathered prefill attention: blocks of queries attend to chosen rows of the past, to a local band
-and, causally, to themselves.
+"""Gathered prefill attention: blocks of queries attend to chosen K and V of the past, to a local
+band and, causally, to themselves.
 """
+
+from __future__ import annotations
 
 import torch
 
 from kernels._triton import tl, triton
+from kernels.cpu import token_rows
 from kernels.dispatch import choose
 from kernels.prefill import attend_chunk, attend_rows, merge
 from kernels.reference import attend
@@ -12,15 +15,24 @@ from kernels.sparse_decode import bank_rows
 from kernels.split import Config, power_of_two, softmax_step
 
 
-def prefill_sparse(q, k, v, index, blocks, start, scale, backend="auto"):
-    """Attention of queries in blocks: each block's to its rows of `index`, all visible, and to rows
-    local .. their own position.
+def prefill_sparse(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    index: torch.Tensor,
+    blocks: list[tuple[int, int, int, int]],
+    start: int,
+    scale: float,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Attend in blocks of queries to each block's rows of `index` and to the rows from `local` up
+    to each query's own.
 
     q [B, C, H, D]: queries at positions start .. start+C-1; k, v [B, Hkv, T, D] views of any
-    strides, last dim contiguous; index [B, N, K] int32; blocks: list of N (first, last, local,
-    count): queries first .. last-1 see the first `count` entries of index[:, n], distinct and <
-    local, and from row local <= first on every row up to their own. The blocks tile the queries in
-    order. Returns [B, C, H, D] in q.dtype.
+    strides, last dim contiguous; index [B, N, K] int32; blocks: N tuples (first, last, local,
+    count). Queries first .. last-1 see the first `count` entries of index[:, n], which are distinct
+    and below `local`, and every row from `local` <= first up to their own. The blocks tile the
+    queries in order. Returns out [B, C, H, D] in q.dtype. Raises ValueError for an unknown backend.
     """
     if choose(backend, q) == "triton":
         return prefill_sparse_triton(q, k, v, index, blocks, start, scale)
@@ -32,24 +44,43 @@ def prefill_sparse(q, k, v, index, blocks, start, scale, backend="auto"):
     return out
 
 
-def prefill_sparse_ref(q, k, v, index, count, local, start, scale):
+def prefill_sparse_ref(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    index: torch.Tensor,
+    count: int,
+    local: int,
+    start: int,
+    scale: float,
+) -> torch.Tensor:
     """Reference of one block: q [B, C, H, D] from position start on, index [B, K]."""
     batch, chunk, _, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     stop = start + chunk
     for b in range(batch):
         chosen = index[b, :count].long()
-        rows = [
+        rows_k, rows_v = (
             torch.cat([t[b].index_select(1, chosen), t[b, :, local:stop]], dim=1) for t in (k, v)
-        ]
+        )
         visible = torch.arange(1, chunk + 1, device=q.device) + count + start - local
-        out[b], _ = attend(q[b], *rows, visible, scale)
+        out[b], _ = attend(q[b], rows_k, rows_v, visible, scale)
     return out
 
 
-def prefill_sparse_cpu(q, k, v, index, count, local, start, scale):
-    """One block in plain torch, arguments as `prefill_sparse_ref`: chosen rows gathered once per
-    block of queries, three parts merged by log-sum-exp.
+def prefill_sparse_cpu(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    index: torch.Tensor,
+    count: int,
+    local: int,
+    start: int,
+    scale: float,
+) -> torch.Tensor:
+    """One block in plain torch, arguments as `prefill_sparse_ref`.
+
+    Gathers the chosen rows once per block of queries and merges three parts by log-sum-exp.
     """
     outs = []
     for b in range(q.shape[0]):
@@ -63,26 +94,22 @@ def prefill_sparse_cpu(q, k, v, index, count, local, start, scale):
     return torch.cat(outs) if len(outs) > 1 else outs[0]
 
 
-def gather(k, v, chosen):
-    """Rows `chosen` of k and v [1, Hkv, T, D] as two [1, Hkv, n, D] views; whole contiguous rows
-    are copied where K and V lie side by side (a token-major bank), else head by head.
+def gather(
+    k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copy rows `chosen` of k and v [1, Hkv, T, D]: two [1, Hkv, n, D] views.
+
+    A token-major bank copies whole rows (`token_rows`), any other layout head by head.
     """
-    _, heads, rows, dim = k.shape
-    wide = 2 * heads * dim
-    if (
-        k.stride() == v.stride() == (k.stride(0), dim, wide, 1)
-        and v.data_ptr() - k.data_ptr() == heads * dim * k.element_size()
-    ):
-        packed = (
-            k.as_strided((rows, wide), (wide, 1))
-            .index_select(0, chosen)
-            .view(-1, 2, heads, dim)
-            .permute(1, 2, 0, 3)
-        )
+    _, heads, _, dim = k.shape
+    rows = token_rows(k, v, 0)
+    if rows is not None:
+        packed = rows.index_select(0, chosen).view(-1, 2, heads, dim).permute(1, 2, 0, 3)
         return packed[0:1], packed[1:2]
-    return tuple(
+    one, other = (
         torch.stack([t[0, h].index_select(0, chosen) for h in range(heads)])[None] for t in (k, v)
     )
+    return one, other
 
 
 @triton.jit
@@ -115,11 +142,12 @@ def gathered_kernel(
     DP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """M // G queries of one block under one kv head: grid (tiles, kv_heads, blocks * B). Row j * G
-    + g of the tile is query j under head g of the group. Rows are visited in one pass, read in
-    place: the chosen ones, the band, then the chunk up to the tile's last query. `blocks` [count,
-    5] int32: first and last query, counted in q; local; chosen rows; rows between local and the
-    first query.
+    """Attend with M // G queries of one block under one kv head.
+
+    Grid (tiles, kv_heads, blocks * B). Row j * G + g of the tile is query j under head g of the
+    group. One pass reads K and V in place: the chosen rows, the band, then the chunk up to the
+    tile's last query. blocks [count, 5] int32: first and last query, counted in q; local; chosen
+    rows; rows between local and the first query.
     """
     h = tl.program_id(1)
     n = tl.program_id(2) % count
@@ -128,7 +156,7 @@ def gathered_kernel(
     last = tl.load(blocks + 5 * n + 1)
     local = tl.load(blocks + 5 * n + 2)
     kept = tl.load(blocks + 5 * n + 3)
-    # rows that every query of the block sees, its own part apart
+    # rows before the block's first query: every query of the block sees them
     before = kept + tl.load(blocks + 5 * n + 4)
     tile = first + tl.program_id(0) * (M // G)
     if tile < last:
@@ -167,10 +195,11 @@ def gathered_kernel(
         )
 
 
-def gathered_config(group, head_dim, itemsize):
-    """Tiles of 128 (query, head) rows and 64 bank rows in 16 bits at head_dim 128: 64 accumulator
-    registers under 8 warps, K and V twice in flight in 64 KB, so that it also runs on sm_89 with
-    its 99 KB. Smaller where a row is wider.
+def gathered_config(group: int, head_dim: int, itemsize: int) -> Config:
+    """Choose tiles of 128 (query, head) rows and 64 bank rows in 16 bits at head_dim 128.
+
+    That is 64 accumulator registers under 8 warps, and K and V twice in flight in 64 KB, so that it
+    also runs on sm_89 with its 99 KB. Wider rows make smaller tiles.
     """
     dim = max(16, power_of_two(head_dim))
     rows = max(16, power_of_two(group), min(128, 32768 // (dim * itemsize)))
@@ -180,7 +209,15 @@ def gathered_config(group, head_dim, itemsize):
     )
 
 
-def prefill_sparse_triton(q, k, v, index, blocks, start, scale):
+def prefill_sparse_triton(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    index: torch.Tensor,
+    blocks: list[tuple[int, int, int, int]],
+    start: int,
+    scale: float,
+) -> torch.Tensor:
     """`prefill_sparse` by the Triton kernel of this file, same arguments: one launch for all blocks
     of a chunk.
 
@@ -191,11 +228,11 @@ def prefill_sparse_triton(q, k, v, index, blocks, start, scale):
     kv_heads = k.shape[1]
     group = heads // kv_heads
     config = gathered_config(group, head_dim, q.element_size())
-    table = [
+    rows = [
         (first - start, last - start, local, count, first - local)
         for first, last, local, count in blocks
     ]
-    table = torch.tensor(table, dtype=torch.int32).to(q.device)
+    table = torch.tensor(rows, dtype=torch.int32).to(q.device)
     tiles = -(-max(last - first for first, last, _, _ in blocks) // (config.rows // group))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     gathered_kernel[(tiles, kv_heads, len(blocks) * batch)](

@@ -1,14 +1,22 @@
-"""Split-K flash-decoding, the parts that the dense and the sparse kernel share: shapes, the softmax
-step of a tile, the merge.
+"""Shared by the dense and the sparse decode kernel (split-K flash-decoding): launch shapes, the
+softmax step of a tile, the merge of the splits.
 
-Rows are visited in fixed-length splits at absolute boundaries and merged in a fixed order, so that
-an output, and the log-sum-exp that a selection hangs on, depends on the rows alone: not on the
+K and V are visited in fixed-length splits at absolute boundaries and merged in a fixed order. An
+output, and the log-sum-exp that a selection hangs on, then depends on the rows alone: not on the
 capacity, the grid or the number of SMs.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kernels._triton import tl, triton
+
+if TYPE_CHECKING:
+    import torch
+
+    from kernels.scratch import Scratch
 
 # rows of one program: partial results are 1.6 % of the bytes (group 4, bf16), with 256 3.1 %
 DENSE_SPLIT = 512
@@ -22,29 +30,29 @@ FILL = 264
 
 @dataclass(frozen=True)
 class Config:
-    """Launch shape of one kernel: rows of its tile, padded sizes, warps and software-pipeline
-    stages.
-    """
+    """Launch shape of one kernel: tile and padded sizes, warps and software-pipeline stages."""
 
     block: int  # bank rows of one tile
     # packed (query, head of the group) rows, a power of two >= 16 (the tensor cores' least)
     rows: int
-    dim: int  # head_dim padded to a power of two
+    dim: int  # head_dim padded to a power of two >= 16
     warps: int
     stages: int
     queries: int  # queries packed in one tile
 
 
-def power_of_two(x):
-    """The least power of two >= x (x >= 1)."""
+def power_of_two(x: int) -> int:
+    """Round x >= 1 up to a power of two."""
     return 1 << (x - 1).bit_length()
 
 
-def decode_config(queries, group, head_dim, itemsize, tile_bytes):
-    """Config of a decode kernel.
+def decode_config(
+    queries: int, group: int, head_dim: int, itemsize: int, tile_bytes: int
+) -> Config:
+    """Choose the launch shape of a decode kernel.
 
-    One K tile holds `tile_bytes`: with two tiles of K and V in flight, four times that in shared
-    memory; 64 KB of 16 KB tiles leaves three programs on an H100 or H200 and one on sm_89 with its
+    One K tile holds `tile_bytes`. Two tiles of K and V in flight take four times that in shared
+    memory: 64 KB of 16 KB tiles leaves three programs on an H100 or H200 and one on sm_89 with its
     99 KB. Queries are packed up to 64 rows and 16 KB (the accumulator then stays at 64 registers a
     thread); past that, a second program reads the same rows, from L2. In float32 the products run
     in registers, not in tensor cores: 32 rows.
@@ -58,9 +66,9 @@ def decode_config(queries, group, head_dim, itemsize, tile_bytes):
     )
 
 
-def sparse_split(budget, kv_heads):
-    """Rows of one program of the sparse kernel: the longest of 256..32 that still makes FILL
-    programs for one sequence.
+def sparse_split(budget: int, kv_heads: int) -> int:
+    """Rows of one program of the sparse kernel: the longest of 256, 128, 64, 32 that still makes
+    FILL programs for one sequence.
     """
     for split in (256, 128, 64):
         if kv_heads * -(-(budget + TAIL_ROOM) // split) >= FILL:
@@ -68,24 +76,28 @@ def sparse_split(budget, kv_heads):
     return 32
 
 
-def dense_splits(capacity):
+def dense_splits(capacity: int) -> int:
+    """Count the splits of a dense bank."""
     return max(1, -(-capacity // DENSE_SPLIT))
 
 
-def sparse_splits(budget, kv_heads):
+def sparse_splits(budget: int, kv_heads: int) -> int:
+    """Count the splits of `budget` chosen tokens and TAIL_ROOM tail rows."""
     return -(-(budget + TAIL_ROOM) // sparse_split(budget, kv_heads))
 
 
-def most_sparse_splits(budget, kv_heads):
-    """The most splits that any budget up to this one makes: a shorter split is only taken while a
-    longer one misses FILL.
+def most_sparse_splits(budget: int, kv_heads: int) -> int:
+    """Bound `sparse_splits` for every budget up to this one.
+
+    A shorter split is only taken while the longer one misses FILL.
     """
     return max(-(-(budget + TAIL_ROOM) // 256), 2 * -(-FILL // kv_heads))
 
 
-def needs_wide(*strides):
-    """Whether offsets inside a split of DENSE_SPLIT rows of these strides pass 31 bits (they never
-    do in our own banks).
+def needs_wide(*strides: int) -> bool:
+    """Tell whether offsets inside one split of DENSE_SPLIT rows pass 31 bits.
+
+    strides: elements from row to row. The engine's own banks never need it.
     """
     return max(strides) * DENSE_SPLIT >= 2**31
 
@@ -104,8 +116,10 @@ def query_tile(
     D: tl.constexpr,
     DP: tl.constexpr,
 ):
-    """QT queries from `first` on under the G heads of kv head h, as M packed rows: (row numbers r,
-    dims d, query of each row, its head, whether it is one, rows [M, DP]).
+    """Load QT queries from `first` on under the G heads of kv head h, as M packed rows.
+
+    Returns (r, d, j, head, live, rows [M, DP]): row numbers, dims, the query and the head of each
+    row, and whether the row is one at all.
     """
     r = tl.arange(0, M)
     d = tl.arange(0, DP)
@@ -118,8 +132,9 @@ def query_tile(
 
 @triton.jit
 def softmax_step(scores, values, m, total, acc):
-    """One tile of online softmax: scores [M, N] (-inf where masked), values [N, D]; m, total [M],
-    acc [M, D] are carried.
+    """Take one tile into an online softmax.
+
+    scores [M, N], -inf where masked; values [N, D]; m and total [M] and acc [M, D] are carried.
     """
     top = tl.maximum(m, tl.max(scores, 1))
     # a row that has seen nothing yet must not make NaN
@@ -132,9 +147,7 @@ def softmax_step(scores, values, m, total, acc):
 
 @triton.jit
 def store_partial(part, lse, slot, r, d, live, m, total, acc, D: tl.constexpr):
-    """Writes one split's normalised output [M, D] and log-sum-exp [M] at row `slot` + r of the
-    scratch.
-    """
+    """Write one split's normalised output [M, D] and log-sum-exp [M] to scratch row `slot` + r."""
     safe = tl.where(total > 0, total, 1.0)
     at = slot + r
     tl.store(
@@ -147,8 +160,9 @@ def store_partial(part, lse, slot, r, d, live, m, total, acc, D: tl.constexpr):
 
 @triton.jit
 def sparse_extent(counts, tail_start, lengths, b, splits, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
-    """(chosen rows, first tail row, all rows, rows per split) of sequence b; a tail beyond
-    TAIL_ROOM lengthens the splits.
+    """Measure sequence b: (chosen rows, first tail row, all rows, rows per split).
+
+    A tail beyond TAIL_ROOM lengthens the splits.
     """
     kept = tl.load(counts + b)
     start = tl.load(tail_start + b)
@@ -179,11 +193,11 @@ def merge_kernel(
     D: tl.constexpr,
     DP: tl.constexpr,
 ):
-    """Merges up to `span` splits of one packed row by log-sum-exp, in ascending order.
+    """Merge up to `span` splits of one packed row by log-sum-exp, in ascending order.
 
-    Grid (packed * kv_heads, chunks, B). `unit`: decode splits that one entry of `part` stands for
-    (1, or MERGE_CHUNK on the second level). LAST writes out [B, Q, H, D] and out_lse [B, Q, H];
-    else the same layout as part, one entry per chunk.
+    Grid (packed * kv_heads, chunks, B). unit: decode splits that one entry of `part` stands for
+    (1, or MERGE_CHUNK on the second level). With LAST the target is out [B, Q, H, D] and out_lse
+    [B, Q, H]; else it has part's layout, one entry per chunk.
     """
     r = tl.program_id(0) % packed
     h = tl.program_id(0) // packed
@@ -230,12 +244,23 @@ def merge_kernel(
         tl.store(out_lse + at, tl.where(total > 0, m + tl.log(safe), float("-inf")))
 
 
-def merge(scratch, out, lengths, kv_heads, splits, split, block, counts=None, tail_start=None):
-    """Merges scratch.part [B, Hkv, S, Q*G, D] and .lse [B, Hkv, S, Q*G] into out [B, Q, H, D] and
-    scratch.out_lse [B, Q, H].
+def merge(
+    scratch: Scratch,
+    out: torch.Tensor,
+    lengths: torch.Tensor,
+    kv_heads: int,
+    splits: int,
+    split: int,
+    block: int,
+    counts: torch.Tensor | None = None,
+    tail_start: torch.Tensor | None = None,
+) -> None:
+    """Merge scratch.part [B, Hkv, S, Q*G, D] and .lse [B, Hkv, S, Q*G] over the S splits.
 
-    One launch up to MERGE_CHUNK splits, two beyond. An entry that a level does not use is never
-    read, so the result is the same bit for bit with one level or two.
+    Overwrites out [B, Q, H, D] and scratch.out_lse [B, Q, H]. split, block: rows of one split and
+    of one tile; counts and tail_start: those of a sparse launch, None for a dense one. One launch
+    up to MERGE_CHUNK splits, two beyond. An entry that a level does not use is never read, so one
+    level and two give the same bits.
     """
     batch, queries, heads, head_dim = out.shape
     group = heads // kv_heads

@@ -1,10 +1,11 @@
-"""A decode step's new rows put where they live: K and V into the bank, the query before rotation
-into the selector's ring.
+"""Store a decode step's new tokens: K and V into the bank, the queries before RoPE into the
+selector's ring.
 
-One launch per layer instead of the six of three indexed assignments and their index arithmetic: at
-a step of a few milliseconds launches are what is left to save (32 layers x 5 launches x about 2
-us).
+One launch per layer replaces the six of three indexed assignments and their index arithmetic. At a
+step of a few milliseconds launches are what is left to save (32 layers x 5 launches x about 2 us).
 """
+
+from __future__ import annotations
 
 import torch
 
@@ -13,7 +14,15 @@ from kernels.dispatch import choose
 from kernels.split import power_of_two
 
 
-def store_step_ref(k, v, q_pre_rope, bank_k, bank_v, ring, positions):
+def store_step_ref(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_pre_rope: torch.Tensor,
+    bank_k: torch.Tensor,
+    bank_v: torch.Tensor,
+    ring: torch.Tensor,
+    positions: torch.Tensor,
+) -> None:
     """Reference of `store_step`, same arguments: three indexed assignments."""
     rows = torch.arange(positions.shape[0], device=positions.device).unsqueeze(1)
     bank_k.transpose(1, 2)[rows, positions] = k
@@ -21,10 +30,16 @@ def store_step_ref(k, v, q_pre_rope, bank_k, bank_v, ring, positions):
     ring[rows, positions % ring.shape[1]] = q_pre_rope
 
 
-def store_step_cpu(k, v, q_pre_rope, bank_k, bank_v, ring, positions):
-    """`store_step` by slice copies, for a CPU: positions of a sequence are consecutive. Same
-    arguments.
-    """
+def store_step_cpu(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_pre_rope: torch.Tensor,
+    bank_k: torch.Tensor,
+    bank_v: torch.Tensor,
+    ring: torch.Tensor,
+    positions: torch.Tensor,
+) -> None:
+    """`store_step` on CPU tensors, same arguments: slice copies, as positions are consecutive."""
     for b, start in enumerate(positions[:, 0].tolist()):
         stop = start + k.shape[1]
         bank_k[b, :, start:stop] = k[b].transpose(0, 1)
@@ -36,14 +51,24 @@ def store_step_cpu(k, v, q_pre_rope, bank_k, bank_v, ring, positions):
     ring[rows, positions % ring.shape[1]] = q_pre_rope
 
 
-def store_step(k, v, q_pre_rope, bank_k, bank_v, ring, positions, backend="auto"):
-    """bank[b, :, positions[b, j]] = k[b, j], v[b, j]; ring[b, positions[b, j] % R] = q_pre_rope[b,
-    j].
+def store_step(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_pre_rope: torch.Tensor,
+    bank_k: torch.Tensor,
+    bank_v: torch.Tensor,
+    ring: torch.Tensor,
+    positions: torch.Tensor,
+    backend: str = "auto",
+) -> None:
+    """Write k[b, j] and v[b, j] to row positions[b, j] of the bank, and q_pre_rope[b, j] to slot
+    positions[b, j] % R of the ring.
 
     k, v [B, Q, Hkv, D] and q_pre_rope [B, Q, H, D]: views with a contiguous last dim; bank_k,
-    bank_v [B, Hkv, T, D] views of any strides, last dim contiguous; ring [B, R, H, D] contiguous, R
-    >= Q; positions [B, Q] int64, consecutive in a sequence, below T. All of one dtype. Mutates bank
-    and ring; no position visits the host on a GPU.
+    bank_v [B, Hkv, T, D] views of any strides, last dim contiguous; ring [B, R, H, D] contiguous,
+    R >= Q; positions [B, Q] int64, below T, consecutive in each sequence. All floats share one
+    dtype. Mutates bank_k, bank_v and ring. On a GPU no position visits the host. Raises ValueError
+    for an unknown backend.
     """
     chosen = choose(backend, k)
     run = {"reference": store_step_ref, "cpu": store_step_cpu, "triton": store_step_triton}[chosen]
@@ -81,9 +106,7 @@ def store_kernel(
     D: tl.constexpr,
     DP: tl.constexpr,
 ):
-    """One head of one new token: grid (B * Q, 2 * HKV + H). Heads come as K's, V's, then the
-    query's.
-    """
+    """Store one head of one new token: grid (B * Q, 2 * HKV + H), heads of K, of V, then of Q."""
     b = (tl.program_id(0) // queries).to(tl.int64)
     j = tl.program_id(0) % queries
     head = tl.program_id(1)
@@ -102,7 +125,15 @@ def store_kernel(
         tl.store(ring + (b * slots + at % slots) * tr + head * D + d, row, mask=d < D)
 
 
-def store_step_triton(k, v, q_pre_rope, bank_k, bank_v, ring, positions):
+def store_step_triton(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_pre_rope: torch.Tensor,
+    bank_k: torch.Tensor,
+    bank_v: torch.Tensor,
+    ring: torch.Tensor,
+    positions: torch.Tensor,
+) -> None:
     """`store_step` by the Triton kernel of this file, same arguments. Bytes: the new rows, read and
     written once.
     """

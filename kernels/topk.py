@@ -1,20 +1,29 @@
-"""Exact top-k of one long row per sequence: ascending indices, the lowest index wins ties, no visit
-to the host on a GPU.
+"""Exact top-k of one long row of scores per sequence: ascending indices, the lowest index wins
+ties, and a GPU never visits the host.
 """
+
+from __future__ import annotations
 
 import torch
 
 from kernels._triton import tl, triton
 from kernels.dispatch import choose
-from kernels.scratch import SELECT_PROGRAMS, make_scratch
+from kernels.scratch import SELECT_PROGRAMS, Scratch, make_scratch
 from kernels.split import power_of_two
 
-# CPU backend: scores looked through at a time for equals of the last place
+# CPU backend: scores searched at a time for equals of the last place
 TIE_BLOCK = 8192
 
 
-def select_topk_ref(scores, lo, hi, k, out, counts):
-    """Reference of `select_topk`, same arguments: a stable sort by (-key, index)."""
+def select_topk_ref(
+    scores: torch.Tensor,
+    lo: torch.Tensor,
+    hi: torch.Tensor,
+    k: torch.Tensor,
+    out: torch.Tensor,
+    counts: torch.Tensor,
+) -> None:
+    """Reference of `select_topk`, same arguments: a stable sort by (-score, index)."""
     for b in range(scores.shape[0]):
         first, last = int(lo[b]), max(int(lo[b]), int(hi[b]))
         kept = min(int(k[b]), last - first, out.shape[1])
@@ -27,13 +36,23 @@ def select_topk_ref(scores, lo, hi, k, out, counts):
         counts[b] = kept
 
 
-def select_topk(scores, lo, hi, k, out, counts, scratch=None, backend="auto"):
-    """The k largest scores in [lo, hi) of every row, as ascending indices.
+def select_topk(
+    scores: torch.Tensor,
+    lo: torch.Tensor,
+    hi: torch.Tensor,
+    k: torch.Tensor,
+    out: torch.Tensor,
+    counts: torch.Tensor,
+    scratch: Scratch | None = None,
+    backend: str = "auto",
+) -> None:
+    """Select the k largest scores in [lo, hi) of every row, as ascending indices.
 
-    scores [B, T] float32; lo, hi, k [B] int32 on the device (k may exceed hi - lo: then all are
-    taken; hi < lo is empty); out [B, K] int32, filled with ascending positions and then -1; counts
-    [B] int32 = min(k, hi - lo, K). NaN ranks lowest, -0 equals +0, equal scores go to the lower
-    index. Mutates out, counts and scratch.
+    scores [B, T] float32; lo, hi, k [B] int32 on the device (a k beyond hi - lo takes all; hi < lo
+    is empty); out [B, K] int32, filled with ascending positions and then -1; counts [B] int32, set
+    to min(k, hi - lo, K). NaN ranks lowest, -0 equals +0, equal scores go to the lower index.
+    scratch: None allocates. Mutates out, counts and scratch. Raises ValueError for an unknown
+    backend or too small a scratch.
     """
     chosen = choose(backend, scores)
     if chosen == "triton":
@@ -44,12 +63,20 @@ def select_topk(scores, lo, hi, k, out, counts, scratch=None, backend="auto"):
         select_topk_ref(scores, lo, hi, k, out, counts)
 
 
-def select_topk_cpu(scores, lo, hi, k, out, counts, scratch=None):
+def select_topk_cpu(
+    scores: torch.Tensor,
+    lo: torch.Tensor,
+    hi: torch.Tensor,
+    k: torch.Tensor,
+    out: torch.Tensor,
+    counts: torch.Tensor,
+    scratch: Scratch | None = None,
+) -> None:
     """`select_topk` on CPU tensors, same arguments.
 
-    One more key than asked for tells whether the last place is contested: if the smallest of k + 1
-    is alone, the others are the answer; if not, the lowest indices among its equals fill the last
-    places (softmaxed scores underflow to many zeros).
+    Takes one score more than asked for, to see whether the last place is contested. If the smallest
+    of the k + 1 is alone, the others are the answer. If not, the lowest indices among its equals
+    fill the last places (softmaxed scores underflow to many zeros).
     """
     out.fill_(-1)
     for b in range(scores.shape[0]):
@@ -71,8 +98,8 @@ def select_topk_cpu(scores, lo, hi, k, out, counts, scratch=None):
         out[b, :kept] = torch.sort(chosen).values + first
 
 
-def _lowest_equal(row, value, count):
-    """The `count` lowest indices at which row equals value, found block by block."""
+def _lowest_equal(row: torch.Tensor, value: torch.Tensor, count: int) -> torch.Tensor:
+    """Find the `count` lowest indices at which row equals value, block by block."""
     found, missing = [], count
     for start in range(0, row.numel(), TIE_BLOCK):
         equal = torch.nonzero(row[start : start + TIE_BLOCK] == value).flatten()[:missing] + start
@@ -90,8 +117,8 @@ def _lowest_equal(row, value, count):
 
 @triton.jit
 def ordered(scores, t, inside):
-    """uint32 that order as the scores do, in integers so that no compiler mode flushes denormals;
-    NaN as -inf, -0 as +0.
+    """Load scores as uint32 of the same order, NaN as -inf and -0 as +0; integers, so that no
+    compiler mode flushes denormals.
     """
     bits = tl.load(scores + t, mask=inside, other=0.0).to(tl.uint32, bitcast=True)
     bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0xFF800000, bits).to(tl.uint32)
@@ -101,7 +128,7 @@ def ordered(scores, t, inside):
 
 @triton.jit
 def candidates(lo, hi, k, b, room, capacity):
-    """(first, past the last, how many are wanted) of row b."""
+    """Bound row b: (first, past the last, how many are wanted)."""
     first = tl.maximum(tl.load(lo + b), 0)
     stop = tl.maximum(tl.minimum(tl.load(hi + b), capacity), first)
     return first, stop, tl.maximum(tl.minimum(tl.minimum(tl.load(k + b), stop - first), room), 0)
@@ -109,8 +136,8 @@ def candidates(lo, hi, k, b, room, capacity):
 
 @triton.jit
 def crossing(hist, wanted, BINS: tl.constexpr):
-    """(digit d, missing): the largest d that has >= wanted scores at or above it, and how many of
-    its own are needed.
+    """Find (digit, missing): the largest digit with >= wanted scores at or above it, and how many
+    scores of that very digit are needed.
     """
     d = tl.arange(0, BINS)
     counts = tl.load(hist + d)
@@ -121,12 +148,12 @@ def crossing(hist, wanted, BINS: tl.constexpr):
 
 @triton.jit
 def count_digit(hist, digit, inside, BINS: tl.constexpr, TILE: tl.constexpr):
-    """Adds a tile's digits to a histogram in memory, one atomic per key: few scores share the
+    """Add a tile's digits to a histogram in memory, one atomic per score: few scores share the
     digits before.
 
-    Where many do (equal scores, zeros), their least and greatest digit are counted first and added
-    at once, or a constant row would queue all its atomics on one address. tl.histogram with 4096
-    bins would spill instead.
+    If many do (equal scores, zeros), their least and greatest digit are counted first and added at
+    once, or a constant row would queue all its atomics on one address. tl.histogram with 4096 bins
+    would spill instead.
     """
     if tl.sum(inside.to(tl.int32), 0) > TILE // 8:
         least = tl.min(tl.where(inside, digit, BINS), 0)
@@ -158,7 +185,7 @@ def digit_kernel(
     LEVEL: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Histogram of one digit over the scores that share the digits before it. Grid (programs, B).
+    """Count one digit over the scores that share the digits before it: grid (programs, B).
 
     LEVEL 0: bits 31..24; 1: bits 23..12 below the first crossing digit; 2: bits 11..0 below the
     second. A row of `state`: prefix and missing after level 1, the same after level 2, the
@@ -217,8 +244,8 @@ def count_kernel(
     STRIDE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The threshold key, and how many scores of each program's span lie above it and on it. Grid
-    (programs, B).
+    """Find the threshold score, and count how many scores of each program's span lie above it and
+    on it: grid (programs, B).
     """
     pid = tl.program_id(0)
     b = tl.program_id(1)
@@ -265,7 +292,7 @@ def emit_kernel(
     PROGRAMS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Writes the chosen positions in ascending order, -1 behind them, and the count; leaves the
+    """Write the chosen positions in ascending order, -1 behind them, and the count; leave the
     histograms zero.
     """
     pid = tl.program_id(0)
@@ -306,17 +333,26 @@ def emit_kernel(
         tl.store(out + t, tl.full([TILE], -1, tl.int32), mask=t < room)
 
 
-def select_span(capacity):
-    """Keys of one program: at least 1024, and few enough programs a row for one vector to hold
-    their counts.
+def select_span(capacity: int) -> int:
+    """Scores of one program: at least 1024, and few enough programs for one vector to hold their
+    counts.
     """
     return max(1024, power_of_two(-(-capacity // SELECT_PROGRAMS)))
 
 
-def select_topk_triton(scores, lo, hi, k, out, counts, scratch=None, span=None):
+def select_topk_triton(
+    scores: torch.Tensor,
+    lo: torch.Tensor,
+    hi: torch.Tensor,
+    k: torch.Tensor,
+    out: torch.Tensor,
+    counts: torch.Tensor,
+    scratch: Scratch | None = None,
+    span: int | None = None,
+) -> None:
     """`select_topk` by the Triton kernels of this file, same arguments.
 
-    Radix select by digits of 8, 12 and 12 bits; 5 launches; 20 bytes read per key. `span`: scores
+    Radix select by digits of 8, 12 and 12 bits; 5 launches; 20 bytes read per score. span: scores
     per program, a power of two (for tests: the result does not depend on it).
     """
     batch, capacity = scores.shape

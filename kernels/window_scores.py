@@ -1,6 +1,8 @@
-"""Scores of a window of queries for the `uniform` and `exponential` selectors: sum over the window
-of weighted head maxima.
+"""Score every row by a window of queries, for the `uniform` and `exponential` selectors: the sum
+over the window of weighted head maxima (OmniKV Eq. 3 and 4).
 """
+
+from __future__ import annotations
 
 import torch
 
@@ -8,11 +10,19 @@ from kernels._triton import tl, triton
 from kernels.cpu import WINDOW_BLOCK, logit_blocks
 from kernels.dispatch import choose
 from kernels.reference import head_max
-from kernels.scratch import make_scratch
+from kernels.scratch import Scratch, make_scratch
 from kernels.split import DENSE_SPLIT, Config, dense_splits, needs_wide, power_of_two
 
 
-def window_scores_ref(q, k, lengths, scale, alpha, kind, scores):
+def window_scores_ref(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    alpha: torch.Tensor,
+    kind: str,
+    scores: torch.Tensor,
+) -> None:
     """Reference of `window_scores`, same arguments; loops over the batch."""
     batch, window, heads, dim = q.shape
     for b in range(batch):
@@ -34,14 +44,26 @@ def window_scores_ref(q, k, lengths, scale, alpha, kind, scores):
         scores[b, :n] = (alpha[live].view(-1, 1) * maxima).sum(0)
 
 
-def window_scores(q, k, lengths, scale, alpha, kind, scores, scratch=None, backend="auto"):
-    """scores[b, i] = sum over window queries j of alpha[j] * max over heads of the score of row i
-    (OmniKV Eq. 3 and 4).
+def window_scores(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    alpha: torch.Tensor,
+    kind: str,
+    scores: torch.Tensor,
+    scratch: Scratch | None = None,
+    backend: str = "auto",
+) -> None:
+    """Set scores[b, i] to the sum over window queries j of alpha[j] * the max over heads of the
+    score of row i: OmniKV Eq. 3 and 4.
 
-    q [B, W, H, D]: the last W queries, each rotated to its own position; k [B, Hkv, T, D] view;
-    lengths [B] int32: rows visible to the last query (query j sees lengths - (W-1-j); queries with
-    none are skipped); alpha [W] float32 (newest last); kind "softmax" (over the rows that the query
-    sees) or "raw"; scores [B, T] float32, overwritten below lengths.
+    q [B, W, H, D]: the last W queries, each rotated to its position; k [B, Hkv, T, D] view of any
+    strides, last dim contiguous; lengths [B] int32: rows visible to the last query (query j sees
+    lengths - (W-1-j); queries that see none are skipped); alpha [W] float32, newest last; kind
+    "softmax" (over the rows that the query sees) or "raw"; scores [B, T] float32; scratch: None
+    allocates. Mutates scores below lengths, and scratch. Raises ValueError for an unknown backend
+    or too small a scratch.
     """
     chosen = choose(backend, q)
     if chosen == "triton":
@@ -52,12 +74,21 @@ def window_scores(q, k, lengths, scale, alpha, kind, scores, scratch=None, backe
         window_scores_ref(q, k, lengths, scale, alpha, kind, scores)
 
 
-def window_scores_cpu(q, k, lengths, scale, alpha, kind, scores, scratch=None):
+def window_scores_cpu(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    alpha: torch.Tensor,
+    kind: str,
+    scores: torch.Tensor,
+    scratch: Scratch | None = None,
+) -> None:
     """`window_scores` on CPU tensors, same arguments: one product per block of rows and kv head for
     all queries.
 
     kind "softmax" visits K twice, for the log-sum-exps and for the scores: heads x W logits per row
-    would not fit anywhere.
+    would not fit in any cache.
     """
     for b in range(q.shape[0]):
         n = int(lengths[b])
@@ -82,9 +113,10 @@ def window_scores_cpu(q, k, lengths, scale, alpha, kind, scores, scratch=None):
             torch.mv(best.t(), weights, out=scores[b, start:stop])
 
 
-def _mask_late(logits, start, stop, limit):
-    """Sets logits [Hkv, W, G, rows start..stop] to -inf from `limit` [W, 1, 1] on; only the newest
-    blocks need it.
+def _mask_late(logits: torch.Tensor, start: int, stop: int, limit: torch.Tensor) -> torch.Tensor:
+    """Set logits [Hkv, W, G, rows start..stop] to -inf from row `limit` [W, 1, 1] on, in place.
+
+    Only the newest blocks need it.
     """
     if stop > int(limit[0]):
         logits.masked_fill_(torch.arange(start, stop) >= limit, float("-inf"))
@@ -106,7 +138,7 @@ def window_rows(
     D: tl.constexpr,
     DP: tl.constexpr,
 ):
-    """Queries of kv head h as [WP * GP, DP], row j * GP + g; the padding is zero."""
+    """Load the queries of kv head h as [WP * GP, DP], row j * GP + g; the padding is zero."""
     r = tl.arange(0, WP * GP)
     d = tl.arange(0, DP)
     j = r // GP
@@ -139,10 +171,10 @@ def window_lse_kernel(
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Log-sum-exp of one split of the rows for every (query, head of the group): grid (splits,
-    kv_heads, B).
+    """Compute the log-sum-exp of one split of the rows for every (query, head of the group).
 
-    `ahead`: tokens between the first query of this launch and the newest one.
+    Grid (splits, kv_heads, B). ahead: tokens between the first query of this launch and the newest
+    one.
     """
     s = tl.program_id(0)
     h = tl.program_id(1)
@@ -188,7 +220,7 @@ def window_lse_kernel(
 
 @triton.jit
 def window_merge_kernel(lse, out, lengths, splits, packed, SPLIT: tl.constexpr, ROWS: tl.constexpr):
-    """Log-sum-exp over the splits, 16 at a time in ascending order: grid (tiles of W*G rows,
+    """Merge the splits' log-sum-exps, 16 at a time in ascending order: grid (tiles of W*G rows,
     kv_heads, B).
     """
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -218,7 +250,7 @@ def window_merge_kernel(lse, out, lengths, splits, packed, SPLIT: tl.constexpr, 
 
 
 @triton.jit
-def window_keys_kernel(
+def window_max_kernel(
     q,
     k,
     lengths,
@@ -245,7 +277,7 @@ def window_keys_kernel(
     SOFTMAX: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """Keys of one tile of rows: maxima over all heads per query, then the weighted sum over the
+    """Score one tile of rows: maxima over all heads per query, then the weighted sum over the
     window. Grid (tiles, B).
 
     ADD continues the sum of an earlier launch over older queries.
@@ -288,12 +320,12 @@ def window_keys_kernel(
         tl.store(scores + t, score, mask=t < n)
 
 
-def window_config(window, group, head_dim, itemsize):
-    """Config of both passes: the queries of one launch under one kv head are one tile, W x G rows
-    (16 x 4: 64).
+def window_config(window: int, group: int, head_dim: int, itemsize: int) -> Config:
+    """Choose the launch shape of both passes: the queries of one launch under one kv head are one
+    tile of W x G rows (16 x 4: 64).
 
     Up to 64 KB of queries and 256 rows at once, so that the scores of a tile stay at 64 registers a
-    thread under 8 warps; half of it in float32, whose products take registers too.
+    thread under 8 warps; half of it in float32, where products take registers too.
     """
     dim, padded = max(16, power_of_two(head_dim)), power_of_two(group)
     room = 65536 if itemsize < 4 else 32768
@@ -305,13 +337,22 @@ def window_config(window, group, head_dim, itemsize):
     return Config(block, rows, dim, warps=8 if rows > 64 else 4, stages=stages, queries=queries)
 
 
-def window_scores_triton(q, k, lengths, scale, alpha, kind, scores, scratch=None):
+def window_scores_triton(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    alpha: torch.Tensor,
+    kind: str,
+    scores: torch.Tensor,
+    scratch: Scratch | None = None,
+) -> None:
     """`window_scores` by the Triton kernels of this file, same arguments.
 
     "softmax" reads K twice (log-sum-exp, then scores) and q once per tile from L2: 4 * Hkv * D
-    bytes per row in bf16, as much as one dense layer's K and V, where keeping the window's logits
-    would write and read 8 * W * H. "raw" reads K once. Beside that, 4 * W * H bytes per 512 rows
-    (written and read). A window past 256 rows (W x G) or 64 KB takes several such launches.
+    bytes per row in bf16, as much as one dense layer's K and V. Keeping the window's logits would
+    write and read 8 * W * H instead. "raw" reads K once. Log-sum-exps add 4 * W * H bytes per 512
+    rows, written and read. A window past 256 rows (W x G) or 64 KB takes several such launches.
     """
     batch, window, heads, head_dim = q.shape
     kv_heads, capacity = k.shape[1], k.shape[2]
@@ -374,7 +415,7 @@ def window_scores_triton(q, k, lengths, scale, alpha, kind, scores, scratch=None
                 ROWS=16,
                 num_warps=1,
             )
-        window_keys_kernel[(-(-capacity // config.block), batch)](
+        window_max_kernel[(-(-capacity // config.block), batch)](
             part,
             k,
             lengths,

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.cpu import token_rows
 from kernels.dense_decode import decode_dense
 from kernels.scratch import make_scratch
-from kernels.sparse_decode import decode_sparse, token_rows
+from kernels.sparse_decode import decode_sparse
 from kernels.topk import select_topk
 from kernels.window_scores import window_scores
 from tests.kernel_checks import (
