@@ -186,7 +186,7 @@ class LLM:
         # a plan may have fetched config.json only
         self.folder = Path(resolve(self.name, progress=self._download_progress).folder)
         checkpoint = Checkpoint.open(self.folder)
-        checkpoint.check(targets(self.config), ignored(self.config))
+        checkpoint.require(targets(self.config), ignored(self.config))
         self.tokenizer = Tokenizer(self.folder)
         if self.tokenizer.vocab_max_id >= self.config.vocab_size:
             raise BadCheckpoint(

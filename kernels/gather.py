@@ -143,7 +143,7 @@ def move_kernel(
             slot = tl.load(slots + i, mask=live, other=0).to(tl.int64)
         block = tl.load(table + token // 64, mask=live, other=0)
         address = block + offset + (token % 64).to(tl.int64) * pitch
-        # what 16-byte loads hang on
+        # without this the compiler cannot use 16-byte loads
         host = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
         device = buffer + tl.multiple_of(slot * stride, 4)
         for first in range(0, W, WORDS):

@@ -1,3 +1,4 @@
-"""Names to files to tensors: hub aliases, safetensors, the shipped model. Knows nothing of the
-engine.
+"""From a model's name to its files and tensors: hub aliases, safetensors, the shipped model.
+
+Imports nothing from the engine.
 """

@@ -1,6 +1,4 @@
-"""Short names of models: one table, printed by --list-models. A folder or a hub id always works
-too.
-"""
+"""The table of short model names that --list-models prints; a folder or a hub id works as well."""
 
 import difflib
 from dataclasses import dataclass
@@ -8,11 +6,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Alias:
-    """A model on the hub: `context` in tokens, `params` of the weights, and the published OmniKV
-    filter layers.
+    """One model on the hub.
 
-    `filter_layers` is None where nobody has published any. `note` is a remark for people, may be
-    empty.
+    context: tokens; params: elements of all weights; filter_layers: OmniKV's published ones, or
+    None; note: a remark for people, may be empty.
     """
 
     hub_id: str
@@ -59,7 +56,7 @@ ALIASES: dict[str, Alias] = {
 
 
 def suggest(name: str, most: int = 3) -> list[str]:
-    """Aliases, and hub ids of the table, that `name` may have meant, nearest first; may be empty."""
+    """Find the aliases and hub ids of the table nearest to `name`, best first; may be empty."""
     known = {_plain(alias): alias for alias in ALIASES}
     known |= {_plain(entry.hub_id): entry.hub_id for entry in ALIASES.values()}
     wanted = _plain(name)[:100]
@@ -69,12 +66,12 @@ def suggest(name: str, most: int = 3) -> list[str]:
 
 
 def _plain(name: str) -> str:
-    """Letters, digits and the slash only: people forget where the hyphens and dots go."""
+    """Keep letters, digits and the slash only: people forget where hyphens and dots go."""
     return "".join(c for c in name.lower() if c.isalnum() or c == "/")
 
 
 def table() -> str:
-    """The aliases as aligned text, one line each under a head line."""
+    """Format the aliases as aligned text, one line each under a head line."""
     head = ("name", "hub id", "context", "size", "filter layers", "note")
     rows = [
         (

@@ -1,11 +1,13 @@
-"""A model folder's weights: found and checked without reading tensor data, then streamed one fused
+"""Find and check a model folder's weights without reading tensor data, then stream them one fused
 tensor at a time.
 
-`Checkpoint.open` reads headers only; `check` compares names, shapes and dtypes with what the model
-wants, in both directions; `stream` maps the files, copies each tensor once, straight to its device
-and dtype, and lets go of the mapped pages behind it. Host memory in use is the tensors handed out
-plus CHUNK, whatever the size of the files.
+`Checkpoint.open` reads headers only. `require` compares names, shapes and dtypes with the model's,
+in both directions. `stream` maps the files, copies each tensor once, straight to its device and
+dtype, and releases the mapped pages behind it. Host memory in use is the tensors handed out plus
+CHUNK, whatever the size of the files.
 """
+
+from __future__ import annotations
 
 import math
 import mmap
@@ -23,7 +25,7 @@ from weights.jsonfile import read_object, regular_size, shown
 from weights.safetensors_file import FLOATS, TensorInfo, read_header
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-INDEX_LIMIT = 64 << 20  # bytes; that of a 70B model is 60 KB
+INDEX_LIMIT = 64 << 20  # bytes; the index of a 70B model has 60 KB
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # bytes copied, checked and released at a time; 1 to 32 MB measured alike (bound by page faults)
@@ -32,8 +34,8 @@ CHUNK = 4 << 20
 
 @dataclass(frozen=True)
 class Target:
-    """A tensor the model wants: its name there, and the stored parts (name, shape) that are joined
-    along dim 0, in this order.
+    """A tensor that the model wants: its name in the model, and the stored parts (name, shape) to
+    join along dim 0, in this order.
     """
 
     name: str
@@ -42,8 +44,8 @@ class Target:
 
 @dataclass(frozen=True)
 class LoadProgress:
-    """How far a load is: shards begun, of `shards`; stored bytes read, of `bytes_total`; seconds
-    since the first.
+    """How far a load has come: shard files begun, of `shards`; stored bytes read, of `bytes_total`;
+    seconds since the start.
     """
 
     shard: int
@@ -54,39 +56,42 @@ class LoadProgress:
 
 
 class Checkpoint:
-    """The tensors of one model folder. `tensors` maps names to TensorInfo, `total_bytes` is their
-    stored size.
+    """The tensors of one model folder, not read yet.
+
+    `tensors` maps names to TensorInfo; `total_bytes` is their stored size.
     """
 
-    def __init__(self, folder: Path, tensors: dict[str, TensorInfo]):
+    def __init__(self, folder: Path, tensors: dict[str, TensorInfo]) -> None:
         self.folder, self.tensors = folder, tensors
         self.total_bytes = sum(info.nbytes for info in tensors.values())
         self._sizes = {info.file: regular_size(info.file) for info in tensors.values()}
 
     @classmethod
-    def open(cls, folder: str | Path) -> "Checkpoint":
-        """Reads the index and every safetensors header of `folder`; no tensor data.
+    def open(cls, folder: str | Path) -> Checkpoint:
+        """Read the index and every safetensors header of `folder`; no tensor data.
 
-        Raises BadCheckpoint (damaged, incomplete or contradictory) or UnsupportedCheckpoint (pickle
-        or GGUF only, unknown dtype).
+        Raises BadCheckpoint if the folder is damaged, incomplete or contradictory, and
+        UnsupportedCheckpoint for an unknown dtype or a folder with only pickle or GGUF files.
         """
         folder = Path(folder)
         if not folder.is_dir():
-            raise BadCheckpoint(f"{folder}: found no folder, expected one in Hugging Face layout")
+            raise BadCheckpoint(
+                f"{folder}: found no folder, expected a model in Hugging Face layout"
+            )
         if _present(folder / SINGLE):  # before the index, as transformers does
             return cls(folder, read_header(_inside(folder, SINGLE)))
         if _present(folder / INDEX):
             return cls(folder, _read_index(folder))
         raise _no_weights(folder)
 
-    def check(
+    def require(
         self, targets: Iterable[Target], ignored: Callable[[str], bool] = lambda name: False
     ) -> None:
-        """Compares the stored tensors with the wanted ones, strictly in both directions.
+        """Require that the stored tensors are the wanted ones, no fewer and no more.
 
-        `ignored(name)` says which stored tensors may be left unread. Raises UnsupportedCheckpoint
-        for a dtype that is not one of float32, bfloat16, float16; BadCheckpoint for a missing
-        tensor, a wrong shape, or a tensor that nobody wants.
+        ignored(name) tells which stored tensors may stay unread. Raises UnsupportedCheckpoint for a
+        dtype other than float32, bfloat16 and float16; BadCheckpoint for a missing tensor, a wrong
+        shape, or a tensor that the model does not have.
         """
         wanted = {name: shape for target in targets for name, shape in target.parts}
         for name, info in self.tensors.items():
@@ -98,30 +103,28 @@ class Checkpoint:
         missing = [name for name in wanted if name not in self.tensors]
         extra = [name for name in self.tensors if name not in wanted and not ignored(name)]
         if missing:
-            shape, more = (
-                list(wanted[missing[0]]),
-                f" ({len(missing)} missing)" if len(missing) > 1 else "",
-            )
-            hint = (
-                "; tie_word_embeddings is false in config.json"
-                if missing[0] == "lm_head.weight"
-                else ""
-            )
-            hint += f"; the first unknown one is {shown(extra[0])}" if extra else ""
+            hint = f" ({len(missing)} missing)" if len(missing) > 1 else ""
+            if missing[0] == "lm_head.weight":
+                hint += "; tie_word_embeddings is false in config.json"
+            if extra:
+                hint += f"; the first unknown tensor is {shown(extra[0])}"
             raise BadCheckpoint(
-                f"{self.folder}: tensor {missing[0]}: found nothing, expected shape {shape}{more}{hint}"
+                f"{self.folder}: tensor {missing[0]}: found nothing, "
+                f"expected shape {list(wanted[missing[0]])}{hint}"
             )
         for name, shape in wanted.items():
             info = self.tensors[name]
             if info.shape != tuple(shape):
                 raise BadCheckpoint(
-                    f"{info.file}: tensor {name}: found shape {list(info.shape)}, expected {list(shape)} by config.json"
+                    f"{info.file}: tensor {name}: found shape {list(info.shape)}, "
+                    f"expected {list(shape)} as config.json says"
                 )
         if extra:
             more = f" ({len(extra)} such tensors)" if len(extra) > 1 else ""
             file = self.tensors[extra[0]].file
             raise BadCheckpoint(
-                f"{file}: tensor {shown(extra[0])}: found, expected no such tensor by config.json{more}"
+                f"{file}: tensor {shown(extra[0])}: found, "
+                f"but config.json describes no such tensor{more}"
             )
 
     def stream(
@@ -132,12 +135,12 @@ class Checkpoint:
         check_finite: bool = True,
         progress: Callable[[LoadProgress], None] | None = None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields (target.name, tensor) in file order: contiguous, of `dtype`, on `device`. `check`
-        has accepted `targets`.
+        """Yield (target.name, tensor) in file order: contiguous, of `dtype`, on `device`.
 
-        A tensor is the caller's alone: nothing here keeps it or shares memory with the files.
-        `progress` is called after every stored tensor. With `check_finite`, NaN, infinity, or a
-        value beyond the range of `dtype` raises BadCheckpoint.
+        `require` must have accepted `targets`. The caller owns the tensor: nothing here keeps it or
+        shares memory with the files. progress is called after every stored tensor. With
+        check_finite, raises BadCheckpoint for NaN, infinity or a value beyond the range of `dtype`.
+        Raises BadCheckpoint if a file has changed since `open`.
         """
         targets = sorted(targets, key=lambda target: self._position(target.parts[0][0]))
         files = {self.tensors[name].file for target in targets for name, _ in target.parts}
@@ -153,9 +156,15 @@ class Checkpoint:
                 mapped.close()
 
     def _fused(
-        self, target, device, dtype, check_finite, maps: dict, read: "_Progress"
+        self,
+        target: Target,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        check_finite: bool,
+        maps: dict[Path, _Mapped],
+        read: _Progress,
     ) -> torch.Tensor:
-        """One target's tensor, its parts below each other; opens maps as it needs them."""
+        """Read one target's tensor, its parts below each other; map files into `maps`."""
         rows = sum(shape[0] for _, shape in target.parts)
         out = torch.empty((rows, *target.parts[0][1][1:]), dtype=dtype, device=device)
         row = 0
@@ -174,9 +183,11 @@ class Checkpoint:
 
 
 class _Progress:
-    """Counts what was read and tells whoever asked."""
+    """Counts what was read and reports it."""
 
-    def __init__(self, shards: int, total: int, report: Callable[[LoadProgress], None] | None):
+    def __init__(
+        self, shards: int, total: int, report: Callable[[LoadProgress], None] | None
+    ) -> None:
         self.shards, self.total, self.report = shards, total, report
         self.files: set[Path] = set()
         self.done, self.begun = 0, time.monotonic()
@@ -192,7 +203,7 @@ class _Progress:
 class _Mapped:
     """One file, mapped read-only while it streams."""
 
-    def __init__(self, path: Path, size: int):
+    def __init__(self, path: Path, size: int) -> None:
         self.path = path
         with open(path, "rb") as file:
             found = os.fstat(file.fileno()).st_size
@@ -203,8 +214,8 @@ class _Mapped:
             self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def copy(self, name: str, info: TensorInfo, out: torch.Tensor, check_finite: bool) -> None:
-        """Converts the stored tensor into `out` (flat, any dtype and device), chunk by chunk,
-        releasing the pages read.
+        """Convert the stored tensor into `out` (flat, any dtype and device) chunk by chunk, and
+        release the pages behind.
         """
         source = DTYPES[info.dtype]
         # the check waits for the device once per chunk
@@ -231,7 +242,7 @@ class _Mapped:
             self._release(start, start + count * source.itemsize)
 
     def _release(self, start: int, stop: int) -> None:
-        """Gives the mapped pages of start..stop back; they stay in the page cache."""
+        """Give the mapped pages of start..stop back; they stay in the page cache."""
         if hasattr(self.map, "madvise"):
             start -= start % mmap.PAGESIZE
             self.map.madvise(mmap.MADV_DONTNEED, start, stop - start)
@@ -241,11 +252,11 @@ class _Mapped:
 
 
 def _all_finite(values: torch.Tensor) -> bool:
-    """Whether a flat tensor holds neither NaN nor infinity, without a temporary of its size.
+    """Tell whether a flat tensor is free of NaN and infinity, without a temporary of its size.
 
-    A finite sum proves it (27 GB/s on one core); a sum that is not may be overflow alone, and
-    aminmax (12 GB/s) decides. isfinite().all() makes two temporaries and reaches 0.7 GB/s, a third
-    of what a load takes otherwise.
+    A finite sum proves it (27 GB/s on one core). An infinite sum may be mere overflow, so aminmax
+    (12 GB/s) decides. isfinite().all() makes two temporaries and reaches 0.7 GB/s: it would add a
+    third to the time of a load.
     """
     if values.numel() == 0 or math.isfinite(values.sum().item()):
         return True
@@ -253,21 +264,21 @@ def _all_finite(values: torch.Tensor) -> bool:
 
 
 def _present(path: Path) -> bool:
-    """Whether something bears this name: a dangling symlink counts, its message is clearer than "no
-    weights".
+    """Tell whether anything has this name; a dangling symlink counts, as its own error is clearer
+    than "no weights".
     """
     return path.is_symlink() or path.exists()
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """folder/name, after symlinks are seen to end in the folder itself or in the blobs of its hub
-    cache entry.
+    """Join folder/name and require that symlinks end in the folder or in the blobs of its hub cache
+    entry; raises BadCheckpoint.
     """
     path = folder / name
     try:
         real, root = path.resolve(strict=True), folder.resolve(strict=True)
     except (OSError, RuntimeError):  # a loop raises RuntimeError before Python 3.13, OSError since
-        regular_size(path)  # says which: missing, dangling, loop
+        regular_size(path)  # raises the clearer error: missing, dangling, loop
         raise BadCheckpoint(f"{path}: cannot be resolved") from None
     roots = [root]
     # hub cache: models--ORG--NAME/snapshots/REVISION/file -> ../../blobs/HASH
@@ -275,18 +286,20 @@ def _inside(folder: Path, name: str) -> Path:
         roots.append(root.parent.parent / "blobs")
     if not any(real.is_relative_to(allowed) for allowed in roots):
         raise BadCheckpoint(
-            f"{path}: found a symlink to {shown(str(real), 200)}, expected a file inside the model's folder"
+            f"{path}: found a symlink to {shown(str(real), 200)}, "
+            f"expected a file inside the model's folder"
         )
     return path
 
 
 def _read_index(folder: Path) -> dict[str, TensorInfo]:
-    """All tensors of a sharded checkpoint, once index and shards agree."""
+    """List a sharded checkpoint's tensors; raise BadCheckpoint unless index and shards agree."""
     index = folder / INDEX
     names = read_object(_inside(folder, INDEX), INDEX_LIMIT).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise BadCheckpoint(
-            f"{index}: weight_map: found {shown(names)}, expected an object of tensor name to file name"
+            f"{index}: weight_map: found {shown(names)}, "
+            f"expected an object that maps tensor names to file names"
         )
     for name, file in names.items():
         if (
@@ -295,33 +308,36 @@ def _read_index(folder: Path) -> dict[str, TensorInfo]:
             or set(file) & set("/\\\0")
         ):
             raise BadCheckpoint(
-                f"{index}: weight_map.{shown(name)}: found {shown(file)}, expected a .safetensors file beside the index"
+                f"{index}: weight_map.{shown(name)}: found {shown(file)}, "
+                f"expected a .safetensors file beside the index"
             )
     shards = sorted(set(names.values()))
     absent = [file for file in shards if not _present(folder / file)]
     if absent:
         raise BadCheckpoint(
-            f"{folder / absent[0]}: missing shard: found {len(shards) - len(absent)} of the {len(shards)} files "
-            f"that {INDEX} names, expected all (partial download?)"
+            f"{folder / absent[0]}: missing shard: found {len(shards) - len(absent)} of the "
+            f"{len(shards)} files that {INDEX} names, expected all (partial download?)"
         )
     tensors: dict[str, TensorInfo] = {}
     for file in shards:
         for name, info in read_header(_inside(folder, file)).items():
             if name in tensors:
                 raise BadCheckpoint(
-                    f"{info.file}: tensor {shown(name)}: found also in {tensors[name].file.name}, expected once"
+                    f"{info.file}: tensor {shown(name)}: "
+                    f"found also in {tensors[name].file.name}, expected once"
                 )
             tensors[name] = info
     for name, file in names.items():
         if name not in tensors or tensors[name].file.name != file:
             raise BadCheckpoint(
-                f"{index}: weight_map.{shown(name)}: found {file}, without that tensor; expected the one with it"
+                f"{index}: weight_map.{shown(name)}: found {file}, which does not hold it; "
+                f"expected the shard that does"
             )
     return tensors
 
 
 def _no_weights(folder: Path) -> Exception:
-    """The error for a folder without the two names that count: it says what is there instead."""
+    """Make the error for a folder without weights and index; it names what is there instead."""
     try:
         files = sorted(path.name for path in folder.iterdir())
     except OSError as error:
@@ -330,13 +346,14 @@ def _no_weights(folder: Path) -> Exception:
     shards = [name for name in files if name.endswith(".safetensors")]
     if shards:
         return BadCheckpoint(
-            f"{folder}: found {shards[0]} ({len(shards)} safetensors files) without an index, {expected}"
+            f"{folder}: found {shards[0]} ({len(shards)} safetensors files) without an index, "
+            f"{expected}"
         )
     pickles = [name for name in files if name.endswith(PICKLES)]
     if pickles:
         return UnsupportedCheckpoint(
-            f"{folder}: found only {pickles[0]}, a pickle checkpoint (opening one can run code): not supported; "
-            f"{expected}"
+            f"{folder}: found only {pickles[0]}: pickle checkpoints are not supported, "
+            f"since opening one can run code; {expected}"
         )
     gguf = [name for name in files if name.endswith(".gguf")]
     if gguf:

@@ -1,29 +1,29 @@
-"""Every error that a user can cause has a type here or in engine/errors.py, all under EngineError.
+"""Types of the errors that a user can cause in a model folder; engine/errors.py has the others.
 
-The message is one line that names the thing, the numbers and the remedy; the command line prints it
+A message is one line that names the thing, the numbers and the remedy. The command line prints it
 and exits with `exit_code`.
 """
 
 
 class EngineError(Exception):
-    """Base class of all errors this project raises on purpose."""
+    """Base class of every error that this project raises on purpose."""
 
     exit_code = 1
 
 
 class UsageError(EngineError):
-    """A flag, a value or a name that cannot be meant."""
+    """A flag, a value or a name that makes no sense."""
 
     exit_code = 2
 
 
 class ModelNotFound(UsageError):
-    """The model's name is no folder, no alias and no hub id that exists."""
+    """The model's name is neither a folder nor an alias nor an existing hub id."""
 
 
 class UnsupportedCheckpoint(EngineError):
-    """A sound checkpoint of a kind this engine does not run (architecture, rope type, quantised
-    format, pickle).
+    """A sound checkpoint that this engine does not run (architecture, rope type, quantised format,
+    pickle).
     """
 
 
@@ -32,4 +32,4 @@ class BadCheckpoint(EngineError):
 
 
 class HubError(EngineError):
-    """The hub refused or could not be reached (gated, offline, partial download)."""
+    """The hub refused, or could not be reached (gated, offline, partial download)."""

@@ -1,5 +1,5 @@
-"""What makes a model folder itself: a digest that a calibration file carries, so that it is never
-used beside other weights' shapes.
+"""Digests of a model folder: one of its shapes, which a calibration file carries, and one of its
+weights.
 """
 
 import hashlib
@@ -7,14 +7,13 @@ from pathlib import Path
 
 from weights.checkpoint import Checkpoint
 
-SAMPLE = 4096
+SAMPLE = 4096  # bytes read at the start and in the middle of each tensor
 
 
 def fingerprint(folder: str | Path) -> str:
-    """sha256 (hex) of config.json's bytes and the sorted list of (tensor name, shape, stored
-    dtype). Reads headers only.
+    """Hash config.json and the sorted list of (tensor name, shape, stored dtype): sha256, hex.
 
-    Raises what Checkpoint.open raises for a damaged or missing checkpoint.
+    All models of one shape share it. Reads headers only. Raises what Checkpoint.open raises.
     """
     folder = Path(folder)
     tensors = Checkpoint.open(folder).tensors
@@ -26,11 +25,11 @@ def fingerprint(folder: str | Path) -> str:
 
 
 def weights_digest(folder: str | Path) -> str:
-    """sha256 (hex) of what tells two trainings of one model apart: tokenizer.json, and the first
-    and middle SAMPLE bytes of every tensor.
+    """Hash what tells two trainings of one model apart: tokenizer.json, and SAMPLE bytes at the
+    start and in the middle of every tensor; sha256, hex.
 
-    For programs that go on with answers a model gave earlier; `fingerprint` is the same for all
-    models of one shape. Raises what Checkpoint.open raises.
+    Programs that resume from earlier answers of a model compare it. Raises what Checkpoint.open
+    raises.
     """
     folder = Path(folder)
     digest, words = hashlib.sha256(), folder / "tokenizer.json"

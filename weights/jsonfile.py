@@ -1,8 +1,8 @@
-"""Reads the small JSON files of a model folder, which is untrusted: bounded in size, regular files
-only, no key twice.
+"""Read the small JSON files of an untrusted model folder: regular files of bounded size, no key
+twice.
 
-`json` alone accepts all of these silently: a named pipe (blocks for ever), a 10 GB file, a key
-given twice (last wins).
+`json` alone accepts each of these silently: a named pipe (blocks for ever), a 10 GB file, a key
+given twice (the last one wins).
 """
 
 import json
@@ -17,11 +17,14 @@ CONFIG_LIMIT = 16 << 20
 
 
 class DuplicateKey(ValueError):
-    """An object gives one key twice. A ValueError, so that json's callers see one kind of failure."""
+    """A JSON object gives one key twice.
+
+    A ValueError, so that callers of json catch one kind of failure.
+    """
 
 
 def shown(value: object, limit: int = 60) -> str:
-    """`value` as it may stand in a one-line message: printable, at most `limit` characters."""
+    """Show `value` in a one-line message: printable, at most `limit` characters."""
     if value is None:
         return "nothing"
     try:
@@ -33,7 +36,7 @@ def shown(value: object, limit: int = 60) -> str:
 
 
 def no_duplicates(pairs: list[tuple[str, object]]) -> dict:
-    """`object_pairs_hook` for json: a dict, or DuplicateKey."""
+    """Make a dict of a JSON object (json's `object_pairs_hook`); raise DuplicateKey."""
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()
@@ -45,29 +48,29 @@ def no_duplicates(pairs: list[tuple[str, object]]) -> dict:
 
 
 def regular_size(path: Path) -> int:
-    """Size in bytes of a regular file, symlinks followed.
+    """Size of a regular file in bytes; follows symlinks.
 
-    Raises BadCheckpoint when the file is missing, a symlink loop, a folder, a pipe or a device, or
-    cannot be looked at.
+    Raises BadCheckpoint if the file is missing or unreadable, or is a symlink loop, a folder, a
+    pipe or a device.
     """
     try:
         info = os.stat(path)
     except FileNotFoundError:
-        raise BadCheckpoint(
-            f"{path}: {'dangling symlink' if path.is_symlink() else 'missing'}"
-        ) from None
+        if path.is_symlink():
+            raise BadCheckpoint(f"{path}: found a dangling symlink, expected a file") from None
+        raise BadCheckpoint(f"{path}: the file is missing") from None
     except OSError as error:  # ELOOP, EACCES, ENAMETOOLONG, ENOTDIR
         raise BadCheckpoint(f"{path}: cannot be opened: {error.strerror}") from None
     if not stat.S_ISREG(info.st_mode):
-        kind = "a folder" if stat.S_ISDIR(info.st_mode) else "no regular file"
+        kind = "a folder" if stat.S_ISDIR(info.st_mode) else "a pipe or device, no regular file"
         raise BadCheckpoint(f"{path}: found {kind}, expected a file")
     return info.st_size
 
 
 def read_object(path: Path, limit: int = CONFIG_LIMIT) -> dict:
-    """The JSON object in `path`.
+    """Read the JSON object in `path`.
 
-    Raises BadCheckpoint naming the file for anything but one well-formed object of at most `limit`
+    Raises BadCheckpoint, naming the file, unless it holds one well-formed object of at most `limit`
     bytes.
     """
     size = regular_size(path)

@@ -1,21 +1,23 @@
-"""A model's name to a folder: a local folder always wins, then the hub cache, then the hub.
+"""Resolve a model's name to a folder: a local folder wins, then the hub cache, then the hub.
 
-HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN are huggingface_hub's own and are
-obeyed by using it; it is imported only when a name is no folder. With a complete copy in the cache
-no network call is made, ever.
+huggingface_hub itself reads HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN. It is
+imported only if a name is no folder. A complete copy in the cache never causes a network call.
 """
+
+from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from weights.aliases import ALIASES, Alias, suggest
 from weights.errors import HubError, ModelNotFound, UnsupportedCheckpoint
 from weights.jsonfile import shown
 
-# What is fetched, and no more: repositories carry the same weights again as pickles, "original/"
+# Files to fetch, and no others: repositories carry the same weights again as pickles, "original/"
 # and "consolidated".
 PATTERNS = [
     "config.json",
@@ -36,10 +38,10 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASC
 
 @dataclass(frozen=True)
 class Resolved:
-    """Where a model is: `folder`, and how it was found ("folder" | "cache" | "hub").
+    """Where a model is.
 
-    `name` is what was asked for; `hub_id`, `revision` (commit) and `alias` (the table's entry) are
-    None where they do not apply.
+    source: how `folder` was found, "folder", "cache" or "hub"; name: as the caller gave it; hub_id,
+    revision (commit) and alias (the table's entry): None if they do not apply.
     """
 
     folder: Path
@@ -53,12 +55,12 @@ class Resolved:
 def resolve(
     name: str | Path, progress: Callable[[str], None] | None = None, config_only: bool = False
 ) -> Resolved:
-    """The folder of a model given by folder, alias or hub id; downloads what is missing (resumable,
-    with bars).
+    """Resolve a folder, an alias or a hub id to a folder; download what is missing (resumable, with
+    progress bars).
 
-    `config_only` (a plan without loading) is content with a snapshot that holds config.json and
-    fetches no weights. `progress` is told one line before a download starts. Raises ModelNotFound
-    (nothing of this name; near names suggested) or HubError (gated, offline, unreachable, partial);
+    config_only: for a plan, a snapshot with config.json is enough and no weights are fetched.
+    progress: called with one line before a download starts. Raises ModelNotFound for an unknown
+    name (and suggests near ones), HubError (gated, offline, unreachable, partial), and
     UnsupportedCheckpoint for a repository without safetensors.
     """
     name = str(name)
@@ -82,7 +84,7 @@ def resolve(
         or name.endswith((".git", ".", "-"))
     ):
         raise ModelNotFound(
-            f"model {shown(name, 200)}: no such folder, and neither an alias nor a hub id (ORG/NAME){_near(name)}"
+            f"model {shown(name, 200)}: no such folder, alias or hub id (ORG/NAME){_near(name)}"
         )
     hub = _hub()
     folder = _cached(hub, hub_id)
@@ -101,8 +103,8 @@ def resolve(
     return Resolved(folder, "hub", name, hub_id, _revision(folder), alias)
 
 
-def _hub():
-    """huggingface_hub, imported late: it takes half a second, and a local folder does not need it."""
+def _hub() -> ModuleType:
+    """Import huggingface_hub late: it takes half a second, and a local folder does not need it."""
     try:
         import huggingface_hub
         import huggingface_hub.constants
@@ -114,10 +116,8 @@ def _hub():
     return huggingface_hub
 
 
-def _cached(hub, hub_id: str) -> Path | None:
-    """The newest snapshot in the cache, complete or not; None where there is none. Never uses the
-    network.
-    """
+def _cached(hub: ModuleType, hub_id: str) -> Path | None:
+    """Find the newest snapshot in the cache, complete or not, without the network."""
     try:
         return Path(hub.snapshot_download(hub_id, allow_patterns=PATTERNS, local_files_only=True))
     except hub.errors.LocalEntryNotFoundError as error:
@@ -130,13 +130,13 @@ def _cached(hub, hub_id: str) -> Path | None:
         ) from error
     except hub.errors.HFValidationError as error:
         raise ModelNotFound(
-            f"model {shown(hub_id)}: no valid hub id: {shown(str(error), 120)}"
+            f"model {shown(hub_id)}: not a valid hub id: {shown(str(error), 120)}"
         ) from None
 
 
 def _missing(folder: Path) -> str | None:
-    """The first file that a usable snapshot lacks, None where it is complete. Looks at names and
-    the index only.
+    """Name the first file that a snapshot lacks, None if it is complete; reads names and the index
+    only.
     """
     if not (folder / "config.json").is_file():
         return "config.json"
@@ -149,25 +149,26 @@ def _missing(folder: Path) -> str | None:
         shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         return next((shard for shard in shards if not (folder / shard).is_file()), None)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        # complete as far as names go: weights.checkpoint says what is wrong with the index
+        # counts as complete: weights.checkpoint reports what is wrong with the index
         return None
 
 
-def _offline(hub, hub_id: str, folder: Path | None) -> HubError:
-    """Offline mode and nothing usable in the cache."""
+def _offline(hub: ModuleType, hub_id: str, folder: Path | None) -> HubError:
+    """Make the error for offline mode without a usable copy in the cache."""
     cache = hub.constants.HF_HUB_CACHE
     if folder:
         return HubError(
-            f"{hub_id}: partial download in {folder}: {_missing(folder)} is missing, and HF_HUB_OFFLINE is set; "
-            f"run once without it to resume"
+            f"{hub_id}: partial download in {folder}: {_missing(folder)} is missing, "
+            f"and HF_HUB_OFFLINE is set; run once without it to resume"
         )
     return HubError(
-        f"{hub_id}: not in the cache {cache}, and HF_HUB_OFFLINE is set; run once without it, or name a folder"
+        f"{hub_id}: not in the cache {cache}, and HF_HUB_OFFLINE is set; "
+        f"run once without it, or name a folder"
     )
 
 
-def _download(hub, hub_id: str, name: str, patterns: list[str]) -> Path:
-    """Fetches what is missing; every way the hub can say no becomes one line with a remedy."""
+def _download(hub: ModuleType, hub_id: str, name: str, patterns: list[str]) -> Path:
+    """Fetch what is missing; turn every refusal of the hub into one line with a remedy."""
     errors, page = hub.errors, f"{hub.constants.ENDPOINT}/{hub_id}"
     try:
         return Path(hub.snapshot_download(hub_id, allow_patterns=patterns))
@@ -177,12 +178,12 @@ def _download(hub, hub_id: str, name: str, patterns: list[str]) -> Path:
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise ModelNotFound(
-            f"model {shown(name, 200)}: the hub has no {hub_id}, or it is private and HF_TOKEN may not read it"
-            f"{_near(name)}"
+            f"model {shown(name, 200)}: the hub has no {hub_id}, "
+            f"or it is private and HF_TOKEN may not read it{_near(name)}"
         ) from error
     except errors.LocalEntryNotFoundError as error:
         raise HubError(
-            f"{hub_id}: not complete in the cache and the hub cannot be reached: {_cause(error)}; "
+            f"{hub_id}: incomplete in the cache, and the hub cannot be reached: {_cause(error)}; "
             f"check the connection and run again to resume"
         ) from error
     except errors.HfHubHTTPError as error:
@@ -198,7 +199,7 @@ def _download(hub, hub_id: str, name: str, patterns: list[str]) -> Path:
 
 
 def _cause(error: BaseException) -> str:
-    """The innermost reason on one line."""
+    """Show the innermost cause on one line."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = str(error).strip().splitlines()
@@ -206,13 +207,14 @@ def _cause(error: BaseException) -> str:
 
 
 def _not_ours(folder: Path, hub_id: str, missing: str) -> Exception:
-    """The hub gave all it has, and it is no model of ours."""
+    """Make the error for a repository that is fetched whole and still lacks `missing`."""
     if (folder / "model.safetensors.index.json").is_file():
         return HubError(
             f"{hub_id}: the hub's index names {shown(missing)}, which the repository does not hold"
         )
     return UnsupportedCheckpoint(
-        f"{hub_id}: found no {missing} on the hub, expected Hugging Face layout with safetensors (pickle or GGUF only?)"
+        f"{hub_id}: found no {missing} on the hub, expected Hugging Face layout with safetensors "
+        f"(pickle or GGUF only?)"
     )
 
 

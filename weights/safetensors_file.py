@@ -1,14 +1,23 @@
-"""Reads the header of a safetensors file that nobody vouches for: everything is checked before
-anything is allocated.
+"""Read the header of an untrusted safetensors file; everything is checked before anything is
+allocated.
 
-A file is 8 bytes (little-endian header length N), N bytes of JSON, and the data: {"name": {"dtype",
-"shape", "data_offsets"}}, offsets counted from the end of the header.
-(https://huggingface.co/docs/safetensors, "Format".)
+A file is 8 bytes (little-endian header length N), N bytes of JSON, and the data. The JSON maps each
+name to {"dtype", "shape", "data_offsets"}; offsets count from the end of the header
+(https://huggingface.co/docs/safetensors, "Format").
+
+The header is parsed here, not by the safetensors package, for two reasons. `Checkpoint.stream` maps
+the files and needs each tensor's byte range, which the package does not return. And an error must
+name the file, the tensor, the value found and the value expected, while the package says only
+"invalid shape, data type, or offset for tensor". tools/pocket writes files with the package, and
+tests/weights checks this reader against it.
 """
+
+from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 from weights.errors import BadCheckpoint, UnsupportedCheckpoint
 from weights.jsonfile import DuplicateKey, no_duplicates, regular_size, shown
@@ -17,8 +26,8 @@ from weights.jsonfile import DuplicateKey, no_duplicates, regular_size, shown
 HEADER_LIMIT = 100_000_000
 MAX_DIMENSIONS = 32  # bounds the shape product; no checkpoint has more than 5
 
-# Bits per element of every dtype the format names. What this engine computes with is FLOATS; the
-# rest is refused by name.
+# Bits per element of every dtype that the format names. The engine computes with FLOATS and refuses
+# the others by name.
 BITS = {
     "F64": 64,
     "F32": 32,
@@ -48,8 +57,9 @@ FLOATS = ("F32", "BF16", "F16")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies: bytes start..stop of `file`, `shape` in elements of `dtype` (a name of
-    the format, "BF16").
+    """Where one tensor lies: bytes start..stop of `file`.
+
+    shape: in elements; dtype: a name of the format, such as "BF16".
     """
 
     file: Path
@@ -65,11 +75,12 @@ class TensorInfo:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """All tensors of one safetensors file, in file order. Reads the header only.
+    """List the tensors of one safetensors file in file order; reads the header only.
 
-    Raises BadCheckpoint, naming file, tensor, found and expected: truncated, zero-byte, absurd
-    length, bad JSON, duplicate names, shapes that do not match their bytes, ranges that overlap,
-    leave holes or leave the file. UnsupportedCheckpoint: unknown dtype.
+    Raises BadCheckpoint, naming file, tensor, found and expected, if the file is truncated or
+    empty, its header has an absurd length, is no JSON or repeats a name, a shape does not match its
+    bytes, or ranges overlap, leave holes or leave the file. Raises UnsupportedCheckpoint for an
+    unknown dtype.
     """
     size = regular_size(path)
     if size < 8:
@@ -83,7 +94,8 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
                 )
             if length > size - 8:
                 raise BadCheckpoint(
-                    f"{path}: truncated: found {size} bytes, expected a header of {length} bytes after 8"
+                    f"{path}: truncated: found {size} bytes, expected at least {8 + length} "
+                    f"(8, and a header of {length})"
                 )
             header = json.loads(file.read(length), object_pairs_hook=no_duplicates)
     except OSError as error:
@@ -92,7 +104,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         raise BadCheckpoint(f"{path}: header: found {error}, expected every name once") from None
     except (ValueError, RecursionError):
         raise BadCheckpoint(
-            f"{path}: header: found {length} bytes that are no JSON, expected a safetensors header"
+            f"{path}: header: found {length} bytes that are no JSON, expected a JSON object"
         ) from None
     if not isinstance(header, dict):
         raise BadCheckpoint(
@@ -104,9 +116,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 
 def _entry(path: Path, name: str, entry: object, data: int, size: int) -> TensorInfo:
-    """One header entry, checked alone: types, dtype, and a range that lies in the file and fits the
-    shape.
-    """
+    """Check one header entry: its types, its dtype, and a range in the file that fits the shape."""
     where = f"{path}: tensor {shown(name)}"
     if not isinstance(entry, dict):
         raise BadCheckpoint(
@@ -119,26 +129,34 @@ def _entry(path: Path, name: str, entry: object, data: int, size: int) -> Tensor
         raise UnsupportedCheckpoint(
             f"{where}: dtype: found {shown(dtype)}, expected one of {', '.join(FLOATS)}"
         )
-    if not _sizes(shape, MAX_DIMENSIONS):
-        raise BadCheckpoint(f"{where}: shape: found {shown(shape)}, expected a list of sizes")
-    if not _sizes(offsets, 2) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= size - data:
+    if not _is_sizes(shape, MAX_DIMENSIONS):
         raise BadCheckpoint(
-            f"{where}: data_offsets: found {shown(offsets)}, expected begin <= end <= {size - data} (the file's "
-            "data; truncated?)"
+            f"{where}: shape: found {shown(shape)}, expected a list of sizes (at most "
+            f"{MAX_DIMENSIONS})"
+        )
+    if (
+        not _is_sizes(offsets, 2)
+        or len(offsets) != 2
+        or not offsets[0] <= offsets[1] <= size - data
+    ):
+        raise BadCheckpoint(
+            f"{where}: data_offsets: found {shown(offsets)}, expected [begin, end] with "
+            f"begin <= end <= {size - data}, the file's data (truncated?)"
         )
     bits = BITS[dtype]
     for extent in shape:
         bits *= extent
-    if bits != 8 * (offsets[1] - offsets[0]):
+    begin, end = offsets
+    if bits != 8 * (end - begin):
         raise BadCheckpoint(
-            f"{where}: found {offsets[1] - offsets[0]} bytes, expected {shown(str(bits // 8))} for shape "
+            f"{where}: found {end - begin} bytes, expected {shown(str(bits // 8))} for shape "
             f"{shown(shape)} of {dtype}"
         )
-    return TensorInfo(path, dtype, tuple(shape), data + offsets[0], data + offsets[1])
+    return TensorInfo(path, dtype, tuple(shape), data + begin, data + end)
 
 
-def _sizes(values: object, most: int) -> bool:
-    """Whether `values` is a list of at most `most` integers in [0, 2^63)."""
+def _is_sizes(values: object, most: int) -> TypeGuard[list[int]]:
+    """Tell whether `values` is a list of at most `most` integers in [0, 2^63)."""
     return (
         isinstance(values, list)
         and len(values) <= most
@@ -149,8 +167,8 @@ def _sizes(values: object, most: int) -> bool:
 def _in_order(
     path: Path, found: dict[str, TensorInfo], data: int, size: int
 ) -> dict[str, TensorInfo]:
-    """The tensors sorted by position, once they are seen to cover the data without overlap or hole,
-    as the format demands.
+    """Sort the tensors by position; raise BadCheckpoint unless they cover the data without overlap
+    or hole, as the format demands.
     """
     end, last = data, "the header"
     ordered = sorted(found.items(), key=lambda item: (item[1].start, item[1].stop))
