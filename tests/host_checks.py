@@ -1,8 +1,10 @@
-"""Checks of the host tier's kernels, shared by the interpreted, the reference and the GPU tests.
+"""Check the host tier's kernels; shared by the interpreted, the reference and the GPU tests.
 
-The model of the slot policy is plain Python on purpose: dictionaries, no tensors, the definition
+The model of the slot policy is plain Python on purpose: dictionaries and no tensors, the definition
 spelled out.
 """
+
+from __future__ import annotations
 
 import random
 
@@ -16,14 +18,14 @@ from kernels.store import store_step
 class SlotModel:
     """Exact least-recently-used at step granularity, ties by slot number, empty slots first."""
 
-    def __init__(self, slots):
+    def __init__(self, slots: int) -> None:
         self.token = [None] * slots
         self.used = [0] * slots
         self.step = 0
         self.counters = [0, 0, 0, 0]
 
-    def plan(self, chosen):
-        """Slot of every chosen token; [(token, slot)] to fetch."""
+    def plan(self, chosen: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
+        """Plan one step: (slot of every chosen token, [(token, slot)] to fetch)."""
         self.step += 1
         where = {token: slot for slot, token in enumerate(self.token) if token is not None}
         misses = [token for token in chosen if token not in where]
@@ -31,7 +33,7 @@ class SlotModel:
             if token in where:
                 self.used[where[token]] = self.step
 
-        def age(slot):
+        def age(slot: int) -> int:
             return 255 if self.token[slot] is None else min(254, self.step - self.used[slot])
 
         oldest = sorted(range(len(self.token)), key=lambda slot: (-age(slot), slot))
@@ -43,14 +45,14 @@ class SlotModel:
             self.counters[i] += more
         return [where[token] for token in chosen], list(zip(misses, victims, strict=True))
 
-    def forget(self, length):
+    def forget(self, length: int) -> None:
         self.token = [
             None if token is not None and token >= length else token for token in self.token
         ]
 
 
-def selection(rng, capacity, budget, last):
-    """A hostile selection: nothing, everything it may, mostly the last one, or random."""
+def selection(rng: random.Random, capacity: int, budget: int, last: list[int]) -> list[int]:
+    """Make a hostile selection: empty, as large as allowed, mostly the last one, or random."""
     kind = rng.choice(["none", "same", "part", "random", "full"])
     if kind == "none":
         return []
@@ -62,9 +64,11 @@ def selection(rng, capacity, budget, last):
     return sorted(set(keep) | set(fresh[: max(0, count - len(keep))]))[:budget]
 
 
-def check_slots(device, backend, seed, budget, width, capacity, steps):
-    """Drive plan_slots and the model with one stream of selections; everything that is defined must
-    be identical.
+def check_slots(
+    device: str, backend: str, seed: int, budget: int, width: int, capacity: int, steps: int
+) -> SlotModel:
+    """Drive plan_slots and the model with one sequence of selections; all defined fields must be
+    identical.
     """
     rng, model = random.Random(seed), SlotModel(width)
     slots = make_slots(capacity, width, budget, device)
@@ -102,8 +106,10 @@ def check_slots(device, backend, seed, budget, width, capacity, steps):
     return model
 
 
-def host_blocks(count, block_bytes, generator, slabs=2, pin=False):
-    """(slabs, addresses int64 [count]) of random blocks in random places of several slabs."""
+def host_blocks(
+    count: int, block_bytes: int, generator: torch.Generator, slabs: int = 2, pin: bool = False
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Place random blocks in several slabs, in random order: (slabs, addresses int64 [count])."""
     per = -(-count // slabs)
     memory = []
     for _ in range(slabs):
@@ -117,21 +123,31 @@ def host_blocks(count, block_bytes, generator, slabs=2, pin=False):
     return memory, torch.tensor(every)[order]
 
 
-def check_moves(device, backend, seed, width, layers, blocks, count, programs=None, pin=False):
-    """Rows fetched by list, streamed in order and sent home land where a plain loop over bytes puts
-    them, and nowhere else.
+def check_moves(
+    device: str,
+    backend: str,
+    seed: int,
+    width: int,
+    layers: int,
+    blocks: int,
+    count: int,
+    programs: int | None = None,
+    pin: bool = False,
+) -> None:
+    """Check that rows fetched by list, streamed in order and written back to host memory land where
+    a plain loop over bytes puts them, and nowhere else.
     """
     generator = torch.Generator().manual_seed(seed)
     pitch, tokens = layers * width, blocks * BLOCK_TOKENS
     slabs, addresses = host_blocks(blocks, BLOCK_TOKENS * pitch, generator, pin=pin)
     table, layer = addresses.to(device), layers - 1
 
-    def host_row(token, at=layer * width, size=width):
+    def host_row(token: int, at: int = layer * width, size: int = width) -> torch.Tensor:
         address = int(addresses[token // BLOCK_TOKENS]) + (token % BLOCK_TOKENS) * pitch + at
         slab = next(s for s in slabs if s.data_ptr() <= address < s.data_ptr() + s.numel())
         return slab[address - slab.data_ptr() : address - slab.data_ptr() + size]
 
-    def as_bytes(row):
+    def as_bytes(row: torch.Tensor) -> torch.Tensor:
         return row.cpu().contiguous().view(torch.uint8)
 
     token = torch.randperm(tokens, generator=generator)[:count].int().to(device)
@@ -163,7 +179,7 @@ def check_moves(device, backend, seed, width, layers, blocks, count, programs=No
     move_rows(table, 0, pitch, buffer, first, 2, count, **common)
     for i in range(count):
         assert torch.equal(as_bytes(buffer[2 + i]), host_row(first + i, 0, pitch))
-    # home, and only there
+    # written back to their host rows, and only there
     before = [slab.clone() for slab in slabs]
     new = (
         torch.randint(
@@ -195,31 +211,31 @@ STORES = [
 
 
 def check_store(
-    device,
-    backend,
-    seed,
-    batch=1,
-    queries=1,
-    kv_heads=2,
-    group=4,
-    dim=64,
-    capacity=300,
-    slots=128,
-    dtype=torch.float32,
-    layout="heads",
-):
-    """`store_step` puts every row in its place and touches nothing else: bit for bit against a loop
-    over tokens.
+    device: str,
+    backend: str,
+    seed: int,
+    batch: int = 1,
+    queries: int = 1,
+    kv_heads: int = 2,
+    group: int = 4,
+    dim: int = 64,
+    capacity: int = 300,
+    slots: int = 128,
+    dtype: torch.dtype = torch.float32,
+    layout: str = "heads",
+) -> None:
+    """Check that `store_step` puts every row in its place and touches nothing else, bit for bit
+    against a loop over tokens.
     """
     gen = torch.Generator().manual_seed(seed)
     heads = kv_heads * group
 
-    def made(*shape):
+    def made(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=gen).to(device, dtype)
 
     # split views, as a layer makes them
     qkv = made(batch, queries, heads + 2 * kv_heads, dim)
-    raw, k, v = qkv.split([heads, kv_heads, kv_heads], dim=2)
+    q_pre_rope, k, v = qkv.split([heads, kv_heads, kv_heads], dim=2)
     if layout == "heads":
         bank_k, bank_v = made(2, batch, kv_heads, capacity, dim)
     else:
@@ -231,11 +247,11 @@ def check_store(
     for b, start in enumerate(starts.tolist()):
         for j in range(queries):
             want[0][b, :, start + j], want[1][b, :, start + j] = k[b, j], v[b, j]
-            want[2][b, (start + j) % slots] = raw[b, j]
+            want[2][b, (start + j) % slots] = q_pre_rope[b, j]
     store_step(
         k,
         v,
-        raw,
+        q_pre_rope,
         bank_k,
         bank_v,
         ring,

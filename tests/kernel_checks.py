@@ -1,16 +1,19 @@
-"""Checks of the decode kernels that run twice: interpreted on a CPU (tests/kernels) and compiled on
-a GPU (tests/cuda).
+"""Check the decode kernels: in plain torch (tests/kernels_cpu), interpreted (tests/kernels) and
+compiled on a GPU (tests/cuda).
 
-The oracle is float64 and shares no code with the kernels. The rule: a kernel errs at most twice as
-much as plain torch does at the same dtype. Rows that may not be read (beyond the length, not
+The oracle is float64 and shares no code with the kernels. The rule: a kernel's error is at most
+twice that of plain torch at the same dtype. K and V that may not be read (beyond the length, not
 chosen) hold NaN, so a stray read shows in the result.
 """
+
+from __future__ import annotations
 
 import math
 
 import torch
 
 from kernels.dense_decode import decode_dense
+from kernels.scratch import Scratch
 from kernels.sparse_decode import decode_sparse
 from kernels.topk import select_topk, select_topk_ref
 from kernels.window_scores import window_scores
@@ -18,8 +21,17 @@ from kernels.window_scores import window_scores
 EPSILON = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
 
-def make_bank(batch, kv_heads, capacity, head_dim, dtype, layout, device, generator):
-    """K and V [B, Hkv, T, D] views of a head-major or token-major bank, normal values."""
+def make_bank(
+    batch: int,
+    kv_heads: int,
+    capacity: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    layout: str,
+    device: str,
+    generator: torch.Generator,
+) -> tuple[torch.Tensor, ...]:
+    """Make K and V [B, Hkv, T, D] of normal values, views of a head- or token-major bank."""
     if layout == "heads":
         rows = torch.randn(2, batch, kv_heads, capacity, head_dim, generator=generator)
     else:
@@ -29,14 +41,22 @@ def make_bank(batch, kv_heads, capacity, head_dim, dtype, layout, device, genera
     return rows.to(dtype).to(device).unbind(0)
 
 
-def ints(values, device):
-    """int32 tensor on the device."""
+def ints(values: list[int], device: str) -> torch.Tensor:
+    """Make an int32 tensor on the device."""
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-def plain(q, k, v, visible, scale, dtype):
-    """Attention of q [Q, H, D] over k, v [Hkv, n, D] in `dtype`, softmax in at least float32: (out,
-    logits [Q, H, n]).
+def plain(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: list[int],
+    scale: float,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend with q [Q, H, D] to k, v [Hkv, n, D] in `dtype`, softmax in at least float32.
+
+    Returns (out, logits [Q, H, n]).
     """
     group = q.shape[1] // k.shape[0]
     k, v = (t.to(dtype).repeat_interleave(group, 0) for t in (k, v))
@@ -47,11 +67,17 @@ def plain(q, k, v, visible, scale, dtype):
     return torch.matmul(weights, v).transpose(0, 1), logits.transpose(0, 1)
 
 
-def assert_close(found, exact, plain_result, dtype, what):
-    """The rule: error of `found` within twice plain torch's, plus one rounding of the result
-    (float32: four).
+def assert_close(
+    found: torch.Tensor,
+    exact: torch.Tensor,
+    plain_result: torch.Tensor,
+    dtype: torch.dtype,
+    what: str,
+) -> None:
+    """Assert the rule: the error of `found` is at most twice plain torch's, plus one rounding of
+    the result (float32: four).
 
-    In float32 both errors are the order of summation, which differs by chance: 3.2x was seen, and
+    In float32 both errors come from the order of summation and differ by chance: 3.2x was seen, and
     0.5x more often.
     """
     exact = exact.double()
@@ -61,20 +87,29 @@ def assert_close(found, exact, plain_result, dtype, what):
     assert error <= allowed, f"{what}: error {error:.3e}, allowed {allowed:.3e}"
 
 
-def assert_keys(found, exact, plain_result, what):
-    """Keys: twice plain torch's float32 error, plus 4e-6 of each key for exp(logit - lse) with a
-    rounded lse.
+def assert_scores(
+    found: torch.Tensor, exact: torch.Tensor, plain_result: torch.Tensor, what: str
+) -> None:
+    """Assert the rule for scores: twice plain torch's float32 error, plus 4e-6 of each score for
+    exp(logit - lse) with a rounded lse.
 
-    DESIGN.md lets selections differ where scores are closer than 1e-5, relative.
+    Backends may select differently only between scores that are closer than 1e-5, relative.
     """
     error = ((found.double() - exact).abs() - 4e-6 * exact.abs()).max().item()
     allowed = 2 * (plain_result.double() - exact).abs().max().item()
     assert error <= allowed, f"{what}: error {error:.3e} past 4e-6 relative, allowed {allowed:.3e}"
 
 
-def check_attention(out, q, chosen, visible, scale, what):
-    """Compare out [Q, H, D] with attention over chosen = (k, v) [Hkv, n, D]; queries that see
-    nothing must give zeros.
+def check_attention(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    chosen: tuple[torch.Tensor, torch.Tensor],
+    visible: list[int],
+    scale: float,
+    what: str,
+) -> None:
+    """Compare out [Q, H, D] with attention over chosen = (k, v) [Hkv, n, D]; a query that sees
+    nothing must get zeros.
     """
     live = [j for j, limit in enumerate(visible) if limit > 0]
     assert torch.isfinite(out).all(), f"{what}: not finite"
@@ -89,20 +124,20 @@ def check_attention(out, q, chosen, visible, scale, what):
 
 
 def check_dense(
-    device,
-    backend,
-    lengths,
-    kv_heads=2,
-    group=4,
-    queries=1,
-    head_dim=64,
-    dtype=torch.float32,
-    layout="heads",
-    kind=None,
-    extra=37,
-    seed=0,
-):
-    """decode_dense against the oracle; the rows past each length are NaN. Returns (out, scores)."""
+    device: str,
+    backend: str,
+    lengths: list[int],
+    kv_heads: int = 2,
+    group: int = 4,
+    queries: int = 1,
+    head_dim: int = 64,
+    dtype: torch.dtype = torch.float32,
+    layout: str = "heads",
+    kind: str | None = None,
+    extra: int = 37,
+    seed: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Check decode_dense; K and V past each length are NaN. Returns (out, scores)."""
     generator = torch.Generator().manual_seed(seed)
     batch, capacity, scale = len(lengths), max(lengths) + extra, head_dim**-0.5
     k, v = make_bank(batch, kv_heads, capacity, head_dim, dtype, layout, device, generator)
@@ -122,18 +157,18 @@ def check_dense(
         rows = (k[b, :, :n], v[b, :, :n])
         check_attention(out[b], q[b], rows, visible, scale, f"out of sequence {b}")
         if kind and n:
-            assert (scores[b, n:] == 7.0).all(), "keys beyond the length were written"
+            assert (scores[b, n:] == 7.0).all(), "scores beyond the length were written"
             exact, rough = (
-                key_oracle(plain(q[b], *rows, visible, scale, t)[1][-1:], [1.0], kind)
+                score_oracle(plain(q[b], *rows, visible, scale, t)[1][-1:], [1.0], kind)
                 for t in (torch.float64, torch.float32)
             )
-            assert_keys(scores[b, :n], exact, rough, f"keys of sequence {b}")
+            assert_scores(scores[b, :n], exact, rough, f"scores of sequence {b}")
     return out, scores
 
 
-def key_oracle(logits, alpha, kind):
-    """Eq. 3 and 4 on logits [W, H, n]: sum over queries of alpha times the maximum over heads;
-    unseen rows add nothing.
+def score_oracle(logits: torch.Tensor, alpha: list[float], kind: str) -> torch.Tensor:
+    """Apply OmniKV Eq. 3 and 4 to logits [W, H, n]: sum over queries of alpha times the maximum
+    over heads; unseen rows add nothing.
     """
     total = torch.zeros(logits.shape[-1], dtype=logits.dtype, device=logits.device)
     for one, weight in zip(logits, alpha):
@@ -143,18 +178,18 @@ def key_oracle(logits, alpha, kind):
 
 
 def check_window(
-    device,
-    backend,
-    lengths,
-    window=16,
-    kv_heads=2,
-    group=4,
-    head_dim=64,
-    dtype=torch.float32,
-    kind="softmax",
-    layout="heads",
-):
-    """window_scores against the oracle; queries before the start of a short sequence are skipped."""
+    device: str,
+    backend: str,
+    lengths: list[int],
+    window: int = 16,
+    kv_heads: int = 2,
+    group: int = 4,
+    head_dim: int = 64,
+    dtype: torch.dtype = torch.float32,
+    kind: str = "softmax",
+    layout: str = "heads",
+) -> None:
+    """Check window_scores; queries before the start of a short sequence are skipped."""
     generator = torch.Generator().manual_seed(3)
     batch, capacity, scale = len(lengths), max(lengths) + 21, head_dim**-0.5
     k, _ = make_bank(batch, kv_heads, capacity, head_dim, dtype, layout, device, generator)
@@ -173,38 +208,37 @@ def check_window(
         live = [j for j in range(window) if visible[j] > 0]
         rows = k[b, :, :n]
         exact, rough = (
-            key_oracle(
+            score_oracle(
                 plain(q[b, live], rows, rows, [visible[j] for j in live], scale, t)[1],
                 alpha[live].tolist(),
                 kind,
             )
             for t in (torch.float64, torch.float32)
         )
-        assert (scores[b, n:] == 7.0).all(), "keys beyond the length were written"
-        assert_keys(scores[b, :n], exact, rough, f"window scores of sequence {b}")
+        assert (scores[b, n:] == 7.0).all(), "scores beyond the length were written"
+        assert_scores(scores[b, :n], exact, rough, f"window scores of sequence {b}")
 
 
 def check_sparse(
-    device,
-    backend,
-    counts,
-    tails,
-    kv_heads=2,
-    group=4,
-    queries=1,
-    head_dim=64,
-    dtype=torch.float32,
-    layout="tokens",
-    per_head=False,
-    budget=None,
-    gap=50,
-    seed=0,
-):
-    """decode_sparse against the oracle; every row that is neither chosen nor in the tail is NaN.
-    Returns out.
+    device: str,
+    backend: str,
+    counts: list[int],
+    tails: list[int],
+    kv_heads: int = 2,
+    group: int = 4,
+    queries: int = 1,
+    head_dim: int = 64,
+    dtype: torch.dtype = torch.float32,
+    layout: str = "tokens",
+    per_head: bool = False,
+    budget: int | None = None,
+    gap: int = 50,
+    seed: int = 0,
+) -> torch.Tensor:
+    """Check decode_sparse; K and V that are neither chosen nor in the tail are NaN. Returns out.
 
-    counts: chosen rows per sequence; tails: tail rows per sequence; `gap`: rows before the tail
-    that may be chosen, beyond counts.
+    counts, tails: chosen rows and tail rows of each sequence; gap: rows before the tail that are
+    not chosen.
     """
     generator = torch.Generator().manual_seed(seed)
     batch, scale = len(counts), head_dim**-0.5
@@ -266,8 +300,8 @@ HOSTILE_ROWS = (
 )
 
 
-def hostile_row(name, n, generator):
-    """One float32 row of n scores of a kind that breaks careless selects."""
+def hostile_row(name: str, n: int, generator: torch.Generator) -> torch.Tensor:
+    """Make one float32 row of n scores, of a kind that breaks careless selects."""
     row = torch.randn(n, generator=generator)
     if name == "equal":
         row = torch.full((n,), 0.25)
@@ -299,9 +333,19 @@ def hostile_row(name, n, generator):
     return row
 
 
-def check_topk(device, backend, rows, lo, hi, k, room, span=None, scratch=None):
-    """select_topk of rows (a list of 1-D tensors) against the stable sort; what lies outside [lo,
-    hi) is huge. Returns out.
+def check_topk(
+    device: str,
+    backend: str,
+    rows: list[torch.Tensor],
+    lo: list[int],
+    hi: list[int],
+    k: list[int],
+    room: int,
+    span: int | None = None,
+    scratch: Scratch | None = None,
+) -> torch.Tensor:
+    """Check select_topk on `rows` (1-D tensors) against the stable sort; scores outside [lo, hi)
+    are infinite. Returns out.
     """
     scores = torch.stack(rows)
     for b in range(len(rows)):

@@ -1,9 +1,11 @@
-"""Checks of the prefill kernels that run twice: in plain torch (tests/kernels_cpu) and interpreted
-(tests/kernels); on a GPU compiled.
+"""Check the prefill kernels: in plain torch (tests/kernels_cpu), interpreted (tests/kernels) and
+compiled on a GPU (tests/cuda).
 
-The rules of tests/kernel_checks.py: a float64 oracle that shares no code with the kernels, at most
-twice plain torch's error, and NaN in every row that may not be read.
+The rules are those of tests/kernel_checks.py: a float64 oracle that shares no code with the
+kernels, at most twice plain torch's error, and NaN in all K and V that may not be read.
 """
+
+from __future__ import annotations
 
 import math
 
@@ -13,18 +15,30 @@ from torch.nn.functional import scaled_dot_product_attention
 from kernels.block_sparse import BLOCK, attend_blocks
 from kernels.column_scores import column_scores
 from kernels.sparse_prefill import prefill_sparse
-from tests.kernel_checks import assert_close, assert_keys, make_bank, plain
+from tests.kernel_checks import assert_close, assert_scores, make_bank, plain
 
 
-def make_queries(batch, chunk, heads, head_dim, dtype, device, generator, sharpness=1.0):
-    """q [B, C, H, D], not contiguous: every second query of a longer chunk."""
+def make_queries(
+    batch: int,
+    chunk: int,
+    heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: str,
+    generator: torch.Generator,
+    sharpness: float = 1.0,
+) -> torch.Tensor:
+    """Make q [B, C, H, D], not contiguous: every second query of a longer chunk."""
     wide = sharpness * torch.randn(batch, 2 * chunk, heads, head_dim, generator=generator)
     return wide.to(dtype).to(device)[:, ::2]
 
 
-def column_oracle(q, k, lse, scale, dtype):
-    """[n] sums over queries of the largest weight under any head. q [C, H, D], k [Hkv, n, D], lse
-    [C, H]; products in `dtype`.
+def column_oracle(
+    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float, dtype: torch.dtype
+) -> torch.Tensor:
+    """Sum over the queries the largest weight under any head: [n].
+
+    q [C, H, D], k [Hkv, n, D], lse [C, H]; products in `dtype`.
     """
     k = k.to(dtype).repeat_interleave(q.shape[1] // k.shape[0], 0)
     logits = (
@@ -37,25 +51,25 @@ def column_oracle(q, k, lse, scale, dtype):
 
 
 def check_column_scores(
-    device,
-    backend,
-    chunk,
-    stop,
-    kv_heads=2,
-    group=3,
-    head_dim=32,
-    dtype=torch.float32,
-    layout="heads",
-    batch=2,
-    sharpness=1.0,
-    blocks=None,
-    stride=1,
-    seed=0,
-):
-    """column_scores against the oracle; rows from the largest stop on are NaN, and the sums beyond
-    each stop stay as they were.
+    device: str,
+    backend: str,
+    chunk: int,
+    stop: int,
+    kv_heads: int = 2,
+    group: int = 3,
+    head_dim: int = 32,
+    dtype: torch.dtype = torch.float32,
+    layout: str = "heads",
+    batch: int = 2,
+    sharpness: float = 1.0,
+    blocks: list[tuple[int, int, int]] | None = None,
+    stride: int = 1,
+    seed: int = 0,
+) -> torch.Tensor:
+    """Check column_scores; K from the largest stop on is NaN, and the sums beyond each stop must
+    stay as they were. Returns the sums.
 
-    blocks: [(first, last, rows)] counted in the chunk, or None for all of it over `stop` rows.
+    blocks: [(first, last, rows)] counted in the chunk, or None: the whole chunk over `stop` rows.
     """
     generator = torch.Generator().manual_seed(seed)
     scale, blocks = head_dim**-0.5, blocks or [(0, chunk, stop)]
@@ -77,32 +91,34 @@ def check_column_scores(
                 column_oracle(q[b, part], k[b, :, :rows], lse[b, part], scale, kind)
                 for kind in (torch.float64, dtype)
             )
-            assert_keys(sums[b, n, :rows], exact, rough, f"sums of sequence {b}, block {n}")
+            assert_scores(sums[b, n, :rows], exact, rough, f"sums of sequence {b}, block {n}")
     return sums
 
 
 def check_prefill_sparse(
-    device,
-    backend,
-    chunk,
-    count,
-    band,
-    gap=40,
-    kv_heads=2,
-    group=3,
-    head_dim=32,
-    dtype=torch.float32,
-    layout="tokens",
-    batch=2,
-    room=5,
-    sharpness=1.0,
-    edges=(),
-    seed=0,
-):
-    """prefill_sparse against the oracle. The chunk is cut into blocks at `edges`; before the first
-    one `count` of count + gap rows are chosen and `band` rows lie between them and the block; every
-    block chooses for itself, all bands begin at the same row. Rows that no block may read are NaN,
-    and every index row has `room` entries of rubbish at its end.
+    device: str,
+    backend: str,
+    chunk: int,
+    count: int,
+    band: int,
+    gap: int = 40,
+    kv_heads: int = 2,
+    group: int = 3,
+    head_dim: int = 32,
+    dtype: torch.dtype = torch.float32,
+    layout: str = "tokens",
+    batch: int = 2,
+    room: int = 5,
+    sharpness: float = 1.0,
+    edges: tuple[int, ...] = (),
+    seed: int = 0,
+) -> torch.Tensor:
+    """Check prefill_sparse. Returns out.
+
+    The chunk is cut into blocks at `edges`. Each block chooses up to `count` of the first
+    count + gap rows; `band` rows lie between those and the chunk, and all bands begin at the same
+    row. K and V that no block may read are NaN, and every index row ends in `room` entries of
+    rubbish.
     """
     generator = torch.Generator().manual_seed(seed)
     scale, local = head_dim**-0.5, count + gap
@@ -154,23 +170,24 @@ def check_prefill_sparse(
 
 
 def check_blocks(
-    device,
-    backend,
-    blocks,
-    past,
-    kv_heads=2,
-    group=2,
-    head_dim=32,
-    dtype=torch.float32,
-    layout="heads",
-    batch=1,
-    density=0.5,
-    sharpness=1.0,
-    seed=0,
-):
-    """attend_blocks against the oracle: `blocks` blocks of queries after `past` blocks of rows,
-    every head keeps its own random share of them (density 0: its own block only, 1: everything).
-    Blocks that no head of a K/V head keeps hold NaN, as do rows past the chunk.
+    device: str,
+    backend: str,
+    blocks: int,
+    past: int,
+    kv_heads: int = 2,
+    group: int = 2,
+    head_dim: int = 32,
+    dtype: torch.dtype = torch.float32,
+    layout: str = "heads",
+    batch: int = 1,
+    density: float = 0.5,
+    sharpness: float = 1.0,
+    seed: int = 0,
+) -> torch.Tensor:
+    """Check attend_blocks on `blocks` blocks of queries after `past` blocks of rows. Returns keep.
+
+    Every head keeps a random share of the blocks (density 0: its own block only, 1: everything).
+    Blocks that no query head of a K/V head keeps hold NaN, and so do rows past the chunk.
     """
     generator = torch.Generator().manual_seed(seed)
     scale, first, chunk, heads = head_dim**-0.5, past * BLOCK, blocks * BLOCK, kv_heads * group
@@ -222,8 +239,10 @@ def check_blocks(
     return keep
 
 
-def fused(q, k, v, visible, scale):
-    """torch's own fused attention with a mask: plain torch as well, and less exact in float32 (its
+def fused(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: list[int], scale: float
+) -> torch.Tensor:
+    """Run torch's fused attention with a mask: plain torch too, and less exact in float32 (its
     exponential).
     """
     mask = torch.arange(k.shape[1], device=q.device) < torch.tensor(

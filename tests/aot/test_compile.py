@@ -1,7 +1,7 @@
 """The kernels compiled ahead of time for four NVIDIA architectures, without a GPU: no spills in
 decode, shared memory in bounds.
 
-A process of its own: compiling needs TRITON_INTERPRET unset. `make kernels` compiles every shipped
+Run this alone: compiling needs TRITON_INTERPRET unset. `make kernels` compiles every shipped
 configuration; this is a part.
 """
 
@@ -25,7 +25,7 @@ MOST = 80  # variants of this file: two minutes on one core
 
 
 def cases(target):
-    """All bounded shapes on sm_90; a corner each, and every other kernel, on the others."""
+    """List all bounded shapes for sm_90, and a corner of each kernel for the other targets."""
     if target == "sm_90":
         decode = [
             Case(name, head_dim=d, group=g)

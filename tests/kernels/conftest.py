@@ -1,8 +1,7 @@
-"""These tests run every Triton kernel in the interpreter, on the CPU: `TRITON_INTERPRET=1 pytest
-tests/kernels`.
+"""Run every Triton kernel in the interpreter, on a CPU: `TRITON_INTERPRET=1 pytest tests/kernels`.
 
-They need a process of their own: TRITON_INTERPRET is read when triton is imported, and tests/aot
-need it unset.
+These tests need their own process: TRITON_INTERPRET is read when triton is imported, and tests/aot
+needs it unset.
 """
 
 import os
@@ -14,10 +13,10 @@ if "triton" not in sys.modules:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = None
     if os.environ.get("TRITON_INTERPRET") != "1":
-        reason = "triton is imported without TRITON_INTERPRET=1: tests/kernels need a process of their own"
+        reason = "triton is imported without TRITON_INTERPRET=1: run tests/kernels alone"
     try:
         from tests.kernels import interpreter
 

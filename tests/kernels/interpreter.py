@@ -1,8 +1,8 @@
-"""Triton's interpreter with right bf16: without this, tl.dot multiplies bf16 bit patterns and casts
+"""Correct bf16 in Triton's interpreter: without this, tl.dot multiplies bf16 bit patterns and casts
 truncate (triton 3.6, 3.7).
 
-Call `install` before running backend, in a process with TRITON_INTERPRET=1. Only what our kernels
-use is put right: casts, dots and arithmetic on two bf16 operands.
+Call `install` before running a kernel, in a process with TRITON_INTERPRET=1. It corrects only the
+operations that our kernels use: casts, dots and arithmetic on two bf16 operands.
 """
 
 import numpy as np
@@ -10,20 +10,21 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 
-def bf16_to_f32(bits):
+def bf16_to_f32(bits: np.ndarray) -> np.ndarray:
+    """Widen bf16 bits to float32."""
     bits = np.ascontiguousarray(bits).view(np.uint16).astype(np.uint32)
     return (bits << np.uint32(16)).view(np.float32)
 
 
-def f32_to_bf16(x):
-    """Bits of x rounded to nearest even; NaN stays NaN."""
+def f32_to_bf16(x: np.ndarray) -> np.ndarray:
+    """Round x to bf16 bits, to nearest even; NaN stays NaN."""
     bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return np.where(np.isnan(x), np.uint16(0x7FC0), rounded.astype(np.uint16))
 
 
-def install():
-    """Patches the interpreter once; calling it again changes nothing."""
+def install() -> None:
+    """Patch the interpreter once; calling it again changes nothing."""
     if getattr(interpreter, "_bf16_is_right", False):
         return
     convert, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot

@@ -1,4 +1,4 @@
-"""Scratch: its bytes are known before it exists, what is in it does not matter, and it serves every
+"""Scratch: its bytes are known before it exists, its contents do not matter, and one serves every
 kernel of a step.
 """
 
@@ -7,7 +7,7 @@ import torch
 
 from kernels.dense_decode import decode_dense
 from kernels.dispatch import choose
-from kernels.scratch import make_scratch, scratch_bytes
+from kernels.scratch import Scratch, make_scratch, scratch_bytes
 from kernels.sparse_decode import decode_sparse
 from kernels.topk import select_topk
 from kernels.window_scores import window_scores
@@ -31,8 +31,10 @@ def test_bytes_are_what_is_allocated(sizes, backend):
     assert found == scratch_bytes(*sizes, backend=backend)
 
 
-def step(scratch, q, k, v):
-    """Every kernel of a step at 600 of 700 rows; returns all that they leave."""
+def step(
+    scratch: Scratch | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Run every kernel of a step at 600 of 700 rows; return everything they leave."""
     lengths, scale, scores = ints([600, 99], "cpu"), 0.2, torch.zeros(2, 700)
     index, counts = torch.zeros(2, 1, 40, dtype=torch.int32), ints([0, 0], "cpu")
     dense = decode_dense(q, k, v, lengths, scale, scores, "softmax", scratch, backend="triton")
@@ -66,9 +68,9 @@ def step(scratch, q, k, v):
 
 def test_one_scratch_for_a_step_whatever_it_held():
     torch.manual_seed(0)
-    q, k, v = torch.randn(2, 2, 8, 32), torch.randn(2, 2, 700, 32), torch.randn(2, 2, 700, 32)
+    q, k, v = torch.randn(2, 2, 2, 32), torch.randn(2, 1, 700, 32), torch.randn(2, 1, 700, 32)
     alone = step(None, q, k, v)
-    scratch = make_scratch(2, 2, 8, 2, 32, 1300, 64, "cpu", True, 16, backend="triton")
+    scratch = make_scratch(2, 2, 2, 1, 32, 1300, 64, "cpu", True, 16, backend="triton")
     for name, buffer in vars(scratch).items():
         if name != "hist" and isinstance(buffer, torch.Tensor):
             buffer.fill_(float("nan") if buffer.is_floating_point() else -1)

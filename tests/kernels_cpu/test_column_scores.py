@@ -32,14 +32,6 @@ def test_against_float64(backend, dtype, chunk, stop, shape, monkeypatch):
     check_column_scores("cpu", backend, chunk, stop, dtype=dtype, **shape)
 
 
-def test_blocks_of_rows_change_no_bit(monkeypatch):
-    whole = check_column_scores("cpu", "cpu", 24, 257)
-    monkeypatch.setattr(kernels.column_scores, "ROWS", 64)
-    torch.testing.assert_close(
-        check_column_scores("cpu", "cpu", 24, 257), whole, rtol=2e-6, atol=1e-7
-    )
-
-
 def test_nothing_to_score_writes_nothing():
     sums = torch.full((1, 8), 7.0)
     column_scores(

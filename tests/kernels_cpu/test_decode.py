@@ -1,4 +1,4 @@
-"""The CPU paths of the decode kernels against the float64 oracle, on hostile shapes, layouts and
+"""The CPU backend of the decode kernels against the float64 oracle, on hostile shapes, layouts and
 dtypes.
 """
 

@@ -10,7 +10,7 @@ from tests.kernel_checks import EPSILON, make_bank, plain
 
 
 def fused(q, k, v, start, scale):
-    """torch's own fused attention with a mask: plain torch as well, and less exact in float32 (its
+    """Run torch's fused attention with a mask: plain torch too, and less exact in float32 (its
     exponential).
     """
     mask = torch.ones(len(q), k.shape[1], dtype=torch.bool).tril(start)
