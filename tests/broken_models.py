@@ -1,5 +1,5 @@
-"""Malformed model folders, one per thing that can be wrong, each with the exit code and the words
-of its one line.
+"""Malformed model folders, one for each thing that can be wrong, with the exit code and words of
+its error line.
 
     python -m tests.broken_models DIR            writes all of them under DIR
     python -m tests.broken_models DIR --lines    and prints what the engine says to each
@@ -27,26 +27,26 @@ from tests.tiny_model import (
     tokenizer,
 )
 
+Build = Callable[[Path], object]  # writes a folder
+Weights = dict[str, torch.Tensor]
 EMBED = "model.embed_tokens.weight"
 Q = "model.layers.0.self_attn.q_proj.weight"
 
 
 @dataclass(frozen=True)
 class Broken:
-    """One malformed folder: how to make it, the exit code, and words that its one line must hold."""
+    """One malformed folder: how to make it, the exit code, and words that its line must hold."""
 
     name: str
-    build: Callable[[Path], object]
+    build: Build
     code: int
     words: tuple[str, ...]
 
 
-def _config(**changes):
-    """A model whose config.json differs; a value of ... removes the key. The weights are those of
-    the sound config.
-    """
+def _config(**changes: object) -> Build:
+    """Change config.json but not the weights; a value of ... removes the key."""
 
-    def build(folder):
+    def build(folder: Path) -> None:
         sound(folder)
         config = {key: value for key, value in {**CONFIG, **changes}.items() if value is not ...}
         (folder / "config.json").write_text(json.dumps(config))
@@ -54,12 +54,10 @@ def _config(**changes):
     return build
 
 
-def _file(name, content):
-    """A sound model but for one file: bytes or text replace it, a dict is written as JSON, None
-    removes it.
-    """
+def _file(name: str, content: bytes | str | dict | None) -> Build:
+    """Replace one file of a sound model: by bytes or text, by a dict as JSON, by nothing (None)."""
 
-    def build(folder):
+    def build(folder: Path) -> None:
         sound(folder)
         path = folder / name
         path.unlink(missing_ok=True)
@@ -71,47 +69,43 @@ def _file(name, content):
     return build
 
 
-def _header(change):
-    """A sound model whose safetensors header and data went through change(header, data) -> file
-    content.
-    """
+def _header(change: Callable[[dict, bytes], bytes]) -> Build:
+    """Rewrite the weights' file of a sound model with change(header, data) -> content."""
 
-    def build(folder):
+    def build(folder: Path) -> None:
         (folder / SINGLE).write_bytes(change(*packed(sound(folder))))
 
     return build
 
 
-def _field(name, **fields):
-    """A sound model with other fields in one tensor's header entry."""
+def _field(name: str, **fields: object) -> Build:
+    """Change fields of one tensor's header entry."""
 
-    def change(header, data):
+    def change(header: dict, data: bytes) -> bytes:
         header[name] |= fields
         return joined(header, data)
 
     return _header(change)
 
 
-def _weights(change):
-    """A sound model whose weights went through change(dict), which may edit in place; it returns
-    them.
-    """
+def _weights(change: Callable[[Weights], Weights]) -> Build:
+    """Rewrite the weights of a sound model with change(weights) -> weights."""
 
-    def build(folder):
+    def build(folder: Path) -> None:
         weights = sound(folder)
         (folder / SINGLE).write_bytes(joined(*packed(change(weights))))
 
     return build
 
 
-def _without(name):
+def _without(name: str) -> Build:
     return _weights(lambda weights: {key: tensor for key, tensor in weights.items() if key != name})
 
 
-def _poison(name, value):
-    """One bad number in the middle of one tensor."""
+def _poison(name: str, value: float) -> Build:
+    """Put one bad number in the middle of one tensor."""
 
-    def change(weights):
+    def change(weights: Weights) -> Weights:
         flat = weights[name].view(-1)
         flat[flat.numel() // 2] = value
         return weights
@@ -119,12 +113,10 @@ def _poison(name, value):
     return _weights(change)
 
 
-def _index(change):
-    """A sound model in three shards, after change(folder, index); a dict it returns is written as
-    the index.
-    """
+def _index(change: Callable[[Path, dict], object]) -> Build:
+    """Make three shards, then change(folder, index); a dict that it returns becomes the index."""
 
-    def build(folder):
+    def build(folder: Path) -> None:
         changed = change(folder, sharded(folder, sound(folder), 3))
         if changed is not None:
             (folder / INDEX).write_text(json.dumps(changed))
@@ -132,32 +124,32 @@ def _index(change):
     return build
 
 
-def _mapped(name, file):
-    """An index that says that `name` lies in `file`."""
+def _mapped(name: str, file: object) -> Build:
+    """Make the index claim that `name` lies in `file`."""
     return _index(lambda folder, index: {"weight_map": {**index["weight_map"], name: file}})
 
 
-def _shard(name, content):
-    """A sound model in three shards but for the content of one file."""
+def _shard(name: str, content: bytes) -> Build:
+    """Make three shards and replace the content of one file."""
 
-    def change(folder, index):
+    def change(folder: Path, index: dict) -> None:
         (folder / name).write_bytes(content)
 
     return _index(change)
 
 
-def _link(name, target):
-    """A sound model in three shards with one file replaced by a symlink."""
+def _link(name: str, target: str) -> Build:
+    """Make three shards and replace one file by a symlink."""
 
-    def change(folder, index):
+    def change(folder: Path, index: dict) -> None:
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(target)
 
     return _index(change)
 
 
-def _outside(folder):
-    """A shard that is a symlink to a sound file beside the model's folder."""
+def _outside(folder: Path) -> None:
+    """Make one shard a symlink to a sound file beside the model's folder."""
     shard = "model-00002-of-00003.safetensors"
     sharded(folder, sound(folder), 3)
     outside = folder.parent / "outside.safetensors"
@@ -166,10 +158,10 @@ def _outside(folder):
     (folder / shard).symlink_to(outside)
 
 
-def _only(name, content=b"x"):
-    """A folder with config and tokenizer, and this file instead of weights."""
+def _only(name: str | None, content: bytes = b"x") -> Build:
+    """Make a folder with config and tokenizer, and this file instead of weights."""
 
-    def build(folder):
+    def build(folder: Path) -> None:
         sound(folder)
         (folder / SINGLE).unlink()
         if name:
@@ -178,35 +170,35 @@ def _only(name, content=b"x"):
     return build
 
 
-def _duplicate(header, data):
+def _duplicate(header: dict, data: bytes) -> bytes:
     text = json.dumps(header)
     return joined((text[:-1] + ", " + text[1:]).encode(), data)
 
 
-def _pipe(folder):
+def _pipe(folder: Path) -> None:
     sound(folder)
     (folder / "config.json").unlink()
     os.mkfifo(folder / "config.json")
 
 
-def _as_folder(folder):
+def _as_folder(folder: Path) -> None:
     sound(folder)
     (folder / "config.json").unlink()
     (folder / "config.json").mkdir()
 
 
-def _loop(folder):
+def _loop(folder: Path) -> None:
     sound(folder)
     (folder / "config.json").unlink()
     (folder / "config.json").symlink_to("config.json")
 
 
-def _quantised(dtype):
-    """Every linear weight stored in one byte per element, as some exports do without saying so in
-    config.json.
+def _quantised(dtype: str) -> Build:
+    """Store every linear weight in one byte per element, as some exports do while config.json does
+    not say so.
     """
 
-    def change(header, data):
+    def change(header: dict, data: bytes) -> bytes:
         out, bytes_out = {}, b""
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
@@ -221,15 +213,15 @@ def _quantised(dtype):
     return _header(change)
 
 
-def _hole(header, data):
-    """64 bytes that no tensor owns, after the first one."""
+def _hole(header: dict, data: bytes) -> bytes:
+    """Leave 64 bytes that no tensor owns after the first one."""
     for name in list(header)[1:]:
         header[name]["data_offsets"] = [offset + 64 for offset in header[name]["data_offsets"]]
     first = next(iter(header.values()))["data_offsets"][1]
     return joined(header, data[:first] + bytes(64) + data[first:])
 
 
-def _slow_tokenizer(folder):
+def _slow_tokenizer(folder: Path) -> None:
     sound(folder)
     (folder / "tokenizer.json").rename(folder / "tokenizer.model")
 
@@ -648,7 +640,7 @@ BROKEN: list[Broken] = [
 
 
 def write(folder: Path) -> None:
-    """Writes every case to folder/NAME. `no-folder` and `a-file` leave no folder, on purpose."""
+    """Write every case to folder/NAME. `no-folder` and `a-file` leave no folder, on purpose."""
     folder.mkdir(parents=True, exist_ok=True)
     for case in BROKEN:
         case.build(folder / case.name)

@@ -36,8 +36,8 @@ HEADER_FIELDS = ("dtype", "shape", "data_offsets")
 
 
 def tensors(config: dict = CONFIG, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """Random weights of a config, under the names of a Llama checkpoint. Knows nothing of the
-    engine's own list.
+    """Make random weights for a config, under the names of a Llama checkpoint (listed here again,
+    without the engine).
     """
     hidden, inter = config["hidden_size"], config["intermediate_size"]
     head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
@@ -73,11 +73,12 @@ def tensors(config: dict = CONFIG, dtype: torch.dtype = torch.float32) -> dict[s
 
 
 def raw(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor, in order."""
     return bytes(tensor.contiguous().flatten().view(torch.uint8).tolist())
 
 
 def packed(weights: dict[str, torch.Tensor]) -> tuple[dict, bytes]:
-    """(header, data) of a safetensors file, to be spoilt and joined by `joined`."""
+    """Lay out a safetensors file as (header, data), to spoil and to pass to `joined`."""
     header, data = {}, b""
     for name, tensor in weights.items():
         content = raw(tensor)
@@ -88,16 +89,14 @@ def packed(weights: dict[str, torch.Tensor]) -> tuple[dict, bytes]:
 
 
 def joined(header: dict | bytes, data: bytes, pad: int = 0) -> bytes:
-    """The bytes of a safetensors file; `pad` spaces after the header move the data off its
-    alignment.
-    """
+    """Join header and data to a safetensors file; `pad` spaces move the data off its alignment."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     text += b" " * pad
     return len(text).to_bytes(8, "little") + text + data
 
 
 def tokenizer(tokens: int) -> dict:
-    """A character tokenizer of `tokens` ids, in the form of tokenizer.json."""
+    """Make a character tokenizer of `tokens` ids, as the content of tokenizer.json."""
     special = ["<unk>", "<s>", "</s>"]
     characters = [
         chr(c) for c in (*range(97, 123), *range(48, 58), 32, 44, 46, 33, 63, 10, *range(65, 91))
@@ -138,10 +137,15 @@ def tokenizer(tokens: int) -> dict:
 
 
 def sound(
-    folder: Path, tokens: int = 60, dtype: torch.dtype = torch.float32, shards: int = 1, **changes
+    folder: Path,
+    tokens: int = 60,
+    dtype: torch.dtype = torch.float32,
+    shards: int = 1,
+    **changes: object,
 ) -> dict:
-    """Writes a model that works: config, weights, tokenizer. Returns its weights. `changes` go into
-    config.json.
+    """Write a model that works: config, weights, tokenizer. Return its weights.
+
+    changes: fields of config.json.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = {**CONFIG, "torch_dtype": DTYPE_NAMES[dtype], **changes}
@@ -156,7 +160,7 @@ def sound(
 
 
 def sharded(folder: Path, weights: dict[str, torch.Tensor], shards: int) -> dict:
-    """Writes weights as numbered shards and an index, dealt out like cards; returns the index."""
+    """Write weights as numbered shards, dealt out like cards, and an index; return the index."""
     (folder / SINGLE).unlink(missing_ok=True)
     index = {"metadata": {}, "weight_map": {}}
     for i in range(shards):

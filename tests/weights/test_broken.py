@@ -1,5 +1,5 @@
-"""Every malformed folder gets its one line and its exit code: through the library, here, and
-through the command line.
+"""Every malformed folder gets its one line and its exit code, from the library and from the command
+line.
 """
 
 import os
@@ -26,14 +26,14 @@ def test_table_is_wide_enough():
 
 
 def test_the_sound_model_works(tmp_path):
-    """Otherwise every refusal below could be for another reason."""
+    """Or every refusal below could have another reason."""
     sound(tmp_path / "m")
     llm = LLM(str(tmp_path / "m"), device="cpu", max_context=64)
     assert len(llm.session().prefill([3, 4, 5])) == 64
 
 
 def check(case, line, folder):
-    """The line is one line, names what it should, and no Python leaks into it."""
+    """Check that the error is one line, names what it should, and leaks no Python."""
     assert all(word in line for word in case.words), line
     assert "\n" not in line and "Traceback" not in line and len(line) < 500
     assert str(folder) in line or case.name in line
@@ -67,13 +67,10 @@ def test_command_line(case, tmp_path, capsys, monkeypatch):
     check(case, errors[0], folder)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [case for case in BROKEN if case.name in ("size-negative", "no-folder")],
-    ids=lambda case: case.name,
-)
-def test_process(case, tmp_path):
+def test_process(tmp_path):
+    """The exit code of a real process: 2, which no uncaught exception gives."""
     pytest.importorskip("engine.chat")
+    case = next(case for case in BROKEN if case.name == "no-folder")
     case.build(tmp_path / case.name)
     command = [
         sys.executable,

@@ -83,9 +83,7 @@ def test_data_off_its_alignment(tmp_path, stored, pad):
 
 
 def test_chunk_borders(tmp_path):
-    """Tensors of a chunk, one row more, and many chunks: what is copied piecewise is copied once
-    and whole.
-    """
+    """Tensors of one chunk, a row less, a row more, and many chunks: each piece is copied once."""
     rows = CHUNK // (4 * 256)
     sizes = {"below": rows - 1, "exact": rows, "above": rows + 1, "many": 3 * rows + 7}
     weights = {
@@ -288,7 +286,8 @@ def test_tensors_of_a_shard_that_the_index_forgets_count_as_extra(tmp_path):
     index = sharded(tmp_path, {**weights, "model.forgotten": torch.ones(3)}, 2)
     del index["weight_map"]["model.forgotten"]
     (tmp_path / INDEX).write_text(json.dumps(index))
-    with pytest.raises(BadCheckpoint, match="model.forgotten: found, but config.json describes no such"):
+    words = "model.forgotten: found, but config.json describes no such tensor"
+    with pytest.raises(BadCheckpoint, match=words):
         opened(tmp_path)
 
 
@@ -316,13 +315,16 @@ from weights.checkpoint import Checkpoint, Target
 
 def resident():  # MB of anonymous memory (what the machine cannot take back), and of mapped files
     lines = Path("/proc/self/status").read_text().splitlines()
-    return [int(line.split()[1]) / 1024 for line in lines if line.startswith(("RssAnon", "RssFile"))]
+    held = [line for line in lines if line.startswith(("RssAnon", "RssFile"))]
+    return [int(line.split()[1]) / 1024 for line in held]
 
 torch.set_num_threads(1)
 checkpoint = Checkpoint.open(sys.argv[1])
 wanted = [Target(name, ((name, info.shape),)) for name, info in checkpoint.tensors.items()]
-list(checkpoint.stream(wanted[:1], dtype=torch.bfloat16))  # first use of torch's kernels maps and allocates
-for dtype, keep in ((torch.bfloat16, False), (torch.float32, False), (torch.bfloat16, True), (torch.float32, True)):
+# the first use of torch's kernels maps and allocates
+list(checkpoint.stream(wanted[:1], dtype=torch.bfloat16))
+every = [(dtype, keep) for keep in (False, True) for dtype in (torch.bfloat16, torch.float32)]
+for dtype, keep in every:
     before, peak, kept = resident(), resident(), []
     def look(_):
         peak[:] = map(max, peak, resident())
@@ -374,7 +376,7 @@ def test_imports_stay_light(module):
 
 
 def test_targets_name_what_an_independent_writer_writes(tmp_path):
-    """tests/tiny_model.py does not know engine/model/llama.py: both lists must come out the same."""
+    """tests/tiny_model.py does not know engine/model/llama.py: both must list the same tensors."""
     for variant in VARIANTS.values():
         config = ModelConfig.from_dict({**CONFIG, **variant})
         wanted = {name: tuple(shape) for target in targets(config) for name, shape in target.parts}

@@ -1,5 +1,6 @@
-"""What tells model folders apart. Stops: answers of one training gone on with by another's, a
-digest that depends on the file's layout.
+"""The digests that tell model folders apart.
+
+Stops: resuming from another training's answers, a digest that depends on the files' layout.
 """
 
 from tests.tiny_model import sharded, sound, tensors

@@ -1,6 +1,4 @@
-"""Names to folders, without a network: a fake hub for what it may answer, a hand-made cache for
-what is already there.
-"""
+"""Names resolve to folders without a network, by a fake hub and a hand-made cache."""
 
 import json
 import os
@@ -29,7 +27,7 @@ REVISION = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch):
-    """Any attempt to reach the hub fails the test, even where the library would swallow the error."""
+    """Fail the test on any attempt to reach the hub, even if the library swallows the error."""
     tried = []
 
     def refuse(*args, **kwargs):
@@ -54,7 +52,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def cached(cache, hub_id, shards=1, revision=REVISION):
-    """Writes a model into the cache as the hub's client lays it out; returns its snapshot folder."""
+    """Write a model into the cache as the hub's client does; return its snapshot folder."""
     repository = cache / f"models--{hub_id.replace('/', '--')}"
     snapshot = repository / "snapshots" / revision
     sound(snapshot, shards=shards)
@@ -69,9 +67,7 @@ def cached(cache, hub_id, shards=1, revision=REVISION):
 
 @pytest.fixture
 def fake(monkeypatch):
-    """A hub of our own making: fake.answer(hub_id) downloads or raises; fake.calls are the online
-    ones.
-    """
+    """A fake hub: fake.answer(hub_id) downloads or raises; fake.calls lists the online calls."""
     real, state = hub.snapshot_download, SimpleNamespace(calls=[], answer=None)
 
     def snapshot_download(hub_id, **options):
@@ -85,9 +81,7 @@ def fake(monkeypatch):
 
 
 def hub_error(name, message="", status=None, cause=None):
-    """An instance of one of the hub's errors, past constructors that differ from version to
-    version.
-    """
+    """Make one of the hub's errors without its constructor, which differs between versions."""
     kind = getattr(hub.errors, name)
     error = kind.__new__(kind)
     Exception.__init__(error, message)
@@ -438,7 +432,7 @@ def test_a_cache_that_cannot_be_read_is_named(cache, fake, monkeypatch):
     )
     with pytest.raises(
         HubError,
-        match=f"the cache {cache} cannot be read: PermissionError: .*Permission denied; see HF_HOME",
+        match=f"cache {cache} cannot be read: PermissionError: .*Permission denied; see HF_HOME",
     ):
         resolve("org/name")
 
