@@ -1,116 +1,138 @@
 """What a method is: a frozen value that makes a layer plan, and a runtime per session that attends.
 
-Decode and prefill call the hooks below and know nothing else of a method; the layer plan tells
-roles, the runtime follows it.
+Decode and prefill call the hooks below and know nothing else of a method. The layer plan says what
+each layer does; the runtime follows it. `Needs` (engine/plan/needs.py) says what the engine must
+provide.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engine.bank.streamed_attention import attend_stream
 from engine.errors import SettingError
-from engine.plan.layers import layer_plan
+from engine.plan.layers import LayerPlan, layer_plan
+from engine.plan.needs import Needs, scratch_sizes
 from kernels.dense_decode import decode_dense
 from kernels.prefill import prefill_dense
+from kernels.scratch import Scratch, make_scratch
+
+if TYPE_CHECKING:
+    from engine.bank.device import DeviceBank
+    from engine.decode import Step
+    from engine.model.config import ModelConfig
+    from engine.prefill_eta import PrefillFlops
 
 
 @dataclass(frozen=True)
 class Method:
-    """Base of all methods. Unknown fields raise, values are validated at construction."""
+    """Base of all methods. Unknown fields raise; values are validated at construction."""
+
+    # whether users may ask for the method by name; not inherited, default True (engine/methods/registry.py)
+    named = False
 
     @property
-    def name(self):
+    def name(self) -> str:
         """Name on the command line and in tables."""
         return type(self).__name__.lower()
 
-    def plan(self, config):
-        """Layer plan for a model; all layers attend to everything unless a method says otherwise."""
+    def plan(self, config: ModelConfig) -> LayerPlan:
+        """Layer plan for a model; by default all layers attend to everything."""
         return layer_plan(config.num_layers)
 
-    def budget_capacity(self, plan, capacity):
-        """Most bank tokens a sparse layer may read per step when the bank holds `capacity` tokens;
-        0 without sparse layers.
-        """
+    def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
+        """What a session of `capacity` tokens needs, with bank elements of `itemsize` bytes."""
+        return Needs()
+
+    def dense_below_tokens(
+        self, plan: LayerPlan, config: ModelConfig, itemsize: int, device_type: str, capacity: int
+    ) -> int:
+        """Context length in tokens below which every layer attends to everything."""
         return 0
 
-    def runtime_bytes(self, plan, capacity, config, size):
-        """Device bytes of the runtime's own buffers in a bank of `capacity` tokens of `size` bytes
-        an element; equals Runtime.nbytes.
-        """
-        return 0
-
-    def store_bytes(self, plan, config, itemsize, capacity):
-        """Device bytes of rows that the method keeps beside a bank of `capacity` tokens, at most
-        (evicting methods).
-        """
-        return 0
-
-    def dense_below_tokens(self, plan, config, dtype_bytes, device_type, capacity):
-        """Below this many tokens of context every layer attends to everything."""
-        return 0
-
-    # whether users may ask for it by its name: what a class says itself counts, True where it is
-    # silent
-    named = False
-    evicts = False  # whether rows are given up for good (engine/methods/evict/base.py)
-    selects = False  # whether sparse layers read a selection that `bank.fetch` was told of
-    # whether a prompt may be read in several calls (Session.prefill's `more`)
-    in_parts = True
-    # its newest tokens that are read in another way than the rest, so that one call must hold them
-    last_part = 0
-    stages = 0  # whole offloaded layers that a step keeps on the device at once
-
-    def packs(self, plan):
-        """Layers that may live in host memory, those fetched together in one tuple: the groups,
-        unless a method says otherwise.
-        """
-        return tuple(group.layers for group in plan.groups if group.layers)
-
-    def check(self, plan):
+    def validate(self, plan: LayerPlan) -> None:
         """Raise SettingError where these settings cannot work on this layer plan."""
 
-    def check_prefill(self, start, stop):
-        """Raise SettingError where a session of `start` tokens cannot read on to `stop`; asked
-        before reading.
+    def validate_prompt(self, start: int, stop: int) -> None:
+        """Raise SettingError where a session of `start` tokens cannot read on to `stop`."""
+
+    def validate_switch(self, length: int) -> None:
+        """Raise SettingError where a session that read `length` tokens under another method cannot
+        continue with this one.
         """
 
-    def check_parts(self, more, last=None):
-        """Raise SettingError where a prompt cannot be read in parts, or not ended by a part of
-        `last` tokens.
-        """
-        if more and not self.in_parts:
-            raise SettingError(
-                f"{self.name}: reads a prompt in one call, and prefill was told that more follows"
-            )
-        if last is not None and last < self.last_part:
-            raise SettingError(
-                f"{self.name}: reads the last {self.last_part} tokens of a prompt in a way of their own, and the part that "
-                f"ends this one has {last}: let it have {self.last_part}"
-            )
-
-    def check_switch(self, length):
-        """Raise SettingError where a session that has read `length` tokens under another method
-        cannot go on with this one.
-        """
-
-    def runtime(self, setup):
-        """The state of this method in one session (a Runtime)."""
+    def runtime(self, setup: Setup) -> Runtime:
+        """The state of this method in one session."""
         return Runtime(self, setup)
+
+
+def validate_parts(method: Method, needs: Needs, more: bool, last: int | None = None) -> None:
+    """Raise SettingError where a prompt cannot be read in several calls (`more`), or its final call
+    of `last` tokens is too short.
+    """
+    if more and needs.final_call is None:
+        raise SettingError(
+            f"{method.name}: reads a whole prompt in one call, found a prefill with more=True"
+        )
+    if last is not None and last < (needs.final_call or 0):
+        raise SettingError(
+            f"{method.name}: treats the last {needs.final_call} tokens of a prompt differently, so "
+            f"the final prefill call must have at least {needs.final_call} tokens (found {last})"
+        )
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a runtime is built from: one session's fixed facts."""
+    """What a runtime is built from: one session's fixed facts.
 
-    config: object
-    plan: object
+    backend: kernel backend ("auto", "reference", "cpu", "triton"); scratch: buffers of the kernels.
+    """
+
+    config: ModelConfig
+    plan: LayerPlan
     capacity: int
-    device: object
-    dtype: object
+    device: torch.device
+    dtype: torch.dtype
     batch: int
-    backend: str  # kernel backend: "auto", "reference", "cpu", "triton"
-    scratch: object
+    backend: str
+    scratch: Scratch
+
+    @classmethod
+    def of(
+        cls,
+        config: ModelConfig,
+        method: Method,
+        capacity: int,
+        *,
+        plan: LayerPlan | None = None,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        batch: int = 1,
+        queries: int = 1,
+        backend: str = "auto",
+    ) -> Setup:
+        """The facts of a session of `method`, with scratch for steps of up to `queries` tokens.
+
+        plan: the method's layer plan, where it is at hand already.
+        """
+        device, plan = torch.device(device), plan or method.plan(config)
+        needs = method.needs(plan, config, capacity, dtype.itemsize)
+        sizes = scratch_sizes(
+            config,
+            needs,
+            capacity,
+            device=device,
+            dtype=dtype,
+            backend=backend,
+            batch=batch,
+            queries=queries,
+        )
+        scratch = make_scratch(**sizes)
+        return cls(config, plan, capacity, device, dtype, batch, backend, scratch)
 
 
 class Runtime:
@@ -118,86 +140,67 @@ class Runtime:
     truncate.
     """
 
-    window = 0  # queries of the past that the next step's selection needs
-    # whether a step can be captured into a CUDA graph (no visit to the host)
-    capturable = True
-    # whether sparse layers read what `bank.fetch` brought (else rows are gathered and waited for)
-    packed = False
-    bank = None  # the session's bank, set by the session
-    # whether what a session has read cannot be attended to again: truncate reads anew
-    # (Session.truncate)
-    evicts = False
-    # whether only its own steps lead to its state: truncate goes the way since the last prompt's
-    # end again
-    replays = False
-    # whether the last layer shows all queries of a chunk too, before the one whose output counts
-    reads_every_query = False
+    bank: DeviceBank | None = None  # the session's bank, set by the session
 
-    def __init__(self, method, setup):
-        self.method, self.setup = method, setup
+    def __init__(self, method: Method, setup: Setup):
+        self.method, self.setup, self.plan = method, setup, setup.plan
         self.scale = setup.config.head_dim**-0.5
+        self.needs = method.needs(setup.plan, setup.config, setup.capacity, setup.dtype.itemsize)
 
     @property
-    def nbytes(self):
-        """Device bytes of this runtime's own buffers."""
+    def nbytes(self) -> int:
+        """Device bytes of this runtime's own buffers; equals Needs.device_bytes for a batch of 1."""
         return 0
 
     @property
-    def differs(self):
-        """Whether a decode step of this runtime is anything but plain full attention; where not,
-        the session runs that.
-        """
-        return bool(self.setup.plan.sparse_layers)
+    def k(self) -> int:
+        """Tokens that a sparse layer selects per step (or a store keeps); 0: it reads everything."""
+        return 0
 
-    def begin_prefill(self, start, stop, more=False):
+    # ---------------------------------------------------------------- a prompt
+
+    def begin_prompt(self, start: int, stop: int, more: bool = False) -> None:
         """Positions start .. stop-1 are about to be read, chunk by chunk. more: at least
-        Method.last_part tokens of the prompt follow.
+        Needs.final_call tokens of the prompt follow in later calls.
         """
 
-    def prefill_work(self, work, start, stop):
-        """(linear, attention) operations of reading positions start .. stop-1; `work` is
-        engine.prefill_eta.PrefillFlops.
-        """
-        return work.parts(start, stop)
-
-    def advance(self, count):
-        """The `count` tokens of the chunk or step that has just run are there to stay: what it left
-        pending holds from here on.
-
-        Attention itself changes nothing that a second run of the same chunk or step would see;
-        whatever breaks off, nothing happened.
-        """
-
-    def end_prefill(self, length, step=None):
-        """The bank holds `length` tokens at the end of a prefill (hook A); budgets by share are
-        fixed here.
-
-        step: engine.decode.Step of the newest token, with the bank, the query ring and the
-        rotation; None in a session without tokens.
-        """
-
-    def warm(self, steps):
-        """Make ready what the first decode step would fetch: `steps` are engine.decode.Step of the
-        prompt's last tokens, oldest first.
-        """
-
-    def prefill_attend(self, layer, q, bank, start):
-        """Attention of a chunk at positions start .. start+C-1, rows already written. q [B, C, H,
-        D] -> [B, C, H, D].
+    def attend_prompt(
+        self, layer: int, q: torch.Tensor, bank: DeviceBank, start: int
+    ) -> torch.Tensor:
+        """Attention of a chunk at positions start .. start+C-1 whose K and V are in the bank.
+        q [B, C, H, D] rotated -> [B, C, H, D].
         """
         if bank.on_host(layer) and self.setup.backend != "reference":
             return attend_stream(q, bank, layer, start, self.scale)
         k, v = bank.kv(layer)
         return prefill_dense(q, k, v, start, self.scale, backend=self.setup.backend)
 
-    def attend(self, layer, q, step):
-        """Attention of a decode step. q [B, Q, H, D] rotated; step: engine.decode.Step -> [B, Q, H,
-        D].
+    def end_prompt(self, length: int, step: Step | None = None) -> None:
+        """A prompt has ended and the bank holds `length` tokens: fix budgets by share, evict.
+
+        step: the newest token's, with the bank, the query ring and the rotation; None in a session
+        without tokens.
         """
+
+    def prompt_flops(self, flops: PrefillFlops, start: int, stop: int) -> tuple[float, float]:
+        """(linear, attention) operations of reading positions start .. stop-1."""
+        return flops.parts(start, stop)
+
+    # ---------------------------------------------------------------- a step
+
+    def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
+        """Attention of a decode step. q [B, Q, H, D] rotated -> [B, Q, H, D]."""
         return self.attend_dense(layer, q, step)
 
-    def attend_dense(self, layer, q, step, scores=None, kind="softmax"):
-        """Attention to everything in the bank, leaving head maxima in `scores` if given."""
+    def attend_dense(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        step: Step,
+        scores: torch.Tensor | None = None,
+        kind: str = "softmax",
+    ) -> torch.Tensor:
+        """Attention to everything in the bank; leaves the maxima over heads in `scores` if given."""
         if scores is None and step.bank.must_stream(layer, self.setup.backend):
             return attend_stream(q, step.bank, layer, step.bank.length - q.shape[1], self.scale)
         k, v = step.bank.kv(layer, step.bucket)
@@ -213,41 +216,59 @@ class Runtime:
             backend=self.setup.backend,
         )
 
-    def selections(self):
-        """{filter layer: int64 [k] positions} of the last step, for sequence 0; empty for methods
-        that select nothing.
+    def warm(self, steps: Iterable[Step]) -> None:
+        """Fetch what the first decode step would: `steps` are those of the prompt's last tokens,
+        oldest first.
         """
-        return {}
 
-    def selection_scores(self):
-        """{filter layer: float32 [k]} of those selections whose scores are still at hand after the
-        step; may be empty.
+    def commit(self, count: int) -> None:
+        """Commit the chunk or step of `count` tokens that just ran. `attend` and `attend_prompt`
+        leave state unchanged until then, so an interrupted step can be repeated.
         """
-        return {}
 
-    def rows_read(self, n):
-        """Bank rows that each layer reads in a decode step at n tokens: a list of ints, one per
-        layer (exact, from the plan).
+    # ---------------------------------------------------------------- what a step read
+
+    def rows_read(self, n: int) -> list[int]:
+        """Bank tokens that each layer reads in a decode step at n tokens, one count per layer;
+        known without asking the device.
         """
         return [n] * self.setup.config.num_layers
 
-    def snapshot(self):
-        """State that truncate must bring back, apart from what follows from the bank and the query
-        ring.
+    def selections(self) -> dict[int, torch.Tensor]:
+        """{filter layer: int64 [k] positions, ascending} of the last step, sequence 0."""
+        return {}
+
+    def selection_scores(self) -> dict[int, torch.Tensor]:
+        """{filter layer: float32 [k]}: scores of those selections that are still in memory."""
+        return {}
+
+    def chosen_rows(self, layer: int) -> torch.Tensor:
+        """Positions int64 [k] or [heads, k] that a sparse layer read in the last step before
+        `tail_start`, sequence 0, ascending.
         """
+        return torch.zeros(0, dtype=torch.int64, device=self.setup.device)
+
+    def tail_start(self, step: Step) -> torch.Tensor:
+        """First position [B] int32 from which sparse layers read everything."""
+        return torch.zeros_like(step.visible)
+
+    # ---------------------------------------------------------------- going back, copies
+
+    def state(self) -> Any:
+        """What truncate must bring back: all that does not follow from the bank and the query ring."""
         return None
 
-    def restore(self, state, length):
-        """Undo to a snapshot taken when the bank held `length` tokens."""
+    def load(self, state: Any, length: int | None) -> None:
+        """Go back to a `state` taken when the bank held `length` tokens (None: a copy)."""
 
-    def copy_from(self, other, sequence=0):
-        """Hold for sequence `sequence` what the runtime of one sequence holds (fork; a batch)."""
-        self.restore(other.snapshot(), None)
+    def truncate(self, length: int) -> None:
+        """Forget what the last step chose: the session was cut to `length` tokens (0: as new)."""
 
-    def forget(self, length):
-        """Drop what the last step chose: the session was truncated to `length` tokens (0: as new)."""
+    def copy_from(self, other: Any, sequence: int = 0) -> None:
+        """Take over, as sequence `sequence`, the state of a runtime of one sequence (fork, batch)."""
+        self.load(other.state(), None)
 
 
-def device_int(value, setup):
-    """One int per sequence on the device: int32 [B]."""
+def device_int(value: int, setup: Setup) -> torch.Tensor:
+    """The same int for every sequence, on the device: int32 [B]."""
     return torch.full((setup.batch,), value, dtype=torch.int32, device=setup.device)

@@ -1,16 +1,26 @@
-"""Brutal offload: exact attention with the last layers' rows in host memory; all of them come back
-in every step.
+"""Brutal offload: exact attention with the last layers' K and V in host memory; every step copies
+all of them back.
 
-Source: the OmniKV paper's ablation without the context selector; METHODS.md item 25 and row
-`brutal_offload`: the last 20 of 32 layers, each copied up while the layer four before it runs. The
-baseline that shows what selection buys. The newest rows stay on the device (the ring). Over a bank
-that is on the device it is full attention.
+Source: the OmniKV paper's ablation without the context selector: the last 20 of 32 layers, each
+copied while the layer four before it runs. The baseline that shows what selection saves. The newest
+tokens stay on the device. Over a bank that is on the device it is full attention.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-from engine.methods.base import Method, Runtime
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.methods.base import Method, Runtime, Setup
 from engine.methods.settings import whole
+from engine.plan.needs import Needs
+
+if TYPE_CHECKING:
+    from engine.decode import Step
+    from engine.model.config import ModelConfig
+    from engine.plan.layers import LayerPlan
 
 
 @dataclass(frozen=True)
@@ -23,43 +33,40 @@ class BrutalOffload(Method):
     layers: int = 20
     ahead: int = 4
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("layers", "ahead"):
             whole(name, getattr(self, name), 1)
 
     @property
-    def name(self):
-        """Name in tables."""
+    def name(self) -> str:
         return "brutal_offload"
 
-    @property
-    def stages(self):
-        """Whole layers on the device at once: the one in use and those under way."""
-        return self.ahead + 1
-
-    def packs(self, plan):
-        """The last layers, each by itself: a copy is one layer."""
-        return tuple(
-            (layer,) for layer in range(max(0, plan.num_layers - self.layers), plan.num_layers)
+    def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
+        # no graph over an offloaded bank: how much is copied depends on the length, which the host
+        # knows
+        return Needs(
+            offload=tuple(
+                (layer,) for layer in range(max(0, plan.num_layers - self.layers), plan.num_layers)
+            ),
+            staged_layers=self.ahead + 1,
+            cuda_graph=True,
+            fetches=False,
         )
 
-    def runtime(self, setup):
-        """Full attention that starts copies ahead of itself."""
+    def runtime(self, setup: Setup) -> BrutalRuntime:
         return BrutalRuntime(self, setup)
 
 
 class BrutalRuntime(Runtime):
-    """Not capturable over an offloaded bank: how much is copied depends on the length, which the
-    host knows.
-    """
+    """Full attention that starts copies ahead of itself."""
 
-    differs = True  # its steps start copies, whatever they attend to
+    method: BrutalOffload
 
-    def attend(self, layer, q, step):
+    def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
         """Start the copy of the layer `ahead` further on (at the first layer, of all up to it),
         then attend to everything.
         """
-        plan, last = self.setup.plan, layer + self.method.ahead
-        for coming in range(0 if layer == 0 else last, min(last + 1, plan.num_layers)):
+        last = layer + self.method.ahead
+        for coming in range(layer if layer == 0 else last, min(last + 1, self.plan.num_layers)):
             step.bank.stage_layer(coming)
         return self.attend_dense(layer, q, step)

@@ -1,21 +1,23 @@
-"""Names to methods: what a user may ask for on a command line."""
+"""From names to methods: what a user may ask for on a command line."""
+
+from __future__ import annotations
 
 import dataclasses
 import importlib
 import pkgutil
+from typing import Any
 
 import engine.methods
 from engine.errors import SettingError
 from engine.methods.base import Method
 
 
-def methods():
-    """{name: class} of every method in engine/methods that has a name of its own (Method.named),
-    sorted by name.
-    """
+def methods() -> dict[str, type[Method]]:
+    """{name: class} of every named method in engine/methods (Method.named), sorted by name."""
     for found in pkgutil.walk_packages(engine.methods.__path__, "engine.methods."):
         importlib.import_module(found.name)
-    classes, todo = {}, [Method]
+    classes: dict[str, type[Method]] = {}
+    todo: list[type[Method]] = [Method]
     while todo:
         cls = todo.pop()
         todo += cls.__subclasses__()
@@ -24,11 +26,11 @@ def methods():
     return dict(sorted(classes.items()))
 
 
-def make(name, settings, elsewhere="omnikv"):
-    """The method of this name with settings {field: value}. Raises SettingError for a name or a
-    field that does not exist.
+def make(name: str, settings: dict[str, Any], flag_owner: str = "omnikv") -> Method:
+    """The method of this name with settings {field: value}.
 
-    elsewhere: whose a field that this method does not have is said to be.
+    flag_owner: method named in the error when a setting does not belong to this one. Raises
+    SettingError for an unknown name or field.
     """
     known = methods()
     if name not in known:
@@ -37,6 +39,6 @@ def make(name, settings, elsewhere="omnikv"):
     for field in settings:
         if field not in fields:
             raise SettingError(
-                f"{field}: belongs to --method {elsewhere}, but --method {name} was given"
+                f"{field}: belongs to --method {flag_owner}, but --method {name} was given"
             )
     return known[name](**settings)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engine.plan.free_memory import HEADROOM, available_bytes
+from engine.plan.needs import scratch_sizes
 from engine.plan.placement import SLOTS, fitting, full_placement
 from engine.plan.report import OFFLOAD_CHUNK, ROUND, Item, Plan
 from engine.query_ring import RING
@@ -20,7 +21,6 @@ from kernels.scratch import scratch_bytes
 
 if TYPE_CHECKING:
     from engine.methods.base import Method
-    from engine.methods.evict.base import Evicting
     from engine.model.config import ModelConfig
     from engine.plan.layers import LayerPlan
     from engine.plan.placement import Placement
@@ -59,25 +59,12 @@ def memory_items(
     size = dtype.itemsize
     kept = config.num_layers - (len(placement.layers) if placement else 0)
     bank = kept * context * config.kv_bytes(size)
-    budget = method.budget_capacity(layers, context)
-    windowed = getattr(method, "selector", "last") != "last"
+    needs = method.needs(layers, config, context, size)
     scratch = scratch_bytes(
-        batch=1,
-        queries=1,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        capacity=context,
-        budget=budget,
-        device=device,
-        scored=budget > 0,
-        window=getattr(method, "window", 0) if windowed else 0,
-        backend=backend,
-        dtype=dtype,
+        **scratch_sizes(config, needs, context, device=device, dtype=dtype, backend=backend)
     )
-    selection = method.runtime_bytes(layers, context, config, size)
     ring = config.num_layers * RING * config.q_size * size
-    store = method.store_bytes(layers, config, size, context)
+    store = needs.store_bytes
     workspace = prefill_bytes(config, size, chunk, device.type)
     return (
         ("weights", config.parameters * size, f"{config.parameters / 1e9:.2f} B parameters"),
@@ -85,7 +72,7 @@ def memory_items(
         *_tier_items(config, placement, size, context, device),
         ("query ring", ring, f"last {RING} queries of every layer"),
         ("decode scratch", scratch, ""),
-        ("selection", selection, "scores and indices" if budget else ""),
+        ("selection", needs.device_bytes, "scores and indices" if needs.selected else ""),
         *((("retained rows", store, "the most that is kept beside the bank"),) if store else ()),
         ("prefill workspace", workspace, f"activations of one chunk of {chunk} tokens"),
     )
@@ -187,16 +174,13 @@ class _Search:
         if self.offload == "device" or (self.offload == "auto" and self.device.type == "cpu"):
             return None
         full = full_placement(
-            self.config,
-            self.method,
-            self.layers,
-            self.dtype.itemsize,
+            self.method.needs(self.layers, self.config, context, self.dtype.itemsize),
             context,
             min(self.chunk, context),
             self.slots,
             by_layer=self.device.type == "cuda",
         )
-        if full is None or self.offload == "host" or self.method.stages:
+        if full is None or self.offload == "host" or full.stages:
             return full
         return fitting(full, lambda candidate: self.fits(context, candidate))
 
@@ -263,7 +247,7 @@ def plan_at(
     size, largest = dtype.itemsize, search.largest_context()
     context = max_context or max(ROUND, largest)
     placement = search.placement(context)
-    tokens, kept = _held(config, method, layers, size, context)
+    needs = method.needs(layers, config, context, size)
     return Plan(
         model=name,
         method=method,
@@ -282,8 +266,8 @@ def plan_at(
         host_bytes=placement.host_bytes(config, size, context) if placement else 0,
         host_free=host_free,
         full_bank=config.num_layers * context * config.kv_bytes(size),
-        budget=tokens,
-        kept=kept,
+        budget=needs.retained or needs.selected,
+        kept=needs.retained_bytes,
     )
 
 
@@ -298,17 +282,6 @@ def _free_bytes(
     if host_budget is not None:
         host_free = min(host_free, int(host_budget / HEADROOM))
     return free, free_name, host_free
-
-
-def _held(
-    config: ModelConfig, method: Method, layers: LayerPlan, size: int, context: int
-) -> tuple[int, int]:
-    """Return (selected or retained tokens, bytes of K and V kept after eviction) at a context."""
-    if not method.evicts:
-        return method.budget_capacity(layers, context), 0
-    evicting = cast("Evicting", method)
-    kept = evicting.kv_bytes(layers, config, size, context - 1, 1) if context > 1 else 0
-    return min(context, evicting.budget(layers, context)), kept
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:

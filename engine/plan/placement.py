@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from engine.plan.layers import TAIL_BLOCK
+from engine.plan.needs import Needs
 from kernels.slots import slots_bytes
 
 if TYPE_CHECKING:
-    from engine.methods.base import Method
     from engine.model.config import ModelConfig
-    from engine.plan.layers import LayerPlan
 
 # Tokens of one of the two device blocks through which an offloaded layer streams back: 201 MB at
 # 4 KB a row. With 65536 an 8B model took 34.07 KiB of device memory per token at 2^20 tokens;
@@ -102,27 +101,20 @@ def part_bytes(config: ModelConfig, size: int) -> int:
 
 
 def full_placement(
-    config: ModelConfig,
-    method: Method,
-    layers: LayerPlan,
-    size: int,
-    capacity: int,
-    chunk: int,
-    slots: float = SLOTS,
-    by_layer: bool = False,
+    needs: Needs, capacity: int, chunk: int, slots: float = SLOTS, by_layer: bool = False
 ) -> Placement | None:
-    """Return the placement that offloads every layer that `method` can spare, or None where it can
-    spare none.
+    """Return the placement that offloads every layer that a method can spare (Needs.offload), or
+    None where it can spare none.
 
     slots: slots per selected token, at least 1. 0 turns reuse off: every step fetches its whole
     selection.
     """
-    groups = method.packs(layers)
+    groups = needs.offload
     if not groups:
         return None
-    budget = method.budget_capacity(layers, capacity) if method.selects else 0
+    budget = needs.selected if needs.fetches else 0
     held = min(max(budget, math.ceil(budget * max(1, slots))), max(budget, capacity))
-    ring = -(-getattr(method, "tail", TAIL_BLOCK) // TAIL_BLOCK) * TAIL_BLOCK + 2 * TAIL_BLOCK
+    ring = -(-needs.tail // TAIL_BLOCK) * TAIL_BLOCK + 2 * TAIL_BLOCK
     return Placement(
         groups,
         budget,
@@ -130,7 +122,7 @@ def full_placement(
         ring,
         min(STREAM_BLOCK, capacity),
         min(chunk, capacity),
-        min(method.stages, len(groups)),
+        min(needs.staged_layers, len(groups)),
         slots > 0,
         by_layer,
     )

@@ -1,29 +1,39 @@
-"""Eviction by accumulated attention (hook B): every row carries, per query head, what the queries
-since its arrival have given it.
+"""Eviction by accumulated attention. Each cached token stores, per query head, the sum of attention
+weights it has received.
 
 Shared by H2O, H2O+, A2SF, Keyformer and Scissorhands, which differ in what a query adds, how the
-past decays, and when rows are dropped. Sums are taken tile by tile (kernels/column_sums.py). While
-a first prompt is read and until its cut, the sums of all rows exist: 4 bytes per query head and
+past decays, and when tokens are dropped. Sums are taken tile by tile (kernels/column_sums.py). While
+a first prompt is read and until its cut, the sums of all tokens exist: 4 bytes per query head and
 token, twice while a chunk runs.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from engine.methods.evict.base import GROUP_RULES, Evicting, EvictingRuntime
-from engine.methods.evict.store import best, reduce_group, worst
+from engine.methods.evict.base import EvictingRuntime
+from engine.methods.evict.settings import GROUP_RULES, Evicting
+from engine.methods.evict.store import Part, Rows, Sequence, best, reduce_group, worst
 from engine.methods.settings import choice, portion, whole
 from kernels.column_sums import column_sums
+
+if TYPE_CHECKING:
+    from engine.decode import Step
+    from engine.methods.base import Runtime, Setup
+    from engine.model.config import ModelConfig
+    from engine.plan.layers import LayerPlan
+    from engine.plan.needs import Needs
 
 
 @dataclass(frozen=True)
 class Accumulating(Evicting):
-    """Settings of the family. recent_share: part of the budget that the newest tokens have for
-    themselves. gqa_reduce: how the scores of the query heads of a group become one ("max" | "mean"
-    | "sum"), after they have been summed. cut: a first prompt is cut at its end ("prefill") or
-    after the first step of the answer, which then sees everything ("first_step"). every: steps
-    between evictions.
+    """Settings of the family. recent_share: part of the budget that is reserved for the newest
+    tokens. gqa_reduce: how the summed scores of a group's query heads become one: "max" | "mean" |
+    "sum". cut: a first prompt is cut at its end ("prefill") or after the first step of the answer,
+    which then sees everything ("first_step"). every: steps between evictions.
     """
 
     recent_share: float = 0.5
@@ -34,27 +44,29 @@ class Accumulating(Evicting):
     named = False
     scored = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         portion("recent_share", self.recent_share, zero=True)
         choice("gqa_reduce", self.gqa_reduce, GROUP_RULES)
         choice("cut", self.cut, ("prefill", "first_step"))
         whole("every", self.every, 1)
 
-    def recent(self, budget):
+    def recent(self, budget: int) -> int:
         """How many of a budget's tokens are the newest ones."""
         return int(budget * self.recent_share)
 
-    def decay(self, count):
-        """What is left of the scores after `count` more queries."""
+    def decay(self, count: int) -> float:
+        """Factor by which `count` more queries shrink the scores."""
         return 1.0
 
-    def most(self, budget):
+    def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
+        return replace(super().needs(plan, config, capacity, itemsize), every_query=True)
+
+    def max_rows(self, budget: int) -> int | None:
         """The budget, and the tokens that come before the next eviction."""
         return budget + self.every
 
-    def course(self, budget, length, generated):
-        """(base, held) by the rules of `trim`."""
+    def course(self, budget: int, length: int, generated: int) -> tuple[int, int]:
         if self.cut == "first_step":
             length, generated = length + 1, generated - 1
         base = held = min(length, budget)
@@ -64,78 +76,96 @@ class Accumulating(Evicting):
                 base, held = (base if self.every == 1 else budget), budget
         return base, held
 
-    def held_bytes(self, plan, config, itemsize, prompt, generated=0):
-        """As Evicting's; where nothing is cut yet, the scores of all tokens."""
+    def held_bytes(
+        self, plan: LayerPlan, config: ModelConfig, itemsize: int, prompt: int, generated: int = 0
+    ) -> int:
+        """Where nothing is cut yet, the scores of all tokens."""
         if self.cut == "first_step" and generated == 0:
             return 4 * config.num_layers * config.num_heads * prompt
         return super().held_bytes(plan, config, itemsize, prompt, generated)
 
-    def store_bytes(self, plan, config, itemsize, capacity):
+    def store_bytes(
+        self, plan: LayerPlan, config: ModelConfig, itemsize: int, capacity: int
+    ) -> int:
         """The store, and twice the scores of a whole prompt."""
-        return (
-            super().store_bytes(plan, config, itemsize, capacity)
-            + 8 * config.num_layers * config.num_heads * capacity
-        )
+        scores = 8 * config.num_layers * config.num_heads * capacity
+        return super().store_bytes(plan, config, itemsize, capacity) + scores
 
-    def runtime(self, setup):
-        """Stores and sums of one session."""
+    def runtime(self, setup: Setup) -> Runtime:
         return AccumulatingRuntime(self, setup)
 
 
 class AccumulatingRuntime(EvictingRuntime):
     """One session's stores with their scores."""
 
-    reads_every_query = True
+    method: Accumulating
 
-    def begin_prefill(self, start, stop, more=False):
-        """Scores of everything that this prompt's queries will see: those of the store, and zeros."""
-        super().begin_prefill(start, stop, more)
+    def begin_prompt(self, start: int, stop: int, more: bool = False) -> None:
+        """Allocate scores of everything that this prompt's queries will see: those of the store,
+        and zeros.
+        """
+        super().begin_prompt(start, stop, more)
         sequence, old = self.sequences[0], self.sequences[0].sums
         sequence.sums = []
         for layer in range(self.plan.num_layers):
-            if sequence.layers is None:
-                before = None if old is None else old[layer]
-            else:
-                before = torch.cat(
-                    [rows.scores[:, :, : rows.held] for rows in sequence.layers[layer]]
-                )
+            before = None if old is None else old[layer]
+            if sequence.layers is not None:
+                scores = [rows.part().scores for rows in sequence.layers[layer]]
+                before = torch.cat([t for t in scores if t is not None])
             held = 0 if before is None else before.shape[2]
             fresh = stop - (sequence.since if sequence.layers is not None else held)
             sums = torch.zeros(
                 self.heads, self.setup.config.group, held + fresh, device=self.setup.device
             )
-            if held:
+            if before is not None:
                 sums[:, :, :held] = before
             sequence.sums.append(sums)
 
-    def end_prefill(self, length, step=None):
-        """As Evicting's; rows that nobody has read (a synthetic bank) have had no attention."""
+    def end_prompt(self, length: int, step: Step | None = None) -> None:
+        """Tokens that nobody has read (a synthetic bank) have received no attention."""
         if step is not None and not self.reading:
-            self.begin_prefill(self.sequences[0].length, length)
-        super().end_prefill(length, step)
+            self.begin_prompt(self.sequences[0].length, length)
+        super().end_prompt(length, step)
 
-    def observe(self, sequence, layer, number, q, k, first, start):
-        """Leave this chunk's or step's column sums pending; a chunk's last query that comes once
-        more for its output is in them already.
+    def observe(
+        self,
+        b: int,
+        layer: int,
+        number: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        first: int,
+        start: int,
+    ) -> None:
+        """Leave this chunk's or step's column sums pending; a chunk's last query, which comes once
+        more for its output, is in them already.
         """
-        if not self.reading or (sequence, layer, number) not in self.pending:
-            self.pending[sequence, layer, number] = self.added(
-                sequence, layer, number, q, k, first, start
-            )
+        if not self.reading or (b, layer, number) not in self.pending:
+            self.pending[b, layer, number] = self.added(b, layer, number, q, k, first, start)
 
-    def added(self, sequence, layer, number, q, k, first, start):
-        """What queries q [C, H', D] at positions from `start` on add to rows k [h, T, D]: [h, G,
-        T]; query j sees rows < first + j + 1.
+    def added(
+        self,
+        b: int,
+        layer: int,
+        number: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        first: int,
+        start: int,
+    ) -> torch.Tensor:
+        """Scores [h, G, T] that queries q [C, H', D] at positions from `start` on add to k [h, T,
+        D]; query j sees rows < first + j + 1.
         """
         return column_sums(q, k, first, self.scale)
 
-    def commit(self, b, sequence, count):
-        """Decay what there is and add what is pending."""
+    def add_scores(self, b: int, sequence: Sequence, count: int) -> None:
+        """Decay the scores and add what is pending."""
         decay = self.method.decay(count)
         if sequence.layers is not None and not self.reading:
             for layer, parts in enumerate(sequence.layers):
                 for number, rows in enumerate(parts):
                     new = self.pending[b, layer, number]
+                    assert rows.scores is not None
                     rows.scores[:, :, : new.shape[2]].mul_(decay).add_(new)
             return
         if sequence.sums is None:
@@ -145,34 +175,29 @@ class AccumulatingRuntime(EvictingRuntime):
         for layer, old in enumerate(sequence.sums):
             new = self.pending[b, layer, 0]
             if old.shape[2] < new.shape[2]:
-                old = torch.cat(
-                    [old, old.new_zeros(*old.shape[:2], new.shape[2] - old.shape[2])], 2
-                )
+                more = old.new_zeros(*old.shape[:2], new.shape[2] - old.shape[2])
+                old = torch.cat([old, more], 2)
             old[:, :, : new.shape[2]].mul_(decay).add_(new)
             sequence.sums[layer] = old
 
-    def keys(self, scores, positions, length, budget):
-        """What is ranked [h, T]: scores reduced over the group, infinite for the newest of `length`
-        tokens.
-        """
-        keys = reduce_group(scores, self.method.gqa_reduce)
-        return keys.masked_fill(positions >= length - self.method.recent(budget), float("inf"))
+    def rank(self, sequence: Sequence, layer: int, part: Part, step: Step | None) -> torch.Tensor:
+        return self.ranked(part, sequence.length, sequence.budgets[layer])
 
-    def choose(self, sequence, layer, parts, step):
-        """The newest tokens and the highest scores."""
-        (part,), budget = parts, sequence.budgets[layer]
-        return [(part, best(self.keys(part[4], part[3], sequence.length, budget), part[3], budget))]
+    def ranked(self, part: Part, length: int, budget: int) -> torch.Tensor:
+        """Scores [h, T] reduced over the group, infinite for the newest of `length` tokens."""
+        assert part.scores is not None
+        scores = reduce_group(part.scores, self.method.gqa_reduce)
+        newest = part.positions >= length - self.method.recent(budget)
+        return scores.masked_fill(newest, float("inf"))
 
-    def trim(self, rows, budget, sequence):
+    def trim(self, rows: Rows, budget: int, sequence: Sequence) -> Rows:
         """Drop what is over the budget, every so many steps."""
         if rows.held < budget + self.method.every:
             return rows
-        keys = self.keys(
-            rows.scores[:, :, : rows.held], rows.positions[:, : rows.held], sequence.length, budget
-        )
+        part = rows.part()
+        scores = self.ranked(part, sequence.length, budget)
         if rows.held == budget + 1:
-            rows.drop(worst(keys, rows.positions[:, : rows.held]))
+            rows.drop(worst(scores, part.positions))
             return rows
-        return rows.keep(
-            best(keys, rows.positions[:, : rows.held], budget), self.method.most(budget)
-        )
+        index = best(scores, part.positions, budget)
+        return Rows.gather(part, index, self.method.max_rows(budget))

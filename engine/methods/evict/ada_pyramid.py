@@ -1,8 +1,7 @@
-"""Ada-Pyramid: PyramidKV's budgets per layer, dealt to the heads of each layer as Ada-SnapKV deals
-them.
+"""Ada-Pyramid: PyramidKV's budgets per layer, divided among the heads of each layer as in Ada-SnapKV.
 
-Source: Feng et al., Ada-KV (2024), section 4 (Ada-Pyramid); METHODS.md row `ada_pyramid` and
-section 5, item 8. With alpha 0 it is PyramidKV, with beta 1 Ada-SnapKV.
+Source: Feng et al., Ada-KV (2024), section 4 (Ada-Pyramid). With alpha 0 it is PyramidKV, with beta
+1 Ada-SnapKV.
 """
 
 from dataclasses import dataclass
@@ -16,6 +15,5 @@ class AdaPyramid(AdaSnapKV, PyramidKV):
     """alpha as AdaSnapKV's, beta as PyramidKV's."""
 
     @property
-    def name(self):
-        """Name on the command line and in tables."""
+    def name(self) -> str:
         return "ada_pyramid"

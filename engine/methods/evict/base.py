@@ -1,357 +1,92 @@
-"""What all evicting methods share: a budget, a store per layer (engine/methods/evict/store.py), and
+"""Methods that give tokens up for good: a store per layer (engine/methods/evict/store.py), and
 attention that reads the store only.
 
-Until the first cut everything is in the bank ("whole"): a first prompt is read by full attention,
-or as the method says. The cut makes the store; from then on the bank's older rows are not read. A
-later prompt's own rows stand in the bank until that prefill ends and are attended to beside the
-store. A chunk or step changes nothing before `advance`: one that breaks off has not happened.
+A method writes its settings (an `Evicting`) and one hook, `EvictingRuntime.rank`.
+
+Until the first cut everything is in the bank: a first prompt is read by full attention, or as the
+method says. The cut makes the store; from then on the bank's older K and V are not read. A later
+prompt's own tokens stay in the bank until that prefill ends and are attended to beside the store. A
+chunk or step changes nothing before `commit`.
 """
 
+from __future__ import annotations
+
 import math
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.errors import SettingError
-from engine.methods.base import Method, Runtime
-from engine.methods.evict.store import Rows, reserved, row_bytes
-from engine.methods.settings import one_budget, portion, whole
-from engine.plan.layers import LayerPlan, Role
+from engine.methods.base import Runtime, Setup
+from engine.methods.evict.settings import Evicting
+from engine.methods.evict.store import Part, Rows, Sequence, best
 from kernels.dense_decode import decode_dense
 from kernels.prefill import prefill_dense
 
-GROUP_RULES = ("max", "mean", "sum")
+if TYPE_CHECKING:
+    from engine.bank.device import DeviceBank
+    from engine.decode import Step
 
-
-@dataclass(frozen=True)
-class Evicting(Method):
-    """Budget: tokens | share, at most one, per K/V head and layer; share is of the bank's length at
-    the end of the latest prefill. Where neither is given the method's published default holds.
-    """
-
-    tokens: int | None = None
-    share: float | None = None
-
-    named = False
-    evicts = True
-    scored = False  # whether a float32 score per query head is kept with every row
-    # when a first prompt is cut: at its end, or after the "first_step" of the answer
-    cut = "prefill"
-    least = 1  # tokens that a head keeps whatever the budget
-
-    # whether a prompt is read in a way of its own, so that a session read otherwise cannot go on
-    # with it
-    own_prefill = False
-
-    def __post_init__(self):
-        one_budget(self, "tokens", "share")
-        if self.tokens is not None:
-            whole("tokens", self.tokens, self.least)
-        elif self.share is not None:
-            portion("share", self.share)
-        else:
-            for name, value in self.default_budget().items():
-                object.__setattr__(self, name, value)
-
-    def default_budget(self):
-        """The published budget: {"tokens": n} or {"share": x}."""
-        return {"share": 0.2}
-
-    def plan(self, config):
-        """Every layer reads what it has retained."""
-        return LayerPlan((Role.RETAINED,) * config.num_layers, (), (None,) * config.num_layers)
-
-    def budget(self, plan, length):
-        """Tokens that a K/V head keeps, mean over heads and layers; length: of the bank at the end
-        of the latest prefill.
-        """
-        return (
-            self.tokens
-            if self.tokens is not None
-            else max(self.least, math.floor(self.share * length))
-        )
-
-    def budgets(self, plan, length):
-        """The same per layer: a list of ints."""
-        return [self.budget(plan, length)] * plan.num_layers
-
-    def most(self, budget):
-        """Rows that a store of this budget never exceeds, one for the step under way included; None
-        where what is generated stays.
-        """
-        return None
-
-    def course(self, budget, length, generated):
-        """(base, held) of a layer's rows, mean over its heads, after a prompt of `length` and
-        `generated` tokens.
-        """
-        kept = min(length, budget)
-        return kept, kept + generated
-
-    def rows_reserved(self, plan, prompt, generated=0):
-        """Rows that the stores of all layers hold per K/V head, in use or not, after one prompt and
-        `generated` tokens.
-        """
-        return sum(
-            reserved(*self.course(budget, prompt, generated), self.most(budget))
-            for budget in self.budgets(plan, prompt)
-        )
-
-    def kv_bytes(self, plan, config, itemsize, prompt, generated=0):
-        """Bytes of keys and values that are needed then: the stores', or the bank's where nothing
-        is cut yet.
-        """
-        if self.cut == "first_step" and generated == 0:
-            return config.num_layers * prompt * config.kv_bytes(itemsize)
-        return self.rows_reserved(plan, prompt, generated) * config.kv_bytes(itemsize)
-
-    def held_bytes(self, plan, config, itemsize, prompt, generated=0):
-        """Bytes of the stores then, positions and scores included: exactly what a session allocates
-        beside its bank (U2).
-        """
-        rows = self.rows_reserved(plan, prompt, generated)
-        return rows * config.num_kv_heads * row_bytes(config, itemsize, self.scored)
-
-    def store_bytes(self, plan, config, itemsize, capacity):
-        """The most that a session of `capacity` tokens may come to hold: for the memory plan."""
-        rows = sum(
-            min(capacity, budget) + capacity + 1 if self.most(budget) is None else self.most(budget)
-            for budget in self.budgets(plan, capacity)
-        )
-        return rows * config.num_kv_heads * row_bytes(config, itemsize, self.scored)
-
-    def check_switch(self, length):
-        """A method that reads prompts in a way of its own finds rows in the bank that it would not
-        have written.
-        """
-        if self.own_prefill:
-            raise SettingError(
-                f"{self.name}: reads prompts in a way of its own, and this session has read {length} tokens already; make "
-                f"a session with it"
-            )
-
-
-@dataclass
-class Sequence:
-    """What one sequence of a runtime has retained. layers: per layer its list of Rows; None while
-    everything is in the bank.
-
-    length: tokens so far; since: first position that is in the bank only (a prompt under way);
-    prompt: length at the end of the latest prefill; budgets: per layer; sums: per layer the scores
-    [Hkv, G, rows] of everything that is attended to while a prompt is read or nothing is cut yet.
-    """
-
-    length: int = 0
-    since: int = 0
-    prompt: int = 0
-    layers: list | None = None
-    budgets: list = field(default_factory=list)
-    sums: list | None = None
+Chooser = Callable[[Sequence, int, list[Part], Any], list[tuple[Part, torch.Tensor]]]
 
 
 class EvictingRuntime(Runtime):
     """One session's stores. Prefill is for one sequence; decode steps take a ragged batch
-    (`copy_from`), one sequence after the other.
+    (`copy_from`), one sequence after the other. No CUDA graph: tokens are counted on the host.
     """
 
-    differs = True
-    evicts = True
-    capturable = False  # rows are counted on the host
+    method: Evicting
 
-    def __init__(self, method, setup):
+    def __init__(self, method: Evicting, setup: Setup):
         super().__init__(method, setup)
-        self.plan = setup.plan
         self.heads = setup.config.num_kv_heads
         self.sequences = [Sequence() for _ in range(setup.batch)]
-        self.reading, self.total, self.bank, self.pending = False, 0, None, {}
+        self.reading = False  # whether a prompt is being read
+        self.total: float = 0  # the length at which that prompt ends; infinite while it goes on
+        self.bank: DeviceBank | None = None
+        # (sequence, layer, part number) -> scores of the chunk or step under way
+        self.pending: dict[Any, Any] = {}
 
-    # ---------------------------------------------------------------- what is held
+    # ---------------------------------------------------------------- what a method says
 
-    @property
-    def k(self):
-        """Tokens that a K/V head keeps, mean over layers: the budget of the answer under way."""
-        budgets = self.sequences[0].budgets
-        return sum(budgets) // len(budgets) if budgets else 0
+    def rank(self, sequence: Sequence, layer: int, part: Part, step: Step | None) -> torch.Tensor:
+        """Score every token of a part [h, T], higher is kept longer; inf: always.
 
-    @property
-    def nbytes(self):
-        """Bytes of rows, positions and scores."""
-        total = 0
-        for sequence in self.sequences:
-            total += sum(rows.nbytes for layer in sequence.layers or () for rows in layer)
-            total += sum(t.numel() * t.element_size() for t in sequence.sums or ())
-        return total
-
-    @property
-    def kv_bytes(self):
-        """Bytes of keys and values that the method needs between steps: the stores', and the bank's
-        rows while nothing is cut.
+        step: the newest token's at a prompt's end; None after a step of the answer.
         """
-        config = self.setup.config
-        row = config.num_layers * config.kv_bytes(self.setup.dtype.itemsize)
-        whole = sum(row * s.length for s in self.sequences if s.layers is None)
-        return whole + sum(
-            rows.kv_bytes for s in self.sequences for layer in s.layers or () for rows in layer
-        )
+        raise NotImplementedError
 
-    def positions(self, layer, sequence=0):
-        """Positions that each K/V head of a layer holds: one ascending list per head."""
-        held = self.sequences[sequence]
-        if held.layers is None:
-            return [list(range(held.length))] * self.heads
+    def choose(
+        self, sequence: Sequence, layer: int, parts: list[Part], step: Step | None
+    ) -> list[tuple[Part, torch.Tensor]]:
+        """[(part, index [h, n] of its tokens to keep)], by default those that rank best."""
+        budget = sequence.budgets[layer]
         return [
-            sorted(head[: rows.held].tolist())
-            for rows in held.layers[layer]
-            for head in rows.positions
+            (part, best(self.rank(sequence, layer, part, step), part.positions, budget))
+            for part in parts
         ]
 
-    def rows_read(self, n):
-        """Rows per layer that the step which made the bank n tokens long has read, mean over heads."""
-        sequence = self.sequences[0]
-        if sequence.layers is None:
-            return [n] * self.plan.num_layers
-        return [
-            sum(rows.held * len(rows.positions) for rows in layer) // self.heads
-            for layer in sequence.layers
-        ]
-
-    # ---------------------------------------------------------------- reading a prompt
-
-    def begin_prefill(self, start, stop, more=False):
-        """A prompt ends at `stop`, or (more) far behind it."""
-        self.reading, self.total, self.pending = True, math.inf if more else stop, {}
-
-    def live(self, layer, bank, stop, sequence=0):
-        """[(heads, k, v [h, T, D], held)]: what a layer attends to, its store and then the bank's
-        rows from `since` to `stop`.
-        """
-        own = self.sequences[sequence]
-        k, v = (t[sequence, :, own.since : stop] for t in bank.kv(layer))
-        if own.layers is None:
-            return [(slice(0, self.heads), k, v, 0)]
-        if own.since == stop:
-            return [
-                (rows.heads, rows.k[:, : rows.held], rows.v[:, : rows.held], rows.held)
-                for rows in own.layers[layer]
-            ]
-        return [
-            (
-                rows.heads,
-                torch.cat([rows.k[:, : rows.held], k[rows.heads]], 1),
-                torch.cat([rows.v[:, : rows.held], v[rows.heads]], 1),
-                rows.held,
-            )
-            for rows in own.layers[layer]
-        ]
-
-    def queries(self, q, heads):
-        """The query heads of a slice of K/V heads: q [B, C, H, D] -> [B, C, G * h, D]."""
-        group = self.setup.config.group
-        return q[:, :, heads.start * group : heads.stop * group]
-
-    def prefill_attend(self, layer, q, bank, start):
-        """A chunk attends to the store and to this prompt's rows."""
-        self.bank, out, since = bank, [], self.sequences[0].since
-        for number, (heads, k, v, held) in enumerate(self.live(layer, bank, start + q.shape[1])):
-            part = self.queries(q, heads)
-            out.append(self.attend_rows(layer, part, k, v, held + start - since, start))
-            self.observe(0, layer, number, part[0], k, held + start - since, start)
-        return out[0] if len(out) == 1 else torch.cat(out, 2)
-
-    def attend_rows(self, layer, q, k, v, first, start):
-        """Attention of a chunk q [1, C, H', D] at positions from `start` on to rows k, v [h, T, D];
+    def attend_rows(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, start: int
+    ) -> torch.Tensor:
+        """Attention of a chunk q [1, C, H', D] at positions from `start` on to k, v [h, T, D];
         query j sees rows < first + j + 1.
         """
         return prefill_dense(q, k[None], v[None], first, self.scale, backend=self.setup.backend)
 
-    def observe(self, sequence, layer, number, q, k, first, start):
-        """What scoring methods note: q [C, H', D] at positions from `start` on has attended to rows
-        k [h, T, D] of part `number`.
-        """
-
-    def end_prefill(self, length, step=None):
-        """The cut, where it is made here; else this prompt's rows join the store."""
-        self.reading, sequence = False, self.sequences[0]
-        if step is None:
-            return
-        self.bank, sequence.length, sequence.prompt = step.bank, length, length
-        sequence.budgets = self.method.budgets(self.plan, length)
-        if self.method.cut == "prefill":
-            self.fold(0, step, self.choose)
-        elif sequence.layers is not None:
-            self.fold(0, step, None)
-
-    def fold(self, b, step, choose):
-        """Make a sequence's store anew from what is attended to: what `choose` keeps, or (None) all
-        of it.
-        """
-        sequence, layers = self.sequences[b], []
-        length = sequence.length
-        for layer in range(self.plan.num_layers):
-            parts = []
-            for number, (heads, k, v, held) in enumerate(self.live(layer, self.bank, length, b)):
-                fresh = torch.arange(
-                    sequence.since, length, dtype=torch.int32, device=k.device
-                ).expand(len(k), -1)
-                if held:
-                    fresh = torch.cat(
-                        [sequence.layers[layer][number].positions[:, :held], fresh], 1
-                    )
-                scores = (
-                    None if sequence.sums is None else sequence.sums[layer][heads, :, : k.shape[1]]
-                )
-                parts.append((heads, k, v, fresh, scores))
-            if choose is None:
-                chosen = [(part, everything(part)) for part in parts]
-            else:
-                chosen = choose(sequence, layer, parts, step)
-            most = self.method.most(sequence.budgets[layer])
-            layers.append([Rows.gather(*part, index, most) for part, index in chosen])
-        sequence.layers, sequence.since, sequence.sums = layers, length, None
-
-    def choose(self, sequence, layer, parts, step):
-        """[(part, index [h, n])] to keep; parts: [(heads, k, v [h, T, D], positions [h, T], scores
-        [h, G, T] or None)].
-        """
-        raise NotImplementedError
-
-    # ---------------------------------------------------------------- decoding
-
-    def attend(self, layer, q, step):
-        """Attention of one new token per sequence to its store and itself."""
-        self.bank, self.reading = step.bank, False
-        return torch.cat(
-            [self._attend(b, layer, q[b : b + 1], step) for b in range(len(self.sequences))]
-        )
-
-    def _attend(self, b, layer, q, step):
-        sequence, (k, v) = self.sequences[b], step.bank.kv(layer)
-        at = sequence.length
-        if sequence.layers is None:
-            rows = k[b, :, : at + 1], v[b, :, : at + 1]
-            self.observe(b, layer, 0, q[0], rows[0], at, at)
-            return self.attend_step(sequence, layer, q, *rows, None, at)
-        out = []
-        for number, rows in enumerate(sequence.layers[layer]):
-            rows.put(k[b, rows.heads, at], v[b, rows.heads, at], at)
-            part, held = self.queries(q, rows.heads), rows.held + 1
-            out.append(
-                self.attend_step(
-                    sequence,
-                    layer,
-                    part,
-                    rows.k[:, :held],
-                    rows.v[:, :held],
-                    rows.positions[:, :held],
-                    at,
-                )
-            )
-            self.observe(b, layer, number, part[0], rows.k[:, :held], rows.held, at)
-        return out[0] if len(out) == 1 else torch.cat(out, 2)
-
-    def attend_step(self, sequence, layer, q, k, v, positions, at):
-        """Attention of one query [1, 1, H', D] at position `at` to rows k, v [h, T, D], its own
-        last; positions [h, T], None: 0, 1, ...
+    def attend_step(
+        self,
+        sequence: Sequence,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor | None,
+        at: int,
+    ) -> torch.Tensor:
+        """Attention of one query [1, 1, H', D] at position `at` to k, v [h, T, D], its own last;
+        positions [h, T], None: 0, 1, ...
         """
         lengths = torch.full((1,), k.shape[1], dtype=torch.int32, device=q.device)
         return decode_dense(
@@ -364,16 +99,192 @@ class EvictingRuntime(Runtime):
             backend=self.setup.backend,
         )
 
-    def advance(self, count):
-        """Count what was read or written, commit scores, and evict."""
+    def observe(
+        self,
+        b: int,
+        layer: int,
+        number: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        first: int,
+        start: int,
+    ) -> None:
+        """Note that q [C, H', D] at positions from `start` on attended to k [h, T, D] of part
+        `number` of sequence b.
+        """
+
+    def add_scores(self, b: int, sequence: Sequence, count: int) -> None:
+        """Add the scores that a chunk or step of `count` tokens left pending; its tokens are not
+        counted yet.
+        """
+
+    def trim(self, rows: Rows, budget: int, sequence: Sequence) -> Rows:
+        """The store after a step: as it is, or without what is over the budget."""
+        return rows
+
+    # ---------------------------------------------------------------- what is held
+
+    @property
+    def k(self) -> int:
+        """Tokens that a K/V head keeps, mean over layers: the budget of the answer under way."""
+        budgets = self.sequences[0].budgets
+        return sum(budgets) // len(budgets) if budgets else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stores and of a prompt's scores."""
+        total = 0
+        for sequence in self.sequences:
+            total += sum(rows.nbytes for layer in sequence.layers or () for rows in layer)
+            total += sum(t.numel() * t.element_size() for t in sequence.sums or ())
+        return total
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V that the method needs between steps: the stores', and the bank's while
+        nothing is cut.
+        """
+        config = self.setup.config
+        token = config.num_layers * config.kv_bytes(self.setup.dtype.itemsize)
+        uncut = sum(token * s.length for s in self.sequences if s.layers is None)
+        return uncut + sum(
+            rows.kv_bytes for s in self.sequences for layer in s.layers or () for rows in layer
+        )
+
+    def positions(self, layer: int, sequence: int = 0) -> list[list[int]]:
+        """Positions that each K/V head of a layer holds: one ascending list per head."""
+        held = self.sequences[sequence]
+        if held.layers is None:
+            return [list(range(held.length))] * self.heads
+        return [
+            sorted(head[: rows.held].tolist())
+            for rows in held.layers[layer]
+            for head in rows.positions
+        ]
+
+    def rows_read(self, n: int) -> list[int]:
+        """Of the step that made the bank n tokens long, mean over heads."""
+        sequence = self.sequences[0]
+        if sequence.layers is None:
+            return [n] * self.plan.num_layers
+        return [
+            sum(rows.held * len(rows.positions) for rows in layer) // self.heads
+            for layer in sequence.layers
+        ]
+
+    # ---------------------------------------------------------------- a prompt
+
+    def begin_prompt(self, start: int, stop: int, more: bool = False) -> None:
+        self.reading, self.total, self.pending = True, math.inf if more else stop, {}
+
+    def live(
+        self, layer: int, bank: DeviceBank, stop: int, b: int = 0
+    ) -> list[tuple[slice, torch.Tensor, torch.Tensor, int]]:
+        """[(heads, k, v [h, T, D], held)]: what a layer attends to, its store and then the bank's
+        tokens from `since` to `stop`.
+        """
+        sequence = self.sequences[b]
+        k, v = (t[b, :, sequence.since : stop] for t in bank.kv(layer))
+        if sequence.layers is None:
+            return [(slice(0, self.heads), k, v, 0)]
+        if sequence.since == stop:
+            return [(rows.heads, *rows.kv(), rows.held) for rows in sequence.layers[layer]]
+        found = []
+        for rows in sequence.layers[layer]:
+            old_k, old_v = rows.kv()
+            new_k, new_v = k[rows.heads], v[rows.heads]
+            found.append(
+                (rows.heads, torch.cat([old_k, new_k], 1), torch.cat([old_v, new_v], 1), rows.held)
+            )
+        return found
+
+    def queries(self, q: torch.Tensor, heads: slice) -> torch.Tensor:
+        """The query heads of a slice of K/V heads: q [B, C, H, D] -> [B, C, G * h, D]."""
+        group = self.setup.config.group
+        return q[:, :, heads.start * group : heads.stop * group]
+
+    def attend_prompt(
+        self, layer: int, q: torch.Tensor, bank: DeviceBank, start: int
+    ) -> torch.Tensor:
+        """A chunk attends to the store and to this prompt's tokens."""
+        self.bank, out, since = bank, [], self.sequences[0].since
+        for number, (heads, k, v, held) in enumerate(self.live(layer, bank, start + q.shape[1])):
+            part = self.queries(q, heads)
+            out.append(self.attend_rows(layer, part, k, v, held + start - since, start))
+            self.observe(0, layer, number, part[0], k, held + start - since, start)
+        return out[0] if len(out) == 1 else torch.cat(out, 2)
+
+    def end_prompt(self, length: int, step: Step | None = None) -> None:
+        """Cut, where this is when the method cuts; else add this prompt's tokens to the store."""
+        self.reading, sequence = False, self.sequences[0]
+        if step is None:
+            return
+        self.bank, sequence.length, sequence.prompt = step.bank, length, length
+        sequence.budgets = self.method.budgets(self.plan, length)
+        if self.method.cut == "prefill":
+            self.fold(0, step, self.choose)
+        elif sequence.layers is not None:
+            self.fold(0, step, None)
+
+    def fold(self, b: int, step: Step | None, choose: Chooser | None) -> None:
+        """Make a sequence's store again from what it attends to: what `choose` keeps, or (None) all
+        of it.
+        """
+        sequence, layers = self.sequences[b], []
+        assert self.bank is not None
+        for layer in range(self.plan.num_layers):
+            parts = []
+            for number, (heads, k, v, held) in enumerate(
+                self.live(layer, self.bank, sequence.length, b)
+            ):
+                positions = sequence.positions(layer, number, held, len(k), k.device)
+                scores = None
+                if sequence.sums is not None:
+                    scores = sequence.sums[layer][heads, :, : k.shape[1]]
+                parts.append(Part(heads, k, v, positions, scores))
+            if choose is None:
+                chosen = [(part, everything(part)) for part in parts]
+            else:
+                chosen = choose(sequence, layer, parts, step)
+            most = self.method.max_rows(sequence.budgets[layer])
+            layers.append([Rows.gather(part, index, most) for part, index in chosen])
+        sequence.layers, sequence.since, sequence.sums = layers, sequence.length, None
+
+    # ---------------------------------------------------------------- a step
+
+    def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
+        """One new token per sequence attends to its store and itself."""
+        self.bank, self.reading = step.bank, False
+        return torch.cat(
+            [self._attend(b, layer, q[b : b + 1], step) for b in range(len(self.sequences))]
+        )
+
+    def _attend(self, b: int, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
+        sequence, (k, v) = self.sequences[b], step.bank.kv(layer)
+        at = sequence.length
+        if sequence.layers is None:
+            k, v = k[b, :, : at + 1], v[b, :, : at + 1]
+            self.observe(b, layer, 0, q[0], k, at, at)
+            return self.attend_step(sequence, layer, q, k, v, None, at)
+        out = []
+        for number, rows in enumerate(sequence.layers[layer]):
+            rows.put(k[b, rows.heads, at], v[b, rows.heads, at], at)
+            part, held = self.queries(q, rows.heads), rows.held + 1
+            mine = rows.k[:, :held], rows.v[:, :held], rows.positions[:, :held]
+            out.append(self.attend_step(sequence, layer, part, *mine, at))
+            self.observe(b, layer, number, part[0], mine[0], rows.held, at)
+        return out[0] if len(out) == 1 else torch.cat(out, 2)
+
+    def commit(self, count: int) -> None:
+        """Count what was read or written, add its scores, and evict."""
         for b, sequence in enumerate(self.sequences):
             sequence.length += count
-            self.commit(b, sequence, count)
+            self.add_scores(b, sequence, count)
             if not self.reading:
                 self._evict(b, sequence)
         self.pending = {}
 
-    def _evict(self, b, sequence):
+    def _evict(self, b: int, sequence: Sequence) -> None:
         # the first step after a prompt that was not cut, or of a session without one
         if sequence.layers is None:
             sequence.budgets = sequence.budgets or self.method.budgets(self.plan, sequence.length)
@@ -384,65 +295,47 @@ class EvictingRuntime(Runtime):
             for number, rows in enumerate(parts):
                 rows.held += 1
                 parts[number] = self.trim(rows, budget, sequence)
-                parts[number].make_room(self.method.most(budget))
-
-    def commit(self, b, sequence, count):
-        """Add the scores that a chunk or step of `count` tokens has left pending; rows are not
-        counted yet.
-        """
-
-    def trim(self, rows, budget, sequence):
-        """The Rows after a step: as they are, or without what is over the budget."""
-        return rows
+                parts[number].make_room(self.method.max_rows(budget))
 
     # ---------------------------------------------------------------- going back, copies
 
-    def snapshot(self):
-        """Positions, scores and budgets: rows come back from the bank."""
+    def state(self) -> Any:
+        """Positions, scores and budgets: K and V come back from the bank."""
         held = self.sequences[0]
-        layers = (
-            None
-            if held.layers is None
-            else [[rows.snapshot() for rows in layer] for layer in held.layers]
-        )
-        return (
-            held.length,
-            held.prompt,
-            list(held.budgets),
-            layers,
-            None if held.sums is None else [t.clone() for t in held.sums],
-        )
+        layers = None
+        if held.layers is not None:
+            layers = [[rows.state() for rows in layer] for layer in held.layers]
+        return held.length, held.prompt, list(held.budgets), layers, cloned(held.sums)
 
-    def restore(self, state, length):
-        """The stores of a snapshot, gathered from the bank, bit for bit."""
+    def load(self, state: Any, length: int | None) -> None:
+        """Gather the stores of a state from the bank, bit for bit."""
         at, prompt, budgets, layers, sums = state
-        found = Sequence(
-            at, 0, prompt, None, list(budgets), None if sums is None else [t.clone() for t in sums]
-        )
+        found = Sequence(at, 0, prompt, None, list(budgets), cloned(sums))
         if layers is not None:
+            assert self.bank is not None
             found.since, found.layers = at, []
             for layer, parts in enumerate(layers):
                 k, v = (t[0] for t in self.bank.kv(layer))
-                found.layers.append(
-                    [Rows.rebuild(part, k, v, self.method.most(budgets[layer])) for part in parts]
-                )
+                most = self.method.max_rows(budgets[layer])
+                found.layers.append([Rows.rebuild(part, k, v, most) for part in parts])
         self.sequences[0], self.reading, self.pending = found, False, {}
 
-    def copy_from(self, other, sequence=0):
-        """Hold for one sequence what another runtime of one sequence holds."""
-        theirs = other.sequences[0]
-        layers = (
-            None
-            if theirs.layers is None
-            else [[rows.clone() for rows in parts] for parts in theirs.layers]
-        )
-        sums = None if theirs.sums is None else [t.clone() for t in theirs.sums]
+    def copy_from(self, other: Any, sequence: int = 0) -> None:
+        theirs: Sequence = other.sequences[0]
+        layers = None
+        if theirs.layers is not None:
+            layers = [[rows.clone() for rows in parts] for parts in theirs.layers]
         self.sequences[sequence] = replace(
-            theirs, layers=layers, sums=sums, budgets=list(theirs.budgets)
+            theirs, layers=layers, sums=cloned(theirs.sums), budgets=list(theirs.budgets)
         )
 
 
-def everything(part):
-    """Index [h, T] of all rows of a part."""
-    positions = part[3]
-    return torch.arange(positions.shape[1], device=positions.device).expand(len(positions), -1)
+def everything(part: Part) -> torch.Tensor:
+    """Index [h, T] of all tokens of a part."""
+    heads, count = part.positions.shape
+    return torch.arange(count, device=part.positions.device).expand(heads, -1)
+
+
+def cloned(sums: list[torch.Tensor] | None) -> list[torch.Tensor] | None:
+    """Copies of a prompt's scores, one tensor per layer."""
+    return None if sums is None else [t.clone() for t in sums]

@@ -1,90 +1,120 @@
 """What window, StreamingLLM and LM-Infinite share: the first `sink` tokens and the newest ones are
 kept, chosen by position alone.
 
-The three differ in how far away the sinks seem (hook G). A query sees the newest w tokens at their
-true distance; a sink that is further than the method allows is seen at a clipped distance, by
-turning query and key (Rotary.rotate_by) from where they were rotated to. Prompts are
-read in the same way, so a token's rows are those of a model that never saw more.
+The three differ in how far away the sinks seem. A query sees the newest w tokens at their true
+distance; a sink that is further than the method allows is seen at a clipped distance, by turning
+query and K (engine.model.rope.Rotary.rotate_by) from where they were rotated to. Prompts are read in the
+same way, so a token's K and V are those of a model that never saw more.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from engine.errors import SettingError
-from engine.methods.evict.base import Evicting, EvictingRuntime, everything
-from engine.methods.evict.store import best, worst
+from engine.methods.evict.base import EvictingRuntime
+from engine.methods.evict.settings import Evicting
+from engine.methods.evict.store import Part, Rows, Sequence, worst
 from engine.methods.settings import whole
 from engine.model.rope import Rotary
 from kernels.column_sums import tile_floats
 from kernels.prefill import prefill_dense
 
+if TYPE_CHECKING:
+    from engine.decode import Step
+    from engine.methods.base import Runtime, Setup
+    from engine.model.config import ModelConfig
+    from engine.plan.layers import LayerPlan
+    from engine.plan.needs import Needs
+
 
 @dataclass(frozen=True)
 class Windowed(Evicting):
-    """Budget tokens | share: sinks and window together. sink: first tokens that are always seen;
-    window = budget - sink.
-    """
+    """Budget tokens | share: sinks and window together, window = budget - sinks."""
 
     named = False
-    own_prefill = True
-    in_parts = False  # a budget by share is reckoned before the prompt is read
-    # whether a sink's distance is changed, which dynamic rope does not allow
-    clips = True
 
-    def sinks(self, budget, length):
-        """How many of a budget's tokens are sinks; length as in `budget`."""
+    @property
+    def own_prefill(self) -> bool:
+        return True
+
+    @property
+    def clips(self) -> bool:
+        """Whether sink distances are clipped, which dynamic rope does not allow."""
+        return True
+
+    def sinks(self, budget: int, length: int) -> int:
+        """How many of a budget's tokens are sinks, where the latest prefill ended at `length`."""
         return 0
 
-    def plan(self, config):
-        """As Evicting's; dynamic rope has no clipped distance."""
+    def clip_from(self, sinks: int, window: int) -> int:
+        """First position at which distances must be clipped; below it plain attention is exact."""
+        raise NotImplementedError
+
+    def sink_logits(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        at: torch.Tensor,
+        sinks: int,
+        window: int,
+        rotary: Rotary,
+    ) -> torch.Tensor:
+        """Unscaled logits float32 [h, G, C, s] of queries q [C, h, G, D] at positions `at` [C] on
+        the K [h, s, D] of the sinks.
+        """
+        raise NotImplementedError
+
+    def plan(self, config: ModelConfig) -> LayerPlan:
         if self.clips and config.rope.kind == "dynamic":
             raise SettingError(
-                f"{self.name}: clips distances, which this model's dynamic rope does not allow; use another method"
+                f"{self.name}: clips distances, which this model's dynamic rope does not allow; "
+                "use another method"
             )
         return super().plan(config)
 
-    def most(self, budget):
-        """The budget, and the step under way."""
+    def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
+        # a budget by share is computed before the prompt is read
+        return replace(super().needs(plan, config, capacity, itemsize), final_call=None)
+
+    def max_rows(self, budget: int) -> int | None:
         return budget + 1
 
-    def course(self, budget, length, generated):
+    def course(self, budget: int, length: int, generated: int) -> tuple[int, int]:
         """The oldest of the window goes when a new one comes; the store is made once."""
         base = min(length, budget)
         return base, min(base + generated, budget)
 
-    def plain(self, sinks, window):
-        """Positions below this see everything where it is."""
-        raise NotImplementedError
-
-    def far(self, q, k, at, sinks, window, rotary):
-        """Logits float32 [h, G, C, s] of queries q [C, h, G, D] at positions `at` [C] on sinks k
-        [h, s, D] beyond the window, unscaled.
-        """
-        raise NotImplementedError
-
-    def runtime(self, setup):
-        """The store of one session."""
+    def runtime(self, setup: Setup) -> Runtime:
         return WindowedRuntime(self, setup)
 
 
 class WindowedRuntime(EvictingRuntime):
     """Attention to sinks and window, query block by query block."""
 
-    def __init__(self, method, setup):
+    method: Windowed
+
+    def __init__(self, method: Windowed, setup: Setup):
         super().__init__(method, setup)
         self.rotary = Rotary(setup.config, setup.device)
 
-    def sizes(self, length):
+    def sizes(self, length: float) -> tuple[int, int]:
         """(sinks, window) after a prompt of `length` tokens."""
-        budget = self.method.budget(self.plan, length)
-        sinks = self.method.sinks(budget, length)
+        budget = self.method.budget(self.plan, int(length))
+        sinks = self.method.sinks(budget, int(length))
         return sinks, budget - sinks
 
-    def attend_rows(self, layer, q, k, v, first, start):
-        """What sees everything as it is goes the plain way, the rest in blocks of queries."""
+    def attend_rows(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, start: int
+    ) -> torch.Tensor:
+        """Plain attention for queries that see true distances only, blocks of queries for the
+        rest.
+        """
         sinks, window = self.sizes(self.total)
-        count = min(q.shape[1], max(0, self.method.plain(sinks, window) - start))
+        count = min(q.shape[1], max(0, self.method.clip_from(sinks, window) - start))
         if count == q.shape[1]:
             return super().attend_rows(layer, q, k, v, first, start)
         # rows of the store, before those of this prompt
@@ -92,7 +122,9 @@ class WindowedRuntime(EvictingRuntime):
         positions = torch.arange(self.sequences[0].since, start + q.shape[1], device=q.device)
         # in order of position, which blocks of rows rely on
         if kept:
-            old, order = torch.sort(self.sequences[0].layers[layer][0].positions[0, :kept].long())
+            stored = self.sequences[0].layers
+            assert stored is not None
+            old, order = torch.sort(stored[layer][0].positions[0, :kept].long())
             positions = torch.cat([old, positions])
             k, v = (torch.cat([t[:, order], t[:, kept:]], 1) for t in (k, v))
         out = (
@@ -117,19 +149,38 @@ class WindowedRuntime(EvictingRuntime):
             out.append(self.attend_window(part, k, v, positions, rows, start + at, sinks, window))
         return torch.cat(out, 1)
 
-    def attend_step(self, sequence, layer, q, k, v, positions, at):
-        """One query: the plain way while it sees everything as it is."""
+    def attend_step(
+        self,
+        sequence: Sequence,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor | None,
+        at: int,
+    ) -> torch.Tensor:
+        """Plain attention while the query sees true distances only."""
         if positions is None:
             return super().attend_step(sequence, layer, q, k, v, positions, at)
         sinks = self.method.sinks(sequence.budgets[layer], sequence.prompt)
         window = sequence.budgets[layer] - sinks
-        if at < self.method.plain(sinks, window):
+        if at < self.method.clip_from(sinks, window):
             return super().attend_step(sequence, layer, q, k, v, positions, at)
         return self.attend_window(
             q, k, v, positions[0].long(), slice(sinks, k.shape[1]), at, sinks, window
         )
 
-    def attend_window(self, q, k, v, positions, rows, start, sinks, window):
+    def attend_window(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        rows: slice,
+        start: int,
+        sinks: int,
+        window: int,
+    ) -> torch.Tensor:
         """Softmax over the first rows, the sinks, and `rows`: q [1, C, H', D] at positions from
         `start`; positions [T] of k, v.
         """
@@ -139,38 +190,29 @@ class WindowedRuntime(EvictingRuntime):
         near = torch.einsum("chgd,htd->hgct", folded, k[:, rows].float())
         age = at.unsqueeze(1) - positions[rows]
         near = near.masked_fill((age < 0) | (age >= window), float("-inf"))
-        far = self.method.far(folded, k[:, :sinks].float(), at, sinks, window, self.rotary)
+        far = self.method.sink_logits(folded, k[:, :sinks].float(), at, sinks, window, self.rotary)
         far = far.masked_fill(positions[:sinks] > at.unsqueeze(1), float("-inf"))
         weights = torch.softmax(torch.cat([far, near], -1) * self.scale, -1)
         values = torch.cat([v[:, :sinks], v[:, rows]], 1).float()
         return torch.einsum("hgct,htd->chgd", weights, values).reshape(q.shape).to(q.dtype)
 
-    def choose(self, sequence, layer, parts, step):
+    def rank(self, sequence: Sequence, layer: int, part: Part, step: Step | None) -> torch.Tensor:
         """The sinks and the newest."""
-        (part,), (sinks, _) = parts, self.sizes(sequence.length)
-        positions = part[3]
-        if positions.shape[1] <= sequence.budgets[layer]:
-            return [(part, everything(part))]
-        keys = positions.float().masked_fill(positions < sinks, float("inf"))
-        return [(part, best(keys, positions, sequence.budgets[layer]))]
+        sinks, _ = self.sizes(sequence.length)
+        return part.positions.float().masked_fill(part.positions < sinks, float("inf"))
 
-    def trim(self, rows, budget, sequence):
-        """The oldest token that is no sink goes."""
+    def trim(self, rows: Rows, budget: int, sequence: Sequence) -> Rows:
+        """Drop the oldest token that is no sink."""
         if rows.held <= budget:
             return rows
-        sinks = self.method.sinks(budget, sequence.prompt)
-        positions = rows.positions[:, : rows.held]
-        rows.drop(
-            worst(
-                positions.masked_fill(positions < sinks, torch.iinfo(positions.dtype).max),
-                positions,
-            )
-        )
+        sinks, positions = self.method.sinks(budget, sequence.prompt), rows.part().positions
+        never = torch.iinfo(positions.dtype).max
+        rows.drop(worst(positions.masked_fill(positions < sinks, never), positions))
         return rows
 
 
-def checked_sink(value, tokens):
-    """Raise SettingError unless `sink` is an int >= 0 that leaves a window of one token at least."""
+def validate_sink(value: int, tokens: int | None) -> None:
+    """Raise SettingError unless `sink` is an int >= 0 that leaves a window of at least one token."""
     whole("sink", value, 0)
     if tokens is not None and value >= tokens:
         raise SettingError(

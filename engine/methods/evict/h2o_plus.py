@@ -1,23 +1,31 @@
-"""H2O+: H2O that evicts while it reads, so that a prompt longer than the device holds can be read
-at all.
+"""H2O+: H2O that evicts while it reads, so that a prompt longer than the device holds can be read.
 
-Source: the OmniKV paper, appendix C (its baseline above 60K tokens and 30B parameters); METHODS.md
-row `h2o_plus` and item 28. The prompt is read in segments counted from its own beginning; after
-each, and after the last, every head keeps the newest and the heaviest of its budget. A segment's
-queries see what is kept and their own segment. At no time does a head hold more than budget +
-segment tokens.
+Source: the OmniKV paper, appendix C (its baseline above 60K tokens and 30B parameters). The prompt is
+read in segments counted from its beginning; after each, and after the last, every head keeps the
+newest and the heaviest of its budget. A segment's queries see what is kept and their own segment. At
+no time does a head hold more than budget + segment tokens.
 """
 
-from dataclasses import dataclass, field, replace
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from engine.errors import SettingError
 from engine.methods.evict.accumulated_scores import AccumulatingRuntime
 from engine.methods.evict.h2o import H2O
-from engine.methods.evict.store import Rows, best
+from engine.methods.evict.store import Part, Rows, Sequence, best
 from engine.methods.settings import whole
-from kernels.prefill import prefill_dense
+
+if TYPE_CHECKING:
+    from engine.bank.device import DeviceBank
+    from engine.decode import Step
+    from engine.methods.base import Runtime, Setup
+    from engine.model.config import ModelConfig
+    from engine.plan.layers import LayerPlan
+    from engine.plan.needs import Needs
 
 AUTO = ("auto", "auto_70b")
 
@@ -31,10 +39,7 @@ class H2OPlus(H2O):
     cut: str = "prefill"
     segment: int | str = 500
 
-    own_prefill = True
-    in_parts = False  # segments are counted from the prompt's beginning
-
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.segment not in AUTO:
             whole("segment", self.segment, 1)
@@ -44,132 +49,128 @@ class H2OPlus(H2O):
             )
 
     @property
-    def name(self):
-        """Name on the command line and in tables."""
+    def name(self) -> str:
         return "h2o_plus"
 
-    def default_budget(self):
-        """The paper's 30%."""
+    @property
+    def own_prefill(self) -> bool:
+        return True
+
+    def default_budget(self) -> dict[str, float]:
         return {"share": 0.3}
 
-    def segment_of(self, length):
+    def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
+        # segments are counted from the prompt's beginning
+        return replace(super().needs(plan, config, capacity, itemsize), final_call=None)
+
+    def segment_of(self, length: int) -> int:
         """Tokens of a segment of a prompt that ends at `length`."""
         if self.segment == "auto":
             return 20 if length > 150_000 else max(1, int(128_000_000 // length**1.05))
-        return max(1, 200_000 // length) if self.segment == "auto_70b" else self.segment
+        return max(1, 200_000 // length) if self.segment == "auto_70b" else int(self.segment)
 
-    def runtime(self, setup):
-        """The store of one session."""
+    def runtime(self, setup: Setup) -> Runtime:
         return H2OPlusRuntime(self, setup)
 
 
-@dataclass
-class Under:
-    """A layer under way through a prompt: rows kept (None: none yet), first position of the
-    segment, scores [Hkv, G, held + segment].
+@dataclass(frozen=True)
+class Progress:
+    """Progress of one layer through a segmented prompt: tokens kept (None: none yet), first position
+    of the segment, scores [Hkv, G, held + segment].
     """
 
-    rows: object
+    rows: Rows | None
     since: int
-    scores: object = field(default=None, repr=False)
+    scores: torch.Tensor | None
 
 
 class H2OPlusRuntime(AccumulatingRuntime):
-    """Segments of a chunk one after the other, each layer for itself; nothing holds before
-    `advance`.
+    """Segments of a chunk one after the other, each layer for itself; `pending` holds {layer:
+    (Progress, output of the chunk's last query)} until `commit`.
     """
 
-    def begin_prefill(self, start, stop, more=False):
+    method: H2OPlus
+    layers: list[Progress]
+
+    def begin_prompt(self, start: int, stop: int, more: bool = False) -> None:
         """Every layer begins with what it has kept."""
         self.reading, self.total, self.pending, self.start = True, stop, {}, start
-        self.budget, self.segment = (
-            self.method.budget(self.plan, stop),
-            self.method.segment_of(stop),
-        )
-        layers = self.sequences[0].layers
-        self.under = [
-            Under(layers[n][0] if layers else None, self.sequences[0].since)
-            for n in range(self.plan.num_layers)
-        ]
-        for under in self.under:
-            under.scores = under.rows.scores[:, :, : under.rows.held] if under.rows else None
+        self.budget = self.method.budget(self.plan, stop)
+        self.segment = self.method.segment_of(stop)
+        sequence, self.layers = self.sequences[0], []
+        for layer in range(self.plan.num_layers):
+            rows = sequence.layers[layer][0] if sequence.layers else None
+            scores = rows.part().scores if rows else None
+            self.layers.append(Progress(rows, sequence.since, scores))
 
-    def prefill_attend(self, layer, q, bank, start):
+    def attend_prompt(
+        self, layer: int, q: torch.Tensor, bank: DeviceBank, start: int
+    ) -> torch.Tensor:
         """A chunk, cut at the ends of segments."""
         self.bank = bank
         # the last query once more, for its output: it was answered before the cut
         if layer in self.pending:
             return self.pending[layer][1]
-        under, out, at, stop = self.under[layer], [], start, start + q.shape[1]
+        progress, out, at, stop = self.layers[layer], [], start, start + q.shape[1]
         while at < stop:
             end = min(stop, self.start + ((at - self.start) // self.segment + 1) * self.segment)
-            k, v = (torch.cat(parts, 1) for parts in zip(*self._rows(layer, under, end)))
+            k, v = self._live(layer, progress, end)
             first, part = k.shape[1] - (end - at), q[:, at - start : end - start]
-            out.append(
-                prefill_dense(part, k[None], v[None], first, self.scale, backend=self.setup.backend)
-            )
-            newest = prefill_dense(
-                part[:, -1:],
-                k[None],
-                v[None],
-                k.shape[1] - 1,
-                self.scale,
-                backend=self.setup.backend,
-            )
+            out.append(self.attend_rows(layer, part, k, v, first, at))
+            newest = self.attend_rows(layer, part[:, -1:], k, v, k.shape[1] - 1, end - 1)
             new = self.added(0, layer, 0, part[0], k, first, at)
-            if under.scores is not None:
-                new[:, :, : under.scores.shape[2]] += under.scores
-            under, at = replace(under, scores=new), end
+            if progress.scores is not None:
+                new[:, :, : progress.scores.shape[2]] += progress.scores
+            progress, at = replace(progress, scores=new), end
             if (end - self.start) % self.segment == 0:
-                under = self._cut(layer, under, k, v, end)
-        self.pending[layer] = under, newest
+                progress = self._cut(layer, progress, k, v, end)
+        self.pending[layer] = progress, newest
         return torch.cat(out, 1)
 
-    def _rows(self, layer, under, end):
-        """[(k, v)] [Hkv, T, D]: what is kept, then the segment up to `end`."""
-        fresh = tuple(t[0, :, under.since : end] for t in self.bank.kv(layer))
-        return (
-            [(under.rows.k[:, : under.rows.held], under.rows.v[:, : under.rows.held]), fresh]
-            if under.rows
-            else [fresh]
-        )
+    def _live(self, layer: int, progress: Progress, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V [Hkv, T, D]: what is kept, then the segment up to `end`."""
+        assert self.bank is not None
+        k, v = (t[0, :, progress.since : end] for t in self.bank.kv(layer))
+        if progress.rows is None:
+            return k, v
+        old_k, old_v = progress.rows.kv()
+        return torch.cat([old_k, k], 1), torch.cat([old_v, v], 1)
 
-    def _cut(self, layer, under, k, v, end):
+    def _cut(
+        self, layer: int, progress: Progress, k: torch.Tensor, v: torch.Tensor, end: int
+    ) -> Progress:
         """What is left of a layer after a segment that ends at `end`."""
-        positions = torch.arange(under.since, end, dtype=torch.int32, device=k.device).expand(
-            len(k), -1
-        )
-        if under.rows:
-            positions = torch.cat([under.rows.positions[:, : under.rows.held], positions], 1)
+        positions = torch.arange(progress.since, end, dtype=torch.int32, device=k.device)
+        positions = positions.expand(len(k), -1)
+        if progress.rows:
+            positions = torch.cat([progress.rows.part().positions, positions], 1)
         scores = k.new_zeros(len(k), self.setup.config.group, k.shape[1], dtype=torch.float32)
-        if under.scores is not None:
-            scores[:, :, : under.scores.shape[2]] = under.scores
-        index = best(self.keys(scores, positions, end, self.budget), positions, self.budget)
-        rows = Rows.gather(
-            slice(0, self.heads), k, v, positions, scores, index, self.method.most(self.budget)
-        )
-        return Under(rows, end, rows.scores[:, :, : rows.held])
+        if progress.scores is not None:
+            scores[:, :, : progress.scores.shape[2]] = progress.scores
+        part = Part(slice(0, self.heads), k, v, positions, scores)
+        index = best(self.ranked(part, end, self.budget), positions, self.budget)
+        rows = Rows.gather(part, index, self.method.max_rows(self.budget))
+        return Progress(rows, end, rows.part().scores)
 
-    def commit(self, b, sequence, count):
-        """A chunk holds from here on."""
+    def add_scores(self, b: int, sequence: Sequence, count: int) -> None:
         if not self.reading:
-            super().commit(b, sequence, count)
+            super().add_scores(b, sequence, count)
             return
-        for layer, (under, _) in self.pending.items():
-            self.under[layer] = under
+        for layer, (progress, _) in self.pending.items():
+            self.layers[layer] = progress
 
-    def end_prefill(self, length, step=None):
-        """The last segment, whole or not, is cut now."""
+    def end_prompt(self, length: int, step: Step | None = None) -> None:
+        """Cut the last segment, whole or not."""
         if step is None:
             return
         if not self.reading:
-            self.begin_prefill(self.sequences[0].length, length)
+            self.begin_prompt(self.sequences[0].length, length)
         self.reading, self.bank, sequence = False, step.bank, self.sequences[0]
-        for layer, under in enumerate(self.under):
-            if under.since < length:
-                k, v = (torch.cat(parts, 1) for parts in zip(*self._rows(layer, under, length)))
-                self.under[layer] = self._cut(layer, under, k, v, length)
-        sequence.layers = [[under.rows] for under in self.under]
+        for layer, progress in enumerate(self.layers):
+            if progress.since < length:
+                k, v = self._live(layer, progress, length)
+                self.layers[layer] = self._cut(layer, progress, k, v, length)
+        sequence.layers = [[progress.rows] for progress in self.layers if progress.rows]
         sequence.length = sequence.since = sequence.prompt = length
         sequence.budgets = self.method.budgets(self.plan, length)
-        self.under = []
+        self.layers = []

@@ -1,27 +1,34 @@
-"""Keyformer: H2O with Gumbel noise and a temperature in the score, so that tokens which lost by a
-hair are not lost for sure.
+"""Keyformer: H2O with Gumbel noise and a temperature in the score, so that tokens which lost
+narrowly are not lost for sure.
 
-Source: Adnan et al., Keyformer (MLSys 2024); METHODS.md row `keyformer`. Score: sum over queries of
-softmax((logits + Gumbel) / tau), tau = tau_init + tau_delta * step, step 0 in a prompt and 1, 2, ..
-in its answer. Defaults: the code's, 60% of the prompt of which 30% are the newest tokens, tau 1.0
-and 0.01, an eviction every 8 steps. The paper's models have no groups: gqa_reduce is H2O's maximum
-here. Without noise, tau 1 and H2O's other settings it is H2O.
+Source: Adnan et al., Keyformer (MLSys 2024). Score: sum over queries of softmax((logits + Gumbel) /
+tau), tau = tau_init + tau_delta * step, step 0 in a prompt and 1, 2, .. in its answer. Defaults: the
+code's, 60% of the prompt of which 30% are the newest tokens, tau 1.0 and 0.01, an eviction every 8
+steps. The paper's models have no groups: gqa_reduce is H2O's maximum here. Without noise, tau 1 and
+H2O's other settings it is H2O.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from engine.errors import SettingError
 from engine.methods.evict.accumulated_scores import Accumulating, AccumulatingRuntime
+from engine.methods.evict.store import Sequence
 from engine.methods.settings import whole
 from kernels.column_sums import column_sums
+
+if TYPE_CHECKING:
+    from engine.methods.base import Runtime, Setup
 
 
 @dataclass(frozen=True)
 class Keyformer(Accumulating):
-    """noise: whether Gumbel noise is added. seed: of the noise, which depends on it and on (layer,
-    head, query, key) only, never on how a prompt is cut or what runs beside. tau_init, tau_delta:
+    """noise: whether Gumbel noise is added. seed: of the noise, which depends only on it and on
+    (layer, head, query, key), never on how a prompt is cut or what runs beside. tau_init, tau_delta:
     temperature and its growth per step of the answer.
     """
 
@@ -32,7 +39,7 @@ class Keyformer(Accumulating):
     tau_init: float = 1.0
     tau_delta: float = 0.01
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         whole("seed", self.seed, 0)
         for name, value, zero in (
@@ -46,59 +53,70 @@ class Keyformer(Accumulating):
                 or (value == 0 and not zero)
             ):
                 raise SettingError(
-                    f"{name}: found {value!r}, expected a number {'of at least' if zero else 'above'} 0"
+                    f"{name}: found {value!r}, expected a number "
+                    f"{'of at least' if zero else 'above'} 0"
                 )
 
-    def default_budget(self):
-        """60% of the prompt."""
+    def default_budget(self) -> dict[str, float]:
         return {"share": 0.6}
 
-    def runtime(self, setup):
-        """Stores and noisy sums."""
+    def runtime(self, setup: Setup) -> Runtime:
         return KeyformerRuntime(self, setup)
 
 
 class KeyformerRuntime(AccumulatingRuntime):
-    """Noise is computed where it is needed, twice the same."""
+    """Noise is computed where it is needed, the same each time."""
 
-    def added(self, sequence, layer, number, q, k, first, start):
+    method: Keyformer
+
+    def added(
+        self,
+        b: int,
+        layer: int,
+        number: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        first: int,
+        start: int,
+    ) -> torch.Tensor:
         """Column sums of the noisy, tempered softmax."""
-        method, own = self.method, self.sequences[sequence]
-        tau = (
-            method.tau_init
-            + (0 if self.reading else own.length + 1 - own.prompt) * method.tau_delta
-        )
+        method, sequence = self.method, self.sequences[b]
+        step = 0 if self.reading else sequence.length + 1 - sequence.prompt
+        tau = method.tau_init + step * method.tau_delta
         if not method.noise and tau == 1.0:
             return column_sums(q, k, first, self.scale)
-        keys = self.key_positions(own, layer, number, k)
+        positions = self.key_positions(sequence, layer, number, k)
         heads = torch.arange(q.shape[1], device=q.device).view(k.shape[0], -1)
 
-        def change(logits, queries, rows):
+        def change(logits: torch.Tensor, queries: slice, rows: slice) -> torch.Tensor:
             """(logits + noise) / tau of one tile [h, G, queries, rows]."""
             if method.noise:
                 at = torch.arange(start + queries.start, start + queries.stop, device=q.device)
-                logits = logits + gumbel(method.seed, layer, heads, at, keys[:, rows])
+                logits = logits + gumbel(method.seed, layer, heads, at, positions[:, rows])
             return logits / tau
 
         return column_sums(q, k, first, self.scale, change=change)
 
-    def key_positions(self, sequence, layer, number, k):
-        """Positions int64 [h, T] of the rows k [h, T, D] that are attended to."""
+    def key_positions(
+        self, sequence: Sequence, layer: int, number: int, k: torch.Tensor
+    ) -> torch.Tensor:
+        """Positions int64 [h, T] of k [h, T, D] that is attended to."""
         if sequence.layers is None:
             return torch.arange(k.shape[1], device=k.device).expand(len(k), -1)
         rows = sequence.layers[layer][number]
         if not self.reading:
             return rows.positions[:, : k.shape[1]].long()
-        fresh = torch.arange(
-            sequence.since, sequence.since + k.shape[1] - rows.held, device=k.device
-        ).expand(len(k), -1)
-        return torch.cat([rows.positions[:, : rows.held].long(), fresh], 1)
+        stop = sequence.since + k.shape[1] - rows.held
+        fresh = torch.arange(sequence.since, stop, device=k.device).expand(len(k), -1)
+        return torch.cat([rows.part().positions.long(), fresh], 1)
 
 
 MASK = (1 << 31) - 1  # what is left of an int64 after an arithmetic shift by 33
 
 
-def gumbel(seed, layer, heads, queries, keys):
+def gumbel(
+    seed: int, layer: int, heads: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
+) -> torch.Tensor:
     """Standard Gumbel noise float32 [h, G, Q, T] of heads [h, G], query positions [Q] and key
     positions [h, T], all int64.
 
@@ -114,11 +132,11 @@ def gumbel(seed, layer, heads, queries, keys):
     return uniform.log_().neg_().log_().neg_().float()
 
 
-def _mix(x):
-    """A bijection of int64 whose every output bit depends on every input bit, in place."""
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """A bijection of int64, in place: every output bit depends on every input bit."""
     high = torch.empty_like(x)
 
-    def fold():
+    def fold() -> torch.Tensor:
         """x ^= its upper 31 bits."""
         torch.bitwise_right_shift(x, 33, out=high)
         return x.bitwise_xor_(high.bitwise_and_(MASK))

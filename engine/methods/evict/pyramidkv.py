@@ -1,16 +1,22 @@
-"""PyramidKV: SnapKV whose budget falls linearly from the first layer to the last, its sum
+"""PyramidKV: SnapKV with a budget that falls linearly from the first layer to the last, its sum
 unchanged.
 
-Source: Cai et al., PyramidKV (2024); METHODS.md row `pyramidkv`: with C the budget, W the window
-and N the prompt, the last layer keeps (C - W) / beta tokens beside its window, the first 2 (C - W)
-less that, at most N - W (what the first cannot use goes to the last). Default beta 20; window and
-pooling as SnapKV's (Ada-KV's setting for both). With beta 1 it is SnapKV.
+Source: Cai et al., PyramidKV (2024): with C the budget, W the window and N the prompt, the last layer
+keeps (C - W) / beta tokens beside its window, the first 2 (C - W) less that, at most N - W (what the
+first cannot use goes to the last). Default beta 20; window and pooling as SnapKV's (Ada-KV's setting
+for both). With beta 1 it is SnapKV.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from engine.methods.evict.snapkv import SnapKV
 from engine.methods.settings import whole
+
+if TYPE_CHECKING:
+    from engine.plan.layers import LayerPlan
 
 
 @dataclass(frozen=True)
@@ -19,17 +25,17 @@ class PyramidKV(SnapKV):
 
     beta: int = 20
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         whole("beta", self.beta, 1)
 
-    def budgets(self, plan, length):
+    def budgets(self, plan: LayerPlan, length: int) -> list[int]:
         """Falling, with the sum of equal ones up to one token a layer."""
         return pyramid(plan.num_layers, self.budget(plan, length), length, self.window, self.beta)
 
 
-def pyramid(layers, budget, length, window, beta):
-    """Budgets of all layers, the window included: a list of ints."""
+def pyramid(layers: int, budget: int, length: int, window: int, beta: int) -> list[int]:
+    """Budgets of all layers, the window included."""
     base, room = budget - window, length - window
     if layers == 1 or base >= room:
         return [budget] * layers

@@ -1,25 +1,33 @@
 """SnapKV: at the end of a prompt keep what its last queries look at, and those queries' own window;
-what is generated stays.
+generated tokens stay.
 
-Source: Li et al., SnapKV (NeurIPS 2024); METHODS.md row `snapkv`. Score of a token before the
-window: mean over the window's queries of softmax(q k), over everything the query sees; reduced over
-the group (mean), then pooled along the text (hook A). Defaults: window 32, and of the published
-settings the maximum over 7 neighbours, as in Ada-KV's experiments (the code's own default is the
-mean over 5); budget
-2048. A later prompt is cut in the same way, from what is still held and its own tokens.
+Source: Li et al., SnapKV (NeurIPS 2024). Score of a token before the window: mean over the window's
+queries of softmax(q k), over everything the query sees; reduced over the group (mean), then pooled
+along the text. Defaults: window 32, and of the published settings the maximum over 7 neighbours, as
+in Ada-KV's experiments (the code's own default is the mean over 5); budget 2048. A later prompt is
+cut in the same way, from what is still held and its own tokens.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
 
 from engine.errors import SettingError
-from engine.methods.evict.base import GROUP_RULES, Evicting, EvictingRuntime
-from engine.methods.evict.store import best, reduce_group
+from engine.methods.evict.base import EvictingRuntime
+from engine.methods.evict.settings import GROUP_RULES, Evicting
+from engine.methods.evict.store import Part, Sequence, reduce_group
 from engine.methods.settings import choice, whole
 from engine.model.rope import apply_rope
 from kernels.column_sums import column_sums
+
+if TYPE_CHECKING:
+    from engine.decode import Step
+    from engine.methods.base import Runtime, Setup
+    from engine.plan.layers import LayerPlan
 
 WINDOW_MOST = 64  # newest queries that a session keeps at a prompt's end (engine/prefill.py)
 
@@ -36,7 +44,7 @@ class SnapKV(Evicting):
     pool: str = "max"
     gqa_reduce: str = "mean"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         whole("window", self.window, 1)
         if self.window > WINDOW_MOST:
@@ -51,34 +59,29 @@ class SnapKV(Evicting):
                 f"tokens: found {self.tokens}, expected at least the window of {self.window} tokens"
             )
 
-    def default_budget(self):
-        """The code's 2048 tokens."""
+    def default_budget(self) -> dict[str, int]:
         return {"tokens": 2048}
 
-    def budget(self, plan, length):
-        """tokens, or the share; the window at least."""
+    def budget(self, plan: LayerPlan, length: int) -> int:
+        """At least the window."""
         return max(self.window, super().budget(plan, length))
 
-    def runtime(self, setup):
-        """The stores of one session."""
+    def runtime(self, setup: Setup) -> Runtime:
         return SnapRuntime(self, setup)
 
 
 class SnapRuntime(EvictingRuntime):
     """One session's stores, cut at every prompt's end."""
 
-    def choose(self, sequence, layer, parts, step):
-        """The window and the highest pooled scores, the same number in every head."""
-        (part,), keep = parts, sequence.budgets[layer]
-        return [(part, best(self.ranked(sequence, layer, part, step), part[3], keep))]
+    method: SnapKV
 
-    def ranked(self, sequence, layer, part, step):
-        """What is ranked [h, T]: pooled scores, infinite in the window."""
-        heads, k, _, positions, _ = part
-        window = min(self.method.window, sequence.length)
+    def rank(self, sequence: Sequence, layer: int, part: Part, step: Step | None) -> torch.Tensor:
+        """Pooled scores, infinite in the window."""
+        assert step is not None, "SnapKV cuts at a prompt's end only"
+        k, window = part.k, min(self.method.window, sequence.length)
         at = torch.arange(sequence.length - window, sequence.length, device=k.device).unsqueeze(0)
         q = apply_rope(step.query_ring.read(layer, at), *step.rotary.at(at, sequence.length))
-        sums = column_sums(self.queries(q, heads)[0], k, k.shape[1] - window, self.scale)
+        sums = column_sums(self.queries(q, part.heads)[0], k, k.shape[1] - window, self.scale)
         scores = reduce_group(sums / window, self.method.gqa_reduce)[:, :-window]
         if scores.shape[1]:
             pool = functional.max_pool1d if self.method.pool == "max" else functional.avg_pool1d

@@ -1,101 +1,105 @@
-"""StreamingLLM: the first tokens as attention sinks, and a window; positions are slots of the
-cache.
+"""StreamingLLM: the first tokens as attention sinks, and a window; positions are slots of the cache.
 
-Source: Xiao et al., StreamingLLM (ICLR 2024), section 3.2; METHODS.md row `streaming_llm` and item
-29. Keys are cached before rotation and a query at position p sits in slot min(p, s + w - 1), so no
-distance ever exceeds the cache: the window's distances are true, a sink in slot i is s + w - 1 - i
-away from then on. Here keys are stored rotated, and the query is turned to its slot for the sinks
-alone. Defaults: the code's 4 sinks and a window of 512. `official` is what the OmniKV paper
-compares with: 1% of the prompt as sinks, positions as they were, the prompt read by full attention
-and trimmed once, everything generated kept.
+Source: Xiao et al., StreamingLLM (ICLR 2024), section 3.2. K is cached before rotation and a query at
+position p sits in slot min(p, s + w - 1), so no distance ever exceeds the cache: the window's
+distances are true, a sink in slot i is s + w - 1 - i away from then on. Here K is stored rotated, and
+the query is turned to its slot for the sinks alone. Defaults: the code's 4 sinks and a window of 512.
+`official` is what the OmniKV paper compares with: 1% of the prompt as sinks, positions as they were,
+the prompt read by full attention and trimmed once, everything generated kept.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engine.errors import SettingError
-from engine.methods.evict.base import Evicting
-from engine.methods.evict.by_position import Windowed, WindowedRuntime, checked_sink
+from engine.methods.evict.base import EvictingRuntime
+from engine.methods.evict.by_position import Windowed, WindowedRuntime, validate_sink
+from engine.methods.evict.settings import Evicting
+from engine.model.rope import Rotary
+
+if TYPE_CHECKING:
+    from engine.methods.base import Runtime, Setup
+    from engine.methods.evict.store import Rows, Sequence
 
 
 @dataclass(frozen=True)
 class StreamingLLM(Windowed):
     """tokens | share: sinks and window. sink: first tokens that stay. official: as in the OmniKV
-    paper's comparison, sink then unused.
+    paper's comparison; sink is then unused.
     """
 
     sink: int = 4
     official: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.official, bool):
             raise SettingError(f"official: found {self.official!r}, expected True or False")
-        checked_sink(self.sink, None if self.official else self.tokens)
+        validate_sink(self.sink, None if self.official else self.tokens)
 
     @property
-    def name(self):
-        """Name on the command line and in tables."""
+    def name(self) -> str:
         return "streaming_llm"
 
     @property
-    def own_prefill(self):
+    def own_prefill(self) -> bool:
         """The baseline of the OmniKV paper reads a prompt by full attention."""
         return not self.official
 
     @property
-    def clips(self):
-        """So it does distances."""
+    def clips(self) -> bool:
+        """The official variant keeps true positions."""
         return not self.official
 
-    def default_budget(self):
+    def default_budget(self) -> dict[str, Any]:
         """4 sinks and a window of 512; the paper's comparison is at Mem 30%."""
         return {"share": 0.3} if self.official else {"tokens": 516}
 
-    def sinks(self, budget, length):
-        """Fixed, or 1% of the prompt; a window of one token is left."""
+    def sinks(self, budget: int, length: int) -> int:
+        """Fixed, or 1% of the prompt; at least one token of window is left."""
         return min(budget - 1, length // 100 if self.official else self.sink)
 
-    def most(self, budget):
+    def max_rows(self, budget: int) -> int | None:
         """The paper's comparison never evicts in an answer."""
-        return None if self.official else super().most(budget)
+        return None if self.official else super().max_rows(budget)
 
-    def course(self, budget, length, generated):
-        """(base, held)."""
-        return (
-            Evicting.course(self, budget, length, generated)
-            if self.official
-            else super().course(budget, length, generated)
-        )
+    def course(self, budget: int, length: int, generated: int) -> tuple[int, int]:
+        if self.official:
+            return Evicting.course(self, budget, length, generated)
+        return super().course(budget, length, generated)
 
-    def plain(self, sinks, window):
-        """Until the cache is full slots are positions."""
+    def clip_from(self, sinks: int, window: int) -> int:
+        """Until the cache is full, slots are positions."""
         return sinks + window
 
-    def far(self, q, k, at, sinks, window, rotary):
+    def sink_logits(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        at: torch.Tensor,
+        sinks: int,
+        window: int,
+        rotary: Rotary,
+    ) -> torch.Tensor:
         """The query as if it stood in the last slot."""
         turned = rotary.rotate_by(q.flatten(1, 2), sinks + window - 1 - at).view(q.shape)
         return torch.einsum("chgd,hsd->hgcs", turned, k)
 
-    def runtime(self, setup):
-        """The store of one session."""
-        return OfficialRuntime(self, setup) if self.official else WindowedRuntime(self, setup)
+    def runtime(self, setup: Setup) -> Runtime:
+        return TrimmedOnceRuntime(self, setup) if self.official else WindowedRuntime(self, setup)
 
 
-class OfficialRuntime(WindowedRuntime):
+class TrimmedOnceRuntime(WindowedRuntime):
     """Full attention to a prompt, one cut at its end, and plain attention to what is left and what
     is generated.
     """
 
-    def attend_rows(self, layer, q, k, v, first, start):
-        """Everything that is held, as it is."""
-        return super(WindowedRuntime, self).attend_rows(layer, q, k, v, first, start)
+    attend_rows = EvictingRuntime.attend_rows
+    attend_step = EvictingRuntime.attend_step
 
-    def attend_step(self, sequence, layer, q, k, v, positions, at):
-        """Everything that is held, as it is."""
-        return super(WindowedRuntime, self).attend_step(sequence, layer, q, k, v, positions, at)
-
-    def trim(self, rows, budget, sequence):
-        """Nothing goes."""
+    def trim(self, rows: Rows, budget: int, sequence: Sequence) -> Rows:
         return rows

@@ -1,29 +1,42 @@
 """Window attention: the newest tokens and nothing else.
 
-Source: METHODS.md row `window` (Beltagy et al., Longformer, 2020); the sliding window that some
-checkpoints are trained with. Default 4096 tokens. It collapses once the first token has left: the
-lower bound of every comparison.
+Source: Beltagy et al., Longformer (2020); the sliding window that some checkpoints are trained with.
+Default 4096 tokens. It collapses once the first token has left: the lower bound of every comparison.
 """
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from engine.methods.evict.by_position import Windowed
+from engine.model.rope import Rotary
 
 
 @dataclass(frozen=True)
 class Window(Windowed):
     """tokens | share: the newest tokens that are seen, the query's own included."""
 
-    clips = False
+    @property
+    def clips(self) -> bool:
+        return False
 
-    def default_budget(self):
+    def default_budget(self) -> dict[str, int]:
         """The 4K of the PoD paper's comparison."""
         return {"tokens": 4096}
 
-    def plain(self, sinks, window):
-        """As long as nothing has left the window."""
+    def clip_from(self, sinks: int, window: int) -> int:
         return window
 
-    def far(self, q, k, at, sinks, window, rotary):
-        """There are no sinks."""
+    def sink_logits(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        at: torch.Tensor,
+        sinks: int,
+        window: int,
+        rotary: Rotary,
+    ) -> torch.Tensor:
+        """Empty: there are no sinks."""
         return q.new_zeros(k.shape[0], q.shape[2], len(at), 0)

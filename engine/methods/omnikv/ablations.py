@@ -1,15 +1,26 @@
 """The paper's two ablations of the context bank: a selection per layer instead of per group, and
-loads without packing.
+loads that are not packed by group.
 
-Source: OmniKV paper, Table 7 ("without context bank"); METHODS.md row `omnikv_per_layer` and item
-23 (`without_pack`).
+Source: OmniKV paper, Table 7 ("without context bank").
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
 
 from engine.errors import SettingError
-from engine.methods.omnikv.settings import OmniKV, OmniKVRuntime
+from engine.methods.base import Runtime, Setup
+from engine.methods.omnikv.runtime import OmniKVRuntime
+from engine.methods.omnikv.settings import OmniKV
 from engine.plan.layers import Group, LayerPlan, Role
+from engine.plan.needs import Needs
+
+if TYPE_CHECKING:
+    from engine.decode import Step
+    from engine.model.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -18,76 +29,62 @@ class OmniKVPerLayer(OmniKV):
     choice; nothing is reused.
 
     Settings as OmniKV's; of filter_layers only the first counts. Over an offloaded bank every
-    layer's keys come back to be scored: what this shows is that selection without sharing saves no
-    bytes.
+    layer's K comes back to be scored: selection without sharing saves no bytes.
     """
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.official or self.prefill_ratio is not None:
             raise SettingError(
-                "omnikv_per_layer: official and prefill_ratio do not go with a selection per layer; leave them out"
+                "omnikv_per_layer: official and prefill_ratio do not go with a selection per "
+                "layer; leave them out"
             )
 
     @property
-    def name(self):
-        """Name in tables."""
+    def name(self) -> str:
         return "omnikv_per_layer"
 
-    @property
-    def selects(self):
-        """Scores need every key, so rows come over whole; slots would serve nothing."""
-        return False
-
-    def plan(self, config):
-        """FULL below the first filter layer; above, every layer is SPARSE under a group of its own."""
+    def plan(self, config: ModelConfig) -> LayerPlan:
+        """FULL below the first filter layer; above, every layer is SPARSE in its own group."""
         first, count = (self.filter_layers or (0,))[0], config.num_layers
         if first >= count:
             raise SettingError(
-                f"filter_layers: found {first}, expected numbers from 0 to {count - 1} (the model has {count} layers)"
+                f"filter_layers: found {first}, expected numbers from 0 to {count - 1} "
+                f"(the model has {count} layers)"
             )
         groups = tuple(Group(layer, (layer,)) for layer in range(first, count))
         roles = (Role.FULL,) * first + (Role.SPARSE,) * (count - first)
         return LayerPlan(roles, groups, (None,) * first + tuple(range(count - first)))
 
-    def runtime(self, setup):
-        """Selection buffers of every layer."""
+    def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
+        """No fetch: scores need every K, so whole layers come over and slots would serve nothing."""
+        return replace(super().needs(plan, config, capacity, itemsize), fetches=False)
+
+    def runtime(self, setup: Setup) -> Runtime:
         return PerLayerRuntime(self, setup)
 
 
 class PerLayerRuntime(OmniKVRuntime):
     """Each sparse layer chooses, then reads what it chose."""
 
-    packed = False
-
-    def attend_sparse(self, layer, q, step):
-        """Score everything, keep the choice, attend to it and to the tail."""
+    def attend_sparse(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
         self.attend_and_select(layer, q, step)
         return super().attend_sparse(layer, q, step)
 
 
 @dataclass(frozen=True)
 class OmniKVUnpacked(OmniKV):
-    """OmniKV whose sparse layers load one by one: indices to the host, a gather there, a copy that
-    is waited for, nothing kept.
+    """OmniKV with sparse layers that load one by one: indices to the host, a gather there, a copy
+    that is waited for, nothing kept on the device.
     """
 
     @property
-    def name(self):
-        """Name in tables."""
+    def name(self) -> str:
         return "omnikv_unpacked"
 
-    @property
-    def selects(self):
-        """Nothing is kept on the device from step to step."""
-        return False
-
-    def packs(self, plan):
-        """Every sparse layer by itself."""
-        return tuple((layer,) for layer in plan.sparse_layers)
-
-    def runtime(self, setup):
-        """OmniKV's, with loads that nothing hides."""
-        runtime = super().runtime(setup)
-        runtime.packed = False
-        return runtime
+    def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
+        return replace(
+            super().needs(plan, config, capacity, itemsize),
+            fetches=False,
+            offload=tuple((layer,) for layer in plan.sparse_layers),
+        )

@@ -2,42 +2,58 @@
 paper, off by default.
 
 Per head and block of 128 queries only the key blocks that carry `dense_mass` of the estimated
-attention are read, the first one and the local band always (kernels/block_sparse.py). FILTER layers
-stay dense: everything after them hangs on their scores. Short pasts, blocks cut by a chunk's edge
-and the prompt's end are read densely.
+attention are read, and always the first one and the local band (kernels/block_sparse.py). FILTER
+layers stay dense: everything after them depends on their scores. Short pasts, blocks cut by a
+chunk's edge and the prompt's end are read densely.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kernels.block_sparse import BLOCK, attend_blocks, block_mass, choose_blocks, exact_mass
 from kernels.prefill import prefill_dense
 
-FROM = 16384  # rows of the past below which estimating does not pay
-# share of the causal blocks that the count of operations assumes; how many it will be, only the
-# text says
+if TYPE_CHECKING:
+    from engine.methods.base import Setup
+    from engine.methods.omnikv.settings import OmniKV
+    from engine.prefill_eta import PrefillFlops
+
+FROM = 16384  # past tokens below which estimating does not pay
+# share of the causal blocks that the count of operations assumes: the real share depends on the
+# text
 EXPECTED_DENSITY = 0.5
 
 
 class BlockSparse:
-    """One session's block-sparse layers: nothing lives between chunks but counters."""
+    """One session's block-sparse layers: only counters outlive a chunk."""
 
-    def __init__(self, method, setup):
+    def __init__(self, method: OmniKV, setup: Setup):
         self.method, self.setup = method, setup
         self.scale = setup.config.head_dim**-0.5
         self.blocks_kept = self.blocks_causal = 0
-        # a list: every call adds {"layer", "first", "recall" [B, H, blocks], "density" [B, H,
-        # blocks]}
-        self.meter = None
+        # a list takes {"layer", "first", "recall" [B, H, blocks], "density" [B, H, blocks]} per call
+        self.meter: list[dict[str, Any]] | None = None
 
-    def span(self, start, stop, total):
-        """(first, last) of the whole blocks of a chunk that are read sparsely; first == last where
-        there are none.
+    def span(self, start: int, stop: int, total: float) -> tuple[int, int]:
+        """(first, last) positions of the whole blocks of a chunk that are read sparsely; equal
+        where there are none. total: the prompt's length.
         """
         first = max(-(-start // BLOCK), -(-FROM // BLOCK)) * BLOCK
-        last = min(stop, total - self.method.prefill_dense_end) // BLOCK * BLOCK
+        last = int(min(stop, total - self.method.prefill_dense_end) // BLOCK * BLOCK)
         return (first, last) if first < last else (start, start)
 
-    def attend(self, layer, q, k, v, start, total):
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        start: int,
+        total: float,
+    ) -> torch.Tensor:
         """Attention of a chunk at positions start .. start+C-1. q [B, C, H, D]; k, v [B, Hkv, T, D]
         -> [B, C, H, D].
         """
@@ -63,7 +79,9 @@ class BlockSparse:
         self._count(layer, q[:, part], k, keep, first)
         return out
 
-    def _count(self, layer, q, k, keep, first):
+    def _count(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, keep: torch.Tensor, first: int
+    ) -> None:
         causal = first // BLOCK + 1 + torch.arange(keep.shape[2], device=keep.device)
         self.blocks_kept += int(keep.sum())
         self.blocks_causal += int(causal.sum()) * keep.shape[0] * keep.shape[1]
@@ -73,15 +91,14 @@ class BlockSparse:
                 {"layer": layer, "first": first, "recall": recall, "density": keep.sum(-1) / causal}
             )
 
-    def saved(self, work, start, stop, total):
-        """Attention operations of one layer that are expected to be left out, the estimate's own
-        taken off: with stride S half of one in S products of the attention's width
-        ("antidiagonal"), or in S x S ("pooled").
+    def saved(self, flops: PrefillFlops, start: int, stop: int, total: float) -> float:
+        """Attention operations of one layer that are expected to be saved, less those of the
+        estimate: with stride S, half of one in S products of the attention's width
+        ("antidiagonal"), or of one in S x S ("pooled").
         """
         first, last = self.span(start, stop, total)
         if first == last:
             return 0.0
-        own = 0.5 / self.method.dense_stride ** (
-            2 if self.method.dense_estimator == "pooled" else 1
-        )
-        return work.pairs(first, last) * (1 - EXPECTED_DENSITY - own)
+        power = 2 if self.method.dense_estimator == "pooled" else 1
+        estimate = 0.5 / self.method.dense_stride**power
+        return flops.pairs(first, last) * (1 - EXPECTED_DENSITY - estimate)

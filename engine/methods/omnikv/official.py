@@ -1,56 +1,54 @@
 """OmniKV(official=True): the published research code's behaviour, to the last selected index, for
 comparison number by number.
 
-Differences from the engine's own OmniKV (METHODS.md 3.3, items 13-19): only prompt tokens are
-scored, every generated token is tail; softmax runs over the scored keys only; a window's queries
-are all rotated to the current position; prompt tokens inside the window are not scored but always
-selected and count against the budget; a second prefill is refused. Plain torch, not capturable.
+Differences from the engine's own OmniKV: only prompt tokens are scored, every generated token is
+tail; softmax runs over the scored tokens only; a window's queries are all rotated to the current
+position; prompt tokens inside the window are not scored but always selected and count against the
+budget; a second prefill is refused. Plain torch, no CUDA graph.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.methods.base import device_int
-from engine.methods.omnikv.settings import OmniKVRuntime
-from engine.model.rope import apply_rope
+from engine.methods.base import Setup, device_int
+from engine.methods.omnikv.runtime import OmniKVRuntime
 from engine.plan.layers import Role
 from kernels.topk import select_topk
+
+if TYPE_CHECKING:
+    from engine.decode import Step
+    from engine.methods.omnikv.settings import OmniKV
 
 
 class OfficialRuntime(OmniKVRuntime):
     """Selection state of one session with one prompt."""
 
-    packed = False  # its tail is everything generated, which no ring holds
-    capturable = False  # the step's number decides shapes: it is read on the host
-
-    def __init__(self, method, setup):
+    def __init__(self, method: OmniKV, setup: Setup):
         super().__init__(method, setup)
-        self.window = 0 if method.selector == "last" else method.window
-        self.prompt = 0
+        self.prompt = 0  # tokens
 
-    def end_prefill(self, length, step=None):
-        """The prompt is what the one prefill read."""
+    def end_prompt(self, length: int, step: Step | None = None) -> None:
+        super().end_prompt(length, step)
         self.prompt = length
-        self._set_k(self.method.budget(self.plan, length))
 
-    def tail_first(self, step):
+    def tail_start(self, step: Step) -> torch.Tensor:
         """Everything generated is tail."""
         return device_int(self.prompt, self.setup)
 
-    def attend_and_select(self, layer, q, step):
-        """Selection from the prompt's rows, then attention to everything."""
-        group = self.plan.group_of[layer]
-        generated = int(step.visible[0]) - self.prompt
-        forced = max(0, self.window - generated)
+    def attend_and_select(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
+        """Selection from the prompt's tokens, then attention to everything."""
+        group = self._group(layer)
+        forced = self._forced(int(step.visible[0]))
         scored = self.prompt - forced
-        scores = self._scores(layer, q, step, scored)
-        # a window chooses one at least, `last` may choose none
-        k = max(1, self.k - forced) if self.window else self.k
         index, counts = self.index[group], self.counts[group]
         select_topk(
-            scores,
+            self._prompt_scores(layer, q, step, scored),
             self.zero,
             device_int(scored, self.setup),
-            device_int(k, self.setup),
+            device_int(self._ranked(forced), self.setup),
             index[:, 0],
             counts,
             scratch=self.setup.scratch,
@@ -64,8 +62,16 @@ class OfficialRuntime(OmniKVRuntime):
             counts += forced
         return self.attend_dense(layer, q, step)
 
-    def _scores(self, layer, q, step, scored):
-        """Scores of prompt rows 0 .. scored-1: float32 [B, scored]."""
+    def _forced(self, n: int) -> int:
+        """Prompt tokens inside the window at n tokens: selected unscored."""
+        return max(0, self.window - (n - self.prompt))
+
+    def _ranked(self, forced: int) -> int:
+        """Tokens chosen by score: a window chooses at least one, `last` may choose none."""
+        return max(1, self.k - forced) if self.window else self.k
+
+    def _prompt_scores(self, layer: int, q: torch.Tensor, step: Step, scored: int) -> torch.Tensor:
+        """Scores of prompt tokens 0 .. scored-1: float32 [B, scored]."""
         k, _ = step.bank.kv(layer)
         rows = k[:, :, :scored]
         if self.window:
@@ -74,37 +80,34 @@ class OfficialRuntime(OmniKVRuntime):
             cos, sin = step.rotary.at(step.positions[:, -1:].expand(-1, self.window))
             q = apply_rope(step.query_ring.read(layer, at.clamp_(min=0)), cos, sin)
         batch, queries, heads, dim = q.shape
-        packed = q.view(batch, queries, rows.shape[1], -1, dim).permute(0, 2, 1, 3, 4).flatten(2, 3)
-        logits = (packed @ rows.transpose(2, 3)).float() * self.scale
+        folded = q.view(batch, queries, rows.shape[1], -1, dim).permute(0, 2, 1, 3, 4).flatten(2, 3)
+        logits = (folded @ rows.transpose(2, 3)).float() * self.scale
         logits = logits.view(batch, rows.shape[1], queries, heads // rows.shape[1], scored)
         logits = logits.transpose(1, 2).flatten(2, 3)
         if self.method.kind == "softmax":
             logits = torch.softmax(logits, dim=-1)
         return (logits.amax(dim=2) * self.alpha.view(1, -1, 1)).sum(1).contiguous()
 
-    def selection_scores(self):
-        """None are kept: each filter layer scores in a tensor of its own."""
+    def selection_scores(self) -> dict[int, torch.Tensor]:
+        """Empty: each filter layer scores in a temporary tensor."""
         return {}
 
-    def rows_read(self, n):
-        """Chosen rows, the window's forced ones included, and everything generated."""
-        forced = max(0, self.window - (n - self.prompt))
-        k = max(1, self.k - forced) if self.window else self.k
-        chosen = min(k, self.prompt - forced) + forced
+    def rows_read(self, n: int) -> list[int]:
+        """Chosen tokens, the window's forced ones included, and everything generated."""
+        forced = self._forced(n)
+        chosen = min(self._ranked(forced), self.prompt - forced) + forced
         sparse = chosen + n - self.prompt
         return [sparse if role is Role.SPARSE else n for role in self.plan.roles]
 
-    def snapshot(self):
-        """The budget and the prompt's length."""
+    def state(self) -> Any:
         return self.k, self.prompt
 
-    def restore(self, state, length):
-        """Bring both back."""
+    def load(self, state: Any, length: int | None) -> None:
         k, self.prompt = state
         self._set_k(k)
 
-    def forget(self, length):
+    def truncate(self, length: int) -> None:
         """An emptied session may read another prompt."""
-        super().forget(length)
+        super().truncate(length)
         if length == 0:
             self.prompt = 0

@@ -1,13 +1,17 @@
-"""Chunked OmniKV-prefill: in the sparse layers a block of queries reads r x block rows of the past,
+"""Chunked OmniKV-prefill: in the sparse layers a block of queries reads r x block past tokens,
 chosen by the filter layers.
 
-Source: the OmniKV paper, section D.10 (METHODS.md items 27-28); the uniform rule over the block's
-queries. What the paper leaves open is decided here: FULL, FILTER and WAIT layers stay dense; blocks
-begin at absolute multiples of `prefill_block`; the rows just before a block (the tail of DESIGN.md)
-are always seen; the prompt's end is read densely, so that no boundary falls inside the question.
+Source: the OmniKV paper, section D.10; the uniform rule over the block's queries. Decided here,
+because the paper leaves it open: FULL, FILTER and WAIT layers stay dense; blocks begin at absolute
+multiples of `prefill_block`; the tokens just before a block (its tail) are always seen; the prompt's
+end is read densely, so that no boundary falls inside the question.
 """
 
+from __future__ import annotations
+
 import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,48 +22,51 @@ from kernels.prefill import prefill_dense, prefill_dense_lse
 from kernels.sparse_prefill import prefill_sparse
 from kernels.topk import select_topk
 
+if TYPE_CHECKING:
+    from engine.bank.device import DeviceBank
+    from engine.methods.base import Setup
+    from engine.methods.omnikv.settings import OmniKV
+    from engine.prefill_eta import PrefillFlops
+
 # blocks scored by one launch: 4 x 64 tiles fill a GPU from 8K rows on, and the scores stay at 16
 # bytes a token
 AT_ONCE = 4
 
+# a block of a chunk: first and last position, and the first of the band that is always seen (None:
+# the block is read densely)
+Block = tuple[int, int, int | None]
+
 
 class PrefillSelector:
-    """Selections of one session's prefill: per group, one index row per block of the chunk under
-    way.
+    """Selections of one session's prefill: per group, one index row per sparse block of the chunk
+    under way.
     """
 
-    def __init__(self, method, setup):
+    def __init__(self, method: OmniKV, setup: Setup):
         self.method, self.setup, self.plan = method, setup, setup.plan
         self.scale = setup.config.head_dim**-0.5
-        self.block = method.prefill_block
-        self.k = (
-            min(method.prefill_ratio * self.block, setup.capacity)
-            if method.prefill_ratio
-            else setup.capacity
-        )
+        self.block, ratio = method.prefill_block, method.prefill_ratio
+        self.k = min(ratio * self.block, setup.capacity) if ratio else setup.capacity
         self.block_sparse = (
             BlockSparse(method, setup) if method.dense_layers == "block_sparse" else None
         )
-        self.total = 0
-        # blocks of the chunk under way; the last layer may see the chunk's last query only
-        self.under_way = []
+        self.total: float = 0  # the prompt's length, infinite while it goes on
+        self.blocks_now: list[Block] = []  # of the chunk under way
+        self.scored: list[Block] = []  # sparse blocks of the newest chunk that had any
+        self.index: dict[int, torch.Tensor] = {}  # group -> [B, sparse blocks, k] int32
         self.scores = torch.empty(
-            setup.batch, AT_ONCE, setup.capacity if method.prefill_ratio else 0, device=setup.device
+            setup.batch, AT_ONCE, setup.capacity if ratio else 0, device=setup.device
         )
-        self.scored = []  # its sparse blocks; of the newest chunk that had any
-        self.index = {}  # group -> index [B, sparse blocks of the chunk, k] int32
-        # rows of the past read by sparse layers, summed over blocks (for tests and tables)
+        # past tokens read by sparse layers, summed over blocks (for tests and tables)
         self.rows_read = 0
 
     @property
-    def nbytes(self):
+    def nbytes(self) -> int:
         """Bytes that live between chunks: the scores."""
         return self.scores.numel() * self.scores.element_size()
 
-    def blocks(self, start, stop):
-        """(first, last, local) of the blocks in a chunk; local: first row of the band that is
-        always seen, None for a dense block.
-        """
+    def blocks(self, start: int, stop: int) -> Iterator[Block]:
+        """The blocks of a chunk at positions start .. stop-1."""
         first = start
         while first < stop:
             last = min(stop, (first // self.block + 1) * self.block)
@@ -68,29 +75,31 @@ class PrefillSelector:
             yield first, last, None if dense else local
             first = last
 
-    def attend(self, layer, q, bank, start):
+    def attend(self, layer: int, q: torch.Tensor, bank: DeviceBank, start: int) -> torch.Tensor:
         """Prefill attention of one layer by its role. q [B, C, H, D] -> [B, C, H, D]."""
         role, group = self.plan.roles[layer], self.plan.group_of[layer]
         k, v = bank.kv(layer)
         if layer == 0:
             self._begin(start, start + q.shape[1])
-        if any(local is not None for _, last, local in self.under_way if last > start):
-            if role is Role.SPARSE:
-                return self._sparse(group, q, k, v, start)
-            if role is Role.FILTER and self.plan.groups[group].layers:
-                return self._filter(group, q, k, v, start)
+        # the last layer may see the chunk's last query only
+        sparse = any(local is not None for _, last, local in self.blocks_now if last > start)
+        if sparse and group is not None and self.plan.groups[group].layers:
+            attend = self._sparse if role is Role.SPARSE else self._filter
+            return attend(group, q, k, v, start)
         if self.block_sparse and role in (Role.FULL, Role.WAIT):
             return self.block_sparse.attend(layer, q, k, v, start, self.total)
         return prefill_dense(q, k, v, start, self.scale, backend=self.setup.backend)
 
-    def _begin(self, start, stop):
-        """A new chunk; what an earlier one chose is forgotten where this one chooses."""
-        self.under_way = list(self.blocks(start, stop))
-        sparse = [block for block in self.under_way if block[2] is not None]
+    def _begin(self, start: int, stop: int) -> None:
+        """Begin a chunk; if it has sparse blocks, forget what an earlier one chose."""
+        self.blocks_now = list(self.blocks(start, stop))
+        sparse = [block for block in self.blocks_now if block[2] is not None]
         if sparse:
             self.scored, self.index = sparse, {}
 
-    def _filter(self, group, q, k, v, start):
+    def _filter(
+        self, group: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int
+    ) -> torch.Tensor:
         """A dense layer that leaves its scores behind; from them one selection per block."""
         out, lse = prefill_dense_lse(q, k, v, start, self.scale)
         chosen = []
@@ -107,12 +116,12 @@ class PrefillSelector:
                 self.scores,
                 backend=self.setup.backend,
             )
-            chosen.append(self._select([local for *_, local in blocks]))
+            chosen.append(self._select([local or 0 for *_, local in blocks]))
         self.index[group] = torch.cat(chosen, 1)
         return out
 
-    def _select(self, stops):
-        """The k best rows below each block's stop: [B, blocks, k] int32."""
+    def _select(self, stops: list[int]) -> torch.Tensor:
+        """The k best positions below each block's stop: [B, blocks, k] int32."""
         batch, count, device = len(self.scores), len(stops), self.scores.device
         scores = self.scores[:, :count].reshape(batch * count, -1)
         hi = torch.tensor(stops * batch, dtype=torch.int32).to(device)
@@ -128,35 +137,42 @@ class PrefillSelector:
         )
         return chosen.view(batch, count, self.k)
 
-    def _sparse(self, group, q, k, v, start):
-        """Runs of sparse blocks by one launch each, runs of dense ones likewise."""
-        out, number = torch.empty_like(q), 0
-        # [sparse?, first, last, blocks, where their index rows begin]
-        runs = []
-        for first, last, local in self.under_way:
-            number += local is not None
-            if last <= start:  # the last layer sees the chunk's last query only
-                continue
-            first = max(first, start)
-            if not runs or runs[-1][0] != (local is not None):
-                runs.append([local is not None, first, last, [], number - 1])
-            runs[-1][2] = last
-            runs[-1][3].append((first, last, local, self.k))
-        for sparse, first, last, blocks, row in runs:
+    def _sparse(
+        self, group: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int
+    ) -> torch.Tensor:
+        """Attend to runs of sparse blocks by one launch each, and to runs of dense ones likewise."""
+        out = torch.empty_like(q)
+        for row, run in self._runs(start):
+            first, last = run[0][0], run[-1][1]
             part = slice(first - start, last - start)
-            if not sparse:
+            if run[0][2] is None:
                 out[:, part] = prefill_dense(
                     q[:, part], k, v, first, self.scale, backend=self.setup.backend
                 )
                 continue
-            index = self.index[group][:, row : row + len(blocks)]
+            index = self.index[group][:, row : row + len(run)]
+            blocks = [(*block, self.k) for block in run]
             out[:, part] = prefill_sparse(
                 q[:, part], k, v, index, blocks, first, self.scale, backend=self.setup.backend
             )
-            self.rows_read += sum(count + first - local for first, _, local, count in blocks)
+            self.rows_read += sum(self.k + low - (local or 0) for low, _, local in run)
         return out
 
-    def selections(self):
+    def _runs(self, start: int) -> list[tuple[int, list[Block]]]:
+        """The chunk's blocks from `start` on, in runs that are all sparse or all dense: (index row
+        of the first sparse block, blocks).
+        """
+        runs: list[tuple[int, list[Block]]] = []
+        row = 0
+        for first, last, local in self.blocks_now:
+            if last > start:  # the last layer sees the chunk's last query only
+                if not runs or (runs[-1][1][-1][2] is None) != (local is None):
+                    runs.append((row, []))
+                runs[-1][1].append((max(first, start), last, local))
+            row += local is not None
+        return runs
+
+    def selections(self) -> dict[tuple[int, int], torch.Tensor]:
         """{(filter layer, block's first position): int64 [k]} of the newest chunk that chose,
         sequence 0.
         """
@@ -166,29 +182,23 @@ class PrefillSelector:
             for n, (first, *_) in enumerate(self.scored)
         }
 
-    def work(self, work, start, stop):
+    def flops(self, flops: PrefillFlops, start: int, stop: int) -> tuple[float, float]:
         """(linear, attention) operations of positions start .. stop-1: dense layers, scoring (half
         an attention), sparse layers.
         """
-        linear, attention = work.parts(start, stop)
-        sparse = sum(1 for layer in self.plan.sparse_layers if layer < work.layers)
+        linear, attention = flops.parts(start, stop)
+        sparse = sum(1 for layer in self.plan.sparse_layers if layer < flops.layers)
         filters = sum(1 for group in self.plan.groups if group.layers)
         if self.block_sparse:
-            wide = sum(
-                1 for role in self.plan.roles[: work.layers] if role in (Role.FULL, Role.WAIT)
-            )
-            attention -= wide * self.block_sparse.saved(work, start, stop, self.total)
+            roles = self.plan.roles[: flops.layers]
+            dense = roles.count(Role.FULL) + roles.count(Role.WAIT)
+            attention -= dense * self.block_sparse.saved(flops, start, stop, self.total)
         for first, last, local in self.blocks(start, stop):
             if local is None:
                 continue
             count = last - first
             pairs = count * (self.k + first - local + (count + 1) / 2)
-            attention += sparse * (work.per_pair * pairs - work.pairs(first, last))
-            attention += (
-                filters
-                * work.per_pair
-                * 0.5
-                * math.ceil(count / self.method.prefill_stride)
-                * local
-            )
+            attention += sparse * (flops.per_pair * pairs - flops.pairs(first, last))
+            scored = math.ceil(count / self.method.prefill_stride) * local
+            attention += filters * flops.per_pair * 0.5 * scored
         return linear, attention

@@ -1,6 +1,6 @@
-"""The context selector: how scores become a selection. Pure functions and one frozen value; no
-model, no bank.
-"""
+"""The context selector's weights of a window of queries. A pure function; no model, no bank."""
+
+from __future__ import annotations
 
 import torch
 
@@ -9,11 +9,11 @@ from engine.errors import SettingError
 SELECTORS = ("last", "uniform", "exponential")
 
 
-def window_weights(selector, window, device="cpu"):
+def window_weights(selector: str, window: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """alpha of OmniKV Eq. 4, newest query last: float32 [window].
 
-    "uniform": 1 each; "exponential": 2^(j - W) up to the newest's 2^0 (the same ranking as the
-    paper's up to a factor); "last": only the newest.
+    "uniform": 1 each; "exponential": 2^(j - W) up to the newest's 2^0 (the paper's ranking, up to a
+    factor); "last": only the newest.
     """
     if selector == "uniform":
         return torch.ones(window, device=device)

@@ -1,46 +1,233 @@
-"""What the methods that keep everything and read a part share: a budget in tokens or as a share,
-plans of one group a layer.
+"""Methods that keep every token and read a selection of them in each step.
+
+A method writes its settings (`Budgeted`) and one hook, `Selecting.select`. Attention over the
+selection, what a step read, the budget's state and the bytes of buffers follow from these.
 """
 
-import math
+from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from engine.methods.base import Method, Runtime, Setup
 from engine.methods.settings import one_budget, portion, whole
 from engine.plan.layers import Group, LayerPlan, Role
+from engine.plan.needs import Needs
+from kernels.prefill import attend_rows
+from kernels.reference import attend
+from kernels.sparse_decode import decode_sparse
+
+if TYPE_CHECKING:
+    from engine.decode import Step
+    from engine.model.config import ModelConfig
 
 DEFAULT_TOKENS = 2048
 
 
-class Budgeted:
-    """For a frozen method with the fields tokens and share: rows that a sparse layer reads per
-    step.
+class Buffer(NamedTuple):
+    """A tensor that a runtime holds on the device; dtype None: the bank's."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+
+    def nbytes(self, itemsize: int) -> int:
+        """Bytes of the tensor where the bank's elements have `itemsize` bytes."""
+        return math.prod(self.shape) * (self.dtype.itemsize if self.dtype else itemsize)
+
+
+@dataclass(frozen=True)
+class Budgeted(Method):
+    """Budget of a selection: tokens | share, at most one (default 2048 tokens); share is of the
+    bank's length at the end of the latest prefill.
     """
 
-    def check_budget(self):
-        """Raise SettingError unless at most one of tokens (an int >= 1) and share (a number in (0,
-        1]) is given.
-        """
+    tokens: int | None = None
+    share: float | None = None
+
+    named = False
+
+    def __post_init__(self) -> None:
         one_budget(self, "tokens", "share")
         if self.tokens is not None:
             whole("tokens", self.tokens, 1)
         if self.share is not None:
             portion("share", self.share)
 
-    def budget(self, length):
-        """Tokens, where the bank held `length` of them at the end of the latest prefill."""
+    def budget(self, length: int) -> int:
+        """Tokens that a sparse layer selects where the latest prefill ended at `length`."""
         if self.share is not None:
             return max(1, math.floor(self.share * length))
         return DEFAULT_TOKENS if self.tokens is None else self.tokens
 
+    def buffers(
+        self, plan: LayerPlan, config: ModelConfig, capacity: int, batch: int = 1
+    ) -> dict[str, Buffer]:
+        """{attribute of the runtime: Buffer} for a bank of `capacity` tokens."""
+        return {}
 
-def layers_apart(num_layers, sparse):
-    """The plan in which the layers `sparse` are SPARSE, each in a group of its own, and all others
+    def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
+        buffers = self.buffers(plan, config, capacity).values()
+        return Needs(
+            selected=min(capacity, self.budget(capacity)) if plan.sparse_layers else 0,
+            device_bytes=sum(buffer.nbytes(itemsize) for buffer in buffers),
+        )
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a sparse layer reads: chosen tokens, and everything from `tail_start` on.
+
+    index [B, h, K] int32: for each of h heads (1, the K/V heads, or the query heads) the first
+    counts[b] entries count, ascending; None: everything before the tail. counts, tail_start [B]
+    int32. unit: consecutive tokens that one entry stands for.
+    """
+
+    index: torch.Tensor | None
+    counts: torch.Tensor | None
+    tail_start: torch.Tensor
+    unit: int = 1
+
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(index, counts) in tokens."""
+        assert self.index is not None and self.counts is not None
+        if self.unit == 1:
+            return self.index, self.counts.contiguous()
+        inside = torch.arange(self.unit, dtype=self.index.dtype, device=self.index.device)
+        tokens = self.index.unsqueeze(-1) * self.unit + inside
+        return tokens.flatten(2), self.counts * self.unit
+
+
+class Selecting(Runtime):
+    """One session of a Budgeted method. Holds k, the buffers that the method declares as
+    attributes, and each group's Selection of the last step.
+    """
+
+    method: Budgeted
+    k: int = 0
+
+    def __init__(self, method: Budgeted, setup: Setup):
+        super().__init__(method, setup)
+        self.k = method.budget(0)
+        self.chosen: dict[int, Selection] = {}  # by group
+        self._buffers = method.buffers(setup.plan, setup.config, setup.capacity, setup.batch)
+        for name, (shape, dtype) in self._buffers.items():
+            setattr(self, name, torch.empty(shape, dtype=dtype or setup.dtype, device=setup.device))
+
+    @property
+    def nbytes(self) -> int:
+        itemsize = self.setup.dtype.itemsize
+        return sum(buffer.nbytes(itemsize) for buffer in self._buffers.values())
+
+    def select(self, layer: int, q: torch.Tensor, step: Step) -> Selection:
+        """Choose what the layer's group reads in this step. Called at the group's filter layer,
+        which may be its only sparse layer. q [B, Q, H, D] rotated.
+        """
+        raise NotImplementedError
+
+    def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
+        group = self.plan.group_of[layer]
+        if group is None or not self.plan.groups[group].layers:
+            return self.attend_dense(layer, q, step)
+        if self.plan.groups[group].filter_layer == layer:
+            self.chosen[group] = self.select(layer, q, step)
+        chosen = self.chosen[group]
+        if self.plan.roles[layer] is not Role.SPARSE or chosen.index is None:
+            return self.attend_dense(layer, q, step)
+        return self.attend_selection(layer, q, step, chosen)
+
+    def attend_selection(
+        self, layer: int, q: torch.Tensor, step: Step, chosen: Selection
+    ) -> torch.Tensor:
+        """Attention to the chosen tokens and the tail. q [B, Q, H, D] -> the same."""
+        (k, v), (index, counts) = step.bank.kv(layer, step.bucket), chosen.rows()
+        if index.shape[1] not in (1, k.shape[1]):
+            return self._attend_by_query_head(q, k, v, index, counts)
+        return decode_sparse(
+            q,
+            k,
+            v,
+            index,
+            counts,
+            chosen.tail_start,
+            step.visible,
+            self.scale,
+            scratch=self.setup.scratch,
+            backend=self.setup.backend,
+        )
+
+    def _attend_by_query_head(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        index: torch.Tensor,
+        counts: torch.Tensor,
+    ) -> torch.Tensor:
+        """Every query head reads its choice and no tail. index [B, H, K]."""
+        out, group = torch.empty_like(q), index.shape[1] // k.shape[1]
+        kv_head = torch.arange(index.shape[1], device=q.device).unsqueeze(1) // group
+        for b, kept in enumerate(counts.tolist()):
+            rows = index[b, :, :kept].long()
+            chosen = k[b][kv_head, rows], v[b][kv_head, rows]  # [H, kept, D]
+            if self.setup.backend == "reference":
+                out[b], _ = attend(q[b], *chosen, [kept] * q.shape[1], self.scale)
+            else:
+                one = q[b : b + 1]
+                out[b : b + 1], _ = attend_rows(one, chosen[0][None], chosen[1][None], self.scale)
+        return out
+
+    def end_prompt(self, length: int, step: Step | None = None) -> None:
+        """Fix k for the answer that follows."""
+        self.k = self.method.budget(length)
+
+    # ---------------------------------------------------------------- what a step read
+
+    def tokens_read(self, n: int) -> int:
+        """Tokens that one K/V head of a sparse layer reads in a step at n tokens."""
+        return min(n, self.k)
+
+    def rows_read(self, n: int) -> list[int]:
+        sparse = self.tokens_read(n)
+        return [sparse if role is Role.SPARSE else n for role in self.plan.roles]
+
+    def tail_start(self, step: Step) -> torch.Tensor:
+        """By default nothing is read beside the choice."""
+        return step.visible
+
+    def chosen_rows(self, layer: int) -> torch.Tensor:
+        group = self.plan.group_of[layer]
+        assert group is not None, f"layer {layer} belongs to no group"
+        chosen = self.chosen[group]
+        if chosen.index is None:
+            return torch.arange(int(chosen.tail_start[0]), device=self.setup.device)[None]
+        index, counts = chosen.rows()
+        return index[0, :, : int(counts[0])].long()
+
+    def selections(self) -> dict[int, torch.Tensor]:
+        """{filter layer: positions that any head chose in the last step, ascending}, sequence 0."""
+        layers = (self.plan.groups[group].filter_layer for group in self.chosen)
+        return {layer: self.chosen_rows(layer).unique().cpu() for layer in layers}
+
+    # ---------------------------------------------------------------- going back
+
+    def state(self) -> Any:
+        """k: all else is made anew in every step."""
+        return self.k
+
+    def load(self, state: Any, length: int | None) -> None:
+        self.k = state
+
+
+def single_layer_groups(num_layers: int, sparse: Iterable[int]) -> LayerPlan:
+    """The plan in which each of the layers `sparse` is SPARSE in its own group, and all others are
     FULL.
     """
     sparse = sorted(sparse)
     number = {layer: i for i, layer in enumerate(sparse)}
     roles = tuple(Role.SPARSE if layer in number else Role.FULL for layer in range(num_layers))
-    return LayerPlan(
-        roles,
-        tuple(Group(layer, (layer,)) for layer in sparse),
-        tuple(map(number.get, range(num_layers))),
-    )
+    groups = tuple(Group(layer, (layer,)) for layer in sparse)
+    return LayerPlan(roles, groups, tuple(map(number.get, range(num_layers))))

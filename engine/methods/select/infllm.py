@@ -1,36 +1,46 @@
 """InfLLM: a stream of pieces; each sees the first tokens, a local window, and the blocks of the
 past that its mean query is nearest to.
 
-Source: InfLLM (Xiao et al., NeurIPS 2024), section 3, and thunlp/InfLLM (context_manager.py);
-METHODS.md row `infllm` and item 30. Published defaults (llama-3-inf-llm.yaml): blocks of 128, 128
-initial tokens, a window of 4096, 16 blocks, 4 representatives, 32 cached, pieces of 512. A block's
-representatives are, per query head, the rows that received most attention while they were in the
-window; blocks are ranked by the sum over all query heads of mean query times mean representative,
-so all heads share one choice. What is not local sits at RoPE distance `local` (the published code's
-table begins at 1 and gives local - 1): rows before rotation, queries turned to `local`. Prompts and
-answers are read the same way, so a session's text must be read under this method from its first
-token. Pieces end at absolute multiples of `chunk` and at the end of a chunk of the prefill; a step
-is a piece of one token.
+Source: InfLLM (Xiao et al., NeurIPS 2024), section 3, and thunlp/InfLLM (context_manager.py).
+Published defaults (llama-3-inf-llm.yaml): blocks of 128, 128 initial tokens, a window of 4096, 16
+blocks, 4 representatives, 32 cached, pieces of 512. A block's representatives are, per query head,
+the tokens that received most attention while they were in the window; blocks are ranked by the sum
+over all query heads of mean query times mean representative, so all heads share one choice. What is
+not local sits at RoPE distance `local` (the published code's table begins at 1 and gives local - 1):
+K before rotation, queries turned to `local`. Prompts and answers are read the same way, so a
+session's text must be read under this method from its first token. Pieces end at absolute multiples
+of `chunk` and at the end of a chunk of the prefill; a step is a piece of one token.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engine.errors import SettingError
-from engine.methods.base import Method, Runtime
-from engine.methods.select.base import layers_apart
+from engine.methods.base import Method, Runtime, Setup
+from engine.methods.select.base import single_layer_groups
 from engine.methods.select.infllm_memory import BlockMemory, Layout, attend_far_and_near
 from engine.methods.settings import whole
 from engine.model.rope import Rotary
+from engine.plan.needs import Needs
 from kernels.prefill import prefill_dense
+
+if TYPE_CHECKING:
+    from engine.bank.device import DeviceBank
+    from engine.decode import Step
+    from engine.model.config import ModelConfig
+    from engine.plan.layers import LayerPlan
 
 
 @dataclass(frozen=True)
 class InfLLM(Method):
-    """block: tokens of a block; init: first tokens, always seen; local: window of a query, itself
-    included; topk: blocks that a piece reads; representatives: rows that stand for a block; cached:
-    blocks of a layer on the GPU in the published system (counted here); chunk: queries of a piece.
+    """block: tokens of a block. init: first tokens, always seen. local: window of a query, itself
+    included. topk: blocks that a piece reads. representatives: tokens that stand for a block.
+    cached: blocks of a layer on the GPU in the published system (counted here). chunk: queries of a
+    piece.
     """
 
     block: int = 128
@@ -41,9 +51,7 @@ class InfLLM(Method):
     cached: int = 32
     chunk: int = 512
 
-    in_parts = False  # pieces end where a call ends
-
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, least, most in (
             ("block", 1, None),
             ("init", 0, None),
@@ -55,115 +63,108 @@ class InfLLM(Method):
         ):
             whole(name, getattr(self, name), least, most)
 
-    def plan(self, config):
-        """Every layer SPARSE. Rows are turned back to position 0, which a rotation that depends on
-        the length does not allow.
+    def plan(self, config: ModelConfig) -> LayerPlan:
+        """Every layer SPARSE. K is turned back to position 0, which a rotation that depends on the
+        length does not allow.
         """
         if config.rope.kind == "dynamic":
             raise SettingError(
-                "infllm: this model's rope is dynamic NTK, whose rows cannot be turned back; use another method"
+                "infllm: this model's rope is dynamic NTK, whose rotations cannot be undone; use "
+                "another method"
             )
-        return layers_apart(config.num_layers, range(config.num_layers))
+        return single_layer_groups(config.num_layers, range(config.num_layers))
 
-    def check_switch(self, length):
+    def validate_switch(self, length: int) -> None:
         """A bank that another method has read holds neither this one's hidden states nor its
         scores.
         """
         if length:
             raise SettingError(
-                f"infllm: reads a text its own way from the first token, found a session of {length} tokens read otherwise; "
-                f"start a new session"
+                f"infllm: reads a text its own way from the first token, found a session of "
+                f"{length} tokens read otherwise; start a new session"
             )
 
-    def packs(self, plan):
-        """None: blocks stay in the bank, and the bank on the device."""
-        return ()
-
-    def budget_capacity(self, plan, capacity):
-        """Most rows that one query sees."""
-        return min(capacity, self.init + self.local + (self.topk + 1) * self.block + self.chunk)
-
-    def runtime_bytes(self, plan, capacity, config, size):
-        """Scores of the window, twice, and one mean key per block and query head."""
+    def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
+        """Device bytes: scores of the window, twice, and one mean key per block and query head."""
         slots, blocks = BlockMemory.sizes(self, capacity)
-        return config.num_layers * config.num_heads * (8 * slots + blocks * config.head_dim * size)
+        heads = config.num_layers * config.num_heads
+        seen = self.init + self.local + (self.topk + 1) * self.block + self.chunk
+        return Needs(
+            selected=min(capacity, seen),  # the most that one query sees
+            device_bytes=heads * (8 * slots + blocks * config.head_dim * itemsize),
+            every_query=slots > 0,  # every query's attention counts for the representatives
+            final_call=None,  # pieces end where a call ends
+            history="rerun",  # what tokens have received cannot be taken back
+        )
 
-    def runtime(self, setup):
-        """Block memory of one session."""
+    def runtime(self, setup: Setup) -> Runtime:
         return InfLLMRuntime(self, setup)
 
 
 class InfLLMRuntime(Runtime):
     """Attention in plain torch, one K/V head's weights at a time: 4 x group x chunk x (what a piece
-    sees) bytes.
+    sees) bytes. No CUDA graph: the host knows which blocks are read.
     """
 
-    capturable = False  # which blocks are read is the host's knowledge
-    replays = True  # what rows have received cannot be taken back
+    method: InfLLM
 
-    def __init__(self, method, setup):
+    def __init__(self, method: InfLLM, setup: Setup):
         super().__init__(method, setup)
         self.memory, self.rotary = BlockMemory(method, setup), Rotary(setup.config, setup.device)
-        # every query's attention counts for the representatives
-        self.reads_every_query = self.memory.slots > 0
         # layer -> (first position, last position + 1, blocks) of sequence 0's newest piece
-        self.read = {}
-        self._newest = None  # (layer, stop, output of the last query) of the chunk under way
+        self.read: dict[int, tuple[int, int, list[int]]] = {}
+        # (layer, stop, output of the last query) of the chunk under way
+        self._newest: tuple[int, int, torch.Tensor] | None = None
 
     @property
-    def nbytes(self):
-        """Bytes of the block memory."""
+    def nbytes(self) -> int:
         return self.memory.nbytes
 
     @property
-    def k(self):
-        """Most rows that a step reads."""
-        return self.method.budget_capacity(self.setup.plan, self.setup.capacity)
+    def k(self) -> int:
+        return self.needs.selected
 
-    def begin_prefill(self, start, stop, more=False):
-        """Nothing is left of a chunk that broke off."""
+    def begin_prompt(self, start: int, stop: int, more: bool = False) -> None:
+        """Drop what is left of an interrupted chunk."""
         self._newest = None
 
-    def advance(self, count):
-        """Scores and the cache's order hold from here on."""
-        self.memory.advance()
+    def commit(self, count: int) -> None:
+        self.memory.commit()
         self._newest = None
 
-    def snapshot(self):
-        """What rows have received."""
+    def state(self) -> Any:
         return self.memory.state()
 
-    def restore(self, state, length):
-        """Bring it back."""
+    def load(self, state: Any, length: int | None) -> None:
         self.memory.load(state)
 
-    def copy_from(self, other, sequence=0):
-        """Scores and representatives of a session's runtime."""
+    def copy_from(self, other: Any, sequence: int = 0) -> None:
         self.memory.load(other.memory.state(), sequence)
         self.memory.means[:, sequence] = other.memory.means[:, 0]
 
-    def prefill_attend(self, layer, q, bank, start):
-        """Attention of a chunk at positions start .. start+C-1, piece by piece. q [B, C, H, D] ->
-        the same.
-
-        The last layer comes twice, with all queries and with the newest alone, which counts once.
+    def attend_prompt(
+        self, layer: int, q: torch.Tensor, bank: DeviceBank, start: int
+    ) -> torch.Tensor:
+        """A chunk, piece by piece. The last layer comes twice, with all queries and with the newest
+        alone, which counts once.
         """
         stop = start + q.shape[1]
         if q.shape[1] == 1 and self._newest is not None and self._newest[:2] == (layer, stop):
             if stop > self.method.local:
                 return self._newest[2]
-            return super().prefill_attend(layer, q, bank, start)
-        out = self._pieces(layer, q, *bank.kv(layer), [start] * len(q))
+            return super().attend_prompt(layer, q, bank, start)
+        k, v = bank.kv(layer)
+        out = self._pieces(layer, q, k, v, [start] * len(q))
         self._newest = layer, stop, out[:, -1:]
         return out
 
-    def attend(self, layer, q, step):
-        """Attention of a step. q [B, Q, H, D] -> the same."""
-        return self._pieces(
-            layer, q, *step.bank.kv(layer, step.bucket), step.positions[:, 0].tolist()
-        )
+    def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
+        k, v = step.bank.kv(layer, step.bucket)
+        return self._pieces(layer, q, k, v, step.positions[:, 0].tolist())
 
-    def _pieces(self, layer, q, k, v, starts):
+    def _pieces(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: list[int]
+    ) -> torch.Tensor:
         out, size = torch.empty_like(q), self.method.chunk
         self.memory.open(layer)
         for b, start in enumerate(starts):
@@ -174,23 +175,29 @@ class InfLLMRuntime(Runtime):
                 out[b, part] = self._piece(layer, b, q[b, part], k[b], v[b], first)
         return out
 
-    def _piece(self, layer, b, q, k, v, start):
+    def _piece(
+        self,
+        layer: int,
+        b: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        start: int,
+    ) -> torch.Tensor:
         """One piece q [C, H, D] at positions start .. start+C-1: attention, then what its window
         received, then the blocks that form.
         """
         local, stop, memory = self.method.local, start + len(q), self.memory
 
-        def plain_keys(first, last):
+        def plain_keys(first: int, last: int) -> torch.Tensor:
             return self.rotary.rotate_by(
                 k[:, first:last].transpose(0, 1).float(),
                 -torch.arange(first, last, device=k.device),
             ).transpose(0, 1)
 
         memory.form(layer, b, start, plain_keys)
-        layout, positions = (
-            Layout.at(self.method, start),
-            torch.arange(start, stop, device=q.device),
-        )
+        layout = Layout.at(self.method, start)
+        positions = torch.arange(start, stop, device=q.device)
         distant = self.rotary.rotate_by(
             self.rotary.rotate_by(q.float(), -positions), torch.full_like(positions, local)
         )
@@ -204,22 +211,18 @@ class InfLLMRuntime(Runtime):
         memory.form(layer, b, stop, plain_keys)
         if b == 0:
             self.read[layer] = start, stop, blocks
-        if stop <= local:  # nothing but the window: the dense launcher, to the bit
+        if stop <= local:  # only the window: the dense launcher, to the bit
             return prefill_dense(
                 q[None], k[None], v[None], start, self.scale, backend=self.setup.backend
             )[0]
         return out.to(q.dtype)
 
-    def _far_rows(self, start, stop, blocks):
-        """Rows that some query of a piece sees outside its window: initial ones, the chosen
+    def _far_rows(self, start: int, stop: int, blocks: list[int]) -> torch.Tensor:
+        """Positions that some query of a piece sees outside its window: initial ones, the chosen
         blocks', the remainder's; ascending int64.
         """
-        size, device, layout, edge = (
-            self.method.block,
-            self.setup.device,
-            Layout.at(self.method, start),
-            stop - self.method.local,
-        )
+        size, device = self.method.block, self.setup.device
+        layout, edge = Layout.at(self.method, start), stop - self.method.local
         chosen = self.method.init + size * torch.tensor(blocks, dtype=torch.int64).to(device)
         return torch.cat(
             [
@@ -229,24 +232,19 @@ class InfLLMRuntime(Runtime):
             ]
         )
 
-    def tail_first(self, step):
-        """First row of the window, [B] int32."""
+    def tail_start(self, step: Step) -> torch.Tensor:
+        """The window."""
         return (step.visible - self.method.local).clamp(min=0)
 
-    def chosen_rows(self, layer):
-        """Rows int64 that the last step saw outside the window, sequence 0, ascending."""
+    def chosen_rows(self, layer: int) -> torch.Tensor:
         return self._far_rows(*self.read.get(layer, (0, 0, [])))
 
-    def selections(self):
-        """{layer: those rows}."""
+    def selections(self) -> dict[int, torch.Tensor]:
         return {layer: self.chosen_rows(layer).cpu() for layer in self.read}
 
-    def rows_read(self, n):
-        """Initial rows, chosen blocks, remainder and window, the same in every layer."""
-        layout = Layout.at(self.method, n - 1)
-        old = (
-            layout.initial
-            + min(layout.blocks, self.method.topk) * self.method.block
-            + max(0, n - self.method.local - layout.rest)
-        )
-        return [old + min(n, self.method.local)] * self.setup.config.num_layers
+    def rows_read(self, n: int) -> list[int]:
+        """Initial tokens, chosen blocks, remainder and window, the same in every layer."""
+        layout, method = Layout.at(self.method, n - 1), self.method
+        blocks = min(layout.blocks, method.topk) * method.block
+        old = layout.initial + blocks + max(0, n - method.local - layout.rest)
+        return [old + min(n, method.local)] * self.setup.config.num_layers

@@ -1,29 +1,36 @@
-"""InfLLM's block memory: which rows a piece of queries sees, how much local attention each row has
-received, what stands for a block.
+"""InfLLM's block memory: which tokens a piece of queries sees, how much local attention each token
+has received, what stands for a block.
 
-Source: InfLLM (Xiao et al., 2024), section 3, and thunlp/InfLLM (context_manager.py). Rows stay in
-the bank; the published system holds blocks in host memory and at most `cached` of them on the GPU,
-least recently used first out: that is kept here as numbers.
+Source: InfLLM (Xiao et al., 2024), section 3, and thunlp/InfLLM (context_manager.py). K and V stay
+in the bank. The published system holds blocks in host memory and at most `cached` of them on the
+GPU, least recently used first out: that is kept here as counts.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from engine.methods.base import Setup
+    from engine.methods.select.infllm import InfLLM
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What is where when `length` tokens are known: initial rows 0 .. initial-1, then `blocks`
-    whole blocks, then the remainder, whose newest `local` rows are the window. A function of the
-    length alone.
+    """Where everything is at a length: initial tokens 0 .. initial-1, then `blocks` whole blocks,
+    then the remainder with the window of the newest `local` tokens. A function of the length alone.
     """
 
     initial: int
     blocks: int
-    rest: int  # first row of the remainder
+    rest: int  # first position of the remainder
 
     @classmethod
-    def at(cls, method, length):
+    def at(cls, method: InfLLM, length: int) -> Layout:
         """The layout at a length: blocks form once they have left the local window whole."""
         initial = min(method.init, max(0, length - method.local))
         blocks = max(0, length - method.init - method.local) // method.block
@@ -31,14 +38,14 @@ class Layout:
 
 
 class BlockMemory:
-    """scores float32 [2, layers, B, H, R]: local attention received, row p in slot p % R, twice so
-    that a chunk or step that breaks off leaves the committed half as it was; means [layers, B,
+    """scores float32 [2, layers, B, H, R]: local attention received, position p in slot p % R, twice
+    so that an interrupted chunk or step leaves the committed half as it was. means [layers, B,
     blocks, H, D] in the bank's dtype: the mean representative key of each block and query head,
-    before rotation. Rows that were never attended under this method have received nothing; of equal
-    rows the first stand for their block.
+    before rotation. Tokens that were never attended under this method have received nothing; of
+    equal ones the first stand for their block.
     """
 
-    def __init__(self, method, setup):
+    def __init__(self, method: InfLLM, setup: Setup):
         config = setup.config
         self.method, self.batch = method, setup.batch
         self.slots, blocks = self.sizes(method, setup.capacity)
@@ -55,33 +62,37 @@ class BlockMemory:
         )
         # which half is committed
         self.half = [0] * layers
-        # (rows attended, blocks formed), committed
+        # (tokens attended, blocks formed), committed
         self.known = [[(0, 0)] * setup.batch for _ in range(layers)]
         # {block: True}, last used last
-        self.cached = [[{} for _ in range(setup.batch)] for _ in range(layers)]
-        self.pending, self.loads = {}, 0
+        self.cached: list[list[dict[int, bool]]] = [
+            [{} for _ in range(setup.batch)] for _ in range(layers)
+        ]
+        # layer -> known and the blocks read so far per sequence, of the chunk or step under way
+        self.pending: dict[int, tuple[list[tuple[int, int]], list[list[list[int]]]]] = {}
+        self.loads = 0
 
     @staticmethod
-    def sizes(method, capacity):
-        """(slots of the ring, most blocks) in a bank of `capacity` rows."""
+    def sizes(method: InfLLM, capacity: int) -> tuple[int, int]:
+        """(slots of the ring, most blocks) in a bank of `capacity` tokens."""
         blocks = Layout.at(method, capacity).blocks
         return (method.local + method.block + method.chunk if blocks else 0), blocks
 
     @property
-    def nbytes(self):
+    def nbytes(self) -> int:
         """Bytes of scores and means."""
         return sum(t.numel() * t.element_size() for t in (self.scores, self.means))
 
-    def open(self, layer):
-        """Begin a chunk or step of a layer from what is committed; until `advance` all changes are
-        pending.
+    def open(self, layer: int) -> None:
+        """Begin a chunk or step of a layer from what is committed; changes are pending until
+        `commit`.
         """
         half = self.half[layer]
         self.scores[1 - half, layer].copy_(self.scores[half, layer])
         self.pending[layer] = list(self.known[layer]), [[] for _ in range(self.batch)]
 
-    def advance(self):
-        """What has been opened is there to stay."""
+    def commit(self) -> None:
+        """Make the pending changes permanent."""
         for layer, (known, used) in self.pending.items():
             self.half[layer], self.known[layer] = 1 - self.half[layer], known
             for cached, lists in zip(self.cached[layer], used):
@@ -89,8 +100,8 @@ class BlockMemory:
                     self._use(cached, blocks)
         self.pending = {}
 
-    def _use(self, cached, blocks):
-        """Blocks are read: those not cached are loaded, in the place of the least recently used."""
+    def _use(self, cached: dict[int, bool], blocks: list[int]) -> None:
+        """Count a load for each block that is not cached; it replaces the least recently used."""
         self.loads += sum(block not in cached for block in blocks)
         for block in blocks:
             cached.pop(block, None)
@@ -98,7 +109,7 @@ class BlockMemory:
         for block in list(cached)[: max(0, len(cached) - self.method.cached)]:
             del cached[block]
 
-    def rank(self, layer, b, mean_query, layout):
+    def rank(self, layer: int, b: int, mean_query: torch.Tensor, layout: Layout) -> list[int]:
         """Blocks that a piece reads, ascending: the topk by the sum over heads of mean query times
         mean key. mean_query [H, D] float32.
         """
@@ -111,29 +122,29 @@ class BlockMemory:
         self.pending[layer][1][b].append(chosen)
         return chosen
 
-    def collect(self, layer, b, first, start, stop, received):
-        """The piece of rows start .. stop-1 has been attended: `received` float32 [H, stop -
-        first], by rows first .. stop-1.
+    def collect(
+        self, layer: int, b: int, first: int, start: int, stop: int, received: torch.Tensor
+    ) -> None:
+        """Add the attention of the piece start .. stop-1: `received` float32 [H, stop - first], by
+        tokens first .. stop-1.
         """
         if not self.slots:
             return
-        ring, (attended, formed) = (
-            self.scores[1 - self.half[layer], layer, b],
-            self.pending[layer][0][b],
-        )
+        ring = self.scores[1 - self.half[layer], layer, b]
+        attended, formed = self.pending[layer][0][b]
         new = torch.arange(max(min(attended, start), stop - self.slots), stop, device=ring.device)
         ring[:, new % self.slots] = 0.0
         ring[:, torch.arange(first, stop, device=ring.device) % self.slots] += received
         self.pending[layer][0][b] = stop, formed
 
-    def form(self, layer, b, length, keys):
-        """Blocks that are whole at `length` and have not been formed: keys(first, stop) gives rows
-        before rotation, float32 [Hkv, n, D].
+    def form(
+        self, layer: int, b: int, length: int, keys: Callable[[int, int], torch.Tensor]
+    ) -> None:
+        """Form the blocks that are whole at `length`: keys(first, stop) gives K before rotation,
+        float32 [Hkv, n, D].
         """
-        ring, (attended, formed) = (
-            self.scores[1 - self.half[layer], layer, b],
-            self.pending[layer][0][b],
-        )
+        ring = self.scores[1 - self.half[layer], layer, b]
+        attended, formed = self.pending[layer][0][b]
         size, blocks = self.method.block, Layout.at(self.method, length).blocks
         for block in range(formed, blocks):
             first = self.method.init + block * size
@@ -142,44 +153,52 @@ class BlockMemory:
             best = received.sort(dim=1, descending=True, stable=True).indices[
                 :, : self.method.representatives
             ]
-            own = torch.arange(len(ring), device=ring.device).unsqueeze(1) // (
-                len(ring) // len(rows)
-            )
-            self.means[layer, b, block] = rows[own, best].mean(1).to(self.means.dtype)
+            heads = torch.arange(len(ring), device=ring.device).unsqueeze(1)
+            kv_head = heads // (len(ring) // len(rows))
+            self.means[layer, b, block] = rows[kv_head, best].mean(1).to(self.means.dtype)
         self.pending[layer][0][b] = attended, max(formed, blocks)
 
-    def state(self):
-        """What is committed of sequence 0: scores [layers, H, R], rows and blocks known, cached
+    def state(self) -> Any:
+        """What is committed of sequence 0: scores [layers, H, R], tokens and blocks known, cached
         blocks.
         """
         scores = torch.stack([self.scores[half, layer, 0] for layer, half in enumerate(self.half)])
         return scores, [row[0] for row in self.known], [dict(row[0]) for row in self.cached]
 
-    def load(self, state, b=0):
-        """Bring a `state` back for sequence b."""
+    def load(self, state: Any, b: int = 0) -> None:
+        """Go back to a `state` as sequence b."""
         self.pending = {}
         for layer, (half, scores, known, cached) in enumerate(zip(self.half, *state)):
             self.scores[half, layer, b] = scores
             self.known[layer][b], self.cached[layer][b] = known, dict(cached)
 
 
-def attend_far_and_near(q, distant, turned, k, v, far, first, positions, local, scale):
-    """One softmax over rows `far` and rows from `first` on: each query sees of the latter what is
-    in its window, of the former the rest.
+def attend_far_and_near(
+    q: torch.Tensor,
+    distant: torch.Tensor,
+    turned: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    far: torch.Tensor,
+    first: int,
+    positions: torch.Tensor,
+    local: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One softmax over positions `far` and those from `first` on: each query sees of the latter
+    what is in its window, of the former the rest.
 
     q, distant [C, H, D]: queries at `positions` and the same turned to the local distance; turned
-    float32 [Hkv, n, D]: keys of rows `far` before rotation; k, v [Hkv, T, D]; far, positions int64,
-    consecutive positions; first: a row at or before the first query's window. Returns (out [C, H,
-    D], attention that rows first .. received, summed over the queries [H, m]), float32. One K/V
-    head's weights exist at a time.
+    float32 [Hkv, n, D]: K of `far` before rotation; k, v [Hkv, T, D]; far, positions int64,
+    consecutive positions; first: a position at or before the first query's window. Returns (out [C,
+    H, D], attention that tokens first .. received, summed over the queries [H, m]), float32. One
+    K/V head's weights exist at a time.
     """
     stop, edge = int(positions[-1]) + 1, positions.unsqueeze(1)
     newest = torch.arange(first, stop, device=q.device)
     hidden = torch.cat([far > edge - local, (newest > edge) | (newest <= edge - local)], 1)
-    out, received = (
-        torch.empty(q.shape, device=q.device),
-        torch.empty(q.shape[1], len(newest), device=q.device),
-    )
+    out = torch.empty(q.shape, device=q.device)
+    received = torch.empty(q.shape[1], len(newest), device=q.device)
     group = q.shape[1] // len(k)
     for head in range(len(k)):
         own = slice(head * group, (head + 1) * group)

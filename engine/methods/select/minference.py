@@ -2,24 +2,28 @@
 decode is full attention.
 
 Source: MInference 1.0 (Jiang et al., NeurIPS 2024), section 3, and microsoft/MInference
-(minference_forward.py); METHODS.md row `minference`. Patterns:
-engine/methods/select/minference_patterns.py. Published defaults: ("vertical_slash", 1000, 6096) for
-heads that no table names, lines ranked by the last 64 queries, the first 30 columns and the nearest
-100 diagonals always among them; a table per model from an offline search by the attention mass kept
-(tools/minference_search.py). Every query head chooses for itself, so nothing is reduced over a
-group. Lines are ranked per chunk of a prompt, from that chunk's last 64 queries: a prompt read in
-one chunk is the published method.
+(minference_forward.py). Patterns: engine/methods/select/minference_patterns.py. Published defaults:
+("vertical_slash", 1000, 6096) for heads that no table names, lines ranked by the last 64 queries,
+the first 30 columns and the nearest 100 diagonals always among them; a table per model from an
+offline search by the attention mass kept (tools/minference_search.py). Every query head chooses for
+itself, so nothing is reduced over a group. Lines are ranked per chunk of a prompt, from that chunk's
+last 64 queries: a prompt read in one chunk is the published method.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engine.errors import SettingError
-from engine.methods.base import Method, Runtime
+from engine.methods.base import Method, Runtime, Setup
 from engine.methods.select.minference_patterns import (
     BLOCK,
     LAST,
+    Lines,
+    Pattern,
     Pooled,
     a_shape,
     checked,
@@ -28,24 +32,28 @@ from engine.methods.select.minference_patterns import (
     vertical_slash,
 )
 from engine.methods.settings import portion
+from engine.plan.needs import Needs
 from kernels.prefill import attend_chunk, attend_rows, merge, prefill_dense, prefill_dense_lse
+
+if TYPE_CHECKING:
+    from engine.bank.device import DeviceBank
+    from engine.model.config import ModelConfig
+    from engine.plan.layers import LayerPlan
+    from engine.prefill_eta import PrefillFlops
 
 
 @dataclass(frozen=True)
 class MInference(Method):
-    """patterns: one pattern for all heads, or a table [layer][query head] of them. share: their
-    sizes scaled, per chunk, so that they add up to this share of the rows seen (the published
-    minima of 30 columns and 50 diagonals stay); None: as they are. Blocks of 64 queries read the
-    rows of all their diagonals, so what is read is more where diagonals lie apart: `pairs_read`
-    says.
+    """patterns: one pattern for all heads, or a table [layer][query head] of them. share: scales
+    their sizes, per chunk, to add up to this share of the tokens seen (the published minima of 30
+    columns and 50 diagonals stay); None: as they are. Blocks of 64 queries read all tokens on their
+    diagonals, so more is read where diagonals lie apart: `pairs_read` counts it.
     """
 
-    patterns: tuple = ("vertical_slash", 1000, 6096)
+    patterns: tuple[Any, ...] = ("vertical_slash", 1000, 6096)
     share: float | None = None
 
-    in_parts = False  # lines are ranked by a prompt's last queries
-
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         table = self.patterns
         single = isinstance(table, (tuple, list)) and table and isinstance(table[0], str)
         if not single and not (
@@ -54,7 +62,8 @@ class MInference(Method):
             and all(isinstance(r, (tuple, list)) and r for r in table)
         ):
             raise SettingError(
-                f"patterns: found {str(table)[:60]!r}, expected a pattern, or a table [layer][query head] of them"
+                f"patterns: found {str(table)[:60]!r}, expected a pattern, or a table "
+                "[layer][query head] of them"
             )
         object.__setattr__(
             self,
@@ -64,50 +73,55 @@ class MInference(Method):
         if self.share is not None:
             portion("share", self.share)
 
-    def plan(self, config):
-        """All layers FULL: a step reads everything. The table must be this model's."""
+    def plan(self, config: ModelConfig) -> LayerPlan:
+        """All layers FULL: a step reads everything. Raises SettingError for another model's table."""
         self.table(config)
         return super().plan(config)
 
-    def table(self, config):
-        """[layer][query head] patterns."""
+    def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
+        # the last layer's lines are ranked by 64 queries too, and all lines by a prompt's last ones
+        return Needs(every_query=True, final_call=None)
+
+    def table(self, config: ModelConfig) -> tuple[tuple[Pattern, ...], ...]:
+        """Patterns [layer][query head]."""
         layers, heads = config.num_layers, config.num_heads
         if isinstance(self.patterns[0], str):
             return ((self.patterns,) * heads,) * layers
         if len(self.patterns) != layers or any(len(row) != heads for row in self.patterns):
             raise SettingError(
-                f"patterns: found a table of {len(self.patterns)} layers with {len(self.patterns[0])} heads, expected "
-                f"{layers} layers with {heads} query heads (this model); search anew (tools.minference_search)"
+                f"patterns: found a table of {len(self.patterns)} layers with "
+                f"{len(self.patterns[0])} heads, expected {layers} layers with {heads} query heads "
+                "(this model); search again (tools.minference_search)"
             )
         return self.patterns
 
-    def runtime(self, setup):
-        """Sparse prefill of one session."""
+    def runtime(self, setup: Setup) -> Runtime:
         return MInferenceRuntime(self, setup)
 
 
 class MInferenceRuntime(Runtime):
-    """Nothing lives between chunks but counters: pairs_read and pairs_causal of (query, row) pairs,
-    summed over the heads of sparse calls.
+    """Only counters outlive a chunk: pairs_read and pairs_causal, (query, token) pairs summed over
+    the heads of sparse calls.
 
     meter: a list takes {"layer", "start", "recall" [H]} per chunk: the dense attention mass that
     each head's pattern keeps.
     """
 
-    reads_every_query = True  # the last layer's lines are ranked by 64 queries too
+    method: MInference
 
-    def __init__(self, method, setup):
+    def __init__(self, method: MInference, setup: Setup):
         super().__init__(method, setup)
         self.table = method.table(setup.config)
         self.pairs_read = self.pairs_causal = 0
-        self.meter = self._newest = None
+        self.meter: list[dict[str, Any]] | None = None
+        # (layer, stop, output of the last query) of the chunk under way
+        self._newest: tuple[int, int, torch.Tensor] | None = None
 
-    def prefill_attend(self, layer, q, bank, start):
-        """Attention of a chunk at positions start .. start+C-1; dense where every head's pattern
-        shows everything.
-
-        The last layer comes twice, with all queries and with the newest alone, whose lines are
-        those of all.
+    def attend_prompt(
+        self, layer: int, q: torch.Tensor, bank: DeviceBank, start: int
+    ) -> torch.Tensor:
+        """Dense where every head's pattern covers everything. The last layer comes twice, with all
+        queries and with the newest alone, which uses the lines of all.
         """
         k, v = bank.kv(layer)
         stop, patterns = start + q.shape[1], self.table[layer]
@@ -124,25 +138,28 @@ class MInferenceRuntime(Runtime):
             return out
         return self._newest[2]
 
-    def begin_prefill(self, start, stop, more=False):
-        """Nothing is left of a chunk that broke off."""
+    def begin_prompt(self, start: int, stop: int, more: bool = False) -> None:
+        """Drop what is left of an interrupted chunk."""
         self._newest = None
 
-    def advance(self, count):
-        """The chunk is done."""
+    def commit(self, count: int) -> None:
         self._newest = None
 
-    def _covers(self, pattern, stop):
+    def _covers(self, pattern: Pattern, stop: int) -> bool:
         reach = sizes(pattern, stop, self.method.share)
         return reach[0] * BLOCK >= stop if pattern[0] == "block_sparse" else max(reach) >= stop
 
-    def attend_patterns(self, patterns, q, k, v, start):
+    def attend_patterns(
+        self,
+        patterns: tuple[Pattern, ...],
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        start: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Each query head by its own pattern: (out [B, C, H, D], lse [B, C, H] float32)."""
-        out, lse, stop = (
-            torch.empty_like(q),
-            torch.empty(q.shape[:3], device=q.device),
-            start + q.shape[1],
-        )
+        out, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device)
+        stop = start + q.shape[1]
         group = q.shape[2] // k.shape[1]
         edges = [start, *range((start // BLOCK + 1) * BLOCK, stop, BLOCK), stop]
         for b in range(q.shape[0]):
@@ -157,24 +174,28 @@ class MInferenceRuntime(Runtime):
                     rows = lines.past(first, last)
                     self.pairs_read += len(rows) * (last - first)
                     if len(rows):
-                        chosen = (
+                        own_k, own_v = (
                             t[b, head // group].index_select(0, rows)[None, None] for t in (k, v)
                         )
-                        past[0][:, :, head : head + 1], past[1][:, :, head : head + 1] = (
-                            attend_rows(q[b : b + 1, part, head : head + 1], *chosen, self.scale)
+                        one = slice(head, head + 1)
+                        past[0][:, :, one], past[1][:, :, one] = attend_rows(
+                            q[b : b + 1, part, one], own_k, own_v, self.scale
                         )
                 out[b : b + 1, part], lse[b : b + 1, part] = merge([own, past], q.dtype)
                 self.pairs_read += causal_pairs(0, last - first) * len(shown)
         self.pairs_causal += causal_pairs(start, stop) * q.shape[0] * q.shape[2]
         return out, lse
 
-    def _shown(self, patterns, q, k, start):
+    def _shown(
+        self, patterns: tuple[Pattern, ...], q: torch.Tensor, k: torch.Tensor, start: int
+    ) -> list[Lines | Pooled]:
         """What each query head of one sequence reads in this chunk. q [C, H, D]; k [Hkv, T, D]."""
-        stop, group, sums, shown = start + len(q), q.shape[1] // len(k), None, []
+        stop, group, sums = start + len(q), q.shape[1] // len(k), None
+        shown: list[Lines | Pooled] = []
         for head, pattern in enumerate(patterns):
             reach = sizes(pattern, stop, self.method.share)
             if pattern[0] == "a_shape":
-                shown.append(a_shape(stop, *reach, q.device))
+                shown.append(a_shape(stop, reach[0], reach[1], q.device))
             elif pattern[0] == "block_sparse":
                 shown.append(Pooled(q[:, head], k[head // group], start, *reach))
             else:
@@ -182,24 +203,21 @@ class MInferenceRuntime(Runtime):
                 shown.append(vertical_slash(sums[0][head], sums[1][head], *reach))
         return shown
 
-    def prefill_work(self, work, start, stop):
-        """(linear, attention) operations, a head's lines counted as rows of every query: diagonals
-        that lie apart read up to 64 times as many, which only the text knows (pairs_read says
-        afterwards). The ranking, 64 queries of a chunk, is left out.
+    def prompt_flops(self, flops: PrefillFlops, start: int, stop: int) -> tuple[float, float]:
+        """Counts a head's lines as tokens of every query: diagonals that lie apart read up to 64
+        times as many, which depends on the text (pairs_read counts it afterwards). Leaves out the
+        ranking, 64 queries of a chunk.
         """
         pairs = 0.0
         for row in self.table:
             for pattern in row:
-                reach = (
-                    sum(sizes(pattern, stop, self.method.share))
-                    * (BLOCK if pattern[0] == "block_sparse" else 1)
-                    + BLOCK // 2
-                )
+                unit = BLOCK if pattern[0] == "block_sparse" else 1
+                reach = sum(sizes(pattern, stop, self.method.share)) * unit + BLOCK // 2
                 middle = min(stop, max(start, reach))
                 pairs += (causal_pairs(start, middle) + (stop - middle) * reach) / len(row)
-        return work.parts(start, stop)[0], work.per_pair * pairs
+        return flops.parts(start, stop)[0], flops.per_pair * pairs
 
 
-def causal_pairs(start, stop):
-    """(query, row) pairs of queries start .. stop-1 with all rows up to their own."""
+def causal_pairs(start: int, stop: int) -> int:
+    """(query, token) pairs of queries start .. stop-1 with all tokens up to themselves."""
     return (stop * (stop + 1) - start * (start + 1)) // 2

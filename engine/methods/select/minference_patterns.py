@@ -1,5 +1,5 @@
-"""The three sparse patterns of MInference: which rows of the past a block of queries reads, per
-query head.
+"""The three sparse patterns of MInference: which past tokens a block of queries reads, per query
+head.
 
 Source: MInference 1.0 (Jiang et al., NeurIPS 2024), section 3 and microsoft/MInference
 (minference_forward.py). A pattern is a tuple: ("a_shape", sink, window), ("vertical_slash",
@@ -8,10 +8,16 @@ block reads whatever its pattern shows to any of its queries (the published kern
 and itself causally.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
 import torch
 
 from engine.errors import SettingError
 from engine.methods.settings import whole
+
+Pattern = tuple[Any, ...]  # (kind, sizes ...)
 
 BLOCK = 64
 LAST = 64  # newest queries of a chunk, from which columns and diagonals are ranked
@@ -20,22 +26,22 @@ LEAST = {"vertical_slash": (30, 50), "a_shape": (30, 50), "block_sparse": (1,)}
 FIRST_COLUMNS, NEAR_DIAGONALS = 30, 100  # always among the chosen, as published
 
 
-def checked(pattern):
-    """A pattern as a tuple; SettingError naming it where it is none."""
+def checked(pattern: Any) -> Pattern:
+    """The pattern as a tuple. Raises SettingError where it is none."""
     pattern = tuple(pattern) if isinstance(pattern, (tuple, list)) else (pattern,)
     if pattern[0] not in LEAST or len(pattern) != 1 + len(LEAST[pattern[0]]):
         raise SettingError(
-            f"patterns: found {pattern!r}, expected ('vertical_slash', columns, diagonals), ('a_shape', sink, window) or "
-            f"('block_sparse', blocks)"
+            f"patterns: found {pattern!r}, expected ('vertical_slash', columns, diagonals), "
+            "('a_shape', sink, window) or ('block_sparse', blocks)"
         )
     for size in pattern[1:]:
         whole(f"patterns: {pattern[0]}", size, 1)
     return pattern
 
 
-def sizes(pattern, stop, share=None):
-    """The pattern's numbers where `stop` rows are seen: at least the published minima, at most all;
-    share: scaled so that together they are that share of the rows.
+def sizes(pattern: Pattern, stop: int, share: float | None = None) -> tuple[int, ...]:
+    """The pattern's sizes where `stop` tokens are seen: at least the published minima, at most all.
+    share: scales them to add up to that share of the tokens.
     """
     kind, *given = pattern
     unit = BLOCK if kind == "block_sparse" else 1
@@ -46,7 +52,9 @@ def sizes(pattern, stop, share=None):
     )
 
 
-def line_sums(q, k, stop, scale):
+def line_sums(
+    q: torch.Tensor, k: torch.Tensor, stop: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of the newest queries summed along columns and along diagonals: two float32 [H,
     stop].
 
@@ -71,15 +79,15 @@ def line_sums(q, k, stop, scale):
 
 
 class Lines:
-    """What one head reads: `rows` (bool [stop], None: none) in every block, and the spans of
-    `diagonals` (ascending), shifted with it.
+    """What one head reads: tokens `rows` (bool [stop]) in every block, and the diagonals (int64,
+    ascending), which move with the block.
     """
 
-    def __init__(self, rows, diagonals=None):
+    def __init__(self, rows: torch.Tensor, diagonals: torch.Tensor | None = None):
         self.rows, self.diagonals = rows, diagonals
 
-    def past(self, first, last):
-        """Rows below `first` that the block of queries first .. last-1 reads, ascending int64."""
+    def past(self, first: int, last: int) -> torch.Tensor:
+        """Positions below `first` that the block of queries first .. last-1 reads, ascending int64."""
         seen = self.rows[:first].clone()
         if self.diagonals is not None:
             edges = torch.zeros(first + 1, dtype=torch.int64, device=seen.device)
@@ -89,9 +97,11 @@ class Lines:
         return seen.nonzero().squeeze(1)
 
 
-def vertical_slash(columns, diagonals, vertical, slash):
-    """The `vertical` columns and `slash` diagonals of largest sum (each float32 [stop]), the first
-    columns and nearest diagonals always.
+def vertical_slash(
+    columns: torch.Tensor, diagonals: torch.Tensor, vertical: int, slash: int
+) -> Lines:
+    """The `vertical` columns and `slash` diagonals of largest sum (each float32 [stop]), always
+    with the first columns and nearest diagonals.
     """
     chosen = []
     for sums, forced, count in (
@@ -109,35 +119,30 @@ def vertical_slash(columns, diagonals, vertical, slash):
     return Lines(rows, chosen[1])
 
 
-def a_shape(stop, sink, window, device):
-    """The first `sink` rows and the newest `window` of every query."""
+def a_shape(stop: int, sink: int, window: int, device: torch.device) -> Lines:
+    """The first `sink` tokens and the newest `window` of every query."""
     rows = torch.arange(stop, device=device) < sink
     return Lines(rows, torch.arange(min(window, stop), device=device))
 
 
 class Pooled:
-    """Block-sparse: per block of queries its own block and the blocks-1 others whose mean key is
+    """Block-sparse: a block of queries reads itself and the blocks-1 others with the mean key
     nearest to its mean query.
     """
 
-    def __init__(self, q, k, start, blocks):
-        """q [C, D] at positions start .., k [T, D] of one head."""
+    def __init__(self, q: torch.Tensor, k: torch.Tensor, start: int, blocks: int):
+        """q [C, D] at positions from `start` on, k [T, D] of one head."""
         self.q, self.start, self.blocks = q, start, blocks
         self.means = (
             k[: (start + len(q)) // BLOCK * BLOCK].float().unflatten(0, (-1, BLOCK)).mean(1)
         )
 
-    def past(self, first, last):
+    def past(self, first: int, last: int) -> torch.Tensor:
         """As Lines.past."""
-        mean, before = (
-            self.q[first - self.start : last - self.start].float().mean(0),
-            first // BLOCK,
-        )
-        chosen = (
-            torch.topk(self.means[:before] @ mean, min(self.blocks - 1, before))
-            .indices.sort()
-            .values
-        )
+        mean = self.q[first - self.start : last - self.start].float().mean(0)
+        before = first // BLOCK
+        nearest = torch.topk(self.means[:before] @ mean, min(self.blocks - 1, before)).indices
+        chosen = nearest.sort().values
         rows = (chosen.unsqueeze(1) * BLOCK + torch.arange(BLOCK, device=chosen.device)).flatten()
         # a block that a chunk's edge has cut
         inside = torch.arange(before * BLOCK, first, device=rows.device)

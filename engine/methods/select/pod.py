@@ -2,26 +2,39 @@
 distant tokens.
 
 Source: "Compressing KV Cache for Long-Context LLM Inference with Inter-Layer Attention Similarity"
-(PoD), Eq. 3-4 and Algorithm 1; METHODS.md section 4. Proximal tokens (the first `first` and the
-newest `recent` of every query; 16 and 4080 published) are attended by the layer's own queries and
-keys. For the others, the distant ones, the logits of the block's lowest layer serve, with the
-layer's own values; the two parts are merged by the exact gate g = sum exp(proximal) / sum exp(all).
-Distant keys of the layers above a block's lowest are never read. Published models are trained so;
-this one is measured without, hence the name. Which layers make a block: `python -m
-tools.pod_groups`. Prompts are read the same way, chunk by chunk, and the result does not depend on
-the chunks.
+(PoD), Eq. 3-4 and Algorithm 1. Proximal tokens (the first `first` and the newest `recent` of every
+query; 16 and 4080 published) are attended by the layer's own queries and K. For the distant tokens
+between them, the logits of the block's lowest layer serve, with the layer's own V; the two parts
+are merged by the exact gate g = sum exp(proximal) / sum exp(all). Distant K of the layers above a
+block's lowest are never read. Published models are trained so; this one is measured without, hence
+the name. Which layers make a block: `python -m tools.pod_groups`. Prompts are read the same way,
+chunk by chunk, and the result does not depend on the chunks.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engine.errors import SettingError
-from engine.methods.base import Method, Runtime
-from engine.methods.select.base import layers_apart
-from engine.methods.select.spans import attend_span
+from engine.methods.base import Method, Runtime, Setup
+from engine.methods.select.base import single_layer_groups
 from engine.methods.settings import whole
 from kernels.prefill import merge
+
+if TYPE_CHECKING:
+    from engine.bank.device import DeviceBank
+    from engine.decode import Step
+    from engine.model.config import ModelConfig
+    from engine.plan.layers import LayerPlan
+
+# tiles of logits in attend_span: of 8 heads 16 MB
+QUERIES, ROWS = 256, 2048
+
+Part = tuple[torch.Tensor, torch.Tensor]  # (out [.., D], log-sum-exp [..]), float32
 
 
 @dataclass(frozen=True)
@@ -39,7 +52,7 @@ class PodUntrained(Method):
     recent: int = 4080
     skip: float = 1.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.blocks is not None:
             object.__setattr__(self, "blocks", _blocks(self.blocks))
         whole("first", self.first, 0)
@@ -52,13 +65,12 @@ class PodUntrained(Method):
             raise SettingError(f"skip: found {self.skip!r}, expected a number in (0, 1]")
 
     @property
-    def name(self):
-        """Name in tables."""
+    def name(self) -> str:
         return "pod_untrained"
 
-    def lowest(self, config):
-        """For every layer a tuple: from which layer each K/V head has its distant logits (its own
-        number: not shared).
+    def lowest(self, config: ModelConfig) -> list[tuple[int, ...]]:
+        """Per layer, the layer whose distant logits each K/V head uses (the layer itself: not
+        shared).
         """
         layers, heads = config.num_layers, config.num_kv_heads
         if self.blocks is None:
@@ -66,60 +78,56 @@ class PodUntrained(Method):
         blocks = self.blocks if isinstance(self.blocks[0], tuple) else (self.blocks,) * heads
         if len(blocks) != heads or max(map(max, blocks)) >= layers:
             raise SettingError(
-                f"blocks: found {len(blocks)} heads and layers up to {max(map(max, blocks))}, expected {heads} K/V heads "
-                f"and layers below {layers} (this model); group it anew: python -m tools.pod_groups"
+                f"blocks: found {len(blocks)} heads and layers up to {max(map(max, blocks))}, "
+                f"expected {heads} K/V heads and layers below {layers} (this model); group it "
+                "again: python -m tools.pod_groups"
             )
         return [
             tuple(max(low for low in firsts if low <= layer) for firsts in blocks)
             for layer in range(layers)
         ]
 
-    def plan(self, config):
-        """SPARSE where any head shares its logits: that layer does not read all keys."""
-        return layers_apart(
-            config.num_layers, [i for i, lows in enumerate(self.lowest(config)) if min(lows) < i]
-        )
+    def plan(self, config: ModelConfig) -> LayerPlan:
+        """SPARSE where any head shares its logits: that layer does not read all of K."""
+        sharing = (i for i, lows in enumerate(self.lowest(config)) if min(lows) < i)
+        return single_layer_groups(config.num_layers, sharing)
 
-    def packs(self, plan):
-        """None: keys are missing by head, so no rows travel together."""
-        return ()
-
-    def key_rows(self, config, n):
-        """Keys that are needed at n tokens, one count per layer and K/V head: all in a block's
-        lowest layer, else the proximal ones.
+    def key_rows(self, config: ModelConfig, n: int) -> list[list[int]]:
+        """Tokens with a K that is needed at n tokens, one count per layer and K/V head: all in a
+        block's lowest layer, else the proximal ones.
         """
         return [
             [n if low == layer else min(n, self.first + self.recent) for low in lows]
             for layer, lows in enumerate(self.lowest(config))
         ]
 
-    def runtime(self, setup):
-        """Queries of the lower layers travel up within a step."""
+    def runtime(self, setup: Setup) -> Runtime:
         return PodRuntime(self, setup)
 
 
 class PodRuntime(Runtime):
-    """Nothing outlives a chunk or step. gates, skipped: (query, head) pairs of sharing layers that
-    tau judged, and those skipped.
+    """Queries of the lower layers travel up within a chunk or step; nothing outlives it. gates,
+    skipped: (query, head) pairs of sharing layers that tau judged, and those skipped. No CUDA graph:
+    the host knows where spans end and which heads skip.
     """
 
-    capturable = False  # where spans end, and which heads skip, is the host's knowledge
+    method: PodUntrained
 
-    def __init__(self, method, setup):
+    def __init__(self, method: PodUntrained, setup: Setup):
         super().__init__(method, setup)
         self.lowest = method.lowest(setup.config)
         # layers that others share
         self.used = {low for layer, lows in enumerate(self.lowest) for low in lows if low < layer}
         # layer -> (queries, lse of their distant parts) of the chunk or step under way
-        self.shared = {}
+        self.shared: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self.gates = self.skipped = 0
 
-    def advance(self, count):
-        """What travelled between the layers of the chunk or step is not needed any more."""
+    def commit(self, count: int) -> None:
         self.shared = {}
 
-    def prefill_attend(self, layer, q, bank, start):
-        """Attention of a chunk at positions start .. start+C-1. q [B, C, H, D] -> the same."""
+    def attend_prompt(
+        self, layer: int, q: torch.Tensor, bank: DeviceBank, start: int
+    ) -> torch.Tensor:
         positions = torch.arange(start, start + q.shape[1], device=q.device).expand(q.shape[0], -1)
         return self._attend(
             layer,
@@ -127,11 +135,10 @@ class PodRuntime(Runtime):
             bank,
             positions,
             start + q.shape[1],
-            lambda: super(PodRuntime, self).prefill_attend(layer, q, bank, start),
+            lambda: super(PodRuntime, self).attend_prompt(layer, q, bank, start),
         )
 
-    def attend(self, layer, q, step):
-        """Attention of a step. q [B, Q, H, D] -> the same."""
+    def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
         return self._attend(
             layer,
             q,
@@ -141,7 +148,15 @@ class PodRuntime(Runtime):
             lambda: self.attend_dense(layer, q, step),
         )
 
-    def _attend(self, layer, q, bank, positions, stop, dense):
+    def _attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        bank: DeviceBank,
+        positions: torch.Tensor,
+        stop: int,
+        dense: Callable[[], torch.Tensor],
+    ) -> torch.Tensor:
         """dense() where nothing is distant or shared by this layer, else head by head, each from
         its block's lowest layer.
         """
@@ -151,56 +166,42 @@ class PodRuntime(Runtime):
         if min(lows) == layer and not judged:
             self.shared[layer] = q, None
             return dense()
-        (k, v), out, far = (
-            bank.kv(layer),
-            torch.empty_like(q),
-            torch.empty(q.shape[:3], device=q.device),
-        )
-        group = q.shape[2] // len(lows)
+        out, far = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device)
+        (k, v), group = bank.kv(layer), q.shape[2] // len(lows)
         for b in range(len(q)):
             sink, recent, distant = proximal_spans(
                 positions[b], self.method.first, self.method.recent
             )
             for head, low in enumerate(lows):
-                own, keys, values = (
-                    slice(head * group, (head + 1) * group),
-                    k[b, head : head + 1],
-                    v[b, head : head + 1],
-                )
-                near = merge(
+                heads, own = slice(head * group, (head + 1) * group), slice(head, head + 1)
+                keys, values = k[b, own], v[b, own]
+                near, near_lse = merge(
                     [
-                        attend_span(q[b, :, own], keys, values, *span, self.scale)
+                        attend_span(q[b, :, heads], keys, values, *span, self.scale)
                         for span in (sink, recent)
                     ],
                     torch.float32,
                 )
-                asked, known = q, None
+                asked, known = q[b, :, heads], None
                 if low < layer:
-                    (asked, known), keys = self.shared[low], bank.kv(low)[0][b, head : head + 1]
-                    asked, known = (
-                        asked[:, -q.shape[1] :],
-                        None if known is None else known[b, -q.shape[1] :, own],
-                    )
-                skip = self._skip(near[1], known)
+                    lower, lse = self.shared[low]
+                    keys = bank.kv(low)[0][b, own]
+                    asked = lower[b, -q.shape[1] :, heads]
+                    known = None if lse is None else lse[b, -q.shape[1] :, heads]
+                skip = self._skip(near_lse, known)
                 if skip is None or not skip.all():
-                    part = attend_span(asked[b, :, own], keys, values, *distant, self.scale)
-                    mixed, far[b, :, own] = merge([near, part], torch.float32)[0], part[1]
-                    near = (
-                        (
-                            mixed
-                            if skip is None
-                            else torch.where(skip.unsqueeze(-1), near[0], mixed)
-                        ),
-                        None,
-                    )
-                out[b, :, own] = near[0]
+                    part = attend_span(asked, keys, values, *distant, self.scale)
+                    far[b, :, heads] = part[1]
+                    mixed = merge([(near, near_lse), part], torch.float32)[0]
+                    near = mixed if skip is None else torch.where(skip.unsqueeze(-1), near, mixed)
+                out[b, :, heads] = near
         if layer in self.used:
             self.shared[layer] = q, far if judged else None
         return out
 
-    def _skip(self, near, known):
-        """Which (query, head) pairs leave their distant part out: bool [C, G], or None where tau
-        has nothing to judge.
+    def _skip(self, near: torch.Tensor, known: torch.Tensor | None) -> torch.Tensor | None:
+        """Which (query, head) pairs skip their distant part: bool [C, G]; None where tau has
+        nothing to judge.
         """
         if known is None:
             return None
@@ -209,25 +210,17 @@ class PodRuntime(Runtime):
         self.skipped += int((skip & (known > float("-inf"))).sum())
         return skip
 
-    def rows_read(self, n):
-        """A row is a key and a value: all values, and of the keys those that `key_rows` counts,
-        mean over the heads.
-        """
+    def rows_read(self, n: int) -> list[int]:
+        """Mean over K and V and over the heads: every V is read, and of K what `key_rows` counts."""
         return [
             -(-(sum(keys) + len(keys) * n) // (2 * len(keys)))
             for keys in self.method.key_rows(self.setup.config, n)
         ]
 
-    def tail_first(self, step):
-        """Values of all rows are read, so nothing is left out: [B] int32 zeros."""
-        return torch.zeros_like(step.visible)
 
-    def chosen_rows(self, layer):
-        """None beside what `tail_first` says."""
-        return torch.zeros(0, dtype=torch.int64, device=self.setup.device)
-
-
-def proximal_spans(positions, first, recent):
+def proximal_spans(
+    positions: torch.Tensor, first: int, recent: int
+) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
     """(low, high) int64 [C] of every query's first tokens, newest tokens, and of the distant ones
     between them.
     """
@@ -236,9 +229,9 @@ def proximal_spans(positions, first, recent):
     return (none, (positions + 1).clamp(max=first)), (edge, positions + 1), (none + first, edge)
 
 
-def _blocks(value):
-    """The blocks as a tuple, or a tuple of tuples, checked."""
-    found = (
+def _blocks(value: Any) -> tuple:
+    """The blocks as a tuple, or a tuple of tuples; raises SettingError."""
+    found: tuple = (
         tuple(tuple(x) if isinstance(x, list) else x for x in value)
         if isinstance(value, (tuple, list))
         else ()
@@ -253,7 +246,62 @@ def _blocks(value):
             or any(a >= b for a, b in zip(firsts, firsts[1:]))
         ):
             raise SettingError(
-                f"blocks: found {str(value)[:60]}, expected for every K/V head the first layers of its blocks, ascending "
-                f"from 0, such as ((0, 2, 5), (0, 4))"
+                f"blocks: found {str(value)[:60]}, expected for every K/V head the first layers of "
+                "its blocks, ascending from 0, such as ((0, 2, 5), (0, 4))"
             )
     return found
+
+
+def attend_span(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    scale: float,
+) -> Part:
+    """Attention of query i to tokens low[i] .. high[i]-1 (none where high <= low): (out [C, H, D],
+    lse [C, H]), float32.
+
+    q [C, H, D]; k, v [Hkv, T, D] views; low, high int64 [C]. A query that sees nothing gives zeros
+    and -inf. Only K and V that some query of a tile sees are read.
+    """
+    out, lse = (
+        torch.zeros(q.shape, device=q.device),
+        torch.full(q.shape[:2], float("-inf"), device=q.device),
+    )
+    bounds = [
+        (at, int(low[at : at + QUERIES].min()), int(high[at : at + QUERIES].max()))
+        for at in range(0, len(q), QUERIES)
+    ]
+    for at, first, last in bounds:
+        part = slice(at, at + QUERIES)
+        for row in range(first, last, ROWS):
+            rows = slice(row, min(last, row + ROWS))
+            tile = _tile(q[part], k[:, rows], v[:, rows], low[part] - row, high[part] - row, scale)
+            out[part], lse[part] = merge([(out[part], lse[part]), tile], torch.float32)
+    return out, lse
+
+
+def _tile(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    scale: float,
+) -> Part:
+    """Attention of one tile: bounds count from the tile's first row."""
+    queries, heads, dim = q.shape
+    kv_heads, rows, _ = k.shape
+    # [Hkv, G, C, D]
+    folded = q.float().view(queries, kv_heads, -1, dim).permute(1, 2, 0, 3)
+    logits = torch.matmul(folded, k.float().transpose(1, 2).unsqueeze(1)) * scale
+    at = torch.arange(rows, device=q.device)
+    logits.masked_fill_((at < low.unsqueeze(1)) | (at >= high.unsqueeze(1)), float("-inf"))
+    lse = torch.logsumexp(logits, -1)
+    weights = torch.exp(logits - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1))
+    out = torch.matmul(weights, v.float().unsqueeze(1))
+    return out.permute(2, 0, 1, 3).reshape(queries, heads, dim), lse.permute(2, 0, 1).reshape(
+        queries, heads
+    )

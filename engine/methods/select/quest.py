@@ -1,194 +1,178 @@
-"""Quest: pages of keys with their elementwise extremes; a step reads, per K/V head, the pages whose
+"""Quest: pages of K with their elementwise extremes; a step reads, per K/V head, the pages whose
 bound on the logit is largest.
 
-Source: Quest (Tang et al., ICML 2024), section 3, and mit-han-lab/Quest; METHODS.md row `quest`.
-Everything stays on the device and prompts are read densely. Published: pages of 16 tokens, the
-first two layers dense, at least three pages, and, as in its kernels, the newest page always read
-and counted. Its code knows one K/V head per query head; over a group the bounds are reduced by
-`gqa_reduce` (METHODS.md suggests the maximum) to one page list per K/V head.
+Source: Quest (Tang et al., ICML 2024), section 3, and mit-han-lab/Quest. Everything stays on the
+device and prompts are read densely. Published: pages of 16 tokens, the first two layers dense, at
+least three pages, and, as in its kernels, the newest page always read and counted. Its code knows
+one K/V head per query head; over a group the bounds are reduced by `gqa_reduce` to one page list
+per K/V head.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from engine.methods.base import Method, Runtime
-from engine.methods.select.base import Budgeted, layers_apart
-from engine.methods.select.pages import REDUCTIONS, PageExtremes
+from engine.methods.select.base import (
+    Budgeted,
+    Buffer,
+    Selecting,
+    Selection,
+    single_layer_groups,
+)
 from engine.methods.settings import choice, whole
-from engine.plan.layers import Role
-from kernels.sparse_decode import decode_sparse
 from kernels.topk import select_topk
 
-LEAST = 3  # pages
+if TYPE_CHECKING:
+    from engine.decode import Step
+    from engine.methods.base import Runtime, Setup
+    from engine.model.config import ModelConfig
+    from engine.plan.layers import LayerPlan
+
+LEAST_PAGES = 3
+AT_ONCE = 1024  # pages bounded at a time: their extremes in float32 are 1 MB per K/V head
+REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "max": torch.amax,
+    "mean": torch.mean,
+    "sum": torch.sum,
+}
 
 
 @dataclass(frozen=True)
-class Quest(Budgeted, Method):
-    """tokens | share: the budget, at most one (default 2048, as in the paper's end-to-end figures);
-    share is of the bank's length at the end of the latest prefill. page: tokens of a page.
-    dense_layers: first layers that read everything. gqa_reduce: how the bounds of a group's query
-    heads become one: "max" | "mean" | "sum".
+class Quest(Budgeted):
+    """Budget as Budgeted's, in whole pages. page: tokens of a page. dense_layers: first layers that
+    read everything. gqa_reduce: how the bounds of a group's query heads become one: "max" | "mean"
+    | "sum".
     """
 
-    tokens: int | None = None
-    share: float | None = None
     page: int = 16
     dense_layers: int = 2
     gqa_reduce: str = "max"
 
-    def __post_init__(self):
-        self.check_budget()
+    def __post_init__(self) -> None:
+        super().__post_init__()
         whole("page", self.page, 1)
         whole("dense_layers", self.dense_layers, 0)
         choice("gqa_reduce", self.gqa_reduce, REDUCTIONS)
 
-    def plan(self, config):
+    def plan(self, config: ModelConfig) -> LayerPlan:
         """FULL below `dense_layers`; every layer above is SPARSE and chooses for itself."""
-        return layers_apart(config.num_layers, range(self.dense_layers, config.num_layers))
+        return single_layer_groups(config.num_layers, range(self.dense_layers, config.num_layers))
 
-    def packs(self, plan):
-        """None: every layer and K/V head has pages of its own, so no rows travel together."""
-        return ()
+    def budget(self, length: int) -> int:
+        """Whole pages, the newest included."""
+        return max(LEAST_PAGES, super().budget(length) // self.page) * self.page
 
-    def pages(self, length):
-        """Pages that a step reads, the newest included, where the bank held `length` tokens at the
-        end of the latest prefill.
+    def buffers(
+        self, plan: LayerPlan, config: ModelConfig, capacity: int, batch: int = 1
+    ) -> dict[str, Buffer]:
+        """low, high: extremes of every page (2 / page of K); bounds of one layer's pages; chosen
+        pages.
         """
-        return max(LEAST, self.budget(length) // self.page)
+        layers, heads = len(plan.sparse_layers), config.num_kv_heads
+        pages, most = -(-capacity // self.page), self.budget(capacity) // self.page - 1
+        extremes = Buffer((layers, batch, heads, pages, config.head_dim))
+        return {
+            "low": extremes,
+            "high": extremes,
+            "bounds": Buffer((batch * heads, pages), torch.float32),
+            "pages": Buffer((layers, batch * heads, most), torch.int32),
+        }
 
-    def budget_capacity(self, plan, capacity):
-        """Rows of the most pages."""
-        return min(capacity, self.pages(capacity) * self.page) if plan.sparse_layers else 0
-
-    def runtime_bytes(self, plan, capacity, config, size):
-        """Extremes and bounds (PageExtremes), and the chosen pages of every layer and K/V head."""
-        layers = len(plan.sparse_layers)
-        chosen = 4 * layers * config.num_kv_heads * (self.pages(capacity) - 1)
-        return chosen + PageExtremes.bytes_of(layers, self.page, capacity, config, size)
-
-    def runtime(self, setup):
-        """Page extremes of one session."""
+    def runtime(self, setup: Setup) -> Runtime:
         return QuestRuntime(self, setup)
 
 
-class QuestRuntime(Runtime):
-    """chosen int32 [sparse layers, B * Hkv, pages]: pages of the last step; older: whole pages
-    before the newest one, per sequence.
+class QuestRuntime(Selecting):
+    """A page's extremes are computed when a step first needs it, and those of the newest page in
+    every step, so that nothing has to be undone. No CUDA graph: the host knows which pages are new.
     """
 
-    capturable = False  # which pages are new is the host's knowledge
+    method: Quest
+    low: torch.Tensor
+    high: torch.Tensor
+    bounds: torch.Tensor
+    pages: torch.Tensor
 
-    def __init__(self, method, setup):
+    def __init__(self, method: Quest, setup: Setup):
         super().__init__(method, setup)
-        layers, heads = setup.plan.sparse_layers, setup.batch * setup.config.num_kv_heads
-        options = dict(dtype=torch.int32, device=setup.device)
-        self.extremes = PageExtremes(layers, method.page, setup)
-        self.chosen = torch.full(
-            (len(layers), heads, method.pages(setup.capacity) - 1), -1, **options
-        )
-        self.counts = torch.zeros(heads, **options)
-        self.pages, self.older = method.pages(0), [0] * setup.batch
+        self._known = [[0] * setup.batch for _ in self.plan.groups]  # tokens that extremes cover
 
-    @property
-    def nbytes(self):
-        """Bytes of extremes, bounds and chosen pages."""
-        return self.extremes.nbytes + self.chosen.numel() * 4
+    def begin_prompt(self, start: int, stop: int, more: bool = False) -> None:
+        self.truncate(start)
 
-    @property
-    def k(self):
-        """Rows that a step reads at most."""
-        return self.pages * self.method.page
+    def truncate(self, length: int) -> None:
+        self._known = [[min(tokens, length) for tokens in group] for group in self._known]
 
-    def begin_prefill(self, start, stop, more=False):
-        """Rows from `start` on are about to be written."""
-        self.extremes.forget(start)
-
-    def end_prefill(self, length, step=None):
-        """Fix the budget for the answer that follows."""
-        self.pages = self.method.pages(length)
-
-    def snapshot(self):
-        """The budget: all else follows from the bank."""
-        return self.pages
-
-    def restore(self, state, length):
-        """Bring the budget back."""
-        self.pages = state
-
-    def forget(self, length):
-        """Pages from `length` on are not what they were."""
-        self.extremes.forget(length)
-
-    def attend(self, layer, q, step):
-        """Everything in the dense layers and while the budget covers the bank, else the pages with
-        the largest bounds and the newest.
-        """
-        if self.setup.plan.roles[layer] is not Role.SPARSE:
-            return self.attend_dense(layer, q, step)
-        size, lengths = self.method.page, step.visible.tolist()
-        k, v = step.bank.kv(layer, step.bucket)
-        heads, chosen = k.shape[1], self.chosen[self.extremes.at[layer]]
-        self.extremes.learn(layer, k, lengths)
-        self.older = [(n - 1) // size for n in lengths]
-        if max(self.older) < self.pages:
-            return self.attend_dense(layer, q, step)
-        bounds = self.extremes.bound(layer, q[:, -1], self.older, self.method.gqa_reduce)
-        older = torch.tensor(self.older, dtype=torch.int32).to(q.device)
-        stop = older.repeat_interleave(heads)
+    def select(self, layer: int, q: torch.Tensor, step: Step) -> Selection:
+        group, size, lengths = self.plan.group_of[layer], self.method.page, step.visible.tolist()
+        assert group is not None
+        self.learn(group, step.bank.kv(layer, step.bucket)[0], lengths)
+        older, tail = [(n - 1) // size for n in lengths], self.tail_start(step)
+        read, pages = self.k // size - 1, self.pages[group]
+        if max(older) <= read:
+            return Selection(None, None, tail)
+        self.bound(group, q[:, -1], older)
+        heads = len(pages) // len(lengths)
+        stop = torch.tensor(older, dtype=torch.int32).to(q.device).repeat_interleave(heads)
+        counts = torch.empty_like(stop)
         select_topk(
-            bounds,
+            self.bounds,
             torch.zeros_like(stop),
             stop,
-            torch.full_like(stop, self.pages - 1),
-            chosen,
-            self.counts,
+            torch.full_like(stop, read),
+            pages,
+            counts,
             backend=self.setup.backend,
         )
-        return decode_sparse(
-            q,
-            k,
-            v,
-            self._rows(chosen).view(len(lengths), heads, -1),
-            self.counts[::heads] * size,
-            older * size,
-            step.visible,
-            self.scale,
-            scratch=self.setup.scratch,
-            backend=self.setup.backend,
-        )
+        index = pages[:, :read].view(len(lengths), heads, read)
+        return Selection(index, counts[::heads], tail, unit=size)
 
-    def _rows(self, chosen):
-        """Rows of chosen pages [heads, n] -> int32 [heads, n * page]."""
+    def learn(self, group: int, k: torch.Tensor, lengths: list[int]) -> None:
+        """Bring the extremes of a layer's first `lengths` tokens up to date. k [B, Hkv, T, D]."""
         size = self.method.page
-        return (
-            chosen[:, : self.pages - 1, None] * size
-            + torch.arange(size, dtype=torch.int32, device=chosen.device)
-        ).flatten(1)
+        for b, n in enumerate(lengths):
+            low, high, rows = self.low[group, b], self.high[group, b], k[b]
+            first, stop = min(self._known[group][b], n - 1) // size, n // size
+            if first < stop:
+                pages = rows[:, first * size : stop * size].unflatten(1, (-1, size))
+                low[:, first:stop], high[:, first:stop] = pages.amin(2), pages.amax(2)
+            if n % size:
+                newest = rows[:, stop * size : n]
+                low[:, stop], high[:, stop] = newest.amin(1), newest.amax(1)
+            self._known[group][b] = n
 
-    def tail_first(self, step):
-        """First row of the newest page, [B] int32."""
+    def bound(self, group: int, q: torch.Tensor, pages: list[int]) -> None:
+        """Fill self.bounds for the first pages[b] pages of every sequence and K/V head. q [B, H, D]."""
+        for b, bounds in enumerate(self.bounds.view(len(pages), -1, self.bounds.shape[1])):
+            for first in range(0, pages[b], AT_ONCE):
+                part = slice(first, min(pages[b], first + AT_ONCE))
+                low, high = self.low[group, b, :, part], self.high[group, b, :, part]
+                bounds[:, part] = page_bounds(q[b], low, high, self.method.gqa_reduce)
+
+    def tail_start(self, step: Step) -> torch.Tensor:
+        """The newest page."""
         return (step.visible - 1) // self.method.page * self.method.page
 
-    def chosen_rows(self, layer):
-        """Rows int64 [Hkv, k] that the last step read beside the newest page, sequence 0,
-        ascending.
-        """
-        heads, pages = self.extremes.heads, self.older[0]
-        if pages < self.pages:
-            return torch.arange(pages * self.method.page, device=self.chosen.device).expand(
-                heads, -1
-            )
-        return self._rows(self.chosen[self.extremes.at[layer], :heads]).long()
+    def tokens_read(self, n: int) -> int:
+        """Everything while the budget covers it, else whole pages and what the newest holds."""
+        newest = n - (n - 1) // self.method.page * self.method.page
+        return min(n, self.k - self.method.page + newest)
 
-    def selections(self):
-        """{sparse layer: rows that any K/V head read in the last step beside the newest page,
-        ascending}, sequence 0.
-        """
-        return {layer: self.chosen_rows(layer).unique().cpu() for layer in self.extremes.at}
 
-    def rows_read(self, n):
-        """All rows while the budget covers them, else whole pages and what the newest holds."""
-        size, older = self.method.page, (n - 1) // self.method.page
-        sparse = n if older < self.pages else (self.pages - 1) * size + n - older * size
-        return [sparse if role is Role.SPARSE else n for role in self.setup.plan.roles]
+def page_bounds(
+    q: torch.Tensor, low: torch.Tensor, high: torch.Tensor, reduce: str
+) -> torch.Tensor:
+    """Upper bounds [Hkv, P] of the unscaled logits of every page: the sum over channels of
+    max(q low, q high), reduced over a group's heads.
+
+    q [H, D]; low, high [Hkv, P, D]: elementwise extremes of the pages' K; computed in float32
+    (float64 for float64 q).
+    """
+    q = q.to(torch.promote_types(q.dtype, torch.float32)).view(low.shape[0], -1, q.shape[-1])
+    most = q.clamp(min=0) @ high.to(q.dtype).transpose(1, 2)
+    least = q.clamp(max=0) @ low.to(q.dtype).transpose(1, 2)
+    return REDUCTIONS[reduce](most + least, dim=1)

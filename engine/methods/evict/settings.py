@@ -1,0 +1,142 @@
+"""Settings of methods that give tokens up for good: a budget per K/V head and layer, and the bytes
+that their stores take.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import SettingError
+from engine.methods.base import Method
+from engine.methods.evict.store import reserved, row_bytes
+from engine.methods.settings import one_budget, portion, whole
+from engine.plan.layers import LayerPlan, Role
+from engine.plan.needs import Needs
+
+if TYPE_CHECKING:
+    from engine.model.config import ModelConfig
+
+GROUP_RULES = ("max", "mean", "sum")
+
+
+@dataclass(frozen=True)
+class Evicting(Method):
+    """Budget: tokens | share, at most one, per K/V head and layer; share is of the bank's length at
+    the end of the latest prefill. Where neither is given the method's published default holds.
+    """
+
+    tokens: int | None = None
+    share: float | None = None
+
+    named = False
+    scored = False  # whether the store keeps a float32 score per query head with every token
+    # when a first prompt is cut: at its end, or after the "first_step" of the answer
+    cut = "prefill"
+    min_tokens = 1  # that a head keeps whatever the budget
+
+    def __post_init__(self) -> None:
+        one_budget(self, "tokens", "share")
+        if self.tokens is not None:
+            whole("tokens", self.tokens, self.min_tokens)
+        elif self.share is not None:
+            portion("share", self.share)
+        else:
+            for name, value in self.default_budget().items():
+                object.__setattr__(self, name, value)
+
+    @property
+    def own_prefill(self) -> bool:
+        """Whether prompts are read otherwise than by full attention, so that a session read under
+        another method cannot continue with this one.
+        """
+        return False
+
+    def default_budget(self) -> dict[str, Any]:
+        """The published budget: {"tokens": n} or {"share": x}."""
+        return {"share": 0.2}
+
+    def plan(self, config: ModelConfig) -> LayerPlan:
+        """Every layer reads what it has retained."""
+        return LayerPlan((Role.RETAINED,) * config.num_layers, (), (None,) * config.num_layers)
+
+    def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
+        prompt = capacity - 1
+        return Needs(
+            store_bytes=self.store_bytes(plan, config, itemsize, capacity),
+            retained=min(capacity, self.budget(plan, capacity)),
+            retained_bytes=self.kv_bytes(plan, config, itemsize, prompt, 1) if prompt else 0,
+            history="store",
+        )
+
+    def budget(self, plan: LayerPlan, length: int) -> int:
+        """Tokens that a K/V head keeps, mean over heads and layers, where the latest prefill ended
+        at `length`.
+        """
+        if self.tokens is not None:
+            return self.tokens
+        assert self.share is not None
+        return max(self.min_tokens, math.floor(self.share * length))
+
+    def budgets(self, plan: LayerPlan, length: int) -> list[int]:
+        """Budget of each layer."""
+        return [self.budget(plan, length)] * plan.num_layers
+
+    def max_rows(self, budget: int) -> int | None:
+        """Rows that a store of this budget never exceeds, one for the step under way included; None
+        where generated tokens stay.
+        """
+        return None
+
+    def course(self, budget: int, length: int, generated: int) -> tuple[int, int]:
+        """(base, held): tokens of a layer, mean over its heads, when its store was made and now,
+        after a prompt of `length` and `generated` tokens.
+        """
+        kept = min(length, budget)
+        return kept, kept + generated
+
+    def rows_reserved(self, plan: LayerPlan, prompt: int, generated: int = 0) -> int:
+        """Rows that the stores of all layers hold per K/V head, in use or not, after one prompt and
+        `generated` tokens.
+        """
+        return sum(
+            reserved(*self.course(budget, prompt, generated), self.max_rows(budget))
+            for budget in self.budgets(plan, prompt)
+        )
+
+    def kv_bytes(
+        self, plan: LayerPlan, config: ModelConfig, itemsize: int, prompt: int, generated: int = 0
+    ) -> int:
+        """Bytes of K and V that are needed then: the stores', or the bank's where nothing is cut
+        yet.
+        """
+        if self.cut == "first_step" and generated == 0:
+            return config.num_layers * prompt * config.kv_bytes(itemsize)
+        return self.rows_reserved(plan, prompt, generated) * config.kv_bytes(itemsize)
+
+    def held_bytes(
+        self, plan: LayerPlan, config: ModelConfig, itemsize: int, prompt: int, generated: int = 0
+    ) -> int:
+        """Bytes of the stores then, positions and scores included: exactly what a session allocates
+        beside its bank.
+        """
+        rows = self.rows_reserved(plan, prompt, generated)
+        return rows * config.num_kv_heads * row_bytes(config, itemsize, self.scored)
+
+    def store_bytes(
+        self, plan: LayerPlan, config: ModelConfig, itemsize: int, capacity: int
+    ) -> int:
+        """Most bytes that a session of `capacity` tokens may come to hold."""
+        rows = 0
+        for budget in self.budgets(plan, capacity):
+            most = self.max_rows(budget)
+            rows += min(capacity, budget) + capacity + 1 if most is None else most
+        return rows * config.num_kv_heads * row_bytes(config, itemsize, self.scored)
+
+    def validate_switch(self, length: int) -> None:
+        if self.own_prefill:
+            raise SettingError(
+                f"{self.name}: reads prompts in its own way, and this session has read {length} "
+                "tokens already; make a session with it"
+            )

@@ -1,0 +1,223 @@
+"""OmniKV in one session: the selections of its filter layers and attention over them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.methods.base import Runtime, Setup, device_int
+from engine.methods.omnikv.prefill import PrefillSelector
+from engine.methods.omnikv.selector import window_weights
+from engine.plan.layers import Role, tail_start
+from kernels.dense_decode import decode_dense
+from kernels.sparse_decode import decode_sparse
+from kernels.topk import select_topk
+from kernels.window_scores import window_scores
+
+if TYPE_CHECKING:
+    from engine.bank.device import DeviceBank
+    from engine.decode import Step
+    from engine.methods.omnikv.settings import OmniKV
+    from engine.prefill_eta import PrefillFlops
+
+
+class OmniKVRuntime(Runtime):
+    """One session's selections. Buffers: scores [B, capacity] float32 shared by the filter layers,
+    index [B, 1, K] int32 per group.
+    """
+
+    method: OmniKV
+    k: int = 0
+
+    def __init__(self, method: OmniKV, setup: Setup):
+        super().__init__(method, setup)
+        self.window, selected = self.needs.window, self.needs.selected
+        self.alpha = window_weights(method.selector, method.window, setup.device)
+        shape = setup.batch, 1, selected
+        self.scores = torch.empty(
+            setup.batch, setup.capacity if selected else 0, device=setup.device
+        )
+        self.index = [
+            torch.full(shape, -1, dtype=torch.int32, device=setup.device) for _ in self.plan.groups
+        ]
+        self.counts = [device_int(0, setup) for _ in self.plan.groups]
+        self.prefill: PrefillSelector | None = None
+        if method.dense_layers != "dense" or method.prefill_ratio and self.plan.sparse_layers:
+            self.prefill = PrefillSelector(method, setup)
+        self.k_device = device_int(0, setup)
+        self.zero = device_int(0, setup)
+        # for a session that decodes before it has read anything
+        self._set_k(method.budget(self.plan, 0))
+
+    @property
+    def nbytes(self) -> int:
+        selection = sum(t.numel() * t.element_size() for t in (self.scores, *self.index))
+        return selection + (self.prefill.nbytes if self.prefill else 0)
+
+    # ---------------------------------------------------------------- a prompt
+
+    def begin_prompt(self, start: int, stop: int, more: bool = False) -> None:
+        """Tell the prefill selector how long the prompt is: its end is read densely."""
+        if self.prefill:
+            self.prefill.total = math.inf if more else stop
+
+    def attend_prompt(
+        self, layer: int, q: torch.Tensor, bank: DeviceBank, start: int
+    ) -> torch.Tensor:
+        if self.prefill is None:
+            return super().attend_prompt(layer, q, bank, start)
+        return self.prefill.attend(layer, q, bank, start)
+
+    def prompt_flops(self, flops: PrefillFlops, start: int, stop: int) -> tuple[float, float]:
+        if self.prefill is None:
+            return flops.parts(start, stop)
+        return self.prefill.flops(flops, start, stop)
+
+    def end_prompt(self, length: int, step: Step | None = None) -> None:
+        """Fix k for the answer that follows."""
+        self._set_k(self.method.budget(self.plan, length))
+
+    def _set_k(self, k: int) -> None:
+        self.k = k
+        self.k_device.fill_(k)
+
+    # ---------------------------------------------------------------- a step
+
+    def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
+        """By the layer's role: dense, dense and choose, or sparse over the group's selection."""
+        role = self.plan.roles[layer]
+        if role is Role.SPARSE:
+            return self.attend_sparse(layer, q, step)
+        if role is Role.FILTER and self._members(layer):
+            out = self.attend_and_select(layer, q, step)
+            if self.needs.fetches:
+                group = self._group(layer)
+                step.bank.fetch(self._members(layer), self.index[group], self.counts[group])
+            return out
+        return self.attend_dense(layer, q, step)
+
+    def _group(self, layer: int) -> int:
+        group = self.plan.group_of[layer]
+        assert group is not None, f"layer {layer} belongs to no group"
+        return group
+
+    def _members(self, layer: int) -> tuple[int, ...]:
+        return self.plan.groups[self._group(layer)].layers
+
+    def attend_sparse(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
+        """Attention over the group's selection and the tail."""
+        group = self._group(layer)
+        rows = step.bank.selected(
+            layer,
+            self.index[group],
+            self.counts[group],
+            self.tail_start(step),
+            step,
+            self.needs.fetches,
+        )
+        return decode_sparse(
+            q, *rows, self.scale, scratch=self.setup.scratch, backend=self.setup.backend
+        )
+
+    def attend_and_select(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
+        """A filter layer: attention to everything, and from the same scores the selection of its
+        group.
+        """
+        group = self._group(layer)
+        k, v = step.bank.kv(layer, step.bucket)
+        scratch, backend = self.setup.scratch, self.setup.backend
+        scores = self.scores[:, : step.bucket]
+        if self.window:
+            out = decode_dense(q, k, v, step.visible, self.scale, scratch=scratch, backend=backend)
+            window_scores(
+                step.window_queries(layer, self.window),
+                k,
+                step.visible,
+                self.scale,
+                self.alpha,
+                self.method.kind,
+                scores,
+                scratch=scratch,
+                backend=backend,
+            )
+        else:
+            out = self.attend_dense(layer, q, step, scores, self.method.kind)
+        if self.method.sink:
+            scores[:, : self.method.sink] = float("inf")  # always chosen, inside the budget
+        select_topk(
+            scores,
+            self.zero,
+            step.tail_start(self.method.tail),
+            self.k_device,
+            self.index[group][:, 0],
+            self.counts[group],
+            scratch=scratch,
+            backend=backend,
+        )
+        return out
+
+    def warm(self, steps: Iterable[Step]) -> None:
+        """Choose for the prompt's last queries, so that their tokens are in the working sets before
+        the first step asks.
+        """
+        if not self.needs.fetches:
+            return
+        for step in steps:
+            for group in self.plan.groups:
+                if group.layers:
+                    layer = group.filter_layer
+                    self.attend(layer, step.window_queries(layer, 1), step)
+                    # race: the next choice would be written while this one is looked up
+                    step.bank.wait_fetched(group.layers)
+
+    # ---------------------------------------------------------------- what a step read
+
+    def rows_read(self, n: int) -> list[int]:
+        start = tail_start(n, self.method.tail)
+        sparse = min(self.k, start) + n - start
+        return [sparse if role is Role.SPARSE else n for role in self.plan.roles]
+
+    def tail_start(self, step: Step) -> torch.Tensor:
+        return step.tail_start(self.method.tail)
+
+    def chosen_rows(self, layer: int) -> torch.Tensor:
+        group = self._group(layer)
+        return self.index[group][0, 0, : int(self.counts[group][0])].long()
+
+    def selections(self) -> dict[int, torch.Tensor]:
+        return {
+            group.filter_layer: self.chosen_rows(group.filter_layer).cpu()
+            for group in self.plan.groups
+            if group.layers
+        }
+
+    def selection_scores(self) -> dict[int, torch.Tensor]:
+        """Of the last group only, since the filter layers share one buffer of scores.
+
+        Raw scores become shares of the selection (a softmax over it), so that a larger number
+        always means more attention.
+        """
+        chosen = self.selections()
+        if not chosen:
+            return {}
+        layer, positions = max(chosen.items())
+        scores = self.scores[0, positions.to(self.scores.device)].cpu()
+        scores = torch.softmax(scores, 0) if self.method.kind == "raw" else scores
+        # a sink is chosen by an infinite score, whatever its score
+        return {layer: scores.nan_to_num(0.0, posinf=0.0)}
+
+    # ---------------------------------------------------------------- going back
+
+    def state(self) -> Any:
+        """k: all else follows from the bank and the query ring."""
+        return self.k
+
+    def load(self, state: Any, length: int | None) -> None:
+        self._set_k(state)
+
+    def truncate(self, length: int) -> None:
+        for counts in self.counts:
+            counts.zero_()

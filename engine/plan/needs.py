@@ -1,0 +1,78 @@
+"""What a method needs from the engine in one session, and the kernels' scratch that follows from it.
+
+Methods fill in a `Needs`; the memory plan, the placement, the step runner and the session read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from engine.plan.layers import TAIL_BLOCK
+
+if TYPE_CHECKING:
+    from engine.model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The needs of one method in one session (Method.needs).
+
+    selected: most tokens of one selection. device_bytes: the runtime's own buffers (Runtime.nbytes).
+    store_bytes: most bytes that an evicting method keeps beside the bank. retained: tokens that it
+    keeps per K/V head; retained_bytes: K and V bytes of those after one step. window: past queries,
+    before rotation, that a selection reads. tail: newest tokens that sparse layers always read.
+    offload: layer groups that may live in host memory, each fetched together. staged_layers: whole
+    offloaded layers held on the device at once. fetches: sparse layers read what `bank.fetch` was
+    told to bring; otherwise rows are gathered on the host and waited for. cuda_graph: a step visits
+    the host nowhere, so it can be captured. every_query: prefill calls the last layer with all
+    queries of a chunk (it normally computes only the last one). final_call: tokens that the last
+    prefill call of a prompt must hold; None: a prompt must be read in one call. history: how
+    truncate goes back: "bank" sets the length, "store" restores an evicting store and re-runs the
+    steps since, "rerun" re-runs the steps over the bank.
+    """
+
+    selected: int = 0
+    device_bytes: int = 0
+    store_bytes: int = 0
+    retained: int = 0
+    retained_bytes: int = 0
+    window: int = 0
+    tail: int = TAIL_BLOCK
+    offload: tuple[tuple[int, ...], ...] = ()
+    staged_layers: int = 0
+    fetches: bool = True
+    cuda_graph: bool = False
+    every_query: bool = False
+    final_call: int | None = 0
+    history: Literal["bank", "store", "rerun"] = "bank"
+
+
+def scratch_sizes(
+    config: ModelConfig,
+    needs: Needs,
+    capacity: int,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    backend: str,
+    batch: int = 1,
+    queries: int = 1,
+) -> dict[str, Any]:
+    """Arguments of kernels.scratch.make_scratch and scratch_bytes for a session of a method."""
+    return dict(
+        batch=batch,
+        queries=queries,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        capacity=capacity,
+        budget=needs.selected,
+        device=device,
+        scored=needs.selected > 0,
+        window=needs.window,
+        backend=backend,
+        dtype=dtype,
+    )
