@@ -24,7 +24,6 @@ from engine.model.llama import random_stream, targets
 from engine.model.rope import Rotary
 from engine.query_ring import QueryRing
 from engine.session import Session
-from kernels.scratch import make_scratch
 
 ROOT = Path(__file__).resolve().parents[1]
 POCKET = ROOT / "weights" / "pocket"  # a trained checkpoint: 8 layers, bfloat16
@@ -153,23 +152,7 @@ def setup_of(
     dtype: torch.dtype = torch.float32,
 ) -> Setup:
     """The Setup of a runtime outside a session."""
-    plan = method.plan(config)
-    window = getattr(method, "window", 0) if getattr(method, "selector", "last") != "last" else 0
-    scratch = make_scratch(
-        batch=batch,
-        queries=8,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        capacity=capacity,
-        budget=method.budget_capacity(plan, capacity),
-        device="cpu",
-        scored=True,
-        window=window,
-        backend=backend,
-        dtype=dtype,
-    )
-    return Setup(config, plan, capacity, torch.device("cpu"), dtype, batch, backend, scratch)
+    return Setup.of(config, method, capacity, dtype=dtype, batch=batch, queries=8, backend=backend)
 
 
 def batched(
@@ -183,7 +166,7 @@ def batched(
     bank = DeviceBank(config, setup.plan, capacity, torch.float32, "cpu", batch)
     ring = QueryRing(config, batch, torch.float32, "cpu")
     runtime = method.runtime(setup)
-    runtime.end_prefill(max(map(len, sessions)))
+    runtime.end_prompt(max(map(len, sessions)))
     for number, session in enumerate(sessions):
         ring.slots[:, number] = session.query_ring.slots[:, 0]
         for layer in range(config.num_layers):

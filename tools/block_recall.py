@@ -40,14 +40,14 @@ def captured(llm, ids):
     """
     plan, found = llm.resolve_method(OmniKV())[1], {}
     with llm.session(Full()) as session:
-        attend = Runtime.prefill_attend
+        attend = Runtime.attend_prompt
 
         def keep(runtime, layer, q, bank, start):
             if plan.roles[layer] in (Role.FULL, Role.WAIT):
                 found[layer] = q.clone(), bank.kv(layer)[0][:, :, : len(ids)].clone()
             return attend(runtime, layer, q, bank, start)
 
-        session.runtime.prefill_attend = keep.__get__(session.runtime)
+        session.runtime.attend_prompt = keep.__get__(session.runtime)
         session.prefill(ids)
     return found
 

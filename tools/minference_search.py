@@ -26,7 +26,6 @@ from engine.methods.select.minference_patterns import checked
 from engine.prefill import run_chunk
 from engine.version import VERSION
 from kernels.prefill import prefill_dense_lse
-from kernels.scratch import make_scratch
 from tools.program import POCKET, guarded, progress, replace_json, say
 from weights.fingerprint import fingerprint
 
@@ -60,7 +59,7 @@ class SearchRuntime(MInferenceRuntime):
             len(space), setup.config.num_layers, setup.config.num_heads, dtype=torch.float64
         )
 
-    def prefill_attend(
+    def attend_prompt(
         self, layer: int, q: torch.Tensor, bank: DeviceBank, start: int
     ) -> torch.Tensor:
         """Dense attention; tries every pattern of the space beside it."""
@@ -87,10 +86,7 @@ def search_patterns(
     """
     config, method = llm.config, MInference()
     plan, total = method.plan(config), len(token_ids)
-    scratch = make_scratch(
-        1, 1, config.num_heads, config.num_kv_heads, config.head_dim, total, 0, llm.device, False, 0
-    )
-    setup = Setup(config, plan, total, llm.device, llm.dtype, 1, llm.backend, scratch)
+    setup = Setup.of(config, method, total, device=llm.device, dtype=llm.dtype, backend=llm.backend)
     runtime = SearchRuntime(method, setup, tuple(map(checked, space)))
     bank = DeviceBank(config, plan, total, llm.dtype, llm.device)
     with llm.busy(), torch.inference_mode():

@@ -12,7 +12,8 @@ import torch
 
 from engine.errors import SettingError
 from engine.methods.base import device_int
-from engine.methods.omnikv.settings import OmniKV, OmniKVRuntime
+from engine.methods.omnikv.runtime import OmniKVRuntime
+from engine.methods.omnikv.settings import OmniKV
 from engine.plan.layers import tail_start
 
 # rows of a group's table: a reuse above 1 - k/256k cannot be told from 1 by then
@@ -76,11 +77,11 @@ class ReplayRuntime(OmniKVRuntime):
         """Bytes of scores, indices and tables."""
         return super().nbytes + sum(t.numel() * t.element_size() for t in self.tables)
 
-    def end_prefill(self, length, step=None):
+    def end_prompt(self, length, step=None):
         """Draw the tables: candidates are the tokens older than the tail now, so they stay
         candidates.
         """
-        super().end_prefill(length, step)
+        super().end_prompt(length, step)
         candidates = tail_start(length, self.method.tail)
         k = min(self.k, candidates)
         rows, fresh = ring_shape(k, candidates, self.method.reuse)
@@ -106,7 +107,7 @@ class ReplayRuntime(OmniKVRuntime):
         self.counts[group].copy_(self.filled)
         return out
 
-    def snapshot(self):
+    def state(self):
         """k and the drawn tables (a fork has not seen the prefill that drew them)."""
         return (
             self.k,
@@ -116,7 +117,7 @@ class ReplayRuntime(OmniKVRuntime):
             self.planted,
         )
 
-    def restore(self, state, length):
+    def load(self, state, length):
         """Bring all of it back."""
         k, tables, rows, filled, self.planted = state
         self._set_k(k)

@@ -118,7 +118,7 @@ def timed_chunk(session, first, count):
     out.
     """
     llm, runtime = session.llm, session.runtime
-    runtime.begin_prefill(first, FAR)
+    runtime.begin_prompt(first, FAR)
     tokens = torch.randint(llm.config.vocab_size, (1, count), device=llm.model.device)
     _wait(llm)
     clock = (
@@ -158,7 +158,7 @@ def speed(args):
                         session.set_method(method)
                     seconds.setdefault((name, depth), []).append(timed_chunk(session, depth, chunk))
                     if name not in work:
-                        count = partial(session.runtime.prefill_work, PrefillFlops.of(llm.config))
+                        count = partial(session.runtime.prompt_flops, PrefillFlops.of(llm.config))
                         work[name] = [
                             count(first, first + chunk) for first in range(0, longest, chunk)
                         ]

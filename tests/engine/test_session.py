@@ -187,7 +187,7 @@ def test_an_interrupted_prefill_keeps_whole_chunks(name, stop_after):
 def test_an_interrupt_inside_a_chunk_loses_that_chunk_only(monkeypatch):
     ids = random_ids(300)
     with llm_of("uniform").session() as session, llm_of("uniform").session() as fresh:
-        whole = session.runtime.prefill_attend
+        whole = session.runtime.attend_prompt
         counter = iter(range(10**6))
 
         def breaks(*arguments):
@@ -195,7 +195,7 @@ def test_an_interrupt_inside_a_chunk_loses_that_chunk_only(monkeypatch):
                 raise KeyboardInterrupt
             return whole(*arguments)
 
-        monkeypatch.setattr(session.runtime, "prefill_attend", breaks)
+        monkeypatch.setattr(session.runtime, "attend_prompt", breaks)
         with pytest.raises(KeyboardInterrupt):
             session.prefill(ids)
         assert len(session) == 128

@@ -6,6 +6,7 @@ other weights.
 """
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -92,14 +93,14 @@ def all_queries(llm, ids):
     """Rotated queries of every layer of a prefill, float64 [positions, H, D]."""
     seen = {}
     with llm.session() as session:
-        attend = session.runtime.prefill_attend
+        attend = session.runtime.attend_prompt
 
         def spy(layer, q, bank, start):
             seen.setdefault(layer, []).append(q[0].double())
             return attend(layer, q, bank, start)
 
-        session.runtime.prefill_attend = spy
-        session.runtime.reads_every_query = True
+        session.runtime.attend_prompt = spy
+        session.runtime.needs = replace(session.runtime.needs, every_query=True)
         session.prefill(ids)
     return {layer: torch.cat(parts) for layer, parts in seen.items()}
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine import LLM
-from engine.methods.evict.base import Evicting
+from engine.methods.evict.settings import Evicting
 from engine.methods.evict.store import row_bytes
 from tools.synthetic_bank import synthesize
 
@@ -63,10 +63,11 @@ def full_bytes(llm: LLM, capacity: int) -> int:
 
 def device_share(llm: LLM, method: Method, capacity: int) -> float:
     """Planned Mem% of a method as `offloaded` holds it; `held` reads the same from a session."""
-    if method.evicts:
+    if isinstance(method, Evicting):
         size = llm.dtype.itemsize
-        method, layers = llm.resolve_method(method)
-        assert isinstance(method, Evicting)
+        resolved, layers = llm.resolve_method(method)
+        assert isinstance(resolved, Evicting)
+        method = resolved
         stored = method.held_bytes(layers, llm.config, size, capacity - 1, 1)
         rows = stored // row_bytes(llm.config, size, method.scored)
         kv = llm.config.kv_bytes(size) / llm.config.num_kv_heads
@@ -86,7 +87,7 @@ def held(session: Session) -> Held:
     """
     llm, stats = session.llm, session.stats
     total, placement = full_bytes(llm, session.capacity), getattr(session.bank, "placement", None)
-    if session.runtime.evicts:
+    if session.runtime.needs.history == "store":
         rows = [rows for layer in session.runtime.sequences[0].layers for rows in layer]
         device = sum(t.numel() * t.element_size() for part in rows for t in (part.k, part.v))
         return Held(
@@ -129,7 +130,7 @@ def measure(llm: LLM, method: Method, capacity: int, ids: Sequence[int]) -> Held
     as it takes. For the others random rows are filled in.
     """
     with offloaded(llm, method, capacity).session() as session:
-        if method.evicts:
+        if isinstance(method, Evicting):
             session.prefill((list(ids) * -(-capacity // len(ids)))[: capacity - 1])
         else:
             synthesize(session, capacity - 1)

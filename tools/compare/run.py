@@ -263,7 +263,8 @@ class Reader:
         )
         with self.llm.session(method, max_context=self.capacity, offload=entry.place) as session:
             if head:
-                session.prefill(turns.shared[:head], more=method.in_parts)
+                more = session.runtime.needs.final_call is not None
+                session.prefill(turns.shared[:head], more=more)
             seconds = session.stats.prefill_seconds
             self.once_seconds += seconds
             for first in range(conversations):

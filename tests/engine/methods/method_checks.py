@@ -53,6 +53,13 @@ def allocated(thing, stop=("setup", "method", "plan", "pool", "bank"), seen=None
     return sum(seen.values())
 
 
+def needs_of(method):
+    """The Needs of a method in the sessions of the table."""
+    layers, heads, kv_heads = SHAPES[0]
+    config = tiny_config(layers=layers, heads=heads, kv_heads=kv_heads)
+    return method.needs(method.plan(config), config, CAPACITY, 4)
+
+
 class Still:
     """A rotary that turns nothing, so that one planted key is as near to every query."""
 
@@ -104,22 +111,22 @@ def planted_runtime(method, positions, length=320, seed=0, backend="reference"):
         )
 
     runtime.rotary = Still()  # of methods that turn rows themselves
-    runtime.begin_prefill(0, length)
+    runtime.begin_prompt(0, length)
     newest = []
     for layer in range(config.num_layers):
         q, k, v, way = rows(length)
         k[0, positions] = 40.0 * way
         bank.write_chunk(layer, k, v, 0)
-        runtime.prefill_attend(layer, q, bank, 0)
+        runtime.attend_prompt(layer, q, bank, 0)
         newest.append(q[:, -64:])
-    runtime.advance(length)
+    runtime.commit(length)
     ring.write_chunk(torch.stack(newest), length)
     ring.set_valid(length - 64, length)
-    runtime.end_prefill(length, step_of(length))
+    runtime.end_prompt(length, step_of(length))
     step = step_of(length + 1)
     for layer in range(config.num_layers):
         q, k, v, _ = rows(1)
         bank.write_step(layer, k, v, q, ring, step.positions)
         runtime.attend(layer, q, step)
-    runtime.advance(1)
+    runtime.commit(1)
     return runtime

@@ -110,7 +110,7 @@ def rows_by_head(runtime, n):
     from the runtime's own tail on.
     """
     heads, found = runtime.setup.config.num_kv_heads, {}
-    tail = range(int(runtime.tail_first(Length(n))[0]), n)
+    tail = range(int(runtime.tail_start(Length(n))[0]), n)
     for layer in partial_layers(runtime.setup.plan):
         rows = runtime.chosen_rows(layer)
         rows = rows.expand(heads, -1) if rows.dim() == 1 or len(rows) == 1 else rows.view(heads, -1)

@@ -222,10 +222,10 @@ def test_work_and_settings():
     work = PrefillFlops.of(CONFIG)
     with opened(method_of(), 256) as session, opened(Full(), 256) as dense:
         for s in (session, dense):
-            s.runtime.begin_prefill(0, 1100)
-        mine, full = (s.runtime.prefill_work(work, 256, 512) for s in (session, dense))
+            s.runtime.begin_prompt(0, 1100)
+        mine, full = (s.runtime.prompt_flops(work, 256, 512) for s in (session, dense))
         assert mine[0] == full[0] and mine[1] < full[1]
-        assert session.runtime.prefill_work(work, 0, 256) == dense.runtime.prefill_work(
+        assert session.runtime.prompt_flops(work, 0, 256) == dense.runtime.prompt_flops(
             work, 0, 256
         )
     for bad in (

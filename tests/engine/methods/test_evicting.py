@@ -46,7 +46,7 @@ def play(session, turns=TURNS, seed=0):
             seen.append(session.decode(token))
             held.append(
                 [session.runtime.positions(layer) for layer in range(session.plan.num_layers)]
-                if session.runtime.evicts
+                if session.runtime.needs.history == "store"
                 else None
             )
     return torch.stack(seen), held
@@ -486,7 +486,7 @@ def test_what_breaks_off_has_not_happened(method, monkeypatch):
             one.prefill(ids[:100])
             one.decode(5)
         for name, call in (
-            ("prefill_attend", lambda: session.prefill(ids[110:150])),
+            ("attend_prompt", lambda: session.prefill(ids[110:150])),
             ("attend", lambda: session.decode(6)),
         ):
             whole = getattr(type(session.runtime), name)

@@ -149,7 +149,7 @@ def test_a_stream_of_chunks_and_steps_against_the_papers_system(yarn, shape, met
             out = (
                 runtime.attend(2, turned, step)
                 if count == 1
-                else runtime.prefill_attend(2, turned, world.bank, at)
+                else runtime.attend_prompt(2, turned, world.bank, at)
             )
         # what a step does not read may be anything
         if count == 1:
@@ -173,7 +173,7 @@ def test_a_stream_of_chunks_and_steps_against_the_papers_system(yarn, shape, met
             part = slice(first - at, last - at)
             exact, old = stream.piece(q[0, part].double(), k[0, part].double(), v[0, part].double())
             torch.testing.assert_close(out[0, part].double(), exact, atol=2e-5, rtol=2e-5)
-        runtime.advance(count)
+        runtime.commit(count)
         at += count
         assert runtime.chosen_rows(2).tolist() == sorted(old)
         layout = Layout.at(method, at)

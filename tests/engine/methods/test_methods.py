@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from engine.errors import SettingError
 from engine.methods.full import Full
 from tests.builders import batched, random_ids
-from tests.engine.methods.method_checks import SHAPES, allocated, llm_of, planted_runtime
+from tests.engine.methods.method_checks import (
+    SHAPES,
+    allocated,
+    llm_of,
+    needs_of,
+    planted_runtime,
+)
 from tests.engine.methods.method_table import CAPACITY, PLANTED, TABLE, every, partial_layers
 
 # bytes of counters and the like that a runtime may hold beside what it declares, whatever the
@@ -152,7 +158,7 @@ def test_u2_declared_bytes_are_allocated(row, method):
             assert (
                 stats.selection_bytes
                 == plan.bytes_of("selection")
-                == method.runtime_bytes(plan.layers, CAPACITY, llm.config, 4)
+                == method.needs(plan.layers, llm.config, CAPACITY, 4).device_bytes
             )
             assert 0 <= allocated(session.runtime) - session.runtime.nbytes <= SMALL
             if row.evicts:
@@ -342,7 +348,7 @@ def test_u5_a_ragged_batch_is_each_sequence_alone(row, method):
         counts = torch.tensor([len(session) for session in sessions], dtype=torch.int32)
         with torch.inference_mode():
             logits = decoder.step(torch.tensor(tokens)[:, None], counts, bank)
-            decoder.runtime.advance(1)
+            decoder.runtime.commit(1)
         for number, session in enumerate(sessions):
             torch.testing.assert_close(
                 logits[number, 0], session.decode(tokens[number]), atol=2e-5, rtol=2e-5
@@ -398,12 +404,12 @@ def test_a_prompt_may_be_read_in_parts(row, method):
     """Where a method can: logits, rows and budgets of the whole, also from a part that was gone
     back to; where not, it says so.
     """
-    end = method.last_part or 41
+    end = needs_of(method).final_call or 41
     first = random_ids({41: 200, 64: 320}.get(end, 60))  # OmniKV-prefill: whole blocks
     last, then, steps = random_ids(end, seed=1), random_ids(30, seed=2), random_ids(4, seed=3)
     llm = llm_of(chunk=512)
     with llm.session(method) as parts, llm.session(method) as whole:
-        if not method.in_parts:
+        if needs_of(method).final_call is None:
             with pytest.raises(SettingError, match="one call"):
                 parts.prefill(first, more=True)
             assert len(parts) == 0
@@ -430,21 +436,21 @@ def test_a_prompt_may_be_read_in_parts(row, method):
             parts.truncate(len(first))
 
 
-@settings_of(lambda row: any(method.in_parts and method.last_part for method in row.sparse))
+@settings_of(lambda row: any(needs_of(method).final_call for method in row.sparse))
 def test_a_prompt_whose_end_is_read_otherwise_ends_with_a_part_that_has_it(row, method):
     """A shorter part or a step is refused and changes nothing; going back so far that too little is
     left of it reads the whole anew.
     """
-    end = method.last_part
+    end = needs_of(method).final_call
     first, last, steps = random_ids(100), random_ids(end, seed=1), random_ids(3, seed=2)
     llm = llm_of(chunk=512)
     with llm.session(method) as parts, llm.session(method) as whole:
         parts.prefill(first, more=True)
         with pytest.raises(
-            SettingError, match=f"last {end} tokens .* has {end - 1}: let it have {end}"
+            SettingError, match=f"last {end} tokens .* at least {end} tokens .found {end - 1}"
         ):
             parts.prefill(last[1:])
-        with pytest.raises(SettingError, match="has 0"):
+        with pytest.raises(SettingError, match="found 0"):
             parts.decode(steps[0])
         assert parts.ids == first
         parts.prefill(last[:1], more=True)
@@ -465,7 +471,7 @@ def test_a_prompt_whose_end_is_read_otherwise_ends_with_a_part_that_has_it(row, 
 
 @settings_of(lambda row: row.evicts)
 def test_a_step_ends_a_prompt_that_was_to_go_on(row, method):
-    if not method.in_parts or method.last_part:
+    if needs_of(method).final_call != 0:
         pytest.skip("it reads a prompt in one call, or its end in another way")
     ids, llm = random_ids(203), llm_of(chunk=512)
     with llm.session(method) as one, llm.session(method) as other:

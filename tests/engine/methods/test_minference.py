@@ -219,12 +219,12 @@ def test_work_is_counted():
     """
     work = PrefillFlops.of(CONFIG)
     methods = (SPARSE, MInference(("vertical_slash", 80, 300)), MInference())
-    small, large, whole = (opened(method).runtime.prefill_work(work, 0, 1000) for method in methods)
+    small, large, whole = (opened(method).runtime.prompt_flops(work, 0, 1000) for method in methods)
     assert small[0] == whole[0] and small[1] < large[1] < whole[
         1
     ] == work.per_pair * 4 * causal_pairs(0, 1000)
     halves = [
-        SPARSE.runtime(opened(SPARSE).runtime.setup).prefill_work(work, *span)[1]
+        SPARSE.runtime(opened(SPARSE).runtime.setup).prompt_flops(work, *span)[1]
         for span in ((0, 500), (500, 1000))
     ]
     assert sum(halves) == pytest.approx(small[1], rel=0.01)
@@ -268,7 +268,7 @@ def test_the_search_gives_each_head_its_pattern(monkeypatch):
             bank.write_chunk(number, k[:, start:stop], k[:, start:stop], start)
             seen.append(
                 torch.equal(
-                    runtime.prefill_attend(number, q, bank, start),
+                    runtime.attend_prompt(number, q, bank, start),
                     prefill_dense_lse(q, *bank.kv(number), start, 0.25)[0],
                 )
             )

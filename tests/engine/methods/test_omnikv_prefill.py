@@ -253,7 +253,7 @@ def test_rows_and_operations_are_those_of_a_count_by_hand(ratio, chunk, stride):
         assert session.runtime.prefill.rows_read == rows > 0
         work = PrefillFlops.of(CONFIG)
         parts = [
-            session.runtime.prefill_work(work, first, min(len(PROMPT), first + chunk))
+            session.runtime.prompt_flops(work, first, min(len(PROMPT), first + chunk))
             for first in range(0, len(PROMPT), chunk)
         ]
     weights = CONFIG.hidden_size * (
@@ -273,7 +273,7 @@ def test_progress_counts_work():
     seen = []
     with opened(method_of(1), 64) as session:
         session.prefill(PROMPT, progress=seen.append)
-        parts = partial(session.runtime.prefill_work, PrefillFlops.of(CONFIG))
+        parts = partial(session.runtime.prompt_flops, PrefillFlops.of(CONFIG))
         total = sum(parts(0, len(PROMPT)))
         for progress in seen:
             assert progress.work == pytest.approx(sum(parts(0, progress.done)) / total)

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from engine.errors import SettingError
 from engine.methods.full import Full
-from engine.methods.select.pod import PodUntrained, proximal_spans
-from engine.methods.select.spans import attend_span
+from engine.methods.select.pod import PodUntrained, attend_span, proximal_spans
 from kernels.prefill import merge
 from tests.builders import GROUPS, World, random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.kernel_checks import assert_close, plain
@@ -61,8 +60,8 @@ def test_tiles_change_nothing(monkeypatch, tile):
     q, (k, v) = world.queries(17)[0], world.bank.kv(0)
     low, high = torch.randint(0, 60, (17,)), torch.randint(50, 132, (17,))
     whole = attend_span(q, k[0], v[0], low, high, 0.25)
-    monkeypatch.setattr("engine.methods.select.spans.QUERIES", tile[0])
-    monkeypatch.setattr("engine.methods.select.spans.ROWS", tile[1])
+    monkeypatch.setattr("engine.methods.select.pod.QUERIES", tile[0])
+    monkeypatch.setattr("engine.methods.select.pod.ROWS", tile[1])
     for mine, theirs in zip(attend_span(q, k[0], v[0], low, high, 0.25), whole):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
 
@@ -171,7 +170,7 @@ def test_logits_of_the_lowest_layer_and_values_of_its_own(
     for layer in range(4):
         world.fill(layer, 0, start + count)
     for layer in range(4):
-        out = world.runtime.prefill_attend(layer, queries[layer][None], world.bank, start)[0]
+        out = world.runtime.attend_prompt(layer, queries[layer][None], world.bank, start)[0]
         exact, gates = expected(world, queries, layer, start, first, recent, lows[layer])
         for head in range(2 * group):
             shared = lows[layer][head // group] < layer
@@ -208,10 +207,10 @@ def test_identical_layers_share_exactly():
         for mine, theirs in zip(world.bank.kv(layer), world.bank.kv(0)):
             mine.copy_(theirs)
     q = world.queries(90)
-    first = world.runtime.prefill_attend(0, q, world.bank, 0)
+    first = world.runtime.attend_prompt(0, q, world.bank, 0)
     for layer in (1, 2, 3):
         torch.testing.assert_close(
-            world.runtime.prefill_attend(layer, q, world.bank, 0), first, atol=2e-6, rtol=2e-6
+            world.runtime.attend_prompt(layer, q, world.bank, 0), first, atol=2e-6, rtol=2e-6
         )
 
 

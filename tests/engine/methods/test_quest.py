@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from engine.errors import SettingError
 from engine.methods.full import Full
-from engine.methods.select.pages import PageExtremes, page_bounds
-from engine.methods.select.quest import Quest
+from engine.methods.select.quest import Quest, page_bounds
 from engine.methods.select.tidaldecode import TidalDecode
 from engine.model.rope import apply_rope
 from tests.builders import GROUPS, World, random_ids, tiny_config, tiny_llm, tiny_weights
@@ -31,8 +30,8 @@ def test_no_logit_of_a_page_passes_its_bound(shape, n, size, seed):
     world = World(Quest(page=size), shape, 130, seed=seed)
     world.fill(2, 0, n)
     k, q = world.bank.kv(2)[0], world.queries()[0, 0].double()
-    extremes = PageExtremes((2,), size, world.runtime.setup)
-    extremes.learn(2, k, [n])
+    extremes = world.runtime
+    extremes.learn(0, k, [n])
     pages = -(-n // size)
     low, high = (t[0, 0, :, :pages].double() for t in (extremes.low, extremes.high))
     bounds = {reduce: page_bounds(q, low, high, reduce) for reduce in ("max", "mean", "sum")}
@@ -58,14 +57,14 @@ def test_extremes_follow_the_bank_wherever_it_goes(size, moves, seed):
     rewrite their own row only.
     """
     world, before = World(Quest(page=size), (4, 2), 130, batch=2, seed=seed), 0
-    extremes = PageExtremes((2, 3), size, world.runtime.setup)
+    extremes = world.runtime
     for n, share in moves:
         kept = round(share * min(before, n - 1))
         if kept < n - 1:
-            extremes.forget(kept)
-        for layer in (2, 3):
+            extremes.truncate(kept)
+        for at, layer in enumerate((2, 3)):
             world.fill(layer, kept, 130)
-            extremes.learn(layer, world.bank.kv(layer)[0], [n, max(1, n - 3)])
+            extremes.learn(at, world.bank.kv(layer)[0], [n, max(1, n - 3)])
         for at, layer in enumerate((2, 3)):
             for b, length in enumerate((n, max(1, n - 3))):
                 for page, rows in enumerate(
@@ -118,7 +117,7 @@ def test_a_step_reads_the_best_pages_and_the_newest(
                 for row_pages in chosen.tolist()
             ]
         )
-    world.runtime.end_prefill(max(lengths))
+    world.runtime.end_prompt(max(lengths))
     out = world.runtime.attend(3, q, world.step(*lengths))
     for b, n in enumerate(lengths):
         rows = torch.tensor(expected[b]).unsqueeze(-1).expand(-1, -1, 16)
@@ -134,7 +133,7 @@ def test_a_step_reads_the_best_pages_and_the_newest(
     assert world.runtime.rows_read(max(lengths))[:2] == [max(lengths)] * 2
     found = [
         [*rows, *range((lengths[0] - 1) // size * size, lengths[0])]
-        for rows in world.runtime.chosen_rows(3).tolist()
+        for rows in world.runtime.chosen_rows(3).expand(len(expected[0]), -1).tolist()
     ]
     assert found == expected[0]
 
@@ -147,12 +146,15 @@ def test_metadata_is_two_sixteenths_of_k():
     )
     # 4 sparse layers, bfloat16
     keys = 4 * 1600 * 2 * 64 * 2
-    extremes = PageExtremes.bytes_of(4, 16, 1600, config, 2)
+    buffers = method.buffers(method.plan(config), config, 1600)
+    extremes = sum(buffers[name].nbytes(2) for name in ("low", "high", "bounds"))
     # and a float32 bound per page and K/V head
     assert extremes == keys * 2 // 16 + 4 * 100 * 2
-    assert method.runtime_bytes(method.plan(config), 1600, config, 2) == extremes + 4 * 4 * 2 * 2
-    assert [Quest(tokens=n).pages(9999) for n in (1, 47, 48, 63, 64, 2048)] == [3, 3, 3, 3, 4, 128]
-    assert Quest(share=0.1).pages(1600) == 10 and Quest().pages(10**6) == 128
+    needs = method.needs(method.plan(config), config, 1600, 2)
+    assert needs.device_bytes == extremes + 4 * 4 * 2 * 2
+    pages = [Quest(tokens=n).budget(9999) // 16 for n in (1, 47, 48, 63, 64, 2048)]
+    assert pages == [3, 3, 3, 3, 4, 128]
+    assert Quest(share=0.1).budget(1600) == 160 and Quest().budget(10**6) == 2048
 
 
 CONFIG = tiny_config(layers=6, heads=8, kv_heads=2)
@@ -224,7 +226,7 @@ def test_check_measures_the_mass_that_every_head_keeps(whole, part):
                     torch.einsum("hgd,hnd->hgn", q.view(2, 4, -1), k) / k.shape[2] ** 0.5, -1
                 ).flatten(0, 1)
                 rows = session.runtime.chosen_rows(layer)
-                tail = int(session.runtime.tail_first(Length(210))[0])
+                tail = int(session.runtime.tail_start(Length(210))[0])
                 kept = [
                     weights[head, own.tolist() + list(range(tail, 210))].sum()
                     for head, own in enumerate(rows.repeat_interleave(8 // len(rows), 0))

@@ -63,7 +63,7 @@ def test_choices_and_attention_of_a_ragged_step(
     for b, n in enumerate(lengths):
         world.fill(2, 0, n, b)
         world.fill(3, 0, n, b)
-    world.runtime.end_prefill(max(lengths))
+    world.runtime.end_prompt(max(lengths))
     asked, q, (heads, kv_heads) = world.queries(), world.queries(), shape
     chosen = [
         expected_rows(asked[b, 0], world.bank.kv(2)[0][b, :, :n], reduce, count)
@@ -78,7 +78,6 @@ def test_choices_and_attention_of_a_ragged_step(
             if max(lengths) > count:
                 k[b, head, unread] = v[b, head, unread] = float("nan")
     step = world.step(*lengths)
-    world.runtime.lengths = list(lengths)  # the first layer's business
     everything = decode_dense(asked, *world.bank.kv(2), step.visible, 0.25, backend=backend)
     assert torch.equal(world.runtime.attend(2, asked, step), everything)
     out = world.runtime.attend(3, q, step)
