@@ -1,4 +1,6 @@
-"""An evicting method of your own: keep the tokens with the smallest keys (KNorm, Devoto et al., 2024)."""
+"""An evicting method of your own: keep the tokens with the smallest keys (KNorm, Devoto et al.,
+2024).
+"""
 
 from dataclasses import dataclass
 

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 class Method:
     """Base of all methods. Unknown fields raise; values are validated at construction."""
 
-    # whether users may ask for the method by name; not inherited, default True (engine/methods/registry.py)
+    # whether users may ask for the method by name; not inherited, default True
+    # (engine/methods/registry.py)
     named = False
 
     @property
@@ -149,12 +150,21 @@ class Runtime:
 
     @property
     def nbytes(self) -> int:
-        """Device bytes of this runtime's own buffers; equals Needs.device_bytes for a batch of 1."""
+        """Device bytes of this runtime's own buffers; equals Needs.device_bytes for a batch of
+        1.
+        """
         return 0
 
     @property
     def k(self) -> int:
-        """Tokens that a sparse layer selects per step (or a store keeps); 0: it reads everything."""
+        """Tokens that a sparse layer selects per step (or a store keeps); 0: it reads
+        everything.
+        """
+        return 0
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V that the method needs between steps; 0: those of the bank."""
         return 0
 
     # ---------------------------------------------------------------- a prompt
@@ -200,7 +210,9 @@ class Runtime:
         scores: torch.Tensor | None = None,
         kind: str = "softmax",
     ) -> torch.Tensor:
-        """Attention to everything in the bank; leaves the maxima over heads in `scores` if given."""
+        """Attention to everything in the bank; leaves the maxima over heads in `scores` if
+        given.
+        """
         if scores is None and step.bank.must_stream(layer, self.setup.backend):
             return attend_stream(q, step.bank, layer, step.bank.length - q.shape[1], self.scale)
         k, v = step.bank.kv(layer, step.bucket)
@@ -255,7 +267,9 @@ class Runtime:
     # ---------------------------------------------------------------- going back, copies
 
     def state(self) -> Any:
-        """What truncate must bring back: all that does not follow from the bank and the query ring."""
+        """What truncate must bring back: all that does not follow from the bank and the query
+        ring.
+        """
         return None
 
     def load(self, state: Any, length: int | None) -> None:
@@ -265,7 +279,9 @@ class Runtime:
         """Forget what the last step chose: the session was cut to `length` tokens (0: as new)."""
 
     def copy_from(self, other: Any, sequence: int = 0) -> None:
-        """Take over, as sequence `sequence`, the state of a runtime of one sequence (fork, batch)."""
+        """Take over, as sequence `sequence`, the state of a runtime of one sequence (fork,
+        batch).
+        """
         self.load(other.state(), None)
 
 

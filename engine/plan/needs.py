@@ -1,4 +1,5 @@
-"""What a method needs from the engine in one session, and the kernels' scratch that follows from it.
+"""What a method needs from the engine in one session, and the kernels' scratch that follows from
+it.
 
 Methods fill in a `Needs`; the memory plan, the placement, the step runner and the session read it.
 """
@@ -20,18 +21,18 @@ if TYPE_CHECKING:
 class Needs:
     """The needs of one method in one session (Method.needs).
 
-    selected: most tokens of one selection. device_bytes: the runtime's own buffers (Runtime.nbytes).
-    store_bytes: most bytes that an evicting method keeps beside the bank. retained: tokens that it
-    keeps per K/V head; retained_bytes: K and V bytes of those after one step. window: past queries,
-    before rotation, that a selection reads. tail: newest tokens that sparse layers always read.
-    offload: layer groups that may live in host memory, each fetched together. staged_layers: whole
-    offloaded layers held on the device at once. fetches: sparse layers read what `bank.fetch` was
-    told to bring; otherwise rows are gathered on the host and waited for. cuda_graph: a step visits
-    the host nowhere, so it can be captured. every_query: prefill calls the last layer with all
-    queries of a chunk (it normally computes only the last one). final_call: tokens that the last
-    prefill call of a prompt must hold; None: a prompt must be read in one call. history: how
-    truncate goes back: "bank" sets the length, "store" restores an evicting store and re-runs the
-    steps since, "rerun" re-runs the steps over the bank.
+    selected: most tokens of one selection. device_bytes: the runtime's own buffers
+    (Runtime.nbytes). store_bytes: most bytes that an evicting method keeps beside the bank.
+    retained: tokens that it keeps per K/V head; retained_bytes: K and V bytes of those after one
+    step. window: past queries, before rotation, that a selection reads. tail: newest tokens that
+    sparse layers always read. offload: layer groups that may live in host memory, each fetched
+    together. staged_layers: whole offloaded layers held on the device at once. fetches: sparse
+    layers read what `bank.fetch` was told to bring; otherwise rows are gathered on the host and
+    waited for. cuda_graph: a step visits the host nowhere, so it can be captured. every_query:
+    prefill calls the last layer with all queries of a chunk (it normally computes only the last
+    one). final_call: tokens that the last prefill call of a prompt must hold; None: a prompt must
+    be read in one call. history: how truncate goes back: "bank" sets the length, "store" restores
+    an evicting store and re-runs the steps since, "rerun" re-runs the steps over the bank.
     """
 
     selected: int = 0

@@ -2,9 +2,9 @@
 weights it has received.
 
 Shared by H2O, H2O+, A2SF, Keyformer and Scissorhands, which differ in what a query adds, how the
-past decays, and when tokens are dropped. Sums are taken tile by tile (kernels/column_sums.py). While
-a first prompt is read and until its cut, the sums of all tokens exist: 4 bytes per query head and
-token, twice while a chunk runs.
+past decays, and when tokens are dropped. Sums are taken tile by tile (kernels/column_sums.py).
+While a first prompt is read and until its cut, the sums of all tokens exist: 4 bytes per query head
+and token, twice while a chunk runs.
 """
 
 from __future__ import annotations

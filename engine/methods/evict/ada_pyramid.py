@@ -1,4 +1,5 @@
-"""Ada-Pyramid: PyramidKV's budgets per layer, divided among the heads of each layer as in Ada-SnapKV.
+"""Ada-Pyramid: PyramidKV's budgets per layer, divided among the heads of each layer as in
+Ada-SnapKV.
 
 Source: Feng et al., Ada-KV (2024), section 4 (Ada-Pyramid). With alpha 0 it is PyramidKV, with beta
 1 Ada-SnapKV.

@@ -1,12 +1,12 @@
 """Ada-SnapKV: SnapKV with a layer budget that is divided among the heads by where the layer's
 highest scores lie.
 
-Source: Feng et al., Ada-KV (2024), Algorithms 2 and 3, Theorems 2-4. Outside the window a layer keeps
-h (B - W) tokens in all: B*_i of them are head i's share of the layer-wide highest scores, and head i
-gets alpha B*_i + (1 - alpha) (B - W), rounded so that the sum is exact. alpha is the weight of the
-adaptive part (the code's floor_alpha is that of the uniform part); 0.5 in both. Heads then hold
-different numbers of tokens: each has its own Rows, so that bytes are those of the tokens. With alpha
-0 it is SnapKV.
+Source: Feng et al., Ada-KV (2024), Algorithms 2 and 3, Theorems 2-4. Outside the window a layer
+keeps h (B - W) tokens in all: B*_i of them are head i's share of the layer-wide highest scores, and
+head i gets alpha B*_i + (1 - alpha) (B - W), rounded so that the sum is exact. alpha is the weight
+of the adaptive part (the code's floor_alpha is that of the uniform part); 0.5 in both. Heads then
+hold different numbers of tokens: each has its own Rows, so that bytes are those of the tokens. With
+alpha 0 it is SnapKV.
 """
 
 from __future__ import annotations

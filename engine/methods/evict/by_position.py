@@ -212,7 +212,9 @@ class WindowedRuntime(EvictingRuntime):
 
 
 def validate_sink(value: int, tokens: int | None) -> None:
-    """Raise SettingError unless `sink` is an int >= 0 that leaves a window of at least one token."""
+    """Raise SettingError unless `sink` is an int >= 0 that leaves a window of at least one
+    token.
+    """
     whole("sink", value, 0)
     if tokens is not None and value >= tokens:
         raise SettingError(

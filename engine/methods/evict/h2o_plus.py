@@ -1,9 +1,9 @@
 """H2O+: H2O that evicts while it reads, so that a prompt longer than the device holds can be read.
 
-Source: the OmniKV paper, appendix C (its baseline above 60K tokens and 30B parameters). The prompt is
-read in segments counted from its beginning; after each, and after the last, every head keeps the
-newest and the heaviest of its budget. A segment's queries see what is kept and their own segment. At
-no time does a head hold more than budget + segment tokens.
+Source: the OmniKV paper, appendix C (its baseline above 60K tokens and 30B parameters). The prompt
+is read in segments counted from its beginning; after each, and after the last, every head keeps the
+newest and the heaviest of its budget. A segment's queries see what is kept and their own segment.
+At no time does a head hold more than budget + segment tokens.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class H2OPlus(H2O):
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of one layer through a segmented prompt: tokens kept (None: none yet), first position
-    of the segment, scores [Hkv, G, held + segment].
+    """Progress of one layer through a segmented prompt: tokens kept (None: none yet), first
+    position of the segment, scores [Hkv, G, held + segment].
     """
 
     rows: Rows | None

@@ -2,10 +2,10 @@
 narrowly are not lost for sure.
 
 Source: Adnan et al., Keyformer (MLSys 2024). Score: sum over queries of softmax((logits + Gumbel) /
-tau), tau = tau_init + tau_delta * step, step 0 in a prompt and 1, 2, .. in its answer. Defaults: the
-code's, 60% of the prompt of which 30% are the newest tokens, tau 1.0 and 0.01, an eviction every 8
-steps. The paper's models have no groups: gqa_reduce is H2O's maximum here. Without noise, tau 1 and
-H2O's other settings it is H2O.
+tau), tau = tau_init + tau_delta * step, step 0 in a prompt and 1, 2, .. in its answer. Defaults:
+the code's, 60% of the prompt of which 30% are the newest tokens, tau 1.0 and 0.01, an eviction
+every 8 steps. The paper's models have no groups: gqa_reduce is H2O's maximum here. Without noise,
+tau 1 and H2O's other settings it is H2O.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Keyformer(Accumulating):
     """noise: whether Gumbel noise is added. seed: of the noise, which depends only on it and on
-    (layer, head, query, key), never on how a prompt is cut or what runs beside. tau_init, tau_delta:
-    temperature and its growth per step of the answer.
+    (layer, head, query, key), never on how a prompt is cut or what runs beside. tau_init,
+    tau_delta: temperature and its growth per step of the answer.
     """
 
     recent_share: float = 0.3

@@ -1,10 +1,10 @@
 """PyramidKV: SnapKV with a budget that falls linearly from the first layer to the last, its sum
 unchanged.
 
-Source: Cai et al., PyramidKV (2024): with C the budget, W the window and N the prompt, the last layer
-keeps (C - W) / beta tokens beside its window, the first 2 (C - W) less that, at most N - W (what the
-first cannot use goes to the last). Default beta 20; window and pooling as SnapKV's (Ada-KV's setting
-for both). With beta 1 it is SnapKV.
+Source: Cai et al., PyramidKV (2024): with C the budget, W the window and N the prompt, the last
+layer keeps (C - W) / beta tokens beside its window, the first 2 (C - W) less that, at most N - W
+(what the first cannot use goes to the last). Default beta 20; window and pooling as SnapKV's
+(Ada-KV's setting for both). With beta 1 it is SnapKV.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Scissorhands: what was above average lately stays important; many tokens are dropped at once when
 the budget is full.
 
-Source: Liu et al., Scissorhands (NeurIPS 2023), Algorithm 2. A token's importance is how many of the
-last queries gave it more than an even share of their attention, 1 / (tokens they saw). History: the
-prompt's last `history` queries, and of an answer the last `history` before a drop. At a prompt's end
-a head keeps its budget; when the answer overfills it, `drop` of the budget goes at once, never the
-`newest` tokens. History 400, newest 10 and drop one half are the values usually quoted for the
-paper's experiments; they were not checked against its text. gqa_reduce: the counts of a group are
-summed.
+Source: Liu et al., Scissorhands (NeurIPS 2023), Algorithm 2. A token's importance is how many of
+the last queries gave it more than an even share of their attention, 1 / (tokens they saw). History:
+the prompt's last `history` queries, and of an answer the last `history` before a drop. At a
+prompt's end a head keeps its budget; when the answer overfills it, `drop` of the budget goes at
+once, never the `newest` tokens. History 400, newest 10 and drop one half are the values usually
+quoted for the paper's experiments; they were not checked against its text. gqa_reduce: the counts
+of a group are summed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The store of an evicting method: K and V that it has kept, really copied, so that what it claims to
-hold is what is allocated.
+"""The store of an evicting method: K and V that it has kept, really copied, so that what it claims
+to hold is what is allocated.
 
 A layer's store is a list of `Rows`, one per run of K/V heads that keep equally many tokens (one for
 all heads, or one per head where budgets differ: Ada-KV). The session's bank stays while the engine
-runs: it is the peak, and it lets a session go back and continue under another method. Attention does
-not read it; `resident` is the store.
+runs: it is the peak, and it lets a session go back and continue under another method. Attention
+does not read it; `resident` is the store.
 """
 
 from __future__ import annotations
@@ -185,7 +185,9 @@ class Rows:
         self.held = last
 
     def state(self) -> Any:
-        """(heads, positions [h, held], scores or None, base): what `rebuild` needs beside the bank."""
+        """(heads, positions [h, held], scores or None, base): what `rebuild` needs beside the
+        bank.
+        """
         scores = None if self.scores is None else self.scores[:, :, : self.held].clone()
         return self.heads, self.positions[:, : self.held].clone(), scores, self.base
 

@@ -1,11 +1,12 @@
-"""StreamingLLM: the first tokens as attention sinks, and a window; positions are slots of the cache.
+"""StreamingLLM: the first tokens as attention sinks, and a window; positions are slots of the
+cache.
 
-Source: Xiao et al., StreamingLLM (ICLR 2024), section 3.2. K is cached before rotation and a query at
-position p sits in slot min(p, s + w - 1), so no distance ever exceeds the cache: the window's
-distances are true, a sink in slot i is s + w - 1 - i away from then on. Here K is stored rotated, and
-the query is turned to its slot for the sinks alone. Defaults: the code's 4 sinks and a window of 512.
-`official` is what the OmniKV paper compares with: 1% of the prompt as sinks, positions as they were,
-the prompt read by full attention and trimmed once, everything generated kept.
+Source: Xiao et al., StreamingLLM (ICLR 2024), section 3.2. K is cached before rotation and a query
+at position p sits in slot min(p, s + w - 1), so no distance ever exceeds the cache: the window's
+distances are true, a sink in slot i is s + w - 1 - i away from then on. Here K is stored rotated,
+and the query is turned to its slot for the sinks alone. Defaults: the code's 4 sinks and a window
+of 512. `official` is what the OmniKV paper compares with: 1% of the prompt as sinks, positions as
+they were, the prompt read by full attention and trimmed once, everything generated kept.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Window attention: the newest tokens and nothing else.
 
-Source: Beltagy et al., Longformer (2020); the sliding window that some checkpoints are trained with.
-Default 4096 tokens. It collapses once the first token has left: the lower bound of every comparison.
+Source: Beltagy et al., Longformer (2020); the sliding window that some checkpoints are trained
+with. Default 4096 tokens. It collapses once the first token has left: the lower bound of every
+comparison.
 """
 
 from __future__ import annotations

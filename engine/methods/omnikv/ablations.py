@@ -57,7 +57,9 @@ class OmniKVPerLayer(OmniKV):
         return LayerPlan(roles, groups, (None,) * first + tuple(range(count - first)))
 
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
-        """No fetch: scores need every K, so whole layers come over and slots would serve nothing."""
+        """No fetch: scores need every K, so whole layers come over and slots would serve
+        nothing.
+        """
         return replace(super().needs(plan, config, capacity, itemsize), fetches=False)
 
     def runtime(self, setup: Setup) -> Runtime:

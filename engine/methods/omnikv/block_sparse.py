@@ -34,7 +34,8 @@ class BlockSparse:
         self.method, self.setup = method, setup
         self.scale = setup.config.head_dim**-0.5
         self.blocks_kept = self.blocks_causal = 0
-        # a list takes {"layer", "first", "recall" [B, H, blocks], "density" [B, H, blocks]} per call
+        # a list takes {"layer", "first", "recall" [B, H, blocks], "density" [B, H, blocks]} per
+        # call
         self.meter: list[dict[str, Any]] | None = None
 
     def span(self, start: int, stop: int, total: float) -> tuple[int, int]:

@@ -3,8 +3,8 @@ chosen by the filter layers.
 
 Source: the OmniKV paper, section D.10; the uniform rule over the block's queries. Decided here,
 because the paper leaves it open: FULL, FILTER and WAIT layers stay dense; blocks begin at absolute
-multiples of `prefill_block`; the tokens just before a block (its tail) are always seen; the prompt's
-end is read densely, so that no boundary falls inside the question.
+multiples of `prefill_block`; the tokens just before a block (its tail) are always seen; the
+prompt's end is read densely, so that no boundary falls inside the question.
 """
 
 from __future__ import annotations
@@ -140,7 +140,9 @@ class PrefillSelector:
     def _sparse(
         self, group: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int
     ) -> torch.Tensor:
-        """Attend to runs of sparse blocks by one launch each, and to runs of dense ones likewise."""
+        """Attend to runs of sparse blocks by one launch each, and to runs of dense ones
+        likewise.
+        """
         out = torch.empty_like(q)
         for row, run in self._runs(start):
             first, last = run[0][0], run[-1][1]

@@ -1,8 +1,8 @@
 """OmniKV's settings: which layers choose, how many tokens, and what the engine must provide.
 
 Source: the OmniKV paper (ICLR 2025), section 4, Eq. 1-4. Filter layers attend to everything and
-choose k tokens; the layers after them attend to those and the tail. Every K and V stays in the bank.
-`official=True` follows the published code instead, to the last index
+choose k tokens; the layers after them attend to those and the tail. Every K and V stays in the
+bank. `official=True` follows the published code instead, to the last index
 (engine/methods/omnikv/official.py).
 """
 
@@ -126,7 +126,8 @@ class OmniKV(Method):
             window=0 if self.selector == "last" else self.window,
             tail=self.tail,
             offload=tuple(group.layers for group in plan.groups if group.layers),
-            # the published code's tail is everything generated, which no ring of newest tokens holds
+            # the published code's tail is everything generated, which no ring of newest tokens
+            # holds
             fetches=not self.official,
             # the published code's step number decides shapes: it is read on the host
             cuda_graph=not self.official,
@@ -148,12 +149,12 @@ class OmniKV(Method):
         """Context length from which sparse layers read fewer bytes than scoring, gathering and
         reading cost; from byte counts only.
 
-        A sparse layer reads k + tail tokens instead of n (a CPU gathers by copy: k tokens cost three
-        passes). A filter layer writes and reads one float32 score per head and token, and one score
-        per token for the top-k. A CPU's filter layers also convert or multiply every K outside the
-        fused attention, which counts as a second reading of it (measured, 160M shape in bfloat16
-        and float32: without it OmniKV with 4 sparse layers of 12 ran at 0.85x to 0.98x of full
-        attention at 8192 tokens).
+        A sparse layer reads k + tail tokens instead of n (a CPU gathers by copy: k tokens cost
+        three passes). A filter layer writes and reads one float32 score per head and token, and one
+        score per token for the top-k. A CPU's filter layers also convert or multiply every K
+        outside the fused attention, which counts as a second reading of it (measured, 160M shape in
+        bfloat16 and float32: without it OmniKV with 4 sparse layers of 12 ran at 0.85x to 0.98x of
+        full attention at 8192 tokens).
         """
         if isinstance(self.dense_below, int):
             return self.dense_below

@@ -6,8 +6,8 @@ Published defaults (llama-3-inf-llm.yaml): blocks of 128, 128 initial tokens, a 
 blocks, 4 representatives, 32 cached, pieces of 512. A block's representatives are, per query head,
 the tokens that received most attention while they were in the window; blocks are ranked by the sum
 over all query heads of mean query times mean representative, so all heads share one choice. What is
-not local sits at RoPE distance `local` (the published code's table begins at 1 and gives local - 1):
-K before rotation, queries turned to `local`. Prompts and answers are read the same way, so a
+not local sits at RoPE distance `local` (the published code's table begins at 1 and gives local -
+1): K before rotation, queries turned to `local`. Prompts and answers are read the same way, so a
 session's text must be read under this method from its first token. Pieces end at absolute multiples
 of `chunk` and at the end of a chunk of the prefill; a step is a piece of one token.
 """

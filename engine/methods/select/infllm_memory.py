@@ -38,9 +38,9 @@ class Layout:
 
 
 class BlockMemory:
-    """scores float32 [2, layers, B, H, R]: local attention received, position p in slot p % R, twice
-    so that an interrupted chunk or step leaves the committed half as it was. means [layers, B,
-    blocks, H, D] in the bank's dtype: the mean representative key of each block and query head,
+    """scores float32 [2, layers, B, H, R]: local attention received, position p in slot p % R,
+    twice so that an interrupted chunk or step leaves the committed half as it was. means [layers,
+    B, blocks, H, D] in the bank's dtype: the mean representative key of each block and query head,
     before rotation. Tokens that were never attended under this method have received nothing; of
     equal ones the first stand for their block.
     """

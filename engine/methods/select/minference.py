@@ -6,8 +6,8 @@ Source: MInference 1.0 (Jiang et al., NeurIPS 2024), section 3, and microsoft/MI
 ("vertical_slash", 1000, 6096) for heads that no table names, lines ranked by the last 64 queries,
 the first 30 columns and the nearest 100 diagonals always among them; a table per model from an
 offline search by the attention mass kept (tools/minference_search.py). Every query head chooses for
-itself, so nothing is reduced over a group. Lines are ranked per chunk of a prompt, from that chunk's
-last 64 queries: a prompt read in one chunk is the published method.
+itself, so nothing is reduced over a group. Lines are ranked per chunk of a prompt, from that
+chunk's last 64 queries: a prompt read in one chunk is the published method.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class MInference(Method):
             portion("share", self.share)
 
     def plan(self, config: ModelConfig) -> LayerPlan:
-        """All layers FULL: a step reads everything. Raises SettingError for another model's table."""
+        """All layers FULL: a step reads everything. Raises SettingError for another model's
+        table.
+        """
         self.table(config)
         return super().plan(config)
 

@@ -87,7 +87,9 @@ class Lines:
         self.rows, self.diagonals = rows, diagonals
 
     def past(self, first: int, last: int) -> torch.Tensor:
-        """Positions below `first` that the block of queries first .. last-1 reads, ascending int64."""
+        """Positions below `first` that the block of queries first .. last-1 reads, ascending
+        int64.
+        """
         seen = self.rows[:first].clone()
         if self.diagonals is not None:
             edges = torch.zeros(first + 1, dtype=torch.int64, device=seen.device)

@@ -107,8 +107,8 @@ class PodUntrained(Method):
 
 class PodRuntime(Runtime):
     """Queries of the lower layers travel up within a chunk or step; nothing outlives it. gates,
-    skipped: (query, head) pairs of sharing layers that tau judged, and those skipped. No CUDA graph:
-    the host knows where spans end and which heads skip.
+    skipped: (query, head) pairs of sharing layers that tau judged, and those skipped. No CUDA
+    graph: the host knows where spans end and which heads skip.
     """
 
     method: PodUntrained
@@ -211,7 +211,9 @@ class PodRuntime(Runtime):
         return skip
 
     def rows_read(self, n: int) -> list[int]:
-        """Mean over K and V and over the heads: every V is read, and of K what `key_rows` counts."""
+        """Mean over K and V and over the heads: every V is read, and of K what `key_rows`
+        counts.
+        """
         return [
             -(-(sum(keys) + len(keys) * n) // (2 * len(keys)))
             for keys in self.method.key_rows(self.setup.config, n)

@@ -146,7 +146,9 @@ class QuestRuntime(Selecting):
             self._known[group][b] = n
 
     def bound(self, group: int, q: torch.Tensor, pages: list[int]) -> None:
-        """Fill self.bounds for the first pages[b] pages of every sequence and K/V head. q [B, H, D]."""
+        """Fill self.bounds for the first pages[b] pages of every sequence and K/V head. q [B, H,
+        D].
+        """
         for b, bounds in enumerate(self.bounds.view(len(pages), -1, self.bounds.shape[1])):
             for first in range(0, pages[b], AT_ONCE):
                 part = slice(first, min(pages[b], first + AT_ONCE))

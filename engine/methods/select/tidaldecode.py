@@ -117,7 +117,9 @@ class TidalRuntime(Selecting):
         return Selection(index.view(len(q), choices, -1), counts[::choices], step.visible)
 
     def tokens_read(self, n: int) -> int:
-        """At most: a K/V head whose query heads choose separately reads up to their number times k."""
+        """At most: a K/V head whose query heads choose separately reads up to their number
+        times k.
+        """
         config = self.setup.config
         apart = config.group if self.method.gqa_reduce == "none" else 1
         return min(n, self.k * apart)

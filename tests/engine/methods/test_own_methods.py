@@ -14,8 +14,8 @@ import torch
 from engine.methods.full import Full
 from examples.own_evicting import KNorm
 from examples.own_selecting import BlockMean
+from tests.builders import random_ids
 from tests.engine.methods.method_checks import allocated, llm_of
-from tests.engine.tiny import random_ids
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 WHOLE = [KNorm(tokens=512), BlockMean(tokens=512)]
