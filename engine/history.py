@@ -83,7 +83,7 @@ class History:
 
     def begin(self, runtime: Runtime) -> None:
         """Note a new runtime's state before its first prompt."""
-        self._initial = runtime.snapshot()
+        self._initial = runtime.state()
 
     def add(
         self, start: int, length: int, logits: torch.Tensor | None = None, more: bool = False
@@ -106,22 +106,22 @@ class History:
         runtime, queries = session.runtime, None
         with torch.inference_mode():
             if not more:
-                runtime.end_prefill(length, session.step_at(length))
-            if _way_back(runtime) != "bank":
+                runtime.end_prompt(length, session.step_at(length))
+            if runtime.needs.history != "bank":
                 queries = session.query_ring.newest()
-        return Savepoint(start, length, runtime.snapshot(), logits, queries, more)
+        return Savepoint(start, length, runtime.state(), logits, queries, more)
 
     # ---------------------------------------------------------------- going back
 
     def truncate(self, n: int) -> None:
         """Forget all but the first n tokens of the session."""
         session = self._session
-        if _way_back(session.runtime) != "bank":
+        if session.runtime.needs.history != "bank":
             self._run_again(n, self.savepoints)
             return
         del session.ids[n:]
         session.bank.rewind(n)
-        session.runtime.forget(n)
+        session.runtime.truncate(n)
         session.query_ring.truncate(n)
         cut = next((point for point in self.savepoints if point.length > n), None)
         self.savepoints = [point for point in self.savepoints if point.length <= n]
@@ -129,7 +129,7 @@ class History:
             self.add(cut.start, n)  # inside a prompt: it ends here now
             return
         latest = self.latest
-        session.runtime.restore(latest.state if latest else self._initial, n)
+        session.runtime.load(latest.state if latest else self._initial, n)
         if latest is not None and latest.length == n:
             session.last_logits = latest.logits
 
@@ -137,7 +137,7 @@ class History:
         """Compute the logits of the session's newest token anew; the bank stays as it is."""
         session = self._session
         n = len(session.ids)
-        if _way_back(session.runtime) != "bank":
+        if session.runtime.needs.history != "bank":
             # An interrupted prompt left no logits: it is read again to its end.
             last = self.latest or Savepoint(0, n)
             self._run_again(n, [*self.savepoints[:-1], replace(last, length=n + 1)])
@@ -152,7 +152,7 @@ class History:
         more than the ring holds).
         """
         session, ring = self._session, self._session.query_ring
-        n, window = len(session.ids), session.runtime.window
+        n, window = len(session.ids), session.runtime.needs.window
         first = max(0, n - window)
         if window == 0 or ring.covers(first, n):
             return
@@ -186,7 +186,11 @@ class History:
         """
         session = self._session
         kept = [point for point in ends if point.length <= n]
-        while kept and kept[-1].open and 0 < n - kept[-1].length < session.method.last_part:
+        while (
+            kept
+            and kept[-1].open
+            and 0 < n - kept[-1].length < (session.runtime.needs.final_call or 0)
+        ):
             kept.pop()  # too little of this prompt is left for a call of its own
         cut = ends[len(kept)] if len(kept) < len(ends) else None
         point = kept[-1] if kept else Savepoint(0, 0, self._initial)
@@ -211,7 +215,7 @@ class History:
             ring.write_chunk(point.queries, point.length)
             ring.set_valid(point.length - point.queries.shape[2], point.length)
         with torch.inference_mode():
-            session.runtime.restore(point.state, point.length)
+            session.runtime.load(point.state, point.length)
         session.last_logits = point.logits
 
     # ---------------------------------------------------------------- another method
@@ -223,7 +227,7 @@ class History:
         tokens so far for one prompt; one that sums attention runs their queries over the bank again.
         """
         session, runtime = self._session, self._session.runtime
-        n, way = len(session.ids), _way_back(runtime)
+        n, way = len(session.ids), runtime.needs.history
         if n == 0:
             return
         if way == "rerun" or (way == "store" and before.method == method):
@@ -232,7 +236,7 @@ class History:
         if way == "store":
             latest = self.latest
             logits = latest.logits if latest and latest.length == n else None
-            if runtime.reads_every_query:
+            if runtime.needs.every_query:
                 self._show_every_query()
             self.savepoints = [self._ended(0, n, logits)]
             return
@@ -243,7 +247,7 @@ class History:
         """Run the queries of all tokens over the bank again; rows stay as they are."""
         session, runtime = self._session, self._session.runtime
         n, chunk, model = len(session.ids), session.llm.chunk, session.model
-        runtime.begin_prefill(0, n)
+        runtime.begin_prompt(0, n)
         with torch.inference_mode():
             for first in range(0, n, chunk):
                 last = min(n, first + chunk)
@@ -252,11 +256,4 @@ class History:
                 )
                 rotary, bank = session.llm.rotary, session.bank
                 run_chunk(model, rotary, runtime, bank, tokens, first, n, write=False)
-                runtime.advance(last - first)
-
-
-def _way_back(runtime: Runtime) -> str:
-    """ "bank", "store" or "rerun": see the head of this file."""
-    if runtime.evicts:
-        return "store"
-    return "rerun" if runtime.replays else "bank"
+                runtime.commit(last - first)

@@ -250,7 +250,7 @@ class LLM:
                 else Full()
             )
         plan = method.plan(self.config)
-        method.check(plan)
+        method.validate(plan)
         return method, plan
 
     def placement(
@@ -264,14 +264,12 @@ class LLM:
         planned = None if offload else self._plan.placement
         offload = offload or self.options.offload
         on_gpu = self.device.type == "cuda"
-        staged = method.stages and offload == "auto" and on_gpu
+        needs = method.needs(layers, self.config, capacity, self.dtype.itemsize)
+        staged = needs.staged_layers and offload == "auto" and on_gpu
         if offload == "device" or (planned is None and offload != "host" and not staged):
             return None
         placement = full_placement(
-            self.config,
-            method,
-            layers,
-            self.dtype.itemsize,
+            needs,
             capacity,
             min(self.chunk, capacity),
             self.options.slots,

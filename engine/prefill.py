@@ -52,13 +52,13 @@ def run_chunk(
         del k, v
         first = start
         if number == config.num_layers - 1:
-            if runtime.reads_every_query:
-                runtime.prefill_attend(number, q, bank, first)
+            if runtime.needs.every_query:
+                runtime.attend_prompt(number, q, bank, first)
             if not last_logits:
                 # The last layer's output is wanted for the prompt's last token only.
                 break
             x, q, first = x[:, -1:], q[:, -1:], start + tokens.shape[1] - 1
-        attended = runtime.prefill_attend(number, q, bank, first)
+        attended = runtime.attend_prompt(number, q, bank, first)
         del q
         x = post_attention(layer, x, attended, config.rms_norm_eps)
     return model.logits(x[:, -1]) if last_logits else None, torch.stack(newest)

@@ -21,7 +21,7 @@ from engine.decode import Decoder, Step
 from engine.errors import ContextTooLong, SessionClosed, SettingError
 from engine.generate import Piece, generate
 from engine.history import History
-from engine.methods.base import Method, Runtime
+from engine.methods.base import Method, Runtime, validate_parts
 from engine.plan.layers import LayerPlan
 from engine.plan.placement import Placement
 from engine.prefill import run_chunk
@@ -164,8 +164,8 @@ class Session:
         self._require_open()
         method, plan = self.llm.resolve_method(method)
         if self.ids:
-            method.check_prefill(0, self._history.prompt_length or len(self.ids))
-            method.check_switch(len(self.ids))
+            method.validate_prompt(0, self._history.prompt_length or len(self.ids))
+            method.validate_switch(len(self.ids))
         with self.llm.busy():
             placement = None
             if self.bank.tiered and plan.sparse_layers:
@@ -210,11 +210,12 @@ class Session:
         ids = checked_ids(token_ids, self.llm.config.vocab_size)
         start, stop = len(self.ids), len(self.ids) + len(ids)
         self._require_room(stop)
-        self.method.check_prefill(start, stop)
+        self.method.validate_prompt(start, stop)
         goes_on = self._history.prompt_is_open(start)
-        self.method.check_parts(more or goes_on, len(ids) if goes_on and not more else None)
-        self.runtime.begin_prefill(start, stop, more)
-        flops = partial(self.runtime.prefill_work, PrefillFlops.of(self.llm.config))
+        last = len(ids) if goes_on and not more else None
+        validate_parts(self.method, self.runtime.needs, more or goes_on, last)
+        self.runtime.begin_prompt(start, stop, more)
+        flops = partial(self.runtime.prompt_flops, PrefillFlops.of(self.llm.config))
         eta = Eta(flops, start, stop)
         with self._exclusive(), self._ending_after_whole_chunks(start), self._rewound_on_error():
             for first in range(start, stop, self.llm.chunk):
@@ -247,7 +248,7 @@ class Session:
         )
         count, length = min(newest.shape[2], len(ids)), first + len(ids)
         self.query_ring.write_chunk(newest[:, :, -count:], length)
-        self.runtime.advance(len(ids))
+        self.runtime.commit(len(ids))
         self.ids.extend(ids)
         self.query_ring.extend(length, count)
         self.last_logits = None
@@ -262,7 +263,7 @@ class Session:
         self.last_logits = logits
         self._selected = False
         placement = self.bank.placement
-        warms = placement is not None and placement.reuse and self.runtime.packed
+        warms = placement is not None and placement.reuse and self.runtime.needs.fetches
         if warms and not more and length >= self._runner.dense_below:
             self.runtime.warm(self._runner.newest(length, WARM))
 
@@ -309,12 +310,12 @@ class Session:
     def _end_open_prompt(self, length: int) -> None:
         """End the prompt that was to go on in another prefill, if there is one."""
         if self._history.prompt_is_open(length):
-            self.method.check_parts(True, 0)
+            validate_parts(self.method, self.runtime.needs, True, 0)
             part = self._history.savepoints.pop()
             self._end_prompt(part.start, part.logits)
 
     def _commit_step(self, token_id: int, n: int, sparse: bool, logits: torch.Tensor) -> None:
-        self.runtime.advance(1)
+        self.runtime.commit(1)
         self.ids.append(token_id)
         self.query_ring.extend(n, 1)
         self.last_logits = logits

@@ -93,7 +93,7 @@ class SessionStats:
 def held_figures(session: Session) -> dict[str, Any]:
     """The fields of SessionStats that say what an open session holds now."""
     runtime, plan = session.runtime, session.plan
-    k, prompt = getattr(runtime, "k", 0), session.history.prompt_length or len(session.ids)
+    k, prompt = runtime.k, session.history.prompt_length or len(session.ids)
     figures = dict(
         ring_bytes=session.query_ring.nbytes,
         scratch_bytes=session.scratch_bytes,
@@ -101,7 +101,7 @@ def held_figures(session: Session) -> dict[str, Any]:
         mem=mem_from_budget(k, prompt, plan.dense_share) if k and plan.partial_layers else 1.0,
         **session.bank.figures(),
     )
-    if runtime.evicts:
+    if runtime.needs.history == "store":
         # Resident: what the method needs, of what its tokens would take. The bank stands beside.
         every = plan.num_layers * session.row_bytes * max(1, len(session.ids))
         figures |= dict(

@@ -7,6 +7,7 @@ bucket: kernels read the length on the device, so a graph replays at any length 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -15,7 +16,6 @@ from engine.decode import Decoder, Step
 from engine.methods.base import Setup
 from engine.methods.full import Full
 from engine.model.llama import post_attention, pre_attention
-from kernels.scratch import make_scratch, scratch_bytes
 
 if TYPE_CHECKING:
     from engine.bank.base import Bank
@@ -57,30 +57,25 @@ class StepRunner:
         assert model is not None, "LLM.session() loads the weights first"
         device, dtype = model.device, model.dtype
         self._bank, self._query_ring, self._rotary = bank, query_ring, llm.rotary
-        windowed = getattr(method, "selector", "last") != "last"
-        budget = method.budget_capacity(plan, capacity)
-        sizes = dict(
-            batch=1,
-            queries=1,
-            heads=config.num_heads,
-            kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            capacity=capacity,
-            budget=budget,
+        setup = Setup.of(
+            config,
+            method,
+            capacity,
+            plan=plan,
             device=device,
-            scored=budget > 0,
-            window=method.window if windowed else 0,
-            backend=backend,
             dtype=dtype,
+            backend=backend,
         )
-        self.scratch_bytes, full = scratch_bytes(**sizes), Full()
-        common = capacity, device, dtype, 1, backend, make_scratch(**sizes)
-        self.runtime = method.runtime(Setup(config, plan, *common))
-        self.dense_runtime = full.runtime(Setup(config, full.plan(config), *common))
+        full = Full()
+        self.runtime = method.runtime(setup)
+        self.dense_runtime = full.runtime(replace(setup, plan=full.plan(config)))
+        self.scratch_bytes = sum(t.nbytes for t in vars(setup.scratch).values())
         self.dense_below = method.dense_below_tokens(
             plan, config, dtype.itemsize, device.type, capacity
         )
         self._partial = bool(plan.partial_layers)
+        # a method that stages whole layers starts copies, whatever its layers read
+        self._differs = self._partial or self.runtime.needs.staged_layers > 0
         self.token = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self.length = torch.zeros(1, dtype=torch.int32, device=device)
 
@@ -97,7 +92,7 @@ class StepRunner:
 
     def kind(self, n: int) -> StepKind:
         """Which step makes the bank n tokens long."""
-        own = n >= self.dense_below and self.runtime.differs
+        own = n >= self.dense_below and self._differs
         return StepKind(own, own and self._partial)
 
     def feed(self, token_id: int, n: int) -> None:
@@ -145,7 +140,9 @@ class GraphedStep:
     ):
         self._decoder, self._token, self._length, self._bank = decoder, token, length, bank
         runtime = decoder.runtime
-        self._captures = graphs and runtime.capturable and bank.capturable(fetches=runtime.packed)
+        self._captures = graphs and runtime.needs.cuda_graph and bank.capturable(
+            fetches=runtime.needs.fetches
+        )
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
     def __call__(self, n: int) -> torch.Tensor:

@@ -35,7 +35,7 @@ class MassMeter:
         return out
 
     def _kept(self, layer: int, q: torch.Tensor, step: Step) -> float:
-        n, start = int(step.visible[0]), int(self.inner.tail_first(step)[0])
+        n, start = int(step.visible[0]), int(self.inner.tail_start(step)[0])
         query, scale, logits = q[0, -1].float(), self.inner.scale, []
         for _, k, _ in step.bank.blocks(layer, 0, n):
             heads = k[0].float()

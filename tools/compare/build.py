@@ -185,7 +185,9 @@ def whole_chunks(llm: LLM, method: Method, length: int) -> int:
     """Tokens of the whole chunks that end before what the method must read with the question. Cut
     at the same places, they are read the same.
     """
-    return max(0, length - method.last_part) // llm.chunk * llm.chunk
+    layers = llm.resolve_method(method)[1]
+    needs = method.needs(layers, llm.config, llm.max_context, llm.dtype.itemsize)
+    return max(0, length - (needs.final_call or 0)) // llm.chunk * llm.chunk
 
 
 def whole_segments(llm: LLM, method: H2OPlus, length: int) -> int:
