@@ -140,8 +140,8 @@ class GraphedStep:
     ):
         self._decoder, self._token, self._length, self._bank = decoder, token, length, bank
         runtime = decoder.runtime
-        self._captures = graphs and runtime.needs.cuda_graph and bank.capturable(
-            fetches=runtime.needs.fetches
+        self._captures = (
+            graphs and runtime.needs.cuda_graph and bank.capturable(fetches=runtime.needs.fetches)
         )
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
