@@ -224,7 +224,8 @@ class History:
         """The session's runtime was replaced: bring the new one to where the old one stood.
 
         The same method (on another backend) takes its state over. An evicting method takes all
-        tokens so far for one prompt; one that sums attention runs their queries over the bank again.
+        tokens so far for one prompt; one that sums attention runs their queries over the bank
+        again.
         """
         session, runtime = self._session, self._session.runtime
         n, way = len(session.ids), runtime.needs.history

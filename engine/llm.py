@@ -27,6 +27,7 @@ from engine.model.llama import Llama, assemble, ignored, post_attention, pre_att
 from engine.model.rope import Rotary
 from engine.options import OFFLOADS, Options
 from engine.plan import filter_layers
+from engine.plan.filter_layers import FilterLayers
 from engine.plan.free_memory import HEADROOM
 from engine.plan.layers import LayerPlan
 from engine.plan.memory import make_plan
@@ -105,7 +106,8 @@ class LLM:
 
     @classmethod
     def sharing(cls, other: LLM, **settings: Any) -> LLM:
-        """Another LLM over the weights and the host memory of `other`, planned anew with `settings`.
+        """Another LLM over the weights and the host memory of `other`, planned anew with
+        `settings`.
 
         For comparisons side by side. Settings that are not given are those of `other`. The plan
         still counts the weights, which are there already, so it is not required to fit.
@@ -171,6 +173,12 @@ class LLM:
         if self.device.type == "cuda":
             limit = self.options.ram_budget or int(self._plan.host_free * HEADROOM)
         return HostTier(self.device, limit, self.options.host_pool)
+
+    def _filter_layers(self) -> FilterLayers:
+        """The model's filter layers as far as anybody knows them; the plan shows their hint."""
+        known = filter_layers.filter_layers(self.folder, self.resolved, self.config)
+        self._hint = known.hint
+        return known
 
     def _default_method(self) -> Method:
         known = filter_layers.filter_layers(self.folder, self.resolved, self.config)
@@ -240,15 +248,7 @@ class LLM:
             raise SettingError(
                 f"method: found {method!r}, expected Full(), OmniKV(...) or another engine method"
             )
-        if getattr(method, "filter_layers", ()) is None:
-            known = filter_layers.filter_layers(self.folder, self.resolved, self.config)
-            self._hint = known.hint
-            wait = {"wait_layers": known.wait} if getattr(method, "wait_layers", 0) is None else {}
-            method = (
-                dataclasses.replace(method, filter_layers=known.layers, **wait)
-                if known.layers
-                else Full()
-            )
+        method = method.completed(self._filter_layers)
         plan = method.plan(self.config)
         method.validate(plan)
         return method, plan

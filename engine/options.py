@@ -33,8 +33,9 @@ class Options:
     layers are known, else Full. offload: "auto" (on a GPU, what does not fit goes to host memory),
     "host" (all sparse layers) or "device" (nothing). slots: rows that an offloaded group keeps on
     the device per selected token; 0 keeps nothing from step to step. host_pool: a HostPool to share
-    with other LLMs. vram_budget, ram_budget: bytes to stay within. backend: "auto", or the launchers
-    to force: "reference", "cpu", "triton". check_finite: refuse weights with NaN or infinity.
+    with other LLMs. vram_budget, ram_budget: bytes to stay within. backend: "auto", or the
+    launchers to force: "reference", "cpu", "triton". check_finite: refuse weights with NaN or
+    infinity.
     """
 
     device: str = "auto"

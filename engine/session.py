@@ -1,5 +1,5 @@
-"""One conversation: its bank lives on between turns, its tokens are ids, and nothing that was read is
-read again.
+"""One conversation: its bank lives on between turns, its tokens are ids, and nothing that was read
+is read again.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class Session:
 
     @property
     def selection_scores(self) -> dict[int, torch.Tensor]:
-        """{filter layer: float32 [k]}, the scores by which `selections` were chosen, for the deepest
-        filter layer; may be empty.
+        """{filter layer: float32 [k]}, the scores by which `selections` were chosen, for the
+        deepest filter layer; may be empty.
         """
         return self.runtime.selection_scores() if self._selected else {}
 
@@ -268,7 +268,8 @@ class Session:
             self.runtime.warm(self._runner.newest(length, WARM))
 
     def adopt(self, ids: Iterable[int]) -> None:
-        """Take `ids` as read: their rows are in the bank already (a synthetic bank, a saved session).
+        """Take `ids` as read: their rows are in the bank already (a synthetic bank, a saved
+        session).
 
         The first tokens may have been read by `prefill`. Queries are not known, so that a windowed
         selector recomputes those it needs. Raises ContextTooLong where they do not fit.

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from engine.llm import LLM
     from engine.methods.base import Method, Runtime
     from engine.plan.layers import LayerPlan
+    from engine.plan.needs import Needs
     from engine.query_ring import QueryRing
 
 FIRST_BUCKET = 4096
@@ -85,7 +86,7 @@ class StepRunner:
             pieces = (pre_attention, post_attention) if plain else llm.pieces
             decoder = Decoder(model, llm.rotary, runtime, query_ring, pieces)
             graphs = llm.graphs and not plain
-            return GraphedStep(decoder, self.token, self.length, bank, graphs)
+            return GraphedStep(decoder, runtime.needs, self.token, self.length, bank, graphs)
 
         self._own_step = issued_by(self.runtime)
         self._dense_step = issued_by(self.dense_runtime)
@@ -133,16 +134,14 @@ class GraphedStep:
     def __init__(
         self,
         decoder: Decoder,
+        needs: Needs,
         token: torch.Tensor,
         length: torch.Tensor,
         bank: Bank,
         graphs: bool,
     ):
         self._decoder, self._token, self._length, self._bank = decoder, token, length, bank
-        runtime = decoder.runtime
-        self._captures = (
-            graphs and runtime.needs.cuda_graph and bank.capturable(fetches=runtime.needs.fetches)
-        )
+        self._captures = graphs and needs.cuda_graph and bank.capturable(fetches=needs.fetches)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
     def __call__(self, n: int) -> torch.Tensor:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class MassMeter:
-    """A runtime that attends as `inner` does and measures the attention mass each sparse layer keeps.
+    """A runtime that attends as `inner` does and measures the attention mass each sparse layer
+    keeps.
 
     mass[layer]: share of the softmax over every visible row that falls on the selection and the
     tail, mean over query heads. Costs one more reading of a sparse layer's K per step.

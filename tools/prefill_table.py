@@ -4,7 +4,8 @@ left against the truth, memory).
 Speed: the first chunk and the last of every length are timed over a synthetic bank, the methods
 taking turns, and integrated (a chunk's time is affine in its depth once every method is sparse).
 Beside every ratio of times stands the ratio that the operation count allows
-(engine.prefill_eta.PrefillFlops: linear layers, attention, scoring), summed over all chunks. ETA: a whole prompt is read.
+(engine.prefill_eta.PrefillFlops: linear layers, attention, scoring), summed over all chunks. ETA: a
+whole prompt is read.
 """
 
 import argparse

@@ -91,7 +91,7 @@ def _measured(blocks: Sequence[Block], device: torch.device, memory: str) -> Lin
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randperm(2 * ROWS, generator=generator)[:ROWS].int().to(device)
     buffer = torch.empty(ROWS, ROW // 4, dtype=torch.int32, device=device)
-    gather = partial(move_rows, table, 0, ROW, buffer, tokens, 0, ROWS, None)
+    gather = partial(move_rows, table, 0, ROW, buffer, tokens, 0, ROWS, [])
     rates = {}
     for programs in CANDIDATES:
         rates[programs] = _rate(partial(gather, programs=programs))

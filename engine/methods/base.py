@@ -7,7 +7,7 @@ provide.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +22,10 @@ from kernels.prefill import prefill_dense
 from kernels.scratch import Scratch, make_scratch
 
 if TYPE_CHECKING:
-    from engine.bank.device import DeviceBank
+    from engine.bank.base import Bank
     from engine.decode import Step
     from engine.model.config import ModelConfig
+    from engine.plan.filter_layers import FilterLayers
     from engine.prefill_eta import PrefillFlops
 
 
@@ -40,6 +41,10 @@ class Method:
     def name(self) -> str:
         """Name on the command line and in tables."""
         return type(self).__name__.lower()
+
+    def completed(self, filter_layers: Callable[[], FilterLayers]) -> Method:
+        """The method with what it leaves to the model filled in. filter_layers: finds the model's."""
+        return self
 
     def plan(self, config: ModelConfig) -> LayerPlan:
         """Layer plan for a model; by default all layers attend to everything."""
@@ -141,7 +146,7 @@ class Runtime:
     truncate.
     """
 
-    bank: DeviceBank | None = None  # the session's bank, set by the session
+    bank: Bank | None = None  # the session's bank, set by the session
 
     def __init__(self, method: Method, setup: Setup):
         self.method, self.setup, self.plan = method, setup, setup.plan
@@ -174,9 +179,7 @@ class Runtime:
         Needs.final_call tokens of the prompt follow in later calls.
         """
 
-    def attend_prompt(
-        self, layer: int, q: torch.Tensor, bank: DeviceBank, start: int
-    ) -> torch.Tensor:
+    def attend_prompt(self, layer: int, q: torch.Tensor, bank: Bank, start: int) -> torch.Tensor:
         """Attention of a chunk at positions start .. start+C-1 whose K and V are in the bank.
         q [B, C, H, D] rotated -> [B, C, H, D].
         """

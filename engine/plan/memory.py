@@ -180,7 +180,7 @@ class _Search:
             self.slots,
             by_layer=self.device.type == "cuda",
         )
-        if full is None or self.offload == "host" or full.stages:
+        if full is None or self.offload == "host" or full.staged_layers:
             return full
         return fitting(full, lambda candidate: self.fits(context, candidate))
 

@@ -25,7 +25,7 @@ from kernels.dense_decode import decode_dense
 from kernels.prefill import prefill_dense
 
 if TYPE_CHECKING:
-    from engine.bank.device import DeviceBank
+    from engine.bank.base import Bank
     from engine.decode import Step
 
 Chooser = Callable[[Sequence, int, list[Part], Any], list[tuple[Part, torch.Tensor]]]
@@ -44,7 +44,7 @@ class EvictingRuntime(Runtime):
         self.sequences = [Sequence() for _ in range(setup.batch)]
         self.reading = False  # whether a prompt is being read
         self.total: float = 0  # the length at which that prompt ends; infinite while it goes on
-        self.bank: DeviceBank | None = None
+        self.bank: Bank | None = None
         # (sequence, layer, part number) -> scores of the chunk or step under way
         self.pending: dict[Any, Any] = {}
 
@@ -178,7 +178,7 @@ class EvictingRuntime(Runtime):
         self.reading, self.total, self.pending = True, math.inf if more else stop, {}
 
     def live(
-        self, layer: int, bank: DeviceBank, stop: int, b: int = 0
+        self, layer: int, bank: Bank, stop: int, b: int = 0
     ) -> list[tuple[slice, torch.Tensor, torch.Tensor, int]]:
         """[(heads, k, v [h, T, D], held)]: what a layer attends to, its store and then the bank's
         tokens from `since` to `stop`.
@@ -203,9 +203,7 @@ class EvictingRuntime(Runtime):
         group = self.setup.config.group
         return q[:, :, heads.start * group : heads.stop * group]
 
-    def attend_prompt(
-        self, layer: int, q: torch.Tensor, bank: DeviceBank, start: int
-    ) -> torch.Tensor:
+    def attend_prompt(self, layer: int, q: torch.Tensor, bank: Bank, start: int) -> torch.Tensor:
         """A chunk attends to the store and to this prompt's tokens."""
         self.bank, out, since = bank, [], self.sequences[0].since
         for number, (heads, k, v, held) in enumerate(self.live(layer, bank, start + q.shape[1])):

@@ -3,8 +3,8 @@ kept, chosen by position alone.
 
 The three differ in how far away the sinks seem. A query sees the newest w tokens at their true
 distance; a sink that is further than the method allows is seen at a clipped distance, by turning
-query and K (engine.model.rope.Rotary.rotate_by) from where they were rotated to. Prompts are read in the
-same way, so a token's K and V are those of a model that never saw more.
+query and K (engine.model.rope.Rotary.rotate_by) from where they were rotated to. Prompts are read
+in the same way, so a token's K and V are those of a model that never saw more.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from engine.methods.evict.store import Part, Rows, Sequence, best
 from engine.methods.settings import whole
 
 if TYPE_CHECKING:
-    from engine.bank.device import DeviceBank
+    from engine.bank.base import Bank
     from engine.decode import Step
     from engine.methods.base import Runtime, Setup
     from engine.model.config import ModelConfig
@@ -103,9 +103,7 @@ class H2OPlusRuntime(AccumulatingRuntime):
             scores = rows.part().scores if rows else None
             self.layers.append(Progress(rows, sequence.since, scores))
 
-    def attend_prompt(
-        self, layer: int, q: torch.Tensor, bank: DeviceBank, start: int
-    ) -> torch.Tensor:
+    def attend_prompt(self, layer: int, q: torch.Tensor, bank: Bank, start: int) -> torch.Tensor:
         """A chunk, cut at the ends of segments."""
         self.bank = bank
         # the last query once more, for its output: it was answered before the cut

@@ -15,6 +15,7 @@ import torch
 
 from engine.methods.base import Setup, device_int
 from engine.methods.omnikv.runtime import OmniKVRuntime
+from engine.model.rope import apply_rope
 from engine.plan.layers import Role
 from kernels.topk import select_topk
 

@@ -23,7 +23,7 @@ from kernels.sparse_prefill import prefill_sparse
 from kernels.topk import select_topk
 
 if TYPE_CHECKING:
-    from engine.bank.device import DeviceBank
+    from engine.bank.base import Bank
     from engine.methods.base import Setup
     from engine.methods.omnikv.settings import OmniKV
     from engine.prefill_eta import PrefillFlops
@@ -52,7 +52,9 @@ class PrefillSelector:
         )
         self.total: float = 0  # the prompt's length, infinite while it goes on
         self.blocks_now: list[Block] = []  # of the chunk under way
-        self.scored: list[Block] = []  # sparse blocks of the newest chunk that had any
+        self.scored: list[
+            tuple[int, int, int]
+        ] = []  # sparse blocks of the newest chunk that had any
         self.index: dict[int, torch.Tensor] = {}  # group -> [B, sparse blocks, k] int32
         self.scores = torch.empty(
             setup.batch, AT_ONCE, setup.capacity if ratio else 0, device=setup.device
@@ -75,7 +77,7 @@ class PrefillSelector:
             yield first, last, None if dense else local
             first = last
 
-    def attend(self, layer: int, q: torch.Tensor, bank: DeviceBank, start: int) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, bank: Bank, start: int) -> torch.Tensor:
         """Prefill attention of one layer by its role. q [B, C, H, D] -> [B, C, H, D]."""
         role, group = self.plan.roles[layer], self.plan.group_of[layer]
         k, v = bank.kv(layer)
@@ -93,7 +95,7 @@ class PrefillSelector:
     def _begin(self, start: int, stop: int) -> None:
         """Begin a chunk; if it has sparse blocks, forget what an earlier one chose."""
         self.blocks_now = list(self.blocks(start, stop))
-        sparse = [block for block in self.blocks_now if block[2] is not None]
+        sparse = [(*block[:2], block[2]) for block in self.blocks_now if block[2] is not None]
         if sparse:
             self.scored, self.index = sparse, {}
 
@@ -116,7 +118,7 @@ class PrefillSelector:
                 self.scores,
                 backend=self.setup.backend,
             )
-            chosen.append(self._select([local or 0 for *_, local in blocks]))
+            chosen.append(self._select([local for *_, local in blocks]))
         self.index[group] = torch.cat(chosen, 1)
         return out
 
@@ -153,7 +155,7 @@ class PrefillSelector:
                 )
                 continue
             index = self.index[group][:, row : row + len(run)]
-            blocks = [(*block, self.k) for block in run]
+            blocks = [(low, high, local or 0, self.k) for low, high, local in run]
             out[:, part] = prefill_sparse(
                 q[:, part], k, v, index, blocks, first, self.scale, backend=self.setup.backend
             )

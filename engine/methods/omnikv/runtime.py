@@ -18,7 +18,7 @@ from kernels.topk import select_topk
 from kernels.window_scores import window_scores
 
 if TYPE_CHECKING:
-    from engine.bank.device import DeviceBank
+    from engine.bank.base import Bank
     from engine.decode import Step
     from engine.methods.omnikv.settings import OmniKV
     from engine.prefill_eta import PrefillFlops
@@ -64,9 +64,7 @@ class OmniKVRuntime(Runtime):
         if self.prefill:
             self.prefill.total = math.inf if more else stop
 
-    def attend_prompt(
-        self, layer: int, q: torch.Tensor, bank: DeviceBank, start: int
-    ) -> torch.Tensor:
+    def attend_prompt(self, layer: int, q: torch.Tensor, bank: Bank, start: int) -> torch.Tensor:
         if self.prefill is None:
             return super().attend_prompt(layer, q, bank, start)
         return self.prefill.attend(layer, q, bank, start)

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from engine.errors import SettingError
 from engine.methods.base import Method, Runtime, Setup
+from engine.methods.full import Full
 from engine.methods.omnikv.official import OfficialRuntime
 from engine.methods.omnikv.prefill import AT_ONCE
 from engine.methods.omnikv.runtime import OmniKVRuntime
@@ -27,6 +28,7 @@ from engine.plan.needs import Needs
 
 if TYPE_CHECKING:
     from engine.model.config import ModelConfig
+    from engine.plan.filter_layers import FilterLayers
 
 DEFAULT_TOKENS = 2048
 
@@ -95,8 +97,18 @@ class OmniKV(Method):
             return self.scores
         return "raw" if self.official and self.selector == "last" else "softmax"
 
+    def completed(self, filter_layers: Callable[[], FilterLayers]) -> Method:
+        """With the model's filter layers where none were given; Full() where it has none."""
+        if self.filter_layers is not None:
+            return self
+        known = filter_layers()
+        if not known.layers:
+            return Full()
+        wait = known.wait if self.wait_layers is None else self.wait_layers
+        return replace(self, filter_layers=known.layers, wait_layers=wait)
+
     def plan(self, config: ModelConfig) -> LayerPlan:
-        """Layer plan for a model; filter_layers must have been resolved by then."""
+        """Layer plan for a model; filter_layers must have been completed by then."""
         wait = PAPER_WAIT if self.wait_layers is None else self.wait_layers
         return layer_plan(config.num_layers, self.filter_layers or (), wait)
 
@@ -165,7 +177,7 @@ class OmniKV(Method):
         on_cpu = device_type == "cpu"
         scoring = filters * (8 * config.num_heads + 12 + (row // 2 if on_cpu else 0))
         passes = 3 if on_cpu else 1
-        per_token = sparse * row - scoring
+        per_token: float = sparse * row - scoring
         share = self.bank_share(plan)
         if share is not None:
             per_token -= sparse * row * share * passes

@@ -29,7 +29,7 @@ from engine.plan.needs import Needs
 from kernels.prefill import prefill_dense
 
 if TYPE_CHECKING:
-    from engine.bank.device import DeviceBank
+    from engine.bank.base import Bank
     from engine.decode import Step
     from engine.model.config import ModelConfig
     from engine.plan.layers import LayerPlan
@@ -142,9 +142,7 @@ class InfLLMRuntime(Runtime):
         self.memory.load(other.memory.state(), sequence)
         self.memory.means[:, sequence] = other.memory.means[:, 0]
 
-    def attend_prompt(
-        self, layer: int, q: torch.Tensor, bank: DeviceBank, start: int
-    ) -> torch.Tensor:
+    def attend_prompt(self, layer: int, q: torch.Tensor, bank: Bank, start: int) -> torch.Tensor:
         """A chunk, piece by piece. The last layer comes twice, with all queries and with the newest
         alone, which counts once.
         """

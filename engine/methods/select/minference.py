@@ -36,7 +36,7 @@ from engine.plan.needs import Needs
 from kernels.prefill import attend_chunk, attend_rows, merge, prefill_dense, prefill_dense_lse
 
 if TYPE_CHECKING:
-    from engine.bank.device import DeviceBank
+    from engine.bank.base import Bank
     from engine.model.config import ModelConfig
     from engine.plan.layers import LayerPlan
     from engine.prefill_eta import PrefillFlops
@@ -119,9 +119,7 @@ class MInferenceRuntime(Runtime):
         # (layer, stop, output of the last query) of the chunk under way
         self._newest: tuple[int, int, torch.Tensor] | None = None
 
-    def attend_prompt(
-        self, layer: int, q: torch.Tensor, bank: DeviceBank, start: int
-    ) -> torch.Tensor:
+    def attend_prompt(self, layer: int, q: torch.Tensor, bank: Bank, start: int) -> torch.Tensor:
         """Dense where every head's pattern covers everything. The last layer comes twice, with all
         queries and with the newest alone, which uses the lines of all.
         """

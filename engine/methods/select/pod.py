@@ -26,7 +26,7 @@ from engine.methods.settings import whole
 from kernels.prefill import merge
 
 if TYPE_CHECKING:
-    from engine.bank.device import DeviceBank
+    from engine.bank.base import Bank
     from engine.decode import Step
     from engine.model.config import ModelConfig
     from engine.plan.layers import LayerPlan
@@ -125,9 +125,7 @@ class PodRuntime(Runtime):
     def commit(self, count: int) -> None:
         self.shared = {}
 
-    def attend_prompt(
-        self, layer: int, q: torch.Tensor, bank: DeviceBank, start: int
-    ) -> torch.Tensor:
+    def attend_prompt(self, layer: int, q: torch.Tensor, bank: Bank, start: int) -> torch.Tensor:
         positions = torch.arange(start, start + q.shape[1], device=q.device).expand(q.shape[0], -1)
         return self._attend(
             layer,
@@ -152,7 +150,7 @@ class PodRuntime(Runtime):
         self,
         layer: int,
         q: torch.Tensor,
-        bank: DeviceBank,
+        bank: Bank,
         positions: torch.Tensor,
         stop: int,
         dense: Callable[[], torch.Tensor],
