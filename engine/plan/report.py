@@ -9,7 +9,7 @@ from engine.errors import OutOfMemoryPlan
 from engine.plan.free_memory import HEADROOM
 from engine.plan.layers import LayerPlan
 from engine.plan.mem import mem_from_budget
-from engine.units import human
+from engine.units import brief, human
 
 if TYPE_CHECKING:
     from engine.methods.base import Method
@@ -131,7 +131,7 @@ class Plan:
         width = max(len(name) for name, _, _ in self.items)
         lines = [
             f"model     {self.model}, {self.dtype} on {self.device}",
-            f"method    {self.method!r}",
+            f"method    {brief(self.method)}",
             f"layers    {self.layers.describe()}",
         ]
         if self.layers.sparse_layers:
