@@ -1,40 +1,56 @@
-"""Recall of attention mass against density for the block estimators: `python -m tools.block_recall`
-(the shipped model, one document).
+"""`python -m tools.block_recall`: recall of attention mass against density of the block estimators,
+on one document.
 
 Per FULL and WAIT layer, head and block of 128 queries: density = key blocks kept / causal blocks,
 recall = true mass in them. The oracle chooses by the true mass: nothing can keep more with as few
 blocks.
 """
 
+from __future__ import annotations
+
 import argparse
 import sys
 import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from engine import LLM, EngineError, Full, OmniKV
+from engine import LLM, Full, OmniKV
 from engine.methods.base import Runtime
 from engine.plan.layers import Role
 from kernels.block_sparse import BLOCK, block_mass, choose_blocks, exact_mass
-from tools.eval.cli import POCKET
+from tools.eval.prompts import token_counter
+from tools.program import POCKET, guarded
 from tools.tasks import TASKS, make_sample
 
+Layers = dict[int, tuple[torch.Tensor, torch.Tensor]]  # q and k of every layer
 
-def arguments(argv=None):
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.block_recall", description=__doc__.splitlines()[0]
+        prog="python -m tools.block_recall",
+        description="Recall of attention mass against density of the block estimators.",
     )
-    parser.add_argument("--model", default=str(POCKET))
-    parser.add_argument("--task", default="mixed", choices=tuple(TASKS))
-    parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--thresholds", type=float, nargs="+", default=[0.5, 0.7, 0.8, 0.9, 0.95])
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--model", default=str(POCKET), help="alias, hub id or folder (default: the shipped model)"
+    )
+    parser.add_argument("--task", default="mixed", choices=tuple(TASKS), help="of the document")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of the document")
+    parser.add_argument(
+        "--thresholds",
+        type=float,
+        nargs="+",
+        default=[0.5, 0.7, 0.8, 0.9, 0.95],
+        help="attention mass that the kept blocks should hold",
+    )
+    parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--seed", type=int, default=0, help="of the document")
     return parser.parse_args(argv)
 
 
-def captured(llm, ids):
+def captured(llm: LLM, ids: Sequence[int]) -> Layers:
     """{layer: (q [1, n, H, D], k [1, Hkv, n, D])} of a prompt, of the layers that
     dense_layers="block_sparse" would touch.
     """
@@ -52,14 +68,16 @@ def captured(llm, ids):
     return found
 
 
-def rows(layers, thresholds):
+def rows(
+    layers: Layers, thresholds: Sequence[float]
+) -> list[tuple[str, float, float, float, float]]:
     """[(estimator, threshold, density, mean recall, 1st percentile of recall)] over all layers,
     heads and blocks past the first 4.
     """
     first, table = 4 * BLOCK, []
     scale = next(iter(layers.values()))[0].shape[-1] ** -0.5
     true = {layer: exact_mass(q[:, first:], k, first, scale) for layer, (q, k) in layers.items()}
-    estimators = {"oracle": lambda layer, q, k: true[layer]}
+    estimators: dict[str, Callable[..., Any]] = {"oracle": lambda layer, q, k: true[layer]}
     for stride in (8, 16):
         for name in ("antidiagonal", "pooled"):
             estimators[f"{name} S={stride}"] = lambda layer, q, k, stride=stride, name=name: (
@@ -87,39 +105,28 @@ def rows(layers, thresholds):
     return table
 
 
-def main(argv=None):
-    """Print the table; returns the exit code."""
-    args = arguments(argv)
-    warnings.simplefilter("ignore", UserWarning)
-    try:
-        llm = LLM(
-            args.model,
-            device="cpu",
-            dtype="float32",
-            threads=args.threads,
-            method=Full(),
-            chunk=2**20,
-        )
-        sample = make_sample(
-            args.task,
-            args.length,
-            lambda text: len(llm.tokenizer.encode(text, special=False)),
-            args.seed,
-            1,
-        )
-        ids = llm.tokenizer.encode(sample.document, special=False)
-        layers = captured(llm, ids[: len(ids) // BLOCK * BLOCK])
-    except EngineError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    print(f"layers {sorted(layers)}, {len(ids) // BLOCK * BLOCK} tokens of {args.task}\n")
-    print(
-        "| estimator | mass wanted | density | recall, mean | recall, 1st percentile "
-        "|\n|---|---|---|---|---|"
+def run(args: argparse.Namespace) -> None:
+    """Measure and print the table."""
+    llm = LLM(
+        args.model, device="cpu", dtype="float32", threads=args.threads, method=Full(), chunk=2**20
     )
+    count = token_counter(llm.tokenizer)
+    sample = make_sample(args.task, args.length, count, args.seed, 1)
+    ids = llm.tokenizer.encode(sample.document, special=False)
+    ids = ids[: len(ids) // BLOCK * BLOCK]
+    layers = captured(llm, ids)
+    print(f"layers {sorted(layers)}, {len(ids)} tokens of {args.task}\n")
+    print("| estimator | mass wanted | density | recall, mean | recall, 1st percentile |")
+    print("|---|---|---|---|---|")
     for name, threshold, density, mean, low in rows(layers, args.thresholds):
         print(f"| {name} | {threshold} | {density:.2f} | {mean:.3f} | {low:.3f} |")
-    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0, 1 (the run failed), 2 (usage) or 130 (Ctrl-C)."""
+    args = arguments(argv)
+    warnings.simplefilter("ignore", UserWarning)
+    return guarded(lambda: run(args))
 
 
 if __name__ == "__main__":

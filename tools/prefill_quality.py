@@ -1,39 +1,45 @@
-"""Quality of OmniKV-prefill on the tasks of tools/tasks: `python -m tools.prefill_quality`, laid
-out as the paper's Table 14.
+"""`python -m tools.prefill_quality`: accuracy of sparse prefill (OmniKV-prefill) on the tasks of
+tools/tasks, laid out as the paper's Table 14.
 
 Prompts are read under every r, selection block and dense end; answers are then scored under full
 attention over the bank that this left, token by token against the right answer: exact (each of its
-tokens, and the end, was the most likely) and nats per token, which also tells methods apart on a
-model that answers little. What precedes every question is read once per method, up to a block's
-edge that no dense end reaches, so that this is the prompt read whole.
+tokens, and the end, was the most likely) and nats per token, which also tells settings apart on a
+model that answers little. The beginning that all questions share is read once per setting, up to a
+block's edge that no dense end reaches: the same as reading each prompt whole.
 """
 
+from __future__ import annotations
+
 import argparse
-import json
 import math
 import sys
 import time
 import warnings
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from engine import LLM, EngineError, Full, OmniKV
+from engine import LLM, Full, OmniKV
+from engine.methods.base import Method
+from engine.session import Session
 from tools.bench.header import commit
-from tools.eval.cli import POCKET, prompts
+from tools.eval.prompts import split_prompts, token_counter
 from tools.eval.report import wilson
+from tools.program import POCKET, guarded, progress, replace_json, say
 from tools.tasks import MAIN, TASKS, make_sample
-from weights.errors import UsageError
 
 NEVER = 2**40  # dense_below: every decode step is exact
 
 
-def arguments(argv=None):
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.prefill_quality", description=__doc__.splitlines()[0]
+        prog="python -m tools.prefill_quality",
+        description="Accuracy of sparse prefill on tasks with exact answers.",
     )
     parser.add_argument(
         "--model", default=str(POCKET), help="alias, hub id or folder (default: the shipped model)"
@@ -42,7 +48,9 @@ def arguments(argv=None):
     parser.add_argument("--length", type=int, default=2048, help="document length in tokens")
     parser.add_argument("--answers", type=int, default=32, help="per task and method")
     parser.add_argument("--questions", type=int, default=4, help="per document, at most")
-    parser.add_argument("--ratios", nargs="+", type=int, default=[1, 2, 4, 8])
+    parser.add_argument(
+        "--ratios", nargs="+", type=int, default=[1, 2, 4, 8], help="r of OmniKV-prefill"
+    )
     parser.add_argument(
         "--blocks", nargs="+", type=int, default=[64, 128, 256], help="queries per selection"
     )
@@ -68,8 +76,8 @@ def arguments(argv=None):
     parser.add_argument(
         "--wait", type=int, help="wait layers (default: those the model comes with, else 1)"
     )
-    parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--threads", type=int)
+    parser.add_argument("--seed", type=int, default=7, help="of the documents")
+    parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument(
         "--minutes",
         type=float,
@@ -84,10 +92,20 @@ def arguments(argv=None):
     return args
 
 
-def settings(args):
-    """[(name, r, block, stride, dense end, method)]; r None is dense prefill."""
-    found = [("dense", None, 0, 0, 0, Full())]
-    common = dict(
+class Setting(NamedTuple):
+    """One row of the table; ratio None is dense prefill."""
+
+    name: str
+    ratio: int | None
+    block: int
+    end: int
+    method: Method
+
+
+def settings(args: argparse.Namespace) -> list[Setting]:
+    """Dense prefill, then every block, stride, dense end and ratio."""
+    found = [Setting("dense", None, 0, 0, Full())]
+    common: dict[str, Any] = dict(
         filter_layers=tuple(args.filters) if args.filters else None,
         wait_layers=args.wait,
         tail=args.tail,
@@ -104,20 +122,14 @@ def settings(args):
                         prefill_dense_end=end,
                         **common,
                     )
-                    found.append(
-                        (
-                            f"r={ratio} block={block} stride={stride} end={end}",
-                            ratio,
-                            block,
-                            stride,
-                            end,
-                            method,
-                        )
-                    )
+                    name = f"r={ratio} block={block} stride={stride} end={end}"
+                    found.append(Setting(name, ratio, block, end, method))
     return found
 
 
-def score(session, ids, right, ends):
+def score(
+    session: Session, ids: Sequence[int], right: Sequence[int], ends: Sequence[int]
+) -> tuple[bool, float]:
     """(exact, nats) of the right answer's tokens after a prompt's last part, every step under full
     attention.
     """
@@ -130,17 +142,21 @@ def score(session, ids, right, ends):
     return bool(exact and (not ends or int(logits.argmax()) in ends)), nats
 
 
-def document(llm, args, task, seed, questions, found):
-    """Records of one document: every question under every setting."""
-
-    def count(text):
-        return len(llm.tokenizer.encode(text, special=False))
-
+def document(
+    llm: LLM,
+    args: argparse.Namespace,
+    task: str,
+    seed: int,
+    questions: int,
+    found: Sequence[Setting],
+) -> Iterator[dict[str, Any]]:
+    """Yield the records of one document: every question under every setting."""
+    count = token_counter(llm.tokenizer)
     sample = make_sample(task, args.length, count, seed, questions)
-    shared, own = prompts(llm, sample)
+    shared, own = split_prompts(llm, sample)
     right = [llm.tokenizer.encode(text, special=False) for text in sample.answers]
     room = len(shared) + max(map(len, own)) + max(map(len, right)) + 2
-    for name, ratio, block, _, end, method in found:
+    for name, ratio, block, end, method in found:
         edge = max(0, len(shared) - args.dense_end) // (block or 1) * (block or 1)
         with llm.session(
             method if ratio is None else _without_end(method),
@@ -165,19 +181,22 @@ def document(llm, args, task, seed, questions, found):
                 }
 
 
-def _without_end(method):
+def _without_end(method: Method) -> Method:
     return replace(method, prefill_dense_end=0)
 
 
-def run(args):
-    """All records, document by document, the tasks taking turns: every prefix of a run compares
-    equals.
+def measure(
+    args: argparse.Namespace,
+) -> tuple[LLM, list[Setting], list[dict[str, Any]]]:
+    """(the model, the settings, all records). The tasks take turns, document by document, so that
+    every prefix of a run compares equals.
     """
     llm = LLM(
         args.model, device="cpu", dtype="float32", threads=args.threads, method=Full(), chunk=512
     )
-    found, records, began = settings(args), [], time.monotonic()
-    documents = []
+    found, began = settings(args), time.monotonic()
+    records: list[dict[str, Any]] = []
+    documents: list[tuple[int, str, int]] = []
     for task in args.tasks:
         per = min(args.questions, TASKS[task].max_questions)
         documents += [
@@ -187,19 +206,16 @@ def run(args):
     for n, (number, task, questions) in enumerate(sorted(documents, key=lambda d: d[0])):
         records += document(llm, args, task, args.seed * 100_000 + number, questions, found)
         spent = time.monotonic() - began
-        print(
-            f"\r{n + 1}/{len(documents)} documents, {spent:.0f} s   ",
-            end="",
-            file=sys.stderr,
-            flush=True,
-        )
+        progress(f"{n + 1}/{len(documents)} documents, {spent:.0f} s")
         if spent > 60 * args.minutes:
             break
-    print(file=sys.stderr)
+    say("")
     return llm, found, records
 
 
-def table(found, records, tasks):
+def table(
+    found: Sequence[Setting], records: Sequence[dict[str, Any]], tasks: Sequence[str]
+) -> list[tuple[str, dict, float, float]]:
     """Rows of Table 14: (setting, {task: (right, asked, nats)}, mean accuracy, mean nats)."""
     cells = defaultdict(list)
     for r in records:
@@ -220,7 +236,7 @@ def table(found, records, tasks):
     return rows
 
 
-def paired(records, name):
+def paired(records: Sequence[dict[str, Any]], name: str) -> tuple[int, int]:
     """(won, lost) answers of a setting against dense prefill on the same questions."""
     dense = {
         (r["task"], r["seed"], r["question"]): r["right"]
@@ -235,7 +251,12 @@ def paired(records, name):
     return sum(a > b for a, b in mine), sum(a < b for a, b in mine)
 
 
-def markdown(about, found, records, tasks):
+def markdown(
+    about: dict[str, Any],
+    found: Sequence[Setting],
+    records: Sequence[dict[str, Any]],
+    tasks: Sequence[str],
+) -> str:
     """The report as a page."""
     tasks = [task for task in tasks if any(r["task"] == task for r in records)]
     rows = table(found, records, tasks)
@@ -265,32 +286,30 @@ def markdown(about, found, records, tasks):
     return "\n".join(lines) + "\n"
 
 
-def main(argv=None):
-    """Run, write report.json and report.md, print the page; returns the exit code."""
-    args = arguments(argv)
-    warnings.simplefilter("ignore", UserWarning)
-    try:
-        llm, found, records = run(args)
-        method, plan = llm.resolve_method(found[-1][-1])
-    except (EngineError, UsageError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+def run(args: argparse.Namespace) -> None:
+    """Measure, write report.json and report.md, print the page."""
+    llm, found, records = measure(args)
+    method, plan = llm.resolve_method(found[-1].method)
     about = {
         "model": "weights/pocket" if args.model == str(POCKET) else Path(args.model).name,
         "commit": commit(),
         "document": f"{args.length} tokens",
-        "plan": f"filters {method.filter_layers}, {plan.describe()}",
+        "plan": f"filters {getattr(method, 'filter_layers', None)}, {plan.describe()}",
         "tail": args.tail,
         "decode": "full attention",
     }
     page = markdown(about, found, records, args.tasks)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "report.md").write_text(page)
-    (args.out / "report.json").write_text(
-        json.dumps({"about": about, "records": records}, indent=1) + "\n"
-    )
+    replace_json(args.out / "report.json", {"about": about, "records": records})
     print(page)
-    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0, 1 (the run failed), 2 (usage) or 130 (Ctrl-C)."""
+    args = arguments(argv)
+    warnings.simplefilter("ignore", UserWarning)
+    return guarded(lambda: run(args))
 
 
 if __name__ == "__main__":

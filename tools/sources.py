@@ -1,17 +1,20 @@
-"""python -m tools.sources RUN.json [-o PAGE.html]: the page of a recorded answer. Runs are written
-by /sources FILE.json in the chat.
+"""`python -m tools.sources RUN.json`: the page of a recorded answer. The chat's command /sources
+FILE.json writes such a run.
 """
+
+from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from engine import EngineError
 from engine.chat.provenance import Run, write_page
+from tools.program import guarded
 
 
-def main(argv=None):
-    """Command line: 0, 1 (not a run), 2 (usage)."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0, 1 (not a run) or 2 (usage)."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.sources",
         description="Show what every word of a recorded answer read.",
@@ -22,13 +25,12 @@ def main(argv=None):
     )
     args = parser.parse_args(argv)
     out = args.out or str(Path(args.run).with_suffix(".html"))
-    try:
+
+    def work() -> None:
         write_page(Run.load(args.run), out)
-    except EngineError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    print(out)
-    return 0
+        print(out)
+
+    return guarded(work)
 
 
 if __name__ == "__main__":

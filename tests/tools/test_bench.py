@@ -16,11 +16,12 @@ from engine import LLM, Full, OmniKV
 from engine.errors import SettingError
 from engine.methods.brutal_offload import BrutalOffload
 from engine.methods.registry import methods
+from engine.units import brief
 from tools.bench import cli as bench
 from tools.bench import gather as bench_gather
 from tools.bench import suite as bench_suite
 from tools.bench.floor import Rates, floor_seconds, measure_rates, step_bytes, streamed_weights
-from tools.bench.methods import describe, specs
+from tools.bench.methods import specs
 from tools.bench.run import (
     Cell,
     Engine,
@@ -503,7 +504,7 @@ def test_shapes_and_methods():
     ]
     assert found[-1].method.reuse == 0.9 and found[-1].offload == "host"
     assert (
-        describe(found[1].method)
+        brief(found[1].method)
         == "OmniKV(filter_layers=(1, 3), tokens=32, wait_layers=1, dense_below=0)"
     )
     with pytest.raises(SettingError, match="methods: found 'nothing'"):

@@ -5,11 +5,12 @@ import json
 import pytest
 
 from tools import prefill_quality, prefill_table
+from tools.prefill.speed import integrate
 
 
 def test_integrate_is_exact_where_time_is_affine_in_depth():
     points = [(first, 3.0 + 0.5 * first) for first in (0, 128, 896)]
-    assert prefill_table.integrate(points, 1024, 128) == pytest.approx(
+    assert integrate(points, 1024, 128) == pytest.approx(
         sum(3.0 + 0.5 * first for first in range(0, 1024, 128))
     )
 

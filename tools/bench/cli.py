@@ -1,33 +1,38 @@
-"""`make bench`: per-token latency by context, every method side by side, with the bytes each step
-had to read and the peers beside it.
+"""`make bench`: time per token by context, every method side by side, with the bytes that each step
+had to read, and other engines beside them.
 
 Examples:
-  python -m tools.bench                                            what this machine can show in a
-  few minutes
-  python -m tools.bench --shape llama-3-8b --contexts 128K,256K    random weights of a shape, no
-  download
+  python -m tools.bench                                            this machine, in a few minutes
+  python -m tools.bench --shape llama-3-8b --contexts 128K,256K    random weights, no download
   python -m tools.bench --model ./my-model --peers none -o json    a folder or an alias
 """
 
+from __future__ import annotations
+
 import argparse
+import json
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from engine.errors import EngineError, SettingError
+from engine.errors import UsageError
 from tools.bench import header as bench_header
 from tools.bench.methods import specs
+from tools.bench.options import Options, Result
 from tools.bench.peers import PEERS
 from tools.bench.report import render, summary
 from tools.bench.shapes import SHAPES, parse_size, shape_filters, short_size
-from tools.bench.suite import Options, Suite
+from tools.bench.suite import Suite
+from tools.program import guarded, replace_text, say
 
 # default budget of a run without a GPU; `make bench` promises 6 minutes with its start-up
 CPU_SECONDS = 300
 
 
-def sizes(text):
+def sizes(text: str) -> tuple[int, ...]:
     """ "4K,8K" -> (4096, 8192), ascending and without repeats; "none" -> ()."""
     if text == "none":
         return ()
@@ -37,10 +42,10 @@ def sizes(text):
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def numbers(kind):
+def numbers(kind: Callable[[str], Any]) -> Callable[[str], tuple]:
     """Parser of comma-separated numbers."""
 
-    def parse(text):
+    def parse(text: str) -> tuple:
         try:
             return tuple(kind(part) for part in text.split(","))
         except ValueError as error:
@@ -51,18 +56,25 @@ def numbers(kind):
     return parse
 
 
-def words(text):
+def words(text: str) -> tuple[str, ...]:
     """ "a,b" -> ("a", "b"); "none" -> ()."""
     return () if text == "none" else tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-def parser():
+def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = argparse.ArgumentParser(
         prog="python -m tools.bench",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    _model_flags(p)
+    _method_flags(p)
+    _run_flags(p)
+    return p
+
+
+def _model_flags(p: argparse.ArgumentParser) -> None:
     what = p.add_mutually_exclusive_group()
     what.add_argument(
         "--shape",
@@ -87,6 +99,9 @@ def parser():
         type=sizes,
         help="whole prompts that are read, e.g. 512,8K (none: only 512 tokens per depth)",
     )
+
+
+def _method_flags(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--methods",
         type=words,
@@ -107,7 +122,7 @@ def parser():
         "--wait-layers",
         type=numbers(int),
         default=(1, 0),
-        help="each is a row of its own (default 1,0)",
+        help="OmniKV's wait layers, a row of the table each (default 1,0)",
     )
     p.add_argument(
         "--dense-below",
@@ -121,6 +136,9 @@ def parser():
         help="planted shares of tokens that stay chosen from step to step, for methods in host "
         "memory (default 0,0.7,0.9)",
     )
+
+
+def _run_flags(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "-r",
         "--rounds",
@@ -132,13 +150,14 @@ def parser():
     p.add_argument(
         "--seconds",
         type=float,
-        help=f"budget of the run, what is left out says so (default {CPU_SECONDS} on a CPU)",
+        help=f"budget of the run; the report names what is left out (default {CPU_SECONDS} on a "
+        "CPU)",
     )
     p.add_argument("--no-split", action="store_true", help="leave out the split of a step")
     p.add_argument(
         "--no-gather",
         action="store_true",
-        help="leave out the ways of bringing rows from host memory",
+        help="leave out the comparison of copies from host memory",
     )
     p.add_argument(
         "--no-verify",
@@ -159,10 +178,9 @@ def parser():
         metavar="DIR",
         help="write latency, speed-up and memory plots (needs matplotlib)",
     )
-    return p
 
 
-def options(args):
+def options(args: argparse.Namespace) -> Options:
     """Options of a parsed command line, with the defaults that fit this machine."""
     gpu = args.device.startswith("cuda") or (args.device == "auto" and torch.cuda.is_available())
     shape = None if args.model else args.shape or ("llama-3-8b" if gpu else "160m")
@@ -199,32 +217,28 @@ def options(args):
     )
 
 
-def main(argv=None):
-    """Exit code 0, 1 (the model does not load, or a timed path was wrong), 2 (usage)."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0, 1 (the run failed, or a timed path was wrong), 2 (usage) or 130 (Ctrl-C)."""
     args = parser().parse_args(argv)
+    flags = argv if argv is not None else sys.argv[1:]
+    return guarded(lambda: run(args, flags))
+
+
+def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
+    """Measure and print; 1 where a timed path was wrong."""
     try:
         chosen = options(args)
-    except (SettingError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     depths = ", ".join(short_size(n) for n in chosen.contexts)
-    print(
-        f"{chosen.model or chosen.shape} at {depths or 'no depth'}; peers: "
-        f"{', '.join(chosen.peers) or 'none'}",
-        file=sys.stderr,
+    say(
+        f"{chosen.model or chosen.shape} at {depths or 'no depth'}; "
+        f"peers: {', '.join(chosen.peers) or 'none'}"
     )
-    suite, clocks = (
-        Suite(chosen, say=lambda line: print(f"  {line}", file=sys.stderr, flush=True)),
-        bench_header.clocks(),
-    )
-    try:
-        result = suite.run()
-    except EngineError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    head = bench_header.header(
-        suite.device, argv if argv is not None else sys.argv[1:], result.rates
-    )
+    clocks = bench_header.clocks()
+    suite = Suite(chosen, say=lambda line: say(f"  {line}"))
+    result = suite.run()
+    head = bench_header.header(suite.device, flags, result.rates)
     found = bench_header.warnings(
         suite.device, result.cells, result.rates, result.rates_after, clocks, bench_header.clocks()
     )
@@ -233,17 +247,17 @@ def main(argv=None):
     return 1 if result.failed_checks else 0
 
 
-def _files(args, result, head, found):
+def _files(
+    args: argparse.Namespace, result: Result, head: dict[str, Any], found: list[str]
+) -> None:
     whole = summary(result, head, found)
     if args.save:
-        import json
-
         args.save.parent.mkdir(parents=True, exist_ok=True)
-        args.save.write_text(json.dumps(whole, indent=1) + "\n")
+        replace_text(args.save, json.dumps(whole, indent=1) + "\n")
     if args.plot:
         try:
             from tools.bench.plot import plots
 
-            print("plots: " + ", ".join(map(str, plots(whole, args.plot))), file=sys.stderr)
+            say("plots: " + ", ".join(map(str, plots(whole, args.plot))))
         except ImportError:
-            print("no plots: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)
+            say("no plots: matplotlib is not installed (pip install matplotlib)")

@@ -1,11 +1,14 @@
-"""Which methods a benchmark runs: names to frozen method values, found in engine/methods, with what
-cannot run saying why.
-"""
+"""The methods that a benchmark runs: from names to frozen settings."""
+
+from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from engine.errors import SettingError
+from engine.methods.base import Method
 from engine.methods.full import Full
 from engine.methods.omnikv.settings import OmniKV
 from engine.methods.registry import methods
@@ -14,35 +17,32 @@ from tools.planted_selection import Replay
 
 @dataclass(frozen=True)
 class Spec:
-    """One column of a comparison: label, method value, and where the sparse layers' rows lie
+    """One row of the benchmark: label, settings, and where the sparse layers' K and V are
     ("device" or "host").
     """
 
     label: str
-    method: object
+    method: Method
     offload: str = "device"
 
 
-def describe(method):
-    """A method as its call with the fields that differ from their defaults:
-    "OmniKV(filter_layers=(2, 5, 8), tokens=2048)".
-    """
-    given = [
-        f"{f.name}={getattr(method, f.name)!r}"
-        for f in dataclasses.fields(method)
-        if getattr(method, f.name) != f.default
-    ]
-    return f"{type(method).__name__}({', '.join(given)})"
-
-
-def specs(names, filter_layers, tokens, waits, reuses, dense_below=0, tail=256):
+def specs(
+    names: Sequence[str],
+    filter_layers: Sequence[int] | None,
+    tokens: int,
+    waits: Sequence[int],
+    reuses: Sequence[float | None],
+    dense_below: int | str = 0,
+    tail: int = 256,
+) -> list[Spec]:
     """Spec list for names such as "full", "omnikv", "omnikv-host", "brutal" or any registered
     method.
 
     OmniKV is multiplied by `waits` (numbers of wait layers) and, on "omnikv-host", by `reuses`
-    (planted shares; None: as chosen). Raises SettingError for a name that nobody knows.
+    (planted shares; None: as chosen). Raises SettingError for an unknown name.
     """
-    known, found = methods(), []
+    known = methods()
+    found: list[Spec] = []
     for name in names:
         base, _, place = name.partition("-")
         base, place = ("brutal_offload", "host") if name == "brutal" else (base, place)
@@ -67,7 +67,12 @@ def specs(names, filter_layers, tokens, waits, reuses, dense_below=0, tail=256):
     return found
 
 
-def _omnikv(settings, waits, reuses, place):
+def _omnikv(
+    settings: dict[str, Any],
+    waits: Sequence[int],
+    reuses: Sequence[float | None],
+    place: str,
+) -> Iterator[Spec]:
     for wait in waits:
         for reuse in reuses:
             label = f"omnikv{'-host' if place else ''} w{wait}" + (
@@ -81,8 +86,10 @@ def _omnikv(settings, waits, reuses, place):
             yield Spec(label, method, "host" if place else "device")
 
 
-def _fill(cls, filter_layers, tokens, dense_below):
-    """A method with those of our settings that it has."""
+def _fill(
+    cls: type, filter_layers: Sequence[int] | None, tokens: int, dense_below: int | str
+) -> Method:
+    """A method with those of these settings that it has."""
     if cls is Full:
         return Full()
     names = {field.name for field in dataclasses.fields(cls)}

@@ -2,90 +2,101 @@
 memory by context. Needs matplotlib.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
-def plots(summary, folder):
+def plots(summary: dict[str, Any], folder: Path | str) -> list[Path]:
     """Write latency.png, speedup.png and memory.png into a folder; returns their paths. Raises
     ImportError without matplotlib.
     """
     import matplotlib
 
     matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    cells = [c for c in summary["cells"] if c["test"] == "tg" and "ms_median" in c]
-    title = (
-        f"{summary['model']['name']}, {summary['model']['dtype']}, "
-        f"{summary['header']['hardware'].split(',')[0]}"
+    panels: list[tuple[str, str, Callable]] = [
+        ("latency", "ms per token (median)", _latency),
+        ("speedup", "times as fast as full attention", _speedup),
+        ("memory", "GB beside the weights", _memory),
+    ]
+    return [_figure(summary, folder / f"{name}.png", label, draw) for name, label, draw in panels]
+
+
+def _figure(summary: dict[str, Any], path: Path, label: str, draw: Callable) -> Path:
+    import matplotlib.pyplot as plt
+
+    model, hardware = summary["model"], summary["header"]["hardware"].split(",")[0]
+    ticks = sorted({cell["n"] for cell in _cells(summary)})
+    fig, ax = plt.subplots(figsize=(7.5, 4.8))
+    draw(ax, summary)
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=20)
+    ax.set_xlabel("tokens of context")
+    ax.set_ylabel(label)
+    ax.set_title(f"{model['name']}, {model['dtype']}, {hardware}", fontsize=10)
+    ax.grid(True, alpha=0.3)
+    if ax.get_legend_handles_labels()[0]:
+        ax.legend(fontsize=8)
+    fig.tight_layout()
+    fig.savefig(path, dpi=130)
+    plt.close(fig)
+    return path
+
+
+def _cells(summary: dict[str, Any]) -> list[dict[str, Any]]:
+    """The decode cells that have a time."""
+    return [c for c in summary["cells"] if c["test"] == "tg" and "ms_median" in c]
+
+
+def _names(summary: dict[str, Any]) -> list[str]:
+    return list(dict.fromkeys(c["name"] for c in _cells(summary)))
+
+
+def _rows(summary: dict[str, Any], name: str, key: str) -> tuple[list[int], list[float]]:
+    """(contexts, values) of one method."""
+    found = sorted(
+        (c["n"], c[key]) for c in _cells(summary) if c["name"] == name and c.get(key) is not None
     )
-    names = list(dict.fromkeys(c["name"] for c in cells))
-    made = []
+    return [n for n, _ in found], [value for _, value in found]
 
-    def figure(name, label, draw):
-        fig, ax = plt.subplots(figsize=(7.5, 4.8))
-        draw(ax)
-        ticks = sorted({c["n"] for c in cells})
-        ax.set_xscale("log", base=2)
-        ax.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=20)
-        ax.set_xlabel("tokens of context")
-        ax.set_ylabel(label)
-        ax.set_title(title, fontsize=10)
-        ax.grid(True, alpha=0.3)
-        if ax.get_legend_handles_labels()[0]:
-            ax.legend(fontsize=8)
-        fig.tight_layout()
-        made.append(folder / f"{name}.png")
-        fig.savefig(made[-1], dpi=130)
-        plt.close(fig)
 
-    def rows(name, key):
+def _latency(ax: Any, summary: dict[str, Any]) -> None:
+    for number, name in enumerate(_names(summary)):
+        color = f"C{number}"
+        ax.plot(*_rows(summary, name, "ms_median"), "o-", color=color, label=name)
+        floor = _rows(summary, name, "floor_ms")
+        if floor[0]:
+            ax.plot(*floor, ":", color=color, label=f"{name}, floor")
+    ax.set_yscale("log")
+    for set_formatter in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
+        set_formatter(lambda value, _: f"{value:g}")
+
+
+def _speedup(ax: Any, summary: dict[str, Any]) -> None:
+    for number, name in enumerate(_names(summary)):
+        found = _rows(summary, name, "vs_full")
+        if found[0]:
+            ax.plot(*found, "o-", color=f"C{number}", label=name)
+    ax.axhline(1.0, color="black", linewidth=0.8, label="full attention")
+
+
+def _memory(ax: Any, summary: dict[str, Any]) -> None:
+    for number, name in enumerate(_names(summary)):
         found = sorted(
-            (c["n"], c[key]) for c in cells if c["name"] == name and c.get(key) is not None
+            (m["n"], m["planned"] / 1e9, m["measured"] / 1e9)
+            for m in summary["memory"]
+            if m["name"] == name and m["n"]
         )
-        return [n for n, _ in found], [value for _, value in found]
-
-    def latency(ax):
-        for number, name in enumerate(names):
-            ax.plot(*rows(name, "ms_median"), "o-", color=f"C{number}", label=name)
-            if rows(name, "floor_ms")[0]:
-                ax.plot(*rows(name, "floor_ms"), ":", color=f"C{number}", label=f"{name}, floor")
-        ax.set_yscale("log")
-        for axis_formatter in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
-            axis_formatter(lambda value, _: f"{value:g}")
-
-    def speedup(ax):
-        for number, name in enumerate(names):
-            if rows(name, "vs_full")[0]:
-                ax.plot(*rows(name, "vs_full"), "o-", color=f"C{number}", label=name)
-        ax.axhline(1.0, color="black", linewidth=0.8, label="full attention")
-
-    def memory(ax):
-        for number, name in enumerate(names):
-            found = sorted(
-                (m["n"], m["planned"] / 1e9, m["measured"] / 1e9)
-                for m in summary["memory"]
-                if m["name"] == name and m["n"]
-            )
+        for column, line, what in ((2, "o-", "measured"), (1, ":", "planned")):
             if found:
                 ax.plot(
-                    [m[0] for m in found],
-                    [m[2] for m in found],
-                    "o-",
+                    [row[0] for row in found],
+                    [row[column] for row in found],
+                    line,
                     color=f"C{number}",
-                    label=f"{name}, measured",
+                    label=f"{name}, {what}",
                 )
-                ax.plot(
-                    [m[0] for m in found],
-                    [m[1] for m in found],
-                    ":",
-                    color=f"C{number}",
-                    label=f"{name}, planned",
-                )
-
-    figure("latency", "ms per token (median)", latency)
-    figure("speedup", "times as fast as full attention", speedup)
-    figure("memory", "GB beside the weights", memory)
-    return made

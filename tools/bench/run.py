@@ -1,8 +1,8 @@
-"""Contestants of a decode benchmark and the rounds they run: interleaved A B A B, every step timed,
-warm-up apart.
+"""Contestants of a decode benchmark and the rounds they run: interleaved A B A B, every step timed
+after a warm-up.
 
 A contestant offers `name`, `settings` (text), rewind(), step() -> token and close(). The engine's
-own is here and uses the public API only; peers are in tools/bench/hf.py and
+is here and uses the public API only; other engines are in tools/bench/hf.py and
 tools/bench/llamacpp.py.
 """
 
@@ -15,8 +15,8 @@ import torch
 
 from engine.errors import EngineError
 from engine.methods.omnikv.settings import OmniKV
+from engine.units import brief
 from tools.bench.floor import StepBytes, step_bytes, sync
-from tools.bench.methods import describe
 from tools.planted_selection import Replay
 from tools.synthetic_bank import synthesize
 
@@ -103,14 +103,14 @@ class Cell:
 
 
 class Engine:
-    """A session of an LLM at depth n. Public API: LLM.session, Session.synthesize, decode,
-    truncate, set_backend, stats.
+    """A session of an LLM at depth n, through its public API: LLM.session, decode, truncate,
+    set_backend, stats.
     """
 
     def __init__(self, name, llm, n):
         self.name, self.llm, self.n = name, llm, n
         self.session = llm.session()
-        self.settings = describe(self.session.method)
+        self.settings = brief(self.session.method)
         try:
             synthesize(self.session, n)
         except BaseException:
@@ -176,7 +176,7 @@ def fetched_bytes(llm, n):
 
 
 class Mismatch(Exception):
-    """The timed path does not say what the reference path says: its times mean nothing."""
+    """The timed path and the reference disagree: the times mean nothing."""
 
 
 def verify(contestant, steps=None):

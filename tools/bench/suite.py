@@ -2,8 +2,11 @@
 memory figures.
 """
 
+from __future__ import annotations
+
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,11 +14,11 @@ from engine import LLM, Full
 from engine.errors import EngineError
 from engine.model.llama import random_stream
 from engine.plan.free_memory import HEADROOM, available_bytes
-from engine.units import human
+from engine.units import brief, human
 from tools.bench import gather as bench_gather
 from tools.bench.floor import floor_seconds, measure_rates
 from tools.bench.memory import Peak, held
-from tools.bench.methods import describe
+from tools.bench.options import Options, Result
 from tools.bench.run import (
     Cell,
     Engine,
@@ -30,6 +33,10 @@ from tools.bench.run import (
 from tools.bench.shapes import shape_config
 from tools.bench.split import split_step
 
+if TYPE_CHECKING:
+    from engine.model.config import ModelConfig
+    from engine.plan.memory import Plan
+
 SMALL = 4096  # capacity of the LLM that holds the weights
 # tokens a session can hold beyond its depth: timed steps, and what is appended at depth
 ROOM = 1152
@@ -40,64 +47,23 @@ FOLLOW_UP = 1024
 SHARPNESS = 1.5
 
 
-def sharp_stream(config, dtype, device):
-    """Random weights whose attention is uneven, see SHARPNESS."""
+def sharp_stream(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> Iterable[tuple[str, torch.Tensor]]:
+    """Random weights with uneven attention, see SHARPNESS."""
     return random_stream(config, dtype, device, sharpness=SHARPNESS)
-
-
-@dataclass
-class Options:
-    """What to run; the command line of tools/bench/cli.py fills it."""
-
-    shape: str | None = "160m"
-    model: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    threads: int | None = None
-    contexts: tuple = (4096,)
-    specs: tuple = ()
-    peers: tuple = ()
-    prefill: tuple = ()
-    rounds: int = 3
-    steps: int = 5
-    # of the whole run; what does not fit in is left out and says so
-    seconds: float | None = None
-    split: bool = True
-    verify: bool = True
-    chunk: int | None = None
-    rates_bytes: int | None = None
-    kernels: str = "auto"
-    gather: bool = False  # compare the ways of bringing rows from host memory
-
-
-@dataclass
-class Result:
-    """Everything a run found out."""
-
-    cells: list = field(default_factory=list)
-    # dicts: name, n, stages in seconds, step, timed median
-    splits: list = field(default_factory=list)
-    # dicts: name, n, what, planned and measured bytes
-    memory: list = field(default_factory=list)
-    peers: dict = field(default_factory=dict)  # name -> settings, trials, or why it is missing
-    model: dict = field(default_factory=dict)
-    gather: list = field(default_factory=list)  # rows of bench_gather.compare
-    link: str = ""
-    rates: object = None
-    rates_after: object = None
-    failed_checks: int = 0
 
 
 class Suite:
     """Runs Options into a Result. `say` gets one line of progress at a time."""
 
-    def __init__(self, options, say=lambda line: None):
+    def __init__(self, options: Options, say: Callable[[str], None] = lambda line: None):
         self.options, self.say, self.result = options, say, Result()
         # called after every depth, for programs that write as they go
-        self.on_context = lambda result: None
+        self.on_context: Callable[[Result], None] = lambda result: None
         self._began = time.perf_counter()
 
-    def run(self):
+    def run(self) -> Result:
         """All of it. Raises EngineError where the model itself cannot be made."""
         o = self.options
         if o.threads is not None:
@@ -124,7 +90,7 @@ class Suite:
         self.result.rates_after = measure_rates(self.device, o.rates_bytes, seconds=1.0)
         return self.result
 
-    def left(self):
+    def left(self) -> float:
         """Seconds left of the run's budget."""
         return (
             float("inf")
@@ -134,7 +100,7 @@ class Suite:
 
     # ---------------------------------------------------------------- model
 
-    def _build(self):
+    def _build(self) -> LLM:
         """The LLM with the weights that all others share; its own capacity is small."""
         o = self.options
         before, began = (
@@ -147,7 +113,7 @@ class Suite:
             threads=o.threads,
             chunk=o.chunk,
             method=Full(),
-            backend=o.kernels,
+            backend=o.backend,
             offload="device",
             max_context=SMALL,
         )
@@ -180,7 +146,7 @@ class Suite:
             session.decode(2)
         return llm
 
-    def _make_peers(self):
+    def _make_peers(self) -> list[Any]:
         from tools.bench.peers import make_peer
 
         peers = []
@@ -194,7 +160,7 @@ class Suite:
 
     # ---------------------------------------------------------------- decode
 
-    def _context(self, n):
+    def _context(self, n: int) -> None:
         entrants, cells = [], {}
         self._release()
         for spec in self.options.specs:
@@ -207,7 +173,7 @@ class Suite:
             except EngineError as error:
                 cell.why = reason(error)
             if not cell.why:
-                cell.settings = describe(llm.method)
+                cell.settings = brief(llm.method)
                 # predicted before anything is timed
                 cell.needed = engine_bytes(llm, n + 2)
                 cell.extra["fetched_predicted"] = fetched_bytes(llm, n + 2)
@@ -234,12 +200,12 @@ class Suite:
             self._compete(n, entrants, cells)
         self.result.cells += cells.values()
 
-    def _release(self):
+    def _release(self) -> None:
         """Give cached blocks back to the GPU: what is free is asked of the driver."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _cannot(self, plan):
+    def _cannot(self, plan: Plan) -> str:
         """Why a plan does not fit beside the loaded weights, or ""."""
         beside, room = (
             plan.total - plan.bytes_of("weights"),
@@ -254,13 +220,13 @@ class Suite:
             )
         return ""
 
-    def _entrant(self, label, llm, n):
+    def _entrant(self, label: str, llm: LLM, n: int) -> Entrant:
         plan = llm.plan()
         size = plan.total - plan.bytes_of("weights") - plan.bytes_of("prefill workspace")
         check = verify if self.options.verify else None
         return Entrant(label, lambda: Engine(label, llm, n), size, plan.host_bytes, check)
 
-    def _compete(self, n, entrants, cells):
+    def _compete(self, n: int, entrants: list[Entrant], cells: dict[str, Cell]) -> None:
         o = self.options
         free = available_bytes(self.device)[0]
         host_free = available_bytes(torch.device("cpu"))[0]
@@ -294,8 +260,16 @@ class Suite:
             if row["n"] == n and cells[row["name"]].seconds:
                 row["timed"] = cells[row["name"]].median
 
-    def _after(self, name, contestant, n, cells, plain, match):
-        """After an entrant's last turn: what its counters say, its split, and one prefill chunk at
+    def _after(
+        self,
+        name: str,
+        contestant: Any,
+        n: int,
+        cells: dict[str, Cell],
+        plain: dict,
+        match: Match,
+    ) -> None:
+        """After an entrant's last turn: note its counters, its split, and one prefill chunk at
         depth.
         """
         if not isinstance(contestant, Engine):
@@ -325,7 +299,7 @@ class Suite:
                 plain["follow-up", n] = True
                 self._append(name, contestant, n, FOLLOW_UP)
 
-    def _append(self, name, contestant, n, count):
+    def _append(self, name: str, contestant: Engine, n: int, count: int) -> None:
         """Read `count` tokens onto a bank of n; where its past streams back, with the seconds that
         the bytes take over the link.
         """
@@ -348,9 +322,9 @@ class Suite:
 
     # ---------------------------------------------------------------- prefill
 
-    def _prefill(self, n):
-        """A whole prompt of n tokens, ours and the peers' in turns, with the peak of memory against
-        the plan.
+    def _prefill(self, n: int) -> None:
+        """Time a whole prompt of n tokens, ours and the other engines' in turns, and compare the
+        peak of memory with the plan.
         """
         ids = torch.randint(
             self.llm.config.vocab_size, (n,), generator=torch.Generator().manual_seed(1)
@@ -389,15 +363,15 @@ class Suite:
         self.result.cells += cells
 
 
-def _read(llm, ids):
-    """Seconds from a prompt to the logits of its last token, in a session of its own."""
+def _read(llm: LLM, ids: list[int]) -> float:
+    """Seconds from a prompt to the logits of its last token, in a new session."""
     with llm.session() as session:
         start = time.perf_counter()
         session.prefill(ids)
         return time.perf_counter() - start
 
 
-def _counted(contestant):
+def _counted(contestant: Engine) -> int:
     """Bank bytes that session.stats counts for the step at the depth that was predicted."""
     contestant.back()
     contestant.step()
@@ -412,7 +386,7 @@ def _counted(contestant):
     )
 
 
-def _fetched(contestant):
+def _fetched(contestant: Engine) -> dict[str, Any]:
     """Bytes over the link per token and hit rate, over some steps at depth; empty where nothing is
     offloaded.
     """

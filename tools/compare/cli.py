@@ -51,6 +51,16 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=EPILOG.format(methods=shown),
     )
+    _what(parser)
+    _questions(parser)
+    _omnikv(parser)
+    _judging(parser)
+    _running(parser)
+    return parser.parse_args(argv)
+
+
+def _what(parser: argparse.ArgumentParser) -> None:
+    """The model, the methods, their budgets, the documents."""
     parser.add_argument(
         "--model", default=str(POCKET), help="alias, hub id or folder (default: the shipped model)"
     )
@@ -82,6 +92,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--lengths", nargs="+", type=int, default=[1024, 4096], help="document lengths in tokens"
     )
+
+
+def _questions(parser: argparse.ArgumentParser) -> None:
+    """How many questions are asked."""
     parser.add_argument(
         "--answers", type=int, default=100, help="first questions per method, task and length"
     )
@@ -93,6 +107,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=2,
         help="2: every question is asked once more as a second question",
     )
+
+
+def _omnikv(parser: argparse.ArgumentParser) -> None:
+    """Settings of OmniKV."""
     parser.add_argument(
         "--filters",
         type=int,
@@ -110,6 +128,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=64,
         help="newest tokens that OmniKV's layers always see, outside its budget",
     )
+
+
+def _judging(parser: argparse.ArgumentParser) -> None:
+    """How answers are cut and judged."""
     parser.add_argument(
         "--judge",
         choices=JUDGES,
@@ -120,6 +142,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--max-tokens", type=int, help="cut answers here (default: the right answer's length + 8)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the documents")
+
+
+def _running(parser: argparse.ArgumentParser) -> None:
+    """Where and how long it runs."""
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
     parser.add_argument("--threads", type=int, help="CPU threads of each process")
@@ -145,7 +171,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="start over instead of going on with the answers in --out",
     )
-    return parser.parse_args(argv)
 
 
 def order_of(args: argparse.Namespace) -> Order:

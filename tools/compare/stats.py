@@ -72,8 +72,8 @@ def by_question(records, variant, turn):
 
 
 def against(ones, others):
-    """Difference ones - others of two `by_question` maps over the questions that both answered;
-    None without any.
+    """Difference ones - others of two `by_question` maps over the questions that both
+    answered; None without any.
     """
     return paired([(key[:3], ones[key] - others[key]) for key in ones if key in others])
 

@@ -20,7 +20,8 @@ from tools.bench.memory import held
 from tools.bench.methods import specs
 from tools.bench.report import summary
 from tools.bench.shapes import shape_config, shape_filters
-from tools.bench.suite import Options, Suite, sharp_stream
+from tools.bench.options import Options
+from tools.bench.suite import Suite, sharp_stream
 from tools.gpu import kernels as gpu_kernels
 from tools.synthetic_bank import synthesize
 
