@@ -1,24 +1,30 @@
 """`make check-gpu`: one call that says in at most nine minutes what this GPU does with the engine,
 and what to attack next.
 
-Needs no network and no checkpoint. Every section runs in a process of its own, so that a fault in
-one leaves the others standing; results.json and results.md are rewritten after each piece of news,
-and a later call goes on with the sections that are not done. --cpu-rehearsal runs the same sections
-on a CPU in a small form, so that nothing fails on the GPU for a typo.
+Needs no network and no checkpoint. Every section runs in a new process, so that a fault in one
+leaves the others standing; results.json and results.md are rewritten after each piece of news, and
+a later call goes on with the sections that are not done. --cpu-rehearsal runs the same sections on
+a CPU in a small form, so that nothing fails on the GPU for a typo.
 """
+
+from __future__ import annotations
 
 import argparse
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from engine.errors import UsageError
 from tools.bench import header as bench_header
 from tools.gpu import verdict as gpu_verdict
 from tools.gpu.sections import SECTIONS, Context, run_section
+from tools.program import guarded, replace_text, say
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 540
@@ -26,7 +32,7 @@ SECONDS = 540
 LEAST = 12
 
 
-def parser():
+def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = argparse.ArgumentParser(
         prog="python -m tools.check_gpu",
@@ -61,73 +67,60 @@ def parser():
     p.add_argument(
         "--in-process",
         action="store_true",
-        help="no process per section (quicker; a fault ends the call)",
+        help="run all sections in this process (quicker; a fault ends the call)",
     )
     p.add_argument("--section", help=argparse.SUPPRESS)
     return p
 
 
-def main(argv=None):
-    """Exit code 0, 1 (a section failed, or a verdict about correctness), 2 (usage, no GPU)."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0, 1 (a section failed or a kernel is wrong), 2 (usage, no GPU), 130 (Ctrl-C)."""
     args = parser().parse_args(argv)
+    return guarded(
+        lambda: _one(args) if args.section else run(args),
+        f"stopped; the same command goes on from {args.out / 'results.json'}",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the sections that are not done, write and print what they found."""
     names = [name for name in args.sections.split(",") if name]
     unknown = [name for name in names if name not in SECTIONS]
-    if unknown or (args.section and args.section not in SECTIONS):
-        print(
-            f"error: sections: found {', '.join(unknown) or args.section}, expected "
-            f"{', '.join(SECTIONS)}",
-            file=sys.stderr,
+    if unknown:
+        raise UsageError(
+            f"--sections: found {', '.join(unknown)}, expected some of {', '.join(SECTIONS)}"
         )
-        return 2
-    if args.section:
-        return _one(args)
     if not args.cpu_rehearsal and not _has_gpu():
-        print(
-            f"error: this torch ({torch.__version__}) sees no CUDA device; --cpu-rehearsal runs "
-            "the same paths on a CPU",
-            file=sys.stderr,
+        raise UsageError(
+            f"this torch ({torch.__version__}) sees no CUDA device; "
+            "--cpu-rehearsal runs the same paths on a CPU"
         )
-        return 2
     args.out.mkdir(parents=True, exist_ok=True)
     results = {} if args.fresh else _earlier(args.out)
     began = time.perf_counter()
     for name in names:
         left = args.seconds - (time.perf_counter() - began)
         if _done(results.get(name)):
-            print(f"{name}: done before", file=sys.stderr)
+            say(f"{name}: done before")
             continue
         if left < LEAST:
-            print(
-                f"{name}: left for another call, {left:.0f} s of {args.seconds:.0f} s left",
-                file=sys.stderr,
-            )
+            say(f"{name}: left for another call, {left:.0f} s of {args.seconds:.0f} s left")
             continue
-        print(f"{name} ...", file=sys.stderr, flush=True)
-        results[name] = _section(
-            args, name, min(SECTIONS[name][1] * args.seconds / SECONDS * 1.25, left)
-        )
+        say(f"{name} ...")
+        share = SECTIONS[name][1] * args.seconds / SECONDS * 1.25
+        results[name] = _section(args, name, min(share, left))
         write(args.out, results, bench_header.commit())
-        print(
-            f"{name}: {results[name].get('error', 'done')} ({results[name].get('seconds', '?')} s)",
-            file=sys.stderr,
-            flush=True,
-        )
+        found = results[name]
+        say(f"{name}: {found.get('error', 'done')} ({found.get('seconds', '?')} s)")
     write(args.out, results, bench_header.commit())
     print(gpu_verdict.markdown(results))
     failed = [name for name in names if not _done(results.get(name))]
-    wrong = [v for v in gpu_verdict._correct(results) if v.status == "FAIL"]
-    print(
-        json.dumps(
-            {
-                "failed_sections": failed,
-                "verdicts": [vars(v) for v in gpu_verdict.verdicts(results)],
-            }
-        )
-    )
-    return 1 if failed or wrong else 0
+    verdicts = [vars(v) for v in gpu_verdict.verdicts(results)]
+    print(json.dumps({"failed_sections": failed, "verdicts": verdicts}))
+    return 1 if failed or gpu_verdict.wrong(results) else 0
 
 
-def _has_gpu():
+def _has_gpu() -> bool:
     """Whether torch sees a GPU. Another process asks, so that this one never holds a CUDA context
     beside its sections.
     """
@@ -142,11 +135,13 @@ def _has_gpu():
     return found.returncode == 0
 
 
-def _done(found):
-    return bool(found) and "error" not in found and not found.get("unfinished")
+def _done(found: dict[str, Any] | None) -> bool:
+    return (
+        found is not None and bool(found) and "error" not in found and not found.get("unfinished")
+    )
 
 
-def _earlier(folder):
+def _earlier(folder: Path) -> dict[str, Any]:
     """Results of an earlier call of the same commit, or {}."""
     try:
         kept = json.loads((folder / "results.json").read_text())
@@ -155,29 +150,22 @@ def _earlier(folder):
     return kept["sections"] if kept.get("commit") == bench_header.commit() else {}
 
 
-def write(folder, results, commit):
+def write(folder: Path, results: dict[str, Any], commit: str) -> None:
     """results.json and results.md, each replaced in one move so that a killed run leaves whole
     files.
     """
-    for name, text in (
-        (
-            "results.json",
-            json.dumps({"format": 1, "commit": commit, "sections": results}, indent=1),
-        ),
-        ("results.md", gpu_verdict.markdown(results)),
-    ):
-        fresh = folder / (name + ".new")
-        fresh.write_text(text)
-        fresh.replace(folder / name)
+    facts = {"format": 1, "commit": commit, "sections": results}
+    replace_text(folder / "results.json", json.dumps(facts, indent=1))
+    replace_text(folder / "results.md", gpu_verdict.markdown(results))
 
 
-def _context(args, seconds, note):
+def _context(args: argparse.Namespace, seconds: float, note: Callable) -> Context:
     return Context("cpu" if args.cpu_rehearsal else "cuda", args.cpu_rehearsal, seconds, note)
 
 
-def _section(args, name, seconds):
-    """Facts of one section, run in this process or in one of its own that may not outlive `seconds`
-    by much.
+def _section(args: argparse.Namespace, name: str, seconds: float) -> dict[str, Any]:
+    """Facts of one section, run in this process or in a new one that is stopped 10 s after
+    `seconds`.
     """
     part = args.out / f"{name}.part.json"
     part.unlink(missing_ok=True)
@@ -212,11 +200,13 @@ def _section(args, name, seconds):
     return {"seconds": round(time.perf_counter() - began, 1), **found}
 
 
-def _one(args):
-    """A section in this process, its facts written to a part file as they come."""
+def _one(args: argparse.Namespace) -> int:
+    """Run one section in this process, its facts written to a part file as they come."""
+    if args.section not in SECTIONS:
+        raise UsageError(f"--section: found {args.section}, expected one of {', '.join(SECTIONS)}")
     part = args.out / f"{args.section}.part.json"
 
-    def note(facts):
+    def note(facts: dict[str, Any]) -> None:
         part.write_text(json.dumps(facts))
 
     note(run_section(args.section, _context(args, args.seconds, note)))

@@ -22,10 +22,10 @@ MOST_ROWS = 256
 
 @dataclass(frozen=True)
 class Replay(OmniKV):
-    """OmniKV whose selections are planted: of the k tokens of a step, `reuse` (0 to 1) were chosen
-    in the step before too.
+    """OmniKV with planted selections: of the k tokens of a step, the share `reuse` (0 to 1) was
+    chosen in the step before too.
 
-    Where fewer than 2k tokens are candidates, small reuse rates cannot be had: a larger one is
+    With fewer than 2k candidate tokens small reuse rates are impossible: a larger one is
     planted and reported (`ReplayRuntime.planted`). Deterministic per seed and position: going back
     and doing a step again gives the same selection.
     """
@@ -69,7 +69,7 @@ class ReplayRuntime(OmniKVRuntime):
             for _ in self.plan.groups
         ]
         self.rows, self.filled = device_int(1, setup), device_int(0, setup)
-        # share of a step's tokens that the step before had chosen too, as drawn
+        # share of a step's tokens that the step before chose too, as drawn
         self.planted = None
 
     @property
@@ -118,7 +118,7 @@ class ReplayRuntime(OmniKVRuntime):
         )
 
     def load(self, state, length):
-        """Bring all of it back."""
+        """Load k and the tables."""
         k, tables, rows, filled, self.planted = state
         self._set_k(k)
         for mine, kept in zip(self.tables, tables):

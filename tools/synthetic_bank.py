@@ -2,8 +2,8 @@
 decode at a million tokens can be timed.
 
 For benchmarks only: what such a session says means nothing, but every step reads, scores, chooses
-and computes as on a real text. Never zeros: their scores tie, their softmax is flat, and memory
-that was never written may not even be read.
+and computes as on a real text. Rows are never zeros: zeros tie, make a flat
+softmax, and stay in memory that was never written.
 """
 
 import torch
@@ -12,7 +12,7 @@ from engine.errors import ContextTooLong, SettingError
 
 # tokens that are really read: their rows give the scale of every layer's keys and values
 HEAD = 64
-# random rows drawn per layer; further tiles are sign-flipped copies, each with scores of its own
+# random rows drawn per layer; further tiles are sign-flipped copies with other scores
 TILE = 4096
 
 

@@ -1,5 +1,5 @@
-"""What bringing chosen rows from host memory costs: the gather kernel beside the contiguous copy, a
-gather on the host, a copy per row.
+"""The cost of copying chosen rows from host memory: the gather kernel beside a contiguous copy, a
+gather on the host, and a copy per row.
 
 The last two need the chosen indices on the host and are baselines only. Without a GPU all four run
 within ordinary memory: that shows that they work and agree, and nothing about a link.
@@ -48,7 +48,7 @@ class Rows:
         self.stage = torch.empty(rows, row, dtype=torch.uint8, pin_memory=pool.pinned)
 
     def bring(self, way):
-        """Issue one way once; on a GPU nothing is waited for but what the way itself must."""
+        """Issue one way once; on a GPU it waits only where the way itself must."""
         if way == KERNEL:
             move_rows(
                 self.table,

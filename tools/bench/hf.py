@@ -134,7 +134,7 @@ class Transformers:
 
 
 def best_variant(model, n, room, variants=None, steps=2):
-    """The variant whose steps are fastest at this depth, by a short trial, with the trial's
+    """The variant with the fastest steps at this depth, by a short trial, with the trial's
     milliseconds: (variant, {text: ms}).
     """
     found, slow = {}, []

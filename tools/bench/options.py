@@ -1,4 +1,4 @@
-"""What a benchmark runs, and what it measured."""
+"""Options of a benchmark run, and its results."""
 
 from __future__ import annotations
 

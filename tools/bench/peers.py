@@ -1,5 +1,5 @@
-"""Peers as the benchmark suite uses them: made once per run, a contestant per depth, their best
-settings found by a short trial.
+"""Other engines in the benchmark: made once per run, a contestant per depth, with the best settings
+of a short trial.
 """
 
 import tempfile

@@ -12,7 +12,7 @@ from tools.bench.split import STAGES
 
 
 def summary(result, head, warnings):
-    """The whole run as one dict: what the last line of stdout holds."""
+    """The whole run as one dict, the last line of stdout."""
     return {
         "format": 1,
         "header": head,

@@ -305,7 +305,7 @@ class Match:
             {e.name: {} for e in entrants},
             {},
         )
-        self.live, self.wrong = {}, set()  # wrong: entrants whose check found another answer
+        self.live, self.wrong = {}, set()  # wrong: entrants that failed their check
 
     def run(self, rounds, steps, budget=None, warm_up=1, finish=None):
         """Time up to `rounds` rounds (at least two, then none that begins after `budget` seconds).

@@ -1,5 +1,5 @@
 """Where a decode step's time goes: linear, dense attention, scoring, top-k, gather, sparse
-attention, other. A pass of its own.
+attention, other. Measured in a separate pass.
 
 On a CPU the launchers are wrapped while this pass runs (never in a timed pass); on a GPU the
 kernels of a replayed step are read out of torch.profiler and named by what launched them.
@@ -54,8 +54,8 @@ _KERNELS = (
 
 def split_step(contestant, steps=3, plain_dense=None):
     """Seconds per stage of a step: {stage: seconds, "step": whole}. The stages add up to the step
-    of this pass by construction; what the pass itself costs shows against the timed median.
-    plain_dense: seconds of one dense layer without scores, for plans that have none of their own.
+    of this pass by construction; the cost of the pass shows against the timed median.
+    plain_dense: seconds of one dense layer without scores, for plans without such a layer.
     """
     if contestant.llm.device.type == "cuda":
         return _split_cuda(contestant, steps)

@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from engine.plan.memory import Plan
 
 SMALL = 4096  # capacity of the LLM that holds the weights
-# tokens a session can hold beyond its depth: timed steps, and what is appended at depth
+# tokens a session can hold beyond its depth: timed steps, and tokens appended at depth
 ROOM = 1152
 CHUNK = 512  # tokens of the prefill that is timed at depth
-# tokens of a second turn over a bank in host memory, whose past must come back over the link
+# tokens of a second turn over a bank in host memory: its past comes back over the link
 FOLLOW_UP = 1024
 # of random queries and keys: scores spread by 2.25, so that attention is uneven as on text
 SHARPNESS = 1.5
@@ -201,7 +201,7 @@ class Suite:
         self.result.cells += cells.values()
 
     def _release(self) -> None:
-        """Give cached blocks back to the GPU: what is free is asked of the driver."""
+        """Give cached blocks back to the GPU: the driver says how much memory is free."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -236,10 +236,8 @@ class Suite:
         def finish(name, contestant):
             self._after(name, contestant, n, cells, plain, match)
 
-        self.say(
-            f"{n} tokens: "
-            f"{', '.join(e.name for e in entrants)}{'' if match.together else ' (in turns: memory)'}"
-        )
+        turns = "" if match.together else " (in turns: memory)"
+        self.say(f"{n} tokens: {', '.join(e.name for e in entrants)}{turns}")
         match.run(o.rounds, o.steps, budget=min(120.0, self.left() / 3), finish=finish)
         for entrant in entrants:
             cell, facts = cells[entrant.name], match.facts[entrant.name]
@@ -300,8 +298,8 @@ class Suite:
                 self._append(name, contestant, n, FOLLOW_UP)
 
     def _append(self, name: str, contestant: Engine, n: int, count: int) -> None:
-        """Read `count` tokens onto a bank of n; where its past streams back, with the seconds that
-        the bytes take over the link.
+        """Read `count` tokens onto a bank of n; where its past streams back, note the seconds
+        that the bytes take over the link.
         """
         cell, session = Cell(name, f"pp{count} @ d{n}", n, tokens=count), contestant.session
         contestant.back()
@@ -341,7 +339,7 @@ class Suite:
         for number in range(2):
             with Peak(self.device) as peak:
                 ours.seconds.append(_read(llm, ids))
-            # a peer in this process leaves a heap of its own making
+            # another engine in this process grows the heap
             if number == 0 and not self._peers:
                 self.result.memory.append(
                     {

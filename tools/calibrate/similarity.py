@@ -33,15 +33,15 @@ Meter = TypeVar("Meter")
 
 
 class SimilarityMeter:
-    """Full attention that records, layer by layer of one step, what the layers below would have
-    chosen.
+    """Full attention that records, layer by layer of one step, the choice that each layer below
+    would have made.
 
     mass [L, L] float64: mass[i, j] (i < j) sums over steps the share of layer j's attention to rows
     older than the tail that falls on the top-k of layer i among them. Attention is the paper's: the
     maximum over heads, made to sum to one, so that the heads that point at something count and
     diffuse ones do not drown them. heads [L, L, H]: the same share per query head, each by its own
     softmax. pointed [L] counts the heads that put more than POINTED on one such row, lost [L, L]
-    those of layer j whose row layer i did not choose.
+    those of layer j with a row that layer i did not choose.
     """
 
     def __init__(self, inner: Runtime, k: int, tail: int):

@@ -236,7 +236,7 @@ def run(args: argparse.Namespace, began: float) -> None:
     say(f"warming up on {bench.llm.device}: every method at every length, once")
     processes = processes_of(args, bench)
     if processes > 1 and order.threads is None:
-        # also of this process, whose warm-up stands for what the workers do
+        # in this process too: its warm-up stands for the workers
         order = replace(order, threads=1)
         bench.use(order)
     clock = Clock(bench, args.tasks)

@@ -46,7 +46,7 @@ from tools.compare.build import (
 if TYPE_CHECKING:
     from engine.methods.base import Method
 
-PAPER_SHARE = 6.67  # per cent: what the first hypothesis is about
+PAPER_SHARE = 6.67  # per cent: the budget of the first hypothesis
 GROUPS = ("t1", "others")
 
 

@@ -339,7 +339,7 @@ def run_document(
     """(records, {variant label: seconds}, seconds of the readings made once for all questions) of a
     Paper under `variants`, in their order.
 
-    skip: labels whose answers exist; full attention then runs for comparison only, and its records
+    skip: labels with answers already; full attention then runs for comparison only, and its records
     are left out.
     """
     todo = [v for v in variants if v.method is not None and not v.alias and v.label not in skip]

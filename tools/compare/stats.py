@@ -40,7 +40,7 @@ def paired(values):
 
     The wider of two 95% intervals: Agresti and Min (2005) for matched proportions, (N + 2) in place
     of N and one discordant pair more, which stays sound where nothing differs; and the ratio
-    estimator over documents, whose answers are not independent.
+    estimator over documents: answers about one document are not independent.
     """
     if not values:
         return None
@@ -310,8 +310,8 @@ def second_turn(records, evicting):
 
 
 def losses(records, names):
-    """(first turn, second turn, second - first) Differences: what these methods at all their token
-    shares lose to full attention.
+    """(first turn, second turn, second - first): Differences, the accuracy that these methods lose
+    to full attention at all their token shares.
     """
     turns = {}
     for turn in (1, 2):

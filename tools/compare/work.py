@@ -136,7 +136,7 @@ class Bench:
 
 
 class Clock:
-    """Seconds of documents: from a timed warm-up at first, from what they took as they are done.
+    """Seconds of documents: from a timed warm-up at first, then from finished documents.
 
     A document costs its readings once (the shared one and those of methods that read it by
     themselves for all its questions), then per conversation a part that does not depend on the

@@ -60,8 +60,8 @@ class Report:
 
 
 def compile_for(launch: Launch, target: str) -> Any:
-    """The compiled kernel of a variant for a target name (triton's CompiledKernel). Raises what the
-    compiler raises.
+    """The compiled kernel of a variant for a target name (triton's CompiledKernel). Raises the
+    compiler's errors.
     """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from engine.session import Session
 
 SPARE = 8  # tokens that an answer may be longer than the right one before it is cut
-# what must be the same for answers to go on from
+# settings that must be equal to go on from earlier answers
 SETTINGS = ("model", "questions", "filters", "wait", "selector", "judge", "max_tokens", "seed")
 
 

@@ -1,4 +1,4 @@
-"""`make check-gpu`, kernels: each against its reference, then timed beside what its bytes allow."""
+"""`make check-gpu`, kernels: each against its reference, then timed against its bytes."""
 
 import statistics
 import time
@@ -39,8 +39,8 @@ SMALL = Sizes(8, 2, 32, (1000, 3000), 128, (3000, 5000), 700, 64, torch.float32)
 
 
 class Bench:
-    """Inputs at one context on a device, and a timer. Keys and values are token-major, as in layers
-    whose rows are gathered.
+    """Inputs at one context on a device, and a timer. K and V are token-major, as in layers with
+    gathered rows.
     """
 
     def __init__(self, sizes, n, device):

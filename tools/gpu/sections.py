@@ -18,9 +18,9 @@ from tools.bench import header as bench_header
 from tools.bench.floor import Rates, best_time, measure_rates, sync
 from tools.bench.memory import held
 from tools.bench.methods import specs
+from tools.bench.options import Options
 from tools.bench.report import summary
 from tools.bench.shapes import shape_config, shape_filters
-from tools.bench.options import Options
 from tools.bench.suite import Suite, sharp_stream
 from tools.gpu import kernels as gpu_kernels
 from tools.synthetic_bank import synthesize
@@ -30,8 +30,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass
 class Context:
-    """What a section runs on: device, whether small, seconds it may take, and where it notes what
-    it has so far.
+    """The device of a section, whether shapes are small, the seconds it may take, and where it
+    notes its facts so far.
     """
 
     device: str
@@ -78,7 +78,7 @@ def facts(ctx):
 
 
 def tests(ctx):
-    """tests/cuda in a process of its own (in a rehearsal: collected only)."""
+    """Run tests/cuda in a new process (in a rehearsal: collect only)."""
     folder = ROOT / "tests" / "cuda"
     if not list(folder.glob("test_*.py")):
         return {"summary": "no tests in tests/cuda", "ok": True}
@@ -104,7 +104,7 @@ def tests(ctx):
 
 
 def kernels(ctx):
-    """Every launcher against its reference, the ways of bringing rows from host memory, then every
+    """Every launcher against its reference, the copies of rows from host memory, then every
     launcher against its floor.
     """
     sizes = gpu_kernels.SMALL if ctx.small else gpu_kernels.GPU
@@ -160,7 +160,7 @@ def _facts(result, suite, ctx):
 
 def decode(ctx):
     """The decode table: full, OmniKV in both tiers, brutal offload; deepest last, so that a killed
-    run keeps what it had.
+    run keeps its results.
     """
     contexts = (512, 1024) if ctx.small else (4096, 32768, 131072, 262144, 450000, 1048576)
     return _suite(ctx, contexts, ("full", "omnikv", "omnikv-host", "brutal"))
@@ -264,8 +264,8 @@ SECTIONS = {
 
 
 def run_section(name, ctx):
-    """Facts of a section, with its seconds; an exception becomes {"error": text} beside what was
-    noted before it.
+    """Facts of a section, with its seconds; an exception becomes {"error": text} beside the
+    facts noted before it.
     """
     noted, began = {}, time.perf_counter()
     keep, ctx.note = (

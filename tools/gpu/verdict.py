@@ -1,7 +1,7 @@
 """`make check-gpu`, its verdicts: a line per goal from the sections' facts, and what to attack
 next.
 
-Goals: the "Speed" goals for a GPU, decode and offload, and docs/PERFORMANCE.md. A goal without a
+Goals of speed for decode, offload and prefill on a GPU (docs/PERFORMANCE.md). A goal without a
 figure says so; nothing is assumed.
 """
 
@@ -217,9 +217,7 @@ def _gather(kernels):
 
 
 def _offload(decode):
-    """What host memory costs a step by planted reuse, the million tokens, and the device memory
-    that a token takes there.
-    """
+    """The cost of host memory by planted reuse, a million tokens, device memory per token."""
     found, link = [], ((decode or {}).get("header") or {}).get("measured", {}).get("h2d", 0)
     for n, reuse, limit in ((131072, 0.7, 1.10), (450000, 0.7, 1.05), (131072, 0, 1.35)):
         inside, host = (
@@ -274,10 +272,13 @@ def _prefill(prefill):
     ]
 
 
+def wrong(results):
+    """The verdicts about correctness that failed."""
+    return [verdict for verdict in _correct(results) if verdict.status == "FAIL"]
+
+
 def next_targets(results, count=5):
-    """Largest gaps between a stage of a decode step and what its bytes allow, in ms: list of text
-    lines.
-    """
+    """Lines: the largest gaps between a stage of a decode step and the time of its bytes, in ms."""
     decode, found = results.get("decode") or {}, []
     rate = (decode.get("header") or {}).get("measured", {}).get("read")
     for row in decode.get("splits", ()):
@@ -306,7 +307,7 @@ def next_targets(results, count=5):
 
 
 def markdown(results):
-    """results.md: verdicts, targets and the tables of what is there so far."""
+    """results.md: verdicts, targets and the tables so far."""
     lines = ["# check-gpu", ""]
     facts = results.get("facts") or {}
     if facts:

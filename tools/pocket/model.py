@@ -67,7 +67,7 @@ class Pocket(nn.Module):
         s = self.shape
         cos, sin = rope_table(positions, s)
         table = cos.to(self.dtype), sin.to(self.dtype)
-        # what the layers add up stays float32; products are in self.dtype
+        # the residual stream stays float32; products are in self.dtype
         x = F.embedding(tokens, self.embed).flatten(0, 1)
         stacks = [m.to(self.dtype).unbind(0) for m in self.matrices()] + [
             self.norm1.unbind(0),

@@ -66,7 +66,7 @@ def structured_start(model: Pocket, spelled: list[str], seed: int) -> None:
 
 def _look_back(model: Pocket, mean: Tensor, code: Tensor, outs: list[Tensor]) -> None:
     """Layer 0: constant keys; three heads' queries are turned by one, two and three positions, the
-    fourth sees the last few alike; each writes the code of what it sees into a subspace of its own.
+    fourth sees the last few alike; each writes the code of its tokens into another subspace.
     """
     s, hd, half = model.shape, model.shape.head_dim, model.shape.head_dim // 2
     frequency = s.theta ** (-torch.arange(half, dtype=torch.float32) / half)
@@ -99,7 +99,7 @@ def _match(
 ) -> None:
     """The matching layers: head 0 finds tokens whose previous token is mine; head 2 those that have
     my last two tokens one place further back, behind one separator; head 3 those with the same
-    words near. Each comparison in a random basis of its own, so that a key's two tokens are told
+    words near. Each comparison has its random basis, so that a key's two tokens are told
     from one.
     """
     hd, gain = model.shape.head_dim, 1.75

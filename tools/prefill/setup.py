@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from engine.session import Session
 
 
-FAR = 2**40  # a prompt's length whose dense end no timed chunk reaches
+FAR = 2**40  # a prompt so long that no timed chunk reaches its dense end
 
 
 def make_llm(args: argparse.Namespace, context: int) -> LLM:
