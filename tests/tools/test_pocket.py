@@ -214,12 +214,11 @@ def test_answers_and_refuses(llm):
     from tools.tasks import make_sample
     from tools.tasks.talk import REFUSAL
 
-    ask = lambda text: llm.generate(
-        llm.tokenizer.encode(
-            llm.tokenizer.render([{"role": "user", "content": text}]), special=False
-        ),  # noqa: E731
-        SamplingParams(max_tokens=40),
-    ).text.strip()
+    def ask(text):
+        prompt = llm.tokenizer.render([{"role": "user", "content": text}])
+        ids = llm.tokenizer.encode(prompt, special=False)
+        return llm.generate(ids, SamplingParams(max_tokens=40)).text.strip()
+
     right = 0
     for seed in range(4):
         sample = make_sample(

@@ -17,8 +17,8 @@ from engine.plan.layers import tail_start
 from kernels.topk import select_topk
 
 if TYPE_CHECKING:
-    from engine.bank.device import DeviceBank as Bank
-    from engine.decode import Step
+    from engine.bank.base import Bank
+    from engine.decode import Attends, Step
     from engine.methods.base import Runtime
     from engine.session import Session
 
@@ -29,7 +29,7 @@ POINTED = 0.5
 # stand for each other
 DIFFUSE = 0.1
 
-Meter = TypeVar("Meter")
+Meter = TypeVar("Meter", bound="Attends")
 
 
 class SimilarityMeter:
