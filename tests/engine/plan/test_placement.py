@@ -59,7 +59,8 @@ def test_a_tokens_row_holds_all_layers_of_its_group_side_by_side(wait, head_dim)
 
 
 def test_rows_of_an_8b_are_16_32_and_48_kb():
-    placement = full_placement(LLAMA_8B, PUBLISHED, PUBLISHED.plan(LLAMA_8B), 2, 131072, 4096)
+    needs = PUBLISHED.needs(PUBLISHED.plan(LLAMA_8B), LLAMA_8B, 131072, 2)
+    placement = full_placement(needs, 131072, 4096)
     assert [len(group) * part_bytes(LLAMA_8B, 2) for group in placement.offload_groups] == [
         16384,
         32768,
