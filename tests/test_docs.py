@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.methods.registry import methods
 from tools import api_page
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -84,6 +85,13 @@ def test_the_pages_are_all_in_the_index():
     index = read(ROOT / "docs/README.md")
     for page in (ROOT / "docs").glob("*.md"):
         assert page.name == "README.md" or f"[{page.name}]({page.name})" in index, page.name
+
+
+def test_every_method_has_its_row():
+    page = read(ROOT / "docs/METHODS.md")
+    for name, cls in methods().items():
+        if cls.__module__.startswith("engine."):
+            assert f"| `{name}`, `{cls.__name__}` |" in page, name
 
 
 def test_the_api_page_is_current():
