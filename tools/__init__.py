@@ -17,6 +17,7 @@ Programs, each `python -m tools.NAME --help`:
     train_pocket      train the shipped model
     pocket_filters    find the shipped model's filter layers by brute force
     answers           record what a fixed set of runs answers
+    api_page          write docs/API.md from signatures and docstrings
     house             the shape of the code: modules, import arrows, lengths, types
 
 Shared: tasks (documents, questions and exact answers), pocket (the shipped model's training),
