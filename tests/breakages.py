@@ -65,7 +65,7 @@ HOST_TIER = (
         "engine/bank/working_set.py",
         r"for copy in \(0, self\.ring\):",
         "for copy in (0,):",
-        (f"{BANK}/test_offload.py::test_every_method_over_an_offloaded_bank[OmniKV0]",),
+        (f"{BANK}/test_lanes.py::test_late_fetches_change_nothing[4-False]",),
     ),
     Breakage(
         "a write-back ends one row early",
@@ -86,19 +86,19 @@ HOST_TIER = (
         "engine/bank/tiered.py",
         r"self\._forget\(n\)",
         "pass",
-        (f"{BANK}/test_offload.py::test_every_method_over_an_offloaded_bank[OmniKV0]",),
+        (f"{BANK}/test_offload.py::test_slots_forget_what_a_truncate_has_dropped",),
     ),
     Breakage(
         "a step does not wait for the block written back 64 steps ago",
         "engine/bank/tiered.py",
         r"in the step behind the copy would be seen\.\n\s+wait\([\w.]+\)",
-        "in the step behind the copy would be seen.",
+        "in the step behind the copy would be seen.\n            pass",
         (f"{BANK}/test_lanes.py::test_late_fetches_change_nothing",),
     ),
     Breakage(
-        "a stream block is filled while attention still reads it",
+        "a stream block does not wait for rows that are on their way to the host",
         "engine/bank/block_stream.py",
-        r"self\._stream\.wait_event\(self\._free\[turn\]\)",
+        r"self\._stream\.wait_event\(self\._writer\.past_event\(layer\)\)",
         "pass",
         (f"{BANK}/test_lanes.py::test_late_stream_blocks_change_nothing",),
     ),
@@ -106,7 +106,7 @@ HOST_TIER = (
         "a host block that a fork shares is written in place",
         "engine/bank/block_table.py",
         r"if self\.blocks\[i\]\.refs > 1\]",
-        "if self.blocks[i].refs > 2]",
+        "if self.blocks[i].refs > 9]",
         (f"{BANK}/test_offload_faults.py::test_forks_share_blocks_until_one_writes",),
     ),
     Breakage(
@@ -121,7 +121,7 @@ HOST_TIER = (
         "engine/session.py",
         r"self\.bank\.rewind\(len\(self\.ids\), broken=True\)",
         "pass",
-        (f"{BANK}/test_offload_faults.py::test_interrupted_anywhere_in_a_step_or_chunk",),
+        (f"{BANK}/test_lanes.py::test_broken_off_between_a_plan_and_its_copy",),
     ),
 )
 
@@ -187,8 +187,8 @@ ENGINE = (
     Breakage(
         "pages of keys outlive the rows that they were made of",
         "engine/methods/select/*.py",
-        r"\[\[min\(rows, length\) for rows in layer\] for layer in self\._known\]",
-        "[[rows for rows in layer] for layer in self._known]",
+        r"\[\[min\((\w+), length\) for \1 in group\] for group in self\._known\]",
+        "self._known",
         ("tests/engine/methods/test_quest.py::test_extremes_follow_the_bank_wherever_it_goes",),
     ),
     Breakage(

@@ -154,6 +154,12 @@ def test_long_generation_across_many_tail_blocks(slots, steps):
     assert compare(method, [("prefill", 150), ("decode", steps)], slots=slots) > 100
 
 
+def test_slots_forget_what_a_truncate_has_dropped():
+    """Positions 100 .. 279 are dropped and written again; selections hold some of both kinds."""
+    script = [("prefill", 200), ("decode", 80), ("truncate", 180), ("prefill", 250), ("decode", 12)]
+    compare(OmniKV(filter_layers=(1, 4), tokens=90, tail=64, **BASE), script, slots=4)
+
+
 @pytest.mark.parametrize(
     "method",
     [
