@@ -165,7 +165,7 @@ class Pair:
         self.sparse = Decoder(model, rotary, self.meter, ring)
 
     def at(self, position: int) -> StepCheck:
-        """Compare the steps of the token at `position`: the full one first, the session's own last."""
+        """Compare the steps of the token at `position`: full first, the session's own last."""
         device = self.session.model.device
         token = torch.tensor([[self.session.ids[position]]], device=device)
         length = torch.tensor([position], dtype=torch.int32, device=device)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Attends(Protocol):
-    """What a decode step asks of a runtime (engine.methods.base.Runtime, engine.watch.MassMeter)."""
+    """What a decode step asks of a runtime (or of a MassMeter around one)."""
 
     def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
         """Attention of q [B, Q, H, D], rotated, in one layer -> [B, Q, H, D]."""

@@ -21,7 +21,7 @@ Detokenizer = ByteStream | FallbackStream
 
 @dataclass
 class GenerationStats:
-    """Running figures of one answer, in seconds and tokens. cached_tokens were in the bank already."""
+    """Running figures of one answer: seconds and tokens. cached_tokens: in the bank before."""
 
     cached_tokens: int = 0
     prompt_tokens: int = 0

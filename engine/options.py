@@ -99,8 +99,8 @@ class Options:
             return device
         if not torch.cuda.is_available():
             raise SettingError(
-                f"device: found {name!r}, but this torch ({torch.__version__}) sees no CUDA device; "
-                f"use device='cpu'"
+                f"device: found {name!r}, but this torch ({torch.__version__}) sees no CUDA "
+                f"device; use device='cpu'"
             )
         if (device.index or 0) >= torch.cuda.device_count():
             raise SettingError(

@@ -1,6 +1,4 @@
-"""One conversation: its bank lives on between turns, its tokens are ids, and nothing that was read
-is read again.
-"""
+"""One conversation: its bank lives on between turns, and nothing that was read is read again."""
 
 from __future__ import annotations
 
@@ -61,7 +59,7 @@ class Session:
         self.ids: list[int] = []
         self.last_logits: torch.Tensor | None = None  # float32 [vocab] of the newest token
         self.watch: Watch | None = None  # a running estimate of the attention mass kept
-        self._stats = SessionStats()
+        self.counters = SessionStats()  # what this session counts in; `stats` is a copy
         model = llm.model
         assert model is not None, "LLM.session() loads the weights first"
         self.model = model
@@ -75,7 +73,7 @@ class Session:
                 config, plan, capacity, dtype, device, placement, pool, llm.backend
             )
         self.query_ring = QueryRing(config, 1, dtype, device)
-        self._history = History(self)
+        self.history = History(self)
         self._use(method, plan)
 
     # ---------------------------------------------------------------- what it holds
@@ -93,22 +91,12 @@ class Session:
     def stats(self) -> SessionStats:
         """Counters and sizes of now (a copy)."""
         held = {} if self.closed else held_figures(self)
-        return replace(self._stats, tokens=len(self.ids), **held)
-
-    @property
-    def history(self) -> History:
-        """The ends of its prompts, and how it goes back."""
-        return self._history
+        return replace(self.counters, tokens=len(self.ids), **held)
 
     @property
     def scratch_bytes(self) -> int:
         """Device bytes of the kernels' scratch."""
         return self._runner.scratch_bytes
-
-    @property
-    def counters(self) -> SessionStats:
-        """The SessionStats that this session counts in (not a copy)."""
-        return self._stats
 
     @property
     def runtime(self) -> Runtime:
@@ -123,7 +111,7 @@ class Session:
     @property
     def answer_length(self) -> int:
         """Tokens decoded since the latest prefill."""
-        return len(self.ids) - self._history.prompt_length
+        return len(self.ids) - self.history.prompt_length
 
     @property
     def selections(self) -> dict[int, torch.Tensor]:
@@ -152,7 +140,7 @@ class Session:
         )
         self._selected = False  # whether the last step left a selection
         self.runtime.bank = self.bank
-        self._history.begin(self.runtime)
+        self.history.begin(self.runtime)
 
     def set_method(self, method: Method) -> None:
         """Go on with another method; nothing is read again. The bank's layers change layout where
@@ -164,7 +152,7 @@ class Session:
         self._require_open()
         method, plan = self.llm.resolve_method(method)
         if self.ids:
-            method.validate_prompt(0, self._history.prompt_length or len(self.ids))
+            method.validate_prompt(0, self.history.prompt_length or len(self.ids))
             method.validate_switch(len(self.ids))
         with self.llm.busy():
             placement = None
@@ -188,7 +176,7 @@ class Session:
     def _switch(self, method: Method, plan: LayerPlan) -> None:
         before = self.runtime
         self._use(method, plan)
-        self._history.switch(before, method)
+        self.history.switch(before, method)
 
     # ---------------------------------------------------------------- reading a prompt
 
@@ -211,7 +199,7 @@ class Session:
         start, stop = len(self.ids), len(self.ids) + len(ids)
         self._require_room(stop)
         self.method.validate_prompt(start, stop)
-        goes_on = self._history.prompt_is_open(start)
+        goes_on = self.history.prompt_is_open(start)
         last = len(ids) if goes_on and not more else None
         validate_parts(self.method, self.runtime.needs, more or goes_on, last)
         self.runtime.begin_prompt(start, stop, more)
@@ -224,7 +212,7 @@ class Session:
                 logits = self._read_chunk(ids[first - start : last - start], first, stop)
                 seconds = time.perf_counter() - began
                 eta.add(first, last, seconds)
-                self._stats.count_prefill(last - first, seconds)
+                self.counters.count_prefill(last - first, seconds)
                 if logits is not None:
                     self._end_prompt(start, logits[0], more)
                 if progress is not None:
@@ -259,7 +247,7 @@ class Session:
 
     def _end_prompt(self, start: int, logits: torch.Tensor | None, more: bool = False) -> None:
         length = len(self.ids)
-        self._history.add(start, length, logits, more)
+        self.history.add(start, length, logits, more)
         self.last_logits = logits
         self._selected = False
         placement = self.bank.placement
@@ -279,7 +267,7 @@ class Session:
         self._require_room(len(ids))
         with self._exclusive():
             self.ids = ids
-            self._history.clear()
+            self.history.clear()
             self.query_ring.set_valid(len(ids), len(ids))
             self._end_prompt(0, None)
 
@@ -297,7 +285,7 @@ class Session:
         self._require_room(n)
         self._end_open_prompt(n - 1)
         with self._exclusive(), self._rewound_on_error():
-            self._history.restore_window()
+            self.history.restore_window()
             began = time.perf_counter()
             kind, metered = self._watched(self._runner.kind(n))
             self._runner.feed(token_id, n)
@@ -310,9 +298,9 @@ class Session:
 
     def _end_open_prompt(self, length: int) -> None:
         """End the prompt that was to go on in another prefill, if there is one."""
-        if self._history.prompt_is_open(length):
+        if self.history.prompt_is_open(length):
             validate_parts(self.method, self.runtime.needs, True, 0)
-            part = self._history.savepoints.pop()
+            part = self.history.savepoints.pop()
             self._end_prompt(part.start, part.logits)
 
     def _commit_step(self, token_id: int, n: int, sparse: bool, logits: torch.Tensor) -> None:
@@ -324,7 +312,7 @@ class Session:
 
     def _count_step(self, n: int, sparse: bool, seconds: float) -> None:
         rows = (self.runtime if sparse else self.dense_runtime).rows_read(n)
-        self._stats.count_step(rows, self.plan.roles, self.row_bytes, sparse, seconds)
+        self.counters.count_step(rows, self.plan.roles, self.row_bytes, sparse, seconds)
 
     def _watched(self, kind: StepKind) -> tuple[StepKind, bool]:
         """(which step runs, whether it is metered), as the watch wishes."""
@@ -380,7 +368,7 @@ class Session:
         if n < len(self.ids):
             self._selected = False
             self.last_logits = None
-            self._history.truncate(n)
+            self.history.truncate(n)
 
     def refresh_logits(self) -> None:
         """Compute the newest token's logits where a truncate left none: that token goes through the
@@ -392,7 +380,7 @@ class Session:
                 "generate: found an empty session and no tokens, expected a prompt of at least one "
                 "token"
             )
-        self._history.refresh_logits()
+        self.history.refresh_logits()
 
     def fork(self) -> Session:
         """An independent session with the same tokens; rows are copied, the selection state too."""
@@ -408,7 +396,7 @@ class Session:
             copy.ids = list(self.ids)
             copy.query_ring.copy_from(self.query_ring)
             copy.last_logits = None if self.last_logits is None else self.last_logits.clone()
-            copy._history.copy_from(self._history)
+            copy.history.copy_from(self.history)
             copy.runtime.copy_from(self.runtime)
         return copy
 
@@ -456,6 +444,6 @@ class Session:
         try:
             yield
         except BaseException:
-            if len(self.ids) > max(start, self._history.prompt_length):
+            if len(self.ids) > max(start, self.history.prompt_length):
                 self._end_prompt(start, None)
             raise

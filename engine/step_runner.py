@@ -30,7 +30,7 @@ WARM_UP = 3  # eager steps before a capture: compilation, autotuning and first a
 
 
 class StepKind(NamedTuple):
-    """Which step runs. own: the method's, else full attention's. sparse: some layer reads a part."""
+    """Which step runs. own: the method's, not full attention's. sparse: some layer reads a part."""
 
     own: bool
     sparse: bool

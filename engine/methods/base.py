@@ -43,7 +43,7 @@ class Method:
         return type(self).__name__.lower()
 
     def completed(self, filter_layers: Callable[[], FilterLayers]) -> Method:
-        """The method with what it leaves to the model filled in. filter_layers: finds the model's."""
+        """The method with the filter layers that `filter_layers` finds, where it has none."""
         return self
 
     def plan(self, config: ModelConfig) -> LayerPlan:

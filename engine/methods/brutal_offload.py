@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.methods.base import Method, Runtime, Setup
-from engine.methods.settings import whole
 from engine.plan.needs import Needs
+from engine.settings import integer
 
 if TYPE_CHECKING:
     from engine.decode import Step
@@ -35,7 +35,7 @@ class BrutalOffload(Method):
 
     def __post_init__(self) -> None:
         for name in ("layers", "ahead"):
-            whole(name, getattr(self, name), 1)
+            integer(name, getattr(self, name), 1)
 
     @property
     def name(self) -> str:

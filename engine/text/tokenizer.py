@@ -17,6 +17,7 @@ import tokenizers
 from engine.errors import BadCheckpoint, TemplateError, UnsupportedCheckpoint
 from engine.text.detokenizer import ByteStream, FallbackStream
 from engine.text.template import ChatTemplate
+from engine.units import first_line
 
 ANCHORS = ("\n", ".", "a", "0")  # texts to encode in front of a continuation, tried in this order
 
@@ -48,7 +49,7 @@ class Tokenizer:
             if type(error).__name__ != "PanicException":
                 raise
             raise BadCheckpoint(
-                f'{path}: encoding the text "a" fails: {_first_line(error)}'
+                f'{path}: encoding the text "a" fails: {first_line(error)}'
             ) from error
         # Tokenizers like Llama 2's write a space in front of every text; a continuation must not
         # get one.
@@ -167,7 +168,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
             try:
                 data = json.loads(path.read_text(encoding="utf-8"))
             except (ValueError, RecursionError) as error:
-                raise BadCheckpoint(f"{path}: not JSON: {_first_line(error)}") from error
+                raise BadCheckpoint(f"{path}: not JSON: {first_line(error)}") from error
             if not isinstance(data, dict):
                 raise BadCheckpoint(f"{path}: found {type(data).__name__}, expected an object")
             merged.update(data)
@@ -193,7 +194,7 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
     # tokenizers raises a bare Exception for anything wrong in the file
     except Exception as error:
         raise BadCheckpoint(
-            f"{path}: not a tokenizer that can be read: {_first_line(error)}"
+            f"{path}: not a tokenizer that can be read: {first_line(error)}"
         ) from error
     backend.no_truncation()  # some files store one, which would cut long texts silently
     backend.no_padding()
@@ -205,10 +206,6 @@ def _token_text(settings: dict[str, Any], name: str) -> str:
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else ""
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def _decoder_types(backend: tokenizers.Tokenizer) -> frozenset[str]:

@@ -59,7 +59,7 @@ def assert_same_future(a, b, tokens=ANSWER):
 
 
 def follow(session, oracle, tokens):
-    """Steps of engine and float64 oracle together; returns how many selections were float32 ties."""
+    """Steps of engine and float64 oracle together; returns how many selections were ties."""
     ties = 0
     for token in tokens:
         logits, mine = session.decode(token), session.selections

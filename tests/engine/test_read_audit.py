@@ -20,7 +20,7 @@ SELECTORS = ("last", "uniform", "exponential")
 
 
 def make(backend, dtype="float32", **changes):
-    """A session of OmniKV after a prompt and 3 steps: filters 1 and 5, sparse layers 3, 4, 7 and 8."""
+    """A session of OmniKV after a prompt and 3 steps: filters 1 and 5, sparse 3, 4, 7 and 8."""
     llm = tiny_llm(Full(), CONFIG, WEIGHTS, max_context=CAPACITY, backend=backend, dtype=dtype)
     settings = dict(filter_layers=(1, 5), tokens=20, tail=TAIL, dense_below=0)
     session = llm.session(OmniKV(**{**settings, **changes}))

@@ -1,5 +1,5 @@
 """Settings of OmniKV: bad ones are refused in one line at the earliest moment, good ones mean what
-METHODS.md says.
+the paper says.
 
 Stops: a typo that silently runs full attention, a budget off by the dense layers' share, a filter
 layer that the model has not.
@@ -200,7 +200,7 @@ def test_the_last_layer_may_be_a_filter():
 @pytest.mark.parametrize(
     ("layers", "filters", "dense"),
     [
-        # METHODS.md 3.1, item 3
+        # the paper's Figure 4: full below the first filter, filters, and one wait layer after each
         (32, (2, 8, 18), {0, 1, 2, 3, 8, 9, 18, 19}),
         (48, (6, 11, 30), {*range(8), 11, 12, 30, 31}),
         (80, (4, 19, 41), {*range(6), 19, 20, 41, 42}),
@@ -259,7 +259,7 @@ def test_an_unknown_model_gets_the_default_and_a_hint():
 @pytest.mark.parametrize(
     ("layers", "filters", "mem", "share"),
     [
-        # METHODS.md 3.2, item 7
+        # Mem% = a + b (1 - a), the paper's formula
         (32, (2, 8, 18), 0.30, 0.0667),
         (48, (6, 11, 30), 0.30, 0.0667),
         (48, (3, 11, 30), 0.30, 0.138),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.methods.evict.accumulated_scores import Accumulating, AccumulatingRuntime
-from engine.methods.settings import portion, whole
+from engine.settings import fraction, integer
 from kernels.column_sums import column_sums
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ class A2SF(Accumulating):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        portion("forgetting", self.forgetting, zero=True)
+        fraction("forgetting", self.forgetting, zero=True)
         if self.newest is not None:
-            whole("newest", self.newest, 0)
+            integer("newest", self.newest, 0)
 
     def recent(self, budget: int) -> int:
         return super().recent(budget) if self.newest is None else min(self.newest, budget)

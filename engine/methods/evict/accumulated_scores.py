@@ -17,7 +17,7 @@ import torch
 from engine.methods.evict.base import EvictingRuntime
 from engine.methods.evict.settings import GROUP_RULES, Evicting
 from engine.methods.evict.store import Part, Rows, Sequence, best, reduce_group, worst
-from engine.methods.settings import choice, portion, whole
+from engine.settings import fraction, integer, one_of
 from kernels.column_sums import column_sums
 
 if TYPE_CHECKING:
@@ -46,10 +46,10 @@ class Accumulating(Evicting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        portion("recent_share", self.recent_share, zero=True)
-        choice("gqa_reduce", self.gqa_reduce, GROUP_RULES)
-        choice("cut", self.cut, ("prefill", "first_step"))
-        whole("every", self.every, 1)
+        fraction("recent_share", self.recent_share, zero=True)
+        one_of("gqa_reduce", self.gqa_reduce, GROUP_RULES)
+        one_of("cut", self.cut, ("prefill", "first_step"))
+        integer("every", self.every, 1)
 
     def recent(self, budget: int) -> int:
         """How many of a budget's tokens are the newest ones."""

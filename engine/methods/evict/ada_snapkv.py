@@ -18,7 +18,7 @@ import torch
 
 from engine.methods.evict.snapkv import SnapKV, SnapRuntime
 from engine.methods.evict.store import Part, Sequence, best
-from engine.methods.settings import portion
+from engine.settings import fraction
 
 if TYPE_CHECKING:
     from engine.decode import Step
@@ -33,7 +33,7 @@ class AdaSnapKV(SnapKV):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        portion("alpha", self.alpha, zero=True)
+        fraction("alpha", self.alpha, zero=True)
 
     @property
     def name(self) -> str:

@@ -18,8 +18,8 @@ from engine.errors import SettingError
 from engine.methods.evict.base import EvictingRuntime
 from engine.methods.evict.settings import Evicting
 from engine.methods.evict.store import Part, Rows, Sequence, worst
-from engine.methods.settings import whole
 from engine.model.rope import Rotary
+from engine.settings import integer
 from kernels.column_sums import tile_floats
 from kernels.prefill import prefill_dense
 
@@ -215,7 +215,7 @@ def validate_sink(value: int, tokens: int | None) -> None:
     """Raise SettingError unless `sink` is an int >= 0 that leaves a window of at least one
     token.
     """
-    whole("sink", value, 0)
+    integer("sink", value, 0)
     if tokens is not None and value >= tokens:
         raise SettingError(
             f"sink: found {value}, expected fewer than the budget of {tokens} tokens"

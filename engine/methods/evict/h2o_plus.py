@@ -17,7 +17,7 @@ from engine.errors import SettingError
 from engine.methods.evict.accumulated_scores import AccumulatingRuntime
 from engine.methods.evict.h2o import H2O
 from engine.methods.evict.store import Part, Rows, Sequence, best
-from engine.methods.settings import whole
+from engine.settings import integer
 
 if TYPE_CHECKING:
     from engine.bank.base import Bank
@@ -42,7 +42,7 @@ class H2OPlus(H2O):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.segment not in AUTO:
-            whole("segment", self.segment, 1)
+            integer("segment", self.segment, 1)
         if self.cut != "prefill":
             raise SettingError(
                 f"cut: found {self.cut!r}, expected 'prefill' (h2o_plus cuts while it reads)"

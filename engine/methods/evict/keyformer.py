@@ -18,7 +18,7 @@ import torch
 from engine.errors import SettingError
 from engine.methods.evict.accumulated_scores import Accumulating, AccumulatingRuntime
 from engine.methods.evict.store import Sequence
-from engine.methods.settings import whole
+from engine.settings import integer, is_number
 from kernels.column_sums import column_sums
 
 if TYPE_CHECKING:
@@ -41,17 +41,12 @@ class Keyformer(Accumulating):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole("seed", self.seed, 0)
+        integer("seed", self.seed, 0)
         for name, value, zero in (
             ("tau_init", self.tau_init, False),
             ("tau_delta", self.tau_delta, True),
         ):
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, (int, float))
-                or value < 0
-                or (value == 0 and not zero)
-            ):
+            if not is_number(value) or value < 0 or (value == 0 and not zero):
                 raise SettingError(
                     f"{name}: found {value!r}, expected a number "
                     f"{'of at least' if zero else 'above'} 0"

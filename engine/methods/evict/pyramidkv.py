@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.methods.evict.snapkv import SnapKV
-from engine.methods.settings import whole
+from engine.settings import integer
 
 if TYPE_CHECKING:
     from engine.plan.layers import LayerPlan
@@ -27,7 +27,7 @@ class PyramidKV(SnapKV):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole("beta", self.beta, 1)
+        integer("beta", self.beta, 1)
 
     def budgets(self, plan: LayerPlan, length: int) -> list[int]:
         """Falling, with the sum of equal ones up to one token a layer."""

@@ -19,7 +19,7 @@ import torch
 
 from engine.methods.evict.accumulated_scores import Accumulating, AccumulatingRuntime
 from engine.methods.evict.store import Rows, Sequence, best
-from engine.methods.settings import portion, whole
+from engine.settings import fraction, integer
 from kernels.column_sums import column_sums
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ class Scissorhands(Accumulating):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole("history", self.history, 1)
-        whole("newest", self.newest, 0)
-        portion("drop", self.drop)
+        integer("history", self.history, 1)
+        integer("newest", self.newest, 0)
+        fraction("drop", self.drop)
 
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
         # in a call that does not end the prompt nothing counts yet

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import SettingError
 from engine.methods.base import Method
 from engine.methods.evict.store import reserved, row_bytes
-from engine.methods.settings import one_budget, portion, whole
 from engine.plan.layers import LayerPlan, Role
 from engine.plan.needs import Needs
+from engine.settings import at_most_one, fraction, integer
 
 if TYPE_CHECKING:
     from engine.model.config import ModelConfig
@@ -37,11 +37,11 @@ class Evicting(Method):
     min_tokens = 1  # that a head keeps whatever the budget
 
     def __post_init__(self) -> None:
-        one_budget(self, "tokens", "share")
+        at_most_one(self, "tokens", "share")
         if self.tokens is not None:
-            whole("tokens", self.tokens, self.min_tokens)
+            integer("tokens", self.tokens, self.min_tokens)
         elif self.share is not None:
-            portion("share", self.share)
+            fraction("share", self.share)
         else:
             for name, value in self.default_budget().items():
                 object.__setattr__(self, name, value)

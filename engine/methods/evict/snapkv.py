@@ -20,8 +20,8 @@ from engine.errors import SettingError
 from engine.methods.evict.base import EvictingRuntime
 from engine.methods.evict.settings import GROUP_RULES, Evicting
 from engine.methods.evict.store import Part, Sequence, reduce_group
-from engine.methods.settings import choice, whole
 from engine.model.rope import apply_rope
+from engine.settings import integer, one_of
 from kernels.column_sums import column_sums
 
 if TYPE_CHECKING:
@@ -46,14 +46,14 @@ class SnapKV(Evicting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole("window", self.window, 1)
+        integer("window", self.window, 1)
         if self.window > WINDOW_MOST:
             raise SettingError(f"window: found {self.window}, expected at most {WINDOW_MOST}")
-        whole("kernel", self.kernel, 1)
+        integer("kernel", self.kernel, 1)
         if self.kernel % 2 == 0:
             raise SettingError(f"kernel: found {self.kernel}, expected an odd number")
-        choice("pool", self.pool, ("max", "mean"))
-        choice("gqa_reduce", self.gqa_reduce, GROUP_RULES)
+        one_of("pool", self.pool, ("max", "mean"))
+        one_of("gqa_reduce", self.gqa_reduce, GROUP_RULES)
         if self.tokens is not None and self.tokens < self.window:
             raise SettingError(
                 f"tokens: found {self.tokens}, expected at least the window of {self.window} tokens"

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.errors import SettingError
 from engine.methods.evict.base import EvictingRuntime
 from engine.methods.evict.by_position import Windowed, WindowedRuntime, validate_sink
 from engine.methods.evict.settings import Evicting
 from engine.model.rope import Rotary
+from engine.settings import boolean
 
 if TYPE_CHECKING:
     from engine.methods.base import Runtime, Setup
@@ -38,8 +38,7 @@ class StreamingLLM(Windowed):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.official, bool):
-            raise SettingError(f"official: found {self.official!r}, expected True or False")
+        boolean("official", self.official)
         validate_sink(self.sink, None if self.official else self.tokens)
 
     @property

@@ -21,10 +21,10 @@ from engine.methods.omnikv.official import OfficialRuntime
 from engine.methods.omnikv.prefill import AT_ONCE
 from engine.methods.omnikv.runtime import OmniKVRuntime
 from engine.methods.omnikv.selector import SELECTORS
-from engine.methods.settings import choice, one_budget, portion, whole
 from engine.plan.layers import PAPER_WAIT, LayerPlan, Role, layer_plan
 from engine.plan.mem import budget_from_mem
 from engine.plan.needs import Needs
+from engine.settings import at_most_one, boolean, fraction, integer, is_integer, one_of
 
 if TYPE_CHECKING:
     from engine.model.config import ModelConfig
@@ -224,7 +224,7 @@ class OmniKV(Method):
 
 def _filters(value: Sequence[int]) -> tuple[int, ...]:
     numbers = tuple(value) if isinstance(value, (tuple, list)) else ()
-    if not numbers or any(isinstance(x, bool) or not isinstance(x, int) for x in numbers):
+    if not numbers or not all(map(is_integer, numbers)):
         raise SettingError(
             f"filter_layers: found {value!r}, expected a non-empty tuple of layer numbers such as "
             "(2, 8, 18)"
@@ -237,13 +237,13 @@ def _filters(value: Sequence[int]) -> tuple[int, ...]:
 
 
 def _validate_budget(method: OmniKV) -> None:
-    one_budget(method, "tokens", "share", "mem")
+    at_most_one(method, "tokens", "share", "mem")
     if method.tokens is not None:
-        whole("tokens", method.tokens, 0 if method.official else 1)
+        integer("tokens", method.tokens, 0 if method.official else 1)
     for name in ("share", "mem"):
         if getattr(method, name) is not None:
-            portion(name, getattr(method, name))
-    whole("sink", method.sink, 0)
+            fraction(name, getattr(method, name))
+    integer("sink", method.sink, 0)
     if method.tokens is not None and method.sink > method.tokens:
         raise SettingError(
             f"sink: found {method.sink}, expected at most the budget of {method.tokens} tokens"
@@ -251,28 +251,27 @@ def _validate_budget(method: OmniKV) -> None:
 
 
 def _validate_selection(method: OmniKV) -> None:
-    choice("selector", method.selector, SELECTORS)
-    choice("scores", method.scores, (None, "softmax", "raw"))
-    whole("window", method.window, 1, 64)
+    one_of("selector", method.selector, SELECTORS)
+    one_of("scores", method.scores, (None, "softmax", "raw"))
+    integer("window", method.window, 1, 64)
     if method.wait_layers is not None:
-        whole("wait_layers", method.wait_layers, 0)
-    whole("tail", method.tail, 64)
-    if not isinstance(method.official, bool):
-        raise SettingError(f"official: found {method.official!r}, expected True or False")
+        integer("wait_layers", method.wait_layers, 0)
+    integer("tail", method.tail, 64)
+    boolean("official", method.official)
     if method.dense_below != "auto":
-        whole("dense_below", method.dense_below, 0)
+        integer("dense_below", method.dense_below, 0)
 
 
 def _validate_prefill(method: OmniKV) -> None:
     if method.prefill_ratio is not None:
-        whole("prefill_ratio", method.prefill_ratio, 1)
-    whole("prefill_block", method.prefill_block, 64)
-    whole("prefill_stride", method.prefill_stride, 1)
-    whole("prefill_dense_end", method.prefill_dense_end, 0)
-    choice("dense_layers", method.dense_layers, ("dense", "block_sparse"))
-    choice("dense_estimator", method.dense_estimator, ("pooled", "antidiagonal"))
-    choice("dense_stride", method.dense_stride, (4, 8, 16, 32))
-    portion("dense_mass", method.dense_mass)
+        integer("prefill_ratio", method.prefill_ratio, 1)
+    integer("prefill_block", method.prefill_block, 64)
+    integer("prefill_stride", method.prefill_stride, 1)
+    integer("prefill_dense_end", method.prefill_dense_end, 0)
+    one_of("dense_layers", method.dense_layers, ("dense", "block_sparse"))
+    one_of("dense_estimator", method.dense_estimator, ("pooled", "antidiagonal"))
+    one_of("dense_stride", method.dense_stride, (4, 8, 16, 32))
+    fraction("dense_mass", method.dense_mass)
 
 
 def _validate_official(method: OmniKV) -> None:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from engine.methods.base import Method, Runtime, Setup
-from engine.methods.settings import one_budget, portion, whole
 from engine.plan.layers import Group, LayerPlan, Role
 from engine.plan.needs import Needs
+from engine.settings import at_most_one, fraction, integer
 from kernels.prefill import attend_rows
 from kernels.reference import attend
 from kernels.sparse_decode import decode_sparse
@@ -51,11 +51,11 @@ class Budgeted(Method):
     named = False
 
     def __post_init__(self) -> None:
-        one_budget(self, "tokens", "share")
+        at_most_one(self, "tokens", "share")
         if self.tokens is not None:
-            whole("tokens", self.tokens, 1)
+            integer("tokens", self.tokens, 1)
         if self.share is not None:
-            portion("share", self.share)
+            fraction("share", self.share)
 
     def budget(self, length: int) -> int:
         """Tokens that a sparse layer selects where the latest prefill ended at `length`."""

@@ -23,9 +23,9 @@ from engine.errors import SettingError
 from engine.methods.base import Method, Runtime, Setup
 from engine.methods.select.base import single_layer_groups
 from engine.methods.select.infllm_memory import BlockMemory, Layout, attend_far_and_near
-from engine.methods.settings import whole
 from engine.model.rope import Rotary
 from engine.plan.needs import Needs
+from engine.settings import integer
 from kernels.prefill import prefill_dense
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class InfLLM(Method):
             ("representatives", 1, self.block),
             ("cached", self.topk, None),
         ):
-            whole(name, getattr(self, name), least, most)
+            integer(name, getattr(self, name), least, most)
 
     def plan(self, config: ModelConfig) -> LayerPlan:
         """Every layer SPARSE. K is turned back to position 0, which a rotation that depends on the

@@ -31,8 +31,8 @@ from engine.methods.select.minference_patterns import (
     sizes,
     vertical_slash,
 )
-from engine.methods.settings import portion
 from engine.plan.needs import Needs
+from engine.settings import fraction
 from kernels.prefill import attend_chunk, attend_rows, merge, prefill_dense, prefill_dense_lse
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class MInference(Method):
             checked(table) if single else tuple(tuple(map(checked, row)) for row in table),
         )
         if self.share is not None:
-            portion("share", self.share)
+            fraction("share", self.share)
 
     def plan(self, config: ModelConfig) -> LayerPlan:
         """All layers FULL: a step reads everything. Raises SettingError for another model's

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from engine.errors import SettingError
-from engine.methods.settings import whole
+from engine.settings import integer
 
 Pattern = tuple[Any, ...]  # (kind, sizes ...)
 
@@ -35,7 +35,7 @@ def checked(pattern: Any) -> Pattern:
             "('a_shape', sink, window) or ('block_sparse', blocks)"
         )
     for size in pattern[1:]:
-        whole(f"patterns: {pattern[0]}", size, 1)
+        integer(f"patterns: {pattern[0]}", size, 1)
     return pattern
 
 

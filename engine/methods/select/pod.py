@@ -22,7 +22,7 @@ import torch
 from engine.errors import SettingError
 from engine.methods.base import Method, Runtime, Setup
 from engine.methods.select.base import single_layer_groups
-from engine.methods.settings import whole
+from engine.settings import fraction, integer, is_integer
 from kernels.prefill import merge
 
 if TYPE_CHECKING:
@@ -55,14 +55,9 @@ class PodUntrained(Method):
     def __post_init__(self) -> None:
         if self.blocks is not None:
             object.__setattr__(self, "blocks", _blocks(self.blocks))
-        whole("first", self.first, 0)
-        whole("recent", self.recent, 1)
-        if (
-            isinstance(self.skip, bool)
-            or not isinstance(self.skip, (int, float))
-            or not 0 < self.skip <= 1
-        ):
-            raise SettingError(f"skip: found {self.skip!r}, expected a number in (0, 1]")
+        integer("first", self.first, 0)
+        integer("recent", self.recent, 1)
+        fraction("skip", self.skip)
 
     @property
     def name(self) -> str:
@@ -238,7 +233,7 @@ def _blocks(value: Any) -> tuple:
     )
     nested = bool(found) and all(isinstance(firsts, tuple) for firsts in found)
     for firsts in found if nested else (found,):
-        whole_numbers = all(isinstance(x, int) and not isinstance(x, bool) for x in firsts)
+        whole_numbers = all(map(is_integer, firsts))
         if (
             not firsts
             or not whole_numbers

@@ -23,7 +23,7 @@ from engine.methods.select.base import (
     Selection,
     single_layer_groups,
 )
-from engine.methods.settings import choice, whole
+from engine.settings import integer, one_of
 from kernels.topk import select_topk
 
 if TYPE_CHECKING:
@@ -54,9 +54,9 @@ class Quest(Budgeted):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole("page", self.page, 1)
-        whole("dense_layers", self.dense_layers, 0)
-        choice("gqa_reduce", self.gqa_reduce, REDUCTIONS)
+        integer("page", self.page, 1)
+        integer("dense_layers", self.dense_layers, 0)
+        one_of("gqa_reduce", self.gqa_reduce, REDUCTIONS)
 
     def plan(self, config: ModelConfig) -> LayerPlan:
         """FULL below `dense_layers`; every layer above is SPARSE and chooses for itself."""

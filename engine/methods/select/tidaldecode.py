@@ -17,8 +17,8 @@ import torch
 
 from engine.errors import SettingError
 from engine.methods.select.base import Budgeted, Buffer, Selecting, Selection
-from engine.methods.settings import choice, whole
 from engine.plan.layers import layer_plan
+from engine.settings import integer, one_of
 from kernels.topk import select_topk
 
 if TYPE_CHECKING:
@@ -45,10 +45,10 @@ class TidalDecode(Budgeted):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole("select_layer", self.select_layer, 0)
+        integer("select_layer", self.select_layer, 0)
         if self.correction_layer is not None:
-            whole("correction_layer", self.correction_layer, self.select_layer + 1)
-        choice("gqa_reduce", self.gqa_reduce, REDUCTIONS)
+            integer("correction_layer", self.correction_layer, self.select_layer + 1)
+        one_of("gqa_reduce", self.gqa_reduce, REDUCTIONS)
 
     def plan(self, config: ModelConfig) -> LayerPlan:
         """FULL below the first choice, FILTER where one is made, SPARSE elsewhere; no layer waits,

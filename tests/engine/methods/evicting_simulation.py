@@ -1,8 +1,8 @@
 """Evicting methods simulated densely in float64: every token's keys and values stay, and masks say
 which are still alive.
 
-The forward pass is official_simulation.Model's; nothing of the engine is used. Rules restated from
-METHODS.md 2.1, 2.2, 2.3 and section 5: what a query sees, what it adds to the scores, and which
+The forward pass is official_simulation.Model's; nothing of the engine is used. Restated from the
+papers (docs/METHODS.md names them): what a query sees, what it adds to the scores, and which
 tokens die when. Distances of StreamingLLM and LM-Infinite are applied as they are defined: an
 unrotated key against a query rotated by the distance.
 """

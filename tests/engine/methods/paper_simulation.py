@@ -1,8 +1,8 @@
 """OmniKV Eq. 1-4 with this engine's candidates and tail, simulated in float64: the oracle of the
 selector's tests.
 
-The forward pass is official_simulation.Model's; nothing of the engine is used. The rule, from
-DESIGN.md and METHODS.md 3.3: S[i] = sum over the last W queries j of alpha_j * max over heads of
+The forward pass is official_simulation.Model's; nothing of the engine is used. The rule (the OmniKV
+paper, Eq. 1-4): S[i] = sum over the last W queries j of alpha_j * max over heads of
 A_j[i], where A_j is the softmax over every key that query j sees (or the raw logit), each query
 rotated to its own position; T = the k largest of the positions before the tail.
 """
@@ -39,7 +39,7 @@ class Rule:
 
 
 class Conversation:
-    """One sequence: `prompt` appends tokens under full attention, `step` one token under the rule."""
+    """One sequence: `prompt` appends tokens under full attention, `step` one under the rule."""
 
     def __init__(self, model, rule):
         self.model = model

@@ -1,5 +1,5 @@
-"""What each evicting method must hold beyond U1 to U8: its row's own property in METHODS.md, and
-the reductions of section 1, exactly.
+"""What each evicting method must hold beyond U1 to U8 (method_table.py): the rule of its paper, and
+how scores of a group are reduced, exactly.
 
 Also that going back, copies, interruptions and changes of method are exact, or refused in one line.
 """
@@ -507,7 +507,7 @@ def test_what_breaks_off_has_not_happened(method, monkeypatch):
 
 
 def test_methods_change_over_one_bank():
-    """What full attention has read serves an evicting method as if it had read it itself; and back."""
+    """What full attention has read serves an evicting method as its reading would; and back."""
     llm, ids = llm_of(), random_ids(200)
     for method in (
         H2O(tokens=30),
@@ -561,7 +561,7 @@ def test_what_cannot_be_is_refused_in_one_line():
         ):
             with pytest.raises(
                 SettingError,
-                match=f"{name}: reads prompts in a way of its own, and this session has read 100 tokens",
+                match=f"{name}: reads prompts in its own way, and this session has read 100 tokens",
             ):
                 session.set_method(method)
         session.set_method(SnapKV(tokens=50))
@@ -678,7 +678,7 @@ def test_an_evicting_method_through_the_public_calls():
 
 
 def test_published_defaults():
-    """Those of METHODS.md, where nothing is given."""
+    """Those of the papers (docs/METHODS.md), where nothing is given."""
     assert (H2O().share, H2O().recent_share, H2O().cut, H2O().gqa_reduce) == (
         0.2,
         0.5,

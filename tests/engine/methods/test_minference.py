@@ -231,7 +231,7 @@ def test_work_is_counted():
 
 
 def planted(pattern, head, stop=512):
-    """One K/V head's worth of queries and keys [stop, 16] whose attention lies on lines of a kind."""
+    """One K/V head's queries and keys [stop, 16] whose attention lies on lines of a kind."""
     generator = torch.Generator().manual_seed(head)
     q, k = (0.3 * torch.randn(stop, 16, generator=generator) for _ in range(2))
     if pattern == "columns":

@@ -252,7 +252,7 @@ def test_prefill_in_chunks_is_one_prefill(world):
 
 
 def test_the_simulation_itself_says_what_the_description_says():
-    """Layers of {2,3,8} with one wait layer: dense 0-4, 8, 9; sparse 5-7 (of 3), 10 and 11 (of 8)."""
+    """Layers of {2,3,8}, one wait layer: dense 0-4, 8, 9; sparse 5-7 (of 3), 10 and 11 (of 8)."""
     assert simulation.source_of(12, (2, 3, 8), 1) == {5: 3, 6: 3, 7: 3, 10: 8, 11: 8}
     assert simulation.source_of(8, (0, 4), 2) == {3: 0, 7: 4}
     assert simulation.source_of(6, (5,), 0) == {}

@@ -67,7 +67,7 @@ def blocks_of(start, stop, total, chunk, ratio, dense_end=90):
 
 
 class Oracle(Conversation):
-    """The prompt under the rule: float64, layer by layer, one query at a time in the sparse layers."""
+    """The prompt under the rule: float64, layer by layer, one query at a time where sparse."""
 
     def __init__(self, ratio, stride=1, dense_end=90):
         super().__init__(MODEL, Rule(FILTERS, 24, tail=TAIL))
