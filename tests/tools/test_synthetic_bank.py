@@ -135,14 +135,14 @@ def test_ring_holds_its_windows(k, candidates, reuse):
     assert k == 0 or 1 - fresh / k >= reuse - 0.5 / k - 0.01
 
 
-def test_set_kernels_goes_on_over_the_same_bank():
+def test_set_backend_goes_on_over_the_same_bank():
     session = make(600).session(OmniKV(filter_layers=(1,), tokens=32, tail=64, dense_below=0))
     synthesize(session, 500)
     fast = session.decode(7)
     session.truncate(500)
     session.set_backend("reference")
     assert (session.decode(7) - fast).abs().max() < 2e-3
-    with pytest.raises(SettingError, match="kernels: found 'fast'"):
+    with pytest.raises(SettingError, match="backend: found 'fast'"):
         session.set_backend("fast")
 
 
