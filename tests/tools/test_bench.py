@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-import engine.methods.omnikv.settings
+import engine.methods.omnikv.runtime
 import engine.plan.placement
 from engine import LLM, Full, OmniKV
 from engine.errors import SettingError
@@ -185,13 +185,13 @@ def test_llamacpp_beside_us(capsys):
 
 
 def test_a_wrong_path_is_not_timed(capsys, monkeypatch):
-    right = engine.methods.omnikv.settings.decode_sparse
+    right = engine.methods.omnikv.runtime.decode_sparse
 
     def wrong(*arguments, backend="auto", **named):
         out = right(*arguments, backend=backend, **named)
         return out if backend == "reference" else out.roll(1, -1)
 
-    monkeypatch.setattr(engine.methods.omnikv.settings, "decode_sparse", wrong)
+    monkeypatch.setattr(engine.methods.omnikv.runtime, "decode_sparse", wrong)
     code, out, data = run(capsys, "--peers", "none", "--no-split")
     cells = {c["name"]: c for c in data["cells"] if c["test"] == "tg"}
     assert code == 1 and data["failed_checks"] == 2
@@ -413,14 +413,14 @@ def test_verify_agrees_with_itself_and_restores_the_session():
 
 
 def test_verify_sees_a_wrong_selection(monkeypatch):
-    right = engine.methods.omnikv.settings.select_topk
+    right = engine.methods.omnikv.runtime.select_topk
 
     def wrong(scores, *arguments, backend="auto", **named):
         return right(
             scores if backend == "reference" else -scores, *arguments, backend=backend, **named
         )
 
-    monkeypatch.setattr(engine.methods.omnikv.settings, "select_topk", wrong)
+    monkeypatch.setattr(engine.methods.omnikv.runtime, "select_topk", wrong)
     contestant = Engine("omnikv", tiny_llm(omnikv()), 700)
     with pytest.raises(Mismatch, match="selection at 700 tokens"):
         verify(contestant)
@@ -448,7 +448,7 @@ def test_split_adds_up_and_names_its_stages():
         assert all(row[stage] > 0 for stage in stages) and row["other"] > 0 and row["gather"] == 0
         assert 2000 <= len(contestant.session) < 2010
     # nothing stays wrapped
-    assert engine.methods.omnikv.settings.decode_sparse.__name__ == "decode_sparse"
+    assert engine.methods.omnikv.runtime.decode_sparse.__name__ == "decode_sparse"
 
 
 @pytest.mark.parametrize(

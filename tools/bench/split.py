@@ -14,16 +14,16 @@ import torch
 import engine.bank.host_rows
 import engine.bank.working_set
 import engine.methods.base
-import engine.methods.omnikv.settings
+import engine.methods.omnikv.runtime
 from kernels.linear import Linear
 
 STAGES = ("linear", "dense attention", "scoring", "top-k", "gather", "sparse attention", "other")
 _LAUNCHERS = (
     (engine.methods.base, "decode_dense", "dense attention"),
-    (engine.methods.omnikv.settings, "decode_dense", "dense attention"),
-    (engine.methods.omnikv.settings, "decode_sparse", "sparse attention"),
-    (engine.methods.omnikv.settings, "select_topk", "top-k"),
-    (engine.methods.omnikv.settings, "window_scores", "scoring"),
+    (engine.methods.omnikv.runtime, "decode_dense", "dense attention"),
+    (engine.methods.omnikv.runtime, "decode_sparse", "sparse attention"),
+    (engine.methods.omnikv.runtime, "select_topk", "top-k"),
+    (engine.methods.omnikv.runtime, "window_scores", "scoring"),
     (engine.methods.base, "attend_stream", "dense attention"),
     (engine.bank.working_set.WorkingSet, "fetch", "gather"),
     # blocks and whole layers on their way to the device
