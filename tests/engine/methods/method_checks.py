@@ -71,7 +71,7 @@ class Still:
     apply = staticmethod(apply_rope)
 
     @staticmethod
-    def turn(x, by):
+    def rotate_by(x, by):
         """x as it is."""
         return x
 
