@@ -93,7 +93,7 @@ HOST_TIER = (
         "engine/bank/tiered.py",
         r"in the step behind the copy would be seen\.\n\s+wait\([\w.]+\)",
         "in the step behind the copy would be seen.\n            pass",
-        (f"{BANK}/test_lanes.py::test_late_fetches_change_nothing",),
+        (f"{BANK}/test_lanes.py::test_late_write_backs_change_nothing",),
     ),
     Breakage(
         "a stream block does not wait for rows that are on their way to the host",

@@ -108,6 +108,11 @@ def test_late_tails_that_nothing_was_chosen_beside_change_nothing(monkeypatch):
     assert not differs(UNPACKED, [("prefill", 30), ("decode", 60)], monkeypatch)
 
 
+def test_late_write_backs_change_nothing(monkeypatch):
+    """Blocks leave the ring while tokens are generated, and are chosen 64 steps later."""
+    assert not differs(METHOD, [("prefill", 30), ("decode", 110)], monkeypatch)
+
+
 @pytest.mark.parametrize("block", [64, 100])
 def test_late_stream_blocks_change_nothing(block, monkeypatch):
     monkeypatch.setattr(placement, "STREAM_BLOCK", block)
