@@ -16,7 +16,7 @@ import torch
 
 from engine.model.llama import Llama, post_attention, pre_attention
 from engine.model.rope import Rotary, apply_rope
-from engine.plan.layers import TAIL_BLOCK
+from engine.plan.layers import tail_start
 from engine.query_ring import QueryRing
 
 if TYPE_CHECKING:
@@ -51,12 +51,9 @@ class Step:
     )
 
     def tail_start(self, tail: int) -> torch.Tensor:
-        """First tail position per sequence, int32 [B], for the first of the step's queries: the
-        formula of engine.plan.layers.tail_start, on the device.
-        """
+        """First tail position per sequence, int32 [B], for the first of the step's queries."""
         if tail not in self._tails:
-            n = self.visible - (self.positions.shape[1] - 1)
-            self._tails[tail] = ((n // TAIL_BLOCK) * TAIL_BLOCK - tail).clamp_(min=0)
+            self._tails[tail] = tail_start(self.visible - (self.positions.shape[1] - 1), tail)
         return self._tails[tail]
 
     def window_queries(self, layer: int, window: int) -> torch.Tensor:

@@ -71,7 +71,7 @@ def live_bytes():
 
 
 def test_three_thousand_tokens_after_a_short_prompt(monkeypatch):
-    import engine.methods.omnikv.settings as module
+    import engine.methods.omnikv.runtime as module
 
     asked = []
 
