@@ -256,19 +256,8 @@ def decode_dense_triton(
     kv_heads, capacity = k.shape[1], k.shape[2]
     group = heads // kv_heads
     if scratch is None:
-        scratch = make_scratch(
-            batch,
-            queries,
-            heads,
-            kv_heads,
-            head_dim,
-            capacity,
-            0,
-            q.device,
-            scores is not None,
-            0,
-            backend="triton",
-        )
+        sizes = batch, queries, heads, kv_heads, head_dim, capacity, 0
+        scratch = make_scratch(*sizes, q.device, scores is not None, 0, backend="triton")
     splits = dense_splits(capacity)
     config = dense_config(queries, group, head_dim, q.element_size())
     slots = batch * heads * queries * splits
@@ -294,32 +283,41 @@ def decode_dense_triton(
         capacity,
         heads,
         queries,
-        QT=config.queries,
-        G=group,
-        M=config.rows,
-        D=head_dim,
-        DP=config.dim,
         SPLIT=DENSE_SPLIT,
         BLOCK=config.block,
         SCORED=scores is not None,
         WIDE=needs_wide(k.stride(2), v.stride(2)),
-        num_warps=config.warps,
-        num_stages=config.stages,
+        **config.launch(group, head_dim),
     )
     merge(scratch, out, lengths, kv_heads, splits, DENSE_SPLIT, config.block)
     if scores is not None:
-        head_max_kernel[(-(-capacity // SCORE_TILE), batch)](
-            scratch.logits,
-            scratch.out_lse,
-            lengths,
-            scores,
-            capacity,
-            heads,
-            queries,
-            scores.stride(0),
-            SOFTMAX=kind == "softmax",
-            HEADS=4,
-            BLOCK=SCORE_TILE,
-            num_warps=4,
-        )
+        launch_head_max(scratch, lengths, scores, capacity, heads, queries, kind)
     return out
+
+
+def launch_head_max(
+    scratch: Scratch,
+    lengths: torch.Tensor,
+    scores: torch.Tensor,
+    capacity: int,
+    heads: int,
+    queries: int,
+    kind: str,
+) -> None:
+    """Launch the last pass: scores [B, T] take the maxima over heads of what `dense_kernel` left in
+    scratch.logits.
+    """
+    head_max_kernel[(-(-capacity // SCORE_TILE), len(scores))](
+        scratch.logits,
+        scratch.out_lse,
+        lengths,
+        scores,
+        capacity,
+        heads,
+        queries,
+        scores.stride(0),
+        SOFTMAX=kind == "softmax",
+        HEADS=4,
+        BLOCK=SCORE_TILE,
+        num_warps=4,
+    )

@@ -248,19 +248,8 @@ def decode_sparse_triton(
     kv_heads, budget = k.shape[1], index.shape[2]
     group = heads // kv_heads
     if scratch is None:
-        scratch = make_scratch(
-            batch,
-            queries,
-            heads,
-            kv_heads,
-            head_dim,
-            1,
-            max(1, budget),
-            q.device,
-            False,
-            0,
-            backend="triton",
-        )
+        sizes = batch, queries, heads, kv_heads, head_dim, 1, max(1, budget)
+        scratch = make_scratch(*sizes, q.device, False, 0, backend="triton")
     split, splits = sparse_split(budget, kv_heads), sparse_splits(budget, kv_heads)
     config = sparse_config(queries, group, head_dim, q.element_size())
     block = min(config.block, split)
@@ -286,15 +275,9 @@ def decode_sparse_triton(
         sih,
         kv_heads,
         queries,
-        QT=config.queries,
-        G=group,
-        M=config.rows,
-        D=head_dim,
-        DP=config.dim,
         SPLIT=split,
         BLOCK=block,
-        num_warps=config.warps,
-        num_stages=config.stages,
+        **config.launch(group, head_dim),
     )
     merge(scratch, out, lengths, kv_heads, splits, split, block, counts, tail_start)
     return out

@@ -40,6 +40,18 @@ class Config:
     stages: int
     queries: int  # queries packed in one tile
 
+    def launch(self, group: int, head_dim: int) -> dict[str, int]:
+        """Return what a launch takes of this shape, for `group` heads per kv head."""
+        return dict(
+            QT=self.queries,
+            G=group,
+            M=self.rows,
+            D=head_dim,
+            DP=self.dim,
+            num_warps=self.warps,
+            num_stages=self.stages,
+        )
+
 
 def power_of_two(x: int) -> int:
     """Round x >= 1 up to a power of two."""

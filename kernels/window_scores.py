@@ -359,19 +359,8 @@ def window_scores_triton(
     group = heads // kv_heads
     softmax = kind == "softmax"
     if scratch is None:
-        scratch = make_scratch(
-            batch,
-            1,
-            heads,
-            kv_heads,
-            head_dim,
-            capacity,
-            0,
-            q.device,
-            False,
-            window,
-            backend="triton",
-        )
+        sizes = batch, 1, heads, kv_heads, head_dim, capacity, 0
+        scratch = make_scratch(*sizes, q.device, False, window, backend="triton")
     config = window_config(window, group, head_dim, q.element_size())
     padded, splits = power_of_two(group), dense_splits(capacity)
     shape = dict(
@@ -391,30 +380,8 @@ def window_scores_triton(
     for first in range(0, window, config.queries):
         part = q[:, first : first + config.queries]
         shape["W"], ahead = part.shape[1], window - 1 - first
-        packed = part.shape[1] * group
         if softmax:
-            window_lse_kernel[(splits, kv_heads, batch)](
-                part,
-                k,
-                lengths,
-                scratch.lse,
-                scale,
-                ahead,
-                *strides,
-                SPLIT=DENSE_SPLIT,
-                WIDE=needs_wide(k.stride(2)),
-                **shape,
-            )
-            window_merge_kernel[(-(-packed // 16), kv_heads, batch)](
-                scratch.lse,
-                scratch.out_lse,
-                lengths,
-                splits,
-                packed,
-                SPLIT=DENSE_SPLIT,
-                ROWS=16,
-                num_warps=1,
-            )
+            launch_window_lse(part, k, lengths, scale, ahead, scratch, shape)
         window_max_kernel[(-(-capacity // config.block), batch)](
             part,
             k,
@@ -431,3 +398,42 @@ def window_scores_triton(
             ADD=first > 0,
             **shape,
         )
+
+
+def launch_window_lse(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    ahead: int,
+    scratch: Scratch,
+    shape: dict[str, int],
+) -> None:
+    """Launch the first pass for window queries q [B, W, H, D], the newest of which lies `ahead`
+    positions before the last row: scratch.out_lse takes their log-sum-exps.
+    """
+    kv_heads, splits = k.shape[1], dense_splits(k.shape[2])
+    packed = q.shape[1] * (q.shape[2] // kv_heads)
+    window_lse_kernel[(splits, kv_heads, len(q))](
+        q,
+        k,
+        lengths,
+        scratch.lse,
+        scale,
+        ahead,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        SPLIT=DENSE_SPLIT,
+        WIDE=needs_wide(k.stride(2)),
+        **shape,
+    )
+    window_merge_kernel[(-(-packed // 16), kv_heads, len(q))](
+        scratch.lse,
+        scratch.out_lse,
+        lengths,
+        splits,
+        packed,
+        SPLIT=DENSE_SPLIT,
+        ROWS=16,
+        num_warps=1,
+    )
