@@ -156,12 +156,11 @@ ENGINE = (
         ("tests/engine/test_settings.py::test_layer_plan_worked_examples",),
     ),
     Breakage(
-        "a truncate leaves the method's state",
+        "a truncate leaves the bank's rows",
         "engine/history.py",
-        r"session\.runtime\.(forget|truncate)\(n\)",
+        r"session\.bank\.rewind\(n\)",
         "pass",
-        ("tests/engine/methods/test_quest.py"
-         "::test_turns_truncates_forks_and_other_methods_change_nothing",),
+        (f"{BANK}/test_offload.py::test_slots_forget_what_a_truncate_has_dropped",),
     ),
     Breakage(
         "the selection may hold rows of the tail",

@@ -13,7 +13,7 @@ from engine.plan.layers import tail_start
 from tests.builders import random_ids, tiny_config, tiny_llm, tiny_weights
 
 CAPACITY = 512
-CONFIG = tiny_config(layers=6, max_positions=CAPACITY)
+CONFIG = tiny_config(layers=8, max_positions=CAPACITY)
 
 
 def assert_all_was_read(session, before):

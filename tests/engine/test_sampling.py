@@ -117,6 +117,14 @@ def test_the_distribution_is_that_of_transformers(
         torch.testing.assert_close(found, expected, rtol=2e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(("top_p", "kept"), [(0.4, 1), (0.6, 2), (0.85, 3), (0.97, 4)])
+def test_the_token_that_reaches_top_p_is_kept(top_p, kept):
+    """No sum is near a bound, so that not one token may differ."""
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    found = Sampler(SamplingParams(temperature=1.0, top_p=top_p), 4).probabilities(logits)
+    assert (found > 0).tolist() == [True] * kept + [False] * (4 - kept)
+
+
 def test_drawn_tokens_follow_the_distribution():
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, 3.0, float("-inf")])
     sampler = Sampler(SamplingParams(temperature=1.0, min_p=0.03, seed=5), 6)

@@ -270,6 +270,18 @@ def test_a_second_thread_gets_busy():
     )
 
 
+def test_a_token_that_ends_an_answer_is_in_the_session():
+    """A next turn reads it; its text is not shown."""
+    with llm_of("omnikv").session() as session:
+        params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+        tokens = [piece.token_id for piece in session.generate(random_ids(30), params)]
+        end = next(i for i, token in enumerate(tokens) if token not in tokens[:i] and i)
+        session.truncate(0)
+        params = SamplingParams(max_tokens=9, temperature=0, stop_token_ids=(tokens[end],))
+        pieces = list(session.generate(random_ids(30), params))
+        assert pieces[-1].finish_reason == "stop" and session.ids[30:] == tokens[: end + 1]
+
+
 def test_generate_feeds_what_it_sampled_and_a_next_turn_only_appends():
     with llm_of("omnikv").session() as session:
         pieces = list(

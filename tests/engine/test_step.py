@@ -25,6 +25,28 @@ METHODS = {
 
 
 @pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_a_sequence_with_nothing_to_choose_stands_beside_one_that_has(backend):
+    """The method table's U5 has batches whose sequences all choose as many."""
+    llm = tiny_llm(METHODS["last"], CONFIG, WEIGHTS, max_context=CAPACITY, backend=backend)
+    sessions = [llm.session() for _ in range(2)]
+    for session, length in zip(sessions, (300, 40)):
+        session.prefill(random_ids(length, seed=length))
+    decoder, bank = batched(llm, sessions, backend, CAPACITY)
+    lengths = torch.tensor([300, 40], dtype=torch.int32)
+    with torch.inference_mode():
+        logits = decoder.step(torch.tensor([[5], [9]]), lengths, bank)
+    for number, token in enumerate((5, 9)):
+        expected = sessions[number].decode(token)
+        torch.testing.assert_close(logits[number, 0], expected, atol=2e-5, rtol=2e-5)
+    assert [int(counts[number]) for counts in decoder.runtime.counts for number in (0, 1)] == [
+        20,
+        0,
+        20,
+        0,
+    ]
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto"])
 @pytest.mark.parametrize("queries", [1, 2, 5, 8])
 @pytest.mark.parametrize("everything", [False, True])
 def test_several_queries_at_once_are_as_many_steps(queries, everything, backend):
