@@ -27,7 +27,6 @@ from engine.session import Session
 
 ROOT = Path(__file__).resolve().parents[1]
 POCKET = ROOT / "weights" / "pocket"  # a trained checkpoint: 8 layers, bfloat16
-STORIES = ROOT / "tests" / "data" / "stories260k"  # somebody else's config and tokenizer
 
 VOCAB = 97
 SESSION_MODEL = dict(layers=8, hidden=48, head_dim=16, max_positions=8192)

@@ -5,7 +5,7 @@ on it.
 import json
 from pathlib import Path
 
-from tests.engine.text.tokenizers_made import byte_level, save
+from tests.engine.text.tokenizers_made import byte_fallback, byte_level, save
 from tests.tiny_model import CONFIG, SINGLE, joined, packed, tensors
 
 TEMPLATE = (
@@ -13,6 +13,13 @@ TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|user|>assistant: {% endif %}"
 )
+
+
+def base_model(folder: Path) -> Path:
+    """Write the same over a byte-fallback vocabulary and without a template: it completes text."""
+    chat_model(folder)
+    save(byte_fallback(), folder)
+    return folder
 
 
 def chat_model(folder: Path, **changes) -> Path:

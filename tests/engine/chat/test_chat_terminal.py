@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import STORIES
-from tests.engine.chat.chat_model import chat_model
+from tests.engine.chat.chat_model import base_model, chat_model
 
 pty = pytest.importorskip("pty", reason="pseudo-terminals are a Unix thing")
 ROOT = Path(__file__).resolve().parents[3]
@@ -243,29 +242,25 @@ def test_from_the_shell(model, tmp_path):
     assert "Traceback" not in left.stderr and "Error" not in left.stderr
 
 
-def test_the_story_is_that_of_transformers():
-    """Greedy from "Once upon a time", token by token, from the same folder; and the text continues
-    the prompt's.
-    """
+def test_a_completion_is_that_of_transformers(tmp_path):
+    """Greedy from the same folder, token by token; and the text continues the prompt's."""
     import torch
     from transformers import AutoTokenizer, LlamaForCausalLM
 
-    prompt = ("-p", "Once upon a time", "--temp", "0")
-    done = run("--model", str(STORIES), *prompt, "-n", "200", "--json")
+    folder = str(base_model(tmp_path / "base"))
+    options = ("-p", "Once upon a time", "--temp", "0", "--ignore-eos", "-n", "100", "--json")
+    done = run("--model", folder, *options)
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
-    tokenizer, oracle = (
-        AutoTokenizer.from_pretrained(STORIES),
-        LlamaForCausalLM.from_pretrained(STORIES, dtype=torch.float32),
-    )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    oracle = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    oracle.generation_config.eos_token_id = None
     prompt = tokenizer("Once upon a time", return_tensors="pt")["input_ids"]
     with torch.inference_mode():
-        expected = oracle.generate(prompt, max_new_tokens=200, do_sample=False)[
-            0, prompt.shape[1] :
-        ].tolist()
-    assert data["token_ids"] == expected
-    whole = tokenizer.decode([*prompt[0].tolist(), *expected], skip_special_tokens=True)
-    assert "Once upon a time" + data["text"] == whole
+        whole = oracle.generate(prompt, max_new_tokens=100, do_sample=False)[0].tolist()
+    assert data["token_ids"] == whole[prompt.shape[1] :]
+    text = tokenizer.decode(whole, skip_special_tokens=True)
+    assert "Once upon a time" + data["text"] == text
 
 
 def test_importing_the_engine_is_quick_and_brings_in_nothing_heavy():

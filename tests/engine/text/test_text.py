@@ -13,14 +13,14 @@ from engine.errors import BadCheckpoint, UnsupportedCheckpoint
 from engine.text.detokenizer import REPLACEMENT
 from engine.text.stop import StopScanner, tokens_before
 from engine.text.tokenizer import Tokenizer
-from tests.builders import POCKET, STORIES
+from tests.builders import POCKET
 from tests.engine.text.tokenizers_made import MADE, SPECIALS, byte_fallback, byte_level, save
 
 TEXT = st.text(
     st.one_of(st.sampled_from(" \n\tabe<>|▁�.0"), st.characters(exclude_categories=("Cs",))),
     max_size=40,
 )
-FOLDERS = {"stories260k": STORIES, "pocket": POCKET}
+FOLDERS = {"pocket": POCKET}
 KINDS = [*MADE, *FOLDERS]
 
 
@@ -180,9 +180,7 @@ def test_ids_are_those_of_transformers(name, tmp_path):
         )
 
 
-@pytest.mark.parametrize(
-    "kind", ["byte-level", "byte-fallback", "metaspace", "stories260k", "pocket"]
-)
+@pytest.mark.parametrize("kind", ["byte-level", "byte-fallback", "metaspace", "pocket"])
 @settings(max_examples=100, deadline=None)
 @given(first=TEXT, second=TEXT)
 def test_a_text_in_two_parts_decodes_to_the_whole(made, kind, first, second):
@@ -195,7 +193,7 @@ def test_a_text_in_two_parts_decodes_to_the_whole(made, kind, first, second):
     assert list(more) == sorted(more) and (not more or more[-1] <= len(second))
 
 
-@pytest.mark.parametrize("kind", ["byte-level", "byte-fallback", "stories260k"])
+@pytest.mark.parametrize("kind", ["byte-level", "byte-fallback"])
 @settings(max_examples=100, deadline=None)
 @given(text=TEXT, at=st.integers(0, 40))
 def test_tokens_before_a_position_are_whole(made, kind, text, at):
