@@ -131,7 +131,8 @@ def test_every_method_of_the_engine_can_be_compared():
         for name in REGISTRY
         if name != "pod_untrained"
     }
-    assert {name for name, cls in methods().items() if cls not in made} <= {"pod_untrained"}
+    known = {name: cls for name, cls in methods().items() if cls.__module__.startswith("engine.")}
+    assert {name for name, cls in known.items() if cls not in made} <= {"pod_untrained"}
 
 
 # ---------------------------------------------------------------- statistics

@@ -108,14 +108,14 @@ def test_h2o_keeps_its_budget_half_of_it_the_newest():
 
 
 def test_h2o_plus_never_holds_more_than_budget_and_segment(monkeypatch):
-    seen, rows = [], H2OPlusRuntime._rows
+    seen, live = [], H2OPlusRuntime._live
 
-    def counted(self, layer, under, end):
-        found = rows(self, layer, under, end)
-        seen.append(sum(k.shape[1] for k, _ in found))
-        return found
+    def counted(self, layer, progress, end):
+        k, v = live(self, layer, progress, end)
+        seen.append(k.shape[1])
+        return k, v
 
-    monkeypatch.setattr(H2OPlusRuntime, "_rows", counted)
+    monkeypatch.setattr(H2OPlusRuntime, "_live", counted)
     with llm_of(chunk=512).session(H2OPlus(tokens=40, segment=25)) as session:
         session.prefill(random_ids(300))
         assert max(seen) == 65 and len(seen) == 12 * session.plan.num_layers

@@ -202,7 +202,7 @@ def test_the_cache_holds_the_blocks_used_last(uses, most):
     for blocks in uses:
         memory.open(1)
         memory.pending[1][1][0].append(sorted(blocks))
-        memory.advance()
+        memory.commit()
         loads += sum(block not in held for block in blocks)
         held = [*(block for block in held if block not in blocks), *sorted(blocks)][-most:]
         assert set(memory.cached[1][0]) == set(held) and len(held) <= most
