@@ -125,10 +125,10 @@ class OmniKVRuntime(Runtime):
         group.
         """
         group = self._group(layer)
-        k, v = step.bank.kv(layer, step.bucket)
         scratch, backend = self.setup.scratch, self.setup.backend
         scores = self.scores[:, : step.bucket]
         if self.window:
+            k, v = step.bank.kv(layer, step.bucket)
             out = decode_dense(q, k, v, step.visible, self.scale, scratch=scratch, backend=backend)
             window_scores(
                 step.window_queries(layer, self.window),

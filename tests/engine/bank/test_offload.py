@@ -14,6 +14,7 @@ import engine.plan.placement as placement
 from engine import Full, OmniKV
 from engine.methods.brutal_offload import BrutalOffload
 from engine.methods.omnikv.ablations import OmniKVPerLayer, OmniKVUnpacked
+from engine.plan.layers import tail_start
 from engine.plan.placement import part_bytes
 from tests.builders import random_ids, session_config, tiny_llm
 
@@ -326,3 +327,17 @@ def test_warm_slots_hold_what_the_first_step_wants():
     after = session.stats
     assert after.hits - before.hits + after.misses - before.misses == 48
     assert after.hits > before.hits
+
+
+def test_a_layer_that_chooses_for_itself_comes_over_once():
+    """Per sparse layer: all K and V, to be scored; then its choice and the tail, gathered."""
+    method = OmniKVPerLayer(filter_layers=(1,), tokens=20, tail=64, dense_below=0)
+    llm = tiny_llm(method, offload="host", max_context=512, chunk=50)
+    with llm.session() as session:
+        session.prefill(random_ids(300))
+        before = session.stats.bytes_streamed
+        session.decode(3)
+        read = session.stats.bytes_streamed - before
+        layers, part = len(session.plan.sparse_layers), part_bytes(llm.config, 4)
+    rows = 301 + 20 + 301 - tail_start(301, 64)
+    assert layers and read == layers * part * rows
