@@ -50,7 +50,6 @@ class BrutalOffload(Method):
             ),
             staged_layers=self.ahead + 1,
             cuda_graph=True,
-            fetches=False,
         )
 
     def runtime(self, setup: Setup) -> BrutalRuntime:

@@ -20,4 +20,4 @@ class Full(Method):
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
         # over an offloaded bank a step streams blocks that the host counts: `fetches` forbids a
         # captured graph there
-        return Needs(cuda_graph=True, fetches=False)
+        return Needs(cuda_graph=True)

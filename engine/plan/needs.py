@@ -44,7 +44,7 @@ class Needs:
     tail: int = TAIL_BLOCK
     offload: tuple[tuple[int, ...], ...] = ()
     staged_layers: int = 0
-    fetches: bool = True
+    fetches: bool = False
     cuda_graph: bool = False
     every_query: bool = False
     final_call: int | None = 0
