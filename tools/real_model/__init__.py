@@ -1,4 +1,8 @@
-"""The real model: SmolLM2-135M-Instruct, the checkpoint that judges methods on real text."""
+"""The real model: SmolLM2-135M-Instruct, the checkpoint that judges methods on real text.
+
+`make real-model` fetches, converts and checks it (docs/REAL_MODEL.md); `real_model_folder` is how
+tests and tools find it.
+"""
 
 from __future__ import annotations
 
