@@ -1,6 +1,7 @@
 # Every target makes and reuses .venv by itself: Python 3.10+ and make are the whole set-up.
 #   make chat                          the shipped model, or MODEL=folder|alias|hub-id ARGS="--ctx 32K ..."
 #   make quick                         the tests that catch most, within a minute
+#   make real-model                    fetch and check a small real checkpoint (93 MB), kept in ~/.cache
 #   make lint test                     what a change must pass; make format first
 #   make bench kernels check-gpu eval compare pocket    measurements and tools; ARGS goes to the program
 PYTHON ?= python3
@@ -12,7 +13,7 @@ PIP = $(PY) -m pip --disable-pip-version-check --quiet
 READY = .venv/.runtime
 READY_DEV = .venv/.dev
 
-.PHONY: chat test quick lint format bench kernels check-gpu eval compare pocket clean
+.PHONY: chat test quick lint format bench kernels check-gpu eval compare pocket real-model clean
 
 chat: have-model $(READY)
 	@$(PY) -m engine.chat $(if $(MODEL),--model "$(MODEL)") $(ARGS)
@@ -56,6 +57,9 @@ compare: $(READY)
 
 pocket: $(READY)
 	@$(PY) -m tools.train_pocket $(ARGS)
+
+real-model: $(READY_DEV)
+	@$(PY) -m tools.real_model $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

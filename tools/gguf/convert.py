@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
 from engine.errors import BadCheckpoint
+from engine.model.config import ModelConfig
 from engine.model.fields import Fields
+from engine.model.rope_config import MAX_POSITIONS
 from tools.gguf.folder import (
     require_room,
     same_conversion,
@@ -22,13 +25,36 @@ from tools.gguf.folder import (
 )
 from tools.gguf.header import GGUF, StoredTensor, library, read_header
 from tools.gguf.llama import Wanted, read_config, require_llama, wanted_tensors
-from tools.gguf.vocabulary import read_vocabulary
+from tools.gguf.vocabulary import Vocabulary, read_vocabulary
 
 DTYPES = {"bfloat16": ("BF16", torch.bfloat16), "float32": ("F32", torch.float32)}
 PIECE = 1 << 22  # elements that are decoded at a time
 OTHER_FILES = 32 << 20  # bytes; tokenizer.json of the largest vocabularies takes 18 MB
 CONTEXT = "llama.context_length"
 Report = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a file becomes: config.json, its checked form, the vocabulary, the tensors in order."""
+
+    file: GGUF
+    config: dict[str, Any]
+    parsed: ModelConfig
+    vocabulary: Vocabulary
+    wanted: list[Wanted]
+
+
+def describe(source: Path, dtype: str) -> Description:
+    """Read and check everything of a file but its weights. Raises EngineError, in one line."""
+    library()
+    file = read_header(source)
+    fields = Fields(file.keys, str(source))
+    require_llama(fields)
+    context = fields.integer(CONTEXT, 1, MAX_POSITIONS)
+    vocabulary = read_vocabulary(file.keys, str(source), context)
+    config, parsed = read_config(file, vocabulary, dtype)
+    return Description(file, config, parsed, vocabulary, wanted_tensors(file, parsed))
 
 
 def convert(
@@ -41,29 +67,23 @@ def convert(
     file that is damaged or of another kind, a folder that is something else, and a full disk;
     nothing is left behind then.
     """
-    library()
-    file = read_header(source)
-    fields = Fields(file.keys, str(source))
-    require_llama(fields)
-    vocabulary = read_vocabulary(file.keys, str(source), fields.integer(CONTEXT, 1, 1 << 31))
-    config, parsed = read_config(file, vocabulary, dtype)
-    wanted = wanted_tensors(file, parsed)
+    found = describe(source, dtype)
     digest = sha256(source)
     if same_conversion(folder, digest, dtype):
         return False
     width = DTYPES[dtype][1].itemsize
-    require_room(folder, parsed.parameters * width + OTHER_FILES)
-    generation = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
+    require_room(folder, found.parsed.parameters * width + OTHER_FILES)
+    generation = {name: found.config[name] for name in ("bos_token_id", "eos_token_id")}
     with whole_or_absent(folder) as beside:
-        write_tensors(file, wanted, beside / "model.safetensors", dtype, report)
+        write_tensors(found.file, found.wanted, beside / "model.safetensors", dtype, report)
         for name, content in (
-            ("config.json", config),
+            ("config.json", found.config),
             ("generation_config.json", generation),
-            ("tokenizer_config.json", vocabulary.settings),
+            ("tokenizer_config.json", found.vocabulary.settings),
         ):
             known = {key: value for key, value in content.items() if value is not None}
             (beside / name).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-        vocabulary.tokenizer.save(str(beside / "tokenizer.json"))
+        found.vocabulary.tokenizer.save(str(beside / "tokenizer.json"))
         write_record(beside, digest, dtype)
     return True
 
