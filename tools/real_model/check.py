@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,33 +70,49 @@ def ours(llm: LLM, prompt: str) -> Answer:
     return Answer(ids, _without_end(answer.token_ids, llm.end_token_ids))
 
 
-def theirs(folder: Path) -> Callable[[str], Answer]:
-    """transformers' answers from the same folder, in float32."""
-    import torch
-    import transformers
+class Peer:
+    """transformers with the same folder, in float32."""
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, local_files_only=True
-    ).eval()
+    def __init__(self, folder: Path) -> None:
+        import torch
+        import transformers
 
-    def answer(prompt: str) -> Answer:
-        text = tokenizer.apply_chat_template(
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
+            folder, local_files_only=True
+        )
+        self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True
+        ).eval()
+
+    def prompt(self, prompt: str) -> list[int]:
+        """The ids of a rendered prompt."""
+        text = self.tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
         )
-        ids = tokenizer(text, add_special_tokens=False).input_ids
-        with torch.inference_mode():
-            out = model.generate(
-                torch.tensor([ids]),
-                attention_mask=torch.ones(1, len(ids), dtype=torch.long),
-                do_sample=False,
-                max_new_tokens=NEW_TOKENS,
-            )
-        return Answer(ids, _without_end(out[0, len(ids) :].tolist(), (model.config.eos_token_id,)))
+        return self.tokenizer(text, add_special_tokens=False).input_ids
 
-    return answer
+    def answer(self, prompt: str) -> Answer:
+        """Its greedy answer."""
+        import torch
+
+        ids = self.prompt(prompt)
+        out = self.model.generate(
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+        )
+        ends = (self.model.config.eos_token_id,)
+        return Answer(ids, _without_end(out[0, len(ids) :].tolist(), ends))
+
+    def greedy(self, ids: list[int]) -> list[int]:
+        """The likeliest id after each prefix of `ids`: one forward pass."""
+        import torch
+
+        with torch.inference_mode():
+            return self.model(torch.tensor([ids])).logits[0].argmax(-1).tolist()
 
 
 def _without_end(ids: list[int], ends: tuple[int, ...]) -> list[int]:
@@ -109,11 +125,11 @@ def compare(folder: Path) -> Iterator[Row]:
     """Both answers to each prompt, in float32 on the CPU."""
     require_transformers()
     llm = LLM(str(folder), device="cpu", dtype="float32", method=Full(), max_context=512)
-    peer = theirs(folder)
+    peer = Peer(folder)
     for prompt in PROMPTS:
         mine = ours(llm, prompt)
         assert llm.tokenizer is not None
-        yield Row(prompt, mine, peer(prompt), llm.tokenizer.decode(mine.tokens))
+        yield Row(prompt, mine, peer.answer(prompt), llm.tokenizer.decode(mine.tokens))
 
 
 def table_head() -> str:
