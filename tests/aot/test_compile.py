@@ -15,7 +15,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiling needs a process without TRITON_INTERPRET=1", allow_module_level=True)
 
 from kernels.split import Config  # noqa: E402
-from tools.compile_kernels import cli  # noqa: E402
+from tools.compile_kernels import cli, compiler  # noqa: E402
 from tools.compile_kernels.cases import Case  # noqa: E402
 from tools.compile_kernels.compiler import TARGETS, examine  # noqa: E402
 from tools.compile_kernels.variants import variants  # noqa: E402
@@ -117,3 +117,22 @@ def test_wrong_target_is_refused(capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["--targets", "sm_70"])
     assert stop.value.code == 2 and "found sm_70, expected some of" in capsys.readouterr().err
+
+
+def test_products_that_wait_for_one_another_are_a_fault(tmp_path):
+    """A ptxas that says C7515 about every kernel (the real one said it about blocks_kernel while
+    two loops carried its accumulator).
+    """
+    said = "ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async is serialized"
+    loud = tmp_path / "ptxas"
+    loud.write_text(f"#!/bin/sh\necho '{said}' >&2\n")
+    loud.chmod(0o755)
+    real = compiler.nvidia_tool
+    with mock.patch.object(
+        compiler, "nvidia_tool", lambda name: str(loud) if name == "ptxas" else real(name)
+    ):
+        (launch,) = variants([Case("blocks")])
+        report = examine(launch, "sm_90")
+        assert report.instructions["HGMMA"] > 0  # otherwise nothing was asked
+        assert report.fault().endswith(f"ptxas warns: {said}")
+        assert examine(variants([Case("dense")])[0], "sm_80").fault() == ""

@@ -4,7 +4,8 @@ compiler made of it.
     python -m tools.compile_kernels [--targets sm_80,sm_90] [--all] [--kernels dense,topk]
 
 Exit status 1 with one line per fault: a decode kernel that spills at head_dim 64 or 128 with groups
-1, 4 or 8, or shared memory beyond the target's. Needs triton, not CUDA.
+1, 4 or 8, shared memory beyond the target's, or wgmma products that ptxas serialises.
+Needs triton, not CUDA.
 """
 
 from __future__ import annotations

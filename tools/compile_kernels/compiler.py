@@ -28,7 +28,7 @@ INSTRUCTIONS = ("HMMA", "HGMMA", "LDGSTS", "LDG", "LDL", "STL")
 @dataclass
 class Report:
     """What the compiler made of one variant for one target. Sizes in bytes; instructions counts
-    those in the code.
+    those in the code; warnings are ptxas's about serialised wgmma.
     """
 
     kernel: str
@@ -41,6 +41,7 @@ class Report:
     static_shared: int = 0
     dynamic_shared: int = 0
     instructions: dict[str, int] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
     error: str = ""
 
     def fault(self) -> str:
@@ -56,6 +57,8 @@ class Report:
         spills = self.spill or self.instructions.get("LDL", 0) or self.instructions.get("STL", 0)
         if self.bounded and spills and not optional:
             return f"{what} spills {self.spill} bytes"
+        if self.warnings:
+            return f"{what}: ptxas warns: {self.warnings[0]}"
         return ""
 
 
@@ -83,7 +86,8 @@ def measure(kernel: Any, report: Report) -> None:
         report.spill = 4 * _figure(r"\.vgpr_spill_count:\s+(\d+)", text)
         report.instructions = {"MFMA": len(re.findall(r"\bv_mfma", text))}
         return
-    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+    report.warnings = serialised(kernel.asm["ptx"], TARGETS[report.target][1])
+    tool = nvidia_tool("cuobjdump")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -98,6 +102,29 @@ def measure(kernel: Any, report: Report) -> None:
     report.instructions = {
         name: len(re.findall(rf"\b{name}[.\s]", code.stdout)) for name in INSTRUCTIONS
     }
+
+
+def nvidia_tool(name: str) -> str:
+    """Path of one of the NVIDIA programs that come with triton."""
+    return os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", name)
+
+
+def serialised(ptx: str, architecture: int) -> list[str]:
+    """What ptxas says about wgmma products that wait for one another (C7510 to C7519), as lines.
+
+    Triton drops these lines, so ptxas runs once more. Such a kernel is right and about half as
+    fast: a loop's accumulator that another loop or a plain instruction defines is the usual cause.
+    """
+    if "wgmma" not in ptx:
+        return []
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [nvidia_tool("ptxas"), f"-arch=sm_{architecture}a", "-v", "-o", os.devnull]
+        said = subprocess.run([*command, file.name], capture_output=True, text=True)
+    if said.returncode:
+        raise ValueError(f"ptxas: {said.stderr.strip().splitlines()[0]}")
+    return [line for line in (said.stdout + said.stderr).splitlines() if "(C751" in line]
 
 
 def _figure(pattern: str, text: str) -> int:
