@@ -3,8 +3,10 @@ second call goes on where one stopped.
 """
 
 import json
+import subprocess
 
 import pytest
+import torch
 
 from tools import check_gpu
 from tools.bench.floor import Rates
@@ -99,11 +101,70 @@ def test_verdicts_follow_the_figures():
         "header": {"measured": {"read": 4300.0}},
     }
     found = {v.goal: v.status for v in gpu_verdict.verdicts({"decode": decode})}
-    assert found["full >= 85% of the floor at 131072 and <= 8.8 ms"] == "PASS"
+    assert found["full >= 85% of its floor at 131072 and <= 8.8 ms"] == "PASS"
     assert found["omnikv w1 >= 80% of its floor at 131072 and <= 5.7 ms"] == "FAIL"
     assert found["omnikv w1 over full >= 1.48x at 131072 (or >= 85% of its floor)"] == "PASS"
-    assert found["full >= 85% of the floor at 450000"] == "no figure"
+    assert found["full >= 85% of its floor at 450000"] == "no figure"
     assert all(v.status == "no figure" for v in gpu_verdict.verdicts({}))
+
+
+def test_captured_tokens_may_tie_within_rounding_and_no_further():
+    """A tie lies within twice the difference, and the difference within what rounding does."""
+    spread = torch.linspace(-3, 3, 1000)
+    right = spread.clone()
+    right[10] = 2.99  # nearly the most likely token, 999
+    near = right.clone()
+    near[10] += 0.02
+    swapped = right.flip(0)
+    found = gpu_sections.same_tokens([right, near, swapped], [right] * 3)
+    assert (found["equal_to_reference"], found["ties"], found["compared"]) == (1, 1, 3)
+    facts = {"steps": 20, "grown_bytes": 0, "flat": True}
+    for logits, status in (([right, near], "PASS"), ([right, swapped], "FAIL")):
+        graph = {"full": facts | gpu_sections.same_tokens(logits, [right] * 2)}
+        verdicts = gpu_verdict.verdicts({"graph": graph})
+        line = next(v for v in verdicts if v.goal.startswith("captured step of full"))
+        assert line.status == status
+
+
+def test_the_graph_section_measures_after_every_capture(monkeypatch):
+    """Decoding over the edge of a bucket captures a second graph, with memory of its own."""
+    seen = []
+
+    class Session:
+        length = 8150
+
+        def decode(self, token):
+            seen.append(self.length)
+            self.length += 1
+            return torch.arange(4.0)
+
+        def truncate(self, n):
+            self.length = n
+
+        def set_backend(self, backend):
+            pass
+
+    def held(device):
+        seen.append("held")
+        return 0
+
+    monkeypatch.setattr(gpu_sections, "held", held)
+    context = gpu_sections.Context("cpu", True, 10.0)
+    gpu_sections._graph_facts(context, Session(), 8150, 100)
+    first = seen.index("held")
+    measured = seen[first + 1 : seen.index("held", first + 1)]
+    assert max(measured) == 8249 and set(measured) <= set(seen[:first])
+
+
+def test_cuda_tests_that_are_stopped_are_run_again(monkeypatch, tmp_path):
+    def stopped(command, **named):
+        raise subprocess.TimeoutExpired(command, named["timeout"], output=b"...F")
+
+    monkeypatch.setattr(gpu_sections.subprocess, "run", stopped)
+    found = gpu_sections.tests(gpu_sections.Context("cuda", False, 70.0))
+    assert "stopped after 70 s" in found["error"] and not check_gpu._done(found)
+    verdict = next(v for v in gpu_verdict.verdicts({"tests": found}) if v.goal == "CUDA tests")
+    assert verdict.status == "no figure"
 
 
 def test_targets_are_gaps_to_the_bytes():

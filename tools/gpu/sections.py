@@ -2,6 +2,7 @@
 them as it goes.
 """
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -26,6 +27,10 @@ from tools.gpu import kernels as gpu_kernels
 from tools.synthetic_bank import synthesize
 
 ROOT = Path(__file__).resolve().parents[2]
+COMPARED = 10  # captured steps that are compared with the reference
+# largest difference of two right paths, as a share of the spread of the logits (tools.bench.run)
+ROUNDING = 0.4
+WORKERS = 12  # processes of the CUDA tests: compiling their kernels takes most of the time
 
 
 @dataclass
@@ -78,11 +83,18 @@ def facts(ctx):
 
 
 def tests(ctx):
-    """Run tests/cuda in a new process (in a rehearsal: collect only)."""
+    """Run tests/cuda in new processes (in a rehearsal: collect only).
+
+    About 450 kernel variants are compiled on a machine with an empty cache: by WORKERS processes
+    where pytest-xdist is there. A run that is stopped is an error, so that a later call runs it
+    again; what was compiled by then stays compiled.
+    """
     folder = ROOT / "tests" / "cuda"
     if not list(folder.glob("test_*.py")):
         return {"summary": "no tests in tests/cuda", "ok": True}
-    command = [sys.executable, "-m", "pytest", "tests/cuda", "-q", "--color=no", "-x"]
+    command = [sys.executable, "-m", "pytest", "tests/cuda", "-q", "--color=no", "--maxfail=10"]
+    if importlib.util.find_spec("xdist") and not ctx.small:
+        command += ["-n", str(min(WORKERS, os.cpu_count() or 1))]
     try:
         done = subprocess.run(
             command + ["--collect-only"] * ctx.small,
@@ -93,8 +105,9 @@ def tests(ctx):
             env={**os.environ, "TRITON_INTERPRET": "0"},
         )
     except subprocess.TimeoutExpired as error:
-        text = (error.stdout or b"").decode(errors="replace")
-        return {"summary": f"stopped after {ctx.seconds:.0f} s", "ok": False, "tail": text[-2000:]}
+        text, summary = (error.stdout or b"").decode(errors="replace"), f"{ctx.seconds:.0f} s"
+        stopped = f"stopped after {summary}"
+        return {"summary": stopped, "error": stopped, "tail": text[-2000:]}
     lines = [line for line in done.stdout.splitlines() if line.strip()]
     return {
         "summary": lines[-1] if lines else done.stderr[-300:],
@@ -216,26 +229,26 @@ def graph(ctx):
 def _graph_facts(ctx, session, n, steps):
     cuda = torch.device(ctx.device).type == "cuda"
     fed = [(7 * i) % 200 for i in range(steps)]
-    session.decode(fed[0])  # captures
+    # captures every bucket that the measured steps come to: a capture holds memory of its own
+    for token in fed:
+        session.decode(token)
     session.truncate(n)
-    captured = [int(session.decode(fed[0]).argmax())]
+    captured = [session.decode(fed[0]).float().cpu()]
     before = held(ctx.device)
-    captured += [int(session.decode(token).argmax()) for token in fed[1:]]
+    for token in fed[1:]:
+        logits = session.decode(token)
+        if len(captured) < COMPARED:
+            captured.append(logits.float().cpu())
+    sync(ctx.device)
     grown = held(ctx.device) - before
     session.truncate(n)
     session.set_backend("reference")
-    eager = [int(session.decode(token).argmax()) for token in fed[:10]]
+    eager = [session.decode(token).float().cpu() for token in fed[:COMPARED]]
     session.truncate(n)
     session.set_backend("auto")
     # resident pages of a process move by themselves
     flat = grown <= (0 if cuda else 2**20)
-    facts = {
-        "steps": steps,
-        "grown_bytes": grown,
-        "flat": flat,
-        "equal_to_reference": sum(a == b for a, b in zip(captured, eager)),
-        "compared": 10,
-    }
+    facts = {"steps": steps, "grown_bytes": grown, "flat": flat, **same_tokens(captured, eager)}
     if cuda:
         session.decode(fed[0])
         torch.cuda.set_sync_debug_mode("error")
@@ -248,6 +261,31 @@ def _graph_facts(ctx, session, n, steps):
             torch.cuda.set_sync_debug_mode("default")
         sync(ctx.device)
     return facts
+
+
+def same_tokens(captured, eager):
+    """How many steps say the reference's token, ties within rounding counted beside them.
+
+    captured, eager: logits, float32 [vocab] each. A tie: the reference's own gap between its token
+    and the other path's is below twice the largest difference of the logits. Random weights in
+    bfloat16 make some in every run (28 to 54 of 30 to 60 steps were equal between two right paths
+    on a CPU).
+    """
+    equal = ties = 0
+    worst = 0.0
+    for ours, right in zip(captured, eager):
+        said, expected = int(ours.argmax()), int(right.argmax())
+        difference = float((ours - right).abs().max())
+        worst = max(worst, difference / float(right.std()))
+        equal += said == expected
+        gap = float(right[expected] - right[said])
+        ties += said != expected and gap < 2 * difference <= 2 * ROUNDING * float(right.std())
+    return {
+        "equal_to_reference": equal,
+        "ties": ties,
+        "compared": len(eager),
+        "difference_of_spread": round(worst, 4),
+    }
 
 
 SECTIONS = {

@@ -11,6 +11,9 @@ from tools.bench import gather as bench_gather
 
 # Llama-3-8B, {2,8,18}, wait 1, 2048 tokens
 BYTE_RATIOS = {131072: 1.65, 262144: 2.07, 450000: 2.47}
+# GB/s at which the goals in milliseconds were set; another card has the time that its own measured
+# rate gives the same bytes
+H200_READ = 4300.0
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,7 @@ def _line(goal, ok, figure):
 def _correct(results):
     found = []
     tests = results.get("tests")
-    found.append(
-        _line("CUDA tests", tests.get("ok") if tests else None, (tests or {}).get("summary", ""))
-    )
+    found.append(_line("CUDA tests", (tests or {}).get("ok"), (tests or {}).get("summary", "")))
     checks = (results.get("kernels") or {}).get("checks")
     bad = [name for name, row in (checks or {}).items() if not row["ok"]]
     found.append(
@@ -79,7 +80,7 @@ def _correct(results):
         facts = (results.get("graph") or {}).get(name)
         ok = (
             facts
-            and facts["equal_to_reference"] == facts["compared"]
+            and facts["equal_to_reference"] + facts["ties"] == facts["compared"]
             and facts.get("sync_free", True)
             and facts["flat"]
         )
@@ -89,7 +90,8 @@ def _correct(results):
                 None if not facts else ok,
                 ""
                 if not facts
-                else f"{facts['equal_to_reference']}/{facts['compared']} tokens, "
+                else f"{facts['equal_to_reference']}/{facts['compared']} tokens and "
+                f"{facts['ties']} ties within rounding, "
                 f"sync-free {facts.get('sync_free', 'not asked')}, {facts['grown_bytes']} B "
                 f"grown in {facts['steps']} steps",
             )
@@ -99,20 +101,17 @@ def _correct(results):
 
 def _decode(decode):
     found = []
-    for n, limit in ((131072, 8.8), (262144, None), (450000, None)):
-        found.append(
-            _bound(f"full >= 85% of the floor at {n}", cell(decode, "full", n), 0.85, limit)
-        )
-    found.append(
-        _bound(
-            "omnikv w1 >= 80% of its floor at 131072", cell(decode, "omnikv w1", 131072), 0.80, 5.7
-        )
-    )
-    found.append(
-        _bound(
-            "omnikv w1 >= 85% of its floor at 450000", cell(decode, "omnikv w1", 450000), 0.85, 8.2
-        )
-    )
+    rate = ((decode or {}).get("header") or {}).get("measured", {}).get("read")
+    for name, share, n, limit in (
+        ("full", 0.85, 131072, 8.8),
+        ("full", 0.85, 262144, None),
+        ("full", 0.85, 450000, None),
+        ("omnikv w1", 0.80, 131072, 5.7),
+        ("omnikv w1", 0.85, 450000, 8.2),
+    ):
+        goal = f"{name} >= {share:.0%} of its floor at {n}"
+        scaled = limit and round(limit * H200_READ / rate, 1) if rate else limit
+        found.append(_bound(goal, cell(decode, name, n), share, scaled))
     for n, ratio in BYTE_RATIOS.items():
         c = cell(decode, "omnikv w1", n)
         ok = c and (c.get("vs_full", 0) >= 0.9 * ratio or c["share_of_floor"] >= 0.85)
