@@ -50,3 +50,51 @@ def test_chunk_and_past(dtype, layout, chunk, start, monkeypatch):
             assert torch.allclose(
                 lse[b].double(), torch.logsumexp(logits, -1), atol=2e-4, rtol=1e-5
             )
+
+
+@pytest.mark.parametrize("start", [0, 1, 127, 128, 129, 1000, 1024])
+def test_the_past_is_read_once_and_cudnn_sees_one_shape(start, monkeypatch):
+    """On sm_90 (faked): whole blocks by cuDNN, the rest and the chunk by the flash kernel."""
+    monkeypatch.setattr(kernels.prefill, "CUDNN_BLOCK", 128)
+    monkeypatch.setattr(kernels.prefill, "has_cudnn", lambda *_: True)
+    calls = []
+
+    def cudnn(q, k, v, bias, wants_lse, dropout, causal, mask, scale):
+        assert wants_lse and not causal  # its causal mask is aligned to the first row
+        calls.append(("cudnn", k.shape[2]))
+        return torch.empty_like(q), q.new_empty(*q.shape[:3], 1, dtype=torch.float32)
+
+    def flash(q, k, v, dropout, causal, scale):
+        calls.append(("flash causal" if causal else "flash", k.shape[2]))
+        return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+    monkeypatch.setattr(kernels.prefill, "_cudnn_cuda", cudnn)
+    monkeypatch.setattr(kernels.prefill, "_flash_cuda", flash)
+    q = torch.empty(1, 64, 8, 64, dtype=torch.bfloat16, device="meta")
+    k, v = torch.empty(2, 1, 2, start + 64, 64, dtype=torch.bfloat16, device="meta")
+    out, lse = prefill_dense_lse(q, k, v, start, 0.125)
+    assert out.shape == q.shape and lse.shape == q.shape[:3]
+    whole, rest = divmod(start, 128)
+    expected = [("flash causal", 64)] + whole * [("cudnn", 128)] + [("flash", rest)] * (rest > 0)
+    assert calls == expected
+
+
+def test_no_cudnn_without_a_new_card_or_in_float32(monkeypatch):
+    has = kernels.prefill.has_cudnn.__wrapped__
+    card = torch.device("cuda", 0)
+    tried = []
+    monkeypatch.setattr(kernels.prefill, "_cudnn_cuda", lambda *a, **b: tried.append(a))
+    monkeypatch.setattr(torch, "zeros", lambda *a, **b: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert has(card, torch.bfloat16, 128) and len(tried) == 1
+    assert not has(card, torch.float32, 128) and not has(card, torch.bfloat16, 256)
+    assert not has(torch.device("cpu"), torch.bfloat16, 128)
+
+    def missing(*a, **b):
+        raise RuntimeError("cuDNN: no engine for this operation")
+
+    monkeypatch.setattr(kernels.prefill, "_cudnn_cuda", missing)
+    assert not has(card, torch.bfloat16, 128)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    monkeypatch.setattr(kernels.prefill, "_cudnn_cuda", lambda *a, **b: None)
+    assert not has(card, torch.bfloat16, 128)
