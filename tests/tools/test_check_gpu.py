@@ -11,6 +11,7 @@ import torch
 from tools import check_gpu
 from tools.bench.floor import Rates
 from tools.gpu import kernels as gpu_kernels
+from tools.gpu import probe as gpu_probe
 from tools.gpu import sections as gpu_sections
 from tools.gpu import verdict as gpu_verdict
 
@@ -165,6 +166,18 @@ def test_cuda_tests_that_are_stopped_are_run_again(monkeypatch, tmp_path):
     assert "stopped after 70 s" in found["error"] and not check_gpu._done(found)
     verdict = next(v for v in gpu_verdict.verdicts({"tests": found}) if v.goal == "CUDA tests")
     assert verdict.status == "no figure"
+
+
+def test_a_part_of_the_probe_that_fails_leaves_the_others_standing(monkeypatch):
+    def broken(ctx):
+        raise RuntimeError("no kernel image is available for execution")
+
+    noted = []
+    monkeypatch.setattr(gpu_probe, "PARTS", (gpu_probe.products, broken, gpu_probe.nodes))
+    found = gpu_probe.probe(gpu_sections.Context("cpu", True, 30.0, noted.append))
+    assert found["products"]["products"]["down"]["share"] > 0
+    assert "no kernel image" in found["broken"]["failed"] and found["error"] == "failed: broken"
+    assert found["nodes"]["skipped"] == "needs a GPU" and len(noted) == 3
 
 
 def test_targets_are_gaps_to_the_bytes():

@@ -24,6 +24,7 @@ from tools.bench.report import summary
 from tools.bench.shapes import shape_config, shape_filters
 from tools.bench.suite import Suite, sharp_stream
 from tools.gpu import kernels as gpu_kernels
+from tools.gpu.probe import probe
 from tools.synthetic_bank import synthesize
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -288,16 +289,17 @@ def same_tokens(captured, eager):
     }
 
 
+# seconds of each: the 540 of a call
 SECTIONS = {
-    "facts": (facts, 25),
-    "kernels": (kernels, 70),
-    "graph": (graph, 60),
-    "decode": (decode, 180),
-    "peers": (peers, 60),
-    # seconds: the 540
-    "crossover": (crossover, 30),
-    "prefill": (prefill, 45),
-    "tests": (tests, 70),
+    "facts": (facts, 20),
+    "kernels": (kernels, 60),
+    "graph": (graph, 55),
+    "decode": (decode, 165),
+    "probe": (probe, 50),
+    "peers": (peers, 50),
+    "crossover": (crossover, 25),
+    "prefill": (prefill, 40),
+    "tests": (tests, 75),
 }
 
 

@@ -5,6 +5,7 @@ Goals of speed for decode, offload and prefill on a GPU (docs/PERFORMANCE.md). A
 figure says so; nothing is assumed.
 """
 
+import json
 from dataclasses import dataclass
 
 from tools.bench import gather as bench_gather
@@ -329,6 +330,10 @@ def markdown(results):
     for name, found in results.items():
         state = found.get("error") or ("unfinished" if found.get("unfinished") else "done")
         lines.append(f"- {name}: {state}, {found.get('seconds', '?')} s")
+    if results.get("probe"):
+        parts = {k: v for k, v in results["probe"].items() if isinstance(v, dict)}
+        lines += ["", "## probe", ""]
+        lines += [f"- {part}: {json.dumps(_rounded(facts))}" for part, facts in parts.items()]
     for name in ("decode", "crossover", "peers", "prefill"):
         rows = [_row(c) for c in (results.get(name) or {}).get("cells", ())]
         if rows:
@@ -363,6 +368,15 @@ def markdown(results):
             *_markdown(bench_gather.COLUMNS, bench_gather.table_rows(gather)),
         ]
     return "\n".join(lines) + "\n"
+
+
+def _rounded(facts):
+    """Facts with every float at four significant digits, for people."""
+    if isinstance(facts, dict):
+        return {key: _rounded(value) for key, value in facts.items()}
+    if isinstance(facts, list):
+        return [_rounded(value) for value in facts]
+    return float(f"{facts:.4g}") if isinstance(facts, float) else facts
 
 
 def _markdown(columns, rows):
