@@ -74,7 +74,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--filters", type=int, nargs="+", help="filter layers (default: those the model comes with)"
     )
     parser.add_argument(
-        "--wait", type=int, help="wait layers (default: those the model comes with, else 1)"
+        "--wait", type=int, help="wait layers (default: those the model comes with, else 0)"
     )
     parser.add_argument("--seed", type=int, default=7, help="of the documents")
     parser.add_argument("--threads", type=int, help="CPU threads")

@@ -49,7 +49,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--filters", type=int, nargs="+", help="filter layers (default: those the model comes with)"
     )
     parser.add_argument(
-        "--wait", type=int, help="wait layers (default: those the model comes with, else 1)"
+        "--wait", type=int, help="wait layers (default: those the model comes with, else 0)"
     )
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--threads", type=int, help="CPU threads")

@@ -254,7 +254,7 @@ def _method_flags(add: Callable) -> None:
         type=int,
         metavar="N",
         help="layers after a filter layer that still read everything "
-        "(default: the calibration's, or 1)",
+        "(default: the calibration's, 1 for a published set, or 0)",
     )
     add(
         "--dense-below",

@@ -31,13 +31,13 @@ class FilterLayers:
     """Filter layers and their source: "file", "published" or "spread".
 
     hint: one line for people, possibly empty. wait: layers after a filter that attend to
-    everything.
+    everything; a published set was published with one.
     """
 
     layers: tuple[int, ...]
     source: str
     hint: str = ""
-    wait: int = PAPER_WAIT
+    wait: int = 0
 
 
 def cache_file(digest: str) -> Path:
@@ -70,7 +70,7 @@ def filter_layers(
             )
     for alias in ALIASES.values():
         if alias.filter_layers and resolved is not None and resolved.hub_id == alias.hub_id:
-            return FilterLayers(tuple(alias.filter_layers), "published", hint)
+            return FilterLayers(tuple(alias.filter_layers), "published", hint, wait=PAPER_WAIT)
     layers = spread_filter_layers(config.num_layers)
     guess = (
         f"hint: nobody has calibrated this model; filter layers {layers} are a guess spread over "
@@ -117,7 +117,7 @@ def read(path: str | Path, config: ModelConfig) -> dict[str, Any]:
         refuse("format", FORMAT)
     if not _ascending(data.get("filter_layers"), config.num_layers):
         refuse("filter_layers", f"ascending numbers below {config.num_layers}")
-    wait = data.setdefault("wait_layers", PAPER_WAIT)
+    wait = data.setdefault("wait_layers", 0)
     if not is_integer(wait) or wait < 0:
         refuse("wait_layers", "an int >= 0")
     digest = data.setdefault("fingerprint", None)

@@ -97,6 +97,8 @@ class Plan:
             f"{self.placement.describe()}; {human(self.host_bytes)} of {human(self.host_free)} "
             "free host memory"
         )
+        if getattr(self.method, "wait_layers", None) == 0 and self.placement.budget:
+            line += "; no wait layers: wait_layers=1 hides more of each load where the link is slow"
         if self.device != "cpu" and self.chunk < OFFLOAD_CHUNK:
             line += f"; chunks of {self.chunk} tokens do not hide the transfers of a prefill"
         return line

@@ -114,8 +114,8 @@ CONFIG = tiny_config(layers=8)
         (dict(filter_layers=(2, 8)), ["filter_layers", "found 8", "0 to 7", "8 layers"]),
         (dict(filter_layers=(100,)), ["filter_layers", "100", "0 to 7"]),
         # 1 full, 2 filters, 2 wait of 8 layers
-        (dict(filter_layers=(1, 4), mem=0.5), ["mem", "0.5", "0.625"]),
-        (dict(filter_layers=(1, 4), mem=0.625), ["mem", "0.625"]),
+        (dict(filter_layers=(1, 4), mem=0.5, wait_layers=1), ["mem", "0.5", "0.625"]),
+        (dict(filter_layers=(1, 4), mem=0.625, wait_layers=1), ["mem", "0.625"]),
         (dict(filter_layers=(1, 4), mem=0.01, wait_layers=0), ["mem", "0.01", "0.375"]),
     ],
 )
@@ -177,6 +177,22 @@ def test_a_plan_without_sparse_layers_warns_and_runs():
         tiny_llm(OmniKV(filter_layers=(7,), mem=0.9), CONFIG, weights, max_context=256)
 
 
+def test_nothing_waits_unless_asked_and_the_published_code_always_does():
+    """A wait layer costs a layer that reads everything, and repairs nothing; the paper's form stays
+    reachable by name.
+    """
+    filters = dict(filter_layers=(1, 4))
+    plain, paper, official = (
+        OmniKV(**filters),
+        OmniKV(wait_layers=1, **filters),
+        OmniKV(official=True, **filters),
+    )
+    assert plain.plan(CONFIG) == layer_plan(8, (1, 4), 0) and plain.wait_layers == 0
+    assert paper.plan(CONFIG) == official.plan(CONFIG) == layer_plan(8, (1, 4), 1)
+    assert plain.plan(CONFIG) != paper.plan(CONFIG) and official.wait_layers == 1
+    assert OmniKV(official=True, wait_layers=0, **filters).plan(CONFIG) == plain.plan(CONFIG)
+
+
 def test_the_last_layer_may_be_a_filter():
     """Its group is empty: nothing to choose for, nothing warned about."""
     with warnings.catch_warnings():
@@ -236,21 +252,32 @@ def test_layer_plan_roles_by_wait_layers():
 
 @pytest.mark.parametrize("layers", range(1, 130))
 def test_the_default_of_an_unknown_model_leaves_sparse_layers(layers):
+    """As many layers read everything as under a set of the published form, and every filter has
+    sparse layers to choose for.
+    """
     filters = spread_filter_layers(layers)
-    assert len(filters) <= 3 and list(filters) == sorted(set(filters))
+    assert len(filters) <= 6 and list(filters) == sorted(set(filters))
     if layers >= 4:
-        assert 0 < filters[0] and layer_plan(layers, filters, 1).sparse_layers
-    assert spread_filter_layers(32) == (2, 8, 18)
+        plan = layer_plan(layers, filters, 0)
+        assert 0 < filters[0] and all(group.layers for group in plan.groups)
+        published = {max(1, round(layers * share)) for share in (0.0625, 0.25, 0.5625)}
+        if layers < 12:
+            published = {1} if layers < 6 else {2}
+        before = layer_plan(layers, sorted(published), 1)
+        assert len(plan.sparse_layers) == len(before.sparse_layers)
+        sizes = [len(group.layers) for group in plan.groups]
+        assert max(sizes) - min(sizes) <= 1
+    assert spread_filter_layers(32) == (2, 7, 12, 17, 22, 27)
 
 
 def test_an_unknown_model_gets_the_default_and_a_hint():
     llm = tiny_llm(OmniKV(tokens=8, dense_below=0), CONFIG, tiny_weights(CONFIG), max_context=512)
-    assert llm.method.filter_layers == spread_filter_layers(8) == (2,)
-    assert "calibrate" in str(llm.plan())
+    assert llm.method.filter_layers == spread_filter_layers(8) == (1, 3, 5)
+    assert llm.method.wait_layers == 0 and "calibrate" in str(llm.plan())
     with llm.session() as session:
         session.prefill(random_ids(400))
         session.decode(1)
-        assert session.stats.sparse_steps == 1 and len(session.selections[2]) == 8
+        assert session.stats.sparse_steps == 1 and len(session.selections[5]) == 8
 
 
 # ------------------------------------------------------------------ budgets
@@ -310,7 +337,7 @@ def test_budgets_of_a_session():
         (dict(mem=1.0), 400),
         ({}, 2048),
     ):
-        method = OmniKV(filter_layers=(1, 4), tail=64, dense_below=0, **fields)
+        method = OmniKV(filter_layers=(1, 4), wait_layers=1, tail=64, dense_below=0, **fields)
         with tiny_llm(method, CONFIG, weights, max_context=1024).session() as session:
             session.prefill(random_ids(400))
             for token in random_ids(4):
@@ -341,7 +368,7 @@ def bytes_of_a_step(config, plan, method, n, passes):
 @pytest.mark.parametrize(("device", "passes"), [("cpu", 3), ("cuda", 1)])
 def test_automatic_crossover_is_where_the_bytes_cross(fields, device, passes):
     config = tiny_config(layers=8, heads=4, kv_heads=2, hidden=256, max_positions=100_000)
-    method = OmniKV(filter_layers=(1, 4), **fields)
+    method = OmniKV(filter_layers=(1, 4), wait_layers=1, **fields)
     plan = method.plan(config)
     below = method.dense_below_tokens(plan, config, 4, device, 100_000)
     assert 0 < below < 100_000

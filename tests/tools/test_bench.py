@@ -232,7 +232,8 @@ def test_plots(capsys, tmp_path):
 def test_floor_of_llama_3_8b_is_the_published_arithmetic():
     config = shape_config("llama-3-8b")
     assert streamed_weights(config, 2) == pytest.approx(15.01e9, rel=1e-3)
-    method = OmniKV(filter_layers=shape_filters("llama-3-8b"), tokens=2048, dense_below=0)
+    filters = shape_filters("llama-3-8b")
+    method = OmniKV(filter_layers=filters, tokens=2048, dense_below=0, wait_layers=1)
     layers = method.plan(config)
     full, sparse = (
         step_bytes(config, 2, Full().plan(config), 131072),

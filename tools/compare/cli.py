@@ -120,7 +120,7 @@ def _omnikv(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--wait",
         type=int,
-        help="OmniKV's wait layers (default: those the model comes with, else 1)",
+        help="OmniKV's wait layers (default: those the model comes with, else 0)",
     )
     parser.add_argument(
         "--tail",

@@ -62,7 +62,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="OmniKV filter layers (default: those the model comes with)",
     )
     parser.add_argument(
-        "--wait", type=int, help="OmniKV wait layers (default: those the model comes with, else 1)"
+        "--wait", type=int, help="OmniKV wait layers (default: those the model comes with, else 0)"
     )
     parser.add_argument(
         "--selector",

@@ -42,7 +42,9 @@ class OmniKV(Method):
     2048 tokens. share and mem are parts of the bank's length at the end of the latest prefill.
     selector: last | uniform | exponential over `window` queries. scores: None (softmax over every
     key the query sees) | "softmax" | "raw". wait_layers: layers after a filter that attend to
-    everything (None: 1, or what the calibration says where filter_layers is None). tail: newest
+    everything; they hide the load of an offloaded group and repair nothing. 1 is the paper's form.
+    None: 0 (official: 1), or where filter_layers is None what comes with them: the calibration's, 1
+    with a published set, 0 with a guess. tail: newest
     tokens that every layer sees. sink: first tokens that are always chosen, inside the budget.
     dense_below: contexts shorter than this run full attention; "auto" decides from the plan's byte
     counts, 0 never. prefill_ratio: r of chunked OmniKV-prefill, None for exact prefill: each block
@@ -79,7 +81,7 @@ class OmniKV(Method):
         if self.filter_layers is not None:
             object.__setattr__(self, "filter_layers", _filters(self.filter_layers))
             if self.wait_layers is None:
-                object.__setattr__(self, "wait_layers", PAPER_WAIT)
+                object.__setattr__(self, "wait_layers", self._default_wait)
         if self.official is True and self.dense_below == "auto":
             object.__setattr__(self, "dense_below", 0)
         _validate_budget(self)
@@ -107,9 +109,14 @@ class OmniKV(Method):
         wait = known.wait if self.wait_layers is None else self.wait_layers
         return replace(self, filter_layers=known.layers, wait_layers=wait)
 
+    @property
+    def _default_wait(self) -> int:
+        """Wait layers where nobody says: none, and the published code's one with official."""
+        return PAPER_WAIT if self.official else 0
+
     def plan(self, config: ModelConfig) -> LayerPlan:
         """Layer plan for a model; filter_layers must have been completed by then."""
-        wait = PAPER_WAIT if self.wait_layers is None else self.wait_layers
+        wait = self._default_wait if self.wait_layers is None else self.wait_layers
         return layer_plan(config.num_layers, self.filter_layers or (), wait)
 
     def bank_share(self, plan: LayerPlan) -> float | None:

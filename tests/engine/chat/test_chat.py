@@ -759,7 +759,7 @@ def test_numbers_for_people_and_text_that_cannot_rule_the_screen():
     ]
     assert (
         brief(OmniKV(filter_layers=(2, 8), dense_below=0))
-        == "OmniKV(filter_layers=(2, 8), wait_layers=1, dense_below=0)"
+        == "OmniKV(filter_layers=(2, 8), wait_layers=0, dense_below=0)"
     )
     assert brief(Full()) == "Full()"
     assert first_line(ValueError("one\ntwo")) == "one" and first_line(ValueError()) == "ValueError"

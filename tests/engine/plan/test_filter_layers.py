@@ -5,6 +5,7 @@ not say that it is one.
 """
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,9 @@ from engine.errors import BadCheckpoint
 from engine.plan.filter_layers import cache_file, filter_layers, read
 from tests.builders import session_config
 from tests.tiny_model import sound
+from weights.aliases import ALIASES
 from weights.fingerprint import fingerprint
+from weights.resolve import Resolved
 
 
 @pytest.fixture
@@ -50,24 +53,31 @@ def test_a_file_beside_the_model_wins_over_the_cache(model):
 
 
 def test_wait_layers_come_with_the_filter_layers(model):
-    """A calibration for wait_layers=0 that runs with 1 leaves half the layers dense that it wanted
-    sparse.
-    """
+    """A calibration for one wait layer that runs without has other sparse layers than it wanted."""
 
     def roles(**settings):
         return LLM(model, device="cpu", load=False).resolve_method(OmniKV(**settings))[1].roles
 
-    (model / "omnikv.json").write_text(json.dumps(calibration(model, filter_layers=[1, 3])))
-    assert roles() == roles(filter_layers=(1, 3), wait_layers=0) != roles(filter_layers=(1, 3))
+    waiting = calibration(model, filter_layers=[1, 3], wait_layers=1)
+    (model / "omnikv.json").write_text(json.dumps(waiting))
+    assert roles() == roles(filter_layers=(1, 3), wait_layers=1) != roles(filter_layers=(1, 3))
     assert (
-        roles(wait_layers=1)
+        roles(wait_layers=0)
         == roles(filter_layers=(1, 3))
-        == roles(filter_layers=(1, 3), wait_layers=1)
+        == roles(filter_layers=(1, 3), wait_layers=0)
     )
     without = calibration(model, filter_layers=[1, 3])
     del without["wait_layers"]
     (model / "omnikv.json").write_text(json.dumps(without))
     assert roles() == roles(filter_layers=(1, 3))
+
+
+def test_a_published_set_comes_with_the_wait_layer_it_was_published_with():
+    alias = ALIASES["llama-3-8b-262k"]
+    config = session_config(layers=32)
+    known = filter_layers(None, Resolved(Path(), "hub", "any", alias.hub_id), config)
+    assert known.source == "published" and known.layers == alias.filter_layers and known.wait == 1
+    assert filter_layers(None, None, config).wait == 0
 
 
 def test_a_stale_file_is_ignored_with_one_line(model):

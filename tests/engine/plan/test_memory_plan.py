@@ -62,7 +62,7 @@ def test_plan_of_an_8b_from_its_config_alone(tmp_path):
         tmp_path,
         device="cpu",
         max_context=262144,
-        method=OmniKV(filter_layers=(2, 8, 18)),
+        method=OmniKV(filter_layers=(2, 8, 18), wait_layers=1),
         load=False,
     )
     plan = llm.plan()

@@ -6,6 +6,8 @@ than it must, device memory that grows faster than the layers that read everythi
 made twice.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -22,7 +24,8 @@ from tools.bench.shapes import shape_config
 
 METHOD = OmniKV(filter_layers=(1, 4), tokens=40, tail=64, dense_below=0)
 BLOCK = 64 * part_bytes(session_config(), 4) * len(METHOD.plan(session_config()).sparse_layers)
-LLAMA_8B, PUBLISHED = shape_config("llama-3-8b"), OmniKV(filter_layers=(2, 8, 18), tokens=2048)
+LLAMA_8B = shape_config("llama-3-8b")
+PUBLISHED = OmniKV(filter_layers=(2, 8, 18), tokens=2048, wait_layers=1)
 GB = 10**9
 
 
@@ -178,6 +181,15 @@ def test_the_chunk_hides_the_past_or_the_plan_says_that_it_does_not(plan):
         in plan(40 * GB, 500 * GB, 450000, chunk=1024).where
     )
     assert plan(80 * GB, 500 * GB, 131072).chunk == 2048
+
+
+def test_a_plan_with_a_host_tier_says_what_a_wait_layer_would_hide(plan):
+    """Placement never changes the layers; the plan only says what they would cost or save."""
+    without = replace(PUBLISHED, wait_layers=0)
+    hint = "wait_layers=1 hides more of each load"
+    assert hint in plan(40 * GB, 500 * GB, 450000, method=without).where
+    assert hint not in plan(40 * GB, 500 * GB, 450000).where
+    assert hint not in plan(80 * GB, 500 * GB, 131072, method=without).where  # nothing is loaded
 
 
 # ---------------------------------------------------------------- one pool

@@ -18,7 +18,7 @@ from tests.builders import random_ids, tiny_config, tiny_llm, tiny_weights
 
 PROMPT, ANSWER, TAIL, TOKENS = 300, 3000, 256, 64
 CONFIG = tiny_config(layers=5, heads=4, kv_heads=2, hidden=64, max_positions=4096)
-SPARSE_LAYERS = 2  # filter 1, wait 2, sparse 3 and 4
+SPARSE_LAYERS = 3  # filter 1, sparse 2 to 4
 # bytes of K and V of one token in one layer
 ROW = 2 * 2 * 16 * 4
 
