@@ -161,6 +161,7 @@ def opened(method, chunk):
 def method_of(**changes):
     settings = dict(
         filter_layers=(2,),
+        wait_layers=1,
         tokens=32,
         tail=64,
         dense_below=0,

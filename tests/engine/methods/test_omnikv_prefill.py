@@ -32,7 +32,7 @@ CONFIG = tiny_config(layers=8, heads=6, kv_heads=2, hidden=48, head_dim=8)
 WEIGHTS = tiny_weights(CONFIG, seed=4)
 MODEL = Model(Shape(8, 6, 2, 8, 1e-5), WEIGHTS)
 PROMPT = random_ids(700, seed=1)
-FILTERS = (1, 4)  # sparse layers 3, 6 and 7
+FILTERS = (1, 4)  # and one wait layer each: sparse layers 3, 6 and 7
 
 
 def method_of(ratio, **changes):
@@ -40,9 +40,8 @@ def method_of(ratio, **changes):
     long enough.
     """
     settings = dict(prefill_ratio=ratio, prefill_block=BLOCK, prefill_dense_end=90)
-    return OmniKV(
-        **dict(filter_layers=FILTERS, tokens=24, tail=TAIL, dense_below=0) | settings | changes
-    )
+    plan = dict(filter_layers=FILTERS, wait_layers=1)
+    return OmniKV(**plan | dict(tokens=24, tail=TAIL, dense_below=0) | settings | changes)
 
 
 def opened(method, chunk=256, backend="auto"):
