@@ -105,7 +105,8 @@ def generate(
     """
     params = params or SamplingParams()
     llm = session.llm
-    with llm.busy():
+    # not busy(): the caller's device must be its own between two pieces
+    with llm.reserved():
         stats = GenerationStats(cached_tokens=len(session), prompt_tokens=len(token_ids))
         before = session.stats.to_dict()
         if token_ids:

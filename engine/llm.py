@@ -16,6 +16,7 @@ from engine.bank.host_pool import HostPool
 from engine.bank.host_tier import HostTier
 from engine.bank.link import Link
 from engine.check import Report
+from engine.device import current
 from engine.errors import BadCheckpoint, OutOfMemoryPlan, SettingError
 from engine.generate import Completion, Piece, generate
 from engine.heap import trim_heap, trimmed
@@ -101,7 +102,8 @@ class LLM:
         self._prepare(name, config, options)
         self._plan.require_fit()
         self._host_tier = self._new_host_tier()
-        self._finish(stream(config, self.dtype, self.device))
+        with current(self.device):
+            self._finish(stream(config, self.dtype, self.device))
         return self
 
     @classmethod
@@ -208,7 +210,8 @@ class LLM:
             check_finite=self.options.check_finite,
             progress=self._progress,
         )
-        self._finish(trimmed(stream))
+        with current(self.device):
+            self._finish(trimmed(stream))
 
     def _finish(self, stream: Iterable[tuple[str, torch.Tensor]]) -> None:
         compiled = self.options.compile
@@ -313,9 +316,15 @@ class LLM:
         """Token ids that end an answer (generation_config.json, else config.json)."""
         return self.config.eos_token_ids
 
-    def busy(self) -> contextlib.AbstractContextManager[None]:
+    def reserved(self) -> contextlib.AbstractContextManager[None]:
         """Hold this LLM for one request; the same thread may nest, a second one gets Busy."""
         return self._lock.held()
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """As `reserved`, with this LLM's device as the thread's current one."""
+        with self.reserved(), current(self.device):
+            yield
 
     # ---------------------------------------------------------------- requests
 
@@ -346,7 +355,8 @@ class LLM:
             method, plan = self.resolve_method(method)
         placement = self.placement(method, plan, capacity, offload)
         try:
-            return Session(self, capacity, method, plan, placement, offload)
+            with current(self.device):
+                return Session(self, capacity, method, plan, placement, offload)
         # torch's allocators raise RuntimeError, CUDA's a subclass of it
         except (RuntimeError, MemoryError) as error:
             if "memory" not in str(error).lower():

@@ -86,7 +86,7 @@ class Options:
         """The torch.device that `device` names here; SettingError where there is none."""
         name = self.device
         if name == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         try:
             device = torch.device(name)
         except (RuntimeError, TypeError):

@@ -16,8 +16,10 @@ from engine.bank.device import DeviceBank
 from engine.bank.tiered import TieredBank
 from engine.check import Report, check
 from engine.decode import Decoder, Step
+from engine.device import current, synchronize
 from engine.errors import ContextTooLong, SessionClosed, SettingError
 from engine.generate import Piece, generate
+from engine.guard import exclusive, rewound_on_error
 from engine.history import History
 from engine.methods.base import Method, Runtime, validate_parts
 from engine.plan.layers import LayerPlan
@@ -205,7 +207,7 @@ class Session:
         self.runtime.begin_prompt(start, stop, more)
         flops = partial(self.runtime.prompt_flops, PrefillFlops.of(self.llm.config))
         eta = Eta(flops, start, stop)
-        with self._exclusive(), self._ending_after_whole_chunks(start), self._rewound_on_error():
+        with exclusive(self.llm), self._ending_after_whole_chunks(start), rewound_on_error(self):
             for first in range(start, stop, self.llm.chunk):
                 last = min(stop, first + self.llm.chunk)
                 began = time.perf_counter()
@@ -240,9 +242,8 @@ class Session:
         self.ids.extend(ids)
         self.query_ring.extend(length, count)
         self.last_logits = None
-        if device.type == "cuda":
-            # A chunk is seconds of work: its time must be true for the time left.
-            torch.cuda.synchronize(device)
+        # A chunk is seconds of work: its time must be true for the time left.
+        synchronize(device)
         return logits
 
     def _end_prompt(self, start: int, logits: torch.Tensor | None, more: bool = False) -> None:
@@ -265,7 +266,7 @@ class Session:
         self._require_open()
         ids = checked_ids(ids, self.llm.config.vocab_size)
         self._require_room(len(ids))
-        with self._exclusive():
+        with exclusive(self.llm):
             self.ids = ids
             self.history.clear()
             self.query_ring.set_valid(len(ids), len(ids))
@@ -283,8 +284,8 @@ class Session:
         (token_id,) = checked_ids([token_id], self.llm.config.vocab_size)
         n = len(self.ids) + 1
         self._require_room(n)
-        self._end_open_prompt(n - 1)
-        with self._exclusive(), self._rewound_on_error():
+        with exclusive(self.llm), rewound_on_error(self):
+            self._end_open_prompt(n - 1)
             self.history.restore_window()
             began = time.perf_counter()
             kind, metered = self._watched(self._runner.kind(n))
@@ -368,7 +369,8 @@ class Session:
         if n < len(self.ids):
             self._selected = False
             self.last_logits = None
-            self.history.truncate(n)
+            with current(self.llm.device):
+                self.history.truncate(n)
 
     def refresh_logits(self) -> None:
         """Compute the newest token's logits where a truncate left none: that token goes through the
@@ -380,7 +382,8 @@ class Session:
                 "generate: found an empty session and no tokens, expected a prompt of at least one "
                 "token"
             )
-        self.history.refresh_logits()
+        with current(self.llm.device):
+            self.history.refresh_logits()
 
     def fork(self) -> Session:
         """An independent session with the same tokens; rows are copied, the selection state too."""
@@ -404,7 +407,8 @@ class Session:
         """Give the bank's memory back. Further calls raise SessionClosed."""
         if not self.closed:
             self.closed = True
-            self.bank.close()
+            with current(self.llm.device):
+                self.bank.close()
             self.last_logits = None
             del self.bank, self.query_ring, self._runner
 
@@ -421,22 +425,6 @@ class Session:
                 f"limit is {self.capacity} (the model's own is {self.llm.config.max_positions}); "
                 f"raise it with max_context / --ctx, or shorten the text"
             )
-
-    @contextlib.contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """Hold the LLM, without autograd."""
-        with self.llm.busy(), torch.inference_mode():
-            yield
-
-    @contextlib.contextmanager
-    def _rewound_on_error(self) -> Iterator[None]:
-        """On any exception (Ctrl-C, no host memory) rewind the bank to the committed tokens."""
-        try:
-            yield
-        except BaseException:
-            if not self.closed:
-                self.bank.rewind(len(self.ids), broken=True)
-            raise
 
     @contextlib.contextmanager
     def _ending_after_whole_chunks(self, start: int) -> Iterator[None]:

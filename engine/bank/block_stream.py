@@ -84,7 +84,7 @@ class BlockStream:
                 coming.append(self._start(layer, *spans[i + 1]))
             block = coming.pop(0)
             # race: attention would read rows that are still arriving
-            wait(block.arrived)
+            wait(block.arrived, self._layout.device)
             yield first, *self._layout.views(self._buffers[block.buffer][: last - first])
             self._free[block.buffer] = record_main(self._layout.device)
         following = self._next_layer.get(layer)
@@ -122,7 +122,7 @@ class BlockStream:
             low, rows = staged
             return self._layout.views(rows[first - low : stop - low])
         # race: rows may still be on their way to the host
-        wait(self._writer.event)
+        wait(self._writer.event, self._layout.device)
         rows = self._layout.empty(stop - first)
         self._reader.read(layer, first, stop, rows)
         return self._layout.views(rows)

@@ -6,6 +6,7 @@ import torch
 
 from engine.bank.host_pool import HostPool
 from engine.bank.link import Link, measure_link
+from engine.device import current
 
 
 class HostTier:
@@ -36,6 +37,7 @@ class HostTier:
         if self._pool is None:
             self._pool = HostPool(self._limit)
         if self._link is None:
-            self._link = measure_link(self._pool, self._device)
+            with current(self._device):
+                self._link = measure_link(self._pool, self._device)
             self._pool.programs = self._link.programs
         return self._pool, self._link

@@ -43,10 +43,12 @@ class SideStream:
             self._stream.synchronize()
 
 
-def wait(event: torch.cuda.Event | None) -> None:
-    """Make the current stream wait for an event of a side stream; the host does not wait."""
+def wait(event: torch.cuda.Event | None, device: torch.device) -> None:
+    """Make the device's current stream wait for an event of a side stream; the host does not
+    wait.
+    """
     if event is not None:
-        torch.cuda.current_stream().wait_event(event)
+        torch.cuda.current_stream(device).wait_event(event)
 
 
 def record_main(device: torch.device) -> torch.cuda.Event | None:

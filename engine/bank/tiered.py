@@ -275,7 +275,7 @@ class TieredBank(Bank):
             # Race: this step's selection may hold the block that was written back 64 steps ago, and
             # it begins to overwrite the ring where an older one was copied from. Only now: a wait
             # in the step behind the copy would be seen.
-            wait(self._writer.event)
+            wait(self._writer.event, self.device)
         if self._ring_stop == 0 and n > 1:
             self._refill(n - 1)
         self._ring_stop = n
@@ -304,7 +304,7 @@ class TieredBank(Bank):
         """Bring the tail of `length` tokens back into the rings."""
         first = tail_start(length, self.placement.ring - 2 * TAIL_BLOCK)
         # race: the rows may still be on their way to the host
-        wait(self._writer.event)
+        wait(self._writer.event, self.device)
         for ws in self._sets:
             ws.refill(first, min(length, self.host_length))
 

@@ -72,7 +72,7 @@ class WholeLayers:
         if layer in self.staged:
             return self._staged_kv(layer, count)
         # race: rows may still be on their way to the host
-        wait(self._writer.event)
+        wait(self._writer.event, self._layout.device)
         short = count <= self._blocks.size
         rows = self._blocks.idle_buffer() if short else self._spare_rows(count)
         self._reader.read(layer, 0, count, rows)
@@ -82,7 +82,7 @@ class WholeLayers:
     def _staged_kv(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         rows, arrived = self.staged.pop(layer)
         # race: attention would read rows that are still arriving
-        wait(arrived)
+        wait(arrived, self._layout.device)
         # the newest are in the ring only
         first = min(self._writer.host_length, count)
         self._reader.read(layer, first, count, rows[first:])
@@ -109,7 +109,7 @@ class WholeLayers:
         kept, tail = int(counts[0]), int(tail_start[0])
         rows = self._layout.empty(kept + stop - tail)
         # race: chosen rows, or the tail's older ones, may still be on their way to the host
-        wait(self._writer.event)
+        wait(self._writer.event, self._layout.device)
         if kept:
             self._reader.read_selected(layer, index[0, 0], kept, rows)
         self._reader.read(layer, tail, stop, rows[kept:])

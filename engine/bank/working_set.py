@@ -135,7 +135,7 @@ class WorkingSet:
         """Make the current stream wait for a layer's fetched rows (race: attention would read slots
         still being filled).
         """
-        wait(self._fetched.get(layer))
+        wait(self._fetched.get(layer), self._layout.device)
 
     def selected(
         self, layer: int, counts: torch.Tensor, tail_start: torch.Tensor, visible: torch.Tensor

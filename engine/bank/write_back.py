@@ -85,7 +85,7 @@ class WriteBack:
         if free is not None and not free.query():
             self.stalls += 1
         # race: the rows staged two layers ago may still be on their way to the host
-        wait(free)
+        wait(free, self._layout.device)
         buffer = self._staging[turn]
         self._layout.fill(buffer[:count], k, v)
         # race: the copy would read the buffer before it is written

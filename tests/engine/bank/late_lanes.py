@@ -121,7 +121,7 @@ def install(monkeypatch, skip=""):
     matter.
     """
 
-    def wait(event):
+    def wait(event, device):
         if event is not None and sys._getframe(1).f_code.co_name != skip:
             assert LateLane.now is None, "a lane follows, it does not wait"
             event.happen()

@@ -1,0 +1,33 @@
+"""How a session stays whole: one request at a time, and after any failure the tokens that were
+committed before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from engine.llm import LLM
+    from engine.session import Session
+
+
+@contextlib.contextmanager
+def exclusive(llm: LLM) -> Iterator[None]:
+    """Hold the LLM and its device, without autograd."""
+    with llm.busy(), torch.inference_mode():
+        yield
+
+
+@contextlib.contextmanager
+def rewound_on_error(session: Session) -> Iterator[None]:
+    """On any exception (Ctrl-C, no host memory) rewind the bank to the committed tokens."""
+    try:
+        yield
+    except BaseException:
+        if not session.closed:
+            session.bank.rewind(len(session.ids), broken=True)
+        raise

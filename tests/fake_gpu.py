@@ -1,0 +1,111 @@
+"""A machine with GPUs that compute nothing: torch.cuda's calls are noted, with the card that was
+current, while tensors stay on the CPU.
+
+It shows what the engine asks of torch.cuda and in which order, never whether a GPU would agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import torch
+
+
+class FakeGPU:
+    """`cards` GPUs. now: the current one. asked: (what, card) of every call. clock: seconds that
+    the cards' work has taken; Stream and Event read it.
+    """
+
+    def __init__(self, monkeypatch, cards=2):
+        self.now, self.asked, self.clock, self.cards = 0, [], 0.0, cards
+        fake = self
+
+        class Event:
+            """Stands at the clock at which it was recorded."""
+
+            def __init__(self, enable_timing=False):
+                self.timed, self.at = enable_timing, None
+
+            def record(self, stream=None):
+                fake.note("record", stream)
+                self.at = fake.clock
+
+            def query(self):
+                return True
+
+            def synchronize(self):
+                fake.note("wait for an event")
+
+            def elapsed_time(self, other):
+                assert self.timed and other.timed, "events without timing"
+                return 1e3 * (other.at - self.at)
+
+        class Stream:
+            """One card's stream: waits and records are noted."""
+
+            def __init__(self, device=None, priority=0):
+                self.device = torch.device("cuda", fake.index(device))
+                fake.note("stream", self.device)
+
+            def wait_stream(self, other):
+                fake.note("wait_stream", self.device)
+
+            def wait_event(self, event):
+                fake.note("wait_event", self.device)
+
+            def record_event(self, event=None):
+                event = event or Event()
+                event.record(self.device)
+                return event
+
+            def synchronize(self):
+                fake.note("synchronize a stream", self.device)
+
+        self.Event, self.Stream = Event, Stream
+        self.memory = [(70 << 30, 80 << 30)] * cards
+        self.capability = (9, 0)
+        for name, stand_in in {
+            "is_available": lambda: cards > 0,
+            "device_count": lambda: cards,
+            "current_device": lambda: self.now,
+            "device": self.entered,
+            "current_stream": lambda device=None: Stream(device),
+            "stream": lambda stream: contextlib.nullcontext(),
+            "synchronize": lambda device=None: self.note("synchronize", device),
+            "mem_get_info": lambda device=None: self.memory[self.index(device)],
+            "get_device_name": lambda device=None: "Fake GPU",
+            "get_device_capability": lambda device=None: self.capability,
+            "get_device_properties": lambda device=None: SimpleNamespace(
+                total_memory=self.memory[self.index(device)][1], name="Fake GPU"
+            ),
+            "Event": Event,
+            "Stream": Stream,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+
+    def index(self, device):
+        """The number of the card that `device` means here."""
+        if device is None:
+            return self.now
+        found = device if isinstance(device, int) else torch.device(device).index
+        return self.now if found is None else found
+
+    def note(self, what, device=None):
+        """Note a call: (what, card)."""
+        if not isinstance(device, (int, str, torch.device, type(None))):
+            device = device.device  # a stream
+        self.asked.append((what, self.index(device)))
+
+    @contextlib.contextmanager
+    def entered(self, device):
+        """torch.cuda.device."""
+        before, self.now = self.now, self.index(device)
+        try:
+            yield
+        finally:
+            self.now = before
+
+    def of(self, what):
+        """The cards that were asked for `what`."""
+        return [card for name, card in self.asked if name == what]
