@@ -5,7 +5,7 @@ produces text consumes it.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from engine.prefill_eta import PrefillProgress
@@ -15,6 +15,7 @@ from engine.text.stop import StopScanner
 
 if TYPE_CHECKING:
     from engine.session import Session
+    from engine.stats import SessionStats
 
 Detokenizer = ByteStream | FallbackStream
 
@@ -108,12 +109,12 @@ def generate(
     # not busy(): the caller's device must be its own between two pieces
     with llm.reserved():
         stats = GenerationStats(cached_tokens=len(session), prompt_tokens=len(token_ids))
-        before = session.stats.to_dict()
+        before = replace(session.counters)
         if token_ids:
             session.prefill(token_ids, progress)
         elif session.last_logits is None:
             session.refresh_logits()
-        stats.prefill_seconds = session.stats.prefill_seconds - before["prefill_seconds"]
+        stats.prefill_seconds = session.counters.prefill_seconds - before.prefill_seconds
         sampler = Sampler(params, llm.config.vocab_size, session.ids)
         yield from _loop(session, params, sampler, stats, should_stop)
 
@@ -129,7 +130,7 @@ def _loop(
     ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(llm.end_token_ids))
     words = llm.tokenizer.stream(session.ids) if llm.tokenizer else None
     scanner = StopScanner(params.stop)
-    start = session.stats.to_dict()
+    start = replace(session.counters)
     while True:
         if should_stop is not None and should_stop():
             yield _last(words, scanner, "interrupted", stats)
@@ -163,11 +164,11 @@ def _feed(session: Session, token: int) -> None:
         session.decode(token)
 
 
-def _count(session: Session, start: dict[str, Any], stats: GenerationStats) -> None:
-    now = session.stats
-    stats.decode_seconds = now.decode_seconds - start["decode_seconds"]
-    stats.sparse_steps = now.sparse_steps - start["sparse_steps"]
-    stats.dense_steps = now.dense_steps - start["dense_steps"]
+def _count(session: Session, start: SessionStats, stats: GenerationStats) -> None:
+    now = session.counters  # session.stats would read the device over a host tier
+    stats.decode_seconds = now.decode_seconds - start.decode_seconds
+    stats.sparse_steps = now.sparse_steps - start.sparse_steps
+    stats.dense_steps = now.dense_steps - start.dense_steps
 
 
 def _rest(words: Detokenizer | None, scanner: StopScanner) -> str:
