@@ -7,6 +7,9 @@ go to the *current* device, which is card 0 until somebody says otherwise.
 from __future__ import annotations
 
 import contextlib
+import time
+from collections import deque
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 import torch
@@ -21,3 +24,41 @@ def synchronize(device: torch.device) -> None:
     """Wait on the host until a GPU has nothing left to do; nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+class StepClock:
+    """Seconds that decode steps take on a device.
+
+    A call on a GPU returns when its work was issued, long before it ran, so there a step's time
+    lies between two events around it. It is known once somebody has read the step's token.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._gpu = device.type == "cuda"
+        self._known = 0.0  # seconds of ended steps that `ended` has not returned yet
+        self._running: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Measure what is issued inside. A step that raises is not counted."""
+        if not self._gpu:
+            began = time.perf_counter()
+            yield
+            self._known += time.perf_counter() - began
+            return
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        yield
+        stop.record()
+        self._running.append((start, stop))
+
+    def ended(self, wait: bool = False) -> float:
+        """Return the seconds of the steps that have ended since the last call. wait: first wait for
+        those still running.
+        """
+        while self._running and (wait or self._running[0][1].query()):
+            start, stop = self._running.popleft()
+            stop.synchronize()
+            self._known += start.elapsed_time(stop) / 1e3
+        seconds, self._known = self._known, 0.0
+        return seconds

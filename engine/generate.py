@@ -22,7 +22,11 @@ Detokenizer = ByteStream | FallbackStream
 
 @dataclass
 class GenerationStats:
-    """Running figures of one answer: seconds and tokens. cached_tokens: in the bank before."""
+    """Running figures of one answer: seconds and tokens. cached_tokens: in the bank before.
+
+    decode_seconds are those of steps that have ended: on a GPU all but the newest while an answer
+    is being written, all of them in its last piece.
+    """
 
     cached_tokens: int = 0
     prompt_tokens: int = 0
@@ -137,6 +141,8 @@ def _loop(
             return
         assert session.last_logits is not None, "a prompt or a step has left logits"
         token, logprob, top = sampler.sample(session.last_logits)
+        session.take_time()  # the step before has ended: its token was read
+        _count(session, start, stats)
         if token in ends:
             _feed(session, token)
             yield _last(words, scanner, "stop", stats, token, logprob, top)
@@ -150,6 +156,7 @@ def _loop(
             reason = reason or "context"
         else:
             _feed(session, token)
+        session.take_time(wait=reason is not None)
         _count(session, start, stats)
         if reason is None:
             yield Piece(shown, token, logprob, top, None, stats)

@@ -194,6 +194,7 @@ class History:
             kept.pop()  # too little of this prompt is left for a call of its own
         cut = ends[len(kept)] if len(kept) < len(ends) else None
         point = kept[-1] if kept else Savepoint(0, 0, self._initial)
+        session.take_time(wait=True)
         ids, counters = session.ids[:n], replace(session.counters)
         prompt = cut.start if cut is not None and cut.start < n else n
         self.savepoints = kept
@@ -202,6 +203,7 @@ class History:
             session.decode(token)
         if prompt < n:
             session.prefill(ids[prompt:])
+        session.take_time(wait=True)
         # What ran again was counted before.
         session.counters.__dict__.update(counters.__dict__)
 

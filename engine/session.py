@@ -16,7 +16,7 @@ from engine.bank.device import DeviceBank
 from engine.bank.tiered import TieredBank
 from engine.check import Report, check
 from engine.decode import Decoder, Step
-from engine.device import current, synchronize
+from engine.device import StepClock, current, synchronize
 from engine.errors import ContextTooLong, SessionClosed, SettingError
 from engine.generate import Piece, generate
 from engine.guard import exclusive, rewound_on_error
@@ -65,6 +65,7 @@ class Session:
         model = llm.model
         assert model is not None, "LLM.session() loads the weights first"
         self.model = model
+        self._clock = StepClock(model.device)
         config, dtype, device = llm.config, model.dtype, model.device
         self.row_bytes = config.kv_bytes(dtype.itemsize)
         if placement is None:
@@ -92,8 +93,13 @@ class Session:
     @property
     def stats(self) -> SessionStats:
         """Counters and sizes of now (a copy)."""
+        self.take_time(wait=True)
         held = {} if self.closed else held_figures(self)
         return replace(self.counters, tokens=len(self.ids), **held)
+
+    def take_time(self, wait: bool = False) -> None:
+        """Count the seconds of the decode steps that have ended. wait: of all of them."""
+        self.counters.decode_seconds += self._clock.ended(wait)
 
     @property
     def scratch_bytes(self) -> int:
@@ -287,14 +293,15 @@ class Session:
         with exclusive(self.llm), rewound_on_error(self):
             self._end_open_prompt(n - 1)
             self.history.restore_window()
-            began = time.perf_counter()
-            kind, metered = self._watched(self._runner.kind(n))
-            self._runner.feed(token_id, n)
-            self.bank.before_step(n)
-            logits = self._metered_step() if metered else self._runner.run(n, kind.own)
-            self.bank.after_step(n)
-            self._commit_step(token_id, n, kind.sparse, logits)
-            self._count_step(n, kind.sparse, time.perf_counter() - began)
+            with self._clock.step():
+                kind, metered = self._watched(self._runner.kind(n))
+                self._runner.feed(token_id, n)
+                self.bank.before_step(n)
+                logits = self._metered_step() if metered else self._runner.run(n, kind.own)
+                self.bank.after_step(n)
+                self._commit_step(token_id, n, kind.sparse, logits)
+            self._count_step(n, kind.sparse)
+            self.take_time()
         return logits
 
     def _end_open_prompt(self, length: int) -> None:
@@ -311,9 +318,9 @@ class Session:
         self.last_logits = logits
         self._selected = sparse
 
-    def _count_step(self, n: int, sparse: bool, seconds: float) -> None:
+    def _count_step(self, n: int, sparse: bool) -> None:
         rows = (self.runtime if sparse else self.dense_runtime).rows_read(n)
-        self.counters.count_step(rows, self.plan.roles, self.row_bytes, sparse, seconds)
+        self.counters.count_step(rows, self.plan.roles, self.row_bytes, sparse)
 
     def _watched(self, kind: StepKind) -> tuple[StepKind, bool]:
         """(which step runs, whether it is metered), as the watch wishes."""

@@ -24,7 +24,7 @@ class SessionStats:
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_steps: int = 0
-    decode_seconds: float = 0.0
+    decode_seconds: float = 0.0  # of steps that have ended (engine/device.py, StepClock)
     # steps in which the sparse layers read a selection, not everything
     sparse_steps: int = 0
     dense_steps: int = 0
@@ -74,7 +74,6 @@ class SessionStats:
         roles: Sequence[Role],
         row_bytes: int,
         sparse: bool,
-        seconds: float,
     ) -> None:
         """Count a decode step.
 
@@ -82,7 +81,6 @@ class SessionStats:
         """
         read = sum(r for r, role in zip(rows, roles) if role in (Role.SPARSE, Role.RETAINED))
         self.decode_steps += 1
-        self.decode_seconds += seconds
         self.sparse_steps += sparse
         self.dense_steps += not sparse
         self.rows_read_sparse += read

@@ -14,11 +14,12 @@ import torch
 
 class FakeGPU:
     """`cards` GPUs. now: the current one. asked: (what, card) of every call. clock: seconds that
-    the cards' work has taken; Stream and Event read it.
+    the cards' work has taken, at which events stand. finished: whether their work has ended.
     """
 
     def __init__(self, monkeypatch, cards=2):
         self.now, self.asked, self.clock, self.cards = 0, [], 0.0, cards
+        self.finished = True
         fake = self
 
         class Event:
@@ -32,7 +33,7 @@ class FakeGPU:
                 self.at = fake.clock
 
             def query(self):
-                return True
+                return fake.finished
 
             def synchronize(self):
                 fake.note("wait for an event")
