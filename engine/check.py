@@ -15,6 +15,7 @@ import torch
 
 from engine.decode import Decoder
 from engine.errors import SettingError
+from engine.guard import exclusive, rewound_on_error
 from engine.query_ring import RING
 from engine.watch import MassMeter
 
@@ -142,7 +143,7 @@ def check(
     slots = session.query_ring.slots.clone()
     found = []
     try:
-        with session.llm.busy(), torch.inference_mode():
+        with exclusive(session.llm), rewound_on_error(session):
             for position in range(last - steps, last):
                 found.append(pair.at(position))
                 if progress is not None:

@@ -24,10 +24,13 @@ def exclusive(llm: LLM) -> Iterator[None]:
 
 @contextlib.contextmanager
 def rewound_on_error(session: Session) -> Iterator[None]:
-    """On any exception (Ctrl-C, no host memory) rewind the bank to the committed tokens."""
+    """On any exception (Ctrl-C, no host memory, a launch that fails) forget what the broken chunk
+    or step has left: the bank's rows past the committed tokens, counts half-way in the scratch.
+    """
     try:
         yield
     except BaseException:
         if not session.closed:
             session.bank.rewind(len(session.ids), broken=True)
+            session.clear_scratch()
         raise

@@ -106,6 +106,10 @@ class Session:
         """Device bytes of the kernels' scratch."""
         return self._runner.scratch_bytes
 
+    def clear_scratch(self) -> None:
+        """Make the kernels' scratch what it is between calls, after a step that broke off."""
+        self.runtime.setup.scratch.hist.zero_()
+
     @property
     def runtime(self) -> Runtime:
         """State of the session's method."""
@@ -272,7 +276,7 @@ class Session:
         self._require_open()
         ids = checked_ids(ids, self.llm.config.vocab_size)
         self._require_room(len(ids))
-        with exclusive(self.llm):
+        with exclusive(self.llm), rewound_on_error(self):
             self.ids = ids
             self.history.clear()
             self.query_ring.set_valid(len(ids), len(ids))
