@@ -46,6 +46,9 @@ class Step:
     query_ring: QueryRing
     rotary: Rotary
     _tails: dict[int, torch.Tensor] = field(default_factory=dict)
+    _rings: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(
+        default_factory=dict
+    )
     _windows: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(
         default_factory=dict
     )
@@ -55,6 +58,20 @@ class Step:
         if tail not in self._tails:
             self._tails[tail] = tail_start(self.visible - (self.positions.shape[1] - 1), tail)
         return self._tails[tail]
+
+    def tail_in_ring(
+        self, tail_start: torch.Tensor, first: int, ring: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(first row, one past the last) int32 [B] of the tail from position tail_start [B] on, in
+        a working set whose ring of `ring` rows begins at row `first`. Computed once per step: the
+        groups' working sets are alike.
+        """
+        known = self._rings.get((first, ring))
+        if known is None or known[0] is not tail_start:
+            at = tail_start % ring + first
+            known = tail_start, at, at + (self.visible - tail_start)
+            self._rings[first, ring] = known
+        return known[1], known[2]
 
     def window_queries(self, layer: int, window: int) -> torch.Tensor:
         """The last `window` queries of a layer, each rotated to its position: [B, W, H, D].
@@ -105,6 +122,6 @@ class Decoder:
         x = model.embed[tokens]
         for number, layer in enumerate(model.layers):
             q, k, v, q_pre_rope = self._pre_attention(layer, x, cos, sin, *sizes)
-            bank.write_step(number, k, v, q_pre_rope, ring, positions)
+            bank.write_step(number, k, v, q_pre_rope, step)
             x = self._post_attention(layer, x, self.runtime.attend(number, q, step), eps)
         return model.logits(x)

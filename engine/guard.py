@@ -32,5 +32,5 @@ def rewound_on_error(session: Session) -> Iterator[None]:
     except BaseException:
         if not session.closed:
             session.bank.rewind(len(session.ids), broken=True)
-            session.clear_scratch()
+            session.runtime.setup.scratch.hist.zero_()
         raise

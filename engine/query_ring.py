@@ -30,15 +30,6 @@ class QueryRing:
         """Bytes held."""
         return self.slots.numel() * self.slots.element_size()
 
-    def write(self, layer: int, q_pre_rope: torch.Tensor, positions: torch.Tensor) -> None:
-        """Store a decode step's q_pre_rope [B, Q, H, D] at positions [B, Q] int64."""
-        slots = self.slots[layer]
-        if slots.shape[0] == 1:
-            slots.index_copy_(1, positions[0] % RING, q_pre_rope)
-            return
-        rows = torch.arange(slots.shape[0], device=slots.device).unsqueeze(1)
-        slots[rows, positions % RING] = q_pre_rope
-
     def write_chunk(self, newest: torch.Tensor, stop: int) -> None:
         """Store newest [layers, B, W, H, D]: the last W queries of a chunk that ended at `stop`.
         All layers at once, after the chunk: an interrupted chunk stores none.

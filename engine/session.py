@@ -106,10 +106,6 @@ class Session:
         """Device bytes of the kernels' scratch."""
         return self._runner.scratch_bytes
 
-    def clear_scratch(self) -> None:
-        """Make the kernels' scratch what it is between calls, after a step that broke off."""
-        self.runtime.setup.scratch.hist.zero_()
-
     @property
     def runtime(self) -> Runtime:
         """State of the session's method."""

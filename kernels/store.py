@@ -22,12 +22,23 @@ def store_step_ref(
     bank_v: torch.Tensor,
     ring: torch.Tensor,
     positions: torch.Tensor,
+    twice: tuple[int, int] | None = None,
 ) -> None:
-    """Reference of `store_step`, same arguments: three indexed assignments."""
+    """Reference of `store_step`, same arguments: indexed assignments."""
     rows = torch.arange(positions.shape[0], device=positions.device).unsqueeze(1)
-    bank_k.transpose(1, 2)[rows, positions] = k
-    bank_v.transpose(1, 2)[rows, positions] = v
+    for at in _rows(positions, twice):
+        bank_k.transpose(1, 2)[rows, at] = k
+        bank_v.transpose(1, 2)[rows, at] = v
     ring[rows, positions % ring.shape[1]] = q_pre_rope
+
+
+def _rows(positions: torch.Tensor, twice: tuple[int, int] | None) -> tuple[torch.Tensor, ...]:
+    """The rows of K and V that every position is stored to: one, or two."""
+    if twice is None:
+        return (positions,)
+    first, count = twice
+    at = positions % count + first
+    return at, at + count
 
 
 def store_step_cpu(
@@ -38,8 +49,12 @@ def store_step_cpu(
     bank_v: torch.Tensor,
     ring: torch.Tensor,
     positions: torch.Tensor,
+    twice: tuple[int, int] | None = None,
 ) -> None:
     """`store_step` on CPU tensors, same arguments: slice copies, as positions are consecutive."""
+    if twice is not None:
+        store_step_ref(k, v, q_pre_rope, bank_k, bank_v, ring, positions, twice)
+        return
     for b, start in enumerate(positions[:, 0].tolist()):
         stop = start + k.shape[1]
         bank_k[b, :, start:stop] = k[b].transpose(0, 1)
@@ -59,10 +74,14 @@ def store_step(
     bank_v: torch.Tensor,
     ring: torch.Tensor,
     positions: torch.Tensor,
+    twice: tuple[int, int] | None = None,
     backend: str = "auto",
 ) -> None:
     """Write k[b, j] and v[b, j] to row positions[b, j] of the bank, and q_pre_rope[b, j] to slot
     positions[b, j] % R of the ring.
+
+    twice (first, count): the bank's rows hold a ring of their own, twice. Position p then goes to
+    rows first + p % count and first + count + p % count, with count >= Q.
 
     k, v [B, Q, Hkv, D] and q_pre_rope [B, Q, H, D]: views with a contiguous last dim; bank_k,
     bank_v [B, Hkv, T, D] views of any strides, last dim contiguous; ring [B, R, H, D] contiguous,
@@ -72,7 +91,7 @@ def store_step(
     """
     chosen = choose(backend, k)
     run = {"reference": store_step_ref, "cpu": store_step_cpu, "triton": store_step_triton}[chosen]
-    run(k, v, q_pre_rope, bank_k, bank_v, ring, positions)
+    run(k, v, q_pre_rope, bank_k, bank_v, ring, positions, twice)
 
 
 @triton.jit
@@ -102,23 +121,35 @@ def store_kernel(
     tvh,
     tvt,
     tr,
+    first,
+    count,
     HKV: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
+    TWICE: tl.constexpr,
 ):
     """Store one head of one new token: grid (B * Q, 2 * HKV + H), heads of K, of V, then of Q."""
     b = (tl.program_id(0) // queries).to(tl.int64)
     j = tl.program_id(0) % queries
     head = tl.program_id(1)
     at = tl.load(positions + tl.program_id(0))
+    place = at
+    if TWICE:
+        place = first + at % count
     d = tl.arange(0, DP)
     if head < HKV:
         row = tl.load(k + b * skb + j * skq + head * skh + d, mask=d < D)
-        tl.store(bank_k + b * tkb + head * tkh.to(tl.int64) + at * tkt + d, row, mask=d < D)
+        to = bank_k + b * tkb + head * tkh.to(tl.int64) + place * tkt + d
+        tl.store(to, row, mask=d < D)
+        if TWICE:
+            tl.store(to + count.to(tl.int64) * tkt, row, mask=d < D)
     elif head < 2 * HKV:
         head -= HKV
         row = tl.load(v + b * svb + j * svq + head * svh + d, mask=d < D)
-        tl.store(bank_v + b * tvb + head * tvh.to(tl.int64) + at * tvt + d, row, mask=d < D)
+        to = bank_v + b * tvb + head * tvh.to(tl.int64) + place * tvt + d
+        tl.store(to, row, mask=d < D)
+        if TWICE:
+            tl.store(to + count.to(tl.int64) * tvt, row, mask=d < D)
     else:
         head -= 2 * HKV
         row = tl.load(q_pre_rope + b * srb + j * srq + head * srh + d, mask=d < D)
@@ -133,9 +164,10 @@ def store_step_triton(
     bank_v: torch.Tensor,
     ring: torch.Tensor,
     positions: torch.Tensor,
+    twice: tuple[int, int] | None = None,
 ) -> None:
-    """`store_step` by the Triton kernel of this file, same arguments. Bytes: the new rows, read and
-    written once.
+    """`store_step` by the Triton kernel of this file, same arguments. Bytes: the new rows, read
+    once and written once or twice.
     """
     batch, queries, kv_heads, dim = k.shape
     slots, heads = ring.shape[1], ring.shape[2]
@@ -155,8 +187,10 @@ def store_step_triton(
         *bank_k.stride()[:3],
         *bank_v.stride()[:3],
         heads * dim,
+        *(twice or (0, 0)),
         HKV=kv_heads,
         D=dim,
         DP=power_of_two(dim),
+        TWICE=twice is not None,
         num_warps=1,
     )

@@ -207,6 +207,8 @@ STORES = [
     dict(batch=2, dim=5, group=3, layout="tokens"),
     dict(queries=7, slots=7, capacity=7, dtype=torch.bfloat16),
     dict(kv_heads=5, dim=128, dtype=torch.float16, capacity=1),
+    dict(layout="tokens", twice=(40, 192), capacity=424),
+    dict(layout="tokens", twice=(3, 5), capacity=300, queries=4, dim=80, group=1),
 ]
 
 
@@ -223,6 +225,7 @@ def check_store(
     slots: int = 128,
     dtype: torch.dtype = torch.float32,
     layout: str = "heads",
+    twice: tuple[int, int] | None = None,
 ) -> None:
     """Check that `store_step` puts every row in its place and touches nothing else, bit for bit
     against a loop over tokens.
@@ -246,7 +249,12 @@ def check_store(
     want = [t.clone() for t in (bank_k, bank_v, ring)]
     for b, start in enumerate(starts.tolist()):
         for j in range(queries):
-            want[0][b, :, start + j], want[1][b, :, start + j] = k[b, j], v[b, j]
+            at = start + j
+            places = (
+                [at] if twice is None else [twice[0] + at % twice[1] + n * twice[1] for n in (0, 1)]
+            )
+            for place in places:
+                want[0][b, :, place], want[1][b, :, place] = k[b, j], v[b, j]
             want[2][b, (start + j) % slots] = q_pre_rope[b, j]
     store_step(
         k,
@@ -256,6 +264,7 @@ def check_store(
         bank_v,
         ring,
         (starts[:, None] + torch.arange(queries)).to(device),
-        backend=backend,
+        twice,
+        backend,
     )
     assert all(torch.equal(a, b) for a, b in zip((bank_k, bank_v, ring), want, strict=True))

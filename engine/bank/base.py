@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from engine.model.config import ModelConfig
     from engine.plan.layers import LayerPlan
     from engine.plan.placement import Placement
-    from engine.query_ring import QueryRing
 
 
 class SparseRows(NamedTuple):
@@ -102,11 +101,10 @@ class Bank(ABC):
         k: torch.Tensor,
         v: torch.Tensor,
         q_pre_rope: torch.Tensor,
-        query_ring: QueryRing,
-        positions: torch.Tensor,
+        step: Step,
     ) -> None:
-        """Store the results of one layer of a decode step: k, v [B, Q, Hkv, D] at positions [B, Q]
-        int64, and q_pre_rope [B, Q, H, D] in the layer's query ring.
+        """Store the results of one layer of a decode step: k, v [B, Q, Hkv, D] at the step's
+        positions, and q_pre_rope [B, Q, H, D] in the layer's query ring.
 
         The query goes along because one kernel stores all three. On a GPU no position visits the
         host.

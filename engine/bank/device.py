@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from engine.model.config import ModelConfig
     from engine.plan.layers import LayerPlan
     from engine.plan.placement import Placement
-    from engine.query_ring import QueryRing
 
 BLOCK = 65536  # tokens of a block that `blocks` yields
 
@@ -79,10 +78,10 @@ class DeviceBank(Bank):
         k: torch.Tensor,
         v: torch.Tensor,
         q_pre_rope: torch.Tensor,
-        query_ring: QueryRing,
-        positions: torch.Tensor,
+        step: Step,
     ) -> None:
-        store_step(k, v, q_pre_rope, *self.kv(layer), query_ring.slots[layer], positions)
+        ring = step.query_ring.slots[layer]
+        store_step(k, v, q_pre_rope, *self.kv(layer), ring, step.positions)
 
     def write_chunk(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
         bank_k, bank_v = self.kv(layer)

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from engine.model.config import ModelConfig
     from engine.plan.layers import LayerPlan
     from engine.plan.placement import Placement
-    from engine.query_ring import QueryRing
 
 
 class TieredBank(Bank):
@@ -193,15 +192,13 @@ class TieredBank(Bank):
         k: torch.Tensor,
         v: torch.Tensor,
         q_pre_rope: torch.Tensor,
-        query_ring: QueryRing,
-        positions: torch.Tensor,
+        step: Step,
     ) -> None:
         ws = self._set_of.get(layer)
         if ws is None:
-            self._resident.write_step(layer, k, v, q_pre_rope, query_ring, positions)
+            self._resident.write_step(layer, k, v, q_pre_rope, step)
             return
-        query_ring.write(layer, q_pre_rope, positions)
-        ws.write_step(layer, k, v, positions[0])
+        ws.write_step(layer, k, v, q_pre_rope, step)
 
     def write_chunk(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
         if not self.on_host(layer):
@@ -264,7 +261,7 @@ class TieredBank(Bank):
             return self._resident.selected(layer, index, counts, tail_start, step)
         if not fetched:
             return self._whole.gather(layer, index, counts, tail_start, self.length)
-        return ws.selected(layer, counts, tail_start, step.visible)
+        return ws.selected(layer, counts, tail_start, step)
 
     # ---------------------------------------------------------------- around a step
 

@@ -7,21 +7,21 @@ set, so one group's fetch overlaps another group's attention.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
 from engine.bank.base import SparseRows
 from engine.bank.streams import wait
 from kernels.slots import forget_slots, make_slots, plan_slots
+from kernels.store import store_step
 
 if TYPE_CHECKING:
     from engine.bank.host_rows import HostRows
     from engine.bank.row_layout import RowLayout
     from engine.bank.streams import SideStream
+    from engine.decode import Step
     from engine.plan.placement import Placement
-
-Position = TypeVar("Position", int, torch.Tensor)
 
 
 class WorkingSet:
@@ -71,15 +71,19 @@ class WorkingSet:
     # ---------------------------------------------------------------- the ring
 
     def write_step(
-        self, layer: int, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, q_pre_rope: torch.Tensor, step: Step
     ) -> None:
-        """Write k, v [1, Q, Hkv, D] of new tokens at positions [Q] int64 into both copies of the
-        ring.
+        """Write k, v [1, Q, Hkv, D] of the step's tokens into both copies of the ring, and
+        q_pre_rope [1, Q, H, D] into the layer's query ring: one launch.
         """
-        at = self.ring_row(positions)
-        both = torch.cat((k.flatten(2), v.flatten(2)), dim=2)[0]
-        self._rows[:, self._at[layer], : 2 * self._layout.width].index_copy_(
-            0, torch.cat((at, at + self.ring)), torch.cat((both, both))
+        store_step(
+            k,
+            v,
+            q_pre_rope,
+            *self._layout.views(self._rows[:, self._at[layer]]),
+            step.query_ring.slots[layer],
+            step.positions,
+            twice=(self.num_slots, self.ring),
         )
 
     def refill(self, first: int, stop: int) -> None:
@@ -95,7 +99,7 @@ class WorkingSet:
                 )
             first += count
 
-    def ring_row(self, position: Position) -> Position:
+    def ring_row(self, position: int) -> int:
         """Return the row of a position in the ring's first copy."""
         return position % self.ring + self.num_slots
 
@@ -138,20 +142,20 @@ class WorkingSet:
         wait(self._fetched.get(layer), self._layout.device)
 
     def selected(
-        self, layer: int, counts: torch.Tensor, tail_start: torch.Tensor, visible: torch.Tensor
+        self, layer: int, counts: torch.Tensor, tail_start: torch.Tensor, step: Step
     ) -> SparseRows:
         """Return the rows that a layer attends to: the slots of the last `fetch`, and the tail from
-        position tail_start [1] up to `visible` [1] in the ring.
+        position tail_start [1] up to the step's newest in the ring.
         """
         assert self._slots is not None, "this group was placed without slots"
         self.ready(layer)
-        first = self.ring_row(tail_start)
+        first, stop = step.tail_in_ring(tail_start, self.num_slots, self.ring)
         return SparseRows(
             *self._layout.views(self._rows[:, self._at[layer]]),
             self._slots.slot_of[None, None],
             counts,
             first,
-            first + (visible - tail_start),
+            stop,
         )
 
     def forget(self, length: int) -> None:

@@ -1,5 +1,5 @@
-"""A step that breaks off inside the top-k: its histogram is half counted, and the next step must not
-see it.
+"""A step that breaks off inside the top-k: its histogram is half counted, and the next step must
+not see it.
 
 Stops: a selection that reports more entries than it wrote, so that a sparse layer reads row -1 or
 the rows of the step before.

@@ -66,9 +66,12 @@ def call_host(launcher: str) -> None:
     """
     if launcher == "store":
         q_pre_rope, k, v = meta(1, 1, 48, 128, dtype=torch.bfloat16).split([32, 8, 8], dim=2)
-        for bank_k, bank_v in (
-            meta(2, 1, 8, CAPACITY, 128, dtype=torch.bfloat16),
-            meta(CAPACITY, 2, 1, 8, 128, dtype=torch.bfloat16).permute(1, 2, 3, 0, 4),
+        slots, ring = 4 * BUDGET, 384
+        group = meta(slots + 2 * ring, 12, 2, 8, 128, dtype=torch.bfloat16)
+        for (bank_k, bank_v), twice in (
+            (meta(2, 1, 8, CAPACITY, 128, dtype=torch.bfloat16), None),
+            (meta(CAPACITY, 2, 1, 8, 128, dtype=torch.bfloat16).permute(1, 2, 3, 0, 4), None),
+            (group[:, 1:2].permute(2, 1, 3, 0, 4), (slots, ring)),
         ):
             store_step(
                 k,
@@ -78,6 +81,7 @@ def call_host(launcher: str) -> None:
                 bank_v,
                 meta(1, 128, 32, 128, dtype=torch.bfloat16),
                 meta(1, 1, dtype=torch.int64),
+                twice,
                 backend="triton",
             )
         return

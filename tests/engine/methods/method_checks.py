@@ -126,7 +126,7 @@ def planted_runtime(method, positions, length=320, seed=0, backend="reference"):
     step = step_of(length + 1)
     for layer in range(config.num_layers):
         q, k, v, _ = rows(1)
-        bank.write_step(layer, k, v, q, ring, step.positions)
+        bank.write_step(layer, k, v, q, step)
         runtime.attend(layer, q, step)
     runtime.commit(1)
     return runtime

@@ -1,0 +1,136 @@
+"""Count what one decode step launches, on a machine without a GPU.
+
+The step runs on CPU tensors with the Triton launchers, whose kernels are replaced by counters that
+do nothing: a step reads nothing back, so it takes the same path whatever they leave. torch's
+operators are counted where they would launch a kernel. The two compiled halves of a layer are
+not run by op: what Inductor makes of them was read from its code for a GPU.
+
+    python -m tests.launches         the table of docs/PERFORMANCE.md
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import pkgutil
+from collections import Counter
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import engine.llm
+import kernels
+from engine import Full, OmniKV
+from engine.decode import Decoder
+from tests.builders import session_config, tiny_llm
+
+# Llama-3-8B's layers, the bucket of 128K tokens, filters of the published setting
+SHAPE = dict(layers=32, heads=32, kv_heads=8, hidden=512, head_dim=16, max_positions=131072)
+FILTERS = dict(filter_layers=(2, 8, 18), tokens=2048, dense_below=0)
+STEPS = {
+    "Full": (Full(), "device"),
+    "OmniKV w1": (OmniKV(wait_layers=1, **FILTERS), "device"),
+    "OmniKV w0": (OmniKV(wait_layers=0, **FILTERS), "device"),
+    "w1, host tier": (OmniKV(wait_layers=1, **FILTERS), "host"),
+}
+# before: 2 fused kernels and 1 product; after: 3 fused and 3 products, two of them with split-K
+BEFORE, AFTER = 3, 8
+VIEWS = (
+    "view", "reshape", "expand", "permute", "transpose", "slice", "select", "unsqueeze", "squeeze",
+    "split", "detach", "alias", "as_strided", "unbind", "chunk", "empty", "empty_strided",
+    "empty_like", "new_empty", "lift_fresh", "t", "_unsafe_view", "unflatten", "narrow",
+)  # fmt: skip
+
+
+class Launches(TorchDispatchMode):
+    """by: {operator or kernel: how often it was launched}."""
+
+    def __init__(self):
+        super().__init__()
+        self.by, self.off = Counter(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.split("::")[1]
+        if not self.off and name not in VIEWS:
+            self.by[name] += 1
+        return func(*args, **(kwargs or {}))
+
+    def piece(self, function, launches, name):
+        """A half of a layer as one entry of `launches` kernels."""
+
+        def run(*arguments):
+            self.by[name] += launches
+            self.off += 1
+            try:
+                return function(*arguments)
+            finally:
+                self.off -= 1
+
+        return run
+
+    @contextlib.contextmanager
+    def kernels_counted(self):
+        """Triton kernels that do nothing but count."""
+        with contextlib.ExitStack() as stack:
+            always = mock.patch("kernels.dispatch.choose_for", lambda backend, device: "triton")
+            stack.enter_context(always)
+            for module in pkgutil.iter_modules(kernels.__path__):
+                found = importlib.import_module(f"kernels.{module.name}")
+                for name in [name for name in vars(found) if name.endswith("_kernel")]:
+                    stack.enter_context(mock.patch.object(found, name, _Counted(self.by, name)))
+            yield
+
+
+class _Counted:
+    def __init__(self, by, name):
+        self.by, self.name = by, name
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **named):
+            self.by[self.name] += 1
+
+        return launch
+
+
+def launches(method, offload) -> Counter:
+    """{operator or kernel: launches} of one decode step of a session of 300 tokens in a bank for
+    128K.
+    """
+    real, record = engine.llm.full_placement, Launches()
+
+    def by_layer(*arguments, **named):  # as on a GPU
+        placement = real(*arguments, **named)
+        return None if placement is None else dataclasses.replace(placement, by_layer=True)
+
+    with mock.patch.object(engine.llm, "full_placement", by_layer), record.kernels_counted():
+        llm = tiny_llm(
+            method,
+            session_config(**SHAPE),
+            max_context=SHAPE["max_positions"],
+            offload=offload,
+            backend="triton",
+            dtype="bfloat16",
+            ram_budget=1 << 40,
+        )
+        with llm.session() as session:
+            session.adopt([1] * 300)
+            decoder = session._runner._own_step._decoder
+            if offload == "device" and isinstance(method, Full):
+                decoder = session._runner._dense_step._decoder
+            assert isinstance(decoder, Decoder)
+            decoder._pre_attention = record.piece(decoder._pre_attention, BEFORE, "before")
+            decoder._post_attention = record.piece(decoder._post_attention, AFTER, "after")
+            session.bank.before_step(301)
+            session._runner.feed(1, 301)
+            record.by.clear()
+            with torch.no_grad(), record:
+                decoder.step(session._runner.token, session._runner.length, session.bank)
+    return record.by
+
+
+if __name__ == "__main__":
+    for name, (method, offload) in STEPS.items():
+        found = launches(method, offload)
+        print(f"{name}: {found.total()}  " + ", ".join(f"{k} {n}" for k, n in found.most_common()))
