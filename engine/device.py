@@ -7,6 +7,8 @@ go to the *current* device, which is card 0 until somebody says otherwise.
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -24,6 +26,32 @@ def synchronize(device: torch.device) -> None:
     """Wait on the host until a GPU has nothing left to do; nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+@functools.cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of a card's warm-ups and captures, always the same: cuBLAS keeps a
+    workspace (32 MiB on Hopper) for every stream that it ever ran on.
+
+    Its priority is the usual one and a SideStream's is not: torch draws them from two pools, so
+    that no lane of a captured step is the stream that captures.
+    """
+    return torch.cuda.Stream(device)
+
+
+@contextlib.contextmanager
+def garbage_kept() -> Iterator[None]:
+    """Collect what is dropped now and nothing inside: a finalizer that unlocks memory or waits for
+    a stream would spoil the capture under way.
+    """
+    was = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 class StepClock:

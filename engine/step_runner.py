@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from engine.decode import Decoder, Step
+from engine.device import capture_stream, garbage_kept
 from engine.methods.base import Setup
 from engine.methods.full import Full
 from engine.model.llama import post_attention, pre_attention
@@ -156,15 +157,18 @@ class GraphedStep:
         return logits.clone()
 
     def _capture(self, bucket: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        side = torch.cuda.Stream()
+        device = self._token.device
+        main, side = torch.cuda.current_stream(device), capture_stream(device)
         # race: the side stream would warm up on tokens that are still being written
-        side.wait_stream(torch.cuda.current_stream())
+        side.wait_stream(main)
         with torch.cuda.stream(side):
             for _ in range(WARM_UP):  # idempotent: a step writes its own rows and advances nothing
                 self._decoder.step(self._token, self._length, self._bank, bucket)
-        torch.cuda.current_stream().wait_stream(side)
+        main.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # thread_local: another thread's CUDA calls do not spoil the capture
+        capture = torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local")
+        with garbage_kept(), capture:
             logits = self._decoder.step(self._token, self._length, self._bank, bucket)
         return graph, logits
 

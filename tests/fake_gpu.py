@@ -46,7 +46,7 @@ class FakeGPU:
             """One card's stream: waits and records are noted."""
 
             def __init__(self, device=None, priority=0):
-                self.device = torch.device("cuda", fake.index(device))
+                self.device, self.priority = torch.device("cuda", fake.index(device)), priority
                 fake.note("stream", self.device)
 
             def wait_stream(self, other):

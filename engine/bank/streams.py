@@ -14,7 +14,9 @@ class SideStream:
     """A CUDA stream beside the main one; nothing on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # ahead of the main stream: a lane's few programs would wait behind thousands of a layer's
+        on_gpu = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device, priority=-1) if on_gpu else None
 
     @contextlib.contextmanager
     def after_main(self) -> Iterator[None]:
