@@ -16,12 +16,15 @@ from collections.abc import Iterator
 
 import torch
 
-# rows of one block of logits: K in float32 (0.5 to 1 MB) stays in a core's 2 MB of L2
-BLOCK = 2048
+from kernels.isa import multiplies
+
+# elements of K or V that are float32 at a time in a filter layer: 2 MB, 4096 rows of 128. A quarter
+# of it is 1.1 times slower: an operator costs 10 us where so many bytes drive its code from L2
+CHUNK = 1 << 19
+# float32 K of rows this long is copied before its product, which reads 4 GB/s from memory
+COPIED = 128
 # rows of a block under a window of queries: 16 queries of 32 heads then hold 2 MB of logits
 WINDOW_BLOCK = 1024
-# rows of one product with V: a bfloat16 product rounds its result, so longer sums add in float32
-VALUE_BLOCK = 8192
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -83,7 +86,7 @@ def _attend_newest(
     return added.to(packed.dtype), total
 
 
-def block_floats(heads: int, head_dim: int, queries: int, block: int = BLOCK) -> int:
+def block_floats(heads: int, head_dim: int, queries: int, block: int) -> int:
     """Size the buffer of `logit_blocks` in float32 elements."""
     return block * (head_dim + queries * heads)
 
@@ -93,22 +96,20 @@ def logit_blocks(
     k: torch.Tensor,
     scale: float,
     buffer: torch.Tensor | None = None,
-    block: int = BLOCK,
-    held: torch.Tensor | None = None,
+    block: int = WINDOW_BLOCK,
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Yield the scaled logits of q [Q, H, D] on k [Hkv, n, D], one block of rows after another.
 
     Yields (start, stop, logits [Hkv, Q, G, stop - start] float32, contiguous). A block of K is
     converted to float32 once, in cache: a bfloat16 product would round its scores to 8 bits and
     fill the selector's scores with ties. buffer: float32 of at least `block_floats` elements, or
-    None (allocates); a yielded tensor lies in it until the next block. held: float32
-    [Hkv, Q * G, n] that takes all logits instead, or None.
+    None (allocates); a yielded tensor lies in it until the next block.
     """
     queries, heads, dim = q.shape
     kv_heads, rows, _ = k.shape
     group = heads // kv_heads
     size = min(block, rows)
-    needed = block_floats(heads if held is None else 0, dim, queries, size)
+    needed = block_floats(heads, dim, queries, size)
     if buffer is None or buffer.numel() < needed:
         buffer = torch.empty(needed)
     packed = (
@@ -120,18 +121,23 @@ def logit_blocks(
     for start in range(0, rows, block):
         stop = min(rows, start + block)
         wide = buffer[: (stop - start) * dim].view(stop - start, dim)
-        if held is None:
-            logits = buffer[size * dim :][: heads * queries * (stop - start)].view(
-                kv_heads, -1, stop - start
-            )
-        else:
-            logits = held[:, :, start:stop]
+        logits = buffer[size * dim :][: heads * queries * (stop - start)].view(
+            kv_heads, -1, stop - start
+        )
         for h in range(kv_heads):
             rows_k = k[h, start:stop]
             if k.dtype != torch.float32:
                 rows_k = wide.copy_(rows_k)
             torch.mm(packed[h], rows_k.t(), out=logits[h])
         yield start, stop, logits.view(kv_heads, queries, group, stop - start)
+
+
+Part = tuple[int, torch.Tensor]  # first row, weights [C, Hkv, G, rows of a chunk]
+
+
+def chunk_rows(dim: int, rows: int) -> int:
+    """Count the rows of one product of `attend_scored`, for `rows` rows of heads of `dim`."""
+    return max(1, min(CHUNK // dim, rows))
 
 
 def attend_scored(
@@ -147,32 +153,90 @@ def attend_scored(
     """Attend with one new query to n rows of K and V, and leave the selector's scores.
 
     q [1, H, D]; k, v [Hkv, n, D], n >= 1; scores [n] float32 is overwritten with the head maxima
-    (`kind` "softmax" or "raw"); buffer as in `logit_blocks`; held: float32 of at least H * n
-    elements that takes the logits of every row and then their weights, or None (allocates). Returns
-    out [1, H, D] in q.dtype. Reads K once. The fused kernel's log-sum-exp is no substitute: its
-    exponential is good to 5e-5 in bfloat16, and scores of different heads must compare to 1e-5.
+    (`kind` "softmax" or "raw"); buffer: float32 of at least `chunk_rows` * D elements; held:
+    float32 of at least H * n elements that takes the logits of every row and then their weights
+    (None allocates either). Returns out [1, H, D] in q.dtype. Reads K and V once. The fused
+    kernel's log-sum-exp is no substitute: its exponential is good to 5e-5 in bfloat16, and scores
+    of different heads must compare to 1e-5.
     """
     kv_heads, rows, dim = k.shape
     heads = q.shape[1]
+    size = chunk_rows(dim, rows)
+    if buffer is None or buffer.numel() < size * dim:
+        buffer = torch.empty(size * dim)
     if held is None or held.numel() < heads * rows:
         held = torch.empty(heads * rows)
-    weights = held[: heads * rows].view(heads, rows)
-    grouped = weights.view(kv_heads, -1, rows)
-    for _ in logit_blocks(q, k, scale, buffer, held=grouped):
-        pass
+    packed = (q[0].float() * scale).view(kv_heads, -1, dim)
+    parts = _parts(held, packed.shape[:2], rows, size)
+    for weights, at, rows_k in _products(parts, k):
+        torch.mm(packed[at], _widened(rows_k, buffer, copied=dim >= COPIED).t(), out=weights)
     if kind == "raw":
-        torch.amax(weights, 0, out=scores)
-    weights.sub_(weights.amax(1, keepdim=True)).exp_()
-    weights.div_(weights.sum(1, keepdim=True))
+        _head_maxima(parts, scores)
+    _softmax(parts)
     if kind == "softmax":
-        torch.amax(weights, 0, out=scores)
-    out = torch.zeros(kv_heads, heads // kv_heads, dim)
-    for start in range(0, rows, VALUE_BLOCK):
-        part = slice(start, start + VALUE_BLOCK)
-        narrow = grouped[:, :, part].to(v.dtype)
-        for h in range(kv_heads):
-            out[h] += torch.mm(narrow[h], v[h, part])
+        _head_maxima(parts, scores)
+    out, narrow = torch.zeros_like(packed), multiplies(v.dtype)
+    for weights, at, rows_v in _products(parts, v):
+        if narrow:
+            out[at] += torch.mm(weights.to(v.dtype), rows_v)
+        else:
+            out[at].addmm_(weights, _widened(rows_v, buffer))
     return out.view(1, heads, dim).to(q.dtype)
+
+
+def _parts(held: torch.Tensor, shape: tuple[int, ...], rows: int, size: int) -> list[Part]:
+    """Lay Hkv * G * rows floats out as whole chunks of rows and a rest.
+
+    A product then writes one contiguous run. Writing rows that lie n floats apart took it 1.3 times
+    as long.
+    """
+    heads, whole = shape[0] * shape[1], rows // size
+    parts = [(0, held[: whole * size * heads].view(whole, *shape, size))]
+    if whole * size < rows:
+        parts.append((whole * size, held[whole * size * heads : rows * heads].view(1, *shape, -1)))
+    return parts
+
+
+def _products(
+    parts: list[Part], bank: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, int, torch.Tensor]]:
+    """Yield (weights [G, size], K/V head, rows [size, D] of bank [Hkv, n, D]) for every product."""
+    for h in range(len(bank)):
+        for start, weights in parts:
+            size = weights.shape[-1]
+            for i in range(len(weights)):
+                first = start + i * size
+                yield weights[i, h], h, bank[h, first : first + size]
+
+
+def _widened(rows: torch.Tensor, buffer: torch.Tensor, copied: bool = False) -> torch.Tensor:
+    """Convert rows [size, D] to float32 in `buffer`; float32 rows stay where they are, or are
+    copied.
+    """
+    if rows.dtype == torch.float32 and not copied:
+        return rows
+    return buffer[: rows.numel()].view(rows.shape).copy_(rows)
+
+
+def _softmax(parts: list[Part]) -> None:
+    """Normalise the logits of `parts` over all their rows, in place."""
+    flat = [part.flatten(1, 2) for _, part in parts]
+    most = torch.stack([part.amax(2).amax(0) for part in flat if len(part)]).amax(0)
+    for part in flat:
+        part.sub_(most.unsqueeze(1)).exp_()
+    total = torch.stack([part.sum(2).sum(0) for part in flat]).sum(0)
+    for part in flat:
+        part.div_(total.unsqueeze(1))
+
+
+def _head_maxima(parts: list[Part], scores: torch.Tensor) -> None:
+    """Set scores [n] to the maximum over all heads of what `parts` hold."""
+    for start, part in parts:
+        count, size = len(part), part.shape[-1]
+        if count:
+            torch.amax(
+                part.flatten(1, 2), 1, out=scores[start : start + count * size].view(count, size)
+            )
 
 
 def token_rows(k: torch.Tensor, v: torch.Tensor, b: int) -> torch.Tensor | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.cpu import BLOCK, WINDOW_BLOCK, block_floats
+from kernels.cpu import WINDOW_BLOCK, block_floats, chunk_rows
 from kernels.dispatch import choose_for
 from kernels.split import MERGE_CHUNK, TAIL_ROOM, dense_splits, most_sparse_splits
 
@@ -25,8 +25,8 @@ class Scratch:
     splits; chunk_part and chunk_lse, the same per 64 splits; out_lse [B, Q, H]; logits
     [B, H, capacity] of the last query, if layers are scored; and int32, for the top-k: hist
     [B, 256 + 4096 + 4096] and ranks [B, 8 + 2 * programs]. The CPU backend uses logits (of one
-    sequence), blocks (float32: one block of K, or of a window's logits) and rows (in the bank's
-    dtype: the K and V that a sparse layer gathers).
+    sequence), blocks (float32: a chunk of K or V, or a block of a window's K and logits) and rows
+    (in the bank's dtype: the K and V that a sparse layer gathers).
     """
 
     part: torch.Tensor
@@ -67,7 +67,7 @@ def _sizes(
     sizes = {name: (0, torch.float32) for name in Scratch.__dataclass_fields__}
     if chosen == "cpu":
         blocks = max(
-            block_floats(0, head_dim, 1, min(BLOCK, capacity)) if scored else 0,
+            chunk_rows(head_dim, capacity) * head_dim if scored else 0,
             block_floats(heads, head_dim, window, min(WINDOW_BLOCK, capacity)) if window else 0,
         )
         rows = (min(budget + TAIL_ROOM, capacity) if budget else 0) * 2 * kv_heads * head_dim
