@@ -18,9 +18,11 @@ import torch
 
 from kernels.isa import multiplies
 
-# elements of K or V that are float32 at a time in a filter layer: 2 MB, 4096 rows of 128. A quarter
-# of it is 1.1 times slower: an operator costs 10 us where so many bytes drive its code from L2
+# elements of K or V that are float32 at a time in a filter layer: 2 MB, 512 rows of 8 x 128. A
+# quarter of it is 1.1 times slower: so many bytes drive an operator's code from L2, 10 us each
 CHUNK = 1 << 19
+# rows of one bfloat16 product with V: it rounds its result, so longer sums add in float32
+VALUE_BLOCK = 8192
 # float32 K of rows this long is copied before its product, which reads 4 GB/s from memory
 COPIED = 128
 # rows of a block under a window of queries: 16 queries of 32 heads then hold 2 MB of logits
@@ -132,12 +134,12 @@ def logit_blocks(
         yield start, stop, logits.view(kv_heads, queries, group, stop - start)
 
 
-Part = tuple[int, torch.Tensor]  # first row, weights [C, Hkv, G, rows of a chunk]
+Part = tuple[int, torch.Tensor]  # first row, weights [chunks, Hkv, G, rows of a chunk]
 
 
-def chunk_rows(dim: int, rows: int) -> int:
-    """Count the rows of one product of `attend_scored`, for `rows` rows of heads of `dim`."""
-    return max(1, min(CHUNK // dim, rows))
+def chunk_rows(elements: int, rows: int) -> int:
+    """Count the rows of a chunk of `attend_scored`: at most `rows`, of Hkv * D `elements` each."""
+    return max(1, min(CHUNK // elements, rows))
 
 
 def attend_scored(
@@ -153,7 +155,7 @@ def attend_scored(
     """Attend with one new query to n rows of K and V, and leave the selector's scores.
 
     q [1, H, D]; k, v [Hkv, n, D], n >= 1; scores [n] float32 is overwritten with the head maxima
-    (`kind` "softmax" or "raw"); buffer: float32 of at least `chunk_rows` * D elements; held:
+    (`kind` "softmax" or "raw"); buffer: float32 of at least `chunk_rows` * Hkv * D elements; held:
     float32 of at least H * n elements that takes the logits of every row and then their weights
     (None allocates either). Returns out [1, H, D] in q.dtype. Reads K and V once. The fused
     kernel's log-sum-exp is no substitute: its exponential is good to 5e-5 in bfloat16, and scores
@@ -161,26 +163,27 @@ def attend_scored(
     """
     kv_heads, rows, dim = k.shape
     heads = q.shape[1]
-    size = chunk_rows(dim, rows)
-    if buffer is None or buffer.numel() < size * dim:
-        buffer = torch.empty(size * dim)
+    size = chunk_rows(kv_heads * dim, rows)
+    if buffer is None or buffer.numel() < size * kv_heads * dim:
+        buffer = torch.empty(size * kv_heads * dim)
     if held is None or held.numel() < heads * rows:
         held = torch.empty(heads * rows)
     packed = (q[0].float() * scale).view(kv_heads, -1, dim)
     parts = _parts(held, packed.shape[:2], rows, size)
-    for weights, at, rows_k in _products(parts, k):
-        torch.mm(packed[at], _widened(rows_k, buffer, copied=dim >= COPIED).t(), out=weights)
+    for weights, at in _chunks(parts):
+        rows_k = _widened(k[:, at], buffer, copied=dim >= COPIED)
+        torch.bmm(packed, rows_k.transpose(1, 2), out=weights)
     if kind == "raw":
         _head_maxima(parts, scores)
     _softmax(parts)
     if kind == "softmax":
         _head_maxima(parts, scores)
-    out, narrow = torch.zeros_like(packed), multiplies(v.dtype)
-    for weights, at, rows_v in _products(parts, v):
-        if narrow:
-            out[at] += torch.mm(weights.to(v.dtype), rows_v)
-        else:
-            out[at].addmm_(weights, _widened(rows_v, buffer))
+    out = torch.zeros_like(packed)
+    if multiplies(v.dtype) and v.dtype != torch.float32:
+        _add_narrow(out, parts, v)
+    else:
+        for weights, at in _chunks(parts):
+            out.baddbmm_(weights, _widened(v[:, at], buffer))
     return out.view(1, heads, dim).to(q.dtype)
 
 
@@ -197,22 +200,31 @@ def _parts(held: torch.Tensor, shape: tuple[int, ...], rows: int, size: int) -> 
     return parts
 
 
-def _products(
-    parts: list[Part], bank: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, int, torch.Tensor]]:
-    """Yield (weights [G, size], K/V head, rows [size, D] of bank [Hkv, n, D]) for every product."""
-    for h in range(len(bank)):
-        for start, weights in parts:
-            size = weights.shape[-1]
-            for i in range(len(weights)):
-                first = start + i * size
-                yield weights[i, h], h, bank[h, first : first + size]
+def _chunks(parts: list[Part]) -> Iterator[tuple[torch.Tensor, slice]]:
+    """Yield (weights [Hkv, G, size], their rows) chunk by chunk."""
+    for first, weights in parts:
+        size = weights.shape[-1]
+        for i in range(len(weights)):
+            yield weights[i], slice(first + i * size, first + (i + 1) * size)
+
+
+def _add_narrow(out: torch.Tensor, parts: list[Part], v: torch.Tensor) -> None:
+    """Add weights times v [Hkv, n, D] to out [Hkv, G, D] by products in v.dtype.
+
+    One head at a time: torch copies a slice of a longer bank before a batched product of it.
+    """
+    for first, weights in parts:
+        size = weights.shape[-1]
+        count = max(1, VALUE_BLOCK // size)
+        for i in range(0, len(weights), count):
+            some = weights[i : i + count].permute(1, 2, 0, 3).to(v.dtype).flatten(2)
+            start = first + i * size
+            for h in range(len(v)):
+                out[h] += torch.mm(some[h], v[h, start : start + some.shape[2]])
 
 
 def _widened(rows: torch.Tensor, buffer: torch.Tensor, copied: bool = False) -> torch.Tensor:
-    """Convert rows [size, D] to float32 in `buffer`; float32 rows stay where they are, or are
-    copied.
-    """
+    """Convert rows to float32 in `buffer`; float32 rows stay where they are, or are copied."""
     if rows.dtype == torch.float32 and not copied:
         return rows
     return buffer[: rows.numel()].view(rows.shape).copy_(rows)

@@ -67,7 +67,7 @@ def _sizes(
     sizes = {name: (0, torch.float32) for name in Scratch.__dataclass_fields__}
     if chosen == "cpu":
         blocks = max(
-            chunk_rows(head_dim, capacity) * head_dim if scored else 0,
+            chunk_rows(kv_heads * head_dim, capacity) * kv_heads * head_dim if scored else 0,
             block_floats(heads, head_dim, window, min(WINDOW_BLOCK, capacity)) if window else 0,
         )
         rows = (min(budget + TAIL_ROOM, capacity) if budget else 0) * 2 * kv_heads * head_dim
