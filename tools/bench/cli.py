@@ -153,6 +153,12 @@ def _run_flags(p: argparse.ArgumentParser) -> None:
         help=f"budget of the run; the report names what is left out (default {CPU_SECONDS} on a "
         "CPU)",
     )
+    p.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="time decode steps by this process's CPU time: on a CPU that other programs use, with "
+        "one thread",
+    )
     p.add_argument("--no-split", action="store_true", help="leave out the split of a step")
     p.add_argument(
         "--no-gather",
@@ -214,6 +220,7 @@ def options(args: argparse.Namespace) -> Options:
         split=not args.no_split,
         verify=not args.no_verify,
         gather=not args.no_gather,
+        cpu_time=args.cpu_time,
     )
 
 

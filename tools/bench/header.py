@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from engine.version import VERSION
+from kernels.isa import isa
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "triton", "transformers", "llama-cpp-python", "numpy")
@@ -73,10 +74,7 @@ def hardware(device):
         if hasattr(os, "sysconf")
         else 0
     )
-    return (
-        f"{_processor()}, {os.cpu_count()} cores, {memory:.0f} GiB, "
-        f"{torch.backends.cpu.get_cpu_capability()}"
-    )
+    return f"{_processor()}, {os.cpu_count()} cores, {memory:.0f} GiB, instruction set {isa()}"
 
 
 def _processor():

@@ -31,6 +31,8 @@ class Options:
     chunk: int | None = None
     rates_bytes: int | None = None
     backend: str = "auto"
+    # decode steps by the process's CPU time, not by the wall's: for a machine that others use
+    cpu_time: bool = False
     gather: bool = False  # compare the ways of bringing rows from host memory
 
 

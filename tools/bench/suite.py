@@ -230,7 +230,10 @@ class Suite:
         o = self.options
         free = available_bytes(self.device)[0]
         host_free = available_bytes(torch.device("cpu"))[0]
-        match = Match(entrants, self.device, 0.8 * free, lambda: held(self.device), 0.8 * host_free)
+        clock = time.process_time if o.cpu_time else time.perf_counter
+        match = Match(
+            entrants, self.device, 0.8 * free, lambda: held(self.device), 0.8 * host_free, clock
+        )
         plain = {}
 
         def finish(name, contestant):
