@@ -16,6 +16,7 @@ from engine import LLM, Full, OmniKV
 from engine.errors import SettingError
 from engine.methods.brutal_offload import BrutalOffload
 from engine.methods.registry import methods
+from engine.plan.layers import Role
 from engine.units import brief
 from tools.bench import cli as bench
 from tools.bench import gather as bench_gather
@@ -235,19 +236,23 @@ def test_floor_of_llama_3_8b_is_the_published_arithmetic():
     filters = shape_filters("llama-3-8b")
     method = OmniKV(filter_layers=filters, tokens=2048, dense_below=0, wait_layers=1)
     layers = method.plan(config)
+    chosen = [2048 + 256 if role is Role.SPARSE else 131072 for role in layers.roles]
     full, sparse = (
-        step_bytes(config, 2, Full().plan(config), 131072),
-        step_bytes(config, 2, layers, 131072, 2048),
+        step_bytes(config, 2, Full().plan(config), 131072, [131072] * 32),
+        step_bytes(config, 2, layers, 131072, chosen),
     )
     assert full.floor / 4.3e12 == pytest.approx(7.49e-3, rel=2e-3)
     assert sparse.floor / 4.3e12 == pytest.approx(4.54e-3, rel=4e-3)
     assert full.floor / sparse.floor == pytest.approx(1.65, abs=0.01)
     assert sparse.sparse == 24 * (2048 + 256) * 4096 and sparse.dense == 8 * 131072 * 4096
-    assert step_bytes(config, 2, layers, 131072, 2048, dense=True).floor == full.floor
+    assert sparse.scoring > 0 == full.scoring
+    dense = step_bytes(config, 2, layers, 131072, [131072] * 32)  # below the crossover
+    assert dense.floor == full.floor and dense.scoring == 0
 
 
 def test_floor_takes_the_slower_of_memory_and_link():
-    needed = step_bytes(shape_config("tiny"), 4, Full().plan(shape_config("tiny")), 100)
+    config = shape_config("tiny")
+    needed = step_bytes(config, 4, Full().plan(config), 100, [100] * config.num_layers)
     assert floor_seconds(needed, Rates(1e9, 1e9)) == needed.floor / 1e9
     assert floor_seconds(needed, Rates(1e9, 1e9, 1e6), fetched=10**6) == 1.0
 
@@ -275,10 +280,7 @@ def test_predicted_bytes_are_those_that_a_step_counts(n):
             before = session.stats
             session.decode(1)
             after = session.stats
-        # its k was fixed at n tokens
-        if method == omnikv(tokens=None, share=0.2):
-            method = omnikv(tokens=max(1, int(0.2 * n)))
-        needed = engine_bytes(LLM.sharing(llm, method=method, offload="device"), n + 1)
+        needed = engine_bytes(LLM.sharing(llm, method=method, offload="device"), n + 1, n)
         assert (
             after.bytes_read_sparse
             - before.bytes_read_sparse
@@ -286,6 +288,28 @@ def test_predicted_bytes_are_those_that_a_step_counts(n):
             - before.bytes_read_dense
             == needed.dense + needed.sparse
         )
+
+
+def test_every_named_method_has_its_row(capsys):
+    """Each counts the bytes that were predicted before it was timed; names may stand apart."""
+    names = sorted(set(methods()) - {"omnikv"})
+    flags = ["--peers", "none", "--no-split", "-p", "none", "-r", "1", "-n", "1"]
+    code, _, data = run(capsys, *flags, "--methods", "omnikv,full", *names)
+    cells = {c["name"]: c for c in data["cells"] if c["test"] == "tg"}
+    assert code == 0 and set(cells) == {"omnikv w1", "omnikv w0", *names}
+    for c in cells.values():
+        assert c["why"] == "" and c["counted_kv_bytes"] == c["predicted_kv_bytes"], c
+    whole = cells["full"]["counted_kv_bytes"]
+    read_all = {"full", "brutal_offload", "minference", "infllm", "pod_untrained"}
+    assert {name for name, c in cells.items() if c["counted_kv_bytes"] == whole} == read_all
+
+
+@pytest.mark.parametrize("names", [("snapkv",), ("full", "snapkv", "quest")])
+def test_a_method_that_cannot_run_says_so_in_one_line(capsys, names):
+    """SnapKV's window is larger than the budget: no name is timed, and nothing is a traceback."""
+    assert bench.main([*TINY, "--peers", "none", "--tokens", "8", "--methods", *names]) == 2
+    (said,) = [li for li in capsys.readouterr().err.splitlines() if li.startswith("error: ")]
+    assert "snapkv" in said and "tokens: found 8" in said
 
 
 def test_host_tier_and_brutal_offload_beside_the_device(capsys):

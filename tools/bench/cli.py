@@ -10,6 +10,7 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -104,8 +105,11 @@ def _model_flags(p: argparse.ArgumentParser) -> None:
 def _method_flags(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--methods",
+        nargs="+",
         type=words,
-        help="full, omnikv, omnikv-host, brutal or another method (default: full,omnikv; GPU: all)",
+        metavar="NAME",
+        help="full, omnikv, omnikv-host, brutal or another method, with commas or spaces between "
+        "(default: full,omnikv; GPU: all)",
     )
     p.add_argument(
         "--peers",
@@ -199,7 +203,7 @@ def options(args: argparse.Namespace) -> Options:
     prefill = (
         args.prefill if args.prefill is not None else ((4096, 32768, 131072) if gpu else (2048,))
     )
-    methods = args.methods or (
+    methods = tuple(itertools.chain(*args.methods or ())) or (
         ("full", "omnikv", "omnikv-host", "brutal") if gpu else ("full", "omnikv")
     )
     filters = args.filter_layers or (shape_filters(shape) if shape else None)

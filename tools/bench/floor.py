@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.plan.layers import Role, tail_start
+from engine.plan.layers import Role
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class StepBytes:
 
     weights: int
     dense: int  # keys and values of FULL, FILTER and WAIT layers
-    sparse: int  # selected rows and tail of SPARSE layers
+    sparse: int  # what SPARSE and RETAINED layers read: a selection and tail, or a store
     scoring: int = 0
 
     @property
@@ -38,19 +38,23 @@ def streamed_weights(config, dtype_bytes):
     ) * dtype_bytes
 
 
-def step_bytes(config, dtype_bytes, layers, n, budget=0, tail=256, dense=False):
-    """StepBytes of a step that makes the bank n tokens long. layers: LayerPlan; budget: k; dense:
-    below the crossover, all read all.
+def step_bytes(config, dtype_bytes, layers, n, rows):
+    """StepBytes of a step that makes the bank n tokens long. layers: LayerPlan; rows: tokens that
+    each layer reads (all n of them below a crossover).
     """
     row = config.kv_bytes(dtype_bytes)
-    start = tail_start(n, tail)
-    sparse_layers = 0 if dense else layers.count(Role.SPARSE)
-    filters = 0 if dense else sum(1 for group in layers.groups if group.layers)
+    partial = [rows[layer] for layer in layers.partial_layers]
+    filters = [
+        group.filter_layer
+        for group in layers.groups
+        if group.layers and layers.roles[group.filter_layer] is Role.FILTER
+    ]
+    scored = len(filters) if min(partial, default=n) < n else 0
     return StepBytes(
         streamed_weights(config, dtype_bytes),
-        (layers.num_layers - sparse_layers) * n * row,
-        sparse_layers * (min(budget, start) + n - start) * row,
-        filters * n * (8 * config.num_heads + 12),
+        (sum(rows) - sum(partial)) * row,
+        sum(partial) * row,
+        scored * n * (8 * config.num_heads + 12),
     )
 
 

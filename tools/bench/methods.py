@@ -39,7 +39,8 @@ def specs(
     method.
 
     OmniKV is multiplied by `waits` (numbers of wait layers) and, on "omnikv-host", by `reuses`
-    (planted shares; None: as chosen). Raises SettingError for an unknown name.
+    (planted shares; None: as chosen). Raises SettingError for an unknown name, and where a method
+    cannot have `tokens`.
     """
     known = methods()
     found: list[Spec] = []
@@ -94,4 +95,7 @@ def _fill(
         return Full()
     names = {field.name for field in dataclasses.fields(cls)}
     offered = dict(filter_layers=filter_layers, tokens=tokens, dense_below=dense_below)
-    return cls(**{name: value for name, value in offered.items() if name in names})
+    try:
+        return cls(**{name: value for name, value in offered.items() if name in names})
+    except SettingError as error:
+        raise SettingError(f"{cls().name}: {error}") from error

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 import torch
 
 from engine.errors import EngineError
+from engine.methods.base import Setup
+from engine.methods.evict.settings import Evicting
 from engine.methods.omnikv.settings import OmniKV
 from engine.units import brief
 from tools.bench.floor import StepBytes, step_bytes, sync
@@ -22,6 +24,8 @@ from tools.synthetic_bank import synthesize
 
 # steps that a contestant may be past its depth: below 2.5% of the shallowest
 DRIFT = 100
+# capacity of a runtime that only counts
+SMALL = 64
 NOISY = 1.25  # p95 over median beyond this is called noisy
 
 
@@ -139,25 +143,27 @@ class Engine:
         self.session.close()
 
 
-def engine_bytes(llm, n):
-    """StepBytes of a step at n tokens of an LLM's own method, from its plan; what session.stats
-    counts afterwards must agree.
+def engine_bytes(llm, n, prompt):
+    """StepBytes of a step that makes a bank n tokens long, from an LLM's own method and plan; what
+    session.stats counts afterwards must agree. prompt: tokens at the end of the prefill, which fix
+    a budget by share.
     """
-    plan = llm.plan()
-    budget = (
-        plan.method.budget(plan.layers, n)
-        if hasattr(plan.method, "budget") and plan.layers.sparse_layers
-        else 0
-    )
-    return step_bytes(
-        llm.config,
-        llm.dtype.itemsize,
-        plan.layers,
-        n,
-        budget,
-        getattr(plan.method, "tail", 256),
-        dense=n < plan.dense_below,
-    )
+    plan, size = llm.plan(), llm.dtype.itemsize
+    rows = [n] * plan.layers.num_layers if n < plan.dense_below else _rows(llm, plan, n, prompt)
+    return step_bytes(llm.config, size, plan.layers, n, rows)
+
+
+def _rows(llm, plan, n, prompt):
+    """Tokens that each layer reads, as the method declares them: a store's course after the prompt,
+    or what a runtime of it counts without a bank.
+    """
+    method, layers = plan.method, plan.layers
+    if isinstance(method, Evicting):
+        budgets = method.budgets(layers, prompt)
+        return [method.course(budget, prompt, n - prompt)[1] for budget in budgets]
+    runtime = method.runtime(Setup.of(llm.config, method, SMALL, plan=layers, dtype=llm.dtype))
+    runtime.end_prompt(prompt)
+    return runtime.rows_read(n)
 
 
 def fetched_bytes(llm, n):

@@ -175,7 +175,7 @@ class Suite:
             if not cell.why:
                 cell.settings = brief(llm.method)
                 # predicted before anything is timed
-                cell.needed = engine_bytes(llm, n + 2)
+                cell.needed = engine_bytes(llm, n + 2, n)
                 cell.extra["fetched_predicted"] = fetched_bytes(llm, n + 2)
                 cell.floor = floor_seconds(
                     cell.needed, self.result.rates, cell.extra["fetched_predicted"]
