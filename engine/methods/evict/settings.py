@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import SettingError
 from engine.methods.base import Method
-from engine.methods.evict.store import reserved, row_bytes
+from engine.methods.evict.store import ROOM, reserved, row_bytes
 from engine.plan.layers import LayerPlan, Role
 from engine.plan.needs import Needs
 from engine.settings import at_most_one, fraction, integer
@@ -131,7 +131,8 @@ class Evicting(Method):
         rows = 0
         for budget in self.budgets(plan, capacity):
             most = self.max_rows(budget)
-            rows += min(capacity, budget) + capacity + 1 if most is None else most
+            grown = min(capacity, budget) + capacity + 1
+            rows += grown if most is None else min(most, capacity + ROOM)
         return rows * config.num_kv_heads * row_bytes(config, itemsize, self.scored)
 
     def validate_switch(self, length: int) -> None:

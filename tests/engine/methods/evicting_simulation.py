@@ -18,7 +18,7 @@ from tests.engine.methods.official_simulation import softmax
 class Rule:
     """name: h2o | a2sf | keyformer | scissorhands | streaming_llm | lm_infinite | snapkv |
     ada_snapkv. budget: tokens per K/V head; recent: newest ones that are never dropped; forgetting:
-    A2SF's; tau_delta: of Keyformer without noise, tau 1 at first; history, target: Scissorhands';
+    A2SF's; tau_delta: of Keyformer without noise, tau 1 at first; history, most: Scissorhands';
     window, kernel: SnapKV's; alpha: Ada-KV's; sink: first tokens of the window methods.
     """
 
@@ -32,7 +32,7 @@ class Rule:
     forgetting: float = 1.0
     tau_delta: float = 0.0
     history: int = 0
-    target: int = 0
+    most: int = 0
 
     @property
     def summed(self):
@@ -69,6 +69,8 @@ class Conversation:
                 self._snap(layer)
             elif self.rule.summed and self.rule.name != "h2o":
                 self._heavy(layer, self.rule.budget)
+            if self.rule.name == "scissorhands":
+                self.scores[layer][:] = 0
         return logits
 
     def step(self, token):
@@ -76,9 +78,10 @@ class Conversation:
         self.answered += 1
         logits = self._forward([token])
         for layer in range(self.model.shape.layers):
-            if self.rule.name == "scissorhands" and self.alive[layer][0].sum() > self.rule.budget:
-                self._heavy(layer, self.rule.target)
-                self.scores[layer][:] = 0
+            if self.rule.name == "scissorhands":
+                if self.alive[layer][0].sum() > self.rule.most:
+                    self._heavy(layer, self.rule.budget)
+                    self.scores[layer][:] = 0
             elif self.rule.summed:
                 self._heavy(layer, self.rule.budget)
         return logits
@@ -118,8 +121,10 @@ class Conversation:
         if self.rule.name == "scissorhands":
             late = np.arange(count)[:, None] >= count - self.rule.history
             if self.answered:
-                late[:] = self.rule.budget - (self.alive[layer][0].sum() - 1) < self.rule.history
-            return ((weights * np.isfinite(logits).sum(-1, keepdims=True) > 1) & late).sum(1)
+                late[:] = self.rule.most + 1 - self.alive[layer][0].sum() < self.rule.history
+            seen = np.isfinite(logits)  # a query counts against what it sees and looks past
+            low = seen & (weights < 1 / seen.sum(-1, keepdims=True))
+            return -(low & late).sum(1)
         return (weights * self.rule.forgetting ** np.arange(count - 1, -1, -1)[:, None]).sum(1)
 
     def _logits(self, layer, q, at):

@@ -32,7 +32,11 @@ METHODS = {
     ),
     "scissorhands": (
         Scissorhands(tokens=20, newest=3, history=2, drop=0.2),
-        Rule("scissorhands", 20, recent=3, history=2, target=17),
+        Rule("scissorhands", 20, recent=3, history=2, most=25),
+    ),
+    "scissorhands, a long history": (
+        Scissorhands(tokens=20, newest=1, history=70, drop=0.1),
+        Rule("scissorhands", 20, recent=1, history=70, most=22),
     ),
     "streaming_llm": (StreamingLLM(tokens=24), Rule("streaming_llm", 24, sink=4)),
     "lm_infinite": (LMInfinite(tokens=24, sink=5), Rule("lm_infinite", 24, sink=5)),
