@@ -16,7 +16,7 @@ from engine.errors import SettingError, UsageError
 from tools.compare import bytes as compare_bytes
 from tools.compare import cli as compare
 from tools.compare import stats as compare_stats
-from tools.compare.build import NEAR, Facts
+from tools.compare.build import NEAR, Facts, infllm
 from tools.compare.comparison import key_of
 from tools.compare.methods import REGISTRY, Variant, variants, wanted
 from tools.compare.report import rows_of, write
@@ -136,6 +136,20 @@ def test_every_method_of_the_engine_can_be_compared():
 
 
 # ---------------------------------------------------------------- statistics
+
+
+@pytest.mark.parametrize(
+    ("capacity", "block"), [(1100, 4), (4096, 4), (9000, 8), (33000, 32), (131072, 128), (10**6, 128)]
+)
+def test_infllm_reads_more_blocks_of_one_size_where_its_budget_grows(capacity, block):
+    """A token in a large block has a poor representative: a larger budget must not mean less."""
+    built = [infllm(Facts(None, capacity), share) for share in (0.03, 0.1, 0.3, 0.9)]
+    assert [m.block for m in built] == [block] * 4
+    assert [m.topk for m in built] == sorted({m.topk for m in built})
+    for method, share in zip(built, (0.03, 0.1, 0.3, 0.9)):
+        read = method.init + method.local + method.topk * method.block
+        assert read == max(34, round(share * capacity))
+        assert method.local >= method.topk * method.block >= method.local - 2 * block - method.init
 
 
 def test_a_paired_difference_is_never_certain_and_knows_documents():

@@ -217,21 +217,29 @@ def streams(build: Build) -> Build:
 
 def infllm(facts: Facts, share: float) -> InfLLM:
     """Build InfLLM: initial rows, window and blocks as 1 to 8 to 8, as in the OmniKV paper's
-    LongBench setting (128, 1024, 8 blocks of 128); blocks are halved until eight fit.
+    LongBench setting (128, 1024, 8 blocks of 128). A larger budget reads more blocks, not larger
+    ones.
     """
     rows = max(34, round(share * facts.capacity))
-    block = next((size for size in (128, 64, 32, 16, 8, 4) if 17 * size <= rows), 2)
-    local = max(8, rows * 8 // 17)
-    topk = max(1, (rows - rows // 17 - local) // block)
+    block = block_size(facts.capacity)
+    init, topk = rows // 17, max(1, rows * 8 // 17 // block)
+    local = max(8, rows - init - topk * block)
     return InfLLM(
         block=block,
-        init=rows // 17,
+        init=init,
         local=local,
         topk=topk,
-        representatives=min(4, block),
+        representatives=4,
         cached=4 * topk,
         chunk=min(512, local),
     )
+
+
+def block_size(length: int) -> int:
+    """Tokens of an InfLLM block: the published 128 at 128K tokens, as much less as a text is
+    shorter, in powers of two and at least 4, of which its 4 representatives are all.
+    """
+    return min(128, max(4, 1 << max(0, (length // 1024).bit_length() - 1)))
 
 
 def pod(facts: Facts, share: float) -> PodUntrained | str:

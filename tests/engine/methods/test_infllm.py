@@ -17,12 +17,14 @@ from engine.methods.select.infllm import InfLLM
 from engine.methods.select.infllm_memory import BlockMemory, Layout
 from engine.model.rope import apply_rope
 from tests.builders import GROUPS, World, random_ids, tiny_config, tiny_llm, tiny_weights
+from tools.compare.build import Facts, infllm
 
 SMALL = InfLLM(block=5, init=3, local=16, topk=2, representatives=2, cached=4, chunk=8)
 METHODS = (
     SMALL,
     InfLLM(block=1, init=0, local=4, topk=3, representatives=1, cached=3, chunk=4),
     InfLLM(block=7, init=20, local=11, topk=1, representatives=7, cached=9, chunk=11),
+    infllm(Facts(None, 96), 0.35),  # as a comparison builds it: 34 rows
 )
 
 
