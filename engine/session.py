@@ -214,8 +214,9 @@ class Session:
         flops = partial(self.runtime.prompt_flops, PrefillFlops.of(self.llm.config))
         eta = Eta(flops, start, stop)
         with exclusive(self.llm), self._ending_after_whole_chunks(start), rewound_on_error(self):
-            for first in range(start, stop, self.llm.chunk):
-                last = min(stop, first + self.llm.chunk)
+            size = len(ids) if self.runtime.needs.one_chunk else self.llm.chunk
+            for first in range(start, stop, size):
+                last = min(stop, first + size)
                 began = time.perf_counter()
                 logits = self._read_chunk(ids[first - start : last - start], first, stop)
                 seconds = time.perf_counter() - began

@@ -52,9 +52,15 @@ class SearchRuntime(MInferenceRuntime):
     over queries.
     """
 
-    def __init__(self, method: Method, setup: Setup, space: Sequence[Pattern]):
+    def __init__(
+        self,
+        method: Method,
+        setup: Setup,
+        space: Sequence[Pattern],
+        progress: Callable[[int, int], None] | None = None,
+    ):
         super().__init__(method, setup)
-        self.space = space
+        self.space, self.progress = space, progress
         self.kept = torch.zeros(
             len(space), setup.config.num_layers, setup.config.num_heads, dtype=torch.float64
         )
@@ -68,6 +74,8 @@ class SearchRuntime(MInferenceRuntime):
         for i, pattern in enumerate(self.space):
             mine = self.attend_patterns((pattern,) * q.shape[2], q, k, v, start)[1]
             self.kept[i, layer] += torch.exp(mine - lse).sum((0, 1)).cpu()
+        if self.progress is not None:
+            self.progress(layer + 1, self.setup.config.num_layers)
         return out
 
 
@@ -80,24 +88,17 @@ def search_patterns(
     """The table for MInference(patterns=...): per layer and query head the pattern of `space` that
     keeps most of a prompt's dense attention mass.
 
-    token_ids: the prompt, read in chunks of the LLM's size as later prompts will be. The first
-    pattern wins a tie. Allocates a device bank for the prompt. progress(done tokens, all tokens)
-    after each chunk.
+    token_ids: the prompt, read as one chunk as later prompts will be. The first pattern wins a tie.
+    Allocates a device bank for the prompt. progress(done layers, all layers) after each layer.
     """
     config, method = llm.config, MInference()
     plan, total = method.plan(config), len(token_ids)
     setup = Setup.of(config, method, total, device=llm.device, dtype=llm.dtype, backend=llm.backend)
-    runtime = SearchRuntime(method, setup, tuple(map(checked, space)))
+    runtime = SearchRuntime(method, setup, tuple(map(checked, space)), progress)
     bank = DeviceBank(config, plan, total, llm.dtype, llm.device)
     with llm.busy(), torch.inference_mode():
-        for first in range(0, total, llm.chunk):
-            last = min(total, first + llm.chunk)
-            tokens = torch.tensor(
-                [list(token_ids[first:last])], dtype=torch.int64, device=llm.device
-            )
-            run_chunk(llm.model, llm.rotary, runtime, bank, tokens, first, total)
-            if progress is not None:
-                progress(last, total)
+        tokens = torch.tensor([list(token_ids)], dtype=torch.int64, device=llm.device)
+        run_chunk(llm.model, llm.rotary, runtime, bank, tokens, 0, total)
     return tuple(tuple(runtime.space[i] for i in row) for row in runtime.kept.argmax(0).tolist())
 
 
@@ -118,9 +119,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--length", type=int, help="read so many tokens of it at most (default: as many as fit)"
-    )
-    parser.add_argument(
-        "--chunk", type=int, help="tokens per chunk: use that of later runs (default: the plan's)"
     )
     parser.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
@@ -154,13 +152,12 @@ def run(args: argparse.Namespace) -> None:
         device=args.device,
         dtype=args.dtype,
         threads=args.threads,
-        chunk=args.chunk,
         method=Full(),
         offload="device",
     )
     ids = document_ids(llm, args.document, args.length)
     found = search_patterns(
-        llm, ids, progress=lambda done, total: progress(f"{done:,} of {total:,} tokens")
+        llm, ids, progress=lambda done, total: progress(f"{done} of {total} layers")
     )
     say("")
     print("| layer | " + " | ".join(f"head {i}" for i in range(llm.config.num_heads)) + " |")
@@ -174,7 +171,6 @@ def run(args: argparse.Namespace) -> None:
             "fingerprint": fingerprint(llm.folder),
             "patterns": found,
             "tokens": len(ids),
-            "chunk": llm.chunk,
             "made_by": f"tools.minference_search {VERSION}",
         }
         try:

@@ -9,6 +9,7 @@ import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 from weights.errors import BadCheckpoint
 
@@ -67,10 +68,10 @@ def regular_size(path: Path) -> int:
     return info.st_size
 
 
-def read_object(path: Path, limit: int = CONFIG_LIMIT) -> dict:
-    """Read the JSON object in `path`.
+def read_json(path: Path, limit: int = CONFIG_LIMIT) -> Any:
+    """Read the JSON value in `path`.
 
-    Raises BadCheckpoint, naming the file, unless it holds one well-formed object of at most `limit`
+    Raises BadCheckpoint, naming the file, unless it holds one well-formed value of at most `limit`
     bytes.
     """
     size = regular_size(path)
@@ -78,7 +79,7 @@ def read_object(path: Path, limit: int = CONFIG_LIMIT) -> dict:
         raise BadCheckpoint(f"{path}: found {size} bytes, expected at most {limit}")
     try:
         with open(path, "rb") as file:
-            data = json.loads(file.read(limit + 1), object_pairs_hook=no_duplicates)
+            return json.loads(file.read(limit + 1), object_pairs_hook=no_duplicates)
     except OSError as error:
         raise BadCheckpoint(f"{path}: cannot be read: {error.strerror}") from None
     # bad JSON or UTF-8, DuplicateKey, over-long integers
@@ -87,6 +88,11 @@ def read_object(path: Path, limit: int = CONFIG_LIMIT) -> dict:
             "nested too deeply" if isinstance(error, RecursionError) else shown(str(error), 120)
         )
         raise BadCheckpoint(f"{path}: not valid JSON: {reason}") from None
+
+
+def read_object(path: Path, limit: int = CONFIG_LIMIT) -> dict:
+    """Read the JSON object in `path`; raises as `read_json`, and where it holds another value."""
+    data = read_json(path, limit)
     if not isinstance(data, dict):
         raise BadCheckpoint(f"{path}: found a JSON {type(data).__name__}, expected an object")
     return data

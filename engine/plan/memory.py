@@ -65,6 +65,8 @@ def memory_items(
     )
     ring = config.num_layers * RING * config.q_size * size
     store = needs.store_bytes
+    if needs.one_chunk:
+        chunk = context
     workspace = prefill_bytes(config, size, chunk, device.type)
     return (
         ("weights", config.parameters * size, f"{config.parameters / 1e9:.2f} B parameters"),
@@ -256,7 +258,7 @@ def plan_at(
         dtype=str(dtype).removeprefix("torch."),
         max_context=context,
         largest_context=largest,
-        chunk=min(chunk, context),
+        chunk=context if needs.one_chunk else min(chunk, context),
         dense_below=method.dense_below_tokens(layers, config, size, device.type, context),
         items=search.items(context, placement),
         free=free,

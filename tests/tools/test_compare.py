@@ -581,7 +581,7 @@ def apart(llm, paper, variant, capacity):
 
 
 def test_the_head_of_a_document_is_read_once_where_its_end_goes_with_the_question(tiny):
-    """H2O+, MInference, Scissorhands and OmniKV-prefill: the tokens, rows and reading times of a
+    """H2O+, Scissorhands and OmniKV-prefill: the tokens, rows and reading times of a
     session that reads both together.
     """
     llm = LLM(str(tiny), dtype="float32", threads=1, method=Full(), chunk=64)
@@ -590,7 +590,7 @@ def test_the_head_of_a_document_is_read_once_where_its_end_goes_with_the_questio
         for v in every_variant(llm, 1300, budgets=(10, 40))
         if v.method is not None and v.entry.head
     ]
-    assert {v.name for v in found} == {"h2o_plus", "minference", "scissorhands", "omnikv_prefill"}
+    assert {v.name for v in found} == {"h2o_plus", "scissorhands", "omnikv_prefill"}
     paper = Paper(llm, Job("kv", 1100, 5, 2), Rules(2, max_tokens=4))
     shared, _, once = run_document(
         llm, paper, [Variant("full", "none", 100.0, Full()), *found], 1300

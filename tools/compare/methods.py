@@ -136,7 +136,6 @@ REGISTRY: dict[str, Entry] = {
         lambda facts, share: MInference(share=share),
         keeps_all,
         reads="own",
-        head=whole_chunks,
         sparse=False,
     ),
     "snapkv": evicting("SnapKV, chosen by the prompt's last 32 queries", SnapKV),

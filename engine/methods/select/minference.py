@@ -5,14 +5,16 @@ Source: MInference 1.0 (Jiang et al., NeurIPS 2024), section 3, and microsoft/MI
 (minference_forward.py). Patterns: engine/methods/select/minference_patterns.py. Published defaults:
 ("vertical_slash", 1000, 6096) for heads that no table names, lines ranked by the last 64 queries,
 the first 30 columns and the nearest 100 diagonals always among them; a table per model from an
-offline search by the attention mass kept (tools/minference_search.py). Every query head chooses for
-itself, so nothing is reduced over a group. Lines are ranked per chunk of a prompt, from that
-chunk's last 64 queries: a prompt read in one chunk is the published method.
+offline search by the attention mass kept (tools/minference_search.py), or a published one
+(engine/methods/select/minference_table.py). Every query head chooses for itself, so nothing is
+reduced over a group. Lines are ranked once per prompt, by its last 64 queries: a prompt is one
+chunk, whatever the plan's, with the activations that this takes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +23,7 @@ from engine.errors import SettingError
 from engine.methods.base import Method, Runtime, Setup
 from engine.methods.select.minference_patterns import (
     BLOCK,
+    DEFAULT,
     LAST,
     Lines,
     Pattern,
@@ -31,6 +34,7 @@ from engine.methods.select.minference_patterns import (
     sizes,
     vertical_slash,
 )
+from engine.methods.select.minference_table import read_table
 from engine.plan.needs import Needs
 from engine.settings import fraction
 from kernels.prefill import attend_chunk, attend_rows, merge, prefill_dense, prefill_dense_lse
@@ -44,17 +48,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MInference(Method):
-    """patterns: one pattern for all heads, or a table [layer][query head] of them. share: scales
-    their sizes, per chunk, to add up to this share of the tokens seen (the published minima of 30
+    """patterns: one pattern for all heads, a table [layer][query head] of them, or a file that holds
+    one (read_table). share: scales their sizes to add up to this share of the tokens seen (the published minima of 30
     columns and 50 diagonals stay); None: as they are. Blocks of 64 queries read all tokens on their
     diagonals, so more is read where diagonals lie apart: `pairs_read` counts it.
     """
 
-    patterns: tuple[Any, ...] = ("vertical_slash", 1000, 6096)
+    patterns: tuple[Any, ...] | str | Path = DEFAULT
     share: float | None = None
 
     def __post_init__(self) -> None:
         table = self.patterns
+        if isinstance(table, (str, Path)):
+            table = read_table(Path(table))
         single = isinstance(table, (tuple, list)) and table and isinstance(table[0], str)
         if not single and not (
             isinstance(table, (tuple, list))
@@ -62,8 +68,8 @@ class MInference(Method):
             and all(isinstance(r, (tuple, list)) and r for r in table)
         ):
             raise SettingError(
-                f"patterns: found {str(table)[:60]!r}, expected a pattern, or a table "
-                "[layer][query head] of them"
+                f"patterns: found {str(table)[:60]!r}, expected a pattern, a table "
+                "[layer][query head] of them, or a file that holds one"
             )
         object.__setattr__(
             self,
@@ -82,11 +88,12 @@ class MInference(Method):
 
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
         # the last layer's lines are ranked by 64 queries too, and all lines by a prompt's last ones
-        return Needs(every_query=True, final_call=None, cuda_graph=True)
+        return Needs(every_query=True, one_chunk=True, final_call=None, cuda_graph=True)
 
     def table(self, config: ModelConfig) -> tuple[tuple[Pattern, ...], ...]:
         """Patterns [layer][query head]."""
         layers, heads = config.num_layers, config.num_heads
+        assert isinstance(self.patterns, tuple)
         if isinstance(self.patterns[0], str):
             return ((self.patterns,) * heads,) * layers
         if len(self.patterns) != layers or any(len(row) != heads for row in self.patterns):

@@ -21,6 +21,8 @@ Pattern = tuple[Any, ...]  # (kind, sizes ...)
 
 BLOCK = 64
 LAST = 64  # newest queries of a chunk, from which columns and diagonals are ranked
+# published, for heads that no table names
+DEFAULT: Pattern = ("vertical_slash", 1000, 6096)
 # published minima
 LEAST = {"vertical_slash": (30, 50), "a_shape": (30, 50), "block_sparse": (1,)}
 FIRST_COLUMNS, NEAR_DIAGONALS = 30, 100  # always among the chosen, as published
@@ -29,13 +31,14 @@ FIRST_COLUMNS, NEAR_DIAGONALS = 30, 100  # always among the chosen, as published
 def checked(pattern: Any) -> Pattern:
     """The pattern as a tuple. Raises SettingError where it is none."""
     pattern = tuple(pattern) if isinstance(pattern, (tuple, list)) else (pattern,)
-    if pattern[0] not in LEAST or len(pattern) != 1 + len(LEAST[pattern[0]]):
+    kind = pattern[0] if pattern and isinstance(pattern[0], str) else ""
+    if kind not in LEAST or len(pattern) != 1 + len(LEAST[kind]):
         raise SettingError(
             f"patterns: found {pattern!r}, expected ('vertical_slash', columns, diagonals), "
             "('a_shape', sink, window) or ('block_sparse', blocks)"
         )
     for size in pattern[1:]:
-        integer(f"patterns: {pattern[0]}", size, 1)
+        integer(f"patterns: {kind}", size, 1)
     return pattern
 
 

@@ -308,7 +308,6 @@ TABLE = (
         MInference(),
         (MInference(("vertical_slash", 30, 100)), MInference(("a_shape", 30, 50))),
         approximate=True,
-        chunk_defined="lines are ranked by a chunk's own queries, and its blocks end where it ends",
     ),
     Row(
         "pod_untrained",

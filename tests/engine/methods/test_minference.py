@@ -5,6 +5,8 @@ Stops: a diagonal off by one, a block that sees the future, a head under another
 count that is not what was read.
 """
 
+import json
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,6 +20,7 @@ from engine.methods.select.minference_patterns import BLOCK, line_sums, sizes
 from engine.prefill_eta import PrefillFlops
 from kernels.prefill import prefill_dense_lse
 from tests.builders import GROUPS, World, random_ids, tiny_config, tiny_llm, tiny_weights
+from tests.engine.methods.official_simulation import Model, Shape
 from tests.kernel_checks import assert_close
 from tools.minference_search import SPACE, search_patterns
 
@@ -172,7 +175,7 @@ def test_decode_is_full_attention_over_whatever_was_read():
         assert (a - b).abs().max() > 1e-3  # it was sparse
         assert 0 < session.runtime.pairs_read < 0.7 * session.runtime.pairs_causal
         assert {(r["layer"], r["start"]) for r in seen} == {
-            (layer, at) for layer in range(4) for at in (0, 512)
+            (layer, 0) for layer in range(4)
         }
         assert all(
             r["recall"].shape == (8,) and (r["recall"] > 0.2).all() and (r["recall"] < 1.0001).all()
@@ -184,6 +187,42 @@ def test_decode_is_full_attention_over_whatever_was_read():
         assert all(
             torch.equal(session.decode(token), logits) for token, logits in zip((3, 1, 4), first)
         )
+
+
+@pytest.mark.parametrize("chunk", [37, 512])
+def test_a_prompt_is_ranked_once_by_its_last_queries(chunk):
+    """A whole model in float64, its lines from the prompt's last 64 queries; the engine's chunks
+    change nothing, and a second prompt is ranked by its own.
+    """
+    config = tiny_config(layers=3, heads=4, kv_heads=2)
+    weights = tiny_weights(config, seed=6, sharpness=2.0)
+    table = (KINDS[:4], KINDS[2:], KINDS[1:5])
+    model, ids, keys, values = Model(Shape(3, 4, 2, 16, 1e-5), weights), random_ids(420), [], []
+    llm = tiny_llm(Full(), config, weights, max_context=512, chunk=chunk)
+    with llm.session(MInference(table)) as session:
+        for first, stop in ((0, 330), (330, 420)):
+            x, at = model.weights["model.embed_tokens.weight"][ids[first:stop]], range(first, stop)
+            for layer in range(3):
+                normed = model.norm(x, f"model.layers.{layer}.input_layernorm.weight")
+                q, k, v = (model.project(layer, part, normed) for part in "qkv")
+                q, k = (torch.tensor(model.rotate(part, list(at))) for part in (q, k))
+                if not first:
+                    keys.append(k)
+                    values.append(torch.tensor(v))
+                else:
+                    keys[layer] = torch.cat([keys[layer], k])
+                    values[layer] = torch.cat([values[layer], torch.tensor(v)])
+                rows = keys[layer].transpose(0, 1)
+                exact, out = weights_of(q, rows, first), []
+                for head in range(4):
+                    kept = exact[head] * shown(table[layer][head], q, rows, first, head, 2)
+                    out.append(kept / kept.sum(-1, keepdim=True) @ values[layer][:, head // 2])
+                x = model.rest(layer, x, torch.stack(out, 1).flatten(1).numpy())
+            expected = torch.tensor(model.head(x[-1]))
+            torch.testing.assert_close(
+                session.prefill(ids[first:stop]).double(), expected, atol=1e-4, rtol=1e-4
+            )
+        assert session.runtime.pairs_read < 0.8 * session.runtime.pairs_causal
 
 
 def test_the_last_layers_lines_are_those_of_all_its_queries():
@@ -250,8 +289,8 @@ def planted(pattern, head, stop=512):
 
 
 def test_the_search_gives_each_head_its_pattern(monkeypatch):
-    """Three heads with planted lines, two layers; the prompt is cut into chunks, and the search
-    changes no bit of what is attended.
+    """Three heads with planted lines, two layers; the prompt is one chunk, and the search changes
+    no bit of what is attended.
     """
     space = (("a_shape", 30, 150), ("vertical_slash", 60, 50), ("block_sparse", 2))
     config = tiny_config(layers=2, heads=3, kv_heads=3, hidden=48)
@@ -289,12 +328,67 @@ def test_the_search_on_a_model_makes_a_table_that_a_session_takes():
         llm, ids, SPACE + (("vertical_slash", 30, 50),), lambda *at: done.append(at)
     )
     assert (
-        done == [(128, 300), (256, 300), (300, 300)]
+        done == [(1, 4), (2, 4), (3, 4), (4, 4)]
         and len(table) == 4
         and all(len(row) == 8 for row in table)
     )
     with llm.session(MInference(table)) as session:
         session.prefill(ids)
+
+
+PUBLISHED = [
+    {"0": ["vertical_and_slash", 30, 800, 185169], "2": ["stream_llm", 100, 800, 0.5]},
+    {"1": ["block_sparse", 8, 1, 3], "2": ["vertical_and_slash", 3500, 100, 14276508]},
+]
+
+
+def test_a_published_table_is_read(tmp_path):
+    """The authors' names become ours; heads that a layer does not name have the default."""
+    path = tmp_path / "best_pattern.json"
+    path.write_text(json.dumps(PUBLISHED))
+    default = ("vertical_slash", 1000, 6096)
+    expected = (
+        (("vertical_slash", 30, 800), default, ("a_shape", 100, 800)),
+        (default, ("block_sparse", 100), ("vertical_slash", 3500, 100)),
+    )
+    assert MInference(str(path)).patterns == MInference(path).patterns == expected
+    config = tiny_config(layers=2, heads=3, kv_heads=3, hidden=48)
+    assert MInference(path).table(config) == expected
+    with pytest.raises(SettingError, match="table of 2 layers with 3 heads, expected 4 layers"):
+        MInference(path).plan(CONFIG)
+    path.write_text(json.dumps({"format": 1, "patterns": expected}))  # of the search
+    assert MInference(path).patterns == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[", "not valid JSON"),
+        ("[]", "expected a list with an object per layer"),
+        ("3", "expected a list with an object per layer"),
+        ("[{}, {}]", "found no head in any layer"),
+        ("[[1, 2]]", "expected an object for layer 0"),
+        ('[{"a": ["block_sparse", 1, 1, 1]}]', "found head 'a'"),
+        ('[{"4096": ["block_sparse", 1, 1, 1]}]', "found head '4096'"),
+        ('[{"0": ["block_sparse"]}]', "expected .kind, size, size, score"),
+        ('[{"0": [["x"], 1, 1, 1]}]', "found the kind"),
+        ('[{"0": ["flex", 1, 1, 1]}]', "found the kind 'flex'"),
+        ('[{"0": ["stream_llm", -1, 800, 1]}]', "a_shape"),
+        ('[{"0": ["stream_llm", 1e9, 800, 1]}]', "a_shape"),
+        ('{"patterns": [[["x", 3]]]}', "expected .'vertical_slash'"),
+        ('{"patterns": [[[]]]}', "expected .'vertical_slash'"),
+        ('{"patterns": [[[["a"], 3]]]}', "expected .'vertical_slash'"),
+        ('{"layers": 3}', 'expected "patterns"'),
+    ],
+)
+def test_a_file_that_is_no_table_is_one_line(tmp_path, text, words):
+    path = tmp_path / "table.json"
+    path.write_text(text)
+    with pytest.raises(SettingError, match=words) as found:
+        MInference(path)
+    assert "\n" not in str(found.value) and str(found.value).startswith("patterns: ")
+    with pytest.raises(SettingError, match="the file is missing"):
+        MInference(str(tmp_path / "none.json"))
 
 
 @pytest.mark.parametrize(
