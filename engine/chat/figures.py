@@ -183,9 +183,11 @@ def _held(llm: LLM, session: Session) -> Rows:
         rows.append(
             (
                 "retained rows",
-                f"{human(s.store_bytes)}; their K and V are {s.resident:.1%} of all tokens'",
+                f"{human(s.store_bytes)} beside the bank; their K and V are {s.resident:.1%} of "
+                "all tokens'",
             )
         )
+        rows[0] = ("context bank", f"{rows[0][1]}, whole: answers do not read it")
     elif s.resident < 1:
         rows[0] = ("context bank", f"{rows[0][1]}, {s.resident:.1%} of what all layers would take")
     if s.snapshot_bytes:
@@ -273,6 +275,8 @@ def memory_text(llm: LLM, session: Session) -> str:
         table.append(("host tier", _size(plan, "host_bytes"), _size(held, "host tier")))
     width = max(len(name) for name, *_ in table)
     lines = [f"{name:<{width}}  {left:>10}  {right:>10}".rstrip() for name, left, right in table]
+    if held.get("retained rows"):
+        lines.append("answers read the retained rows; the whole context bank stands beside them")
     if process := process_memory(llm):
         lines.append(f"this process holds {process}")
     return "\n".join(lines)

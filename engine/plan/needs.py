@@ -30,9 +30,10 @@ class Needs:
     layers read what `bank.fetch` was told to bring; otherwise rows are gathered on the host and
     waited for. cuda_graph: a step visits the host nowhere, so it can be captured. every_query:
     prefill calls the last layer with all queries of a chunk (it normally computes only the last
-    one). one_chunk: a prefill call is one chunk, however long. final_call: tokens that the last prefill call of a prompt must hold; None: a prompt must
-    be read in one call. history: how truncate goes back: "bank" sets the length, "store" restores
-    an evicting store and re-runs the steps since, "rerun" re-runs the steps over the bank.
+    one). one_chunk: a prefill call is one chunk, however long. final_call: tokens that the last
+    prefill call of a prompt must hold; None: a prompt must be read in one call. history: how
+    truncate goes back: "bank" sets the length, "store" restores an evicting store and re-runs the
+    steps since, "rerun" re-runs the steps over the bank.
     """
 
     selected: int = 0

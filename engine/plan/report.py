@@ -79,8 +79,8 @@ class Plan:
     def resident(self) -> float:
         """Share of the bank's bytes that is on the device at max_context.
 
-        Slots, tail and staging count. Where tokens are evicted it is the share that is kept; the
-        bank itself is not counted, although it is allocated too.
+        Slots, tail and staging count. Where tokens are evicted it is the share that the store
+        keeps; the whole bank is allocated beside it and not counted.
         """
         if self.kept:
             return self.kept / max(1, self.full_bank)
@@ -126,6 +126,8 @@ class Plan:
             "host_bytes": self.host_bytes,
             "mem": self.mem,
             "resident": self.resident,
+            "store_kv_bytes": self.kept,
+            "bank_bytes": self.bytes_of("context bank"),
             "placement": self.where,
         }
 
@@ -149,11 +151,16 @@ class Plan:
             f"  {name:<{width}}  {human(size):>10}  {note}".rstrip()
             for name, size, note in self.items
         ]
+        held = f"resident {self.resident:.1%} (allocated)"
+        if self.kept:
+            held = (
+                f"a store of {human(self.kept)} ({self.resident:.1%} of all K and V), and beside "
+                f"it the whole bank ({human(self.full_bank)}), which answers do not read"
+            )
         lines += [
             f"  {'total at peak':<{width}}  {human(self.total):>10}  "
             f"of {human(self.free)} {self.free_name}",
-            f"placement {self.where}; "
-            f"mem {self.mem:.1%} (formula), resident {self.resident:.1%} (allocated)",
+            f"placement {self.where}; mem {self.mem:.1%} (formula), {held}",
             f"largest context that fits here: {self.largest_context} tokens",
         ]
         if self.note:

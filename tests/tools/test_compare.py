@@ -139,7 +139,8 @@ def test_every_method_of_the_engine_can_be_compared():
 
 
 @pytest.mark.parametrize(
-    ("capacity", "block"), [(1100, 4), (4096, 4), (9000, 8), (33000, 32), (131072, 128), (10**6, 128)]
+    ("capacity", "block"),
+    [(1100, 4), (4096, 4), (9000, 8), (33000, 32), (131072, 128), (10**6, 128)],
 )
 def test_infllm_reads_more_blocks_of_one_size_where_its_budget_grows(capacity, block):
     """A token in a large block has a poor representative: a larger budget must not mean less."""

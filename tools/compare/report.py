@@ -26,8 +26,10 @@ NOTES = """## How it was measured
   and as a share of full attention's. A method is measured in the form in which it saves memory
   (offloaded layers in host memory, one slot per chosen token); metadata: scores, indices,
   positions, maps; buffers: staging of rows on their way; peak: the most on the device at once. An
-  evicting method holds its store; this engine keeps the bank beside it, unread, so that a session
-  can go back: it is in the peak. Answers of methods marked "shared" come from a bank on the device
+  evicting method's figure is its store; this engine keeps the whole bank beside it, unread, so
+  that a session can go back. The bank stands after the + and is in the peak, so such a method
+  holds more here than full attention does, and its share says what it would hold by itself.
+  Answers of methods marked "shared" come from a bank on the device
   that full attention had read (placement never changes an answer), so their ms per token hold for
   that bank.
 - ms per token and bytes read: decode steps of both turns; bytes read are keys and values, over the
@@ -166,7 +168,7 @@ def _costs(rows, labels, config, length):
             _number(first["prompt_seconds"], 2),
             _size(every["read"]),
             _size(every["link"] or None),
-            _size(held["device"]),
+            _size(held["device"]) + (f" + bank {_size(held['full'])}" if facts["evicts"] else ""),
             f"{100 * held['resident']:.1f}",
             *(_size(held[part]) for part in ("metadata", "buffers", "host", "peak")),
         )

@@ -48,10 +48,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MInference(Method):
-    """patterns: one pattern for all heads, a table [layer][query head] of them, or a file that holds
-    one (read_table). share: scales their sizes to add up to this share of the tokens seen (the published minima of 30
-    columns and 50 diagonals stay); None: as they are. Blocks of 64 queries read all tokens on their
-    diagonals, so more is read where diagonals lie apart: `pairs_read` counts it.
+    """patterns: one pattern for all heads, a table [layer][query head] of them, or a file that
+    holds one (read_table). share: scales their sizes to add up to this share of the tokens seen
+    (the published minima of 30 columns and 50 diagonals stay); None: as they are. Blocks of 64
+    queries read all tokens on their diagonals, so more is read where diagonals lie apart:
+    `pairs_read` counts it.
     """
 
     patterns: tuple[Any, ...] | str | Path = DEFAULT

@@ -52,9 +52,7 @@ def _heads(path: Path, number: int, layer: Any) -> dict[int, Pattern]:
         if not (len(name) < 5 and name.isascii() and name.isdigit() and int(name) < MOST):
             raise _unknown(path, f"layer {number}: found head {name[:20]!r}, expected its number")
         if not isinstance(entry, list) or len(entry) not in (3, 4):
-            raise _unknown(
-                path, f"layer {number}, head {name}: expected [kind, size, size, score]"
-            )
+            raise _unknown(path, f"layer {number}, head {name}: expected [kind, size, size, score]")
         kind, *given = entry[:3]
         if kind == BLOCKS[0]:
             heads[int(name)] = BLOCKS

@@ -83,7 +83,11 @@ def test_the_host_tier_says_what_travelled(llm):
 
 def test_what_an_evicting_method_keeps(llm):
     text = stats_text(llm, session_of(llm, store_bytes=20_000, resident=0.25), LAST)
-    assert "20.00 kB; their K and V are 25.0% of all tokens'" in text
+    assert "20.00 kB beside the bank; their K and V are 25.0% of all tokens'" in text
+    assert "on the device, whole: answers do not read it" in text
+    text = memory_text(llm, session_of(llm, store_bytes=20_000, resident=0.25))
+    assert "the whole context bank stands beside them" in text
+    assert "beside them" not in memory_text(llm, session_of(llm))
 
 
 def test_all_of_stats_is_every_counter(llm):

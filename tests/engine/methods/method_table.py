@@ -308,6 +308,8 @@ TABLE = (
         MInference(),
         (MInference(("vertical_slash", 30, 100)), MInference(("a_shape", 30, 50))),
         approximate=True,
+        # a prompt is one chunk here and several there, whose products round apart
+        tolerance=5e-5,
     ),
     Row(
         "pod_untrained",

@@ -27,6 +27,7 @@ from engine.methods.evict.window import Window
 from engine.methods.full import Full
 from engine.methods.omnikv.settings import OmniKV
 from engine.model.rope import apply_rope
+from engine.units import human
 from kernels.column_sums import column_sums
 from tests.builders import random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.engine.methods.method_checks import SHAPES, llm_of
@@ -204,7 +205,9 @@ def test_scissorhands_keeps_the_young_that_few_queries_have_seen():
     method, length = Scissorhands(tokens=50, newest=1, history=150), 150
     with llm_of().session(method) as session:
         session.prefill(random_ids(length))
-        rows = [h for layer in range(session.plan.num_layers) for h in session.runtime.positions(layer)]
+        rows = [
+            h for layer in range(session.plan.num_layers) for h in session.runtime.positions(layer)
+        ]
     ages = torch.tensor([[length - 1 - at for at in head] for head in rows])
     young = ((ages >= 1) & (ages <= 25)).sum(1).float().mean()
     assert young > 20  # of 25; counts of highs keep 2 of them
@@ -669,6 +672,11 @@ def test_an_evicting_method_through_the_public_calls():
         and plan.mem == 76 / 256
         and plan.resident == 77 / 256
     )
+    # two numbers: what it keeps, and the bank that stands beside it
+    bank, store = plan.bytes_of("context bank"), plan.kept
+    assert f"a store of {human(store)} (30.1% of all K and V)" in str(plan)
+    assert f"beside it the whole bank ({human(bank)})" in str(plan) and "resident" not in str(plan)
+    assert (plan.to_dict()["store_kv_bytes"], plan.to_dict()["bank_bytes"]) == (store, bank)
     answer = llm.generate(random_ids(100), SamplingParams(max_tokens=5, ignore_eos=True))
     with llm.session() as session:
         pieces = list(

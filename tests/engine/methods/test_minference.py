@@ -174,9 +174,7 @@ def test_decode_is_full_attention_over_whatever_was_read():
         a, b = session.prefill(ids), dense.prefill(ids)
         assert (a - b).abs().max() > 1e-3  # it was sparse
         assert 0 < session.runtime.pairs_read < 0.7 * session.runtime.pairs_causal
-        assert {(r["layer"], r["start"]) for r in seen} == {
-            (layer, 0) for layer in range(4)
-        }
+        assert {(r["layer"], r["start"]) for r in seen} == {(layer, 0) for layer in range(4)}
         assert all(
             r["recall"].shape == (8,) and (r["recall"] > 0.2).all() and (r["recall"] < 1.0001).all()
             for r in seen
