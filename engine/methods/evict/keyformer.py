@@ -18,6 +18,7 @@ import torch
 from engine.errors import SettingError
 from engine.methods.evict.accumulated_scores import Accumulating, AccumulatingRuntime
 from engine.methods.evict.store import Sequence
+from engine.methods.mixing import mix
 from engine.settings import integer, is_number
 from kernels.column_sums import column_sums
 
@@ -106,9 +107,6 @@ class KeyformerRuntime(AccumulatingRuntime):
         return torch.cat([rows.part().positions.long(), fresh], 1)
 
 
-MASK = (1 << 31) - 1  # what is left of an int64 after an arithmetic shift by 33
-
-
 def gumbel(
     seed: int, layer: int, heads: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
 ) -> torch.Tensor:
@@ -120,23 +118,8 @@ def gumbel(
     """
     x = queries.view(1, 1, -1, 1) * 0x1000003 + heads.view(*heads.shape, 1, 1) * 0x5BD1E995
     x = (
-        _mix(x + (seed * 0x27D4EB2F + layer * 0x165667B1) % (1 << 61))
+        mix(x + (seed * 0x27D4EB2F + layer * 0x165667B1) % (1 << 61))
         ^ keys.view(len(keys), 1, 1, -1) * 0x9E3779B1
     )
-    uniform = (_mix(x) >> 20).bitwise_and_(0xFFFFFF).double().add_(0.5).mul_(2.0**-24)
+    uniform = (mix(x) >> 20).bitwise_and_(0xFFFFFF).double().add_(0.5).mul_(2.0**-24)
     return uniform.log_().neg_().log_().neg_().float()
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """A bijection of int64, in place: every output bit depends on every input bit."""
-    high = torch.empty_like(x)
-
-    def fold() -> torch.Tensor:
-        """x ^= its upper 31 bits."""
-        torch.bitwise_right_shift(x, 33, out=high)
-        return x.bitwise_xor_(high.bitwise_and_(MASK))
-
-    # 0xff51afd7ed558ccd and 0xc4ceb9fe1a85ec53 as int64
-    for factor in (-49064778989728563, -4265267296055464877):
-        fold().mul_(factor)
-    return fold()

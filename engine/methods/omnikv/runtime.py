@@ -145,6 +145,11 @@ class OmniKVRuntime(Runtime):
             out = self.attend_dense(layer, q, step, scores, self.method.kind)
         if self.method.sink:
             scores[:, : self.method.sink] = float("inf")  # always chosen, inside the budget
+        self.choose(group, scores, step)
+        return out
+
+    def choose(self, group: int, scores: torch.Tensor, step: Step) -> None:
+        """Select the group's k tokens with the highest of `scores` [B, bucket] before the tail."""
         select_topk(
             scores,
             self.zero,
@@ -152,10 +157,9 @@ class OmniKVRuntime(Runtime):
             self.k_device,
             self.index[group][:, 0],
             self.counts[group],
-            scratch=scratch,
-            backend=backend,
+            scratch=self.setup.scratch,
+            backend=self.setup.backend,
         )
-        return out
 
     def warm(self, steps: Iterable[Step]) -> None:
         """Choose for the prompt's last queries, so that their tokens are in the working sets before

@@ -38,6 +38,7 @@ from engine.methods.evict.streaming_llm import StreamingLLM
 from engine.methods.evict.window import Window
 from engine.methods.full import Full
 from engine.methods.omnikv.ablations import OmniKVPerLayer, OmniKVUnpacked
+from engine.methods.omnikv.controls import OmniKVNewest, OmniKVOne, OmniKVRandom
 from engine.methods.omnikv.settings import OmniKV
 from engine.methods.select.infllm import InfLLM
 from engine.methods.select.minference import MInference
@@ -199,6 +200,29 @@ TABLE = (
         shared_rows,
         selects=True,
         offload="host",
+    ),
+    Row(
+        "omnikv_random",
+        OmniKVRandom(**EVERYTHING),
+        (OmniKVRandom(**SPARSE), OmniKVRandom(seed=7, **SPARSE | dict(tokens=None, share=0.1))),
+        shared_rows,
+        random=True,
+        without={"U8": "it chooses by chance, whatever the scores"},
+    ),
+    Row(
+        "omnikv_one",
+        OmniKVOne(**SPARSE | dict(tail=CAPACITY)),
+        (OmniKVOne(**SPARSE),),
+        shared_rows,
+        selects=True,
+        without={"U8": "it chooses one token"},
+    ),
+    Row(
+        "omnikv_newest",
+        OmniKVNewest(**EVERYTHING),
+        (OmniKVNewest(**SPARSE),),
+        shared_rows,
+        without=BY_POSITION,
     ),
     Row(
         "h2o",
