@@ -14,6 +14,7 @@ import torch
 from engine import LLM, Full
 from engine.errors import SettingError, UsageError
 from tools.compare import bytes as compare_bytes
+from tools.compare import claims
 from tools.compare import cli as compare
 from tools.compare import stats as compare_stats
 from tools.compare.build import NEAR, Facts, infllm
@@ -46,6 +47,7 @@ def record(
         "name": name,
         "kind": kind,
         "budget": budget,
+        "kept": [],
         "task": task,
         "length": length,
         "seed": seed,
@@ -60,6 +62,9 @@ def record(
         "decode_seconds": 0.1,
         "bytes_read": 1000,
         "bytes_link": 0,
+        "rows": 1110.0,
+        "context": 10200,
+        "chosen": 31,
     }
     return (
         asked
@@ -175,19 +180,19 @@ def test_within_a_point(wrong, count, outcome):
     records = [full(1, s) for s in range(count)] + [
         record("omnikv", s >= wrong, s, budget=6.67) for s in range(count)
     ]
-    found = compare_stats.within_a_point(records)
+    found = claims.within_a_point(records)
     assert found.outcome == outcome and f"over {count} questions" in found.numbers[0]
     assert f"{(count - wrong) / count:.3f} against 1.000" in found.numbers[0]
-    assert compare_stats.within_a_point(records[:count]).outcome == "not run"
+    assert claims.within_a_point(records[:count]).outcome == "not run"
 
 
 def test_only_questions_that_both_answered_are_compared():
     records = [full(1, s) for s in range(50)] + [
         record("omnikv", 1, s, budget=6.67) for s in range(40, 90)
     ]
-    assert "over 10 questions" in compare_stats.within_a_point(records).numbers[0]
+    assert "over 10 questions" in claims.within_a_point(records).numbers[0]
     records = [full(1, 1, turn=2), record("omnikv", 1, 1, budget=6.67)]
-    assert compare_stats.within_a_point(records).outcome == "not run"
+    assert claims.within_a_point(records).outcome == "not run"
 
 
 @pytest.mark.parametrize(
@@ -200,13 +205,13 @@ def test_two_stage_accuracy_against_the_budget(right, reach, outcome):
     """
     records = [full(s < reach, s, task="two_stage") for s in range(100)]
     records += [record("h2o", s < right, s, task="two_stage", budget=30.0) for s in range(100)]
-    found = compare_stats.two_stage_bound(records)
+    found = claims.two_stage_bound(records)
     assert (
         found.outcome == outcome
         and f"{right / 100:.3f}" in found.numbers[0]
         and f"full attention {reach / 100:.3f}" in found.numbers[0]
     )
-    assert compare_stats.two_stage_bound(records[:100]).outcome == "not run"
+    assert claims.two_stage_bound(records[:100]).outcome == "not run"
 
 
 def turns(name, first, second, **more):
@@ -230,7 +235,7 @@ def turns(name, first, second, **more):
 )
 def test_second_turn_losses(evictor, omnikv, outcome):
     records = turns("full", 90, 90) + turns("h2o", *evictor) + turns("omnikv", *omnikv)
-    found = compare_stats.second_turn(records, {"h2o", "snapkv"})
+    found = claims.second_turn(records, {"h2o", "snapkv"})
     assert found.outcome == outcome
     line = next(line for line in found.numbers if line.startswith("h2o"))
     assert (
@@ -238,7 +243,7 @@ def test_second_turn_losses(evictor, omnikv, outcome):
     )
     assert f"{evictor[0] - evictor[1]:+.1f} points" in line.split(";")[1]
     assert (
-        compare_stats.second_turn(turns("full", 90, 90) + turns("omnikv", 90, 90), {"h2o"}).outcome
+        claims.second_turn(turns("full", 90, 90) + turns("omnikv", 90, 90), {"h2o"}).outcome
         == "not run"
     )
 
@@ -251,7 +256,7 @@ def test_resident_cells_do_not_enter_the_findings():
         + turns("h2o", 90, 10, kind="mem", budget=75.0)
     )
     assert "loses +0.0 points" in next(
-        n for n in compare_stats.second_turn(records, {"h2o"}).numbers if n.startswith("h2o")
+        n for n in claims.second_turn(records, {"h2o"}).numbers if n.startswith("h2o")
     )
 
 
@@ -291,7 +296,14 @@ def test_report_tables_json_and_plots(tmp_path):
         "full": 4_000_000,
         "resident": 0.5,
     }
-    row = {"reads": "shared", "evicts": False, "group": "t1", "held": held}
+    row = {
+        "reads": "shared",
+        "evicts": False,
+        "control": False,
+        "kept": [],
+        "group": "t1",
+        "held": held,
+    }
     by = {
         r["variant"]: {
             "1000": {
@@ -346,7 +358,7 @@ def test_report_tables_json_and_plots(tmp_path):
     page = write(records, config, tmp_path)
     report = json.loads((tmp_path / "report.json").read_text())
     assert [f["claim"] for f in report["findings"]] == [
-        f.claim for f in compare_stats.findings(records, {"h2o"})
+        f.claim for f in claims.findings(records, {"h2o"})
     ]
     cell = next(
         c
@@ -369,7 +381,7 @@ def test_report_tables_json_and_plots(tmp_path):
         for r in records
         if r["variant"] == "h2o 30%" and r["task"] == "two_stage" and r["turn"] == 1
     ]
-    assert f"| h2o 30% | 20 | {sum(first) / 20:.2f} [" in page
+    assert f"| h2o 30% | 31 + 80 tail = 111 rows, 10.9% | 20 | {sum(first) / 20:.2f} [" in page
     aliases = [c for c in rows_of(records, config) if c["variant"] == "h2o Mem 30%"]
     assert len(aliases) == 4 and {c["right"] for c in aliases} == {
         c["right"] for c in report["cells"] if c["variant"] == "h2o 30%"
@@ -382,6 +394,7 @@ def test_report_tables_json_and_plots(tmp_path):
         "budget-1000.png",
         "second-1000.png",
         "depth.png",
+        "bytes-1000.png",
     }
 
 
@@ -732,7 +745,7 @@ def test_a_run_stops_in_time_and_goes_on(tiny, tmp_path, capsys):
     for r in records:
         per_document[r["task"], r["seed"]] += 1
     assert per_document == {
-        (task, seed): 5 * 2 * conversations
+        (task, seed): 10 * 2 * conversations
         for task in TASKS
         for seed, conversations in ((0, 2), (1, 1))
     }
@@ -756,7 +769,7 @@ def test_a_run_stops_in_time_and_goes_on(tiny, tmp_path, capsys):
         and config["runs"][0]["hardware"]
     )
     assert (
-        "| omnikv Mem 95% | 3 |" in page
+        re.search(r"\| omnikv Mem 95% \| [^|]* rows, [^|]* \| 3 \|", page)
         and (tmp_path / "report.md").read_text() == page[: page.index("\nreport, answers")]
     )
 
@@ -771,7 +784,7 @@ def test_a_run_stops_in_time_and_goes_on(tiny, tmp_path, capsys):
     # more columns beside those that are there
     assert run(tiny, tmp_path, "--methods", "quest@30") == 0
     page = capsys.readouterr().out
-    assert "| quest 30% | 3 |" in page and "| omnikv Mem 95% | 3 |" in page
+    assert re.search(r"\| quest 30% \| [^|]* \| 3 \|", page) and "| omnikv Mem 95% |" in page
     assert run(tiny, tmp_path, "--seed", "5") == 2
     assert "--fresh" in capsys.readouterr().err
 

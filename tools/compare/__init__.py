@@ -8,6 +8,9 @@ work.py        the model and its columns, how long documents take, worker proces
 run.py         one document under every method
 turns.py       the prompts of a conversation about a document
 bytes.py       what a session of a method holds
-stats.py       cells, intervals, paired differences and the paper's three findings
-report.py      the page; plots.py its plots
+kept.py        any method with some layers left dense
+stats.py       cells, intervals, paired differences
+claims.py      the paper's three findings, each beside its controls
+headline.py    accuracy at equal bytes, and OmniKV beside its controls
+report.py      the page; plots.py and plots_bytes.py its plots
 """

@@ -33,7 +33,8 @@ class Facts:
 
     filters, wait: filter and wait layers, None for those the model comes with; tail: newest tokens
     that every layer sees, outside the budget (64, the least there is, so that budgets say what is
-    read).
+    read). kept: layers that every method keeps dense, as numbers, or "omnikv" for those that OmniKV
+    reads whole.
     """
 
     llm: LLM
@@ -41,13 +42,15 @@ class Facts:
     filters: tuple[int, ...] | None = None
     wait: int | None = None
     tail: int = 64
+    kept: tuple[int, ...] | str = ()
 
 
 @dataclass(frozen=True)
 class Entry:
     """One method of the table.
 
-    note: one line for --help. group: "t1" (the paper's own and its baselines) or "others".
+    note: one line for --help. group: "t1" (the paper's own and its baselines), "others" or
+    "controls" (OmniKV without its choice).
     build(facts, share) -> the method that reads `share` of the prompt, or a text why there is none.
     at_bytes(facts, part) -> the method with resident K/V bytes of at most `part` of full
     attention's, or a text why there is none. budget: whether it has one. reads: "shared" where the

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from engine import LLM
 from engine.methods.evict.settings import Evicting
 from engine.methods.evict.store import row_bytes
+from tools.compare.kept import inner_of, kept_of
 from tools.synthetic_bank import synthesize
 
 if TYPE_CHECKING:
@@ -88,10 +89,21 @@ def held(session: Session) -> Held:
     llm, stats = session.llm, session.stats
     total, placement = full_bytes(llm, session.capacity), getattr(session.bank, "placement", None)
     if session.runtime.needs.history == "store":
-        rows = [rows for layer in session.runtime.sequences[0].layers for rows in layer]
-        device = sum(t.numel() * t.element_size() for part in rows for t in (part.k, part.v))
+        kept, layers = kept_of(session.method), session.runtime.sequences[0].layers
+        sizes = [
+            sum(t.numel() * t.element_size() for rows in layer for t in (rows.k, rows.v))
+            for layer in layers
+        ]
+        # a kept layer is read from the bank, and its store not at all
+        whole = total // llm.config.num_layers
+        device = sum(whole if layer in kept else size for layer, size in enumerate(sizes))
         return Held(
-            device, stats.store_bytes - device, 0, 0, stats.bank_bytes + stats.store_bytes, total
+            device,
+            stats.store_bytes - sum(sizes),
+            0,
+            0,
+            stats.bank_bytes + stats.store_bytes,
+            total,
         )
     if placement is None:
         return Held(
@@ -130,7 +142,7 @@ def measure(llm: LLM, method: Method, capacity: int, ids: Sequence[int]) -> Held
     as it takes. For the others random rows are filled in.
     """
     with offloaded(llm, method, capacity).session() as session:
-        if isinstance(method, Evicting):
+        if isinstance(inner_of(method), Evicting):
             session.prefill((list(ids) * -(-capacity // len(ids)))[: capacity - 1])
         else:
             synthesize(session, capacity - 1)

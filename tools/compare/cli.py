@@ -67,10 +67,25 @@ def _what(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--methods",
         nargs="+",
-        default=["t1", "others@30"],
+        default=["t1", "others"],
         metavar="NAME[@BUDGETS]",
-        help=f"names below, or a group: {', '.join(GROUPS)} (default: t1 others@30); "
-        "full attention always runs",
+        help=f"names below, or a group: {', '.join(GROUPS)} (default: t1 others); "
+        "full attention always runs, and beside OmniKV its controls",
+    )
+    parser.add_argument(
+        "--no-controls",
+        dest="controls",
+        action="store_false",
+        help="leave out OmniKV with random tokens, with one and with the newest: no claim is then "
+        "tested",
+    )
+    parser.add_argument(
+        "--dense-layers-kept",
+        nargs="+",
+        default=[],
+        metavar="LAYER",
+        help="run every method once more with these layers left dense: numbers, or `omnikv` for "
+        "those that OmniKV reads whole",
     )
     parser.add_argument(
         "--shares",
@@ -185,7 +200,7 @@ def order_of(args: argparse.Namespace) -> Order:
         raise UsageError(f"--lengths: found {min(args.lengths)}, expected at least 1")
     if args.minutes is not None and not args.minutes > 0:
         raise UsageError(f"--minutes: found {args.minutes:g}, expected a number above 0")
-    names = wanted(args.methods, args.shares, args.mem)
+    names = wanted(args.methods, args.shares, args.mem, args.controls)
     rules = Rules(args.questions, args.turns, args.judge, args.max_tokens, args.seed)
     return Order(
         str(args.model),
@@ -198,7 +213,20 @@ def order_of(args: argparse.Namespace) -> Order:
         args.wait,
         args.tail,
         rules,
+        layers_kept(args.dense_layers_kept),
     )
+
+
+def layers_kept(words: Sequence[str]) -> tuple[int, ...] | str:
+    """The layers of --dense-layers-kept. Raises UsageError for a word that is none."""
+    if list(words) == ["omnikv"]:
+        return "omnikv"
+    wrong = next((word for word in words if not word.isdecimal()), None)
+    if wrong is not None:
+        raise UsageError(
+            f"--dense-layers-kept: found {wrong!r}, expected layer numbers, or `omnikv` alone"
+        )
+    return tuple(map(int, words))
 
 
 def processes_of(args: argparse.Namespace, bench: Bench) -> int:

@@ -44,6 +44,8 @@ class Comparison:
             "filters": order.filters,
             "wait": order.wait,
             "tail": order.tail,
+            "controls": args.controls,
+            "kept": order.kept,
         }
         # as they are read back: tuples are lists
         self.settings = json.loads(json.dumps(settings))
@@ -65,7 +67,12 @@ class Comparison:
 
     def _check(self, header: Record) -> None:
         """Raise UsageError where the answers there are belong to other settings."""
-        other = {k: v for k, v in header["settings"].items() if self.settings.get(k) != v}
+        there = header["settings"]
+        other = {
+            key: there.get(key)
+            for key in {**there, **self.settings}
+            if there.get(key) != self.settings.get(key)
+        }
         if other:
             raise UsageError(
                 f"{self.answers.path} holds answers of other settings ({other}): "
@@ -161,6 +168,8 @@ class Comparison:
                     "name": v.name,
                     "kind": v.kind,
                     "budget": v.budget,
+                    "control": v.entry.group == "controls",
+                    "kept": list(v.kept),
                     "reads": v.entry.reads,
                     "evicts": v.entry.evicts,
                     "group": v.entry.group,

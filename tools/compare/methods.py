@@ -28,6 +28,7 @@ from engine import (
 from engine.errors import SettingError, UsageError
 from engine.methods.brutal_offload import BrutalOffload
 from engine.methods.omnikv.ablations import OmniKVPerLayer, OmniKVUnpacked
+from engine.methods.omnikv.controls import OmniKVNewest, OmniKVOne, OmniKVRandom
 from tools.compare.build import (
     Entry,
     Facts,
@@ -42,12 +43,15 @@ from tools.compare.build import (
     whole_chunks,
     whole_segments,
 )
+from tools.compare.kept import KeepsDense, without
 
 if TYPE_CHECKING:
     from engine.methods.base import Method
+    from engine.plan.layers import LayerPlan
 
 PAPER_SHARE = 6.67  # per cent: the budget of the first hypothesis
-GROUPS = ("t1", "others")
+GROUPS = ("t1", "others", "controls")
+CONTROLS = ("omnikv_random", "omnikv_newest", "omnikv_one")  # the last at one budget only
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,8 @@ class Variant:
 
     kind: "share" (of the tokens), "mem" (of the resident bytes) or "none"; budget in per cent;
     method: None where the budget cannot be reached, and `why` says the reason; alias: the label of
-    an earlier variant that is the same method.
+    an earlier variant that is the same method; kept: layers that attend to everything beside those
+    of the method (`--dense-layers-kept`).
     """
 
     name: str
@@ -65,12 +70,13 @@ class Variant:
     method: Method | None = None
     why: str = ""
     alias: str = ""
+    kept: tuple[int, ...] = ()
 
     @property
     def label(self) -> str:
-        """Name in tables: "h2o 10%", "omnikv Mem 75%", "full"."""
+        """Name in tables: "h2o 10%", "omnikv Mem 75%", "full", "h2o 10% +dense 0-2"."""
         budget = {"none": "", "share": f" {self.budget:g}%", "mem": f" Mem {self.budget:g}%"}
-        return self.name + budget[self.kind]
+        return self.name + budget[self.kind] + (f" +dense {spans(self.kept)}" if self.kept else "")
 
     @property
     def entry(self) -> Entry:
@@ -86,6 +92,21 @@ REGISTRY: dict[str, Entry] = {
         sparse=False,
     ),
     "omnikv": Entry("OmniKV, last-token selector", omnikv(), omnikv_at_bytes(omnikv())),
+    "omnikv_random": Entry(
+        "control: OmniKV with tokens drawn by chance, anew in every step",
+        omnikv(OmniKVRandom),
+        omnikv_at_bytes(omnikv(OmniKVRandom)),
+        group="controls",
+    ),
+    "omnikv_newest": Entry(
+        "control: OmniKV with the newest tokens before the tail",
+        omnikv(OmniKVNewest),
+        omnikv_at_bytes(omnikv(OmniKVNewest)),
+        group="controls",
+    ),
+    "omnikv_one": Entry(
+        "control: OmniKV with one token", omnikv(OmniKVOne), group="controls", budget=False
+    ),
     "omnikv_uniform": Entry(
         "OmniKV, uniform selector over 16 queries",
         omnikv(selector="uniform"),
@@ -194,14 +215,25 @@ REGISTRY: dict[str, Entry] = {
 }
 
 
+def spans(layers: Sequence[int]) -> str:
+    """Layer numbers for people: "0-2,5"."""
+    runs: list[list[int]] = []
+    for layer in sorted(layers):
+        if runs and runs[-1][-1] == layer - 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
 def wanted(
-    words: Sequence[str], shares: Sequence[float], mems: Sequence[float]
+    words: Sequence[str], shares: Sequence[float], mems: Sequence[float], controls: bool = False
 ) -> list[tuple[str, str, float]]:
     """[(name, kind, budget)] for words such as "t1", "quest", "others@30", "omnikv@3,6.67,m75":
     shares and resident bytes in per cent.
 
     "full" comes first whether asked for or not; "t1" and "omnikv" without an @ include the share of
-    the first hypothesis.
+    the first hypothesis. controls: beside OmniKV, at its budgets.
     """
     found: dict[tuple[str, str, float], None] = {("full", "none", 100.0): None}
     for word in words:
@@ -224,6 +256,10 @@ def wanted(
             for kind, value in sorted(set(budgets), key=lambda b: (b[0] == "mem", b[1])):
                 if kind == "share" or entry.at_bytes is not None:
                     found[name, kind, checked(value)] = None
+    beside = [(kind, value) for name, kind, value in found if name == "omnikv" and controls]
+    for control in CONTROLS if beside else ():
+        for budget in beside if REGISTRY[control].budget else [("none", 100.0)]:
+            found[(control, *budget)] = None
     return list(found)
 
 
@@ -269,7 +305,39 @@ def variants(facts: Facts, names: Sequence[tuple[str, str, float]]) -> list[Vari
                 f"{name}: the plan of this model has no sparse layer ({plan.describe()}): "
                 "choose other filter layers"
             )
-        key = (name, repr(method))
-        out.append(replace(variant, method=method, alias=seen.get(key, "")))
-        seen.setdefault(key, out[-1].label)
+        for one in (replace(variant, method=method), *keeping(facts, variant, method, plan)):
+            key = (name, repr(one.method))
+            out.append(replace(one, alias=seen.get(key, "")) if one.method else one)
+            seen.setdefault(key, out[-1].label)
     return out
+
+
+def keeping(facts: Facts, variant: Variant, method: Method, plan: LayerPlan) -> list[Variant]:
+    """The variant with the layers of `--dense-layers-kept`, where they would change it; with the
+    reason where nothing sparse is left.
+    """
+    whole, kept = variant.name == "full" or variant.kind == "mem", kept_layers(facts)
+    left = without(plan, kept)
+    unchanged = left == plan and (variant.entry.reads == "shared" or not variant.entry.budget)
+    if whole or not kept or unchanged:
+        return []
+    variant = replace(variant, kept=kept)
+    if variant.entry.sparse and not left.partial_layers:
+        return [replace(variant, why="no sparse layer is left beside those that are kept dense")]
+    return [replace(variant, method=KeepsDense(method, kept))]
+
+
+def kept_layers(facts: Facts) -> tuple[int, ...]:
+    """The layers of `--dense-layers-kept`: those given, or all that OmniKV reads whole."""
+    if facts.kept == "omnikv":
+        _, plan = facts.llm.resolve_method(REGISTRY["omnikv"].build(facts, 0.5))
+        return tuple(sorted(set(range(plan.num_layers)) - set(plan.sparse_layers)))
+    layers = tuple(sorted({int(layer) for layer in facts.kept}))
+    count = facts.llm.config.num_layers
+    wrong = next((layer for layer in layers if not 0 <= layer < count), None)
+    if wrong is not None:
+        raise SettingError(
+            f"--dense-layers-kept: found {wrong}, expected numbers from 0 to {count - 1} "
+            f"(the model has {count} layers)"
+        )
+    return layers

@@ -51,6 +51,8 @@ def by_budget(rows, evicting, path, title):
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     panels, across = ["mean", *tasks], min(3, len(tasks) + 1)
     down = -(-len(panels) // across)
+    # layers kept dense are another method, not another budget
+    rows = [row for row in rows if not row["kept"]]
     names = list(dict.fromkeys(row["name"] for row in rows))
     # the legend is beside the panels
     height = max(2.9 * down, 0.18 * len(names)) + 0.4
@@ -74,9 +76,10 @@ def by_budget(rows, evicting, path, title):
                 panel == "mean",
             )
         axis.set(title=panel, ylim=(-0.03, 1.05), xscale="log")
-        axis.set_xticks(shares, [f"{share:g}" for share in shares], fontsize=7)
+        named = [f"{share:g}%\n{round(share * rows[0]['length'] / 100):,}" for share in shares]
+        axis.set_xticks(shares, named, fontsize=7)
         axis.minorticks_off()
-        axis.set_xlabel("% of the prompt's tokens", fontsize=8)
+        axis.set_xlabel("budget: % of the prompt's tokens, tokens", fontsize=8)
     for axis in list(axes.flat)[len(panels) :]:
         axis.set_visible(False)
     figure.suptitle(f"accuracy by budget: {title}", fontsize=10)
@@ -157,7 +160,11 @@ def depth_maps(rows, path, title):
 
     largest = {}
     for row in rows:
-        if row["kind"] != "mem" and row["budget"] >= largest.get(row["name"], row)["budget"]:
+        if (
+            row["kind"] != "mem"
+            and not row["kept"]
+            and row["budget"] >= largest.get(row["name"], row)["budget"]
+        ):
             largest[row["name"]] = row
     variants, lengths = (
         [row["variant"] for row in largest.values()],

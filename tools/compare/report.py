@@ -1,12 +1,15 @@
-"""The page of a comparison: the three findings, accuracy in both turns, agreement, costs and bytes,
-depths; as Markdown and JSON.
+"""The page of a comparison: the three findings and their controls, accuracy at equal bytes, then in
+both turns by task, agreement, costs and bytes, depths; as Markdown and JSON.
 """
 
 import json
 
 from engine.units import human
+from tools.compare.claims import findings
+from tools.compare.headline import controls, equal_bytes, points_of, reads
 from tools.compare.plots import plots
-from tools.compare.stats import cells, findings, pooled
+from tools.compare.plots_bytes import plot_bytes
+from tools.compare.stats import cells, pooled
 from tools.eval.report import DEPTH_BINS
 
 NOTES = """## How it was measured
@@ -22,6 +25,13 @@ NOTES = """## How it was measured
 - 10% is a tenth of the prompt's tokens: the budget of a method in the layers where it is sparse.
   OmniKV's tail (newest tokens that every layer sees) is outside its budget and inside the bytes.
   Mem 75% is three quarters of full attention's resident bytes.
+- "a sparse layer reads": rows per decode step, mean over steps, layers that read less than
+  everything and heads: those that the budget chose or kept, the tail or what an answer has added,
+  and their sum as a share of the tokens that there were.
+- Controls read what OmniKV reads and choose without it: tokens drawn by chance anew in every step,
+  the newest before the tail, one. A claim that holds is tested only where every control fails it:
+  where its 95% interval excludes the claim. "+dense 0-2": the method leaves these layers to full
+  attention, in prompts too; its ms per token count both.
 - "resident": keys and values that a session allocated on the device for a prompt of this length,
   and as a share of full attention's. A method is measured in the form in which it saves memory
   (offloaded layers in host memory, one slot per chosen token); metadata: scores, indices,
@@ -52,8 +62,10 @@ def rows_of(records, config):
     return rows
 
 
-def markdown(rows, found, config):
-    """The page. rows: cells; found: Findings; config: what ran (tools/compare/cli.py)."""
+def markdown(records, rows, found, at_bytes, config):
+    """The page. rows: cells; found: Findings; at_bytes: {length: points_of}; config: what ran
+    (tools/compare/cli.py).
+    """
     lines = [
         "# Comparison",
         "",
@@ -64,12 +76,16 @@ def markdown(rows, found, config):
     ]
     for finding in found:
         lines += finding.lines()
+    for length, points in sorted(at_bytes.items()):
+        lines += ["", f"## {length:,} tokens: accuracy at equal bytes", "", *equal_bytes(points)]
+        beside = controls(records, length)
+        lines += ["", f"OmniKV and its controls, {length:,} tokens", "", *beside] if beside else []
     labels = [label for label in config["variants"] if any(row["variant"] == label for row in rows)]
     for length in sorted({row["length"] for row in rows}):
         here = [row for row in rows if row["length"] == length]
         lines += [
             "",
-            f"## {length:,} tokens",
+            f"## {length:,} tokens: by task",
             "",
             "First questions",
             "",
@@ -122,8 +138,8 @@ def _accuracy(rows, labels, turn):
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     by = {(row["variant"], row["task"]): row for row in rows if row["turn"] == turn}
     lines = [
-        "| method | answers | " + " | ".join(tasks) + " | mean |",
-        "|---" * (len(tasks) + 3) + "|",
+        "| method | a sparse layer reads | answers | " + " | ".join(tasks) + " | mean |",
+        "|---" * (len(tasks) + 4) + "|",
     ]
     for label in labels:
         found = [by.get((label, task)) for task in tasks]
@@ -135,7 +151,8 @@ def _accuracy(rows, labels, turn):
         mean = f"**{pooled([c for c in found if c])['accuracy']:.3f}**" if all(found) else ""
         asked = [c["asked"] for c in found if c]
         count = f"{min(asked)}" if min(asked) == max(asked) else f"{min(asked)}-{max(asked)}"
-        lines.append(f"| {label} | {count} | " + " | ".join(shown) + f" | {mean} |")
+        budget = reads(pooled([c for c in found if c]))
+        lines.append(f"| {label} | {budget} | {count} | " + " | ".join(shown) + f" | {mean} |")
     return lines
 
 
@@ -227,11 +244,27 @@ def write(records, config, folder):
         row["name"] for by in config["variants"].values() for row in by.values() if row["evicts"]
     }
     rows, found = rows_of(records, config), findings(records, evicting)
-    page = markdown(rows, found, config)
-    report = {"config": config, "findings": [vars(finding) for finding in found], "cells": rows}
+    at_bytes = {
+        length: points_of(records, rows, config, length)
+        for length in sorted({row["length"] for row in rows})
+    }
+    page = markdown(records, rows, found, at_bytes, config)
+    report = {
+        "config": config,
+        "findings": [finding.to_dict() for finding in found],
+        "equal_bytes": {
+            length: [
+                point | {turn: point[turn] and vars(point[turn]) for turn in ("first", "second")}
+                for point in points
+            ]
+            for length, points in at_bytes.items()
+        },
+        "cells": rows,
+    }
     for name, text in (("report.md", page), ("report.json", json.dumps(report, indent=1) + "\n")):
         part = folder / (name + ".part")
         part.write_text(text, encoding="utf-8")
         part.replace(folder / name)
     plots(rows, evicting, folder)
+    plot_bytes(at_bytes, folder)
     return page

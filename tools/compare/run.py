@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine import Full
+from tools.compare.kept import inner_of
 from tools.compare.turns import Turns
 from tools.eval.prompts import is_right, token_counter
 from tools.tasks import TASKS, make_sample
@@ -31,7 +32,10 @@ class Answer:
 
     compared, same, kl: positions with full attention's history, how many of them say its token, and
     the sum of KL(full || method) in nats there. bytes_read: keys and values read in decode steps;
-    bytes_link: those that crossed from host memory.
+    bytes_link: those that crossed from host memory. rows, context: summed over the steps, the rows
+    that a layer read which reads less than everything (mean over those layers and over heads; all
+    rows where there is none) and the tokens that there were. chosen: rows of those that the budget
+    chose or kept; the others are the tail.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -44,6 +48,18 @@ class Answer:
     compared: int = 0
     same: int = 0
     kl: float = 0.0
+    rows: float = 0.0
+    context: int = 0
+    chosen: int = 0
+
+    def count(self, session: Session) -> None:
+        """Add the rows of the step that has just run."""
+        length = len(session)
+        read = session.runtime.rows_read(length)
+        layers = session.plan.partial_layers or range(len(read))
+        self.rows += sum(read[layer] for layer in layers) / len(layers)
+        self.context += length
+        self.chosen = session.runtime.k if session.plan.partial_layers else 0
 
 
 class Reference:
@@ -103,6 +119,7 @@ def speak(
             break
         logits = session.decode(token)
         out.fed += 1
+        out.count(session)
     after = session.stats
     out.steps = after.decode_steps - before.decode_steps
     dense = out.steps - (after.sparse_steps - before.sparse_steps)
@@ -190,6 +207,7 @@ class Paper:
             "name": variant.name,
             "kind": variant.kind,
             "budget": variant.budget,
+            "kept": list(variant.kept),
             "task": job.task,
             "length": job.length,
             "seed": self.seed,
@@ -205,6 +223,9 @@ class Paper:
             "compared": answer.compared,
             "same": answer.same,
             "kl": answer.kl,
+            "rows": answer.rows,
+            "context": answer.context,
+            "chosen": answer.chosen,
             "tokens": answer.tokens,
             "text": text,
             "expected": sample.answers[question],
@@ -259,7 +280,7 @@ class Reader:
         head = (
             len(turns.shared)
             if entry.head is None
-            else entry.head(self.llm, method, len(turns.shared))
+            else entry.head(self.llm, inner_of(method), len(turns.shared))
         )
         with self.llm.session(method, max_context=self.capacity, offload=entry.place) as session:
             if head:

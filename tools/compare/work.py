@@ -51,6 +51,7 @@ class Order:
     wait: int | None
     tail: int
     rules: Rules
+    kept: tuple[int, ...] | str = ()
 
 
 def jobs(tasks: Sequence[str], lengths: Sequence[int], answers: int, questions: int) -> list[Job]:
@@ -98,7 +99,8 @@ class Bench:
 
     def facts(self, length: int) -> Facts:
         """The basis of budgets at a length: a session of the document and little more."""
-        return Facts(self.llm, length + EDGE, self.order.filters, self.order.wait, self.order.tail)
+        order = self.order
+        return Facts(self.llm, length + EDGE, order.filters, order.wait, order.tail, order.kept)
 
     def capacity(self, length: int) -> int:
         """Tokens of the sessions that answer."""

@@ -1,0 +1,148 @@
+"""What a comparison says first: accuracy at equal bytes, and OmniKV beside its controls."""
+
+from collections import defaultdict
+
+from engine.units import human
+from tools.compare.claims import variant_of
+from tools.compare.methods import CONTROLS
+from tools.compare.stats import against, by_question, paired, pooled, question_of, ratio
+
+
+def points_of(records, rows, config, length):
+    """One dict per method and budget at a length, by bytes read: label, control, kept, evicts,
+    reads (text), read and resident (bytes per step and held, each with its share of full
+    attention's), first and second (Differences: accuracy with its interval, None where not asked),
+    top1, kl.
+    """
+    whole = pooled([r for r in rows if r["variant"] == "full" and r["length"] == length])["read"]
+    asked = defaultdict(list)
+    for r in records:
+        if r["length"] == length:
+            asked[r["variant"], r["turn"]].append((question_of(r)[:3], r["right"]))
+    found = []
+    for label, by in config["variants"].items():
+        facts = by.get(str(length), {})
+        here = [r for r in rows if r["variant"] == label and r["length"] == length]
+        if not here or facts.get("alias") or "held" not in facts:
+            continue
+        every, first = pooled(here), pooled([r for r in here if r["turn"] == 1])
+        found.append(
+            {
+                "label": label,
+                "control": facts["control"],
+                "kept": facts["kept"],
+                "evicts": facts["evicts"],
+                "name": facts["name"],
+                "reads": reads(every),
+                "read": every["read"],
+                "read_share": every["read"] / whole if every["read"] and whole else None,
+                "resident": facts["held"]["device"],
+                "resident_share": facts["held"]["resident"],
+                "first": paired(asked[label, 1]),
+                "second": paired(asked[label, 2]),
+                "top1": first["top1"],
+                "kl": first["kl"],
+            }
+        )
+    return sorted(found, key=lambda point: (point["read"] or 0, point["label"]))
+
+
+def reads(row):
+    """What a layer reads in a step that reads less than everything, of pooled cells or one:
+    "31 + 80 tail = 111 rows, 10.8%".
+    """
+    if not row["context"]:
+        return ""
+    rows, chosen, share = row["rows"], row["chosen"], 100 * row["rows"] / row["context"]
+    if not chosen:
+        return f"{rows:,.0f} rows, {share:.1f}%"
+    tail = rows - min(chosen, rows)
+    if tail < 0.5:
+        return f"{rows:,.0f} rows, {share:.1f}%"
+    return f"{chosen:,.0f} + {tail:,.0f} tail = {rows:,.0f} rows, {share:.1f}%"
+
+
+def equal_bytes(points):
+    """Markdown table: methods by the bytes that a step reads."""
+    lines = [
+        "| method | a sparse layer reads | read per step | % of full | resident KV | % of full | "
+        "first questions | second questions | top-1 | KL |",
+        "|---" * 10 + "|",
+    ]
+    for point in points:
+        shown = (
+            point["label"] + (" (control)" if point["control"] else ""),
+            point["reads"],
+            "" if point["read"] is None else human(point["read"]),
+            _percent(point["read_share"]),
+            human(point["resident"]),
+            _percent(point["resident_share"]),
+            *("" if point[turn] is None else point[turn].share() for turn in ("first", "second")),
+            "" if point["top1"] is None else f"{point['top1']:.3f}",
+            "" if point["kl"] is None else f"{point['kl']:.4f}",
+        )
+        lines.append("| " + " | ".join(shown) + " |")
+    return lines
+
+
+def controls(records, length):
+    """Markdown table: OmniKV and its controls at each budget, first questions, 95% intervals; empty
+    without controls.
+    """
+    records = [r for r in records if r["length"] == length and r["turn"] == 1]
+    budgets = sorted(
+        {r["budget"] for r in records if r["variant"] == variant_of("omnikv", r["budget"])}
+    )
+    full = by_question(records, "full", 1)
+    lines = []
+    for budget in budgets:
+        own, other = (
+            variant_of("omnikv", budget),
+            by_question(records, variant_of("omnikv", budget), 1),
+        )
+        for label in (own, *(variant_of(name, budget) for name in CONTROLS)):
+            here = [r for r in records if r["variant"] == label]
+            if not here:
+                continue
+            right = by_question(here, label, 1)
+            lines.append(
+                f"| {budget:g}% | {label} | {reads(_summed(here))} | "
+                f"{paired([(key[:3], value) for key, value in right.items()]).share()} | "
+                f"{_points(against(right, full))} | "
+                f"{'' if label == own else _points(against(other, right))} | "
+                f"{_interval(here, 'same', 3)} | {_interval(here, 'kl', 4)} |"
+            )
+    if not any(name in line for name in CONTROLS for line in lines):
+        return []
+    return [
+        "| budget | method | a sparse layer reads | accuracy | against full | OmniKV against it | "
+        "top-1 | KL |",
+        "|---" * 8 + "|",
+        *lines,
+    ]
+
+
+def _summed(records):
+    steps = sum(r["steps"] for r in records)
+    return {
+        "rows": sum(r["rows"] for r in records) / max(1, steps),
+        "context": sum(r["context"] for r in records) / max(1, steps),
+        "chosen": sum(r["chosen"] * r["steps"] for r in records) / max(1, steps),
+    }
+
+
+def _interval(records, key, places):
+    """Mean of a quantity per token that was compared, with its 95% interval over documents."""
+    found = ratio([(question_of(r)[:3], r[key], r["compared"]) for r in records])
+    if found is None:
+        return ""
+    mean, half = found
+    return f"{mean:.{places}f} [{max(0.0, mean - half):.{places}f}, {mean + half:.{places}f}]"
+
+
+def _points(difference):
+    return "" if difference is None else difference.points()
+
+
+def _percent(share):
+    return "" if share is None else f"{100 * share:.1f}"
