@@ -17,7 +17,7 @@ from engine.methods.omnikv.ablations import OmniKVPerLayer
 from tests.builders import random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.tools.test_compare import full, read, record, run
 from tools.compare import bytes as compare_bytes
-from tools.compare import claims, headline
+from tools.compare import claims, headline, stats
 from tools.compare.build import Facts
 from tools.compare.kept import KeepsDense, without
 from tools.compare.methods import CONTROLS, REGISTRY, spans, variants, wanted
@@ -197,10 +197,10 @@ def test_the_control_table_has_paired_differences_and_rows():
 
 def test_rows_are_printed_with_the_tail():
     row = {"rows": 111.0, "context": 1024.0, "chosen": 31.0}
-    assert headline.reads(row) == "31 + 80 tail = 111 rows, 10.8%"
-    assert headline.reads(row | {"chosen": 111.0}) == "111 rows, 10.8%"
-    assert headline.reads(row | {"chosen": 0}) == "111 rows, 10.8%"
-    assert headline.reads(dict.fromkeys(row)) == ""
+    assert stats.reads(row) == "31 + 80 tail = 111 rows, 10.8%"
+    assert stats.reads(row | {"chosen": 111.0}) == "111 rows, 10.8%"
+    assert stats.reads(row | {"chosen": 0}) == "111 rows, 10.8%"
+    assert stats.reads(dict.fromkeys(row)) == ""
 
 
 # ---------------------------------------------------------------- layers left dense
@@ -324,6 +324,7 @@ def test_columns_with_layers_left_dense(tiny):
         variants(Facts(llm, 464, (2,), 1, 64, (0, 9)), names)
     whole = variants(Facts(llm, 464, (2,), 1, 64, tuple(range(6))), [("h2o", "share", 30.0)])
     assert whole[1].method is None and "no sparse layer is left" in whole[1].why
+    assert found[labels.index("h2o 30%")].at(464) == "h2o 30% (139 tokens)"
     assert spans((0, 1, 2, 5, 7, 8)) == "0-2,5,7-8"
     assert REGISTRY[ONE].group == "controls"
 

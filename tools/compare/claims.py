@@ -10,7 +10,15 @@ longer holds where the evicting methods leave the layers of `--dense-layers-kept
 from dataclasses import dataclass, replace
 
 from tools.compare.methods import CONTROLS, PAPER_SHARE
-from tools.compare.stats import against, by_question, cells, paired, question_of
+from tools.compare.stats import (
+    against,
+    by_question,
+    cells,
+    paired,
+    question_of,
+    reads,
+    rows_per_step,
+)
 
 WITHIN = 0.01  # hypothesis 1: a point
 HOLDS, FAILS, UNDECIDED, NOT_RUN = "holds", "does not hold", "undecided", "not run"
@@ -133,7 +141,11 @@ def within_a_point(records):
         lines.append("the interval reaches to both sides of -1 point: more answers would decide it")
     for length in sorted({key[1] for key in ones if key in full}):
         some = against({k: v for k, v in ones.items() if k[1] == length}, full)
-        lines.append(f"{length:,} tokens: {some.points()}, {some.answers} questions")
+        own = [r for r in records if (r["variant"], r["length"], r["turn"]) == (variant, length, 1)]
+        lines.append(
+            f"{length:,} tokens: {some.points()}, {some.answers} questions; a sparse layer reads "
+            f"{reads(rows_per_step(own))}"
+        )
     controls = tuple(_point_check(records, name, ones, full) for name in CONTROLS)
     return Finding(claim, outcome, tuple(lines), controls)
 
@@ -182,7 +194,7 @@ def two_stage_bound(records, kept=()):
         lines.append(
             f"{row['variant']}, {row['length']:,} tokens: {row['accuracy']:.3f} "
             f"[{row['low']:.2f}, {row['high']:.2f}] of "
-            f"{row['asked']}, budget {budget:.3g}"
+            f"{row['asked']}, budget {budget:.3g} ({reads(row)})"
             + (f", full attention {reach:.3f}" if reach is not None else "")
             + (
                 ": says nothing, full attention is not above the budget either"

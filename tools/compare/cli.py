@@ -31,12 +31,15 @@ EPILOG = """methods:
 {methods}
 A method's budgets are --shares and --mem, or those after an @: omnikv@3,10 is 3% and 10% of the
 prompt's tokens, omnikv@30,m75 is 30% of the tokens and 75% of full attention's bytes. The report
-names a budget that a method cannot reach, with the reason.
+names a budget that a method cannot reach, with the reason. Beside OmniKV run its controls, which
+read what it reads and do not choose: a claim that they satisfy too is not tested by this model.
 
 examples:
   python -m tools.compare --minutes 30                               the shipped model, half an hour
   python -m tools.compare --model ../llama --lengths 8000 32000 --judge contains --answers 50
   python -m tools.compare --methods omnikv@3,6.67,30 h2o@30 --estimate   how long it would take
+  python -m tools.compare --methods omnikv h2o@30 --dense-layers-kept omnikv
+                                        H2O once more with the layers left dense that OmniKV reads
 """
 
 
@@ -245,7 +248,8 @@ def say_plan(comparison: Comparison, seconds: float, processes: int) -> None:
     """What will run and how long, on stderr."""
     bench = comparison.bench
     for length in sorted(bench.variants):
-        run = [v.label for v in bench.variants[length] if v.method is not None and not v.alias]
+        columns = [v for v in bench.variants[length] if v.method is not None and not v.alias]
+        run = [v.at(bench.facts(length).capacity) for v in columns]
         say(f"{length:,} tokens, {len(run)} columns: {', '.join(run)}")
         for why in dict.fromkeys(v.why for v in bench.variants[length] if v.method is None):
             missing = [v.label for v in bench.variants[length] if v.why == why]

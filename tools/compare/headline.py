@@ -5,7 +5,16 @@ from collections import defaultdict
 from engine.units import human
 from tools.compare.claims import variant_of
 from tools.compare.methods import CONTROLS
-from tools.compare.stats import against, by_question, paired, pooled, question_of, ratio
+from tools.compare.stats import (
+    against,
+    by_question,
+    paired,
+    pooled,
+    question_of,
+    ratio,
+    reads,
+    rows_per_step,
+)
 
 
 def points_of(records, rows, config, length):
@@ -45,21 +54,6 @@ def points_of(records, rows, config, length):
             }
         )
     return sorted(found, key=lambda point: (point["read"] or 0, point["label"]))
-
-
-def reads(row):
-    """What a layer reads in a step that reads less than everything, of pooled cells or one:
-    "31 + 80 tail = 111 rows, 10.8%".
-    """
-    if not row["context"]:
-        return ""
-    rows, chosen, share = row["rows"], row["chosen"], 100 * row["rows"] / row["context"]
-    if not chosen:
-        return f"{rows:,.0f} rows, {share:.1f}%"
-    tail = rows - min(chosen, rows)
-    if tail < 0.5:
-        return f"{rows:,.0f} rows, {share:.1f}%"
-    return f"{chosen:,.0f} + {tail:,.0f} tail = {rows:,.0f} rows, {share:.1f}%"
 
 
 def equal_bytes(points):
@@ -106,7 +100,7 @@ def controls(records, length):
                 continue
             right = by_question(here, label, 1)
             lines.append(
-                f"| {budget:g}% | {label} | {reads(_summed(here))} | "
+                f"| {budget:g}% | {label} | {reads(rows_per_step(here))} | "
                 f"{paired([(key[:3], value) for key, value in right.items()]).share()} | "
                 f"{_points(against(right, full))} | "
                 f"{'' if label == own else _points(against(other, right))} | "
@@ -120,15 +114,6 @@ def controls(records, length):
         "|---" * 8 + "|",
         *lines,
     ]
-
-
-def _summed(records):
-    steps = sum(r["steps"] for r in records)
-    return {
-        "rows": sum(r["rows"] for r in records) / max(1, steps),
-        "context": sum(r["context"] for r in records) / max(1, steps),
-        "chosen": sum(r["chosen"] * r["steps"] for r in records) / max(1, steps),
-    }
 
 
 def _interval(records, key, places):

@@ -78,6 +78,11 @@ class Variant:
         budget = {"none": "", "share": f" {self.budget:g}%", "mem": f" Mem {self.budget:g}%"}
         return self.name + budget[self.kind] + (f" +dense {spans(self.kept)}" if self.kept else "")
 
+    def at(self, capacity: int) -> str:
+        """The label with its budget in tokens of a session: "h2o 10% (109 tokens)"."""
+        tokens = f" ({round(self.budget * capacity / 100):,} tokens)"
+        return self.label + (tokens if self.kind == "share" else "")
+
     @property
     def entry(self) -> Entry:
         """Its row of the table."""

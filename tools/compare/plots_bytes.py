@@ -53,8 +53,8 @@ def by_bytes(points, path, length):
         row[0].set_ylabel(f"accuracy, {turn} questions")
     handles, names = axes.flat[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="center right", fontsize=7.5)
-    figure.suptitle(f"accuracy at equal bytes, {length:,} tokens (mean over tasks, 95% intervals)")
-    figure.tight_layout(rect=(0, 0, 0.84, 0.98))
+    figure.suptitle(f"accuracy at equal bytes, {length:,} tokens (all tasks, 95% intervals)")
+    figure.tight_layout(rect=(0, 0, 0.87, 0.98))
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
     return path
@@ -74,7 +74,9 @@ def _styles(lines, facts):
     """{(name, kept): (colour, line, marker, fill)}."""
     from matplotlib import colormaps
 
+    # without tab20's red: OmniKV's own
     colours = [*colormaps["tab20"].colors[::2], *colormaps["tab20b"].colors[::2]]
+    del colours[3]
     marks, number, styles = "osD^v<>Pp*hd", 0, {}
     for name in sorted({name for name, _ in lines}):
         control, evicts = facts[name]

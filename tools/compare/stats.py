@@ -138,9 +138,7 @@ def cells(records):
                 "ms": 1000 * sum(r["decode_seconds"] for r in found) / steps if steps else None,
                 "read": sum(r["bytes_read"] for r in found) / steps if steps else None,
                 "link": sum(r["bytes_link"] for r in found) / steps if steps else None,
-                "rows": sum(r["rows"] for r in found) / steps if steps else None,
-                "context": sum(r["context"] for r in found) / steps if steps else None,
-                "chosen": sum(r["chosen"] * r["steps"] for r in found) / steps if steps else None,
+                **rows_per_step(found),
                 "prompt_seconds": sum(r["prompt_seconds"] for r in found) / asked,
                 "depths": depths,
             }
@@ -174,4 +172,31 @@ def pooled(rows):
         "context": mean("context"),
         "chosen": mean("chosen"),
         "prompt_seconds": mean("prompt_seconds"),
+    }
+
+
+def reads(row):
+    """What a layer reads in a step that reads less than everything, of pooled cells or one:
+    "31 + 80 tail = 111 rows, 10.8%".
+    """
+    if not row["context"]:
+        return ""
+    rows, chosen, share = row["rows"], row["chosen"], 100 * row["rows"] / row["context"]
+    if not chosen:
+        return f"{rows:,.0f} rows, {share:.1f}%"
+    tail = rows - min(chosen, rows)
+    if tail < 0.5:
+        return f"{rows:,.0f} rows, {share:.1f}%"
+    return f"{chosen:,.0f} + {tail:,.0f} tail = {rows:,.0f} rows, {share:.1f}%"
+
+
+def rows_per_step(records):
+    """{rows, context, chosen} of some answers, per step; None without steps."""
+    steps = sum(r["steps"] for r in records)
+    if not steps:
+        return dict.fromkeys(("rows", "context", "chosen"))
+    return {
+        "rows": sum(r["rows"] for r in records) / steps,
+        "context": sum(r["context"] for r in records) / steps,
+        "chosen": sum(r["chosen"] * r["steps"] for r in records) / steps,
     }
