@@ -122,7 +122,8 @@ def _interval(records, key, places):
     if found is None:
         return ""
     mean, half = found
-    return f"{mean:.{places}f} [{max(0.0, mean - half):.{places}f}, {mean + half:.{places}f}]"
+    high = min(1.0, mean + half) if key == "same" else mean + half
+    return f"{mean:.{places}f} [{max(0.0, mean - half):.{places}f}, {high:.{places}f}]"
 
 
 def _points(difference):
