@@ -19,9 +19,9 @@ class AnswerFile:
     method.
     """
 
-    def __init__(self, folder: Path, key: Callable[[Record], tuple]):
+    def __init__(self, folder: Path, key: Callable[[Record], tuple], name: str = "answers.jsonl"):
         folder.mkdir(parents=True, exist_ok=True)
-        self.path, self.key = folder / "answers.jsonl", key
+        self.path, self.key = folder / name, key
         self.records: list[Record] = []
         self.done: set[tuple] = set()
 

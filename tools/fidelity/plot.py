@@ -1,0 +1,80 @@
+"""KL against the bytes that a step reads, one panel per length."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+FLOOR = 1e-4  # nats: what is less is drawn here
+OMNIKV, CONTROL, OTHER = "omnikv", "control", "other"
+
+
+def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> bool:
+    """Draw `row`s of tools/fidelity/report.py; False without matplotlib or anything to draw."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    drawn = [found for found in rows if found["name"] != "full"]
+    if not drawn:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lengths = sorted({found["length"] for found in drawn})
+    width = 4.4 * len(lengths) + 2.6
+    figure, axes = pyplot.subplots(1, len(lengths), figsize=(width, 5), sharey=True, squeeze=False)
+    styles = _styles([_series(found) for found in drawn])
+    for axis, length in zip(axes.flat, lengths):
+        lines: dict[tuple, list] = defaultdict(list)
+        for found in drawn:
+            if found["length"] == length:
+                point = found["bytes"] / 1e6, max(FLOOR, found["kl"].mean)
+                lines[_series(found)].append(point)
+        for series, points in lines.items():
+            axis.plot(*zip(*sorted(points)), label=series[1], **styles[series])
+        axis.set(title=f"{length:,} tokens", xscale="log", yscale="log")
+        axis.set_xlabel("MB of keys and values read per step")
+        axis.grid(True, which="both", alpha=0.2)
+    axes[0, 0].set_ylabel("KL(full || method), nats")
+    entries = {
+        label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels())
+    }
+    figure.tight_layout(rect=(0, 0, 1 - 2.5 / width, 1))
+    figure.legend(entries.values(), entries.keys(), loc="center right", fontsize=6)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return True
+
+
+def _series(found: Mapping[str, Any]) -> tuple[str, str]:
+    """(its family, its name in the legend)."""
+    name = found["name"]
+    label = f"{name} {found['filters']} w{found['wait']}" if found["filters"] else name
+    controls = ("omnikv_random", "omnikv_one", "omnikv_newest")
+    return OMNIKV if name == "omnikv" else CONTROL if name in controls else OTHER, label
+
+
+def _styles(series: Sequence[tuple[str, str]]) -> dict[tuple[str, str], dict[str, Any]]:
+    """OmniKV in thick lines, its controls dashed in the colour of their filter set, the others thin
+    and grey with markers.
+    """
+    from matplotlib import colormaps
+
+    markers = "osv^<>DPXdph*8"
+    of_set = dict.fromkeys(label.partition(" ")[2] for family, label in series if family != OTHER)
+    colours = {name: colormaps["tab10"](number % 10) for number, name in enumerate(of_set)}
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for family in (OMNIKV, CONTROL, OTHER):
+        for number, one in enumerate(dict.fromkeys(s for s in series if s[0] == family)):
+            grey = colormaps["Greys"](0.4 + 0.15 * (number % 4))
+            found[one] = {
+                "color": grey if family == OTHER else colours[one[1].partition(" ")[2]],
+                "marker": "o" if family == OMNIKV else markers[number % len(markers)],
+                "linestyle": {OMNIKV: "-", CONTROL: "--", OTHER: ":"}[family],
+                "linewidth": 2.0 if family == OMNIKV else 1.0,
+                "markersize": 4,
+            }
+    return found
