@@ -222,7 +222,7 @@ def test_a_control_at_other_settings_says_nothing(field, value):
     for one in made["omnikv_random 5% even w0"]:
         one[field] = value
     found = stats.verdict(made, "omnikv 5% even w0")
-    assert found.words == "not judged: of the controls, one, newest ran"
+    assert found.words == "not judged: of the controls, newest, one ran"
 
 
 # ---------------------------------------------------------------- facts

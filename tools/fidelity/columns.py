@@ -12,14 +12,12 @@ from engine.errors import SettingError, UsageError
 from engine.plan.filter_layers import filter_layers
 from engine.plan.layers import spread_filter_layers
 from tools.compare.build import Facts
-from tools.compare.methods import REGISTRY, Variant, wanted
+from tools.compare.methods import CONTROLS, REGISTRY, Variant, wanted
 
 if TYPE_CHECKING:
     from engine import LLM
     from engine.model.config import ModelConfig
 
-# OmniKV with a choice that knows nothing: uniform tokens, one token, the newest before the tail
-CONTROLS = ("omnikv_random", "omnikv_one", "omnikv_newest")
 CROSSED = ("omnikv", *CONTROLS)
 PUBLISHED, PUBLISHED_DEPTH = (2, 8, 18), 32  # Llama-3-8B's filter layers
 EVEN = 4  # filters of the set "even"

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tools.compare.methods import CONTROLS
+
 FLOOR = 1e-4  # nats: what is less is drawn here
 OMNIKV, CONTROL, OTHER = "omnikv", "control", "other"
 
@@ -53,8 +55,7 @@ def _series(found: Mapping[str, Any]) -> tuple[str, str]:
     """(its family, its name in the legend)."""
     name = found["name"]
     label = f"{name} {found['filters']} w{found['wait']}" if found["filters"] else name
-    controls = ("omnikv_random", "omnikv_one", "omnikv_newest")
-    return OMNIKV if name == "omnikv" else CONTROL if name in controls else OTHER, label
+    return OMNIKV if name == "omnikv" else CONTROL if name in CONTROLS else OTHER, label
 
 
 def _styles(series: Sequence[tuple[str, str]]) -> dict[tuple[str, str], dict[str, Any]]:

@@ -18,8 +18,8 @@ from statistics import NormalDist
 
 import numpy as np
 
+from tools.compare.methods import CONTROLS
 from tools.eval.report import wilson
-from tools.fidelity.columns import CONTROLS
 from tools.fidelity.follow import Record, agreement, until_difference
 
 DRAWS = 4_000  # of the bootstrap
