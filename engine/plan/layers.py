@@ -134,21 +134,23 @@ def layer_plan(
 
 
 def spread_filter_layers(num_layers: int) -> tuple[int, ...]:
-    """Return filter layers for a model that nobody has calibrated, evenly spaced, without wait
-    layers.
+    """Return filter layers for a model that nobody has calibrated, for use without wait layers.
 
-    As many layers read everything as under a published set with its wait layers ({2, 8, 18} of 32
-    and one wait layer each: 8 layers); what the wait layers took there are filters here. The first
-    lies near 6% of the depth, as the published ones do. Every filter has a sparse layer. None for
-    models of fewer than 4 layers.
+    The published sets lie near 6%, 25% and 56% of the depth ({2, 8, 18} of 32), with one wait layer
+    each. Here as many layers read everything, and what waited there is a filter in the middle of
+    each group ({2, 5, 8, 13, 18, 25}). Shallow models get fewer, so that sparse layers remain; a
+    model of fewer than 4 layers has none.
     """
     if num_layers < 4:
         return ()
-    first = max(1, round(num_layers / 16))
-    full = first + 6 if num_layers >= 12 else 4 if num_layers >= 6 else 3
-    count = min(full - first, num_layers - full)
-    first = full - count
-    return tuple(first + i * (num_layers - first) // count for i in range(count))
+    published = (1 if num_layers < 6 else 2,)
+    if num_layers >= 12:
+        published = tuple(max(1, round(num_layers * share)) for share in (0.0625, 0.25, 0.5625))
+    ends = (*published[1:], num_layers)
+    layers = sorted({*published, *((a + b) // 2 for a, b in zip(published, ends))})
+    while layers[0] + 1 in layers:  # it would choose for nobody
+        del layers[0]
+    return tuple(layers)
 
 
 @overload
