@@ -14,11 +14,11 @@ FILLER = (
 @pytest.mark.parametrize("before, name, key", [(10, "Alice", "48213"), (60, "Bob", "70951")])
 def test_the_planted_fact_comes_first(before, name, key):
     """A document of 1900 tokens; filter layer 4 chooses 64 of them at each step; the fact leads by
-    a factor of two or more.
+    a factor of two or more. Layer 2, in which this model looks things up, waits and so reads all.
     """
     llm = LLM(
         POCKET,
-        method=OmniKV(filter_layers=(1, 4), tokens=64, dense_below=0),
+        method=OmniKV(filter_layers=(1, 4), wait_layers=1, tokens=64, dense_below=0),
         max_context=4096,
     )
     talk, fact = Conversation(llm), f"The pass key of {name} is {key}."
