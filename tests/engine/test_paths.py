@@ -29,11 +29,14 @@ ANSWER = random_ids(20, seed=2)
 
 
 def method_of(selector, **changes):
-    """Filters 1 and 4, sparse layers 3, 6 and 7, 24 tokens beside a tail of 64."""
+    """Filters 1 and 4, one wait layer each, sparse layers 3, 6 and 7, 24 tokens beside a tail of
+    64.
+    """
     budget = {} if "share" in changes else {"tokens": 24}
     return OmniKV(
         **{
             "filter_layers": (1, 4),
+            "wait_layers": 1,
             "selector": selector,
             "tail": 64,
             "dense_below": 0,
