@@ -17,10 +17,12 @@ import torch
 
 from kernels._triton import tl, triton
 from kernels.dispatch import choose
+from kernels.isa import multiplies
 from kernels.prefill import attend_chunk, attend_rows, merge
 from kernels.split import Config, power_of_two, softmax_step
 
 BLOCK = 128
+ROWS = 1024  # tiles of K that are float32 at a time: 4 MB of 8 rows of 128
 ESTIMATORS = ("antidiagonal", "pooled")
 
 
@@ -55,13 +57,23 @@ def block_mass(
             )
             rows_k = k[b, h, :stop].reshape(stop // stride, stride, dim)
             if estimator == "pooled":
-                logits = queries.mean(2) @ rows_k.mean(1).t()
+                logits = _product(queries.mean(2), rows_k.mean(1))
             else:
-                logits = (queries.flip(2).flatten(2) @ rows_k.flatten(1).t()).float() / stride
+                logits = _product(queries.flip(2).flatten(2), rows_k.flatten(1)).float() / stride
             weights = torch.softmax((logits.float() * scale).masked_fill(later, float("-inf")), -1)
             tiles = weights.view(group, chunk // BLOCK, per, stop // BLOCK, per)
             mass[b, h * group : (h + 1) * group] = tiles.sum((2, 4)) / per
     return mass
+
+
+def _product(queries: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Multiply [G, N, W] by rows [M, W] to [G, N, M]; in float32, ROWS rows at a time, where a CPU
+    would emulate the dtype.
+    """
+    if queries.device.type != "cpu" or multiplies(queries.dtype):
+        return queries @ rows.t()
+    wide = queries.float()
+    return torch.cat([wide @ part.float().t() for part in rows.split(ROWS)], -1)
 
 
 def choose_blocks(mass: torch.Tensor, first: int, threshold: float) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 
 from kernels._triton import tl, triton
 from kernels.dispatch import choose
+from kernels.isa import multiplies
 from kernels.split import Config, power_of_two
 
 # rows per block on a CPU: the block's logits (4 B x C x G x ROWS, 3 MB at C = 256, G = 3) stay near
@@ -75,11 +76,12 @@ def column_scores_cpu(
     sums: torch.Tensor,
 ) -> None:
     """One block in plain torch, arguments as `column_scores_ref`: ROWS rows of the past at a time,
-    one K/V head after the other.
+    one K/V head after the other, in float32 where the CPU would emulate the product.
     """
     batch, chunk, heads, dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
+    wide = not multiplies(q.dtype)
     for b in range(batch):
         folded = (
             q[b]
@@ -87,12 +89,14 @@ def column_scores_cpu(
             .permute(1, 2, 0, 3)
             .reshape(kv_heads, group * chunk, dim)
         )
+        folded = folded.float() if wide else folded
         shift = -lse[b].t().reshape(kv_heads, group * chunk, 1)
         for first in range(0, stop, ROWS):
             last = min(stop, first + ROWS)
             best = None
             for h in range(kv_heads):
-                logits = torch.mm(folded[h], k[b, h, first:last].t())
+                rows = k[b, h, first:last]
+                logits = torch.mm(folded[h], (rows.float() if wide else rows).t())
                 # float32, whatever the product's dtype
                 most = torch.add(shift[h], logits, alpha=scale)
                 most = most.view(group, chunk, -1).amax(0) if group > 1 else most

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import torch
 
-from kernels.isa import multiplies
+from kernels.isa import fuses, multiplies
 
 # elements of K or V that are float32 at a time in a filter layer: 2 MB, 512 rows of 8 x 128. A
 # quarter of it is 1.1 times slower: so many bytes drive an operator's code from L2, 10 us each
@@ -31,13 +31,18 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def attend_sequence(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    buffer: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with Q <= 8 new queries to n rows of K and V; query j sees the first n - (Q-1-j).
 
     q [Q, H, D]; k, v [Hkv, n, D] of any strides, last dim contiguous. Returns (out [Q, H, D] in
     q.dtype, lse [Q, H] float32); a query that sees nothing gets 0 and -inf. The rows that all
     queries see need no mask. The last Q-1 rows are a separate small product, merged by log-sum-exp.
+    buffer: as in `attend_widened`.
     """
     queries, heads, dim = q.shape
     kv_heads, rows, _ = k.shape
@@ -49,7 +54,9 @@ def attend_sequence(
         .reshape(kv_heads, queries * group, dim)
     )
     out, lse = None, torch.full((), -math.inf)
-    if shared:
+    if shared and not fuses(q.dtype, packed.shape[1]):
+        out, lse = attend_widened(packed, k[:, :shared], v[:, :shared], scale, buffer)
+    elif shared:
         out, lse = _flash(
             packed[None], k[None, :, :shared], v[None, :, :shared], 0.0, False, scale=scale
         )
@@ -57,7 +64,9 @@ def attend_sequence(
     if out is None or shared < rows:
         out, lse = _attend_newest(packed, k[:, shared:], v[:, shared:], queries, scale, out, lse)
     out = out.reshape(kv_heads, queries, group, dim).transpose(0, 1).reshape(queries, heads, dim)
-    return out, lse.view(kv_heads, queries, group).transpose(0, 1).reshape(queries, heads)
+    return out.to(q.dtype), lse.view(kv_heads, queries, group).transpose(0, 1).reshape(
+        queries, heads
+    )
 
 
 def _attend_newest(
@@ -230,8 +239,10 @@ def _widened(rows: torch.Tensor, buffer: torch.Tensor, copied: bool = False) -> 
     return buffer[: rows.numel()].view(rows.shape).copy_(rows)
 
 
-def _softmax(parts: list[Part]) -> None:
-    """Normalise the logits of `parts` over all their rows, in place."""
+def _softmax(parts: list[Part]) -> torch.Tensor:
+    """Normalise the logits of `parts` over all their rows, in place; return their log-sum-exp
+    [Hkv * G].
+    """
     flat = [part.flatten(1, 2) for _, part in parts]
     most = torch.stack([part.amax(2).amax(0) for part in flat if len(part)]).amax(0)
     for part in flat:
@@ -239,6 +250,7 @@ def _softmax(parts: list[Part]) -> None:
     total = torch.stack([part.sum(2).sum(0) for part in flat]).sum(0)
     for part in flat:
         part.div_(total.unsqueeze(1))
+    return most.add_(total.log())
 
 
 def _head_maxima(parts: list[Part], scores: torch.Tensor) -> None:
@@ -249,6 +261,57 @@ def _head_maxima(parts: list[Part], scores: torch.Tensor) -> None:
             torch.amax(
                 part.flatten(1, 2), 1, out=scores[start : start + count * size].view(count, size)
             )
+
+
+def widened_floats(kv_heads: int, packed: int, dim: int, rows: int, dtype: torch.dtype) -> int:
+    """Size the buffer of `attend_widened` in float32 elements; 0 where the fused kernel attends."""
+    if fuses(dtype, packed):
+        return 0
+    size = chunk_rows(kv_heads * dim, rows)
+    heads = kv_heads * packed
+    return size * kv_heads * dim + min(rows, size * _span(heads, size)) * heads
+
+
+def _span(heads: int, size: int) -> int:
+    """Count the chunks of `size` rows of which the logits of `heads` are held at a time."""
+    return max(1, CHUNK // (heads * size))
+
+
+def attend_widened(
+    packed: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    buffer: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend without a mask by float32 products, for 16 bits that the fused kernel emulates.
+
+    packed [Hkv, R, D]; k, v [Hkv, n, D], n >= 1; buffer: float32 of `widened_floats` elements or
+    None (allocates). Returns (out [Hkv, R, D] float32, lse [Hkv, R] float32).
+    """
+    kv_heads, rows, dim = k.shape
+    heads = kv_heads * packed.shape[1]
+    size = chunk_rows(kv_heads * dim, rows)
+    span = size * _span(heads, size)
+    needed = size * kv_heads * dim + min(rows, span) * heads
+    if buffer is None or buffer.numel() < needed:
+        buffer = torch.empty(needed)
+    held = buffer[size * kv_heads * dim :]
+    folded = packed.float() * scale
+    out, lse = torch.zeros_like(folded), torch.full((heads,), -math.inf)
+    for first in range(0, rows, span):
+        some_k, some_v = (t[:, first : first + span] for t in (k, v))
+        parts = _parts(held, packed.shape[:2], some_k.shape[1], size)
+        for weights, at in _chunks(parts):
+            torch.bmm(folded, _widened(some_k[:, at], buffer).transpose(1, 2), out=weights)
+        new = _softmax(parts)
+        total = torch.logaddexp(lse, new)
+        out.mul_(torch.exp(lse - total).view(kv_heads, -1, 1))
+        share = torch.exp(new - total).view(kv_heads, -1, 1)
+        for weights, at in _chunks(parts):
+            out.add_(torch.bmm(weights, _widened(some_v[:, at], buffer)).mul_(share))
+        lse = total
+    return out, lse.view(kv_heads, -1)
 
 
 def token_rows(k: torch.Tensor, v: torch.Tensor, b: int) -> torch.Tensor | None:

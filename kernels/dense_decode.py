@@ -107,7 +107,7 @@ def decode_dense_cpu(
         if scored is not None and q.shape[1] == 1:
             out[b] = scored
         else:
-            out[b], _ = attend_sequence(q[b], *rows, scale)
+            out[b], _ = attend_sequence(q[b], *rows, scale, buffers[0])
     return out
 
 

@@ -15,6 +15,7 @@ import platform
 import torch
 
 SETS = ("default", "avx2", "avx512", "avx512_bf16", "amx")
+FEW = 64  # queries under one K/V head of a decode step, at most
 # ONEDNN_MAX_CPU_ISA's words, as the most that they leave; words not named here leave everything
 _ONEDNN = {
     "SSE41": "default",
@@ -68,10 +69,23 @@ def multiplies(dtype: torch.dtype, found: str | None = None) -> bool:
     """Tell whether products of `dtype` run in it, at no less than float32's rate.
 
     Where they do not, torch emulates them: a bfloat16 product of attention weights with V took 14
-    times its float32 form on AVX2. found: an instruction set, None for this machine's. float16
-    counts as emulated everywhere on x86.
+    times its float32 form on AVX2. found: an instruction set, None for this machine's.
     """
     found = isa() if found is None else found
     if dtype == torch.bfloat16:
         return found in ("avx512_bf16", "amx", "other")
-    return dtype == torch.float32 or found == "other"
+    # every CPU with AMX has AVX512-FP16
+    return dtype == torch.float32 or found in ("amx", "other")
+
+
+def fuses(dtype: torch.dtype, queries: int, found: str | None = None) -> bool:
+    """Tell whether torch's fused attention of so many queries keeps up with its float32 form.
+
+    Its bfloat16 products are MKL's, which AVX2 runs as fast as float32's; its float16 products are
+    emulated, at a third of the rate. found: as in `multiplies`.
+    """
+    found = isa() if found is None else found
+    if dtype == torch.bfloat16:
+        # without AVX2 its softmax over many queries is 1.3 times float32's
+        return found != "default" or queries <= FEW
+    return multiplies(dtype, found)

@@ -12,29 +12,31 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from kernels.isa import isa, multiplies
+
 # bfloat16 with AMX: weight-left products win up to here; from 64 rows on all forms are equal
 FEW_ROWS = 32
 # float32: a [I, O] copy reads 15% faster than [O, I] for one row where rows are this short
 NARROW = 1024
-# bfloat16 without bfloat16 instructions: from here on float32 products win, 1.5x at 32 rows, 5.9x
-# at 256
-WIDE_ROWS = 24
+# 16 bits that the CPU emulates: float32 products win from here on (AVX2; with AVX512 from 24 rows)
+WIDE_ROWS = {"default": 2, "avx2": 6, "avx512": 24}
 WIDE_BLOCK = 1 << 20  # elements of a weight that are float32 at a time (4 MB)
 FORMS = ("plain", "left", "narrow", "packed", "widened")
 
 
-def choose_form(weight: torch.Tensor, form: str = "auto") -> str:
+def choose_form(weight: torch.Tensor, form: str = "auto", found: str | None = None) -> str:
     """Resolve the form in which `pack_linear` holds a weight [O, I].
 
     form: "auto" picks the fastest for the weight's device and dtype; one of FORMS is taken as it
-    is. Raises ValueError for any other word. The forms:
+    is. found: an instruction set of kernels/isa.py, None for this machine's. Raises ValueError for
+    any other word. The forms:
 
-    "plain": `F.linear` on the weight as it is. CUDA, float16, anything unknown.
+    "plain": `F.linear` on the weight as it is. CUDA, anything unknown.
     "left": stored as it is, multiplied from the left for few rows. bfloat16 with AMX; float32 with
         long rows.
     "narrow": stored transposed. float32 with short rows.
     "widened": stored as it is; many rows are multiplied in float32, a block of the weight at a
-        time. bfloat16 on a CPU that emulates bfloat16 at a fifth of its float32 rate.
+        time. 16 bits on a CPU that emulates them at a fifth of its float32 rate.
     "packed": oneDNN's blocked copy, opaque, so not for torch.compile. bfloat16 with avx512_bf16 and
         no AMX, where it reads 1.5x as fast as the others.
     """
@@ -42,16 +44,20 @@ def choose_form(weight: torch.Tensor, form: str = "auto") -> str:
         if form not in FORMS:
             raise ValueError(f"form: found {form!r}, expected 'auto' or one of {', '.join(FORMS)}")
         return form
-    if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32):
+    known = (torch.float32, torch.bfloat16, torch.float16)
+    if weight.device.type != "cpu" or weight.dtype not in known:
         return "plain"
     if weight.dtype == torch.float32:
         return "narrow" if weight.shape[1] <= NARROW else "left"
-    if torch.cpu._is_amx_tile_supported():
+    found = isa() if found is None else found
+    if not multiplies(weight.dtype, found):
+        return "widened"
+    if weight.dtype == torch.bfloat16 and found == "amx":
         return "left"
-    if torch.cpu._is_avx512_bf16_supported():
+    if weight.dtype == torch.bfloat16 and found == "avx512_bf16":
         return "packed" if torch.backends.mkldnn.is_available() else "plain"
-    # ARM multiplies bfloat16 natively
-    return "widened" if torch.cpu._is_avx2_supported() else "plain"
+    # ARM multiplies 16 bits natively
+    return "plain"
 
 
 def pack_linear(
@@ -78,6 +84,7 @@ class Linear:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, form: str) -> None:
         self.form, self.bias, self.dtype = form, bias, weight.dtype
+        self.wide_rows = WIDE_ROWS.get(isa(), 24)
         self.shape: tuple[int, ...] = tuple(weight.shape)
         if form == "narrow":
             weight = weight.t().contiguous()
@@ -108,7 +115,7 @@ class Linear:
     def _widened(self, flat: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         if flat.shape[0] == 1:
             return self._left(flat, x)
-        if flat.shape[0] < WIDE_ROWS:
+        if flat.shape[0] < self.wide_rows:
             return F.linear(x, self.weight, self.bias)
         wide, out = flat.float(), flat.new_empty(flat.shape[0], self.shape[0])
         size = max(1, WIDE_BLOCK // self.shape[1])

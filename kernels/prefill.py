@@ -13,10 +13,12 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.dispatch import choose
+from kernels.isa import fuses
 from kernels.reference import attend
 
-# rows of the past at a time: the fused CPU kernel packs a copy of all its bfloat16 K and V
-PAST_BLOCK = 16384
+# rows of the past at a time: the fused CPU kernel packs a copy of all its bfloat16 K and V, and a
+# 16-bit dtype that the CPU emulates becomes float32
+PAST_BLOCK = 8192
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_cuda = torch.ops.aten._scaled_dot_product_flash_attention
 _efficient_cuda = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -71,7 +73,10 @@ def _fused(
     without `causal`, since its mask is aligned to the first row, not to the last.
     """
     if q.device.type == "cpu":
-        return _flash_cpu(q, k, v, 0.0, causal, scale=scale)
+        if fuses(q.dtype, q.shape[2]):
+            return _flash_cpu(q, k, v, 0.0, causal, scale=scale)
+        out, lse = _flash_cpu(q.float(), k.float(), v.float(), 0.0, causal, scale=scale)
+        return out.to(q.dtype), lse
     if cudnn:
         out, lse, *_ = _cudnn_cuda(q, k, v, None, True, 0.0, False, False, scale=scale)
         return out, lse.reshape(out.shape[:3])  # some versions leave a last dimension of 1

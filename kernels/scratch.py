@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.cpu import WINDOW_BLOCK, block_floats, chunk_rows
+from kernels.cpu import WINDOW_BLOCK, block_floats, chunk_rows, widened_floats
 from kernels.dispatch import choose_for
 from kernels.split import MERGE_CHUNK, TAIL_ROOM, dense_splits, most_sparse_splits
 
@@ -67,6 +67,7 @@ def _sizes(
     sizes = {name: (0, torch.float32) for name in Scratch.__dataclass_fields__}
     if chosen == "cpu":
         blocks = max(
+            widened_floats(kv_heads, queries * heads // kv_heads, head_dim, capacity, dtype),
             chunk_rows(kv_heads * head_dim, capacity) * kv_heads * head_dim if scored else 0,
             block_floats(heads, head_dim, window, min(WINDOW_BLOCK, capacity)) if window else 0,
         )

@@ -132,7 +132,8 @@ def decode_sparse_cpu(
                         out=gathered[side, h, :kept],
                     )
                     gathered[side, h, kept:].copy_(bank[h, start:n])
-        out[b], _ = attend_sequence(q[b], gathered[0], gathered[1], scale)
+        blocks = None if scratch is None else scratch.blocks
+        out[b], _ = attend_sequence(q[b], gathered[0], gathered[1], scale, blocks)
     return out
 
 
