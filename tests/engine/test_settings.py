@@ -15,6 +15,7 @@ from engine.errors import SettingError, UsageError
 from engine.llm import LLM
 from engine.methods.full import Full
 from engine.methods.omnikv.settings import OmniKV
+from engine.plan.cpu_costs import CpuCosts, cpu_costs
 from engine.plan.layers import Role, layer_plan, spread_filter_layers
 from engine.plan.mem import budget_from_mem, mem_from_budget
 from tests.builders import random_ids, stream_of, tiny_config, tiny_llm, tiny_weights
@@ -347,34 +348,36 @@ def test_budgets_of_a_session():
 # ------------------------------------------------------------------ dense_below
 
 
-def bytes_of_a_step(config, plan, method, n, passes):
+def bytes_of_a_step(config, plan, method, n, costs):
     """Bytes that decide (full, sparse): the sparse layers' rows against the chosen ones, the tail
-    and the scoring.
+    and the scoring, each as a CPU with these costs feels them.
     """
     row, sparse = 2 * config.num_kv_heads * config.head_dim * 4, len(plan.sparse_layers)
-    # a CPU's filter layers go over the keys once more
-    again = row // 2 if passes == 3 else 0
+    again = (costs.filter - 1) * row
     scoring = plan.count(Role.FILTER) * n * (4 * config.num_heads * 2 + 12 + again)
     k = method.budget(plan, n)
-    return sparse * n * row, sparse * (k * passes + method.tail) * row + scoring
+    return sparse * n * row, sparse * (k + method.tail) * costs.row * row + scoring
 
 
 @pytest.mark.parametrize(
     "fields",
     [dict(tokens=64), dict(tokens=500), dict(share=0.1), dict(mem=0.7), dict(tokens=64, tail=1024)],
 )
-@pytest.mark.parametrize(("device", "passes"), [("cpu", 3), ("cuda", 1)])
-def test_automatic_crossover_is_where_the_bytes_cross(fields, device, passes):
+@pytest.mark.parametrize("found", ["default", "avx2", "amx", "cuda"])
+def test_automatic_crossover_is_where_the_bytes_cross(fields, found, monkeypatch):
+    monkeypatch.setattr("engine.plan.cpu_costs.isa", lambda: found)
+    device = "cuda" if found == "cuda" else "cpu"
+    costs = CpuCosts(1, 1) if found == "cuda" else cpu_costs(4, found)
     config = tiny_config(layers=8, heads=4, kv_heads=2, hidden=256, max_positions=100_000)
     method = OmniKV(filter_layers=(1, 4), wait_layers=1, **fields)
     plan = method.plan(config)
     below = method.dense_below_tokens(plan, config, 4, device, 100_000)
     assert 0 < below < 100_000
-    full, sparse = bytes_of_a_step(config, plan, method, below + 32, passes)
+    full, sparse = bytes_of_a_step(config, plan, method, below + 32, costs)
     assert sparse <= full
-    full, sparse = bytes_of_a_step(config, plan, method, below - 32, passes)
+    full, sparse = bytes_of_a_step(config, plan, method, below - 32, costs)
     # a share is rounded down to whole tokens
-    token = len(plan.sparse_layers) * passes * config.kv_bytes(4)
+    token = len(plan.sparse_layers) * costs.row * config.kv_bytes(4)
     assert sparse + token >= full
 
 

@@ -21,6 +21,7 @@ from engine.methods.omnikv.official import OfficialRuntime
 from engine.methods.omnikv.prefill import AT_ONCE
 from engine.methods.omnikv.runtime import OmniKVRuntime
 from engine.methods.omnikv.selector import SELECTORS
+from engine.plan.cpu_costs import CpuCosts, cpu_costs
 from engine.plan.layers import PAPER_WAIT, LayerPlan, Role, layer_plan
 from engine.plan.mem import budget_from_mem
 from engine.plan.needs import Needs
@@ -46,14 +47,14 @@ class OmniKV(Method):
     None: 0 (official: 1), or where filter_layers is None what comes with them: the calibration's, 1
     with a published set, 0 with a guess. tail: newest
     tokens that every layer sees. sink: first tokens that are always chosen, inside the budget.
-    dense_below: contexts shorter than this run full attention; "auto" decides from the plan's byte
-    counts, 0 never. prefill_ratio: r of chunked OmniKV-prefill, None for exact prefill: each block
-    of `prefill_block` queries attends, in the sparse layers, to the r * prefill_block past tokens
-    that every `prefill_stride`-th query of the block scores highest; the prompt's last
-    `prefill_dense_end` tokens are read densely. dense_layers: "block_sparse" makes FULL and WAIT
-    layers read, in prefill, only the key blocks that carry `dense_mass` of the attention as
-    `dense_estimator` ("pooled" | "antidiagonal") estimates it from `dense_stride` tokens at a time
-    (engine/methods/omnikv/block_sparse.py).
+    dense_below: contexts shorter than this run full attention; "auto" decides from byte counts and
+    this CPU's measured costs, 0 never. prefill_ratio: r of chunked OmniKV-prefill, None for exact
+    prefill: each block of `prefill_block` queries attends, in the sparse layers, to the
+    r * prefill_block past tokens that every `prefill_stride`-th query of the block scores highest;
+    the prompt's last `prefill_dense_end` tokens are read densely. dense_layers: "block_sparse"
+    makes FULL and WAIT layers read, in prefill, only the key blocks that carry `dense_mass` of the
+    attention as `dense_estimator` ("pooled" | "antidiagonal") estimates it from `dense_stride`
+    tokens at a time (engine/methods/omnikv/block_sparse.py).
     """
 
     filter_layers: tuple[int, ...] | None = None
@@ -166,14 +167,12 @@ class OmniKV(Method):
         self, plan: LayerPlan, config: ModelConfig, itemsize: int, device_type: str, capacity: int
     ) -> int:
         """Context length from which sparse layers read fewer bytes than scoring, gathering and
-        reading cost; from byte counts only.
+        reading cost.
 
-        A sparse layer reads k + tail tokens instead of n (a CPU gathers by copy: k tokens cost
-        three passes). A filter layer writes and reads one float32 score per head and token, and one
-        score per token for the top-k. A CPU's filter layers also convert or multiply every K
-        outside the fused attention, which counts as a second reading of it (measured, 160M shape in
-        bfloat16 and float32: without it OmniKV with 4 sparse layers of 12 ran at 0.85x to 0.98x of
-        full attention at 8192 tokens).
+        A sparse layer reads k + tail tokens instead of n. A filter layer writes and reads one
+        float32 score per head and token, and one score per token for the top-k. On a GPU bytes are
+        all that counts. On a CPU a row that is gathered and a row of a filter layer cost more than
+        their bytes: measured, by instruction set (engine/plan/cpu_costs.py).
         """
         if isinstance(self.dense_below, int):
             return self.dense_below
@@ -181,16 +180,15 @@ class OmniKV(Method):
         if not sparse:
             return 0
         row = config.kv_bytes(itemsize)
-        on_cpu = device_type == "cpu"
-        scoring = filters * (8 * config.num_heads + 12 + (row // 2 if on_cpu else 0))
-        passes = 3 if on_cpu else 1
+        costs = cpu_costs(itemsize) if device_type == "cpu" else CpuCosts(filter=1, row=1)
+        scoring = filters * (8 * config.num_heads + 12 + (costs.filter - 1) * row)
         per_token: float = sparse * row - scoring
         share = self.bank_share(plan)
         if share is not None:
-            per_token -= sparse * row * share * passes
-            fixed = sparse * row * self.tail
+            per_token -= sparse * row * share * costs.row
+            fixed = sparse * row * self.tail * costs.row
         else:
-            fixed = sparse * row * (self.budget(plan, capacity) * passes + self.tail)
+            fixed = sparse * row * (self.budget(plan, capacity) + self.tail) * costs.row
         return math.ceil(fixed / per_token) if per_token > 0 else capacity + 1
 
     def validate(self, plan: LayerPlan) -> None:

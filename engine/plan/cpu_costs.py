@@ -1,0 +1,39 @@
+"""What OmniKV's layers cost on a CPU, in bytes that a dense layer would have read in the same time:
+the constants behind `dense_below="auto"`.
+
+Counting bytes alone chose the slower method where one kind of layer reads its bytes at another rate
+than the rest. Measured by `python -m tools.cpu_forms` (docs/PERFORMANCE.md) and rounded up, so that
+an automatic choice errs towards full attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kernels.isa import isa
+
+
+@dataclass(frozen=True)
+class CpuCosts:
+    """Costs relative to a dense layer's: filter, that of a filter layer over as many rows; row,
+    that of a row which a sparse layer gathers and reads.
+    """
+
+    filter: float
+    row: float
+
+
+# AVX512 and later: two threads of a Xeon with AMX, 20 Nov 2026
+_NEWER = CpuCosts(filter=1.5, row=3.0)
+# by instruction set and bytes of an element (2: bfloat16 and float16, whichever is worse)
+COSTS = {
+    "default": {2: CpuCosts(filter=2.0, row=3.0), 4: CpuCosts(filter=1.35, row=3.0)},
+    "avx2": {2: CpuCosts(filter=1.45, row=4.0), 4: CpuCosts(filter=1.35, row=3.0)},
+}
+
+
+def cpu_costs(itemsize: int, found: str | None = None) -> CpuCosts:
+    """Look up the costs for elements of `itemsize` bytes; found: an instruction set of
+    kernels/isa.py, None for this machine's.
+    """
+    return COSTS.get(isa() if found is None else found, {}).get(itemsize, _NEWER)

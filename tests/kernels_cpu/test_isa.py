@@ -1,0 +1,150 @@
+"""Forms of products by instruction set: what is chosen, and that every launcher obeys it. Sets are
+named or injected; nothing is timed.
+"""
+
+import pytest
+import torch
+
+import kernels.isa
+from kernels.block_sparse import block_mass
+from kernels.column_scores import column_scores
+from kernels.dense_decode import decode_dense
+from kernels.isa import SETS, fuses, isa, least, multiplies
+from kernels.linear import choose_form, pack_linear
+from kernels.prefill import prefill_dense
+from kernels.sparse_decode import decode_sparse
+from tests.kernel_checks import check_dense, ints
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+PRODUCTS = ("mm", "bmm", "addmm", "addmm_", "baddbmm", "baddbmm_", "mv")
+FUSED = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+class Dtypes(torch.utils._python_dispatch.TorchDispatchMode):
+    """Records (kind, dtype) of every product, kind "product" or "fused"."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        if name in PRODUCTS or name == FUSED:
+            self.seen.add(
+                (
+                    "fused" if name == FUSED else "product",
+                    args[-1].dtype if name in PRODUCTS else args[0].dtype,
+                )
+            )
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "hardware, aten, limit, expected",
+    [
+        ("amx", "AVX512", "", "amx"),
+        ("amx", "AVX2", "", "avx2"),
+        ("amx", "DEFAULT", "AVX2", "default"),
+        ("amx", "AVX512", "AVX512_CORE", "avx512"),
+        ("amx", "AVX512", "avx512_core_bf16", "avx512_bf16"),
+        ("avx2", "AVX2", "AVX512_CORE_AMX", "avx2"),
+        ("avx512", "AVX512", "ALL", "avx512"),
+    ],
+)
+def test_the_least_of_processor_and_limits_counts(hardware, aten, limit, expected):
+    assert least(hardware, aten, {"ONEDNN_MAX_CPU_ISA": limit} if limit else {}) == expected
+
+
+def test_this_machine_has_a_set_and_the_limit_of_a_process_bites():
+    assert isa() in (*SETS, "other")
+    assert multiplies(F32) and fuses(F32, 1)
+
+
+@pytest.mark.parametrize("found", SETS)
+def test_sixteen_bits_are_multiplied_only_where_the_cpu_does(found):
+    assert multiplies(F32, found) and fuses(F32, 512, found)
+    assert multiplies(BF16, found) == (found in ("avx512_bf16", "amx"))
+    assert multiplies(F16, found) == (found == "amx") == fuses(F16, 1, found)
+    # decode attention keeps bfloat16 everywhere, prefill from AVX2 on
+    assert fuses(BF16, 4, found) and fuses(BF16, 512, found) == (found != "default")
+
+
+@pytest.mark.parametrize(
+    "found, bf16, f16",
+    [
+        ("default", "widened", "widened"),
+        ("avx2", "widened", "widened"),
+        ("avx512", "widened", "widened"),
+        ("avx512_bf16", "packed", "widened"),
+        ("amx", "left", "plain"),
+        ("other", "plain", "plain"),
+    ],
+)
+def test_weights_are_held_in_the_form_of_the_set(found, bf16, f16):
+    assert choose_form(torch.zeros(4, 8, dtype=BF16), found=found) == bf16
+    assert choose_form(torch.zeros(4, 8, dtype=F16), found=found) == f16
+    assert choose_form(torch.zeros(4, 8), found=found) == "narrow"
+
+
+def products(dtype):
+    """What every launcher multiplies in, of K, V and weights of `dtype`."""
+    torch.manual_seed(0)
+    k, v = torch.randn(2, 1, 2, 300, 32).to(dtype).unbind(0)
+    q = torch.randn(1, 128, 8, 32).to(dtype)
+    one, n, scores = q[:, -1:], ints([300], "cpu"), torch.zeros(1, 300)
+    index = torch.arange(40, dtype=torch.int32).view(1, 1, -1)
+    long = torch.randn(1, 2, 256, 32).to(dtype)
+    calls = {
+        "filter": lambda: decode_dense(one, k, v, n, 0.2, scores, "softmax"),
+        "dense": lambda: decode_dense(one, k, v, n, 0.2),
+        "sparse": lambda: decode_sparse(
+            one, k, v, index, ints([40], "cpu"), ints([290], "cpu"), n, 0.2
+        ),
+        "prefill": lambda: prefill_dense(q, k, v, 172, 0.2),
+        "columns": lambda: column_scores(
+            q, k, torch.zeros(1, 128, 8), [(172, 300, 100)], 172, 1, 0.2, scores[None]
+        ),
+        "mass": lambda: block_mass(q, long, 128, 8, 0.2),
+        "pooled": lambda: block_mass(q, long, 128, 8, 0.2, "pooled"),
+        "weights": lambda: pack_linear(torch.randn(16, 32).to(dtype))(q[0, :64].flatten(1)[:, :32]),
+    }
+    found = {}
+    for name, call in calls.items():
+        with Dtypes() as dtypes:
+            call()
+        found[name] = dtypes.seen
+    return found
+
+
+@pytest.mark.parametrize("found", ["default", "avx2", "avx512"])
+def test_no_launcher_leaves_a_product_to_emulation(found, monkeypatch):
+    monkeypatch.setattr(kernels.isa, "isa", lambda: found)
+    monkeypatch.setattr("kernels.linear.isa", lambda: found)
+    for dtype in (BF16, F16):
+        for name, seen in products(dtype).items():
+            assert seen, name
+            assert ("product", dtype) not in seen, (name, dtype)
+            if dtype == F16 or (found == "default" and name == "prefill"):
+                assert ("fused", dtype) not in seen, (name, dtype)
+
+
+def test_a_cpu_with_bfloat16_products_uses_them(monkeypatch):
+    monkeypatch.setattr(kernels.isa, "isa", lambda: "amx")
+    monkeypatch.setattr("kernels.linear.isa", lambda: "amx")
+    seen = products(BF16)
+    for name in ("filter", "columns", "mass", "pooled", "weights"):
+        assert ("product", BF16) in seen[name], name
+    for name in ("dense", "sparse", "prefill"):
+        assert seen[name] == {("fused", BF16)}, name
+
+
+@pytest.mark.parametrize("found", ["default", "amx"])
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("rows", [1, 64, 65, 521])
+def test_filter_and_dense_layers_hold_in_every_form(found, dtype, rows, monkeypatch):
+    """Chunks of 64 rows: lengths of one, a chunk, a chunk and one, spans of several, primes."""
+    monkeypatch.setattr(kernels.isa, "isa", lambda: found)
+    monkeypatch.setattr("kernels.cpu.CHUNK", 64 * 64)
+    for group, queries in ((1, 1), (4, 1), (8, 3)):
+        kind = "softmax" if queries == 1 else None
+        check_dense("cpu", "cpu", [rows], 2, group, queries, 32, dtype, "tokens", kind)
