@@ -70,9 +70,10 @@ def _what(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--methods",
         nargs="+",
-        default=["t1", "others"],
+        default=["t1", "others@3,10,30"],
         metavar="NAME[@BUDGETS]",
-        help=f"names below, or a group: {', '.join(GROUPS)} (default: t1 others); "
+        help=f"names below, or a group: {', '.join(GROUPS)} (default: t1 "
+        "others@3,10,30); "
         "full attention always runs, and beside OmniKV its controls",
     )
     parser.add_argument(
