@@ -73,8 +73,7 @@ def _what(parser: argparse.ArgumentParser) -> None:
         default=["t1", "others@3,10,30"],
         metavar="NAME[@BUDGETS]",
         help=f"names below, or a group: {', '.join(GROUPS)} (default: t1 "
-        "others@3,10,30); "
-        "full attention always runs, and beside OmniKV its controls",
+        "others@3,10,30); full attention always runs, and beside OmniKV its controls",
     )
     parser.add_argument(
         "--no-controls",
