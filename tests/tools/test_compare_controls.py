@@ -304,7 +304,7 @@ def test_a_group_whose_own_layer_is_kept_is_gone():
         (5,),
     ]
     assert [left.group_of[layer] for layer in (1, 2, 3, 6)] == [0, None, 1, None]
-    shared = OmniKV(filter_layers=(1, 4)).plan(CONFIG)
+    shared = OmniKV(filter_layers=(1, 4), wait_layers=1).plan(CONFIG)
     assert without(shared, (0, 1, 2)) == shared
     assert [g.layers for g in without(shared, (3, 6)).groups] == [(), ()]
 
