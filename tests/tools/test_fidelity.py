@@ -283,6 +283,22 @@ def test_a_run_goes_on_where_it_was_stopped(tiny, finished, capsys, monkeypatch)
     assert "questions was 2 and is 3 now" in capsys.readouterr().err
 
 
+def test_ctrl_c_keeps_what_is_done(tiny, tmp_path, capsys, monkeypatch):
+    seen, work = [], Followed.records
+
+    def interrupted(self, column):
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        seen.append(column.label)
+        return work(self, column)
+
+    monkeypatch.setattr(Followed, "records", interrupted)
+    assert run(tiny, tmp_path, *METHODS, "--texts", "1") == 130
+    assert "the same command goes on from" in capsys.readouterr().err
+    assert len((tmp_path / FILE).read_text().splitlines()) == 1 + 2 * 2
+    assert "omnikv 30% sharp w0" in (tmp_path / "report.md").read_text()
+
+
 def _seen(work, seen):
     def records(self, column):
         seen.append(column.label)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine import Full
@@ -18,7 +19,7 @@ from tools.eval.answers import AnswerFile
 from tools.fidelity.columns import Column, asked, columns, filter_sets
 from tools.fidelity.follow import Followed, Record, key_of
 from tools.fidelity.needles import LONGEST, NeedlePaper
-from tools.program import model_label, progress, say
+from tools.program import progress, say
 from weights.fingerprint import weights_digest
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ class Study:
         """Write the line of settings; raises UsageError where the records there are have others."""
         args, llm = self.args, self.llm
         settings = {
-            "model": model_label(str(args.model)),
+            "model": Path(args.model).name,
             "weights": weights_digest(llm.folder),
             "dtype": str(llm.dtype).removeprefix("torch."),
             **{name: getattr(args, name) for name in ("positions", "answer", "tail", "questions")},
