@@ -28,6 +28,16 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def synchronize_all() -> None:
+    """Wait on the host until no GPU of this process has anything left to do. Touches no card that
+    the process has not used.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        for card in range(torch.cuda.device_count()):
+            if torch._C._cuda_hasPrimaryContext(card):
+                torch.cuda.synchronize(card)
+
+
 @functools.cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream of a card's warm-ups and captures, always the same: cuBLAS keeps a

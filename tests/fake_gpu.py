@@ -15,11 +15,12 @@ import torch
 class FakeGPU:
     """`cards` GPUs. now: the current one. asked: (what, card) of every call. clock: seconds that
     the cards' work has taken, at which events stand. finished: whether their work has ended.
+    used: the cards that this process has a context on.
     """
 
     def __init__(self, monkeypatch, cards=2):
         self.now, self.asked, self.clock, self.cards = 0, [], 0.0, cards
-        self.finished = True
+        self.finished, self.used = True, {0}
         fake = self
 
         class Event:
@@ -80,10 +81,13 @@ class FakeGPU:
             "get_device_properties": lambda device=None: SimpleNamespace(
                 total_memory=self.memory[self.index(device)][1], name="Fake GPU"
             ),
+            "is_initialized": lambda: bool(self.used),
             "Event": Event,
             "Stream": Stream,
         }.items():
             monkeypatch.setattr(torch.cuda, name, stand_in)
+        has_context = lambda card: card in self.used  # noqa: E731
+        monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", has_context, raising=False)
 
     def index(self, device):
         """The number of the card that `device` means here."""

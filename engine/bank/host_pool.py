@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from engine.bank.pinned_memory import Allocator, allocators_here, limits
+from engine.device import synchronize_all
 from engine.errors import OutOfHostMemory
 from engine.plan.free_memory import HEADROOM, available_bytes
 from engine.units import first_line, human
@@ -218,6 +219,9 @@ class HostPool:
                 raise ValueError(
                     f"host pool: {self.in_use} bytes are in use; close their sessions first"
                 )
+            if self.pinned and self._slabs:
+                # race: a copy that is still on its way would read or write pages that are gone
+                synchronize_all()
             self._slabs, self._free = [], {}
 
 

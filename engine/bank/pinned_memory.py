@@ -19,6 +19,7 @@ from typing import Protocol
 
 import torch
 
+from engine.device import synchronize_all
 from engine.plan.free_memory import available_bytes, container_memory
 from engine.units import human
 
@@ -89,6 +90,8 @@ def registered(registrar: Registrar, size: int) -> torch.Tensor:
 
 
 def _unlock(registrar: Registrar, address: int, _pages: mmap.mmap) -> None:
+    # race: a copy that is still on its way would read or write pages that are gone
+    synchronize_all()
     registrar.unregister(address)
 
 

@@ -34,6 +34,7 @@ from engine.bank.streams import SideStream, wait
 from engine.bank.whole_layers import WholeLayers
 from engine.bank.working_set import WorkingSet
 from engine.bank.write_back import WriteBack
+from engine.device import synchronize
 from engine.plan.layers import TAIL_BLOCK, tail_start
 from engine.plan.placement import part_bytes
 
@@ -108,7 +109,7 @@ class TieredBank(Bank):
         )
         self._ring_stop = 0  # one past the newest position in the rings; 0: they are empty
         streams = (self._fetch_stream, self._write_stream)
-        self._end = weakref.finalize(self, _give_back, self.table, streams)
+        self._end = weakref.finalize(self, _give_back, self.table, streams, self.device)
 
     # ---------------------------------------------------------------- sizes
 
@@ -391,8 +392,10 @@ class TieredBank(Bank):
         self._sets, self._set_of = [], {}
 
 
-def _give_back(table: BlockTable, streams: Sequence[SideStream]) -> None:
+def _give_back(table: BlockTable, streams: Sequence[SideStream], device: torch.device) -> None:
     for stream in streams:
         # race: freed memory would still be read or written by a transfer
         stream.synchronize()
+    # race: the transfers of a replayed graph run on none of these streams
+    synchronize(device)
     table.cut(0)
