@@ -8,6 +8,7 @@ locked. engine/bank/host_pool.py tries the three in this order.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import sys
@@ -27,6 +28,9 @@ from engine.units import human
 ALIGN = 64
 # CU_MEMHOSTREGISTER_PORTABLE and _DEVICEMAP: for every context, readable in kernels
 PORTABLE, MAPPED = 1, 2
+# Locking 2 MB pages takes 2.5 times less than 4 KB ones. A child process must not share locked
+# pages: after a fork the parent's first write would move a page that the device still reads.
+ADVICE = [getattr(mmap, name) for name in ("MADV_HUGEPAGE", "MADV_DONTFORK") if hasattr(mmap, name)]
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,9 @@ def registered(registrar: Registrar, size: int) -> torch.Tensor:
     them. Raises OSError where nothing can be mapped.
     """
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in ADVICE:
+        with contextlib.suppress(OSError):  # a kernel without it: 4 KB pages, and forks as ever
+            pages.madvise(advice)
     view = memoryview(pages)
     memory = torch.frombuffer(view, dtype=torch.uint8)
     registrar.register(memory.data_ptr(), size)

@@ -8,6 +8,7 @@ would do.
 
 import ctypes
 import gc
+import mmap
 import warnings
 from functools import partial
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import engine.bank.pinned_memory
 from engine import OmniKV
 from engine.bank.host_pool import HostPool
 from engine.bank.link import Link, choose, measure_link
@@ -348,3 +350,23 @@ def test_without_a_gpu_memory_is_ordinary_and_says_so():
     assert refused.in_use == 0
     small = measure_link(HostPool(limit=1000), torch.device("cuda"))
     assert "no room" in str(small) and small.programs is None
+
+
+@linux
+def test_locked_pages_are_large_and_no_childs(monkeypatch):
+    """Advised before they are locked: afterwards they are 4 KB pages, faulted one by one."""
+    order = []
+
+    class Pages(mmap.mmap):
+        def madvise(self, *advice):
+            order.append(advice[0])
+            if advice[0] == getattr(mmap, "MADV_HUGEPAGE", None):
+                raise OSError("a kernel without large pages")
+            return super().madvise(*advice)
+
+    registrar = Registrar()
+    register = registrar.register
+    registrar.register = lambda *where: (order.append("locked"), register(*where))
+    monkeypatch.setattr(engine.bank.pinned_memory.mmap, "mmap", Pages)
+    memory = registered(registrar, 1 << 20)
+    assert order == [mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK, "locked"] and not memory.any()
