@@ -111,7 +111,7 @@ def decode_dense_cpu(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def dense_kernel(
     q,
     k,
@@ -189,7 +189,7 @@ def dense_kernel(
         store_partial(part, lse, slot, r, d, live, m, total, acc, D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def head_max_kernel(
     logits,
     lse,
