@@ -16,10 +16,42 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from engine.errors import DeviceFailed, EngineError, OutOfDeviceMemory
+from engine.units import first_line
+
 
 def current(device: torch.device) -> AbstractContextManager[object]:
     """Make a GPU the current device of this thread; nothing on a CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def typed(error: BaseException) -> EngineError | None:
+    """Return what a GPU's failure means to a user; None for an error of another kind."""
+    name, module = type(error).__name__, type(error).__module__
+    if isinstance(error, torch.OutOfMemoryError):
+        return OutOfDeviceMemory(
+            f"no memory left on the GPU: {first_line(error)} Another process may have taken it; "
+            f"free it and go on, or close sessions, or lower chunk or max_context"
+        )
+    if module.startswith("triton") or name == "AcceleratorError" or "CUDA" in str(error):
+        if isinstance(error, Exception) and not isinstance(error, EngineError):
+            return DeviceFailed(
+                f"the GPU refused a launch: {name}: {first_line(error)}; if it happens again, "
+                f"start anew, use backend='reference', or device='cpu'"
+            )
+    return None
+
+
+@contextlib.contextmanager
+def typed_errors() -> Iterator[None]:
+    """Raise a GPU's failures as errors of the engine."""
+    try:
+        yield
+    except Exception as error:
+        meant = typed(error)
+        if meant is None:
+            raise
+        raise meant from error
 
 
 def synchronize(device: torch.device) -> None:

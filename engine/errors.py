@@ -13,9 +13,11 @@ __all__ = [
     "BadCheckpoint",
     "Busy",
     "ContextTooLong",
+    "DeviceFailed",
     "EngineError",
     "HubError",
     "ModelNotFound",
+    "OutOfDeviceMemory",
     "OutOfHostMemory",
     "OutOfMemoryPlan",
     "SessionClosed",
@@ -52,6 +54,17 @@ class OutOfHostMemory(EngineError):
 
     The message names the limit and the remedies.
     """
+
+
+class OutOfDeviceMemory(EngineError):
+    """The GPU had no memory left for a chunk or a step; the session keeps the tokens that it had.
+
+    The message names the driver's figures and the remedies.
+    """
+
+
+class DeviceFailed(EngineError):
+    """The GPU or its driver refused a launch; the session keeps the tokens that it had."""
 
 
 class Busy(EngineError):

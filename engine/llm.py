@@ -16,7 +16,7 @@ from engine.bank.host_pool import HostPool
 from engine.bank.host_tier import HostTier
 from engine.bank.link import Link
 from engine.check import Report
-from engine.device import current
+from engine.device import current, typed_errors
 from engine.errors import BadCheckpoint, OutOfMemoryPlan, SettingError
 from engine.generate import Completion, Piece, generate
 from engine.heap import trim_heap, trimmed
@@ -102,7 +102,7 @@ class LLM:
         self._prepare(name, config, options)
         self._plan.require_fit()
         self._host_tier = self._new_host_tier()
-        with current(self.device):
+        with current(self.device), typed_errors():
             self._finish(stream(config, self.dtype, self.device))
         return self
 
@@ -210,7 +210,7 @@ class LLM:
             check_finite=self.options.check_finite,
             progress=self._progress,
         )
-        with current(self.device):
+        with current(self.device), typed_errors():
             self._finish(trimmed(stream))
 
     def _finish(self, stream: Iterable[tuple[str, torch.Tensor]]) -> None:

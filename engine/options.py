@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import torch
 from engine.errors import SettingError
 from engine.plan.placement import SLOTS
 from engine.settings import integer, is_number, one_of
+from engine.units import first_line
 from kernels.dispatch import BACKENDS
 
 if TYPE_CHECKING:
@@ -20,6 +22,24 @@ if TYPE_CHECKING:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OFFLOADS = ("auto", "host", "device")
+
+
+OLDEST = (8, 0)  # compute capability: bfloat16 products and 16-byte asynchronous copies
+
+
+def unfit(card: int) -> str:
+    """Say why a card cannot run the engine; empty where it can."""
+    try:
+        found = torch.cuda.get_device_capability(card)
+        name = torch.cuda.get_device_name(card)
+    except RuntimeError as error:
+        return f"the driver refuses: {first_line(error)}"
+    if found < OLDEST:
+        return (
+            f"{name} of compute capability {found[0]}.{found[1]}, expected {OLDEST[0]}.{OLDEST[1]} "
+            f"(Ampere) or later"
+        )
+    return ""
 
 
 @dataclass(frozen=True)
@@ -86,7 +106,10 @@ class Options:
         """The torch.device that `device` names here; SettingError where there is none."""
         name = self.device
         if name == "auto":
-            return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+            why = unfit(0) if torch.cuda.is_available() else "no GPU"
+            if why and why != "no GPU":
+                warnings.warn(f"device 'auto' takes the CPU: {why}", stacklevel=2)
+            return torch.device("cpu") if why else torch.device("cuda", 0)
         try:
             device = torch.device(name)
         except (RuntimeError, TypeError):
@@ -106,6 +129,8 @@ class Options:
             raise SettingError(
                 f"device: found {name!r}, expected an index below {torch.cuda.device_count()}"
             )
+        if why := unfit(device.index or 0):
+            raise SettingError(f"device: found {name!r}, {why}; use device='cpu'")
         return torch.device(device.type, device.index or 0)
 
     def resolved_dtype(self, stored: str, device: torch.device) -> torch.dtype:

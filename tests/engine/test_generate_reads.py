@@ -4,6 +4,7 @@ Stops: a counter that is copied from the device for every token, while the devic
 """
 
 from engine import OmniKV
+from engine.bank.host_pool import HostPool
 from engine.bank.tiered import TieredBank
 from engine.generate import generate
 from engine.sampling import SamplingParams
@@ -14,7 +15,8 @@ METHOD = OmniKV(filter_layers=(1, 4), tokens=40, tail=64, dense_below=0)
 
 def test_no_counter_is_read_from_the_device_while_an_answer_is_written(monkeypatch):
     """Over a host tier, the working sets count on the device."""
-    session = tiny_llm(METHOD, offload="host", max_context=512).session()
+    pool = HostPool(slab_bytes=1 << 20)
+    session = tiny_llm(METHOD, offload="host", max_context=512, host_pool=pool).session()
     asked, real = [], TieredBank.counters
     monkeypatch.setattr(TieredBank, "counters", lambda bank: asked.append(1) or real(bank))
     pieces = list(generate(session, random_ids(200), SamplingParams(max_tokens=12)))
