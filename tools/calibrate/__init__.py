@@ -1,8 +1,12 @@
 """Finds a model's filter layers: `python -m tools.calibrate`.
 
+passages.py       what a layer plan costs a text: KL against full attention, from one reading
+search.py         the best full layers of every number, one change at a time
+by_loss.py        texts, search, held-out figures, table and knee
+state.py          what a search has measured, on disk
 similarity.py     measures how much of each layer's attention falls on another layer's choice
 choose_layers.py  turns that into filter layers, by dynamic programming
 texts.py          the texts that are read, and the flags that name them (tools.pod_groups too)
-report.py         the table and the plots
+report.py         the table and the plots of --by reads and --by mass
 cli.py            the command line and omnikv.json
 """

@@ -1,9 +1,9 @@
-"""`python -m tools.calibrate`: find a model's filter layers by measuring what its layers attend to,
-and write omnikv.json.
+"""`python -m tools.calibrate`: find a model's filter layers and write omnikv.json.
 
-Reads long texts (yours, or documents made for the purpose), measures at decode positions how much
-of every layer's attention falls on the tokens that each layer below would choose, and picks the
-filter layers by dynamic programming. Progress goes to stderr, results to stdout.
+--by loss (default) searches for the layers under which the model's next tokens are closest to full
+attention's, on real texts (tools/calibrate/by_loss.py). --by reads and --by mass measure at decode
+positions how much of every layer's attention falls on the tokens that each layer below would
+choose, and pick filter layers by dynamic programming. Progress goes to stderr, results to stdout.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from engine import LLM, Full
 from engine.errors import UsageError
 from engine.plan.filter_layers import FORMAT, NAME, cache_file
 from engine.version import VERSION
+from tools.calibrate.by_loss import run_by_loss
 from tools.calibrate.choose_layers import best_sets, choose
 from tools.calibrate.report import plot, report
 from tools.calibrate.similarity import head_groups, kept, measure
@@ -38,55 +39,61 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m tools.calibrate", description="Find the filter layers of a model."
     )
-    add_flags(p)
-    p.add_argument(
+    add_flags(p, None, "8, and 8 held out; reads: 10")
+    add = p.add_argument
+    add(
+        "--by",
+        choices=("loss", "reads", "mass"),
+        default="loss",
+        help="loss: KL of next tokens against full attention (default); reads: heads that read one "
+        "token must find it, diffuse ones count a tenth; mass: the paper's mean mass",
+    )
+    add(
         "--length",
         type=int,
-        help="tokens per text (default: 8192 on a CPU, 131072 on a GPU, or the model's limit)",
+        help="tokens per text (1500 on a CPU, 8192 on a GPU; reads, mass: 8192, 131072)",
     )
-    p.add_argument(
-        "--positions",
-        type=int,
-        default=24,
-        help="decode positions measured at the end of each text (default 24)",
+    add("--positions", type=int, help="decode positions at the end of each text (32; reads: 24)")
+    add("--share", type=float, help="budget as a share of the text (default 0.0667; reads: 0.067)")
+    add("--out", metavar="FILE", help="where to write omnikv.json (default: beside the model)")
+    add("--dry-run", action="store_true", help="measure and print, write no omnikv.json")
+    _loss(p.add_argument_group("--by loss"))
+    _masses(p.add_argument_group("--by reads and --by mass"))
+    return p
+
+
+def _loss(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--full-layers", type=int, metavar="N", help="take the set of N full layers, not the knee")
+    add("--most-full", type=int, metavar="N", help="most full layers (default: a third of all)")
+    add("--tail", type=int, default=64, help="newest tokens that all layers read (default 64)")
+    add(
+        "--start",
+        choices=("even", "nothing"),
+        default="even",
+        help="begin with evenly spaced layers and take away (default), or with none and add",
     )
-    p.add_argument(
-        "--share", type=float, default=0.067, help="budget as a share of the text (default 0.067)"
-    )
-    p.add_argument(
-        "--wait-layers", type=int, default=1, help="wait layers after a filter layer (default 1)"
-    )
-    p.add_argument("--filters", type=int, default=3, help="most filter layers (default 3)")
-    p.add_argument(
+    add("--fresh", action="store_true", help="start over instead of going on with a search")
+
+
+def _masses(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--wait-layers", type=int, default=1, help="wait layers after a filter layer (default 1)")
+    add("--filters", type=int, default=3, help="most filter layers (default 3)")
+    add(
         "--most-dense",
         type=float,
         default=0.375,
         help="most full layers, as a share of all (default 0.375)",
     )
-    p.add_argument(
+    add(
         "--slack",
         type=float,
         default=0.01,
         help="reads kept (or mass) that fewer full layers may cost (default 0.01)",
     )
-    p.add_argument(
-        "--by",
-        choices=("reads", "mass"),
-        default="reads",
-        help="reads: heads that read one token must find it, diffuse ones count a tenth (default); "
-        "mass: the paper's mean mass",
-    )
-    p.add_argument(
-        "--plot", metavar="DIR", type=Path, help="write similarity.png and filter_ability.png"
-    )
-    p.add_argument("--json", metavar="FILE", help="write everything measured")
-    p.add_argument(
-        "--out",
-        metavar="FILE",
-        help="where to write omnikv.json (default: beside the model, else the user's cache)",
-    )
-    p.add_argument("--dry-run", action="store_true", help="measure and print, write no omnikv.json")
-    return p
+    add("--plot", metavar="DIR", type=Path, help="write similarity.png and filter_ability.png")
+    add("--json", metavar="FILE", help="write everything measured")
 
 
 def collect(
@@ -133,14 +140,30 @@ def save(folder: Path, data: dict[str, Any], out: str | None) -> Path:
     raise UsageError(f"--out: found {last}, expected a place that can be written")
 
 
+LENGTHS = {"loss": (1500, 8192), "reads": (8192, 131072), "mass": (8192, 131072)}  # CPU, GPU
+DEFAULTS = {"loss": (32, 0.0667, 8), "reads": (24, 0.067, 10), "mass": (24, 0.067, 10)}
+
+
 def checked_length(args: argparse.Namespace, llm: LLM) -> int:
-    """Tokens per text; UsageError where the numbers of the command line cannot be meant."""
-    length = min(args.length or (8192 if llm.device.type == "cpu" else 131072), llm.max_context)
+    """Tokens per text, and the defaults of the measure in `args`; UsageError where the numbers of
+    the command line cannot be meant.
+    """
+    on_cpu, on_gpu = LENGTHS[args.by]
+    length = args.length or (on_cpu if llm.device.type == "cpu" else on_gpu)
+    length = min(length, llm.max_context)
+    for name, value in zip(("positions", "share", "texts"), DEFAULTS[args.by]):
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     if length < 256 or not 0 < args.share < 1 or args.positions < 1 or args.texts < 1:
         raise UsageError(
             f"found length {length}, share {args.share}, positions {args.positions}, "
             f"texts {args.texts}; expected a length of at least 256, a share in (0, 1) "
             "and counts of at least 1"
+        )
+    if args.positions > length // 2 or args.tail < 64:
+        raise UsageError(
+            f"found positions {args.positions}, tail {args.tail}; expected at most half of the "
+            f"length ({length}) and a tail of at least 64"
         )
     return length
 
@@ -164,7 +187,40 @@ def run(args: argparse.Namespace) -> None:
     """Calibrate, print the table and write what was asked for."""
     began = time.perf_counter()
     llm = LLM(args.model, device=args.device, dtype=args.dtype, method=Full())
-    config, length = llm.config, checked_length(args, llm)
+    length = checked_length(args, llm)
+    data = by_loss(llm, args, length) if args.by == "loss" else by_mass(llm, args, length)
+    if not args.dry_run:
+        print(f"written: {save(llm.folder, data, args.out)}")
+    say(f"{time.perf_counter() - began:.0f} s, texts of up to {length} tokens")
+
+
+def calibration(llm: LLM, filters: Sequence[int], wait: int, k: int) -> dict[str, Any]:
+    """The content of omnikv.json."""
+    return {
+        "format": FORMAT,
+        "fingerprint": fingerprint(llm.folder),
+        "filter_layers": list(filters),
+        "wait_layers": wait,
+        "k": k,
+        "scores": "softmax",
+        "made_by": f"tools.calibrate {VERSION}",
+    }
+
+
+def by_loss(llm: LLM, args: argparse.Namespace, length: int) -> dict[str, Any]:
+    """Search, print, and return the calibration."""
+    chosen, lines, k = run_by_loss(llm, args, length)
+    print("\n".join(lines))
+    print(
+        f"\nchosen: {chosen.filters}, {len(chosen.full)} of {llm.config.num_layers} layers full, "
+        f"held-out KL {chosen.held:.4f}"
+    )
+    return calibration(llm, chosen.filters, 0, k)
+
+
+def by_mass(llm: LLM, args: argparse.Namespace, length: int) -> dict[str, Any]:
+    """Measure reads kept and mass, print, and return the calibration."""
+    config = llm.config
     texts = texts_for(llm, args.text, args.texts, length, args.seed)
     tail = 64 if length < 2048 else 256
     mass, reads, heads, k = collect(llm, texts, args.positions, args.share, tail, say)
@@ -180,15 +236,7 @@ def run(args: argparse.Namespace) -> None:
         f"\nchosen: {chosen.filters}, {chosen.dense} of {config.num_layers} layers full, "
         f"by {args.by}: {chosen.mass:.4f}"
     )
-    data = {
-        "format": FORMAT,
-        "fingerprint": fingerprint(llm.folder),
-        "filter_layers": list(chosen.filters),
-        "wait_layers": args.wait_layers,
-        "k": k,
-        "scores": "softmax",
-        "made_by": f"tools.calibrate {VERSION}",
-    }
+    data = calibration(llm, chosen.filters, wait, k)
     if args.plot:
         plot(args.plot, mass, chosen)
     if args.json:
@@ -200,12 +248,11 @@ def run(args: argparse.Namespace) -> None:
             "sets": [[c.filters, c.dense, c.mass] for c in sets.values()],
         }
         Path(args.json).write_text(json.dumps(data | measured))
-    if not args.dry_run:
-        print(f"written: {save(llm.folder, data, args.out)}")
-    say(f"{time.perf_counter() - began:.0f} s, {len(texts)} texts of up to {length} tokens")
+    return data
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, 1 (the run failed), 2 (usage) or 130 (Ctrl-C)."""
     args = parser().parse_args(argv)
-    return guarded(lambda: run(args))
+    stopped = "stopped; a search by loss goes on from here next time" if args.by == "loss" else ""
+    return guarded(lambda: run(args), stopped)

@@ -179,8 +179,7 @@ class Passage:
         keys, values = _joined(old_k, k), _joined(old_v, v)
         outs, found = [], []
         for part in self._parts(q.shape[1]):
-            hidden = self.newer[part]
-            weights = _weights(q[part], keys, hidden)
+            weights = _weights(q[part], keys, self.newer[part, self.start :])
             outs.append(_mix(weights, values, q.dtype))
             if picks:
                 found.append(self.choose(weights, self.tails[part]))
@@ -227,15 +226,16 @@ def _joined(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(q: torch.Tensor, keys: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """Softmaxed attention of q [R, H, D] to keys [Hkv, n, D], hidden bool [R, n] or
-    [1 or Hkv, R, n] left out: float32 [Hkv, G, R, n].
+    """Softmaxed attention of q [R, H, D] to keys [Hkv, n, D]: float32 [Hkv, G, R, n]. hidden: which
+    of the last m keys are left out, bool [R, m] or [1 or Hkv, R, m].
     """
     rows, heads, dim = q.shape
     kv_heads, n, _ = keys.shape
     packed = q.float().view(rows, kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
     logits = torch.bmm(packed * dim**-0.5, keys.transpose(1, 2)).view(kv_heads, -1, rows, n)
     hidden = hidden if hidden.dim() == 2 else hidden[:, None]
-    return torch.softmax(logits.masked_fill_(hidden, float("-inf")), -1)
+    logits[..., n - hidden.shape[-1] :].masked_fill_(hidden, float("-inf"))
+    return torch.softmax(logits, -1)
 
 
 def _mix(weights: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

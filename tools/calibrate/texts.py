@@ -19,8 +19,10 @@ MADE = ("kv", "chains", "two_stage", "facts", "listing", "mixed", "frequent")
 LONG = ("mixed", "listing", "frequent")  # tasks that need documents of at least 1,024 tokens
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that say which model is measured on which texts, and where."""
+def add_flags(parser: argparse.ArgumentParser, texts: int | None = 10, why: str = "10") -> None:
+    """The flags that say which model is measured on which texts, and where. texts: their default
+    number, which `why` says in words.
+    """
     parser.add_argument("--model", required=True, help="alias, hub id or folder")
     parser.add_argument(
         "--text",
@@ -32,8 +34,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--texts",
         type=int,
-        default=10,
-        help="how many texts to make where no --text is given (default 10)",
+        default=texts,
+        help=f"how many texts to take where no --text is given (default {why})",
     )
     parser.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
@@ -65,6 +67,25 @@ def texts_for(
         name = kinds[number % len(kinds)]
         found.append((name, _made(llm, name, length, seed + number)[: llm.max_context]))
     return found
+
+
+def pieces_of(
+    llm: LLM, files: Sequence[str], length: int
+) -> tuple[list[tuple[str, list[int]]], list[tuple[str, list[int]]]]:
+    """(name, token ids) of the pieces of `length` tokens of the user's files, in turn for a search
+    and held out from it. Raises UsageError where there are fewer than two.
+    """
+    found = []
+    for file in files:
+        ids = llm.encode(read_text(file))
+        starts = range(0, len(ids) - length + 1, length)
+        found += [(f"{Path(file).name}:{start}", ids[start : start + length]) for start in starts]
+    if len(found) < 2:
+        raise UsageError(
+            f"--text: found {len(found)} pieces of {length} tokens, expected at least 2, one of "
+            "them held out; give longer texts or a smaller --length"
+        )
+    return found[::2], found[1::2]
 
 
 def _made(llm: LLM, task: str, length: int, seed: int) -> list[int]:
