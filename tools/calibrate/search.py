@@ -165,12 +165,17 @@ class Search:
     # ---------------------------------------------------------------- searches
 
     def down(self, most: int, least: int = 2) -> dict[int, Found]:
-        """{number of full layers: the best set found}: `most` layers spread evenly, settled; then
-        again and again the layer is taken away that costs least, and the others settle.
+        """{number of full layers: the best set found}: `most` layers spread evenly, settled until
+        none moves; then again and again the layer is taken away that costs least, and the others
+        settle.
         """
         start = even(self.layers, most)
         self._ahead = list(range(least, most))
-        found = {most: self.settled(Found(start, self.cost(start)))}
+        best = self.settled(Found(start, self.cost(start)))
+        # the others begin from this one: until nothing moves
+        while (again := self.settled(best)) != best:
+            best = again
+        found = {most: best}
         for count in range(most - 1, least - 1, -1):
             full = found[count + 1].full
             self._ahead.remove(count)
