@@ -66,7 +66,7 @@ def synchronize_all() -> None:
     """
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         for card in range(torch.cuda.device_count()):
-            if torch._C._cuda_hasPrimaryContext(card):
+            if torch._C._cuda_hasPrimaryContext(card):  # type: ignore[attr-defined]
                 torch.cuda.synchronize(card)
 
 

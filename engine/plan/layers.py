@@ -143,7 +143,7 @@ def spread_filter_layers(num_layers: int) -> tuple[int, ...]:
     """
     if num_layers < 4:
         return ()
-    published = (1 if num_layers < 6 else 2,)
+    published: tuple[int, ...] = (1 if num_layers < 6 else 2,)
     if num_layers >= 12:
         published = tuple(max(1, round(num_layers * share)) for share in (0.0625, 0.25, 0.5625))
     ends = (*published[1:], num_layers)
