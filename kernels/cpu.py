@@ -306,10 +306,11 @@ def attend_widened(
             torch.bmm(folded, _widened(some_k[:, at], buffer).transpose(1, 2), out=weights)
         new = _softmax(parts)
         total = torch.logaddexp(lse, new)
-        out.mul_(torch.exp(lse - total).view(kv_heads, -1, 1))
-        share = torch.exp(new - total).view(kv_heads, -1, 1)
+        part = torch.zeros_like(folded)
         for weights, at in _chunks(parts):
-            out.add_(torch.bmm(weights, _widened(some_v[:, at], buffer)).mul_(share))
+            part.baddbmm_(weights, _widened(some_v[:, at], buffer))
+        out.mul_(torch.exp(lse - total).view(kv_heads, -1, 1))
+        out.add_(part.mul_(torch.exp(new - total).view(kv_heads, -1, 1)))
         lse = total
     return out, lse.view(kv_heads, -1)
 
