@@ -157,7 +157,7 @@ class Sampler:
         Draws nothing and changes no state.
         """
         scores = self._penalise(logits.float()) if self._penalised else logits.float()
-        ids, kept = self._filter(scores)
+        ids, kept, _ = self._filter(scores, self.vocab_size)
         everything = torch.zeros(self.vocab_size, dtype=torch.float32, device=logits.device)
         return everything.index_put((ids,), kept) if ids is not None else kept
 
@@ -185,25 +185,43 @@ class Sampler:
         return int(token)
 
     def _draw(self, scores: torch.Tensor) -> int:
-        _require_finite(float(scores.max()))
-        ids, kept = self._filter(scores)
+        best = scores.max()
+        before = self._random.get_state()
+        uniform = torch.rand((), generator=self._random, dtype=torch.float64).item()
+        token, value, mass = self._pick(scores, best, uniform, TOP_P_HEAD)
+        if math.isfinite(value) and mass < self.params.top_p < 1.0:
+            token, value, _ = self._pick(scores, best, uniform, self.vocab_size)
+        if not math.isfinite(value):
+            self._random.set_state(before)
+        _require_finite(value)
+        return int(token)
+
+    def _pick(
+        self, scores: torch.Tensor, best: torch.Tensor, uniform: float, head: int
+    ) -> list[float]:
+        """Draw with a uniform number: [token id, the largest score, the probability of the `head`
+        likeliest tokens], in one transfer and with no other wait for the device.
+        """
+        ids, kept, mass = self._filter(scores, head)
         # float64: over 128256 tokens a float32 sum would lose the smallest probabilities.
         cumulative = kept.double().cumsum(0)
-        total = float(cumulative[-1])
-        uniform = torch.rand((), generator=self._random, dtype=torch.float64).item()
         # right=True: a token of probability 0 is never drawn, not even for a uniform number of
         # exactly 0.
-        drawn = torch.tensor([uniform * total], dtype=torch.float64, device=cumulative.device)
-        index = int(torch.searchsorted(cumulative, drawn, right=True))
-        if index >= kept.numel():  # uniform * total rounded up to the total
-            index = int(kept.nonzero()[-1])
-        return index if ids is None else int(ids[index])
+        index = torch.searchsorted(cumulative, uniform * cumulative[-1:], right=True)
+        # uniform * total may round up to the total: then the last that has a probability
+        last = torch.searchsorted(cumulative, cumulative[-1:])
+        # damaged logits leave only NaN, and both past the end
+        index = torch.minimum(index, last).clamp_(max=kept.numel() - 1)
+        drawn = index if ids is None else ids.gather(0, index)
+        return torch.cat([t.double().view(1) for t in (drawn, best, mass)]).tolist()
 
-    def _filter(self, scores: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Apply temperature, top-k, top-p and min-p.
+    def _filter(
+        self, scores: torch.Tensor, head: int
+    ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        """Apply temperature, top-k, top-p (among the `head` likeliest tokens) and min-p.
 
-        Returns the ids of the tokens that survive (None: the whole vocabulary, in order) and their
-        probabilities.
+        Returns token ids (None: the whole vocabulary, in order), their probabilities, 0 for those
+        that do not survive, and the probability of the `head` likeliest before top-p.
         """
         params, ids = self.params, None
         # Subtract the maximum, so that a tiny temperature cannot overflow; softmax is invariant to
@@ -211,18 +229,18 @@ class Sampler:
         scores = (scores - scores.max()) / max(params.temperature, 1e-30)
         if 0 < params.top_k < self.vocab_size:
             # Ties with the last token stay, as in transformers.
-            ids = (scores >= torch.topk(scores, params.top_k).values[-1]).nonzero().view(-1)
-            scores = scores[ids]
+            last = torch.topk(scores, params.top_k).values[-1]
+            scores = scores.masked_fill(scores < last, float("-inf"))
         probabilities = torch.softmax(scores, dim=-1)
+        mass = probabilities.sum()
         if params.top_p < 1.0:
-            keep = _nucleus(probabilities, params.top_p)
-            ids, probabilities = keep if ids is None else ids[keep], probabilities[keep]
+            ids, probabilities, mass = _nucleus(probabilities, params.top_p, head)
             probabilities = probabilities / probabilities.sum()
         if params.min_p > 0.0:
             probabilities = probabilities.masked_fill(
                 probabilities < params.min_p * probabilities.max(), 0.0
             )
-        return ids, probabilities / probabilities.sum()
+        return ids, probabilities / probabilities.sum(), mass
 
     def _penalise(self, logits: torch.Tensor) -> torch.Tensor:
         if self._seen is None or self._seen.device != logits.device:
@@ -236,16 +254,21 @@ class Sampler:
         )
 
 
-def _nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Return the indices of the fewest likeliest entries that sum to top_p; at least one."""
+def _nucleus(
+    probabilities: torch.Tensor, top_p: float, head: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Find the fewest likeliest of the `head` likeliest entries that sum to top_p; at least one.
+
+    Returns the indices of the `head`, their values, 0 for those outside, and the sum of them all.
+    """
     size = probabilities.numel()
-    values, order = torch.topk(probabilities, min(TOP_P_HEAD, size))
-    if order.numel() < size and float(values.sum()) < top_p:
+    if head < size:
+        values, order = torch.topk(probabilities, head)
+    else:
         values, order = torch.sort(probabilities, descending=True)
-    before = values.cumsum(0) - values
-    keep = before < top_p
-    keep[0] = True
-    return order[keep]
+    # the first has nothing before it: it stays
+    outside = values.cumsum(0) - values >= top_p
+    return order, values.masked_fill(outside, 0.0), values.sum()
 
 
 def _require_finite(value: float) -> None:
