@@ -91,7 +91,7 @@ def test_a_whole_session_over_registered_pages():
     pool closes, and only then.
     """
     registrar = Registrar()
-    method = OmniKV(filter_layers=(1, 4), tokens=40, tail=64, dense_below=0)
+    method = OmniKV(filter_layers=(1, 4), wait_layers=1, tokens=40, tail=64, dense_below=0)
     pool = HostPool(
         limit=280_000,
         slab_bytes=150_001,
