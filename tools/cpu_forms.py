@@ -28,7 +28,7 @@ import torch
 
 from engine.errors import UsageError
 from engine.methods.select.minference_patterns import line_sums
-from engine.methods.select.quest import page_bounds
+from engine.methods.select.quest import AT_ONCE, page_bounds
 from kernels.block_sparse import attend_blocks, block_mass
 from kernels.column_scores import column_scores
 from kernels.column_sums import column_sums
@@ -133,7 +133,7 @@ def _products(dtype: torch.dtype, shape: tuple[int, int, int]) -> dict[str, Case
     heads, scale = kv_heads * group, dim**-0.5
     k = torch.randn(kv_heads, PAST, dim).to(dtype)
     q = torch.randn(64, heads, dim).to(dtype)
-    low, high = torch.randn(2, kv_heads, PAST, dim).to(dtype).unbind(0)
+    low, high = torch.randn(2, kv_heads, AT_ONCE, dim).to(dtype).unbind(0)
     found: dict[str, Case] = {
         "Quest's page bounds": lambda: page_bounds(q[0], low, high, "max"),
         "MInference's lines": lambda: line_sums(q, k, PAST, scale),
