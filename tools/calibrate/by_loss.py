@@ -85,9 +85,8 @@ class Passages:
 
 @dataclass(frozen=True)
 class Row:
-    """One number of full layers: its set, KL in nats on both kinds of text, and the share of
-    held-out positions at which the most likely token is full attention's. held, same: None before
-    they are measured.
+    """One number of full layers: its set, KL in nats on both splits, and the share of held-out
+    positions at which the most likely token is full attention's.
     """
 
     full: Layers
@@ -199,7 +198,8 @@ def searched(
 
 def bound(args: argparse.Namespace, layers: int) -> int:
     """The most full layers that are searched."""
-    most = args.most_full or max(2, layers // 3)
+    # shallow models need as many
+    most = args.most_full or max(layers // 3, min(4, layers - 1))
     if args.full_layers is not None:
         most = max(most, args.full_layers)
     if not 2 <= most < layers or args.full_layers is not None and args.full_layers < 2:

@@ -47,7 +47,7 @@ def mean_mass(mass: Matrix, filters: Sequence[int], wait_layers: int) -> float:
     return sum(seen) / len(seen) if seen else 1.0
 
 
-def best_sets(mass: Matrix, most_filters: int = 3, wait_layers: int = 1) -> Sets:
+def best_sets(mass: Matrix, most_filters: int = 3, wait_layers: int = 0) -> Sets:
     """{(number of filters, full layers): Choice with the largest mass} over all filter sets, by
     dynamic programming, exactly.
 

@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
 def _loss(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--full-layers", type=int, metavar="N", help="take the set of N full layers, not the knee")
-    add("--most-full", type=int, metavar="N", help="most full layers (default: a third of all)")
+    add("--most-full", type=int, metavar="N", help="most full layers (default: a third, or 4)")
     add("--tail", type=int, default=64, help="newest tokens that all layers read (default 64)")
     add(
         "--start",
@@ -78,7 +78,7 @@ def _loss(group: argparse._ArgumentGroup) -> None:
 
 def _masses(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--wait-layers", type=int, default=1, help="wait layers after a filter layer (default 1)")
+    add("--wait-layers", type=int, default=0, help="wait layers after a filter layer (default 0)")
     add("--filters", type=int, default=3, help="most filter layers (default 3)")
     add(
         "--most-dense",
