@@ -73,7 +73,8 @@ def test_a_whole_offloaded_session_on_interpreted_kernels(monkeypatch):
         answers.append([session.decode(token) for token in (5, 9)])
     assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
     stats = session.stats
-    assert stats.misses > 0 and stats.bytes_fetched == stats.misses * part_bytes(llm.config, 4) * 2
+    row = 3 * part_bytes(llm.config, 4)  # layers 2 to 4
+    assert stats.misses > 0 and stats.bytes_fetched == stats.misses * row
     session.truncate(100)
     session.close()
     assert llm.host_pool.in_use == 0
