@@ -4,6 +4,7 @@ sets and wait layers.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -168,7 +169,9 @@ def _built(llm: LLM, column: Column, facts: Facts) -> Column:
         made = column.entry.build(facts, column.budget / 100)
         if isinstance(made, str):
             return replace(column, why=made)
-        method, plan = llm.resolve_method(made)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the column says it in `why`
+            method, plan = llm.resolve_method(made)
     except SettingError as error:
         return replace(column, why=str(error))
     if column.entry.sparse and not plan.partial_layers:
