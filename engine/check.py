@@ -7,6 +7,7 @@ as it was.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -143,11 +144,16 @@ def check(
     slots = session.query_ring.slots.clone()
     found = []
     try:
-        with exclusive(session.llm), rewound_on_error(session):
-            for position in range(last - steps, last):
-                found.append(pair.at(position))
-                if progress is not None:
-                    progress(len(found), steps)
+        with exclusive(session.llm):
+            try:
+                with rewound_on_error(session):
+                    for position in range(last - steps, last):
+                        found.append(pair.at(position))
+                        if progress is not None:
+                            progress(len(found), steps)
+            except BaseException:
+                pair.restore(last - steps + len(found))
+                raise
     finally:
         session.query_ring.slots.copy_(slots)
     words = session.llm.tokenizer.stream() if session.llm.tokenizer is not None else None
@@ -165,11 +171,23 @@ class Pair:
         self.full = Decoder(model, rotary, session.dense_runtime, ring)
         self.sparse = Decoder(model, rotary, self.meter, ring)
 
-    def at(self, position: int) -> StepCheck:
-        """Compare the steps of the token at `position`: full first, the session's own last."""
+    def restore(self, position: int) -> None:
+        """Write the session's own rows of the token at `position` again, after a comparison that
+        broke off there: full attention's may lie in their place.
+        """
+        if position < len(self.session):
+            with contextlib.suppress(Exception), self.session.bank.rehearsal(position + 1):
+                self.sparse.step(*self._token(position), self.session.bank)
+
+    def _token(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The token at `position` [1, 1] and the bank's length before it [1]."""
         device = self.session.model.device
         token = torch.tensor([[self.session.ids[position]]], device=device)
-        length = torch.tensor([position], dtype=torch.int32, device=device)
+        return token, torch.tensor([position], dtype=torch.int32, device=device)
+
+    def at(self, position: int) -> StepCheck:
+        """Compare the steps of the token at `position`: full first, the session's own last."""
+        token, length = self._token(position)
         with self.session.bank.rehearsal(position + 1):
             full = self.full.step(token, length, self.session.bank)[0, -1]
             sparse = self.sparse.step(token, length, self.session.bank)[0, -1]

@@ -11,6 +11,7 @@ Products of one head at a time read 7 to 9, but round bfloat16 scores to 8 bits 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 
@@ -244,10 +245,12 @@ def _softmax(parts: list[Part]) -> torch.Tensor:
     [Hkv * G].
     """
     flat = [part.flatten(1, 2) for _, part in parts]
-    most = torch.stack([part.amax(2).amax(0) for part in flat if len(part)]).amax(0)
+    # a chunk at a time: one result per chunk would be a tensor that grows with the context
+    chunks = [rows for part in flat for rows in part]
+    most = functools.reduce(torch.maximum, (rows.amax(1) for rows in chunks))
     for part in flat:
         part.sub_(most.unsqueeze(1)).exp_()
-    total = torch.stack([part.sum(2).sum(0) for part in flat]).sum(0)
+    total = functools.reduce(torch.add, (rows.sum(1) for rows in chunks))
     for part in flat:
         part.div_(total.unsqueeze(1))
     return most.add_(total.log())

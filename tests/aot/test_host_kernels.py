@@ -28,7 +28,8 @@ def test_the_launches_are_those_meant():
         "victims_kernel",
         "assign_kernel",
         *["move_kernel"] * 4,
-        "store_kernel",
+        # into the bank, and into both copies of a ring
+        *["store_kernel"] * 2,
     ]
 
 

@@ -62,7 +62,15 @@ def test_the_command_line_answers_from_a_document_with_sparse_steps(real, tmp_pa
     lines = [f"The key of {name} is {71934 + 917 * i}." for i, name in enumerate(names)]
     (tmp_path / "keys.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     flags = "--dtype float32 --ctx 512 -n 24 --json --quiet --dense-below 0 --tail 64 --tokens 96"
-    command = ["--model", str(real), *flags.split(), "--filter-layers", "2,8,17"]
+    command = [
+        "--model",
+        str(real),
+        *flags.split(),
+        "--filter-layers",
+        "2,8,17",
+        "--wait-layers",
+        "1",
+    ]
     command += ["-f", str(tmp_path / "keys.txt"), "-p", "What is the key of Carl?"]
     assert main(command) == 0
     answer = json.loads(capsys.readouterr().out)

@@ -66,4 +66,5 @@ def test_a_pool_waits_for_every_card_in_use_before_it_unlocks(held):
     order.clear()
     pool.close()
     gc.collect()
-    assert order[:3] == ["1", "1", "unlock"]  # another test's pool may end here too
+    before = order[: order.index("unlock")]  # another test's pool may end here too
+    assert len(before) >= 2 and set(before) == {"1"}
