@@ -23,7 +23,7 @@ class CpuCosts:
     row: float
 
 
-# AVX512 and later: two threads of a Xeon with AMX, 20 Nov 2026
+# AVX512 and later: not measured set by set; the costs that were assumed for every CPU before
 _NEWER = CpuCosts(filter=1.5, row=3.0)
 # by instruction set and bytes of an element (2: bfloat16 and float16, whichever is worse)
 COSTS = {
