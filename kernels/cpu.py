@@ -148,8 +148,10 @@ Part = tuple[int, torch.Tensor]  # first row, weights [chunks, Hkv, G, rows of a
 
 
 def chunk_rows(elements: int, rows: int) -> int:
-    """Count the rows of a chunk of `attend_scored`: at most `rows`, of Hkv * D `elements` each."""
-    return max(1, min(CHUNK // elements, rows))
+    """Count the rows of a chunk of `attend_scored`, of Hkv * D `elements` each: at most `rows`, and
+    as few under narrow heads as every other block has.
+    """
+    return max(1, min(CHUNK // elements, VALUE_BLOCK, rows))
 
 
 def attend_scored(
