@@ -311,5 +311,5 @@ def test_fast_kernels_give_the_reference_tokens(name):
         tokens, logits = answer(reference, ids, 40)
         others, others_logits = answer(fast, ids, 40)
         assert tokens == others
-        torch.testing.assert_close(logits, others_logits, rtol=2e-4, atol=1e-4)
+        torch.testing.assert_close(logits, others_logits, rtol=2e-4, atol=2e-4)
         assert_sparse(fast, name)
