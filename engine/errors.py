@@ -20,6 +20,7 @@ __all__ = [
     "OutOfDeviceMemory",
     "OutOfHostMemory",
     "OutOfMemoryPlan",
+    "OutputFailed",
     "SessionClosed",
     "SettingError",
     "TemplateError",
@@ -65,6 +66,10 @@ class OutOfDeviceMemory(EngineError):
 
 class DeviceFailed(EngineError):
     """The GPU or its driver refused a launch; the session keeps the tokens that it had."""
+
+
+class OutputFailed(EngineError):
+    """Standard output is closed or full: an answer cannot be written."""
 
 
 class Busy(EngineError):

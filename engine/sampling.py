@@ -15,6 +15,7 @@ import torch
 
 from engine.errors import EngineError, SettingError
 from engine.settings import boolean, integer, is_integer, is_number
+from engine.text.boundary import valid
 
 # top-p candidates tried before a full sort of the vocabulary, which costs several times as much
 TOP_P_HEAD = 1024
@@ -82,7 +83,7 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
         raise SettingError(
             f"{name}: found {value!r}, expected a string or several, none of them empty"
         )
-    return tuple(items)
+    return tuple(valid(item, name) for item in items)
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:

@@ -1,7 +1,41 @@
 """`python -m engine.chat`."""
 
+import os
+import signal
 import sys
+from types import FrameType
 
-from engine.chat.cli import main
 
-sys.exit(main())
+def _leave(number: int, frame: FrameType | None) -> None:
+    """End at once and say nothing: there is nothing to keep yet."""
+    os._exit(128 + number)
+
+
+def _keep_descriptors() -> None:
+    """Open what a shell has closed (>&-), or the next file opened would become standard output."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+
+
+def start() -> int:
+    """Import the engine, which takes seconds, and run the chat; no Ctrl-C prints a traceback."""
+    _keep_descriptors()
+    interruptible = signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    if interruptible:
+        signal.signal(signal.SIGINT, _leave)
+    from engine.chat.cli import main
+
+    if interruptible:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return main()
+    finally:
+        # what libraries do at exit is not worth a traceback either
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+if __name__ == "__main__":
+    sys.exit(start())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import sys
 import traceback
@@ -19,15 +18,18 @@ from pathlib import Path
 
 import weights
 from engine.chat.display import Display
-from engine.chat.documents import read_stdin, read_text
+from engine.chat.documents import longest_document, read_stdin, read_text
 from engine.chat.evidence import watch_of
 from engine.chat.figures import model_name, plan_text
 from engine.chat.flags import parser
+from engine.chat.interrupts import Ended, ending
+from engine.chat.output import abandon_output, emit, require_output
 from engine.chat.repl import Chat
 from engine.chat.settings import flag_named, method_of, params_of
-from engine.errors import EngineError, SettingError, UsageError
+from engine.errors import EngineError, OutputFailed, SettingError, UsageError
 from engine.llm import LLM
 from engine.sampling import SamplingParams
+from engine.text.boundary import printable, valid
 from engine.units import brief, first_line, human
 from engine.version import VERSION
 
@@ -99,7 +101,8 @@ def converse(args: argparse.Namespace, llm: LLM, params: SamplingParams, display
     once = (args.prompt is not None or args.file is not None) and not args.interactive
     document = None
     if args.file is not None:
-        document = read_stdin() if args.file == "-" else read_text(args.file)
+        longest = longest_document(llm.max_context)
+        document = read_stdin(longest) if args.file == "-" else read_text(args.file, longest)
     introduce(llm, display)
     llm.load()
     if llm.plan().placement is not None:
@@ -140,28 +143,54 @@ def welcome(chat: Chat, display: Display) -> None:
 def run(args: argparse.Namespace, display: Display) -> int:
     """Do what the flags say; return the exit code. Raises typed errors."""
     if args.version:
-        print(versions())
+        emit(versions() + "\n")
         return 0
     if args.list_models:
         from weights.aliases import table
 
-        print(table())
+        emit(table() + "\n")
         return 0
     if args.file == "-" and args.interactive:
         raise UsageError(
             "-f -: reads standard input to its end, so -i has nothing left to read; "
             "give the document as a file"
         )
+    require_output()
+    for name in ("prompt", "system"):
+        if getattr(args, name) is not None:
+            valid(getattr(args, name), f"--{name}")
     params = params_of(args)
     llm = open_model(args, display)
     if args.plan:
-        print(json.dumps(llm.plan().to_dict()) if args.json else plan_text(llm))
+        text = json.dumps(llm.plan().to_dict()) if args.json else printable(plan_text(llm))
+        emit(text + "\n")
         return 0
     return converse(args, llm, params, display)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code. Prints a traceback only with --verbose."""
+    try:
+        with ending():
+            code = _main(arguments)
+            if sys.stdout is not None:
+                sys.stdout.flush()  # a full disk may only show now
+            return code
+    except Ended as ended:
+        return ended.exit_code
+    except BrokenPipeError:
+        # the reader of stdout has left: say nothing more, not even at exit
+        abandon_output()
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except OSError as error:
+        abandon_output()
+        Display().error(f"standard output: cannot be written: {error.strerror}")
+        return 1
+
+
+def _main(arguments: list[str] | None) -> int:
     args = parser().parse_args(arguments)
     display = Display(quiet=args.quiet)
     _prepare_terminal(display)
@@ -171,22 +200,22 @@ def main(arguments: list[str] | None = None) -> int:
         display.line()
         return INTERRUPTED
     except BrokenPipeError:
-        # the reader of stdout has left: say nothing more, not even at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 1
+        raise
     except EngineError as error:
         if args.verbose:
             traceback.print_exc()
         message = str(error)
         if isinstance(error, SettingError):
             message = flag_named(message, [key for key, _ in args.set])
-        display.line(f"error: {message}")
+        display.error(message)
+        if isinstance(error, OutputFailed):
+            abandon_output()
         return error.exit_code
     except Exception as error:
         if args.verbose:
             traceback.print_exc()
         message = f": {first_line(error)}" if str(error) else ""
-        display.line(f"error: {type(error).__name__}{message} (--verbose shows where)")
+        display.error(f"{type(error).__name__}{message} (--verbose shows where)")
         return 1
 
 
@@ -195,6 +224,9 @@ def _prepare_terminal(display: Display) -> None:
         if hasattr(stream, "reconfigure"):
             # a terminal that lacks a character shows a mark instead of failing
             stream.reconfigure(errors="replace")
+    if hasattr(sys.stdin, "reconfigure"):
+        # bytes that are no text become lone surrogates, which are refused by name, not an exception
+        sys.stdin.reconfigure(errors="surrogateescape")
     try:
         import readline  # noqa: F401  (gives input() line editing and a history)
     except ImportError:

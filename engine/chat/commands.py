@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.chat.documents import read_text
+from engine.chat.documents import longest_document, read_text
 from engine.chat.evidence import run_check, run_sources
 from engine.chat.figures import (
     all_stats_text,
@@ -87,7 +87,8 @@ def _help(chat: Chat, rest: str) -> None:
     lines = [f"{left:<{width}}  {text}" for left, text in rows]
     lines += [
         'To send several lines, end each with \\, or write them between """ and """.',
-        "Ctrl-C stops an answer or a reading and keeps what is done; pressed twice, it leaves. "
+        "Ctrl-C stops an answer, a reading or a command and keeps what is done; pressed twice, it "
+        "leaves. "
         "Ctrl-D leaves.",
     ]
     chat.display.line("\n".join(lines))
@@ -125,7 +126,7 @@ def _retry(chat: Chat, rest: str) -> None:
 def _read(chat: Chat, rest: str) -> None:
     if not rest:
         raise UsageError("/read: found nothing, expected a file, such as /read notes.txt")
-    chat.read(read_text(rest), Path(rest).name)
+    chat.read(read_text(rest, longest_document(chat.llm.max_context)), Path(rest).name)
 
 
 # ---------------------------------------------------------------- figures

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TextIO
 
+from engine.text.boundary import one_line, printable
 from engine.units import clock, count, human
 
 if TYPE_CHECKING:
@@ -20,15 +21,6 @@ PATIENCE = 0.4
 EVERY = 5.0  # seconds between progress lines where stderr is not a terminal
 
 
-def printable(text: str) -> str:
-    """Replace control characters, with which a model could write over the screen or answer for the
-    user.
-    """
-    return "".join(
-        c if c in "\n\t" or (c >= " " and not "\x7f" <= c <= "\x9f") else "\ufffd" for c in text
-    )
-
-
 class Display:
     """Writes lines to `stream` (stderr by default).
 
@@ -37,9 +29,9 @@ class Display:
     """
 
     def __init__(self, stream: TextIO | None = None, quiet: bool = False):
-        self.stream = stream or sys.stderr
+        self.stream = stream or sys.stderr  # None where it is closed
         self.quiet = quiet
-        self.tty = self.stream.isatty()
+        self.tty = self.stream is not None and self.stream.isatty()
         self.dims = self.tty and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self._width = 0  # characters of the progress line on the screen
         self._next = 0.0  # when the next progress line is due
@@ -47,17 +39,26 @@ class Display:
     def line(self, text: str = "") -> None:
         """Write one line, or several."""
         self.clear()
-        self._write(text + "\n")
+        self._write(printable(text) + "\n")
+
+    def error(self, message: str) -> None:
+        """Write an error: one line of bounded length."""
+        self.line(f"error: {one_line(message)}")
 
     def dim(self, text: str) -> None:
         """Write a dim line."""
         self.clear()
+        text = printable(text)
         self._write(f"\033[2m{text}\033[0m\n" if self.dims else text + "\n")
 
     def note(self, text: str) -> None:
         """Write a dim line that --quiet leaves out."""
         if not self.quiet:
             self.dim(text)
+
+    def prompt(self, text: str) -> None:
+        """Write a prompt, behind which the cursor stays."""
+        self._write(text)
 
     def clear(self) -> None:
         """Erase the progress line."""
@@ -69,9 +70,9 @@ class Display:
         """Show how far some work is. started: time.monotonic() when it began. last: whether it is
         done, so that the line goes.
         """
-        now = time.monotonic()
         if self.quiet:
             return
+        now, text = time.monotonic(), printable(text)
         if not self.tty:
             due = max(self._next, started + EVERY)
             if now >= due and not last:
@@ -125,6 +126,15 @@ class Display:
 
         return show
 
+    def working(self, text: str) -> Callable[[int, int], None]:
+        """Return a progress callback (done, total) for other work, after the words `text`."""
+        started = time.monotonic()
+
+        def show(done: int, total: int) -> None:
+            self.progress(f"{text} {done:,} of {total:,}", started, done >= total)
+
+        return show
+
     def _write(self, text: str) -> None:
         try:
             self.stream.write(text)
@@ -132,3 +142,5 @@ class Display:
         except UnicodeEncodeError:
             self.stream.write(text.encode("ascii", "replace").decode())
             self.stream.flush()
+        except (OSError, ValueError, AttributeError):
+            pass  # stderr is full, closed or left: there is nobody to tell, and the answer goes on

@@ -5,7 +5,6 @@ Thin over engine/check.py, engine/chat/sources.py and engine/chat/provenance.py.
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from engine.chat.figures import bank_bytes
@@ -28,9 +27,14 @@ EVERY = 16  # steps between measurements where only --exact-below is given
 # ---------------------------------------------------------------- /check
 
 
+def is_count(text: str) -> bool:
+    """Whether a text is a number that can be typed: at most 9 digits 0 to 9."""
+    return text.isascii() and text.isdigit() and len(text) < 10
+
+
 def run_check(chat: Chat, rest: str) -> None:
     """Compare the last `rest` (default 16) steps with full attention; state the cost first."""
-    if rest and (not rest.isdigit() or int(rest) < 1):
+    if rest and (not is_count(rest) or int(rest) < 1):
         raise UsageError(f"/check: found {rest!r}, expected a number of steps, such as /check 32")
     session, display = chat.conversation.session, chat.display
     if chat.last is None:
@@ -41,12 +45,8 @@ def run_check(chat: Chat, rest: str) -> None:
         f"checking {count(steps, 'step')}: each runs once more, with full attention over "
         f"{human(bank_bytes(chat.llm, len(session)))} of K and V and with sparse attention"
     )
-    began = time.monotonic()
-
-    def show(done: int, total: int) -> None:
-        display.progress(f"checked {done} of {total} steps", began, done == total)
-
-    report = session.check(steps, show)
+    with chat.interrupts:
+        report = session.check(steps, chat.interrupts.watched(display.working("steps checked:")))
     display.clear()
     display.line(str(report))
 
@@ -90,7 +90,7 @@ def run_sources(chat: Chat, rest: str) -> None:
     """Print the passages that the last answer read most (`rest` of them), or write a file."""
     conversation, display = chat.conversation, chat.display
     is_file = rest.endswith((".html", ".json"))
-    if rest and not rest.isdigit() and not is_file:
+    if rest and not is_count(rest) and not is_file:
         raise UsageError(
             f"/sources: found {rest!r}, expected a number of passages such as /sources 10, "
             "or a file to write such as FILE.html"
@@ -149,7 +149,7 @@ def _tail_note(conversation: Conversation) -> list[str]:
 
 def write_sources(chat: Chat, path: str) -> None:
     """Write what every token of the last answer read: a page, or a run for tools.sources."""
-    conversation = chat.conversation
+    conversation, display = chat.conversation, chat.display
     spans = [(d.start, d.stop) for d in conversation.documents] or [(0, conversation.answer_start)]
     run = record(
         conversation.trace,
@@ -158,6 +158,7 @@ def write_sources(chat: Chat, path: str) -> None:
         spans,
         chat.llm.name,
         brief(conversation.session.method),
+        display.working("steps of the answer:"),
     )
     (write_page if path.endswith(".html") else write_run)(run, path)
-    chat.display.line(f"wrote {path}")
+    display.line(f"wrote {path}")

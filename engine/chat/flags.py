@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from engine.chat.display import Display
 from engine.chat.settings import setting
 from engine.methods.registry import methods
 
@@ -22,7 +23,8 @@ examples:
   python -m engine.chat --model NAME -f book.txt -p "Who is the narrator?"
   python -m engine.chat --model NAME --method quest --set page=32 --tokens 512
 
-exit codes: 0 done, 1 the run failed, 2 wrong usage, 130 stopped with Ctrl-C
+exit codes: 0 done, 1 the run failed, 2 wrong usage, 130 stopped with Ctrl-C, 143 and 129 ended by
+SIGTERM and SIGHUP
 In the chat, /help lists the commands."""
 
 
@@ -54,7 +56,7 @@ class Parser(argparse.ArgumentParser):
                 f"{unknown[1]!r}: not expected here; name a model with --model, "
                 "give a prompt with -p"
             )
-        sys.stderr.write(f"error: {message}\n")
+        Display().error(message)
         sys.exit(2)
 
 

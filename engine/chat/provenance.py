@@ -7,7 +7,7 @@ can leave, and is shown as text nodes only. The page loads nothing from anywhere
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,12 +125,13 @@ def record(
     spans: Sequence[tuple[int, int]],
     model: str,
     method: str,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Run:
     """Make a Run of a Trace.
 
     text: what the tokens in the bank spell. ends: where each token ends in it, ascending. spans:
     (start, stop) of the documents in it. A passage's score at a step is the mean of its tokens'
-    scores, as engine/chat/sources.py ranks them.
+    scores, as engine/chat/sources.py ranks them. progress(done, total) is called after every step.
     """
     shown: list[str] = []
     passages: list[tuple[int, int, int]] = []
@@ -159,6 +160,8 @@ def record(
             sums.index_add_(0, passage.where(passage >= 0, len(passages)), scores.double())
         best = torch.topk(sums[:-1] / sizes, min(KEPT, len(passages)))
         reads.append({int(i): float(s) for s, i in zip(best.values, best.indices) if s > 0})
+        if progress is not None:
+            progress(len(reads), len(trace.steps))
     return Run(
         model,
         method,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 import time
@@ -10,13 +11,17 @@ from typing import TYPE_CHECKING, TextIO
 
 from engine.chat import commands as chat_commands
 from engine.chat.conversation import Conversation
-from engine.chat.display import Display, printable
+from engine.chat.display import Display
 from engine.chat.evidence import print_watch
 from engine.chat.figures import answer_line, bytes_read, context_used, resident_bytes, stats_text
 from engine.chat.interrupts import Interrupts
-from engine.errors import EngineError
+from engine.chat.output import emit
+from engine.errors import EngineError, OutputFailed, UsageError
 from engine.sampling import SamplingParams
+from engine.text.boundary import valid
 from engine.units import clock, count
+
+LONGEST_LINE = 1 << 24  # characters of a piped line; a longer one fills every context there is
 
 if TYPE_CHECKING:
     from engine.generate import GenerationStats, Piece
@@ -44,7 +49,7 @@ class Chat:
         watch: Watch | None = None,
     ):
         self.llm, self.params, self.display = llm, params, display
-        self.as_json, self.show_stats, self.out = as_json, show_stats, out or sys.stdout
+        self.as_json, self.show_stats, self.out = as_json, show_stats, out
         self.interrupts = Interrupts()
         self.conversation = Conversation(llm, system, announce=display.line)
         self.conversation.session.watch = watch
@@ -116,8 +121,7 @@ class Chat:
                         logprobs.append(piece.logprob)
                     if not self.as_json and text:
                         self.display.clear()
-                        self.out.write(printable(text) if self.out.isatty() else text)
-                        self.out.flush()
+                        emit(text, self.out)
             except KeyboardInterrupt:
                 if self.interrupts.leaving:
                     self._end_line(written)
@@ -139,8 +143,7 @@ class Chat:
 
     def _end_line(self, written: list[str]) -> None:
         if not self.as_json and "".join(written)[-1:] != "\n":
-            self.out.write("\n")
-            self.out.flush()
+            emit("\n", self.out)
 
     def _write_json(
         self, text: str, ids: list[int], logprobs: list[float | None], piece: Piece
@@ -160,8 +163,7 @@ class Chat:
             data["logprobs"] = logprobs
         if self.show_stats:
             data["session"] = session.stats.to_dict()
-        self.out.write(json.dumps(data, ensure_ascii=False) + "\n")
-        self.out.flush()
+        emit(json.dumps(data, ensure_ascii=False) + "\n", self.out)
 
     def _print_figures(self, piece: Piece) -> None:
         session = self.conversation.session
@@ -175,43 +177,66 @@ class Chat:
 
     def run(self) -> int:
         """Answer lines until the end of input or /quit; return the exit code."""
-        terminal = sys.stdin.isatty()
+        terminal = sys.stdin is not None and sys.stdin.isatty()
         if terminal:
             self.display.note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves")
         # a pipe learns from the exit code that a message got no answer; a person saw it
         interrupted, failed = False, 0
         while True:
+            text = ""
             try:
                 text = read_message(self.display)
+                interrupted = False
+                if text.strip() and self._respond(text) is chat_commands.LEAVE:
+                    return 0 if terminal else failed
             except EOFError:
                 if terminal:
                     self.display.line()
                 return 0 if terminal else failed
             except KeyboardInterrupt:
-                if interrupted or not terminal:
+                if self.interrupts.leaving or (not text and (interrupted or not terminal)):
                     return 130
-                interrupted = True
-                self.display.line("\n(Ctrl-C again or Ctrl-D leaves)")
-                continue
-            interrupted = False
-            if not text.strip():
-                continue
-            command = text.startswith("/") and not text.startswith("//")
-            try:
-                if not command:
-                    self.ask(text.removeprefix("/") if text.startswith("//") else text)
-                elif chat_commands.run(self, text) is chat_commands.LEAVE:
-                    return 0 if terminal else failed
-            except EngineError as error:
-                self.display.line(f"error: {error}")
-                failed = failed if command else error.exit_code
+                interrupted = not text
+                hint = "\n(Ctrl-C again or Ctrl-D leaves)"
+                self.display.line("stopped; the conversation stays" if text else hint)
+            except (BrokenPipeError, OutputFailed, _InputFailed):
+                raise
+            except Exception as error:  # whatever it is, the conversation is worth more
+                self.display.error(_told(error))
+                if not is_command(text):
+                    failed = getattr(error, "exit_code", 1)
+
+    def _respond(self, text: str) -> object:
+        """Answer a message or run a command; return LEAVE where the chat must end."""
+        valid(text, "message")
+        if not is_command(text):
+            self.ask(text.removeprefix("/") if text.startswith("//") else text)
+            return None
+        with self.interrupts.at_once():
+            return chat_commands.run(self, text)
+
+
+def is_command(text: str) -> bool:
+    """Whether a line is a command; // begins a message with a slash."""
+    return text.startswith("/") and not text.startswith("//")
+
+
+def _told(error: Exception) -> str:
+    """Return an error's message; with the name of its type where it is none of the engine's."""
+    if isinstance(error, EngineError):
+        return str(error)
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+class _InputFailed(UsageError):
+    """Standard input cannot be read on, so that the chat must end."""
 
 
 def read_message(display: Display) -> str:
     '''Read one message from standard input.
 
     A message is one line, or lines joined by a backslash at their end, or the lines between two
-    """. Raises EOFError at the end of input.
+    """. Raises EOFError at the end of input, and UsageError where it comes before the closing """.
     '''
     line = _read_line("> ", display)
     if line.lstrip().startswith('"""'):
@@ -219,26 +244,43 @@ def read_message(display: Display) -> str:
         lines = []
         while '"""' not in body:
             lines.append(body)
-            body = _read_line('" ', display)
+            try:
+                body = _read_line('" ', display)
+            except EOFError:
+                raise UsageError(
+                    'message: found the end of input, expected a closing """; nothing was answered'
+                ) from None
         return "\n".join([*lines, body[: body.index('"""')]]).strip("\n")
     lines = []
     while line.endswith("\\"):
         lines.append(line[:-1])
-        line = _read_line("\\ ", display)
+        try:
+            line = _read_line("\\ ", display)
+        except EOFError:  # nothing follows: the backslash was the message's own
+            return "\n".join([*lines[:-1], line])
     return "\n".join([*lines, line])
 
 
 def _read_line(prompt: str, display: Display) -> str:
-    if sys.stdin.isatty() and sys.stdout.isatty():
-        # with readline's editing and history, where there is readline
-        line = input(prompt)
-    else:
+    """Read a line without its end. Bytes that are no UTF-8 come in as lone surrogates."""
+    if sys.stdin is None:
+        raise EOFError
+    try:
+        if sys.stdin.isatty() and sys.stdout is not None and sys.stdout.isatty():
+            # with readline's editing and history, where there is readline
+            return input(prompt)
         if sys.stdin.isatty():
-            display.stream.write(prompt)
-            display.stream.flush()
-        line = sys.stdin.readline()
-        if not line:
-            raise EOFError
-        line = line.rstrip("\n")
-    # bytes that are not UTF-8 come in as lone surrogates
-    return line.encode("utf-8", "replace").decode("utf-8")
+            display.prompt(prompt)
+        line = sys.stdin.readline(LONGEST_LINE)
+    except (OSError, ValueError) as error:
+        if getattr(error, "errno", None) == errno.EIO:  # the terminal is gone
+            raise EOFError from None
+        reason = getattr(error, "strerror", None) or error
+        raise _InputFailed(f"standard input: cannot be read: {reason}") from error
+    if not line:
+        raise EOFError
+    if len(line) == LONGEST_LINE and not line.endswith("\n"):
+        raise _InputFailed(
+            f"standard input: found a line of more than {LONGEST_LINE:,} characters, expected less"
+        )
+    return line.rstrip("\n")

@@ -23,42 +23,8 @@ from engine.methods.evict.streaming_llm import StreamingLLM
 from engine.methods.full import Full
 from engine.methods.omnikv.settings import OmniKV
 from engine.methods.select.quest import Quest
-from engine.text.tokenizer import Tokenizer
 from engine.units import brief, clock, first_line, human
-from tests.engine.chat.fake_llm import FakeLLM
-from tests.engine.chat.test_conversation import PLAIN, scripted
-from tests.engine.text.tokenizers_made import byte_level, save
-
-
-@pytest.fixture
-def fake(tmp_path, monkeypatch):
-    """fake(answers..., template=...) puts a scripted model behind --model x and returns it; its
-    `made_with` are LLM's arguments.
-    """
-    monkeypatch.setattr("sys.stdin", io.StringIO(""))
-
-    def make(*answers, template=PLAIN, **options):
-        tokenizer = Tokenizer(
-            save(byte_level(), tmp_path / "m", **({"chat_template": template} if template else {}))
-        )
-        llm = FakeLLM(tokenizer, **options)
-        llm.script = scripted(tokenizer, *(answers or ("It is warm.",)))
-
-        def construct(name, **arguments):
-            llm.made_with = {"model": name, **arguments}
-            llm.method = arguments["method"] or Full()
-            return llm
-
-        monkeypatch.setattr(engine.chat.cli, "LLM", construct)
-        return llm
-
-    return make
-
-
-def typed(monkeypatch, *lines):
-    """Put lines on standard input."""
-    monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
-
+from tests.engine.chat.typed_chat import chat
 
 # ---------------------------------------------------------------- once
 
@@ -371,13 +337,6 @@ def test_numbers_with_units():
 
 
 # ---------------------------------------------------------------- the chat
-
-
-def chat(fake_llm, monkeypatch, capsys, *lines, flags=()):
-    """Type lines into a chat; (exit code, stdout, stderr)."""
-    typed(monkeypatch, *lines)
-    code = main(["--model", "x", *flags])
-    return (code, *capsys.readouterr())
 
 
 def test_turns_commands_and_the_end_of_input(fake, monkeypatch, capsys):
