@@ -49,7 +49,7 @@ class Step:
     _rings: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(
         default_factory=dict
     )
-    _windows: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(
+    _windows: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(
         default_factory=dict
     )
 
@@ -77,11 +77,12 @@ class Step:
         """The last `window` queries of a layer, each rotated to its position: [B, W, H, D].
         Undefined before position 0.
         """
-        if window not in self._windows:
+        known = window, self.rotary.rope_of(layer)
+        if known not in self._windows:
             offsets = torch.arange(1 - window, 1, device=self.positions.device)
             positions = (self.positions[:, -1:] + offsets).clamp_(min=0)
-            self._windows[window] = positions, *self.rotary.at(positions)
-        positions, cos, sin = self._windows[window]
+            self._windows[known] = positions, *self.rotary.at(positions, layer=layer)
+        positions, cos, sin = self._windows[known]
         return apply_rope(self.query_ring.read(layer, positions), cos, sin)
 
 
@@ -116,11 +117,12 @@ class Decoder:
         count, ring = tokens.shape[1], self.query_ring
         positions = lengths.long().unsqueeze(1) + torch.arange(count, device=tokens.device)
         step = Step(positions, lengths + count, bank, bucket or bank.capacity, ring, self.rotary)
-        cos, sin = self.rotary.at(positions)
+        turns = self.rotary.of_layers(positions)
         eps = config.rms_norm_eps
         sizes = config.num_heads, config.num_kv_heads, config.head_dim, eps
-        x = model.embed[tokens]
+        x = model.embedded(tokens)
         for number, layer in enumerate(model.layers):
+            cos, sin = turns[number]
             q, k, v, q_pre_rope = self._pre_attention(layer, x, cos, sin, *sizes)
             bank.write_step(number, k, v, q_pre_rope, step)
             x = self._post_attention(layer, x, self.runtime.attend(number, q, step), eps)

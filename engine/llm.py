@@ -143,6 +143,7 @@ class LLM:
         method = options.method if options.method is not None else self._default_method()
         self.method, layers = self.resolve_method(method)
         self._plan = self._make_plan(self.method, layers, options.max_context, options.chunk)
+        self.config = config.at_context(self._plan.max_context)
 
     def _make_plan(
         self,

@@ -39,11 +39,12 @@ def run_chunk(
     """
     config = model.config
     positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
-    cos, sin = rotary.at(positions[:1], total)
+    turns = rotary.of_layers(positions[:1], total)
     sizes = config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
-    x = model.embed[tokens]
+    x = model.embedded(tokens)
     newest = []
     for number, layer in enumerate(model.layers):
+        cos, sin = turns[number]
         q, k, v, q_pre_rope = pre_attention(layer, x, cos, sin, *sizes)
         newest.append(q_pre_rope[:, -WINDOW_KEPT:].clone())
         del q_pre_rope

@@ -639,10 +639,17 @@ BROKEN: list[Broken] = [
 ]
 
 
+def cases() -> list[Broken]:
+    """Return all cases, those of tests/broken_families.py included."""
+    from tests.broken_families import BROKEN_FAMILIES
+
+    return BROKEN + BROKEN_FAMILIES
+
+
 def write(folder: Path) -> None:
     """Write every case to folder/NAME. `no-folder` and `a-file` leave no folder, on purpose."""
     folder.mkdir(parents=True, exist_ok=True)
-    for case in BROKEN:
+    for case in cases():
         case.build(folder / case.name)
 
 
@@ -659,7 +666,7 @@ def main(arguments: list[str]) -> int:
         from engine import LLM
         from engine.errors import EngineError
 
-        for case in BROKEN:
+        for case in cases():
             try:
                 LLM(str(folder / case.name), device="cpu", max_context=64)
                 code, line = 0, "loaded"

@@ -14,8 +14,9 @@ settings.load_profile("house")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add --quick."""
+    """Add --quick and --whole-grid."""
     parser.addoption("--quick", action="store_true", help="only the tests of tests/quick.py")
+    parser.addoption("--whole-grid", action="store_true", help="every cell of sampled grids")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

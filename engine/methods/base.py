@@ -150,7 +150,7 @@ class Runtime:
 
     def __init__(self, method: Method, setup: Setup):
         self.method, self.setup, self.plan = method, setup, setup.plan
-        self.scale = setup.config.head_dim**-0.5
+        self.scale = setup.config.scale
         self.needs = method.needs(setup.plan, setup.config, setup.capacity, setup.dtype.itemsize)
 
     @property

@@ -1,7 +1,8 @@
 """The only parser of config.json: an untrusted dict in, one frozen typed ModelConfig out.
 
 Nothing else in the project reads config.json or generation_config.json. Every field is checked
-here, before anything is allocated. A missing or senseless field raises BadCheckpoint; a sound model
+here, before anything is allocated; what only some families have is read in
+engine/model/families/. A missing or senseless field raises BadCheckpoint; a sound model
 that this engine cannot run raises UnsupportedCheckpoint. Both messages are one line that names
 file, key, found and expected. Defaults are those of transformers' LlamaConfig. Rope is parsed in
 engine/model/rope_config.py.
@@ -9,23 +10,18 @@ engine/model/rope_config.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from engine.errors import BadCheckpoint, UnsupportedCheckpoint
+from engine.model import families
+from engine.model.block import LLAMA, Block
+from engine.model.family import Family, Sizes
 from engine.model.fields import Fields
 from engine.model.rope_config import MAX_POSITIONS, Rope, parse_rope
 from weights.jsonfile import read_object, shown
 
-# Architecture -> model_type, for a config.json that names only one of the two. All of them compute
-# exactly what Llama computes.
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "LLaMAForCausalLM": "llama",  # the spelling of early Llama 1 conversions
-    "YiForCausalLM": "Yi",
-    "MistralForCausalLM": "mistral",
-}
 DTYPES = ("float32", "bfloat16", "float16")
 
 # Upper bounds: ten times any released model, so that no product of two sizes is absurd.
@@ -38,11 +34,12 @@ MAX_HEAD_DIM = 1024
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes, rope, biases, stored dtype and special tokens of a Llama-architecture model.
+    """Sizes, rope, biases, stored dtype, special tokens and block of a model.
 
     Immutable and hashable. `dtype` is the stored one ("float32" | "bfloat16" | "float16").
-    `attention_bias` puts a bias on q, k, v and o; `mlp_bias` on gate, up and down.
-    `max_positions` is the context in tokens that the model was made for.
+    `attention_bias` puts a bias on q, k, v and (Block.o_bias) on o; `mlp_bias` on gate, up and
+    down. `max_positions` is the context in tokens that the model was made for. `block`, `windows`
+    and `layer_ropes` are the family's (engine/model/block.py).
     """
 
     architecture: str
@@ -63,6 +60,10 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     model_type: str
+    family: str = "Llama"
+    block: Block = LLAMA
+    windows: tuple[int, ...] = ()
+    layer_ropes: tuple[Rope, ...] = ()
 
     @property
     def group(self) -> int:
@@ -79,6 +80,16 @@ class ModelConfig:
         """Width of the key (or value) projection: num_kv_heads * head_dim."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def scale(self) -> float:
+        """Factor of q . k before the softmax."""
+        return self.head_dim**-0.5 if self.block.score is None else self.block.score
+
+    @property
+    def o_bias(self) -> bool:
+        """Whether o has a bias."""
+        return self.attention_bias and self.block.o_bias
+
     def kv_bytes(self, dtype_bytes: int) -> int:
         """Return the bytes of K and V of one token in one layer."""
         return 2 * self.kv_size * dtype_bytes
@@ -87,29 +98,46 @@ class ModelConfig:
     def context_limit(self) -> int:
         """Most positions that a caller may ask for.
 
-        Linear and dynamic rope stretch max_positions by their factor. Some of these models' files
-        give the trained length and some the stretched one, so the default context stays at
-        max_positions and this is only the limit.
+        Linear and dynamic rope stretch max_positions by their factor, yarn the original maximum.
+        Some of these models' files give the trained length and some the stretched one, so the
+        default context stays at max_positions and this is only the limit.
         """
-        if self.rope.kind not in ("linear", "dynamic"):
-            return self.max_positions
-        return max(self.max_positions, int(self.max_positions * self.rope.factor))
+        stretched = {
+            "linear": self.max_positions,
+            "dynamic": self.max_positions,
+            "yarn": self.rope.original_max_positions,
+        }
+        return max(self.max_positions, int(stretched.get(self.rope.kind, 0) * self.rope.factor))
+
+    def at_context(self, tokens: int) -> ModelConfig:
+        """Return this configuration for sessions of up to `tokens` tokens.
+
+        LongRoPE has two sets of frequencies. Which one a model gets is decided here, once for all
+        sessions, because rows that were rotated by one set mean nothing beside rows of the other.
+        """
+        if self.rope.kind != "longrope":
+            return self
+        return replace(
+            self, rope=replace(self.rope, long=tokens > self.rope.original_max_positions)
+        )
 
     @property
     def parameters(self) -> int:
         """Number of stored weights; a tied lm_head counts once."""
         attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
         if self.attention_bias:
-            attention += self.q_size + 2 * self.kv_size + self.hidden_size
+            attention += self.q_size + 2 * self.kv_size
+        if self.o_bias:
+            attention += self.hidden_size
         mlp = 3 * self.hidden_size * self.intermediate_size
         if self.mlp_bias:
             mlp += 2 * self.intermediate_size + self.hidden_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
-        return (
-            embeddings
-            + self.num_layers * (attention + mlp + 2 * self.hidden_size)
-            + self.hidden_size
-        )
+        norms = self.hidden_size * (4 if self.block.norms == "both" else 2)
+        if self.block.qk_norm != "none":
+            whole = self.block.qk_norm == "width"
+            norms += self.q_size + self.kv_size if whole else 2 * self.head_dim
+        return embeddings + self.num_layers * (attention + mlp + norms) + self.hidden_size
 
     @classmethod
     def from_dict(
@@ -125,8 +153,8 @@ class ModelConfig:
         UnsupportedCheckpoint (a sound model of a kind that this engine cannot run).
         """
         fields = Fields(data, source)
-        architecture = _architecture(fields)
-        _refuse_unsupported(fields, architecture)
+        architecture, family = families.find(fields)
+        _refuse_unsupported(fields, family)
         hidden = fields.integer("hidden_size", 1, MAX_WIDTH)
         heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
         kv_heads = fields.integer("num_key_value_heads", 1, MAX_HEADS, default=heads)
@@ -134,30 +162,37 @@ class ModelConfig:
             fields.refuse(
                 "num_key_value_heads", kv_heads, f"a divisor of num_attention_heads = {heads}"
             )
-        head_dim = _head_dim(fields, hidden, heads)
+        head_dim = _head_dim(fields, hidden, heads, family.head_dim)
+        layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
         max_positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
         vocab = fields.integer("vocab_size", 1, MAX_VOCAB)
-        # transformers' Mistral has no bias anywhere and does not read these fields
-        biased = architecture != "MistralForCausalLM"
+        rope = parse_rope(data, source, max_positions, head_dim, family.rope)
+        facts = family.facts(fields, Sizes(layers, head_dim, max_positions, rope))
+        if facts.windows:
+            fields.unsupported("sliding_window", max(facts.windows), "null (full attention)")
         return cls(
             architecture=architecture,
             vocab_size=vocab,
             hidden_size=hidden,
             intermediate_size=fields.integer("intermediate_size", 1, MAX_WIDTH),
-            num_layers=fields.integer("num_hidden_layers", 1, MAX_LAYERS),
+            num_layers=layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             rms_norm_eps=fields.number("rms_norm_eps", above=0.0, below=0.1),
-            max_positions=max_positions,
-            rope=parse_rope(data, source, max_positions, head_dim),
-            tied_embeddings=fields.flag("tie_word_embeddings", default=False),
-            attention_bias=biased and fields.flag("attention_bias", default=False),
-            mlp_bias=biased and fields.flag("mlp_bias", default=False),
+            max_positions=min(max_positions, facts.positions or max_positions),
+            rope=rope,
+            tied_embeddings=fields.flag("tie_word_embeddings", default=family.tied),
+            attention_bias=facts.attention_bias,
+            mlp_bias=facts.mlp_bias,
             dtype=_dtype(fields),
             bos_token_id=fields.integer("bos_token_id", 0, vocab - 1, default=None),
             eos_token_ids=_eos(fields, generation, vocab),
-            model_type=fields.text("model_type", default=ARCHITECTURES[architecture]),
+            model_type=fields.text("model_type", default=family.architectures[architecture]),
+            family=family.name,
+            block=facts.block,
+            windows=facts.windows,
+            layer_ropes=facts.layer_ropes,
         )
 
     @classmethod
@@ -175,33 +210,8 @@ class ModelConfig:
         return cls.from_dict(read_object(source), str(source), generation)
 
 
-def _architecture(fields: Fields) -> str:
-    """Return the architecture's name, from `architectures` or, if that is missing, model_type."""
-    names = fields.data.get("architectures")
-    if names is None:
-        model_type = fields.text("model_type", default="")
-        for name, known in ARCHITECTURES.items():
-            if model_type.lower() == known.lower():
-                return name
-        fields.unsupported(
-            "architectures", None if not model_type else f"model_type {model_type}", _supported()
-        )
-    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-        fields.refuse("architectures", names, "a list with one name")
-    if names[0] not in ARCHITECTURES:
-        fields.unsupported("architectures", names[0], _supported())
-    return names[0]
-
-
-def _supported() -> str:
-    return "one of " + ", ".join(ARCHITECTURES)
-
-
-def _refuse_unsupported(fields: Fields, architecture: str) -> None:
-    """Refuse what would load but compute something else.
-
-    That is quantised weights, another activation and a sliding window.
-    """
+def _refuse_unsupported(fields: Fields, family: Family) -> None:
+    """Refuse what would load but compute something else: quantised weights, another activation."""
     for key in ("quantization_config", "compression_config"):
         quantised = fields.data.get(key)
         if quantised is not None:
@@ -212,22 +222,17 @@ def _refuse_unsupported(fields: Fields, architecture: str) -> None:
                 f"{fields.source}: {key}: quantised formats not supported yet: {shown(method)}; "
                 "expected float32, bfloat16 or float16 weights"
             )
-    activation = fields.text("hidden_act", default="silu")
-    if activation not in ("silu", "swish"):  # two names of one function in transformers
-        fields.unsupported("hidden_act", activation, "silu")
-    window = fields.data.get("sliding_window")
-    missing = architecture == "MistralForCausalLM" and "sliding_window" not in fields.data
-    if missing:  # transformers' default for Mistral is a window of 4096, not none
-        fields.unsupported(
-            "sliding_window", "nothing, which means 4096 for Mistral", "null (full attention)"
-        )
-    if window is not None and fields.data.get("use_sliding_window") is not False:
-        fields.unsupported("sliding_window", window, "null (full attention)")
+    key, names = family.activation
+    activation = fields.text(key, default=names[0])
+    if activation not in names:  # several names of one function in transformers
+        fields.unsupported(key, activation, names[0])
 
 
-def _head_dim(fields: Fields, hidden: int, heads: int) -> int:
-    """Return the explicit head_dim, or hidden_size / heads; even, because rope rotates pairs."""
-    head_dim = fields.integer("head_dim", 1, MAX_HEAD_DIM, default=None)
+def _head_dim(fields: Fields, hidden: int, heads: int, usual: int | None) -> int:
+    """Return the explicit head_dim, else the family's usual one, else hidden_size / heads; even,
+    because rope rotates pairs.
+    """
+    head_dim = fields.integer("head_dim", 1, MAX_HEAD_DIM, default=usual)
     if head_dim is None:
         if hidden % heads:
             fields.refuse(

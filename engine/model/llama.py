@@ -1,4 +1,4 @@
-"""The Llama model: its weights, where they come from, and a layer's two halves around attention.
+"""The model: its weights, where they come from, and a layer's two halves around attention.
 
 `pre_attention` does norm, q/k/v and rotation; `post_attention` does the output projection and the
 MLP. Prefill and decode put their own attention between them. Both are pure functions of their
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from engine.model.block import LLAMA, Block
 from engine.model.rope import apply_rope
 from kernels.linear import Linear, pack_linear
 from weights.checkpoint import Target
@@ -23,16 +24,29 @@ if TYPE_CHECKING:
     from engine.model.config import ModelConfig
 
 
+NORMS = ("input_norm", "q_norm", "k_norm", "o_norm", "post_norm", "down_norm")
+
+
 @dataclass
 class Layer:
     """Weights of one layer. q, k, v and gate, up are fused along their output rows at load."""
 
-    input_norm: torch.Tensor  # [hidden]
+    input_norm: torch.Tensor | None  # [hidden], before attention
     qkv: Linear  # [(H + 2 Hkv) * D, hidden]
     o: Linear  # [hidden, H * D]
-    post_norm: torch.Tensor  # [hidden]
+    post_norm: torch.Tensor | None  # [hidden], before the MLP
     gate_up: Linear  # [2 * intermediate, hidden]
     down: Linear  # [hidden, intermediate]
+    block: Block = LLAMA
+    q_norm: torch.Tensor | None = None  # [D] or [H * D]
+    k_norm: torch.Tensor | None = None  # [D] or [Hkv * D]
+    o_norm: torch.Tensor | None = None  # [hidden], after attention
+    down_norm: torch.Tensor | None = None  # [hidden], after the MLP
+
+    @property
+    def norms(self) -> list[torch.Tensor]:
+        """The norms that this layer has."""
+        return [t for name in NORMS if (t := getattr(self, name)) is not None]
 
 
 @dataclass
@@ -50,9 +64,7 @@ class Llama:
     @property
     def nbytes(self) -> int:
         """Bytes of all weights; a tensor that two of them share counts once."""
-        plain = [self.embed, self.norm] + [
-            t for layer in self.layers for t in (layer.input_norm, layer.post_norm)
-        ]
+        plain = [self.embed, self.norm] + [t for layer in self.layers for t in layer.norms]
         packed = [self.lm_head] + [
             m for layer in self.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)
         ]
@@ -64,18 +76,35 @@ class Llama:
             - shared
         )
 
+    def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Map tokens int64 [...] to the first layer's x [..., hidden]."""
+        x, scale = self.embed[tokens], self.config.block.embedding
+        # rounded to the weights' dtype, as transformers does for Gemma
+        return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype).item()
+
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Map x [..., hidden] after the last layer to float32 logits [..., vocab]."""
-        return self.lm_head(rms_norm(x, self.norm, self.config.rms_norm_eps)).float()
+        block = self.config.block
+        found = self.lm_head(rms_norm(x, self.norm, self.config.rms_norm_eps, block)).float()
+        if block.logits != 1.0:
+            found *= block.logits
+        if block.logit_cap:
+            found = torch.tanh(found / block.logit_cap) * block.logit_cap
+        return found
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, block: Block = LLAMA
+) -> torch.Tensor:
     """Normalise x [..., hidden] by its root mean square and scale it by weight [hidden].
 
     x * rsqrt(mean(x^2) + eps) in float32, then x.dtype, then times weight: transformers' order.
+    With block.wide_norm the weight comes before the cast.
     """
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if block.wide_norm:
+        return (wide * (block.norm_offset + weight.float())).to(x.dtype)
     return weight * wide.to(x.dtype)
 
 
@@ -89,27 +118,59 @@ def pre_attention(
     head_dim: int,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run the first half of a layer on x [B, S, hidden]; cos, sin float32 [B or 1, S, D/2].
+    """Run the first half of a layer on x [B, S, hidden]; cos, sin float32 [B or 1, S, R/2], R being
+    the part of a head that rotates.
 
     Returns rotated q [B, S, H, D], rotated k [B, S, Hkv, D], v [B, S, Hkv, D] and q before
-    rotation, which the query ring keeps for selectors that look at a window of queries.
+    rotation (normed where the family norms q), which the query ring keeps for selectors that look
+    at a window of queries.
     """
     batch, length, _ = x.shape
-    qkv = layer.qkv(rms_norm(x, layer.input_norm, eps)).view(
-        batch, length, heads + 2 * kv_heads, head_dim
-    )
+    if layer.input_norm is not None:
+        x = rms_norm(x, layer.input_norm, eps, layer.block)
+    qkv = layer.qkv(x)
+    if layer.q_norm is not None:
+        qkv = _normed(layer, qkv, heads, kv_heads, head_dim, eps)
+    qkv = qkv.view(batch, length, heads + 2 * kv_heads, head_dim)
     q_pre_rope, k, v = qkv.split([heads, kv_heads, kv_heads], dim=2)
     rotated = apply_rope(qkv[:, :, : heads + kv_heads], cos, sin)
     return rotated[:, :, :heads], rotated[:, :, heads:], v, q_pre_rope
+
+
+def _normed(
+    layer: Layer, qkv: torch.Tensor, heads: int, kv_heads: int, head_dim: int, eps: float
+) -> torch.Tensor:
+    """Norm q and k of qkv [B, S, (H + 2 Hkv) * D], each head or all heads of each at once."""
+    block, sizes = layer.block, [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+    assert layer.q_norm is not None and layer.k_norm is not None
+    q, k, v = qkv.split(sizes, dim=-1)
+    if block.qk_norm == "head":
+        q, k = (t.unflatten(-1, (-1, head_dim)) for t in (q, k))
+    q, k = rms_norm(q, layer.q_norm, eps, block), rms_norm(k, layer.k_norm, eps, block)
+    if block.qk_norm == "head":
+        q, k = q.flatten(-2), k.flatten(-2)
+    return torch.cat((q, k, v), dim=-1)
 
 
 def post_attention(
     layer: Layer, x: torch.Tensor, attended: torch.Tensor, eps: float
 ) -> torch.Tensor:
     """Run the second half of a layer: x [B, S, hidden], attended [B, S, H, D] -> new x."""
-    x = x + layer.o(attended.flatten(2))
-    gate, up = layer.gate_up(rms_norm(x, layer.post_norm, eps)).chunk(2, dim=-1)
-    return x + layer.down(F.silu(gate) * up)
+    block = layer.block
+    x = _added(x, layer.o(attended.flatten(2)), layer.o_norm, eps, block)
+    y = x if layer.post_norm is None else rms_norm(x, layer.post_norm, eps, block)
+    gate, up = layer.gate_up(y).chunk(2, dim=-1)
+    gate = F.silu(gate) if block.activation == "silu" else F.gelu(gate, approximate="tanh")
+    return _added(x, layer.down(gate * up), layer.down_norm, eps, block)
+
+
+def _added(
+    x: torch.Tensor, part: torch.Tensor, norm: torch.Tensor | None, eps: float, block: Block
+) -> torch.Tensor:
+    """Add what a half of a layer computed to the residual x, normed and scaled."""
+    if norm is not None:
+        part = rms_norm(part, norm, eps, block)
+    return x + part if block.residual == 1.0 else x + part * block.residual
 
 
 def targets(config: ModelConfig) -> list[Target]:
@@ -117,39 +178,71 @@ def targets(config: ModelConfig) -> list[Target]:
     hidden, inter = config.hidden_size, config.intermediate_size
     q, kv = config.q_size, config.kv_size
     found = [Target("embed", (("model.embed_tokens.weight", (config.vocab_size, hidden)),))]
+    qkv: tuple[tuple[str, int], ...] = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
+    gate_up: tuple[tuple[str, int], ...] = (("gate_proj", inter), ("up_proj", inter))
+    if config.block.fused:
+        qkv, gate_up = (("qkv_proj", q + 2 * kv),), (("gate_up_proj", 2 * inter),)
     for i in range(config.num_layers):
         at, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
-        qkv = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
-        gate_up = (("gate_proj", inter), ("up_proj", inter))
+        before, after = (
+            [
+                Target(f"{i}.{name}", ((f"model.layers.{i}.{stored}.weight", (width,)),))
+                for name, stored, width in norms
+            ]
+            for norms in _norms(config)
+        )
         found += [
-            Target(f"{i}.input_norm", ((f"model.layers.{i}.input_layernorm.weight", (hidden,)),)),
+            *before,
             Target(f"{i}.qkv", tuple((f"{at}{n}.weight", (rows, hidden)) for n, rows in qkv)),
             Target(f"{i}.o", ((f"{at}o_proj.weight", (hidden, q)),)),
-            Target(
-                f"{i}.post_norm",
-                ((f"model.layers.{i}.post_attention_layernorm.weight", (hidden,)),),
-            ),
+            *after,
             Target(
                 f"{i}.gate_up", tuple((f"{mlp}{n}.weight", (rows, hidden)) for n, rows in gate_up)
             ),
             Target(f"{i}.down", ((f"{mlp}down_proj.weight", (hidden, inter)),)),
         ]
         if config.attention_bias:
-            found += [
-                Target(f"{i}.qkv.bias", tuple((f"{at}{n}.bias", (rows,)) for n, rows in qkv)),
-                Target(f"{i}.o.bias", ((f"{at}o_proj.bias", (hidden,)),)),
-            ]
+            found.append(Target(f"{i}.qkv.bias", tuple((f"{at}{n}.bias", (r,)) for n, r in qkv)))
+        if config.o_bias:
+            found.append(Target(f"{i}.o.bias", ((f"{at}o_proj.bias", (hidden,)),)))
         if config.mlp_bias:
             found += [
-                Target(
-                    f"{i}.gate_up.bias", tuple((f"{mlp}{n}.bias", (rows,)) for n, rows in gate_up)
-                ),
+                Target(f"{i}.gate_up.bias", tuple((f"{mlp}{n}.bias", (r,)) for n, r in gate_up)),
                 Target(f"{i}.down.bias", ((f"{mlp}down_proj.bias", (hidden,)),)),
             ]
     found.append(Target("norm", (("model.norm.weight", (hidden,)),)))
     if not config.tied_embeddings:
         found.append(Target("lm_head", (("lm_head.weight", (config.vocab_size, hidden)),)))
     return found
+
+
+# (name in Layer, stored name) of the norms around a layer's halves; "both" renames the MLP's
+_AROUND = {
+    "before": (("input_norm", "input_layernorm"), ("post_norm", "post_attention_layernorm")),
+    "after": (("o_norm", "post_attention_layernorm"), ("down_norm", "post_feedforward_layernorm")),
+    "both": (
+        ("input_norm", "input_layernorm"),
+        ("o_norm", "post_attention_layernorm"),
+        ("post_norm", "pre_feedforward_layernorm"),
+        ("down_norm", "post_feedforward_layernorm"),
+    ),
+}
+_Norms = list[tuple[str, str, int]]  # (name in Layer, stored name, width)
+
+
+def _norms(config: ModelConfig) -> tuple[_Norms, _Norms]:
+    """List a layer's norms: those before the product of attention, and the others."""
+    kind, hidden = config.block.qk_norm, config.hidden_size
+    around = [(name, stored, hidden) for name, stored in _AROUND[config.block.norms]]
+    before = [norm for norm in around if norm[0] == "input_norm"]
+    after = [norm for norm in around if norm[0] != "input_norm"]
+    if kind != "none":
+        whole = kind == "width"
+        before += [
+            ("q_norm", "self_attn.q_norm", config.q_size if whole else config.head_dim),
+            ("k_norm", "self_attn.k_norm", config.kv_size if whole else config.head_dim),
+        ]
+    return before, after
 
 
 def ignored(config: ModelConfig) -> Callable[[str], bool]:
@@ -184,13 +277,15 @@ def assemble(
     plain: dict[str, torch.Tensor] = {}
     waiting: dict[str, dict[str, torch.Tensor]] = {}
     packed: dict[str, Linear] = {}
+    biased = {"qkv": config.attention_bias, "o": config.o_bias}
+    biased |= {"gate_up": config.mlp_bias, "down": config.mlp_bias}
     for name, tensor in stream:
         base = name.removesuffix(".bias")
         kind = base.split(".")[-1]
         if kind not in _PACKED:
             plain[name] = tensor
             continue
-        has_bias = config.attention_bias if kind in ("qkv", "o") else config.mlp_bias
+        has_bias = biased[kind]
         parts = waiting.setdefault(base, {})
         parts["bias" if name.endswith(".bias") else "weight"] = tensor
         del tensor
@@ -199,12 +294,14 @@ def assemble(
             packed[base] = pack_linear(parts.pop("weight"), parts.pop("bias", None), form=form)
     layers = [
         Layer(
-            plain[f"{i}.input_norm"],
+            plain.get(f"{i}.input_norm"),
             packed[f"{i}.qkv"],
             packed[f"{i}.o"],
-            plain[f"{i}.post_norm"],
+            plain.get(f"{i}.post_norm"),
             packed[f"{i}.gate_up"],
             packed[f"{i}.down"],
+            config.block,
+            *(plain.get(f"{i}.{name}") for name in ("q_norm", "k_norm", "o_norm", "down_norm")),
         )
         for i in range(config.num_layers)
     ]
@@ -242,7 +339,8 @@ def random_stream(
             elif len(shape) == 1:
                 t.normal_(0.0, 0.1, generator=generator)
             else:
-                scale = sharpness if name.endswith(("q_proj.weight", "k_proj.weight")) else 1.0
+                sharp = ("q_proj.weight", "k_proj.weight", "qkv_proj.weight")
+                scale = sharpness if name.endswith(sharp) else 1.0
                 deviation = (
                     1.0
                     if target.name == "embed" and not config.tied_embeddings

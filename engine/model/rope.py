@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies of the five kinds, cos and sin, and the rotation itself.
+"""Rotary position embedding: frequencies of all kinds, cos and sin, and the rotation itself.
 
 Frequencies use the same float32 operations in the same order as transformers 5.x
 (modeling_rope_utils.py). At position 262144 one unit in the last place of a frequency is 0.01 rad,
@@ -19,15 +19,21 @@ if TYPE_CHECKING:
 
 
 def inv_freq(rope: Rope, head_dim: int, seq_len: int = 0) -> torch.Tensor:
-    """Return the angle per position of each rotated pair: float32 [head_dim / 2] on the CPU.
+    """Return the angle per position of each rotated pair: float32 [R / 2] on the CPU, where R is
+    the part of head_dim that rotates.
 
     Only dynamic NTK reads `seq_len` (tokens): it stretches once that passes the original maximum.
     """
+    head_dim = rope.width(head_dim)
+    if rope.kind == "none":  # cos 1 and sin 0: the rotation gives back what it got, to the bit
+        return torch.zeros(head_dim // 2)
     if rope.kind == "dynamic":
         return _dynamic(rope, _exponents(head_dim), torch.tensor([seq_len]))[0]
     power = rope.theta ** _exponents(head_dim)
     if rope.kind == "yarn":
         return _yarn(rope, head_dim, power)
+    if rope.kind == "longrope":
+        return 1.0 / (torch.tensor(rope.long_factor if rope.long else rope.short_factor) * power)
     plain = 1.0 / power
     if rope.kind == "linear":
         return plain / rope.factor
@@ -95,26 +101,66 @@ def _yarn(rope: Rope, head_dim: int, power: torch.Tensor) -> torch.Tensor:
 class Rotary:
     """cos and sin of any positions, computed on demand.
 
-    There is no table, so nothing here grows with the context.
+    There is no table, so nothing here grows with the context. Layers may have ropes of their own
+    (ModelConfig.layer_ropes).
     """
 
     def __init__(self, config: ModelConfig, device: torch.device | str = "cpu"):
-        self.rope, self.head_dim = config.rope, config.head_dim
-        self._freq = inv_freq(self.rope, self.head_dim).to(device)
-        # made here because a copy to the device inside a step would sync
-        self._exponents = _exponents(self.head_dim).to(device)
-        self._scale = self.rope.attention_factor
+        of_layers = config.layer_ropes or (config.rope,) * config.num_layers
+        self.ropes = tuple(dict.fromkeys(of_layers))
+        self._of_layer = tuple(map(self.ropes.index, of_layers))
+        self._turns = [_Turns(rope, config.head_dim, device) for rope in self.ropes]
 
     def at(
-        self, positions: torch.Tensor, total: int | None = None
+        self, positions: torch.Tensor, total: int | None = None, layer: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (cos, sin) at positions [...] int64: float32 [..., head_dim / 2] each.
+        """Return a layer's (cos, sin) at positions [...] int64: float32 [..., R / 2] each, R being
+        the part of head_dim that rotates.
 
         The attention factor is included. Only dynamic NTK reads `total`, the length in tokens of
         the whole prompt with everything before it (prefill): it gives all positions of a prompt
         the frequencies of that length, so that chunking does not change the answer. Without
         `total` (decode), position p uses the frequencies of a sequence of p + 1 tokens.
         """
+        return self._turns[self._of_layer[layer]].at(positions, total)
+
+    def of_layers(
+        self, positions: torch.Tensor, total: int | None = None
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return `at` of every layer, computed once per rope."""
+        found = [turns.at(positions, total) for turns in self._turns]
+        return [found[number] for number in self._of_layer]
+
+    def rope_of(self, layer: int) -> int:
+        """Return which of `ropes` a layer has."""
+        return self._of_layer[layer]
+
+    def rotate_by(self, x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        """Shift rotated x [..., S, heads, D] by `by` [..., S] int64 positions: R(p) x -> R(p+by) x.
+
+        `by` may be negative. Rotations of one frequency add up, so this is exact for every kind
+        but dynamic NTK, where frequencies depend on the length, and where all layers have one rope
+        (else ValueError). x already contains the attention factor; it is not applied again.
+        """
+        if len(self.ropes) > 1:
+            raise ValueError("rotate_by: the model's layers have different ropes")
+        return self._turns[0].rotate_by(x, by)
+
+
+class _Turns:
+    """cos and sin of one rope."""
+
+    def __init__(self, rope: Rope, head_dim: int, device: torch.device | str):
+        self.rope = rope
+        self._freq = inv_freq(rope, head_dim).to(device)
+        # made here because a copy to the device inside a step would sync
+        self._exponents = _exponents(rope.width(head_dim)).to(device)
+        self._scale = rope.attention_factor
+
+    def at(
+        self, positions: torch.Tensor, total: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As Rotary.at."""
         freq = self._freq
         if self.rope.kind == "dynamic":
             lengths = positions + 1 if total is None else positions.new_full((), total)
@@ -126,12 +172,7 @@ class Rotary:
         return (cos, sin) if self._scale == 1.0 else (cos * self._scale, sin * self._scale)
 
     def rotate_by(self, x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-        """Shift rotated x [..., S, heads, D] by `by` [..., S] int64 positions: R(p) x -> R(p+by) x.
-
-        `by` may be negative. Rotations of one frequency add up, so this is exact for every kind
-        but dynamic NTK, where frequencies depend on the length (ValueError). x already contains
-        the attention factor; it is not applied again.
-        """
+        """As Rotary.rotate_by."""
         if self.rope.kind == "dynamic":
             raise ValueError(
                 "rotate_by: dynamic rope changes its frequencies with the length, so rotated rows "
@@ -142,11 +183,16 @@ class Rotary:
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the pairs (i, i + D/2) of every head.
+    """Rotate the pairs (i, i + R/2) of every head, R = 2 * the width of cos; dimensions from R on
+    stay.
 
-    x [..., S, heads, D]; cos, sin float32 [(..., )S, D/2]. Computed in float32; returns a new
+    x [..., S, heads, D]; cos, sin float32 [(..., )S, R/2]. Computed in float32; returns a new
     tensor in x.dtype.
     """
-    first, second = x.float().chunk(2, dim=-1)
+    rotated = 2 * cos.shape[-1]
+    first, second = x[..., :rotated].float().chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    parts = (first * cos - second * sin, second * cos + first * sin)
+    if rotated == x.shape[-1]:
+        return torch.cat(parts, dim=-1).to(x.dtype)
+    return torch.cat((*parts, x[..., rotated:].float()), dim=-1).to(x.dtype)

@@ -8,12 +8,15 @@ transformers, we refuse senseless values.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.model.fields import Fields
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+LONGROPE = "longrope"
+MAX_STRETCH = 1e6  # of one pair's frequency: far beyond any released factor (65)
 DEFAULT_THETA = 10000.0
 # the largest released is 3.6e9 (llama-3-8b-1048k); float32 powers stay far from overflow
 MAX_THETA = 1e15
@@ -27,8 +30,10 @@ class Rope:
 
     `theta` is the base. `original_max_positions` is in tokens; dynamic rope leaves frequencies
     unscaled up to that length. `attention_factor` multiplies cos and sin and is final: yarn's
-    mscale is already worked in. A kind leaves fields that it does not use at their defaults, so
-    that equal ropes compare equal.
+    mscale is already worked in. `partial` is the share of a head, from its first dimension on, that
+    rotates. `short_factor` and `long_factor` divide the frequencies of longrope's pairs; `long`
+    says which (ModelConfig.at_context sets it). Kind "none" rotates nothing. A kind leaves fields
+    that it does not use at their defaults, so that equal ropes compare equal.
     """
 
     kind: str
@@ -41,9 +46,35 @@ class Rope:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
+    partial: float = 1.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    long: bool = False
+
+    def width(self, head_dim: int) -> int:
+        """Return how many dimensions of a head rotate."""
+        return int(head_dim * self.partial)
 
 
-def parse_rope(data: dict[str, Any], source: str, max_positions: int, head_dim: int) -> Rope:
+@dataclass(frozen=True)
+class RopeRules:
+    """What a family's rope may be: the default base, kinds beside KINDS, kinds written for another
+    one, and whether a part of a head may stay as it is.
+    """
+
+    theta: float = DEFAULT_THETA
+    kinds: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    partial: bool = False
+
+
+def parse_rope(
+    data: dict[str, Any],
+    source: str,
+    max_positions: int,
+    head_dim: int,
+    rules: RopeRules = RopeRules(),
+) -> Rope:
     """Parse the rope that config.json's content `data` describes, in either form.
 
     A non-empty `rope_scaling` wins over `rope_parameters`, an inner rope_theta over the outer one,
@@ -62,29 +93,38 @@ def parse_rope(data: dict[str, Any], source: str, max_positions: int, head_dim: 
         named = nested[0] if nested[0].isidentifier() else ascii(nested[0])[:60]
         inner.unsupported(named, "a separate rope", "one rope for all layers")
     kind = inner.text(kind_key, default="default")
-    if kind not in KINDS:
-        inner.unsupported(kind_key, kind, "one of " + ", ".join(KINDS))
-    for fields in (outer, inner):
-        if fields.number("partial_rotary_factor", 0.0, 1.0, default=1.0, closed=True) != 1.0:
-            fields.unsupported("partial_rotary_factor", fields.data["partial_rotary_factor"], "1.0")
+    kind = rules.renamed.get(kind, kind)
+    if kind not in KINDS + rules.kinds:
+        inner.unsupported(kind_key, kind, "one of " + ", ".join(KINDS + rules.kinds))
+    partial = _partial(outer, inner, head_dim, rules)
     has_inner_theta = inside.get("rope_theta") is not None
     theta = (inner if has_inner_theta else outer).number(
-        "rope_theta", 1.0, MAX_THETA, default=DEFAULT_THETA
+        "rope_theta", 1.0, MAX_THETA, default=rules.theta
     )
+    where = outer if data.get("original_max_position_embeddings") is not None else inner
+    rope = _parse_kind(kind, inner, where, theta, max_positions, int(head_dim * partial))
+    return replace(rope, partial=partial)
+
+
+def _parse_kind(
+    kind: str, inner: Fields, where: Fields, theta: float, max_positions: int, rotary_dim: int
+) -> Rope:
+    """Parse the numbers of one kind. where: the fields that hold the original maximum; rotary_dim:
+    dimensions of a head that rotate.
+    """
     if kind == "default":
         return Rope("default", theta)
     if kind == "linear":
         return Rope("linear", theta, _factor(inner))
     if kind == "dynamic":
-        if head_dim < 4:
-            outer.refuse(
+        if rotary_dim < 4:
+            Fields({}, inner.source).refuse(
                 "head_dim",
-                head_dim,
+                rotary_dim,
                 "at least 4 with dynamic rope, where the exponent is head_dim / (head_dim - 2)",
             )
         # stretches from max_position_embeddings even if the file names an original maximum
         return Rope("dynamic", theta, _factor(inner), max_positions)
-    where = outer if data.get("original_max_position_embeddings") is not None else inner
     original = where.integer(
         "original_max_position_embeddings", 1, MAX_POSITIONS, default=max_positions
     )
@@ -94,7 +134,64 @@ def parse_rope(data: dict[str, Any], source: str, max_positions: int, head_dim: 
         if high <= low:
             inner.refuse("high_freq_factor", high, f"more than low_freq_factor = {low:g}")
         return Rope("llama3", theta, _factor(inner), original, low, high)
+    if kind == LONGROPE:
+        return _longrope(inner, theta, original, max_positions, rotary_dim // 2)
     return _yarn(inner, theta, original, max_positions)
+
+
+def _partial(outer: Fields, inner: Fields, head_dim: int, rules: RopeRules) -> float:
+    """Return the share of a head that rotates; the inner field wins."""
+    partial = 1.0
+    for fields in (outer, inner):
+        found = fields.number("partial_rotary_factor", 0.0, 1.0, default=None, closed=True)
+        if found is None:
+            continue
+        partial = found
+        if partial != 1.0 and not rules.partial:
+            fields.unsupported("partial_rotary_factor", partial, "1.0")
+        width = int(head_dim * partial)
+        if width < 2 or width % 2:
+            fields.refuse(
+                "partial_rotary_factor",
+                partial,
+                f"a share of head_dim = {head_dim} that is an even number, at least 2",
+            )
+    return partial
+
+
+def _longrope(fields: Fields, theta: float, original: int, max_positions: int, pairs: int) -> Rope:
+    """Parse LongRoPE (arXiv 2402.13753): a factor for every pair, one set up to the original
+    maximum and one beyond it.
+    """
+
+    def factors(key: str) -> tuple[float, ...]:
+        expected = f"a list of {pairs} numbers, one for each rotated pair"
+        found = fields.data.get(key)
+        if not isinstance(found, list) or len(found) != pairs:
+            count = f"a list of {len(found)}" if isinstance(found, list) else found
+            fields.refuse(key, count, expected)
+        for value in found:
+            if type(value) not in (int, float) or not 0 < value < MAX_STRETCH:
+                fields.refuse(key, value, f"numbers above 0 and below {MAX_STRETCH:g}")
+        return tuple(map(float, found))
+
+    short, long = factors("short_factor"), factors("long_factor")
+    factor = fields.number("factor", 1.0, 1e6, default=None, closed=True)
+    factor = max(1.0, max_positions / original) if factor is None else factor
+    attention = fields.number("attention_factor", 0.0, 1e3, default=None)
+    if attention is None:
+        attention = 1.0
+        if factor > 1.0:
+            attention = math.sqrt(1 + math.log(factor) / math.log(max(2, original)))
+    return Rope(
+        LONGROPE,
+        theta,
+        factor,
+        original,
+        attention_factor=attention,
+        short_factor=short,
+        long_factor=long,
+    )
 
 
 def _factor(fields: Fields) -> float:

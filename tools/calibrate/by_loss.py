@@ -142,8 +142,8 @@ def settings_of(llm: LLM, args: argparse.Namespace, both: tuple[Texts, Texts]) -
     llm.load()
     model = llm.model
     assert model is not None and llm.folder is not None
-    weights = hashlib.sha256()
-    for tensor in (model.embed[:64], model.layers[-1].post_norm, model.layers[-1].o.weight[:64]):
+    weights, last = hashlib.sha256(), model.layers[-1]
+    for tensor in (model.embed[:64], last.norms[-1], last.o.weight[:64]):
         weights.update(str(tensor.double().flatten().tolist()).encode())
     return {
         "fingerprint": fingerprint(llm.folder),

@@ -116,7 +116,7 @@ class Passage:
         device = model.device
         self.tokens = torch.tensor([ids[start:stop]], device=device)
         positions = torch.arange(start, stop, device=device)
-        self.cos, self.sin = rotary.at(positions[None])
+        self.turns = rotary.of_layers(positions[None])
         # rows 0 .. n-1 are those that the newest query sees; query i sees rows up to its own
         self.tails = tail_start(positions + 1, tail)
         self.newer = torch.arange(stop, device=device) > positions[:, None]
@@ -144,7 +144,7 @@ class Passage:
         """Logits float32 [P, vocab]."""
         model, config = self.model, self.model.config
         sizes = config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
-        first, x, chosen = 0, model.embed[self.tokens], {}
+        first, x, chosen = 0, model.embedded(self.tokens), {}
         if parent is not None:
             layers = range(config.num_layers)
             first = next((i for i in layers if does[i] != parent.does[i]), config.num_layers - 1)
@@ -155,7 +155,7 @@ class Passage:
             if trace is not None:
                 trace.inputs.append(x)
             layer = model.layers[number]
-            q, k, v, _ = pre_attention(layer, x, self.cos, self.sin, *sizes)
+            q, k, v, _ = pre_attention(layer, x, *self.turns[number], *sizes)
             if does[number] >= 0:
                 rows = chosen[does[number]]
                 if self.lend is not None:

@@ -74,6 +74,11 @@ class Windowed(Evicting):
                 f"{self.name}: clips distances, which this model's dynamic rope does not allow; "
                 "use another method"
             )
+        if self.clips and config.layer_ropes:
+            raise SettingError(
+                f"{self.name}: clips distances, found layers with different ropes "
+                f"({config.family}); use another method"
+            )
         return super().plan(config)
 
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:

@@ -80,7 +80,7 @@ class SnapRuntime(EvictingRuntime):
         assert step is not None, "SnapKV cuts at a prompt's end only"
         k, window = part.k, min(self.method.window, sequence.length)
         at = torch.arange(sequence.length - window, sequence.length, device=k.device).unsqueeze(0)
-        q = apply_rope(step.query_ring.read(layer, at), *step.rotary.at(at, sequence.length))
+        q = apply_rope(step.query_ring.read(layer, at), *step.rotary.at(at, sequence.length, layer))
         sums = column_sums(self.queries(q, part.heads)[0], k, k.shape[1] - window, self.scale)
         scores = reduce_group(sums / window, self.method.gqa_reduce)[:, :-window]
         if scores.shape[1]:

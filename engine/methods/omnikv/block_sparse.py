@@ -32,7 +32,7 @@ class BlockSparse:
 
     def __init__(self, method: OmniKV, setup: Setup):
         self.method, self.setup = method, setup
-        self.scale = setup.config.head_dim**-0.5
+        self.scale = setup.config.scale
         self.blocks_kept = self.blocks_causal = 0
         # a list takes {"layer", "first", "recall" [B, H, blocks], "density" [B, H, blocks]} per
         # call

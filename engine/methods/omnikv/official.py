@@ -78,8 +78,8 @@ class OfficialRuntime(OmniKVRuntime):
         if self.window:
             at = step.positions[:, -1:] + torch.arange(1 - self.window, 1, device=q.device)
             # all at the current position
-            cos, sin = step.rotary.at(step.positions[:, -1:].expand(-1, self.window))
-            q = apply_rope(step.query_ring.read(layer, at.clamp_(min=0)), cos, sin)
+            turns = step.rotary.at(step.positions[:, -1:].expand(-1, self.window), layer=layer)
+            q = apply_rope(step.query_ring.read(layer, at.clamp_(min=0)), *turns)
         batch, queries, heads, dim = q.shape
         folded = q.view(batch, queries, rows.shape[1], -1, dim).permute(0, 2, 1, 3, 4).flatten(2, 3)
         logits = (folded @ rows.transpose(2, 3)).float() * self.scale

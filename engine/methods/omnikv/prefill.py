@@ -44,7 +44,7 @@ class PrefillSelector:
 
     def __init__(self, method: OmniKV, setup: Setup):
         self.method, self.setup, self.plan = method, setup, setup.plan
-        self.scale = setup.config.head_dim**-0.5
+        self.scale = setup.config.scale
         self.block, ratio = method.prefill_block, method.prefill_ratio
         self.k = min(ratio * self.block, setup.capacity) if ratio else setup.capacity
         self.block_sparse = (

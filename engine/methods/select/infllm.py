@@ -72,6 +72,11 @@ class InfLLM(Method):
                 "infllm: this model's rope is dynamic NTK, whose rotations cannot be undone; use "
                 "another method"
             )
+        if config.layer_ropes:
+            raise SettingError(
+                f"infllm: turns rows back by one rope, found layers with different ones "
+                f"({config.family}); use another method"
+            )
         return single_layer_groups(config.num_layers, range(config.num_layers))
 
     def validate_switch(self, length: int) -> None:

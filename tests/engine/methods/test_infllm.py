@@ -15,7 +15,7 @@ from engine.errors import SettingError
 from engine.methods.full import Full
 from engine.methods.select.infllm import InfLLM
 from engine.methods.select.infllm_memory import BlockMemory, Layout
-from engine.model.rope import apply_rope
+from engine.model.rope import apply_rope, inv_freq
 from tests.builders import GROUPS, World, random_ids, tiny_config, tiny_llm, tiny_weights
 from tools.compare.build import Facts, infllm
 
@@ -135,7 +135,7 @@ def test_a_stream_of_chunks_and_steps_against_the_papers_system(yarn, shape, met
         0,
         world.config.rope.attention_factor,
     )
-    stream = Stream(method, heads, kv_heads, world.rotary._freq, scaling)
+    stream = Stream(method, heads, kv_heads, inv_freq(world.config.rope, 16), scaling)
     for count in (c for chunk in chunks for c in (chunk, *[1] * 7)):
         q, k, v = (
             world.random(1, count, heads, 16),

@@ -291,8 +291,16 @@ def test_senseless_fields_are_named(changes, key, words):
     ("changes", "words"),
     [
         (
-            {"architectures": ["Qwen2ForCausalLM"]},
-            ["architectures", "Qwen2ForCausalLM", "LlamaForCausalLM"],
+            {"architectures": ["GPT2LMHeadModel"]},
+            ["architectures", "GPT2LMHeadModel", "LlamaForCausalLM"],
+        ),
+        (
+            {"architectures": ["Qwen2MoeForCausalLM"]},
+            ["found Qwen2MoeForCausalLM", "the nearest is Qwen2ForCausalLM", "Olmo2ForCausalLM"],
+        ),
+        (
+            {"architectures": GONE, "model_type": "granitemoe"},
+            ["model_type granitemoe", "the nearest is GraniteForCausalLM"],
         ),
         ({"architectures": GONE, "model_type": "gpt2"}, ["architectures", "gpt2"]),
         ({"architectures": GONE, "model_type": GONE}, ["architectures", "found nothing"]),

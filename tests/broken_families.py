@@ -1,0 +1,174 @@
+"""Malformed folders of the families beside Llama: fields that contradict each other, tensors that a
+family needs and that are missing. As in tests/broken_models.py.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tests.broken_models import Broken, Build, Weights, _config, _weights
+
+QWEN2 = dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2")
+QWEN3 = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", head_dim=8)
+MISTRAL = dict(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=None)
+SMOLLM3 = dict(architectures=["SmolLM3ForCausalLM"], model_type="smollm3")
+PHI3 = dict(architectures=["Phi3ForCausalLM"], model_type="phi3")
+GRANITE = dict(architectures=["GraniteForCausalLM"], model_type="granite")
+OLMO2 = dict(architectures=["Olmo2ForCausalLM"], model_type="olmo2")
+FOUR = [1.0, 1.0, 2.0, 4.0]
+SLIDES = ["sliding_attention"]
+
+
+def _longrope(**changes: object) -> Build:
+    rope = dict(rope_type="longrope", short_factor=FOUR, long_factor=FOUR) | changes
+    return _config(**PHI3, rope_scaling=rope, original_max_position_embeddings=64)
+
+
+def _extra_norm(weights: Weights) -> Weights:
+    return weights | {"model.layers.0.self_attn.q_norm.weight": torch.ones(8)}
+
+
+def _row(name: str, build: Build, *words: str) -> Broken:
+    return Broken(name, build, 1, words)
+
+
+BROKEN_FAMILIES: list[Broken] = [
+    _row(
+        "unknown-near",
+        _config(architectures=["Qwen2MoeForCausalLM"]),
+        "found Qwen2MoeForCausalLM",
+        "the nearest is Qwen2ForCausalLM",
+        "one of LlamaForCausalLM",
+    ),
+    _row(
+        "unknown-model-type",
+        _config(architectures=..., model_type="mamba"),
+        "model_type mamba",
+        "one of LlamaForCausalLM",
+    ),
+    _row("architectures-number", _config(architectures=[3]), "architectures", "a list with one"),
+    # tensors that a family needs
+    _row("qwen2-no-bias", _config(**QWEN2), "self_attn.q_proj.bias: found nothing", "shape [32]"),
+    _row("qwen3-no-norm", _config(**QWEN3), "self_attn.q_norm.weight: found nothing", "shape [8]"),
+    _row(
+        "qwen3-usual-head",
+        _config(**{**QWEN3, "head_dim": None}),
+        "q_norm.weight: found nothing",
+        "shape [128]",
+    ),
+    _row(
+        "phi3-not-fused",
+        _config(**PHI3),
+        "self_attn.qkv_proj.weight: found nothing",
+        "the first unknown tensor is",
+    ),
+    _row(
+        "olmo2-no-norms", _config(**OLMO2), "q_norm.weight: found nothing", "shape [32] (3 missing)"
+    ),
+    _row("llama-with-norm", _weights(_extra_norm), "q_norm.weight", "describes no such tensor"),
+    # sliding windows
+    _row(
+        "types-count",
+        _config(**QWEN2, layer_types=SLIDES * 2),
+        "layer_types",
+        "a list of 1 names",
+    ),
+    _row("types-text", _config(**QWEN2, layer_types="full"), "layer_types: found full", "a list"),
+    _row(
+        "types-unknown",
+        _config(**QWEN2, layer_types=["linear_attention"]),
+        "layer_types: found linear_attention",
+        "full_attention or sliding_attention",
+    ),
+    _row(
+        "types-no-window",
+        _config(**QWEN2, layer_types=SLIDES, sliding_window=64),
+        "sliding_window: found nothing",
+        "layer_types has sliding_attention",
+    ),
+    _row(
+        "window-text",
+        _config(**{**MISTRAL, "sliding_window": "4096"}),
+        "sliding_window: found 4096, expected an integer",
+    ),
+    _row("window-zero", _config(**{**MISTRAL, "sliding_window": 0}), "sliding_window: found 0"),
+    _row(
+        "window-missing",
+        _config(**{**MISTRAL, "sliding_window": ...}),
+        "sliding_window",
+        "4096 for Mistral",
+    ),
+    _row(
+        "window-flag",
+        _config(**QWEN2, use_sliding_window=1),
+        "use_sliding_window: found 1",
+        "true or false",
+    ),
+    _row(
+        "window-first-layer",
+        _config(**QWEN2, use_sliding_window=True, sliding_window=64, max_window_layers=-1),
+        "max_window_layers: found -1",
+    ),
+    # layers without rope
+    _row("nope-text", _config(**SMOLLM3, no_rope_layers="none"), "no_rope_layers: found none"),
+    _row(
+        "nope-short", _config(**SMOLLM3, no_rope_layers=[]), "no_rope_layers: found []", "1 times"
+    ),
+    _row("nope-two", _config(**SMOLLM3, no_rope_layers=[2]), "no_rope_layers: found 2", "0 (no"),
+    _row("nope-flag", _config(**SMOLLM3, no_rope_layers=[True]), "no_rope_layers: found"),
+    _row(
+        "nope-interval",
+        _config(**SMOLLM3, no_rope_layer_interval=0),
+        "no_rope_layer_interval: found 0",
+    ),
+    # longrope and partial rotation
+    _row("longrope-nothing", _longrope(short_factor=None), "short_factor: found nothing", "4 num"),
+    _row(
+        "longrope-count",
+        _longrope(long_factor=FOUR[:3]),
+        "rope_scaling.long_factor: found a list of 3",
+        "a list of 4 numbers",
+    ),
+    _row("longrope-zero", _longrope(short_factor=[1, 1, 0, 1]), "short_factor: found 0", "above 0"),
+    _row("longrope-text", _longrope(long_factor=["1"] * 4), "long_factor: found 1", "numbers"),
+    _row("longrope-nan", _longrope(long_factor=[float("nan")] * 4), "long_factor: found nan"),
+    _row("longrope-attention", _longrope(attention_factor=0), "attention_factor: found 0"),
+    _row("partial-none", _config(**PHI3, partial_rotary_factor=0.0), "partial_rotary_factor"),
+    _row(
+        "partial-odd",
+        _config(**PHI3, partial_rotary_factor=0.4),
+        "partial_rotary_factor: found 0.4",
+        "head_dim = 8",
+    ),
+    _row(
+        "partial-more", _config(**PHI3, partial_rotary_factor=1.5), "partial_rotary_factor: found"
+    ),
+    # factors
+    _row(
+        "granite-embedding",
+        _config(**GRANITE, embedding_multiplier=0),
+        "embedding_multiplier: found 0",
+    ),
+    _row("granite-logits", _config(**GRANITE, logits_scaling=0), "logits_scaling: found 0"),
+    _row(
+        "granite-attention",
+        _config(**GRANITE, attention_multiplier="auto"),
+        "attention_multiplier: found auto",
+    ),
+    _row(
+        "granite-residual",
+        _config(**GRANITE, residual_multiplier=float("inf")),
+        "residual_multiplier: found inf",
+    ),
+    _row(
+        "dual-chunk-text",
+        _config(**QWEN2, dual_chunk_attention_config="yes"),
+        "dual_chunk_attention_config: found yes",
+    ),
+    _row(
+        "dual-chunk-size",
+        _config(**QWEN2, dual_chunk_attention_config={"local_size": 8}),
+        "dual_chunk_attention_config.chunk_size: found nothing",
+    ),
+    _row("qwen3-activation", _config(**QWEN3, hidden_act="gelu"), "hidden_act: found gelu"),
+]

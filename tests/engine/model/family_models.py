@@ -1,0 +1,107 @@
+"""A small random model of every family, made by transformers: folder, and transformers' own model.
+
+Weights are scaled so that attention is peaky, and norms differ from one, so that a norm, a bias or
+a factor that is forgotten shows.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+
+from tests.builders import word_tokenizer
+
+VOCAB = 199
+POSITIONS = 2048
+SMALL = dict(
+    vocab_size=VOCAB,
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=POSITIONS,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=False,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
+PHI_ROPE = dict(
+    rope_type="longrope",
+    rope_theta=10000.0,
+    short_factor=[1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+    long_factor=[1.0, 1.5, 2.5, 4.0, 7.0, 12.0],
+    partial_rotary_factor=0.75,
+)
+GRANITE = dict(
+    embedding_multiplier=12.0,
+    residual_multiplier=0.22,
+    attention_multiplier=0.0625,
+    logits_scaling=8.0,
+)
+# name: (transformers' configuration, changes to it)
+VARIANTS: dict[str, tuple[str, dict]] = {
+    "qwen2": ("Qwen2", dict(max_window_layers=2)),
+    "qwen2-tied": ("Qwen2", dict(tie_word_embeddings=True, num_key_value_heads=1)),
+    "qwen2-yarn": (
+        "Qwen2",
+        dict(
+            rope_parameters=dict(
+                rope_type="yarn",
+                rope_theta=1e6,
+                factor=4.0,
+                original_max_position_embeddings=512,
+            )
+        ),
+    ),
+    "qwen3": ("Qwen3", dict(head_dim=16)),
+    "qwen3-bias": ("Qwen3", dict(head_dim=20, attention_bias=True, tie_word_embeddings=True)),
+    "mistral": ("Mistral", dict(sliding_window=None, head_dim=16)),
+    "smollm3": ("SmolLM3", dict(tie_word_embeddings=True)),
+    "smollm3-list": ("SmolLM3", dict(no_rope_layers=[0, 1, 1, 0], attention_bias=True)),
+    "phi3": ("Phi3", dict(head_dim=16)),
+    "phi3-longrope": (
+        "Phi3",
+        dict(hidden_size=64, rope_parameters=PHI_ROPE, original_max_position_embeddings=512),
+    ),
+    "granite": ("Granite", GRANITE),
+    "granite-bias": ("Granite", dict(**GRANITE, attention_bias=True, mlp_bias=True)),
+    "olmo2": ("Olmo2", {}),
+    "olmo2-bias": ("Olmo2", dict(attention_bias=True, num_key_value_heads=4)),
+}
+
+
+def make(folder: Path, name: str, **more: object):
+    """Write a model folder and return transformers' model of it, in float32.
+
+    more: changes to the configuration beside the variant's.
+    """
+    import transformers
+
+    kind, changes = VARIANTS[name]
+    maker = getattr(transformers, f"{kind}Config")
+    config = maker(**{**SMALL, **json.loads(json.dumps(changes)), **more})
+    torch.manual_seed(sum(map(ord, name)))
+    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    theirs = theirs.float().eval()
+    with torch.no_grad():
+        for key, weight in theirs.named_parameters():
+            if "norm" in key:
+                offset = 0.0 if kind.startswith("Gemma") else 1.0
+                weight.normal_(offset, 0.2)
+            elif key.endswith("bias"):
+                weight.normal_(0.0, 0.3)
+            else:
+                peaky = any(part in key for part in ("q_proj", "k_proj", "qkv_proj"))
+                weight.normal_(0.0, weight.shape[-1] ** -0.5 * (2.5 if peaky else 1.0))
+    theirs.save_pretrained(folder)
+    theirs.generation_config.eos_token_id = None  # greedy tokens are compared to the end
+    word_tokenizer(folder, VOCAB)
+    return theirs
+
+
+def ids_of(count: int, seed: int = 7) -> list[int]:
+    """Random token ids, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCAB, (count,), generator=generator).tolist()
