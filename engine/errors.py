@@ -21,6 +21,7 @@ __all__ = [
     "OutOfHostMemory",
     "OutOfMemoryPlan",
     "OutputFailed",
+    "SavedFileError",
     "SessionClosed",
     "SettingError",
     "TemplateError",
@@ -74,6 +75,13 @@ class OutputFailed(EngineError):
 
 class Busy(EngineError):
     """Another request is running on this LLM."""
+
+
+class SavedFileError(EngineError):
+    """A saved session cannot be written, is damaged, or belongs to another model.
+
+    The message names the file, what was found and the remedy; nothing of it is used.
+    """
 
 
 class SessionClosed(EngineError):

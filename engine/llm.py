@@ -37,6 +37,8 @@ from engine.plan.report import Plan
 from engine.prefill_eta import PrefillProgress
 from engine.request_lock import RequestLock
 from engine.sampling import SamplingParams
+from engine.saved.model_key import WeightsDigest
+from engine.saved.session_file import Progress, restore_session
 from engine.session import Session
 from engine.settings import is_integer, one_of
 from engine.step_runner import compiled_pieces
@@ -220,7 +222,10 @@ class LLM:
             compiled = self.device.type == "cuda"
         # A forced backend compares plain products; otherwise weights take their fastest form.
         form = "auto" if self.backend in ("auto", "cpu") else "plain"
+        digest = WeightsDigest()
+        stream = digest.watch(stream)
         self.model = assemble(self.config, self.dtype, self.device, stream, form)
+        self.weights_digest = digest.hexdigest  # of saved sessions
         trim_heap()
         self.rotary = Rotary(self.config, self.device)
         self.pieces = compiled_pieces() if compiled else (pre_attention, post_attention)
@@ -367,6 +372,23 @@ class LLM:
                 f"({self._plan.bytes_of('context bank')} bytes of bank); close one, or lower "
                 f"max_context"
             ) from error
+
+    def restore(
+        self,
+        path: str | Path,
+        max_context: int | None = None,
+        offload: str | None = None,
+        tokens: int | None = None,
+        progress: Progress | None = None,
+    ) -> tuple[Session, Any]:
+        """(session, extra) that Session.save wrote, with the method that it had; nothing is read
+        again. Placement (offload) may differ from then.
+
+        tokens: only the first so many. progress(tokens done, tokens in all) is called after every
+        piece. Raises SavedFileError where the file is damaged or of other weights, rope, dtype or
+        version, ContextTooLong where it does not fit; no session is left then.
+        """
+        return restore_session(self, path, max_context, offload, tokens, progress)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +28,7 @@ from engine.plan.placement import Placement
 from engine.prefill import run_chunk
 from engine.prefill_eta import Eta, PrefillFlops, PrefillProgress
 from engine.query_ring import QueryRing
+from engine.saved.session_file import Progress, save_session
 from engine.settings import checked_ids, one_of
 from engine.stats import SessionStats, held_figures
 from engine.step_runner import StepKind, StepRunner
@@ -123,9 +125,7 @@ class Session:
 
     @property
     def selections(self) -> dict[int, torch.Tensor]:
-        """{filter layer: int64 [k]} of the last step, ascending positions; empty before one or
-        where nothing was selected.
-        """
+        """{filter layer: int64 [k]} of the last step, ascending; empty where none was made."""
         return self.runtime.selections() if self._selected else {}
 
     @property
@@ -351,17 +351,22 @@ class Session:
         progress: Callable[[PrefillProgress], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> Generator[Piece, None, None]:
-        """Prefill token_ids (may be empty after a prefill), then decode. The iterator may be closed
-        early.
-        """
+        """Prefill token_ids (may be empty after a prefill), then decode; may be closed early."""
         return generate(self, list(token_ids), params, progress=progress, should_stop=should_stop)
 
     def check(self, steps: int = 32, progress: Callable[[int, int], None] | None = None) -> Report:
-        """Compare full and sparse attention at the last positions, over the same bank. Nothing
-        changes.
-        """
+        """Compare full and sparse attention at the last positions; nothing changes."""
         self._require_open()
         return check(self, steps, progress)
+
+    def save(self, path: str | Path, extra: Any = None, progress: Progress | None = None) -> None:
+        """Write all of this session to one file, for LLM.restore: checksummed, renamed into place.
+
+        extra: anything of numbers, texts, lists, dicts and tensors, to come back with it. Raises
+        SavedFileError where the disk refuses, SettingError for a method that evicts.
+        """
+        self._require_open()
+        save_session(self, path, extra, progress)
 
     # ---------------------------------------------------------------- going back, copies, end
 

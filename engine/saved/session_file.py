@@ -1,0 +1,232 @@
+"""A session in one file: save and restore, in bounded memory, to the bit.
+
+The file holds the tokens, the rows of all layers in pieces, the query ring, the savepoints with
+their logits, the method with its state, and what the program adds. It names the model that made it
+(engine/saved/model_key.py). A method whose store is no part of the bank cannot be saved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.errors import EngineError, SavedFileError, SettingError
+from engine.guard import exclusive
+from engine.history import Savepoint
+from engine.methods.registry import make
+from engine.saved.container import Reader, Writer
+from engine.saved.model_key import model_key
+from engine.saved.rows import PIECE, piece_shape, pieces, spans, write_piece
+from engine.saved.values import decode, encode
+from engine.settings import checked_ids
+
+if TYPE_CHECKING:
+    from engine.llm import LLM
+    from engine.methods.base import Method
+    from engine.session import Session
+
+VERSION = 1
+VALUE_BYTES = 1 << 30  # most bytes of one tensor that is no row
+Progress = Callable[[int, int], None]  # (tokens done, tokens in all)
+
+
+def require_savable(method: Method, history: str) -> None:
+    """Raise SettingError where a session of this method has state that no file brings back."""
+    if history != "bank":
+        raise SettingError(
+            f"save: found a session of {method.name}, which keeps a store of its own beside the "
+            "bank; expected a method that keeps every token (switch with set_method(Full()))"
+        )
+
+
+# ---------------------------------------------------------------- saving
+
+
+def save_session(
+    session: Session, path: str | Path, extra: Any = None, progress: Progress | None = None
+) -> None:
+    """Write a session to `path` (see Session.save)."""
+    path = Path(path)
+    require_savable(session.method, session.runtime.needs.history)
+    tensors: list[torch.Tensor] = []
+    with exclusive(session.llm):
+        facts = _facts(session, extra, tensors)
+        total, bank = len(session), session.bank
+        plan = [(f"value.{i}", t.dtype, tuple(t.shape)) for i, t in enumerate(tensors)]
+        plan += [
+            (f"rows.{number}", bank.dtype, piece_shape(bank, stop - first))
+            for number, (first, stop) in enumerate(spans(total))
+        ]
+        with Writer(path, plan, facts) as writer:
+            for i, tensor in enumerate(tensors):
+                writer.write(f"value.{i}", tensor)
+            for number, piece in pieces(bank, total):
+                writer.write(f"rows.{number}", piece)
+                if progress is not None:
+                    progress(min(total, (number + 1) * PIECE), total)
+
+
+def _facts(session: Session, extra: Any, tensors: list[torch.Tensor]) -> dict[str, Any]:
+    ring, runtime = session.query_ring, session.runtime
+    queries = ring.newest(ring.high - ring.low) if ring.high > ring.low else None
+    method = {f.name: getattr(session.method, f.name) for f in dataclasses.fields(session.method)}
+    state = {
+        "ids": torch.tensor(session.ids, dtype=torch.int64),
+        "queries": queries,
+        "ring": (ring.low, ring.high),
+        "last_logits": session.last_logits,
+        "state": runtime.state(),
+        "savepoints": [
+            (p.start, p.length, p.state, p.logits, p.open) for p in session.history.savepoints
+        ],
+        "method": (session.method.name, method),
+    }
+    try:
+        encoded = encode(state, tensors)
+    except TypeError as error:
+        raise SettingError(f"save: method {session.method.name}: {error}") from error
+    try:
+        more = encode(extra, tensors)
+    except TypeError as error:
+        raise SettingError(f"extra: {error}") from error
+    return {
+        "version": VERSION,
+        "model": model_key(session.llm),
+        "tokens": len(session),
+        "state": encoded,
+        "extra": more,
+    }
+
+
+# ---------------------------------------------------------------- restoring
+
+
+def restore_session(
+    llm: LLM,
+    path: str | Path,
+    max_context: int | None = None,
+    offload: str | None = None,
+    tokens: int | None = None,
+    progress: Progress | None = None,
+) -> tuple[Session, Any]:
+    """(session, extra) of a file that `save_session` wrote (see LLM.restore)."""
+    llm.load()
+    with Reader(Path(path)) as reader:
+        facts = _checked_facts(reader, llm)
+        values: dict[int, torch.Tensor] = {}
+
+        def value(i: int) -> torch.Tensor:
+            if i not in values:
+                values[i] = reader.load(f"value.{i}", VALUE_BYTES)
+            return values[i]
+
+        try:
+            state, extra = decode(facts["state"], value), decode(facts["extra"], value)
+            ids = state["ids"].tolist()
+            checked_ids([*ids, 0], llm.config.vocab_size)
+            name, settings = state["method"]
+            method = make(name, settings)
+            if len(ids) != facts["tokens"]:
+                raise ValueError("tokens")
+        except SavedFileError:
+            raise
+        except (EngineError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise reader.damaged("its description makes no session") from None
+        wanted = len(ids) if tokens is None else tokens
+        if not 0 <= wanted <= len(ids):
+            raise SettingError(f"tokens: found {tokens}, expected 0 to {len(ids)} (those saved)")
+        session = llm.session(method, max_context, offload)
+        try:
+            session._require_room(wanted)
+            _fill(session, reader, ids, state, wanted, progress)
+        except BaseException:
+            session.close()
+            raise
+    return session, extra
+
+
+def _checked_facts(reader: Reader, llm: LLM) -> dict[str, Any]:
+    facts = reader.facts
+    if not isinstance(facts, dict) or facts.get("version") != VERSION:
+        found = facts.get("version") if isinstance(facts, dict) else None
+        raise reader.damaged(f"found version {str(found)[:20]}, expected {VERSION}")
+    made_by, here = facts.get("model"), model_key(llm)
+    if not isinstance(made_by, dict):
+        raise reader.damaged("it names no model")
+    for what, value in here.items():
+        if made_by.get(what) != value:
+            raise SavedFileError(
+                f"{reader.path}: made by another model: {what}: found "
+                f"{str(made_by.get(what))[:80]}, expected {value[:80]} ({llm.name}); load it with "
+                "the model that saved it, or read the text again"
+            )
+    return facts
+
+
+def _fill(
+    session: Session,
+    reader: Reader,
+    ids: list[int],
+    state: dict[str, Any],
+    wanted: int,
+    progress: Progress | None,
+) -> None:
+    """Make an empty session what the file says, then cut it to `wanted` tokens."""
+    bank, ring, history = session.bank, session.query_ring, session.history
+    with exclusive(session.llm):
+        for number, (first, stop) in enumerate(spans(len(ids))):
+            if first >= wanted:
+                break
+            piece = torch.empty(piece_shape(bank, stop - first), dtype=bank.dtype)
+            reader.read(f"rows.{number}", piece)
+            write_piece(bank, piece[:, : wanted - first], first)
+            if progress is not None:
+                progress(min(stop, wanted), wanted)
+        try:
+            low, high = state["ring"]
+            if not 0 <= low <= high <= len(ids):
+                raise ValueError("ring")
+            if state["queries"] is not None:
+                ring.write_chunk(state["queries"].to(ring.slots), high)
+            ring.set_valid(low, high)
+            session.ids = ids
+            history.savepoints = [
+                Savepoint(start, length, saved, _logits(session, logits), None, bool(open_))
+                for start, length, saved, logits, open_ in state["savepoints"]
+            ]
+            _require_plausible(session, [state["state"], *(p.state for p in history.savepoints)])
+            session.runtime.load(state["state"], len(ids))
+            session.last_logits = _logits(session, state["last_logits"])
+        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, IndexError):
+            raise reader.damaged("its description makes no session") from None
+    if wanted < len(ids):
+        session.truncate(wanted)
+
+
+def _require_plausible(session: Session, states: list[Any]) -> None:
+    """Raise ValueError where a state cannot be one of this session's runtime: its first number is a
+    budget, which buffers were made for, and others count tokens.
+    """
+    runtime = session.runtime
+    fresh = runtime.state()
+    parts = fresh if isinstance(fresh, tuple) else (fresh,)
+    for state in states:
+        found = state if isinstance(state, tuple) else (state,)
+        if [type(x) for x in found] != [type(x) for x in parts]:
+            raise ValueError("state")
+        for i, x in enumerate(found):
+            most = max(runtime.needs.selected, parts[0] or 0) if i == 0 else len(session.ids)
+            if x is not None and not 0 <= x <= most:
+                raise ValueError("state")
+
+
+def _logits(session: Session, logits: torch.Tensor | None) -> torch.Tensor | None:
+    if logits is None:
+        return None
+    if logits.shape != (session.llm.config.vocab_size,):
+        raise ValueError("logits")
+    return logits.to(session.llm.device, torch.float32)
