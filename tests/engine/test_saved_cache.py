@@ -32,19 +32,19 @@ def llm_of(method=SPARSE, **changes):
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
-    """A cache with the 1,024 first tokens of a text, and what a session that never met it says."""
-    folder, ids = tmp_path_factory.mktemp("cache"), random_ids(1100)
+    """A cache with the 512 first tokens of a text, and what a session that never met it says."""
+    folder, ids = tmp_path_factory.mktemp("cache"), random_ids(600)
     with llm_of().session() as session:
         session.prefill(ids)
-        assert BlockCache(folder).store(session) == 4
+        assert BlockCache(folder).store(session) == 2
         assert BlockCache(folder).store(session) == 0
         return folder, ids, torch.stack([session.decode(t) for t in (3, 4)])
 
 
 @settings(max_examples=4, deadline=None)
 @given(
-    cut=st.integers(1, 1100),
-    held=st.integers(0, 700),
+    cut=st.integers(1, 600),
+    held=st.integers(0, 400),
     tier=st.sampled_from(["host", "device"]),
 )
 def test_what_is_found_is_what_would_have_been_read(stored, cut, held, tier):
@@ -64,11 +64,11 @@ def test_what_is_found_is_what_would_have_been_read(stored, cut, held, tier):
 def test_other_tokens_weights_rope_and_methods_find_nothing(stored):
     folder, ids, _ = stored
     changed = [ids[0] ^ 1, *ids[1:]]
-    late = [*ids[:700], ids[700] ^ 1, *ids[701:]]
+    late = [*ids[:300], ids[300] ^ 1, *ids[301:]]
     rope = session_config(rope_scaling={"rope_type": "linear", "factor": 4.0})
     for llm, asked, found in [
         (llm_of(), changed, 0),
-        (llm_of(), late, 512),
+        (llm_of(), late, 256),
         (llm_of(seed=1), ids, 0),
         (llm_of(config=rope), ids, 0),
         (llm_of(Full()), ids, 0),
@@ -79,7 +79,7 @@ def test_other_tokens_weights_rope_and_methods_find_nothing(stored):
 
 def test_a_damaged_block_is_removed_and_read_again(tmp_path):
     with llm_of().session() as session:
-        session.prefill(ids := random_ids(900, seed=3))
+        session.prefill(ids := random_ids(600, seed=3))
         BlockCache(tmp_path).store(session)
         names = [
             p for n in BlockCache(tmp_path)._names(session, ids) for p in tmp_path.glob(f"*/{n}*")
