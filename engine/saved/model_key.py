@@ -4,6 +4,7 @@ nothing here.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -63,10 +64,13 @@ def model_key(llm: LLM) -> dict[str, str]:
     """{what: value} of everything that a bank's rows depend on beside the tokens and the method."""
     config = llm.config
     sizes = (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim)
+    # what ends an answer changes no row
+    kept = dataclasses.replace(config, bos_token_id=None, eos_token_ids=())
     return {
         "bank format": BANK_FORMAT,
         "sizes": f"{'x'.join(map(str, sizes))}, vocabulary {config.vocab_size}",
         "rope": repr(config.rope),
+        "config": hashlib.sha256(repr(kept).encode()).hexdigest(),
         "dtype": str(llm.dtype).removeprefix("torch."),
         "weights": llm.weights_digest,
     }
