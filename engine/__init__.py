@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from engine.methods.evict.snapkv import SnapKV
     from engine.methods.evict.streaming_llm import StreamingLLM
     from engine.methods.evict.window import Window
+    from engine.methods.exact import Exact
     from engine.methods.full import Full
     from engine.methods.omnikv.settings import OmniKV
     from engine.methods.select.infllm import InfLLM
@@ -39,6 +40,7 @@ __all__ = [
     "AdaPyramid",
     "AdaSnapKV",
     "EngineError",
+    "Exact",
     "Full",
     "H2O",
     "H2OPlus",
@@ -73,6 +75,7 @@ _HOMES = {
     "SnapKV": "engine.methods.evict.snapkv",
     "StreamingLLM": "engine.methods.evict.streaming_llm",
     "Window": "engine.methods.evict.window",
+    "Exact": "engine.methods.exact",
     "Full": "engine.methods.full",
     "OmniKV": "engine.methods.omnikv.settings",
     "InfLLM": "engine.methods.select.infllm",

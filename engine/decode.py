@@ -86,8 +86,31 @@ class Step:
         return apply_rope(self.query_ring.read(layer, positions), cos, sin)
 
 
+def one_by_one(piece: Callable) -> Callable:
+    """`piece` of a step's tokens, one token at a time: tensors [.., Q, ...] are cut along their
+    second dimension. A token gets the same bits however many others go with it: for the reference.
+    """
+
+    def run(*arguments: object) -> object:
+        tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
+        count = max(t.shape[1] for t in tensors)
+        if count == 1:
+            return piece(*arguments)
+        parts = [
+            piece(*(a[:, j : j + 1] if isinstance(a, torch.Tensor) else a for a in arguments))
+            for j in range(count)
+        ]
+        if isinstance(parts[0], torch.Tensor):
+            return torch.cat(parts, dim=1)
+        return tuple(torch.cat(same, dim=1) for same in zip(*parts))
+
+    return run
+
+
 class Decoder:
-    """Runs decode steps with one runtime. pieces: the two halves of a layer, plain or compiled."""
+    """Runs decode steps with one runtime. pieces: the two halves of a layer, plain or compiled.
+    alone: each token of a step goes through the products by itself.
+    """
 
     def __init__(
         self,
@@ -96,9 +119,12 @@ class Decoder:
         runtime: Attends,
         query_ring: QueryRing,
         pieces: tuple[Callable, Callable] = (pre_attention, post_attention),
+        alone: bool = False,
     ):
         self.model, self.rotary, self.runtime, self.query_ring = model, rotary, runtime, query_ring
-        self._pre_attention, self._post_attention = pieces
+        whole = (*pieces, model.logits)
+        pre, post, logits = map(one_by_one, whole) if alone else whole
+        self._pre_attention, self._post_attention, self._logits = pre, post, logits
 
     def step(
         self,
@@ -126,4 +152,4 @@ class Decoder:
             q, k, v, q_pre_rope = self._pre_attention(layer, x, cos, sin, *sizes)
             bank.write_step(number, k, v, q_pre_rope, step)
             x = self._post_attention(layer, x, self.runtime.attend(number, q, step), eps)
-        return model.logits(x)
+        return self._logits(x)

@@ -25,7 +25,8 @@ class GenerationStats:
     """Running figures of one answer: seconds and tokens. cached_tokens: in the bank before.
 
     decode_seconds are those of steps that have ended: on a GPU all but the newest while an answer
-    is being written, all of them in its last piece.
+    is being written, all of them in its last piece. cycles, drafted, accepted: of exact mode;
+    speedup: over full attention, by counted bytes (0: not in exact mode).
     """
 
     cached_tokens: int = 0
@@ -35,6 +36,10 @@ class GenerationStats:
     decode_seconds: float = 0.0
     sparse_steps: int = 0
     dense_steps: int = 0
+    cycles: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    speedup: float = 0.0
 
     @property
     def prefill_rate(self) -> float:
@@ -120,7 +125,11 @@ def generate(
             session.refresh_logits()
         stats.prefill_seconds = session.counters.prefill_seconds - before.prefill_seconds
         sampler = Sampler(params, llm.config.vocab_size, session.ids)
-        yield from _loop(session, params, sampler, stats, should_stop)
+        session.sampler = sampler
+        try:
+            yield from _loop(session, params, sampler, stats, should_stop)
+        finally:
+            session.sampler = None
 
 
 def _loop(
@@ -176,6 +185,11 @@ def _count(session: Session, start: SessionStats, stats: GenerationStats) -> Non
     stats.decode_seconds = now.decode_seconds - start.decode_seconds
     stats.sparse_steps = now.sparse_steps - start.sparse_steps
     stats.dense_steps = now.dense_steps - start.dense_steps
+    stats.cycles = now.cycles - start.cycles
+    stats.drafted = now.drafted - start.drafted
+    stats.accepted = now.accepted - start.accepted
+    cost = now.cost_exact - start.cost_exact
+    stats.speedup = (now.cost_full - start.cost_full) / cost if cost else 0.0
 
 
 def _rest(words: Detokenizer | None, scanner: StopScanner) -> str:

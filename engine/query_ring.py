@@ -10,20 +10,24 @@ from engine.model.config import ModelConfig
 
 # Queries kept per layer: truncating by up to RING - window tokens needs no recomputation.
 RING = 128
+# Slots: a step may write up to 8 tokens of which only the first are kept (exact mode's drafts); the
+# RING queries before them must survive.
+SLOTS = RING + 8
 
 
 class QueryRing:
-    """The newest RING pre-RoPE queries of every layer, position p in slot p % RING.
+    """The newest RING pre-RoPE queries of every layer, position p in slot p % SLOTS.
 
-    slots [layers, B, RING, H, D]. Positions low .. high-1 are valid; other slots hold stale data.
+    slots [layers, B, SLOTS, H, D]. Positions low .. high-1 are valid; other slots hold stale data.
+    changes: counts what was written or taken back otherwise than by a step.
     """
 
     def __init__(
         self, config: ModelConfig, batch: int, dtype: torch.dtype, device: torch.device | str
     ):
-        shape = (config.num_layers, batch, RING, config.num_heads, config.head_dim)
+        shape = (config.num_layers, batch, SLOTS, config.num_heads, config.head_dim)
         self.slots = torch.zeros(shape, dtype=dtype, device=device)
-        self.low = self.high = 0
+        self.low = self.high = self.changes = 0
 
     @property
     def nbytes(self) -> int:
@@ -34,8 +38,9 @@ class QueryRing:
         """Store newest [layers, B, W, H, D]: the last W queries of a chunk that ended at `stop`.
         All layers at once, after the chunk: an interrupted chunk stores none.
         """
+        self.changes += 1
         width = newest.shape[2]
-        where = torch.arange(stop - width, stop, device=newest.device) % RING
+        where = torch.arange(stop - width, stop, device=newest.device) % SLOTS
         self.slots.index_copy_(2, where, newest)
 
     def newest(self, most: int = 64) -> torch.Tensor:
@@ -43,7 +48,7 @@ class QueryRing:
         takes them.
         """
         first = max(self.low, self.high - most)
-        where = torch.arange(first, self.high, device=self.slots.device) % RING
+        where = torch.arange(first, self.high, device=self.slots.device) % SLOTS
         return self.slots.index_select(2, where)
 
     def extend(self, length: int, count: int) -> None:
@@ -56,11 +61,13 @@ class QueryRing:
 
     def truncate(self, length: int) -> None:
         """Invalidate positions >= length. The slots keep stale data."""
+        self.changes += 1
         self.high = min(self.high, length)
         self.low = min(self.low, self.high)
 
     def set_valid(self, start: int, stop: int) -> None:
         """Mark exactly positions start .. stop-1 as valid (none where they are equal)."""
+        self.changes += 1
         self.low, self.high = start, stop
 
     def covers(self, start: int, stop: int) -> bool:
@@ -76,4 +83,4 @@ class QueryRing:
         """Queries [B, W, H, D] at positions [B, W] int64."""
         slots = self.slots[layer]
         rows = torch.arange(slots.shape[0], device=slots.device).unsqueeze(1)
-        return slots[rows, positions % RING]
+        return slots[rows, positions % SLOTS]

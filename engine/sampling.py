@@ -6,8 +6,9 @@ logits, then temperature, top-k, top-p, min-p.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,11 +136,7 @@ class Sampler:
             raise SettingError(
                 f"logits: found shape {tuple(logits.shape)}, expected ({self.vocab_size},)"
             )
-        # Apple's device has no float64, which the cumulative probabilities need.
-        raw = (logits.cpu() if logits.device.type == "mps" else logits).float()
-        scores = self._penalise(raw) if self._penalised else raw
-        token = self._greedy(scores) if self.params.temperature == 0 else self._draw(scores)
-        self._sampled.append(token)
+        raw, token = self._next(logits)
         if self._seen is not None:
             self._seen[token] = True
         if not self.params.logprobs:
@@ -151,6 +148,40 @@ class Sampler:
             float(every[token]),
             list(zip(top.indices.tolist(), top.values.tolist(), strict=True)),
         )
+
+    def _next(self, logits: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Draw and note a token; (raw logits float32, token)."""
+        # Apple's device has no float64, which the cumulative probabilities need.
+        raw = (logits.cpu() if logits.device.type == "mps" else logits).float()
+        scores = self._penalise(raw) if self._penalised else raw
+        token = self._greedy(scores) if self.params.temperature == 0 else self._draw(scores)
+        self._sampled.append(token)
+        return raw, token
+
+    @contextlib.contextmanager
+    def drafting(self) -> Iterator[Callable[[torch.Tensor], int]]:
+        """Yield a function from the logits [vocab] of one guessed position after the other to the
+        token that sample() would draw from them, by the same random numbers. The sampler is as it
+        was afterwards.
+
+        So a guess from nearly the right logits is nearly always what sample() draws later.
+        """
+        state, count, fresh = self._random.get_state(), len(self._sampled), []
+
+        def guess(logits: torch.Tensor) -> int:
+            _, token = self._next(logits)
+            if self._seen is not None and not self._seen[token]:
+                self._seen[token] = True
+                fresh.append(token)
+            return token
+
+        try:
+            yield guess
+        finally:
+            self._random.set_state(state)
+            del self._sampled[count:]
+            if self._seen is not None:
+                self._seen[fresh] = False
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the distribution that sample() draws from at temperature > 0: float32 [vocab].

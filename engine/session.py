@@ -19,6 +19,7 @@ from engine.check import Report, check
 from engine.decode import Decoder, Step
 from engine.device import StepClock, current, synchronize
 from engine.errors import ContextTooLong, SessionClosed, SettingError
+from engine.exact_runner import runner_of
 from engine.generate import Piece, generate
 from engine.guard import exclusive, rewound_on_error
 from engine.history import History
@@ -31,13 +32,13 @@ from engine.query_ring import QueryRing
 from engine.saved.session_file import Progress, save_session
 from engine.settings import checked_ids, one_of
 from engine.stats import SessionStats, held_figures
-from engine.step_runner import StepKind, StepRunner
+from engine.step_runner import StepKind
 from engine.watch import MassMeter, Watch
 from kernels.dispatch import BACKENDS
 
 if TYPE_CHECKING:
     from engine.llm import LLM
-    from engine.sampling import SamplingParams
+    from engine.sampling import Sampler, SamplingParams
 
 WARM = 8  # queries at a prompt's end whose selections fill the working sets before the first step
 
@@ -63,6 +64,7 @@ class Session:
         self.ids: list[int] = []
         self.last_logits: torch.Tensor | None = None  # float32 [vocab] of the newest token
         self.watch: Watch | None = None  # a running estimate of the attention mass kept
+        self.sampler: Sampler | None = None  # of the answer that is being written: drafts guess it
         self.counters = SessionStats()  # what this session counts in; `stats` is a copy
         model = llm.model
         assert model is not None, "LLM.session() loads the weights first"
@@ -143,9 +145,7 @@ class Session:
 
     def _use(self, method: Method, plan: LayerPlan) -> None:
         self.method, self.plan = method, plan
-        self._runner = StepRunner(
-            self.llm, method, plan, self.capacity, self.backend, self.bank, self.query_ring
-        )
+        self._runner = runner_of(self)
         self._selected = False  # whether the last step left a selection
         self.runtime.bank = self.bank
         self.history.begin(self.runtime)
@@ -320,7 +320,7 @@ class Session:
         self._selected = sparse
 
     def _count_step(self, n: int, sparse: bool) -> None:
-        rows = (self.runtime if sparse else self.dense_runtime).rows_read(n)
+        rows = self._runner.rows_read(n, sparse)
         self.counters.count_step(rows, self.plan.roles, self.row_bytes, sparse)
 
     def _watched(self, kind: StepKind) -> tuple[StepKind, bool]:

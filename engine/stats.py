@@ -56,6 +56,13 @@ class SessionStats:
     bytes_streamed: int = 0
     # chunks of a layer that had to wait for a staging buffer still being written to the host
     staging_stalls: int = 0
+    # exact mode: steps of full attention, tokens drafted for them and accepted; what the cycles
+    # cost in counted bytes, and what as many steps of full attention would have cost
+    cycles: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    cost_exact: float = 0.0
+    cost_full: float = 0.0
     # {first layer: {"hits", "misses", "evictions", "plans", "bytes"}}
     groups: dict[int, dict[str, int]] = field(default_factory=dict)
 

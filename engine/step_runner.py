@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from engine.decode import Decoder, Step
+from engine.decode import Attends, Decoder, Step
 from engine.device import capture_stream, garbage_kept
 from engine.methods.base import Setup
 from engine.methods.full import Full
@@ -21,7 +21,7 @@ from engine.model.llama import post_attention, pre_attention
 if TYPE_CHECKING:
     from engine.bank.base import Bank
     from engine.llm import LLM
-    from engine.methods.base import Method, Runtime
+    from engine.methods.base import Method
     from engine.plan.layers import LayerPlan
     from engine.plan.needs import Needs
     from engine.query_ring import QueryRing
@@ -58,7 +58,8 @@ class StepRunner:
         config, model = llm.config, llm.model
         assert model is not None, "LLM.session() loads the weights first"
         device, dtype = model.device, model.dtype
-        self._bank, self._query_ring, self._rotary = bank, query_ring, llm.rotary
+        self._llm, self._bank, self._query_ring, self._rotary = llm, bank, query_ring, llm.rotary
+        self._plain = backend == "reference"
         setup = Setup.of(
             config,
             method,
@@ -81,16 +82,22 @@ class StepRunner:
         self.token = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self.length = torch.zeros(1, dtype=torch.int32, device=device)
 
-        def issued_by(runtime: Runtime) -> GraphedStep:
-            # The reference is the oracle: plain launchers, pieces uncompiled, no graph.
-            plain = backend == "reference"
-            pieces = (pre_attention, post_attention) if plain else llm.pieces
-            decoder = Decoder(model, llm.rotary, runtime, query_ring, pieces)
-            graphs = llm.graphs and not plain
-            return GraphedStep(decoder, runtime.needs, self.token, self.length, bank, graphs)
+        self._own_step = self.issued_by(self.runtime, self.runtime.needs, self.token)
+        self._dense_step = self.issued_by(self.dense_runtime, self.dense_runtime.needs, self.token)
 
-        self._own_step = issued_by(self.runtime)
-        self._dense_step = issued_by(self.dense_runtime)
+    def issued_by(self, attends: Attends, needs: Needs, token: torch.Tensor) -> GraphedStep:
+        """A step of `attends` on token int64 [1, Q] and this runner's length."""
+        llm, plain = self._llm, self._plain
+        assert llm.model is not None, "LLM.session() loads the weights first"
+        # The reference is the oracle: plain launchers, pieces uncompiled, no graph.
+        pieces = (pre_attention, post_attention) if plain else llm.pieces
+        decoder = Decoder(llm.model, llm.rotary, attends, self._query_ring, pieces, alone=plain)
+        graphs = llm.graphs and not plain
+        return GraphedStep(decoder, needs, token, self.length, self._bank, graphs)
+
+    def rows_read(self, n: int, sparse: bool) -> list[int]:
+        """Bank rows that each layer read in the step that made the bank n tokens long."""
+        return (self.runtime if sparse else self.dense_runtime).rows_read(n)
 
     def kind(self, n: int) -> StepKind:
         """Which step makes the bank n tokens long."""
@@ -128,8 +135,8 @@ class StepRunner:
 class GraphedStep:
     """Calls a decoder's step on static tensors; captures and replays CUDA graphs where asked.
 
-    token [1, 1] int64 and length [1] int32 are filled before each call. Returns logits
-    [1, 1, vocab] float32. A replayed graph overwrites its own buffer, so the caller gets a copy.
+    token [1, Q] int64 and length [1] int32 are filled before each call. Returns logits
+    [1, Q, vocab] float32. A replayed graph overwrites its own buffer, so the caller gets a copy.
     """
 
     def __init__(
@@ -141,14 +148,14 @@ class GraphedStep:
         bank: Bank,
         graphs: bool,
     ):
-        self._decoder, self._token, self._length, self._bank = decoder, token, length, bank
+        self._decoder, self.token, self._length, self._bank = decoder, token, length, bank
         self._captures = graphs and needs.cuda_graph and bank.capturable(fetches=needs.fetches)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
     def __call__(self, n: int) -> torch.Tensor:
         """Run the step that makes the bank n tokens long."""
         if not self._captures:
-            return self._decoder.step(self._token, self._length, self._bank)
+            return self._decoder.step(self.token, self._length, self._bank)
         bucket = bucket_for(n, self._bank.capacity)
         if bucket not in self._graphs:
             self._graphs[bucket] = self._capture(bucket)
@@ -157,19 +164,19 @@ class GraphedStep:
         return logits.clone()
 
     def _capture(self, bucket: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        device = self._token.device
+        device = self.token.device
         main, side = torch.cuda.current_stream(device), capture_stream(device)
         # race: the side stream would warm up on tokens that are still being written
         side.wait_stream(main)
         with torch.cuda.stream(side):
             for _ in range(WARM_UP):  # idempotent: a step writes its own rows and advances nothing
-                self._decoder.step(self._token, self._length, self._bank, bucket)
+                self._decoder.step(self.token, self._length, self._bank, bucket)
         main.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         # thread_local: another thread's CUDA calls do not spoil the capture
         capture = torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local")
         with garbage_kept(), capture:
-            logits = self._decoder.step(self._token, self._length, self._bank, bucket)
+            logits = self._decoder.step(self.token, self._length, self._bank, bucket)
         return graph, logits
 
 

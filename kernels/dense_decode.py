@@ -13,7 +13,7 @@ import torch
 from kernels._triton import tl, triton
 from kernels.cpu import attend_scored, attend_sequence
 from kernels.dispatch import choose
-from kernels.reference import attend, head_max
+from kernels.reference import attend_alone, head_max
 from kernels.scratch import Scratch, make_scratch
 from kernels.split import (
     DENSE_SPLIT,
@@ -37,17 +37,17 @@ def decode_dense_ref(
     scores: torch.Tensor | None = None,
     kind: str = "softmax",
 ) -> torch.Tensor:
-    """Reference of `decode_dense`, same arguments; loops over the batch."""
+    """Reference of `decode_dense`, same arguments; loops over the batch and the queries."""
     batch, queries, _, _ = q.shape
     out = torch.empty_like(q)
     for b in range(batch):
         n = int(lengths[b])
         visible = [n - (queries - 1 - j) for j in range(queries)]
-        out[b], logits = attend(
+        out[b], logits = attend_alone(
             q[b], k[b, :, :n], v[b, :, :n], visible, scale, scores=scores is not None
         )
         if scores is not None and logits is not None:
-            scores[b, :n] = head_max(logits[-1:], kind)[0]
+            scores[b, :n] = head_max(logits, kind)[0]
     return out
 
 

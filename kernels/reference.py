@@ -46,6 +46,25 @@ def attend(
     return out, logits.transpose(0, 1).reshape(queries, heads, rows) if scores else None
 
 
+def attend_alone(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: Sequence[int] | torch.Tensor,
+    scale: float,
+    scores: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend as `attend` does, one query after the other, each to its own rows: a query gets the
+    same bits however many others go with it.
+
+    Arguments and result as `attend`; with `scores`, the logits are the last query's [1, H, n].
+    """
+    out, logits = torch.empty_like(q), None
+    for j, n in enumerate(int(rows) for rows in visible):
+        out[j : j + 1], logits = attend(q[j : j + 1], k[:, :n], v[:, :n], [n], scale, scores)
+    return out, logits
+
+
 def head_max(logits: torch.Tensor, kind: str) -> torch.Tensor:
     """Reduce the logits of a row under every head to one number: OmniKV Eq. 3, the max over heads.
 

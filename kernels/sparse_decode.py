@@ -9,7 +9,7 @@ import torch
 from kernels._triton import tl, triton
 from kernels.cpu import attend_sequence, token_rows
 from kernels.dispatch import choose
-from kernels.reference import attend
+from kernels.reference import attend_alone
 from kernels.scratch import Scratch, make_scratch
 from kernels.split import (
     Config,
@@ -49,7 +49,7 @@ def decode_sparse_ref(
             rows_k, rows_v = (
                 torch.cat([t[b].index_select(1, chosen), t[b, :, start:n]], dim=1) for t in (k, v)
             )
-            out[b], _ = attend(q[b], rows_k, rows_v, visible, scale)
+            out[b], _ = attend_alone(q[b], rows_k, rows_v, visible, scale)
             continue
         for h in range(kv_heads):
             chosen = index[b, h, :kept].long()
@@ -57,7 +57,7 @@ def decode_sparse_ref(
                 torch.cat([t[b, h].index_select(0, chosen), t[b, h, start:n]])[None] for t in (k, v)
             )
             heads_of = slice(h * group, (h + 1) * group)
-            out[b, :, heads_of], _ = attend(q[b, :, heads_of], rows_k, rows_v, visible, scale)
+            out[b, :, heads_of], _ = attend_alone(q[b, :, heads_of], rows_k, rows_v, visible, scale)
     return out
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.bank.base import Bank, SparseRows
-from engine.plan.layers import Role
 from kernels.store import store_step
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ class DeviceBank(Bank):
         donor: DeviceBank | None = None,
     ) -> None:
         super().__init__(config, capacity, dtype, device, batch)
-        self._token_major = [role is Role.SPARSE for role in plan.roles]
+        self._token_major = [plan.gathers(layer) for layer in range(self.num_layers)]
         self._layers: list[torch.Tensor | None] = [None] * self.num_layers
         for layer in range(self.num_layers):
             if layer in offloaded:
@@ -125,8 +124,8 @@ class DeviceBank(Bank):
 
     def relayout(self, plan: LayerPlan, placement: Placement | None = None) -> DeviceBank:
         """Put every layer into the memory layout that `plan` wants; `placement` changes nothing."""
-        for layer, role in enumerate(plan.roles):
-            want = role is Role.SPARSE
+        for layer in range(self.num_layers):
+            want = plan.gathers(layer)
             if self._token_major[layer] == want or self._layers[layer] is None:
                 continue
             k, v = self.kv(layer)

@@ -42,6 +42,13 @@ class Method:
         """Name on the command line and in tables."""
         return type(self).__name__.lower()
 
+    @property
+    def cannot_draft(self) -> str:
+        """Why exact mode cannot draft with this method (engine/methods/exact.py); "" where it
+        can.
+        """
+        return "it selects no tokens to read"
+
     def completed(self, filter_layers: Callable[[], FilterLayers]) -> Method:
         """The method with the filter layers that `filter_layers` finds, where it has none."""
         return self
@@ -230,6 +237,18 @@ class Runtime:
             scratch=self.setup.scratch,
             backend=self.setup.backend,
         )
+
+    def attend_kept(
+        self, layer: int, q: torch.Tensor, step: Step, tail_start: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention of a draft step over what the last `attend` chose and everything from
+        tail_start [B] on; no layer chooses. A method that cannot keep its choice chooses anew.
+        """
+        return self.attend(layer, q, step)
+
+    def kept_rows(self, n: int) -> list[int]:
+        """Bank tokens that each layer reads in `attend_kept` at n tokens."""
+        return self.rows_read(n)
 
     def warm(self, steps: Iterable[Step]) -> None:
         """Fetch what the first decode step would: `steps` are those of the prompt's last tokens,

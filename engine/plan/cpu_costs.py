@@ -16,19 +16,34 @@ from kernels.isa import isa
 @dataclass(frozen=True)
 class CpuCosts:
     """Costs relative to a dense layer's: filter, that of a filter layer over as many rows; row,
-    that of a row which a sparse layer gathers and reads.
+    that of a row which a sparse layer gathers and reads; query, what a further token of a step adds
+    to the layer's attention, per query head of a K/V head. kv: a byte of K and V in units of a byte
+    of weights; weight: what a further token of a step adds to the weight products.
     """
 
     filter: float
     row: float
+    query: float = 0.0
+    kv: float = 1.0
+    weight: float = 0.0
 
 
-# AVX512 and later: not measured set by set; the costs that were assumed for every CPU before
-_NEWER = CpuCosts(filter=1.5, row=3.0)
+# AVX512 and later: not measured set by set; filter and row are what was assumed for every CPU
+# before, the others were measured with avx512_bf16 (docs/EXACT.md)
+_NEWER = {
+    2: CpuCosts(filter=1.5, row=3.0, query=0.06, kv=2.5, weight=0.05),
+    4: CpuCosts(filter=1.5, row=3.0, query=0.09, kv=1.6, weight=0.5),
+}
 # by instruction set and bytes of an element (2: bfloat16 and float16, whichever is worse)
 COSTS = {
-    "default": {2: CpuCosts(filter=2.0, row=3.0), 4: CpuCosts(filter=1.35, row=3.0)},
-    "avx2": {2: CpuCosts(filter=1.45, row=4.0), 4: CpuCosts(filter=1.35, row=3.0)},
+    "default": {
+        2: CpuCosts(filter=2.0, row=3.0, query=0.09, kv=2.0, weight=1.1),
+        4: CpuCosts(filter=1.35, row=3.0, query=0.09, kv=1.6, weight=0.5),
+    },
+    "avx2": {
+        2: CpuCosts(filter=1.45, row=4.0, query=0.06, kv=2.0, weight=1.1),
+        4: CpuCosts(filter=1.35, row=3.0, query=0.09, kv=1.6, weight=0.5),
+    },
 }
 
 
@@ -36,4 +51,4 @@ def cpu_costs(itemsize: int, found: str | None = None) -> CpuCosts:
     """Look up the costs for elements of `itemsize` bytes; found: an instruction set of
     kernels/isa.py, None for this machine's.
     """
-    return COSTS.get(isa() if found is None else found, {}).get(itemsize, _NEWER)
+    return COSTS.get(isa() if found is None else found, _NEWER)[2 if itemsize < 4 else 4]

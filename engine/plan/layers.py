@@ -44,12 +44,14 @@ class Group:
 class LayerPlan:
     """The role of every layer, the groups, and every layer's group.
 
-    group_of: index of a SPARSE or FILTER layer's group, None for other layers.
+    group_of: index of a SPARSE or FILTER layer's group, None for other layers. whole: SPARSE layers
+    are read whole too, and more bytes of them so (exact mode): the bank lays them out for that.
     """
 
     roles: tuple[Role, ...]
     groups: tuple[Group, ...]
     group_of: tuple[int | None, ...]
+    whole: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -69,6 +71,18 @@ class LayerPlan:
     def partial_layers(self) -> tuple[int, ...]:
         """The layers that read less than everything, SPARSE and RETAINED, ascending."""
         return tuple(i for i, role in enumerate(self.roles) if role in (Role.SPARSE, Role.RETAINED))
+
+    def gathers(self, layer: int) -> bool:
+        """Whether a layer's rows are mostly gathered one by one, not read whole."""
+        return self.roles[layer] is Role.SPARSE and not self.whole
+
+    def kept_group(self, layer: int) -> int:
+        """The group whose selection serves a layer when no layer chooses anew: its own, else the
+        nearest below that has sparse layers, else the first.
+        """
+        serving = [i for i, group in enumerate(self.groups) if group.layers]
+        below = [i for i in serving if self.groups[i].filter_layer <= layer]
+        return below[-1] if below else serving[0]
 
     @property
     def dense_share(self) -> float:

@@ -16,7 +16,7 @@ from engine.plan.free_memory import HEADROOM, available_bytes
 from engine.plan.needs import scratch_sizes
 from engine.plan.placement import SLOTS, fitting, full_placement
 from engine.plan.report import OFFLOAD_CHUNK, ROUND, Item, Plan
-from engine.query_ring import RING
+from engine.query_ring import SLOTS as RING
 from kernels.scratch import scratch_bytes
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ class Needs:
     one). one_chunk: a prefill call is one chunk, however long. final_call: tokens that the last
     prefill call of a prompt must hold; None: a prompt must be read in one call. history: how
     truncate goes back: "bank" sets the length, "store" restores an evicting store and re-runs the
-    steps since, "rerun" re-runs the steps over the bank.
+    steps since, "rerun" re-runs the steps over the bank. queries: most tokens of one step.
     """
 
     selected: int = 0
@@ -51,6 +51,7 @@ class Needs:
     one_chunk: bool = False
     final_call: int | None = 0
     history: Literal["bank", "store", "rerun"] = "bank"
+    queries: int = 1
 
 
 def scratch_sizes(
@@ -67,7 +68,7 @@ def scratch_sizes(
     """Arguments of kernels.scratch.make_scratch and scratch_bytes for a session of a method."""
     return dict(
         batch=batch,
-        queries=queries,
+        queries=max(queries, needs.queries),
         heads=config.num_heads,
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,

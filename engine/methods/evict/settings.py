@@ -53,6 +53,10 @@ class Evicting(Method):
         """
         return False
 
+    @property
+    def cannot_draft(self) -> str:
+        return "it forgets rows that full attention reads"
+
     def default_budget(self) -> dict[str, Any]:
         """The published budget: {"tokens": n} or {"share": x}."""
         return {"share": 0.2}

@@ -120,6 +120,25 @@ class OmniKVRuntime(Runtime):
             q, *rows, self.scale, scratch=self.setup.scratch, backend=self.setup.backend
         )
 
+    def attend_kept(
+        self, layer: int, q: torch.Tensor, step: Step, tail_start: torch.Tensor
+    ) -> torch.Tensor:
+        """Every layer, the filter layers too, reads the selection of its group, or of the nearest
+        one below, and the tail.
+        """
+        group = self.plan.kept_group(layer)
+        rows = step.bank.selected(
+            layer, self.index[group], self.counts[group], tail_start, step, self.needs.fetches
+        )
+        return decode_sparse(
+            q, *rows, self.scale, scratch=self.setup.scratch, backend=self.setup.backend
+        )
+
+    def kept_rows(self, n: int) -> list[int]:
+        """Of all layers what a sparse one reads; the tail may be up to 8 tokens longer."""
+        start = tail_start(n, self.method.tail)
+        return [min(self.k, start) + n - start] * self.plan.num_layers
+
     def attend_and_select(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
         """A filter layer: attention to everything, and from the same scores the selection of its
         group.

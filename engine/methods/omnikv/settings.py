@@ -100,6 +100,14 @@ class OmniKV(Method):
             return self.scores
         return "raw" if self.official and self.selector == "last" else "softmax"
 
+    @property
+    def cannot_draft(self) -> str:
+        if self.official:
+            return "official=True follows the published code, which has no drafts"
+        if self.prefill_ratio is not None or self.dense_layers != "dense":
+            return "its prompt must be read densely; leave prefill_ratio and dense_layers out"
+        return ""
+
     def completed(self, filter_layers: Callable[[], FilterLayers]) -> Method:
         """With the model's filter layers where none were given; Full() where it has none."""
         if self.filter_layers is not None:

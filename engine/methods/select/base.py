@@ -57,6 +57,10 @@ class Budgeted(Method):
         if self.share is not None:
             fraction("share", self.share)
 
+    @property
+    def cannot_draft(self) -> str:
+        return ""
+
     def budget(self, length: int) -> int:
         """Tokens that a sparse layer selects where the latest prefill ended at `length`."""
         if self.share is not None:
@@ -137,6 +141,19 @@ class Selecting(Runtime):
         chosen = self.chosen[group]
         if self.plan.roles[layer] is not Role.SPARSE or chosen.index is None:
             return self.attend_dense(layer, q, step)
+        return self.attend_selection(layer, q, step, chosen)
+
+    def attend_kept(
+        self, layer: int, q: torch.Tensor, step: Step, tail_start: torch.Tensor
+    ) -> torch.Tensor:
+        """Over the group's choice, where it is not one per query head: such a choice has no
+        tail.
+        """
+        chosen = self.chosen[self.plan.kept_group(layer)]
+        if chosen.index is None:
+            return self.attend_dense(layer, q, step)
+        if chosen.index.shape[1] not in (1, self.setup.config.num_kv_heads):
+            return self.attend(layer, q, step)
         return self.attend_selection(layer, q, step, chosen)
 
     def attend_selection(

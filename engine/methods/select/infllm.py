@@ -63,6 +63,10 @@ class InfLLM(Method):
         ):
             integer(name, getattr(self, name), least, most)
 
+    @property
+    def cannot_draft(self) -> str:
+        return "it must read the prompt its own way"
+
     def plan(self, config: ModelConfig) -> LayerPlan:
         """Every layer SPARSE. K is turned back to position 0, which a rotation that depends on the
         length does not allow.

@@ -60,6 +60,10 @@ class PodUntrained(Method):
         fraction("skip", self.skip)
 
     @property
+    def cannot_draft(self) -> str:
+        return ""
+
+    @property
     def name(self) -> str:
         return "pod_untrained"
 

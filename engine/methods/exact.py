@@ -1,0 +1,148 @@
+"""Exact mode: a selecting method drafts, full attention verifies, and what is written is full
+attention's.
+
+`Exact(OmniKV(...))` is a method like any other. Its prompts are read and its tokens are computed by
+full attention. A session under it may first draft: sparse steps of the inner method guess the next
+tokens, and one step of full attention over up to 8 tokens computes the logits after every one of
+them and rewrites their rows (engine/exact_runner.py). A guess that turns out to be the token that
+is fed next costs nothing then. The bank, the query ring and the logits are those of a session under
+Full(), so nothing that is drafted shows in an answer.
+
+Sources: speculative decoding (Leviathan et al., 2023) with the model's own sparse attention as the
+drafter (TriForce, 2024; MagicDec, 2024; SparseSpec, 2025).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.errors import SettingError
+from engine.methods.base import Method, Runtime, Setup
+from engine.plan.needs import Needs
+from engine.settings import boolean, is_integer
+
+if TYPE_CHECKING:
+    from engine.decode import Step
+    from engine.model.config import ModelConfig
+    from engine.plan.filter_layers import FilterLayers
+    from engine.plan.layers import LayerPlan
+
+MOST_DRAFTS = 7  # a step takes up to 8 tokens: the one that is fed, and its drafts
+
+
+@dataclass(frozen=True)
+class Exact(Method):
+    """method: the selecting method that drafts. draft: tokens drafted before each verification, 0
+    to 7, or "auto": as many as pay, by the acceptance so far and counted bytes. lookup: draft also
+    what followed the newest three tokens where they occurred before, where that has paid more.
+
+    Raises SettingError for a method that cannot draft: one that evicts, reads prompts its own way,
+    or reads everything.
+    """
+
+    method: Method
+    draft: int | str = "auto"
+    lookup: bool = True
+
+    named = False  # made from another method: --exact, /method exact
+
+    def __post_init__(self) -> None:
+        method = self.method
+        if not isinstance(method, Method) or isinstance(method, Exact):
+            raise SettingError(f"method: found {method!r}, expected a method such as OmniKV(...)")
+        if method.cannot_draft:
+            raise SettingError(
+                f"method: {method.name} cannot draft for exact mode: {method.cannot_draft}"
+            )
+        if self.draft != "auto" and not (
+            is_integer(self.draft) and 0 <= int(self.draft) <= MOST_DRAFTS
+        ):
+            raise SettingError(
+                f"draft: found {self.draft!r}, expected 'auto' or an int from 0 to {MOST_DRAFTS}"
+            )
+
+        boolean("lookup", self.lookup)
+
+    def completed(self, filter_layers: Callable[[], FilterLayers]) -> Method:
+        """With the inner method completed; Full() where that has no sparse layer for this model."""
+        inner = self.method.completed(filter_layers)
+        return inner if inner.cannot_draft else replace(self, method=inner)
+
+    def plan(self, config: ModelConfig) -> LayerPlan:
+        """The inner method's roles; every layer is read whole, by verification."""
+        return replace(self.method.plan(config), whole=True)
+
+    def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
+        """The inner method's, for steps of up to 8 tokens."""
+        needs = self.method.needs(plan, config, capacity, itemsize)
+        return replace(needs, queries=MOST_DRAFTS + 1)
+
+    def dense_below_tokens(
+        self, plan: LayerPlan, config: ModelConfig, itemsize: int, device_type: str, capacity: int
+    ) -> int:
+        """Beyond the capacity: what is written comes from full attention at every length."""
+        return capacity + 1
+
+    def validate(self, plan: LayerPlan) -> None:
+        self.method.validate(plan)
+
+    def validate_prompt(self, start: int, stop: int) -> None:
+        self.method.validate_prompt(start, stop)
+
+    def runtime(self, setup: Setup) -> Runtime:
+        return ExactRuntime(self, setup)
+
+
+class ExactRuntime(Runtime):
+    """Full attention, and beside it the inner method's runtime, `drafter`, whose state follows."""
+
+    method: Exact
+
+    def __init__(self, method: Exact, setup: Setup):
+        super().__init__(method, setup)
+        self.drafter = method.method.runtime(setup)
+
+    @property
+    def nbytes(self) -> int:
+        return self.drafter.nbytes
+
+    @property
+    def k(self) -> int:
+        return self.drafter.k
+
+    def begin_prompt(self, start: int, stop: int, more: bool = False) -> None:
+        self.drafter.begin_prompt(start, stop, more)
+
+    def end_prompt(self, length: int, step: Step | None = None) -> None:
+        self.drafter.end_prompt(length, step)
+
+    def state(self) -> Any:
+        return self.drafter.state()
+
+    def load(self, state: Any, length: int | None) -> None:
+        self.drafter.load(state, length)
+
+    def truncate(self, length: int) -> None:
+        self.drafter.truncate(length)
+
+    def copy_from(self, other: Any, sequence: int = 0) -> None:
+        self.drafter.copy_from(getattr(other, "drafter", other), sequence)
+
+
+class Kept:
+    """A runtime of draft steps after the first: what the first one chose, and all since.
+
+    tail_start int32 [B]: the first position of its tail, filled by the runner.
+    """
+
+    def __init__(self, drafter: Runtime):
+        self.drafter = drafter
+        self.tail_start = torch.zeros(1, dtype=torch.int32, device=drafter.setup.device)
+
+    def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
+        """Attention of q [1, 1, H, D] in one layer -> the same shape."""
+        return self.drafter.attend_kept(layer, q, step, self.tail_start)

@@ -1,0 +1,77 @@
+"""What a cycle of exact mode costs beside a step of full attention: counted bytes, both tiers.
+
+A cycle is d draft steps and one step of full attention over d + 1 tokens. On a GPU bytes are all
+that counts. On a CPU a further token of a step costs arithmetic, and a byte of K and V more than a
+byte of weights: measured, by instruction set (engine/plan/cpu_costs.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.plan.cpu_costs import CpuCosts, cpu_costs
+from engine.plan.layers import Role
+
+if TYPE_CHECKING:
+    from engine.model.config import ModelConfig
+    from engine.plan.layers import LayerPlan
+
+# device bytes that pass while one passes the link to host memory: 2 TB/s beside 50 GB/s
+LINK = 40.0
+# share of a draft's selected rows that no slot holds (docs/OFFLOAD.md: 0.2 to 0.3 at 4 slots)
+MISSES = 0.3
+
+
+@dataclass(frozen=True)
+class ExactCosts:
+    """Costs of one model under one method, in bytes of weights. weights: bytes that a step reads of
+    them; row: bytes of a row; offloaded: layers in host memory of a GPU.
+    """
+
+    layers: LayerPlan
+    weights: int
+    row: int
+    group: int  # query heads of a K/V head
+    factors: CpuCosts
+    offloaded: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(
+        cls,
+        config: ModelConfig,
+        layers: LayerPlan,
+        itemsize: int,
+        device_type: str,
+        offloaded: Collection[int] = (),
+    ) -> ExactCosts:
+        """Costs on a device ("cpu" or "cuda"); on a CPU host memory is no other memory."""
+        weights = config.parameters
+        if not config.tied_embeddings:
+            weights -= config.vocab_size * config.hidden_size  # one row of it is read
+        on_cpu = device_type == "cpu"
+        factors = cpu_costs(itemsize) if on_cpu else CpuCosts(filter=1, row=1)
+        far = frozenset() if on_cpu else frozenset(offloaded)
+        size = config.kv_bytes(itemsize)
+        return cls(layers, weights * itemsize, size, config.group, factors, far)
+
+    def full(self, rows: Sequence[int], tokens: int = 1) -> float:
+        """A step of full attention over `tokens` tokens. rows: bank rows by layer."""
+        more, f = tokens - 1, self.factors
+        read = sum(n * (LINK if layer in self.offloaded else 1.0) for layer, n in enumerate(rows))
+        attention = f.kv * self.row * read * (1 + f.query * self.group * more)
+        return self.weights * (1 + f.weight * more) + attention
+
+    def draft(self, rows: Sequence[int], chooses: bool) -> float:
+        """A draft step. chooses: whether its filter layers do, and fetch what they chose."""
+        f, read = self.factors, 0.0
+        for layer, n in enumerate(rows):
+            role = self.layers.roles[layer]
+            if chooses and role is not Role.SPARSE:
+                read += n * (f.filter if role is Role.FILTER else 1.0)
+                continue
+            read += n * f.row
+            if chooses and layer in self.offloaded:
+                read += n * MISSES * LINK
+        return self.weights + f.kv * self.row * read
