@@ -40,8 +40,8 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> bool:
         for found in drawn:
             if found["length"] == length:
                 point = found["bytes"] / 1e6, max(FLOOR, found["kl"].mean)
-                lines[_series(found)].append(point)
-        for series, points in lines.items():
+                lines[_series(found), found["filters"], found["wait"]].append(point)
+        for (series, *_), points in lines.items():
             axis.plot(*zip(*sorted(points)), label=series[1], **styles[series])
         axis.set(title=f"{length:,} tokens", xscale="log", yscale="log")
         axis.set_xlabel("MB of keys and values read per step")
@@ -62,30 +62,32 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> bool:
 
 
 def _series(found: Mapping[str, Any]) -> tuple[str, str]:
-    """(its family, its name in the legend)."""
+    """(its family, its name in the legend): a control has one for all filter sets."""
     name = found["name"]
-    label = f"{name} {found['filters']} w{found['wait']}" if found["filters"] else name
-    return OMNIKV if name == "omnikv" else CONTROL if name in CONTROLS else OTHER, label
+    if name in CONTROLS:
+        return CONTROL, f"control: {name.removeprefix('omnikv_')}"
+    if name == "omnikv":
+        return OMNIKV, f"OmniKV, {found['filters']}" + " and wait layers" * bool(found["wait"])
+    return OTHER, name
 
 
 def _styles(series: Sequence[tuple[str, str]]) -> dict[tuple[str, str], dict[str, Any]]:
-    """OmniKV in thick lines, its controls dashed in the colour of their filter set, the others thin
-    and grey with markers.
-    """
+    """OmniKV in thick lines, its controls dashed and black, the others thin and dotted."""
     from matplotlib import colormaps
 
     markers = "osv^<>DPXdph*8"
-    of_set = dict.fromkeys(label.partition(" ")[2] for family, label in series if family != OTHER)
-    colours = {name: colormaps["tab10"](number % 10) for number, name in enumerate(of_set)}
+    lines = {OMNIKV: ("-", 2.0, 5), CONTROL: ("--", 0.8, 4), OTHER: (":", 1.0, 4)}
+    colours = {OMNIKV: colormaps["tab10"], OTHER: colormaps["tab20"]}
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for family in (OMNIKV, CONTROL, OTHER):
+        style, width, size = lines[family]
         for number, one in enumerate(dict.fromkeys(s for s in series if s[0] == family)):
-            grey = colormaps["Greys"](0.4 + 0.15 * (number % 4))
             found[one] = {
-                "color": grey if family == OTHER else colours[one[1].partition(" ")[2]],
+                "color": "black" if family == CONTROL else colours[family](number % 20),
                 "marker": "o" if family == OMNIKV else markers[number % len(markers)],
-                "linestyle": {OMNIKV: "-", CONTROL: "--", OTHER: ":"}[family],
-                "linewidth": 2.0 if family == OMNIKV else 1.0,
-                "markersize": 4,
+                "linestyle": style,
+                "linewidth": width,
+                "markersize": size,
+                "zorder": 3 if family == OMNIKV else 2,
             }
     return found
