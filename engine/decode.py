@@ -8,13 +8,13 @@ the device, uses no index on the host, and allocates nothing whose size grows wi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from engine.model.llama import Llama, post_attention, pre_attention
+from engine.model.halves import Halves, PlainHalves
+from engine.model.llama import Llama
 from engine.model.rope import Rotary, apply_rope
 from engine.plan.layers import tail_start
 from engine.query_ring import QueryRing
@@ -86,30 +86,9 @@ class Step:
         return apply_rope(self.query_ring.read(layer, positions), cos, sin)
 
 
-def one_by_one(piece: Callable) -> Callable:
-    """`piece` of a step's tokens, one token at a time: tensors [.., Q, ...] are cut along their
-    second dimension. A token gets the same bits however many others go with it: for the reference.
-    """
-
-    def run(*arguments: object) -> object:
-        tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
-        count = max(t.shape[1] for t in tensors)
-        if count == 1:
-            return piece(*arguments)
-        parts = [
-            piece(*(a[:, j : j + 1] if isinstance(a, torch.Tensor) else a for a in arguments))
-            for j in range(count)
-        ]
-        if isinstance(parts[0], torch.Tensor):
-            return torch.cat(parts, dim=1)
-        return tuple(torch.cat(same, dim=1) for same in zip(*parts))
-
-    return run
-
-
 class Decoder:
-    """Runs decode steps with one runtime. pieces: the two halves of a layer, plain or compiled.
-    alone: each token of a step goes through the products by itself.
+    """Runs decode steps with one runtime. halves: the form of what a layer does beside attention;
+    steps of more rows than it takes run on torch's operators.
     """
 
     def __init__(
@@ -118,13 +97,11 @@ class Decoder:
         rotary: Rotary,
         runtime: Attends,
         query_ring: QueryRing,
-        pieces: tuple[Callable, Callable] = (pre_attention, post_attention),
-        alone: bool = False,
+        halves: Halves | None = None,
     ):
         self.model, self.rotary, self.runtime, self.query_ring = model, rotary, runtime, query_ring
-        whole = (*pieces, model.logits)
-        pre, post, logits = map(one_by_one, whole) if alone else whole
-        self._pre_attention, self._post_attention, self._logits = pre, post, logits
+        self._plain = PlainHalves(model)
+        self.halves = halves or self._plain
 
     def step(
         self,
@@ -139,17 +116,13 @@ class Decoder:
         Writes the rows of the new tokens at lengths .. lengths + Q - 1. bucket: rows that the
         kernels may look at, at least every length + Q (default: the bank's capacity).
         """
-        model, config = self.model, self.model.config
+        halves = self.halves if tokens.numel() <= self.halves.most_rows else self._plain
         count, ring = tokens.shape[1], self.query_ring
         positions = lengths.long().unsqueeze(1) + torch.arange(count, device=tokens.device)
         step = Step(positions, lengths + count, bank, bucket or bank.capacity, ring, self.rotary)
         turns = self.rotary.of_layers(positions)
-        eps = config.rms_norm_eps
-        sizes = config.num_heads, config.num_kv_heads, config.head_dim, eps
-        x = model.embedded(tokens)
-        for number, layer in enumerate(model.layers):
-            cos, sin = turns[number]
-            q, k, v, q_pre_rope = self._pre_attention(layer, x, cos, sin, *sizes)
-            bank.write_step(number, k, v, q_pre_rope, step)
-            x = self._post_attention(layer, x, self.runtime.attend(number, q, step), eps)
-        return self._logits(x)
+        x = self.model.embedded(tokens)
+        for number in range(len(self.model.layers)):
+            q = halves.before(number, x, *turns[number], step)
+            x = halves.after(number, x, self.runtime.attend(number, q, step))
+        return halves.logits(x)

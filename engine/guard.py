@@ -40,5 +40,5 @@ def rewound_on_error(session: Session) -> Iterator[None]:
             lost = (RuntimeError,) if isinstance(error, DeviceFailed) else ()
             with contextlib.suppress(*lost):
                 session.bank.rewind(len(session.ids), broken=True)
-                session.runtime.setup.scratch.hist.zero_()
+                session.runtime.setup.scratch.clear()
         raise

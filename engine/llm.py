@@ -35,6 +35,7 @@ from engine.plan.memory import make_plan
 from engine.plan.placement import Placement, full_placement
 from engine.plan.report import Plan
 from engine.prefill_eta import PrefillProgress
+from engine.rehearsal import StepForms
 from engine.request_lock import RequestLock
 from engine.sampling import SamplingParams
 from engine.saved.model_key import WeightsDigest
@@ -230,6 +231,7 @@ class LLM:
         self.rotary = Rotary(self.config, self.device)
         self.pieces = compiled_pieces() if compiled else (pre_attention, post_attention)
         self.graphs = compiled and self.device.type == "cuda"
+        self.halves = StepForms(self.model, self.rotary, self.pieces, self.options.step)
 
     # ---------------------------------------------------------------- facts
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OFFLOADS = ("auto", "host", "device")
+STEPS = ("auto", "fused", "plain")
 
 
 OLDEST = (8, 0)  # compute capability: bfloat16 products and 16-byte asynchronous copies
@@ -54,7 +55,9 @@ class Options:
     "host" (all sparse layers) or "device" (nothing). slots: rows that an offloaded group keeps on
     the device per selected token; 0 keeps nothing from step to step. host_pool: a HostPool to share
     with other LLMs. vram_budget, ram_budget: bytes to stay within. backend: "auto", or the
-    launchers to force: "reference", "cpu", "triton". check_finite: refuse weights with NaN or
+    launchers to force: "reference", "cpu", "triton". step: how a decode step multiplies and
+    normalizes: "fused" (our own kernels), "plain" (torch's operators), or "auto": on a GPU fused,
+    if a rehearsal on the device agrees with plain. check_finite: refuse weights with NaN or
     infinity.
     """
 
@@ -71,6 +74,7 @@ class Options:
     vram_budget: int | None = None
     ram_budget: int | None = None
     backend: str = "auto"
+    step: str = "auto"
     check_finite: bool = True
 
     def __post_init__(self) -> None:
@@ -79,6 +83,7 @@ class Options:
                 integer(name, getattr(self, name), 1)
         one_of("backend", self.backend, BACKENDS)
         one_of("offload", self.offload, OFFLOADS)
+        one_of("step", self.step, STEPS)
         if not is_number(self.slots) or not (self.slots == 0 or self.slots >= 1):
             raise SettingError(
                 f"slots: found {self.slots!r}, expected a number of at least 1 (rows per selected "

@@ -16,6 +16,7 @@ from engine.decode import Attends, Decoder, Step
 from engine.device import capture_stream, garbage_kept
 from engine.methods.base import Setup
 from engine.methods.full import Full
+from engine.model.halves import FusedHalves, PlainHalves
 from engine.model.llama import post_attention, pre_attention
 
 if TYPE_CHECKING:
@@ -41,8 +42,8 @@ class StepRunner:
     """Two kinds of step over one bank. Made anew when the session changes its method or backend.
 
     runtime, dense_runtime: the method's Runtime and full attention's. dense_below: tokens of
-    context below which full attention runs. token int64 [1, 1], length int32 [1]: what a captured
-    graph reads; `feed` fills them.
+    context below which full attention runs. fused: whether steps run on our own kernels. token
+    int64 [1, 1], length int32 [1]: what a captured graph reads; `feed` fills them.
     """
 
     def __init__(
@@ -60,6 +61,8 @@ class StepRunner:
         device, dtype = model.device, model.dtype
         self._llm, self._bank, self._query_ring, self._rotary = llm, bank, query_ring, llm.rotary
         self._plain = backend == "reference"
+        # The reference is the oracle: plain launchers, pieces uncompiled, no graph.
+        self._halves = PlainHalves(model, alone=True) if self._plain else llm.halves(backend)
         setup = Setup.of(
             config,
             method,
@@ -69,6 +72,9 @@ class StepRunner:
             dtype=dtype,
             backend=backend,
         )
+        self.fused = isinstance(self._halves, FusedHalves)
+        if not self.fused:
+            setup = replace(setup, scratch=setup.scratch.merging_apart())
         full = Full()
         self.runtime = method.runtime(setup)
         self.dense_runtime = full.runtime(replace(setup, plan=full.plan(config)))
@@ -87,12 +93,10 @@ class StepRunner:
 
     def issued_by(self, attends: Attends, needs: Needs, token: torch.Tensor) -> GraphedStep:
         """A step of `attends` on token int64 [1, Q] and this runner's length."""
-        llm, plain = self._llm, self._plain
+        llm = self._llm
         assert llm.model is not None, "LLM.session() loads the weights first"
-        # The reference is the oracle: plain launchers, pieces uncompiled, no graph.
-        pieces = (pre_attention, post_attention) if plain else llm.pieces
-        decoder = Decoder(llm.model, llm.rotary, attends, self._query_ring, pieces, alone=plain)
-        graphs = llm.graphs and not plain
+        decoder = Decoder(llm.model, llm.rotary, attends, self._query_ring, self._halves)
+        graphs = llm.graphs and not self._plain
         return GraphedStep(decoder, needs, token, self.length, self._bank, graphs)
 
     def rows_read(self, n: int, sparse: bool) -> list[int]:

@@ -12,15 +12,17 @@ import torch
 
 from kernels._triton import tl, triton
 from kernels.cpu import attend_scored, attend_sequence
+from kernels.dependent import dependent, wait_for_last_kernel
 from kernels.dispatch import choose
+from kernels.merge import merge, merge_when_last, merging
 from kernels.reference import attend_alone, head_max
 from kernels.scratch import Scratch, make_scratch
 from kernels.split import (
     DENSE_SPLIT,
+    MERGE_CHUNK,
     Config,
     decode_config,
     dense_splits,
-    merge,
     needs_wide,
     query_tile,
     softmax_step,
@@ -119,6 +121,11 @@ def dense_kernel(
     lengths,
     part,
     lse,
+    chunk_part,
+    chunk_lse,
+    out,
+    out_lse,
+    tickets,
     logits,
     scale,
     sqb,
@@ -142,20 +149,28 @@ def dense_kernel(
     BLOCK: tl.constexpr,
     SCORED: tl.constexpr,
     WIDE: tl.constexpr,
+    MERGES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    RB: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Attend to one split of SPLIT rows under one kv head.
 
-    Grid (splits, kv_heads * tiles of QT queries, B). Programs beyond the length leave at once. Row
-    j * G + g of a tile is its query j under head g of the group. SCORED also stores the last
-    query's logits [B, H, capacity].
+    Grid (splits, kv_heads * tiles of QT queries, B). Programs beyond the length leave at once (the
+    first split's never, so that somebody writes the output of an empty sequence). Row j * G + g of
+    a tile is its query j under head g of the group. SCORED also stores the last query's logits
+    [B, H, capacity]. MERGES: levels in which whoever ends last
+    merges the splits; 0 leaves them.
     """
+    wait_for_last_kernel(DEPENDENT)
     s = tl.program_id(0)
     h = tl.program_id(1) // tl.cdiv(queries, QT)
     first_query = tl.program_id(1) % tl.cdiv(queries, QT) * QT
     b = tl.program_id(2)
     n = tl.load(lengths + b)
     first = s * SPLIT
-    if first < n:
+    used = tl.maximum(tl.cdiv(n, SPLIT), 1)
+    if s < used:
         wide = b.to(tl.int64)
         r, d, j, head, live, rows = query_tile(
             q + wide * sqb, first_query, queries, h, sqq, sqh, QT, G, M, D, DP
@@ -183,10 +198,16 @@ def dense_kernel(
                 tl.store(left + t[None, :], scores, mask=newest & (t < stop)[None, :])
             scores = tl.where(t[None, :] < tl.minimum(limit, stop)[:, None], scores, float("-inf"))
             m, total, acc = softmax_step(scores, values, m, total, acc)
-        slot = ((wide * (heads // G) + h) * tl.num_programs(0) + s) * (
-            queries * G
-        ) + first_query * G
+        pair = b * (heads // G) + h
+        begin = first_query * G
+        slot = (pair.to(tl.int64) * tl.num_programs(0) + s) * (queries * G) + begin
         store_partial(part, lse, slot, r, d, live, m, total, acc, D)
+        if MERGES > 0:
+            merge_when_last(
+                part, lse, chunk_part, chunk_lse, out, out_lse, tickets, heads, s, used, pair,
+                begin, tl.minimum(begin + QT * G, queries * G), queries * G, MERGES, CHUNK, G, RB,
+                D, DP,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["capacity"])
@@ -202,10 +223,12 @@ def head_max_kernel(
     SOFTMAX: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Set scores[b, t], for t below the length, to the max over heads of exp(logit - lse) or of the
     logit. Grid (tiles, B).
     """
+    wait_for_last_kernel(DEPENDENT)
     b = tl.program_id(1)
     n = tl.load(lengths + b)
     first = tl.program_id(0) * BLOCK
@@ -248,9 +271,9 @@ def decode_dense_triton(
 ) -> torch.Tensor:
     """`decode_dense` by the Triton kernels of this file, same arguments.
 
-    Launches: decode, merge (two levels past 32K rows) and, with scores, the head maxima. Bytes
-    beyond K and V: partial results, 4 * (D + 1) * Q * G per split and kv head (written and read),
-    and with scores 4 * H per row (written and read).
+    Launches: decode, which also merges (with a scratch without tickets a launch per level more),
+    and with scores the head maxima. Bytes beyond K and V, written and read: 4 * (D + 1) * Q * G per
+    split and kv head, and with scores 4 * H per row.
     """
     batch, queries, heads, head_dim = q.shape
     kv_heads, capacity = k.shape[1], k.shape[2]
@@ -268,13 +291,19 @@ def decode_dense_triton(
         logits=batch * heads * capacity if scores is not None else 0,
     )
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    dense_kernel[(splits, kv_heads * -(-queries // config.queries), batch)](
+    tiles = kv_heads * -(-queries // config.queries)
+    dense_kernel[(splits, tiles, batch)](
         q,
         k,
         v,
         lengths,
         scratch.part,
         scratch.lse,
+        scratch.chunk_part,
+        scratch.chunk_lse,
+        out,
+        scratch.out_lse,
+        scratch.tickets,
         scratch.logits,
         scale,
         *q.stride()[:3],
@@ -287,9 +316,11 @@ def decode_dense_triton(
         BLOCK=config.block,
         SCORED=scores is not None,
         WIDE=needs_wide(k.stride(2), v.stride(2)),
+        **merging(scratch, batch, tiles, splits, MERGE_CHUNK, head_dim),
         **config.launch(group, head_dim),
+        **dependent(q),
     )
-    merge(scratch, out, lengths, kv_heads, splits, DENSE_SPLIT, config.block)
+    merge(scratch, out, lengths, kv_heads, splits, DENSE_SPLIT, config.block, MERGE_CHUNK)
     if scores is not None:
         launch_head_max(scratch, lengths, scores, capacity, heads, queries, kind)
     return out
@@ -320,4 +351,5 @@ def launch_head_max(
         HEADS=4,
         BLOCK=SCORE_TILE,
         num_warps=4,
+        **dependent(scores),
     )

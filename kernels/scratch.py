@@ -4,12 +4,13 @@ and counted in bytes before it exists.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from kernels.cpu import WINDOW_BLOCK, block_floats, chunk_rows, widened_floats
 from kernels.dispatch import choose_for
+from kernels.merge import tickets
 from kernels.split import MERGE_CHUNK, TAIL_ROOM, dense_splits, most_sparse_splits
 
 SELECT_PROGRAMS = 128  # most programs per row of the top-k
@@ -20,13 +21,14 @@ _HISTOGRAMS = 256 + 4096 + 4096  # bins of the top-k's three digits
 class Scratch:
     """Flat buffers that launchers slice by their own shapes.
 
-    Between calls they may hold anything, except that `hist` is zero. The Triton backend uses, all
-    float32: part [B, Hkv, splits, rows, D] and lse [B, Hkv, splits, rows], the results of the
-    splits; chunk_part and chunk_lse, the same per 64 splits; out_lse [B, Q, H]; logits
-    [B, H, capacity] of the last query, if layers are scored; and int32, for the top-k: hist
-    [B, 256 + 4096 + 4096] and ranks [B, 8 + 2 * programs]. The CPU backend uses logits (of one
-    sequence), blocks (float32: a chunk of K or V, or a block of a window's K and logits) and rows
-    (in the bank's dtype: the K and V that a sparse layer gathers).
+    Between calls they may hold anything, except that `hist` and `tickets` are zero. The Triton
+    backend uses, all float32: part [B, Hkv, splits, rows, D] and lse [B, Hkv, splits, rows], the
+    results of the splits; chunk_part and chunk_lse, the same per chunk of splits; out_lse
+    [B, Q, H]; logits [B, H, capacity] of the last query, if layers are scored. And int32: for the
+    top-k hist [B, 256 + 4096 + 4096] and ranks [B, 8 + 2 * programs]; for the merge tickets (none:
+    merges are launches of their own). The CPU backend uses logits (of one sequence), blocks
+    (float32: a chunk of K or V, or a block of a window's K and logits) and rows (in the bank's
+    dtype: the K and V that a sparse layer gathers).
     """
 
     part: torch.Tensor
@@ -37,8 +39,23 @@ class Scratch:
     logits: torch.Tensor
     hist: torch.Tensor
     ranks: torch.Tensor
+    tickets: torch.Tensor
     blocks: torch.Tensor
     rows: torch.Tensor
+
+    @property
+    def merges_last(self) -> bool:
+        """Whether the attention kernels merge their own splits."""
+        return self.tickets.numel() > 0
+
+    def merging_apart(self) -> Scratch:
+        """The same buffers for attention kernels that leave merging to launches of their own."""
+        return replace(self, tickets=self.tickets[:0])
+
+    def clear(self) -> None:
+        """Zero what must be zero between calls, after a call that broke off."""
+        self.hist.zero_()
+        self.tickets.zero_()
 
     def require(self, **elements: int) -> None:
         """Raise ValueError if a buffer is too small for a call: kernels would write past it."""
@@ -95,6 +112,8 @@ def _sizes(
     }
     ints = {
         "hist": batch * _HISTOGRAMS if scored or window else 0,
+        # a query tile holds one query or more
+        "tickets": tickets(batch, kv_heads * queries, splits, MERGE_CHUNK),
         "ranks": batch * (8 + 2 * SELECT_PROGRAMS) if scored or window else 0,
     }
     sizes |= {name: (count, torch.float32) for name, count in floats.items()}
@@ -138,8 +157,9 @@ def make_scratch(
     buffers = {
         name: torch.empty(count, dtype=kind, device=device) for name, (count, kind) in sizes.items()
     }
-    buffers["hist"].zero_()
-    return Scratch(**buffers)
+    scratch = Scratch(**buffers)
+    scratch.clear()
+    return scratch
 
 
 def scratch_bytes(

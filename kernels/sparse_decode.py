@@ -8,13 +8,15 @@ import torch
 
 from kernels._triton import tl, triton
 from kernels.cpu import attend_sequence, token_rows
+from kernels.dependent import dependent, wait_for_last_kernel
 from kernels.dispatch import choose
+from kernels.merge import merge, merge_when_last, merging
 from kernels.reference import attend_alone
 from kernels.scratch import Scratch, make_scratch
 from kernels.split import (
+    SPARSE_CHUNK,
     Config,
     decode_config,
-    merge,
     query_tile,
     softmax_step,
     sparse_extent,
@@ -157,6 +159,11 @@ def sparse_kernel(
     lengths,
     part,
     lse,
+    chunk_part,
+    chunk_lse,
+    out,
+    out_lse,
+    tickets,
     scale,
     sqb,
     sqq,
@@ -178,12 +185,17 @@ def sparse_kernel(
     DP: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
+    MERGES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    RB: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Attend to one split of the visited rows (chosen, then tail) under one kv head.
 
     Grid as in `dense_kernel`. The bank rows of a tile are known one iteration ahead (loop-carried):
     only then does the compiler pipeline the K and V loads.
     """
+    wait_for_last_kernel(DEPENDENT)
     s = tl.program_id(0)
     h = tl.program_id(1) // tl.cdiv(queries, QT)
     first_query = tl.program_id(1) % tl.cdiv(queries, QT) * QT
@@ -192,7 +204,8 @@ def sparse_kernel(
         counts, tail_start, lengths, b, tl.num_programs(0), SPLIT, BLOCK
     )
     first = s * per
-    if first < visited:
+    used = tl.maximum(tl.cdiv(visited, per), 1)
+    if s < used:
         wide = b.to(tl.int64)
         r, d, j, _, live, rows = query_tile(
             q + wide * sqb, first_query, queries, h, sqq, sqh, QT, G, M, D, DP
@@ -216,8 +229,16 @@ def sparse_kernel(
             m, total, acc = softmax_step(scores, values, m, total, acc)
             t += BLOCK
             row = bank_rows(index, t, stop, kept, start)
-        slot = ((wide * kv_heads + h) * tl.num_programs(0) + s) * (queries * G) + first_query * G
+        pair = b * kv_heads + h
+        begin = first_query * G
+        slot = (pair.to(tl.int64) * tl.num_programs(0) + s) * (queries * G) + begin
         store_partial(part, lse, slot, r, d, live, m, total, acc, D)
+        if MERGES > 0:
+            merge_when_last(
+                part, lse, chunk_part, chunk_lse, out, out_lse, tickets, kv_heads * G, s, used,
+                pair, begin, tl.minimum(begin + QT * G, queries * G), queries * G, MERGES, CHUNK,
+                G, RB, D, DP,
+            )  # fmt: skip
 
 
 def sparse_config(queries: int, group: int, head_dim: int, itemsize: int) -> Config:
@@ -240,10 +261,10 @@ def decode_sparse_triton(
 ) -> torch.Tensor:
     """`decode_sparse` by the Triton kernels of this file, same arguments.
 
-    Launches: decode and merge. 2048 tokens and a tail under 8 kv heads are 37 splits of 64 rows,
-    296 programs that work (132 SMs hold three or more of them each at once). Every visited row is
-    read once. Partial results add 4 * (D + 1) * Q * G bytes per split and kv head, written and
-    read.
+    Launches: decode, which also merges (see `decode_dense_triton`). 2048 tokens and a tail under 8
+    kv heads are 37 splits of 64 rows, 296 programs that work (132 SMs hold three or more of them
+    each at once). Every visited row is read once. Partial results add 4 * (D + 1) * Q * G bytes per
+    split and kv head, written and read.
     """
     batch, queries, heads, head_dim = q.shape
     kv_heads, budget = k.shape[1], index.shape[2]
@@ -258,7 +279,8 @@ def decode_sparse_triton(
     scratch.require(part=slots * head_dim, lse=slots, out_lse=batch * queries * heads)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     sih = index.stride(1) if index.shape[1] > 1 else 0
-    sparse_kernel[(splits, kv_heads * -(-queries // config.queries), batch)](
+    tiles = kv_heads * -(-queries // config.queries)
+    sparse_kernel[(splits, tiles, batch)](
         q,
         k,
         v,
@@ -268,6 +290,11 @@ def decode_sparse_triton(
         lengths,
         scratch.part,
         scratch.lse,
+        scratch.chunk_part,
+        scratch.chunk_lse,
+        out,
+        scratch.out_lse,
+        scratch.tickets,
         scale,
         *q.stride()[:3],
         *k.stride()[:3],
@@ -278,7 +305,10 @@ def decode_sparse_triton(
         queries,
         SPLIT=split,
         BLOCK=block,
+        **merging(scratch, batch, tiles, splits, SPARSE_CHUNK, head_dim),
         **config.launch(group, head_dim),
+        **dependent(q),
     )
-    merge(scratch, out, lengths, kv_heads, splits, split, block, counts, tail_start)
+    shape = kv_heads, splits, split, block, SPARSE_CHUNK
+    merge(scratch, out, lengths, *shape, counts, tail_start)
     return out

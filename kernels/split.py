@@ -1,5 +1,5 @@
 """Shared by the dense and the sparse decode kernel (split-K flash-decoding): launch shapes, the
-softmax step of a tile, the merge of the splits.
+softmax step of a tile. kernels/merge.py merges the splits.
 
 K and V are visited in fixed-length splits at absolute boundaries and merged in a fixed order. An
 output, and the log-sum-exp that a selection hangs on, then depends on the rows alone: not on the
@@ -9,19 +9,18 @@ capacity, the grid or the number of SMs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kernels._triton import tl, triton
 
-if TYPE_CHECKING:
-    import torch
-
-    from kernels.scratch import Scratch
-
 # rows of one program: partial results are 1.6 % of the bytes (group 4, bf16), with 256 3.1 %
 DENSE_SPLIT = 512
-# splits merged by one program: 32 KB at head_dim 128; longer contexts merge in two levels
-MERGE_CHUNK = 64
+# splits merged by one program; more merge in two levels. A dense layer has hundreds: all chunks but
+# the last merge while others still attend
+MERGE_CHUNK = 16
+# a sparse layer's 37 (2048 tokens, 8 kv heads) merge in one level
+SPARSE_CHUNK = 64
+# floats of a program's tile while it merges
+MERGE_TILE = 4096
 # tail rows that the sparse grid is sized for (default tail: below 320); longer ones still work
 TAIL_ROOM = 512
 # programs that fill 132 SMs twice: the sparse kernel's split is the longest that reaches it
@@ -180,133 +179,3 @@ def sparse_extent(counts, tail_start, lengths, b, splits, SPLIT: tl.constexpr, B
     start = tl.load(tail_start + b)
     rows = kept + tl.load(lengths + b) - start
     return kept, start, rows, tl.maximum(SPLIT, tl.cdiv(tl.cdiv(rows, splits), BLOCK) * BLOCK)
-
-
-@triton.jit(do_not_specialize=["splits", "chunks", "heads", "unit", "span", "packed", "group"])
-def merge_kernel(
-    part,
-    lse,
-    out,
-    out_lse,
-    lengths,
-    counts,
-    tail_start,
-    splits,
-    chunks,
-    heads,
-    unit,
-    span,
-    packed,
-    group,
-    SPARSE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LAST: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-):
-    """Merge up to `span` splits of one packed row by log-sum-exp, in ascending order.
-
-    Grid (packed * kv_heads, chunks, B). unit: decode splits that one entry of `part` stands for
-    (1, or MERGE_CHUNK on the second level). With LAST the target is out [B, Q, H, D] and out_lse
-    [B, Q, H]; else it has part's layout, one entry per chunk.
-    """
-    r = tl.program_id(0) % packed
-    h = tl.program_id(0) // packed
-    c = tl.program_id(1)
-    b = tl.program_id(2)
-    if SPARSE:
-        kept, start, rows, per = sparse_extent(counts, tail_start, lengths, b, splits, SPLIT, BLOCK)
-        used = tl.cdiv(rows, per)
-    else:
-        used = tl.cdiv(tl.load(lengths + b), SPLIT)
-    used = tl.cdiv(used, unit)
-    first = c * span
-    stop = tl.minimum(first + span, used)
-    d = tl.arange(0, DP)
-    m = float("-inf")
-    total = 0.0
-    acc = tl.zeros([DP], tl.float32)
-    base = (b * tl.num_programs(0) // packed + h).to(tl.int64) * tl.cdiv(splits, unit) * packed + r
-    for i in range(first, stop, 16):
-        s = i + tl.arange(0, 16)
-        at = base + s * packed
-        x = tl.load(lse + at, mask=s < stop, other=float("-inf"))
-        y = tl.load(
-            part + at[:, None] * D + d[None, :],
-            mask=(s < stop)[:, None] & (d < D)[None, :],
-            other=0.0,
-        )
-        top = tl.maximum(m, tl.max(x, 0))
-        ground = tl.where(top == float("-inf"), 0.0, top)
-        w = tl.exp2((x - ground) * 1.4426950408889634)
-        shrink = tl.exp2((m - ground) * 1.4426950408889634)
-        acc = acc * shrink + tl.sum(w[:, None] * y, 0)
-        total = total * shrink + tl.sum(w, 0)
-        m = top
-    safe = tl.where(total > 0, total, 1.0)
-    result = acc / safe
-    if LAST:
-        at = (b * (packed // group) + r // group).to(tl.int64) * heads + h * group + r % group
-        tl.store(out + at * D + d, result.to(out.dtype.element_ty), mask=d < D)
-        tl.store(out_lse + at, tl.where(total > 0, m + tl.log(safe), float("-inf")))
-    elif first < used:
-        at = ((b * tl.num_programs(0) // packed + h).to(tl.int64) * chunks + c) * packed + r
-        tl.store(out + at * D + d, result, mask=d < D)
-        tl.store(out_lse + at, tl.where(total > 0, m + tl.log(safe), float("-inf")))
-
-
-def merge(
-    scratch: Scratch,
-    out: torch.Tensor,
-    lengths: torch.Tensor,
-    kv_heads: int,
-    splits: int,
-    split: int,
-    block: int,
-    counts: torch.Tensor | None = None,
-    tail_start: torch.Tensor | None = None,
-) -> None:
-    """Merge scratch.part [B, Hkv, S, Q*G, D] and .lse [B, Hkv, S, Q*G] over the S splits.
-
-    Overwrites out [B, Q, H, D] and scratch.out_lse [B, Q, H]. split, block: rows of one split and
-    of one tile; counts and tail_start: those of a sparse launch, None for a dense one. One launch
-    up to MERGE_CHUNK splits, two beyond. An entry that a level does not use is never read, so one
-    level and two give the same bits.
-    """
-    batch, queries, heads, head_dim = out.shape
-    group = heads // kv_heads
-    packed = queries * group
-    sparse = counts is not None
-    counts, tail_start = (counts, tail_start) if sparse else (lengths, lengths)
-    part, lse = scratch.part, scratch.lse
-    chunks = -(-splits // MERGE_CHUNK)
-    shape = dict(
-        SPARSE=sparse, SPLIT=split, BLOCK=block, D=head_dim, DP=power_of_two(head_dim), num_warps=4
-    )
-    levels = (
-        [(1, chunks, MERGE_CHUNK)]
-        if chunks == 1
-        else [(1, chunks, MERGE_CHUNK), (MERGE_CHUNK, 1, chunks)]
-    )
-    for unit, programs, span in levels:
-        last = programs == 1
-        target = (out, scratch.out_lse) if last else (scratch.chunk_part, scratch.chunk_lse)
-        merge_kernel[(packed * kv_heads, programs, batch)](
-            part,
-            lse,
-            *target,
-            lengths,
-            counts,
-            tail_start,
-            splits,
-            programs,
-            heads,
-            unit,
-            span,
-            packed,
-            group,
-            LAST=last,
-            **shape,
-        )
-        part, lse = scratch.chunk_part, scratch.chunk_lse

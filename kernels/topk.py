@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 
 from kernels._triton import tl, triton
+from kernels.dependent import dependent, wait_for_last_kernel
 from kernels.dispatch import choose
 from kernels.scratch import SELECT_PROGRAMS, Scratch, make_scratch
 from kernels.split import power_of_two
@@ -184,6 +185,7 @@ def digit_kernel(
     STRIDE: tl.constexpr,
     LEVEL: tl.constexpr,
     TILE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Count one digit over the scores that share the digits before it: grid (programs, B).
 
@@ -191,6 +193,7 @@ def digit_kernel(
     second. A row of `state`: prefix and missing after level 1, the same after level 2, the
     threshold and its ties, two unused, then the (greater, equal) counts of every program.
     """
+    wait_for_last_kernel(DEPENDENT)
     pid = tl.program_id(0)
     b = tl.program_id(1)
     first, stop, wanted = candidates(lo, hi, k, b, room, capacity)
@@ -243,10 +246,12 @@ def count_kernel(
     span,
     STRIDE: tl.constexpr,
     TILE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Find the threshold score, and count how many scores of each program's span lie above it and
     on it: grid (programs, B).
     """
+    wait_for_last_kernel(DEPENDENT)
     pid = tl.program_id(0)
     b = tl.program_id(1)
     first, stop, wanted = candidates(lo, hi, k, b, room, capacity)
@@ -291,10 +296,12 @@ def emit_kernel(
     STRIDE: tl.constexpr,
     PROGRAMS: tl.constexpr,
     TILE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Write the chosen positions in ascending order, -1 behind them, and the count; leave the
     histograms zero.
     """
+    wait_for_last_kernel(DEPENDENT)
     pid = tl.program_id(0)
     b = tl.program_id(1)
     programs = tl.num_programs(0)
@@ -367,7 +374,9 @@ def select_topk_triton(
     scratch.require(hist=batch * 8448, ranks=batch * (8 + 2 * SELECT_PROGRAMS))
     rows = (scores, lo, hi, k, scratch.hist, scratch.ranks)
     sizes = (out.shape[1], capacity, span)
-    shape = dict(STRIDE=8 + 2 * SELECT_PROGRAMS, TILE=min(1024, span), num_warps=8)
+    shape = dict(
+        STRIDE=8 + 2 * SELECT_PROGRAMS, TILE=min(1024, span), num_warps=8, **dependent(scores)
+    )
     for level in range(3):
         digit_kernel[(programs, batch)](*rows, scores.stride(0), *sizes, LEVEL=level, **shape)
     count_kernel[(programs, batch)](*rows, scores.stride(0), *sizes, **shape)

@@ -2,8 +2,9 @@
 
 The step runs on CPU tensors with the Triton launchers, whose kernels are replaced by counters that
 do nothing: a step reads nothing back, so it takes the same path whatever they leave. torch's
-operators are counted where they would launch a kernel. The two compiled halves of a layer are
-not run by op: what Inductor makes of them was read from its code for a GPU.
+operators are counted where they would launch a kernel. Of the plain form of a step (step="plain")
+the two compiled halves of a layer are not run by op: what Inductor makes of them was read from its
+code for a GPU.
 
     python -m tests.launches         the table of docs/PERFORMANCE.md
 """
@@ -94,7 +95,7 @@ class _Counted:
         return launch
 
 
-def launches(method, offload) -> Counter:
+def launches(method, offload, step="fused") -> Counter:
     """{operator or kernel: launches} of one decode step of a session of 300 tokens in a bank for
     128K.
     """
@@ -113,6 +114,7 @@ def launches(method, offload) -> Counter:
             backend="triton",
             dtype="bfloat16",
             ram_budget=1 << 40,
+            step=step,
         )
         with llm.session() as session:
             session.adopt([1] * 300)
@@ -120,8 +122,10 @@ def launches(method, offload) -> Counter:
             if offload == "device" and isinstance(method, Full):
                 decoder = session._runner._dense_step._decoder
             assert isinstance(decoder, Decoder)
-            decoder._pre_attention = record.piece(decoder._pre_attention, BEFORE, "before")
-            decoder._post_attention = record.piece(decoder._post_attention, AFTER, "after")
+            if step == "plain":
+                halves = decoder.halves
+                halves._pre_attention = record.piece(halves._pre_attention, BEFORE, "before")
+                halves._post_attention = record.piece(halves._post_attention, AFTER, "after")
             session.bank.before_step(301)
             session._runner.feed(1, 301)
             record.by.clear()
@@ -132,5 +136,7 @@ def launches(method, offload) -> Counter:
 
 if __name__ == "__main__":
     for name, (method, offload) in STEPS.items():
-        found = launches(method, offload)
-        print(f"{name}: {found.total()}  " + ", ".join(f"{k} {n}" for k, n in found.most_common()))
+        for step in ("plain", "fused"):
+            found = launches(method, offload, step)
+            parts = ", ".join(f"{k} {n}" for k, n in found.most_common())
+            print(f"{name}, {step}: {found.total()}  {parts}")

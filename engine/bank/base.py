@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from kernels.store import store_step
+
 if TYPE_CHECKING:
     from engine.decode import Step
     from engine.model.config import ModelConfig
@@ -40,6 +42,16 @@ class SparseRows(NamedTuple):
     counts: torch.Tensor  # int32 [B]: how many of the K are valid
     tail_start: torch.Tensor  # int32 [B]: first row of the tail (position or ring row)
     stop: torch.Tensor  # int32 [B]: one past the last row that the step's last query sees
+
+
+class StepRows(NamedTuple):
+    """The rows of a layer that a decode step writes, as kernels/store.py takes them: K and V
+    [B, Hkv, T, D] by position, or a ring of its own, held twice (first row, rows).
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    twice: tuple[int, int] | None = None
 
 
 class Bank(ABC):
@@ -95,6 +107,9 @@ class Bank(ABC):
     # ---------------------------------------------------------------- writing
 
     @abstractmethod
+    def step_rows(self, layer: int) -> StepRows:
+        """Where a decode step's rows of a layer go."""
+
     def write_step(
         self,
         layer: int,
@@ -109,6 +124,8 @@ class Bank(ABC):
         The query goes along because one kernel stores all three. On a GPU no position visits the
         host.
         """
+        ring, (bank_k, bank_v, twice) = step.query_ring.slots[layer], self.step_rows(layer)
+        store_step(k, v, q_pre_rope, bank_k, bank_v, ring, step.positions, twice)
 
     @abstractmethod
     def write_chunk(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.bank.base import Bank, SparseRows
-from kernels.store import store_step
+from engine.bank.base import Bank, SparseRows, StepRows
 
 if TYPE_CHECKING:
     from engine.decode import Step
@@ -71,16 +70,8 @@ class DeviceBank(Bank):
 
     # ---------------------------------------------------------------- writing and reading
 
-    def write_step(
-        self,
-        layer: int,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        q_pre_rope: torch.Tensor,
-        step: Step,
-    ) -> None:
-        ring = step.query_ring.slots[layer]
-        store_step(k, v, q_pre_rope, *self.kv(layer), ring, step.positions)
+    def step_rows(self, layer: int) -> StepRows:
+        return StepRows(*self.kv(layer))
 
     def write_chunk(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
         bank_k, bank_v = self.kv(layer)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.bank.base import Bank, SparseRows
+from engine.bank.base import Bank, SparseRows, StepRows
 from engine.bank.block_stream import BlockStream
 from engine.bank.device import DeviceBank
 from engine.bank.host_rows import HostRows
@@ -187,19 +187,9 @@ class TieredBank(Bank):
 
     # ---------------------------------------------------------------- writing
 
-    def write_step(
-        self,
-        layer: int,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        q_pre_rope: torch.Tensor,
-        step: Step,
-    ) -> None:
+    def step_rows(self, layer: int) -> StepRows:
         ws = self._set_of.get(layer)
-        if ws is None:
-            self._resident.write_step(layer, k, v, q_pre_rope, step)
-            return
-        ws.write_step(layer, k, v, q_pre_rope, step)
+        return self._resident.step_rows(layer) if ws is None else ws.step_rows(layer)
 
     def write_chunk(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
         if not self.on_host(layer):

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.bank.base import SparseRows
+from engine.bank.base import SparseRows, StepRows
 from engine.bank.streams import wait
 from kernels.slots import forget_slots, make_slots, plan_slots
-from kernels.store import store_step
 
 if TYPE_CHECKING:
     from engine.bank.host_rows import HostRows
@@ -70,21 +69,10 @@ class WorkingSet:
 
     # ---------------------------------------------------------------- the ring
 
-    def write_step(
-        self, layer: int, k: torch.Tensor, v: torch.Tensor, q_pre_rope: torch.Tensor, step: Step
-    ) -> None:
-        """Write k, v [1, Q, Hkv, D] of the step's tokens into both copies of the ring, and
-        q_pre_rope [1, Q, H, D] into the layer's query ring: one launch.
-        """
-        store_step(
-            k,
-            v,
-            q_pre_rope,
-            *self._layout.views(self._rows[:, self._at[layer]]),
-            step.query_ring.slots[layer],
-            step.positions,
-            twice=(self.num_slots, self.ring),
-        )
+    def step_rows(self, layer: int) -> StepRows:
+        """Where a step's rows of a layer go: into both copies of the ring."""
+        views = self._layout.views(self._rows[:, self._at[layer]])
+        return StepRows(*views, (self.num_slots, self.ring))
 
     def refill(self, first: int, stop: int) -> None:
         """Copy positions first .. stop-1, at most `ring`, from the host into both copies of the

@@ -34,7 +34,9 @@ def cases(target):
             for g in (1, 4, 8)
         ]
         prefill = [Case("columns"), Case("gathered"), Case("blocks"), Case("blocks", head_dim=64)]
-        return [*decode, *prefill, Case("dense", dtype="float32"), Case("window"), Case("topk")]
+        step = [Case("product"), Case("product", queries=3), Case("norm"), Case("rotate")]
+        others = [Case("dense", dtype="float32"), Case("window"), Case("topk"), Case("apart")]
+        return [*decode, *prefill, *step, *others]
     least = [Case("dense", head_dim=64, group=1), Case("sparse", group=4)]
     others = {
         "sm_80": [Case("scored", group=8), Case("gathered"), Case("columns")],
@@ -45,7 +47,11 @@ def cases(target):
     return [*least, *others[target]]
 
 
-PLAN = [(target, launch) for target in NVIDIA for launch in variants(cases(target))]
+PLAN = [
+    (target, launch)
+    for target in NVIDIA
+    for launch in variants(cases(target), compiler.depends(target))
+]
 
 
 def test_the_plan_is_small_enough():
@@ -67,6 +73,9 @@ def test_no_spills_and_shared_memory_in_bounds(target):
 def test_the_recorder_sees_what_a_launcher_launches():
     names = [launch.function.__name__ for launch in variants([Case("topk")])]
     assert names == ["digit_kernel"] * 3 + ["count_kernel", "emit_kernel"]
+    late, early = (variants([Case("norm")], dependent)[0] for dependent in (False, True))
+    assert early.constants["DEPENDENT"] and early.options["launch_pdl"]
+    assert not late.constants["DEPENDENT"] and "launch_pdl" not in late.options
     launch = variants([Case("dense", group=4)])[0]
     assert launch.signature["k"] == "*bf16" and launch.signature["queries"] == "constexpr"
     assert {"k", "skt", "skh", "lengths"} <= set(launch.aligned) and launch.constants["G"] == 4
@@ -111,6 +120,22 @@ def test_a_broken_kernel_fails_the_tool(config, said, capsys, tmp_path):
         and len(lines) == output.count("\n| ") + 6
         and not lines[4].endswith("| s |")
     )
+
+
+def test_a_dependent_kernel_waits_before_it_reads():
+    """On sm_90 every kernel of a step waits for the one before it; nothing but weights is loaded
+    before that, and on older cards nothing waits.
+    """
+    for case, early in (("product", True), ("norm", True), ("rotate", False), ("topk", False)):
+        for launch in variants([Case(case)], dependent=True)[:1]:
+            code = compiler.compile_for(launch, "sm_90").asm["ptx"]
+            body = code[code.index(".entry") :]
+            before, _, after = body.partition("griddepcontrol.wait")
+            assert after.count("griddepcontrol.launch_dependents") >= 1, case
+            loads = [line for line in before.splitlines() if "ld.global" in line]
+            assert bool(loads) == early and "st.global" not in before, (case, loads)
+    launch = variants([Case("norm")])[0]
+    assert "griddepcontrol" not in compiler.compile_for(launch, "sm_80").asm["ptx"]
 
 
 def test_wrong_target_is_refused(capsys):

@@ -5,8 +5,8 @@ hostile shapes.
 import pytest
 import torch
 
+import kernels.dense_decode
 import kernels.scratch
-import kernels.split
 from kernels.dense_decode import decode_dense
 from kernels.sparse_decode import decode_sparse
 from kernels.split import FILL, TAIL_ROOM, most_sparse_splits, sparse_split, sparse_splits
@@ -44,7 +44,7 @@ def test_dense_two_merge_levels_give_the_same_bits(monkeypatch):
     same rows in a small one.
     """
     # half of what ships, for speed: a program still merges more than 16 splits, its inner loop
-    monkeypatch.setattr(kernels.split, "MERGE_CHUNK", 32)
+    monkeypatch.setattr(kernels.dense_decode, "MERGE_CHUNK", 32)
     monkeypatch.setattr(kernels.scratch, "MERGE_CHUNK", 32)
     check_dense("cpu", "triton", [16700], kv_heads=1, group=2, head_dim=16, kind="softmax")
     small = check_dense("cpu", "triton", [700], kv_heads=1, head_dim=16, kind="softmax", extra=0)

@@ -72,7 +72,7 @@ def test_one_scratch_for_a_step_whatever_it_held():
     alone = step(None, q, k, v)
     scratch = make_scratch(2, 2, 2, 1, 32, 1300, 64, "cpu", True, 16, backend="triton")
     for name, buffer in vars(scratch).items():
-        if name != "hist" and isinstance(buffer, torch.Tensor):
+        if name not in ("hist", "tickets") and isinstance(buffer, torch.Tensor):
             buffer.fill_(float("nan") if buffer.is_floating_point() else -1)
     for _ in range(2):
         assert all(torch.equal(a, b) for a, b in zip(alone, step(scratch, q, k, v)))

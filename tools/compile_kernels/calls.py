@@ -7,14 +7,18 @@ import torch
 from kernels.block_sparse import BLOCK, attend_blocks
 from kernels.column_scores import column_scores
 from kernels.dense_decode import decode_dense
+from kernels.few_rows import multiply_rows
 from kernels.gather import move_rows
+from kernels.norm import normalize_rows
+from kernels.rotate_store import rotate_store
+from kernels.scratch import make_scratch
 from kernels.slots import make_slots, plan_slots
 from kernels.sparse_decode import decode_sparse
 from kernels.sparse_prefill import prefill_sparse
 from kernels.store import store_step
 from kernels.topk import select_topk
 from kernels.window_scores import window_scores
-from tools.compile_kernels.cases import HOST_LAUNCHERS, PREFILL_LAUNCHERS, Case
+from tools.compile_kernels.cases import HOST_LAUNCHERS, PREFILL_LAUNCHERS, STEP_LAUNCHERS, Case
 
 # grids do not enter a kernel: any long bank compiles the same code
 CAPACITY, BUDGET = 131072, 2048
@@ -30,18 +34,25 @@ def call(case: Case) -> None:
     if case.launcher in HOST_LAUNCHERS:
         call_host(case.launcher)
         return
+    if case.launcher in STEP_LAUNCHERS:
+        call_step(case)
+        return
     dtype, scale = getattr(torch, case.dtype), case.head_dim**-0.5
     heads = 8 * case.group
     queries = 16 if case.launcher == "window" else case.queries
     q = meta(1, queries, heads, case.head_dim, dtype=dtype)
     scores = meta(1, CAPACITY, dtype=torch.float32)
+    scratch = None
+    if case.launcher == "apart":
+        sizes = 1, queries, heads, 8, case.head_dim, CAPACITY, BUDGET
+        scratch = make_scratch(*sizes, "meta", False, 0, "triton").merging_apart()
     # gathered layers are token-major, the others head-major
-    if case.launcher == "sparse":
+    if case.launcher in ("sparse", "apart"):
         k, v = meta(1, CAPACITY, 2, 8, case.head_dim, dtype=dtype).permute(2, 0, 3, 1, 4)
-        decode_sparse(
-            q, k, v, meta(1, 1, BUDGET), meta(1), meta(1), meta(1), scale, backend="triton"
-        )
-        return
+        index, one = meta(1, 1, BUDGET), meta(1)
+        decode_sparse(q, k, v, index, one, one, one, scale, scratch, backend="triton")
+        if case.launcher == "sparse":
+            return
     if case.launcher in PREFILL_LAUNCHERS:
         call_prefill(case)
         return
@@ -57,7 +68,37 @@ def call(case: Case) -> None:
         for kind in ("softmax", "raw"):
             decode_dense(q, k, v, meta(1), scale, scores, kind, backend="triton")
     else:
-        decode_dense(q, k, v, meta(1), scale, backend="triton")
+        decode_dense(q, k, v, meta(1), scale, scratch=scratch, backend="triton")
+
+
+def call_step(case: Case) -> None:
+    """Run a launcher around attention at the sizes of a model of 8 kv heads: hidden as wide as the
+    query heads, an MLP of 3.5 times that, as in Llama-3-8B.
+    """
+    dtype, heads, queries = getattr(torch, case.dtype), 8 * case.group, case.queries
+    hidden = heads * case.head_dim
+    inner = hidden * 7 // 2
+    x = meta(1, queries, hidden, dtype=dtype)
+    if case.launcher == "norm":
+        normalize_rows(x, meta(hidden, dtype=dtype), 1e-5)
+    elif case.launcher == "product":
+        multiply_rows(x, meta(hidden, hidden, dtype=dtype))
+        multiply_rows(x, meta(hidden, hidden, dtype=dtype), meta(hidden, dtype=dtype))
+        multiply_rows(x, meta(2 * inner, hidden, dtype=dtype), gated=True)
+        wide = meta(1, queries, inner, dtype=dtype)
+        multiply_rows(wide, meta(hidden, inner, dtype=dtype), residual=x)
+        multiply_rows(x, meta(128256, hidden, dtype=dtype), out_dtype=torch.float32)
+    else:
+        qkv = meta(1, queries, heads + 16, case.head_dim, dtype=dtype)
+        angle = meta(1, queries, case.head_dim // 2, dtype=torch.float32)
+        group = meta(8192 + 2 * 384, 12, 2, 8, case.head_dim, dtype=dtype)
+        for (k, v), twice in (
+            (meta(2, 1, 8, CAPACITY, case.head_dim, dtype=dtype), None),
+            (group[:, 1:2].permute(2, 1, 3, 0, 4), (8192, 384)),
+        ):
+            ring = meta(1, 128, heads, case.head_dim, dtype=dtype)
+            at = meta(1, queries, dtype=torch.int64)
+            rotate_store(qkv, angle, angle, k, v, ring, at, twice)
 
 
 def call_host(launcher: str) -> None:

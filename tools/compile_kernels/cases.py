@@ -7,14 +7,16 @@ from dataclasses import dataclass
 TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int64": "i64"}
 PREFILL_LAUNCHERS = ("columns", "gathered", "blocks")
 HOST_LAUNCHERS = ("slots", "fetch", "home", "store")
+STEP_LAUNCHERS = ("product", "norm", "rotate")
 
 
 @dataclass(frozen=True)
 class Case:
     """One shipped configuration: a launcher and the shapes that it is called with.
 
-    launcher: dense, scored (dense with scores), sparse, topk, window, or one of PREFILL_LAUNCHERS
-    and HOST_LAUNCHERS. group: query heads per K/V head.
+    launcher: dense, scored (dense with scores), apart (dense and sparse with merges of their own),
+    sparse, topk, window, or one of PREFILL_LAUNCHERS, HOST_LAUNCHERS and STEP_LAUNCHERS. group:
+    query heads per K/V head, of which there are 8.
     """
 
     launcher: str
@@ -28,7 +30,9 @@ class Case:
         """Whether a spill is a fault: in decode and prefill at head_dim 64 or 128, groups 1, 4 and
         8, one query, 16 bits.
         """
-        bounded = self.launcher in ("dense", "scored", "sparse", *PREFILL_LAUNCHERS)
+        bounded = self.launcher in (
+            "dense", "scored", "apart", "sparse", *PREFILL_LAUNCHERS, *STEP_LAUNCHERS
+        )  # fmt: skip
         return (
             bounded
             and self.head_dim in (64, 128)
@@ -70,8 +74,12 @@ def shipped(everything: bool = False) -> list[Case]:
             *cases,
             Case("dense", "bfloat16", 128, 4, 8),
             Case("sparse", "bfloat16", 128, 4, 8),
+            Case("apart"),
             Case("topk"),
             *(Case(name) for name in HOST_LAUNCHERS),
+            *(Case(name) for name in STEP_LAUNCHERS),
+            Case("product", queries=8),
+            Case("product", "float32"),
         ]
     cases = [
         Case(name, dtype, d, g, q)
@@ -83,4 +91,12 @@ def shipped(everything: bool = False) -> list[Case]:
         for q in (1, 8)
         if name in ("dense", "scored", "sparse") or q == 1
     ]
-    return [*cases, Case("topk"), *(Case(name) for name in HOST_LAUNCHERS)]
+    cases += [
+        Case(name, dtype, d, g, q)
+        for name in STEP_LAUNCHERS
+        for dtype in TYPES
+        if dtype[0] in "bf"
+        for d, g in ((64, 1), (64, 4), (80, 4), (128, 4), (128, 8))
+        for q in (1, 2, 3, 8)
+    ]
+    return [*cases, Case("apart"), Case("topk"), *(Case(name) for name in HOST_LAUNCHERS)]

@@ -20,7 +20,14 @@ from pathlib import Path
 
 from kernels._triton import HAVE_TRITON, triton
 from tools.compile_kernels.cases import shipped
-from tools.compile_kernels.compiler import DEFAULT_TARGETS, INSTRUCTIONS, TARGETS, Report, examine
+from tools.compile_kernels.compiler import (
+    DEFAULT_TARGETS,
+    INSTRUCTIONS,
+    TARGETS,
+    Report,
+    depends,
+    examine,
+)
 from tools.compile_kernels.variants import variants
 from tools.program import progress, replace_text
 
@@ -105,12 +112,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("compile_kernels: triton is not installed here, nothing to compile", file=sys.stderr)
         return 2
     wanted = tuple(name for name in options.kernels.split(",") if name)
-    launches = variants(
-        [case for case in shipped(options.all) if not wanted or case.launcher.startswith(wanted)]
-    )
+    cases = [
+        case for case in shipped(options.all) if not wanted or case.launcher.startswith(wanted)
+    ]
+    forms = {form: variants(cases, form) for form in {depends(target) for target in targets}}
     start = time.monotonic()
     reports = []
     for target in targets:
+        launches = forms[depends(target)]
         for number, launch in enumerate(launches):
             if sys.stderr.isatty():
                 progress(f"{target} {number + 1}/{len(launches)}")
@@ -118,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(table(reports))
     faults = [fault for fault in (report.fault() for report in reports) if fault]
     print(
-        f"\n{len(reports)} variants ({len(launches)} x {len(targets)} targets) with triton "
+        f"\n{len(reports)} variants for {len(targets)} targets with triton "
         f"{triton.__version__} in {time.monotonic() - start:.0f} s, {len(faults)} faults"
     )
     for fault in faults:

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kernels._triton import triton
+from kernels.dependent import LEAST_CAPABILITY
 from tools.compile_kernels.variants import Launch
 
 # name: (backend, architecture, warp size, bytes of shared memory one program may have)
-TARGETS = {
+TARGETS: dict[str, tuple] = {
     "sm_80": ("cuda", 80, 32, 166912),
     "sm_89": ("cuda", 89, 32, 101376),
     "sm_90": ("cuda", 90, 32, 232448),
@@ -22,7 +23,15 @@ TARGETS = {
     "gfx942": ("hip", "gfx942", 64, 65536),
 }
 DEFAULT_TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
+# constants that tell one kernel's launches apart
+FORMS = ("LEVEL", "LAST", "SOFTMAX", "ADD", "SPARSE", "MERGES", "GATED", "RESIDUAL", "BIAS")
 INSTRUCTIONS = ("HMMA", "HGMMA", "LDGSTS", "LDG", "LDL", "STL")
+
+
+def depends(target: str) -> bool:
+    """Whether kernels for a target are launched before the ones in front of them have ended."""
+    backend, architecture, *_ = TARGETS[target]
+    return backend == "cuda" and divmod(architecture, 10) >= LEAST_CAPABILITY
 
 
 @dataclass
@@ -151,8 +160,6 @@ def examine(launch: Launch, target: str) -> Report:
 def describe(launch: Launch) -> str:
     """The case, and which of its launches where one kernel is launched in several forms."""
     forms = [
-        f"{name.lower()}={launch.constants[name]}"
-        for name in ("LEVEL", "LAST", "SOFTMAX", "ADD", "SPARSE")
-        if name in launch.constants
+        f"{name.lower()}={launch.constants[name]}" for name in FORMS if name in launch.constants
     ]
     return " ".join([str(launch.case), *forms])

@@ -84,13 +84,16 @@ def recorded() -> Iterator[list]:
         yield launches
 
 
-def variants(cases: Iterable[Case]) -> list[Launch]:
+def variants(cases: Iterable[Case], dependent: bool = False) -> list[Launch]:
     """Every distinct launch of the cases, in order. A variant that several cases share belongs to
-    the first of them.
+    the first of them. dependent: as launched on a GPU with programmatic dependent launch.
     """
     found: dict[tuple, Launch] = {}
     for case in cases:
-        with recorded() as launches:
+        with (
+            recorded() as launches,
+            mock.patch("kernels.dependent.supported", lambda device: dependent),
+        ):
             call(case)
         for function, arguments, options in launches:
             launch = specialise(function, arguments, options, case)

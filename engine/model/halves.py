@@ -1,0 +1,154 @@
+"""The two halves of a layer in a decode step, in two forms: torch's operators, or our own kernels.
+
+The plain form is `pre_attention` and `post_attention` (engine/model/llama.py), plain or compiled:
+on a GPU 11 launches a layer beside attention, and the store. The fused form is 7: norm, q/k/v,
+rotation with the store, output projection with the residual, norm, gate and up with SwiGLU, down
+with the residual. Both round where torch's operators round; only the order of sums differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from engine.model.block import LLAMA
+from engine.model.llama import post_attention, pre_attention
+from kernels.few_rows import MOST_ROWS, multiply_rows
+from kernels.norm import normalize_rows
+from kernels.rotate_store import rotate_store
+
+if TYPE_CHECKING:
+    from engine.decode import Step
+    from engine.model.llama import Llama
+
+
+class Halves(Protocol):
+    """What a decode step asks of a form; x [B, Q, hidden]."""
+
+    most_rows: int  # B * Q at most
+
+    def before(
+        self, number: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: Step
+    ) -> torch.Tensor:
+        """Norm, q/k/v and rotation of a layer; its rows go to the step's bank and query ring.
+        cos, sin float32 [B, Q, D/2]. Returns rotated q [B, Q, H, D].
+        """
+        ...
+
+    def after(self, number: int, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Output projection and MLP of a layer; attended [B, Q, H, D] -> new x."""
+        ...
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """x after the last layer -> float32 logits [B, Q, vocab]."""
+        ...
+
+
+def one_by_one(piece: Callable) -> Callable:
+    """`piece` of a step's tokens, one token at a time: tensors [.., Q, ...] are cut along their
+    second dimension. A token gets the same bits however many others go with it: for the reference.
+    """
+
+    def run(*arguments: object) -> object:
+        tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
+        count = max(t.shape[1] for t in tensors)
+        if count == 1:
+            return piece(*arguments)
+        parts = [
+            piece(*(a[:, j : j + 1] if isinstance(a, torch.Tensor) else a for a in arguments))
+            for j in range(count)
+        ]
+        if isinstance(parts[0], torch.Tensor):
+            return torch.cat(parts, dim=1)
+        return tuple(torch.cat(same, dim=1) for same in zip(*parts))
+
+    return run
+
+
+class PlainHalves:
+    """torch's operators. pieces: the two halves of a layer, plain or compiled. alone: each token of
+    a step goes through the products by itself.
+    """
+
+    most_rows = 1 << 30
+
+    def __init__(
+        self,
+        model: Llama,
+        pieces: tuple[Callable, Callable] = (pre_attention, post_attention),
+        alone: bool = False,
+    ) -> None:
+        self._model = model
+        whole = (*pieces, model.logits)
+        pre, post, logits = map(one_by_one, whole) if alone else whole
+        self._pre_attention, self._post_attention, self._logits = pre, post, logits
+        config = model.config
+        self._eps = config.rms_norm_eps
+        self._sizes = config.num_heads, config.num_kv_heads, config.head_dim, self._eps
+
+    def before(
+        self, number: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: Step
+    ) -> torch.Tensor:
+        layer = self._model.layers[number]
+        q, k, v, q_pre_rope = self._pre_attention(layer, x, cos, sin, *self._sizes)
+        step.bank.write_step(number, k, v, q_pre_rope, step)
+        return q
+
+    def after(self, number: int, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        return self._post_attention(self._model.layers[number], x, attended, self._eps)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return self._logits(x)
+
+
+class FusedHalves:
+    """Our own kernels, for weights that are held as they were stored."""
+
+    most_rows = MOST_ROWS
+
+    def __init__(self, model: Llama) -> None:
+        assert fusable(model), "a block that our own kernels do not know"
+        self._model, self._eps = model, model.config.rms_norm_eps
+
+    def before(
+        self, number: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: Step
+    ) -> torch.Tensor:
+        layer, config = self._model.layers[number], self._model.config
+        assert layer.input_norm is not None  # as in every block like Llama's
+        normed = normalize_rows(x, layer.input_norm, self._eps)
+        qkv = multiply_rows(normed, layer.qkv.weight, layer.qkv.bias).view(
+            *x.shape[:2], config.num_heads + 2 * config.num_kv_heads, config.head_dim
+        )
+        k, v, twice = step.bank.step_rows(number)
+        ring = step.query_ring.slots[number]
+        return rotate_store(qkv, cos, sin, k, v, ring, step.positions, twice)
+
+    def after(self, number: int, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        layer = self._model.layers[number]
+        attended = attended.flatten(2).contiguous()
+        x = multiply_rows(attended, layer.o.weight, layer.o.bias, residual=x)
+        assert layer.post_norm is not None
+        normed = normalize_rows(x, layer.post_norm, self._eps)
+        mixed = multiply_rows(normed, layer.gate_up.weight, layer.gate_up.bias, gated=True)
+        return multiply_rows(mixed, layer.down.weight, layer.down.bias, residual=x)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        normed = normalize_rows(x, self._model.norm, self._eps)
+        return multiply_rows(normed, self._model.lm_head.weight, out_dtype=torch.float32)
+
+
+def fusable(model: Llama) -> bool:
+    """Whether our own kernels can do what a model's layers do: a block as Llama's, whole heads that
+    rotate, and weights as they are stored.
+    """
+    config = model.config
+    # these three are done elsewhere
+    block = replace(config.block, o_bias=True, fused=False, embedding=1.0, score=None)
+    ropes = config.layer_ropes or (config.rope,)
+    whole = all(r.kind != "none" and r.width(config.head_dim) == config.head_dim for r in ropes)
+    held = [model.lm_head, *(m for x in model.layers for m in (x.qkv, x.o, x.gate_up, x.down))]
+    stored = all(matrix.form == "plain" and matrix.weight.is_contiguous() for matrix in held)
+    return block == LLAMA and whole and stored

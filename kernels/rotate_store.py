@@ -1,0 +1,144 @@
+"""Rotate a decode step's queries and keys, and put K and V into the bank and the queries before
+rotation into the selector's ring: one launch where there were two.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels._triton import tl, triton
+from kernels.dependent import dependent, wait_for_last_kernel
+from kernels.split import power_of_two
+from kernels.store import store_step_ref
+
+
+def rotate_store_ref(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    bank_k: torch.Tensor,
+    bank_v: torch.Tensor,
+    ring: torch.Tensor,
+    positions: torch.Tensor,
+    twice: tuple[int, int] | None = None,
+) -> torch.Tensor:
+    """Reference of `rotate_store`, same arguments."""
+    heads, kv_heads = ring.shape[2], bank_k.shape[1]
+    q, _, v = qkv.split([heads, kv_heads, kv_heads], dim=2)
+    first, second = qkv[:, :, : heads + kv_heads].float().chunk(2, dim=-1)
+    c, s = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    turned = torch.cat((first * c - second * s, second * c + first * s), dim=-1).to(qkv.dtype)
+    store_step_ref(turned[:, :, heads:], v, q, bank_k, bank_v, ring, positions, twice)
+    return turned[:, :, :heads].contiguous()
+
+
+def rotate_store(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    bank_k: torch.Tensor,
+    bank_v: torch.Tensor,
+    ring: torch.Tensor,
+    positions: torch.Tensor,
+    twice: tuple[int, int] | None = None,
+) -> torch.Tensor:
+    """Rotate the pairs (i, i + D/2) of q and k and store the step, by the Triton kernel of this
+    file.
+
+    qkv [B, Q, H + 2 Hkv, D] contiguous; cos, sin float32 [B, Q, D/2] contiguous; the bank's views,
+    ring, positions and twice as in kernels/store.py. Returns rotated q [B, Q, H, D], new. Mutates
+    bank_k, bank_v and ring.
+    """
+    batch, queries, _, dim = qkv.shape
+    kv_heads, slots, heads = bank_k.shape[1], ring.shape[1], ring.shape[2]
+    out = torch.empty(batch, queries, heads, dim, dtype=qkv.dtype, device=qkv.device)
+    rotate_store_kernel[(batch * queries, heads + 2 * kv_heads)](
+        qkv,
+        cos,
+        sin,
+        out,
+        bank_k,
+        bank_v,
+        ring,
+        positions.contiguous(),
+        queries,
+        slots,
+        *bank_k.stride()[:3],
+        *bank_v.stride()[:3],
+        *(twice or (0, 0)),
+        H=heads,
+        HKV=kv_heads,
+        HALF=dim // 2,
+        HP=power_of_two(dim // 2),
+        TWICE=twice is not None,
+        num_warps=1,
+        **dependent(qkv),
+    )
+    return out
+
+
+@triton.jit
+def put(to, first, second, h, HALF: tl.constexpr):
+    """Store both halves of one head."""
+    tl.store(to + h, first.to(to.dtype.element_ty), mask=h < HALF)
+    tl.store(to + HALF + h, second.to(to.dtype.element_ty), mask=h < HALF)
+
+
+@triton.jit
+def rotate_store_kernel(
+    qkv,
+    cos,
+    sin,
+    out,
+    bank_k,
+    bank_v,
+    ring,
+    positions,
+    queries,
+    slots,
+    tkb,
+    tkh,
+    tkt,
+    tvb,
+    tvh,
+    tvt,
+    first_row,
+    count,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    HALF: tl.constexpr,
+    HP: tl.constexpr,
+    TWICE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Take one head of one new token: grid (B * Q, H + 2 * HKV), heads of Q, of K, then of V."""
+    wait_for_last_kernel(DEPENDENT)
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    b = (token // queries).to(tl.int64)
+    at = tl.load(positions + token)
+    place = at
+    if TWICE:
+        place = first_row + at % count
+    h = tl.arange(0, HP)
+    row = qkv + (token.to(tl.int64) * (H + 2 * HKV) + head) * 2 * HALF
+    first = tl.load(row + h, mask=h < HALF, other=0.0)
+    second = tl.load(row + HALF + h, mask=h < HALF, other=0.0)
+    if head >= H + HKV:
+        to = bank_v + b * tvb + (head - H - HKV) * tvh.to(tl.int64) + place * tvt
+        put(to, first, second, h, HALF)
+        if TWICE:
+            put(to + count.to(tl.int64) * tvt, first, second, h, HALF)
+    else:
+        c = tl.load(cos + token * HALF + h, mask=h < HALF, other=0.0)
+        s = tl.load(sin + token * HALF + h, mask=h < HALF, other=0.0)
+        low = first.to(tl.float32) * c - second.to(tl.float32) * s
+        high = second.to(tl.float32) * c + first.to(tl.float32) * s
+        if head < H:
+            put(out + (token.to(tl.int64) * H + head) * 2 * HALF, low, high, h, HALF)
+            put(ring + ((b * slots + at % slots) * H + head) * 2 * HALF, first, second, h, HALF)
+        else:
+            to = bank_k + b * tkb + (head - H) * tkh.to(tl.int64) + place * tkt
+            put(to, low, high, h, HALF)
+            if TWICE:
+                put(to + count.to(tl.int64) * tkt, low, high, h, HALF)
