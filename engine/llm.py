@@ -25,6 +25,7 @@ from engine.methods.full import Full
 from engine.methods.omnikv.settings import OmniKV
 from engine.model.config import ModelConfig
 from engine.model.llama import Llama, assemble, ignored, post_attention, pre_attention, targets
+from engine.model.low_bits import OnTheWay
 from engine.model.rope import Rotary
 from engine.options import OFFLOADS, Options
 from engine.plan import filter_layers
@@ -134,6 +135,7 @@ class LLM:
         self.device = options.resolved_device()
         self.dtype = options.resolved_dtype(config.dtype, self.device)
         self.model: Llama | None = None
+        self._rounding = OnTheWay.of(options.weights, config)
         self._hint, self._lock = "", RequestLock()
         if options.threads is not None:
             torch.set_num_threads(options.threads)
@@ -172,6 +174,7 @@ class LLM:
             offload=offload or options.offload,
             slots=options.slots,
             host_budget=options.ram_budget,
+            weights=self._rounding.bytes(self.config, self.dtype, self.device, options.backend),
         )
 
     def _new_host_tier(self) -> HostTier:
@@ -217,14 +220,14 @@ class LLM:
         with current(self.device), typed_errors():
             self._finish(trimmed(stream))
 
-    def _finish(self, stream: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def _finish(self, stream: Iterable[tuple[str, Any]]) -> None:
         compiled = self.options.compile
         if compiled is None:
             compiled = self.device.type == "cuda"
         # A forced backend compares plain products; otherwise weights take their fastest form.
         form = "auto" if self.backend in ("auto", "cpu") else "plain"
         digest = WeightsDigest()
-        stream = digest.watch(stream)
+        stream = self._rounding.stream(digest.watch(stream), self.config.tied_embeddings)
         self.model = assemble(self.config, self.dtype, self.device, stream, form)
         self.weights_digest = digest.hexdigest  # of saved sessions
         trim_heap()

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OFFLOADS = ("auto", "host", "device")
 STEPS = ("auto", "fused", "plain")
+WEIGHTS = ("auto", "int8", "int4")
 
 
 OLDEST = (8, 0)  # compute capability: bfloat16 products and 16-byte asynchronous copies
@@ -57,8 +58,9 @@ class Options:
     with other LLMs. vram_budget, ram_budget: bytes to stay within. backend: "auto", or the
     launchers to force: "reference", "cpu", "triton". step: how a decode step multiplies and
     normalizes: "fused" (our own kernels), "plain" (torch's operators), or "auto": on a GPU fused,
-    if a rehearsal on the device agrees with plain. check_finite: refuse weights with NaN or
-    infinity.
+    if a rehearsal on the device agrees with plain.
+    weights: "auto" (as stored), or "int8" or "int4" to round float weights as they are read
+    (docs/QUANTISATION.md). check_finite: refuse weights with NaN or infinity.
     """
 
     device: str = "auto"
@@ -75,6 +77,7 @@ class Options:
     ram_budget: int | None = None
     backend: str = "auto"
     step: str = "auto"
+    weights: str = "auto"
     check_finite: bool = True
 
     def __post_init__(self) -> None:
@@ -84,6 +87,7 @@ class Options:
         one_of("backend", self.backend, BACKENDS)
         one_of("offload", self.offload, OFFLOADS)
         one_of("step", self.step, STEPS)
+        one_of("weights", self.weights, WEIGHTS)
         if not is_number(self.slots) or not (self.slots == 0 or self.slots >= 1):
             raise SettingError(
                 f"slots: found {self.slots!r}, expected a number of at least 1 (rows per selected "

@@ -69,6 +69,7 @@ def open_model(args: argparse.Namespace, display: Display) -> LLM:
         name,
         device=args.device,
         dtype=args.dtype,
+        weights=args.weights,
         max_context=args.ctx,
         threads=threads,
         chunk=args.chunk,

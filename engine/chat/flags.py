@@ -208,6 +208,12 @@ def _placement_flags(add: Callable) -> None:
     )
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    add(
+        "--weights",
+        choices=("auto", "int8", "int4"),
+        default="auto",
+        help="round the weights to few bits as they are read (auto: hold them as stored)",
+    )
     add("--threads", type=int, metavar="N", help="use N CPU threads")
     add("--chunk", type=int, metavar="N", help="read prompts in chunks of N tokens")
     add(

@@ -106,7 +106,7 @@ def flag_named(message: str, given: Collection[str] = ()) -> str:
         *(f.name for f in dataclasses.fields(SamplingParams)),
         *METHOD_FLAGS,
         *FLAG_OF,
-        *("threads", "chunk", "device", "dtype", "offload", "compile"),
+        *("threads", "chunk", "device", "dtype", "offload", "compile", "weights"),
     }
     if not colon or field not in known:
         return message

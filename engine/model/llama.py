@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from engine.model.block import LLAMA, Block
 from engine.model.rope import apply_rope
 from kernels.linear import Linear, pack_linear
+from kernels.linear_quantised import QuantisedLinear, pack_quantised
+from kernels.quantised import Quantised
 from weights.checkpoint import Target
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 
 NORMS = ("input_norm", "q_norm", "k_norm", "o_norm", "post_norm", "down_norm")
+Matrix = Linear | QuantisedLinear
 
 
 @dataclass
@@ -32,11 +35,11 @@ class Layer:
     """Weights of one layer. q, k, v and gate, up are fused along their output rows at load."""
 
     input_norm: torch.Tensor | None  # [hidden], before attention
-    qkv: Linear  # [(H + 2 Hkv) * D, hidden]
-    o: Linear  # [hidden, H * D]
+    qkv: Matrix  # [(H + 2 Hkv) * D, hidden]
+    o: Matrix  # [hidden, H * D]
     post_norm: torch.Tensor | None  # [hidden], before the MLP
-    gate_up: Linear  # [2 * intermediate, hidden]
-    down: Linear  # [hidden, intermediate]
+    gate_up: Matrix  # [2 * intermediate, hidden]
+    down: Matrix  # [hidden, intermediate]
     block: Block = LLAMA
     q_norm: torch.Tensor | None = None  # [D] or [H * D]
     k_norm: torch.Tensor | None = None  # [D] or [Hkv * D]
@@ -59,7 +62,7 @@ class Llama:
     embed: torch.Tensor  # [vocab, hidden]
     layers: list[Layer]
     norm: torch.Tensor  # [hidden]
-    lm_head: Linear  # [vocab, hidden]
+    lm_head: Matrix  # [vocab, hidden]
 
     @property
     def nbytes(self) -> int:
@@ -68,7 +71,8 @@ class Llama:
         packed = [self.lm_head] + [
             m for layer in self.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)
         ]
-        tied = self.lm_head.weight.data_ptr() == self.embed.data_ptr()
+        head = self.lm_head
+        tied = isinstance(head, Linear) and head.weight.data_ptr() == self.embed.data_ptr()
         shared = self.embed.numel() * self.embed.element_size() if tied else 0
         return (
             sum(t.numel() * t.element_size() for t in plain)
@@ -266,23 +270,28 @@ def assemble(
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device | str,
-    stream: Iterable[tuple[str, torch.Tensor]],
+    stream: Iterable[tuple[str, torch.Tensor | Quantised]],
     form: str = "auto",
 ) -> Llama:
     """Build a Llama from (target name, tensor) pairs in any order.
 
     Each matrix is packed as soon as it and its bias have arrived, so that only one copy of it
-    lives. form: how weights are held, as in kernels.linear.pack_linear.
+    lives. A tied lm_head may come all the same, in few bits. form: how weights are held, as in
+    kernels.linear.pack_linear.
     """
     plain: dict[str, torch.Tensor] = {}
-    waiting: dict[str, dict[str, torch.Tensor]] = {}
-    packed: dict[str, Linear] = {}
+    waiting: dict[str, dict[str, torch.Tensor | Quantised]] = {}
+    packed: dict[str, Matrix] = {}
     biased = {"qkv": config.attention_bias, "o": config.o_bias}
     biased |= {"gate_up": config.mlp_bias, "down": config.mlp_bias}
     for name, tensor in stream:
         base = name.removesuffix(".bias")
         kind = base.split(".")[-1]
+        if kind == "lm_head" and isinstance(tensor, Quantised):
+            packed[name] = pack_quantised(tensor, None, dtype, form)
+            continue
         if kind not in _PACKED:
+            assert isinstance(tensor, torch.Tensor)
             plain[name] = tensor
             continue
         has_bias = biased[kind]
@@ -291,7 +300,13 @@ def assemble(
         del tensor
         if len(parts) == 1 + has_bias:
             del waiting[base]
-            packed[base] = pack_linear(parts.pop("weight"), parts.pop("bias", None), form=form)
+            weight, bias = parts.pop("weight"), parts.pop("bias", None)
+            assert not isinstance(bias, Quantised)
+            if isinstance(weight, Quantised):
+                packed[base] = pack_quantised(weight, bias, dtype, form)
+            else:
+                packed[base] = pack_linear(weight, bias, form=form)
+            del weight
     layers = [
         Layer(
             plain.get(f"{i}.input_norm"),
@@ -307,7 +322,7 @@ def assemble(
     ]
     # lm_head is the largest matrix of a small model, and the embedding itself if tied: hold it in a
     # form that makes no second copy.
-    lm_head = pack_linear(
+    lm_head = packed.get("lm_head") or pack_linear(
         plain["embed" if config.tied_embeddings else "lm_head"],
         None,
         form="left" if torch.device(device).type == "cpu" and form == "auto" else "plain",

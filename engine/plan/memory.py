@@ -50,11 +50,13 @@ def memory_items(
     chunk: int,
     backend: str = "auto",
     placement: Placement | None = None,
+    weights: tuple[int, str] | None = None,
 ) -> tuple[Item, ...]:
     """Return the plan's parts at a context of so many tokens: (name, bytes, note).
 
     Everything but the bank and a few buffers is O(1) in context. placement: what lives in host
-    memory. On a CPU that is the same memory, so the host tier is an item too.
+    memory. On a CPU that is the same memory, so the host tier is an item too. weights: bytes and
+    note of weights in few bits; None: all of them in `dtype`.
     """
     size = dtype.itemsize
     kept = config.num_layers - (len(placement.layers) if placement else 0)
@@ -69,7 +71,7 @@ def memory_items(
         chunk = context
     workspace = prefill_bytes(config, size, chunk, device.type)
     return (
-        ("weights", config.parameters * size, f"{config.parameters / 1e9:.2f} B parameters"),
+        ("weights", *(weights or _plain_weights(config, size))),
         ("context bank", bank, f"{kept} layers x {config.kv_bytes(size)} B per token"),
         *_tier_items(config, placement, size, context, device),
         ("query ring", ring, f"last {RING} queries of every layer"),
@@ -78,6 +80,10 @@ def memory_items(
         *((("retained rows", store, "the most that is kept beside the bank"),) if store else ()),
         ("prefill workspace", workspace, f"activations of one chunk of {chunk} tokens"),
     )
+
+
+def _plain_weights(config: ModelConfig, size: int) -> tuple[int, str]:
+    return config.parameters * size, f"{config.parameters / 1e9:.2f} B parameters"
 
 
 def _tier_items(
@@ -145,6 +151,7 @@ class _Search:
     slots: float
     free: int
     host_free: int
+    weights: tuple[int, str] | None = None
 
     def items(self, context: int, placement: Placement | None) -> tuple[Item, ...]:
         """Return the memory items at a context with this placement."""
@@ -158,6 +165,7 @@ class _Search:
             min(self.chunk, context),
             self.backend,
             placement,
+            self.weights,
         )
 
     def fits(self, context: int, placement: Placement | None) -> bool:
@@ -234,17 +242,30 @@ def plan_at(
     offload: str = "auto",
     slots: float = SLOTS,
     host_budget: int | None = None,
+    weights: tuple[int, str] | None = None,
 ) -> Plan:
     """Plan a model with chunks of `chunk` tokens (None: the device's default).
 
     max_context None: the model's own length or what fits, whichever is less. budget, host_budget:
     bytes of device and host memory to stay within. offload: "auto" offloads on a GPU what does not
     fit, "host" everything that the method can spare, "device" nothing. slots: per selected token.
+    weights: as in `memory_items`.
     """
     chunk = chunk or default_chunk(device.type, config)
     free, free_name, host_free = _free_bytes(device, budget, host_budget)
     search = _Search(
-        config, method, layers, dtype, device, chunk, backend, offload, slots, free, host_free
+        config,
+        method,
+        layers,
+        dtype,
+        device,
+        chunk,
+        backend,
+        offload,
+        slots,
+        free,
+        host_free,
+        weights,
     )
     size, largest = dtype.itemsize, search.largest_context()
     context = max_context or max(ROUND, largest)

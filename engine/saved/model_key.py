@@ -73,4 +73,5 @@ def model_key(llm: LLM) -> dict[str, str]:
         "config": hashlib.sha256(repr(kept).encode()).hexdigest(),
         "dtype": str(llm.dtype).removeprefix("torch."),
         "weights": llm.weights_digest,
+        "held": llm.options.weights,
     }

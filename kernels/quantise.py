@@ -1,0 +1,106 @@
+"""Rounding a matrix to few bits: int8 with a scale per row, int4 with a scale and an offset per
+group, both found by least squares.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.quantised import Quantised, blocks, packed_nibbles
+
+# shares of a group's range that are tried; a smaller range rounds finer and cuts the ends off
+SHARES = (1.0, 0.9, 0.8)
+LEVELS = 15
+
+
+def to_int8(weight: torch.Tensor | Quantised) -> Quantised:
+    """Round a matrix [O, I] to int8, symmetrically, with one float32 scale per row: absmax / 127.
+
+    A row of zeros has scale 1. A Quantised matrix is rounded again, some rows at a time, so that
+    only its int8 copy comes to live beside it.
+    """
+    shape, device = weight.shape, weight.device
+    values = torch.empty(tuple(shape), dtype=torch.int8, device=device)
+    scales = torch.empty(shape[0], 1, dtype=torch.float32, device=device)
+    for part in blocks(shape):
+        if isinstance(weight, Quantised):
+            wide = weight.rows(part, torch.float32)
+        else:
+            wide = weight[part].float()
+        most = wide.abs().amax(1, keepdim=True)
+        # below float32's normal numbers 127 / scale would overflow: such a row is zero
+        scale = torch.where(most > 1e-30, most / 127, torch.ones_like(most))
+        scales[part] = scale
+        values[part] = (wide / scale).round_().to(torch.int8)
+    return Quantised("int8", values, scales, shape[1])
+
+
+def to_int4(
+    weight: torch.Tensor, group: int = 64, dtype: torch.dtype = torch.bfloat16
+) -> Quantised:
+    """Round a matrix [O, I] to int4 in groups of columns, each with a scale and an offset of
+    `dtype`.
+
+    For every group the range min..max and narrower ones (SHARES) are tried; for each the values are
+    rounded, scale and offset refitted by least squares, and the values rounded again. The least
+    squared error wins. Raises ValueError unless `group` is even and divides I.
+    """
+    rows, columns = weight.shape
+    if group < 2 or group % 2 or columns % group:
+        raise ValueError(f"group: found {group}, expected an even divisor of {columns} columns")
+    values = torch.empty(rows, columns // 2, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(rows, columns // group, dtype=dtype, device=weight.device)
+    offsets = torch.empty_like(scales)
+    for part in blocks(weight.shape):
+        wide = weight[part].float().view(-1, columns // group, group)
+        q, scale, offset = _fitted(wide, dtype)
+        values[part] = packed_nibbles(q.view(-1, columns))
+        scales[part], offsets[part] = scale, offset
+    return Quantised("int4", values, scales, group, offsets)
+
+
+def _fitted(
+    wide: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(values, scales, offsets) of groups [R, G, group], the best of all tries."""
+    low, high = wide.amin(-1), wide.amax(-1)
+    middle, reach = (low + high) / 2, (high - low) / 2
+    best: tuple[torch.Tensor, ...] | None = None
+    for share in SHARES:
+        scale = _sound(2 * share * reach / LEVELS)
+        offset = middle - share * reach
+        scale, offset = _refit(wide, _rounded(wide, scale, offset))
+        # as they will be stored, so that the values are rounded against what multiplies them
+        scale, offset = _sound(scale.to(dtype).float()), offset.to(dtype).float()
+        q = _rounded(wide, scale, offset)
+        error = (q * scale[..., None] + offset[..., None] - wide).square_().sum(-1)
+        if best is None:
+            best = (error, q, scale, offset)
+            continue
+        less = error < best[0]
+        best = (
+            torch.where(less, error, best[0]),
+            torch.where(less[..., None], q, best[1]),
+            torch.where(less, scale, best[2]),
+            torch.where(less, offset, best[3]),
+        )
+    assert best is not None
+    return best[1].to(torch.uint8), best[2], best[3]
+
+
+def _sound(scale: torch.Tensor) -> torch.Tensor:
+    """A scale that can be divided by: 1 for groups of one value."""
+    return torch.where(scale.abs() > 1e-30, scale, torch.ones_like(scale))
+
+
+def _rounded(wide: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    return ((wide - offset[..., None]) / scale[..., None]).round_().clamp_(0, LEVELS)
+
+
+def _refit(wide: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and offset of least squared error for given values: a line through (q, w)."""
+    mean_q, mean_w = q.mean(-1), wide.mean(-1)
+    apart = q - mean_q[..., None]
+    spread = apart.square().sum(-1)
+    slope = (apart * wide).sum(-1) / torch.where(spread > 0, spread, torch.ones_like(spread))
+    return slope, mean_w - slope * mean_q

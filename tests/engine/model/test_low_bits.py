@@ -1,0 +1,102 @@
+"""`weights=`: float weights are rounded as they stream, the plan counts what is then held, and a
+model in few bits answers nearly as the whole one.
+"""
+
+import weakref
+
+import pytest
+import torch
+
+from engine import LLM
+from engine.errors import SavedFileError, SettingError
+from engine.model.llama import random_stream
+from engine.model.low_bits import OnTheWay
+from kernels.linear_quantised import QuantisedLinear
+from kernels.quantised import Quantised
+from tests.builders import POCKET, tiny_config
+
+SETTINGS = dict(device="cpu", max_context=256)
+
+
+def model(weights, **changes):
+    config = tiny_config(layers=2, hidden=64, head_dim=16, **changes)
+    stream = lambda *args: random_stream(*args, seed=5)  # noqa: E731
+    return LLM.from_stream(config, stream, weights=weights, **SETTINGS)
+
+
+def logits(llm):
+    with llm.session() as session:
+        first = session.prefill(list(range(3, 90))).clone()
+        return torch.stack([first.flatten(), session.decode(7).flatten().clone()])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("word", ["int8", "int4"])
+def test_the_plan_counts_what_is_held_and_the_answer_stays(word, tied):
+    whole, rounded = (model(w, tie_word_embeddings=tied) for w in ("auto", word))
+    assert rounded.model.nbytes == rounded.plan().bytes_of("weights")
+    layer = rounded.model.layers[1]
+    assert isinstance(layer.down, QuantisedLinear) and layer.down.kind == word
+    assert rounded.model.lm_head.kind == "int8"  # int4 leaves the last product its bits
+    assert rounded.model.embed.dtype == whole.model.embed.dtype
+    expected, found = logits(whole), logits(rounded)
+    error = float((found - expected).norm() / expected.norm())
+    assert 0 < error < (0.04 if word == "int8" else 0.4)
+    note = next(note for name, _, note in rounded.plan().items if name == "weights")
+    assert word in note and ("rate here" in note)
+
+
+def test_biases_are_added_and_a_forced_backend_dequantises():
+    changes = dict(attention_bias=True, mlp_bias=True)
+    expected, found = logits(model("auto", **changes)), logits(model("int8", **changes))
+    assert float((found - expected).norm() / expected.norm()) < 0.02
+    config = tiny_config(layers=2, hidden=64, head_dim=16)
+    llm = LLM.from_stream(config, random_stream, weights="int8", backend="reference", **SETTINGS)
+    assert llm.model.layers[0].qkv.form == "blocks"
+    assert llm.model.nbytes == llm.plan().bytes_of("weights")
+
+
+def test_only_one_tensor_lives_beside_what_is_rounded():
+    config = tiny_config(layers=2, hidden=64, head_dim=16, tie_word_embeddings=True)
+    matrices = []
+
+    def watched():
+        for name, tensor in random_stream(config, torch.float32, "cpu"):
+            assert sum(one() is not None for one in matrices) <= 1
+            if tensor.dim() == 2 and name != "embed":
+                matrices.append(weakref.ref(tensor))
+            yield name, tensor
+            del tensor
+
+    found = list(OnTheWay("int8", 0).stream(watched(), tied=True))
+    kinds = {name: isinstance(tensor, Quantised) for name, tensor in found}
+    assert len(matrices) == 8 and len(kinds) == len(found)
+    assert kinds["0.down"] and kinds["lm_head"] and not kinds["embed"] and not kinds["norm"]
+
+
+@pytest.mark.parametrize("word", ["int3", "INT8", "fp8", 8, None])
+def test_an_unknown_word_is_refused_before_anything_is_read(word):
+    with pytest.raises(SettingError, match="weights: found .* expected one of auto, int8, int4"):
+        LLM(str(POCKET), weights=word, load=False)
+
+
+def test_rows_that_no_group_divides_are_refused():
+    with pytest.raises(SettingError, match="rows of 48 are no multiple of its groups of 32"):
+        LLM.from_stream(
+            tiny_config(layers=1, hidden=48, head_dim=16), random_stream, weights="int4", **SETTINGS
+        )
+
+
+def test_the_shipped_model_speaks_in_eight_bits(capsys):
+    from engine.chat import main
+
+    arguments = ["--weights", "int8", "-p", "hello", "-n", "4", "--device", "cpu", "--ctx", "256"]
+    assert main(arguments) == 0 and capsys.readouterr().out.strip()
+
+
+def test_a_session_in_few_bits_is_not_continued_on_the_whole_weights(tmp_path):
+    with model("int8").session() as session:
+        session.prefill([3, 4, 5])
+        session.save(tmp_path / "saved")
+    with pytest.raises(SavedFileError, match="int8"):
+        model("auto").restore(tmp_path / "saved")

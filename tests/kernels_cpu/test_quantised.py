@@ -1,0 +1,160 @@
+"""Weights in few bits: what is rounded is as near as it must be, every form multiplies what it
+holds, and holds the bytes that it says. The oracle is float64.
+"""
+
+import pytest
+import torch
+
+from kernels.linear_quantised import (
+    FORMS,
+    QuantisedLinear,
+    able_forms,
+    choose_quantised_form,
+    held_bytes,
+    rates,
+    tile_rows,
+)
+from kernels.quantise import to_int4, to_int8
+from kernels.quantised import Quantised, joined, nibbles, packed_nibbles
+
+ROWS = (1, 3, 8, 200)  # below and above what each form multiplies itself
+
+
+def weight(rows=128, columns=192, seed=0):
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) / 8
+
+
+def hostile():
+    """Rows of zeros, one huge outlier, subnormal numbers, one value, large and small beside."""
+    found = weight()
+    found[0] = 0
+    found[1, 7] = 1e4
+    found[2] = 1e-40
+    found[3] = 0.25
+    found[4, ::2] *= 1e-6
+    return found
+
+
+def relative(found, expected):
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+def test_int8_is_within_half_a_step_of_every_weight():
+    wide = hostile()
+    found = to_int8(wide)
+    step = wide.abs().amax(1, keepdim=True) / 127
+    assert ((found.dense(torch.float64) - wide).abs() <= step * 0.501 + 1e-30).all()
+    assert found.per_row and torch.isfinite(found.scales).all() and (found.scales > 0).all()
+    # a matrix of few bits is rounded again, from what it stands for
+    again = to_int8(to_int4(weight(), 64))
+    assert relative(again.dense(torch.float64), to_int4(weight(), 64).dense(torch.float64)) < 0.01
+
+
+@pytest.mark.parametrize("group", [32, 64, 96])
+def test_int4_errs_less_than_plain_rounding_and_is_exact_on_its_own_grid(group):
+    wide = weight()
+    grouped = wide.view(128, -1, group)
+    low, high = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
+    plain = ((grouped - low) / (high - low) * 15).round() / 15 * (high - low) + low
+    found = to_int4(wide, group).dense(torch.float64)
+    assert (found - wide).norm() < 0.99 * (plain.view_as(wide) - wide).norm()
+    assert torch.isfinite(to_int4(hostile(), group).dense(torch.float32)).all()
+    # values that are a scale times whole numbers come back as they are
+    steps = torch.randint(0, 16, (128, 192), generator=torch.Generator().manual_seed(1)).float()
+    steps.view(128, -1, group)[:, :, 0], steps.view(128, -1, group)[:, :, 1] = 0, 15
+    exact = steps * 0.125 - 0.75
+    assert torch.equal(to_int4(exact, group).dense(torch.float32), exact)
+
+
+def test_a_group_that_does_not_divide_is_refused():
+    for group in (0, 3, 7, 80):
+        with pytest.raises(ValueError, match="group"):
+            to_int4(weight(), group)
+
+
+def held(kind, group=64):
+    found = hostile()
+    found[1, 7] = 4.0
+    return to_int8(found) if kind == "int8" else to_int4(found, group)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind,group", [("int8", 0), ("int4", 32), ("int4", 64)])
+def test_every_form_multiplies_what_it_holds(kind, group, dtype):
+    matrix = held(kind, group)
+    dense = matrix.dense(torch.float64)
+    bias = weight()[0][:128].to(dtype)
+    for form in able_forms(kind, dtype):
+        if form == "int4pack" and matrix.shape[0] % tile_rows():
+            continue
+        linear = QuantisedLinear(matrix, bias, dtype, form)
+        assert relative(linear.weight, dense) < (4e-3 if dtype == torch.bfloat16 else 3e-3)
+        for rows in ROWS:
+            x = weight(rows, 192, seed=rows)
+            x[:, 5] *= 400  # an outlier that would leave 8-bit activations three bits
+            x[0] = 0 if rows == 3 else x[0]
+            x = x.to(dtype)
+            expected = x.double() @ dense.t() + bias.double()
+            found = linear(x[None])
+            assert found.shape == (1, rows, 128) and found.dtype == dtype
+            assert relative(found[0], expected) < 4e-3, (form, rows)
+            if dtype == torch.float32 and form == "digits":
+                assert relative(found[0], expected) < 1e-3
+
+
+def test_rows_do_not_share_a_scale():
+    """One row with huge values leaves the others as they are."""
+    linear = QuantisedLinear(held("int8"), None, torch.float32, "digits")
+    x = weight(4, 192)
+    alone = linear(x[1:2])
+    x[0] *= 1e5
+    assert torch.equal(linear(x)[1:2], alone)
+
+
+def test_permuted_inputs_tables_and_short_groups():
+    generator = torch.Generator().manual_seed(3)
+    order = torch.randperm(40, generator=generator)
+    values = torch.randint(0, 16, (6, 40), generator=generator, dtype=torch.uint8)
+    scales, table = torch.rand(6, 3, generator=generator), torch.randn(16, generator=generator)
+    matrix = Quantised("int4", packed_nibbles(values), scales, 16, None, order, table)
+    assert torch.equal(nibbles(matrix.values), values)
+    expected = torch.empty(6, 40)
+    for row in range(6):
+        for column in range(40):
+            number = table[int(values[row, column])] * scales[row, column // 16]
+            expected[row, order[column]] = number
+    assert torch.allclose(matrix.dense(torch.float32), expected)
+    x = torch.randn(2, 40, generator=generator)
+    linear = QuantisedLinear(matrix, None, torch.float32, "blocks")
+    assert torch.allclose(linear(x), x @ expected.t(), atol=1e-5)
+    assert joined([matrix, matrix]).shape == (12, 40)
+    assert joined([matrix, to_int8(weight(6, 40))]) is None
+
+
+def test_forms_are_chosen_by_their_rate_and_only_where_they_can(monkeypatch):
+    cpu = torch.device("cpu")
+    found = rates("int8", torch.bfloat16)
+    assert set(found) <= set(FORMS) and "blocks" in found and all(t > 0 for t in found.values())
+    slow = {form: float(number) for number, form in enumerate(reversed(FORMS))}
+    monkeypatch.setattr("kernels.linear_quantised.rates", lambda kind, dtype: slow)
+    choose = choose_quantised_form
+    assert choose("int8", (64, 64), 64, torch.bfloat16, cpu) == "blocks"
+    assert choose("int8", (64, 64), 32, torch.bfloat16, cpu) == "blocks"
+    slow["blocks"] = 9.0
+    assert choose("int8", (64, 64), 64, torch.bfloat16, cpu) == "int4pack"  # the least of `slow`
+    assert choose("int8", (64, 64), 32, torch.bfloat16, cpu) == "blocks"  # groups
+    assert choose("int4", (65, 64), 32, torch.bfloat16, cpu) == "blocks"  # no whole tile
+    assert choose("int4", (64, 64), 32, torch.bfloat16, cpu, plain=False) == "blocks"
+
+
+@pytest.mark.parametrize("columns", [192, 512, 600])
+def test_bytes_are_those_that_the_tensors_take(columns):
+    matrix = to_int8(weight(128, columns))
+    assert QuantisedLinear(matrix, None, torch.float32, "blocks").nbytes == matrix.nbytes
+    assert matrix.nbytes == held_bytes("int8", (128, columns), columns, False, "blocks")
+    if tile_rows() and columns % 64 == 0:
+        small = to_int4(weight(128, columns), 64)
+        linear = QuantisedLinear(small, None, torch.bfloat16, "int4pack")
+        tensors = (linear.packed, linear.zeros)
+        assert linear.nbytes == sum(t.numel() * t.element_size() for t in tensors)
+        assert small.nbytes == held_bytes("int4", (128, columns), 64, True, "blocks")
