@@ -8,8 +8,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from engine.errors import SessionClosed, SettingError
 from engine.prefill_eta import PrefillProgress
 from engine.sampling import Sampler, SamplingParams
+from engine.settings import found
 from engine.text.detokenizer import ByteStream, FallbackStream
 from engine.text.stop import StopScanner
 
@@ -113,7 +115,9 @@ def generate(
     should_stop() is asked before every step. Every sampled token is fed to the session, the last
     one too unless the bank is full, so that the next turn only appends.
     """
-    params = params or SamplingParams()
+    params = SamplingParams() if params is None else params
+    if not isinstance(params, SamplingParams):
+        raise SettingError(f"params: found {found(params)}, expected SamplingParams(...)")
     llm = session.llm
     # not busy(): the caller's device must be its own between two pieces
     with llm.reserved():
@@ -148,7 +152,13 @@ def _loop(
         if should_stop is not None and should_stop():
             yield _last(words, scanner, "interrupted", stats)
             return
-        assert session.last_logits is not None, "a prompt or a step has left logits"
+        if session.closed:
+            raise SessionClosed("this session was closed while it wrote an answer")
+        if session.last_logits is None:
+            raise SettingError(
+                "generate: found the session cut back while it wrote an answer, expected it as the "
+                "last piece left it; end the answer first"
+            )
         token, logprob, top = sampler.sample(session.last_logits)
         session.take_time()  # the step before has ended: its token was read
         _count(session, start, stats)

@@ -42,7 +42,7 @@ from engine.sampling import SamplingParams
 from engine.saved.model_key import WeightsDigest
 from engine.saved.session_file import Progress, restore_session
 from engine.session import Session
-from engine.settings import is_integer, one_of
+from engine.settings import integer, is_one_prompt, listed_ids, one_of
 from engine.step_runner import compiled_pieces
 from engine.text.tokenizer import Tokenizer
 from weights.checkpoint import Checkpoint
@@ -352,11 +352,7 @@ class LLM:
         """
         self.load()
         capacity = self.max_context if max_context is None else max_context
-        if not is_integer(capacity) or not 1 <= capacity <= self.max_context:
-            raise SettingError(
-                f"max_context: found {capacity!r}, expected an int from 1 to {self.max_context} "
-                f"(this LLM's plan)"
-            )
+        integer("max_context", capacity, 1, self.max_context)
         if offload is not None:
             one_of("offload", offload, OFFLOADS)
         plan = self._plan.layers
@@ -398,10 +394,8 @@ class LLM:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
     ) -> Completion | list[Completion]:
-        """Completion of a text or a list of token ids; a list of Completions for a list of either,
-        one after the other.
-        """
-        if isinstance(prompts, str) or (prompts and all(isinstance(t, int) for t in prompts)):
+        """Completion of a text or of token ids; a list of them, in turn, for a list of either."""
+        if is_one_prompt(prompts):
             return Completion.join(self.stream(cast(Prompt, prompts), params))
         return [Completion.join(self.stream(cast(Prompt, p), params)) for p in prompts]
 
@@ -422,12 +416,12 @@ class LLM:
     def chat(
         self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None
     ) -> Completion:
-        """Completion of a conversation of {"role", "content"}; TemplateError where the model has no
-        chat template.
+        """Completion of a conversation of {"role", "content"}, whose messages' control tokens
+        (<|im_end|>) are text; TemplateError where the model has no chat template.
         """
         tokenizer = self._needed_tokenizer()
-        text = tokenizer.render(messages, add_generation_prompt=True)
-        return Completion.join(self.stream(tokenizer.encode(text, special=False), params))
+        ids, _ = tokenizer.encode_spans(tokenizer.write(messages), special=False)
+        return Completion.join(self.stream(ids, params))
 
     def check(
         self, prompt: Prompt, params: SamplingParams | None = None, steps: int = 32
@@ -439,8 +433,12 @@ class LLM:
             return session.check(steps)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a text, the model's start tokens included, or a copy of the ids given."""
-        return self._needed_tokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
+        """Token ids of a text, start tokens and the control tokens that it spells included, as in
+        transformers, or a copy of the ids given.
+        """
+        if not isinstance(prompt, str):
+            return listed_ids(prompt)
+        return self._needed_tokenizer().encode(prompt)
 
     def _needed_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ import torch
 
 from engine.errors import SettingError
 from engine.plan.placement import SLOTS
-from engine.settings import integer, is_number, one_of
+from engine.settings import MOST, found, integer, is_number, one_of
 from engine.units import first_line
 from kernels.dispatch import BACKENDS
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from engine.methods.base import Method
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MOST_THREADS = 64  # or four for each core: with 10,000 a token takes 20 s
 OFFLOADS = ("auto", "host", "device")
 STEPS = ("auto", "fused", "plain")
 WEIGHTS = ("auto", "int8", "int4")
@@ -81,17 +83,19 @@ class Options:
     check_finite: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("max_context", "threads", "chunk"):
+        for name in ("max_context", "chunk", "vram_budget", "ram_budget"):
             if getattr(self, name) is not None:
-                integer(name, getattr(self, name), 1)
+                integer(name, getattr(self, name), 1, MOST)
+        if self.threads is not None:
+            integer("threads", self.threads, 1, max(MOST_THREADS, 4 * (os.cpu_count() or 1)))
         one_of("backend", self.backend, BACKENDS)
         one_of("offload", self.offload, OFFLOADS)
         one_of("step", self.step, STEPS)
         one_of("weights", self.weights, WEIGHTS)
-        if not is_number(self.slots) or not (self.slots == 0 or self.slots >= 1):
+        if not is_number(self.slots) or not (self.slots == 0 or 1 <= self.slots <= MOST):
             raise SettingError(
-                f"slots: found {self.slots!r}, expected a number of at least 1 (rows per selected "
-                f"token), or 0 for no reuse"
+                f"slots: found {found(self.slots)}, expected a number of at least 1 (rows per "
+                f"selected token), or 0 for no reuse"
             )
 
     @classmethod

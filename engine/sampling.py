@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from engine.errors import EngineError, SettingError
-from engine.settings import boolean, integer, is_integer, is_number
+from engine.settings import boolean, found, integer, is_integer, is_number
 from engine.text.boundary import valid
 
 # top-p candidates tried before a full sort of the vocabulary, which costs several times as much
@@ -73,7 +73,7 @@ def _number(name: str, value: Any, low: float, high: float, above: bool = False)
     ):
         start = f"above {low:g}" if above else f"{low:g} or more"
         end = "" if math.isinf(high) else f", at most {high:g}"
-        raise SettingError(f"{name}: found {value!r}, expected a number, {start}{end}")
+        raise SettingError(f"{name}: found {found(value)}, expected a number, {start}{end}")
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
@@ -82,7 +82,7 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
         isinstance(item, str) and item for item in items
     ):
         raise SettingError(
-            f"{name}: found {value!r}, expected a string or several, none of them empty"
+            f"{name}: found {found(value)}, expected a string or several, none of them empty"
         )
     return tuple(valid(item, name) for item in items)
 
@@ -92,7 +92,7 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
     if not isinstance(items, (tuple, list)) or not all(
         is_integer(item) and item >= 0 for item in items
     ):
-        raise SettingError(f"{name}: found {value!r}, expected token ids, each 0 or more")
+        raise SettingError(f"{name}: found {found(value)}, expected token ids, each 0 or more")
     return tuple(items)
 
 

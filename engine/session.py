@@ -30,7 +30,7 @@ from engine.prefill import run_chunk
 from engine.prefill_eta import Eta, PrefillFlops, PrefillProgress
 from engine.query_ring import QueryRing
 from engine.saved.session_file import Progress, save_session
-from engine.settings import checked_ids, one_of
+from engine.settings import checked_ids, found, is_integer, listed_ids, one_of
 from engine.stats import SessionStats, held_figures
 from engine.step_runner import StepKind
 from engine.watch import MassMeter, Watch
@@ -352,7 +352,7 @@ class Session:
         should_stop: Callable[[], bool] | None = None,
     ) -> Generator[Piece, None, None]:
         """Prefill token_ids (may be empty after a prefill), then decode; may be closed early."""
-        return generate(self, list(token_ids), params, progress=progress, should_stop=should_stop)
+        return generate(self, listed_ids(token_ids), params, progress, should_stop)
 
     def check(self, steps: int = 32, progress: Callable[[int, int], None] | None = None) -> Report:
         """Compare full and sparse attention at the last positions; nothing changes."""
@@ -375,9 +375,9 @@ class Session:
         others never been there.
         """
         self._require_open()
-        if not 0 <= n <= len(self.ids):
+        if not is_integer(n) or not 0 <= n <= len(self.ids):
             raise SettingError(
-                f"truncate: found {n}, expected 0 to {len(self.ids)} (the session's tokens)"
+                f"truncate: found {found(n)}, expected 0 to {len(self.ids)} (the session's tokens)"
             )
         if n < len(self.ids):
             self._selected = False

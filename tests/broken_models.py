@@ -615,7 +615,7 @@ BROKEN: list[Broken] = [
         "tokenizer-settings",
         _file("tokenizer_config.json", "[1"),
         1,
-        ("tokenizer_config.json", "not JSON"),
+        ("tokenizer_config.json", "not valid JSON"),
     ),
     Broken(
         "template-number",

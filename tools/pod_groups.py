@@ -10,7 +10,6 @@ goes to stderr, results to stdout.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from tools.calibrate.similarity import measure_with, softmax_rows
 from tools.calibrate.texts import add_flags, texts_for
 from tools.program import guarded, replace_json, say
 from weights.fingerprint import fingerprint
+from weights.jsonfile import inside, read_object, shown
 
 if TYPE_CHECKING:
     from engine.decode import Step
@@ -145,11 +145,11 @@ def read_blocks(folder: str | Path) -> Blocks:
     """
     path = Path(folder) / NAME
     try:
-        data = json.loads(path.read_text())
+        data = read_object(inside(Path(folder), NAME))
         blocks, made_for = tuple(map(tuple, data["blocks"])), data["fingerprint"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (BadCheckpoint, KeyError, TypeError) as error:
         raise BadCheckpoint(
-            f"{path}: found no blocks ({error}); "
+            f"{path}: found no blocks ({shown(str(error), 120)}); "
             f"make them: python -m tools.pod_groups --model {folder}"
         ) from error
     if data.get("format") != FORMAT or made_for != fingerprint(folder):

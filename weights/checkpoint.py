@@ -21,11 +21,11 @@ from pathlib import Path
 import torch
 
 from weights.errors import BadCheckpoint, UnsupportedCheckpoint
-from weights.jsonfile import read_object, regular_size, shown
+from weights.jsonfile import INDEX_LIMIT, inside, present, read_object, regular_size, shown
 from weights.safetensors_file import FLOATS, TensorInfo, read_header
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-INDEX_LIMIT = 64 << 20  # bytes; the index of a 70B model has 60 KB
+LONGEST_NAME = 255  # characters of a file's name, by every file system
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # bytes copied, checked and released at a time; 1 to 32 MB measured alike (bound by page faults)
@@ -78,9 +78,9 @@ class Checkpoint:
             raise BadCheckpoint(
                 f"{folder}: found no folder, expected a model in Hugging Face layout"
             )
-        if _present(folder / SINGLE):  # before the index, as transformers does
-            return cls(folder, read_header(_inside(folder, SINGLE)))
-        if _present(folder / INDEX):
+        if present(folder / SINGLE):  # before the index, as transformers does
+            return cls(folder, read_header(inside(folder, SINGLE)))
+        if present(folder / INDEX):
             return cls(folder, _read_index(folder))
         raise _no_weights(folder)
 
@@ -263,39 +263,10 @@ def _all_finite(values: torch.Tensor) -> bool:
     return all(math.isfinite(bound.item()) for bound in torch.aminmax(values))
 
 
-def _present(path: Path) -> bool:
-    """Tell whether anything has this name; a dangling symlink counts, as its own error is clearer
-    than "no weights".
-    """
-    return path.is_symlink() or path.exists()
-
-
-def _inside(folder: Path, name: str) -> Path:
-    """Join folder/name and require that symlinks end in the folder or in the blobs of its hub cache
-    entry; raises BadCheckpoint.
-    """
-    path = folder / name
-    try:
-        real, root = path.resolve(strict=True), folder.resolve(strict=True)
-    except (OSError, RuntimeError):  # a loop raises RuntimeError before Python 3.13, OSError since
-        regular_size(path)  # raises the clearer error: missing, dangling, loop
-        raise BadCheckpoint(f"{path}: cannot be resolved") from None
-    roots = [root]
-    # hub cache: models--ORG--NAME/snapshots/REVISION/file -> ../../blobs/HASH
-    if root.parent.name == "snapshots":
-        roots.append(root.parent.parent / "blobs")
-    if not any(real.is_relative_to(allowed) for allowed in roots):
-        raise BadCheckpoint(
-            f"{path}: found a symlink to {shown(str(real), 200)}, "
-            f"expected a file inside the model's folder"
-        )
-    return path
-
-
 def _read_index(folder: Path) -> dict[str, TensorInfo]:
     """List a sharded checkpoint's tensors; raise BadCheckpoint unless index and shards agree."""
     index = folder / INDEX
-    names = read_object(_inside(folder, INDEX), INDEX_LIMIT).get("weight_map")
+    names = read_object(inside(folder, INDEX), INDEX_LIMIT).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise BadCheckpoint(
             f"{index}: weight_map: found {shown(names)}, "
@@ -305,6 +276,7 @@ def _read_index(folder: Path) -> dict[str, TensorInfo]:
         if (
             not isinstance(file, str)
             or not file.endswith(".safetensors")
+            or len(file) > LONGEST_NAME
             or set(file) & set("/\\\0")
         ):
             raise BadCheckpoint(
@@ -312,7 +284,7 @@ def _read_index(folder: Path) -> dict[str, TensorInfo]:
                 f"expected a .safetensors file beside the index"
             )
     shards = sorted(set(names.values()))
-    absent = [file for file in shards if not _present(folder / file)]
+    absent = [file for file in shards if not present(folder / file)]
     if absent:
         raise BadCheckpoint(
             f"{folder / absent[0]}: missing shard: found {len(shards) - len(absent)} of the "
@@ -320,7 +292,7 @@ def _read_index(folder: Path) -> dict[str, TensorInfo]:
         )
     tensors: dict[str, TensorInfo] = {}
     for file in shards:
-        for name, info in read_header(_inside(folder, file)).items():
+        for name, info in read_header(inside(folder, file)).items():
             if name in tensors:
                 raise BadCheckpoint(
                     f"{info.file}: tensor {shown(name)}: "

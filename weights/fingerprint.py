@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 
 from weights.checkpoint import Checkpoint
+from weights.jsonfile import TOKENIZER_LIMIT, inside, present, read_bytes
 
 SAMPLE = 4096  # bytes read at the start and in the middle of each tensor
 
@@ -17,7 +18,7 @@ def fingerprint(folder: str | Path) -> str:
     """
     folder = Path(folder)
     tensors = Checkpoint.open(folder).tensors
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    digest = hashlib.sha256(read_bytes(inside(folder, "config.json")))
     for name in sorted(tensors):
         info = tensors[name]
         digest.update(f"\n{name} {'x'.join(map(str, info.shape))} {info.dtype}".encode())
@@ -33,7 +34,7 @@ def weights_digest(folder: str | Path) -> str:
     """
     folder = Path(folder)
     digest, words = hashlib.sha256(), folder / "tokenizer.json"
-    digest.update(words.read_bytes() if words.is_file() else b"")
+    digest.update(read_bytes(words, TOKENIZER_LIMIT) if present(words) else b"")
     for _, info in sorted(Checkpoint.open(folder).tensors.items()):
         with open(info.file, "rb") as file:
             for start in (0, info.nbytes // 2):

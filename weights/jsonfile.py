@@ -1,8 +1,9 @@
-"""Read the small JSON files of an untrusted model folder: regular files of bounded size, no key
-twice.
+"""Read the text files of an untrusted model folder: regular files inside it, of bounded size, in
+UTF-8; JSON of bounded parts and no key twice.
 
-`json` alone accepts each of these silently: a named pipe (blocks for ever), a 10 GB file, a key
-given twice (the last one wins).
+`open` and `json` alone accept each of these silently: a named pipe (blocks for ever), a 10 GB file,
+a link to somebody else's file, a key given twice (the last one wins), 100 MB of "[],[]," (3 GB of
+lists).
 """
 
 import json
@@ -15,6 +16,11 @@ from weights.errors import BadCheckpoint
 
 # bytes; the largest config.json seen on the hub is under 1 MB, most are under 2 KB
 CONFIG_LIMIT = 16 << 20
+INDEX_LIMIT = 64 << 20  # bytes; the index of a 70B model has 60 KB
+TOKENIZER_LIMIT = 64 << 20  # bytes; the largest tokenizer.json on the hub has 33 MB (Gemma 3)
+# commas and brackets of a JSON text; each costs up to 200 bytes as Python objects. The header of a
+# model of 100,000 tensors has 800,000.
+MOST_PARTS = 2_000_000
 
 
 class DuplicateKey(ValueError):
@@ -68,20 +74,85 @@ def regular_size(path: Path) -> int:
     return info.st_size
 
 
+def present(path: Path) -> bool:
+    """Tell whether anything has this name; a dangling symlink counts, as its own error is clearer
+    than none.
+    """
+    return os.path.lexists(path)
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Join folder/name and require that symlinks end in the folder or in the blobs of its hub cache
+    entry; raises BadCheckpoint.
+    """
+    path = folder / name
+    try:
+        real, root = path.resolve(strict=True), folder.resolve(strict=True)
+    except (OSError, RuntimeError):  # a loop raises RuntimeError before Python 3.13, OSError since
+        regular_size(path)  # raises the clearer error: missing, dangling, loop
+        raise BadCheckpoint(f"{path}: cannot be resolved") from None
+    roots = [root]
+    # hub cache: models--ORG--NAME/snapshots/REVISION/file -> ../../blobs/HASH
+    if root.parent.name == "snapshots":
+        roots.append(root.parent.parent / "blobs")
+    if not any(real.is_relative_to(allowed) for allowed in roots):
+        raise BadCheckpoint(
+            f"{path}: found a symlink to {shown(str(real), 200)}, "
+            f"expected a file inside the model's folder"
+        )
+    return path
+
+
+def read_bytes(path: Path, limit: int = CONFIG_LIMIT) -> bytes:
+    """Read a regular file of at most `limit` bytes; raises BadCheckpoint, naming the file."""
+    size = regular_size(path)
+    if size > limit:
+        raise BadCheckpoint(f"{path}: found {size} bytes, expected at most {limit}")
+    try:
+        with open(path, "rb") as file:
+            data = file.read(limit + 1)
+    except OSError as error:
+        raise BadCheckpoint(f"{path}: cannot be read: {error.strerror}") from None
+    if len(data) > limit:  # it grew meanwhile
+        raise BadCheckpoint(f"{path}: found over {limit} bytes, expected at most {limit}")
+    return data
+
+
+def read_text(path: Path, limit: int = CONFIG_LIMIT) -> str:
+    """Read a UTF-8 text file; raises as `read_bytes`, and names a byte that is no UTF-8."""
+    data = read_bytes(path, limit)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadCheckpoint(
+            f"{path}: found byte 0x{data[error.start]:02x} at {error.start}, expected UTF-8 text"
+        ) from None
+
+
+def parts_of(data: bytes) -> int:
+    """Commas and brackets of a JSON text: an upper bound of its values."""
+    return sum(map(data.count, (b",", b"[", b"{")))
+
+
+def parse(data: bytes) -> Any:
+    """The value of a JSON text of at most MOST_PARTS parts, no key twice.
+
+    Raises ValueError (bad JSON, not UTF-8, too many parts, DuplicateKey) and RecursionError.
+    """
+    if (parts := parts_of(data)) > MOST_PARTS:
+        raise ValueError(f"found {parts} commas and brackets, expected at most {MOST_PARTS}")
+    return json.loads(data, object_pairs_hook=no_duplicates)
+
+
 def read_json(path: Path, limit: int = CONFIG_LIMIT) -> Any:
     """Read the JSON value in `path`.
 
     Raises BadCheckpoint, naming the file, unless it holds one well-formed value of at most `limit`
     bytes.
     """
-    size = regular_size(path)
-    if size > limit:
-        raise BadCheckpoint(f"{path}: found {size} bytes, expected at most {limit}")
+    data = read_bytes(path, limit)
     try:
-        with open(path, "rb") as file:
-            return json.loads(file.read(limit + 1), object_pairs_hook=no_duplicates)
-    except OSError as error:
-        raise BadCheckpoint(f"{path}: cannot be read: {error.strerror}") from None
+        return parse(data)
     # bad JSON or UTF-8, DuplicateKey, over-long integers
     except (ValueError, RecursionError) as error:
         reason = (

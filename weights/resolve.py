@@ -6,7 +6,6 @@ imported only if a name is no folder. A complete copy in the cache never causes 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +13,8 @@ from pathlib import Path
 from types import ModuleType
 
 from weights.aliases import ALIASES, Alias, suggest
-from weights.errors import HubError, ModelNotFound, UnsupportedCheckpoint
-from weights.jsonfile import shown
+from weights.errors import BadCheckpoint, HubError, ModelNotFound, UnsupportedCheckpoint
+from weights.jsonfile import INDEX_LIMIT, read_json, shown
 
 # Files to fetch, and no others: repositories carry the same weights again as pickles, "original/"
 # and "consolidated".
@@ -146,9 +145,9 @@ def _missing(folder: Path) -> str | None:
     if not index.is_file():
         return "model.safetensors"
     try:
-        shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        shards = sorted(set(read_json(index, INDEX_LIMIT)["weight_map"].values()))
         return next((shard for shard in shards if not (folder / shard).is_file()), None)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, BadCheckpoint, KeyError, TypeError, AttributeError):
         # counts as complete: weights.checkpoint reports what is wrong with the index
         return None
 

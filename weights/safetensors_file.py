@@ -14,13 +14,12 @@ tests/weights checks this reader against it.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
 from weights.errors import BadCheckpoint, UnsupportedCheckpoint
-from weights.jsonfile import DuplicateKey, no_duplicates, regular_size, shown
+from weights.jsonfile import DuplicateKey, parse, regular_size, shown
 
 # bytes, the format's own limit; the largest real headers are about 10 MB
 HEADER_LIMIT = 100_000_000
@@ -97,14 +96,16 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
                     f"{path}: truncated: found {size} bytes, expected at least {8 + length} "
                     f"(8, and a header of {length})"
                 )
-            header = json.loads(file.read(length), object_pairs_hook=no_duplicates)
+            header = parse(file.read(length))
     except OSError as error:
         raise BadCheckpoint(f"{path}: cannot be read: {error.strerror}") from None
     except DuplicateKey as error:
         raise BadCheckpoint(f"{path}: header: found {error}, expected every name once") from None
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError) as error:
+        reason = shown(str(error), 120)
         raise BadCheckpoint(
-            f"{path}: header: found {length} bytes that are no JSON, expected a JSON object"
+            f"{path}: header: found {length} bytes that are no JSON, expected a JSON object "
+            f"({reason})"
         ) from None
     if not isinstance(header, dict):
         raise BadCheckpoint(

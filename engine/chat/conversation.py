@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from engine.chat.provenance import Trace
 from engine.chat.sources import Choices, Passage, rank_passages
 from engine.errors import TemplateError
+from engine.text.literal import Written, agreement
 from engine.text.stop import tokens_before
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class _Feed:
 
     ids: list[int]
     ends: array
-    text: str
+    written: Written
 
 
 def common_length(one: str, other: str) -> int:
@@ -103,6 +104,8 @@ class Conversation:
         self.session.truncate(0)
         # text of the tokens in the bank, and where each of them ends in it
         self.text, self.ends = "", array("q")
+        # characters of it where a control token is spelled that is text
+        self.literal: tuple[int, ...] = ()
         self.messages = (
             [{"role": "system", "content": self.system}] if self.system is not None else []
         )
@@ -131,7 +134,10 @@ class Conversation:
         """
         document = document.strip("\n")
         opened = f"{self.opened}\n\n{document}" if self.opened else document
-        target = self._opening(opened) if self.templated else f"{self._flow()}{document}\n\n"
+        if self.templated:
+            target = self._opening(opened)
+        else:
+            target = self._as_text(f"{self._flow()}{document}\n\n")
         if target is None:  # the template changes the beginning of a turn: wait for the question
             self.opened = opened
             return Read(0, 0, len(document))
@@ -145,8 +151,8 @@ class Conversation:
         finally:
             self._account(before, feed)
         self.asked, self._answer_at = None, None
-        start = target.rfind(document)
-        start = start if start >= 0 else len(target) - len(document)
+        start = target.text.rfind(document)
+        start = start if start >= 0 else len(target.text) - len(document)
         kept = max(0, min(len(document), len(self.text) - start))
         if kept:
             self.documents.append(Document(name, start, start + kept))
@@ -173,7 +179,8 @@ class Conversation:
             )
             target = self._render([*self.messages, {"role": "user", "content": content}], True)
         else:
-            content = target = self._flow() + content
+            content = self._flow() + content
+            target = self._as_text(content)
         self.asked = content
         yield from self._answer(target, params, progress, should_stop)
 
@@ -203,13 +210,13 @@ class Conversation:
         target = (
             self._render([*self.messages, {"role": "user", "content": self.asked}], True)
             if self.templated
-            else self.asked
+            else self._as_text(self.asked)
         )
         yield from self._answer(target, params, progress, should_stop)
 
     def _answer(
         self,
-        target: str,
+        target: Written,
         params: SamplingParams | None,
         progress: Callable[[PrefillProgress], None] | None,
         should_stop: Callable[[], bool] | None,
@@ -254,12 +261,21 @@ class Conversation:
         ]
         return sorted(found, key=lambda passage: -passage.score)[:most]
 
-    def _render(self, messages: list[dict], prompt: bool) -> str:
+    def _as_text(self, text: str) -> Written:
+        """A base model's text, of which nothing is a control token."""
+        return self.tokenizer.controls.as_text(text)
+
+    def _held(self) -> Written:
+        """The text of the bank's tokens."""
+        return Written(self.text, self.literal)
+
+    def _render(self, messages: list[dict], prompt: bool) -> Written:
         """Render messages. Where the template trims the last answer, trim the bank's text too."""
-        target = self.tokenizer.render(messages, prompt)
+        written = self.tokenizer.write(messages, prompt)
+        target = written.text
         if self._answer_at is None or target.startswith(self.text):
             self._take_end(target)
-            return target
+            return written
         tokens, base = self._answer_at
         answer = self.text[base:]
         for wanted in (answer.strip(), answer.lstrip(), answer.rstrip()):
@@ -269,9 +285,11 @@ class Conversation:
                 for i in range(tokens, len(self.ends)):
                     self.ends[i] = min(max(self.ends[i] - shift, base), stop)
                 self.text = self.text[:base] + wanted
+                moved = (at if at < base else at - shift for at in self.literal)
+                self.literal = tuple(at for at in moved if at < stop)
                 self._take_end(target)
                 break
-        return target
+        return written
 
     def _take_end(self, target: str) -> None:
         """Keep the bank's end token if the template writes it after the answer, else drop it."""
@@ -285,7 +303,7 @@ class Conversation:
         else:
             self._cut(len(self.ends) - 1, len(self.text))
 
-    def _opening(self, opened: str) -> str | None:
+    def _opening(self, opened: str) -> Written | None:
         """Return the beginning of a user turn that does not depend on what follows `opened`.
 
         Returns None where the template leaves no such beginning. Renders the turn with two
@@ -297,8 +315,10 @@ class Conversation:
             )
             for mark in ("0", "1")
         ]
-        common = written[0][: common_length(*written)]
-        return common if opened[-40:].strip() in common and written[0] != written[1] else None
+        one, other = written
+        common = one.cut(common_length(one.text, other.text))
+        found = opened[-40:].strip() in common.text and one.text != other.text
+        return common if found else None
 
     def _flow(self) -> str:
         """Return a base model's text so far, after dropping its end token from the bank."""
@@ -306,9 +326,9 @@ class Conversation:
             self._cut(len(self.ends) - 1, len(self.text))
         return self.text
 
-    def _reach(self, target: str) -> _Feed:
+    def _reach(self, target: Written) -> _Feed:
         """Cut the bank where its text departs from `target`, and encode the rest of `target`."""
-        common = common_length(self.text, target)
+        common = agreement(self._held(), target, common_length(self.text, target.text))
         if common < len(self.text):
             keep, held = tokens_before(self.ends, common), len(self.ends)
             if keep and not self.ends[keep - 1]:
@@ -323,7 +343,7 @@ class Conversation:
         start = len(self.text)
         fresh = not len(self.session)
         ids, ends = self.tokenizer.encode_spans(
-            target[start:], special=fresh and not self.templated, continues=not fresh
+            target.since(start), special=fresh and not self.templated, continues=not fresh
         )
         return _Feed(ids, array("q", (end + start for end in ends)), target)
 
@@ -331,26 +351,29 @@ class Conversation:
         """Keep the first `tokens` tokens, which spell the first `characters` characters."""
         self.session.truncate(tokens)
         del self.ends[tokens:]
-        self.text = self.text[:characters]
+        self._hold(self._held().cut(characters))
         self._ended = False
         self._answer_at = None
         for document in self.documents:
             document.stop = min(document.stop, characters)
         self.documents = [d for d in self.documents if d.start < d.stop]
 
+    def _hold(self, written: Written) -> None:
+        self.text, self.literal = written.text, written.literal
+
     def _account(self, before: int, feed: _Feed) -> None:
         """Add to the text what the bank holds of a feed, cut at a whole character."""
         fed = min(len(self.session) - before, len(feed.ids))
         if fed == len(feed.ids):
             self.ends.extend(feed.ends)
-            self.text = feed.text
+            self._hold(feed.written)
             return
         while fed and feed.ends[fed - 1] == feed.ends[fed]:
             fed -= 1
         self.session.truncate(before + fed)
         self.ends.extend(feed.ends[:fed])
         if fed:
-            self.text = feed.text[: feed.ends[fed - 1]]
+            self._hold(feed.written.cut(feed.ends[fed - 1]))
 
     def _take_answer(self, reason: str | None) -> None:
         """Add the sampled tokens to the text, and the answer to the messages."""
@@ -368,6 +391,9 @@ class Conversation:
                 waiting = 0
         self.text += words.flush()
         self.ends.extend([len(self.text)] * waiting)
+        # what the model spelled without being the token is text
+        spelled = self.tokenizer.controls.special.finditer(self.text, base)
+        self.literal += tuple(match.start() for match in spelled)
         if self.templated:
             assert self.asked is not None  # ask() and retry() have set it
             self.messages += [

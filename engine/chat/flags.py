@@ -12,6 +12,7 @@ from typing import NoReturn
 from engine.chat.display import Display
 from engine.chat.settings import setting
 from engine.methods.registry import methods
+from engine.settings import MOST
 
 MAX_TOKENS = 1024  # default bound of an answer in the chat; the library's 64 is for programs
 EPILOG = """With -p or -f the program answers once and ends (-i stays in the chat). With both, it
@@ -65,7 +66,7 @@ class Parser(argparse.ArgumentParser):
 
 def scaled(text: str) -> int:
     """Parse a number of tokens, with K (1024) or M (1024 x 1024): 32K, 1M, 131072."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text.strip())
+    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)([kKmM]?)", text.strip())
     tokens = float(found[1]) * {"": 1, "k": 1024, "m": 1024**2}[found[2].lower()] if found else 0
     if tokens < 1 or tokens != int(tokens) or tokens > 2**31:
         raise argparse.ArgumentTypeError(
@@ -76,12 +77,12 @@ def scaled(text: str) -> int:
 
 def gigabytes(text: str) -> int:
     """Parse an amount of memory in GB (10^9 bytes) or with a unit (24, 24GB, 512M) to bytes."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)[bB]?", text.strip())
+    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([kKmMgGtT]?)[bB]?", text.strip())
     size = 0
     if found:
         power = "kmgt".index(found[2].lower() or "g") + 1
         size = int(float(found[1]) * 1000**power)
-    if size < 1:
+    if not 1 <= size <= MOST:
         raise argparse.ArgumentTypeError(
             f"found {text!r}, expected gigabytes such as 24, or 24GB, 512MB"
         )

@@ -6,7 +6,9 @@ can leave, and is shown as text nodes only. The page loads nothing from anywhere
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,14 +208,23 @@ def write_run(run: Run, path: str | Path) -> None:
 
 
 def _write(path: str | Path, text: str) -> None:
-    path = Path(path)
-    # write beside and rename, so that a full disk leaves no half file
-    beside = path.with_name(path.name + ".tmp")
+    """Write beside and rename, so that a full disk leaves no half file. A link keeps its place; a
+    device, a pipe and a folder keep theirs too.
+    """
+    beside = None
     try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise UsageError(
-            f"{path}: {error.strerror}; expected a file that can be written"
-        ) from error
+        target = Path(path).resolve()
+        if target.exists() and not target.is_file():
+            raise UsageError(
+                f"{path}: found no regular file there, expected a name such as run.html"
+            )
+        beside = target.with_name(f"{target.name[:200]}.{os.getpid()}.tmp")
+        beside.write_text(text, encoding="utf-8", errors="replace")
+        beside.replace(target)
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL in the name; a loop of links
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"{path}: {reason}; expected a file that can be written") from error
+    finally:
+        if beside is not None:
+            with contextlib.suppress(OSError):
+                beside.unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from engine.model.block import LLAMA, Block
 from engine.model.family import Family, Sizes
 from engine.model.fields import Fields
 from engine.model.rope_config import MAX_POSITIONS, Rope, parse_rope
-from weights.jsonfile import read_object, shown
+from weights.jsonfile import inside, present, read_object, shown
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -204,9 +204,9 @@ class ModelConfig:
         folder = Path(path)
         generation_file = folder / "generation_config.json"
         generation = None
-        if generation_file.is_symlink() or generation_file.exists():
-            generation = read_object(generation_file)
-        source = folder / "config.json"
+        if present(generation_file):
+            generation = read_object(inside(folder, generation_file.name))
+        source = inside(folder, "config.json")
         return cls.from_dict(read_object(source), str(source), generation)
 
 

@@ -6,8 +6,8 @@ else from the published table, else from a spread over the depth that says that 
 
 from __future__ import annotations
 
-import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,6 +17,7 @@ from engine.plan.layers import PAPER_WAIT, spread_filter_layers
 from engine.settings import is_integer
 from weights.aliases import ALIASES
 from weights.fingerprint import fingerprint
+from weights.jsonfile import inside, present, read_json, shown
 
 if TYPE_CHECKING:
     from engine.model.config import ModelConfig
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 NAME = "omnikv.json"
+LIMIT = 1 << 20  # bytes; one of 100 layers with every figure of its search has 50 KB
+DIGEST = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ def filter_layers(
     """
     digest, hint = _digest(folder), ""
     for path in _candidates(folder, digest):
-        if path.is_file():
+        if present(path):
             found = read(path, config)
             if digest is None or found["fingerprint"] in (None, digest):
                 return FilterLayers(
@@ -98,22 +101,28 @@ def read(path: str | Path, config: ModelConfig) -> dict[str, Any]:
 
     Raises BadCheckpoint, which names file, field, found and expected.
     """
+    path = Path(path)
     try:
-        data = json.loads(Path(path).read_text())
-    except (OSError, ValueError, RecursionError) as error:
+        data = read_json(inside(path.parent, path.name) if path.name == NAME else path, LIMIT)
+    except BadCheckpoint as error:
+        reason = str(error).removeprefix(f"{path}: ")
         raise BadCheckpoint(
-            f"{path}: found no readable JSON ({error}), expected a calibration; "
+            f"{path}: found no readable JSON ({reason}), expected a calibration; "
             "delete it or calibrate again"
         ) from error
 
     def refuse(field: str, expected: object) -> NoReturn:
         value = data.get(field) if isinstance(data, dict) else data
         raise BadCheckpoint(
-            f"{path}: {field}: found {str(value)[:60]!r}, expected {expected}; "
+            f"{path}: {field}: found {shown(value)}, expected {expected}; "
             "delete it or calibrate again"
         )
 
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
+    if (
+        not isinstance(data, dict)
+        or type(found := data.get("format")) is not int
+        or found != FORMAT
+    ):
         refuse("format", FORMAT)
     if not _ascending(data.get("filter_layers"), config.num_layers):
         refuse("filter_layers", f"ascending numbers below {config.num_layers}")
@@ -121,7 +130,7 @@ def read(path: str | Path, config: ModelConfig) -> dict[str, Any]:
     if not is_integer(wait) or wait < 0:
         refuse("wait_layers", "an int >= 0")
     digest = data.setdefault("fingerprint", None)
-    if digest is not None and (not isinstance(digest, str) or len(digest) != 64):
+    if digest is not None and (not isinstance(digest, str) or not DIGEST.fullmatch(digest)):
         refuse("fingerprint", "64 hexadecimal digits")
     return data
 

@@ -64,5 +64,5 @@ def one_line(message: str) -> str:
     if len(line) <= ERROR_CHARACTERS:
         return line
     # the start names the thing, the end the remedy
-    end = ERROR_CHARACTERS // 3
+    end = ERROR_CHARACTERS // 4
     return line[: ERROR_CHARACTERS - end - len(LEFT_OUT)] + LEFT_OUT + line[-end:]

@@ -20,12 +20,15 @@ from pathlib import Path
 from queue import Empty, Queue
 from typing import IO, Any
 
-from engine.errors import BadCheckpoint, TemplateError
+from engine.errors import BadCheckpoint, TemplateError, UsageError
+from engine.text.boundary import one_line, valid
+from weights.jsonfile import inside, present, read_text, shown
 
 # a render takes milliseconds; a document of a million tokens adds one second
 RENDER_SECONDS = 2.0
 START_SECONDS = 30.0  # Python and jinja2 on a loaded machine
 MEMORY_BYTES = 1 << 30  # address space of the child where the system can bound it
+TEMPLATE_LIMIT = 4 << 20  # bytes of a template; the longest on the hub have 20 KB
 SPARE_CHARACTERS = 1 << 20  # a template may write four times its messages and this
 
 
@@ -50,8 +53,8 @@ class ChatTemplate:
                 if isinstance(text, str):
                     variables[name] = text
         path = folder / "chat_template.jinja"
-        if path.is_file():
-            return cls(path.read_text(encoding="utf-8"), variables)
+        if present(path):
+            return cls(read_text(inside(folder, path.name), TEMPLATE_LIMIT), variables)
         found, where = settings.get("chat_template"), folder / "tokenizer_config.json"
         if isinstance(found, list):
             found = _choose_named(found, where)
@@ -61,6 +64,11 @@ class ChatTemplate:
             raise BadCheckpoint(
                 f"{where}: chat_template: found {type(found).__name__}, "
                 "expected text or a list of named templates"
+            )
+        if len(found) > TEMPLATE_LIMIT:
+            raise BadCheckpoint(
+                f"{where}: chat_template: found {len(found)} characters, expected at most "
+                f"{TEMPLATE_LIMIT}"
             )
         return cls(found, variables)
 
@@ -95,8 +103,11 @@ class ChatTemplate:
             self._worker = None
             raise
         if "error" in answer:
-            raise TemplateError(f"the model's chat template {answer['error']}")
-        return answer["text"]
+            raise TemplateError(one_line(f"the model's chat template {answer['error']}"))
+        try:
+            return valid(answer["text"], "the model's chat template's output")
+        except UsageError as error:
+            raise TemplateError(str(error)) from None
 
 
 def _choose_named(templates: list[Any], where: Path) -> Any:
@@ -104,12 +115,12 @@ def _choose_named(templates: list[Any], where: Path) -> Any:
     named = {
         t["name"]: t["template"]
         for t in templates
-        if isinstance(t, Mapping) and {"name", "template"} <= set(t)
+        if isinstance(t, Mapping) and isinstance(t.get("name"), str) and "template" in t
     }
     found = named.get("default") or (next(iter(named.values())) if len(named) == 1 else None)
     if found is None:
         raise BadCheckpoint(
-            f"{where}: chat_template: found templates named {sorted(named)}, "
+            f"{where}: chat_template: found templates named {shown(sorted(named))}, "
             "expected one named 'default'"
         )
     return found

@@ -15,9 +15,13 @@ from typing import Any
 import tokenizers
 
 from engine.errors import BadCheckpoint, TemplateError, UnsupportedCheckpoint
+from engine.text.boundary import valid
 from engine.text.detokenizer import ByteStream, FallbackStream
+from engine.text.growth import read_tokenizer
+from engine.text.literal import Controls, Written
 from engine.text.template import ChatTemplate
 from engine.units import first_line
+from weights.jsonfile import inside, present, read_object, shown
 
 ANCHORS = ("\n", ".", "a", "0")  # texts to encode in front of a continuation, tried in this order
 
@@ -32,8 +36,7 @@ class Tokenizer:
 
     def __init__(self, folder: str | Path):
         folder = Path(folder)
-        path = folder / "tokenizer.json"
-        self.backend = _load_backend(path)
+        self.path, self.backend = folder / "tokenizer.json", _load_backend(folder)
         self.settings = read_settings(folder)
         self.bos_token = _token_text(self.settings, "bos_token")
         self.eos_token = _token_text(self.settings, "eos_token")
@@ -42,29 +45,49 @@ class Tokenizer:
         added = self.backend.get_added_tokens_decoder()
         self._added = frozenset(added)
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.prefix_ids = self._find_prefix(vocabulary)
+        # Tokenizers like Llama 2's write a space in front of every text; a continuation must not
+        # get one. Some write one behind every special token too.
+        self._adds_space = self._begins_with_space(self._encoded("x").ids[:1])
+        self.decoder_types = _decoder_types(self.backend)
+        self.template = ChatTemplate.load(folder, self.settings)
+        source = self.template.source if self.template else ""
+        self.controls = Controls(
+            [token.content for token in added.values() if token.special],
+            [
+                token.content
+                for token in added.values()
+                if not token.special and token.content.strip() and token.content in source
+            ],
+        )
+        self._plain_backend: tokenizers.Tokenizer | None = None
+
+    def _begins_with_space(self, ids: Sequence[int]) -> bool:
+        return any((self.token(i) or "").startswith(("▁", "Ġ")) for i in ids[:1])
+
+    def _encoded(
+        self, text: str, special: bool = False, backend: tokenizers.Tokenizer | None = None
+    ) -> tokenizers.Encoding:
+        """Encode Unicode text. Raises UsageError for other text, and BadCheckpoint where the native
+        library panics: at an expression without end, or a token that the vocabulary lacks.
+        """
+        valid(text, "text")
         try:
-            self.prefix_ids = self._find_prefix(vocabulary)
-        # A post-processor that names an unknown token panics in Rust, which is no Exception.
+            return (backend or self.backend).encode(text, add_special_tokens=special)
         except BaseException as error:
+            # no Exception, but what Rust's panics become
             if type(error).__name__ != "PanicException":
                 raise
             raise BadCheckpoint(
-                f'{path}: encoding the text "a" fails: {first_line(error)}'
+                f"{self.path}: encoding the text {shown(text, 20)!r} fails: {first_line(error)}"
             ) from error
-        # Tokenizers like Llama 2's write a space in front of every text; a continuation must not
-        # get one.
-        first = self.backend.encode("x", add_special_tokens=False).ids[:1]
-        self._adds_space = any((self.token(i) or "").startswith(("▁", "Ġ")) for i in first)
-        self.decoder_types = _decoder_types(self.backend)
-        self.template = ChatTemplate.load(folder, self.settings)
 
     def _find_prefix(self, vocabulary: dict[str, int]) -> tuple[int, ...]:
         """Return the ids that go before every text.
 
         The post-processor decides; if it adds none, the bos is one when the settings ask for it.
         """
-        plain = self.backend.encode("a", add_special_tokens=False).ids
-        whole = self.backend.encode("a", add_special_tokens=True).ids
+        plain, whole = self._encoded("a").ids, self._encoded("a", special=True).ids
         for start in range(len(whole) - len(plain) + 1):
             if whole[start : start + len(plain)] == plain:
                 prefix = tuple(whole[:start])
@@ -82,35 +105,76 @@ class Tokenizer:
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Encode a text of any length; special tokens written in it are recognised.
 
-        special: put the bos in front as in training, unless the text already begins with it.
+        special: put the bos in front as in training, unless the text already begins with it. Text
+        from strangers goes through `write` and `encode_spans`, which keep it text.
         """
-        ids = self.backend.encode(text, add_special_tokens=False).ids
+        ids = self._encoded(text).ids
         if special and tuple(ids[: len(self.prefix_ids)]) != self.prefix_ids:
             return [*self.prefix_ids, *ids]
         return ids
 
     def encode_spans(
-        self, text: str, special: bool = True, continues: bool = False
+        self, written: Written | str, special: bool = True, continues: bool = False
     ) -> tuple[list[int], array[int]]:
-        """Encode a text and return the ids and, for each, where in `text` its characters end.
+        """Encode a text and return the ids and, for each, where in the text its characters end.
 
         Ends are an ascending array of int64. Tokens that share a character have the same end; the
         bos ends at 0. continues: the text goes on where an earlier one ended, so the tokenizer adds
-        no space in front of it.
+        no space in front of it. Control tokens are recognised but for those that `written` says are
+        text.
         """
-        encoding, skip, shift = self.backend.encode(text, add_special_tokens=False), 0, 0
-        if continues and self._adds_space and encoding.ids and encoding.ids[0] not in self._added:
-            encoding, skip, shift = self._anchored(text, encoding)
-        ids, ends, furthest = encoding.ids[skip:], array("q"), 0
-        for _, end in encoding.offsets[skip:]:
-            furthest = max(furthest, end - shift)
-            ends.append(furthest)
+        written = Written(written) if isinstance(written, str) else written
+        ids: list[int] = []
+        ends = array("q")
+        if not written.literal:
+            ids, ends = self._spans(written.text, continues)
+        else:
+            for start, stop, plain in self.controls.pieces(written):
+                more, where = self._spans(
+                    written.text[start:stop],
+                    continues or (start > 0 and not self._space_behind_special()),
+                    self._plain() if plain else self.backend,
+                )
+                ids += more
+                ends.extend(end + start for end in where)
         if special and not continues and tuple(ids[: len(self.prefix_ids)]) != self.prefix_ids:
             return [*self.prefix_ids, *ids], array("q", [0] * len(self.prefix_ids)) + ends
         return ids, ends
 
+    def _spans(
+        self, text: str, continues: bool, backend: tokenizers.Tokenizer | None = None
+    ) -> tuple[list[int], array[int]]:
+        """Ids and ends of a text by one backend."""
+        encoding, skip, shift = self._encoded(text, backend=backend), 0, 0
+        if continues and self._adds_space and encoding.ids and encoding.ids[0] not in self._added:
+            encoding, skip, shift = self._anchored(text, encoding, backend)
+        ends, furthest = array("q"), 0
+        for _, end in encoding.offsets[skip:]:
+            furthest = max(furthest, end - shift)
+            ends.append(furthest)
+        return encoding.ids[skip:], ends
+
+    def _plain(self) -> tokenizers.Tokenizer:
+        """The tokenizer without control tokens; made when a text first spells one (up to 1 s)."""
+        if self._plain_backend is None:
+            made = tokenizers.Tokenizer.from_str(self.backend.to_str())
+            made.add_special_tokens(list(self.controls.named))
+            made.encode_special_tokens = True
+            self._plain_backend = made
+        return self._plain_backend
+
+    def _space_behind_special(self) -> bool:
+        """Whether the tokenizer writes its space in front of a text behind a special token too."""
+        special = next((self.token(i) for i in sorted(self.special_ids)), None)
+        if not self._adds_space or special is None:
+            return False
+        return self._begins_with_space(self._encoded(f"{special}x").ids[1:])
+
     def _anchored(
-        self, text: str, plain: tokenizers.Encoding
+        self,
+        text: str,
+        plain: tokenizers.Encoding,
+        backend: tokenizers.Tokenizer | None = None,
     ) -> tuple[tokenizers.Encoding, int, int]:
         """Encode the text behind an anchor that takes the added space.
 
@@ -118,7 +182,7 @@ class Tokenizer:
         anchor serves if a token ends exactly where it ends; if none does, returns `plain`, 0, 0.
         """
         for anchor in ANCHORS:
-            encoding = self.backend.encode(anchor + text, add_special_tokens=False)
+            encoding = self._encoded(anchor + text, backend=backend)
             size, offsets = len(anchor), encoding.offsets
             border = next((i for i, (_, end) in enumerate(offsets) if end > size), None)
             if border and offsets[border][0] >= size and offsets[border - 1][1] == size:
@@ -132,7 +196,8 @@ class Tokenizer:
     def render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
     ) -> str:
-        """Write a dialogue as the model's text, to be encoded with special=False.
+        """Write a dialogue as the model's text, to be encoded with special=False, as transformers
+        does: control tokens that a message spells look like the template's own (see `write`).
 
         Raises TemplateError if the model has no chat template.
         """
@@ -141,6 +206,16 @@ class Tokenizer:
                 "this model has no chat template (it is a base model): give it text to complete"
             )
         return self.template.render(messages, add_generation_prompt)
+
+    def write(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> Written:
+        """Write a dialogue for `encode_spans`: control tokens that a message spells stay text.
+
+        Raises TemplateError as `render`.
+        """
+        marked, mark = self.controls.marked(messages)
+        return self.controls.written(self.render(marked, add_generation_prompt), mark)
 
     def token(self, token_id: int) -> str | None:
         """Return the vocabulary's spelling of an id; None if it has none (a padded row)."""
@@ -163,21 +238,15 @@ def read_settings(folder: Path) -> dict[str, Any]:
     """Read tokenizer_config.json over special_tokens_map.json; {} if there is neither."""
     merged: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        path = folder / name
-        if path.is_file():
-            try:
-                data = json.loads(path.read_text(encoding="utf-8"))
-            except (ValueError, RecursionError) as error:
-                raise BadCheckpoint(f"{path}: not JSON: {first_line(error)}") from error
-            if not isinstance(data, dict):
-                raise BadCheckpoint(f"{path}: found {type(data).__name__}, expected an object")
-            merged.update(data)
+        if present(folder / name):
+            merged.update(read_object(inside(folder, name)))
     return merged
 
 
-def _load_backend(path: Path) -> tokenizers.Tokenizer:
+def _load_backend(folder: Path) -> tokenizers.Tokenizer:
     """Read tokenizer.json, with no truncation and no padding."""
-    if not path.is_file():
+    path = folder / "tokenizer.json"
+    if not present(path):
         others = [
             name
             for name in ("tokenizer.model", "vocab.json", "tiktoken.model")
@@ -189,10 +258,13 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
                 "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
             )
         raise BadCheckpoint(f"{path}: not found, expected the model's tokenizer")
+    text = read_tokenizer(inside(folder, path.name))
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    # tokenizers raises a bare Exception for anything wrong in the file
-    except Exception as error:
+        backend = tokenizers.Tokenizer.from_str(text)
+    # tokenizers raises a bare Exception for anything wrong in the file, and panics at some of it
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise BadCheckpoint(
             f"{path}: not a tokenizer that can be read: {first_line(error)}"
         ) from error

@@ -6,6 +6,7 @@ tokens, a half-written page.
 """
 
 import json
+import os
 import re
 from array import array
 
@@ -138,3 +139,27 @@ def test_a_megabyte_of_document_is_recorded_in_bounded_time():
         and all(len(read) <= 12 for read in run.reads)
         and len(page(run)) < 4 * len(text)
     )
+
+
+@pytest.mark.parametrize("write", [write_page, write_run])
+def test_what_is_in_the_way_of_a_file_stays(write, tmp_path):
+    """A device, a folder and a link keep their places; a name too long is one line."""
+    run, _ = planted()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "target").write_text("old")
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    os.mkfifo(tmp_path / "pipe")
+    write(run, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and FACT in (tmp_path / "target").read_text()
+    for name in ("folder", "pipe", "loop", "x" * 5000, "nul\0"):
+        with pytest.raises(UsageError) as caught:
+            write(run, tmp_path / name)
+        assert "\n" not in str(caught.value)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "folder",
+        "link",
+        "loop",
+        "pipe",
+        "target",
+    ]

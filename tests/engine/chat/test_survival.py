@@ -204,3 +204,55 @@ def test_nothing_that_is_shown_holds_control_characters():
     assert shown.startswith("a\tb\n") and "TITLE" in shown
     assert not set(shown) & set("\x1b\x07\x9b\r")
     assert max(map(len, shown.splitlines())) <= ERROR_CHARACTERS + len("error: ")
+
+
+class Full(io.StringIO):
+    """A stream on a full disk."""
+
+    def write(self, text):
+        raise OSError(28, "No space left on device")
+
+
+def test_a_full_standard_error_costs_no_answer(fake, monkeypatch, capsys):
+    fake("one")
+    monkeypatch.setattr("sys.stderr", Full())
+    assert main(["--model", "x", "-p", "What?"]) == 0
+    assert capsys.readouterr().out == "one\n"
+
+
+@pytest.mark.parametrize("flags", [["-p", "What?"], ["-p", "What?", "--json"], ["--plan"]])
+def test_a_full_or_closed_standard_output_is_one_line(fake, monkeypatch, capsys, flags):
+    fake("one")
+    for stream, words in ((Full(), "No space left"), (None, "found it closed")):
+        monkeypatch.setattr("sys.stdout", stream)
+        monkeypatch.setattr("engine.chat.cli.abandon_output", lambda: None)
+        assert main(["--model", "x", *flags]) == 1
+        err = capsys.readouterr().err
+        assert err.count("error: standard output: ") == 1 and words in err
+
+
+def test_sigterm_and_sighup_end_an_answer_as_ctrl_d_does(fake, capsys):
+    for number, code in ((signal.SIGTERM, 143), (signal.SIGHUP, 129)):
+        llm = fake("a b c d e f")
+        inner = llm.script
+
+        def script(ids, inner=inner, number=number):
+            for i, token in enumerate(inner(ids)):
+                if i == 2:
+                    os.kill(os.getpid(), number)
+                yield token
+
+        llm.script = script
+        before = signal.getsignal(number)
+        assert main(["--model", "x", "-p", "What?"]) == code
+        assert signal.getsignal(number) is before and "Traceback" not in capsys.readouterr().err
+
+
+def test_passages_on_the_screen_hold_no_escape_sequences(fake, monkeypatch, capsys, tmp_path):
+    """A document's, and a file name's."""
+    path = tmp_path / f"a{ESCAPE.replace('/', '')}.txt"
+    path.write_text(f"Bob's key is 1.{ESCAPE}\n")
+    code, out, err = chat(
+        fake("one"), monkeypatch, capsys, f"/read {path}", "What?", "/system " + ESCAPE
+    )
+    assert code == 0 and "TITLE" in err and not set(err) & set("\x1b\x07\x9b")

@@ -5,6 +5,7 @@ not say that it is one.
 """
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,13 @@ def test_a_stale_file_is_ignored_with_one_line(model):
         ({"wait_layers": True}, "wait_layers"),
         ({"fingerprint": "abc"}, "fingerprint"),
         ({"fingerprint": 5}, "fingerprint"),
+        ({"fingerprint": "\x1b" * 64}, "fingerprint"),
+        ({"format": True}, "format"),
+        ({"format": 1.0}, "format"),
+        ('{"format": 1, "format": 1}', "given twice"),
+        ("[" * 100_000, "readable JSON"),
+        ("[" + "0," * 400_000 + "0]", "format"),
+        (" " * 2_000_000, "expected at most"),
     ],
 )
 def test_a_damaged_file_is_refused_with_one_line(model, text, field):
@@ -122,6 +130,23 @@ def test_a_damaged_file_is_refused_with_one_line(model, text, field):
         and "calibrate again" in str(error.value)
     )
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "device", "sparse"])
+def test_what_is_no_small_regular_file_is_refused_before_it_is_read(model, kind):
+    path = model / "omnikv.json"
+    path.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.touch()
+        os.truncate(path, 3 * 10**9)
+    with pytest.raises(BadCheckpoint, match="omnikv.json: found no readable JSON"):
+        LLM(model, device="cpu", load=False, method=OmniKV())
 
 
 def test_a_guess_says_so():

@@ -1,0 +1,73 @@
+"""A few hundred mutated model folders (tests/fuzz_folders.py takes more), and that the fuzzer sees
+what it is there to see.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import fuzz_folders
+
+ROOT = Path(__file__).resolve().parents[1]
+PLANTED = """
+import sys
+import {module} as home
+def planted(*arguments, **more):
+    {code}
+home.{name} = planted
+from tests import fuzz_folders
+failures, longest, peak = fuzz_folders.run(5, [0, 1, 2, 3], say=False)
+sys.exit(10 + len(failures))
+"""
+
+
+def run(*command):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=540,
+    )
+
+
+def test_mutated_folders_end_in_an_answer_or_in_one_line():
+    done = run("-m", "tests.fuzz_folders", "--count", "200", "--seed", "11")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert "\n0 failures\n200 folders" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "module, name, code",
+    [
+        ("engine.chat.cli", "run", "raise KeyError('x')"),
+        ("engine.chat.cli", "main", "raise KeyError('x')"),
+        ("engine.chat.cli", "run", "import os; os.abort()"),
+        ("engine.chat.cli", "run", "bytearray(1 << 31)"),
+        ("engine.chat.cli", "run", "from engine.errors import EngineError as E; print('error: a', "
+         "file=sys.stderr); raise E('b')"),
+    ],
+    ids=["no type", "traceback", "abort", "memory", "two lines"],
+)  # fmt: skip
+def test_the_fuzzer_finds_what_is_planted(module, name, code):
+    done = run("-c", PLANTED.format(module=module, name=name, code=code))
+    assert done.returncode == 14, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def test_a_case_depends_on_its_number_only(tmp_path):
+    sound = fuzz_folders.bases()
+    for number in range(12):
+        first, again = tmp_path / f"{number}a", tmp_path / f"{number}b"
+        said = fuzz_folders.make(3, number, sound, first)
+        fuzz_folders.make(4, number, sound, tmp_path / f"{number}c")
+        assert said == fuzz_folders.make(3, number, sound, again)
+        for path in first.iterdir():
+            if path.is_file() and not path.is_symlink() and path.stat().st_size < 1 << 20:
+                assert path.read_bytes() == (again / path.name).read_bytes()
+    assert json.loads(sound[0]["config.json"])
