@@ -12,6 +12,7 @@ import torch
 
 from kernels._triton import tl, triton
 from kernels.dispatch import choose
+from kernels.host_values import on_device
 from kernels.isa import multiplies
 from kernels.split import Config, power_of_two
 
@@ -211,9 +212,9 @@ def column_scores_triton(
     batch, _, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     config = column_config(head_dim, q.element_size())
-    table = torch.tensor(
-        [(first - start, last - start, stop) for first, last, stop in blocks], dtype=torch.int32
-    ).to(q.device)
+    table = on_device(
+        [(first - start, last - start, stop) for first, last, stop in blocks], torch.int32, q.device
+    )
     tiles = -(-max(1, max(stop for *_, stop in blocks)) // config.block)
     column_kernel[(tiles, len(blocks) * batch)](
         q,

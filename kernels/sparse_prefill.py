@@ -9,6 +9,7 @@ import torch
 from kernels._triton import tl, triton
 from kernels.cpu import token_rows
 from kernels.dispatch import choose
+from kernels.host_values import on_device
 from kernels.prefill import attend_chunk, attend_rows, merge
 from kernels.reference import attend
 from kernels.sparse_decode import bank_rows
@@ -232,7 +233,7 @@ def prefill_sparse_triton(
         (first - start, last - start, local, count, first - local)
         for first, last, local, count in blocks
     ]
-    table = torch.tensor(rows, dtype=torch.int32).to(q.device)
+    table = on_device(rows, torch.int32, q.device)
     tiles = -(-max(last - first for first, last, _, _ in blocks) // (config.rows // group))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     gathered_kernel[(tiles, kv_heads, len(blocks) * batch)](

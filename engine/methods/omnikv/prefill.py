@@ -18,6 +18,7 @@ import torch
 from engine.methods.omnikv.block_sparse import BlockSparse
 from engine.plan.layers import Role, tail_start
 from kernels.column_scores import column_scores
+from kernels.host_values import on_device
 from kernels.prefill import prefill_dense, prefill_dense_lse
 from kernels.sparse_prefill import prefill_sparse
 from kernels.topk import select_topk
@@ -126,7 +127,7 @@ class PrefillSelector:
         """The k best positions below each block's stop: [B, blocks, k] int32."""
         batch, count, device = len(self.scores), len(stops), self.scores.device
         scores = self.scores[:, :count].reshape(batch * count, -1)
-        hi = torch.tensor(stops * batch, dtype=torch.int32).to(device)
+        hi = on_device(stops * batch, torch.int32, device)
         chosen = torch.empty(batch * count, self.k, dtype=torch.int32, device=device)
         select_topk(
             scores,

@@ -26,6 +26,7 @@ from engine.methods.select.infllm_memory import BlockMemory, Layout, attend_far_
 from engine.model.rope import Rotary
 from engine.plan.needs import Needs
 from engine.settings import integer
+from kernels.host_values import on_device
 from kernels.prefill import prefill_dense
 
 if TYPE_CHECKING:
@@ -230,7 +231,7 @@ class InfLLMRuntime(Runtime):
         """
         size, device = self.method.block, self.setup.device
         layout, edge = Layout.at(self.method, start), stop - self.method.local
-        chosen = self.method.init + size * torch.tensor(blocks, dtype=torch.int64).to(device)
+        chosen = self.method.init + size * on_device(blocks, torch.int64, device)
         return torch.cat(
             [
                 torch.arange(layout.initial, device=device),

@@ -24,6 +24,7 @@ from engine.methods.select.base import (
     single_layer_groups,
 )
 from engine.settings import integer, one_of
+from kernels.host_values import on_device
 from kernels.topk import select_topk
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class QuestRuntime(Selecting):
             return Selection(None, None, tail)
         self.bound(group, q[:, -1], older)
         heads = len(pages) // len(lengths)
-        stop = torch.tensor(older, dtype=torch.int32).to(q.device).repeat_interleave(heads)
+        stop = on_device(older, torch.int32, q.device).repeat_interleave(heads)
         counts = torch.empty_like(stop)
         select_topk(
             self.bounds,
