@@ -4,15 +4,20 @@ second call goes on where one stopped.
 
 import json
 import subprocess
+from unittest import mock
 
 import pytest
 import torch
 
+from engine import LLM, Full
+from engine.model.halves import FusedHalves
+from tests.builders import session_config, tiny_llm
 from tools import check_gpu
 from tools.bench.floor import Rates
 from tools.gpu import kernels as gpu_kernels
 from tools.gpu import probe as gpu_probe
 from tools.gpu import sections as gpu_sections
+from tools.gpu import step_form as gpu_step_form
 from tools.gpu import verdict as gpu_verdict
 
 
@@ -287,3 +292,15 @@ def test_offload_goals_follow_the_figures():
         ]
         == "no figure"
     )
+
+
+def test_the_probe_rehearses_the_step_and_a_twin_takes_its_own_form():
+    """On a CPU the plain form alone is timed; a twin with another `step` does not keep the form of
+    the LLM whose weights it shares.
+    """
+    found = gpu_step_form.step_form(gpu_sections.Context("cpu", True, 30.0, lambda facts: None))
+    assert found["step_ms"]["plain"] > 0 and found["fused"] == "needs a GPU"
+    llm = tiny_llm(Full(), session_config(layers=1), max_context=256, backend="reference")
+    with mock.patch("engine.rehearsal.choose_for", lambda backend, device: "triton"):
+        assert not isinstance(llm.halves("reference"), FusedHalves)
+        assert isinstance(LLM.sharing(llm, step="fused").halves("reference"), FusedHalves)

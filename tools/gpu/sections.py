@@ -294,12 +294,12 @@ SECTIONS = {
     "facts": (facts, 20),
     "kernels": (kernels, 60),
     "graph": (graph, 55),
-    "decode": (decode, 165),
-    "probe": (probe, 50),
+    "decode": (decode, 160),
+    "probe": (probe, 65),
     "peers": (peers, 50),
     "crossover": (crossover, 25),
     "prefill": (prefill, 40),
-    "tests": (tests, 75),
+    "tests": (tests, 65),
 }
 
 

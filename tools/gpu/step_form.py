@@ -1,0 +1,87 @@
+"""`make check-gpu`, part of its probe: whether a decode step's own kernels are right on this card,
+and what they and their dependent launch save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from torch.nn.functional import linear
+
+from engine import LLM, Full
+from engine.model.halves import PlainHalves
+from engine.rehearsal import fault
+from kernels.few_rows import multiply_rows
+from tools.bench.shapes import shape_config
+from tools.bench.suite import sharp_stream
+from tools.gpu.kernels import median_time
+from tools.synthetic_bank import synthesize
+
+if TYPE_CHECKING:
+    from tools.gpu.sections import Context
+
+STEPS = 20
+
+
+def _without_dependent_launch() -> contextlib.AbstractContextManager[Any]:
+    return mock.patch("kernels.dependent.supported", lambda device: False)
+
+
+def _step_ms(llm: LLM, n: int) -> float:
+    """Median milliseconds of a decode step at n tokens, its token read."""
+    with llm.session() as session:
+        synthesize(session, n)
+        int(session.decode(5).argmax())
+        steps = []
+        for _ in range(STEPS):
+            start = time.perf_counter()
+            int(session.decode(5).argmax())
+            steps.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(steps)
+
+
+def _products(llm: LLM, device: str) -> dict[str, dict[str, float]]:
+    """Microseconds of each product of a layer: the library's and ours, all layers in turn, so that
+    no weight is in a cache.
+    """
+    assert llm.model is not None
+    found = {}
+    for name in ("qkv", "o", "gate_up", "down"):
+        weights = [getattr(layer, name).weight for layer in llm.model.layers]
+        x = torch.randn(1, weights[0].shape[1], device=device, dtype=weights[0].dtype)
+        forms = {
+            "library": lambda x=x, weights=weights: [linear(x, w) for w in weights],
+            "ours": lambda x=x, weights=weights: [multiply_rows(x, w) for w in weights],
+        }
+        found[name] = {
+            form: 1e6 * median_time(run, device) / len(weights) for form, run in forms.items()
+        }
+    return found
+
+
+def step_form(ctx: Context) -> dict[str, Any]:
+    """What the rehearsal finds with and without dependent launch ("": nothing), and a step's time
+    in each form. On a CPU the plain form alone.
+    """
+    n = 300 if ctx.small else 8192
+    settings = dict(device=ctx.device, dtype=ctx.dtype, max_context=n + 64, method=Full())
+    llm = LLM.from_stream(shape_config(ctx.shape), sharp_stream, **settings, step="plain")
+    found: dict[str, Any] = {"step_ms": {"plain": _step_ms(llm, n)}}
+    if ctx.small:
+        return {**found, "fused": "needs a GPU"}
+    assert llm.model is not None
+    plain = PlainHalves(llm.model)
+    ways = {"fused": contextlib.nullcontext(), "fused, launched in turn": None}
+    for name in ways:
+        with ways[name] or _without_dependent_launch():
+            found[f"fault, {name}"] = why = fault(llm.model, llm.rotary, plain)
+            if not why:
+                fused = LLM.sharing(llm, step="fused")
+                found["step_ms"][name] = _step_ms(fused, n)
+    found["products_us"] = _products(llm, ctx.device)
+    return found
