@@ -124,9 +124,7 @@ class LLM:
         kept = {name: getattr(other, name) for name in ("method", "max_context", "chunk")}
         options = dataclasses.replace(other.options, **kept | settings)
         self._prepare(other.name, other.config, options)
-        self.model = model = other.model
-        assert model is not None, "other.load() has run"
-        self.halves = StepForms(model, self.rotary, self.pieces, self.options.step)
+        self.model, self.halves = other.model, other.halves.asked_for(self.options.step)
         return self
 
     # ---------------------------------------------------------------- construction

@@ -43,6 +43,10 @@ class StepForms:
     ) -> None:
         self._sizes, self._known = (model, rotary, pieces, step), dict[str, Halves]()
 
+    def asked_for(self, step: str) -> StepForms:
+        """Those of the same model where `step` is asked for."""
+        return StepForms(*self._sizes[:-1], step)
+
     def __call__(self, backend: str) -> Halves:
         if backend not in self._known:
             self._known[backend] = step_halves(*self._sizes, backend)
