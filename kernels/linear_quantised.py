@@ -73,7 +73,7 @@ def choose_quantised_form(
     """
     if device.type != "cpu" or not plain:
         return "blocks"
-    able = list(rates(kind, dtype))
+    able = [form for form in rates(kind, dtype) if form != "float"]
     if kind == "int8" and group < shape[1]:
         able = []
     if kind == "int4" and (group not in GROUPS or shape[0] % tile_rows() or shape[1] % group):
@@ -85,19 +85,25 @@ def choose_quantised_form(
 
 @functools.cache
 def rates(kind: str, dtype: torch.dtype) -> dict[str, float]:
-    """Seconds of one row's product on this CPU by form, "blocks" always among them.
+    """Seconds of one row's product on this CPU by form, "blocks" always among them, and under
+    "float" that of a weight held in `dtype`.
 
-    Measured once per process in about a tenth of a second, on weights that no cache holds.
+    Measured once per process in about a quarter of a second, on weights that no cache holds.
     """
+    from kernels.linear import pack_linear
+
     if kind not in KINDS:
         raise ValueError(f"kind: found {kind!r}, expected one of {', '.join(KINDS)}")
-    forms: dict[str, Callable[[Quantised], QuantisedLinear]] = {
-        form: functools.partial(QuantisedLinear, bias=None, dtype=dtype, form=form)
-        for form in able_forms(kind, dtype)
-    }
-    return {
-        form: _timed(functools.partial(_sample, kind), make, dtype) for form, make in forms.items()
-    }
+    held: dict[str, tuple[Callable, Callable]] = {}
+    for form in able_forms(kind, dtype):
+        matrix, small = (
+            QuantisedLinear(_sample(kind, rows), None, dtype, form) for rows in (TIMED[0], TILE)
+        )
+        held[form] = matrix, small
+    plain, small_plain = (
+        pack_linear(torch.zeros(rows, TIMED[1], dtype=dtype)) for rows in (TIMED[0], TILE)
+    )
+    return _timed(held | {"float": (plain, small_plain)}, dtype)
 
 
 def able_forms(kind: str, dtype: torch.dtype) -> tuple[str, ...]:
@@ -115,17 +121,10 @@ def able_forms(kind: str, dtype: torch.dtype) -> tuple[str, ...]:
     return (*found, "blocks")
 
 
-@functools.cache
-def plain_seconds(dtype: torch.dtype) -> float:
-    """Seconds of one row's product with a weight of TIMED's shape that is held in `dtype`."""
-    from kernels.linear import pack_linear
-
-    return _timed(lambda rows: torch.zeros(rows, TIMED[1], dtype=dtype), pack_linear, dtype)
-
-
 def speed_note(kind: str, dtype: torch.dtype, form: str) -> str:
     """Say which product runs, and its rate beside the dtype's own; a slower one is named so."""
-    ratio = plain_seconds(dtype) / rates(kind, dtype)[form]
+    found = rates(kind, dtype)
+    ratio = found["float"] / found[form]
     name = str(dtype).removeprefix("torch.")
     said = f"{form} products, {ratio:.1f}x {name}'s rate here"
     return said if ratio >= 1 else f"{said}: {kind} saves memory on this CPU, not time"
@@ -143,22 +142,23 @@ def _sample(kind: str, rows: int) -> Quantised:
     return Quantised(kind, values, torch.ones(rows, 1), columns)
 
 
-def _timed(sample: Callable, make: Callable, dtype: torch.dtype) -> float:
+def _timed(held: dict[str, tuple[Callable, Callable]], dtype: torch.dtype) -> dict[str, float]:
     """The least of TRIES products of one row, its weight in no cache and its code in all; seconds.
 
-    sample(rows): a weight of so many rows.
+    held: by name, a product and a small one that warms the code. They take turns, so that a busy
+    machine slows all of them.
     """
-    product, small = make(sample(TIMED[0])), make(sample(TILE))
-    x = torch.ones(1, TIMED[1], dtype=dtype)
-    sweep, spent = torch.ones(SWEEP), []
+    x, sweep = torch.ones(1, TIMED[1], dtype=dtype), torch.ones(SWEEP)
+    best = dict.fromkeys(held, float("inf"))
     for _ in range(TRIES):
-        sweep.sum()
-        for _ in range(3):
-            small(x)
-        began = time.thread_time()
-        product(x)
-        spent.append(time.thread_time() - began)
-    return min(spent)
+        for name, (product, small) in held.items():
+            sweep.sum()
+            for _ in range(3):
+                small(x)
+            began = time.thread_time()
+            product(x)
+            best[name] = min(best[name], time.thread_time() - began)
+    return best
 
 
 def pack_quantised(

@@ -134,13 +134,14 @@ def test_permuted_inputs_tables_and_short_groups():
 def test_forms_are_chosen_by_their_rate_and_only_where_they_can(monkeypatch):
     cpu = torch.device("cpu")
     found = rates("int8", torch.bfloat16)
-    assert set(found) <= set(FORMS) and "blocks" in found and all(t > 0 for t in found.values())
+    assert {"blocks", "float"} <= set(found) <= {*FORMS, "float"}
+    assert all(0 < seconds < 1 for seconds in found.values())
     slow = {form: float(number) for number, form in enumerate(reversed(FORMS))}
     monkeypatch.setattr("kernels.linear_quantised.rates", lambda kind, dtype: slow)
     choose = choose_quantised_form
     assert choose("int8", (64, 64), 64, torch.bfloat16, cpu) == "blocks"
     assert choose("int8", (64, 64), 32, torch.bfloat16, cpu) == "blocks"
-    slow["blocks"] = 9.0
+    slow |= {"blocks": 9.0, "float": -1.0}  # which is no form of few bits
     assert choose("int8", (64, 64), 64, torch.bfloat16, cpu) == "int4pack"  # the least of `slow`
     assert choose("int8", (64, 64), 32, torch.bfloat16, cpu) == "blocks"  # groups
     assert choose("int4", (65, 64), 32, torch.bfloat16, cpu) == "blocks"  # no whole tile
