@@ -161,8 +161,11 @@ class ExactRunner(StepRunner):
         dense = self.dense_runtime.rows_read(n)
         none: tuple[list[int], DraftLength, float]
         none = [], self._by_drafter, self._costs.full(dense)
-        most = min(MOST_DRAFTS, self._session.capacity - n)
-        if self._session.sampler is None or most < 1:
+        sampler = self._session.sampler
+        if sampler is None:
+            return none
+        most = min(MOST_DRAFTS, self._session.capacity - n, sampler.left)
+        if most < 1:
             return none
         own, kept = self._drafter.rows_read(n), self._drafter.kept_rows(n)
         first, later = self._costs.draft(own, True), self._costs.draft(kept, False)

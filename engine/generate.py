@@ -163,6 +163,7 @@ def _loop(
         session.take_time()  # the step before has ended: its token was read
         _count(session, start, stats)
         if token in ends:
+            session.sampler = None  # nothing follows that could be drafted
             _feed(session, token)
             yield _last(words, scanner, "stop", stats, token, logprob, top)
             return
@@ -171,6 +172,8 @@ def _loop(
         reason = (
             "stop" if scanner.found else "length" if stats.new_tokens >= params.max_tokens else None
         )
+        if reason is not None:
+            session.sampler = None
         if len(session) >= session.capacity:
             reason = reason or "context"
         else:

@@ -149,6 +149,11 @@ class Sampler:
             list(zip(top.indices.tolist(), top.values.tolist(), strict=True)),
         )
 
+    @property
+    def left(self) -> int:
+        """Tokens that may still be sampled, by params.max_tokens."""
+        return max(0, self.params.max_tokens - len(self._sampled))
+
     def _next(self, logits: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Draw and note a token; (raw logits float32, token)."""
         # Apple's device has no float64, which the cumulative probabilities need.

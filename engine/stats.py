@@ -66,6 +66,11 @@ class SessionStats:
     # {first layer: {"hits", "misses", "evictions", "plans", "bytes"}}
     groups: dict[int, dict[str, int]] = field(default_factory=dict)
 
+    @property
+    def speedup(self) -> float:
+        """Exact mode's speed over full attention's, by counted bytes; 0: not in exact mode."""
+        return self.cost_full / self.cost_exact if self.cost_exact else 0.0
+
     def to_dict(self) -> dict[str, Any]:
         """Return a plain dict for JSON."""
         return asdict(self)

@@ -37,7 +37,7 @@ def brief(settings: object) -> str:
     if not dataclasses.is_dataclass(settings):
         return str(settings)
     changed = [
-        f"{field.name}={value!r}"
+        f"{field.name}={brief(value) if dataclasses.is_dataclass(value) else repr(value)}"
         for field in dataclasses.fields(settings)
         if (value := getattr(settings, field.name)) != field.default
     ]

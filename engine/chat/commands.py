@@ -21,8 +21,9 @@ from engine.chat.figures import (
     plan_text,
     stats_text,
 )
-from engine.chat.settings import method_with, setting
+from engine.chat.settings import exact_with, method_with, setting
 from engine.errors import SettingError, UsageError
+from engine.methods.exact import Exact
 from engine.methods.registry import methods
 from engine.sampling import SamplingParams
 from engine.units import brief
@@ -208,15 +209,21 @@ def _method(chat: Chat, rest: str) -> None:
     if not name:
         chat.display.line(brief(session.method))
         return
-    if name not in methods():
-        raise UsageError(f"/method: found {name!r}, expected one of {', '.join(methods())}")
+    if name not in (names := [*methods(), "exact"]):
+        raise UsageError(f"/method: found {name!r}, expected one of {', '.join(names)}")
     try:
         settings = dict(setting(word) for word in words)
     except argparse.ArgumentTypeError as error:
         raise UsageError(f"/method: {error}") from None
     # without settings, the method that the chat began with comes back as it was
-    began = not settings and name == getattr(chat.llm.method, "name", None)
-    method = chat.llm.method if began else method_with(name, settings, {})
+    first = chat.llm.method
+    inner = first.method if isinstance(first, Exact) and name != "exact" else first
+    if not settings and name == getattr(inner, "name", None):
+        method = inner
+    elif name == "exact":
+        method = exact_with(session.method, settings)
+    else:
+        method = method_with(name, settings, {})
     session.set_method(method)
     done = "nothing is read again"
     if getattr(method, "scored", False):
@@ -268,7 +275,8 @@ COMMANDS = (
     Command(
         ("method", "attention"),
         "[NAME ...]",
-        "go on with full, omnikv or a baseline (/method quest page=32); alone: show the method",
+        "go on with full, omnikv, exact (what is on drafts for full attention) or a baseline "
+        "(/method quest page=32); alone: show the method",
         _method,
     ),
 )

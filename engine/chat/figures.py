@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from engine.generate import GenerationStats
     from engine.llm import LLM
     from engine.session import Session
+    from engine.stats import SessionStats
 
 # sizes that a session knows (fields of SessionStats), as the plan calls them
 HELD = {
@@ -97,9 +98,21 @@ def answer_line(llm: LLM, session: Session, s: GenerationStats, finish_reason: s
             f"{s.new_tokens:,} written at {s.decode_rate:.1f} tok/s, "
             f"{1000 * s.decode_seconds / steps:.1f} ms each"
         )
+    if s.drafted:
+        parts.append(exact_text(s))
     parts += [f"context {context_used(llm, session)}", process_memory(llm)]
     parts.append(ENDS.get(finish_reason or "", ""))
     return f"[{' · '.join(part for part in parts if part)}]"
+
+
+def exact_text(s: GenerationStats | SessionStats) -> str:
+    """Format what exact mode gained: drafts accepted, tokens a verification, counted speed."""
+    written = s.cycles + s.accepted
+    full = s.speedup
+    return (
+        f"exact: {s.accepted:,} of {s.drafted:,} drafts right ({s.accepted / s.drafted:.0%}), "
+        f"{written / s.cycles:.1f} tokens a full step, {full:.2f}x full attention (counted)"
+    )
 
 
 def full_attention_cost(
@@ -165,6 +178,8 @@ def _speed(llm: LLM, session: Session, last: GenerationStats | None) -> Rows:
                 f"{1000 / rate:.1f} ms each",
             )
         )
+    if s.drafted:
+        rows.append(("exact", exact_text(s).removeprefix("exact: ")))
     if last is not None:
         rows.append(
             (

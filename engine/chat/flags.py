@@ -104,6 +104,16 @@ def auto_or_tokens(text: str) -> int | str:
     return text if text == "auto" else 0 if text.strip() == "0" else scaled(text)
 
 
+def drafts(text: str) -> int | str:
+    """Parse a number of drafts or the word auto."""
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected 0 to 7, or auto") from None
+
+
 # ---------------------------------------------------------------- the flags
 
 
@@ -128,6 +138,7 @@ def parser() -> Parser:
     group = p.add_argument_group("method")
     _method_flags(group.add_argument)
     _budget_flags(group.add_argument)
+    _exact_flags(group.add_argument)
     _proof_flags(p.add_argument_group("proof").add_argument)
     _output_flags(p.add_argument_group("what to print").add_argument)
     return p
@@ -323,6 +334,22 @@ def _budget_flags(add: Callable) -> None:
         help="let every layer read the newest N tokens (default 256)",
     )
     add("--sink", type=int, metavar="N", help="always choose the first N tokens (default 0)")
+
+
+def _exact_flags(add: Callable) -> None:
+    add(
+        "--exact",
+        action="store_true",
+        help="write what full attention writes: the method drafts, full attention verifies "
+        "(docs/EXACT.md)",
+    )
+    add(
+        "--draft",
+        type=drafts,
+        metavar="N",
+        help="with --exact: draft N tokens before each verification, 0 to 7, or as many as pay "
+        "(default auto)",
+    )
 
 
 def _proof_flags(add: Callable) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Collection
 
 from engine.errors import SettingError
 from engine.methods.base import Method
+from engine.methods.exact import Exact
 from engine.methods.omnikv.settings import OmniKV
 from engine.methods.registry import make, methods
 from engine.sampling import SamplingParams
@@ -50,6 +51,28 @@ def setting(text: str) -> tuple[str, object]:
 
 
 def method_of(args: argparse.Namespace, pocket: bool) -> Method | None:
+    """Return the method that the flags ask for, wrapped by exact mode where they ask for that; None
+    leaves the choice to the model. As `_method_of`.
+    """
+    method = _method_of(args, pocket)
+    if args.draft is not None and not args.exact:
+        raise SettingError("draft: belongs to --exact, which was not given")
+    if not args.exact:
+        return method
+    return Exact(method or OmniKV(), draft="auto" if args.draft is None else args.draft)
+
+
+def exact_with(method: Method, settings: dict[str, object]) -> Exact:
+    """Return exact mode over a session's method, or with other settings over what it wraps."""
+    fields = [f.name for f in dataclasses.fields(Exact) if f.name != "method"]
+    for key in settings:
+        if key not in fields:
+            raise SettingError(f"{key}: exact has no such setting; it takes {', '.join(fields)}")
+    inner = method.method if isinstance(method, Exact) else method
+    return Exact(inner, **settings)  # type: ignore[arg-type]
+
+
+def _method_of(args: argparse.Namespace, pocket: bool) -> Method | None:
     """Return the method that the flags ask for, or None to leave the choice to the model.
 
     pocket: whether the shipped model runs. Raises SettingError for a setting that the method does
@@ -106,7 +129,7 @@ def flag_named(message: str, given: Collection[str] = ()) -> str:
         *(f.name for f in dataclasses.fields(SamplingParams)),
         *METHOD_FLAGS,
         *FLAG_OF,
-        *("threads", "chunk", "device", "dtype", "offload", "compile", "weights"),
+        *("draft", "threads", "chunk", "device", "dtype", "offload", "compile", "weights"),
     }
     if not colon or field not in known:
         return message

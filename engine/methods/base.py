@@ -7,7 +7,7 @@ provide.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +66,20 @@ class Method:
     ) -> int:
         """Context length in tokens below which every layer attends to everything."""
         return 0
+
+    def outlook(
+        self,
+        plan: LayerPlan,
+        config: ModelConfig,
+        itemsize: int,
+        device_type: str,
+        context: int,
+        offloaded: Collection[int] = (),
+    ) -> str:
+        """What the plan says of this method's speed at `context` tokens, one line; "" where it has
+        nothing to say. offloaded: layers in host memory.
+        """
+        return ""
 
     def validate(self, plan: LayerPlan) -> None:
         """Raise SettingError where these settings cannot work on this layer plan."""

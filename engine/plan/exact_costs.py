@@ -75,3 +75,35 @@ class ExactCosts:
             if chooses and layer in self.offloaded:
                 read += n * MISSES * LINK
         return self.weights + f.kv * self.row * read
+
+    def predicted(
+        self, context: int, read: int, most: int, fixed: bool = False, rate: float = 0.8
+    ) -> tuple[int, float]:
+        """(drafts, times full attention's speed) of the length up to `most` that pays best at
+        `context` tokens, where a share `rate` of drafts is accepted; fixed: of `most` drafts.
+
+        read: rows that a sparse layer reads.
+        """
+        dense, first, later = self._steps(context, read)
+
+        def gain(drafts: int) -> float:
+            tokens = sum(rate**i for i in range(drafts + 1))
+            cost = self.full(dense, drafts + 1)
+            if drafts:
+                cost += first + later * (drafts - 1)
+            return tokens * self.full(dense) / cost
+
+        best = most if fixed else max(range(most + 1), key=gain)
+        return best, gain(best)
+
+    def alone(self, context: int, read: int) -> float:
+        """Times full attention's speed of the drafting method by itself."""
+        dense, first, _ = self._steps(context, read)
+        return self.full(dense) / first
+
+    def _steps(self, context: int, read: int) -> tuple[list[int], float, float]:
+        """(rows of a full step by layer, cost of the first draft step, of a later one)."""
+        roles = self.layers.roles
+        own = [read if role is Role.SPARSE else context for role in roles]
+        kept = [read] * len(roles)
+        return [context] * len(roles), self.draft(own, True), self.draft(kept, False)

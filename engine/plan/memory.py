@@ -291,6 +291,9 @@ def plan_at(
         full_bank=config.num_layers * context * config.kv_bytes(size),
         budget=needs.retained or needs.selected,
         kept=needs.retained_bytes,
+        outlook=method.outlook(
+            layers, config, size, device.type, context, placement.layers if placement else ()
+        ),
     )
 
 

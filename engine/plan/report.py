@@ -33,7 +33,7 @@ class Plan:
     placement: what lives in host memory; None: nothing. host_bytes: host tier of one session (on a
     CPU it is part of the total). full_bank: bytes of K and V of all layers. budget: selected or
     retained tokens. kept: bytes of K and V that an evicting method keeps after a prompt of
-    max_context; 0 for other methods.
+    max_context; 0 for other methods. outlook: what exact mode promises at max_context.
     """
 
     model: str
@@ -55,6 +55,7 @@ class Plan:
     full_bank: int = 0
     budget: int = 0
     kept: int = 0
+    outlook: str = ""
 
     @property
     def total(self) -> int:
@@ -129,6 +130,7 @@ class Plan:
             "store_kv_bytes": self.kept,
             "bank_bytes": self.bytes_of("context bank"),
             "placement": self.where,
+            **({"outlook": self.outlook} if self.outlook else {}),
         }
 
     def __str__(self) -> str:
@@ -138,7 +140,9 @@ class Plan:
             f"method    {brief(self.method)}",
             f"layers    {self.layers.describe()}",
         ]
-        if self.layers.sparse_layers:
+        if self.outlook:
+            lines.append(f"exact     {self.outlook}")
+        elif self.layers.sparse_layers:
             start = "at every length"
             if self.dense_below:
                 start = f"from {self.dense_below} tokens on (below, full attention reads less)"
