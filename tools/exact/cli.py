@@ -1,0 +1,97 @@
+"""`python -m tools.exact`: acceptance on a real model, speed on random weights.
+
+    python -m tools.exact acceptance --model FOLDER --length 4096 --filter-layers 2,8,17
+    python -m tools.exact speed --shape deep --contexts 8K,128K
+
+Prints one JSON object per row on stdout, progress on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from engine import LLM, Full, OmniKV
+from tools.bench.shapes import SHAPES, parse_size
+from tools.documents import texts
+from tools.exact.acceptance import measure
+from tools.exact.speed import compare
+from tools.program import say
+
+# greedy, SmolLM2-135M, 4,096 tokens of prose and code, five full layers (docs/EXACT.md)
+SURVIVAL = (1.0, 0.82, 0.78, 0.64, 0.55, 0.5, 0.45)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = argparse.ArgumentParser(
+        prog="python -m tools.exact",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = p.add_subparsers(dest="what", required=True)
+    a = what.add_parser("acceptance", help="what full attention accepts of drafts, on real text")
+    a.add_argument("--model", required=True)
+    a.add_argument("--length", type=parse_size, default=4096)
+    a.add_argument("--texts", type=int, default=3)
+    a.add_argument("--filter-layers", action="append", required=True, help="2,8,17; repeatable")
+    a.add_argument("--share", type=float, default=0.0667)
+    a.add_argument("--draft", type=int, default=6)
+    a.add_argument("--tokens", type=int, default=64, help="tokens of an answer")
+    a.add_argument("--temperature", type=float, action="append")
+    a.add_argument("--dtype", default="float32")
+    s = what.add_parser("speed", help="tokens a second, acceptance planted")
+    s.add_argument("--shape", choices=SHAPES, default="deep")
+    s.add_argument("--contexts", default="8K,32K")
+    s.add_argument("--dtype", default="bfloat16")
+    s.add_argument("--draft", default="auto")
+    s.add_argument("--survival", help="share of cycles that accept 1, 2, ... drafts, with commas")
+    s.add_argument("--turns", type=int, default=3)
+    s.add_argument("--least", type=int, default=12, help="tokens of a turn")
+    return p
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run; return the exit code."""
+    args = parser().parse_args(arguments)
+    if args.what == "speed":
+        survival = SURVIVAL
+        if args.survival:
+            survival = tuple(float(part) for part in args.survival.split(","))
+        draft = args.draft if args.draft == "auto" else int(args.draft)
+        for length in args.contexts.split(","):
+            row = compare(
+                args.shape,
+                args.dtype,
+                parse_size(length),
+                survival,
+                draft=draft,
+                turns=args.turns,
+                least=args.least,
+            )
+            print(json.dumps(row.to_dict()), flush=True)
+        return 0
+    llm = LLM(
+        args.model,
+        device="cpu",
+        dtype=args.dtype,
+        method=Full(),
+        max_context=args.length + args.tokens + 16,
+    )
+    assert llm.tokenizer is not None
+    found = texts(
+        llm.tokenizer, "held-out", args.length, args.texts, ("prose", "code", "key-value")
+    )
+    methods = [
+        (
+            name,
+            OmniKV(filter_layers=tuple(map(int, name.split(","))), share=args.share, dense_below=0),
+        )
+        for name in args.filter_layers
+    ]
+    temperatures = args.temperature or [0.0]
+    for row in measure(llm, found, methods, args.draft, args.tokens, temperatures, say):
+        print(json.dumps(asdict(row)), flush=True)
+    return 0
