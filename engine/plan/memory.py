@@ -194,6 +194,12 @@ class _Search:
             return full
         return fitting(full, lambda candidate: self.fits(context, candidate))
 
+    def outlook(self, context: int, placement: Placement | None) -> str:
+        """Return what the method has to say of its speed at a context with this placement."""
+        offloaded = placement.layers if placement else ()
+        size, kind = self.dtype.itemsize, self.device.type
+        return self.method.outlook(self.layers, self.config, size, kind, context, offloaded)
+
     def largest_context(self) -> int:
         """Return the most tokens that fit, up to the model's own positions."""
         return _largest(
@@ -291,9 +297,7 @@ def plan_at(
         full_bank=config.num_layers * context * config.kv_bytes(size),
         budget=needs.retained or needs.selected,
         kept=needs.retained_bytes,
-        outlook=method.outlook(
-            layers, config, size, device.type, context, placement.layers if placement else ()
-        ),
+        outlook=search.outlook(context, placement),
     )
 
 
