@@ -275,8 +275,7 @@ def plan_at(
     )
     size, largest = dtype.itemsize, search.largest_context()
     context = max_context or max(ROUND, largest)
-    placement = search.placement(context)
-    needs = method.needs(layers, config, context, size)
+    placement, needs = search.placement(context), method.needs(layers, config, context, size)
     return Plan(
         model=name,
         method=method,
