@@ -1,14 +1,14 @@
 """Proof on the user's own prompt: full and sparse steps at the same positions over the same bank.
 
 All keys and values are kept, so the comparison needs no second read. At every position of the last
-answer the full step runs first, then the session's own step, which writes last and leaves the bank
-as it was.
+answer the full step runs first, then the session's own step. Rows, queries and the method's state
+are put back, so that nothing has changed.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ import torch
 
 from engine.decode import Decoder
 from engine.errors import SettingError
+from engine.finish import finished
 from engine.guard import exclusive, rewound_on_error
 from engine.query_ring import RING
 from engine.watch import MassMeter
@@ -140,25 +141,41 @@ def check(
             f"check: found a session of {last} tokens, expected a prompt and at least one token of "
             f"an answer"
         )
-    pair = Pair(session)
-    slots = session.query_ring.slots.clone()
     found = []
-    try:
-        with exclusive(session.llm):
-            try:
-                with rewound_on_error(session):
-                    for position in range(last - steps, last):
-                        found.append(pair.at(position))
-                        if progress is not None:
-                            progress(len(found), steps)
-            except BaseException:
-                pair.restore(last - steps + len(found))
-                raise
-    finally:
-        session.query_ring.slots.copy_(slots)
+    with exclusive(session.llm):
+        session.history.catch_up()
+        pair = Pair(session)
+        with unchanged(session, last - steps), rewound_on_error(session):
+            for position in range(last - steps, last):
+                found.append(pair.at(position))
+                if progress is not None:
+                    progress(len(found), steps)
     words = session.llm.tokenizer.stream() if session.llm.tokenizer is not None else None
     texts = tuple(words.push(token) for token in session.ids[last - steps :]) if words else ()
     return Report(tuple(found), last, session.runtime.k, texts)
+
+
+@contextlib.contextmanager
+def unchanged(session: Session, first: int) -> Iterator[None]:
+    """Leave the query ring and the runtime as they are, whatever steps ran from position `first`
+    on; their rows the bank brings back itself (Bank.rehearsal).
+    """
+    ring, runtime = session.query_ring, session.runtime
+    slots, selected = ring.slots.clone(), session.selected
+    state, choice = runtime.state(), runtime.choice()
+
+    def restore() -> None:
+        ring.slots.copy_(slots)
+        ring.changes += 1  # what was drafted ahead lay where the steps wrote
+        runtime.truncate(first)  # it has looked at rows that are gone
+        runtime.load(state, None)
+        runtime.load_choice(choice)
+        session.selected = selected
+
+    try:
+        yield
+    finally:
+        finished(restore)
 
 
 class Pair:
@@ -170,14 +187,6 @@ class Pair:
         self.meter = MassMeter(session.runtime)
         self.full = Decoder(model, rotary, session.dense_runtime, ring)
         self.sparse = Decoder(model, rotary, self.meter, ring)
-
-    def restore(self, position: int) -> None:
-        """Write the session's own rows of the token at `position` again, after a comparison that
-        broke off there: full attention's may lie in their place.
-        """
-        if position < len(self.session):
-            with contextlib.suppress(Exception), self.session.bank.rehearsal(position + 1):
-                self.sparse.step(*self._token(position), self.session.bank)
 
     def _token(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The token at `position` [1, 1] and the bank's length before it [1]."""

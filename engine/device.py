@@ -16,8 +16,11 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from engine.errors import DeviceFailed, EngineError, OutOfDeviceMemory
+from engine.errors import DeviceFailed, EngineError, OutOfDeviceMemory, OutOfHostMemory
 from engine.units import first_line
+
+# words of torch's and Python's errors where a CPU gives no memory
+NO_RAM = ("DefaultCPUAllocator", "can't start new thread")
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
@@ -32,6 +35,11 @@ def typed(error: BaseException) -> EngineError | None:
         return OutOfDeviceMemory(
             f"no memory left on the GPU: {first_line(error)} Another process may have taken it; "
             f"free it and go on, or close sessions, or lower chunk or max_context"
+        )
+    if isinstance(error, RuntimeError) and any(words in str(error) for words in NO_RAM):
+        return OutOfHostMemory(
+            f"no memory left in this machine or under its limits (a container's, ulimit -v): "
+            f"{first_line(error)}; close sessions, or lower chunk or max_context"
         )
     if module.startswith("triton") or name == "AcceleratorError" or "CUDA" in str(error):
         if isinstance(error, Exception) and not isinstance(error, EngineError):

@@ -27,6 +27,9 @@ from engine.prompt_lookup import PromptLookup
 from engine.step_runner import GraphedStep, StepRunner
 
 if TYPE_CHECKING:
+    from engine.bank.base import Bank
+    from engine.methods.base import Method
+    from engine.plan.layers import LayerPlan
     from engine.session import Session
 
 LOOKUP_PRIOR = 0.5  # acceptance that is assumed of a text that occurred before
@@ -48,36 +51,22 @@ class Cycle:
     accepted: int = 0
 
 
-def runner_of(session: Session) -> StepRunner:
-    """The runner of a session under its method and plan."""
-    if isinstance(session.method, Exact):
-        return ExactRunner(session)
-    return StepRunner(
-        session.llm,
-        session.method,
-        session.plan,
-        session.capacity,
-        session.backend,
-        session.bank,
-        session.query_ring,
-    )
+def runner_of(
+    session: Session, method: Method, plan: LayerPlan, backend: str, bank: Bank
+) -> StepRunner:
+    """The runner of a session's steps under a method and its plan, over `bank`."""
+    if isinstance(method, Exact):
+        return ExactRunner(session, method, plan, backend, bank)
+    llm, ring = session.llm, session.query_ring
+    return StepRunner(llm, method, plan, session.capacity, backend, bank, ring)
 
 
 class ExactRunner(StepRunner):
     """Runs every step as full attention's, ahead where the session's sampler can be guessed."""
 
-    def __init__(self, session: Session):
-        method, llm = session.method, session.llm
-        assert isinstance(method, Exact)
-        super().__init__(
-            llm,
-            method,
-            session.plan,
-            session.capacity,
-            session.backend,
-            session.bank,
-            session.query_ring,
-        )
+    def __init__(self, session: Session, method: Exact, plan: LayerPlan, backend: str, bank: Bank):
+        llm = session.llm
+        super().__init__(llm, method, plan, session.capacity, backend, bank, session.query_ring)
         assert isinstance(self.runtime, ExactRuntime)
         self._method = method
         self._session, self._drafter = session, self.runtime.drafter
@@ -86,11 +75,11 @@ class ExactRunner(StepRunner):
         self._own_draft = self.issued_by(self._drafter, needs, self.token)
         self._kept_draft = self.issued_by(self._kept, needs, self.token)
         self._verify_steps: dict[int, GraphedStep] = {}
-        placement = session.bank.placement
+        placement = bank.placement
         self._costs = ExactCosts.of(
             llm.config,
-            session.plan,
-            session.bank.dtype.itemsize,
+            plan,
+            bank.dtype.itemsize,
             llm.device.type,
             placement.layers if placement else (),
         )
@@ -119,7 +108,7 @@ class ExactRunner(StepRunner):
         """Full attention's logits [vocab] after the token that was fed, the n-th."""
         ready = self._ready(n)
         if ready is not None:
-            self._rows = [0] * self._session.plan.num_layers
+            self._rows = [0] * self.plan.num_layers
             return ready
         try:
             drafts, source, cost = self._draft(n)
@@ -201,7 +190,7 @@ class ExactRunner(StepRunner):
         """At most `count` drafts by the method's sparse steps: the first chooses, the others read
         what it chose. Fewer after an end token, or where host memory ends.
         """
-        sampler, bank = self._session.sampler, self._session.bank
+        sampler, bank = self._session.sampler, self.bank
         assert sampler is not None
         drafts: list[int] = []
         ends, token, step = self._llm.end_token_ids, self._fed, self._own_draft
@@ -230,7 +219,7 @@ class ExactRunner(StepRunner):
     def _has_room(self, m: int) -> bool:
         """Prepare the bank for a step that makes it m tokens long, if memory allows."""
         try:
-            self._session.bank.before_step(m)
+            self.bank.before_step(m)
         except OutOfHostMemory:
             return False
         return True
@@ -239,7 +228,7 @@ class ExactRunner(StepRunner):
 
     def _verify(self, n: int, drafts: list[int], source: DraftLength, cost: float) -> torch.Tensor:
         """One step of full attention over the fed token and its drafts; logits after the former."""
-        bank, last = self._session.bank, n
+        bank, last = self.bank, n
         while last < n + len(drafts) and self._has_room(last + 1):
             last += 1
         drafts = drafts[: last - n]

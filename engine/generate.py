@@ -110,7 +110,7 @@ def generate(
     should_stop: Callable[[], bool] | None = None,
 ) -> Generator[Piece, None, None]:
     """Prefill `token_ids` (may be empty where the session holds tokens), then sample and decode
-    until something ends the answer.
+    until something ends the answer. Any thread may ask for the next piece, one at a time.
 
     should_stop() is asked before every step. Every sampled token is fed to the session, the last
     one too unless the bank is full, so that the next turn only appends.
@@ -118,22 +118,41 @@ def generate(
     params = SamplingParams() if params is None else params
     if not isinstance(params, SamplingParams):
         raise SettingError(f"params: found {found(params)}, expected SamplingParams(...)")
-    llm = session.llm
-    # not busy(): the caller's device must be its own between two pieces
-    with llm.reserved():
-        stats = GenerationStats(cached_tokens=len(session), prompt_tokens=len(token_ids))
-        before = replace(session.counters)
-        if token_ids:
-            session.prefill(token_ids, progress)
-        elif session.last_logits is None:
-            session.refresh_logits()
-        stats.prefill_seconds = session.counters.prefill_seconds - before.prefill_seconds
-        sampler = Sampler(params, llm.config.vocab_size, session.ids)
-        session.sampler = sampler
-        try:
-            yield from _loop(session, params, sampler, stats, should_stop)
-        finally:
-            session.sampler = None
+    request = session.llm.request()
+    pieces = _answer(session, token_ids, params, progress, should_stop)
+    try:
+        while True:
+            with request.piece():
+                piece = next(pieces, None)
+            if piece is None:
+                return
+            # here nothing runs: the thread and its current device are the caller's own
+            yield piece
+    finally:
+        pieces.close()
+        request.end()
+
+
+def _answer(
+    session: Session,
+    token_ids: Sequence[int],
+    params: SamplingParams,
+    progress: Callable[[PrefillProgress], None] | None,
+    should_stop: Callable[[], bool] | None,
+) -> Generator[Piece, None, None]:
+    stats = GenerationStats(cached_tokens=len(session), prompt_tokens=len(token_ids))
+    before = replace(session.counters)
+    if token_ids:
+        session.prefill(token_ids, progress)
+    elif session.last_logits is None:
+        session.refresh_logits(progress)
+    stats.prefill_seconds = session.counters.prefill_seconds - before.prefill_seconds
+    sampler = Sampler(params, session.llm.config.vocab_size, session.ids)
+    session.sampler = sampler
+    try:
+        yield from _loop(session, params, sampler, stats, should_stop)
+    finally:
+        session.sampler = None
 
 
 def _loop(

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from engine.device import typed_errors
 from engine.errors import DeviceFailed
+from engine.finish import finished
 
 if TYPE_CHECKING:
     from engine.llm import LLM
@@ -28,8 +30,8 @@ def exclusive(llm: LLM) -> Iterator[None]:
 @contextlib.contextmanager
 def rewound_on_error(session: Session) -> Iterator[None]:
     """On any exception (Ctrl-C, no host memory, a launch that fails) forget what the broken chunk
-    or step has left: the bank's rows past the committed tokens, counts half-way in the scratch. A
-    failure of the GPU becomes an error of the engine.
+    or step has left: the bank's rows past the committed tokens, counts half-way in the scratch, a
+    state that was half committed. A failure of the GPU becomes an error of the engine.
     """
     try:
         with typed_errors():
@@ -39,6 +41,46 @@ def rewound_on_error(session: Session) -> Iterator[None]:
             # a GPU that is lost refuses this too, and the first error says why
             lost = (RuntimeError,) if isinstance(error, DeviceFailed) else ()
             with contextlib.suppress(*lost):
-                session.bank.rewind(len(session.ids), broken=True)
-                session.runtime.setup.scratch.clear()
+                finished(partial(go_back, session))
         raise
+
+
+@contextlib.contextmanager
+def ending_after_whole_chunks(session: Session, start: int) -> Iterator[None]:
+    """On interruption a prompt that began at `start` ends after its last whole chunk."""
+    try:
+        yield
+    except BaseException:
+        if not session.closed:
+            finished(partial(end_early, session, start))
+        raise
+
+
+def go_back(session: Session) -> None:
+    """Forget what a broken chunk or step has left."""
+    n = len(session.committed)
+    session.bank.rewind(n, broken=True)
+    session.query_ring.truncate(n)
+    session.runtime.setup.scratch.clear()
+    session.selected = False
+    if session.torn:
+        distrust(session, n)
+
+
+def end_early(session: Session, start: int) -> None:
+    """End a prompt that began at `start` and was interrupted after its last whole chunk."""
+    if session.torn:
+        distrust(session, start)
+    elif len(session.committed) > max(start, session.history.prompt_length):
+        session.end_prompt(start, None)
+
+
+def distrust(session: Session, start: int) -> None:
+    """A runtime broke off between two states. One that follows from the bank is whole; another is
+    made again by the next step. start: of a prompt under way, or the session's length.
+    """
+    if session.runtime.needs.history == "bank":
+        session.torn = False
+        end_early(session, start)
+    else:
+        session.history.distrust(start)

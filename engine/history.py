@@ -7,21 +7,30 @@ three ways, by what the method's state follows from:
   store   Rows were evicted. The store of the last savepoint is rebuilt, the tokens since run again.
   rerun   The state follows from the steps taken. They run again from the last savepoint.
 
-The last two are exact too; they cost the steps that run again.
+The last two are exact too; they cost the steps that run again. They are noted before they begin
+(`Rerun`): from then on the session stands for the tokens that are left, and an interrupt only
+leaves the running to the next call.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine.decode import Decoder
+from engine.finish import finished
+from engine.guard import exclusive, rewound_on_error
 from engine.prefill import run_chunk
+from engine.prefill_eta import Eta, PrefillFlops
 
 if TYPE_CHECKING:
-    from engine.methods.base import Method, Runtime
+    from engine.prefill_eta import Progress
     from engine.session import Session
+    from engine.step_runner import StepRunner
 
 
 @dataclass(frozen=True)
@@ -29,7 +38,8 @@ class Savepoint:
     """The end of a prompt: the bank's length before it and then, and the runtime's state then.
 
     logits: float32 [vocab] of the prompt's last token. queries: the newest pre-RoPE queries, kept
-    where they could not be recomputed. open: the prompt goes on in the next prefill.
+    where they could not be recomputed. open: the prompt goes on in the next prefill. switched: the
+    tokens were read under another method, and this one took them all for one prompt.
     """
 
     start: int
@@ -38,6 +48,7 @@ class Savepoint:
     logits: torch.Tensor | None = field(repr=False, default=None)
     queries: torch.Tensor | None = field(repr=False, default=None)
     open: bool = False
+    switched: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -51,12 +62,24 @@ class Savepoint:
         return size([self.state, self.queries])
 
 
+@dataclass(frozen=True)
+class Rerun:
+    """Tokens that have to run again, after a truncate or where a step was torn. ids: the session's
+    tokens after it. ends: the ends of its prompts before it.
+    """
+
+    ids: list[int]
+    ends: list[Savepoint]
+    torn: bool = False
+
+
 class History:
     """The savepoints of one session, and the three ways back."""
 
     def __init__(self, session: Session):
         self._session = session
         self.savepoints: list[Savepoint] = []
+        self.unfinished: Rerun | None = None  # what the next step must do first
         self._initial: Any = None  # the runtime's state before the first prompt
 
     # ---------------------------------------------------------------- what is kept
@@ -81,15 +104,34 @@ class History:
         latest = self.latest
         return latest is not None and latest.open and latest.length == length
 
-    def begin(self, runtime: Runtime) -> None:
-        """Note a new runtime's state before its first prompt."""
-        self._initial = runtime.state()
+    def begin(self, initial: Any, points: list[Savepoint]) -> None:
+        """Note a new runtime's state before its first prompt, and the savepoints under it."""
+        self._initial, self.savepoints = initial, points
 
     def add(
         self, start: int, length: int, logits: torch.Tensor | None = None, more: bool = False
     ) -> None:
         """End a prompt: positions start .. length-1 were it. more: it goes on."""
-        self.savepoints.append(self._ended(start, length, logits, more))
+        runner = self._session.runner
+        ended = self._ended(runner, start, length, logits, more)
+        self.savepoints = [*self.savepoints, ended]  # whole: others may hold the list
+
+    def close_latest(self) -> None:
+        """End the prompt that was to go on."""
+        part = self.savepoints[-1]
+        ended = self._ended(self._session.runner, part.start, part.length, part.logits)
+        self.savepoints = [*self.savepoints[:-1], ended]
+
+    def distrust(self, start: int) -> None:
+        """Have the runtime made again by the next step. start: where a prompt under way began, or
+        the session's length.
+        """
+        n = len(self._session.committed)
+        if self.unfinished is None or self.unfinished.torn:
+            ends = list(self.savepoints)
+            if self.prompt_length < n and start < n:
+                ends.append(Savepoint(start, n + 1))
+            self.unfinished = Rerun(list(self._session.committed), ends, torn=True)
 
     def copy_from(self, other: History) -> None:
         """Hold what another session's history holds (fork)."""
@@ -100,31 +142,42 @@ class History:
         self.savepoints = []
 
     def _ended(
-        self, start: int, length: int, logits: torch.Tensor | None = None, more: bool = False
+        self,
+        runner: StepRunner,
+        start: int,
+        length: int,
+        logits: torch.Tensor | None = None,
+        more: bool = False,
+        switched: bool = False,
     ) -> Savepoint:
-        session = self._session
-        runtime, queries = session.runtime, None
+        runtime, queries = runner.runtime, None
         with torch.inference_mode():
             if not more:
-                runtime.end_prompt(length, session.step_at(length))
+                self._have_queries(runner, runtime.needs.prompt_window)
+                runtime.end_prompt(length, runner.at(length))
             if runtime.needs.history != "bank":
-                queries = session.query_ring.newest()
-        return Savepoint(start, length, runtime.state(), logits, queries, more)
+                queries = self._session.query_ring.newest()
+        return Savepoint(start, length, runtime.state(), logits, queries, more, switched)
 
     # ---------------------------------------------------------------- going back
 
     def truncate(self, n: int) -> None:
-        """Forget all but the first n tokens of the session."""
+        """Forget all but the session's first n tokens. `catch_up` runs what must run again."""
+        if self._session.runtime.needs.history == "bank":
+            finished(partial(self._cut, n, self.savepoints))
+        else:
+            ends = self.unfinished.ends if self.unfinished else self.savepoints
+            self.unfinished = Rerun(self._session.ids[:n], ends)
+
+    def _cut(self, n: int, points: list[Savepoint]) -> None:
+        """Set the session back to n tokens where all of them are in the bank."""
         session = self._session
-        if session.runtime.needs.history != "bank":
-            self._run_again(n, self.savepoints)
-            return
-        del session.ids[n:]
+        del session.committed[n:]
         session.bank.rewind(n)
         session.runtime.truncate(n)
         session.query_ring.truncate(n)
-        cut = next((point for point in self.savepoints if point.length > n), None)
-        self.savepoints = [point for point in self.savepoints if point.length <= n]
+        cut = next((point for point in points if point.length > n), None)
+        self.savepoints = [point for point in points if point.length <= n]
         if cut is not None and cut.start < n:
             self.add(cut.start, n)  # inside a prompt: it ends here now
             return
@@ -133,44 +186,71 @@ class History:
         if latest is not None and latest.length == n:
             session.last_logits = latest.logits
 
-    def refresh_logits(self) -> None:
+    def refresh_logits(self, progress: Progress | None = None) -> None:
         """Compute the logits of the session's newest token anew; the bank stays as it is."""
-        session = self._session
-        n = len(session.ids)
-        if session.runtime.needs.history != "bank":
+        session, latest = self._session, self.latest
+        n = len(session.committed)
+        if session.runtime.needs.history != "bank" and not (latest and latest.switched):
             # An interrupted prompt left no logits: it is read again to its end.
-            last = self.latest or Savepoint(0, n)
-            self._run_again(n, [*self.savepoints[:-1], replace(last, length=n + 1)])
+            last = latest or Savepoint(0, n)
+            ends = [*self.savepoints[:-1], replace(last, length=n + 1)]
+            self.unfinished = Rerun(list(session.committed), ends)
+            self.catch_up(progress)
             return
-        with torch.inference_mode():
-            logits, _ = self._rerun_chunk(n - 1, n, last_logits=True)
+        with torch.inference_mode(), rewound_on_error(session):
+            if n > self.prompt_length and session.runner.kind(n).own:
+                session.last_logits = self._step_again(n)
+                return
+            logits, _ = self._chunk_again(session.runner, n - 1, n, last_logits=True)
         assert logits is not None
         session.last_logits = logits[0]
+
+    def _step_again(self, n: int) -> torch.Tensor:
+        """Logits of the method's own step of the newest of n tokens; rows stay as they are."""
+        session, ring = self._session, self._session.query_ring
+        self._have_queries(session.runner, session.runtime.needs.window)
+        slots = ring.slots.clone()
+        decoder = Decoder(session.model, session.llm.rotary, session.runtime, ring)
+        try:
+            session.runner.feed(session.committed[n - 1], n)
+            with session.bank.rehearsal(n):
+                return session.runner.run_with(decoder)
+        finally:
+            session.runtime.truncate(n - 1)  # it has looked at a row that is gone
+            finished(lambda: ring.slots.copy_(slots))
 
     def restore_window(self) -> None:
         """Recompute the queries that the next selection needs and the ring has lost (a truncate by
         more than the ring holds).
         """
-        session, ring = self._session, self._session.query_ring
-        n, window = len(session.ids), session.runtime.needs.window
+        self._have_queries(self._session.runner, self._session.runtime.needs.window)
+
+    def _have_queries(self, runner: StepRunner, window: int) -> None:
+        """Have the newest `window` queries in the ring: those that are missing are computed by full
+        attention over the bank.
+        """
+        ring, n = self._session.query_ring, len(self._session.committed)
         first = max(0, n - window)
         if window == 0 or ring.covers(first, n):
             return
-        _, newest = self._rerun_chunk(first, n)
-        ring.write_chunk(newest, n)
+        stop = ring.low if ring.high == n and ring.low > first else n
+        _, newest = self._chunk_again(runner, first, stop)
+        ring.write_chunk(newest, stop)
         ring.set_valid(first, n)
 
-    def _rerun_chunk(
-        self, first: int, stop: int, last_logits: bool = False
+    def _chunk_again(
+        self, runner: StepRunner, first: int, stop: int, last_logits: bool = False
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Run tokens first .. stop-1 through the model with full attention; writes no rows."""
         session, model = self._session, self._session.model
-        tokens = torch.tensor([session.ids[first:stop]], dtype=torch.int64, device=model.device)
+        tokens = torch.tensor(
+            [session.committed[first:stop]], dtype=torch.int64, device=model.device
+        )
         return run_chunk(
             model,
             session.llm.rotary,
-            session.dense_runtime,
-            session.bank,
+            runner.dense_runtime,
+            runner.bank,
             tokens,
             first,
             stop,
@@ -178,39 +258,104 @@ class History:
             last_logits=last_logits,
         )
 
-    def _run_again(self, n: int, ends: list[Savepoint]) -> None:
-        """Go back to the last savepoint at or before n, then forth: tokens since are decoded, or
-        read where they were part of a prompt.
+    # ---------------------------------------------------------------- running again
 
-        ends: the ends of the session's prompts.
-        """
-        session = self._session
+    def tokens_again(self, n: int) -> int:
+        """Tokens that go through the model again where the session is truncated to n."""
+        session, unfinished = self._session, self.unfinished
+        needs = session.runtime.needs
+        if needs.history == "bank" or (n == len(session.ids) and unfinished is None):
+            return 0
+        ends = unfinished.ends if unfinished else self.savepoints
+        kept, cut = self._ends_at(n, ends)
+        if cut is not None and cut.switched:
+            return n if needs.every_query else 0
+        return n - (kept[-1].length if kept else 0)
+
+    def _ends_at(self, n: int, ends: list[Savepoint]) -> tuple[list[Savepoint], Savepoint | None]:
+        """(savepoints that hold at n tokens, the end of the prompt that n cuts, if it does)."""
         kept = [point for point in ends if point.length <= n]
         while (
             kept
             and kept[-1].open
-            and 0 < n - kept[-1].length < (session.runtime.needs.final_call or 0)
+            and 0 < n - kept[-1].length < (self._session.runtime.needs.final_call or 0)
         ):
             kept.pop()  # too little of this prompt is left for a call of its own
         cut = ends[len(kept)] if len(kept) < len(ends) else None
-        point = kept[-1] if kept else Savepoint(0, 0, self._initial)
-        session.take_time(wait=True)
-        ids, counters = session.ids[:n], replace(session.counters)
-        prompt = cut.start if cut is not None and cut.start < n else n
-        self.savepoints = kept
-        self._load(point)
-        for token in ids[point.length : prompt]:
-            session.decode(token)
-        if prompt < n:
-            session.prefill(ids[prompt:])
-        session.take_time(wait=True)
-        # What ran again was counted before.
-        session.counters.__dict__.update(counters.__dict__)
+        return kept, cut if cut is not None and cut.start < n else None
 
-    def _load(self, point: Savepoint) -> None:
+    def catch_up(self, progress: Progress | None = None) -> None:
+        """Do what a truncate has left: go back to the last savepoint, then forth. Tokens since are
+        decoded, or read where they were part of a prompt.
+        """
+        unfinished = self.unfinished
+        if unfinished is None:
+            return
+        session, ids = self._session, unfinished.ids
+        kept, cut = self._ends_at(len(ids), unfinished.ends)
+        self.unfinished = replace(unfinished, torn=False)  # what breaks off now changes nothing
+        session.torn = False
+        session.take_time(wait=True)
+        counters, began = replace(session.counters), time.perf_counter()
+        try:
+            with exclusive(session.llm):
+                if cut is not None and cut.switched:
+                    self._switch_again(ids, progress)
+                else:
+                    self._run_again(ids, kept, cut, progress)
+            self.unfinished = None
+        finally:
+            session.take_time(wait=True)
+            # what ran again was counted before
+            counters.rerun_seconds += time.perf_counter() - began
+            session.counters.__dict__.update(counters.__dict__)
+
+    def _run_again(
+        self,
+        ids: list[int],
+        kept: list[Savepoint],
+        cut: Savepoint | None,
+        progress: Progress | None,
+    ) -> None:
+        session, n = self._session, len(ids)
+        point = kept[-1] if kept else Savepoint(0, 0, self._initial)
+        prompt = cut.start if cut is not None else n
+        self._load(point, list(kept))
+        eta = self._eta(session.runner, point.length, prompt)
+        for at in range(point.length, prompt):
+            began = time.perf_counter()
+            session.step(ids[at])
+            eta.add(at, at + 1, time.perf_counter() - began)
+            if progress is not None:
+                progress(eta.progress(at + 1))
+        if prompt < n:
+            session.read(ids[prompt:], progress)
+
+    def _switch_again(self, ids: list[int], progress: Progress | None) -> None:
+        """Take the first tokens of a session that another method has read for one prompt."""
+        session, runner, n = self._session, self._session.runner, len(ids)
+
+        def back() -> None:
+            del session.committed[n:]
+            session.bank.rewind(n)
+            session.query_ring.truncate(n)
+            runner.runtime.load(self._initial, 0)
+
+        finished(back)
+        self.savepoints = [self._one_prompt(runner, None, progress)]
+
+    def _eta(self, runner: StepRunner, start: int, stop: int) -> Eta:
+        return Eta(
+            partial(runner.runtime.prompt_flops, PrefillFlops.of(self._session.llm.config)),
+            start,
+            stop,
+        )
+
+    def _load(self, point: Savepoint, kept: list[Savepoint]) -> None:
         """Set the session back to a savepoint."""
         session, ring = self._session, self._session.query_ring
-        del session.ids[point.length :]
+        del session.committed[point.length :]
+        self.savepoints = kept
         session.bank.rewind(point.length)
         ring.truncate(point.length)
         if point.queries is not None:
@@ -222,41 +367,50 @@ class History:
 
     # ---------------------------------------------------------------- another method
 
-    def switch(self, before: Runtime, method: Method) -> None:
-        """The session's runtime was replaced: bring the new one to where the old one stood.
+    def switched(self, runner: StepRunner, progress: Progress | None = None) -> list[Savepoint]:
+        """Bring a runner that is to replace the session's to where that one stands, the session as
+        it is. Returns the savepoints under it.
 
         The same method (on another backend) takes its state over. An evicting method takes all
         tokens so far for one prompt; one that sums attention runs their queries over the bank
         again.
         """
-        session, runtime = self._session, self._session.runtime
-        n, way = len(session.ids), runtime.needs.history
+        session, before, runtime = self._session, self._session.runtime, runner.runtime
+        n, way, same = len(session.committed), runtime.needs.history, before.method == runner.method
         if n == 0:
-            return
-        if way == "rerun" or (way == "store" and before.method == method):
+            return []
+        if way == "rerun" or (way == "store" and same):
             runtime.copy_from(before)
-            return
+            return self.savepoints
         if way == "store":
             latest = self.latest
             logits = latest.logits if latest and latest.length == n else None
-            if runtime.needs.every_query:
-                self._show_every_query()
-            self.savepoints = [self._ended(0, n, logits)]
-            return
+            return [self._one_prompt(runner, logits, progress)]
         points = self.savepoints or [Savepoint(0, n)]
-        self.savepoints = [self._ended(p.start, p.length, p.logits) for p in points]
+        return [self._ended(runner, p.start, p.length, p.logits, p.open and same) for p in points]
 
-    def _show_every_query(self) -> None:
+    def _one_prompt(
+        self, runner: StepRunner, logits: torch.Tensor | None, progress: Progress | None
+    ) -> Savepoint:
+        """Take all tokens so far for one prompt, which another method has read."""
+        if runner.runtime.needs.every_query:
+            self._show_every_query(runner, progress)
+        return self._ended(runner, 0, len(self._session.committed), logits, switched=True)
+
+    def _show_every_query(self, runner: StepRunner, progress: Progress | None) -> None:
         """Run the queries of all tokens over the bank again; rows stay as they are."""
-        session, runtime = self._session, self._session.runtime
-        n, chunk, model = len(session.ids), session.llm.chunk, session.model
+        session, runtime, model = self._session, runner.runtime, self._session.model
+        n, eta = len(session.committed), self._eta(runner, 0, len(session.committed))
         runtime.begin_prompt(0, n)
-        with torch.inference_mode():
-            for first in range(0, n, chunk):
-                last = min(n, first + chunk)
-                tokens = torch.tensor(
-                    [session.ids[first:last]], dtype=torch.int64, device=model.device
-                )
-                rotary, bank = session.llm.rotary, session.bank
-                run_chunk(model, rotary, runtime, bank, tokens, first, n, write=False)
-                runtime.commit(last - first)
+        for first in range(0, n, session.llm.chunk):
+            last, began = min(n, first + session.llm.chunk), time.perf_counter()
+            tokens = torch.tensor(
+                [session.committed[first:last]], dtype=torch.int64, device=model.device
+            )
+            rotary = session.llm.rotary
+            with torch.inference_mode():
+                run_chunk(model, rotary, runtime, runner.bank, tokens, first, n, write=False)
+            runtime.commit(last - first)
+            eta.add(first, last, time.perf_counter() - began)
+            if progress is not None:
+                progress(eta.progress(last))

@@ -37,7 +37,7 @@ from engine.plan.placement import Placement, full_placement
 from engine.plan.report import Plan
 from engine.prefill_eta import PrefillProgress
 from engine.rehearsal import StepForms
-from engine.request_lock import RequestLock
+from engine.request_lock import Request, RequestLock
 from engine.sampling import SamplingParams
 from engine.saved.model_key import WeightsDigest
 from engine.saved.session_file import Progress, restore_session
@@ -328,8 +328,12 @@ class LLM:
         return self.config.eos_token_ids
 
     def reserved(self) -> contextlib.AbstractContextManager[None]:
-        """Hold this LLM for one request; the same thread may nest, a second one gets Busy."""
+        """Hold this LLM for one call; the same thread may nest, a second one gets Busy."""
         return self._lock.held()
+
+    def request(self) -> Request:
+        """Hold this LLM for one streamed answer, whose pieces may be taken by several threads."""
+        return self._lock.request()
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:

@@ -22,6 +22,9 @@ class PrefillProgress:
     eta: float | None
 
 
+Progress = Callable[[PrefillProgress], None]  # called with how far a prefill is
+
+
 @dataclass(frozen=True)
 class PrefillFlops:
     """FLOPs of a prefill: linear layers count tokens, attention counts (query, key) pairs.

@@ -43,6 +43,12 @@ class QueryRing:
         where = torch.arange(stop - width, stop, device=newest.device) % SLOTS
         self.slots.index_copy_(2, where, newest)
 
+    def reserve(self, stop: int) -> None:
+        """Invalidate the positions whose slots are about to be written, up to position `stop`: a
+        chunk or step may break off between writing and `extend`.
+        """
+        self.low = max(self.low, stop - RING)
+
     def newest(self, most: int = 64) -> torch.Tensor:
         """A copy of the newest queries, at most `most`: [layers, B, W, H, D], as `write_chunk`
         takes them.

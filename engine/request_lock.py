@@ -1,33 +1,84 @@
-"""One running request per LLM: a lock that the same thread may take again and a second may not."""
+"""One running request per LLM. A request is a call, or an answer that is taken piece by piece."""
+
+from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from weakref import WeakKeyDictionary
 
 from engine.errors import Busy
 
 
 class RequestLock:
-    """Held by the thread that runs a request. A second thread is refused, never kept waiting."""
+    """Refuses a second request while one runs; nobody is kept waiting.
+
+    A call holds the lock in its own thread, which may nest others in it. A streamed answer (a
+    `Request`) holds it from its first piece to its last, but runs in whichever thread asks for the
+    next piece, as the thread pool of a web framework does. Between two pieces only the thread that
+    took the last one may begin something else.
+
+    Who holds it is entered first and looks for others then, so that two never run at once. Entries
+    are weak: one that an interrupt keeps from leaving goes with its frame.
+    """
 
     def __init__(self) -> None:
-        self._owner: int | None = None
-        self._depth = 0
-        self._guard = threading.Lock()
+        # a call or a piece under way -> its thread
+        self._running: WeakKeyDictionary[_Hold, int] = WeakKeyDictionary()
+        # an open answer -> the thread of its last piece
+        self._answers: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold the lock; the same thread may nest. Raises Busy where another thread holds it."""
-        me = threading.get_ident()
-        with self._guard:
-            if self._owner not in (None, me):
-                raise Busy("this LLM is running another request; wait for it, or load a second LLM")
-            self._owner = me
-            self._depth += 1
+    @property
+    def free(self) -> bool:
+        """Whether nobody holds the lock."""
+        return not self._running and not self._answers
+
+    def held(self) -> contextlib.AbstractContextManager[None]:
+        """Hold the lock for a call. Raises Busy where another request is running."""
+        return _Hold(self, None)
+
+    def request(self) -> Request:
+        """A streamed answer, which holds the lock from its first piece on."""
+        return Request(self)
+
+
+class Request:
+    """An answer that is taken piece by piece, in any thread."""
+
+    def __init__(self, lock: RequestLock) -> None:
+        self._lock = lock
+
+    def piece(self) -> contextlib.AbstractContextManager[None]:
+        """Hold the lock while a piece is made. Raises Busy where another request is running."""
+        return _Hold(self._lock, self)
+
+    def end(self) -> None:
+        """Free the lock."""
+        self._lock._answers.pop(self, None)
+
+
+class _Hold:
+    """The lock, held by this thread. A class, because an interrupt (a signal, an asynchronous
+    exception) between a generator's `yield` and the body of its `with` would leave it held.
+    """
+
+    def __init__(self, lock: RequestLock, request: Request | None) -> None:
+        self._lock, self._request = lock, request
+
+    def __enter__(self) -> None:
+        lock, request, me = self._lock, self._request, threading.get_ident()
         try:
-            yield
-        finally:
-            with self._guard:
-                self._depth -= 1
-                if self._depth == 0:
-                    self._owner = None
+            nested = me in list(lock._running.values())
+            lock._running[self] = me
+            threads = set(lock._running.values())
+            if not nested and (request is None or request not in lock._answers):
+                threads |= set(lock._answers.values())
+            if threads != {me}:
+                raise Busy("this LLM is running another request; wait for it, or load a second LLM")
+            if request is not None:
+                lock._answers[request] = me
+        except BaseException:
+            lock._running.pop(self, None)
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._lock._running.pop(self, None)

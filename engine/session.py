@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,27 +15,32 @@ from engine.bank.base import Bank
 from engine.bank.device import DeviceBank
 from engine.bank.tiered import TieredBank
 from engine.check import Report, check
-from engine.decode import Decoder, Step
+from engine.decode import Step
 from engine.device import StepClock, current, synchronize
 from engine.errors import ContextTooLong, SessionClosed, SettingError
-from engine.exact_runner import runner_of
+from engine.fork import fork
 from engine.generate import Piece, generate
-from engine.guard import exclusive, rewound_on_error
+from engine.guard import ending_after_whole_chunks, exclusive, rewound_on_error
 from engine.history import History
 from engine.methods.base import Method, Runtime, validate_parts
 from engine.plan.layers import LayerPlan
 from engine.plan.placement import Placement
 from engine.prefill import run_chunk
-from engine.prefill_eta import Eta, PrefillFlops, PrefillProgress
+from engine.prefill_eta import Eta, PrefillFlops, Progress
 from engine.query_ring import QueryRing
-from engine.saved.session_file import Progress, save_session
+from engine.saved.session_file import Progress as SaveProgress
+from engine.saved.session_file import save_session
 from engine.settings import checked_ids, found, is_integer, listed_ids, one_of
 from engine.stats import SessionStats, held_figures
-from engine.step_runner import StepKind
-from engine.watch import MassMeter, Watch
+from engine.step_runner import StepRunner
+from engine.switch import new_runner, switch
+from engine.watch import Watch, watched
 from kernels.dispatch import BACKENDS
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine.history import Savepoint
     from engine.llm import LLM
     from engine.sampling import Sampler, SamplingParams
 
@@ -44,9 +48,10 @@ WARM = 8  # queries at a prompt's end whose selections fill the working sets bef
 
 
 class Session:
-    """Made by LLM.session(). `len(s)` tokens are in the bank; `s.ids` are they.
+    """Made by LLM.session(). `s.ids` are its tokens, `len(s)` of them.
 
-    Not thread-safe; one session runs at a time per LLM.
+    Not thread-safe; one session runs at a time per LLM. Every call is all or nothing, interrupted
+    or not; a prefill keeps whole chunks.
     """
 
     def __init__(
@@ -58,10 +63,12 @@ class Session:
         placement: Placement | None = None,
         offload: str | None = None,
     ):
-        self.llm, self.capacity, self._offload = llm, capacity, offload
-        self.backend = llm.backend
+        self.llm, self.capacity, self.offload = llm, capacity, offload
         self.closed = False  # whether close() was called
-        self.ids: list[int] = []
+        # tokens that the bank and the runtime stand at; `ids`, but for a truncate under way
+        self.committed: list[int] = []
+        # whether the runtime is between two states: a commit or a prompt's end has begun
+        self.torn = False
         self.last_logits: torch.Tensor | None = None  # float32 [vocab] of the newest token
         self.watch: Watch | None = None  # a running estimate of the attention mass kept
         self.sampler: Sampler | None = None  # of the answer that is being written: drafts guess it
@@ -72,18 +79,22 @@ class Session:
         self._clock = StepClock(model.device)
         config, dtype, device = llm.config, model.dtype, model.device
         self.row_bytes = config.kv_bytes(dtype.itemsize)
+        self.query_ring = QueryRing(config, 1, dtype, device)
         if placement is None:
-            self.bank: Bank = DeviceBank(config, plan, capacity, dtype, device)
+            bank: Bank = DeviceBank(config, plan, capacity, dtype, device)
         else:
             pool = llm.host_pool
-            self.bank = TieredBank(
-                config, plan, capacity, dtype, device, placement, pool, llm.backend
-            )
-        self.query_ring = QueryRing(config, 1, dtype, device)
+            bank = TieredBank(config, plan, capacity, dtype, device, placement, pool, llm.backend)
         self.history = History(self)
-        self._use(method, plan)
+        self.go_on(new_runner(self, method, plan, llm.backend, bank), [])
 
     # ---------------------------------------------------------------- what it holds
+
+    @property
+    def ids(self) -> list[int]:
+        """The session's tokens."""
+        unfinished = self.history.unfinished
+        return self.committed if unfinished is None else unfinished.ids
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -108,17 +119,17 @@ class Session:
     @property
     def scratch_bytes(self) -> int:
         """Device bytes of the kernels' scratch."""
-        return self._runner.scratch_bytes
+        return self.runner.scratch_bytes
 
     @property
     def runtime(self) -> Runtime:
         """State of the session's method."""
-        return self._runner.runtime
+        return self.runner.runtime
 
     @property
     def dense_runtime(self) -> Runtime:
         """Full attention over the same bank."""
-        return self._runner.dense_runtime
+        return self.runner.dense_runtime
 
     @property
     def answer_length(self) -> int:
@@ -128,46 +139,45 @@ class Session:
     @property
     def selections(self) -> dict[int, torch.Tensor]:
         """{filter layer: int64 [k]} of the last step, ascending; empty where none was made."""
-        return self.runtime.selections() if self._selected else {}
+        return self.runtime.selections() if self.selected else {}
 
     @property
     def selection_scores(self) -> dict[int, torch.Tensor]:
         """{filter layer: float32 [k]}, the scores by which `selections` were chosen, for the
         deepest filter layer; may be empty.
         """
-        return self.runtime.selection_scores() if self._selected else {}
+        return self.runtime.selection_scores() if self.selected else {}
 
     def step_at(self, length: int) -> Step:
         """What every layer shares in the step of the newest of `length` tokens."""
-        return self._runner.at(length)
+        return self.runner.at(length)
 
     # ---------------------------------------------------------------- method
 
-    def _use(self, method: Method, plan: LayerPlan) -> None:
-        self.method, self.plan = method, plan
-        self._runner = runner_of(self)
-        self._selected = False  # whether the last step left a selection
-        self.runtime.bank = self.bank
-        self.history.begin(self.runtime)
+    def go_on(self, runner: StepRunner, points: list[Savepoint]) -> None:
+        """Use a runner from now on; `points` are the savepoints under its method."""
+        self.method, self.plan, self.backend = runner.method, runner.plan, runner.backend
+        self.bank, self.runner = runner.bank, runner
+        self.selected = False  # whether the last step left a selection
+        self.history.begin(runner.initial, points)
 
-    def set_method(self, method: Method) -> None:
-        """Go on with another method; nothing is read again. The bank's layers change layout where
-        the new plan wants it.
+    def set_method(self, method: Method, progress: Progress | None = None) -> None:
+        """Go on with another method. The bank's layers change layout where the new plan wants it;
+        nothing is read again.
 
         An evicting method takes all tokens so far for one prompt; one that sums attention runs
-        their queries over the bank once more.
+        their queries over the bank once more, with `progress`. A prompt that was to go on ends
+        here. All or nothing, interrupted or not.
         """
         self._require_open()
         method, plan = self.llm.resolve_method(method)
         if self.ids:
             method.validate_prompt(0, self.history.prompt_length or len(self.ids))
             method.validate_switch(len(self.ids))
-        with self.llm.busy():
-            placement = None
-            if self.bank.tiered and plan.sparse_layers:
-                placement = self.llm.placement(method, plan, self.capacity, self._offload)
-            self.bank = self.bank.relayout(plan, placement)
-            self._switch(method, plan)
+        placement = None
+        if self.bank.tiered and plan.sparse_layers:
+            placement = self.llm.placement(method, plan, self.capacity, self.offload)
+        switch(self, method, plan, self.backend, placement, progress)
 
     def set_backend(self, backend: str) -> None:
         """Go on with other launchers ("auto", "reference", "cpu", "triton") over the same bank;
@@ -177,21 +187,14 @@ class Session:
         """
         self._require_open()
         one_of("backend", backend, BACKENDS)
-        with self.llm.busy():
-            self.backend = backend
-            self._switch(self.method, self.plan)
-
-    def _switch(self, method: Method, plan: LayerPlan) -> None:
-        before = self.runtime
-        self._use(method, plan)
-        self.history.switch(before, method)
+        switch(self, self.method, self.plan, backend, self.bank.placement)
 
     # ---------------------------------------------------------------- reading a prompt
 
     def prefill(
         self,
         token_ids: Iterable[int],
-        progress: Callable[[PrefillProgress], None] | None = None,
+        progress: Progress | None = None,
         more: bool = False,
     ) -> torch.Tensor | None:
         """Append tokens to the bank, chunk by chunk; float32 logits [vocab] of the last one.
@@ -204,8 +207,15 @@ class Session:
         """
         self._require_open()
         ids = checked_ids(token_ids, self.llm.config.vocab_size)
-        start, stop = len(self.ids), len(self.ids) + len(ids)
-        self._require_room(stop)
+        self._require_room(len(self.ids) + len(ids))
+        self.history.catch_up(progress)
+        return self.read(ids, progress, more)
+
+    def read(
+        self, ids: list[int], progress: Progress | None = None, more: bool = False
+    ) -> Tensor | None:
+        """As prefill, of checked ids that follow the committed tokens."""
+        start, stop = len(self.committed), len(self.committed) + len(ids)
         self.method.validate_prompt(start, stop)
         goes_on = self.history.prompt_is_open(start)
         last = len(ids) if goes_on and not more else None
@@ -213,7 +223,7 @@ class Session:
         self.runtime.begin_prompt(start, stop, more)
         flops = partial(self.runtime.prompt_flops, PrefillFlops.of(self.llm.config))
         eta = Eta(flops, start, stop)
-        with exclusive(self.llm), self._ending_after_whole_chunks(start), rewound_on_error(self):
+        with exclusive(self.llm), ending_after_whole_chunks(self, start), rewound_on_error(self):
             size = len(ids) if self.runtime.needs.one_chunk else self.llm.chunk
             for first in range(start, stop, size):
                 last = min(stop, first + size)
@@ -223,7 +233,7 @@ class Session:
                 eta.add(first, last, seconds)
                 self.counters.count_prefill(last - first, seconds)
                 if logits is not None:
-                    self._end_prompt(start, logits[0], more)
+                    self.end_prompt(start, logits[0], more)
                 if progress is not None:
                     progress(eta.progress(last))
         return self.last_logits
@@ -244,24 +254,35 @@ class Session:
             last_logits=first + len(ids) == stop,
         )
         count, length = min(newest.shape[2], len(ids)), first + len(ids)
+        self.query_ring.reserve(length)
         self.query_ring.write_chunk(newest[:, :, -count:], length)
-        self.runtime.commit(len(ids))
-        self.ids.extend(ids)
-        self.query_ring.extend(length, count)
-        self.last_logits = None
+        self._commit(ids, count)
         # A chunk is seconds of work: its time must be true for the time left.
         synchronize(device)
         return logits
 
-    def _end_prompt(self, start: int, logits: torch.Tensor | None, more: bool = False) -> None:
-        length = len(self.ids)
+    def _commit(self, ids: list[int], queries: int) -> None:
+        """Take the tokens of the chunk or step that just ran, the newest `queries` of which are in
+        the query ring.
+        """
+        self.last_logits, self.torn = None, True
+        self.runtime.commit(len(ids))
+        self.query_ring.extend(len(self.committed) + len(ids), queries)
+        self.committed.extend(ids)
+        self.torn = False
+
+    def end_prompt(self, start: int, logits: Tensor | None, more: bool = False) -> None:
+        """End a prompt that began at `start`, with its last token's logits. more: it goes on."""
+        length = len(self.committed)
+        self.torn = True
         self.history.add(start, length, logits, more)
+        self.torn = False
         self.last_logits = logits
-        self._selected = False
+        self.selected = False
         placement = self.bank.placement
         warms = placement is not None and placement.reuse and self.runtime.needs.fetches
-        if warms and not more and length >= self._runner.dense_below:
-            self.runtime.warm(self._runner.newest(length, WARM))
+        if warms and not more and length >= self.runner.dense_below:
+            self.runtime.warm(self.runner.newest(length, WARM))
 
     def adopt(self, ids: Iterable[int]) -> None:
         """Take `ids` as read: their rows are in the bank already (a synthetic bank, a saved
@@ -274,10 +295,10 @@ class Session:
         ids = checked_ids(ids, self.llm.config.vocab_size)
         self._require_room(len(ids))
         with exclusive(self.llm), rewound_on_error(self):
-            self.ids = ids
+            self.committed = ids
             self.history.clear()
             self.query_ring.set_valid(len(ids), len(ids))
-            self._end_prompt(0, None)
+            self.end_prompt(0, None)
 
     # ---------------------------------------------------------------- decoding
 
@@ -289,18 +310,24 @@ class Session:
         """
         self._require_open()
         (token_id,) = checked_ids([token_id], self.llm.config.vocab_size)
-        n = len(self.ids) + 1
-        self._require_room(n)
+        self._require_room(len(self.ids) + 1)
+        self.history.catch_up()
+        return self.step(token_id)
+
+    def step(self, token_id: int) -> torch.Tensor:
+        """As decode, of a checked id that follows the committed tokens."""
+        n = len(self.committed) + 1
         with exclusive(self.llm), rewound_on_error(self):
             self._end_open_prompt(n - 1)
             self.history.restore_window()
             with self._clock.step():
-                kind, metered = self._watched(self._runner.kind(n))
-                self._runner.feed(token_id, n)
+                kind, watch = watched(self, self.runner.kind(n))
+                self.runner.feed(token_id, n)
                 self.bank.before_step(n)
-                logits = self._metered_step() if metered else self._runner.run(n, kind.own)
+                logits = watch.metered(self) if watch else self.runner.run(n, kind.own)
                 self.bank.after_step(n)
-                self._commit_step(token_id, n, kind.sparse, logits)
+                self._commit([token_id], 1)
+                self.last_logits, self.selected = logits, kind.sparse
             self._count_step(n, kind.sparse)
             self.take_time()
         return logits
@@ -309,58 +336,35 @@ class Session:
         """End the prompt that was to go on in another prefill, if there is one."""
         if self.history.prompt_is_open(length):
             validate_parts(self.method, self.runtime.needs, True, 0)
-            part = self.history.savepoints.pop()
-            self._end_prompt(part.start, part.logits)
-
-    def _commit_step(self, token_id: int, n: int, sparse: bool, logits: torch.Tensor) -> None:
-        self.runtime.commit(1)
-        self.ids.append(token_id)
-        self.query_ring.extend(n, 1)
-        self.last_logits = logits
-        self._selected = sparse
+            self.torn = True
+            self.history.close_latest()
+            self.torn = False
 
     def _count_step(self, n: int, sparse: bool) -> None:
-        rows = self._runner.rows_read(n, sparse)
+        rows = self.runner.rows_read(n, sparse)
         self.counters.count_step(rows, self.plan.roles, self.row_bytes, sparse)
-
-    def _watched(self, kind: StepKind) -> tuple[StepKind, bool]:
-        """(which step runs, whether it is metered), as the watch wishes."""
-        watch = self.watch
-        if watch is None or not kind.sparse or not self.plan.sparse_layers:
-            return kind, False
-        if watch.due():
-            return kind, True
-        if watch.exact:
-            watch.exact_steps += 1
-            return StepKind(False, False), False
-        return kind, False
-
-    def _metered_step(self) -> torch.Tensor:
-        """A sparse step that also measures the attention mass kept, for the watch."""
-        assert self.watch is not None
-        meter = MassMeter(self.runtime)
-        decoder = Decoder(self.model, self.llm.rotary, meter, self.query_ring)
-        logits = self._runner.run_with(decoder)
-        self.watch.saw(meter.mass)
-        return logits
 
     def generate(
         self,
         token_ids: Iterable[int],
         params: SamplingParams | None = None,
-        progress: Callable[[PrefillProgress], None] | None = None,
+        progress: Progress | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> Generator[Piece, None, None]:
         """Prefill token_ids (may be empty after a prefill), then decode; may be closed early."""
         return generate(self, listed_ids(token_ids), params, progress, should_stop)
 
     def check(self, steps: int = 32, progress: Callable[[int, int], None] | None = None) -> Report:
-        """Compare full and sparse attention at the last positions; nothing changes."""
+        """Compare full and sparse attention at the last positions; nothing changes, interrupted
+        or not.
+        """
         self._require_open()
         return check(self, steps, progress)
 
-    def save(self, path: str | Path, extra: Any = None, progress: Progress | None = None) -> None:
-        """Write all of this session to one file, for LLM.restore: checksummed, renamed into place.
+    def save(
+        self, path: str | Path, extra: Any = None, progress: SaveProgress | None = None
+    ) -> None:
+        """Write this session to one file, for LLM.restore: checksummed, renamed into place.
 
         extra: anything of numbers, texts, lists, dicts and tensors, to come back with it. Raises
         SavedFileError where the disk refuses, SettingError for a method that evicts.
@@ -370,22 +374,33 @@ class Session:
 
     # ---------------------------------------------------------------- going back, copies, end
 
-    def truncate(self, n: int) -> None:
+    def truncate(self, n: int, later: bool = False) -> None:
         """Forget all but the first n tokens. The next step sees what it would have seen had the
-        others never been there.
+        others never been there, and samples from the same logits.
+
+        A method that has evicted runs `tokens_again(n)` tokens again. later: leave that to the next
+        call that needs them, which may show progress; an interrupt leaves it there too.
         """
         self._require_open()
         if not is_integer(n) or not 0 <= n <= len(self.ids):
             raise SettingError(
                 f"truncate: found {found(n)}, expected 0 to {len(self.ids)} (the session's tokens)"
             )
-        if n < len(self.ids):
-            self._selected = False
-            self.last_logits = None
-            with current(self.llm.device):
+        with exclusive(self.llm):
+            if n < len(self.ids):
+                self.last_logits, self.selected = None, False
                 self.history.truncate(n)
+            if not later:
+                self.history.catch_up()
 
-    def refresh_logits(self) -> None:
+    def tokens_again(self, n: int) -> int:
+        """Tokens that go through the model again in `truncate(n)`, because their rows were
+        evicted; 0 where nothing was.
+        """
+        self._require_open()
+        return self.history.tokens_again(n)
+
+    def refresh_logits(self, progress: Progress | None = None) -> None:
         """Compute the newest token's logits where a truncate left none: that token goes through the
         model once more, the bank unchanged.
         """
@@ -395,26 +410,18 @@ class Session:
                 "generate: found an empty session and no tokens, expected a prompt of at least one "
                 "token"
             )
-        with current(self.llm.device):
-            self.history.refresh_logits()
+        with exclusive(self.llm):
+            again = self.history.unfinished is not None
+            self.history.catch_up(progress)
+            if not again or self.last_logits is None:
+                self.history.refresh_logits(progress)
 
     def fork(self) -> Session:
-        """An independent session with the same tokens; rows are copied, the selection state too."""
+        """An independent session with the same tokens, capacity, backend and watch; rows are
+        copied, the selection state too. Its counters begin at zero.
+        """
         self._require_open()
-        with self.llm.busy():
-            copy = self.llm.session(self.method, offload=self._offload)
-            try:
-                with torch.inference_mode():
-                    copy.bank.copy_from(self.bank, len(self.ids))
-            except BaseException:
-                copy.close()
-                raise
-            copy.ids = list(self.ids)
-            copy.query_ring.copy_from(self.query_ring)
-            copy.last_logits = None if self.last_logits is None else self.last_logits.clone()
-            copy.history.copy_from(self.history)
-            copy.runtime.copy_from(self.runtime)
-        return copy
+        return fork(self)
 
     def close(self) -> None:
         """Give the bank's memory back. Further calls raise SessionClosed."""
@@ -423,7 +430,7 @@ class Session:
             with current(self.llm.device):
                 self.bank.close()
             self.last_logits = None
-            del self.bank, self.query_ring, self._runner
+            del self.bank, self.query_ring, self.runner
 
     # ---------------------------------------------------------------- checks and clean-up
 
@@ -438,13 +445,3 @@ class Session:
                 f"limit is {self.capacity} (the model's own is {self.llm.config.max_positions}); "
                 f"raise it with max_context / --ctx, or shorten the text"
             )
-
-    @contextlib.contextmanager
-    def _ending_after_whole_chunks(self, start: int) -> Iterator[None]:
-        """On interruption the prompt ends after its last whole chunk."""
-        try:
-            yield
-        except BaseException:
-            if len(self.ids) > max(start, self.history.prompt_length):
-                self._end_prompt(start, None)
-            raise

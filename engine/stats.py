@@ -23,6 +23,8 @@ class SessionStats:
     tokens: int = 0
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
+    # running evicted tokens again after a truncate, which no other figure counts
+    rerun_seconds: float = 0.0
     decode_steps: int = 0
     decode_seconds: float = 0.0  # of steps that have ended (engine/device.py, StepClock)
     # steps in which the sparse layers read a selection, not everything

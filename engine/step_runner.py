@@ -41,9 +41,10 @@ class StepKind(NamedTuple):
 class StepRunner:
     """Two kinds of step over one bank. Made anew when the session changes its method or backend.
 
-    runtime, dense_runtime: the method's Runtime and full attention's. dense_below: tokens of
-    context below which full attention runs. fused: whether steps run on our own kernels. token
-    int64 [1, 1], length int32 [1]: what a captured graph reads; `feed` fills them.
+    runtime, dense_runtime: the method's Runtime and full attention's. initial: the former's state
+    before its first prompt. dense_below: tokens of context below which full attention runs. fused:
+    whether steps run on our own kernels. token int64 [1, 1], length int32 [1]: what a captured
+    graph reads; `feed` fills them.
     """
 
     def __init__(
@@ -59,7 +60,8 @@ class StepRunner:
         config, model = llm.config, llm.model
         assert model is not None, "LLM.session() loads the weights first"
         device, dtype = model.device, model.dtype
-        self._llm, self._bank, self._query_ring, self._rotary = llm, bank, query_ring, llm.rotary
+        self.method, self.plan, self.backend, self.bank = method, plan, backend, bank
+        self._llm, self._query_ring, self._rotary = llm, query_ring, llm.rotary
         self._plain = backend == "reference"
         # The reference is the oracle: plain launchers, pieces uncompiled, no graph.
         self._halves = PlainHalves(model, alone=True) if self._plain else llm.halves(backend)
@@ -77,6 +79,7 @@ class StepRunner:
             setup = replace(setup, scratch=setup.scratch.merging_apart())
         full = Full()
         self.runtime = method.runtime(setup)
+        self.initial = self.runtime.state()
         self.dense_runtime = full.runtime(replace(setup, plan=full.plan(config)))
         self.scratch_bytes = sum(t.nbytes for t in vars(setup.scratch).values())
         self.dense_below = method.dense_below_tokens(
@@ -97,7 +100,7 @@ class StepRunner:
         assert llm.model is not None, "LLM.session() loads the weights first"
         decoder = Decoder(llm.model, llm.rotary, attends, self._query_ring, self._halves)
         graphs = llm.graphs and not self._plain
-        return GraphedStep(decoder, needs, token, self.length, self._bank, graphs)
+        return GraphedStep(decoder, needs, token, self.length, self.bank, graphs)
 
     def rows_read(self, n: int, sparse: bool) -> list[int]:
         """Bank rows that each layer read in the step that made the bank n tokens long."""
@@ -120,14 +123,14 @@ class StepRunner:
 
     def run_with(self, decoder: Decoder) -> torch.Tensor:
         """Run another decoder's step, eager, on what was fed; float32 logits [vocab]."""
-        return decoder.step(self.token, self.length, self._bank)[0, -1]
+        return decoder.step(self.token, self.length, self.bank)[0, -1]
 
     def at(self, length: int) -> Step:
         """The Step of the newest of `length` tokens, as decode would have seen it."""
         device = self.token.device
         positions = torch.full((1, 1), length - 1, device=device)
         visible = torch.full((1,), length, dtype=torch.int32, device=device)
-        bank = self._bank
+        bank = self.bank
         return Step(positions, visible, bank, bank.capacity, self._query_ring, self._rotary)
 
     def newest(self, length: int, count: int) -> Iterator[Step]:

@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from engine.decode import Decoder
 from engine.errors import SettingError
 from engine.plan.layers import Role
 from engine.settings import is_integer
+from engine.step_runner import StepKind
 
 if TYPE_CHECKING:
     from engine.decode import Step
     from engine.methods.base import Runtime
+    from engine.session import Session
 
 
 class MassMeter:
@@ -82,6 +85,16 @@ class Watch:
         self.steps += 1
         return (self.steps - 1) % self.every == 0
 
+    def metered(self, session: Session) -> torch.Tensor:
+        """Run the step that was fed to the session's runner, sparse, and note what it keeps;
+        float32 logits [vocab].
+        """
+        meter = MassMeter(session.runtime)
+        decoder = Decoder(session.model, session.llm.rotary, meter, session.query_ring)
+        logits = session.runner.run_with(decoder)
+        self.saw(meter.mass)
+        return logits
+
     def saw(self, mass: dict[int, float]) -> None:
         """Note what a metered step kept: {layer: share}."""
         self.mass = sum(mass.values()) / max(1, len(mass))
@@ -92,3 +105,16 @@ class Watch:
     def exact(self) -> bool:
         """Whether the steps up to the next sample run full attention."""
         return self.exact_below is not None and self.mass < self.exact_below
+
+
+def watched(session: Session, kind: StepKind) -> tuple[StepKind, Watch | None]:
+    """(which step runs, the session's watch if that is to meter it)."""
+    watch = session.watch
+    if watch is None or not kind.sparse or not session.plan.sparse_layers:
+        return kind, None
+    if watch.due():
+        return kind, watch
+    if watch.exact:
+        watch.exact_steps += 1
+        return StepKind(False, False), None
+    return kind, None

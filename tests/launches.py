@@ -118,19 +118,19 @@ def launches(method, offload, step="fused") -> Counter:
         )
         with llm.session() as session:
             session.adopt([1] * 300)
-            decoder = session._runner._own_step._decoder
+            decoder = session.runner._own_step._decoder
             if offload == "device" and isinstance(method, Full):
-                decoder = session._runner._dense_step._decoder
+                decoder = session.runner._dense_step._decoder
             assert isinstance(decoder, Decoder)
             if step == "plain":
                 halves = decoder.halves
                 halves._pre_attention = record.piece(halves._pre_attention, BEFORE, "before")
                 halves._post_attention = record.piece(halves._post_attention, AFTER, "after")
             session.bank.before_step(301)
-            session._runner.feed(1, 301)
+            session.runner.feed(1, 301)
             record.by.clear()
             with torch.no_grad(), record:
-                decoder.step(session._runner.token, session._runner.length, session.bank)
+                decoder.step(session.runner.token, session.runner.length, session.bank)
     return record.by
 
 

@@ -27,7 +27,14 @@ FLOORS = (
     ("engine.prefill", "engine.decode"),
     ("engine.methods",),
     ("engine.bank", "engine.model", "engine.plan", "engine.query_ring", "engine.text"),
-    ("engine.device", "engine.settings", "engine.units", "engine.errors", "engine.version"),
+    (
+        "engine.device",
+        "engine.finish",
+        "engine.settings",
+        "engine.units",
+        "engine.errors",
+        "engine.version",
+    ),
     ("kernels", "weights"),
 )
 Graph = dict[str, set[str]]

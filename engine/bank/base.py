@@ -198,7 +198,7 @@ class Bank(ABC):
     @abstractmethod
     def relayout(self, plan: LayerPlan, placement: Placement | None = None) -> Bank:
         """Return the bank that serves another layer plan with the same rows: this one, or a new one
-        that took them over.
+        beside it, whose caller closes the one that is not used any more.
 
         placement: what a tiered bank offloads from now on (None: as before). Needs one layer's
         bytes on top while it runs. Raises OutOfHostMemory with this bank as it was.
@@ -218,8 +218,8 @@ class Bank(ABC):
 
     @abstractmethod
     def rehearsal(self, n: int) -> AbstractContextManager[None]:
-        """Let steps make the bank n tokens long once more, with n at most its length. The bank is
-        as it was afterwards.
+        """Let steps make the bank n tokens long once more, with n at most its length. All rows are
+        as they were afterwards, whatever the steps wrote and wherever they broke off.
         """
 
     @abstractmethod

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from engine.bank.base import Bank, SparseRows, StepRows
+from engine.finish import finished
 
 if TYPE_CHECKING:
     from engine.decode import Step
@@ -22,6 +23,20 @@ if TYPE_CHECKING:
     from engine.plan.placement import Placement
 
 BLOCK = 65536  # tokens of a block that `blocks` yields
+
+
+class LayerRows(NamedTuple):
+    """K and V of a layer. token_major: memory is [batch, capacity, 2, kv_heads, head_dim], else
+    [2, batch, kv_heads, capacity, head_dim].
+    """
+
+    rows: torch.Tensor
+    token_major: bool
+
+    def kv(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V as [B, Hkv, T, D] views."""
+        rows = self.rows.permute(2, 0, 3, 1, 4) if self.token_major else self.rows
+        return rows[0], rows[1]
 
 
 class DeviceBank(Bank):
@@ -44,29 +59,25 @@ class DeviceBank(Bank):
         donor: DeviceBank | None = None,
     ) -> None:
         super().__init__(config, capacity, dtype, device, batch)
-        self._token_major = [plan.gathers(layer) for layer in range(self.num_layers)]
-        self._layers: list[torch.Tensor | None] = [None] * self.num_layers
+        self._layers: list[LayerRows | None] = [None] * self.num_layers
         for layer in range(self.num_layers):
             if layer in offloaded:
                 continue
-            if donor is None or donor._layers[layer] is None:
-                self._layers[layer] = self._reserve(self._token_major[layer])
-            else:
-                self._layers[layer] = donor._layers[layer]
-                self._token_major[layer] = donor._token_major[layer]
+            handed = None if donor is None else donor._layers[layer]
+            self._layers[layer] = handed or self._reserve(plan.gathers(layer))
         if donor is not None:
             self.relayout(plan)
 
-    def _reserve(self, token_major: bool) -> torch.Tensor:
+    def _reserve(self, token_major: bool) -> LayerRows:
         if token_major:
             shape = (self.batch, self.capacity, 2, self.kv_heads, self.head_dim)
         else:
             shape = (2, self.batch, self.kv_heads, self.capacity, self.head_dim)
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        return LayerRows(torch.empty(shape, dtype=self.dtype, device=self.device), token_major)
 
     @property
     def nbytes(self) -> int:
-        return sum(rows.nbytes for rows in self._layers if rows is not None)
+        return sum(held.rows.nbytes for held in self._layers if held is not None)
 
     # ---------------------------------------------------------------- writing and reading
 
@@ -80,11 +91,9 @@ class DeviceBank(Bank):
         bank_v[:, :, start:stop] = v.transpose(1, 2)
 
     def kv(self, layer: int, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = self._layers[layer]
-        assert rows is not None, f"layer {layer} is not on the device"
-        if self._token_major[layer]:
-            rows = rows.permute(2, 0, 3, 1, 4)
-        k, v = rows[0], rows[1]
+        held = self._layers[layer]
+        assert held is not None, f"layer {layer} is not on the device"
+        k, v = held.kv()
         return (k, v) if stop is None else (k[:, :, :stop], v[:, :, :stop])
 
     def blocks(
@@ -116,15 +125,13 @@ class DeviceBank(Bank):
     def relayout(self, plan: LayerPlan, placement: Placement | None = None) -> DeviceBank:
         """Put every layer into the memory layout that `plan` wants; `placement` changes nothing."""
         for layer in range(self.num_layers):
-            want = plan.gathers(layer)
-            if self._token_major[layer] == want or self._layers[layer] is None:
+            held, want = self._layers[layer], plan.gathers(layer)
+            if held is None or held.token_major == want:
                 continue
-            k, v = self.kv(layer)
-            self._layers[layer] = self._reserve(want)
-            self._token_major[layer] = want
-            new_k, new_v = self.kv(layer)
-            new_k.copy_(k)
-            new_v.copy_(v)
+            new = self._reserve(want)
+            for mine, theirs in zip(new.kv(), held.kv()):
+                mine.copy_(theirs)
+            self._layers[layer] = new  # whole: an interrupt finds one layout or the other
         return self
 
     def copy_from(self, other: Bank, length: int) -> None:
@@ -156,8 +163,20 @@ class DeviceBank(Bank):
     def after_step(self, n: int) -> None:
         pass
 
-    def rehearsal(self, n: int) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def rehearsal(self, n: int) -> Iterator[None]:
+        at = slice(n - 1, n)
+        views = [part[:, :, at] for held in self._layers if held for part in held.kv()]
+        rows = [view.clone() for view in views]
+
+        def restore() -> None:
+            for view, row in zip(views, rows):
+                view.copy_(row)
+
+        try:
+            yield
+        finally:
+            finished(restore)
 
     def rewind(self, n: int, broken: bool = False) -> None:
         pass

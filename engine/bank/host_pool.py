@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -77,7 +76,7 @@ class HostPool:
         self._free_ram = free or (lambda: available_bytes(torch.device("cpu"))[0])
         self._refusals: list[str] = []
         self._slabs: list[_Slab] = []
-        self._free: dict[int, deque[Block]] = {}  # by bytes of a block
+        self._free: dict[int, list[Block]] = {}  # by bytes of a block
         self._lock = threading.RLock()
 
     @property
@@ -119,10 +118,11 @@ class HostPool:
         return taken
 
     def _next_free(self, size: int) -> Block:
-        free = self._free.setdefault(size, deque())
+        free = self._free.setdefault(size, [])
         if not free:
             self._cut(self._idle(size) or self._grow(size), size)
-        return free.popleft()  # ring order: the block given back last is taken last
+        # last given back, first taken: pages that nobody has touched stay the system's
+        return free.pop()
 
     def _idle(self, size: int) -> _Slab | None:
         """Return a slab without holders that is cut into blocks of another size."""
@@ -135,13 +135,13 @@ class HostPool:
         """Cut a slab into blocks of `size` bytes, which are free from now on."""
         if slab.blocks:
             mine = set(map(id, slab.blocks))
-            self._free[slab.block_bytes] = deque(
+            self._free[slab.block_bytes] = [
                 b for b in self._free[slab.block_bytes] if id(b) not in mine
-            )
+            ]
         slab.block_bytes = size
         starts = range(0, slab.memory.numel() - size + 1, size)
         slab.blocks = [Block(slab, slab.memory[at : at + size]) for at in starts]
-        self._free[size].extend(slab.blocks)
+        self._free[size].extend(reversed(slab.blocks))  # the first block is taken first
 
     def _grow(self, size: int) -> _Slab:
         """Allocate a slab for blocks of `size` bytes."""

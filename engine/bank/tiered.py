@@ -35,6 +35,7 @@ from engine.bank.whole_layers import WholeLayers
 from engine.bank.working_set import WorkingSet
 from engine.bank.write_back import WriteBack
 from engine.device import synchronize
+from engine.finish import finished
 from engine.plan.layers import TAIL_BLOCK, tail_start
 from engine.plan.placement import part_bytes
 
@@ -281,12 +282,17 @@ class TieredBank(Bank):
         length = self.length
         self.write_back(length)
         self._refill(n - 1)
-        # the steps' new row is read from the ring, where they write it
-        self._writer.host_length, self._ring_stop = n - 1, n
-        try:
-            yield
-        finally:
+
+        def restore() -> None:
             self._writer.host_length, self._ring_stop = length, 0
+
+        try:
+            # the steps' new row is read from the ring, where they write it
+            self._writer.host_length, self._ring_stop = n - 1, n
+            with self._resident.rehearsal(n):
+                yield
+        finally:
+            finished(restore)
 
     def _refill(self, length: int) -> None:
         """Bring the tail of `length` tokens back into the rings."""
@@ -348,7 +354,7 @@ class TieredBank(Bank):
 
     def relayout(self, plan: LayerPlan, placement: Placement | None = None) -> TieredBank:
         """Return this bank where offloaded rows may stay where they are, else a new one that was
-        given them. For a moment host memory then holds both.
+        given them, beside this one: host memory holds both until one is closed.
         """
         if placement is None or placement == self.placement:
             self._resident.relayout(plan)
@@ -371,7 +377,6 @@ class TieredBank(Bank):
         except BaseException:
             new.close()
             raise
-        self.close()
         return new
 
     def close(self) -> None:

@@ -349,7 +349,10 @@ class Conversation:
 
     def _cut(self, tokens: int, characters: int) -> None:
         """Keep the first `tokens` tokens, which spell the first `characters` characters."""
-        self.session.truncate(tokens)
+        if (again := self.session.tokens_again(tokens)) > ANNOUNCED:
+            name = self.session.method.name
+            self.announce(f"{name} has dropped what {again:,} tokens were: they are run again")
+        self.session.truncate(tokens, later=True)
         del self.ends[tokens:]
         self._hold(self._held().cut(characters))
         self._ended = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,12 +108,15 @@ class Run:
                 data["format"] == FORMAT
                 and all(0 <= a <= b <= size for a, b, _ in passages)
                 and all(0 <= i < count for read in reads for i in read)
+                # a page's JSON has no word for the others
+                and all(math.isfinite(score) for read in reads for score in read.values())
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise BadCheckpoint(f"{path}: found {error!r}, {MEANT}") from error
         if not sound:
             raise BadCheckpoint(
-                f"{path}: found passages outside the text or another format, "
+                f"{path}: found passages outside the text, scores that are no numbers, or another "
+                f"format, "
                 f"expected format {FORMAT}"
             )
         return cls(

@@ -300,6 +300,13 @@ class Runtime:
         """First position [B] int32 from which sparse layers read everything."""
         return torch.zeros_like(step.visible)
 
+    def choice(self) -> Any:
+        """A copy of what the last step chose: all that `selections` and `selection_scores` read."""
+        return None
+
+    def load_choice(self, choice: Any) -> None:
+        """Go back to a `choice`."""
+
     # ---------------------------------------------------------------- going back, copies
 
     def state(self) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -10,32 +12,29 @@ import torch
 # Share of the free memory that a plan may use: a card filled to 98% is 5-20 times slower, without
 # an error.
 HEADROOM = 0.95
-# (limit, used, statistics, name there of file pages that nobody uses) below /sys/fs/cgroup, for
-# control groups version 2 and 1.
-_CONTAINERS = (
-    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-    (
-        "memory/memory.limit_in_bytes",
-        "memory/memory.usage_in_bytes",
-        "memory/memory.stat",
-        "total_inactive_file",
-    ),
-)
+# (limit, used, name in memory.stat of file pages that nobody uses) of a control group's folder, for
+# version 2 and 1.
+_GROUPS = {
+    "cgroup2": ("memory.max", "memory.current", "inactive_file"),
+    "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 _NO_LIMIT = 1 << 62  # version 1 writes a number of this size for "no limit"
 
 
 def available_bytes(device: torch.device) -> tuple[int, str]:
     """Return the free bytes of a device and the name of what was asked.
 
-    On a GPU this is CUDA's own figure; on a CPU the smaller of MemAvailable and what the
-    container's limit leaves.
+    On a GPU this is CUDA's own figure; on a CPU the least of MemAvailable and what the limits of
+    the container and of the address space leave.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0], torch.cuda.get_device_name(device)
-    free = _meminfo() or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    found = container_memory()
-    left = free if found is None else found[1]
-    return (free, "free RAM") if left >= free else (left, "left of the container's memory limit")
+    found = [(_meminfo() or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "free RAM")]
+    if (container := container_memory()) is not None:
+        found.append((container[1], "left of the container's memory limit"))
+    if (space := address_space_left()) is not None:
+        found.append((space, "left of the address space limit (ulimit -v)"))
+    return min(found)
 
 
 def _meminfo(path: Path = Path("/proc/meminfo")) -> int | None:
@@ -48,23 +47,87 @@ def _meminfo(path: Path = Path("/proc/meminfo")) -> int | None:
     )
 
 
-def container_memory(folder: Path = Path("/sys/fs/cgroup")) -> tuple[int, int] | None:
-    """Return (limit, bytes left) of this process's container; None without container or limit.
+def container_memory(
+    folder: Path | None = None, process: Path = Path("/proc/self")
+) -> tuple[int, int] | None:
+    """Return (limit, bytes left) of the tightest control group around this process: Docker,
+    systemd, Slurm; None without one or without a limit. folder: look only where this one stands for
+    /sys/fs/cgroup.
 
-    Files read from disk, such as weights, stay in the container's page cache and count as used. The
+    Files read from disk, such as weights, stay in the group's page cache and count as used. The
     kernel drops idle ones first, so they are counted as free here.
     """
-    for limit, used, statistics, idle in _CONTAINERS:
+    found = []
+    groups = _control_groups(process) if folder is None else _tops(folder)
+    for kind, group in groups:
+        limit, used, idle = _GROUPS[kind]
         try:
-            most = int((folder / limit).read_text())  # "max" is no number: no limit
-            held = int((folder / used).read_text())
-            rows = dict(
-                line.split()
-                for line in (folder / statistics).read_text().splitlines()
-                if line.count(" ") == 1
-            )
+            most = int((group / limit).read_text())  # "max" is no number: no limit
+            held = int((group / used).read_text())
+            lines = (group / "memory.stat").read_text().splitlines()
+            rows = dict(line.split() for line in lines if line.count(" ") == 1)
+            spare = int(rows.get(idle, 0))
         except (OSError, ValueError):
             continue
         if most < _NO_LIMIT:
-            return most, max(0, most - max(0, held - int(rows.get(idle, 0))))
-    return None
+            found.append((most, max(0, most - max(0, held - spare))))
+    return min(found, key=lambda pair: pair[1], default=None)
+
+
+def _tops(folder: Path) -> list[tuple[str, Path]]:
+    return [("cgroup2", folder), ("cgroup", folder / "memory")]
+
+
+def _control_groups(process: Path) -> Iterator[tuple[str, Path]]:
+    """Yield (kind, folder) of this process's memory groups and of all above them, that are visible
+    here. The process says which group it is in, the mounts where groups are.
+    """
+    try:
+        memberships = (process / "cgroup").read_text().splitlines()
+        mounts = (process / "mountinfo").read_text().splitlines()
+    except OSError:
+        yield from _tops(Path("/sys/fs/cgroup"))
+        return
+    paths = {}
+    for line in memberships:
+        number, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if "memory" in controllers.split(","):
+            paths["cgroup"] = path
+        elif number == "0" and not controllers:
+            paths["cgroup2"] = path
+    for line in mounts:
+        mount, _, system = line.partition(" - ")
+        fields, kind = mount.split(), system.split()[0] if system.split() else ""
+        if kind not in paths or len(fields) < 5:
+            continue
+        if kind == "cgroup" and "memory" not in system.split()[-1].split(","):
+            continue
+        root, top = Path(_unescaped(fields[3])), Path(_unescaped(fields[4]))
+        own = Path(paths[kind])
+        # a group outside the mount (another namespace) shows itself as the mount's own root
+        inside = own.relative_to(root) if own.is_relative_to(root) else Path()
+        folder = top if ".." in inside.parts else top / inside
+        while True:
+            yield kind, folder
+            if folder == top:
+                break
+            folder = folder.parent
+
+
+def _unescaped(path: str) -> str:
+    """A path of mountinfo, which writes blanks as octal numbers."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), path)
+
+
+def address_space_left() -> int | None:
+    """Return the bytes that RLIMIT_AS (ulimit -v) still lets this process map; None without it."""
+    try:
+        import resource
+
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if limit == resource.RLIM_INFINITY:
+            return None
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except (ImportError, OSError, ValueError):
+        return None
+    return max(0, limit - pages * os.sysconf("SC_PAGE_SIZE"))

@@ -193,7 +193,7 @@ def _fill(
             if state["queries"] is not None:
                 ring.write_chunk(state["queries"].to(ring.slots), high)
             ring.set_valid(low, high)
-            session.ids = ids
+            session.committed = ids
             history.savepoints = [
                 Savepoint(start, length, saved, _logits(session, logits), None, bool(open_))
                 for start, length, saved, logits, open_ in state["savepoints"]

@@ -29,6 +29,11 @@ RENDER_SECONDS = 2.0
 START_SECONDS = 30.0  # Python and jinja2 on a loaded machine
 MEMORY_BYTES = 1 << 30  # address space of the child where the system can bound it
 TEMPLATE_LIMIT = 4 << 20  # bytes of a template; the longest on the hub have 20 KB
+# Python, the loader and the clock of the child read these
+KEPT_VARIABLES = frozenset(
+    "PATH HOME LANG LC_ALL LC_CTYPE TZ TMPDIR TEMP TMP LD_LIBRARY_PATH DYLD_LIBRARY_PATH "
+    "PYTHONHOME PYTHONDONTWRITEBYTECODE SYSTEMROOT".split()
+)
 SPARE_CHARACTERS = 1 << 20  # a template may write four times its messages and this
 
 
@@ -126,16 +131,25 @@ def _choose_named(templates: list[Any], where: Path) -> Any:
     return found
 
 
+def child_environment() -> dict[str, str]:
+    """The variables that the child needs, and no others: tokens and keys of this process are not
+    for a stranger's template. Nor are packages from the working directory.
+    """
+    found = {name: value for name, value in os.environ.items() if name.upper() in KEPT_VARIABLES}
+    here = os.path.realpath(os.curdir)
+    paths = [p for p in sys.path if p and os.path.realpath(p) != here]
+    return {**found, "PYTHONPATH": os.pathsep.join(paths)}
+
+
 class _Worker:
     """The child process. It reads and answers one line of JSON per request."""
 
     def __init__(self) -> None:
         script = Path(__file__).with_name("template_worker.py")
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         try:
             self._process = subprocess.Popen(
-                [sys.executable, str(script), str(MEMORY_BYTES)],
-                env=environment,
+                [sys.executable, str(script), str(MEMORY_BYTES), str(os.getpid())],
+                env=child_environment(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

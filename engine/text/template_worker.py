@@ -1,7 +1,8 @@
 """The child process that renders chat templates (see engine/text/template.py).
 
 It imports jinja2 and nothing of the engine. Run it as a script, with the bytes of address space
-that it may use; it reads one request per line and writes one answer per line.
+that it may use and its parent's process id; it reads one request per line and writes one answer per
+line. Where the system can, it ends with its parent and cannot start a process (`confine`).
 """
 
 from __future__ import annotations
@@ -11,15 +12,33 @@ import sys
 # Python puts a script's folder first on the path: its files must not shadow packages
 sys.path.pop(0)
 
+import contextlib  # noqa: E402
+import ctypes  # noqa: E402
 import datetime  # noqa: E402
 import io  # noqa: E402
 import json  # noqa: E402
+import os  # noqa: E402
+import platform  # noqa: E402
 import signal  # noqa: E402
+import struct  # noqa: E402
 from typing import Any, NoReturn  # noqa: E402
 
 import jinja2  # noqa: E402
 import jinja2.ext  # noqa: E402
 from jinja2.sandbox import ImmutableSandboxedEnvironment  # noqa: E402
+
+CPU_SECONDS = 30  # of one render, should the parent not be there to stop it
+
+# Linux: prctl(2), seccomp(2), and per machine its audit number and the system calls that start a
+# process: clone, fork, vfork, execve, execveat, clone3
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 1, 22, 38, 2
+STARTS = {
+    "x86_64": (0xC000003E, (56, 57, 58, 59, 322, 435)),
+    "aarch64": (0xC00000B7, (220, 221, 281, 435)),
+}
+# classic BPF: load a word, jump if equal, jump if at least, return; and what a filter may return
+LOAD, IF_EQUAL, IF_AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06
+ALLOW, REFUSE = 0x7FFF0000, 0x00050001  # the latter with EPERM
 
 
 class Generation(jinja2.ext.Extension):
@@ -101,23 +120,70 @@ def answer(sandbox: ImmutableSandboxedEnvironment, line: str) -> dict[str, str]:
         return {"error": f"failed: {type(error).__name__}: {str(error)[:300]}"}
 
 
+def confine(memory_bytes: int, parent: int) -> None:
+    """Bound this process's memory, end it with its parent, and refuse it to start others: as far
+    as the system can.
+    """
+    # Windows has no limits; only the time is bounded there
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))  # root is not bound by it
+    if not sys.platform.startswith("linux"):
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        prctl = ctypes.CDLL(None).prctl
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)  # it ended before the line above
+        refuse_processes(prctl)
+
+
+def refuse_processes(prctl: Any) -> None:
+    """Make the kernel refuse every system call that starts a process or a program (seccomp)."""
+    if platform.machine() not in STARTS:
+        return
+    audit, calls = STARTS[platform.machine()]
+    checks = [(IF_EQUAL, len(calls) - i, 0, call) for i, call in enumerate(calls)]
+    steps = [
+        (LOAD, 0, 0, 4),  # the machine that the call is for
+        (IF_EQUAL, 0, len(calls) + 3, audit),
+        (LOAD, 0, 0, 0),  # the call's number
+        (IF_AT_LEAST, len(calls) + 1, 0, 0x40000000),  # x32 has numbers of its own
+        *checks,
+        (RETURN, 0, 0, ALLOW),
+        (RETURN, 0, 0, REFUSE),
+    ]
+    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    head = struct.pack("HxxxxxxP", len(steps), ctypes.addressof(program))
+    if prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0:
+        prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.create_string_buffer(head), 0, 0)
+
+
+def allow_cpu(seconds: int) -> None:
+    """End this process when it has used so many more seconds of a CPU."""
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        soft = int(used.ru_utime + used.ru_stime) + 1 + seconds
+        resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
+
+
 def main() -> None:
     """Answer requests until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    try:
-        import resource
-
-        limit = int(sys.argv[1])
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    except (ImportError, ValueError, OSError):
-        # Windows has no such limit; only the time is bounded there
-        pass
+    confine(int(sys.argv[1]), int(sys.argv[2]))
     sandbox = environment()
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8")
     print("{}", flush=True)
     for line in sys.stdin:
+        allow_cpu(CPU_SECONDS)
         print(json.dumps(answer(sandbox, line)), flush=True)
 
 

@@ -94,7 +94,7 @@ def test_a_step_is_one_graph_without_a_sync_or_an_allocation():
     session.prefill(random_ids(1500))
     eager = [session.decode(5) for _ in range(5)]
     session.truncate(1500)
-    assert session._runner._own_step._graphs
+    assert session.runner._own_step._graphs
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated()
     torch.cuda.set_sync_debug_mode("error")

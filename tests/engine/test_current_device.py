@@ -46,7 +46,7 @@ def test_every_request_makes_the_llms_card_current(moved, monkeypatch):
     """Chunks, steps, a prompt's end, going back, another method, a fork, the end."""
     llm, gpu = moved
     session = llm.session()
-    steps = cards_seen(gpu, monkeypatch, type(session._runner), "run")
+    steps = cards_seen(gpu, monkeypatch, type(session.runner), "run")
     ends = cards_seen(gpu, monkeypatch, type(session.runtime), "end_prompt")
     session.prefill(random_ids(100), more=True)
     session.decode(3)  # ends the open prompt first

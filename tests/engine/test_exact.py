@@ -136,11 +136,11 @@ def test_a_verified_token_sees_no_draft_after_it():
         drafts[wrong - 1] = (right[wrong] + 1) % 23
         with llm.session(Exact(OMNIKV, draft=4)) as exact:
             exact.prefill(ids)
-            plant(exact._runner, drafts)
+            plant(exact.runner, drafts)
             for token, logits in zip(right[:wrong], truth):
                 assert torch.equal(exact.decode(token), logits)
             assert exact.counters.accepted == wrong - 1 and exact.counters.cycles == 1
-            plant(exact._runner, [])
+            plant(exact.runner, [])
             assert torch.equal(exact.decode(right[wrong]), truth[wrong])
             assert exact.counters.cycles == 2
 
@@ -210,7 +210,7 @@ def interrupted(session, after):
     """A Ctrl-C in the `after`-th attention of steps that draft and verify leaves the session with
     the tokens that were shown.
     """
-    runner, calls = session._runner, []
+    runner, calls = session.runner, []
 
     def breaking(attend):
         def run(*arguments):

@@ -173,7 +173,7 @@ def test_a_fused_step_is_the_plain_step(monkeypatch):
             answers.append(torch.stack([session.decode(token) for token in (3, 4)]))
             assert session.stats.sparse_steps == 2
             fused = settings["backend"] == "triton"
-            assert session._runner.fused == fused
+            assert session.runner.fused == fused
             assert session.runtime.setup.scratch.merges_last == fused
     torch.testing.assert_close(*answers, rtol=1e-4, atol=1e-4)
 

@@ -9,6 +9,7 @@ choose, and pick filter layers by dynamic programming. Progress goes to stderr, 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from tools.calibrate.choose_layers import best_sets, choose
 from tools.calibrate.report import plot, report
 from tools.calibrate.similarity import head_groups, kept, measure
 from tools.calibrate.texts import add_flags, texts_for
-from tools.program import guarded, replace_json, say
+from tools.program import guarded, replace_json, replace_text, require_writable, say
 from weights.aliases import ALIASES
 from weights.fingerprint import fingerprint
 
@@ -183,14 +184,40 @@ def chosen_set(
     return chosen
 
 
+def require_places(args: argparse.Namespace) -> None:
+    """Raise UsageError where a result could not be written or drawn, before the measurement."""
+    for flag, path in (("--out", args.out), ("--json", args.json)):
+        if path is not None:
+            require_writable(flag, path)
+    if args.plot is not None:
+        require_writable("--plot", args.plot / "similarity.png")
+        if importlib.util.find_spec("matplotlib") is None:
+            raise UsageError("--plot: needs matplotlib, which is not installed: pip install it")
+
+
+def require_numbers(args: argparse.Namespace, layers: int) -> None:
+    """Raise UsageError where a number of --by reads and --by mass cannot be meant."""
+    for flag, value, least, most in (
+        ("--wait-layers", args.wait_layers, 0, layers - 1),
+        ("--filters", args.filters, 1, layers - 1),
+        ("--most-dense", args.most_dense, 0, 1),
+        ("--slack", args.slack, 0, 1),
+    ):
+        if not least <= value <= most:  # so nan is refused too
+            raise UsageError(f"{flag}: found {value}, expected {least} to {most}")
+
+
 def run(args: argparse.Namespace) -> None:
     """Calibrate, print the table and write what was asked for."""
     began = time.perf_counter()
+    require_places(args)
     llm = LLM(args.model, device=args.device, dtype=args.dtype, method=Full())
+    require_numbers(args, llm.config.num_layers)
     length = checked_length(args, llm)
-    data = by_loss(llm, args, length) if args.by == "loss" else by_mass(llm, args, length)
-    if not args.dry_run:
-        print(f"written: {save(llm.folder, data, args.out)}")
+    if args.by == "loss":
+        by_loss(llm, args, length)
+    else:
+        by_mass(llm, args, length)
     say(f"{time.perf_counter() - began:.0f} s, texts of up to {length} tokens")
 
 
@@ -207,19 +234,20 @@ def calibration(llm: LLM, filters: Sequence[int], wait: int, k: int) -> dict[str
     }
 
 
-def by_loss(llm: LLM, args: argparse.Namespace, length: int) -> dict[str, Any]:
-    """Search, print, and return the calibration."""
+def by_loss(llm: LLM, args: argparse.Namespace, length: int) -> None:
+    """Search, print, and write the calibration."""
     chosen, lines, k = run_by_loss(llm, args, length)
     print("\n".join(lines))
     print(
         f"\nchosen: {chosen.filters}, {len(chosen.full)} of {llm.config.num_layers} layers full, "
         f"held-out KL {chosen.held:.4f}"
     )
-    return calibration(llm, chosen.filters, 0, k)
+    if not args.dry_run:
+        print(f"written: {save(llm.folder, calibration(llm, chosen.filters, 0, k), args.out)}")
 
 
-def by_mass(llm: LLM, args: argparse.Namespace, length: int) -> dict[str, Any]:
-    """Measure reads kept and mass, print, and return the calibration."""
+def by_mass(llm: LLM, args: argparse.Namespace, length: int) -> None:
+    """Measure reads kept and mass, print, and write what was asked for."""
     config = llm.config
     texts = texts_for(llm, args.text, args.texts, length, args.seed)
     tail = 64 if length < 2048 else 256
@@ -237,8 +265,6 @@ def by_mass(llm: LLM, args: argparse.Namespace, length: int) -> dict[str, Any]:
         f"by {args.by}: {chosen.mass:.4f}"
     )
     data = calibration(llm, chosen.filters, wait, k)
-    if args.plot:
-        plot(args.plot, mass, chosen)
     if args.json:
         measured = {
             "mass": mass.tolist(),
@@ -247,8 +273,11 @@ def by_mass(llm: LLM, args: argparse.Namespace, length: int) -> dict[str, Any]:
             "head_groups": head_groups(heads, max(1, config.num_layers // 4)),
             "sets": [[c.filters, c.dense, c.mass] for c in sets.values()],
         }
-        Path(args.json).write_text(json.dumps(data | measured))
-    return data
+        replace_text(Path(args.json), json.dumps(data | measured))
+    if not args.dry_run:
+        print(f"written: {save(llm.folder, data, args.out)}")
+    if args.plot:  # last: a plot that fails loses nothing
+        plot(args.plot, mass, chosen)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -23,7 +23,7 @@ from tools.compare.report import write
 from tools.compare.run import Rules
 from tools.compare.work import Bench, Clock, Inside, Order, Outside
 from tools.eval.prompts import JUDGE_HELP, JUDGES
-from tools.program import POCKET, guarded, replace_json, say
+from tools.program import POCKET, guarded, one_at_a_time, replace_json, say
 from tools.tasks import TASKS
 
 DEFAULT_TASKS = ("passkey", "kv", "two_stage", "chains", "facts")
@@ -300,7 +300,9 @@ def run(args: argparse.Namespace, began: float) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run and print the report. Exit code 0, 1 (the run failed), 2 (usage) or 130 (Ctrl-C)."""
     began, args = time.monotonic(), arguments(argv)
-    return guarded(
-        lambda: run(args, began),
-        f"stopped; the same command goes on from {args.out / 'answers.jsonl'}",
-    )
+
+    def work() -> None:
+        with one_at_a_time(args.out):
+            run(args, began)
+
+    return guarded(work, f"stopped; the same command goes on from {args.out / 'answers.jsonl'}")

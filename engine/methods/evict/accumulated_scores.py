@@ -102,24 +102,30 @@ class AccumulatingRuntime(EvictingRuntime):
 
     def begin_prompt(self, start: int, stop: int, more: bool = False) -> None:
         """Allocate scores of everything that this prompt's queries will see: those of the store,
-        and zeros.
+        those that the prompt's parts before this one have left, and zeros.
         """
+        sequence, goes_on = self.sequences[0], self.reading or self.sequences[0].layers is None
         super().begin_prompt(start, stop, more)
-        sequence, old = self.sequences[0], self.sequences[0].sums
-        sequence.sums = []
+        old, found = sequence.sums if goes_on else None, []
         for layer in range(self.plan.num_layers):
-            before = None if old is None else old[layer]
+            before, held = None if old is None else old[layer], 0
             if sequence.layers is not None:
                 scores = [rows.part().scores for rows in sequence.layers[layer]]
-                before = torch.cat([t for t in scores if t is not None])
-            held = 0 if before is None else before.shape[2]
-            fresh = stop - (sequence.since if sequence.layers is not None else held)
+                store = torch.cat([t for t in scores if t is not None])
+                before, held = store if before is None else before, store.shape[2]
+            seen = held + sequence.length - sequence.since
             sums = torch.zeros(
-                self.heads, self.setup.config.group, held + fresh, device=self.setup.device
+                self.heads,
+                self.setup.config.group,
+                seen + stop - sequence.length,
+                device=self.setup.device,
             )
             if before is not None:
-                sums[:, :, :held] = before
-            sequence.sums.append(sums)
+                # an interrupted call has left room for more than it has read
+                known = min(seen, before.shape[2])
+                sums[:, :, :known] = before[:, :, :known]
+            found.append(sums)
+        sequence.sums = found  # whole: an interrupt leaves the old ones
 
     def end_prompt(self, length: int, step: Step | None = None) -> None:
         """Tokens that nobody has read (a synthetic bank) have received no attention."""

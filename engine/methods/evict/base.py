@@ -298,25 +298,29 @@ class EvictingRuntime(Runtime):
     # ---------------------------------------------------------------- going back, copies
 
     def state(self) -> Any:
-        """Positions, scores and budgets: K and V come back from the bank."""
+        """Positions, scores and budgets, and how far a prompt is that goes on: K and V come back
+        from the bank.
+        """
         held = self.sequences[0]
         layers = None
         if held.layers is not None:
             layers = [[rows.state() for rows in layer] for layer in held.layers]
-        return held.length, held.prompt, list(held.budgets), layers, cloned(held.sums)
+        prompt = held.since, held.prompt, self.reading, self.total
+        return held.length, prompt, list(held.budgets), layers, cloned(held.sums)
 
     def load(self, state: Any, length: int | None) -> None:
         """Gather the stores of a state from the bank, bit for bit."""
-        at, prompt, budgets, layers, sums = state
-        found = Sequence(at, 0, prompt, None, list(budgets), cloned(sums))
+        at, (since, prompt, reading, total), budgets, layers, sums = state
+        found = Sequence(at, since, prompt, None, list(budgets), cloned(sums))
         if layers is not None:
             assert self.bank is not None
-            found.since, found.layers = at, []
+            found.layers = []
             for layer, parts in enumerate(layers):
                 k, v = (t[0] for t in self.bank.kv(layer))
                 most = self.method.max_rows(budgets[layer])
                 found.layers.append([Rows.rebuild(part, k, v, most) for part in parts])
-        self.sequences[0], self.reading, self.pending = found, False, {}
+        self.sequences[0], self.pending = found, {}
+        self.reading, self.total = reading, total
 
     def copy_from(self, other: Any, sequence: int = 0) -> None:
         theirs: Sequence = other.sequences[0]
@@ -326,6 +330,7 @@ class EvictingRuntime(Runtime):
         self.sequences[sequence] = replace(
             theirs, layers=layers, sums=cloned(theirs.sums), budgets=list(theirs.budgets)
         )
+        self.reading, self.total = other.reading, other.total
 
 
 def everything(part: Part) -> torch.Tensor:

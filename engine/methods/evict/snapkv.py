@@ -10,7 +10,7 @@ cut in the same way, from what is still held and its own tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +27,9 @@ from kernels.column_sums import column_sums
 if TYPE_CHECKING:
     from engine.decode import Step
     from engine.methods.base import Runtime, Setup
+    from engine.model.config import ModelConfig
     from engine.plan.layers import LayerPlan
+    from engine.plan.needs import Needs
 
 WINDOW_MOST = 64  # newest queries that a session keeps at a prompt's end (engine/prefill.py)
 
@@ -65,6 +67,9 @@ class SnapKV(Evicting):
     def budget(self, plan: LayerPlan, length: int) -> int:
         """At least the window."""
         return max(self.window, super().budget(plan, length))
+
+    def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
+        return replace(super().needs(plan, config, capacity, itemsize), prompt_window=self.window)
 
     def runtime(self, setup: Setup) -> Runtime:
         return SnapRuntime(self, setup)

@@ -230,6 +230,13 @@ class OmniKVRuntime(Runtime):
         # a sink is chosen by an infinite score, whatever its score
         return {layer: scores.nan_to_num(0.0, posinf=0.0)}
 
+    def choice(self) -> Any:
+        return [t.clone() for t in (self.scores, *self.index, *self.counts)]
+
+    def load_choice(self, choice: Any) -> None:
+        for mine, theirs in zip((self.scores, *self.index, *self.counts), choice):
+            mine.copy_(theirs)
+
     # ---------------------------------------------------------------- going back
 
     def state(self) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -228,6 +228,15 @@ class Selecting(Runtime):
         """{filter layer: positions that any head chose in the last step, ascending}, sequence 0."""
         layers = (self.plan.groups[group].filter_layer for group in self.chosen)
         return {layer: self.chosen_rows(layer).unique().cpu() for layer in layers}
+
+    def choice(self) -> Any:
+        return {
+            group: chosen if chosen.index is None else replace(chosen, index=chosen.index.clone())
+            for group, chosen in self.chosen.items()
+        }
+
+    def load_choice(self, choice: Any) -> None:
+        self.chosen = choice
 
     # ---------------------------------------------------------------- going back
 

@@ -250,6 +250,12 @@ class InfLLMRuntime(Runtime):
     def selections(self) -> dict[int, torch.Tensor]:
         return {layer: self.chosen_rows(layer).cpu() for layer in self.read}
 
+    def choice(self) -> Any:
+        return dict(self.read)
+
+    def load_choice(self, choice: Any) -> None:
+        self.read = choice
+
     def rows_read(self, n: int) -> list[int]:
         """Initial tokens, chosen blocks, remainder and window, the same in every layer."""
         layout, method = Layout.at(self.method, n - 1), self.method

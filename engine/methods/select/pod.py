@@ -165,6 +165,8 @@ class PodRuntime(Runtime):
             return dense()
         out, far = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device)
         (k, v), group = bank.kv(layer), q.shape[2] // len(lows)
+        if bank.on_host(layer):  # such views hold until a lower layer's K is asked for
+            k, v = k.clone(), v.clone()
         for b in range(len(q)):
             sink, recent, distant = proximal_spans(
                 positions[b], self.method.first, self.method.recent

@@ -1,0 +1,53 @@
+"""An interrupt at a counted line of the engine: at any moment, and at the same one again."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ENGINE = str(Path(__file__).resolve().parents[2] / "engine")
+# `with lock:` there: between taking a lock and the body a signal never comes, a traced line does
+LOCKED = str(Path(ENGINE, "bank", "host_pool.py"))
+
+
+class Interrupt(KeyboardInterrupt):
+    """A Ctrl-C of this test."""
+
+
+class Countdown:
+    """Raises Interrupt when so many lines of the engine have run. hit: whether it has."""
+
+    def __init__(self, lines: int) -> None:
+        self.left, self.hit = lines, False
+
+    def __call__(self, frame, event, argument):
+        """Trace a call: lines of the engine count, other files run untraced."""
+        file = frame.f_code.co_filename
+        return self.line if file.startswith(ENGINE) and file != LOCKED else None
+
+    def line(self, frame, event, argument):
+        """Count a line; the last one raises."""
+        if event == "line":
+            self.left -= 1
+            if self.left <= 0 and not self.hit:
+                self.hit = True
+                sys.settrace(None)
+                raise Interrupt(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        return self.line
+
+
+@contextlib.contextmanager
+def interrupted_after(lines: int | None) -> Iterator[Countdown]:
+    """Raise Interrupt after so many lines of the engine inside (None: never), in this thread."""
+    countdown = Countdown(lines or 0)
+    if lines is None:
+        yield countdown
+        return
+    before = sys.gettrace()
+    sys.settrace(countdown)
+    try:
+        yield countdown
+    finally:
+        sys.settrace(before)

@@ -1,0 +1,24 @@
+"""Random operations on sessions against an oracle (tests/attack): every method, both tiers,
+interrupts at any line, answers that are left early or taken by several threads.
+
+Stops: choices from queries that are gone, half a switch, a check that changes something, a fork
+that forgets. The seeds of a failure are printed, with the operations that are left after shrinking.
+"""
+
+import pytest
+
+from tests.attack.__main__ import failure, report
+from tests.attack.sequence import Counts, operations
+
+GROUPS, EACH = 6, 8
+
+
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_sequences(group):
+    counts = Counts()
+    for seed in range(group * EACH, (group + 1) * EACH):
+        todo = operations(seed)
+        if failure(seed, todo, counts):
+            pytest.fail(report(seed, todo), pytrace=False)
+    print(f"seeds {group * EACH} to {(group + 1) * EACH - 1}: {counts}")
+    assert counts.checks >= EACH and counts.interrupts

@@ -1,0 +1,246 @@
+"""What a random attack found (tests/attack), one test each: a switch after a truncate, a reading
+that was interrupted, forks, checks, going back under methods that evict, threads.
+
+Every session is compared with a fresh one that was brought to the same place by the shortest way.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from engine import Full, OmniKV, SamplingParams
+from engine.errors import Busy
+from engine.methods.evict.a2sf import A2SF
+from engine.methods.evict.ada_pyramid import AdaPyramid
+from engine.methods.evict.ada_snapkv import AdaSnapKV
+from engine.methods.evict.h2o import H2O
+from engine.methods.evict.pyramidkv import PyramidKV
+from engine.methods.evict.snapkv import SnapKV
+from engine.methods.select.pod import PodUntrained
+from engine.watch import Watch
+from tests.builders import random_ids, tiny_llm
+
+IDS = random_ids(400)
+SPARSE = OmniKV(filter_layers=(1, 4), tokens=20, tail=64, dense_below=0)
+BY_QUERIES = (SnapKV(tokens=96), PyramidKV(tokens=100, beta=4), AdaSnapKV(tokens=128),
+              AdaPyramid(tokens=80, kernel=1))  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return tiny_llm(Full(), max_context=512)
+
+
+def steps(session, tokens=(5, 17, 3)):
+    return torch.stack([session.decode(token) for token in tokens])
+
+
+def same(one, other, atol=2e-4):
+    return torch.allclose(steps(one), steps(other), atol=atol, rtol=0)
+
+
+class Stop(Exception):
+    """Raised by a progress callback."""
+
+
+def stopping(after):
+    def progress(_):
+        nonlocal after
+        after -= 1
+        if not after:
+            raise Stop
+
+    return progress
+
+
+@pytest.mark.parametrize("method", BY_QUERIES, ids=lambda m: m.name)
+def test_a_switch_after_a_truncate_knows_the_queries(llm, method):
+    with llm.session() as session, llm.session() as fresh:
+        session.prefill(IDS)
+        session.truncate(142)
+        fresh.prefill(IDS[:142])
+        session.set_method(method)
+        fresh.set_method(method)
+        assert same(session, fresh)
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_h2o_reads_on_after_an_interrupted_reading(llm, after):
+    with llm.session(H2O(tokens=40)) as session, llm.session(H2O(tokens=40)) as fresh:
+        with pytest.raises(Stop):
+            session.prefill(IDS, stopping(after))
+        fresh.prefill(IDS[: 64 * after])
+        for one in (session, fresh):
+            one.prefill(IDS[:50])
+        assert same(session, fresh)
+
+
+@pytest.mark.parametrize("method", [H2O(tokens=40, cut="prefill"), A2SF(tokens=40), *BY_QUERIES])
+def test_an_open_prompt_survives_forks_and_truncates(llm, method):
+    sessions = [llm.session(method) for _ in range(3)]
+    for session in sessions:
+        session.prefill(IDS[:31])
+        session.decode(7)
+        session.prefill(IDS[31:213], more=True)
+    one, back, fresh = sessions
+    back.prefill(IDS[213:260], more=True)
+    back.truncate(214)  # where the first part ended
+    with one.fork() as copy:
+        for session in (one, copy, back, fresh):
+            session.prefill(IDS[213:240])
+        expected = steps(fresh)
+        for session in (one, copy, back):
+            assert torch.allclose(steps(session), expected, atol=2e-4, rtol=0)
+    for session in sessions:
+        session.close()
+
+
+def test_parts_of_a_later_prompt_are_one_prompt(llm):
+    method = H2O(tokens=40, cut="prefill")
+    with llm.session(method) as parts, llm.session(method) as whole:
+        for session in (parts, whole):
+            session.prefill(IDS[:31])
+        parts.prefill(IDS[31:159], more=True)
+        parts.prefill(IDS[159:223])
+        whole.prefill(IDS[31:223])
+        assert same(parts, whole)
+
+
+def test_a_fork_keeps_capacity_backend_and_watch(llm):
+    with llm.session(SPARSE, max_context=256) as session:
+        session.set_backend("reference")
+        session.watch = Watch(every=3)
+        session.prefill(IDS[:100])
+        with session.fork() as copy:
+            assert (copy.capacity, copy.backend, copy.watch) == (256, "reference", session.watch)
+            assert copy.watch is not session.watch
+            assert copy.bank.nbytes == session.bank.nbytes
+
+
+@pytest.mark.parametrize("offload", ["device", "host"])
+@pytest.mark.parametrize("after", [None, 2])
+def test_a_check_after_a_switch_changes_nothing(llm, offload, after):
+    sessions = [llm.session(Full(), offload=offload) for _ in range(2)]
+    for session in sessions:
+        session.prefill(IDS[:300])
+        steps(session, range(16))
+        session.set_method(SPARSE)
+        session.decode(9)
+    checked, other = sessions
+    chosen = {layer: rows.tolist() for layer, rows in checked.selections.items()}
+    ended = None if after is None else stopping(after)
+    try:
+        checked.check(16, ended and (lambda *_: ended(None)))
+    except Stop:
+        pass
+    assert {layer: rows.tolist() for layer, rows in checked.selections.items()} == chosen
+    for layer in range(llm.config.num_layers):
+        for mine, theirs in zip(checked.bank.kv(layer, 317), other.bank.kv(layer, 317)):
+            assert torch.equal(mine, theirs)
+    assert torch.equal(steps(checked), steps(other))
+    for session in sessions:
+        session.close()
+
+
+def test_a_switch_that_is_interrupted_leaves_the_session_as_it_was(llm):
+    with llm.session(SPARSE) as session, llm.session(SPARSE) as fresh:
+        for one in (session, fresh):
+            one.prefill(IDS[:300])
+            steps(one)
+        with pytest.raises(Stop):
+            session.set_method(H2O(tokens=40), stopping(2))
+        assert session.method == SPARSE and same(session, fresh)
+
+
+def test_a_truncate_that_is_interrupted_is_done_by_the_next_call(llm, monkeypatch):
+    method = SnapKV(tokens=96)
+    with llm.session(method) as session, llm.session(method) as fresh:
+        for one in (session, fresh):
+            one.prefill(IDS[:150])
+            steps(one, range(30))
+        fresh.truncate(170)
+        step, left = type(session).step, 7
+
+        def stopped(self, token):
+            nonlocal left
+            left -= 1
+            if not left:
+                raise KeyboardInterrupt
+            return step(self, token)
+
+        monkeypatch.setattr(type(session), "step", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            session.truncate(170)
+        assert session.ids == fresh.ids and len(session) == 170
+        assert same(session, fresh)
+
+
+def test_going_back_below_a_switch_reads_nothing_again(llm):
+    with llm.session() as session, llm.session() as fresh:
+        session.prefill(IDS[:300])
+        before = session.stats
+        steps(session)
+        session.set_method(SnapKV(tokens=96))
+        steps(session)
+        assert session.tokens_again(300) == 0
+        session.truncate(300)
+        fresh.prefill(IDS[:300])
+        fresh.set_method(SnapKV(tokens=96))
+        assert session.stats.prefill_tokens == before.prefill_tokens
+        assert same(session, fresh)
+
+
+def test_what_runs_again_is_foretold_shown_and_counted_apart(llm):
+    with llm.session(H2O(tokens=40)) as session:
+        session.prefill(IDS[:200])
+        steps(session)
+        before, seen = session.stats, []
+        assert session.tokens_again(150) == 150
+        session.truncate(150, later=True)
+        assert len(session) == 150 and session.stats.rerun_seconds == before.rerun_seconds
+        next(session.generate([], SamplingParams(max_tokens=1), seen.append))
+        after = session.stats
+        assert seen and seen[-1].done == seen[-1].total == 150
+        assert after.rerun_seconds > before.rerun_seconds
+        assert after.prefill_tokens == before.prefill_tokens
+
+
+def test_logits_after_a_truncate_are_those_of_the_methods_own_step(llm):
+    with llm.session(SPARSE) as session, llm.session(SPARSE) as fresh:
+        for one in (session, fresh):
+            one.prefill(IDS[:300])
+            steps(one, range(6))
+        expected = fresh.last_logits
+        steps(session)
+        session.truncate(306)
+        session.refresh_logits()
+        assert torch.allclose(session.last_logits, expected, atol=2e-4, rtol=0)
+        assert same(session, fresh)
+
+
+def test_an_answer_may_change_threads_and_others_are_refused(llm):
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    expected = llm.generate(IDS[:50], params).token_ids
+    pieces, found = llm.stream(IDS[:50], params), []
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        for number in range(12):
+            thread, elsewhere = (one, other) if number % 2 else (other, one)
+            found.append(thread.submit(next, pieces).result().token_id)
+            if number < 11:
+                with pytest.raises(Busy):
+                    elsewhere.submit(llm.generate, IDS[:5], params).result()
+        assert other.submit(next, pieces, None).result() is None
+    assert found == expected and llm.generate(IDS[:50], params).token_ids == expected
+
+
+def test_pod_after_a_switch_on_the_host_tier_reads_its_own_layer(llm):
+    """Its lower layer's K came into the buffer that the layer's own K and V lay in."""
+    pod = PodUntrained((0, 2, 5), first=8, recent=64)
+    found = []
+    for offload in ("device", "host"):
+        with llm.session(SPARSE, offload=offload) as session:
+            session.prefill(IDS[:100])
+            session.set_method(pod)
+            found.append(steps(session))
+    assert torch.allclose(*found, atol=2e-4, rtol=0)
