@@ -327,18 +327,16 @@ class LLM:
         """Token ids that end an answer (generation_config.json, else config.json)."""
         return self.config.eos_token_ids
 
-    def reserved(self) -> contextlib.AbstractContextManager[None]:
-        """Hold this LLM for one call; the same thread may nest, a second one gets Busy."""
-        return self._lock.held()
-
     def request(self) -> Request:
         """Hold this LLM for one streamed answer, whose pieces may be taken by several threads."""
         return self._lock.request()
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """As `reserved`, with this LLM's device as the thread's current one."""
-        with self.reserved(), current(self.device):
+        """Hold this LLM for one call, with its device as the thread's current one. The same thread
+        may nest, a second one gets Busy.
+        """
+        with self._lock.held(), current(self.device):
             yield
 
     # ---------------------------------------------------------------- requests
