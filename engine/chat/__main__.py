@@ -20,9 +20,18 @@ def _keep_descriptors() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
 
 
+def _keep_folder() -> None:
+    """Leave a working folder that was deleted: the native libraries cannot be loaded from it."""
+    try:
+        os.getcwd()
+    except OSError:
+        os.chdir(os.sep)
+
+
 def start() -> int:
     """Import the engine, which takes seconds, and run the chat; no Ctrl-C prints a traceback."""
     _keep_descriptors()
+    _keep_folder()
     interruptible = signal.getsignal(signal.SIGINT) == signal.default_int_handler
     if interruptible:
         signal.signal(signal.SIGINT, _leave)

@@ -274,7 +274,7 @@ def plan_at(
         weights,
     )
     size, largest = dtype.itemsize, search.largest_context()
-    context = max_context or max(ROUND, largest)
+    context = max_context or max(min(ROUND, config.context_limit), largest)
     placement, needs = search.placement(context), method.needs(layers, config, context, size)
     return Plan(
         model=name,

@@ -8,12 +8,14 @@ import numpy
 import pytest
 import torch
 
+from engine import LLM
 from engine.chat.flags import gigabytes, scaled
 from engine.errors import EngineError, SessionClosed, SettingError
 from engine.options import Options
 from engine.sampling import SamplingParams
 from engine.settings import MOST, checked_ids, fraction, integer, listed_ids
 from tests.builders import tiny_llm
+from tests.engine.chat.chat_model import chat_model
 
 HUGE = 10**5000
 NO_INTS = ["5", b"5", 5.0, 3.7, float("nan"), float("inf"), True, None, [5], HUGE, -1]
@@ -157,3 +159,9 @@ def test_a_session_changed_inside_its_own_answer_says_so(change):
     session.truncate(2) if change == "truncate" else session.close()
     with pytest.raises(SettingError if change == "truncate" else SessionClosed, match="answer"):
         next(answer)
+
+
+@pytest.mark.parametrize("positions", [1, 3, 64, 100])
+def test_a_session_never_holds_more_than_the_models_positions(positions, tmp_path):
+    model = chat_model(tmp_path / "m", max_position_embeddings=positions)
+    assert LLM(model, device="cpu", load=False).max_context == positions

@@ -5,6 +5,9 @@ and text that is dropped or reaches the terminal as it is.
 import io
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -256,3 +259,20 @@ def test_passages_on_the_screen_hold_no_escape_sequences(fake, monkeypatch, caps
         fake("one"), monkeypatch, capsys, f"/read {path}", "What?", "/system " + ESCAPE
     )
     assert code == 0 and "TITLE" in err and not set(err) & set("\x1b\x07\x9b")
+
+
+def test_closed_descriptors_are_taken_and_a_deleted_folder_is_left(tmp_path):
+    """Else the next file opened becomes standard output, and torch's libraries do not load."""
+    root = Path(__file__).resolve().parents[3]
+    code = (
+        "import os, sys; from engine.chat import __main__ as program\n"
+        f"os.mkdir({str(tmp_path / 'gone')!r}); os.chdir({str(tmp_path / 'gone')!r})\n"
+        "os.rmdir(os.getcwd()); os.close(1)\n"
+        "program._keep_descriptors(); program._keep_folder()\n"
+        "assert os.open(os.devnull, 0) > 2 and os.getcwd() == os.sep\n"
+        "assert 'torch' not in sys.modules and 'engine.llm' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
