@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineError, UsageError
+from engine.text.boundary import one_line
 
 # the shipped model, which programs use where no --model is given
 POCKET = Path(__file__).resolve().parents[1] / "weights" / "pocket"
@@ -33,10 +34,10 @@ def guarded(work: Callable[[], int | None], stopped: str = "") -> int:
     try:
         return work() or 0
     except EngineError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(str(error))}", file=sys.stderr)
         return error.exit_code
     except OSError as error:  # a full disk, a folder that is gone
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         if stopped:
