@@ -224,7 +224,9 @@ def _method(chat: Chat, rest: str) -> None:
         method = exact_with(session.method, settings)
     else:
         method = method_with(name, settings, {})
-    session.set_method(method)
+    # one that sums attention runs the queries once more: between two chunks it can be stopped
+    with chat.interrupts:
+        session.set_method(method, chat.interrupts.watched(chat.display.reading()))
     done = "nothing is read again"
     if getattr(method, "scored", False):
         done = "the queries ran once more to sum their attention"

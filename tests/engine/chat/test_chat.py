@@ -562,7 +562,7 @@ def _with_tail(session):
 
 
 def _with_method(session):
-    session.set_method = lambda method: setattr(session, "method", method)
+    session.set_method = lambda method, progress=None: setattr(session, "method", method)
     return session
 
 

@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 
 import engine.chat.evidence
+import engine.history
 from engine.chat import commands, repl
 from engine.chat.cli import main
 from engine.chat.conversation import Conversation
 from engine.chat.display import Display
 from engine.text.boundary import ERROR_CHARACTERS
+from tests.engine.chat.chat_model import chat_model
 from tests.engine.chat.typed_chat import chat
 
 ESCAPE = "\x1b]0;TITLE\x07\x1b[31m\x9b2J"
@@ -114,6 +116,28 @@ def test_ctrl_c_stops_a_check_after_a_step(fake, monkeypatch, capsys):
     monkeypatch.setattr(engine.chat.evidence, "bank_bytes", lambda llm, tokens: 100)
     code, out, err = chat(llm, monkeypatch, capsys, "first", "/check", "second")
     assert code == 0 and done == [1, 2, 3] and out == "one\ntwo\n" and "stopped; the" in err
+
+
+def test_ctrl_c_stops_a_switch_that_runs_the_queries_again(tmp_path, monkeypatch, capsys):
+    """A real session: after a chunk, with progress; the method and the tokens stay."""
+    model = str(chat_model(tmp_path / "model"))
+    chunks, run = [], engine.history.run_chunk
+
+    def run_chunk(*arguments, **options):
+        chunks.append(1)
+        if len(chunks) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return run(*arguments, **options)
+
+    monkeypatch.setattr(engine.history, "run_chunk", run_chunk)
+    (tmp_path / "doc.txt").write_text("The sun was warm. " * 60)
+    lines = f"/read {tmp_path / 'doc.txt'}\nWhat?\n/method h2o tokens=64\n/method\nAnd?\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    flags = ["--method", "full", "--chunk", "64", "-n", "2", "--ignore-eos", "--threads", "1"]
+    assert main(["--model", model, "--device", "cpu", *flags]) == 0
+    err = capsys.readouterr().err
+    assert len(chunks) == 2 and "stopped; the conversation stays" in err
+    assert "\nFull()\n" in err and err.count("2 written at") == 2
 
 
 def _with_check(session, check):
