@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import kernels.openmp  # noqa: F401  before torch: says how its threads wait
+
 if TYPE_CHECKING:
     from engine.errors import EngineError
     from engine.llm import LLM

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 import torch
 
-from kernels.isa import fuses, multiplies
+from kernels.isa import fuses, multiplies, vectorises
 
 # elements of K or V that are float32 at a time in a filter layer: 2 MB, 512 rows of 8 x 128. A
 # quarter of it is 1.1 times slower: so many bytes drive an operator's code from L2, 10 us each
@@ -239,7 +239,12 @@ def _widened(rows: torch.Tensor, buffer: torch.Tensor, copied: bool = False) -> 
     """Convert rows to float32 in `buffer`; float32 rows stay where they are, or are copied."""
     if rows.dtype == torch.float32 and not copied:
         return rows
-    return buffer[: rows.numel()].view(rows.shape).copy_(rows)
+    wide = buffer[: rows.numel()].view(rows.shape)
+    if vectorises(rows.dtype):
+        return wide.copy_(rows)
+    for head, narrow in zip(wide, rows):
+        head.copy_(narrow)
+    return wide
 
 
 def _softmax(parts: list[Part]) -> torch.Tensor:

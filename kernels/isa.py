@@ -89,3 +89,12 @@ def fuses(dtype: torch.dtype, queries: int, found: str | None = None) -> bool:
         # without AVX2 its softmax over many queries is 1.3 times float32's
         return found != "default" or queries <= FEW
     return multiplies(dtype, found)
+
+
+def vectorises(dtype: torch.dtype, found: str | None = None) -> bool:
+    """Tell whether torch's loops convert `dtype` by vector instructions.
+
+    float16 without AVX2 only in copies of one contiguous run: other copies and `torch.mv` go
+    element by element, 4 to 8 times slower. found: as in `multiplies`.
+    """
+    return dtype != torch.float16 or (isa() if found is None else found) != "default"

@@ -24,3 +24,5 @@ Shared: tasks (documents, questions and exact answers), pocket (the shipped mode
 program (exit codes, errors, files), synthetic_bank and planted_selection (long contexts that nobody
 read, for timing).
 """
+
+import kernels.openmp  # noqa: F401  before torch: says how its threads wait

@@ -71,8 +71,6 @@ def _decode(dtype: torch.dtype, shape: tuple[int, int, int], rows: int) -> dict[
     kv_heads, group, dim = shape
     heads, scale, kept = kv_heads * group, dim**-0.5, min(2048, rows // 2)
     k, v = torch.randn(2, 1, kv_heads, rows + 64, dim).to(dtype).unbind(0)
-    # a sparse layer's bank: a token's K and V side by side
-    tokens = torch.randn(1, rows + 64, 2, kv_heads, dim).to(dtype).permute(2, 0, 3, 1, 4)
     q = torch.randn(1, 16, heads, dim).to(dtype)
     scratch = make_scratch(
         1, 4, heads, kv_heads, dim, rows + 64, kept, "cpu", True, 16, dtype=dtype
@@ -91,7 +89,7 @@ def _decode(dtype: torch.dtype, shape: tuple[int, int, int], rows: int) -> dict[
             one, k, v, length, scale, scores, "softmax", scratch=scratch
         ),
         "sparse layer": lambda: decode_sparse(
-            one, tokens[0], tokens[1], index, count, start, length, scale, scratch
+            one, k, v, index, count, start, length, scale, scratch
         ),
         "sparse layer, rows per head": lambda: decode_sparse(
             one, k, v, index.expand(1, kv_heads, kept), count, start, length, scale, scratch

@@ -72,7 +72,7 @@ class Llama:
             m for layer in self.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)
         ]
         head = self.lm_head
-        tied = isinstance(head, Linear) and head.weight.data_ptr() == self.embed.data_ptr()
+        tied = isinstance(head, Linear) and head.weight is self.embed
         shared = self.embed.numel() * self.embed.element_size() if tied else 0
         return (
             sum(t.numel() * t.element_size() for t in plain)
@@ -320,12 +320,10 @@ def assemble(
         )
         for i in range(config.num_layers)
     ]
-    # lm_head is the largest matrix of a small model, and the embedding itself if tied: hold it in a
-    # form that makes no second copy.
+    # lm_head is the largest matrix of a small model and often the last to arrive, or the embedding
+    # itself: a second copy, even for a moment, would pass the plan
     lm_head = packed.get("lm_head") or pack_linear(
-        plain["embed" if config.tied_embeddings else "lm_head"],
-        None,
-        form="left" if torch.device(device).type == "cpu" and form == "auto" else "plain",
+        plain["embed" if config.tied_embeddings else "lm_head"], form=form, copy=False
     )
     return Llama(
         config, dtype, torch.device(device), plain["embed"], layers, plain["norm"], lm_head

@@ -28,13 +28,15 @@ class CpuCosts:
     weight: float = 0.0
 
 
-# AVX512 and later: not measured set by set; filter and row are what was assumed for every CPU
-# before, the others were measured with avx512_bf16 (docs/EXACT.md)
-_NEWER = {
+# AMX and CPUs of other makes: filter and row are what was assumed for every CPU before, the others
+# were measured with avx512_bf16 (docs/EXACT.md)
+_OTHER = {
     2: CpuCosts(filter=1.5, row=3.0, query=0.06, kv=2.5, weight=0.05),
     4: CpuCosts(filter=1.5, row=3.0, query=0.09, kv=1.6, weight=0.5),
 }
-# by instruction set and bytes of an element (2: bfloat16 and float16, whichever is worse)
+# by instruction set and bytes of an element (2: bfloat16 and float16, whichever is worse); filter
+# and row are the worst of two machines. avx512 without bfloat16 instructions: query and kv as with
+# them, weight as on avx2, which emulates their products too
 COSTS = {
     "default": {
         2: CpuCosts(filter=2.0, row=3.0, query=0.09, kv=2.0, weight=1.1),
@@ -42,7 +44,15 @@ COSTS = {
     },
     "avx2": {
         2: CpuCosts(filter=1.45, row=4.0, query=0.06, kv=2.0, weight=1.1),
-        4: CpuCosts(filter=1.35, row=3.0, query=0.09, kv=1.6, weight=0.5),
+        4: CpuCosts(filter=1.25, row=3.7, query=0.09, kv=1.6, weight=0.5),
+    },
+    "avx512": {
+        2: CpuCosts(filter=1.25, row=4.0, query=0.06, kv=2.5, weight=1.1),
+        4: CpuCosts(filter=1.25, row=3.7, query=0.09, kv=1.6, weight=0.5),
+    },
+    "avx512_bf16": {
+        2: CpuCosts(filter=1.25, row=4.0, query=0.06, kv=2.5, weight=0.05),
+        4: CpuCosts(filter=1.25, row=3.7, query=0.09, kv=1.6, weight=0.5),
     },
 }
 
@@ -51,4 +61,4 @@ def cpu_costs(itemsize: int, found: str | None = None) -> CpuCosts:
     """Look up the costs for elements of `itemsize` bytes; found: an instruction set of
     kernels/isa.py, None for this machine's.
     """
-    return COSTS.get(isa() if found is None else found, _NEWER)[2 if itemsize < 4 else 4]
+    return COSTS.get(isa() if found is None else found, _OTHER)[2 if itemsize < 4 else 4]

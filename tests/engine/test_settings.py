@@ -18,6 +18,7 @@ from engine.methods.omnikv.settings import OmniKV
 from engine.plan.cpu_costs import CpuCosts, cpu_costs
 from engine.plan.layers import Role, layer_plan, spread_filter_layers
 from engine.plan.mem import budget_from_mem, mem_from_budget
+from kernels.isa import SETS
 from tests.builders import random_ids, stream_of, tiny_config, tiny_llm, tiny_weights
 
 BAD = [
@@ -363,7 +364,7 @@ def bytes_of_a_step(config, plan, method, n, costs):
     "fields",
     [dict(tokens=64), dict(tokens=500), dict(share=0.1), dict(mem=0.7), dict(tokens=64, tail=1024)],
 )
-@pytest.mark.parametrize("found", ["default", "avx2", "amx", "cuda"])
+@pytest.mark.parametrize("found", [*SETS, "cuda"])
 def test_automatic_crossover_is_where_the_bytes_cross(fields, found, monkeypatch):
     monkeypatch.setattr("engine.plan.cpu_costs.isa", lambda: found)
     device = "cuda" if found == "cuda" else "cpu"

@@ -163,6 +163,12 @@ def _run_flags(p: argparse.ArgumentParser) -> None:
         help="time decode steps by this process's CPU time: on a CPU that other programs use, with "
         "one thread",
     )
+    p.add_argument(
+        "--no-append",
+        action="store_true",
+        help="leave out the tokens that are read onto every depth, which take longer than the "
+        "steps on a CPU",
+    )
     p.add_argument("--no-split", action="store_true", help="leave out the split of a step")
     p.add_argument(
         "--no-gather",
@@ -223,6 +229,7 @@ def options(args: argparse.Namespace) -> Options:
         seconds=args.seconds if args.seconds is not None else (None if gpu else CPU_SECONDS),
         split=not args.no_split,
         verify=not args.no_verify,
+        append=not args.no_append,
         gather=not args.no_gather,
         cpu_time=args.cpu_time,
     )

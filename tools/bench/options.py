@@ -28,6 +28,7 @@ class Options:
     seconds: float | None = None
     split: bool = True
     verify: bool = True
+    append: bool = True  # read tokens onto every depth
     chunk: int | None = None
     rates_bytes: int | None = None
     backend: str = "auto"

@@ -11,6 +11,7 @@ _LLAMA3 = {"vocab_size": 128256, "rope_theta": 500000.0, "max_position_embedding
 _SHAPES = {
     # name: ((layers, hidden, intermediate, heads, kv heads, head dim), filter layers, other fields
     # of config.json)
+    "pocket": ((8, 256, 512, 4, 2, 64), (0, 2), {"vocab_size": 5120, "tie_word_embeddings": True}),
     "160m": ((12, 768, 3072, 12, 4, 64), (2, 5, 8), {"vocab_size": 32000}),
     "deep": ((32, 512, 1536, 8, 4, 64), (2, 8, 18), {"vocab_size": 32000}),
     "llama-3.2-1b": (

@@ -292,7 +292,7 @@ class Suite:
                     "step": row["step"],
                 }
             )
-        if self.left() > 30:
+        if self.options.append and self.left() > 30:
             if isinstance(contestant.session.method, Full):
                 self._append(name, contestant, n, CHUNK)
             # the same for every planted reuse: once per depth

@@ -1,0 +1,49 @@
+"""The costs behind `dense_below="auto"` and what they choose, for sets that this machine may lack.
+
+Stops: a constant below what was measured, a crossover that chooses the slower method.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.methods.omnikv.settings import OmniKV
+from engine.plan.cpu_costs import COSTS, cpu_costs
+from kernels.isa import SETS
+from tools.bench.shapes import shape_config, shape_filters
+
+RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
+TABLE = json.loads((RESULTS / "cpu-forms-zen4-after.json").read_text())["results"]
+ROWS, READ = 16384, 2048 + 256  # of the table's bank, and of its sparse layer
+
+
+@pytest.mark.parametrize("found", sorted(TABLE))
+@pytest.mark.parametrize("dtype, itemsize", [("float32", 4), ("bfloat16", 2), ("float16", 2)])
+def test_no_cost_is_below_what_was_measured(found, dtype, itemsize):
+    seconds = {name: row[dtype] for name, row in TABLE[found]["seconds"].items()}
+    costs, dense = cpu_costs(itemsize, found), seconds["dense layer"]
+    assert seconds["filter layer"] / dense <= costs.filter
+    assert (seconds["sparse layer"] / READ) / (dense / ROWS) <= costs.row
+
+
+def test_every_set_but_the_one_that_was_never_met_is_measured():
+    assert set(TABLE) == set(COSTS) == set(SETS) - {"amx"}
+
+
+@pytest.mark.parametrize(
+    "shape, itemsize, expected",
+    [
+        ("pocket", 2, (10834, 11221, 10379, 10379, 8590)),
+        ("160m", 2, (13135, 12096, 10873, 10873, 9335)),
+        ("llama-3.2-1b", 2, (9995, 10951, 10285, 10285, 8349)),
+        ("llama-3.2-1b", 4, (7796, 9328, 9328, 9328, 8173)),
+    ],
+)
+def test_the_choice_of_every_set(shape, itemsize, expected, monkeypatch):
+    config = shape_config(shape)
+    method = OmniKV(filter_layers=shape_filters(shape), wait_layers=0)
+    for found, tokens in zip(SETS, expected, strict=True):
+        monkeypatch.setattr("engine.plan.cpu_costs.isa", lambda found=found: found)
+        below = method.dense_below_tokens(method.plan(config), config, itemsize, "cpu", 131072)
+        assert below == tokens, found
