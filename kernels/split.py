@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from kernels._triton import tl, triton
 
 # rows of one program: partial results are 1.6 % of the bytes (group 4, bf16), with 256 3.1 %
@@ -21,6 +23,8 @@ MERGE_CHUNK = 16
 SPARSE_CHUNK = 64
 # floats of a program's tile while it merges
 MERGE_TILE = 4096
+# with them an SM holds three programs of 128 threads, as many as its shared memory does
+MOST_REGISTERS = 168
 # tail rows that the sparse grid is sized for (default tail: below 320); longer ones still work
 TAIL_ROOM = 512
 # programs that fill 132 SMs twice: the sparse kernel's split is the longest that reaches it
@@ -40,7 +44,12 @@ class Config:
     queries: int  # queries packed in one tile
 
     def launch(self, group: int, head_dim: int) -> dict[str, int]:
-        """Return what a launch takes of this shape, for `group` heads per kv head."""
+        """Return what a launch takes of this shape, for `group` heads per kv head.
+
+        For one query at most MOST_REGISTERS a thread: told so, ptxas takes what it needs up to
+        there. Left alone it aims at 96 and spills 24 bytes of some kernels (head_dim 64, group 8).
+        """
+        few = self.queries == 1 and torch.version.hip is None
         return dict(
             QT=self.queries,
             G=group,
@@ -49,6 +58,7 @@ class Config:
             DP=self.dim,
             num_warps=self.warps,
             num_stages=self.stages,
+            **(dict(maxnreg=MOST_REGISTERS) if few else {}),
         )
 
 
