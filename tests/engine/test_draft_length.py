@@ -175,8 +175,8 @@ class Wide(SimpleNamespace):
 
 
 def counts(samples, keep_drafts):
-    """How often each continuation of three tokens came. keep_drafts: the broken rule, by which a
-    draft is kept as it is.
+    """(how often each continuation of three tokens came, drafts accepted by each one's last
+    verification). keep_drafts: the broken rule, by which a draft is kept as it is.
     """
     full, draft = tables(1, far=0.7)
     found, accepted = torch.zeros(VOCAB**3), 0
@@ -184,7 +184,7 @@ def counts(samples, keep_drafts):
     method = Exact(OmniKV(filter_layers=(0,), tokens=1), draft=3, lookup=False)
     session = tiny_llm(Full(), config, max_context=64).session(method)
     for seed in range(samples):
-        params = SamplingParams(max_tokens=3, temperature=0.9, top_p=0.95, seed=seed)
+        params = SamplingParams(max_tokens=3, temperature=0.9, seed=seed)
         sampler = Sampler(params, VOCAB)
         stub, logits, number = Stub(session, full, draft, sampler), full[()], 0
         for _ in range(3):
@@ -195,14 +195,13 @@ def counts(samples, keep_drafts):
             logits = stub.logits(token)
         found[number] += 1
         accepted += stub.runner._cycle.accepted if stub.runner._cycle else 0
-    assert 0.2 * samples < accepted < 1.9 * samples, "some drafts were right, and some wrong"
-    return found
+    return found, accepted
 
 
 def expected():
     """The plain loop's probability of every continuation of three tokens."""
     full, _ = tables(1, far=0.7)
-    params = SamplingParams(temperature=0.9, top_p=0.95)
+    params = SamplingParams(temperature=0.9)
     everything = torch.zeros(VOCAB**3, dtype=torch.float64)
     for number in range(VOCAB**3):
         tokens = (number // VOCAB**2, number // VOCAB % VOCAB, number % VOCAB)
@@ -219,7 +218,8 @@ def chi_square(found, wanted):
     """
     n = found.sum()
     large = wanted * n >= 5
-    assert found[wanted == 0].sum() == 0
+    if found[wanted == 0].any():  # what full attention never says
+        return float("inf")
     seen = torch.cat([found[large].double(), found[~large].sum().double()[None]])
     want = torch.cat([wanted[large] * n, (wanted[~large].sum() * n)[None]]).clamp(min=1e-9)
     freedom = len(seen) - 1
@@ -230,6 +230,8 @@ SAMPLES = 500
 
 
 def test_samples_follow_full_attention_and_a_broken_rule_does_not():
-    assert abs(chi_square(counts(SAMPLES, False), expected())) < 4
-    with pytest.raises(AssertionError):
-        assert abs(chi_square(counts(SAMPLES, True), expected())) < 4
+    found, accepted = counts(SAMPLES, False)
+    assert abs(chi_square(found, expected())) < 4
+    assert 0.2 * SAMPLES < accepted < 1.9 * SAMPLES, "some drafts were right, and some wrong"
+    found, _ = counts(SAMPLES, True)
+    assert chi_square(found, expected()) > 8
