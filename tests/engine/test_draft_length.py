@@ -140,7 +140,7 @@ class Stub:
     """An exact session's runner whose steps look their logits up."""
 
     def __init__(self, session, full, draft, sampler):
-        self.runner, self.shown, self.given = session._runner, [], []
+        self.runner, self.shown, self.given = session.runner, [], []
         session.sampler, self.runner._cycle = sampler, None
 
         def one(table):

@@ -62,7 +62,7 @@ class Planted:
 
     def __init__(self, session: Session, survival: Sequence[float]):
         self.session, self.survival, self.luck = session, survival, 0.5
-        runner = session._runner
+        runner = session.runner
         assert isinstance(runner, ExactRunner)
         self.runner, self.token = runner, 1
         params = SamplingParams(max_tokens=1 << 30)
