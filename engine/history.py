@@ -191,9 +191,10 @@ class History:
         session, latest = self._session, self.latest
         n = len(session.committed)
         if session.runtime.needs.history != "bank" and not (latest and latest.switched):
-            # An interrupted prompt left no logits: it is read again to its end.
-            last = latest or Savepoint(0, n)
-            ends = [*self.savepoints[:-1], replace(last, length=n + 1)]
+            ends = self.savepoints
+            if n == self.prompt_length or latest is None:
+                # An interrupted prompt left no logits: it is read again to its end.
+                ends = [*ends[:-1], replace(latest or Savepoint(0, n), length=n + 1)]
             self.unfinished = Rerun(list(session.committed), ends)
             self.catch_up(progress)
             return
@@ -330,6 +331,8 @@ class History:
                 progress(eta.progress(at + 1))
         if prompt < n:
             session.read(ids[prompt:], progress)
+        elif point.length == n:
+            session.last_logits = point.logits
 
     def _switch_again(self, ids: list[int], progress: Progress | None) -> None:
         """Take the first tokens of a session that another method has read for one prompt."""
@@ -363,7 +366,7 @@ class History:
             ring.set_valid(point.length - point.queries.shape[2], point.length)
         with torch.inference_mode():
             session.runtime.load(point.state, point.length)
-        session.last_logits = point.logits
+        session.last_logits = None  # the steps that follow leave them, or an interrupt none
 
     # ---------------------------------------------------------------- another method
 
