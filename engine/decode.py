@@ -30,6 +30,10 @@ class Attends(Protocol):
         """Attention of q [B, Q, H, D], rotated, in one layer -> [B, Q, H, D]."""
         ...
 
+    def attend_local(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
+        """As `attend`, in a sliding-window layer."""
+        ...
+
 
 @dataclass
 class Step:
@@ -47,6 +51,9 @@ class Step:
     rotary: Rotary
     _tails: dict[int, torch.Tensor] = field(default_factory=dict)
     _rings: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(
+        default_factory=dict
+    )
+    _seen: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = field(
         default_factory=dict
     )
     _windows: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(
@@ -72,6 +79,18 @@ class Step:
             known = tail_start, at, at + (self.visible - tail_start)
             self._rings[first, ring] = known
         return known[1], known[2]
+
+    def in_window(self, window: int, size: int, query: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(first row, one past the last) int32 [B] of the window that the step's query number
+        `query` sees in a ring of `size` rows. Computed once per step: layers are alike.
+        """
+        known = window, size, query
+        if known not in self._seen:
+            stop = self.visible - (self.positions.shape[1] - 1 - query)
+            start = (stop - window).clamp_(min=0)
+            at = start % size
+            self._seen[known] = at, at + (stop - start)
+        return self._seen[known]
 
     def window_queries(self, layer: int, window: int) -> torch.Tensor:
         """The last `window` queries of a layer, each rotated to its position: [B, W, H, D].
@@ -121,8 +140,10 @@ class Decoder:
         positions = lengths.long().unsqueeze(1) + torch.arange(count, device=tokens.device)
         step = Step(positions, lengths + count, bank, bucket or bank.capacity, ring, self.rotary)
         turns = self.rotary.of_layers(positions)
-        x = self.model.embedded(tokens)
+        x, windows = self.model.embedded(tokens), self.model.config.windows
         for number in range(len(self.model.layers)):
             q = halves.before(number, x, *turns[number], step)
-            x = halves.after(number, x, self.runtime.attend(number, q, step))
+            slides = windows and windows[number]
+            attend = self.runtime.attend_local if slides else self.runtime.attend
+            x = halves.after(number, x, attend(number, q, step))
         return halves.logits(x)

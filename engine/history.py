@@ -163,11 +163,16 @@ class History:
 
     def truncate(self, n: int) -> None:
         """Forget all but the session's first n tokens. `catch_up` runs what must run again."""
-        if self._session.runtime.needs.history == "bank":
+        session = self._session
+        if session.runtime.needs.history != "bank":
+            ends = self.unfinished.ends if self.unfinished else self.savepoints
+            self.unfinished = Rerun(session.ids[:n], ends)
+        elif n == 0 or (self.unfinished is None and session.bank.holds(n)):
+            self.unfinished = None
             finished(partial(self._cut, n, self.savepoints))
         else:
-            ends = self.unfinished.ends if self.unfinished else self.savepoints
-            self.unfinished = Rerun(self._session.ids[:n], ends)
+            # sliding-window layers have overwritten what the next token would see: read all again
+            self.unfinished = Rerun(session.ids[:n], [Savepoint(0, n + 1)])
 
     def _cut(self, n: int, points: list[Savepoint]) -> None:
         """Set the session back to n tokens where all of them are in the bank."""

@@ -262,6 +262,11 @@ class LLM:
             raise SettingError(
                 f"method: found {method!r}, expected Full(), OmniKV(...) or another engine method"
             )
+        if self.config.local_layers and not vars(type(method)).get("sliding", False):
+            raise SettingError(
+                f"{method.name}: does not know the sliding-window layers of this model "
+                f"({self.config.family}); use full or omnikv"
+            )
         method = method.completed(self._filter_layers)
         plan = method.plan(self.config)
         method.validate(plan)

@@ -59,7 +59,11 @@ def run_chunk(
                 # The last layer's output is wanted for the prompt's last token only.
                 break
             x, q, first = x[:, -1:], q[:, -1:], start + tokens.shape[1] - 1
-        attended = runtime.attend_prompt(number, q, bank, first)
+        if config.windows and config.windows[number]:
+            stop = start + tokens.shape[1]
+            attended = runtime.attend_prompt_local(number, q, bank, first, stop)
+        else:
+            attended = runtime.attend_prompt(number, q, bank, first)
         del q
         x = post_attention(layer, x, attended, config.rms_norm_eps)
     return model.logits(x[:, -1]) if last_logits else None, torch.stack(newest)

@@ -30,7 +30,8 @@ class PrefillFlops:
     """FLOPs of a prefill: linear layers count tokens, attention counts (query, key) pairs.
 
     per_token: of all weights but the head. per_pair: of one layer's attention. layers: layers that
-    compute attention for every token: all but the last, which only needs the final token.
+    compute attention for every token: all but the last, which only needs the final token, and but
+    for sliding-window layers, whose windows are counted per token.
     """
 
     per_token: float
@@ -42,10 +43,12 @@ class PrefillFlops:
         """Count a model's multiply-adds, two FLOPs each."""
         rows = config.hidden_size * (config.q_size + 2 * config.kv_size)
         layer = rows + config.hidden_size * (config.q_size + 3 * config.intermediate_size)
+        local = [config.windows[i] for i in config.local_layers]
+        seen = 4.0 * config.q_size * sum(local)
         return cls(
-            2.0 * (layer * (config.num_layers - 1) + rows),
+            2.0 * (layer * (config.num_layers - 1) + rows) + seen,
             4.0 * config.q_size,
-            config.num_layers - 1,
+            max(1, config.num_layers - 1 - len(local)),
         )
 
     def parts(self, start: int, stop: int) -> tuple[float, float]:

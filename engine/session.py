@@ -81,7 +81,7 @@ class Session:
         self.row_bytes = config.kv_bytes(dtype.itemsize)
         self.query_ring = QueryRing(config, 1, dtype, device)
         if placement is None:
-            bank: Bank = DeviceBank(config, plan, capacity, dtype, device)
+            bank: Bank = DeviceBank(config, plan, capacity, dtype, device, chunk=llm.chunk)
         else:
             pool = llm.host_pool
             bank = TieredBank(config, plan, capacity, dtype, device, placement, pool, llm.backend)

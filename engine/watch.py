@@ -38,6 +38,10 @@ class MassMeter:
             self.mass[layer] = self._kept(layer, q, step)
         return out
 
+    def attend_local(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
+        """Attend as the inner runtime in a sliding-window layer, which keeps all it may see."""
+        return self.inner.attend_local(layer, q, step)
+
     def _kept(self, layer: int, q: torch.Tensor, step: Step) -> float:
         n, start = int(step.visible[0]), int(self.inner.tail_start(step)[0])
         query, scale, logits = q[0, -1].float(), self.inner.scale, []

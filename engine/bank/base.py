@@ -20,6 +20,7 @@ import torch
 from kernels.store import store_step
 
 if TYPE_CHECKING:
+    from engine.bank.window_ring import WindowRing
     from engine.decode import Step
     from engine.model.config import ModelConfig
     from engine.plan.layers import LayerPlan
@@ -71,6 +72,7 @@ class Bank(ABC):
         batch: int = 1,
     ) -> None:
         self.num_layers = config.num_layers
+        self.full_layers = config.num_layers - len(config.local_layers)
         self.kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
         self.capacity, self.batch = capacity, batch
         self.dtype, self.device = dtype, torch.device(device)
@@ -101,8 +103,13 @@ class Bank(ABC):
     def figures(self) -> dict[str, object]:
         """Return the bank's part of SessionStats, as keyword arguments."""
         row_bytes = 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
-        everything = self.num_layers * self.capacity * self.batch * row_bytes
+        everything = self.full_layers * self.capacity * self.batch * row_bytes + self.ring_bytes
         return dict(bank_bytes=self.nbytes, resident=self.nbytes / everything)
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of the rings of sliding-window layers."""
+        return 0
 
     # ---------------------------------------------------------------- writing
 
@@ -176,6 +183,16 @@ class Bank(ABC):
         was told of this selection; else its rows are gathered now, which an offloaded layer waits
         for.
         """
+
+    def window_ring(self, layer: int) -> WindowRing | None:
+        """Return where a sliding-window layer keeps its rows; None for a layer that keeps all."""
+        return None
+
+    def holds(self, length: int) -> bool:
+        """Say whether a session may go back to `length` tokens: the rings have not overwritten what
+        it would read.
+        """
+        return True
 
     # ---------------------------------------------------------------- where layers live
 

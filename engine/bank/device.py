@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from engine.bank.base import Bank, SparseRows, StepRows
+from engine.bank.window_ring import DEFAULT_CHUNK, WindowRing, ring_size
 from engine.finish import finished
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ class LayerRows(NamedTuple):
 
 class DeviceBank(Bank):
     """K and V of all layers on one device, but for those in `offloaded`: nothing is reserved for
-    them.
+    them. Sliding-window layers keep a ring of their newest rows, which takes prefill chunks of up
+    to `chunk` tokens.
 
     Reserves layers * batch * capacity * 2 * kv_heads * head_dim elements at construction; a CPU
     commits pages as they are written. donor: a bank of the same model that hands its layers over.
@@ -58,11 +60,19 @@ class DeviceBank(Bank):
         batch: int = 1,
         offloaded: Collection[int] = (),
         donor: DeviceBank | None = None,
+        chunk: int = DEFAULT_CHUNK,
     ) -> None:
         super().__init__(config, capacity, dtype, device, batch)
+        self._rings: dict[int, WindowRing] = {} if donor is None else donor._rings
+        if donor is None:
+            shape = batch, self.kv_heads, self.head_dim
+            for layer in config.local_layers:
+                window = config.windows[layer]
+                size = ring_size(window, chunk, capacity)
+                self._rings[layer] = WindowRing(window, size, shape, dtype, self.device)
         self._layers: list[LayerRows | None] = [None] * self.num_layers
         for layer in range(self.num_layers):
-            if layer in offloaded:
+            if layer in offloaded or layer in self._rings:
                 continue
             handed = None if donor is None else donor._layers[layer]
             self._layers[layer] = handed or self._reserve(self._wants_token_major(plan, layer))
@@ -81,14 +91,31 @@ class DeviceBank(Bank):
 
     @property
     def nbytes(self) -> int:
-        return sum(held.rows.nbytes for held in self._layers if held is not None)
+        return sum(held.rows.nbytes for held in self._layers if held is not None) + self.ring_bytes
+
+    @property
+    def ring_bytes(self) -> int:
+        return sum(ring.rows.nbytes for ring in self._rings.values())
+
+    def window_ring(self, layer: int) -> WindowRing | None:
+        return self._rings.get(layer)
+
+    def holds(self, length: int) -> bool:
+        return all(ring.holds(length) for ring in self._rings.values())
 
     # ---------------------------------------------------------------- writing and reading
 
     def step_rows(self, layer: int) -> StepRows:
+        ring = self._rings.get(layer)
+        if ring is not None:
+            return StepRows(ring.rows[0], ring.rows[1], (0, ring.size))
         return StepRows(*self.kv(layer))
 
     def write_chunk(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
+        ring = self._rings.get(layer)
+        if ring is not None:
+            ring.write_chunk(k, v, start)
+            return
         bank_k, bank_v = self.kv(layer)
         stop = start + k.shape[1]
         bank_k[:, :, start:stop] = k.transpose(1, 2)
@@ -144,11 +171,15 @@ class DeviceBank(Bank):
 
     def copy_layer(self, layer: int, other: Bank, length: int) -> None:
         """Copy one layer's first `length` tokens from another bank."""
+        ring, theirs_ring = self._rings.get(layer), other.window_ring(layer)
+        if ring is not None and theirs_ring is not None:
+            ring.copy_from(theirs_ring, length)
+            return
         for mine, theirs in zip(self.kv(layer, length), other.kv(layer, length)):
             mine.copy_(theirs)
 
     def close(self) -> None:
-        self._layers = []
+        self._layers, self._rings = [], {}
 
     # ---------------------------------------------------------------- hooks of the host tier
 
@@ -162,7 +193,8 @@ class DeviceBank(Bank):
         return True
 
     def before_step(self, n: int) -> None:
-        pass
+        for ring in self._rings.values():
+            ring.note(n)
 
     def after_step(self, n: int) -> None:
         pass
@@ -171,6 +203,7 @@ class DeviceBank(Bank):
     def rehearsal(self, n: int) -> Iterator[None]:
         at = slice(n - 1, n)
         views = [part[:, :, at] for held in self._layers if held for part in held.kv()]
+        views += [view for ring in self._rings.values() for view in ring.rows_of(n - 1)]
         rows = [view.clone() for view in views]
 
         def restore() -> None:
@@ -183,7 +216,8 @@ class DeviceBank(Bank):
             finished(restore)
 
     def rewind(self, n: int, broken: bool = False) -> None:
-        pass
+        for ring in self._rings.values():
+            ring.rewind(n)
 
     def stage_layer(self, layer: int) -> None:
         pass

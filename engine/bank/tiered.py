@@ -42,6 +42,7 @@ from engine.plan.placement import part_bytes
 if TYPE_CHECKING:
     from engine.bank.block_table import BlockTable
     from engine.bank.host_pool import HostPool
+    from engine.bank.window_ring import WindowRing
     from engine.decode import Step
     from engine.model.config import ModelConfig
     from engine.plan.layers import LayerPlan
@@ -78,7 +79,14 @@ class TieredBank(Bank):
         layers = placement.layers
         resident = None if donor is None else donor._resident
         self._resident: DeviceBank = DeviceBank(
-            config, plan, capacity, dtype, device, offloaded=layers, donor=resident
+            config,
+            plan,
+            capacity,
+            dtype,
+            device,
+            offloaded=layers,
+            donor=resident,
+            chunk=placement.chunk,
         )
         # unpinned rows go through the CPU
         readable = pool.pinned or self.device.type == "cpu"
@@ -161,6 +169,16 @@ class TieredBank(Bank):
             staging_stalls=self._writer.stalls,
             groups=groups,
         )
+
+    @property
+    def ring_bytes(self) -> int:
+        return self._resident.ring_bytes
+
+    def window_ring(self, layer: int) -> WindowRing | None:
+        return self._resident.window_ring(layer)
+
+    def holds(self, length: int) -> bool:
+        return self._resident.holds(length)
 
     # ---------------------------------------------------------------- where layers live
 
@@ -259,6 +277,7 @@ class TieredBank(Bank):
 
     def before_step(self, n: int) -> None:
         """Make room in host memory, have the tail in the rings, and wait for older write-backs."""
+        self._resident.before_step(n)
         self._writer.reserve(self.host_length, n)
         if n % TAIL_BLOCK == 0:
             # Race: this step's selection may hold the block that was written back 64 steps ago, and
@@ -305,6 +324,7 @@ class TieredBank(Bank):
     # ---------------------------------------------------------------- going back, copies, end
 
     def rewind(self, n: int, broken: bool = False) -> None:
+        self._resident.rewind(n)
         if not broken and n >= self.length and not self._blocks.prefetching:
             return
         # race: a plan that is still to run would promise its rows after the maps were emptied

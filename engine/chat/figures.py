@@ -49,8 +49,8 @@ def model_name(llm: LLM) -> str:
 
 
 def bank_bytes(llm: LLM, tokens: int) -> int:
-    """Return the bytes of K and V of `tokens` tokens in all layers."""
-    return tokens * llm.config.num_layers * llm.config.kv_bytes(llm.dtype.itemsize)
+    """Return the bytes of K and V of `tokens` tokens in all layers, by their windows."""
+    return sum(llm.config.rows_seen(tokens)) * llm.config.kv_bytes(llm.dtype.itemsize)
 
 
 def bytes_read(session: Session) -> int:

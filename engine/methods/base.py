@@ -20,6 +20,8 @@ from engine.plan.needs import Needs, scratch_sizes
 from kernels.dense_decode import decode_dense
 from kernels.prefill import prefill_dense
 from kernels.scratch import Scratch, make_scratch
+from kernels.sparse_decode import decode_sparse
+from kernels.window_prefill import prefill_window
 
 if TYPE_CHECKING:
     from engine.bank.base import Bank
@@ -36,6 +38,8 @@ class Method:
     # whether users may ask for the method by name; not inherited, default True
     # (engine/methods/registry.py)
     named = False
+    # whether it knows sliding-window layers; not inherited either, default False
+    sliding = False
 
     @property
     def name(self) -> str:
@@ -55,7 +59,7 @@ class Method:
 
     def plan(self, config: ModelConfig) -> LayerPlan:
         """Layer plan for a model; by default all layers attend to everything."""
-        return layer_plan(config.num_layers)
+        return layer_plan(config.num_layers, local_layers=config.local_layers)
 
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
         """What a session of `capacity` tokens needs, with bank elements of `itemsize` bytes."""
@@ -172,6 +176,8 @@ class Runtime:
     def __init__(self, method: Method, setup: Setup):
         self.method, self.setup, self.plan = method, setup, setup.plan
         self.scale = setup.config.scale
+        # no rows chosen, for each sequence
+        self._none = torch.zeros(setup.batch, dtype=torch.int32, device=setup.device)
         self.needs = method.needs(setup.plan, setup.config, setup.capacity, setup.dtype.itemsize)
 
     @property
@@ -208,6 +214,19 @@ class Runtime:
             return attend_stream(q, bank, layer, start, self.scale)
         k, v = bank.kv(layer)
         return prefill_dense(q, k, v, start, self.scale, backend=self.setup.backend)
+
+    def attend_prompt_local(
+        self, layer: int, q: torch.Tensor, bank: Bank, start: int, stop: int
+    ) -> torch.Tensor:
+        """Attention of a chunk in a sliding-window layer: q [B, C, H, D] at positions from `start`
+        on, whose rows up to stop-1 are in the layer's ring.
+        """
+        ring = bank.window_ring(layer)
+        assert ring is not None, f"layer {layer} keeps no window"
+        low = max(0, start - ring.window + 1)
+        k, v = ring.views(low, stop)
+        backend = self.setup.backend
+        return prefill_window(q, k, v, start - low, ring.window, self.scale, backend=backend)
 
     def end_prompt(self, length: int, step: Step | None = None) -> None:
         """A prompt has ended and the bank holds `length` tokens: fix budgets by share, evict.
@@ -264,6 +283,30 @@ class Runtime:
         """Bank tokens that each layer reads in `attend_kept` at n tokens."""
         return self.rows_read(n)
 
+    def attend_local(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
+        """Attention of q [B, Q, H, D] in a sliding-window layer, under every method the same: each
+        query sees the newest tokens of its window.
+        """
+        ring, out = step.bank.window_ring(layer), []
+        assert ring is not None, f"layer {layer} keeps no window"
+        for number in range(q.shape[1]):
+            first, stop = step.in_window(ring.window, ring.size, number)
+            out.append(
+                decode_sparse(
+                    q[:, number : number + 1],
+                    ring.rows[0],
+                    ring.rows[1],
+                    self._none.view(-1, 1, 1),
+                    self._none,
+                    first,
+                    stop,
+                    self.scale,
+                    scratch=self.setup.scratch,
+                    backend=self.setup.backend,
+                )
+            )
+        return out[0] if len(out) == 1 else torch.cat(out, dim=1)
+
     def warm(self, steps: Iterable[Step]) -> None:
         """Fetch what the first decode step would: `steps` are those of the prompt's last tokens,
         oldest first.
@@ -280,7 +323,7 @@ class Runtime:
         """Bank tokens that each layer reads in a decode step at n tokens, one count per layer;
         known without asking the device.
         """
-        return [n] * self.setup.config.num_layers
+        return self.setup.config.rows_seen(n)
 
     def selections(self) -> dict[int, torch.Tensor]:
         """{filter layer: int64 [k] positions, ascending} of the last step, sequence 0."""

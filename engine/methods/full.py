@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 class Full(Method):
     """Dense attention in every layer. No settings."""
 
+    sliding = True
+
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
         # over an offloaded bank a step streams blocks that the host counts: `fetches` forbids a
         # captured graph there

@@ -81,6 +81,21 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def local_layers(self) -> tuple[int, ...]:
+        """The sliding-window layers, ascending."""
+        return tuple(layer for layer, window in enumerate(self.windows) if window)
+
+    @property
+    def window(self) -> int:
+        """The longest sliding window in tokens; 0 where no layer slides."""
+        return max(self.windows, default=0)
+
+    def rows_seen(self, n: int) -> list[int]:
+        """Return how many of n tokens each layer may see, by its window."""
+        windows = self.windows or (0,) * self.num_layers
+        return [min(n, window) if window else n for window in windows]
+
+    @property
     def scale(self) -> float:
         """Factor of q . k before the softmax."""
         return self.head_dim**-0.5 if self.block.score is None else self.block.score
@@ -167,9 +182,7 @@ class ModelConfig:
         max_positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
         vocab = fields.integer("vocab_size", 1, MAX_VOCAB)
         rope = parse_rope(data, source, max_positions, head_dim, family.rope)
-        facts = family.facts(fields, Sizes(layers, head_dim, max_positions, rope))
-        if facts.windows:
-            fields.unsupported("sliding_window", max(facts.windows), "null (full attention)")
+        facts = family.facts(fields, Sizes(layers, hidden, head_dim, max_positions, rope))
         return cls(
             architecture=architecture,
             vocab_size=vocab,

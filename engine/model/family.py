@@ -14,9 +14,10 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is known before a family reads its own fields: layers, positions and the main rope."""
+    """What is known before a family reads its own fields: sizes and the main rope."""
 
     layers: int
+    hidden: int
     head_dim: int
     positions: int
     rope: Rope

@@ -59,13 +59,15 @@ class Rope:
 @dataclass(frozen=True)
 class RopeRules:
     """What a family's rope may be: the default base, kinds beside KINDS, kinds written for another
-    one, and whether a part of a head may stay as it is.
+    one, whether a part of a head may stay as it is, and for which type of layer the rope is wanted
+    where `rope_parameters` has one for each type.
     """
 
     theta: float = DEFAULT_THETA
     kinds: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
     partial: bool = False
+    nested: str = ""
 
 
 def parse_rope(
@@ -85,6 +87,8 @@ def parse_rope(
     inside = data.get(name) or {}
     if not isinstance(inside, dict):
         outer.refuse(name, inside, "an object or null")
+    if rules.nested and isinstance(inside.get(rules.nested), dict):
+        inside, name = inside[rules.nested], f"{name}.{rules.nested}"
     inner = Fields(inside, source, name + ".")
     kind_key = "rope_type" if inside.get("rope_type") is not None else "type"
     nested = [key for key, value in inside.items() if isinstance(value, dict)]

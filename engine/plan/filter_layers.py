@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from engine.errors import BadCheckpoint, EngineError
-from engine.plan.layers import PAPER_WAIT, spread_filter_layers
+from engine.plan.layers import PAPER_WAIT, spread_over
 from engine.settings import is_integer
 from weights.aliases import ALIASES
 from weights.fingerprint import fingerprint
@@ -74,7 +74,7 @@ def filter_layers(
     for alias in ALIASES.values():
         if alias.filter_layers and resolved is not None and resolved.hub_id == alias.hub_id:
             return FilterLayers(tuple(alias.filter_layers), "published", hint, wait=PAPER_WAIT)
-    layers = spread_filter_layers(config.num_layers)
+    layers = spread_over(config.num_layers, config.local_layers)
     guess = (
         f"hint: nobody has calibrated this model; filter layers {layers} are a guess spread over "
         "the depth (python -m tools.calibrate finds its own)"

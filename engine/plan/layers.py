@@ -29,6 +29,7 @@ class Role(enum.Enum):
     FILTER = "filter"  # attends to everything and selects for the group after it
     WAIT = "wait"  # attends to everything while its group's selection is fetched
     SPARSE = "sparse"  # attends to its group's selection and the tail
+    LOCAL = "local"  # attends to a sliding window, by the model's own design
     RETAINED = "retained"  # attends to the tokens that its method kept; the others are gone
 
 
@@ -94,25 +95,34 @@ class LayerPlan:
         if self.count(Role.RETAINED):
             return f"{self.num_layers} layers, each reads what it has retained"
         if not self.groups:
-            return f"{self.num_layers} layers, all full attention"
+            local = self.count(Role.LOCAL)
+            rest = f"{local} local, the others" if local else "all"
+            return f"{self.num_layers} layers, {rest} full attention"
         groups = "; ".join(f"{g.filter_layer} -> {_span(g.layers)}" for g in self.groups)
-        roles = (Role.FULL, Role.FILTER, Role.WAIT, Role.SPARSE)
-        counts = ", ".join(f"{self.count(role)} {role.value}" for role in roles)
+        roles = (Role.FULL, Role.FILTER, Role.WAIT, Role.SPARSE, Role.LOCAL)
+        shown = (role for role in roles if role is not Role.LOCAL or self.count(role))
+        counts = ", ".join(f"{self.count(role)} {role.value}" for role in shown)
         return f"{self.num_layers} layers: {counts} ({groups})"
 
 
 def _span(layers: tuple[int, ...]) -> str:
+    """Name the layers of a group; local layers may lie between the first and the last."""
     return "none" if not layers else f"{layers[0]}-{layers[-1]}"
 
 
 def layer_plan(
-    num_layers: int, filter_layers: Sequence[int] = (), wait_layers: int = 0
+    num_layers: int,
+    filter_layers: Sequence[int] = (),
+    wait_layers: int = 0,
+    local_layers: Sequence[int] = (),
 ) -> LayerPlan:
     """Return the roles and groups of a model's layers.
 
     filter_layers: ascending distinct layer numbers; none means full attention in all layers.
     wait_layers: number of layers after a filter that attend to everything. A group holds the layers
-    after those, up to the next filter. Raises SettingError if the model has no such filter layer.
+    after those, up to the next filter. local_layers: the model's sliding-window layers, which are
+    never filters, wait for nothing and belong to no group. Raises SettingError if the model has no
+    such filter layer.
     """
     filters = tuple(filter_layers)
     if filters and filters[-1] >= num_layers:
@@ -120,11 +130,22 @@ def layer_plan(
             f"filter_layers: found {filters[-1]}, expected numbers from 0 to {num_layers - 1} "
             f"(the model has {num_layers} layers)"
         )
+    for layer in filters:
+        if layer in local_layers:
+            others = [i for i in range(num_layers) if i not in local_layers]
+            raise SettingError(
+                f"filter_layers: found {layer}, a sliding-window layer, expected layers that see "
+                f"everything ({_some(others)})"
+            )
     roles: list[Role] = []
     group_of: list[int | None] = []
     members: list[list[int]] = []
     since: int | None = None  # layers after the last filter
     for layer in range(num_layers):
+        if layer in local_layers:
+            roles.append(Role.LOCAL)
+            group_of.append(None)
+            continue
         if layer in filters:
             since = 0
             members.append([])
@@ -145,6 +166,17 @@ def layer_plan(
             members[-1].append(layer)
     groups = tuple(Group(f, tuple(m)) for f, m in zip(filters, members))
     return LayerPlan(tuple(roles), groups, tuple(group_of))
+
+
+def _some(layers: Sequence[int]) -> str:
+    """Name the first few layer numbers."""
+    return ", ".join(map(str, layers[:6])) + (", ..." if len(layers) > 6 else "")
+
+
+def spread_over(num_layers: int, local_layers: Sequence[int] = ()) -> tuple[int, ...]:
+    """Return `spread_filter_layers` among the layers that see everything."""
+    others = [layer for layer in range(num_layers) if layer not in local_layers]
+    return tuple(others[i] for i in spread_filter_layers(len(others)))
 
 
 def spread_filter_layers(num_layers: int) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine.bank.window_ring import ring_size
 from engine.plan.free_memory import HEADROOM, available_bytes
 from engine.plan.needs import scratch_sizes
 from engine.plan.placement import SLOTS, fitting, full_placement
@@ -59,8 +60,10 @@ def memory_items(
     note of weights in few bits; None: all of them in `dtype`.
     """
     size = dtype.itemsize
-    kept = config.num_layers - (len(placement.layers) if placement else 0)
+    kept = config.num_layers - len(config.local_layers)
+    kept -= len(placement.layers) if placement else 0
     bank = kept * context * config.kv_bytes(size)
+    rings = window_bytes(config, size, chunk, context)
     needs = method.needs(layers, config, context, size)
     scratch = scratch_bytes(
         **scratch_sizes(config, needs, context, device=device, dtype=dtype, backend=backend)
@@ -73,6 +76,7 @@ def memory_items(
     return (
         ("weights", *(weights or _plain_weights(config, size))),
         ("context bank", bank, f"{kept} layers x {config.kv_bytes(size)} B per token"),
+        *((("sliding windows", rings, _window_note(config)),) if rings else ()),
         *_tier_items(config, placement, size, context, device),
         ("query ring", ring, f"last {RING} queries of every layer"),
         ("decode scratch", scratch, ""),
@@ -84,6 +88,16 @@ def memory_items(
 
 def _plain_weights(config: ModelConfig, size: int) -> tuple[int, str]:
     return config.parameters * size, f"{config.parameters / 1e9:.2f} B parameters"
+
+
+def window_bytes(config: ModelConfig, size: int, chunk: int, context: int) -> int:
+    """Return the bytes of the rings of sliding-window layers, to the byte what a bank allocates."""
+    rows = (2 * ring_size(config.windows[i], chunk, context) for i in config.local_layers)
+    return sum(rows) * config.kv_bytes(size)
+
+
+def _window_note(config: ModelConfig) -> str:
+    return f"{len(config.local_layers)} layers see their newest {config.window} tokens"
 
 
 def _tier_items(
@@ -293,7 +307,8 @@ def plan_at(
         placement=placement,
         host_bytes=placement.host_bytes(config, size, context) if placement else 0,
         host_free=host_free,
-        full_bank=config.num_layers * context * config.kv_bytes(size),
+        full_bank=(config.num_layers - len(config.local_layers)) * context * config.kv_bytes(size)
+        + window_bytes(config, size, chunk, context),
         budget=needs.retained or needs.selected,
         kept=needs.retained_bytes,
         outlook=search.outlook(context, placement),

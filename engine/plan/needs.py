@@ -75,7 +75,7 @@ def scratch_sizes(
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         capacity=capacity,
-        budget=needs.selected,
+        budget=max(needs.selected, config.window),
         device=device,
         scored=needs.selected > 0,
         window=needs.window,

@@ -213,6 +213,11 @@ def run(args: argparse.Namespace) -> None:
     require_places(args)
     llm = LLM(args.model, device=args.device, dtype=args.dtype, method=Full())
     require_numbers(args, llm.config.num_layers)
+    if llm.config.local_layers:
+        raise UsageError(
+            f"calibrate: does not know sliding-window layers ({llm.config.family}); choose filter "
+            "layers among those that --plan does not call local"
+        )
     length = checked_length(args, llm)
     if args.by == "loss":
         by_loss(llm, args, length)

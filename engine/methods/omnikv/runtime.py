@@ -199,7 +199,8 @@ class OmniKVRuntime(Runtime):
     def rows_read(self, n: int) -> list[int]:
         start = tail_start(n, self.method.tail)
         sparse = min(self.k, start) + n - start
-        return [sparse if role is Role.SPARSE else n for role in self.plan.roles]
+        seen = zip(self.plan.roles, self.setup.config.rows_seen(n))
+        return [sparse if role is Role.SPARSE else rows for role, rows in seen]
 
     def tail_start(self, step: Step) -> torch.Tensor:
         return step.tail_start(self.method.tail)

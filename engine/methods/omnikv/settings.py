@@ -57,6 +57,8 @@ class OmniKV(Method):
     tokens at a time (engine/methods/omnikv/block_sparse.py).
     """
 
+    sliding = True
+
     filter_layers: tuple[int, ...] | None = None
     tokens: int | None = None
     share: float | None = None
@@ -126,7 +128,7 @@ class OmniKV(Method):
     def plan(self, config: ModelConfig) -> LayerPlan:
         """Layer plan for a model; filter_layers must have been completed by then."""
         wait = self._default_wait if self.wait_layers is None else self.wait_layers
-        return layer_plan(config.num_layers, self.filter_layers or (), wait)
+        return layer_plan(config.num_layers, self.filter_layers or (), wait, config.local_layers)
 
     def bank_share(self, plan: LayerPlan) -> float | None:
         """Share of the bank that a budget by share or mem means, or None for a budget in tokens."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 
-from engine.model.families import granite, llama, mistral, olmo2, phi3, qwen2, qwen3, smollm3
+from engine.model.families import gemma, granite, llama, mistral, olmo2, phi3, qwen2, qwen3, smollm3
 from engine.model.family import Family
 from engine.model.fields import Fields
 
@@ -17,6 +17,8 @@ FAMILIES: tuple[Family, ...] = (
     phi3.FAMILY,
     granite.FAMILY,
     olmo2.FAMILY,
+    gemma.GEMMA3,
+    gemma.GEMMA2,
 )
 BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
 

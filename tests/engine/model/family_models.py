@@ -34,6 +34,14 @@ PHI_ROPE = dict(
     long_factor=[1.0, 1.5, 2.5, 4.0, 7.0, 12.0],
     partial_rotary_factor=0.75,
 )
+FULL, SLIDING = "full_attention", "sliding_attention"
+GEMMA = dict(
+    head_dim=16,
+    query_pre_attn_scalar=24,
+    layer_types=[FULL, SLIDING] * 2,
+    tie_word_embeddings=True,
+    final_logit_softcapping=20.0,
+)
 GRANITE = dict(
     embedding_multiplier=12.0,
     residual_multiplier=0.22,
@@ -67,6 +75,28 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     ),
     "granite": ("Granite", GRANITE),
     "granite-bias": ("Granite", dict(**GRANITE, attention_bias=True, mlp_bias=True)),
+    "mistral-window": ("Mistral", dict(sliding_window=50)),
+    "ministral": (
+        "Ministral",
+        dict(head_dim=16, sliding_window=100, layer_types=[FULL, SLIDING] * 2),
+    ),
+    "qwen2-window": (
+        "Qwen2",
+        dict(use_sliding_window=True, sliding_window=70, max_window_layers=2),
+    ),
+    "phi3-window": ("Phi3", dict(sliding_window=300)),
+    "gemma3": (
+        "Gemma3Text",
+        dict(
+            **GEMMA,
+            sliding_window=90,
+            rope_parameters={
+                FULL: dict(rope_type="linear", factor=8.0, rope_theta=1e6),
+                SLIDING: dict(rope_type="default", rope_theta=1e4),
+            },
+        ),
+    ),
+    "gemma2": ("Gemma2", dict(**GEMMA, sliding_window=128, attn_logit_softcapping=None)),
     "olmo2": ("Olmo2", {}),
     "olmo2-bias": ("Olmo2", dict(attention_bias=True, num_key_value_heads=4)),
 }

@@ -1,0 +1,89 @@
+"""The rows of a sliding-window layer: a ring of its window, of a chunk, and of some steps back.
+
+Position p lies in ring rows p % size and p % size + size, so that any `size` consecutive positions
+are consecutive rows and no kernel needs to know of a ring. Rows beyond the window are why a chunk
+that breaks off, or a truncate by fewer tokens, finds the window before it untouched.
+"""
+
+from __future__ import annotations
+
+import torch
+
+# tokens that a session may go back without reading again, beside a chunk that breaks off
+LEAST_SPARE = 512
+QUERIES = 128  # what a query ring may ask for once more
+ROUND = 64
+DEFAULT_CHUNK = 2048  # of a bank that is made without a session
+
+
+def ring_size(window: int, chunk: int, capacity: int) -> int:
+    """Return the tokens that a ring holds: the window, a chunk (or LEAST_SPARE) and QUERIES, at
+    most the capacity.
+    """
+    size = window + max(min(chunk, capacity), LEAST_SPARE) + QUERIES
+    return min(-(-size // ROUND) * ROUND, capacity)
+
+
+class WindowRing:
+    """K and V of one layer's newest tokens: [2, B, Hkv, 2 * size, D] elements.
+
+    window: tokens that a query sees, its own included. Positions from `low` on are held; those of
+    older tokens have been overwritten.
+    """
+
+    def __init__(
+        self,
+        window: int,
+        size: int,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        batch, kv_heads, head_dim = shape
+        self.window, self.size, self.low, self._high = window, size, 0, 0
+        self.rows = torch.empty(2, batch, kv_heads, 2 * size, head_dim, dtype=dtype, device=device)
+
+    def write_chunk(self, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
+        """Store k, v [B, C, Hkv, D] at positions start .. start+C-1; C is at most `size`."""
+        first, stop = start, start + k.shape[1]
+        self.note(stop)
+        while first < stop:
+            # up to the ring's end, then from its beginning
+            count, at = min(stop - first, self.size - first % self.size), first % self.size
+            part = slice(first - start, first - start + count)
+            for side, new in enumerate((k, v)):
+                for copy in (at, at + self.size):
+                    self.rows[side, :, :, copy : copy + count] = new[:, part].transpose(1, 2)
+            first += count
+
+    def note(self, stop: int) -> None:
+        """Note that positions below `stop` have been written."""
+        self._high = max(self._high, stop)
+        self.low = max(self.low, self._high - self.size)
+
+    def views(self, first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V [B, Hkv, stop - first, D] of positions first .. stop-1: views."""
+        at = slice(first % self.size, first % self.size + stop - first)
+        return self.rows[0, :, :, at], self.rows[1, :, :, at]
+
+    def rows_of(self, position: int) -> list[torch.Tensor]:
+        """Return the views that hold one position's K and V, both copies."""
+        at = position % self.size
+        return [self.rows[:, :, :, row : row + 1] for row in (at, at + self.size)]
+
+    def holds(self, length: int) -> bool:
+        """Say whether a session of `length` tokens finds its window here, and QUERIES before it."""
+        return length == 0 or max(0, length - self.window - QUERIES) >= self.low
+
+    def rewind(self, length: int) -> None:
+        """Forget positions from `length` on. An empty session may begin anew."""
+        if length == 0:
+            self.low = self._high = 0
+
+    def copy_from(self, other: WindowRing, length: int) -> None:
+        """Hold what another ring of this layer holds of the first `length` tokens."""
+        first = max(other.low, length - self.size, 0)
+        self.low = self._high = first
+        k, v = other.views(first, length)
+        self.write_chunk(k.transpose(1, 2), v.transpose(1, 2), first)
+        self.low = first

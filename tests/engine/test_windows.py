@@ -1,0 +1,240 @@
+"""Sliding-window layers: a ring of the window, under every way of going forth and back.
+
+Stops: a window off by one, a ring that a broken chunk or a truncate has spoilt, a fork or a tier
+that reads other rows, bytes that the plan does not count, a filter layer that sees a window only.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from engine import LLM, Full, OmniKV
+from engine.bank.device import DeviceBank
+from engine.decode import Decoder
+from engine.errors import SettingError
+from engine.methods.registry import methods
+from engine.model.llama import random_stream
+from engine.plan.layers import Role, layer_plan, spread_over
+from engine.query_ring import QueryRing
+from kernels.window_prefill import prefill_window
+from tests.builders import random_ids, setup_of, tiny_config
+
+WINDOW, CHUNK, CONTEXT = 70, 64, 2048
+LAYERS = 6
+SLIDES = ["full_attention", "sliding_attention"] * (LAYERS // 2)
+CONFIG = tiny_config(
+    LAYERS,
+    architectures=["MinistralForCausalLM"],
+    model_type="ministral",
+    sliding_window=WINDOW,
+    layer_types=SLIDES,
+)
+OMNI = OmniKV(filter_layers=(0,), tokens=30, tail=64, dense_below=0)
+
+
+def llm_of(method=OMNI, **settings):
+    """An LLM on the reference launchers, so that equal means equal to the bit."""
+    stream = partial(random_stream, seed=3, sharpness=2.5)
+    given = dict(device="cpu", backend="reference", max_context=CONTEXT, chunk=CHUNK)
+    return LLM.from_stream(CONFIG, stream, method=method, **given | settings)
+
+
+def answer(session, tokens):
+    return torch.stack([session.decode(token) for token in tokens])
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return llm_of()
+
+
+def test_the_window_is_smaller_than_what_is_read(llm):
+    """Or nothing below would show a ring that forgets."""
+    with llm.session() as session:
+        ring = session.bank.window_ring(1)
+        assert ring.window == WINDOW and ring.size < CONTEXT // 2
+        session.prefill(random_ids(1500))
+        session.decode(5)
+        assert ring.low == 1501 - ring.size and session.stats.sparse_steps == 1
+        assert session.bank.window_ring(0) is None
+        local = [role is Role.LOCAL for role in session.plan.roles]
+        assert local == [name == "sliding_attention" for name in SLIDES]
+        assert session.plan.groups[0].layers == (2, 4)
+
+
+def test_going_back_a_little_is_exact(llm):
+    """Truncate, the end of a prompt, a fork and the host tier: the bits of never having gone on."""
+    ids, more = random_ids(900), random_ids(40, seed=1)
+    with llm.session() as plain, llm.session() as session, llm.session(offload="host") as host:
+        for one in (plain, session, host):
+            one.prefill(ids)
+        wanted = answer(plain, more)
+        answer(session, random_ids(60, seed=2))
+        session.truncate(900)
+        assert torch.equal(answer(session, more[:20]), wanted[:20])
+        with session.fork() as copy:
+            answer(session, random_ids(90, seed=4))
+            assert torch.equal(answer(copy, more[20:]), wanted[20:])
+            copy.truncate(905)
+            assert torch.equal(answer(copy, more[5:]), wanted[5:])
+        assert torch.equal(answer(host, more), wanted)
+
+
+def test_going_back_beyond_the_ring_reads_again(llm):
+    ids, more = random_ids(1500), random_ids(5, seed=1)
+    with llm.session() as plain, llm.session() as session:
+        plain.prefill(ids[:300])
+        wanted = answer(plain, more)
+        session.prefill(ids)
+        before = session.stats
+        assert not session.bank.holds(300)
+        session.truncate(300)
+        session.truncate(299)
+        session.decode(ids[299])
+        session.truncate(299)
+        assert session.ids == ids[:299]
+        session.decode(ids[299])
+        assert session.stats.prefill_tokens == before.prefill_tokens  # counted once
+        found = answer(session, more)
+        assert torch.allclose(found, wanted, atol=1e-5)
+        session.truncate(0)
+        session.prefill(ids[:10])
+        assert len(session) == 10
+
+
+@pytest.mark.parametrize("layer", [0, 1, 3])
+def test_a_chunk_that_breaks_off_spoils_nothing(layer):
+    llm, chunk = llm_of(chunk=512), 512
+    ids, more = random_ids(1500), random_ids(8, seed=1)
+    with llm.session() as plain, llm.session() as session:
+        for one in (plain, session):
+            one.prefill(ids[: chunk * 2])
+        before = session.model.layers[layer].down
+
+        def broken(x):
+            raise KeyboardInterrupt
+
+        session.model.layers[layer].down = broken
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                session.prefill(ids[chunk * 2 :])
+        finally:
+            session.model.layers[layer].down = before
+        assert len(session) == chunk * 2 and session.bank.holds(len(session))
+        assert torch.equal(answer(session, more), answer(plain, more))
+
+
+def test_several_queries_in_one_step_see_their_own_windows(llm):
+    """A step of three tokens: the logits of three steps."""
+    with llm.session(Full()) as session:
+        session.prefill(random_ids(200))
+        tokens = random_ids(3, seed=1)
+        runtime = session.dense_runtime
+        decoder = Decoder(session.model, llm.rotary, runtime, session.query_ring)
+        length = torch.tensor([200], dtype=torch.int32)
+        with torch.no_grad():
+            session.bank.before_step(203)
+            found = decoder.step(torch.tensor([tokens]), length, session.bank)[0]
+        session.bank.rewind(200)
+        assert torch.allclose(found, answer(session, tokens), atol=1e-5)
+
+
+def test_two_sequences_in_one_step_are_each_their_own(llm):
+    """Of different lengths, one shorter than the window."""
+    lengths, token, wanted = (300, 40), 7, []
+    setup = setup_of(CONFIG, Full(), CONTEXT, batch=2)
+    bank = DeviceBank(CONFIG, setup.plan, CONTEXT, torch.float32, "cpu", 2, chunk=CHUNK)
+    ring = QueryRing(CONFIG, 2, torch.float32, "cpu")
+    for number, n in enumerate(lengths):
+        with llm.session(Full()) as session:
+            session.prefill(random_ids(n, seed=number))
+            for layer in range(LAYERS):
+                mine, theirs = bank.window_ring(layer), session.bank.window_ring(layer)
+                if mine is not None:
+                    mine.rows[:, number] = theirs.rows[:, 0]
+                    continue
+                for a, b in zip(bank.kv(layer), session.bank.kv(layer)):
+                    a[number] = b[0]
+            wanted.append(session.decode(token))
+    decoder = Decoder(llm.model, llm.rotary, Full().runtime(setup), ring)
+    with torch.no_grad():
+        tokens = torch.full((2, 1), token)
+        found = decoder.step(tokens, torch.tensor(lengths, dtype=torch.int32), bank)[:, 0]
+    assert torch.allclose(found, torch.stack(wanted), atol=1e-5)
+
+
+@pytest.mark.parametrize("offload", ["device", "host"])
+def test_the_plan_counts_what_is_allocated(offload):
+    llm = llm_of(offload=offload, backend="cpu")
+    items = {name: size for name, size, _ in llm.plan().items}
+    with llm.session() as session:
+        assert items["sliding windows"] == session.bank.ring_bytes > 0
+        held = items["context bank"] + items["sliding windows"]
+        if offload == "device":
+            assert held == session.bank.nbytes
+        else:
+            assert held == session.bank._resident.nbytes
+    assert f"{LAYERS // 2} local" in str(llm.plan())
+
+
+def test_check_leaves_the_session_as_it_was(llm):
+    with llm.session() as session, llm.session() as plain:
+        for one in (session, plain):
+            one.prefill(random_ids(400))
+            answer(one, random_ids(20, seed=1))
+        assert len(session.check(8).steps) == 8
+        more = random_ids(5, seed=2)
+        assert torch.equal(answer(session, more), answer(plain, more))
+
+
+def test_other_methods_say_why_not(llm):
+    for name, kind in methods().items():
+        if name in ("full", "omnikv"):
+            continue
+        with pytest.raises(SettingError, match=r"sliding-window layers of this model \(Mistral\)"):
+            llm.session(kind())
+    with pytest.raises(SettingError, match="found 1, a sliding-window layer"):
+        llm.session(OmniKV(filter_layers=(1,)))
+
+
+@given(st.data())
+def test_groups_run_over_the_layers_that_see_everything(data):
+    layers = data.draw(st.integers(1, 40))
+    local = data.draw(st.sets(st.integers(0, layers - 1)))
+    others = [layer for layer in range(layers) if layer not in local]
+    filters = tuple(sorted(data.draw(st.sets(st.sampled_from(others))))) if others else ()
+    wait = data.draw(st.integers(0, 2))
+    plan = layer_plan(layers, filters, wait, sorted(local))
+    dense = layer_plan(len(others), tuple(map(others.index, filters)), wait)
+    assert [plan.roles[layer] for layer in others] == list(dense.roles)
+    assert [plan.group_of[layer] for layer in others] == list(dense.group_of)
+    assert all(plan.roles[layer] is Role.LOCAL for layer in local)
+    assert not set(spread_over(layers, sorted(local))) & local
+
+
+@settings(max_examples=60)
+@example(past=69, chunk=300, window=70, heads=(4, 2))
+@given(
+    past=st.integers(0, 300),
+    chunk=st.integers(1, 600),
+    window=st.integers(1, 300),
+    heads=st.sampled_from([(4, 2), (3, 1), (2, 2)]),
+)
+def test_windowed_prefill_is_masked_attention(past, chunk, window, heads):
+    """Against float64 with the whole mask, on both launchers."""
+    generator = torch.Generator().manual_seed(past + chunk)
+    q_heads, kv_heads = heads
+    q = torch.randn(1, chunk, q_heads, 8, generator=generator) * 3
+    k, v = torch.randn(2, 1, kv_heads, past + chunk, 8, generator=generator)
+    at, row = torch.arange(past, past + chunk)[:, None], torch.arange(past + chunk)
+    hidden = (row > at) | (row <= at - window)
+    wide_k, wide_v = (t.double().repeat_interleave(q_heads // kv_heads, 1) for t in (k, v))
+    scores = (q.double().transpose(1, 2) @ wide_k.transpose(2, 3)) * 0.3
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    wanted = (weights @ wide_v).transpose(1, 2)
+    for backend in ("reference", "cpu"):
+        found = prefill_window(q, k, v, past, window, 0.3, backend=backend)
+        assert torch.allclose(found.double(), wanted, atol=2e-5)
