@@ -167,12 +167,13 @@ class History:
         if session.runtime.needs.history != "bank":
             ends = self.unfinished.ends if self.unfinished else self.savepoints
             self.unfinished = Rerun(session.ids[:n], ends)
-        elif n == 0 or (self.unfinished is None and session.bank.holds(n)):
-            self.unfinished = None
-            finished(partial(self._cut, n, self.savepoints))
-        else:
+        elif session.llm.config.local_layers and n and (self.unfinished or not session.bank.holds(n)):
             # sliding-window layers have overwritten what the next token would see: read all again
             self.unfinished = Rerun(session.ids[:n], [Savepoint(0, n + 1)])
+        else:
+            if session.llm.config.local_layers:
+                self.unfinished = None
+            finished(partial(self._cut, n, self.savepoints))
 
     def _cut(self, n: int, points: list[Savepoint]) -> None:
         """Set the session back to n tokens where all of them are in the bank."""

@@ -44,7 +44,7 @@ from engine.saved.session_file import Progress, restore_session
 from engine.session import Session
 from engine.settings import integer, is_one_prompt, listed_ids, one_of
 from engine.step_runner import compiled_pieces
-from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer, has_tokenizer
 from weights.checkpoint import Checkpoint
 from weights.resolve import Resolved, resolve
 
@@ -79,7 +79,10 @@ class LLM:
         self.folder: Path | None = Path(resolved.folder)
         self.tokenizer: Tokenizer | None = None
         self._progress, self._download_progress = progress, download_progress
-        self._prepare(str(model), ModelConfig.from_folder(self.folder), options)
+        rope = options.rope
+        if rope is None and resolved.alias:
+            rope = resolved.alias.rope
+        self._prepare(str(model), ModelConfig.from_folder(self.folder, rope), options)
         self._host_tier = self._new_host_tier()
         if load:
             self.load()
@@ -101,6 +104,8 @@ class LLM:
         """
         self = cls.__new__(cls)
         options = Options.of({"method": Full()} | settings)
+        if options.rope is not None:
+            raise SettingError("rope: from_stream takes a config; ModelConfig.from_dict(rope=...)")
         self.resolved, self.folder = None, None
         self.tokenizer = tokenizer
         self._prepare(name, config, options)
@@ -139,12 +144,7 @@ class LLM:
         self._hint, self._lock = "", RequestLock()
         if options.threads is not None:
             torch.set_num_threads(options.threads)
-        limit = config.context_limit
-        if options.max_context is not None and options.max_context > limit:
-            raise SettingError(
-                f"max_context: found {options.max_context}, expected at most {limit} "
-                f"(the model's own positions, max_position_embeddings in config.json)"
-            )
+        options.require_positions(config)
         method = options.method if options.method is not None else self._default_method()
         self.method, layers = self.resolve_method(method)
         self._plan = self._make_plan(self.method, layers, options.max_context, options.chunk)
@@ -204,8 +204,8 @@ class LLM:
         self.folder = Path(resolve(self.name, progress=self._download_progress).folder)
         checkpoint = Checkpoint.open(self.folder)
         checkpoint.require(targets(self.config), ignored(self.config))
-        self.tokenizer = Tokenizer(self.folder)
-        if self.tokenizer.vocab_max_id >= self.config.vocab_size:
+        self.tokenizer = Tokenizer(self.folder) if has_tokenizer(self.folder) else None
+        if self.tokenizer and self.tokenizer.vocab_max_id >= self.config.vocab_size:
             raise BadCheckpoint(
                 f"{self.folder / 'tokenizer.json'}: found token id {self.tokenizer.vocab_max_id}, "
                 f"expected ids below {self.config.vocab_size} (the embedding's rows)"
@@ -449,7 +449,6 @@ class LLM:
 
     def _needed_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise SettingError(
-                "this LLM has no tokenizer (it was made from a stream of weights); pass token ids"
-            )
+            why = f"{self.folder} holds none" if self.folder else "it was made from a stream"
+            raise SettingError(f"this LLM has no tokenizer ({why}); pass token ids")
         return self.tokenizer

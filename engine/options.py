@@ -20,6 +20,7 @@ from kernels.dispatch import BACKENDS
 if TYPE_CHECKING:
     from engine.bank.host_pool import HostPool
     from engine.methods.base import Method
+    from engine.model.config import ModelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MOST_THREADS = 64  # or four for each core: with 10,000 a token takes 20 s
@@ -57,12 +58,14 @@ class Options:
     layers are known, else Full. offload: "auto" (on a GPU, what does not fit goes to host memory),
     "host" (all sparse layers) or "device" (nothing). slots: rows that an offloaded group keeps on
     the device per selected token; 0 keeps nothing from step to step. host_pool: a HostPool to share
-    with other LLMs. vram_budget, ram_budget: bytes to stay within. backend: "auto", or the
-    launchers to force: "reference", "cpu", "triton". step: how a decode step multiplies and
-    normalizes: "fused" (our own kernels), "plain" (torch's operators), or "auto": on a GPU fused,
-    if a rehearsal on the device agrees with plain.
-    weights: "auto" (as stored), or "int8" or "int4" to round float weights as they are read
-    (docs/QUANTISATION.md). check_finite: refuse weights with NaN or infinity.
+    with other LLMs. vram_budget, ram_budget: bytes to stay within. rope: another rope than
+    config.json's, such as "yarn:4" (engine/model/rope_override.py). beyond: allow a max_context
+    beyond the model's own positions, with a warning. backend: "auto", or the launchers to force:
+    "reference", "cpu", "triton". step: how a decode step multiplies and normalizes: "fused" (our
+    own kernels), "plain" (torch's operators), or "auto": on a GPU fused, if a rehearsal on the
+    device agrees with plain. weights: "auto" (as stored), or "int8" or "int4" to round float
+    weights as they are read (docs/QUANTISATION.md). check_finite: refuse weights with NaN or
+    infinity.
     """
 
     device: str = "auto"
@@ -77,6 +80,8 @@ class Options:
     host_pool: HostPool | None = None
     vram_budget: int | None = None
     ram_budget: int | None = None
+    rope: str | None = None
+    beyond: bool = False
     backend: str = "auto"
     step: str = "auto"
     weights: str = "auto"
@@ -92,6 +97,9 @@ class Options:
         one_of("offload", self.offload, OFFLOADS)
         one_of("step", self.step, STEPS)
         one_of("weights", self.weights, WEIGHTS)
+        if self.rope is not None and not isinstance(self.rope, str):
+            raise SettingError(f"rope: found {found(self.rope)}, expected a text such as 'yarn:4'")
+        one_of("beyond", self.beyond, (False, True))
         if not is_number(self.slots) or not (self.slots == 0 or 1 <= self.slots <= MOST):
             raise SettingError(
                 f"slots: found {found(self.slots)}, expected a number of at least 1 (rows per "
@@ -114,6 +122,26 @@ class Options:
                 hint = f"; did you mean {near[0]}?" if near else ""
                 raise SettingError(f"LLM: found an unknown argument {name!r}{hint}")
         return cls(**settings)
+
+    def require_positions(self, config: ModelConfig) -> None:
+        """Refuse a context beyond a model's positions, or warn where that was asked for. Dynamic
+        rope goes on stretching by itself, so it only warns.
+        """
+        asked, limit = self.max_context, config.context_limit
+        if asked is None or asked <= limit:
+            return
+        if not self.beyond and config.rope.kind != "dynamic":
+            factor = -(-asked // config.max_positions)
+            raise SettingError(
+                f"max_context: found {asked}, expected at most {limit} "
+                f"(the model's own positions, max_position_embeddings in config.json); "
+                f"rope yarn:{factor} stretches them (--rope), beyond allows it as it is (--beyond)"
+            )
+        warnings.warn(
+            f"max_context: {asked} is beyond the {limit} positions that this model's rope was made "
+            f"for; answers get worse there",
+            stacklevel=4,
+        )
 
     def resolved_device(self) -> torch.device:
         """The torch.device that `device` names here; SettingError where there is none."""

@@ -41,6 +41,7 @@ class Broken:
     build: Build
     code: int
     words: tuple[str, ...]
+    library: bool = True  # whether LLM refuses it, too: it runs without a tokenizer
 
 
 def _config(**changes: object) -> Build:
@@ -224,6 +225,11 @@ def _hole(header: dict, data: bytes) -> bytes:
 def _slow_tokenizer(folder: Path) -> None:
     sound(folder)
     (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+
+
+def _tekken(folder: Path) -> None:
+    sound(folder)
+    (folder / "tokenizer.json").rename(folder / "tekken.json")
 
 
 # A post-processor that names a token it does not define: the tokenizers library panics (not raises)
@@ -596,7 +602,14 @@ BROKEN: list[Broken] = [
         (SHARD, EMBED, "found also in model-00001-of-00003.safetensors", "expected once"),
     ),
     # tokenizer
-    Broken("tokenizer-missing", _file("tokenizer.json", None), 1, ("tokenizer.json", "expected")),
+    Broken(
+        "tokenizer-missing",
+        _file("tokenizer.json", None),
+        1,
+        ("tokenizer.json", "found nothing", "expected"),
+        library=False,
+    ),
+    Broken("tokenizer-tekken", _tekken, 1, ("tokenizer.json", "only tekken.json", "make it")),
     Broken("tokenizer-empty", _file("tokenizer.json", b""), 1, ("tokenizer.json",)),
     Broken("tokenizer-text", _file("tokenizer.json", "{]"), 1, ("tokenizer.json",)),
     Broken(

@@ -9,7 +9,8 @@ class Alias:
     """One model on the hub.
 
     context: tokens; params: elements of all weights; filter_layers: OmniKV's published ones, or
-    None; note: a remark for people, may be empty.
+    None; note: a remark for people, may be empty; rope: an override of config.json's that the
+    model's card gives for this context ("yarn:4:32768").
     """
 
     hub_id: str
@@ -17,6 +18,7 @@ class Alias:
     params: int
     filter_layers: tuple[int, ...] | None = None
     note: str = ""
+    rope: str | None = None
 
     @property
     def bytes_bf16(self) -> int:

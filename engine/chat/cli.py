@@ -26,7 +26,7 @@ from engine.chat.interrupts import Ended, ending
 from engine.chat.output import abandon_output, emit, require_output
 from engine.chat.repl import Chat
 from engine.chat.settings import flag_named, method_of, params_of
-from engine.errors import EngineError, OutputFailed, SettingError, UsageError
+from engine.errors import BadCheckpoint, EngineError, OutputFailed, SettingError, UsageError
 from engine.llm import LLM
 from engine.sampling import SamplingParams
 from engine.text.boundary import printable, valid
@@ -77,6 +77,8 @@ def open_model(args: argparse.Namespace, display: Display) -> LLM:
         offload=args.offload,
         vram_budget=args.vram_budget,
         ram_budget=args.ram_budget,
+        rope=args.rope,
+        beyond=args.beyond,
         method=method_of(args, pocket),
         load=False,
         progress=display.loading(),
@@ -106,6 +108,11 @@ def converse(args: argparse.Namespace, llm: LLM, params: SamplingParams, display
         document = read_stdin(longest) if args.file == "-" else read_text(args.file, longest)
     introduce(llm, display)
     llm.load()
+    if llm.tokenizer is None:
+        raise BadCheckpoint(
+            f"{llm.folder}: tokenizer.json: found nothing, expected the model's tokenizer: the "
+            "chat needs text (the library runs on token ids)"
+        )
     if llm.plan().placement is not None:
         display.note(llm.plan().where)
         display.note(str(llm.link))

@@ -218,6 +218,17 @@ def _placement_flags(add: Callable) -> None:
         help="reserve a context of N tokens, such as 131072, 128K or 1M "
         "(default: the model's own length, or what fits)",
     )
+    add(
+        "--rope",
+        metavar="KIND",
+        help="another rope than the model's own: yarn:4, yarn:4:32768, linear:2, dynamic:4, "
+        "theta:1e6, default or longrope; comma-separated where theta goes with another",
+    )
+    add(
+        "--beyond",
+        action="store_true",
+        help="allow a --ctx beyond the positions that the model was made for",
+    )
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     add(

@@ -20,6 +20,7 @@ from engine.model.block import LLAMA, Block
 from engine.model.family import Family, Sizes
 from engine.model.fields import Fields
 from engine.model.rope_config import MAX_POSITIONS, Rope, parse_rope
+from engine.model.rope_override import overridden, pins_long
 from weights.jsonfile import inside, present, read_object, shown
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -132,9 +133,8 @@ class ModelConfig:
         """
         if self.rope.kind != "longrope":
             return self
-        return replace(
-            self, rope=replace(self.rope, long=tokens > self.rope.original_max_positions)
-        )
+        long = self.rope.long or tokens > self.rope.original_max_positions
+        return replace(self, rope=replace(self.rope, long=long))
 
     @property
     def parameters(self) -> int:
@@ -160,15 +160,21 @@ class ModelConfig:
         data: dict[str, Any],
         source: str = "config.json",
         generation: dict[str, Any] | None = None,
+        rope: str | None = None,
     ) -> ModelConfig:
         """Parse the contents of config.json.
 
         `source` names the file in messages. `generation` is the content of generation_config.json;
-        its eos wins over config.json's. Raises BadCheckpoint (a field is missing or senseless) or
-        UnsupportedCheckpoint (a sound model of a kind that this engine cannot run).
+        its eos wins over config.json's. `rope` overrides config.json's
+        (engine/model/rope_override.py). Raises BadCheckpoint (a field is missing or senseless),
+        UnsupportedCheckpoint (a sound model of a kind that this engine cannot run) or SettingError
+        (an override without sense).
         """
         fields = Fields(data, source)
         architecture, family = families.find(fields)
+        if rope is not None:
+            data = overridden(data, rope, family)
+            fields = Fields(data, source)
         _refuse_unsupported(fields, family)
         hidden = fields.integer("hidden_size", 1, MAX_WIDTH)
         heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
@@ -181,8 +187,10 @@ class ModelConfig:
         layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
         max_positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
         vocab = fields.integer("vocab_size", 1, MAX_VOCAB)
-        rope = parse_rope(data, source, max_positions, head_dim, family.rope)
-        facts = family.facts(fields, Sizes(layers, hidden, head_dim, max_positions, rope))
+        where = source if rope is None else f"{source} with rope {rope[:60]}"
+        main = parse_rope(data, where, max_positions, head_dim, family.rope)
+        main = replace(main, long=pins_long(rope))
+        facts = family.facts(fields, Sizes(layers, hidden, head_dim, max_positions, main))
         return cls(
             architecture=architecture,
             vocab_size=vocab,
@@ -194,7 +202,7 @@ class ModelConfig:
             head_dim=head_dim,
             rms_norm_eps=fields.number("rms_norm_eps", above=0.0, below=0.1),
             max_positions=min(max_positions, facts.positions or max_positions),
-            rope=rope,
+            rope=main,
             tied_embeddings=fields.flag("tie_word_embeddings", default=family.tied),
             attention_bias=facts.attention_bias,
             mlp_bias=facts.mlp_bias,
@@ -209,10 +217,10 @@ class ModelConfig:
         )
 
     @classmethod
-    def from_folder(cls, path: str | Path) -> ModelConfig:
+    def from_folder(cls, path: str | Path, rope: str | None = None) -> ModelConfig:
         """Parse a model folder's config.json, and its generation_config.json if there is one.
 
-        Raises BadCheckpoint or UnsupportedCheckpoint.
+        `rope` overrides config.json's. Raises BadCheckpoint, UnsupportedCheckpoint or SettingError.
         """
         folder = Path(path)
         generation_file = folder / "generation_config.json"
@@ -220,7 +228,7 @@ class ModelConfig:
         if present(generation_file):
             generation = read_object(inside(folder, generation_file.name))
         source = inside(folder, "config.json")
-        return cls.from_dict(read_object(source), str(source), generation)
+        return cls.from_dict(read_object(source), str(source), generation, rope)
 
 
 def _refuse_unsupported(fields: Fields, family: Family) -> None:

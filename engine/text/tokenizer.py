@@ -26,6 +26,23 @@ from weights.jsonfile import inside, present, read_object, shown
 ANCHORS = ("\n", ".", "a", "0")  # texts to encode in front of a continuation, tried in this order
 
 
+# what a folder may hold instead of tokenizer.json
+OTHERS = ("tokenizer.model", "tekken.json", "vocab.json", "tiktoken.model", "spiece.model")
+
+
+def has_tokenizer(folder: str | Path) -> bool:
+    """Say whether a model folder holds a tokenizer of any kind. Without one, a model runs on token
+    ids.
+    """
+    found = Path(folder)
+    return any(_there(found / name) for name in ("tokenizer.json", *OTHERS))
+
+
+def _there(path: Path) -> bool:
+    """Say whether there is something of this name, if only a link that leads nowhere."""
+    return path.is_symlink() or path.exists()
+
+
 class Tokenizer:
     """A model folder's tokenizer.json with its settings and chat template, if it has them.
 
@@ -247,11 +264,7 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
     """Read tokenizer.json, with no truncation and no padding."""
     path = folder / "tokenizer.json"
     if not present(path):
-        others = [
-            name
-            for name in ("tokenizer.model", "vocab.json", "tiktoken.model")
-            if path.with_name(name).is_file()
-        ]
+        others = [name for name in OTHERS if path.with_name(name).is_file()]
         if others:
             raise UnsupportedCheckpoint(
                 f"{path}: not found, only {others[0]}; make it once with transformers: "
