@@ -79,10 +79,11 @@ class LLM:
         self.folder: Path | None = Path(resolved.folder)
         self.tokenizer: Tokenizer | None = None
         self._progress, self._download_progress = progress, download_progress
-        rope = options.rope
-        if rope is None and resolved.alias:
-            rope = resolved.alias.rope
-        self._prepare(str(model), ModelConfig.from_folder(self.folder, rope), options)
+        alias, rope, positions = resolved.alias, options.rope, 0
+        if rope is None and alias is not None and alias.rope is not None:
+            rope, positions = alias.rope, alias.context
+        config = ModelConfig.from_folder(self.folder, rope).reaching(positions)
+        self._prepare(str(model), config, options)
         self._host_tier = self._new_host_tier()
         if load:
             self.load()

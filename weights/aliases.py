@@ -27,6 +27,7 @@ class Alias:
 
 
 _GATED = "gated: accept the licence on the hub"
+_YARN = "rope of its card for long texts"
 
 # Filter layers: OmniKV (ICLR 2025), table of models; contexts and sizes: the models' cards.
 ALIASES: dict[str, Alias] = {
@@ -51,9 +52,55 @@ ALIASES: dict[str, Alias] = {
     "yi-9b-200k": Alias("01-ai/Yi-9B-200K", 200000, 8_829_407_232, (6, 11, 30), "base model"),
     "yi-34b-200k": Alias("01-ai/Yi-34B-200K", 200000, 34_388_917_248, None, "base model"),
     "mistral-7b": Alias("mistralai/Mistral-7B-Instruct-v0.3", 32768, 7_248_023_552),
+    "mistral-nemo": Alias("mistralai/Mistral-Nemo-Instruct-2407", 131072, 12_247_782_400),
     "smollm2-135m": Alias(
         "HuggingFaceTB/SmolLM2-135M-Instruct", 8192, 134_515_008, None, "small: for a first try"
     ),
+    "smollm3-3b": Alias("HuggingFaceTB/SmolLM3-3B", 65536, 3_075_098_624),
+    "smollm3-3b-128k": Alias(
+        "HuggingFaceTB/SmolLM3-3B", 131072, 3_075_098_624, None, _YARN, "yarn:2:65536"
+    ),
+    "r1-llama-8b": Alias("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", 131072, 8_030_261_248),
+    "r1-qwen-7b": Alias("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", 131072, 7_615_616_512),
+    "qwen2.5-0.5b": Alias("Qwen/Qwen2.5-0.5B-Instruct", 32768, 494_032_768),
+    "qwen2.5-1.5b": Alias("Qwen/Qwen2.5-1.5B-Instruct", 32768, 1_543_714_304),
+    "qwen2.5-3b": Alias(
+        "Qwen/Qwen2.5-3B-Instruct", 32768, 3_085_938_688, None, "licence: research only"
+    ),
+    "qwen2.5-7b": Alias("Qwen/Qwen2.5-7B-Instruct", 32768, 7_615_616_512),
+    "qwen2.5-7b-128k": Alias(
+        "Qwen/Qwen2.5-7B-Instruct", 131072, 7_615_616_512, None, _YARN, "yarn:4:32768"
+    ),
+    "qwen2.5-14b": Alias("Qwen/Qwen2.5-14B-Instruct", 32768, 14_770_033_664),
+    "qwen2.5-14b-128k": Alias(
+        "Qwen/Qwen2.5-14B-Instruct", 131072, 14_770_033_664, None, _YARN, "yarn:4:32768"
+    ),
+    "qwen2.5-32b": Alias("Qwen/Qwen2.5-32B-Instruct", 32768, 32_763_876_352),
+    "qwen2.5-7b-1m": Alias(
+        "Qwen/Qwen2.5-7B-Instruct-1M", 262144, 7_615_616_512, None, "1M needs dual chunks: not yet"
+    ),
+    "qwen2.5-14b-1m": Alias(
+        "Qwen/Qwen2.5-14B-Instruct-1M",
+        262144,
+        14_770_033_664,
+        None,
+        "1M needs dual chunks: not yet",
+    ),
+    "qwen3-0.6b": Alias("Qwen/Qwen3-0.6B", 40960, 596_049_920),
+    "qwen3-1.7b": Alias("Qwen/Qwen3-1.7B", 40960, 1_720_574_976),
+    "qwen3-4b": Alias("Qwen/Qwen3-4B", 40960, 4_022_468_096),
+    "qwen3-4b-2507": Alias("Qwen/Qwen3-4B-Instruct-2507", 262144, 4_022_468_096),
+    "qwen3-8b": Alias("Qwen/Qwen3-8B", 40960, 8_190_735_360),
+    "qwen3-8b-128k": Alias("Qwen/Qwen3-8B", 131072, 8_190_735_360, None, _YARN, "yarn:4:32768"),
+    "qwen3-14b": Alias("Qwen/Qwen3-14B", 40960, 14_768_307_200),
+    "qwen3-32b": Alias("Qwen/Qwen3-32B", 40960, 32_762_123_264),
+    "phi-3.5-mini": Alias("microsoft/Phi-3.5-mini-instruct", 131072, 3_821_079_552),
+    "phi-4-mini": Alias("microsoft/Phi-4-mini-instruct", 131072, 3_836_021_760),
+    "phi-4": Alias("microsoft/phi-4", 16384, 14_659_507_200),
+    "granite-3.3-8b": Alias("ibm-granite/granite-3.3-8b-instruct", 131072, 8_170_864_640),
+    "olmo-2-7b": Alias("allenai/OLMo-2-1124-7B-Instruct", 4096, 7_298_617_344),
+    "gemma-3-270m": Alias("google/gemma-3-270m-it", 32768, 268_098_176, None, _GATED),
+    "gemma-3-1b": Alias("google/gemma-3-1b-it", 32768, 999_885_952, None, _GATED),
 }
 
 

@@ -153,10 +153,11 @@ def run(args: argparse.Namespace, display: Display) -> int:
     if args.version:
         emit(versions() + "\n")
         return 0
-    if args.list_models:
+    if args.list_models or args.fits is not None:
+        from engine.chat.fits import fits
         from weights.aliases import table
 
-        emit(table() + "\n")
+        emit((table() if args.fits is None else fits(args.fits or None, args.device)) + "\n")
         return 0
     if args.file == "-" and args.interactive:
         raise UsageError(

@@ -389,6 +389,15 @@ def _output_flags(add: Callable) -> None:
     )
     add("--json", action="store_true", help="print one JSON object per answer on stdout")
     add("--stats", action="store_true", help="print the figures of /stats after each answer")
+    add(
+        "--fits",
+        nargs="?",
+        const=0,
+        type=gigabytes,
+        metavar="GB",
+        help="with --list-models: only those that fit here, or on an imagined GPU of GB gigabytes, "
+        "with context and settings",
+    )
     add("--list-models", action="store_true", help="print the model aliases and end")
     add("--quiet", action="store_true", help="print no progress and no figures")
     add("--verbose", action="store_true", help="print a traceback with each error")

@@ -125,6 +125,10 @@ class ModelConfig:
         }
         return max(self.max_positions, int(stretched.get(self.rope.kind, 0) * self.rope.factor))
 
+    def reaching(self, positions: int) -> ModelConfig:
+        """Return this configuration, made for at least so many positions."""
+        return replace(self, max_positions=max(self.max_positions, positions))
+
     def at_context(self, tokens: int) -> ModelConfig:
         """Return this configuration for sessions of up to `tokens` tokens.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -313,6 +313,39 @@ def plan_at(
         kept=needs.retained_bytes,
         outlook=search.outlook(context, placement),
     )
+
+
+class Largest(NamedTuple):
+    """The longest context that fits, in tokens (0: none), what then lives in host memory, and the
+    bytes on the device.
+    """
+
+    context: int
+    placement: Placement | None
+    bytes: int
+
+
+def largest_context(
+    config: ModelConfig,
+    method: Method,
+    layers: LayerPlan,
+    dtype: torch.dtype,
+    device: torch.device,
+    free: int,
+    host_free: int,
+) -> Largest:
+    """Find the longest context that fits into so many free bytes of a device and of host memory.
+
+    The device need not exist. Offloads what does not fit on a GPU.
+    """
+    chunk = default_chunk(device.type, config)
+    search = _Search(
+        config, method, layers, dtype, device, chunk, "auto", "auto", SLOTS, free, host_free
+    )
+    context = search.largest_context()
+    placement = search.placement(context) if context else None
+    items = search.items(context, placement) if context else ()
+    return Largest(context, placement, sum(size for _, size, _ in items))
 
 
 def _free_bytes(

@@ -6,6 +6,7 @@ import pytest
 
 from engine.model.config import ModelConfig
 from weights.aliases import ALIASES, suggest, table
+from weights.shapes import config_of
 
 # hidden, intermediate, layers, heads, kv heads, head_dim, vocab, tied: from the models' config.json
 # on the hub
@@ -35,7 +36,15 @@ KEYS = (
 )
 
 
-@pytest.mark.parametrize("name", ALIASES)
+def checked(alias, config):
+    assert alias.params == config.parameters and alias.bytes_bf16 == 2 * config.parameters
+    layers = alias.filter_layers or ()
+    assert all(a < b for a, b in zip(layers, layers[1:], strict=False)) and all(
+        0 <= x < config.num_layers for x in layers
+    )
+
+
+@pytest.mark.parametrize("name", SHAPES)
 def test_sizes_follow_from_the_shapes(name):
     alias = ALIASES[name]
     shape = dict(zip(KEYS, SHAPES[name], strict=True))
@@ -47,11 +56,22 @@ def test_sizes_follow_from_the_shapes(name):
             **shape,
         }
     )
-    assert alias.params == config.parameters and alias.bytes_bf16 == 2 * config.parameters
-    layers = alias.filter_layers or ()
-    assert all(a < b for a, b in zip(layers, layers[1:], strict=False)) and all(
-        0 <= x < config.num_layers for x in layers
-    )
+    checked(alias, config)
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_the_plan_of_every_alias_follows_from_its_shape(name):
+    """The parameters are those of the models' cards; the rope of a long preset reaches its
+    context.
+    """
+    alias = ALIASES[name]
+    config = ModelConfig.from_dict(config_of(alias), rope=alias.rope)
+    checked(alias, config)
+    assert config.context_limit == alias.context
+    base = [a for a in ALIASES.values() if a.hub_id == alias.hub_id and a.rope is None]
+    if alias.rope is not None:
+        short = ModelConfig.from_dict(config_of(base[0]), rope=alias.rope)
+        assert short.context_limit == alias.context > base[0].context
 
 
 def test_published_filter_layers():

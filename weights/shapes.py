@@ -1,0 +1,116 @@
+"""The shapes of the models in the alias table, as their config.json on the hub gives them: enough
+to plan a model without fetching anything.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weights.aliases import Alias
+
+_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
+)
+_LLAMA3_8B = (4096, 14336, 32, 32, 8, 128, 128256, False)
+_GEMMA3 = {"sliding_window": 512, "sliding_window_pattern": 6}
+_ONE_MILLION = {"dual_chunk_attention_config": {"chunk_size": 262144}}
+# hub id: (family, sizes in the order of _KEYS, other fields)
+_SHAPES: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
+    "gradientai/Llama-3-8B-Instruct-262k": ("Llama", _LLAMA3_8B, {}),
+    "gradientai/Llama-3-8B-Instruct-Gradient-1048k": ("Llama", _LLAMA3_8B, {}),
+    "meta-llama/Llama-3.1-8B-Instruct": ("Llama", _LLAMA3_8B, {}),
+    "meta-llama/Llama-3.1-70B-Instruct": (
+        "Llama",
+        (8192, 28672, 80, 64, 8, 128, 128256, False),
+        {},
+    ),
+    "meta-llama/Llama-3.2-1B-Instruct": ("Llama", (2048, 8192, 16, 32, 8, 64, 128256, True), {}),
+    "meta-llama/Llama-3.2-3B-Instruct": ("Llama", (3072, 8192, 28, 24, 8, 128, 128256, True), {}),
+    "meta-llama/Llama-2-7b-chat-hf": ("Llama", (4096, 11008, 32, 32, 32, 128, 32000, False), {}),
+    "01-ai/Yi-6B-200K": ("Llama", (4096, 11008, 32, 32, 4, 128, 64000, False), {}),
+    "01-ai/Yi-9B-200K": ("Llama", (4096, 11008, 48, 32, 4, 128, 64000, False), {}),
+    "01-ai/Yi-34B-200K": ("Llama", (7168, 20480, 60, 56, 8, 128, 64000, False), {}),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": ("Llama", (576, 1536, 30, 9, 3, 64, 49152, True), {}),
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": ("Llama", _LLAMA3_8B, {}),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": (
+        "Qwen2",
+        (3584, 18944, 28, 28, 4, 128, 152064, False),
+        {},
+    ),
+    "mistralai/Mistral-7B-Instruct-v0.3": (
+        "Mistral",
+        (4096, 14336, 32, 32, 8, 128, 32768, False),
+        {},
+    ),
+    "mistralai/Mistral-Nemo-Instruct-2407": (
+        "Mistral",
+        (5120, 14336, 40, 32, 8, 128, 131072, False),
+        {},
+    ),
+    "Qwen/Qwen2.5-0.5B-Instruct": ("Qwen2", (896, 4864, 24, 14, 2, 64, 151936, True), {}),
+    "Qwen/Qwen2.5-1.5B-Instruct": ("Qwen2", (1536, 8960, 28, 12, 2, 128, 151936, True), {}),
+    "Qwen/Qwen2.5-3B-Instruct": ("Qwen2", (2048, 11008, 36, 16, 2, 128, 151936, True), {}),
+    "Qwen/Qwen2.5-7B-Instruct": ("Qwen2", (3584, 18944, 28, 28, 4, 128, 152064, False), {}),
+    "Qwen/Qwen2.5-14B-Instruct": ("Qwen2", (5120, 13824, 48, 40, 8, 128, 152064, False), {}),
+    "Qwen/Qwen2.5-32B-Instruct": ("Qwen2", (5120, 27648, 64, 40, 8, 128, 152064, False), {}),
+    "Qwen/Qwen2.5-7B-Instruct-1M": (
+        "Qwen2",
+        (3584, 18944, 28, 28, 4, 128, 152064, False),
+        _ONE_MILLION,
+    ),
+    "Qwen/Qwen2.5-14B-Instruct-1M": (
+        "Qwen2",
+        (5120, 13824, 48, 40, 8, 128, 152064, False),
+        _ONE_MILLION,
+    ),
+    "Qwen/Qwen3-0.6B": ("Qwen3", (1024, 3072, 28, 16, 8, 128, 151936, True), {}),
+    "Qwen/Qwen3-1.7B": ("Qwen3", (2048, 6144, 28, 16, 8, 128, 151936, True), {}),
+    "Qwen/Qwen3-4B": ("Qwen3", (2560, 9728, 36, 32, 8, 128, 151936, True), {}),
+    "Qwen/Qwen3-4B-Instruct-2507": ("Qwen3", (2560, 9728, 36, 32, 8, 128, 151936, True), {}),
+    "Qwen/Qwen3-8B": ("Qwen3", (4096, 12288, 36, 32, 8, 128, 151936, False), {}),
+    "Qwen/Qwen3-14B": ("Qwen3", (5120, 17408, 40, 40, 8, 128, 151936, False), {}),
+    "Qwen/Qwen3-32B": ("Qwen3", (5120, 25600, 64, 64, 8, 128, 151936, False), {}),
+    "HuggingFaceTB/SmolLM3-3B": ("SmolLM3", (2048, 11008, 36, 16, 4, 128, 128256, True), {}),
+    "microsoft/Phi-3.5-mini-instruct": ("Phi3", (3072, 8192, 32, 32, 32, 96, 32064, False), {}),
+    "microsoft/Phi-4-mini-instruct": (
+        "Phi3",
+        (3072, 8192, 32, 24, 8, 128, 200064, True),
+        {"partial_rotary_factor": 0.75},
+    ),
+    "microsoft/phi-4": ("Phi3", (5120, 17920, 40, 40, 10, 128, 100352, False), {}),
+    "ibm-granite/granite-3.3-8b-instruct": (
+        "Granite",
+        (4096, 12800, 40, 32, 8, 128, 49159, True),
+        {},
+    ),
+    "allenai/OLMo-2-1124-7B-Instruct": (
+        "Olmo2",
+        (4096, 11008, 32, 32, 32, 128, 100352, False),
+        {},
+    ),
+    "google/gemma-3-270m-it": ("Gemma3", (640, 2048, 18, 4, 1, 256, 262144, True), _GEMMA3),
+    "google/gemma-3-1b-it": ("Gemma3", (1152, 6912, 26, 4, 1, 256, 262144, True), _GEMMA3),
+}
+
+
+def config_of(alias: Alias) -> dict[str, Any]:
+    """Return what a plan needs of an alias's config.json. The rope is the family's default; it
+    costs no memory.
+    """
+    family, sizes, more = _SHAPES[alias.hub_id]
+    return {
+        "architectures": [f"{family}ForCausalLM"],
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": alias.context,
+        "torch_dtype": "bfloat16",
+        **({"sliding_window": None} if family == "Mistral" else {}),
+        **dict(zip(_KEYS, sizes, strict=True)),
+        **more,
+    }
