@@ -174,3 +174,7 @@ class Kept:
     def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
         """Attention of q [1, 1, H, D] in one layer -> the same shape."""
         return self.drafter.attend_kept(layer, q, step, self.tail_start)
+
+    def attend_local(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
+        """Attention in a sliding-window layer, which nobody drafts."""
+        return self.drafter.attend_local(layer, q, step)

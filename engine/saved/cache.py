@@ -74,12 +74,14 @@ class BlockCache:
 
     def usable(self, session: Session) -> bool:
         """Whether a session's rows follow from its tokens alone: not with a store of the method's
-        own, nor where the rotation depends on the whole prompt's length.
+        own, nor where the rotation depends on the whole prompt's length, nor where sliding-window
+        layers forget rows.
         """
         kept = session.runtime.needs.history == "bank" and not getattr(
             session.method, "official", False
         )
-        return kept and session.llm.config.rope.kind != "dynamic"
+        config = session.llm.config
+        return kept and config.rope.kind != "dynamic" and not config.local_layers
 
     # ---------------------------------------------------------------- reading
 

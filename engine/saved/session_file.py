@@ -52,6 +52,11 @@ def save_session(
     """Write a session to `path` (see Session.save)."""
     path = Path(path)
     require_savable(session.method, session.runtime.needs.history)
+    if session.llm.config.local_layers:
+        raise SettingError(
+            f"save: found a model with sliding-window layers ({session.llm.config.family}), whose "
+            "older rows are gone; keep the tokens (session.ids) and read them again"
+        )
     tensors: list[torch.Tensor] = []
     with exclusive(session.llm):
         facts = _facts(session, extra, tensors)

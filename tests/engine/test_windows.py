@@ -200,6 +200,13 @@ def test_other_methods_say_why_not(llm):
         llm.session(OmniKV(filter_layers=(1,)))
 
 
+def test_what_needs_every_row_says_why_not(llm, tmp_path):
+    with llm.session() as session:
+        session.prefill(random_ids(10))
+        with pytest.raises(SettingError, match="save: found a model with sliding-window layers"):
+            session.save(tmp_path / "s")
+
+
 @given(st.data())
 def test_groups_run_over_the_layers_that_see_everything(data):
     layers = data.draw(st.integers(1, 40))
