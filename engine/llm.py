@@ -20,7 +20,7 @@ from engine.device import current, typed_errors
 from engine.errors import BadCheckpoint, OutOfMemoryPlan, SettingError
 from engine.generate import Completion, Piece, generate
 from engine.heap import trim_heap, trimmed
-from engine.methods.base import Method
+from engine.methods.base import Method, require_windows
 from engine.methods.full import Full
 from engine.methods.omnikv.settings import OmniKV
 from engine.model.config import ModelConfig
@@ -263,11 +263,7 @@ class LLM:
             raise SettingError(
                 f"method: found {method!r}, expected Full(), OmniKV(...) or another engine method"
             )
-        if self.config.local_layers and not vars(type(method)).get("sliding", False):
-            raise SettingError(
-                f"{method.name}: does not know the sliding-window layers of this model "
-                f"({self.config.family}); use full or omnikv"
-            )
+        require_windows(method, self.config)
         method = method.completed(self._filter_layers)
         plan = method.plan(self.config)
         method.validate(plan)

@@ -116,6 +116,15 @@ def validate_parts(method: Method, needs: Needs, more: bool, last: int | None = 
         )
 
 
+def require_windows(method: Method, config: ModelConfig) -> None:
+    """Raise SettingError where a model has sliding-window layers and the method knows none."""
+    if config.local_layers and not vars(type(method)).get("sliding", False):
+        raise SettingError(
+            f"{method.name}: does not know the sliding-window layers of this model "
+            f"({config.family}); use full or omnikv"
+        )
+
+
 @dataclass(frozen=True)
 class Setup:
     """What a runtime is built from: one session's fixed facts.
