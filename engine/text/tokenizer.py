@@ -35,12 +35,7 @@ def has_tokenizer(folder: str | Path) -> bool:
     ids.
     """
     found = Path(folder)
-    return any(_there(found / name) for name in ("tokenizer.json", *OTHERS))
-
-
-def _there(path: Path) -> bool:
-    """Say whether there is something of this name, if only a link that leads nowhere."""
-    return path.is_symlink() or path.exists()
+    return any(present(found / name) for name in ("tokenizer.json", *OTHERS))
 
 
 class Tokenizer:

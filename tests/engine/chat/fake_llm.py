@@ -127,7 +127,9 @@ class FakeLLM:
         )
         self.end_token_ids = tuple(tokenizer.backend.token_to_id(end) for end in ends)
         self.device, self.dtype = SimpleNamespace(type="cpu"), SimpleNamespace(itemsize=4)
-        self.config = SimpleNamespace(num_layers=2, kv_bytes=lambda size: 8 * size)
+        self.config = SimpleNamespace(
+            num_layers=2, kv_bytes=lambda size: 8 * size, rows_seen=lambda n: [n, n]
+        )
         self.method = Full()
         self.resolved = SimpleNamespace(folder="nowhere", revision=None, source="hub")
         self.sessions = []
