@@ -167,7 +167,9 @@ class History:
         if session.runtime.needs.history != "bank":
             ends = self.unfinished.ends if self.unfinished else self.savepoints
             self.unfinished = Rerun(session.ids[:n], ends)
-        elif session.llm.config.local_layers and n and (self.unfinished or not session.bank.holds(n)):
+        elif (
+            session.llm.config.local_layers and n and (self.unfinished or not session.bank.holds(n))
+        ):
             # sliding-window layers have overwritten what the next token would see: read all again
             self.unfinished = Rerun(session.ids[:n], [Savepoint(0, n + 1)])
         else:
