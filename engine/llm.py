@@ -79,11 +79,9 @@ class LLM:
         self.folder: Path | None = Path(resolved.folder)
         self.tokenizer: Tokenizer | None = None
         self._progress, self._download_progress = progress, download_progress
-        alias, rope, positions = resolved.alias, options.rope, 0
-        if rope is None and alias is not None and alias.rope is not None:
-            rope, positions = alias.rope, alias.context
-        config = ModelConfig.from_folder(self.folder, rope).reaching(positions)
-        self._prepare(str(model), config, options)
+        rope, positions = resolved.rope(options.rope)
+        config = ModelConfig.from_folder(self.folder, rope)
+        self._prepare(str(model), config.reaching(positions), options)
         self._host_tier = self._new_host_tier()
         if load:
             self.load()

@@ -50,6 +50,14 @@ class Resolved:
     revision: str | None = None
     alias: Alias | None = None
 
+    def rope(self, asked: str | None) -> tuple[str | None, int]:
+        """Return the rope to run with and the positions that it is meant to reach (0: its own):
+        what was asked for, else the alias's preset.
+        """
+        if asked is not None or self.alias is None or self.alias.rope is None:
+            return asked, 0
+        return self.alias.rope, self.alias.context
+
 
 def resolve(
     name: str | Path, progress: Callable[[str], None] | None = None, config_only: bool = False
