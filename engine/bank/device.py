@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from engine.bank.base import Bank, SparseRows, StepRows
-from engine.bank.window_ring import DEFAULT_CHUNK, WindowRing, ring_size
+from engine.bank.window_ring import DEFAULT_CHUNK, WindowRing
 from engine.finish import finished
+from engine.plan.windows import ring_size
 
 if TYPE_CHECKING:
     from engine.decode import Step

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from engine.bank.window_ring import ring_size
 from engine.plan.free_memory import HEADROOM, available_bytes
 from engine.plan.needs import scratch_sizes
 from engine.plan.placement import SLOTS, fitting, full_placement
 from engine.plan.report import OFFLOAD_CHUNK, ROUND, Item, Plan
+from engine.plan.windows import ring_size
 from engine.query_ring import SLOTS as RING
 from kernels.scratch import scratch_bytes
 
