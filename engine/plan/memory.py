@@ -96,6 +96,12 @@ def window_bytes(config: ModelConfig, size: int, chunk: int, context: int) -> in
     return sum(rows) * config.kv_bytes(size)
 
 
+def _full_bank(config: ModelConfig, size: int, chunk: int, context: int) -> int:
+    """Return the bytes of K and V of all layers."""
+    whole = (config.num_layers - len(config.local_layers)) * context * config.kv_bytes(size)
+    return whole + window_bytes(config, size, chunk, context)
+
+
 def _window_note(config: ModelConfig) -> str:
     return f"{len(config.local_layers)} layers see their newest {config.window} tokens"
 
@@ -307,8 +313,7 @@ def plan_at(
         placement=placement,
         host_bytes=placement.host_bytes(config, size, context) if placement else 0,
         host_free=host_free,
-        full_bank=(config.num_layers - len(config.local_layers)) * context * config.kv_bytes(size)
-        + window_bytes(config, size, chunk, context),
+        full_bank=_full_bank(config, size, chunk, context),
         budget=needs.retained or needs.selected,
         kept=needs.retained_bytes,
         outlook=search.outlook(context, placement),
