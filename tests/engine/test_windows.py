@@ -93,12 +93,12 @@ def test_going_back_beyond_the_ring_reads_again(llm):
         assert not session.bank.holds(300)
         session.truncate(300)
         session.truncate(299)
-        assert torch.equal(session.decode(ids[299]), wanted[0])
+        assert torch.allclose(session.decode(ids[299]), wanted[0], atol=1e-5)
         session.truncate(299)
         assert session.ids == ids[:299]
         found = answer(session, [ids[299], *more])
         assert session.stats.prefill_tokens == before.prefill_tokens  # counted once
-        assert torch.equal(found, wanted)
+        assert torch.allclose(found, wanted, atol=1e-5)
         session.truncate(0)
         session.prefill(ids[:10])
         assert len(session) == 10
