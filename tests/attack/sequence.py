@@ -320,6 +320,9 @@ class Sequence:
     def do_refresh(self) -> None:
         if len(self.session):
             self.attempt(self.session.refresh_logits)
+            # by full attention, whatever read the prompt
+            switched = any(event.kind == "switch" for event in self.model.events)
+            self.model.logits = not (switched or self.model.under.row.approximate)
 
     def do_watch(self) -> None:
         self.session.watch = self.rng.choice([None, Watch(every=3)])
