@@ -314,6 +314,8 @@ class History:
                     self._run_again(ids, kept, cut, progress)
             self.unfinished = None
         finally:
+            if self.unfinished is not None:
+                session.last_logits = None  # of a token on the way, not of the newest
             session.take_time(wait=True)
             # what ran again was counted before
             counters.rerun_seconds += time.perf_counter() - began

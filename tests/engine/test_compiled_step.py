@@ -93,11 +93,19 @@ class Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage().data_ptr() for t in tensors_in((args, kwargs))}
+        given = {storage(t)[0] for t in tensors_in((args, kwargs))}
         for t in tensors_in(out):
-            if t.untyped_storage().data_ptr() not in given and t.untyped_storage().nbytes():
-                self.by_op[str(func)] = max(self.by_op[str(func)], t.untyped_storage().nbytes())
+            where, size = storage(t)
+            if where not in given and size:
+                self.by_op[str(func)] = max(self.by_op[str(func)], size)
         return out
+
+
+def storage(t):
+    """(where it is, its bytes); oneDNN's packed weights keep theirs to themselves."""
+    if t.is_mkldnn:
+        return id(t), t.numel() * t.element_size()
+    return t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()
 
 
 def tensors_in(found):

@@ -76,6 +76,21 @@ def test_h2o_reads_on_after_an_interrupted_reading(llm, after):
         assert same(session, fresh)
 
 
+def test_steps_that_run_again_and_break_off_leave_no_logits_of_another_token(llm):
+    with llm.session(H2O(tokens=40)) as session, llm.session(H2O(tokens=40)) as fresh:
+        for one in (session, fresh):
+            one.prefill(IDS[:50])
+        for token in IDS[50:60]:
+            session.decode(token)
+        session.truncate(56, later=True)
+        with pytest.raises(Stop):
+            session.prefill(IDS[56:90], stopping(3))
+        assert session.ids == IDS[:56] and session.last_logits is None
+        for token in IDS[50:56]:
+            fresh.decode(token)
+        assert same(session, fresh)
+
+
 @pytest.mark.parametrize("method", [H2O(tokens=40, cut="prefill"), A2SF(tokens=40), *BY_QUERIES])
 def test_an_open_prompt_survives_forks_and_truncates(llm, method):
     sessions = [llm.session(method) for _ in range(3)]
