@@ -14,7 +14,7 @@ import json
 import os
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -144,23 +144,28 @@ class BlockCache:
 
     # ---------------------------------------------------------------- writing
 
-    def store(self, session: Session, should_stop: Callable[[], bool] = lambda: False) -> int:
+    def store(self, session: Session) -> int:
         """Write the whole blocks of a session that are not here yet; how many were written."""
+        return sum(1 for _ in self.storing(session))
+
+    def storing(self, session: Session) -> Iterator[None]:
+        """As `store`, one block after the other."""
         if not self.usable(session):
-            return 0
+            return
         written, names = 0, self._names(session, session.ids)
-        with exclusive(session.llm):
-            for number, name in enumerate(names):
-                path = self._path(name)
-                if path.is_file():
-                    continue
-                if should_stop() or not self._write(session, path, name, number * PIECE):
-                    break
-                written += 1
+        for number, name in enumerate(names):
+            path = self._path(name)
+            if path.is_file():
+                continue
+            with exclusive(session.llm):
+                done = self._write(session, path, name, number * PIECE)
+            if not done:
+                break
+            written += 1
+            yield
         if written:
             self._touch(names)
             self._shrink()
-        return written
 
     def _write(self, session: Session, path: Path, name: str, first: int) -> bool:
         bank = session.bank

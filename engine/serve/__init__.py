@@ -1,0 +1,11 @@
+"""The program `python -m engine.serve`: an OpenAI-compatible server over one model.
+
+cli.py       flags, start and end
+app.py       routes, and what every request must pass: key, host, size
+fields.py    a request's fields, checked one by one
+prompts.py   messages to token ids, a user's special tokens as text
+worker.py    the one thread that owns the model and serves several sessions in turn
+slots.py     the sessions that are held, and the longest common prefix among them
+replies.py   what clients get back
+metrics.py   counters for Prometheus
+"""

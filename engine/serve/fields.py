@@ -1,0 +1,247 @@
+"""The fields of a request: types and ranges checked one by one, none that is known ignored.
+
+Fields that nobody knows are ignored, as every server does. A field that is known and not supported
+is refused unless it has the value that asks for nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import EngineError
+from engine.sampling import SamplingParams
+from engine.serve.errors import ApiError
+from engine.settings import is_integer, is_number
+from engine.text.boundary import valid
+
+MOST_CHOICES = 8
+MOST_STOPS = 16
+LONGEST_STOP = 256  # characters
+MOST_TOP = 20  # alternatives per token
+MOST_MESSAGES = 4096
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+# known, not supported: the values that ask for nothing
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "grammar": ("",),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "json_schema": (),
+    "logit_bias": ({}, []),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "omnikv": (),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "web_search_options": (),
+}
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a request asks for, beside its prompt. max_tokens: None where the client sets none."""
+
+    params: SamplingParams
+    max_tokens: int | None
+    choices: int
+    stream: bool
+    include_usage: bool
+    logprobs: bool
+
+
+def refuse(param: str, found: object, expected: str) -> ApiError:
+    """The error of a field."""
+    shown = repr(found)
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    return ApiError(400, f"{param}: found {shown}, expected {expected}", param, "invalid_value")
+
+
+def text_of(value: object, param: str) -> str:
+    """A string that is Unicode."""
+    if not isinstance(value, str):
+        raise refuse(param, value, "a string")
+    try:
+        return valid(value, param)
+    except EngineError as error:
+        raise ApiError(400, str(error), param, "invalid_value") from None
+
+
+def ask_of(body: Mapping[str, Any], chat: bool) -> Ask:
+    """The settings of a request. Raises ApiError that names the field."""
+    for name, neutral in NEUTRAL.items():
+        value = body.get(name)
+        if value is not None and not any(
+            value == n and type(value) in (type(n), float) for n in neutral
+        ):
+            raise ApiError(
+                400, f"{name}: not supported by this server", name, "unsupported_parameter"
+            )
+    options = body.get("stream_options")
+    if options is not None and not isinstance(options, Mapping):
+        raise refuse("stream_options", options, "an object")
+    logprobs, top = _logprobs(body, chat)
+    limit = _limit(body)
+    settings: dict[str, Any] = {
+        "max_tokens": limit or 1,
+        "temperature": _number(body, "temperature", 1.0, 0, 2),
+        "top_p": _number(body, "top_p", 1.0, 0, 1) or 1e-9,
+        "top_k": max(0, _integer(body, "top_k", 0, -1, 1 << 30)),
+        "min_p": _number(body, "min_p", 0.0, 0, 1),
+        "repetition_penalty": _number(body, "repetition_penalty", 0, 0, 10)
+        or _number(body, "repeat_penalty", 1.0, 0, 10)
+        or 1.0,
+        "seed": None
+        if body.get("seed") is None
+        else _integer(body, "seed", 0, -(2**63), 2**63 - 1) % 2**63,
+        "stop": _stops(body),
+        "stop_token_ids": _ids(body, "stop_token_ids"),
+        "ignore_eos": _boolean(body, "ignore_eos"),
+        "logprobs": max(top, 1) if logprobs else 0,
+    }
+    try:
+        params = SamplingParams(**settings)
+    except EngineError as error:
+        name = str(error).partition(":")[0]
+        raise ApiError(400, str(error), name, "invalid_value") from None
+    return Ask(
+        params,
+        limit,
+        _integer(body, "n", 1, 1, MOST_CHOICES),
+        _boolean(body, "stream"),
+        _boolean(options or {}, "include_usage", "stream_options.include_usage"),
+        logprobs,
+    )
+
+
+def _limit(body: Mapping[str, Any]) -> int | None:
+    for name in ("max_completion_tokens", "max_tokens"):
+        if body.get(name) is not None:
+            return _integer(body, name, 1, 1, 1 << 30)
+    return None
+
+
+def _logprobs(body: Mapping[str, Any], chat: bool) -> tuple[bool, int]:
+    """(whether asked for, alternatives per token)."""
+    if not chat:
+        value = body.get("logprobs")
+        if value is None or value is False:
+            return False, 0
+        return True, _integer(body, "logprobs", 0, 0, MOST_TOP)
+    wanted, top = _boolean(body, "logprobs"), _integer(body, "top_logprobs", 0, 0, MOST_TOP)
+    if top and not wanted:
+        raise refuse("top_logprobs", top, "logprobs: true beside it")
+    return wanted, top
+
+
+def _boolean(body: Mapping[str, Any], name: str, param: str | None = None) -> bool:
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise refuse(param or name, value, "true or false")
+    return bool(value)
+
+
+def _integer(body: Mapping[str, Any], name: str, default: int, least: int, most: int) -> int:
+    value = body.get(name)
+    if value is None:
+        return default
+    if not is_integer(value) or not least <= value <= most:
+        raise refuse(name, value, f"an integer from {least} to {most}")
+    return value
+
+
+def _number(body: Mapping[str, Any], name: str, default: float, least: float, most: float) -> float:
+    value = body.get(name)
+    if value is None:
+        return default
+    if not is_number(value) or not math.isfinite(value) or not least <= value <= most:
+        raise refuse(name, value, f"a number from {least:g} to {most:g}")
+    return value
+
+
+def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
+    value = body.get("stop")
+    found = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(found, list) or len(found) > MOST_STOPS:
+        raise refuse("stop", value, f"a string or at most {MOST_STOPS} of them")
+    for item in found:
+        if not 0 < len(text_of(item, "stop")) <= LONGEST_STOP:
+            raise refuse("stop", item, f"strings of 1 to {LONGEST_STOP} characters")
+    return tuple(found)
+
+
+def _ids(body: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    value = body.get(name)
+    if value is None:
+        return ()
+    if not isinstance(value, list) or len(value) > 64 or not all(map(is_integer, value)):
+        raise refuse(name, value, "at most 64 token ids")
+    return tuple(value)
+
+
+def messages_of(body: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The turns of a chat, contents joined to one text each."""
+    value = body.get("messages")
+    if not isinstance(value, list) or not 1 <= len(value) <= MOST_MESSAGES:
+        raise refuse("messages", value, f"a list of 1 to {MOST_MESSAGES} messages")
+    found = []
+    for number, message in enumerate(value):
+        where = f"messages[{number}]"
+        if not isinstance(message, Mapping):
+            raise refuse(where, message, "an object with role and content")
+        role = message.get("role")
+        if not isinstance(role, str) or role not in ROLES:
+            raise refuse(f"{where}.role", role, f"one of {', '.join(ROLES)}")
+        if message.get("tool_calls"):
+            raise ApiError(
+                400,
+                f"{where}.tool_calls: not supported by this server",
+                f"{where}.tool_calls",
+                "unsupported_parameter",
+            )
+        found.append({"role": ROLES[role], "content": content_of(message, where)})
+    return found
+
+
+def content_of(message: Mapping[str, Any], where: str) -> str:
+    """The text of a content that is a string or a list of text parts."""
+    content, param = message.get("content"), f"{where}.content"
+    if not isinstance(content, list):
+        return text_of(content, param)
+    parts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in ("text", "input_text", "output_text"):
+            raise refuse(param, kind, "parts of type text")
+        parts.append(text_of(part.get("text"), param))
+    return "".join(parts)
+
+
+def prompt_of(body: Mapping[str, Any], vocab_size: int) -> str | list[int]:
+    """The prompt of a completion: one text, or token ids."""
+    value = body.get("prompt")
+    if isinstance(value, list) and len(value) == 1 and not is_integer(value[0]):
+        value = value[0]
+    if isinstance(value, str):
+        return text_of(value, "prompt")
+    if isinstance(value, list) and value and all(map(is_integer, value)):
+        if not all(0 <= i < vocab_size for i in value):
+            raise refuse("prompt", "an id out of range", f"ids from 0 to {vocab_size - 1}")
+        return value
+    raise refuse("prompt", value, "one string, or a list of token ids")

@@ -1,0 +1,137 @@
+"""What clients get back from chat/completions and completions, whole and in chunks."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from engine.serve.worker import Wrote
+
+if TYPE_CHECKING:
+    from engine.text.tokenizer import Tokenizer
+
+FINISH = {"stop": "stop", "length": "length", "context": "length", "interrupted": "length"}
+
+
+class Reply:
+    """One answer's shape. chat: chat/completions, else completions."""
+
+    def __init__(
+        self, model: str, chat: bool, prompt: int, logprobs: int | None, tokenizer: Tokenizer
+    ) -> None:
+        self.chat, self.prompt, self.logprobs, self.tokenizer = chat, prompt, logprobs, tokenizer
+        self.cached = self.written = 0
+        self._lead = chat  # a template ends where the answer's first space begins
+        self._model, self._made = model, int(time.time())
+        self._id = ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12)
+        self._offsets: dict[int, int] = {}  # choice -> characters so far
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens: of the prompt, those that were held, those sampled."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.written,
+            "total_tokens": self.prompt + self.written,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+    def head(self, chunk: bool) -> dict[str, Any]:
+        """The fields of every object."""
+        kind = "text_completion"
+        if self.chat:
+            kind = "chat.completion.chunk" if chunk else "chat.completion"
+        return {"id": self._id, "object": kind, "created": self._made, "model": self._model}
+
+    def count(self, event: Wrote) -> None:
+        """Add a step to the usage."""
+        self.written += event.token_id is not None
+
+    # ---------------------------------------------------------------- whole
+
+    def whole(self, events: Iterable[Wrote], choices: int) -> dict[str, Any]:
+        """The reply of all events of an answer."""
+        steps: list[list[Wrote]] = [[] for _ in range(choices)]
+        for event in events:
+            steps[event.choice].append(event)
+        found = []
+        for index, mine in enumerate(steps):
+            text = "".join(event.text for event in mine)
+            finish = next((FINISH[e.finish] for e in reversed(mine) if e.finish), "length")
+            choice: dict[str, Any] = {"index": index, "finish_reason": finish}
+            if self.chat:
+                choice["message"] = {"role": "assistant", "content": text.lstrip(), "refusal": None}
+            else:
+                choice["text"] = text
+            choice["logprobs"] = self._logprobs(mine)
+            found.append(choice)
+        return {**self.head(False), "choices": found, "usage": self.usage()}
+
+    # ---------------------------------------------------------------- chunks
+
+    def first(self, index: int) -> dict[str, Any]:
+        """The chunk that says whose turn it is (chat)."""
+        return self._chunk(index, {"role": "assistant", "content": ""}, None, None)
+
+    def step(self, event: Wrote) -> list[dict[str, Any]]:
+        """The chunks of one event."""
+        text = event.text
+        if self.chat and not self._offsets.get(event.choice):
+            text = text.lstrip()
+        scores = self._logprobs([event])
+        self._offsets[event.choice] = self._offsets.get(event.choice, 0) + len(text)
+        found = []
+        if text or scores:
+            delta = {"content": text} if self.chat else text
+            found.append(self._chunk(event.choice, delta, None, scores))
+        if event.finish:
+            end: Any = {} if self.chat else ""
+            found.append(self._chunk(event.choice, end, FINISH[event.finish], None))
+        return found
+
+    def last(self) -> dict[str, Any]:
+        """The chunk with the usage alone."""
+        return {**self.head(True), "choices": [], "usage": self.usage()}
+
+    def _chunk(
+        self, index: int, delta: Any, finish: str | None, scores: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        choice = {"index": index, "finish_reason": finish, "logprobs": scores}
+        choice["delta" if self.chat else "text"] = delta
+        return {**self.head(True), "choices": [choice]}
+
+    # ---------------------------------------------------------------- log probabilities
+
+    def _logprobs(self, events: list[Wrote]) -> dict[str, Any] | None:
+        if self.logprobs is None:
+            return None
+        scored = [e for e in events if e.token_id is not None and e.logprob is not None]
+        if not scored:
+            return None
+        if self.chat:
+            return {"content": [self._scored(event) for event in scored], "refusal": None}
+        offsets, at = [], self._offsets.get(scored[0].choice, 0)
+        for event in scored:
+            offsets.append(at)
+            at += len(event.text)
+        return {
+            "tokens": [self._spelled(e.token_id) for e in scored],
+            "token_logprobs": [e.logprob for e in scored],
+            "top_logprobs": [
+                {self._spelled(i): p for i, p in e.top[: self.logprobs]} for e in scored
+            ],
+            "text_offset": offsets,
+        }
+
+    def _scored(self, event: Wrote) -> dict[str, Any]:
+        top = [self._named(i, p) for i, p in event.top[: self.logprobs]]
+        return {**self._named(event.token_id, event.logprob), "top_logprobs": top}
+
+    def _named(self, token_id: int | None, logprob: float | None) -> dict[str, Any]:
+        text = self._spelled(token_id)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    def _spelled(self, token_id: int | None) -> str:
+        assert token_id is not None
+        return self.tokenizer.backend.decode([token_id], skip_special_tokens=False)

@@ -1,0 +1,141 @@
+"""One model behind the routes: loading, prompts, jobs and their events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import (
+    EngineError,
+    OutOfDeviceMemory,
+    OutOfHostMemory,
+    OutOfMemoryPlan,
+    SettingError,
+)
+from engine.serve.errors import ApiError
+from engine.serve.fields import Ask
+from engine.serve.prompts import Prompts
+from engine.serve.worker import Ended, Event, Job, Worker
+
+if TYPE_CHECKING:
+    from engine.llm import LLM
+    from engine.saved.cache import BlockCache
+
+LOOK = 0.1  # seconds between two looks at whether the client is still there
+FULL = (OutOfDeviceMemory, OutOfHostMemory, OutOfMemoryPlan)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of a server: the model's public name, sessions held, jobs that may wait, seconds that an
+    answer may take, seconds of quiet after which a stream gets a comment.
+    """
+
+    alias: str
+    slots: int = 4
+    waiting: int = 32
+    timeout: float = 3600.0
+    ping: float = 3.0
+
+
+class Service:
+    """What the routes call. `load` must have returned before anything but `ready`."""
+
+    def __init__(self, llm: LLM, settings: Settings, cache: BlockCache | None = None) -> None:
+        self.llm, self.settings, self.started = llm, settings, int(time.time())
+        self.ready, self.ending = False, False
+        self.worker = Worker(llm, settings.slots, settings.waiting, settings.timeout, cache)
+        # one thread: tokenizing megabytes must not stop the event loop, and templates take turns
+        self._texts = ThreadPoolExecutor(1, "texts")
+
+    def load(self) -> None:
+        """Read the weights and begin to serve. Raises typed errors."""
+        self.llm.load()
+        if self.llm.tokenizer is None:
+            raise SettingError("this model has no tokenizer, so it cannot be served")
+        self.prompts = Prompts(self.llm.tokenizer)
+        self.worker.start()
+        self.ready = True
+
+    def stop(self, grace: float) -> None:
+        """End all answers (see Worker.stop)."""
+        self.ending = True
+        if self.ready:
+            self.worker.stop(grace)
+
+    async def text(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a call about texts beside the event loop."""
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._texts, lambda: call(*arguments))
+        except EngineError as error:
+            raise ApiError(400, str(error)) from None
+
+    # ---------------------------------------------------------------- jobs
+
+    def begin(self, ids: list[int], ask: Ask, param: str) -> tuple[Job, asyncio.Queue[Event]]:
+        """Queue a request. Raises ApiError where the prompt does not fit or the queue is full."""
+        capacity = self.llm.max_context
+        if not ids:
+            raise ApiError(400, f"{param}: found no tokens, expected at least one", param)
+        if len(ids) >= capacity:
+            raise ApiError(
+                400,
+                f"{param}: found {len(ids)} tokens, expected at most {capacity - 1}: this server's "
+                f"context is {capacity} tokens (--ctx)",
+                param,
+                "context_length_exceeded",
+            )
+        room = capacity - len(ids)
+        params = replace(ask.params, max_tokens=min(ask.max_tokens or room, room))
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event]()
+
+        def post(event: Event) -> None:
+            try:
+                loop.call_soon_threadsafe(queue.put_nowait, event)
+            except RuntimeError:
+                pass  # the event loop has ended: nobody listens
+
+        job = Job(ids, params, ask.choices, post)
+        self.worker.submit(job)
+        return job, queue
+
+    async def events(
+        self, job: Job, queue: asyncio.Queue[Event], left: Callable[[], Awaitable[bool]]
+    ) -> AsyncIterator[Event | None]:
+        """The events of a job, and None where nothing happened for a while. Ends early where the
+        client has left; the job ends with this iterator.
+        """
+        looked = time.monotonic()
+        try:
+            while True:
+                event: Event | None = None
+                try:
+                    event = await asyncio.wait_for(queue.get(), LOOK)
+                except asyncio.TimeoutError:
+                    pass
+                now = time.monotonic()
+                if now - looked >= LOOK:
+                    looked = now
+                    if await left():
+                        return
+                yield event
+                if isinstance(event, Ended):
+                    return
+        finally:
+            job.gone = True
+
+
+def client_error(error: Exception) -> ApiError:
+    """What a client is told of an error in the worker."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, FULL):
+        return ApiError(503, str(error), code="out_of_memory", headers={"Retry-After": "30"})
+    if isinstance(error, EngineError):
+        return ApiError(400, str(error))
+    return ApiError(500, "the server failed; its log says why", code="internal_error")
