@@ -1,5 +1,6 @@
 # Every target makes and reuses .venv by itself: Python 3.10+ and make are the whole set-up.
 #   make chat                          the shipped model, or MODEL=folder|alias|hub-id ARGS="--ctx 32K ..."
+#   make serve                         the same over HTTP, OpenAI-compatible (docs/SERVER.md)
 #   make quick                         the tests that catch most, within a minute
 #   make real-model                    fetch and check a small real checkpoint (93 MB), kept in ~/.cache
 #   make lint test                     what a change must pass; make format first
@@ -12,11 +13,15 @@ PY = .venv/bin/python
 PIP = $(PY) -m pip --disable-pip-version-check --quiet
 READY = .venv/.runtime
 READY_DEV = .venv/.dev
+READY_SERVE = .venv/.serve
 
-.PHONY: chat test quick lint format bench kernels check-gpu eval compare pocket real-model clean
+.PHONY: chat serve test quick lint format bench kernels check-gpu eval compare pocket real-model clean
 
 chat: have-model $(READY)
 	@$(PY) -m engine.chat $(if $(MODEL),--model "$(MODEL)") $(ARGS)
+
+serve: have-model $(READY_SERVE)
+	@$(PY) -m engine.serve $(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
 # Said before anything is installed: a stranger without a model should not wait for torch to learn it.
 .PHONY: have-model
@@ -73,6 +78,11 @@ clean:
 $(READY): requirements.txt | .venv/bin/python
 	@echo 'installing the packages of requirements.txt into .venv (once; torch is large)' >&2
 	@$(PIP) install -r requirements.txt
+	@touch $@
+
+$(READY_SERVE): pyproject.toml $(READY)
+	@echo 'installing starlette and uvicorn into .venv (once)' >&2
+	@$(PIP) install 'starlette>=0.45' 'uvicorn>=0.34'
 	@touch $@
 
 $(READY_DEV): requirements-dev.txt $(READY)

@@ -20,6 +20,7 @@ ROOTS = ("engine", "kernels", "weights", "tools")
 # on the floor of its longest prefix here; one of engine/ that is not named is on the session's.
 FLOORS = (
     ("tools",),
+    ("engine.serve",),
     ("engine.chat",),
     ("engine",),
     ("engine.llm",),

@@ -7,6 +7,7 @@ import asyncio
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,6 +41,13 @@ def parser() -> Parser:
     add("--queue", type=int, default=32, metavar="N", help="requests that may wait (default 32)")
     add("--ctx", type=scaled, metavar="N", help="context of each session, such as 128K")
     add("--timeout", type=float, default=3600.0, metavar="S", help="seconds for one answer")
+    add(
+        "--grace",
+        type=float,
+        default=GRACE,
+        metavar="S",
+        help=f"seconds that answers may go on after SIGTERM (default {GRACE:g})",
+    )
     add("--method", metavar="NAME", help="omnikv, full or a baseline (default: as in the chat)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
@@ -139,17 +147,19 @@ def serve(args: argparse.Namespace) -> int:
         log_level="warning",
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=int(GRACE) + 5,
+        timeout_graceful_shutdown=int(args.grace) + 5,
     )
 
     class Server(uvicorn.Server):
         """Tells the worker of a signal at once; uvicorn itself waits for the connections."""
 
         def handle_exit(self, sig: int, frame: object) -> None:
+            # uvicorn's own would raise the signal again at the end, and the exit code were its
+            self.force_exit = self.should_exit
+            self.should_exit = True
             if not service.ending:
                 service.ending = True
-                threading.Thread(target=service.stop, args=(GRACE,), daemon=True).start()
-            super().handle_exit(sig, frame)  # type: ignore[arg-type]
+                threading.Thread(target=service.stop, args=(args.grace,), daemon=True).start()
 
     server = Server(config)
     failed: list[BaseException] = []
@@ -161,11 +171,16 @@ def serve(args: argparse.Namespace) -> int:
             failed.append(error)
             server.should_exit = True
             return
-        _say(f"{alias} is ready: http://{args.host}:{args.port}/v1, context {llm.max_context}")
+        while not server.started and not server.should_exit:
+            time.sleep(0.01)
+        if server.started:
+            port = server.servers[0].sockets[0].getsockname()[1]
+            name = f"[{args.host}]" if ":" in args.host else args.host
+            _say(f"{alias} is ready: http://{name}:{port}/v1, context {llm.max_context}")
 
     threading.Thread(target=load, name="load", daemon=True).start()
     asyncio.run(server.serve())
-    service.stop(GRACE)
+    service.stop(args.grace)
     if failed:
         raise failed[0]
     return 0 if server.started else 1

@@ -1,0 +1,187 @@
+"""What a stranger can reach, and what a malformed request can do: nothing.
+
+One test per kind of advisory that other servers had: open to the network, keys compared with ==,
+DNS rebinding, huge bodies, counts and nestings, values that are no numbers, special tokens in a
+text.
+"""
+
+import json
+import random
+import socket
+
+import pytest
+
+from engine.errors import UsageError
+from engine.serve.cli import keys_of, main, parser
+from tests.engine.serve.conftest import serving
+
+CHAT = "/v1/chat/completions"
+ASK = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+
+
+@pytest.fixture(scope="module")
+def locked(pocket):
+    """A server with a key whose model is never loaded: nothing behind the guard is needed."""
+    with serving(pocket, keys=["correct-horse"], load=False) as running:
+        yield running
+
+
+def test_without_a_key_only_health_answers(locked):
+    for route in (
+        locked.service_routes
+        if hasattr(locked, "service_routes")
+        else [
+            ("GET", "/metrics"),
+            ("GET", "/v1/models"),
+            ("GET", "/v1/models/pocket"),
+            ("POST", CHAT),
+            ("POST", "/v1/completions"),
+            ("POST", "/v1/tokenize"),
+            ("POST", "/v1/detokenize"),
+        ]
+    ):
+        for headers in (
+            {},
+            {"Authorization": "Bearer wrong-horse"},
+            {"Authorization": "Bearer correct-hors"},
+            {"Authorization": "Bearer"},
+            {"Authorization": "Basic correct-horse"},
+            {"x-api-key": "correct-horsf"},
+        ):
+            reply = locked.http.request(*route, headers=headers)
+            assert reply.status_code == 401, (route, headers)
+            assert reply.json()["error"]["type"] == "authentication_error"
+    assert locked.http.get("/health").json() == {"status": "loading"}
+    for headers in ({"Authorization": "Bearer correct-horse"}, {"x-api-key": "correct-horse"}):
+        assert locked.http.get("/v1/models", headers=headers).status_code == 503  # loading
+    assert locked.http.get("/docs").status_code == 404
+
+
+def test_pages_of_other_sites_and_other_names_are_refused(server):
+    for headers, status in [
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "evil.example:8080"}, 403),
+        ({"Host": ""}, 403),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Host": "localhost:1234"}, 200),
+        ({"Host": "[::1]:8080"}, 200),
+        ({"Origin": "http://localhost:3000"}, 200),
+    ]:
+        reply = server.http.get("/v1/models", headers=headers)
+        assert reply.status_code == status, headers
+        assert "access-control-allow-origin" not in reply.headers
+    simple = server.http.post(CHAT, content=json.dumps(ASK), headers={"Content-Type": "text/plain"})
+    assert simple.status_code == 415  # what a form of another site can send
+
+
+def test_bodies_are_bounded(server):
+    big = b'{"messages": "' + b"x" * (1 << 20) + b'"}'
+    kind = {"Content-Type": "application/json"}
+    assert server.http.post(CHAT, content=big, headers=kind).status_code == 413
+
+    def endless():
+        yield b'{"a": "'
+        for _ in range(40):
+            yield b"x" * (1 << 16)
+
+    assert server.http.post(CHAT, content=endless(), headers=kind).status_code == 413
+    for bad in (
+        b"",
+        b"[]",
+        b"{",
+        b'{"n": NaN}',
+        b"\xff",
+        b"[" * 100_000,
+        b'{"n": ' + b"9" * 5000 + b"}",
+    ):
+        reply = server.http.post(CHAT, content=bad, headers=kind)
+        assert reply.status_code == 400, bad[:20]
+        assert reply.json()["error"]["code"] == "invalid_json"
+    with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as raw:
+        raw.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * (1 << 20))
+        assert raw.recv(100).startswith(b"HTTP/1.1 4") or raw.recv(100) == b""
+
+
+STRANGE = [
+    None,
+    True,
+    -1,
+    0,
+    1.5,
+    10**30,
+    1e308,
+    "x",
+    "",
+    [],
+    [1],
+    {},
+    {"a": 1},
+    ["x"] * 50,
+    "\ud800",
+]
+FIELDS = [
+    *("messages", "model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k"),
+    *("min_p", "repetition_penalty", "repeat_penalty", "seed", "stop", "n", "logprobs", "stream"),
+    *("top_logprobs", "stop_token_ids", "ignore_eos", "stream_options", "logit_bias", "tools"),
+    *("response_format", "presence_penalty", "best_of", "omnikv", "prompt", "tokens", "text"),
+]
+
+
+def test_random_requests_get_answers_of_their_own_kind(server):
+    """No 500, no traceback: each is served or refused with a sentence."""
+    rng = random.Random(3)
+    for _ in range(150):
+        path = rng.choice([CHAT, "/v1/completions", "/v1/tokenize", "/v1/detokenize"])
+        body = {"max_tokens": 1} | ({"messages": ASK["messages"]} if path == CHAT else {})
+        for name in rng.sample(FIELDS, rng.randint(1, 3)):
+            body[name] = rng.choice(STRANGE)
+        if body.get("stream") is True or (path == "/v1/completions" and "prompt" not in body):
+            body["stream"], body["prompt"] = False, ""
+        content = json.dumps(body).encode()
+        reply = server.http.post(
+            path, content=content, headers={"Content-Type": "application/json"}
+        )
+        assert reply.status_code in (200, 400, 404), (body, reply.text)
+        if reply.status_code != 200:
+            error = reply.json()["error"]
+            assert error["message"] and "\n" not in error["message"], body
+    server.until(lambda: server.worker.running == 0)
+
+
+def test_special_tokens_in_a_users_text_are_text(server):
+    """A document that spells the end of its turn does not end it."""
+    tokenizer, prompts = server.service.llm.tokenizer, server.service.prompts
+    special = [tokenizer.token(i) for i in sorted(tokenizer.special_ids)]
+    assert len(special) > 2
+    honest = prompts.chat([{"role": "user", "content": "a b"}])
+    for text in special:
+        ids = prompts.chat([{"role": "user", "content": f"a {text} b"}])
+        count = [sum(i in tokenizer.special_ids for i in found) for found in (honest, ids)]
+        assert count[0] == count[1] > 0
+        assert text in "".join(tokenizer.backend.decode(ids, skip_special_tokens=False))
+    plain = server.post("/v1/tokenize", {"text": special[0]}).json()["tokens"]
+    known = server.post("/v1/tokenize", {"text": special[0], "special": True}).json()["tokens"]
+    assert not set(plain) & tokenizer.special_ids and set(known) & tokenizer.special_ids
+
+
+def test_an_open_address_needs_a_key_or_the_words_for_none(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("OMNIKV_API_KEY", raising=False)
+
+    def keys(*flags):
+        return keys_of(parser().parse_args(list(flags)))
+
+    assert keys() == [] and keys("--host", "0.0.0.0", "--no-auth") == []
+    with pytest.raises(UsageError, match="could use this server without a key"):
+        keys("--host", "0.0.0.0")
+    (tmp_path / "keys").write_text("long-enough-1\nlong-enough-2\n")
+    assert keys("--api-key-file", str(tmp_path / "keys"), "--host", "0.0.0.0") == [
+        "long-enough-1",
+        "long-enough-2",
+    ]
+    monkeypatch.setenv("OMNIKV_API_KEY", "from-the-environment")
+    assert keys("--host", "::") == ["from-the-environment"]
+    (tmp_path / "keys").write_text("short")
+    assert main(["--api-key-file", str(tmp_path / "keys")]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("error: --api-key: found a key of under 8") and "short" not in line

@@ -1,0 +1,260 @@
+"""Several sessions take turns on one thread, and a client that leaves takes its work along.
+
+Stops: an answer that depends on its neighbours, a stream that waits for another's whole prompt, a
+slot that is never freed, a queue without end, a shutdown that hangs.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+
+from engine import OmniKV, SamplingParams
+from engine.saved.cache import BlockCache
+from engine.serve.worker import Ended, Job, Reading, Worker, Wrote
+from tests.builders import ROOT, random_ids, tiny_llm
+
+SPARSE = OmniKV(filter_layers=(1, 4), tokens=24, dense_below=0)
+
+
+class Client:
+    """A job and its events."""
+
+    def __init__(self, worker, ids, tokens=6, **settings):
+        self.events, self.ended = [], threading.Event()
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True, **settings)
+        self.job = Job(list(ids), params, 1, self.take)
+        worker.submit(self.job)
+
+    def take(self, event):
+        self.events.append(event)
+        if isinstance(event, Ended):
+            self.ended.set()
+
+    def answer(self):
+        assert self.ended.wait(60)
+        assert self.events[-1].error is None, self.events[-1]
+        return [e.token_id for e in self.events if isinstance(e, Wrote)]
+
+    @property
+    def cached(self):
+        return next(e.cached for e in self.events if isinstance(e, Reading))
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return tiny_llm(SPARSE, backend="reference", max_context=1024)
+
+
+@pytest.fixture
+def worker(llm):
+    made = Worker(llm, slots=2, waiting=3)
+    made.start()
+    yield made
+    made.stop(5.0)
+
+
+def alone(llm, ids, tokens=6):
+    with llm.session() as session:
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        return [p.token_id for p in session.generate(list(ids), params)]
+
+
+def test_neighbours_change_nothing_and_nobody_waits_for_a_whole_prompt(llm):
+    prompts = [random_ids(n, seed=n) for n in (60, 500, 130, 300)]
+    wanted = [alone(llm, ids) for ids in prompts]
+    worker = Worker(llm, slots=4)
+    order = []
+    clients = [Client(worker, ids) for ids in prompts]
+    for number, client in enumerate(clients):
+
+        def take(event, client=client, number=number, before=client.job.post):
+            order.append((number, type(event)))
+            before(event)
+
+        client.job.post = take
+    worker.start()
+    try:
+        assert [client.answer() for client in clients] == wanted
+        ends = {n: order.index((n, Ended)) for n in range(4)}
+        assert ends[0] < ends[2] < ends[1]  # the short ones were through before the long one
+        # between two tokens of the first, at most one chunk of all others was read
+        mine = [i for i, (n, kind) in enumerate(order) if n == 0 and kind is Wrote]
+        for left, right in zip(mine, mine[1:]):
+            assert sum(kind is Reading for _, kind in order[left:right]) <= 1
+    finally:
+        worker.stop(5.0)
+    assert worker.slots.slots == []
+
+
+def test_a_common_beginning_is_read_once(llm, worker):
+    ids = random_ids(400, seed=1)
+    first = Client(worker, ids)
+    tokens = first.answer()
+    assert first.cached == 0 and tokens == alone_later(ids)
+    again = Client(worker, ids)
+    assert again.answer() == tokens and again.cached == 400
+    longer = Client(worker, [*ids, *tokens, 5, 6, 7])
+    longer.answer()
+    assert longer.cached == 400 + len(tokens)
+    other = Client(worker, [*ids[:150], *random_ids(80, seed=9)])
+    tokens = other.answer()
+    assert other.cached == 150  # copied from a session that goes on standing
+    assert len(worker.slots.slots) == 2
+    fresh = Client(worker, random_ids(90, seed=4))
+    fresh.answer()
+    assert fresh.cached <= 1 and len(worker.slots.slots) == 2
+
+
+def alone_later(ids):
+    """What a fresh session says: run by the worker, which owns the model."""
+    other = Worker(tiny_llm(SPARSE, backend="reference", max_context=1024), slots=1)
+    other.start()
+    try:
+        return Client(other, ids).answer()
+    finally:
+        other.stop(5.0)
+
+
+def test_one_that_leaves_frees_its_slot_in_the_middle_of_anything(llm, worker):
+    reading = Client(worker, random_ids(900, seed=2))
+    while not any(isinstance(e, Reading) and e.done > 0 for e in reading.events):
+        time.sleep(0.001)
+    reading.job.gone = True
+    writing = Client(worker, random_ids(20, seed=3), tokens=900)
+    while not any(isinstance(e, Wrote) for e in writing.events):
+        time.sleep(0.001)
+    writing.job.gone = True
+    for client in (reading, writing):
+        assert client.ended.wait(30)
+    done = [e for e in reading.events if isinstance(e, Reading)]
+    assert done[-1].done < 900
+    assert not any(slot.busy for slot in worker.slots.slots)
+    resumed = Client(worker, random_ids(900, seed=2))
+    assert len(resumed.answer()) == 6
+    assert resumed.cached == done[-1].done  # what was read stays read
+
+
+def test_the_queue_is_bounded_and_ending_is_orderly(llm):
+    from engine.serve.errors import ApiError
+
+    worker = Worker(llm, slots=1, waiting=2)
+    waiting = [Client(worker, [1, 2, 3], tokens=4) for _ in range(2)]
+    with pytest.raises(ApiError) as full:
+        Client(worker, [1])
+    assert full.value.status == 429 and full.value.headers["Retry-After"]
+    worker.start()
+    assert [len(c.answer()) for c in waiting] == [4, 4]
+    long = Client(worker, random_ids(20), tokens=900)
+    while not any(isinstance(e, Wrote) for e in long.events):
+        time.sleep(0.001)
+    queued = Client(worker, [1, 2, 3])
+    worker.stop(0.0)
+    assert long.events[-2].finish == "interrupted" and long.events[-1].error is None
+    assert queued.events[-1].error.status == 503
+    with pytest.raises(ApiError):
+        Client(worker, [1])
+    assert not worker._thread.is_alive()
+
+
+def test_what_was_read_is_found_after_a_restart(llm, tmp_path):
+    ids = random_ids(600, seed=8)
+    answers, cached = [], []
+    for _ in range(2):
+        worker = Worker(llm, slots=1, cache=BlockCache(tmp_path))
+        worker.start()
+        client = Client(worker, ids)
+        answers.append(client.answer())
+        cached.append(client.cached)
+        worker.stop(5.0)
+    assert cached == [0, 512] and answers[0] == answers[1]
+
+
+# ---------------------------------------------------------------- over HTTP
+
+
+LONG = {
+    "messages": [{"role": "user", "content": "door " * 1500}],
+    "max_tokens": 1500,
+    "ignore_eos": True,
+    "temperature": 0,
+}
+
+
+def test_a_client_that_leaves_ends_its_work(server):
+    for body in ({**LONG, "stream": True}, LONG):
+        with pytest.raises(httpx.ReadTimeout):
+            with server.http.stream(
+                "POST", "/v1/chat/completions", json=body, timeout=0.7
+            ) as reply:
+                for line in reply.iter_lines():
+                    if line.startswith("data"):
+                        raise httpx.ReadTimeout("enough")
+        server.until(lambda: server.worker.running == 0)
+    assert not any(slot.busy for slot in server.worker.slots.slots)
+
+
+def test_a_stream_tells_how_far_the_reading_is(server):
+    """Comments before the first byte of the answer, which clients pass over."""
+    server.service.settings.__dict__["ping"] = 0.0
+    body = {**LONG, "messages": [{"role": "user", "content": "gate " * 900}], "max_tokens": 1}
+    with server.http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as reply:
+        lines = [line for line in reply.iter_lines() if line]
+    first = next(i for i, line in enumerate(lines) if line.startswith("data"))
+    said = [line for line in lines[:first] if line.startswith(": reading ")]
+    assert len(said) >= 2 and lines[-1] == "data: [DONE]"
+    done, total = map(int, said[-1].removeprefix(": reading ").split("/"))
+    assert 0 < done <= total
+    for line in lines[first:-1]:
+        assert line.startswith(":") or json.loads(line.removeprefix("data: "))
+
+
+def test_the_program_starts_serves_and_ends_at_sigterm(tmp_path):
+    """Also: no prompt in its log, a cut answer has a finish_reason, exit code 0."""
+    command = [
+        sys.executable,
+        "-m",
+        "engine.serve",
+        "--port",
+        "0",
+        "--slots",
+        "2",
+        "--ctx",
+        "4K",
+        "--grace",
+        "1",
+    ]
+    environment = {**os.environ, "OMNIKV_API_KEY": "a-secret-key"}
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen(
+            [*command, "--cache", str(tmp_path / "c")], cwd=ROOT, env=environment, stderr=log
+        )
+        try:
+            said = ""
+            while " is ready: " not in said:
+                assert process.poll() is None, said
+                time.sleep(0.05)
+                said = (tmp_path / "log").read_text()
+            url = said.split("ready: ")[1].split(",")[0]
+            headers = {"Authorization": "Bearer a-secret-key"}
+            body = {**LONG, "messages": [{"role": "user", "content": "sesame"}], "stream": True}
+            with httpx.stream(
+                "POST", f"{url}/chat/completions", json=body, headers=headers, timeout=60
+            ) as reply:
+                lines = []
+                for line in reply.iter_lines():
+                    lines.append(line)
+                    if len(lines) == 4:
+                        process.send_signal(signal.SIGTERM)
+            assert lines[-2] == "data: [DONE]" and '"finish_reason": "' in lines[-4]
+            assert process.wait(40) == 0
+        finally:
+            process.kill()
+    said = (tmp_path / "log").read_text()
+    assert "sesame" not in said and "a-secret-key" not in said and "Traceback" not in said
