@@ -23,12 +23,14 @@ from engine.chat.evidence import watch_of
 from engine.chat.figures import model_name, plan_text
 from engine.chat.flags import parser
 from engine.chat.interrupts import Ended, ending
+from engine.chat.keeping import KeptSession
 from engine.chat.output import abandon_output, emit, require_output
 from engine.chat.repl import Chat
 from engine.chat.settings import flag_named, method_of, params_of
 from engine.errors import BadCheckpoint, EngineError, OutputFailed, SettingError, UsageError
 from engine.llm import LLM
 from engine.sampling import SamplingParams
+from engine.saved.cache import BlockCache
 from engine.text.boundary import printable, valid
 from engine.units import brief, first_line, human
 from engine.version import VERSION
@@ -125,8 +127,17 @@ def converse(args: argparse.Namespace, llm: LLM, params: SamplingParams, display
         args.stats,
         watch=watch_of(args.watch, args.exact_below),
     )
-    if args.model is None and not once:
-        welcome(chat, display)
+    if args.cache:
+        limit = args.cache_limit or 50 * 10**9
+        chat.conversation.cache = BlockCache(args.cache, limit, display.line)
+    with KeptSession(chat, Path(args.session) if args.session else None) as kept:
+        if args.model is None and not once and not kept.resumed:
+            welcome(chat, display)
+        return _talk(args, chat, document, once)
+
+
+def _talk(args: argparse.Namespace, chat: Chat, document: str | None, once: bool) -> int:
+    """Read and answer what the flags say, then what a person types; the exit code."""
     if document is not None:
         name = "standard input" if args.file == "-" else Path(args.file).name
         if args.prompt is None and once:

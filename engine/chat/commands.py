@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.chat import keeping
 from engine.chat.documents import longest_document, read_text
 from engine.chat.evidence import run_check, run_sources
 from engine.chat.figures import (
@@ -128,6 +129,14 @@ def _read(chat: Chat, rest: str) -> None:
     if not rest:
         raise UsageError("/read: found nothing, expected a file, such as /read notes.txt")
     chat.read(read_text(rest, longest_document(chat.llm.max_context)), Path(rest).name)
+
+
+def _save(chat: Chat, rest: str) -> None:
+    keeping.save(chat, keeping.named(rest, "save"))
+
+
+def _load(chat: Chat, rest: str) -> None:
+    keeping.load(chat, keeping.named(rest, "load"))
 
 
 # ---------------------------------------------------------------- figures
@@ -248,6 +257,8 @@ COMMANDS = (
         _retry,
     ),
     Command(("read",), "FILE", "read a document into the conversation", _read),
+    Command(("save",), "FILE", "write the conversation to a file", _save),
+    Command(("load",), "FILE", "go on with a saved conversation; nothing is read again", _load),
     Command(
         ("sources",),
         "[N|FILE.html]",

@@ -11,11 +11,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from engine.chat.provenance import Trace
 from engine.chat.sources import Choices, Passage, rank_passages
-from engine.errors import TemplateError
+from engine.errors import SavedFileError, TemplateError
 from engine.text.literal import Written, agreement
 from engine.text.stop import tokens_before
 
@@ -24,8 +26,12 @@ if TYPE_CHECKING:
     from engine.llm import LLM
     from engine.prefill_eta import PrefillProgress
     from engine.sampling import SamplingParams
+    from engine.saved.cache import BlockCache
+    from engine.session import Session
 
 CONTEXT = 8  # ids before an answer that the incremental decoder looks at
+# what comes back from a file as it was
+KEPT = ("text", "literal", "messages", "system", "opened", "asked", "_answer_at", "_ended")
 ANNOUNCED = 16  # tokens; reading fewer again is not worth a line
 
 
@@ -88,6 +94,7 @@ class Conversation:
         announce: Callable[[str], None] = lambda line: None,
     ):
         self.llm, self.announce = llm, announce
+        self.cache: BlockCache | None = None  # rows of documents on disk
         self.session = llm.session()
         assert llm.tokenizer is not None, "a conversation needs a model with a tokenizer"
         self.tokenizer = llm.tokenizer
@@ -119,6 +126,35 @@ class Conversation:
         # whether the bank's last token is the model's end token
         self._ended = False
 
+    # ---------------------------------------------------------------- on disk
+
+    def state(self) -> dict[str, Any]:
+        """What a saved session brings back beside its bank, for `resume`."""
+        documents = [(d.name, d.start, d.stop) for d in self.documents]
+        kept = {name: getattr(self, name) for name in KEPT}
+        ends = torch.tensor(self.ends, dtype=torch.int64)
+        return {"chat": 1, "ends": ends, "documents": documents, **kept}
+
+    def resume(self, session: Session, state: Any) -> None:
+        """Go on with a restored session and the `state` of its conversation; the session until now
+        is closed. Raises SavedFileError, nothing changed, where the state is none.
+        """
+        try:
+            ends = array("q", state["ends"].tolist())
+            documents = [Document(*item) for item in state["documents"]]
+            kept = {name: state[name] for name in KEPT}
+            whole = len(ends) == len(session) and list(ends) == sorted(ends)
+            if state["chat"] != 1 or not whole or (ends and ends[-1] > len(kept["text"])):
+                raise ValueError("ends")
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise SavedFileError("the file holds a session, but no conversation") from None
+        before, self.session = self.session, session
+        session.watch = before.watch
+        before.close()
+        self.ends, self.documents = ends, documents
+        self.__dict__.update(kept)
+        self.choices, self.trace = Choices(), Trace()
+
     # ---------------------------------------------------------------- turns
 
     def read(
@@ -145,7 +181,7 @@ class Conversation:
         before = len(self.session)
         try:
             if feed.ids:
-                self.session.prefill(feed.ids, progress)
+                self._read_ids(feed.ids, progress)
         except KeyboardInterrupt:
             pass
         finally:
@@ -159,6 +195,15 @@ class Conversation:
             part = document[:kept]
             self.opened = f"{self.opened}\n\n{part}" if self.opened else part
         return Read(len(self.session) - before, len(feed.ids), kept)
+
+    def _read_ids(self, ids: list[int], progress: Callable[[PrefillProgress], None] | None) -> None:
+        """Prefill ids, but for those whose rows the cache has; keep all in it."""
+        before = len(self.session)
+        if self.cache is not None:
+            self.cache.fill(self.session, [*self.session.ids, *ids])
+        self.session.prefill(ids[len(self.session) - before :], progress)
+        if self.cache is not None:
+            self.cache.store(self.session)
 
     def ask(
         self,

@@ -148,6 +148,13 @@ def _prompt_flags(add: Callable) -> None:
     add("-p", "--prompt", metavar="TEXT", help="answer this prompt once and end")
     add("-f", "--file", metavar="FILE", help="read this document first; - is standard input")
     add("--system", metavar="TEXT", help="set the system prompt")
+    add(
+        "--session",
+        metavar="FILE",
+        help="go on with the conversation in this file if it exists, and write it at the end",
+    )
+    add("--cache", metavar="DIR", help="keep the rows of documents in this folder, for ever")
+    add("--cache-limit", type=gigabytes, metavar="GB", help="at most this much (default 50)")
     add("-i", "--interactive", action="store_true", help="stay in the chat after -p or -f")
 
 

@@ -17,6 +17,8 @@ import torch
 from engine.errors import EngineError, SavedFileError, SettingError
 from engine.guard import exclusive
 from engine.history import Savepoint
+from engine.methods.base import Method
+from engine.methods.exact import Exact
 from engine.methods.registry import make
 from engine.saved.container import Reader, Writer
 from engine.saved.model_key import model_key
@@ -26,7 +28,6 @@ from engine.settings import checked_ids
 
 if TYPE_CHECKING:
     from engine.llm import LLM
-    from engine.methods.base import Method
     from engine.session import Session
 
 VERSION = 1
@@ -78,7 +79,6 @@ def save_session(
 def _facts(session: Session, extra: Any, tensors: list[torch.Tensor]) -> dict[str, Any]:
     ring, runtime = session.query_ring, session.runtime
     queries = ring.newest(ring.high - ring.low) if ring.high > ring.low else None
-    method = {f.name: getattr(session.method, f.name) for f in dataclasses.fields(session.method)}
     state = {
         "ids": torch.tensor(session.ids, dtype=torch.int64),
         "queries": queries,
@@ -88,7 +88,7 @@ def _facts(session: Session, extra: Any, tensors: list[torch.Tensor]) -> dict[st
         "savepoints": [
             (p.start, p.length, p.state, p.logits, p.open) for p in session.history.savepoints
         ],
-        "method": (session.method.name, method),
+        "method": _described(session.method),
     }
     try:
         encoded = encode(state, tensors)
@@ -105,6 +105,13 @@ def _facts(session: Session, extra: Any, tensors: list[torch.Tensor]) -> dict[st
         "state": encoded,
         "extra": more,
     }
+
+
+def _described(method: Method) -> tuple[str, dict[str, Any]]:
+    """(name, fields) of a method; a field that is a method too becomes such a pair."""
+    values = {f.name: getattr(method, f.name) for f in dataclasses.fields(method)}
+    fields = {k: _described(v) if isinstance(v, Method) else v for k, v in values.items()}
+    return method.name, fields
 
 
 # ---------------------------------------------------------------- restoring
@@ -133,8 +140,7 @@ def restore_session(
             state, extra = decode(facts["state"], value), decode(facts["extra"], value)
             ids = state["ids"].tolist()
             checked_ids([*ids, 0], llm.config.vocab_size)
-            name, settings = state["method"]
-            method = make(name, settings)
+            method = _rebuilt(*state["method"])
             if len(ids) != facts["tokens"]:
                 raise ValueError("tokens")
         except SavedFileError:
@@ -152,6 +158,13 @@ def restore_session(
             session.close()
             raise
     return session, extra
+
+
+def _rebuilt(name: str, fields: dict[str, Any]) -> Method:
+    """The method that `_described` named. Raises SettingError or TypeError for no such one."""
+    if name == "exact":
+        return Exact(**{**fields, "method": _rebuilt(*fields["method"])})
+    return make(name, fields)
 
 
 def _checked_facts(reader: Reader, llm: LLM) -> dict[str, Any]:

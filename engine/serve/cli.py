@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine.chat.cli import POCKET
 from engine.chat.flags import Parser, gigabytes, scaled
@@ -19,6 +20,11 @@ from engine.methods.registry import make
 from engine.plan.free_memory import HEADROOM
 from engine.saved.cache import BlockCache
 from engine.units import human
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+    from engine.serve.service import Service
 
 KEY_VARIABLE = "OMNIKV_API_KEY"
 GRACE = 20.0  # seconds that answers get to finish after SIGTERM
@@ -120,7 +126,7 @@ def open_model(args: argparse.Namespace) -> LLM:
 def serve(args: argparse.Namespace) -> int:
     """Run until SIGINT or SIGTERM; the exit code."""
     try:
-        import uvicorn
+        import uvicorn  # noqa: F401  (missing, it is named before anything is loaded)
 
         from engine.serve.app import make_app
         from engine.serve.guards import Guard
@@ -137,8 +143,15 @@ def serve(args: argparse.Namespace) -> int:
     service = Service(llm, Settings(alias, args.slots, args.queue, args.timeout), cache)
     hosts = [] if keys and args.host not in LOOPBACK else [*LOOPBACK, args.host, *args.allow_host]
     guard = Guard(keys, hosts, most=max(1 << 20, 16 * llm.max_context))
+    return _listen(args, service, make_app(service, guard))
+
+
+def _listen(args: argparse.Namespace, service: Service, app: Starlette) -> int:
+    """Run the event loop, load the model beside it, and end in order; the exit code."""
+    import uvicorn
+
     config = uvicorn.Config(
-        make_app(service, guard),
+        app,
         host=args.host,
         port=args.port,
         http="h11",
@@ -176,7 +189,10 @@ def serve(args: argparse.Namespace) -> int:
         if server.started:
             port = server.servers[0].sockets[0].getsockname()[1]
             name = f"[{args.host}]" if ":" in args.host else args.host
-            _say(f"{alias} is ready: http://{name}:{port}/v1, context {llm.max_context}")
+            _say(
+                f"{service.settings.alias} is ready: http://{name}:{port}/v1, "
+                f"context {service.llm.max_context}"
+            )
 
     threading.Thread(target=load, name="load", daemon=True).start()
     asyncio.run(server.serve())

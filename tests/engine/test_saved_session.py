@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import Full, InfLLM, MInference, OmniKV, PodUntrained, Quest, SnapKV, TidalDecode
+from engine import Exact, Full, InfLLM, MInference, OmniKV, PodUntrained, Quest, SnapKV, TidalDecode
 from engine.errors import ContextTooLong, SavedFileError, SettingError
 from engine.sampling import Sampler, SamplingParams
 from tests.builders import POCKET, ROOT, random_ids, session_config, tiny_llm
@@ -34,6 +34,7 @@ METHODS = {
     "tidal": TidalDecode(tokens=24),
     "minference": MInference(),
     "pod": PodUntrained(),
+    "exact": Exact(OmniKV(tokens=24, **SPARSE)),
 }
 _LLMS = {}
 
