@@ -136,9 +136,7 @@ class Conversation:
         return {"chat": 1, "ends": ends, "documents": documents, **kept}
 
     def resume(self, session: Session, state: Any) -> None:
-        """Go on with a restored session and the `state` of its conversation; the session until now
-        is closed. Raises SavedFileError, nothing changed, where the state is none.
-        """
+        """Go on with a restored session in place of this one, or raise SavedFileError."""
         try:
             ends = array("q", state["ends"].tolist())
             documents = [Document(*item) for item in state["documents"]]
