@@ -33,6 +33,18 @@ if TYPE_CHECKING:
 SUFFIX = ".block"
 
 
+def follows_from_tokens(session: Session) -> bool:
+    """Whether a session's rows follow from its tokens alone: not with a store of the method's own,
+    nor where the rotation depends on the whole prompt's length, nor where sliding-window layers
+    forget rows.
+    """
+    kept = session.runtime.needs.history == "bank" and not getattr(
+        session.method, "official", False
+    )
+    config = session.llm.config
+    return kept and config.rope.kind != "dynamic" and not config.local_layers
+
+
 class BlockCache:
     """The blocks below `folder`, at most `limit` bytes of them (least recently used go first).
 
@@ -72,17 +84,6 @@ class BlockCache:
     def _path(self, name: str) -> Path:
         return self.folder / name[:2] / (name + SUFFIX)
 
-    def usable(self, session: Session) -> bool:
-        """Whether a session's rows follow from its tokens alone: not with a store of the method's
-        own, nor where the rotation depends on the whole prompt's length, nor where sliding-window
-        layers forget rows.
-        """
-        kept = session.runtime.needs.history == "bank" and not getattr(
-            session.method, "official", False
-        )
-        config = session.llm.config
-        return kept and config.rope.kind != "dynamic" and not config.local_layers
-
     # ---------------------------------------------------------------- reading
 
     def fill(self, session: Session, ids: Sequence[int], progress: Progress | None = None) -> int:
@@ -90,7 +91,7 @@ class BlockCache:
         and return how many tokens it holds then. The last token of `ids` is left to be read.
         """
         held, found = len(session), 0
-        if not self.usable(session) or session.ids != list(ids[:held]):
+        if not follows_from_tokens(session) or session.ids != list(ids[:held]):
             return held
         names = self._names(session, ids[: len(ids) - 1])
         while found < len(names) and self._path(names[found]).is_file():
@@ -150,7 +151,7 @@ class BlockCache:
 
     def storing(self, session: Session) -> Iterator[None]:
         """As `store`, one block after the other."""
-        if not self.usable(session):
+        if not follows_from_tokens(session):
             return
         written, names = 0, self._names(session, session.ids)
         for number, name in enumerate(names):

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from engine.saved.cache import follows_from_tokens
+
 if TYPE_CHECKING:
     from engine.llm import LLM
     from engine.saved.cache import BlockCache
@@ -85,8 +87,7 @@ class Slots:
         source: Session | None,
         best: Slot | None,
     ) -> int:
-        if session.runtime.needs.history != "bank" or getattr(session.method, "official", False):
-            # rows follow from the steps taken, not from the tokens alone
+        if not follows_from_tokens(session):
             session.truncate(0)
             return 0
         held = shared[id(slot)]
