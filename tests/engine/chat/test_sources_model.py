@@ -24,7 +24,7 @@ def test_the_planted_fact_comes_first(before, name, key):
     talk, fact = Conversation(llm), f"The pass key of {name} is {key}."
     read = talk.read(FILLER * before + fact + "\n" + FILLER * (75 - before), "walk.txt")
     assert 1800 < read.tokens == read.total
-    question = f"<|user|>What is the pass key of {name}?<|assistant|>"
+    question = f"What is the pass key of {name}?"
     answer = "".join(piece.text for piece in talk.ask(question, SamplingParams(max_tokens=24)))
     assert (
         key in answer and talk.session.stats.sparse_steps > 3 and not talk.session.stats.dense_steps

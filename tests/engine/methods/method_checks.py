@@ -63,12 +63,17 @@ def needs_of(method):
 class Still:
     """A rotary that turns nothing, so that one planted key is as near to every query."""
 
-    def at(self, positions, total=None):
+    def at(self, positions, total=None, layer=0):
         """cos 1 and sin 0 at any positions."""
         shape = (*positions.shape, 8)
         return torch.ones(shape), torch.zeros(shape)
 
     apply = staticmethod(apply_rope)
+
+    @staticmethod
+    def rope_of(layer):
+        """One rope for all layers."""
+        return 0
 
     @staticmethod
     def rotate_by(x, by):
