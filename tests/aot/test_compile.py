@@ -110,7 +110,7 @@ def test_a_broken_kernel_fails_the_tool(config, said, capsys, tmp_path):
     output = capsys.readouterr().out
     assert (
         status == 1
-        and "FAULT: dense_kernel (dense bf16 d128 g4) for sm_90" in output
+        and "FAULT: dense_kernel (dense bf16 d128 g4 merges=2) for sm_90" in output
         and said in output
     )
     assert (tmp_path / "kernels.json").stat().st_size > 100
