@@ -65,12 +65,13 @@ class Savepoint:
 @dataclass(frozen=True)
 class Rerun:
     """Tokens that have to run again, after a truncate or where a step was torn. ids: the session's
-    tokens after it. ends: the ends of its prompts before it.
+    tokens after it. ends: the ends of its prompts before it. open: the last prompt goes on.
     """
 
     ids: list[int]
     ends: list[Savepoint]
     torn: bool = False
+    open: bool = False
 
 
 class History:
@@ -203,7 +204,8 @@ class History:
             if n == self.prompt_length or latest is None:
                 # An interrupted prompt left no logits: it is read again to its end.
                 ends = [*ends[:-1], replace(latest or Savepoint(0, n), length=n + 1)]
-            self.unfinished = Rerun(list(session.committed), ends)
+            ids = list(session.committed)
+            self.unfinished = Rerun(ids, ends, open=self.prompt_is_open(n))
             self.catch_up(progress)
             return
         with torch.inference_mode(), rewound_on_error(session):
@@ -311,7 +313,7 @@ class History:
                 if cut is not None and cut.switched:
                     self._switch_again(ids, progress)
                 else:
-                    self._run_again(ids, kept, cut, progress)
+                    self._run_again(ids, kept, cut, progress, unfinished.open)
             self.unfinished = None
         finally:
             if self.unfinished is not None:
@@ -327,6 +329,7 @@ class History:
         kept: list[Savepoint],
         cut: Savepoint | None,
         progress: Progress | None,
+        more: bool = False,
     ) -> None:
         session, n = self._session, len(ids)
         point = kept[-1] if kept else Savepoint(0, 0, self._initial)
@@ -340,7 +343,7 @@ class History:
             if progress is not None:
                 progress(eta.progress(at + 1))
         if prompt < n:
-            session.read(ids[prompt:], progress)
+            session.read(ids[prompt:], progress, more)
         elif point.length == n:
             session.last_logits = point.logits
 

@@ -111,6 +111,18 @@ def test_an_open_prompt_survives_forks_and_truncates(llm, method):
         session.close()
 
 
+def test_refreshed_logits_leave_a_prompt_open(llm):
+    method = H2O(tokens=40, cut="prefill")
+    with llm.session(method) as session, llm.session(method) as fresh:
+        for one in (session, fresh):
+            one.prefill(IDS[:150], more=True)
+        session.refresh_logits()
+        assert session.history.prompt_is_open(150)
+        for one in (session, fresh):
+            one.prefill(IDS[150:200])
+        assert same(session, fresh)
+
+
 def test_parts_of_a_later_prompt_are_one_prompt(llm):
     method = H2O(tokens=40, cut="prefill")
     with llm.session(method) as parts, llm.session(method) as whole:
