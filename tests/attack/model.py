@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from engine.errors import SettingError
 from engine.llm import LLM
 from engine.methods.base import Method
 from engine.session import Session
@@ -107,6 +108,21 @@ class Model:
         if not self.events:
             self.begun = now
 
+    @property
+    def replayable(self) -> bool:
+        """Whether a fresh session may read these prompts: a truncate may leave less of one than its
+        method begins with.
+        """
+        at = 0
+        for event in self.events:
+            if event.kind == "prefill":
+                try:
+                    event.under.method.validate_prompt(at, at + len(event.ids))
+                except SettingError:
+                    return False
+            at += len(event.ids)
+        return True
+
     def replay(self, llm: LLM, offload: str, backend: str) -> Session:
         """A fresh session in this state."""
         session = llm.session(self.begun.method, offload=offload)
@@ -144,8 +160,6 @@ def differences(session: Session, fresh: Session, logits: bool, probe: tuple[int
 
 def outcome(session: Session, token: int):
     """Logits of a step, or the words with which it is refused."""
-    from engine.errors import SettingError
-
     try:
         return session.decode(token)
     except SettingError as error:

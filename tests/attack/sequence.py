@@ -169,7 +169,7 @@ class Sequence:
 
     def compare(self, session: Session, model: Model) -> None:
         """Compare the next steps with those of a fresh session."""
-        if model.inexact is not None or not model.ids:
+        if model.inexact is not None or not model.ids or not model.replayable:
             return
         self.counts.checks += 1
         with model.replay(self.llm, self.oracle_offload, self.backend) as fresh:
