@@ -44,12 +44,12 @@ def find(fields: Fields) -> tuple[str, Family]:
 
 
 def _expected(name: str) -> str:
-    """List the known architectures; put the one nearest to `name` in front."""
+    """List the known architectures, and name the one nearest to `name`."""
     known = {architecture.lower(): architecture for architecture in BY_ARCHITECTURE}
     wanted = name[:100].lower()
     if "for" not in wanted:
         wanted += "forcausallm"
     near = [known[key] for key in difflib.get_close_matches(wanted, known, n=1, cutoff=0.75)]
-    hint = f"the nearest is {near[0]}; " if near else ""
+    hint = f" (the nearest is {near[0]})" if near else ""
     shown = (name for name in BY_ARCHITECTURE if not name.startswith("LLaMA"))
-    return f"{hint}one of " + ", ".join(shown)
+    return "one of " + ", ".join(shown) + hint
