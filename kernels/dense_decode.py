@@ -13,6 +13,7 @@ import torch
 from kernels._triton import tl, triton
 from kernels.cpu import attend_scored, attend_sequence
 from kernels.dependent import dependent, wait_for_last_kernel
+from kernels.digits import BINS, count_first_digit, ordered
 from kernels.dispatch import choose
 from kernels.merge import merge, merge_when_last, merging
 from kernels.reference import attend_alone, head_max
@@ -63,6 +64,7 @@ def decode_dense(
     kind: str = "softmax",
     scratch: Scratch | None = None,
     backend: str = "auto",
+    ranked: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with Q <= 8 new queries to all rows of the bank.
 
@@ -70,12 +72,15 @@ def decode_dense(
     already written; lengths [B] int32 on q's device: rows visible to the LAST query (query j sees
     lengths - (Q-1-j)); scale: 1/sqrt(D). scores [B, T] float32 or None: the last query's head
     maxima are written below lengths (`kind` "softmax" over the visible rows, or "raw"), and nothing
-    beyond. scratch: None allocates. Returns out [B, Q, H, D] in q.dtype. Mutates scores and
-    scratch. Raises ValueError for an unknown backend or too small a scratch.
+    beyond. scratch: None allocates. ranked: int32 [B], at most lengths, or None: a
+    `select_topk(..., counted=True)` with this scratch follows and chooses from the scores of that
+    many first rows, so the kernel that writes them counts them; only the Triton backend does.
+    Returns out [B, Q, H, D] in q.dtype. Mutates scores and scratch. Raises ValueError for an
+    unknown backend or too small a scratch.
     """
     chosen = choose(backend, q)
     if chosen == "triton":
-        return decode_dense_triton(q, k, v, lengths, scale, scores, kind, scratch)
+        return decode_dense_triton(q, k, v, lengths, scale, scores, kind, scratch, ranked)
     if chosen == "cpu":
         return decode_dense_cpu(q, k, v, lengths, scale, scores, kind, scratch)
     return decode_dense_ref(q, k, v, lengths, scale, scores, kind)
@@ -220,13 +225,17 @@ def head_max_kernel(
     heads,
     queries,
     stride_scores,
+    ranked,
+    hists,
     SOFTMAX: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
+    COUNTED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Set scores[b, t], for t below the length, to the max over heads of exp(logit - lse) or of the
-    logit. Grid (tiles, B).
+    logit. Grid (tiles, B). COUNTED: add the first digits of scores[b, : ranked[b]] to row b of
+    hists [B, BINS].
     """
     wait_for_last_kernel(DEPENDENT)
     b = tl.program_id(1)
@@ -247,6 +256,10 @@ def head_max_kernel(
                 x = tl.exp2((x - last[:, None]) * 1.4426950408889634)
             best = tl.maximum(best, tl.max(x, 0))
         tl.store(scores + b.to(tl.int64) * stride_scores + t, best, mask=t < n)
+        if COUNTED:
+            stop = tl.load(ranked + b)
+            if first < stop:
+                count_first_digit(hists + b * 8448, ordered(best), t < stop)
 
 
 SCORE_TILE = 512  # 256 programs at 128K rows, each reading 2 KB lines per head
@@ -268,6 +281,7 @@ def decode_dense_triton(
     scores: torch.Tensor | None,
     kind: str,
     scratch: Scratch | None = None,
+    ranked: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`decode_dense` by the Triton kernels of this file, same arguments.
 
@@ -322,7 +336,7 @@ def decode_dense_triton(
     )
     merge(scratch, out, lengths, kv_heads, splits, DENSE_SPLIT, config.block, MERGE_CHUNK)
     if scores is not None:
-        launch_head_max(scratch, lengths, scores, capacity, heads, queries, kind)
+        launch_head_max(scratch, lengths, scores, capacity, heads, queries, kind, ranked)
     return out
 
 
@@ -334,10 +348,13 @@ def launch_head_max(
     heads: int,
     queries: int,
     kind: str,
+    ranked: torch.Tensor | None = None,
 ) -> None:
     """Launch the last pass: scores [B, T] take the maxima over heads of what `dense_kernel` left in
-    scratch.logits.
+    scratch.logits, and scratch.hist the first digits of the `ranked` first of them.
     """
+    if ranked is not None:
+        scratch.require(hist=len(scores) * BINS)
     head_max_kernel[(-(-capacity // SCORE_TILE), len(scores))](
         scratch.logits,
         scratch.out_lse,
@@ -347,9 +364,12 @@ def launch_head_max(
         heads,
         queries,
         scores.stride(0),
+        lengths if ranked is None else ranked,
+        scratch.hist,
         SOFTMAX=kind == "softmax",
         HEADS=4,
         BLOCK=SCORE_TILE,
+        COUNTED=ranked is not None,
         num_warps=4,
         **dependent(scores),
     )

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from kernels.cpu import WINDOW_BLOCK, block_floats, chunk_rows, widened_floats
+from kernels.digits import BINS
 from kernels.dispatch import choose_for
 from kernels.merge import tickets
 from kernels.split import MERGE_CHUNK, TAIL_ROOM, dense_splits, most_sparse_splits
 
 SELECT_PROGRAMS = 128  # most programs per row of the top-k
-_HISTOGRAMS = 256 + 4096 + 4096  # bins of the top-k's three digits
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _sizes(
         "logits": batch * heads * capacity if scored else 0,
     }
     ints = {
-        "hist": batch * _HISTOGRAMS if scored or window else 0,
+        "hist": batch * BINS if scored or window else 0,
         # a query tile holds one query or more
         "tickets": tickets(batch, kv_heads * queries, splits, MERGE_CHUNK),
         "ranks": batch * (8 + 2 * SELECT_PROGRAMS) if scored or window else 0,

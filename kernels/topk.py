@@ -8,6 +8,7 @@ import torch
 
 from kernels._triton import tl, triton
 from kernels.dependent import dependent, wait_for_last_kernel
+from kernels.digits import count_first_digit, ordered
 from kernels.dispatch import choose
 from kernels.scratch import SELECT_PROGRAMS, Scratch, make_scratch
 from kernels.split import power_of_two
@@ -46,18 +47,20 @@ def select_topk(
     counts: torch.Tensor,
     scratch: Scratch | None = None,
     backend: str = "auto",
+    counted: bool = False,
 ) -> None:
     """Select the k largest scores in [lo, hi) of every row, as ascending indices.
 
     scores [B, T] float32; lo, hi, k [B] int32 on the device (a k beyond hi - lo takes all; hi < lo
     is empty); out [B, K] int32, filled with ascending positions and then -1; counts [B] int32, set
     to min(k, hi - lo, K). NaN ranks lowest, -0 equals +0, equal scores go to the lower index.
-    scratch: None allocates. Mutates out, counts and scratch. Raises ValueError for an unknown
-    backend or too small a scratch.
+    scratch: None allocates. counted: `decode_dense(ranked=hi)` left these scores and counted their
+    first digits in this scratch, lo being 0; only the Triton backend looks. Mutates out, counts and
+    scratch. Raises ValueError for an unknown backend or too small a scratch.
     """
     chosen = choose(backend, scores)
     if chosen == "triton":
-        select_topk_triton(scores, lo, hi, k, out, counts, scratch)
+        select_topk_triton(scores, lo, hi, k, out, counts, scratch, counted=counted)
     elif chosen == "cpu":
         select_topk_cpu(scores, lo, hi, k, out, counts, scratch)
     else:
@@ -112,19 +115,9 @@ def _lowest_equal(row: torch.Tensor, value: torch.Tensor, count: int) -> torch.T
 
 
 # The Triton backend: a radix select over 32-bit ordered scores, digits of 8, 12 and 12 bits, five
-# launches, no spinning. Every launch rereads the scores (4 bytes each, from L2: 0.5 MB at 128K
-# rows): launches are the cost, not bytes.
-
-
-@triton.jit
-def ordered(scores, t, inside):
-    """Load scores as uint32 of the same order, NaN as -inf and -0 as +0; integers, so that no
-    compiler mode flushes denormals.
-    """
-    bits = tl.load(scores + t, mask=inside, other=0.0).to(tl.uint32, bitcast=True)
-    bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0xFF800000, bits).to(tl.uint32)
-    bits = tl.where(bits == 0x80000000, 0, bits).to(tl.uint32)
-    return tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits ^ 0x80000000).to(tl.uint32)
+# launches, four where the kernel that writes the scores counts their first digits; no spinning.
+# Every launch rereads the scores (4 bytes each, from L2: 0.5 MB at 128K rows): launches are the
+# cost, not bytes.
 
 
 @triton.jit
@@ -190,7 +183,7 @@ def digit_kernel(
     """Count one digit over the scores that share the digits before it: grid (programs, B).
 
     LEVEL 0: bits 31..24; 1: bits 23..12 below the first crossing digit; 2: bits 11..0 below the
-    second. A row of `state`: prefix and missing after level 1, the same after level 2, the
+    second, and the first histogram is zeroed. A row of `state`: prefix and missing after level 1, the same after level 2, the
     threshold and its ties, two unused, then the (greater, equal) counts of every program.
     """
     wait_for_last_kernel(DEPENDENT)
@@ -202,6 +195,10 @@ def digit_kernel(
     hist2 = hist0 + 4352
     state += b * STRIDE
     begin = pid * span
+    if (
+        LEVEL == 2 and pid == 0
+    ):  # also where nothing is wanted: who wrote the scores may have counted
+        tl.store(hist0 + tl.arange(0, 256), tl.zeros([256], tl.int32))
     if wanted > 0 and (pid == 0 or (begin < stop and begin + span > first)):
         if LEVEL == 1:
             prefix, missing = crossing(hist0, wanted, 256)
@@ -215,15 +212,13 @@ def digit_kernel(
             if pid == 0:
                 tl.store(state + 2, prefix)
                 tl.store(state + 3, missing)
-                tl.store(hist0 + tl.arange(0, 256), tl.zeros([256], tl.int32))
         scores += b.to(tl.int64) * stride_scores
         for at in range(begin, tl.minimum(begin + span, stop), TILE):
             t = at + tl.arange(0, TILE)
             inside = (t >= first) & (t < stop)
-            x = ordered(scores, t, inside)
+            x = ordered(tl.load(scores + t, mask=inside, other=0.0))
             if LEVEL == 0:
-                tile = tl.histogram((x >> 24).to(tl.int32), 256, mask=inside)
-                tl.atomic_add(hist0 + tl.arange(0, 256), tile, mask=tile > 0, sem="relaxed")
+                count_first_digit(hist0, x, inside)
             if LEVEL == 1:
                 inside &= (x >> 24).to(tl.int32) == prefix
                 count_digit(hist1, ((x >> 12) & 4095).to(tl.int32), inside, 4096, TILE)
@@ -270,7 +265,7 @@ def count_kernel(
         for at in range(begin, tl.minimum(begin + span, stop), TILE):
             t = at + tl.arange(0, TILE)
             inside = (t >= first) & (t < stop)
-            x = ordered(scores, t, inside)
+            x = ordered(tl.load(scores + t, mask=inside, other=0.0))
             greater += tl.sum((inside & (x > threshold)).to(tl.int32), 0)
             equal += tl.sum((inside & (x == threshold)).to(tl.int32), 0)
     slot = state + 8 + pid * 2
@@ -324,7 +319,7 @@ def emit_kernel(
         for at in range(begin, tl.minimum(begin + span, stop), TILE):
             t = at + tl.arange(0, TILE)
             inside = (t >= first) & (t < stop)
-            x = ordered(scores, t, inside)
+            x = ordered(tl.load(scores + t, mask=inside, other=0.0))
             greater = (inside & (x > threshold)).to(tl.int32)
             equal = (inside & (x == threshold)).to(tl.int32)
             # one scan for both counts: a tile has fewer than 65536 scores
@@ -356,11 +351,13 @@ def select_topk_triton(
     counts: torch.Tensor,
     scratch: Scratch | None = None,
     span: int | None = None,
+    counted: bool = False,
 ) -> None:
     """`select_topk` by the Triton kernels of this file, same arguments.
 
-    Radix select by digits of 8, 12 and 12 bits; 5 launches; 20 bytes read per score. span: scores
-    per program, a power of two (for tests: the result does not depend on it).
+    Radix select by digits of 8, 12 and 12 bits; 5 launches and 20 bytes read per score, 4 and 16
+    where `counted`. span: scores per program, a power of two (for tests: the result does not depend
+    on it).
     """
     batch, capacity = scores.shape
     span = span or select_span(capacity)
@@ -370,6 +367,10 @@ def select_topk_triton(
             f"span: found {span}, expected at most {SELECT_PROGRAMS} programs for {capacity} scores"
         )
     if scratch is None:
+        if counted:
+            raise ValueError(
+                "scratch: found none, expected the one that the scores were counted in"
+            )
         scratch = make_scratch(batch, 1, 1, 1, 16, 1, 0, scores.device, True, 0, backend="triton")
     scratch.require(hist=batch * 8448, ranks=batch * (8 + 2 * SELECT_PROGRAMS))
     rows = (scores, lo, hi, k, scratch.hist, scratch.ranks)
@@ -377,7 +378,7 @@ def select_topk_triton(
     shape = dict(
         STRIDE=8 + 2 * SELECT_PROGRAMS, TILE=min(1024, span), num_warps=8, **dependent(scores)
     )
-    for level in range(3):
+    for level in range(int(counted), 3):
         digit_kernel[(programs, batch)](*rows, scores.stride(0), *sizes, LEVEL=level, **shape)
     count_kernel[(programs, batch)](*rows, scores.stride(0), *sizes, **shape)
     emit_kernel[(programs, batch)](

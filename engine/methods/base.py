@@ -261,9 +261,10 @@ class Runtime:
         step: Step,
         scores: torch.Tensor | None = None,
         kind: str = "softmax",
+        ranked: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention to everything in the bank; leaves the maxima over heads in `scores` if
-        given.
+        """Attention to everything in the bank; leaves the maxima over heads in `scores` if given,
+        and counts the `ranked` first of them for the choice that follows.
         """
         if scores is None and step.bank.must_stream(layer, self.setup.backend):
             return attend_stream(q, step.bank, layer, step.bank.length - q.shape[1], self.scale)
@@ -278,6 +279,7 @@ class Runtime:
             kind=kind,
             scratch=self.setup.scratch,
             backend=self.setup.backend,
+            ranked=ranked,
         )
 
     def attend_kept(

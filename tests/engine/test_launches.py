@@ -27,16 +27,18 @@ def test_the_host_tier_adds_its_plans_and_its_gathers_and_four_kernels(found):
 
 def test_a_step_launches_no_more_than_it_did(found):
     """An upper bound for each method; a change that needs fewer lowers it."""
-    most = {"Full": 267, "OmniKV w1": 290, "OmniKV w0": 290, "w1, host tier": 330}
+    most = {"Full": 267, "OmniKV w1": 287, "OmniKV w0": 287, "w1, host tier": 327}
     assert {name: by.total() for name, by in found.items() if by.total() > most[name]} == {}
     # the recorder sees kernels and operators
     assert found["Full"]["dense_kernel"] == 32 and found["OmniKV w0"]["sparse_kernel"] == 27
     assert found["Full"]["product_kernel"] == 4 * 32 + 1 and found["Full"]["index"] == 1
+    # a filter layer's scores are counted as they are written: two digits are left of three
+    assert found["OmniKV w0"]["digit_kernel"] == 2 * 3
 
 
 def test_the_plain_form_launches_no_more_than_it_did():
     """torch's operators and merges of their own, which run where the rehearsal fails."""
     by = launches(*STEPS["w1, host tier"], step="plain")
-    assert by.total() <= 538 and by["merge_kernel"] == 40 and by["store_kernel"] == 32
+    assert by.total() <= 535 and by["merge_kernel"] == 40 and by["store_kernel"] == 32
     # both halves of a layer
     assert by["before"] and by["after"] and by["mm"]

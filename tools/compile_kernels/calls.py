@@ -66,7 +66,10 @@ def call(case: Case) -> None:
             )
     elif case.launcher == "scored":
         for kind in ("softmax", "raw"):
-            decode_dense(q, k, v, meta(1), scale, scores, kind, backend="triton")
+            scratch = make_scratch(
+                1, queries, heads, 8, case.head_dim, CAPACITY, 0, "meta", True, 0, "triton"
+            )
+            decode_dense(q, k, v, meta(1), scale, scores, kind, scratch, "triton", meta(1))
     else:
         decode_dense(q, k, v, meta(1), scale, scratch=scratch, backend="triton")
 

@@ -146,6 +146,7 @@ class OmniKVRuntime(Runtime):
         group = self._group(layer)
         scratch, backend = self.setup.scratch, self.setup.backend
         scores = self.scores[:, : step.bucket]
+        counted = not self.window and not self.method.sink
         if self.window:
             k, v = step.bank.kv(layer, step.bucket)
             out = decode_dense(q, k, v, step.visible, self.scale, scratch=scratch, backend=backend)
@@ -161,14 +162,17 @@ class OmniKVRuntime(Runtime):
                 backend=backend,
             )
         else:
-            out = self.attend_dense(layer, q, step, scores, self.method.kind)
+            ranked = step.tail_start(self.method.tail) if counted else None
+            out = self.attend_dense(layer, q, step, scores, self.method.kind, ranked)
         if self.method.sink:
             scores[:, : self.method.sink] = float("inf")  # always chosen, inside the budget
-        self.choose(group, scores, step)
+        self.choose(group, scores, step, counted)
         return out
 
-    def choose(self, group: int, scores: torch.Tensor, step: Step) -> None:
-        """Select the group's k tokens with the highest of `scores` [B, bucket] before the tail."""
+    def choose(self, group: int, scores: torch.Tensor, step: Step, counted: bool = False) -> None:
+        """Select the group's k tokens with the highest of `scores` [B, bucket] before the tail.
+        counted: the layer's attention has counted those already.
+        """
         select_topk(
             scores,
             self.zero,
@@ -178,6 +182,7 @@ class OmniKVRuntime(Runtime):
             self.counts[group],
             scratch=self.setup.scratch,
             backend=self.setup.backend,
+            counted=counted,
         )
 
     def warm(self, steps: Iterable[Step]) -> None:
