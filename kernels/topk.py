@@ -183,8 +183,9 @@ def digit_kernel(
     """Count one digit over the scores that share the digits before it: grid (programs, B).
 
     LEVEL 0: bits 31..24; 1: bits 23..12 below the first crossing digit; 2: bits 11..0 below the
-    second, and the first histogram is zeroed. A row of `state`: prefix and missing after level 1, the same after level 2, the
-    threshold and its ties, two unused, then the (greater, equal) counts of every program.
+    second, and the first histogram is zeroed. A row of `state`: prefix and missing after level 1,
+    the same after level 2, the threshold and its ties, two unused, then the (greater, equal) counts
+    of every program.
     """
     wait_for_last_kernel(DEPENDENT)
     pid = tl.program_id(0)
