@@ -295,8 +295,7 @@ def decode_dense_triton(
     if scratch is None:
         sizes = batch, queries, heads, kv_heads, head_dim, capacity, 0
         scratch = make_scratch(*sizes, q.device, scores is not None, 0, backend="triton")
-    splits = dense_splits(capacity)
-    config = dense_config(queries, group, head_dim, q.element_size())
+    splits, config = dense_splits(capacity), dense_config(queries, group, head_dim, q.itemsize)
     slots = batch * heads * queries * splits
     scratch.require(
         part=slots * head_dim,
