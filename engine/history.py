@@ -37,16 +37,15 @@ if TYPE_CHECKING:
 class Savepoint:
     """The end of a prompt: the bank's length before it and then, and the runtime's state then.
 
-    logits: float32 [vocab] of the prompt's last token. queries: the newest pre-RoPE queries, kept
-    where they could not be recomputed. open: the prompt goes on in the next prefill. switched: the
-    tokens were read under another method, and this one took them all for one prompt.
+    logits: float32 [vocab] of the prompt's last token. open: the prompt goes on in the next
+    prefill. switched: the tokens were read under another method, and this one took them all for one
+    prompt.
     """
 
     start: int
     length: int
     state: Any = field(repr=False, default=None)
     logits: torch.Tensor | None = field(repr=False, default=None)
-    queries: torch.Tensor | None = field(repr=False, default=None)
     open: bool = False
     switched: bool = False
 
@@ -59,7 +58,7 @@ class Savepoint:
                 return thing.numel() * thing.element_size()
             return sum(map(size, thing)) if isinstance(thing, (list, tuple)) else 0
 
-        return size([self.state, self.queries])
+        return size(self.state)
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,8 @@ class History:
     @property
     def nbytes(self) -> int:
         """Bytes kept for going back."""
-        return sum(point.nbytes for point in self.savepoints)
+        kept = sum(queries.nbytes for queries in self._session.query_ring.kept.values())
+        return sum(point.nbytes for point in self.savepoints) + kept
 
     def prompt_is_open(self, length: int) -> bool:
         """Whether the prompt that ended at `length` was to go on."""
@@ -151,14 +151,16 @@ class History:
         more: bool = False,
         switched: bool = False,
     ) -> Savepoint:
-        runtime, queries = runner.runtime, None
+        runtime, needs, ring = runner.runtime, runner.runtime.needs, self._session.query_ring
         with torch.inference_mode():
             if not more:
-                self._have_queries(runner, runtime.needs.prompt_window)
+                self._have_queries(runner, needs.prompt_window)
                 runtime.end_prompt(length, runner.at(length))
-            if runtime.needs.history != "bank":
-                queries = self._session.query_ring.newest()
-        return Savepoint(start, length, runtime.state(), logits, queries, more, switched)
+            own = needs.history != "bank" or needs.own_prompts
+            # a short prompt's window holds queries of the answer before it
+            if ring.high == length and (own or length - start < needs.window):
+                ring.keep()
+        return Savepoint(start, length, runtime.state(), logits, more, switched)
 
     # ---------------------------------------------------------------- going back
 
@@ -369,14 +371,11 @@ class History:
 
     def _load(self, point: Savepoint, kept: list[Savepoint]) -> None:
         """Set the session back to a savepoint."""
-        session, ring = self._session, self._session.query_ring
+        session = self._session
         del session.committed[point.length :]
         self.savepoints = kept
         session.bank.rewind(point.length)
-        ring.truncate(point.length)
-        if point.queries is not None:
-            ring.write_chunk(point.queries, point.length)
-            ring.set_valid(point.length - point.queries.shape[2], point.length)
+        session.query_ring.truncate(point.length)
         with torch.inference_mode():
             session.runtime.load(point.state, point.length)
         session.last_logits = None  # the steps that follow leave them, or an interrupt none

@@ -19,7 +19,9 @@ class QueryRing:
     """The newest RING pre-RoPE queries of every layer, position p in slot p % SLOTS.
 
     slots [layers, B, SLOTS, H, D]. Positions low .. high-1 are valid; other slots hold stale data.
-    changes: counts what was written or taken back otherwise than by a step.
+    changes: counts what was written or taken back otherwise than by a step. kept: {length: the
+    newest queries there, as `newest` gives them}, which come back where the ring is cut to that
+    length.
     """
 
     def __init__(
@@ -28,6 +30,7 @@ class QueryRing:
         shape = (config.num_layers, batch, SLOTS, config.num_heads, config.head_dim)
         self.slots = torch.zeros(shape, dtype=dtype, device=device)
         self.low = self.high = self.changes = 0
+        self.kept: dict[int, torch.Tensor] = {}
 
     @property
     def nbytes(self) -> int:
@@ -65,11 +68,25 @@ class QueryRing:
         self.low = max(self.low if self.low <= first <= self.high else first, length - RING)
         self.high = length
 
+    def keep(self) -> None:
+        """Keep the newest queries for a `truncate` to this length: full attention would not compute
+        them again.
+        """
+        if self.low < self.high:
+            self.kept = {**self.kept, self.high: self.newest()}
+
     def truncate(self, length: int) -> None:
-        """Invalidate positions >= length. The slots keep stale data."""
+        """Invalidate positions >= length; bring back what was kept there. Other slots keep stale
+        data.
+        """
         self.changes += 1
         self.high = min(self.high, length)
         self.low = min(self.low, self.high)
+        self.kept = {stop: queries for stop, queries in self.kept.items() if stop <= length}
+        queries = self.kept.get(length)
+        if queries is not None and not self.covers(length - queries.shape[2], length):
+            self.write_chunk(queries, length)
+            self.set_valid(length - queries.shape[2], length)
 
     def set_valid(self, start: int, stop: int) -> None:
         """Mark exactly positions start .. stop-1 as valid (none where they are equal)."""
@@ -83,7 +100,7 @@ class QueryRing:
     def copy_from(self, other: QueryRing) -> None:
         """Hold what another ring of the same model holds (fork)."""
         self.slots.copy_(other.slots)
-        self.low, self.high = other.low, other.high
+        self.low, self.high, self.kept = other.low, other.high, dict(other.kept)
 
     def read(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
         """Queries [B, W, H, D] at positions [B, W] int64."""

@@ -297,6 +297,7 @@ class Session:
         with exclusive(self.llm), rewound_on_error(self):
             self.committed = ids
             self.history.clear()
+            self.query_ring.truncate(0)
             self.query_ring.set_valid(len(ids), len(ids))
             self.end_prompt(0, None)
 

@@ -32,9 +32,10 @@ class Needs:
     host nowhere, so it can be captured. every_query: prefill calls the last layer with all queries
     of a chunk (it normally computes only the last one). one_chunk: a prefill call is one chunk,
     however long. final_call: tokens that the last prefill call of a prompt must hold; None: a
-    prompt must be read in one call. history: how truncate goes back: "bank" sets the length,
-    "store" restores an evicting store and re-runs the steps since, "rerun" re-runs the steps over
-    the bank. queries: most tokens of one step.
+    prompt must be read in one call. own_prompts: prompts are read otherwise than by full attention,
+    so that their queries cannot be computed again. history: how truncate goes back: "bank" sets the
+    length, "store" restores an evicting store and re-runs the steps since, "rerun" re-runs the
+    steps over the bank. queries: most tokens of one step.
     """
 
     selected: int = 0
@@ -52,6 +53,7 @@ class Needs:
     every_query: bool = False
     one_chunk: bool = False
     final_call: int | None = 0
+    own_prompts: bool = False
     history: Literal["bank", "store", "rerun"] = "bank"
     queries: int = 1
 

@@ -83,6 +83,7 @@ def _facts(session: Session, extra: Any, tensors: list[torch.Tensor]) -> dict[st
         "ids": torch.tensor(session.ids, dtype=torch.int64),
         "queries": queries,
         "ring": (ring.low, ring.high),
+        "kept": ring.kept,
         "last_logits": session.last_logits,
         "state": runtime.state(),
         "savepoints": [
@@ -211,9 +212,10 @@ def _fill(
             if state["queries"] is not None:
                 ring.write_chunk(state["queries"].to(ring.slots), high)
             ring.set_valid(low, high)
+            ring.kept = _kept(session, state.get("kept", {}), len(ids))
             session.committed = ids
             history.savepoints = [
-                Savepoint(start, length, saved, _logits(session, logits), None, bool(open_))
+                Savepoint(start, length, saved, _logits(session, logits), bool(open_))
                 for start, length, saved, logits, open_ in state["savepoints"]
             ]
             _require_plausible(session, [state["state"], *(p.state for p in history.savepoints)])
@@ -240,6 +242,17 @@ def _require_plausible(session: Session, states: list[Any]) -> None:
             most = max(runtime.needs.selected, parts[0] or 0) if i == 0 else len(session.ids)
             if x is not None and not 0 <= x <= most:
                 raise ValueError("state")
+
+
+def _kept(session: Session, kept: dict[int, torch.Tensor], total: int) -> dict[int, torch.Tensor]:
+    """The queries that come back at certain lengths of a session of `total` tokens."""
+    slots = session.query_ring.slots
+    for length, queries in kept.items():
+        layers, batch, width, *rest = queries.shape
+        most = min(length, slots.shape[2]) if type(length) is int and length <= total else 0
+        if (layers, batch, *rest) != (*slots.shape[:2], *slots.shape[3:]) or not 0 < width <= most:
+            raise ValueError("kept")
+    return {length: queries.to(slots) for length, queries in kept.items()}
 
 
 def _logits(session: Session, logits: torch.Tensor | None) -> torch.Tensor | None:

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from engine.errors import SettingError
 from engine.llm import LLM
 from engine.methods.base import Method
+from engine.query_ring import RING
 from engine.session import Session
+from tests.builders import session_config
 from tests.engine.methods.method_table import Row
 
 TOLERANCE = 2e-3  # of logits that range over +-5; another selection moves them by 0.1 and more
 # what an interrupted prompt leaves depends on the length that it was to have
 FORESEES = ("scissorhands",)
+WINDOW = 64  # the most past queries that any method reads
+DENSE_STEPS = ("full", "brutal_offload", "minference")  # rows whose steps are full attention
+
+
+@cache
+def windows(method: Method) -> tuple[int, int]:
+    """Past queries that a method's steps read, and those that a prompt's end reads."""
+    config = session_config()
+    needs = method.needs(method.plan(config), config, 512, 4)
+    return needs.window, needs.prompt_window
 
 
 @dataclass(frozen=True)
@@ -27,15 +40,33 @@ class Under:
         """Whether going back leaves the bank's rows as they were read."""
         return not (self.row.evicts or self.row.replays)
 
+    def keeps_queries(self, count: int) -> int:
+        """Newest queries at the end of a prompt of `count` tokens that come back there."""
+        if self.row.approximate or not self.keeps_rows:
+            return WINDOW
+        window = windows(self.method)[0]
+        return window if count < window else 0
+
 
 @dataclass(frozen=True)
 class Event:
-    """A prompt or a part of one (kind "prefill"), a token ("decode"), or a "switch"."""
+    """A prompt or a part of one (kind "prefill"), a token ("decode"), or a "switch". guesses: it
+    read queries that were computed anew, otherwise than first.
+    """
 
     kind: str
     under: Under
     ids: tuple[int, ...] = ()
     more: bool = False
+    guesses: bool = False
+
+    @property
+    def dense(self) -> bool:
+        """Whether full attention over the bank gives its tokens' queries again."""
+        row = self.under.row
+        if self.kind == "decode":
+            return row.name in DENSE_STEPS
+        return not row.approximate and self.under.keeps_rows
 
 
 @dataclass
@@ -44,13 +75,17 @@ class Model:
 
     inexact: position from which rows depend on tokens that are gone, as the method says they do;
     nothing is compared while it holds such rows. logits: whether the newest token's logits follow
-    from the events.
+    from the events. low: queries of positions below it have left the ring. guessed: positions whose
+    queries full attention has to compute anew although other attention computed them first: a
+    method that reads these may choose otherwise, as docs/RELIABILITY.md says.
     """
 
     begun: Under
     events: list[Event] = field(default_factory=list)
     inexact: int | None = None
     logits: bool = True
+    low: int = 0
+    guessed: frozenset[int] = frozenset()
 
     @property
     def ids(self) -> list[int]:
@@ -62,31 +97,51 @@ class Model:
         """The method now."""
         return self.events[-1].under if self.events else self.begun
 
+    @property
+    def guesses(self) -> bool:
+        """Whether what the session holds, or its next step, follows from guessed queries."""
+        reads = max(windows(self.under.method))
+        return any(event.guesses for event in self.events) or self.reaches(reads, len(self.ids))
+
+    def reaches(self, window: int, stop: int) -> bool:
+        """Whether the window that ends at `stop` holds a guessed query."""
+        return any(position >= stop - window for position in self.guessed)
+
+    def reserve(self, stop: int) -> None:
+        """A chunk or step up to position `stop` has begun."""
+        self.low = max(self.low, stop - RING)
+
     def copy(self) -> Model:
         """A model that goes its own way."""
         return replace(self, events=list(self.events))
 
     def add(self, kind: str, ids: list[int], more: bool = False) -> None:
         """Tokens were read or decoded."""
-        self.events.append(Event(kind, self.under, tuple(ids), more))
+        step, end = windows(self.under.method)
+        stop = len(self.ids) + len(ids)
+        guesses = self.reaches(step if kind == "decode" else end, stop)
+        self.events.append(Event(kind, self.under, tuple(ids), more, guesses))
+        self.reserve(stop)
         self.logits = True
 
     def switch(self, under: Under) -> None:
         """Another method goes on."""
-        self.events.append(Event("switch", under))
+        guesses = self.reaches(windows(under.method)[1], len(self.ids))
+        self.events.append(Event("switch", under, guesses=guesses))
 
     def interrupted(self, ids: list[int], wanted: int, more: bool) -> None:
         """Of a prompt of `wanted` tokens these were read."""
         row = self.under.row
         at = len(self.ids)
         self.add("prefill", ids, more)
+        self.reserve(at + wanted)
         self.logits = False
         if len(ids) < wanted and (row.approximate or row.name in FORESEES):
             self.inexact = at if self.inexact is None else self.inexact
 
     def truncate(self, n: int) -> None:
         """Only the first n tokens are left. Switches that came later come now."""
-        now, kept, later, at = self.under, [], [], 0
+        now, kept, later, at, cut = self.under, [], [], 0, False
         if n == len(self.ids):
             return
         for event in self.events:
@@ -95,18 +150,37 @@ class Model:
             elif at < n:
                 part = event.ids[: n - at]
                 whole = len(part) == len(event.ids)
+                cut = not whole
                 # a prompt that is cut is read again, unless its rows stay
                 stays = now.keeps_rows or event.under is not now or later
                 if not whole and stays and event.under.row.approximate:
                     self.inexact = at if self.inexact is None else min(self.inexact, at)
                 kept.append(replace(event, ids=part, more=event.more and whole))
             at += len(event.ids)
-        self.events = kept + later
+        self.guess(n, kept, cut, bool(later))
+        end = windows(now.method)[1]
+        self.events = kept + [replace(e, guesses=self.reaches(end, n)) for e in later]
         self.logits = not any(event.kind == "switch" for event in self.events)
         if self.inexact is not None and n <= self.inexact:
             self.inexact = None
         if not self.events:
             self.begun = now
+
+    def guess(self, n: int, kept: list[Event], cut: bool, switched: bool) -> None:
+        """Note which queries at n tokens have to be computed anew. kept: the events up to there,
+        the last of them cut or not. switched: a later switch comes now.
+        """
+        self.guessed = frozenset(position for position in self.guessed if position < n)
+        read = [event for event in kept if event.ids]
+        if (self.under.keeps_rows or switched) and read:
+            last, at = read[-1], 0
+            ends = last.kind == "prefill" and not cut
+            back = last.under.keeps_queries(len(last.ids)) if ends else 0
+            for event in read:
+                lost = range(max(at, n - WINDOW), min(at + len(event.ids), self.low, n - back))
+                self.guessed |= frozenset(() if event.dense else lost)
+                at += len(event.ids)
+        self.low = min(self.low, n)
 
     @property
     def replayable(self) -> bool:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import gc
 import random
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from engine import Full, SamplingParams
-from engine.errors import Busy, ContextTooLong, SettingError
+from engine import Full
+from engine.errors import ContextTooLong, SettingError
 from engine.llm import LLM
 from engine.session import Session
 from engine.watch import Watch
+from tests.attack.answers import VOCAB, Answers, Broken, Wrong
 from tests.attack.interrupt import Interrupt, interrupted_after
-from tests.attack.model import Model, Under, differences
+from tests.attack.model import Model, Under, differences, windows
 from tests.builders import tiny_llm
 from tests.engine.methods.method_table import TABLE
 
-CAPACITY, VOCAB = 384, 97
+CAPACITY = 384
 MOST_SESSIONS = 3
 LLMS: dict[int, LLM] = {}  # by chunk
 
@@ -46,6 +46,7 @@ WEIGHTS = {
     "refused": 1,
     "broken_prompt": 2,
     "watch": 1,
+    "back_and_on": 3,
 }
 
 
@@ -57,6 +58,7 @@ class Counts:
     operations: int = 0
     checks: int = 0  # comparisons with the oracle
     interrupts: int = 0
+    skipped: int = 0  # comparisons that a method's documented limits leave no oracle for
 
     def __iadd__(self, other: Counts) -> Counts:
         for name, value in vars(other).items():
@@ -66,16 +68,8 @@ class Counts:
     def __str__(self) -> str:
         return (
             f"{self.sequences} sequences, {self.operations} operations, {self.checks} oracle "
-            f"checks, {self.interrupts} interrupts"
+            f"checks ({self.skipped} left out), {self.interrupts} interrupts"
         )
-
-
-class Broken(Exception):
-    """An exception of the consumer."""
-
-
-class Wrong(AssertionError):
-    """A session is not what it should be."""
 
 
 def operations(seed: int) -> list[Operation]:
@@ -87,9 +81,10 @@ def operations(seed: int) -> list[Operation]:
     ]
 
 
-def pick(rng: random.Random) -> Under:
-    """A method of the table."""
-    row = rng.choice(TABLE)
+def pick(rng: random.Random, looks_back: bool = False) -> Under:
+    """A method of the table. looks_back: of those that read past queries."""
+    rows = [row for row in TABLE if not looks_back or any(max(windows(m)) for m in row.sparse)]
+    row = rng.choice(rows)
     return Under(rng.choice(row.sparse or (row.neutral,)), row)
 
 
@@ -101,7 +96,7 @@ def llm_of(chunk: int) -> LLM:
 
 
 @dataclass
-class Sequence:
+class Sequence(Answers):
     """Sessions and their models, under one seed. log: what was done, in words."""
 
     seed: int
@@ -169,7 +164,10 @@ class Sequence:
 
     def compare(self, session: Session, model: Model) -> None:
         """Compare the next steps with those of a fresh session."""
-        if model.inexact is not None or not model.ids or not model.replayable:
+        if not model.ids:
+            return
+        if model.inexact is not None or model.guesses or not model.replayable:
+            self.counts.skipped += 1
             return
         self.counts.checks += 1
         with model.replay(self.llm, self.oracle_offload, self.backend) as fresh:
@@ -212,6 +210,7 @@ class Sequence:
         self.require(session.ids[:at] == model.ids and read == ids[: len(read)], "other tokens")
         opened = session.history.prompt_is_open(len(session.committed))
         opened = opened and session.history.unfinished is None
+        model.reserve(at + len(ids))
         if broken and read:
             whole = len(read) == len(ids) or len(read) % self.llm.chunk == 0
             self.require(whole or self.session.runtime.needs.one_chunk, "part of a chunk")
@@ -279,8 +278,23 @@ class Sequence:
         if len(self.session) == to:
             self.model.truncate(to)
 
-    def do_switch(self) -> None:
-        under = pick(self.rng)
+    def do_back_and_on(self) -> None:
+        """A prompt, a truncate, a switch and steps, with nothing between them."""
+        for work in (self.do_long, self.do_truncate, self.do_look_back, self.do_decode):
+            self.say(f"[{len(self.session)}] {work.__name__}")
+            work()
+            self.settle()
+            self.lines = None  # one interrupt
+
+    def do_long(self) -> None:
+        if ids := self.tokens(250):
+            self.read(ids, False, lambda: self.session.prefill(ids))
+
+    def do_look_back(self) -> None:
+        self.do_switch(pick(self.rng, self.rng.random() < 0.5))
+
+    def do_switch(self, under: Under | None = None) -> None:
+        under = under or pick(self.rng)
         self.say(f"to {under.method!r}")
         before, switched = self.session.method, []
 
@@ -340,109 +354,3 @@ class Sequence:
             except error:
                 continue
             raise Wrong("was not refused")
-
-    # ---------------------------------------------------------------- answers
-
-    def params(self) -> SamplingParams:
-        """Random settings of an answer."""
-        rng = self.rng
-        return SamplingParams(
-            max_tokens=rng.randint(1, 10),
-            temperature=rng.choice([0, 0.7]),
-            top_k=rng.choice([0, 5]),
-            seed=rng.randrange(2**62),
-            ignore_eos=True,
-        )
-
-    def do_generate(self) -> None:
-        ids, params, take = self.tokens(40), self.params(), self.rng.randint(0, 10)
-        if not ids:
-            return
-        how = self.rng.choice(["all", "close", "throw", "drop", "threads", "stop"])
-        self.say(f"{how}, {take} pieces after {len(ids)} tokens")
-        calls = iter(range(1, 100))
-        stop = (lambda: next(calls) > take) if how == "stop" else None
-        if how == "threads":
-            self.lines = None  # an interrupt is for one thread
-        at = len(self.session)
-        self.attempt(
-            lambda: self.consume(self.session.generate(ids, params, None, stop), how, take)
-        )
-        gc.collect()
-        self.account(at, ids)
-
-    def account(self, at: int, ids: list[int]) -> None:
-        """Note what an answer has left behind."""
-        read = self.session.ids[at : at + len(ids)]
-        if read:
-            self.require(read == ids[: len(read)], "other tokens than the prompt's")
-            if len(read) < len(ids):
-                self.model.interrupted(read, len(ids), False)
-            else:
-                self.model.add("prefill", read)
-        for token in self.session.ids[at + len(ids) :]:
-            self.model.add("decode", [token])
-        self.model.logits = False
-
-    def consume(self, pieces, how: str, take: int) -> None:
-        """Take pieces of an answer, and leave it in one of several ways."""
-        if how in ("all", "stop"):
-            reasons = [piece.finish_reason for piece in pieces]
-            self.require(reasons[-1] is not None, "an answer without an end")
-            return
-        if how == "threads":
-            with ThreadPoolExecutor(2) as one, ThreadPoolExecutor(1) as other:
-                for number in range(take):
-                    thread = one if number % 2 else other
-                    if thread.submit(next, pieces, None).result() is None:
-                        return
-                    if number == 1:
-                        refused = one if thread is other else other
-                        self.busy(refused)
-                other.submit(pieces.close).result()
-            return
-        for _ in range(take):
-            if next(pieces, None) is None:
-                return
-        if how == "close":
-            pieces.close()
-        elif how == "throw":
-            try:
-                pieces.throw(Broken())
-            except Broken:
-                pass
-
-    def busy(self, thread: ThreadPoolExecutor) -> None:
-        """Another thread than that of the last piece may not begin something else."""
-        session = self.live[0][0]
-        try:
-            thread.submit(session.truncate, len(session)).result()
-        except Busy:
-            return
-        raise Wrong("a second request was let in")
-
-    def do_zipped(self) -> None:
-        """Two sessions' answers, piece by piece in turn."""
-        others = [pair for pair in self.live if pair[0] is not self.session]
-        if not others or not (ids := self.tokens(20)):
-            return
-        mine, (session, model) = (self.session, self.model), self.rng.choice(others)
-        more = self.rng.choices(range(VOCAB), k=min(len(ids), session.capacity - len(session)))
-        if not more:
-            return
-        starts = len(self.session), len(session)
-        params = self.params()
-        self.lines = None
-
-        def work() -> None:
-            turns = [self.session.generate(ids, params), session.generate(more, params)]
-            while turns:
-                turns = [pieces for pieces in turns if next(pieces, None) is not None]
-
-        self.attempt(work)
-        gc.collect()
-        self.account(starts[0], ids)
-        self.session, self.model = session, model
-        self.account(starts[1], more)
-        self.settle()
-        self.session, self.model = mine

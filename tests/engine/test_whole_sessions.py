@@ -17,6 +17,8 @@ from engine.methods.evict.ada_snapkv import AdaSnapKV
 from engine.methods.evict.h2o import H2O
 from engine.methods.evict.pyramidkv import PyramidKV
 from engine.methods.evict.snapkv import SnapKV
+from engine.methods.select.infllm import InfLLM
+from engine.methods.select.minference import MInference
 from engine.methods.select.pod import PodUntrained
 from engine.watch import Watch
 from tests.builders import random_ids, tiny_llm
@@ -25,6 +27,15 @@ IDS = random_ids(400)
 SPARSE = OmniKV(filter_layers=(1, 4), tokens=20, tail=64, dense_below=0)
 BY_QUERIES = (SnapKV(tokens=96), PyramidKV(tokens=100, beta=4), AdaSnapKV(tokens=128),
               AdaPyramid(tokens=80, kernel=1))  # fmt: skip
+
+BY_WINDOW = OmniKV(filter_layers=(1, 4), tokens=20, selector="exponential", tail=64, dense_below=0)
+OWN_PROMPTS = (
+    InfLLM(block=8, init=8, local=64, topk=9, representatives=2, cached=12, chunk=32),
+    MInference(("a_shape", 8, 16)),
+    OmniKV(filter_layers=(1, 4), tokens=20, prefill_ratio=1, prefill_block=64, prefill_dense_end=64,
+           dense_below=0),
+    PodUntrained((0, 2, 5), first=8, recent=64),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +73,33 @@ def test_a_switch_after_a_truncate_knows_the_queries(llm, method):
         fresh.prefill(IDS[:142])
         session.set_method(method)
         fresh.set_method(method)
+        assert same(session, fresh)
+
+
+@pytest.mark.parametrize("method", OWN_PROMPTS, ids=lambda m: m.name)
+def test_queries_that_only_the_prompts_own_method_computes_come_back(llm, method, tmp_path):
+    with llm.session(method) as session, llm.session(method) as fresh:
+        for one in (session, fresh):
+            one.prefill(IDS[:130])
+            one.set_method(BY_WINDOW)
+        session.prefill(IDS[130:330])
+        session.save(tmp_path / "session")
+        session.truncate(130)
+        with llm.restore(tmp_path / "session")[0] as restored, session.fork() as copy:
+            restored.truncate(130)
+            expected = steps(fresh)
+            for one in (session, restored, copy):
+                assert torch.allclose(steps(one), expected, atol=2e-4, rtol=0)
+
+
+def test_queries_of_a_short_prompt_after_a_sparse_answer_come_back(llm):
+    with llm.session(BY_WINDOW) as session, llm.session(BY_WINDOW) as fresh:
+        for one in (session, fresh):
+            one.prefill(IDS[:150])
+            steps(one, range(20))
+            one.prefill(IDS[150:153])
+        session.prefill(IDS[153:353])
+        session.truncate(173)
         assert same(session, fresh)
 
 

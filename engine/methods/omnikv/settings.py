@@ -162,6 +162,7 @@ class OmniKV(Method):
             # the published code's step number decides shapes: it is read on the host
             cuda_graph=not self.official,
             final_call=self._final_call,
+            own_prompts=bool(self.prefill_ratio) or self.dense_layers != "dense",
         )
 
     @property

@@ -89,7 +89,9 @@ class MInference(Method):
 
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
         # the last layer's lines are ranked by 64 queries too, and all lines by a prompt's last ones
-        return Needs(every_query=True, one_chunk=True, final_call=None, cuda_graph=True)
+        return Needs(
+            every_query=True, one_chunk=True, final_call=None, own_prompts=True, cuda_graph=True
+        )
 
     def table(self, config: ModelConfig) -> tuple[tuple[Pattern, ...], ...]:
         """Patterns [layer][query head]."""

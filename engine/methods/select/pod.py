@@ -22,6 +22,7 @@ import torch
 from engine.errors import SettingError
 from engine.methods.base import Method, Runtime, Setup
 from engine.methods.select.base import single_layer_groups
+from engine.plan.needs import Needs
 from engine.settings import fraction, integer, is_integer
 from kernels.prefill import merge
 
@@ -99,6 +100,9 @@ class PodUntrained(Method):
             [n if low == layer else min(n, self.first + self.recent) for low in lows]
             for layer, lows in enumerate(self.lowest(config))
         ]
+
+    def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
+        return Needs(own_prompts=self.blocks is not None)
 
     def runtime(self, setup: Setup) -> Runtime:
         return PodRuntime(self, setup)
