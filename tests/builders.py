@@ -7,7 +7,6 @@ hold too, on the reference kernels.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -128,18 +127,6 @@ def random_ids(count: int, vocab: int = VOCAB, seed: int = 0) -> list[int]:
     """`count` token ids, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, vocab, (count,), generator=generator).tolist()
-
-
-def word_tokenizer(folder: Path, size: int) -> None:
-    """A tokenizer.json of `size` words "w0" .. in a model folder; id 1 begins, id 2 ends a text."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(size)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    words.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
-    )
 
 
 def setup_of(

@@ -133,9 +133,11 @@ def layer_plan(
     for layer in filters:
         if layer in local_layers:
             others = [i for i in range(num_layers) if i not in local_layers]
+            expected = f"layers that see everything ({_some(others)})"
+            if not others:
+                expected = "none: every layer of this model slides"
             raise SettingError(
-                f"filter_layers: found {layer}, a sliding-window layer, expected layers that see "
-                f"everything ({_some(others)})"
+                f"filter_layers: found {layer}, a sliding-window layer, expected {expected}"
             )
     roles: list[Role] = []
     group_of: list[int | None] = []

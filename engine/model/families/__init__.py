@@ -8,6 +8,17 @@ from engine.model.families import gemma, granite, llama, mistral, olmo2, phi3, q
 from engine.model.family import Family
 from engine.model.fields import Fields
 
+__all__ = [
+    "gemma",
+    "granite",
+    "llama",
+    "mistral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+]
 FAMILIES: tuple[Family, ...] = (
     llama.FAMILY,
     mistral.FAMILY,

@@ -15,7 +15,7 @@ import torch
 from engine import LLM, Full, OmniKV, SamplingParams
 from engine.model.config import ModelConfig
 from engine.model.llama import targets
-from tests.engine.model.family_models import POSITIONS, VARIANTS, ids_of, make
+from tools.families.models import POSITIONS, VARIANTS, ids_of, make
 
 pytest.importorskip("transformers")
 LENGTHS = (1, 2, 200, 1500)

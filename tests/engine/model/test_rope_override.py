@@ -16,8 +16,8 @@ from engine.model.config import ModelConfig
 from engine.model.families import BY_ARCHITECTURE
 from engine.model.rope_config import Rope
 from engine.model.rope_override import overridden
-from tests.engine.model.family_models import PHI_ROPE, ids_of, make
 from tests.tiny_model import CONFIG, sound
+from tools.families.models import PHI_ROPE, ids_of, make
 
 # override: (base model, rope_parameters edited by hand)
 EDITS = {

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine import LLM, Full, SamplingParams
-from tests.builders import word_tokenizer
+from tools.families.models import word_tokenizer
 
 transformers = pytest.importorskip("transformers")
 

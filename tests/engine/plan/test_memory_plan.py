@@ -15,7 +15,8 @@ from engine import LLM, Full, OmniKV
 from engine.errors import OutOfMemoryPlan, SettingError
 from engine.model.config import ModelConfig
 from engine.model.llama import targets
-from tests.builders import random_ids, session_config, tiny_llm, word_tokenizer
+from tests.builders import random_ids, session_config, tiny_llm
+from tools.families.models import word_tokenizer
 
 LLAMA_3_8B_262K = dict(
     architectures=["LlamaForCausalLM"],

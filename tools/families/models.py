@@ -4,12 +4,13 @@ Weights are scaled so that attention is peaky, and norms differ from one, so tha
 a factor that is forgotten shows.
 """
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
-
-from tests.builders import word_tokenizer
 
 VOCAB = 199
 POSITIONS = 2048
@@ -50,6 +51,7 @@ GRANITE = dict(
 )
 # name: (transformers' configuration, changes to it)
 VARIANTS: dict[str, tuple[str, dict]] = {
+    "llama": ("Llama", dict(head_dim=16)),
     "qwen2": ("Qwen2", dict(max_window_layers=2)),
     "qwen2-tied": ("Qwen2", dict(tie_word_embeddings=True, num_key_value_heads=1)),
     "qwen2-yarn": (
@@ -102,16 +104,23 @@ VARIANTS: dict[str, tuple[str, dict]] = {
 }
 
 
-def make(folder: Path, name: str, **more: object):
+def configuration(name: str, **more: Any) -> Any:
+    """Transformers' configuration of a variant. more: changes beside the variant's."""
+    import transformers
+
+    kind, changes = VARIANTS[name]
+    maker = getattr(transformers, f"{kind}Config")
+    return maker(**{**SMALL, **json.loads(json.dumps(changes)), **more})
+
+
+def make(folder: Path, name: str, **more: Any) -> Any:
     """Write a model folder and return transformers' model of it, in float32.
 
     more: changes to the configuration beside the variant's.
     """
     import transformers
 
-    kind, changes = VARIANTS[name]
-    maker = getattr(transformers, f"{kind}Config")
-    config = maker(**{**SMALL, **json.loads(json.dumps(changes)), **more})
+    kind, config = VARIANTS[name][0], configuration(name, **more)
     torch.manual_seed(sum(map(ord, name)))
     theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     theirs = theirs.float().eval()
@@ -129,6 +138,18 @@ def make(folder: Path, name: str, **more: object):
     theirs.generation_config.eos_token_id = None  # greedy tokens are compared to the end
     word_tokenizer(folder, VOCAB)
     return theirs
+
+
+def word_tokenizer(folder: Path, size: int) -> None:
+    """A tokenizer.json of `size` words "w0" .. in a model folder; id 1 begins, id 2 ends a text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(size)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+    )
 
 
 def ids_of(count: int, seed: int = 7) -> list[int]:
