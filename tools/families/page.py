@@ -24,7 +24,8 @@ Written by `python -m tools.families`; do not edit it by hand.
 
 The engine runs models with plain attention in all layers, or in all but sliding-window ones. What
 a family does differently from Llama is a few constants of its configuration
-(engine/model/block.py), read by one file each in engine/model/families/. How fast each is: docs/PERFORMANCE.md.
+(engine/model/block.py), read by one file each in engine/model/families/. How
+fast each is: docs/PERFORMANCE.md.
 """
 TRIED = """
 ## What each family does here
