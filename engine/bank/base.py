@@ -55,6 +55,21 @@ class StepRows(NamedTuple):
     twice: tuple[int, int] | None = None
 
 
+class PromptRows(NamedTuple):
+    """Rows of an offloaded layer that queries of a prompt's chunk read together.
+
+    tokens[: count[0]] are positions below `first` in host memory; behind them every position
+    first .. stop-1 is read. The chunk begins at `begin`, which is not below `first`.
+    """
+
+    tokens: torch.Tensor  # int32 [M]
+    # int32 [1], on the device like tokens; hides tuple.count
+    count: torch.Tensor  # type: ignore[assignment]
+    first: int
+    begin: int
+    stop: int
+
+
 class Bank(ABC):
     """K and V of `batch` sequences of up to `capacity` tokens. Callers pass lengths: rows at and
     beyond a sequence's length are undefined.
@@ -62,6 +77,7 @@ class Bank(ABC):
 
     tiered = False  # whether some layers live in host memory
     placement: Placement | None = None  # which layers do, and what they keep on the device
+    room = 0  # rows of an offloaded layer that may be asked for at once (`gathered`)
 
     def __init__(
         self,
@@ -153,13 +169,26 @@ class Bank(ABC):
 
     @abstractmethod
     def blocks(
-        self, layer: int, start: int, stop: int, size: int | None = None
+        self, layer: int, start: int, stop: int, size: int | None = None, ahead: bool = True
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Stream positions start .. stop-1 of a layer in order.
 
         Yields (first position, K, V) with K, V [B, Hkv, <= size, D] on the device. Block views hold
-        until the next one is asked for.
+        until the next one is asked for. ahead: the next offloaded layer will be asked for the same
+        positions, so its first block may come already.
         """
+
+    def gathered(
+        self, layer: int, wanted: Sequence[PromptRows], following: int | None = None
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Bring rows of an offloaded layer to the device, one of `wanted` (at most `room` rows)
+        after the other.
+
+        Yields K, V [1, Hkv, M + stop - first, D]: row i < count holds tokens[i], row M + j position
+        first + j. Views hold until the next one is asked for. following: a layer that will be asked
+        for the same next.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def newest_rows(self, layer: int, first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:

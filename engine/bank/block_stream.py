@@ -7,6 +7,7 @@ done.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,6 +16,7 @@ import torch
 from engine.bank.streams import copy_rows, record_main, wait
 
 if TYPE_CHECKING:
+    from engine.bank.base import PromptRows
     from engine.bank.row_layout import RowLayout
     from engine.bank.row_reader import RowReader
     from engine.bank.streams import SideStream
@@ -22,11 +24,14 @@ if TYPE_CHECKING:
 
 
 class _Copy(NamedTuple):
-    """A block that is being filled: positions first .. stop-1 of a layer."""
+    """A block that is being filled: positions first .. stop-1 of a layer, behind the rows that
+    `named` lists.
+    """
 
     layer: int
     first: int
     stop: int
+    named: PromptRows | None
     buffer: int  # which of the two
     arrived: torch.cuda.Event | None
 
@@ -45,7 +50,9 @@ class BlockStream:
         size: int,
         stream: SideStream,
     ) -> None:
-        self.streamed = 0  # bytes read from host memory and rings
+        self.streamed = 0  # bytes read from host memory and rings, but for listed rows
+        # bytes of listed rows: int64 [1] on the device, which alone knows how many there were
+        self.moved = torch.zeros(1, dtype=torch.int64, device=layout.device)
         self.size = size
         self._reader, self._writer, self._layout = reader, writer, layout
         self._stream = stream
@@ -59,7 +66,7 @@ class BlockStream:
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return sum(buffer.nbytes for buffer in self._buffers)
+        return sum(buffer.nbytes for buffer in self._buffers) + self.moved.nbytes
 
     @property
     def prefetching(self) -> bool:
@@ -71,7 +78,7 @@ class BlockStream:
         return self._buffers[self._turn]
 
     def blocks(
-        self, layer: int, start: int, stop: int, size: int | None = None
+        self, layer: int, start: int, stop: int, size: int | None = None, ahead: bool = True
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Stream positions start .. stop-1 of a layer: yields (first, K, V) as Bank.blocks says,
         the next block in flight while one is worked on.
@@ -88,44 +95,100 @@ class BlockStream:
             yield first, *self._layout.views(self._buffers[block.buffer][: last - first])
             self._free[block.buffer] = record_main(self._layout.device)
         following = self._next_layer.get(layer)
-        if spans and following is not None and spans[0][1] <= self._writer.host_length:
+        if ahead and spans and following is not None and spans[0][1] <= self._writer.host_length:
             self._ahead = self._start(following, *spans[0])
+
+    def gathered(
+        self, layer: int, wanted: Sequence[PromptRows], following: int | None
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Bring listed rows and the newest ones over: yields K, V as Bank.gathered says, the next
+        of `wanted` in flight while one is worked on, or the first for the layer `following`.
+        """
+        coming = [self._start_listed(layer, wanted[0])]
+        for i, rows in enumerate(wanted):
+            if i + 1 < len(wanted):
+                coming.append(self._start_listed(layer, wanted[i + 1]))
+            elif following is not None:
+                self._ahead = self._start_listed(following, wanted[0])
+            block = coming.pop(0)
+            # race: attention would read rows that are still arriving
+            wait(block.arrived, self._layout.device)
+            listed, past = len(rows.tokens), rows.begin - rows.first
+            buffer = self._buffers[block.buffer][: listed + rows.stop - rows.first]
+            copy_rows(buffer[listed + past :], self._newest(layer, rows.begin, rows.stop))
+            yield self._layout.views(buffer)
+            self._free[block.buffer] = record_main(self._layout.device)
 
     def _start(self, layer: int, first: int, stop: int) -> _Copy:
         """Begin to fill the next buffer, unless exactly this was begun ahead."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[:3] == (layer, first, stop):
+        ahead = self._begun(layer, first, stop, None)
+        if ahead is not None:
             return ahead
-        turn = self._turn
-        self._turn = 1 - turn
-        buffer, staged = self._buffers[turn], self._writer.staged_rows(layer, stop)
-        # race: staged rows and the ring may not be written yet
-        with self._stream.after_main():
-            # race: attention may still read the block that this buffer held before
-            self._stream.wait_event(self._free[turn])
-            # race: rows may still be on their way to the host
-            self._stream.wait_event(self._writer.past_event(layer))
+        staged = self._writer.staged_rows(layer, stop)
+        with self._filling(layer) as (turn, buffer):
             middle = stop if staged is None else max(first, min(stop, staged[0]))
             self._reader.read(layer, first, middle, buffer)
             if staged is not None:
                 low, rows = staged
                 copy_rows(buffer[middle - first : stop - first], rows[middle - low : stop - low])
             self.streamed += (middle - first) * self._reader.part_bytes
-            return _Copy(layer, first, stop, turn, self._stream.record_event())
+            return _Copy(layer, first, stop, None, turn, self._stream.record_event())
+
+    def _start_listed(self, layer: int, rows: PromptRows) -> _Copy:
+        """As `_start`, for listed rows and those from rows.first up to the chunk."""
+        first, stop = rows.first, rows.begin
+        ahead = self._begun(layer, first, stop, rows)
+        if ahead is not None:
+            return ahead
+        with self._filling(layer) as (turn, buffer):
+            listed = len(rows.tokens)
+            self._reader.read_listed(layer, rows.tokens, rows.count, buffer[:listed], self.moved)
+            self._reader.read(layer, first, stop, buffer[listed:])
+            self.streamed += (stop - first) * self._reader.part_bytes
+            return _Copy(layer, first, stop, rows, turn, self._stream.record_event())
+
+    def _begun(self, layer: int, first: int, stop: int, named: PromptRows | None) -> _Copy | None:
+        """Return the copy that was begun ahead, if it is this one."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return None
+        if ahead[:3] == (layer, first, stop) and ahead.named is named:
+            return ahead
+        # race: its list, given back now, would be written again while it is read
+        wait(ahead.arrived, self._layout.device)
+        return None
+
+    @contextlib.contextmanager
+    def _filling(self, layer: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Take the next buffer, and issue the work inside to the stream once a layer's rows may be
+        read and the buffer written.
+        """
+        turn = self._turn
+        self._turn = 1 - turn
+        # race: staged rows and the ring may not be written yet
+        with self._stream.after_main():
+            # race: attention may still read the block that this buffer held before
+            self._stream.wait_event(self._free[turn])
+            # race: rows may still be on their way to the host
+            self._stream.wait_event(self._writer.past_event(layer))
+            yield turn, self._buffers[turn]
 
     def newest_rows(self, layer: int, first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of the newest chunk or step: views of the staging buffer while it holds
         them, else a copy.
         """
+        return self._layout.views(self._newest(layer, first, stop))
+
+    def _newest(self, layer: int, first: int, stop: int) -> torch.Tensor:
         staged = self._writer.staged_rows(layer, stop)
         if staged is not None and first >= staged[0]:
             low, rows = staged
-            return self._layout.views(rows[first - low : stop - low])
+            return rows[first - low : stop - low]
         # race: rows may still be on their way to the host
         wait(self._writer.event, self._layout.device)
         rows = self._layout.empty(stop - first)
         self._reader.read(layer, first, stop, rows)
-        return self._layout.views(rows)
+        return rows
 
     def forget(self) -> None:
         """Drop the block that was started ahead: positions were dropped."""

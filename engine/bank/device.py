@@ -129,7 +129,7 @@ class DeviceBank(Bank):
         return (k, v) if stop is None else (k[:, :, :stop], v[:, :, :stop])
 
     def blocks(
-        self, layer: int, start: int, stop: int, size: int | None = None
+        self, layer: int, start: int, stop: int, size: int | None = None, ahead: bool = True
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         k, v = self.kv(layer)
         size = size or BLOCK

@@ -33,6 +33,21 @@ class RowReader:
             newest = self._set_of[layer].newest(layer, middle, stop)
             copy_rows(out[middle - first : stop - first], newest)
 
+    def read_listed(
+        self,
+        layer: int,
+        tokens: torch.Tensor,
+        count: torch.Tensor,
+        out: torch.Tensor,
+        moved: torch.Tensor,
+    ) -> None:
+        """Copy the rows of tokens[: count[0]], int32 lists of positions in host memory, to out[0:],
+        and add their bytes to moved [1]. Nothing visits the host.
+        """
+        if len(tokens):
+            programs = self._host.pool.programs
+            self._host.read(layer, tokens, out, 0, count, moved, programs)
+
     def read_selected(self, layer: int, index: torch.Tensor, count: int, out: torch.Tensor) -> None:
         """Copy the rows of index[:count], an int32 list of positions in host memory, to out[0:].
 

@@ -15,18 +15,32 @@ if TYPE_CHECKING:
 
 
 def attend_stream(
-    q: torch.Tensor, bank: Bank, layer: int, first: int, scale: float
+    q: torch.Tensor,
+    bank: Bank,
+    layer: int,
+    first: int,
+    scale: float,
+    begin: int | None = None,
+    ahead: bool = True,
 ) -> torch.Tensor:
     """Causal attention of q [B, C, H, D] at positions first .. first+C-1, whose K and V were
     written just before. Returns [B, C, H, D] in q.dtype.
 
+    begin: where the chunk that was written begins (None: at `first`). ahead: as in Bank.blocks.
     Blocks begin at multiples of the stream block, so the result depends on the rows alone. Partial
     results are merged as they come: merged at the end, one per block, they would take half a
     gigabyte at a million tokens of an 8B model.
     """
+    begin = first if begin is None else begin
     so_far = None
-    for _, k, v in bank.blocks(layer, 0, first):
+    for _, k, v in bank.blocks(layer, 0, begin, ahead=ahead):
         part = attend_rows(q, k, v, scale)
         so_far = part if so_far is None else merge([so_far, part], torch.float32)
-    newest = attend_chunk(q, *bank.newest_rows(layer, first, first + q.shape[1]), 0, scale)
-    return newest[0] if so_far is None else merge([so_far, newest], q.dtype)[0]
+    k, v = bank.newest_rows(layer, begin, first + q.shape[1])
+    newest = attend_chunk(q, k, v, first - begin, scale)
+    if begin < first:
+        own = slice(0, first - begin)
+        newest = merge([attend_rows(q, k[:, :, own], v[:, :, own], scale), newest], torch.float32)
+    if so_far is None:
+        return newest[0].to(q.dtype)
+    return merge([so_far, newest], q.dtype)[0]

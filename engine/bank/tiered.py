@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.bank.base import Bank, SparseRows, StepRows
+from engine.bank.base import Bank, PromptRows, SparseRows, StepRows
 from engine.bank.block_stream import BlockStream
 from engine.bank.device import DeviceBank
 from engine.bank.host_rows import HostRows
@@ -165,7 +165,7 @@ class TieredBank(Bank):
             evictions=total["evictions"],
             hit_rate=total["hits"] / max(1, total["hits"] + total["misses"]),
             bytes_fetched=total["bytes"],
-            bytes_streamed=self._blocks.streamed + self._whole.streamed,
+            bytes_streamed=self._blocks.streamed + int(self._blocks.moved) + self._whole.streamed,
             staging_stalls=self._writer.stalls,
             groups=groups,
         )
@@ -235,11 +235,22 @@ class TieredBank(Bank):
             self._whole.stage(layer)
 
     def blocks(
-        self, layer: int, start: int, stop: int, size: int | None = None
+        self, layer: int, start: int, stop: int, size: int | None = None, ahead: bool = True
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         if not self.on_host(layer):
             return self._resident.blocks(layer, start, stop, size or self.placement.block)
-        return self._blocks.blocks(layer, start, stop, size)
+        return self._blocks.blocks(layer, start, stop, size, ahead)
+
+    @property
+    def room(self) -> int:  # type: ignore[override]
+        return self.placement.block
+
+    def gathered(
+        self, layer: int, wanted: Sequence[PromptRows], following: int | None = None
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        # rows that were decoded since and are read again may be in the ring only
+        self.write_back(wanted[0].begin)
+        return self._blocks.gathered(layer, wanted, following)
 
     def newest_rows(self, layer: int, first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.on_host(layer):

@@ -71,6 +71,21 @@ class Method:
         """Context length in tokens below which every layer attends to everything."""
         return 0
 
+    def prompt_rows(
+        self,
+        capacity: int,
+        begin: int,
+        stop: int,
+        total: float,
+        room: int,
+        first: int | None = None,
+    ) -> int:
+        """The most rows of an offloaded layer that the chunk at positions begin .. stop-1 of a
+        prompt of `total` tokens reads in host memory, `room` rows at a time at most. capacity:
+        tokens of the session; first: the first query that attends (None: all of them).
+        """
+        return begin
+
     def outlook(
         self,
         plan: LayerPlan,
@@ -220,7 +235,9 @@ class Runtime:
         q [B, C, H, D] rotated -> [B, C, H, D].
         """
         if bank.on_host(layer) and self.setup.backend != "reference":
-            return attend_stream(q, bank, layer, start, self.scale)
+            # the model's last layer attends in the last chunk only: no block of it comes unasked
+            ahead = any(bank.on_host(i) for i in range(layer + 1, bank.num_layers - 1))
+            return attend_stream(q, bank, layer, start, self.scale, ahead=ahead)
         k, v = bank.kv(layer)
         return prefill_dense(q, k, v, start, self.scale, backend=self.setup.backend)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from engine.plan.free_memory import HEADROOM, available_bytes
+from engine.plan.link_bytes import prompt_link_bytes
 from engine.plan.needs import scratch_sizes
 from engine.plan.placement import SLOTS, fitting, full_placement
 from engine.plan.report import OFFLOAD_CHUNK, ROUND, Item, Plan
@@ -317,6 +318,9 @@ def plan_at(
         budget=needs.retained or needs.selected,
         kept=needs.retained_bytes,
         outlook=search.outlook(context, placement),
+        prompt_link_bytes=prompt_link_bytes(
+            config, method, placement, size, min(chunk, context), context, context
+        ),
     )
 
 

@@ -25,17 +25,18 @@ class Needs:
     (Runtime.nbytes). store_bytes: most bytes that an evicting method keeps beside the bank.
     retained: tokens that it keeps per K/V head; retained_bytes: K and V bytes of those after one
     step. window: past queries, before rotation, that a selection reads. prompt_window: those that
-    the end of a prompt reads. tail: newest tokens that sparse layers always read. offload: layer
-    groups that may live in host memory, each fetched together. staged_layers: whole offloaded
-    layers held on the device at once. fetches: sparse layers read what `bank.fetch` was told to
-    bring; otherwise rows are gathered on the host and waited for. cuda_graph: a step visits the
-    host nowhere, so it can be captured. every_query: prefill calls the last layer with all queries
-    of a chunk (it normally computes only the last one). one_chunk: a prefill call is one chunk,
-    however long. final_call: tokens that the last prefill call of a prompt must hold; None: a
-    prompt must be read in one call. own_prompts: prompts are read otherwise than by full attention,
-    so that their queries cannot be computed again. history: how truncate goes back: "bank" sets the
-    length, "store" restores an evicting store and re-runs the steps since, "rerun" re-runs the
-    steps over the bank. queries: most tokens of one step.
+    the end of a prompt reads. prompt_rows: most rows of the past that one block of a prompt reads
+    of a layer in host memory where it does not read all. tail: newest tokens that sparse layers
+    always read. offload: layer groups that may live in host memory, each fetched together.
+    staged_layers: whole offloaded layers held on the device at once. fetches: sparse layers read
+    what `bank.fetch` was told to bring; otherwise rows are gathered on the host and waited for.
+    cuda_graph: a step visits the host nowhere, so it can be captured. every_query: prefill calls
+    the last layer with all queries of a chunk (it normally computes only the last one). one_chunk:
+    a prefill call is one chunk, however long. final_call: tokens that the last prefill call of a
+    prompt must hold; None: a prompt must be read in one call. own_prompts: prompts are read
+    otherwise than by full attention, so that their queries cannot be computed again. history: how
+    truncate goes back: "bank" sets the length, "store" restores an evicting store and re-runs the
+    steps since, "rerun" re-runs the steps over the bank. queries: most tokens of one step.
     """
 
     selected: int = 0
@@ -45,6 +46,7 @@ class Needs:
     retained_bytes: int = 0
     window: int = 0
     prompt_window: int = 0
+    prompt_rows: int = 0
     tail: int = TAIL_BLOCK
     offload: tuple[tuple[int, ...], ...] = ()
     staged_layers: int = 0

@@ -77,7 +77,7 @@ class Placement:
         return {
             "slots": slots,
             "maps": state + 8 * -(-capacity // TAIL_BLOCK),
-            "staging": part * (2 * self.chunk + 2 * self.block + self.staged_layers * capacity),
+            "staging": 8 + part * (2 * self.chunk + 2 * self.block + self.staged_layers * capacity),
         }
 
     def describe(self) -> str:
@@ -120,7 +120,7 @@ def full_placement(
         budget,
         held,
         ring,
-        min(STREAM_BLOCK, capacity),
+        min(max(STREAM_BLOCK, needs.prompt_rows + chunk), capacity),
         min(chunk, capacity),
         min(needs.staged_layers, len(groups)),
         slots > 0,

@@ -34,6 +34,7 @@ class Plan:
     CPU it is part of the total). full_bank: bytes of K and V of all layers. budget: selected or
     retained tokens. kept: bytes of K and V that an evicting method keeps after a prompt of
     max_context; 0 for other methods. outlook: what exact mode promises at max_context.
+    prompt_link_bytes: the most that reading max_context tokens brings from host memory.
     """
 
     model: str
@@ -56,6 +57,7 @@ class Plan:
     budget: int = 0
     kept: int = 0
     outlook: str = ""
+    prompt_link_bytes: int = 0
 
     @property
     def total(self) -> int:
@@ -130,6 +132,7 @@ class Plan:
             "store_kv_bytes": self.kept,
             "bank_bytes": self.bytes_of("context bank"),
             "placement": self.where,
+            "prompt_link_bytes": self.prompt_link_bytes,
             **({"outlook": self.outlook} if self.outlook else {}),
         }
 
@@ -167,6 +170,11 @@ class Plan:
             f"placement {self.where}; mem {self.mem:.1%} (formula), {held}",
             f"largest context that fits here: {self.largest_context} tokens",
         ]
+        if self.prompt_link_bytes:
+            lines.append(
+                f"reading   {self.max_context} tokens brings at most "
+                f"{human(self.prompt_link_bytes)} from host memory to the device"
+            )
         if self.note:
             lines.append(self.note)
         return "\n".join(lines)

@@ -15,8 +15,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from engine.bank.base import PromptRows
+from engine.bank.streamed_attention import attend_stream
 from engine.methods.omnikv.block_sparse import BlockSparse
-from engine.plan.layers import Role, tail_start
+from engine.methods.omnikv.prompt_rows import Block, cuts_of, named_rows, prompt_blocks, runs_of
+from engine.plan.layers import Role
 from kernels.column_scores import column_scores
 from kernels.host_values import on_device
 from kernels.prefill import prefill_dense, prefill_dense_lse
@@ -33,9 +36,9 @@ if TYPE_CHECKING:
 # bytes a token
 AT_ONCE = 4
 
-# a block of a chunk: first and last position, and the first of the band that is always seen (None:
-# the block is read densely)
-Block = tuple[int, int, int | None]
+
+# what a cut reads, its selections [1, blocks, k] as rows of that, and its blocks
+Named = tuple[PromptRows, torch.Tensor, list[Block]]
 
 
 class PrefillSelector:
@@ -57,6 +60,8 @@ class PrefillSelector:
             tuple[int, int, int]
         ] = []  # sparse blocks of the newest chunk that had any
         self.index: dict[int, torch.Tensor] = {}  # group -> [B, sparse blocks, k] int32
+        # (group, first query) -> of each sparse run of the chunk, what it reads of host memory
+        self.named: dict[tuple[int, int], list[list[Named]]] = {}
         self.scores = torch.empty(
             setup.batch, AT_ONCE, setup.capacity if ratio else 0, device=setup.device
         )
@@ -70,25 +75,24 @@ class PrefillSelector:
 
     def blocks(self, start: int, stop: int) -> Iterator[Block]:
         """The blocks of a chunk at positions start .. stop-1."""
-        first = start
-        while first < stop:
-            last = min(stop, (first // self.block + 1) * self.block)
-            local = tail_start(first, self.method.tail)
-            dense = last > self.total - self.method.prefill_dense_end or local <= self.k
-            yield first, last, None if dense else local
-            first = last
+        return prompt_blocks(self.method, self.k, start, stop, self.total)
 
     def attend(self, layer: int, q: torch.Tensor, bank: Bank, start: int) -> torch.Tensor:
         """Prefill attention of one layer by its role. q [B, C, H, D] -> [B, C, H, D]."""
         role, group = self.plan.roles[layer], self.plan.group_of[layer]
-        k, v = bank.kv(layer)
         if layer == 0:
             self._begin(start, start + q.shape[1])
         # the last layer may see the chunk's last query only
         sparse = any(local is not None for _, last, local in self.blocks_now if last > start)
         if sparse and group is not None and self.plan.groups[group].layers:
-            attend = self._sparse if role is Role.SPARSE else self._filter
-            return attend(group, q, k, v, start)
+            if role is not Role.SPARSE:
+                return self._filter(group, q, *bank.kv(layer), start)
+            if bank.on_host(layer):
+                return self._sparse_from_host(layer, q, bank, start)
+            return self._sparse(group, q, *bank.kv(layer), start)
+        if bank.on_host(layer):
+            return self._dense_from_host(layer, q, bank, start)
+        k, v = bank.kv(layer)
         if self.block_sparse and role in (Role.FULL, Role.WAIT):
             return self.block_sparse.attend(layer, q, k, v, start, self.total)
         return prefill_dense(q, k, v, start, self.scale, backend=self.setup.backend)
@@ -99,6 +103,7 @@ class PrefillSelector:
         sparse = [(*block[:2], block[2]) for block in self.blocks_now if block[2] is not None]
         if sparse:
             self.scored, self.index = sparse, {}
+        self.named = {}
 
     def _filter(
         self, group: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int
@@ -147,7 +152,7 @@ class PrefillSelector:
         likewise.
         """
         out = torch.empty_like(q)
-        for row, run in self._runs(start):
+        for row, run in runs_of(self.blocks_now, start):
             first, last = run[0][0], run[-1][1]
             part = slice(first - start, last - start)
             if run[0][2] is None:
@@ -163,19 +168,75 @@ class PrefillSelector:
             self.rows_read += sum(self.k + low - (local or 0) for low, _, local in run)
         return out
 
-    def _runs(self, start: int) -> list[tuple[int, list[Block]]]:
-        """The chunk's blocks from `start` on, in runs that are all sparse or all dense: (index row
-        of the first sparse block, blocks).
+    def _sparse_from_host(
+        self, layer: int, q: torch.Tensor, bank: Bank, start: int
+    ) -> torch.Tensor:
+        """As `_sparse`, over a layer in host memory: only the rows that a run names come to the
+        device, and behind them the newest ones.
         """
-        runs: list[tuple[int, list[Block]]] = []
-        row = 0
-        for first, last, local in self.blocks_now:
-            if last > start:  # the last layer sees the chunk's last query only
-                if not runs or (runs[-1][1][-1][2] is None) != (local is None):
-                    runs.append((row, []))
-                runs[-1][1].append((max(first, start), last, local))
-            row += local is not None
-        return runs
+        out = torch.empty_like(q)
+        group = self.plan.group_of[layer]
+        assert group is not None, f"layer {layer} belongs to no group"
+        runs = runs_of(self.blocks_now, start)
+        for number, (_, run) in enumerate(runs):
+            if run[0][2] is None:
+                first = run[0][0]
+                part = slice(first - start, run[-1][1] - start)
+                dense = self._dense_from_host(layer, q[:, part], bank, first, len(runs) == 1)
+                out[:, part] = dense
+                continue
+            named = self._named(group, bank, start)[number]
+            # the last layer attends with fewer queries, or not at all
+            members = [i for i in self.plan.groups[group].layers if layer < i < bank.num_layers - 1]
+            following = members[0] if members and len(runs) == 1 else None
+            brought = bank.gathered(layer, [rows for rows, _, _ in named], following)
+            for (rows, index, blocks), (k, v) in zip(named, brought, strict=True):
+                # the kernel counts positions as rows of what was brought
+                shift = len(rows.tokens) - rows.first
+                moved = [
+                    (low + shift, high + shift, (local or 0) + shift, self.k)
+                    for low, high, local in blocks
+                ]
+                part = slice(blocks[0][0] - start, blocks[-1][1] - start)
+                out[:, part] = prefill_sparse(
+                    q[:, part],
+                    k,
+                    v,
+                    index,
+                    moved,
+                    moved[0][0],
+                    self.scale,
+                    backend=self.setup.backend,
+                )
+            self.rows_read += sum(self.k + low - (local or 0) for low, _, local in run)
+        return out
+
+    def _dense_from_host(
+        self, layer: int, q: torch.Tensor, bank: Bank, first: int, alone: bool = True
+    ) -> torch.Tensor:
+        """Dense attention of queries from `first` on. alone: the chunk's only read of the layer."""
+        if self.setup.backend == "reference":
+            return prefill_dense(q, *bank.kv(layer), first, self.scale, backend="reference")
+        later = range(layer + 1, bank.num_layers - 1)  # those that attend in every chunk
+        ahead = alone and any(bank.on_host(i) for i in later)
+        return attend_stream(q, bank, layer, first, self.scale, self.blocks_now[0][0], ahead)
+
+    def _named(self, group: int, bank: Bank, start: int) -> list[list[Named]]:
+        """Per run of the chunk, what its cuts read; worked out once for all layers of a group."""
+        if (group, start) not in self.named:
+            begin, index = self.blocks_now[0][0], self.index[group][0]
+            runs: list[list[Named]] = []
+            for row, run in runs_of(self.blocks_now, start):
+                runs.append([])
+                if run[0][2] is None:
+                    continue
+                for cut in cuts_of(row, run, self.k, begin, bank.room):
+                    chosen = index[cut.row : cut.row + len(cut.blocks)]
+                    # the scores have served: the layers of a group come before the next filter
+                    rows, at = named_rows(chosen, cut, begin, self.scores[0])
+                    runs[-1].append((rows, at, cut.blocks))
+            self.named[group, start] = runs
+        return self.named[group, start]
 
     def selections(self) -> dict[tuple[int, int], torch.Tensor]:
         """{(filter layer, block's first position): int64 [k]} of the newest chunk that chose,

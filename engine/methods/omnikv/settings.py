@@ -19,10 +19,11 @@ from engine.methods.base import Method, Runtime, Setup
 from engine.methods.full import Full
 from engine.methods.omnikv.official import OfficialRuntime
 from engine.methods.omnikv.prefill import AT_ONCE
+from engine.methods.omnikv.prompt_rows import rows_over_link
 from engine.methods.omnikv.runtime import OmniKVRuntime
 from engine.methods.omnikv.selector import SELECTORS
 from engine.plan.cpu_costs import CpuCosts, cpu_costs
-from engine.plan.layers import PAPER_WAIT, LayerPlan, Role, layer_plan
+from engine.plan.layers import PAPER_WAIT, TAIL_BLOCK, LayerPlan, Role, layer_plan
 from engine.plan.mem import budget_from_mem
 from engine.plan.needs import Needs
 from engine.settings import at_most_one, boolean, fraction, integer, is_integer, one_of
@@ -154,6 +155,7 @@ class OmniKV(Method):
             selected=selected,
             device_bytes=scores + 4 * selected * len(plan.groups) if selected else 0,
             window=0 if self.selector == "last" else self.window,
+            prompt_rows=self._prompt_rows,
             tail=self.tail,
             offload=tuple(group.layers for group in plan.groups if group.layers),
             # the published code's tail is everything generated, which no ring of newest tokens
@@ -166,6 +168,12 @@ class OmniKV(Method):
         )
 
     @property
+    def _prompt_rows(self) -> int:
+        # a block's selection and its band, which begins up to a block of the tail earlier
+        ratio = self.prefill_ratio
+        return ratio * self.prefill_block + self.tail + TAIL_BLOCK if ratio else 0
+
+    @property
     def _final_call(self) -> int | None:
         # the published code reads a prompt in one call; block-sparse dense layers read every call's
         # end densely
@@ -173,6 +181,21 @@ class OmniKV(Method):
             return None
         # a prompt that is read sparsely is read densely at its end
         return self.prefill_dense_end if self.prefill_ratio else 0
+
+    def prompt_rows(
+        self,
+        capacity: int,
+        begin: int,
+        stop: int,
+        total: float,
+        room: int,
+        first: int | None = None,
+    ) -> int:
+        """With a prefill_ratio what the blocks choose, each block something else, and the band."""
+        if not self.prefill_ratio:
+            return begin
+        k = min(self.prefill_ratio * self.prefill_block, capacity)
+        return rows_over_link(self, k, begin, stop, total, room, first)
 
     def dense_below_tokens(
         self, plan: LayerPlan, config: ModelConfig, itemsize: int, device_type: str, capacity: int

@@ -132,8 +132,8 @@ def test_late_stream_blocks_change_nothing(block, monkeypatch):
         ("_refill", METHOD, SCRIPT[:2], "cpu"),
         ("_write_piece", METHOD, SCRIPT[:1], "cpu"),
         ("blocks", METHOD, STREAM[:1], "cpu"),
-        ("_start", METHOD, STREAM[:4], "cpu"),
-        ("newest_rows", METHOD, [("prefill", 1), ("refresh", 0)], "cpu"),
+        ("_filling", METHOD, STREAM[:4], "cpu"),
+        ("_newest", METHOD, [("prefill", 1), ("refresh", 0)], "cpu"),
     ],
 )
 def test_a_wait_that_is_left_out_is_noticed(function, method, script, backend, monkeypatch):
@@ -219,3 +219,26 @@ def test_stalls_of_the_staging_ring_are_counted(monkeypatch):
             session.prefill(random_ids(50))
             stalls.append(session.stats.staging_stalls)
     assert stalls == [0, len(METHOD.plan(host.config).sparse_layers) - 2]
+
+
+PROMPT_ROWS = OmniKV(
+    filter_layers=(1, 4),
+    tokens=40,
+    tail=64,
+    dense_below=0,
+    prefill_ratio=1,
+    prefill_block=64,
+    prefill_dense_end=20,
+)
+
+
+@pytest.mark.parametrize("block", [64, 49152])
+def test_late_listed_rows_change_nothing(block, monkeypatch):
+    """A sparse prefill's rows come ahead of the layer that asks for them, or after one another."""
+    monkeypatch.setattr(placement, "STREAM_BLOCK", block)
+    script = [("prefill", 400), *STREAM[1:]]
+    assert not differs(PROMPT_ROWS, script, monkeypatch, backend="cpu")
+
+
+def test_a_wait_for_listed_rows_that_is_left_out_is_noticed(monkeypatch):
+    assert differs(PROMPT_ROWS, [("prefill", 400)], monkeypatch, "gathered", "cpu")
