@@ -221,6 +221,11 @@ class _Search:
         size, kind = self.dtype.itemsize, self.device.type
         return self.method.outlook(self.layers, self.config, size, kind, context, offloaded)
 
+    def link_bytes(self, context: int, placement: Placement | None) -> int:
+        """Return the most bytes that reading `context` tokens brings from host memory."""
+        size, chunk = self.dtype.itemsize, min(self.chunk, context)
+        return prompt_link_bytes(self.config, self.method, placement, size, chunk, context, context)
+
     def largest_context(self) -> int:
         """Return the most tokens that fit, up to the model's own positions."""
         return _largest(
@@ -273,10 +278,9 @@ def plan_at(
 ) -> Plan:
     """Plan a model with chunks of `chunk` tokens (None: the device's default).
 
-    max_context None: the model's own length or what fits, whichever is less. budget, host_budget:
-    bytes of device and host memory to stay within. offload: "auto" offloads on a GPU what does not
-    fit, "host" everything that the method can spare, "device" nothing. slots: per selected token.
-    weights: as in `memory_items`.
+    max_context None: the model's own length or what fits. budget, host_budget: bytes of device and
+    host memory to stay within. offload: "auto" offloads on a GPU what does not fit, "host" all that
+    the method can spare, "device" nothing. slots: per selected token. weights: see `memory_items`.
     """
     chunk = chunk or default_chunk(device.type, config)
     free, free_name, host_free = _free_bytes(device, budget, host_budget)
@@ -318,9 +322,7 @@ def plan_at(
         budget=needs.retained or needs.selected,
         kept=needs.retained_bytes,
         outlook=search.outlook(context, placement),
-        prompt_link_bytes=prompt_link_bytes(
-            config, method, placement, size, min(chunk, context), context, context
-        ),
+        prompt_link_bytes=search.link_bytes(context, placement),
     )
 
 
