@@ -93,6 +93,10 @@ class ExactRunner(StepRunner):
 
     # ---------------------------------------------------------------- what the session calls
 
+    def runs_ahead(self, n: int) -> bool:
+        """Never: the host compares the token with what was drafted."""
+        return False
+
     def feed(self, token_id: int, n: int) -> None:
         """Put the n-th token where the next step reads it."""
         self._fed = token_id

@@ -178,12 +178,20 @@ def _loop(
                 "generate: found the session cut back while it wrote an answer, expected it as the "
                 "last piece left it; end the answer first"
             )
-        token, logprob, top = sampler.sample(session.last_logits)
+        logprob: float | None = None
+        top: Sequence[tuple[int, float]] = ()
+        ahead = sampler.greedy and runs_ahead(session)
+        if ahead:  # whatever ends the answer is fed too, so no step is one too many
+            session.step(None)
+            sampler.took(token := session.ids[-1])
+        else:
+            token, logprob, top = sampler.sample(session.last_logits)
         session.take_time()  # the step before has ended: its token was read
-        _count(session, start, stats)
+        stats.decode_seconds = session.counters.decode_seconds - start.decode_seconds
         if token in ends:
             session.sampler = None  # nothing follows that could be drafted
-            _feed(session, token)
+            if not ahead:
+                _feed(session, token)
             yield _last(words, scanner, "stop", stats, token, logprob, top)
             return
         stats.new_tokens += 1
@@ -193,9 +201,9 @@ def _loop(
         )
         if reason is not None:
             session.sampler = None
-        if len(session) >= session.capacity:
+        if not ahead and len(session) >= session.capacity:
             reason = reason or "context"
-        else:
+        elif not ahead:
             _feed(session, token)
         session.take_time(wait=reason is not None)
         _count(session, start, stats)
@@ -205,6 +213,13 @@ def _loop(
         shown += _rest(words, scanner)
         yield Piece(shown, token, logprob, top, "stop" if scanner.found else reason, stats)
         return
+
+
+def runs_ahead(session: Session) -> bool:
+    """Whether session.step(None) is possible, and issued before the host knows its token."""
+    n = len(session) + 1
+    whole = session.history.unfinished is None and session.last_logits is not None
+    return whole and n <= session.capacity and session.runner.runs_ahead(n)
 
 
 def _feed(session: Session, token: int) -> None:

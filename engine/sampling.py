@@ -150,6 +150,16 @@ class Sampler:
         )
 
     @property
+    def greedy(self) -> bool:
+        """Whether sample() does no more than take the greatest logit."""
+        params = self.params
+        return params.temperature == 0 and not self._penalised and not params.logprobs
+
+    def took(self, token: int) -> None:
+        """Note a token that was chosen elsewhere."""
+        self._sampled.append(token)
+
+    @property
     def left(self) -> int:
         """Tokens that may still be sampled, by params.max_tokens."""
         return max(0, self.params.max_tokens - len(self._sampled))
@@ -218,7 +228,7 @@ class Sampler:
         # One transfer for both: the value reveals a NaN, which argmax ranks first, without a second
         # synchronisation.
         token, value = torch.cat((best.double(), scores.gather(0, best).double())).tolist()
-        _require_finite(value)
+        require_finite(value)
         return int(token)
 
     def _draw(self, scores: torch.Tensor) -> int:
@@ -230,7 +240,7 @@ class Sampler:
             token, value, _ = self._pick(scores, best, uniform, self.vocab_size)
         if not math.isfinite(value):
             self._random.set_state(before)
-        _require_finite(value)
+        require_finite(value)
         return int(token)
 
     def _pick(
@@ -308,7 +318,8 @@ def _nucleus(
     return order, values.masked_fill(outside, 0.0), values.sum()
 
 
-def _require_finite(value: float) -> None:
+def require_finite(value: float) -> None:
+    """Raise EngineError where the largest logit is NaN or infinite."""
     if not math.isfinite(value):
         raise EngineError(
             f"the model's logits hold {value}: its weights are damaged or a computation overflowed "

@@ -315,21 +315,28 @@ class Session:
         self.history.catch_up()
         return self.step(token_id)
 
-    def step(self, token_id: int) -> torch.Tensor:
-        """As decode, of a checked id that follows the committed tokens."""
+    def step(self, token_id: int | None) -> torch.Tensor:
+        """As decode, of a checked id that follows the committed tokens. None: the token with the
+        greatest of `last_logits`, read once this step is issued; then the last of `ids`.
+        """
         n = len(self.committed) + 1
         with exclusive(self.llm), rewound_on_error(self):
             self._end_open_prompt(n - 1)
             self.history.restore_window()
             with self._clock.step():
                 kind, watch = watched(self, self.runner.kind(n))
-                self.runner.feed(token_id, n)
+                if token_id is None:
+                    self.runner.feed_likeliest(self.last_logits, n)
+                else:
+                    self.runner.feed(token_id, n)
                 self.bank.before_step(n)
                 logits = watch.metered(self) if watch else self.runner.run(n, kind.own)
                 self.bank.after_step(n)
+                token_id = self.runner.likeliest.read() if token_id is None else token_id
                 self._commit([token_id], 1)
                 self.last_logits, self.selected = logits, kind.sparse
-            self._count_step(n, kind.sparse)
+            rows = self.runner.rows_read(n, kind.sparse)
+            self.counters.count_step(rows, self.plan.roles, self.row_bytes, kind.sparse)
             self.take_time()
         return logits
 
@@ -340,10 +347,6 @@ class Session:
             self.torn = True
             self.history.close_latest()
             self.torn = False
-
-    def _count_step(self, n: int, sparse: bool) -> None:
-        rows = self.runner.rows_read(n, sparse)
-        self.counters.count_step(rows, self.plan.roles, self.row_bytes, sparse)
 
     def generate(
         self,

@@ -14,6 +14,7 @@ import torch
 
 from engine.decode import Attends, Decoder, Step
 from engine.device import capture_stream, garbage_kept
+from engine.likeliest import Likeliest
 from engine.methods.base import Setup
 from engine.methods.full import Full
 from engine.model.halves import FusedHalves, PlainHalves
@@ -88,7 +89,8 @@ class StepRunner:
         self._partial = bool(plan.partial_layers)
         # a method that stages whole layers starts copies, whatever its layers read
         self._differs = self._partial or self.runtime.needs.staged_layers > 0
-        self.token = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        self.likeliest = Likeliest(device)
+        self.token = self.likeliest.token
         self.length = torch.zeros(1, dtype=torch.int32, device=device)
 
         self._own_step = self.issued_by(self.runtime, self.runtime.needs, self.token)
@@ -111,9 +113,23 @@ class StepRunner:
         own = n >= self.dense_below and self._differs
         return StepKind(own, own and self._partial)
 
+    def runs_ahead(self, n: int) -> bool:
+        """Whether the step that makes the bank n tokens long is issued without the host knowing its
+        token: where it replays a graph. An eager step would keep the host as long anyway.
+        """
+        return (self._own_step if self.kind(n).own else self._dense_step).captures
+
     def feed(self, token_id: int, n: int) -> None:
         """Put the n-th token where the next step reads it."""
         self.token.fill_(token_id)
+        self.length.fill_(n - 1)
+
+    def feed_likeliest(self, logits: torch.Tensor | None, n: int) -> None:
+        """As feed, of the token with the greatest of the session's `logits` [vocab], which the host
+        reads by `likeliest.read`.
+        """
+        assert logits is not None, "nothing to choose from: see engine.generate.runs_ahead"
+        self.likeliest.choose(logits)
         self.length.fill_(n - 1)
 
     def run(self, n: int, own: bool) -> torch.Tensor:
@@ -142,8 +158,9 @@ class StepRunner:
 class GraphedStep:
     """Calls a decoder's step on static tensors; captures and replays CUDA graphs where asked.
 
-    token [1, Q] int64 and length [1] int32 are filled before each call. Returns logits
-    [1, Q, vocab] float32. A replayed graph overwrites its own buffer, so the caller gets a copy.
+    token [1, Q] int64 and length [1] int32 are filled before each call. captures: whether graphs
+    are asked for and possible. Returns logits [1, Q, vocab] float32. A replayed graph overwrites
+    its own buffer, so the caller gets a copy.
     """
 
     def __init__(
@@ -156,12 +173,12 @@ class GraphedStep:
         graphs: bool,
     ):
         self._decoder, self.token, self._length, self._bank = decoder, token, length, bank
-        self._captures = graphs and needs.cuda_graph and bank.capturable(fetches=needs.fetches)
+        self.captures = graphs and needs.cuda_graph and bank.capturable(fetches=needs.fetches)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
     def __call__(self, n: int) -> torch.Tensor:
         """Run the step that makes the bank n tokens long."""
-        if not self._captures:
+        if not self.captures:
             return self._decoder.step(self.token, self._length, self._bank)
         bucket = bucket_for(n, self._bank.capacity)
         if bucket not in self._graphs:

@@ -69,7 +69,8 @@ def call(case: Case) -> None:
             scratch = make_scratch(
                 1, queries, heads, 8, case.head_dim, CAPACITY, 0, "meta", True, 0, "triton"
             )
-            decode_dense(q, k, v, meta(1), scale, scores, kind, scratch, "triton", meta(1))
+            for ranked in (None, meta(1)):
+                decode_dense(q, k, v, meta(1), scale, scores, kind, scratch, "triton", ranked)
     else:
         decode_dense(q, k, v, meta(1), scale, scratch=scratch, backend="triton")
 
