@@ -25,7 +25,8 @@ import engine.llm
 import kernels
 from engine import Full, OmniKV
 from engine.decode import Decoder
-from tests.builders import session_config, tiny_llm
+from engine.sampling import Sampler, SamplingParams
+from tests.builders import VOCAB, session_config, tiny_llm
 
 # Llama-3-8B's layers, the bucket of 128K tokens, filters of the published setting
 SHAPE = dict(layers=32, heads=32, kv_heads=8, hidden=512, head_dim=16, max_positions=131072)
@@ -134,9 +135,30 @@ def launches(method, offload, step="fused") -> Counter:
     return record.by
 
 
+def token_launches(ahead: bool) -> Counter:
+    """{operator: launches} between two steps of a greedy answer, the copy to the host included."""
+    record = Launches()
+    with tiny_llm(Full(), session_config(layers=1)).session() as session:
+        session.prefill([1, 2, 3])
+        with torch.no_grad(), record:
+            if ahead:
+                session.runner.feed_likeliest(session.last_logits, 4)
+            else:
+                token, _, _ = Sampler(SamplingParams(), VOCAB).sample(session.last_logits)
+                record.by["tolist"] += 1  # a copy and a wait
+                session.runner.feed(token, 4)
+    del record.by["to"]  # of float32 to float32: nothing
+    return record.by
+
+
 if __name__ == "__main__":
     for name, (method, offload) in STEPS.items():
         for step in ("plain", "fused"):
             found = launches(method, offload, step)
             parts = ", ".join(f"{k} {n}" for k, n in found.most_common())
             print(f"{name}, {step}: {found.total()}  {parts}")
+    for ahead in (False, True):
+        found = token_launches(ahead)
+        parts = ", ".join(f"{k} {n}" for k, n in found.most_common())
+        way = "issued ahead" if ahead else "read first"
+        print(f"between two steps, {way}: {found.total()}  {parts}")

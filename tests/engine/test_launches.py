@@ -6,7 +6,7 @@ layer over the host tier once had were 0.5 ms of a step of 6.
 
 import pytest
 
-from tests.launches import STEPS, launches
+from tests.launches import STEPS, launches, token_launches
 
 
 @pytest.fixture(scope="module")
@@ -42,3 +42,9 @@ def test_the_plain_form_launches_no_more_than_it_did():
     assert by.total() <= 535 and by["merge_kernel"] == 40 and by["store_kernel"] == 32
     # both halves of a layer
     assert by["before"] and by["after"] and by["mm"]
+
+
+def test_a_token_that_nobody_waits_for_costs_three_launches():
+    """Choose, copy, count up; where the host reads it first, it is eight."""
+    assert token_launches(ahead=True) == {"max": 1, "copy_": 1, "fill_": 1}
+    assert token_launches(ahead=False).total() <= 8

@@ -11,6 +11,7 @@ of a step that was given up.
 import copy
 import random
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -308,5 +309,8 @@ def test_steps_that_replay_a_graph_run_ahead(name, expected, monkeypatch):
     session.set_method(Full())
     session.refresh_logits()
     assert runs_ahead(session) is (name != "host tier")
+    with monkeypatch.context() as patch:
+        patch.setattr(session.history, "unfinished", SimpleNamespace(ids=session.committed))
+        assert not runs_ahead(session), "what a truncate has left comes first"
     session.truncate(10)
     assert session.last_logits is None and not runs_ahead(session)

@@ -17,6 +17,7 @@ from engine.errors import SettingError
 from engine.methods.brutal_offload import BrutalOffload
 from engine.methods.registry import methods
 from engine.plan.layers import Role
+from engine.step_runner import StepRunner
 from engine.units import brief
 from tools.bench import cli as bench
 from tools.bench import gather as bench_gather
@@ -29,6 +30,7 @@ from tools.bench.run import (
     Entrant,
     Match,
     Mismatch,
+    _turn,
     engine_bytes,
     fetched_bytes,
     verify,
@@ -454,6 +456,16 @@ def test_verify_sees_a_wrong_selection(monkeypatch):
         and contestant.session.method == omnikv()
         and len(contestant.session) == 700
     )
+
+
+def test_a_contestant_runs_ahead_where_answers_do(monkeypatch):
+    """The same tokens; and the step after the clock's start, which waits for none, is not timed."""
+    engines = [Engine("full", tiny_llm(Full()), 200) for _ in range(2)]
+    plain = [engines[0].step() for _ in range(4)]
+    monkeypatch.setattr(StepRunner, "runs_ahead", lambda runner, n: True)
+    seconds = _turn(engines[1], 2, torch.device("cpu"), 1, iter(range(100)).__next__)
+    assert engines[1].session.ids == engines[0].session.ids and len(engines[1].session) == 204
+    assert seconds == [1, 1] and engines[1].token == plain[2]
 
 
 def test_statistics_of_a_cell():
