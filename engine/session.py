@@ -75,8 +75,7 @@ class Session:
         self.counters = SessionStats()  # what this session counts in; `stats` is a copy
         model = llm.model
         assert model is not None, "LLM.session() loads the weights first"
-        self.model = model
-        self._clock = StepClock(model.device)
+        self.model, self._clock = model, StepClock(model.device)
         config, dtype, device = llm.config, model.dtype, model.device
         self.row_bytes = config.kv_bytes(dtype.itemsize)
         self.query_ring = QueryRing(config, 1, dtype, device)
