@@ -177,9 +177,11 @@ class LLM:
         )
 
     def _new_host_tier(self) -> HostTier:
-        limit = None
+        limit = self.options.ram_budget
         if self.device.type == "cuda":
-            limit = self.options.ram_budget or int(self._plan.host_free * HEADROOM)
+            limit = limit or int(self._plan.host_free * HEADROOM)
+        elif limit is not None:
+            limit = self.plan(offload="host").left_for_host(limit)
         return HostTier(self.device, limit, self.options.host_pool)
 
     def _filter_layers(self) -> FilterLayers:
@@ -357,11 +359,8 @@ class LLM:
         integer("max_context", capacity, 1, self.max_context)
         if offload is not None:
             one_of("offload", offload, OFFLOADS)
-        plan = self._plan.layers
-        if method is None:
-            method = self.method
-        else:
-            method, plan = self.resolve_method(method)
+        mine = self.method, self._plan.layers
+        method, plan = mine if method is None else self.resolve_method(method)
         placement = self.placement(method, plan, capacity, offload)
         try:
             with current(self.device):

@@ -58,14 +58,14 @@ class Options:
     layers are known, else Full. offload: "auto" (on a GPU, what does not fit goes to host memory),
     "host" (all sparse layers) or "device" (nothing). slots: rows that an offloaded group keeps on
     the device per selected token; 0 keeps nothing from step to step. host_pool: a HostPool to share
-    with other LLMs. vram_budget, ram_budget: bytes to stay within. rope: another rope than
-    config.json's, such as "yarn:4" (engine/model/rope_override.py). beyond: allow a max_context
-    beyond the model's own positions, with a warning. backend: "auto", or the launchers to force:
-    "reference", "cpu", "triton". step: how a decode step multiplies and normalizes: "fused" (our
-    own kernels), "plain" (torch's operators), or "auto": on a GPU fused, if a rehearsal on the
-    device agrees with plain. weights: "auto" (as stored), or "int8" or "int4" to round float
-    weights as they are read (docs/QUANTISATION.md). check_finite: refuse weights with NaN or
-    infinity.
+    with other LLMs. vram_budget, ram_budget: bytes for the weights, one session and the host tier
+    of all sessions. rope: another rope than config.json's, such as "yarn:4"
+    (engine/model/rope_override.py). beyond: allow a max_context beyond the model's own positions,
+    with a warning. backend: "auto", or the launchers to force: "reference", "cpu", "triton". step:
+    how a decode step multiplies and normalizes: "fused" (our own kernels), "plain" (torch's
+    operators), or "auto": on a GPU fused, if a rehearsal on the device agrees with plain. weights:
+    "auto" (as stored), or "int8" or "int4" to round float weights as they are read
+    (docs/QUANTISATION.md). check_finite: refuse weights with NaN or infinity.
     """
 
     device: str = "auto"

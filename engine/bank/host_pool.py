@@ -168,8 +168,8 @@ class HostPool:
             left, why = self.limit - self.reserved, f"the pool's limit is {self.limit} bytes"
         if self.pinned and (free := int(self._free_ram() * HEADROOM)) < left:
             left, why = free, f"only {human(free)} of RAM may still be locked"
-        if wanted > left and exact:
-            wanted = left // size * size
+        if wanted != left and exact:
+            wanted = min(wanted, left) // size * size  # whole blocks: the limit loses no byte
         while wanted > left and wanted >= 2 * size:
             wanted //= 2
         if not size <= wanted <= left:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.bank.host_pool import HostPool
+from engine.bank.host_pool import SLAB, HostPool
 from engine.bank.link import Link, measure_link
 from engine.device import current
 
@@ -13,7 +13,8 @@ class HostTier:
     """Makes the pool and measures the link when they are first needed. LLMs over one model share
     it.
 
-    limit: bytes that the pool may allocate, None for no limit.
+    limit: bytes that the pool may allocate, None for no limit. A small limit is taken in small
+    slabs, so that blocks of several sizes find room in it.
     """
 
     def __init__(
@@ -35,7 +36,8 @@ class HostTier:
 
     def _measured(self) -> tuple[HostPool, Link]:
         if self._pool is None:
-            self._pool = HostPool(self._limit)
+            slab = SLAB if self._limit is None else min(SLAB, max(1 << 20, self._limit // 16))
+            self._pool = HostPool(self._limit, slab)
         if self._link is None:
             with current(self._device):
                 self._link = measure_link(self._pool, self._device)

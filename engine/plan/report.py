@@ -110,6 +110,13 @@ class Plan:
         """Return the bytes of one item."""
         return next(size for item, size, _ in self.items if item == name)
 
+    def left_for_host(self, budget: int) -> int:
+        """Return the bytes that `budget` bytes of ordinary memory leave on a CPU for the host tiers
+        of all sessions, beside the weights and one session's other parts.
+        """
+        tier = "host tier" if self.placement else "context bank"
+        return max(0, budget - sum(size for name, size, _ in self.items if name != tier))
+
     def to_dict(self) -> dict[str, Any]:
         """Return a plain dict for JSON."""
         return {

@@ -20,7 +20,7 @@ BUGS = (
     Breakage(
         "a switch chooses by queries that a truncate has left behind",
         "engine/history.py",
-        r"self\._have_queries\(runner, runtime\.needs\.prompt_window\)",
+        r"self\._have_queries\(runner, needs\.prompt_window\)",
         "pass",
         (),
     ),

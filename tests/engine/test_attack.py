@@ -5,10 +5,14 @@ Stops: choices from queries that are gone, half a switch, a check that changes s
 that forgets. The seeds of a failure are printed, with the operations that are left after shrinking.
 """
 
+import re
+
 import pytest
 
 from tests.attack.__main__ import failure, report
+from tests.attack.planted import BUGS
 from tests.attack.sequence import Counts, operations
+from tests.breakages import ROOT
 
 GROUPS, EACH = 6, 8
 
@@ -22,3 +26,10 @@ def test_sequences(group):
             pytest.fail(report(seed, todo), pytrace=False)
     print(f"seeds {group * EACH} to {(group + 1) * EACH - 1}: {counts}")
     assert counts.checks >= EACH and counts.interrupts
+
+
+def test_every_planted_bug_has_its_place():
+    for bug in BUGS:
+        (file,) = ROOT.glob(bug.files)
+        found = re.findall(bug.pattern, file.read_text(encoding="utf-8"), re.MULTILINE)
+        assert len(found) == 1, bug.name

@@ -107,6 +107,28 @@ def test_two_sessions_share_a_pool_and_the_second_exhausts_it(expected):
     assert pool.in_use == 0
 
 
+@pytest.mark.parametrize("default", ["device", "host"])
+def test_ram_budget_limits_the_host_tier_on_a_cpu(default):
+    """One whole session fits, whatever the blocks' size; a second one is refused by name before more
+    is allocated than the budget leaves.
+    """
+    other = OmniKV(filter_layers=(3,), tokens=40, tail=64, dense_below=0)
+    settings = dict(offload=default, max_context=512, chunk=50)
+    weights = tiny_llm(METHOD, **settings).plan(offload="host").total
+    llm = tiny_llm(METHOD, ram_budget=weights + 2 * BLOCK, **settings)
+    plan = llm.plan(offload="host")
+    left = weights + 2 * BLOCK - (plan.total - plan.bytes_of("host tier"))
+    with llm.session(offload="host") as first, llm.session(offload="host") as second:
+        first.prefill(random_ids(512))
+        with pytest.raises(OutOfHostMemory, match="the pool's limit is"):
+            second.prefill(random_ids(500))
+        assert 100 <= len(second) < 500
+        assert 8 * BLOCK < llm.host_pool.reserved <= llm.host_pool.limit == left
+    with llm.session(other, offload="host") as session:
+        session.prefill(random_ids(400))
+        assert llm.host_pool.reserved <= left
+
+
 def test_a_pool_serves_two_models_one_after_the_other():
     """Slabs are cut anew for another block size once nobody uses them."""
     pool = HostPool(limit=1 << 20, slab_bytes=1 << 20)
