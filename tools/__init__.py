@@ -25,4 +25,8 @@ program (exit codes, errors, files), synthetic_bank and planted_selection (long 
 read, for timing).
 """
 
-import kernels.openmp  # noqa: F401  before torch: says how its threads wait
+from engine.early_interrupt import leave_quietly
+
+leave_quietly("tools")
+
+import kernels.openmp  # noqa: E402, F401  before torch: says how its threads wait

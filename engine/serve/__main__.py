@@ -2,6 +2,11 @@
 
 import sys
 
-from engine.serve.cli import main
+from engine.early_interrupt import leave_quietly
 
-sys.exit(main())
+leave_quietly("engine.serve")
+
+from engine.serve.cli import main  # noqa: E402  (seconds of imports)
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -109,8 +109,8 @@ def test_two_sessions_share_a_pool_and_the_second_exhausts_it(expected):
 
 @pytest.mark.parametrize("default", ["device", "host"])
 def test_ram_budget_limits_the_host_tier_on_a_cpu(default):
-    """One whole session fits, whatever the blocks' size; a second one is refused by name before more
-    is allocated than the budget leaves.
+    """One whole session fits, whatever the blocks' size; a second one is refused by name before
+    more is allocated than the budget leaves.
     """
     other = OmniKV(filter_layers=(3,), tokens=40, tail=64, dense_below=0)
     settings = dict(offload=default, max_context=512, chunk=50)
