@@ -201,11 +201,12 @@ class History:
         """Compute the logits of the session's newest token anew; the bank stays as it is."""
         session, latest = self._session, self.latest
         n = len(session.committed)
-        if session.runtime.needs.history != "bank" and not (latest and latest.switched):
+        ended = latest if latest is not None and n == latest.length else None
+        if session.runtime.needs.history != "bank" and not (ended and ended.switched):
             ends = self.savepoints
-            if n == self.prompt_length or latest is None:
+            if ended:
                 # An interrupted prompt left no logits: it is read again to its end.
-                ends = [*ends[:-1], replace(latest or Savepoint(0, n), length=n + 1)]
+                ends = [*ends[:-1], replace(ended, length=n + 1)]
             ids = list(session.committed)
             self.unfinished = Rerun(ids, ends, open=self.prompt_is_open(n))
             self.catch_up(progress)
@@ -394,7 +395,7 @@ class History:
         n, way, same = len(session.committed), runtime.needs.history, before.method == runner.method
         if n == 0:
             return []
-        if way == "rerun" or (way == "store" and same):
+        if same:
             runtime.copy_from(before)
             return self.savepoints
         if way == "store":
@@ -402,7 +403,7 @@ class History:
             logits = latest.logits if latest and latest.length == n else None
             return [self._one_prompt(runner, logits, progress)]
         points = self.savepoints or [Savepoint(0, n)]
-        return [self._ended(runner, p.start, p.length, p.logits, p.open and same) for p in points]
+        return [self._ended(runner, p.start, p.length, p.logits) for p in points]
 
     def _one_prompt(
         self, runner: StepRunner, logits: torch.Tensor | None, progress: Progress | None

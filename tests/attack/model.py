@@ -187,14 +187,18 @@ class Model:
         """Whether a fresh session may read these prompts: a truncate may leave less of one than its
         method begins with.
         """
-        at = 0
+        at = ended = 0
         for event in self.events:
-            if event.kind == "prefill":
-                try:
-                    event.under.method.validate_prompt(at, at + len(event.ids))
-                except SettingError:
-                    return False
-            at += len(event.ids)
+            method, stop = event.under.method, at + len(event.ids)
+            try:
+                if event.kind == "prefill":
+                    method.validate_prompt(at, stop)
+                    ended = stop
+                elif event.kind == "switch" and at:
+                    method.validate_prompt(0, ended or at)
+            except SettingError:
+                return False
+            at = stop
         return True
 
     def replay(self, llm: LLM, offload: str, backend: str) -> Session:

@@ -284,6 +284,29 @@ def test_logits_after_a_truncate_are_those_of_the_methods_own_step(llm):
         assert same(session, fresh)
 
 
+@pytest.mark.parametrize("prompt", [75, 0])
+def test_refreshed_logits_of_steps_after_a_switch_are_those_of_the_steps(llm, prompt):
+    method = SnapKV(share=0.2, window=4)
+    with llm.session() as session, llm.session() as fresh:
+        for one in (session, fresh):
+            if prompt:
+                one.prefill(IDS[:prompt])
+            one.set_method(method)
+            steps(one, range(8))
+        session.refresh_logits()
+        assert torch.allclose(session.last_logits, fresh.last_logits, atol=2e-4, rtol=0)
+        assert same(session, fresh)
+
+
+def test_another_backend_takes_no_answer_for_a_prompt(llm):
+    official = OmniKV(filter_layers=(1, 4), share=0.2, scores="softmax", official=True)
+    with llm.session(official) as session, llm.session(official) as fresh:
+        for one in (session, fresh):
+            steps(one, range(12))
+        session.set_backend("reference")
+        assert same(session, fresh)
+
+
 def test_an_answer_may_change_threads_and_others_are_refused(llm):
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     expected = llm.generate(IDS[:50], params).token_ids
