@@ -222,7 +222,8 @@ class Session:
         self.runtime.begin_prompt(start, stop, more)
         flops = partial(self.runtime.prompt_flops, PrefillFlops.of(self.llm.config))
         eta = Eta(flops, start, stop)
-        with exclusive(self.llm), ending_after_whole_chunks(self, start), rewound_on_error(self):
+        ending = ending_after_whole_chunks(self, start)
+        with exclusive(self.llm), ending, rewound_on_error(self), self.bank.preparing(stop):
             size = len(ids) if self.runtime.needs.one_chunk else self.llm.chunk
             for first in range(start, stop, size):
                 last = min(stop, first + size)

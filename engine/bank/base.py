@@ -10,6 +10,7 @@ Shapes: B sequences, Q new tokens, T positions, H query heads, Hkv K/V heads, D 
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -250,7 +251,11 @@ class Bank(ABC):
         bytes on top while it runs. Raises OutOfHostMemory with this bank as it was.
         """
 
-    # ---------------------------------------------------------------- hooks around a step
+    # ---------------------------------------------------------------- hooks around a prompt, a step
+
+    def preparing(self, n: int) -> AbstractContextManager[None]:
+        """Take memory for a prompt that makes the bank n tokens long, beside the reading inside."""
+        return contextlib.nullcontext()
 
     @abstractmethod
     def before_step(self, n: int) -> None:

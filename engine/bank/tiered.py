@@ -284,7 +284,11 @@ class TieredBank(Bank):
             return self._whole.gather(layer, index, counts, tail_start, self.length)
         return ws.selected(layer, counts, tail_start, step)
 
-    # ---------------------------------------------------------------- around a step
+    # ---------------------------------------------------------------- around a prompt, a step
+
+    def preparing(self, n: int) -> contextlib.AbstractContextManager[None]:
+        more = -(-n // TAIL_BLOCK) - len(self.table.blocks)
+        return self.pool.ahead(self.table.block_bytes, more, self.device)
 
     def before_step(self, n: int) -> None:
         """Make room in host memory, have the tail in the rings, and wait for older write-backs."""
