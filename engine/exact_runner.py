@@ -58,7 +58,7 @@ def runner_of(
     if isinstance(method, Exact):
         return ExactRunner(session, method, plan, backend, bank)
     llm, ring = session.llm, session.query_ring
-    return StepRunner(llm, method, plan, session.capacity, backend, bank, ring)
+    return StepRunner(llm, method, plan, bank.capacity, backend, bank, ring)
 
 
 class ExactRunner(StepRunner):
@@ -66,7 +66,7 @@ class ExactRunner(StepRunner):
 
     def __init__(self, session: Session, method: Exact, plan: LayerPlan, backend: str, bank: Bank):
         llm = session.llm
-        super().__init__(llm, method, plan, session.capacity, backend, bank, session.query_ring)
+        super().__init__(llm, method, plan, bank.capacity, backend, bank, session.query_ring)
         assert isinstance(self.runtime, ExactRuntime)
         self._method = method
         self._session, self._drafter = session, self.runtime.drafter

@@ -46,14 +46,18 @@ def rewound_on_error(session: Session) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def ending_after_whole_chunks(session: Session, start: int) -> Iterator[None]:
-    """On interruption a prompt that began at `start` ends after its last whole chunk."""
-    try:
-        yield
-    except BaseException:
-        if not session.closed:
-            finished(partial(end_early, session, start))
-        raise
+def reading(session: Session, start: int, stop: int) -> Iterator[None]:
+    """Read a prompt at positions start .. stop-1, while host memory for it is being taken. On
+    interruption the prompt ends after its last whole chunk.
+    """
+    with exclusive(session.llm):
+        try:
+            with rewound_on_error(session), session.bank.preparing(stop):
+                yield
+        except BaseException:
+            if not session.closed:
+                finished(partial(end_early, session, start))
+            raise
 
 
 def go_back(session: Session) -> None:

@@ -33,7 +33,7 @@ from engine.plan.filter_layers import FilterLayers
 from engine.plan.free_memory import HEADROOM
 from engine.plan.layers import LayerPlan
 from engine.plan.memory import make_plan
-from engine.plan.placement import Placement, full_placement
+from engine.plan.placement import Placement, full_placement, reserved_rows
 from engine.plan.report import Plan
 from engine.prefill_eta import PrefillProgress
 from engine.rehearsal import StepForms
@@ -280,6 +280,7 @@ class LLM:
         planned = None if offload else self._plan.placement
         offload = offload or self.options.offload
         on_gpu = self.device.type == "cuda"
+        capacity = reserved_rows(capacity, self.device.type)
         needs = method.needs(layers, self.config, capacity, self.dtype.itemsize)
         staged = needs.staged_layers and offload == "auto" and on_gpu
         if offload == "device" or (planned is None and offload != "host" and not staged):

@@ -107,12 +107,12 @@ def _halves_fault(model: Llama, rotary: Rotary, plain: Halves) -> str:
     cos, sin = rotary.at(positions)
     results = []
     for form in (plain, FusedHalves(model)):
-        bank = DeviceBank(config, layer_plan(config.num_layers), 16, dtype, device)
+        bank = DeviceBank(config, layer_plan(config.num_layers), 64, dtype, device)
         ring = QueryRing(config, 1, dtype, device)
         for rows in (*bank.kv(0), ring.slots):
             rows.zero_()
         visible = torch.full((1,), 6, dtype=torch.int32, device=device)
-        q = form.before(0, x, cos, sin, Step(positions, visible, bank, 16, ring, rotary))
+        q = form.before(0, x, cos, sin, Step(positions, visible, bank, 64, ring, rotary))
         found = form.after(0, x, q)
         results.append([q, *(t.clone() for t in bank.kv(0)), ring.slots, found, form.logits(found)])
     for name, one, other in zip(

@@ -20,7 +20,7 @@ from engine.device import StepClock, current, synchronize
 from engine.errors import ContextTooLong, SessionClosed, SettingError
 from engine.fork import fork
 from engine.generate import Piece, generate
-from engine.guard import ending_after_whole_chunks, exclusive, rewound_on_error
+from engine.guard import exclusive, reading, rewound_on_error
 from engine.history import History
 from engine.methods.base import Method, Runtime, validate_parts
 from engine.plan.layers import LayerPlan
@@ -222,8 +222,7 @@ class Session:
         self.runtime.begin_prompt(start, stop, more)
         flops = partial(self.runtime.prompt_flops, PrefillFlops.of(self.llm.config))
         eta = Eta(flops, start, stop)
-        ending = ending_after_whole_chunks(self, start)
-        with exclusive(self.llm), ending, rewound_on_error(self), self.bank.preparing(stop):
+        with reading(self, start, stop):
             size = len(ids) if self.runtime.needs.one_chunk else self.llm.chunk
             for first in range(start, stop, size):
                 last = min(stop, first + size)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from engine.plan.placement import reserved_rows
 from kernels.store import store_step
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ class PromptRows(NamedTuple):
 
 
 class Bank(ABC):
-    """K and V of `batch` sequences of up to `capacity` tokens. Callers pass lengths: rows at and
+    """K and V of `batch` sequences of up to `capacity` tokens (on a GPU rounded up to whole blocks
+    of 64). Callers pass lengths: rows at and
     beyond a sequence's length are undefined.
     """
 
@@ -91,8 +93,8 @@ class Bank(ABC):
         self.num_layers = config.num_layers
         self.full_layers = config.num_layers - len(config.local_layers)
         self.kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
-        self.capacity, self.batch = capacity, batch
         self.dtype, self.device = dtype, torch.device(device)
+        self.capacity, self.batch = reserved_rows(capacity, self.device.type), batch
 
     # ---------------------------------------------------------------- sizes
 

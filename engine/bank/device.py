@@ -69,7 +69,7 @@ class DeviceBank(Bank):
             shape = batch, self.kv_heads, self.head_dim
             for layer in config.local_layers:
                 window = config.windows[layer]
-                size = ring_size(window, chunk, capacity)
+                size = ring_size(window, chunk, self.capacity)
                 self._rings[layer] = WindowRing(window, size, shape, dtype, self.device)
         self._layers: list[LayerRows | None] = [None] * self.num_layers
         for layer in range(self.num_layers):

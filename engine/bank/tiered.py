@@ -75,6 +75,7 @@ class TieredBank(Bank):
         donor: TieredBank | None = None,
     ) -> None:
         super().__init__(config, capacity, dtype, device)
+        capacity = self.capacity
         self._config, self.placement, self.pool = config, placement, pool
         layers = placement.layers
         resident = None if donor is None else donor._resident

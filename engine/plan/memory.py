@@ -15,7 +15,7 @@ import torch
 from engine.plan.free_memory import HEADROOM, available_bytes
 from engine.plan.link_bytes import prompt_link_bytes
 from engine.plan.needs import scratch_sizes
-from engine.plan.placement import SLOTS, fitting, full_placement
+from engine.plan.placement import SLOTS, fitting, full_placement, reserved_rows
 from engine.plan.report import OFFLOAD_CHUNK, ROUND, Item, Plan
 from engine.plan.windows import ring_size
 from engine.query_ring import SLOTS as RING
@@ -60,7 +60,7 @@ def memory_items(
     memory. On a CPU that is the same memory, so the host tier is an item too. weights: bytes and
     note of weights in few bits; None: all of them in `dtype`.
     """
-    size = dtype.itemsize
+    size, context = dtype.itemsize, reserved_rows(context, device.type)
     kept = config.num_layers - len(config.local_layers)
     kept -= len(placement.layers) if placement else 0
     bank = kept * context * config.kv_bytes(size)
@@ -204,6 +204,7 @@ class _Search:
         """
         if self.offload == "device" or (self.offload == "auto" and self.device.type == "cpu"):
             return None
+        context = reserved_rows(context, self.device.type)
         full = full_placement(
             self.method.needs(self.layers, self.config, context, self.dtype.itemsize),
             context,

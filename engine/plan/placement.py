@@ -93,6 +93,15 @@ class Placement:
         )
 
 
+def reserved_rows(tokens: int, device_type: str) -> int:
+    """Return the rows that a bank, and every buffer as long, reserves for so many tokens.
+
+    On a GPU whole blocks of 64: Triton compiles a kernel once more for sizes and strides that are
+    no multiples of 16, in the middle of an answer where the last bucket begins.
+    """
+    return tokens if device_type == "cpu" else -(-tokens // TAIL_BLOCK) * TAIL_BLOCK
+
+
 def part_bytes(config: ModelConfig, size: int) -> int:
     """Return the bytes of one token's K and V in one layer, padded to whole host sectors. size:
     bytes of an element.
