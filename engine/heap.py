@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -21,17 +22,24 @@ def trim_heap() -> None:
 
 
 def trimmed(
-    stream: Iterable[tuple[str, torch.Tensor]], every: int = 32 * 2**20
-) -> Iterator[tuple[str, torch.Tensor]]:
+    stream: Iterable[tuple[str, Any]], every: int = 32 * 2**20
+) -> Iterator[tuple[str, Any]]:
     """Pass (name, tensor) pairs on and trim the heap after each `every` bytes.
 
     So the memory in use during a load stays near the bytes loaded.
     """
     since = 0
     for name, tensor in stream:
-        since += tensor.numel() * tensor.element_size()
+        since += _bytes(tensor)
         yield name, tensor
         del tensor
         if since >= every:
             trim_heap()
             since = 0
+
+
+def _bytes(weight: Any) -> int:
+    """Bytes of a weight: a tensor, or what holds several (a quantised one, the parts of one)."""
+    if isinstance(weight, torch.Tensor):
+        return weight.numel() * weight.element_size()
+    return sum(map(_bytes, weight)) if isinstance(weight, (list, tuple)) else 0

@@ -17,16 +17,16 @@ from engine.bank.host_tier import HostTier
 from engine.bank.link import Link
 from engine.check import Report
 from engine.device import current, typed_errors
-from engine.errors import BadCheckpoint, OutOfMemoryPlan, SettingError
+from engine.errors import OutOfMemoryPlan, SettingError
 from engine.generate import Completion, Piece, generate
 from engine.heap import trim_heap, trimmed
 from engine.methods.base import Method, require_windows
 from engine.methods.full import Full
 from engine.methods.omnikv.settings import OmniKV
 from engine.model.config import ModelConfig
-from engine.model.llama import Llama, assemble, ignored, post_attention, pre_attention, targets
-from engine.model.low_bits import OnTheWay
+from engine.model.llama import Llama, assemble, post_attention, pre_attention, targets
 from engine.model.rope import Rotary
+from engine.model_files import ModelFiles, model_files, rounding
 from engine.options import OFFLOADS, Options
 from engine.plan import filter_layers
 from engine.plan.filter_layers import FilterLayers
@@ -44,8 +44,7 @@ from engine.saved.session_file import Progress, restore_session
 from engine.session import Session
 from engine.settings import integer, is_one_prompt, listed_ids, one_of
 from engine.step_runner import compiled_pieces
-from engine.text.tokenizer import Tokenizer, has_tokenizer
-from weights.checkpoint import Checkpoint
+from engine.text.tokenizer import Tokenizer
 from weights.resolve import Resolved, resolve
 
 Prompt = str | Sequence[int]
@@ -57,7 +56,7 @@ WeightStream = Callable[
 class LLM:
     """One model on one device.
 
-    model: alias, hub id, or folder in Hugging Face layout. settings: the fields of
+    model: alias, hub id, folder in Hugging Face layout, or GGUF file. settings: the fields of
     engine.options.Options (device, dtype, max_context, method, offload, ...). load=False plans
     only; call load() later. progress(LoadProgress) and download_progress are called while weights
     are read and fetched. Raises a subclass of engine.EngineError before anything large is
@@ -80,7 +79,8 @@ class LLM:
         self.tokenizer: Tokenizer | None = None
         self._progress, self._download_progress = progress, download_progress
         rope, positions = resolved.rope(options.rope)
-        config = ModelConfig.from_folder(self.folder, rope)
+        self._files: ModelFiles | None = model_files(self.folder)
+        config = self._files.config(rope)
         self._prepare(str(model), config.reaching(positions), options)
         self._host_tier = self._new_host_tier()
         if load:
@@ -105,7 +105,7 @@ class LLM:
         options = Options.of({"method": Full()} | settings)
         if options.rope is not None:
             raise SettingError("rope: from_stream takes a config; ModelConfig.from_dict(rope=...)")
-        self.resolved, self.folder = None, None
+        self.resolved, self.folder, self._files = None, None, None
         self.tokenizer = tokenizer
         self._prepare(name, config, options)
         self._plan.require_fit()
@@ -139,7 +139,7 @@ class LLM:
         self.device = options.resolved_device()
         self.dtype = options.resolved_dtype(config.dtype, self.device)
         self.model: Llama | None = None
-        self._rounding = OnTheWay.of(options.weights, config)
+        self._rounding = rounding(self._files, options, config, self.dtype, self.device)
         self._hint, self._lock = "", RequestLock()
         if options.threads is not None:
             torch.set_num_threads(options.threads)
@@ -203,14 +203,9 @@ class LLM:
         self._plan.require_fit()
         # a plan may have fetched config.json only
         self.folder = Path(resolve(self.name, progress=self._download_progress).folder)
-        checkpoint = Checkpoint.open(self.folder)
-        checkpoint.require(targets(self.config), ignored(self.config))
-        self.tokenizer = Tokenizer(self.folder) if has_tokenizer(self.folder) else None
-        if self.tokenizer and self.tokenizer.vocab_max_id >= self.config.vocab_size:
-            raise BadCheckpoint(
-                f"{self.folder / 'tokenizer.json'}: found token id {self.tokenizer.vocab_max_id}, "
-                f"expected ids below {self.config.vocab_size} (the embedding's rows)"
-            )
+        self._files = model_files(self.folder)
+        checkpoint = self._files.tensors(self.config)
+        self.tokenizer = self._files.tokenizer(self.config)
         stream = checkpoint.stream(
             targets(self.config),
             self.device,

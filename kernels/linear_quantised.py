@@ -8,7 +8,10 @@ A decode step waits for the weights, so a form is judged by one row. Forms:
     weights are read once for both. 7 bits also keep AVX2's 16-bit sums from saturating.
 "int8pack": the same weights in torch's own product, which reads them as rows of bfloat16.
 "int4pack": int4 in groups of 32 to 256, torch's product for bfloat16 rows.
+"pair": int8 in such groups, as two 4-bit products of its high and its low four bits.
 "blocks": rows of the weight are dequantised some at a time and multiplied.
+
+A row's outliers are a sparse product of their own.
 
 Many rows are bound by arithmetic, so there torch's own products dequantise in blocks. "digits"
 stays: fbgemm takes 6 ns a weight to unpack, as long as it multiplies 400 rows.
@@ -18,21 +21,37 @@ from __future__ import annotations
 
 import functools
 import time
-import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
+from kernels.integer_products import (
+    HALF,
+    Tiles,
+    digits_probe,
+    fbgemm,
+    integer_product,
+    tile_rows,
+    works,
+)
 from kernels.isa import isa, multiplies
-from kernels.quantised import BLOCK, KINDS, Quantised, blocks, nibbles
+from kernels.quantised import BLOCK, KINDS, Quantised, blocks
+from kernels.sparse_rows import SparseRows
 
-FORMS = ("digits", "int8pack", "int4pack", "blocks")
+FORMS = ("pair", "digits", "int8pack", "int4pack", "blocks")
 # rows up to which a form's own product beats dequantising, with and without 16-bit products
 ALL = 1 << 30
-FEW = {"digits": (ALL, ALL), "int8pack": (12, 12), "int4pack": (12, 24), "blocks": (0, 0)}
+FEW = {
+    "digits": (ALL, ALL),
+    "int8pack": (12, 12),
+    "int4pack": (12, 24),
+    "pair": (12, 24),
+    "blocks": (0, 0),
+}
 PIECE = 128  # rows that are digits at a time: they are four float32 copies
-HALF = 63.0  # a digit lies in -63..63, stored around 64
+GROUPED = "int8 in groups"  # a kind of its own where rates are concerned
 GROUPS = (32, 64, 128, 256)  # what the 4-bit product takes
 DEPTH = 512  # fbgemm pads the inner dimension to whole blocks of so many columns
 TIMED = (2048, 2048)  # a weight of the one-off timing
@@ -41,12 +60,24 @@ TILE = 64  # rows of a tile of the 4-bit product, at most
 SWEEP = 16 << 20  # float32 numbers that are read in between: 64 MiB, more than a core's cache holds
 
 
-def held_bytes(kind: str, shape: tuple[int, int], group: int, offsets: bool, form: str) -> int:
-    """Count the bytes of a weight [O, I] in one of FORMS; scales of 4 bytes per row, 2 per group.
+def held_bytes(
+    kind: str,
+    shape: tuple[int, int],
+    group: int,
+    offsets: bool,
+    form: str,
+    outliers: int = 0,
+    scale_bytes: int | None = None,
+) -> int:
+    """Count the bytes of a weight [O, I] in one of FORMS, without permutation and table.
 
-    offsets: whether groups have one beside their scale; int4pack always stores both.
+    offsets: whether groups have one beside their scale; int4pack always stores both. outliers: of
+    each row. scale_bytes: of a scale that is stored, None for 4 per row and 2 per group.
     """
     rows, columns = shape
+    if outliers:
+        sparse = SparseRows.bytes_of(rows, outliers) if form != "blocks" else 8 * rows * outliers
+        return sparse + held_bytes(kind, shape, group, offsets, form)
     if form == "digits":
         # beside the values, per row: its scale, its zero point and its sum, 4 bytes each
         width = 8 if isa() in ("default", "avx2") else 32
@@ -56,8 +87,10 @@ def held_bytes(kind: str, shape: tuple[int, int], group: int, offsets: bool, for
     groups = -(-columns // group)
     if form == "int4pack":
         return rows * columns // 2 + 4 * rows * groups
+    if form == "pair":
+        return rows * columns + 8 * rows * groups
     values = rows * columns // 2 if kind == "int4" else rows * columns
-    scale = 4 if kind == "int8" and groups == 1 else 2
+    scale = scale_bytes or (4 if kind == "int8" and groups == 1 else 2)
     return values + scale * rows * groups * (2 if offsets else 1)
 
 
@@ -70,16 +103,18 @@ def choose_quantised_form(
     plain: bool = True,
 ) -> str:
     """Choose one of FORMS for weights of a kind: the fastest that can hold them, by a timing of
-    once per process.
+    once per process. int8 in groups is always a pair, where its shape allows.
 
-    dtype: of the activations. plain: no permutation and no table.
+    dtype: of the activations. plain: no table.
     """
     if device.type != "cpu" or not plain:
         return "blocks"
     able = [form for form in rates(kind, dtype) if form != "float"]
+    tiled = group in GROUPS and tile_rows() and not (shape[0] % tile_rows() or shape[1] % group)
     if kind == "int8" and group < shape[1]:
-        able = []
-    if kind == "int4" and (group not in GROUPS or shape[0] % tile_rows() or shape[1] % group):
+        # the only one that takes groups; it is there for their precision, whatever its rate
+        return "pair" if tiled else "blocks"
+    if kind == "int4" and not tiled:
         able = []
     if not able:
         return "blocks"
@@ -95,7 +130,7 @@ def rates(kind: str, dtype: torch.dtype) -> dict[str, float]:
     """
     from kernels.linear import pack_linear
 
-    if kind not in KINDS:
+    if kind not in (*KINDS, GROUPED):
         raise ValueError(f"kind: found {kind!r}, expected one of {', '.join(KINDS)}")
     held: dict[str, tuple[Callable, Callable]] = {}
     for form in able_forms(kind, dtype):
@@ -114,13 +149,15 @@ def able_forms(kind: str, dtype: torch.dtype) -> tuple[str, ...]:
     last. Operators that are missing or wrong here are left out.
     """
     found = []
-    if kind == "int8" and _works(_digits_probe):
+    if kind == "int8" and works(digits_probe):
         found.append("digits")
     # with other activations the two are scalar code, 10 to 20 times slower
     if kind == "int8" and dtype == torch.bfloat16 and hasattr(torch, "_weight_int8pack_mm"):
         found.append("int8pack")
     if kind == "int4" and tile_rows():
         found.append("int4pack")
+    if kind == GROUPED and tile_rows():
+        found.append("pair")
     return (*found, "blocks")
 
 
@@ -140,6 +177,8 @@ def _sample(kind: str, rows: int) -> Quantised:
         scales = torch.ones(rows, columns // 64, dtype=torch.bfloat16)
         return Quantised(kind, values, scales, 64, scales)
     values = torch.ones(rows, columns, dtype=torch.int8)
+    if kind == GROUPED:
+        return Quantised("int8", values, torch.ones(rows, columns // 32), 32)
     if kind == "fp8":
         values = values.to(torch.float8_e4m3fn)
     return Quantised(kind, values, torch.ones(rows, 1), columns)
@@ -173,8 +212,8 @@ def pack_quantised(
     dequantises in blocks everywhere.
     """
     if form == "auto":
-        plain = weight.permutation is None and weight.table is None
-        if weight.kind == "int8" and weight.offsets is not None:
+        plain = weight.table is None
+        if weight.kind == "int8" and weight.offsets is not None and weight.scales.shape[1] == 1:
             plain = False
         form = choose_quantised_form(
             weight.kind, weight.shape, weight.group, dtype, weight.device, plain
@@ -200,30 +239,52 @@ class QuantisedLinear:
         self.stored: Quantised | None = weight if form in ("blocks", "int8pack") else None
         if form in ("digits", "int8pack") and not weight.per_row:
             raise ValueError(f"form {form!r}: found groups of {weight.group}, expected whole rows")
+        self.tiles: tuple[Tiles, ...] = ()
+        self.sparse: SparseRows | None = None
+        outliers = 0 if weight.outliers is None else weight.outliers.shape[1]
         self.nbytes = held_bytes(
-            weight.kind, weight.shape, weight.group, weight.offsets is not None, form
+            weight.kind, weight.shape, weight.group, weight.offsets is not None, form, outliers
         )
         if form == "blocks":
-            self.nbytes = weight.nbytes
+            self.nbytes, self.permutation = weight.nbytes, None  # `rows` puts inputs in order
+        elif weight.places is not None and weight.outliers is not None:
+            self.sparse = SparseRows(weight.places, weight.outliers, weight.shape[1])
         if form == "digits":
-            self.packed = _fbgemm(weight)
+            self.packed = fbgemm(weight)
         elif form == "int8pack":
             # the op takes scales of the activations' dtype: keep these only
             scales = weight.scales.to(dtype)
             self.stored = Quantised("int8", weight.values, scales, weight.group)
         elif form == "int4pack":
-            self.packed, self.zeros = _int4_tiles(weight), _scales_and_zeros(weight)
-        self.nbytes += 0 if bias is None else bias.numel() * bias.element_size()
+            self.tiles = (Tiles.of(weight),)
+        elif form == "pair":
+            self.tiles = Tiles.pair(weight)
+        for extra in (bias, self.permutation):
+            self.nbytes += 0 if extra is None else extra.numel() * extra.element_size()
 
     @property
     def weight(self) -> torch.Tensor:
-        """The matrix, dequantised anew at each call: [O, I] of `dtype`."""
+        """The matrix, dequantised anew at each call: [O, I] of `dtype`, inputs in order."""
         read = self._readable()
-        return torch.cat([read(part, self.dtype) for part in blocks(self.shape)])
+        whole = torch.cat([read(part, self.dtype) for part in blocks(self.shape)])
+        if self.permutation is None:
+            return whole
+        apart = torch.empty_like(whole)
+        apart[:, self.permutation] = whole
+        return apart
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Dequantise the rows that int64 indices [...] name: [..., I] of `dtype`. For embeddings,
+        in the forms "blocks", "int8pack", "int4pack" and "pair", without a permutation.
+        """
+        found = self._readable()(rows.flatten(), self.dtype)
+        return found.view(*rows.shape, self.shape[1])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply x [..., I]: [..., O] of x's dtype, contiguous."""
         flat = x.reshape(-1, self.shape[1])
+        if self.permutation is not None:
+            flat = flat[:, self.permutation]
         if flat.shape[0] > self.few:
             return self._blocks(flat).view(*x.shape[:-1], self.shape[0])
         if self.form == "digits" and flat.shape[0] > PIECE:
@@ -236,10 +297,14 @@ class QuantisedLinear:
         elif self.form == "int8pack":
             assert self.stored is not None
             out = torch._weight_int8pack_mm(flat, self.stored.values, self.stored.scales[:, 0])
+            if self.sparse is not None:
+                out = out + self.sparse.multiply(flat.float())
         else:
-            out = torch.ops.aten._weight_int4pack_mm_for_cpu(
-                flat.to(torch.bfloat16), self.packed, self.group, self.zeros
-            )
+            narrow = flat.to(torch.bfloat16)
+            out = self.tiles[0].multiply(narrow)
+            for more in self.tiles[1:]:
+                # the high bits' sum, rounded to bfloat16, would swallow the low bits'
+                out = out.float() + more.multiply(narrow).float()
         if self.bias is not None:
             out = out + self.bias
         return out.to(x.dtype).view(*x.shape[:-1], self.shape[0])
@@ -251,8 +316,9 @@ class QuantisedLinear:
         wide = wide / scale
         first = wide.round()
         digits = torch.cat((first, ((wide - first) * (2 * HALF)).round_()))
-        out = _integer_product(digits, self.packed)
-        return (out[:rows] + out[rows:] / (2 * HALF)) * scale
+        out = integer_product(digits, self.packed)
+        out = (out[:rows] + out[rows:] / (2 * HALF)) * scale
+        return out if self.sparse is None else out + self.sparse.multiply(flat.float())
 
     def _blocks(self, flat: torch.Tensor) -> torch.Tensor:
         """Multiply rows by some rows of the weight at a time, dequantised in a dtype that this
@@ -267,116 +333,24 @@ class QuantisedLinear:
             out[:, part] = F.linear(wide, weight(part, dtype), bias)
         return out
 
-    def _readable(self) -> Callable[[slice, torch.dtype], torch.Tensor]:
+    def _readable(self) -> Callable[..., torch.Tensor]:
         """A function (rows, dtype) -> dequantised rows, whatever form holds the weight."""
         if self.stored is not None:
-            return self.stored.rows
-        if self.form == "int4pack":
+            return self._added(self.stored)
+        if self.tiles:
             return self._untiled
         values, _ = torch.ops.quantized.linear_unpack(self.packed)
         plain, scales = values.int_repr(), values.q_per_channel_scales().float()[:, None]
-        return Quantised("int8", plain, scales, self.shape[1]).rows
+        found = Quantised("int8", plain, scales, self.shape[1])
+        return self._added(found)
 
-    def _untiled(self, part: slice, dtype: torch.dtype) -> torch.Tensor:
-        """Dequantise the rows `part` of a tiled 4-bit weight."""
-        tile = tile_rows()
-        first, last = part.start // tile, -(-part.stop // tile)
-        size = self.shape[1] * tile // 2
-        both = self.packed.flatten()[first * size : last * size].view(-1, self.shape[1], tile // 2)
-        plain = torch.cat((both & 15, both >> 4), 2).transpose(1, 2).flatten(0, 1)
-        start = part.start - first * tile
-        values = plain[start : start + part.stop - part.start].to(torch.float32)
-        # [groups, rows, 2] -> [rows, groups, 2]
-        pairs = self.zeros[:, part].float().transpose(0, 1)
-        out = values.view(values.shape[0], -1, self.group) - 8
-        return (out * pairs[..., :1] + pairs[..., 1:]).flatten(1).to(dtype)
+    def _added(self, plain: Quantised) -> Callable[..., torch.Tensor]:
+        """A function (rows, dtype) -> rows of `plain` with the outliers that are held beside."""
+        if self.sparse is None:
+            return plain.rows
+        return replace(plain, places=self.sparse.places, outliers=self.sparse.outliers).rows
 
-
-# ---------------------------------------------------------------- torch's operators
-
-
-def _fbgemm(weight: Quantised) -> torch.Tensor:
-    """Pack int8 rows for fbgemm: an opaque object."""
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # quantised tensors are deprecated; fbgemm has no other door
-        made = torch._make_per_channel_quantized_tensor(
-            weight.values,
-            weight.scales[:, 0].double(),
-            torch.zeros(weight.shape[0], dtype=torch.int64),
-            0,
-        )
-        return torch.ops.quantized.linear_prepack(made, None)
-
-
-def _integer_product(digits: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """Multiply whole numbers [R, I] in -64..63, held in float32, by packed int8 rows: float32."""
-    return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
-        digits, 1.0, 64, packed
-    )
-
-
-def _works(probe: Callable[[], bool]) -> bool:
-    """Whether an operator is there and right: `probe` says so, and an error says no."""
-    try:
-        return probe()
-    except (RuntimeError, AttributeError, NotImplementedError):
-        return False
-
-
-@functools.cache
-def _digits_probe() -> bool:
-    """Multiply the largest digits by the largest weights, where sums of 16 bits would saturate."""
-    values = torch.full((8, 64), 127, dtype=torch.int8)
-    packed = _fbgemm(Quantised("int8", values, torch.ones(8, 1), 64))
-    found = _integer_product(torch.full((2, 64), HALF), packed)
-    return bool((found == 64 * 127 * HALF).all())
-
-
-@functools.cache
-def tile_rows() -> int:
-    """Rows of a tile of the 4-bit product's layout, 64 or 32; 0 where the op is missing or lays its
-    nibbles out in another way. A tile holds, for each column, the first half of its rows in the low
-    bits and the second half in the high bits.
-    """
-
-    def probe() -> int:
-        values = torch.arange(128 * 32, dtype=torch.int32).view(128, 32) % 15
-        found = torch.ops.aten._convert_weight_to_int4pack_for_cpu(values, 1).flatten()
-        for tile in (64, 32, 16):
-            halves = values.view(-1, 2, tile // 2, 32).to(torch.uint8)
-            expected = (halves[:, 0] | (halves[:, 1] << 4)).transpose(1, 2)
-            if torch.equal(expected.flatten(), found):
-                return tile
-        return 0
-
-    try:
-        return probe()
-    except (RuntimeError, AttributeError, NotImplementedError):
-        return 0
-
-
-def _int4_tiles(weight: Quantised) -> torch.Tensor:
-    """The values in the 4-bit product's layout, packed some tiles at a time, because the op wants
-    32 bits an element.
-    """
-    rows, columns = weight.shape
-    step = max(1, BLOCK // columns // 64) * 64
-    out = torch.empty(rows, columns // 2, dtype=torch.uint8)
-    for start in range(0, rows, step):
-        part = nibbles(weight.values[start : start + step]).int()
-        out[start : start + step] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(
-            part, 1
-        ).view(-1, columns // 2)
-    return out
-
-
-def _scales_and_zeros(weight: Quantised) -> torch.Tensor:
-    """bfloat16 [I / group, O, 2]: the op computes (q - 8) * scale + zero."""
-    scales = weight.scales.to(torch.bfloat16).float()
-    # q * s + o = (q - 8) * s + (o + 8 s), with s as it is rounded
-    zeros = 8 * scales
-    if weight.offsets is not None:
-        zeros = zeros + weight.offsets.float()
-    return torch.stack((scales.t(), zeros.t()), -1).to(torch.bfloat16).contiguous()
+    def _untiled(self, rows: slice | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Dequantise some rows of a tiled weight."""
+        wide = [tiles.rows(rows, torch.float32) for tiles in self.tiles]
+        return (wide[0] if len(wide) == 1 else wide[0] + wide[1]).to(dtype)

@@ -13,26 +13,46 @@ SHARES = (1.0, 0.9, 0.8)
 LEVELS = 15
 
 
-def to_int8(weight: torch.Tensor | Quantised) -> Quantised:
-    """Round a matrix [O, I] to int8, symmetrically, with one float32 scale per row: absmax / 127.
+def to_int8(
+    weight: torch.Tensor | Quantised, group: int | None = None, outliers: int = 0
+) -> Quantised:
+    """Round a matrix [O, I] to int8, symmetrically: scale = absmax / 127, float32.
 
-    A row of zeros has scale 1. A Quantised matrix is rounded again, some rows at a time, so that
-    only its int8 copy comes to live beside it.
+    group: columns under one scale; None for whole rows. outliers: of each row, so many of the
+    largest weights are left out of its scale and kept beside, in float32 (whole rows only). A group
+    of zeros has scale 1. A Quantised matrix is rounded again, some rows at a time, so that only its
+    int8 copy comes to live beside it. Raises ValueError unless `group` divides I.
     """
-    shape, device = weight.shape, weight.device
-    values = torch.empty(tuple(shape), dtype=torch.int8, device=device)
-    scales = torch.empty(shape[0], 1, dtype=torch.float32, device=device)
+    shape, device = (int(weight.shape[0]), int(weight.shape[1])), weight.device
+    group = shape[1] if group is None else group
+    if group < 1 or shape[1] % group or outliers and group != shape[1]:
+        raise ValueError(f"group: found {group}, expected a divisor of {shape[1]} columns")
+    values = torch.empty(shape, dtype=torch.int8, device=device)
+    scales = torch.empty(shape[0], shape[1] // group, dtype=torch.float32, device=device)
+    places = beyond = None
+    if outliers:
+        places = torch.empty(shape[0], outliers, dtype=torch.int32, device=device)
+        beyond = torch.empty(shape[0], outliers, device=device)
     for part in blocks(shape):
         if isinstance(weight, Quantised):
             wide = weight.rows(part, torch.float32)
         else:
             wide = weight[part].float()
-        most = wide.abs().amax(1, keepdim=True)
-        # below float32's normal numbers 127 / scale would overflow: such a row is zero
+        grouped = wide.view(len(wide), -1, group)
+        largest = grouped.abs()
+        if outliers:
+            top, where = largest.topk(outliers + 1, dim=2)
+            most, where = top[..., -1], where[:, 0, :outliers].sort(1).values
+        else:
+            most = largest.amax(2)
+        # below float32's normal numbers 127 / scale would overflow: such a group is zero
         scale = torch.where(most > 1e-30, most / 127, torch.ones_like(most))
-        scales[part] = scale
-        values[part] = (wide / scale).round_().to(torch.int8)
-    return Quantised("int8", values, scales, shape[1])
+        whole = (grouped / scale[..., None]).round_().clamp_(-127, 127).view_as(wide)
+        scales[part], values[part] = scale, whole.to(torch.int8)
+        if places is not None and beyond is not None:
+            places[part] = where.int()
+            beyond[part] = wide.gather(1, where) - scale * whole.gather(1, where)
+    return Quantised("int8", values, scales, group, places=places, outliers=beyond)
 
 
 def to_int4(

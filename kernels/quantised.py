@@ -2,13 +2,15 @@
 
 W[o, i] = values[o, i] * scales[o, i // group] + offsets[o, i // group], where a `table` replaces a
 4-bit value by its entry. Formats that store a zero point z have offsets = -z * scales. Inputs may
-be permuted (act-order): column j then belongs to input permutation[j].
+be permuted (act-order): column j then belongs to input permutation[j]. The few weights of a row
+that its scale does not reach are outliers: what they are beyond their values is added.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -23,7 +25,9 @@ class Quantised:
     kind: one of KINDS. values: int8 [O, I]; uint8 [O, I / 2] with the even column in the low four
     bits, 0 to 15; or float8_e4m3fn [O, I]. scales: floating point [O, ceil(I / group)]; offsets:
     the same shape, or None for zero. group: columns under one scale. permutation: int64 [I] or
-    None. table: float32 [16], what 4-bit values stand for, or None for themselves.
+    None. table: float32 [16], what 4-bit values stand for, or None for themselves. places,
+    outliers: int32 and float32 [O, n], the columns of a row's outliers and what is added there,
+    for int8 with one scale per row.
     """
 
     kind: str
@@ -33,6 +37,8 @@ class Quantised:
     offsets: torch.Tensor | None = None
     permutation: torch.Tensor | None = None
     table: torch.Tensor | None = None
+    places: torch.Tensor | None = None
+    outliers: torch.Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -47,27 +53,20 @@ class Quantised:
 
     @property
     def per_row(self) -> bool:
-        """Whether a row has one scale and nothing else: int8 as products of integers want it."""
-        plain = self.offsets is None and self.permutation is None
-        return self.kind == "int8" and plain and self.scales.shape[1] == 1
+        """Whether a row has one scale and no offset: int8 as products of integers want it."""
+        return self.kind == "int8" and self.offsets is None and self.scales.shape[1] == 1
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        parts = (self.values, self.scales, self.offsets, self.permutation, self.table)
-        return sum(part.numel() * part.element_size() for part in parts if part is not None)
+        parts = (getattr(self, field.name) for field in fields(self))
+        return sum(t.numel() * t.element_size() for t in parts if isinstance(t, torch.Tensor))
 
     def to(self, device: torch.device | str) -> Quantised:
         """The same matrix on a device."""
-        return Quantised(
-            self.kind,
-            self.values.to(device),
-            self.scales.to(device),
-            self.group,
-            None if self.offsets is None else self.offsets.to(device),
-            None if self.permutation is None else self.permutation.to(device),
-            None if self.table is None else self.table.to(device),
-        )
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: Any = {n: t.to(device) for n, t in parts.items() if isinstance(t, torch.Tensor)}
+        return replace(self, **moved)
 
     def numbers(self, rows: slice | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """What the values of some rows stand for before scales: [rows, I], columns as stored."""
@@ -90,6 +89,8 @@ class Quantised:
             out *= scales
             if offsets is not None:
                 out += offsets
+        if self.places is not None and self.outliers is not None:
+            out.scatter_add_(1, self.places[rows].long(), self.outliers[rows])
         if self.permutation is not None:
             apart = torch.empty_like(out)
             apart[:, self.permutation] = out
@@ -152,15 +153,18 @@ def joined(parts: Sequence[Quantised]) -> Quantised | None:
             (a is None) == (b is None) and (a is None or b is None or torch.equal(a, b))
             for a, b in ((first.permutation, other.permutation), (first.table, other.table))
         )
-        if not alike or not same or (first.offsets is None) != (other.offsets is None):
+        sizes = [
+            [None if t is None else t.shape[1] for t in (one.offsets, one.outliers)]
+            for one in (first, other)
+        ]
+        if not alike or not same or sizes[0] != sizes[1]:
             return None
-    offsets = [part.offsets for part in parts if part.offsets is not None]
-    return Quantised(
-        first.kind,
-        torch.cat([part.values for part in parts]),
-        torch.cat([part.scales for part in parts]),
-        first.group,
-        torch.cat(offsets) if offsets else None,
-        first.permutation,
-        first.table,
-    )
+
+    def below(name: str) -> torch.Tensor | None:
+        found = [getattr(part, name) for part in parts]
+        return None if found[0] is None else torch.cat(found)
+
+    whole: Any = {
+        name: below(name) for name in ("values", "scales", "offsets", "places", "outliers")
+    }
+    return replace(first, **whole)

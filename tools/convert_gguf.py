@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tools.gguf.convert import DTYPES, convert
-from tools.gguf.header import KINDS
 from tools.program import guarded, progress, say
+from weights.gguf.header import KINDS
 
 
 def conversion_progress() -> Callable[[int, int], None]:
@@ -32,7 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.convert_gguf",
         description="Convert a GGUF file of the architecture llama to a Hugging Face folder.",
-        epilog="Types: " + ", ".join(KINDS) + ". Needs the package gguf.",
+        epilog="Types: "
+        + ", ".join(KINDS)
+        + ". The engine opens such files as they are; a folder is for other programs.",
     )
     parser.add_argument("file", type=Path, metavar="FILE.gguf")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="must not exist yet")

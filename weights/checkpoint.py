@@ -330,6 +330,7 @@ def _no_weights(folder: Path) -> Exception:
     gguf = [name for name in files if name.endswith(".gguf")]
     if gguf:
         return UnsupportedCheckpoint(
-            f"{folder}: found only {gguf[0]}: quantised formats not supported yet: gguf; {expected}"
+            f"{folder}: found only {gguf[0]}: in folders not supported yet: gguf; name the file "
+            f"itself ({folder / gguf[0]}), {expected}"
         )
     return BadCheckpoint(f"{folder}: found no weights, {expected}")

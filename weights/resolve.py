@@ -1,4 +1,5 @@
-"""Resolve a model's name to a folder: a local folder wins, then the hub cache, then the hub.
+"""Resolve a model's name to a folder or a GGUF file: what is on the disk wins, then the hub cache,
+then the hub.
 
 huggingface_hub itself reads HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN. It is
 imported only if a name is no folder. A complete copy in the cache never causes a network call.
@@ -14,6 +15,7 @@ from types import ModuleType
 
 from weights.aliases import ALIASES, Alias, suggest
 from weights.errors import BadCheckpoint, HubError, ModelNotFound, UnsupportedCheckpoint
+from weights.gguf.magic import is_gguf
 from weights.jsonfile import INDEX_LIMIT, read_json, shown
 
 # Files to fetch, and no others: repositories carry the same weights again as pickles, "original/"
@@ -39,7 +41,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASC
 class Resolved:
     """Where a model is.
 
-    source: how `folder` was found, "folder", "cache" or "hub"; name: as the caller gave it; hub_id,
+    folder: of the model, or a GGUF file. source: how it was found, "folder", "file", "cache" or
+    "hub"; name: as the caller gave it; hub_id,
     revision (commit) and alias (the table's entry): None if they do not apply.
     """
 
@@ -62,8 +65,8 @@ class Resolved:
 def resolve(
     name: str | Path, progress: Callable[[str], None] | None = None, config_only: bool = False
 ) -> Resolved:
-    """Resolve a folder, an alias or a hub id to a folder; download what is missing (resumable, with
-    progress bars).
+    """Resolve a folder, a GGUF file, an alias or a hub id to what holds the model; download what is
+    missing (resumable, with progress bars).
 
     config_only: for a plan, a snapshot with config.json is enough and no weights are fetched.
     progress: called with one line before a download starts. Raises ModelNotFound for an unknown
@@ -80,9 +83,12 @@ def resolve(
         return Resolved(path, "folder", name)
     alias = ALIASES.get(name.lower())
     hub_id = alias.hub_id if alias else name
+    if exists and name and is_gguf(path):
+        return Resolved(path, "file", name)
     if exists and name and not alias:
         raise ModelNotFound(
-            f"model {shown(name, 200)}: found a file, expected a folder, an alias or a hub id"
+            f"model {shown(name, 200)}: found a file, expected a folder, a GGUF file, an alias or "
+            "a hub id"
         )
     if not alias and (
         not _HUB_ID.fullmatch(name)

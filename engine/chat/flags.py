@@ -129,7 +129,7 @@ def parser() -> Parser:
     p.add_argument(
         "--model",
         metavar="NAME",
-        help="a folder in Hugging Face layout, an alias (see --list-models) or a hub id; "
+        help="a folder in Hugging Face layout, a GGUF file, an alias (--list-models) or a hub id; "
         "default: the model that is shipped with the engine",
     )
     _prompt_flags(p.add_argument_group("what to ask").add_argument)
@@ -240,9 +240,10 @@ def _placement_flags(add: Callable) -> None:
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     add(
         "--weights",
-        choices=("auto", "int8", "int4"),
+        choices=("auto", "int8", "int4", "float"),
         default="auto",
-        help="round the weights to few bits as they are read (auto: hold them as stored)",
+        help="round the weights to few bits as they are read (auto: hold them as stored; float: "
+        "dequantise them)",
     )
     add("--threads", type=int, metavar="N", help="use N CPU threads")
     add("--chunk", type=int, metavar="N", help="read prompts in chunks of N tokens")

@@ -59,7 +59,7 @@ class Llama:
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
-    embed: torch.Tensor  # [vocab, hidden]
+    embed: torch.Tensor | QuantisedLinear  # [vocab, hidden]
     layers: list[Layer]
     norm: torch.Tensor  # [hidden]
     lm_head: Matrix  # [vocab, hidden]
@@ -67,22 +67,23 @@ class Llama:
     @property
     def nbytes(self) -> int:
         """Bytes of all weights; a tensor that two of them share counts once."""
-        plain = [self.embed, self.norm] + [t for layer in self.layers for t in layer.norms]
-        packed = [self.lm_head] + [
+        plain = [self.norm] + [t for layer in self.layers for t in layer.norms]
+        packed = [
             m for layer in self.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)
         ]
         head = self.lm_head
-        tied = isinstance(head, Linear) and head.weight is self.embed
-        shared = self.embed.numel() * self.embed.element_size() if tied else 0
+        if head is not self.embed and not (isinstance(head, Linear) and head.weight is self.embed):
+            packed.append(head)
         return (
-            sum(t.numel() * t.element_size() for t in plain)
+            self.embed.nbytes
+            + sum(t.numel() * t.element_size() for t in plain)
             + sum(m.nbytes for m in packed)
-            - shared
         )
 
     def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         """Map tokens int64 [...] to the first layer's x [..., hidden]."""
-        x, scale = self.embed[tokens], self.config.block.embedding
+        table, scale = self.embed, self.config.block.embedding
+        x = table[tokens] if isinstance(table, torch.Tensor) else table.gather(tokens)
         # rounded to the weights' dtype, as transformers does for Gemma
         return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype).item()
 
@@ -276,8 +277,8 @@ def assemble(
     """Build a Llama from (target name, tensor) pairs in any order.
 
     Each matrix is packed as soon as it and its bias have arrived, so that only one copy of it
-    lives. A tied lm_head may come all the same, in few bits. form: how weights are held, as in
-    kernels.linear.pack_linear.
+    lives. A tied lm_head may come all the same, in few bits; before an embedding in few bits. form:
+    how weights are held, as in kernels.linear.pack_linear.
     """
     plain: dict[str, torch.Tensor] = {}
     waiting: dict[str, dict[str, torch.Tensor | Quantised]] = {}
@@ -287,8 +288,10 @@ def assemble(
     for name, tensor in stream:
         base = name.removesuffix(".bias")
         kind = base.split(".")[-1]
-        if kind == "lm_head" and isinstance(tensor, Quantised):
-            packed[name] = pack_quantised(tensor, None, dtype, form)
+        if kind in ("lm_head", "embed") and isinstance(tensor, Quantised):
+            # rows are only looked up, unless the embedding is lm_head as well
+            alone = kind == "embed" and ("lm_head" in packed or not config.tied_embeddings)
+            packed[name] = pack_quantised(tensor, None, dtype, "blocks" if alone else form)
             continue
         if kind not in _PACKED:
             assert isinstance(tensor, torch.Tensor)
@@ -320,14 +323,28 @@ def assemble(
         )
         for i in range(config.num_layers)
     ]
-    # lm_head is the largest matrix of a small model and often the last to arrive, or the embedding
-    # itself: a second copy, even for a moment, would pass the plan
-    lm_head = packed.get("lm_head") or pack_linear(
-        plain["embed" if config.tied_embeddings else "lm_head"], form=form, copy=False
-    )
-    return Llama(
-        config, dtype, torch.device(device), plain["embed"], layers, plain["norm"], lm_head
-    )
+    embed = packed.get("embed", plain.get("embed"))
+    assert embed is not None and not isinstance(embed, Linear)
+    lm_head = packed.get("lm_head") or _head(config, embed, plain, form)
+    return Llama(config, dtype, torch.device(device), embed, layers, plain["norm"], lm_head)
+
+
+def _head(
+    config: ModelConfig,
+    embed: torch.Tensor | QuantisedLinear,
+    plain: dict[str, torch.Tensor],
+    form: str,
+) -> Matrix:
+    """lm_head where it did not come in few bits: the embedding, or a float tensor of its own.
+
+    It is the largest matrix of a small model and often the last to arrive: a second copy, even for
+    a moment, would pass the plan.
+    """
+    if not config.tied_embeddings:
+        return pack_linear(plain["lm_head"], form=form, copy=False)
+    if isinstance(embed, QuantisedLinear):
+        return embed
+    return pack_linear(embed, form=form, copy=False)
 
 
 def random_stream(

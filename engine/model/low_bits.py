@@ -1,49 +1,104 @@
 """Weights in few bits: which tensors of a model are held how, made while they stream, and counted
 before that.
+
+`OnTheWay` rounds float weights. `AsStored` keeps those of a checkpoint that comes quantised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from engine.errors import SettingError
 from engine.model.llama import targets
-from kernels.linear_quantised import choose_quantised_form, held_bytes, speed_note
+from kernels.integer_products import tile_rows
+from kernels.linear_quantised import (
+    GROUPED,
+    GROUPS,
+    choose_quantised_form,
+    held_bytes,
+    speed_note,
+)
 from kernels.quantise import to_int4, to_int8
-from kernels.quantised import Quantised
+from kernels.quantised import Quantised, joined
+from weights.quantised.stored import Form, Stored
 
 if TYPE_CHECKING:
     from engine.model.config import ModelConfig
 
 GROUP = 32  # columns under one scale of int4; 64 cost 20 times the divergence (docs/LOG.md)
+GPU_GROUP = 64  # of int8 on a GPU, where outliers have no product
+OUTLIER_SHARE = 32  # on a CPU one weight in so many is left out of its row's int8 scale
+MATRICES = ("qkv", "o", "gate_up", "down", "lm_head")
 
 
 @dataclass(frozen=True)
 class Held:
-    """How one matrix is held: its kind, columns under one scale, whether groups have an offset."""
+    """How one matrix is held: its kind, columns under one scale, whether groups have an offset,
+    outliers of each row, bytes of a scale that is stored as it is (None: as held_bytes says),
+    permuted inputs, a table.
+    """
 
     kind: str
     group: int
-    offsets: bool
+    offsets: bool = False
+    outliers: int = 0
+    scale_bytes: int | None = None
+    permuted: bool = False
+    table: bool = False
+
+    def form(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> str:
+        """The product that this machine runs."""
+        plain = not self.table and not (self.kind == "int8" and self.offsets and self.whole(shape))
+        return choose_quantised_form(self.kind, shape, self.group, dtype, device, plain)
+
+    def whole(self, shape: tuple[int, int]) -> bool:
+        """Whether a row has one scale."""
+        return self.group >= shape[1]
+
+    def bytes(self, shape: tuple[int, int], form: str) -> int:
+        """Bytes of a matrix [O, I] in a form."""
+        size = held_bytes(
+            self.kind, shape, self.group, self.offsets, form, self.outliers, self.scale_bytes
+        )
+        return size + (8 * shape[1] if self.permuted else 0) + (64 if self.table else 0)
+
+
+class Rounding(Protocol):
+    """What a load asks about weights in few bits."""
+
+    def stream(self, weights: Iterable[tuple[str, Any]], tied: bool) -> Iterator[tuple[str, Any]]:
+        """Turn (target name, what is stored) into (target name, tensor or Quantised)."""
+        ...
+
+    def bytes(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, backend: str
+    ) -> tuple[int, str] | None:
+        """Count the weights' bytes as they will be held, and say how; None for floats as stored.
+
+        backend: with one that is forced everything is dequantised in blocks.
+        """
+        ...
 
 
 @dataclass(frozen=True)
 class OnTheWay:
     """Float weights that are rounded as they arrive.
 
-    kind: "auto" (as they are), "int8" (one scale per row) or "int4" (groups of `group` columns;
-    lm_head int8 as ever). Embeddings, norms and biases stay as they are.
+    kind: "auto" or "float" (as they are), "int8" (one scale per row and a few outliers; on a GPU
+    groups of GPU_GROUP where they divide) or "int4" (groups of `group` columns; lm_head int8 as
+    ever). Embeddings, norms and biases stay as they are.
     """
 
     kind: str
     group: int
+    gpu: bool = False
 
     @classmethod
-    def of(cls, word: str, config: ModelConfig) -> OnTheWay:
+    def of(cls, word: str, config: ModelConfig, gpu: bool = False) -> OnTheWay:
         """What `weights=word` means for a model.
 
         Raises SettingError where GROUP does not divide the rows.
@@ -55,69 +110,245 @@ class OnTheWay:
                 f"weights: found 'int4', but rows of {width} are no multiple of its groups of "
                 f"{GROUP}; use weights='int8'"
             )
-        return cls(word, GROUP if word == "int4" else 0)
+        return cls(word, GROUP if word == "int4" else 0, gpu)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether anything is rounded at all."""
+        return self.kind in ("int8", "int4")
 
     def held(self, name: str, columns: int) -> Held | None:
         """How the matrix of a target is held; None: as it is stored."""
         part = name.split(".")[-1]
-        if self.kind == "auto" or part not in ("qkv", "o", "gate_up", "down", "lm_head"):
+        if not self.rounds or part not in MATRICES:
             return None
         if self.kind == "int4" and part != "lm_head":
             return Held("int4", self.group, True)
-        return Held("int8", columns, False)
+        return whole_bytes(columns, self.gpu)
 
-    def stream(
-        self, weights: Iterable[tuple[str, torch.Tensor]], tied: bool
-    ) -> Iterator[tuple[str, torch.Tensor | Quantised]]:
+    def stream(self, weights: Iterable[tuple[str, Any]], tied: bool) -> Iterator[tuple[str, Any]]:
         """Round each matrix of (target name, tensor) pairs as it comes. A tied embedding comes
         twice: as it is, and rounded as lm_head.
         """
         for name, tensor in weights:
             if name == "embed":
                 yield name, tensor
-                if tied and self.kind != "auto":
-                    yield "lm_head", to_int8(tensor)
+                held = self.held("lm_head", tensor.shape[-1]) if tied else None
+                if held is not None:
+                    yield "lm_head", rounded(tensor, held)
                 continue
             held = self.held(name, tensor.shape[-1]) if tensor.dim() == 2 else None
-            if held is None:
-                yield name, tensor
-            else:
-                yield name, to_int4(tensor, held.group) if held.kind == "int4" else to_int8(tensor)
+            yield name, tensor if held is None else rounded(tensor, held)
             del tensor
 
     def bytes(
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device, backend: str
     ) -> tuple[int, str] | None:
-        """Count the weights' bytes as they will be held, and say how; None for "auto".
-
-        backend: with one that is forced everything is dequantised in blocks.
-        """
-        if self.kind == "auto":
+        """As Rounding.bytes."""
+        if not self.rounds:
             return None
-        shapes = {
-            target.name: (sum(shape[0] for _, shape in target.parts), *target.parts[0][1][1:])
-            for target in targets(config)
-        }
+        shapes = shapes_of(config)
         if config.tied_embeddings:
             shapes["lm_head"] = shapes["embed"]
-        total, forms = 0, {}
-        for name, shape in shapes.items():
-            held = self.held(name, shape[-1]) if len(shape) == 2 else None
-            if held is None:
-                total += shape[0] * (shape[1] if len(shape) == 2 else 1) * dtype.itemsize
-                continue
-            pair = (shape[0], shape[1])
-            form = "blocks"
-            if backend in ("auto", "cpu"):
-                form = choose_quantised_form(held.kind, pair, held.group, dtype, device)
-            total += held_bytes(held.kind, pair, held.group, held.offsets, form)
-            if not name.endswith("lm_head"):
-                forms[held.kind] = form
+        held = {name: self.held(name, shape[-1]) for name, shape in shapes.items()}
         bits = f"int4, groups of {self.group}, " if self.kind == "int4" else "int8, "
-        return (
-            total,
-            f"{config.parameters / 1e9:.2f} B parameters, {bits}{_how(forms, dtype, device)}",
-        )
+        return _counted(config, shapes, held, dtype, device, backend, bits)
+
+
+def whole_bytes(columns: int, gpu: bool) -> Held:
+    """int8 as float weights are rounded to it."""
+    if gpu:
+        return Held("int8", GPU_GROUP if columns % GPU_GROUP == 0 else columns)
+    return Held("int8", columns, outliers=columns // OUTLIER_SHARE)
+
+
+def rounded(weight: torch.Tensor | Quantised, held: Held) -> Quantised:
+    """Round a matrix as `held` says."""
+    if held.kind == "int4":
+        assert isinstance(weight, torch.Tensor)
+        return to_int4(weight, held.group)
+    found = to_int8(weight, min(held.group, int(weight.shape[1])), held.outliers)
+    if held.scale_bytes is None and found.scales.shape[1] > 1:
+        found = replace(found, scales=found.scales.to(torch.bfloat16))
+    return found
+
+
+@dataclass(frozen=True)
+class AsStored:
+    """A checkpoint that comes quantised.
+
+    forms: target name -> the form of each of its parts, None for floats. word: "auto" keeps what is
+    stored, as far as this device multiplies it: on a CPU tables, fp8, short groups and parts of
+    different kinds become int8 in groups of GROUP. "float" dequantises everything, "int8" rounds
+    again, with one scale per row. described: the format, for people. plain: a backend is forced, so
+    everything stays as it is.
+    """
+
+    forms: Mapping[str, tuple[Form | None, ...]]
+    word: str
+    dtype: torch.dtype
+    gpu: bool
+    plain: bool
+    described: str
+
+    @classmethod
+    def of(
+        cls,
+        forms: Mapping[str, tuple[Form | None, ...]],
+        word: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        backend: str,
+        described: str,
+    ) -> AsStored:
+        """What `weights=word` means for a checkpoint. Raises SettingError for "int4"."""
+        if word == "int4":
+            raise SettingError(
+                f"weights: found 'int4', but the checkpoint is quantised already ({described}); "
+                "use auto, float or int8"
+            )
+        plain = backend not in ("auto", "cpu")
+        return cls(forms, word, dtype, device.type != "cpu", plain, described)
+
+    def held(self, name: str, shape: tuple[int, ...]) -> Held | None:
+        """How a target is held; None for floats."""
+        forms = self.forms.get(name, (None,))
+        if self.word == "float" or len(shape) != 2 or not any(forms):
+            return None
+        first, columns = forms[0], shape[1]
+        if self.word == "int8" and name != "embed":
+            return whole_bytes(columns, self.gpu)
+        alike = first is not None and all(form == first for form in forms)
+        if alike and first is not None and (name == "embed" or self._kept(first, shape)):
+            group = min(first.group, columns)
+            while not self.gpu and not self.plain and group > GROUPS[-1] and columns % group == 0:
+                if group % 2 or first.kind != "int4":
+                    break
+                group //= 2  # the same scale for both halves
+            return Held(
+                first.kind,
+                group,
+                first.offsets,
+                scale_bytes=4,
+                permuted=first.permuted,
+                table=first.table,
+            )
+        if columns % GROUP:
+            return whole_bytes(columns, self.gpu)
+        return Held("int8", GROUP)
+
+    def _kept(self, form: Form, shape: tuple[int, ...]) -> bool:
+        """Whether this device multiplies a form as it is stored."""
+        if self.gpu or self.plain:
+            return True
+        if form.table or form.kind == "fp8":
+            return False
+        if form.kind == "int8" and form.group >= shape[1]:
+            return not form.offsets
+        rows = tile_rows()
+        tiled = not rows or shape[0] % rows == 0
+        group = form.group
+        while form.kind == "int4" and group > GROUPS[-1] and group % 2 == 0:
+            group //= 2
+        return tiled and group in GROUPS and shape[1] % group == 0
+
+    def stream(self, weights: Iterable[tuple[str, Any]], tied: bool) -> Iterator[tuple[str, Any]]:
+        """Turn (target name, list of its parts, each a tensor or Stored) into matrices. A tied
+        embedding that is quantised is lm_head too; with word "int8" lm_head is a copy of its own.
+        """
+        for name, parts in weights:
+            rows = sum(int((p.values if isinstance(p, Stored) else p).shape[0]) for p in parts)
+            made = [Quantised(*p) if isinstance(p, Stored) else p for p in parts]
+            del parts
+            shape = (rows, *made[0].shape[1:])
+            held = self.held(name, shape)
+            if held is None:
+                tensors = [m.dense(self.dtype) if isinstance(m, Quantised) else m for m in made]
+                yield name, tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+                continue
+            whole = self._whole(made, held)
+            del made
+            if name == "embed" and tied and self.word == "int8":
+                yield "lm_head", rounded(whole, whole_bytes(shape[1], self.gpu))
+            yield name, whole
+            del whole
+
+    def _whole(self, parts: list[Any], held: Held) -> Quantised:
+        """One matrix of the parts, in the form that was planned."""
+        same = [
+            p
+            for p in parts
+            if isinstance(p, Quantised) and p.kind == held.kind and p.group >= held.group
+            if (p.offsets is not None, p.table is not None) == (held.offsets, held.table)
+            if (p.permutation is not None) == held.permuted and held.scale_bytes
+        ]
+        if len(same) == len(parts):
+            found = joined([_regrouped(p, held.group) for p in same])
+            assert found is not None
+            return found
+        found = joined([rounded(part, replace(held, scale_bytes=4)) for part in parts])
+        assert found is not None
+        if held.scale_bytes is None and not held.whole(found.shape):
+            found = replace(found, scales=found.scales.to(torch.bfloat16))
+        return found
+
+    def bytes(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, backend: str
+    ) -> tuple[int, str] | None:
+        """As Rounding.bytes."""
+        if self.word == "float":
+            return None
+        shapes = shapes_of(config)
+        held = {name: self.held(name, shape) for name, shape in shapes.items()}
+        if config.tied_embeddings and held["embed"] is not None and self.word == "int8":
+            shapes["lm_head"] = shapes["embed"]
+            held["lm_head"] = whole_bytes(shapes["embed"][-1], self.gpu)
+        said = f"{self.described}, "
+        return _counted(config, shapes, held, dtype, device, backend, said)
+
+
+def _regrouped(weight: Quantised, group: int) -> Quantised:
+    """The same matrix with shorter groups, each with its scale of before."""
+    times = weight.group // group
+    if times == 1:
+        return weight
+    offsets = None if weight.offsets is None else weight.offsets.repeat_interleave(times, 1)
+    scales = weight.scales.repeat_interleave(times, 1)
+    return replace(weight, scales=scales, offsets=offsets, group=group)
+
+
+def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """{target name: shape} of a model's tensors as the engine holds them."""
+    return {
+        target.name: (sum(shape[0] for _, shape in target.parts), *target.parts[0][1][1:])
+        for target in targets(config)
+    }
+
+
+def _counted(
+    config: ModelConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    held: Mapping[str, Held | None],
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: str,
+    said: str,
+) -> tuple[int, str]:
+    """(bytes of all tensors, a note): `held` says how; what it does not is in `dtype`."""
+    total, forms = 0, {}
+    for name, shape in shapes.items():
+        one = held.get(name)
+        if one is None or len(shape) == 1:
+            total += shape[0] * (shape[1] if len(shape) == 2 else 1) * dtype.itemsize
+            continue
+        pair, form = (shape[0], shape[1]), "blocks"
+        shared = name == "embed" and config.tied_embeddings and "lm_head" not in held
+        if backend in ("auto", "cpu") and (name != "embed" or shared):
+            form = one.form(pair, dtype, device)
+        total += one.bytes(pair, form)
+        if name.split(".")[-1] not in ("lm_head", "embed"):
+            forms[GROUPED if one.kind == "int8" and not one.whole(pair) else one.kind] = form
+    return total, f"{config.parameters / 1e9:.2f} B parameters, {said}{_how(forms, dtype, device)}"
 
 
 def _how(forms: dict[str, str], dtype: torch.dtype, device: torch.device) -> str:

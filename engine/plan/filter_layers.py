@@ -84,7 +84,8 @@ def filter_layers(
 
 def _candidates(folder: str | Path | None, digest: str | None) -> list[Path]:
     """Return where a calibration may be, in order."""
-    beside = [] if folder is None else [Path(folder) / NAME]
+    # nothing lies in a model that is one file
+    beside = [] if folder is None or Path(folder).is_file() else [Path(folder) / NAME]
     return beside + ([] if digest is None else [cache_file(digest)])
 
 

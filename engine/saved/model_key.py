@@ -43,14 +43,15 @@ class WeightsDigest:
 
 
 def _tensors(weight: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a weight: itself, or those of its fields (a quantised one)."""
+    """The tensors of a weight: itself, those of its fields (a quantised one), of its parts."""
     if isinstance(weight, torch.Tensor):
         yield "", weight
         return
     parts = vars(weight) if hasattr(weight, "__dict__") else dict(enumerate(weight))
     for name, value in sorted(parts.items(), key=lambda item: str(item[0])):
-        if isinstance(value, torch.Tensor):
-            yield f".{name}", value
+        if isinstance(value, (torch.Tensor, tuple)):
+            for label, tensor in _tensors(value):
+                yield f".{name}{label}", tensor
 
 
 def _sample(tensor: torch.Tensor) -> bytes:

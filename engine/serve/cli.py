@@ -39,7 +39,11 @@ def parser() -> Parser:
         description="Serve a model over an OpenAI-compatible interface.",
     )
     add: Callable = p.add_argument
-    add("--model", metavar="NAME", help="a folder, an alias or a hub id; default: the shipped one")
+    add(
+        "--model",
+        metavar="NAME",
+        help="a folder, GGUF file, alias or hub id; default: the shipped one",
+    )
     add("--alias", metavar="NAME", help="the model's name for clients (default: its folder's)")
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     add("--port", type=int, default=8080, help="port (default 8080)")

@@ -48,19 +48,21 @@ class ChatTemplate:
     def load(cls, folder: Path, settings: Mapping[str, Any]) -> ChatTemplate | None:
         """Load a model folder's template; None if it has none.
 
-        chat_template.jinja wins over `settings` (tokenizer_config.json), where chat_template is one
-        template or a list of named ones. Raises BadCheckpoint if it is neither.
+        chat_template.jinja wins over `settings` (tokenizer_config.json). Raises as `of`.
         """
-        variables = {}
-        for name, value in settings.items():
-            if name.endswith("_token"):
-                text = value.get("content") if isinstance(value, Mapping) else value
-                if isinstance(text, str):
-                    variables[name] = text
         path = folder / "chat_template.jinja"
         if present(path):
-            return cls(read_text(inside(folder, path.name), TEMPLATE_LIMIT), variables)
-        found, where = settings.get("chat_template"), folder / "tokenizer_config.json"
+            source = read_text(inside(folder, path.name), TEMPLATE_LIMIT)
+            return cls(source, _special_tokens(settings))
+        return cls.of(settings, folder / "tokenizer_config.json")
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], where: Path) -> ChatTemplate | None:
+        """The template in tokenizer settings, one or a list of named ones; None if there is none.
+
+        where: the file, for messages. Raises BadCheckpoint if it is neither.
+        """
+        found = settings.get("chat_template")
         if isinstance(found, list):
             found = _choose_named(found, where)
         if found is None:
@@ -75,7 +77,7 @@ class ChatTemplate:
                 f"{where}: chat_template: found {len(found)} characters, expected at most "
                 f"{TEMPLATE_LIMIT}"
             )
-        return cls(found, variables)
+        return cls(found, _special_tokens(settings))
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
@@ -113,6 +115,17 @@ class ChatTemplate:
             return valid(answer["text"], "the model's chat template's output")
         except UsageError as error:
             raise TemplateError(str(error)) from None
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The tokens that a template may name (bos_token and others), by their names."""
+    variables = {}
+    for name, value in settings.items():
+        if name.endswith("_token"):
+            text = value.get("content") if isinstance(value, Mapping) else value
+            if isinstance(text, str):
+                variables[name] = text
+    return variables
 
 
 def _choose_named(templates: list[Any], where: Path) -> Any:

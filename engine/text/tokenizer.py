@@ -48,8 +48,27 @@ class Tokenizer:
 
     def __init__(self, folder: str | Path):
         folder = Path(folder)
-        self.path, self.backend = folder / "tokenizer.json", _load_backend(folder)
-        self.settings = read_settings(folder)
+        backend, settings = _load_backend(folder), read_settings(folder)
+        self._begin(
+            folder / "tokenizer.json", backend, settings, ChatTemplate.load(folder, settings)
+        )
+
+    @classmethod
+    def of(cls, path: Path, backend: tokenizers.Tokenizer, settings: dict[str, Any]) -> Tokenizer:
+        """The tokenizer of a model that is one file: `settings` as in tokenizer_config.json."""
+        self = cls.__new__(cls)
+        self._begin(path, backend, settings, ChatTemplate.of(settings, path))
+        return self
+
+    def _begin(
+        self,
+        path: Path,
+        backend: tokenizers.Tokenizer,
+        settings: dict[str, Any],
+        template: ChatTemplate | None,
+    ) -> None:
+        self.path, self.backend, self.settings = path, backend, settings
+        self.template = template
         self.bos_token = _token_text(self.settings, "bos_token")
         self.eos_token = _token_text(self.settings, "eos_token")
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
@@ -62,7 +81,6 @@ class Tokenizer:
         # get one. Some write one behind every special token too.
         self._adds_space = self._begins_with_space(self._encoded("x").ids[:1])
         self.decoder_types = _decoder_types(self.backend)
-        self.template = ChatTemplate.load(folder, self.settings)
         source = self.template.source if self.template else ""
         self.controls = Controls(
             [token.content for token in added.values() if token.special],

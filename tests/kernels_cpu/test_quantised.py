@@ -2,9 +2,12 @@
 holds, and holds the bytes that it says. The oracle is float64.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from kernels.integer_products import tile_rows
 from kernels.linear_quantised import (
     FORMS,
     QuantisedLinear,
@@ -12,7 +15,6 @@ from kernels.linear_quantised import (
     choose_quantised_form,
     held_bytes,
     rates,
-    tile_rows,
 )
 from kernels.quantise import to_int4, to_int8
 from kernels.quantised import Quantised, joined, nibbles, packed_nibbles
@@ -75,20 +77,59 @@ def test_a_group_that_does_not_divide_is_refused():
 def held(kind, group=64):
     found = hostile()
     found[1, 7] = 4.0
-    return to_int8(found) if kind == "int8" else to_int4(found, group)
+    if kind == "int4":
+        return to_int4(found, group)
+    return to_int8(found, group or None, outliers=0 if group else OUTLIERS[kind])
+
+
+OUTLIERS = {"int8": 0, "int8 and outliers": 3}
+
+
+def forms(kind, group, dtype):
+    return able_forms("int8 in groups" if group and kind == "int8" else kind.split()[0], dtype)
+
+
+def test_outliers_leave_the_scale_to_the_others():
+    wide = hostile()
+    found = to_int8(wide, outliers=3)
+    dense = found.dense(torch.float64)
+    assert torch.equal(dense[1, 7].float(), wide[1, 7])  # kept as it is
+    fourth = wide.abs().topk(4, 1).values[:, 3:]
+    assert ((dense - wide).abs() <= fourth / 127 * 0.501 + 1e-30).all()
+    assert relative(dense[5:], wide[5:].double()) < 0.9 * relative(
+        to_int8(wide).dense(torch.float64)[5:], wide[5:].double()
+    )
+    for wrong in (dict(group=7), dict(group=0), dict(group=64, outliers=3)):
+        with pytest.raises(ValueError, match="group"):
+            to_int8(wide, **wrong)
+
+
+def test_int8_in_groups_is_within_half_a_step_of_each_group():
+    wide = hostile()
+    found = to_int8(wide, 32)
+    step = wide.view(128, -1, 32).abs().amax(2, keepdim=True) / 127
+    error = (found.dense(torch.float64) - wide).view(128, -1, 32).abs()
+    assert (error <= step * 0.501 + 1e-30).all() and not found.per_row
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("kind,group", [("int8", 0), ("int4", 32), ("int4", 64)])
+@pytest.mark.parametrize(
+    "kind,group",
+    [("int8", 0), ("int8 and outliers", 0), ("int8", 32), ("int8", 64), ("int4", 32), ("int4", 64)],
+)
 def test_every_form_multiplies_what_it_holds(kind, group, dtype):
     matrix = held(kind, group)
     dense = matrix.dense(torch.float64)
     bias = weight()[0][:128].to(dtype)
-    for form in able_forms(kind, dtype):
+    picked = torch.tensor([[7, 0, 127], [64, 1, 63]])
+    for form in forms(kind, group, dtype):
         if form == "int4pack" and matrix.shape[0] % tile_rows():
             continue
         linear = QuantisedLinear(matrix, bias, dtype, form)
         assert relative(linear.weight, dense) < (4e-3 if dtype == torch.bfloat16 else 3e-3)
+        if form != "digits":
+            found = linear.gather(picked)
+            assert found.dtype == dtype and torch.equal(found, linear.weight[picked])
         for rows in ROWS:
             x = weight(rows, 192, seed=rows)
             x[:, 5] *= 400  # an outlier that would leave 8-bit activations three bits
@@ -104,7 +145,7 @@ def test_every_form_multiplies_what_it_holds(kind, group, dtype):
 
 def test_rows_do_not_share_a_scale():
     """One row with huge values leaves the others as they are."""
-    linear = QuantisedLinear(held("int8"), None, torch.float32, "digits")
+    linear = QuantisedLinear(held("int8", 0), None, torch.float32, "digits")
     x = weight(4, 192)
     alone = linear(x[1:2])
     x[0] *= 1e5
@@ -131,6 +172,20 @@ def test_permuted_inputs_tables_and_short_groups():
     assert joined([matrix, to_int8(weight(6, 40))]) is None
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_tiled_forms_take_permuted_inputs(kind):
+    if not tile_rows():
+        pytest.skip("this torch has no 4-bit product")
+    order = torch.randperm(192, generator=torch.Generator().manual_seed(5))
+    matrix = replace(held(kind, 32), permutation=order)
+    linear = QuantisedLinear(matrix, None, torch.bfloat16, "pair" if kind == "int8" else "int4pack")
+    dense = matrix.dense(torch.float64)
+    assert relative(linear.weight, dense) < 4e-3
+    for rows in ROWS:
+        x = weight(rows, 192).bfloat16()
+        assert relative(linear(x), x.double() @ dense.t()) < 4e-3
+
+
 def test_forms_are_chosen_by_their_rate_and_only_where_they_can(monkeypatch):
     cpu = torch.device("cpu")
     found = rates("int8", torch.bfloat16)
@@ -140,10 +195,11 @@ def test_forms_are_chosen_by_their_rate_and_only_where_they_can(monkeypatch):
     monkeypatch.setattr("kernels.linear_quantised.rates", lambda kind, dtype: slow)
     choose = choose_quantised_form
     assert choose("int8", (64, 64), 64, torch.bfloat16, cpu) == "blocks"
-    assert choose("int8", (64, 64), 32, torch.bfloat16, cpu) == "blocks"
+    assert choose("int8", (64, 64), 32, torch.bfloat16, cpu) == "pair"  # whatever its rate
     slow |= {"blocks": 9.0, "float": -1.0}  # which is no form of few bits
     assert choose("int8", (64, 64), 64, torch.bfloat16, cpu) == "int4pack"  # the least of `slow`
-    assert choose("int8", (64, 64), 32, torch.bfloat16, cpu) == "blocks"  # groups
+    assert choose("int8", (65, 64), 32, torch.bfloat16, cpu) == "blocks"  # no whole tile
+    assert choose("int8", (64, 64), 16, torch.bfloat16, cpu) == "blocks"  # groups of 16
     assert choose("int4", (65, 64), 32, torch.bfloat16, cpu) == "blocks"  # no whole tile
     assert choose("int4", (64, 64), 32, torch.bfloat16, cpu, plain=False) == "blocks"
 
@@ -153,9 +209,21 @@ def test_bytes_are_those_that_the_tensors_take(columns):
     matrix = to_int8(weight(128, columns))
     assert QuantisedLinear(matrix, None, torch.float32, "blocks").nbytes == matrix.nbytes
     assert matrix.nbytes == held_bytes("int8", (128, columns), columns, False, "blocks")
+    sparse = to_int8(weight(128, columns), outliers=2)
+    assert sparse.nbytes == held_bytes("int8", (128, columns), columns, False, "blocks", 2)
+    if "digits" in able_forms("int8", torch.float32):
+        whole, part = (QuantisedLinear(m, None, torch.float32, "digits") for m in (matrix, sparse))
+        csr = part.sparse.csr
+        tensors = (csr.crow_indices(), csr.col_indices(), csr.values())
+        held = sum(t.numel() * t.element_size() for t in tensors)
+        assert part.nbytes == whole.nbytes + held
+        assert csr.values().data_ptr() == part.sparse.outliers.data_ptr()
     if tile_rows() and columns % 64 == 0:
         small = to_int4(weight(128, columns), 64)
         linear = QuantisedLinear(small, None, torch.bfloat16, "int4pack")
-        tensors = (linear.packed, linear.zeros)
+        tensors = (linear.tiles[0].packed, linear.tiles[0].zeros)
         assert linear.nbytes == sum(t.numel() * t.element_size() for t in tensors)
         assert small.nbytes == held_bytes("int4", (128, columns), 64, True, "blocks")
+        pair = QuantisedLinear(to_int8(weight(128, columns), 64), None, torch.bfloat16, "pair")
+        tensors = [t for tiles in pair.tiles for t in (tiles.packed, tiles.zeros)]
+        assert pair.nbytes == sum(t.numel() * t.element_size() for t in tensors)

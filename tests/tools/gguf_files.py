@@ -23,6 +23,8 @@ NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -54,12 +56,12 @@ def stored_names(config: ModelConfig) -> dict[str, str]:
     """Hugging Face's name -> GGUF's, of every tensor."""
     found = {}
     for name in tiny_weights(config):
-        plain = name.removesuffix(".weight")
+        plain, _, kind = name.rpartition(".")
         if plain.startswith("model.layers."):
             number, _, part = plain.removeprefix("model.layers.").partition(".")
-            found[name] = f"blk.{number}.{NAMES[part]}.weight"
+            found[name] = f"blk.{number}.{NAMES[part]}.{kind}"
         else:
-            found[name] = NAMES[plain] + ".weight"
+            found[name] = f"{NAMES[plain]}.{kind}"
     return found
 
 
@@ -102,8 +104,10 @@ def write_llama(
     keys: dict[str, Any] | None = None,
     extra: dict[str, np.ndarray] | None = None,
     without: tuple[str, ...] = (),
+    kinds: dict[str, str] | None = None,
 ) -> dict[str, np.ndarray]:
-    """Write a model as llama.cpp does; matrices of type `kind`. keys: added or replaced, None takes
+    """Write a model as llama.cpp does; matrices of type `kind`, but for those whose stored name
+    ends in a key of `kinds`. keys: added or replaced, None takes
     one away. extra: more tensors; without: stored names to leave out. Returns what the stored
     blocks mean, by Hugging Face's name and in its order of rows.
     """
@@ -111,10 +115,15 @@ def write_llama(
 
     writer = gguf.GGUFWriter(path, architecture)
     for name, value in {**keys_of(config), **(keys or {})}.items():
-        add_key(writer, name, value)
-    quant, meant = gguf.GGMLQuantizationType[kind], {}
+        add_key(writer, name.replace("llama.", architecture + "."), value)
+    meant, turned = {}, {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+    if architecture != "llama":
+        turned = {}
+    usual = kind
     for name, stored in stored_names(config).items():
-        heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
+        kind = next((k for end, k in (kinds or {}).items() if stored.endswith(end)), usual)
+        quant = gguf.GGMLQuantizationType[kind]
+        heads = turned.get(name.split(".")[-2])
         weight = weights[name]
         rows = (interleaved(weight, heads) if heads else weight).numpy()
         blocks = rows if rows.ndim == 1 else blocks_of(rows, quant)

@@ -8,6 +8,7 @@ the file, a folder half-written or written over.
 import json
 import shutil
 import struct
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +20,7 @@ from tokenizers import Regex, Tokenizer, models
 from tokenizers import pre_tokenizers as pre
 
 from engine.errors import BadCheckpoint, EngineError, UnsupportedCheckpoint, UsageError
+from engine.gguf.vocabulary import SPLITTINGS, read_vocabulary
 from engine.llm import LLM
 from engine.methods.full import Full
 from engine.text.tokenizer import Tokenizer as EngineTokenizer
@@ -34,11 +36,10 @@ from tests.tools.gguf_files import (
     write_llama,
 )
 from tools import convert_gguf
-from tools.gguf import header
 from tools.gguf.convert import convert, describe
 from tools.gguf.folder import RECORD, read_record
-from tools.gguf.header import KINDS, read_header
-from tools.gguf.vocabulary import SPLITTINGS, read_vocabulary
+from weights.gguf import header
+from weights.gguf.header import KINDS, read_header
 
 safetensors = pytest.importorskip("safetensors.torch")
 gguf = pytest.importorskip("gguf", reason="the package gguf is in requirements-dev.txt")
@@ -417,10 +418,9 @@ def test_a_stop_leaves_nothing_behind(sound, tmp_path, monkeypatch, capsys):
     assert "nothing was written" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
-def test_without_the_package_the_remedy_is_named(sound, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
-    assert convert_gguf.main([str(sound), str(tmp_path / "out")]) == 1
-    assert "pip install gguf" in capsys.readouterr().err
+def test_the_package_is_needed_only_by_this_test(sound, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert convert(sound, tmp_path / "out", "float32")
 
 
 def test_every_splitting_is_compared_above():

@@ -165,7 +165,7 @@ def test_a_stop_leaves_nothing(stand_in, index, tmp_path, monkeypatch, stage):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("package", ["gguf", "transformers"])
+@pytest.mark.parametrize("package", ["transformers"])
 def test_a_missing_package_is_named_first(tmp_path, monkeypatch, capsys, package):
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr(fetching, "download", None)

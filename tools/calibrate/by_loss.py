@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from engine.errors import UsageError
 from engine.plan.filter_layers import cache_file
 from tools.calibrate.passages import Choose, Lend, MaxOverHeads, Passage, Trace
@@ -143,7 +145,8 @@ def settings_of(llm: LLM, args: argparse.Namespace, both: tuple[Texts, Texts]) -
     model = llm.model
     assert model is not None and llm.folder is not None
     weights, last = hashlib.sha256(), model.layers[-1]
-    for tensor in (model.embed[:64], last.norms[-1], last.o.weight[:64]):
+    first = model.embedded(torch.arange(64, device=model.device))
+    for tensor in (first, last.norms[-1], last.o.weight[:64]):
         weights.update(str(tensor.double().flatten().tolist()).encode())
     return {
         "fingerprint": fingerprint(llm.folder),

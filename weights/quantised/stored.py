@@ -1,0 +1,91 @@
+"""A matrix of few bits as a checkpoint stores it: the fields of kernels.quantised.Quantised, which
+this package may not import, and what is checked about every one of them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from weights.errors import BadCheckpoint
+
+FP8_MOST = 448.0  # of float8_e4m3fn
+
+
+class Stored(NamedTuple):
+    """W[o, i] = values[o, i] * scales[o, i // group] + offsets[o, i // group].
+
+    kind: "int8" (values int8 [O, I]), "int4" (uint8 [O, I / 2], the even column in the low bits) or
+    "fp8" (float8_e4m3fn [O, I]). scales, offsets: floats [O, ceil(I / group)], offsets None for
+    zero. permutation: int64 [I], the input that each column belongs to. table: float32 [16], what
+    4-bit values stand for.
+    """
+
+    kind: str
+    values: torch.Tensor
+    scales: torch.Tensor
+    group: int
+    offsets: torch.Tensor | None = None
+    permutation: torch.Tensor | None = None
+    table: torch.Tensor | None = None
+
+    def to(self, device: torch.device | str) -> Stored:
+        """The same matrix on a device."""
+        moved: Any = {
+            name: value.to(device)
+            for name, value in self._asdict().items()
+            if isinstance(value, torch.Tensor)
+        }
+        return self._replace(**moved)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is known of a Stored from headers alone: kind, columns under one scale, whether there
+    are offsets, a permutation, a table.
+    """
+
+    kind: str
+    group: int
+    offsets: bool = False
+    permuted: bool = False
+    table: bool = False
+
+
+def packed_nibbles(values: torch.Tensor) -> torch.Tensor:
+    """Pack uint8 [O, I] of values up to 15 to uint8 [O, I / 2]: the even column in the low bits."""
+    return values[:, 0::2] | (values[:, 1::2] << 4)
+
+
+def require_finite(where: str, stored: Stored, dtype: torch.dtype, zero: bool = False) -> Stored:
+    """Return `stored`. Raises BadCheckpoint for a scale or offset that is NaN or infinite, a NaN
+    among fp8 values, and weights beyond the range of `dtype`; for a scale of zero unless `zero`.
+
+    where: file and tensor, for the message.
+    """
+    for name, part in (("scale", stored.scales), ("offset", stored.offsets)):
+        if part is not None and not bool(torch.isfinite(part).all()):
+            raise BadCheckpoint(
+                f"{where}: found NaN or infinity among its {name}s, expected finite"
+            )
+    if not zero and bool((stored.scales == 0).any()):
+        raise BadCheckpoint(f"{where}: found a scale of 0, expected scales other than 0")
+    if stored.kind == "fp8" and bool(((stored.values.view(torch.uint8) & 127) == 127).any()):
+        raise BadCheckpoint(f"{where}: found NaN, expected finite weights")
+    most = {"int8": 128.0, "int4": 15.0, "fp8": FP8_MOST}[stored.kind]
+    if stored.table is not None:
+        if not bool(torch.isfinite(stored.table).all()):
+            raise BadCheckpoint(f"{where}: found NaN or infinity in its table, expected finite")
+        most = float(stored.table.abs().max())
+    reach = most * float(stored.scales.abs().max())
+    if stored.offsets is not None:
+        reach += float(stored.offsets.abs().max())
+    if not math.isfinite(reach) or reach > 2 * torch.finfo(dtype).max:
+        raise BadCheckpoint(
+            f"{where}: found weights up to {reach:.3g}, beyond the range of "
+            + str(dtype).removeprefix("torch.")
+        )
+    return stored
