@@ -5,7 +5,7 @@ memory figures.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,6 +59,8 @@ class Suite:
 
     def __init__(self, options: Options, say: Callable[[str], None] = lambda line: None):
         self.options, self.say, self.result = options, say, Result()
+        # makers of contestants beside the peers of Options: LLM -> peer, as in tools/bench/peers.py
+        self.others: Sequence[Callable[[LLM], Any]] = ()
         # called after every depth, for programs that write as they go
         self.on_context: Callable[[Result], None] = lambda result: None
         self._began = time.perf_counter()
@@ -156,7 +158,7 @@ class Suite:
                 peers.append(make_peer(name, self.llm, self.options))
             except (Missing, RuntimeError, MemoryError, OSError) as error:
                 self.result.peers[name] = {"why": reason(error)}
-        return peers
+        return peers + [make(self.llm) for make in self.others]
 
     # ---------------------------------------------------------------- decode
 
@@ -184,7 +186,8 @@ class Suite:
         for peer in self._peers:
             cells[peer.name] = Cell(peer.name, "tg", n, settings=peer.settings)
             try:
-                entrants.append(Entrant(peer.name, peer.at(n, ROOM), peer.bytes_at(n + ROOM)))
+                host = peer.host_bytes_at(n) if hasattr(peer, "host_bytes_at") else 0
+                entrants.append(Entrant(peer.name, peer.at(n, ROOM), peer.bytes_at(n + ROOM), host))
             except (Missing, RuntimeError, MemoryError) as error:
                 cells[peer.name].why = reason(error)
         for name, facts in self.result.peers.items():

@@ -25,6 +25,7 @@ from tools.bench.shapes import shape_config, shape_filters
 from tools.bench.suite import Suite, sharp_stream
 from tools.gpu import kernels as gpu_kernels
 from tools.gpu.probe import probe
+from tools.gpu.published import published_peers
 from tools.synthetic_bank import synthesize
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -139,6 +140,7 @@ def kernels(ctx):
 def _suite(ctx, contexts, methods, prefill=(), peers=(), **more):
     filters, budget = shape_filters(ctx.shape), 64 if ctx.small else 2048
     below, waits = more.pop("dense_below", 0), more.pop("waits", (1, 0))
+    published = more.pop("published", False)
     wanted = [
         spec
         for name in methods
@@ -161,6 +163,7 @@ def _suite(ctx, contexts, methods, prefill=(), peers=(), **more):
         **more,
     )
     suite = Suite(chosen, say=lambda line: print(f"    {line}", file=sys.stderr, flush=True))
+    suite.others = published_peers(filters, budget) if published else ()
     suite.result.rates = ctx.measured()
     suite.on_context = lambda result: ctx.note(_facts(result, suite, ctx))
     result = suite.run()
@@ -192,7 +195,7 @@ def prefill(ctx):
 
 
 def peers(ctx):
-    """transformers beside us in one run."""
+    """transformers and the published OmniKV code's form of a step beside us in one run."""
     contexts = (256,) if ctx.small else (4096, 32768, 131072)
     return _suite(
         ctx,
@@ -200,6 +203,7 @@ def peers(ctx):
         ("full", "omnikv"),
         prefill=(256,) if ctx.small else (32768,),
         peers=("transformers",),
+        published=True,
         waits=(1,),
         split=False,
     )
@@ -295,11 +299,11 @@ SECTIONS = {
     "kernels": (kernels, 60),
     "graph": (graph, 55),
     "decode": (decode, 160),
-    "probe": (probe, 65),
-    "peers": (peers, 50),
+    "probe": (probe, 60),
+    "peers": (peers, 60),
     "crossover": (crossover, 25),
     "prefill": (prefill, 40),
-    "tests": (tests, 65),
+    "tests": (tests, 60),
 }
 
 

@@ -139,6 +139,22 @@ def _bound(goal, c, share, limit):
     )
 
 
+def _published(results, ours, section, theirs):
+    """Head-to-head with the published OmniKV code's form of a step (tools/gpu/published.py)."""
+    found = []
+    for n in (32768, 131072):
+        mine, other = cell(results.get(section), ours, n), cell(results.get("peers"), theirs, n)
+        ratio = mine and other and other["ms_median"] / mine["ms_median"]
+        found.append(
+            _line(
+                f"{ours} not slower than the {theirs} form of a step at {n}",
+                None if not ratio else ratio >= 1.0,
+                f"{ratio or 0:.2f}x",
+            )
+        )
+    return found
+
+
 def _peers(results):
     found = []
     for n in (4096, 32768, 131072):
@@ -151,6 +167,10 @@ def _peers(results):
                 f"{ratio or 0:.2f}x",
             )
         )
+    found += [
+        *_published(results, "omnikv w1", "peers", "published"),
+        *_published(results, "omnikv-host w1 reuse 0", "decode", "published, offloaded"),
+    ]
     for n in (4096, 16384, 32768):
         c = cell(results.get("crossover"), "omnikv w1", n)
         ratio = c and c.get("vs_full")
