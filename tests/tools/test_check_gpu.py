@@ -249,6 +249,22 @@ def test_gather_goals_follow_the_figures():
     assert found["gather of 2048 rows of 49152 B >= 85% of the contiguous copy"] == "no figure"
 
 
+def test_the_head_to_head_with_the_published_form_follows_the_figures():
+    """On the device within the peers, offloaded against the decode table's own row."""
+    peers = [cell("omnikv w1", 32768, 4.0, 0.9), cell("omnikv w1", 131072, 6.0, 0.9)]
+    peers += [cell("published", 32768, 30.0, 0), cell("published", 131072, 5.0, 0)]
+    peers += [cell("published, offloaded", 131072, 150.0, 0)]
+    decode = [cell("omnikv-host w1 reuse 0", 131072, 7.5, 0.9)]
+    results = {"peers": {"cells": peers}, "decode": {"cells": decode, "splits": []}}
+    found = {v.goal: v for v in gpu_verdict.verdicts(results) if "published" in v.goal}
+    inside, away = "the published form of a step", "the published, offloaded form of a step"
+    host = "omnikv-host w1 reuse 0 not slower than"
+    assert found[f"omnikv w1 not slower than {inside} at 32768"].figure == "7.50x"
+    assert found[f"omnikv w1 not slower than {inside} at 131072"].status == "FAIL"
+    assert found[f"{host} {away} at 131072"].status == "PASS"
+    assert found[f"{host} {away} at 32768"].status == "no figure"
+
+
 def test_offload_goals_follow_the_figures():
     def decode(link):
         cells = [

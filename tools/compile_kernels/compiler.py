@@ -24,7 +24,9 @@ TARGETS: dict[str, tuple] = {
 }
 DEFAULT_TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
 # constants that tell one kernel's launches apart
-FORMS = ("LEVEL", "LAST", "SOFTMAX", "ADD", "SPARSE", "MERGES", "GATED", "RESIDUAL", "BIAS")
+FORMS = (
+    "LEVEL", "LAST", "SOFTMAX", "COUNTED", "ADD", "SPARSE", "MERGES", "GATED", "RESIDUAL", "BIAS",
+)  # fmt: skip
 INSTRUCTIONS = ("HMMA", "HGMMA", "LDGSTS", "LDG", "LDL", "STL")
 
 
