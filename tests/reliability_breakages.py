@@ -82,7 +82,7 @@ STATE = (
         "engine/history.py",
         r"return n if needs\.every_query else 0",
         "return 0",
-        (f"{WHOLE}::test_what_runs_again_is_foretold_shown_and_counted_apart",),
+        (f"{WHOLE}::test_going_back_below_a_switch_foretells_the_queries_that_run_again",),
     ),
     Breakage(
         "M8 an answer belongs to the thread of its first piece",

@@ -1,4 +1,8 @@
-"""An interrupt at a counted line of the engine: at any moment, and at the same one again."""
+"""An interrupt at a counted line of the engine: at any moment, and at the same one again.
+
+Counted over all lines it comes where the time is spent. Counted over the lines of one place it
+comes where state changes, which takes few lines.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,14 @@ from pathlib import Path
 ENGINE = str(Path(__file__).resolve().parents[2] / "engine")
 # `with lock:` there: between taking a lock and the body a signal never comes, a traced line does
 LOCKED = str(Path(ENGINE, "bank", "host_pool.py"))
+# parts of the names of the files of a place
+PLACES = (
+    ("/session.py",),
+    ("/history.py",),
+    ("/switch.py", "/fork.py", "/check.py", "/query_ring.py", "/guard.py"),
+    ("/methods/",),
+    ("/bank/",),
+)
 
 
 class Interrupt(KeyboardInterrupt):
@@ -17,15 +29,18 @@ class Interrupt(KeyboardInterrupt):
 
 
 class Countdown:
-    """Raises Interrupt when so many lines of the engine have run. hit: whether it has."""
+    """Raises Interrupt when so many lines of the engine have run. place: one of PLACES, or () for
+    all of it. hit: whether it has.
+    """
 
-    def __init__(self, lines: int) -> None:
-        self.left, self.hit = lines, False
+    def __init__(self, lines: int, place: tuple[str, ...] = ()) -> None:
+        self.left, self.place, self.hit = lines, place or ("/",), False
 
     def __call__(self, frame, event, argument):
         """Trace a call: lines of the engine count, other files run untraced."""
         file = frame.f_code.co_filename
-        return self.line if file.startswith(ENGINE) and file != LOCKED else None
+        counts = file.startswith(ENGINE) and file != LOCKED
+        return self.line if counts and any(part in file for part in self.place) else None
 
     def line(self, frame, event, argument):
         """Count a line; the last one raises."""
@@ -39,9 +54,9 @@ class Countdown:
 
 
 @contextlib.contextmanager
-def interrupted_after(lines: int | None) -> Iterator[Countdown]:
+def interrupted_after(lines: int | None, place: tuple[str, ...] = ()) -> Iterator[Countdown]:
     """Raise Interrupt after so many lines of the engine inside (None: never), in this thread."""
-    countdown = Countdown(lines or 0)
+    countdown = Countdown(lines or 0, place)
     if lines is None:
         yield countdown
         return

@@ -12,7 +12,7 @@ from engine.llm import LLM
 from engine.session import Session
 from engine.watch import Watch
 from tests.attack.answers import VOCAB, Answers, Broken, Wrong
-from tests.attack.interrupt import Interrupt, interrupted_after
+from tests.attack.interrupt import PLACES, Interrupt, interrupted_after
 from tests.attack.model import Model, Under, differences, windows
 from tests.builders import tiny_llm
 from tests.engine.methods.method_table import TABLE
@@ -128,9 +128,7 @@ class Sequence(Answers):
                 self.rng = random.Random(operation.seed)
                 at = self.rng.randrange(len(self.live))
                 self.session, self.model = self.live[at]
-                self.lines = None
-                if self.rng.random() < 0.3:  # most operations run a few thousand lines
-                    self.lines = int(10 ** self.rng.uniform(0.5, 4.3))
+                self.draw_interrupt()
                 self.log.append(f"[{at}] {len(self.session)} tokens: {operation.name}")
                 self.counts.operations += 1
                 getattr(self, "do_" + operation.name)()
@@ -142,6 +140,15 @@ class Sequence(Answers):
         finally:
             for session, _ in self.live:
                 session.close()
+
+    def draw_interrupt(self) -> None:
+        """Draw whether and where the operation is interrupted."""
+        self.lines, self.place = None, ()
+        if self.rng.random() < 0.3:  # most operations run a few thousand lines
+            self.lines = int(10 ** self.rng.uniform(0.5, 4.3))
+            if self.rng.random() < 0.5:  # and some hundred in one place
+                self.place = self.rng.choice(PLACES)
+                self.lines = int(10 ** self.rng.uniform(0, 2.7))
 
     # ---------------------------------------------------------------- what must always hold
 
@@ -185,7 +192,7 @@ class Sequence(Answers):
         Refusals count as done: (None, False).
         """
         try:
-            with interrupted_after(self.lines) as countdown:
+            with interrupted_after(self.lines, self.place) as countdown:
                 result = work()
         except Interrupt as error:
             self.counts.interrupts += 1
