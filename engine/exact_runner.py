@@ -24,7 +24,7 @@ from engine.errors import EngineError, OutOfHostMemory
 from engine.methods.exact import MOST_DRAFTS, Exact, ExactRuntime, Kept
 from engine.plan.exact_costs import ExactCosts
 from engine.prompt_lookup import PromptLookup
-from engine.step_runner import GraphedStep, StepRunner
+from engine.step_runner import GraphedStep, StepKind, StepRunner
 
 if TYPE_CHECKING:
     from engine.bank.base import Bank
@@ -69,7 +69,7 @@ class ExactRunner(StepRunner):
         super().__init__(llm, method, plan, bank.capacity, backend, bank, session.query_ring)
         assert isinstance(self.runtime, ExactRuntime)
         self._method = method
-        self._session, self._drafter = session, self.runtime.drafter
+        self._session, self._exact, self._drafter = session, self.runtime, self.runtime.drafter
         self._kept = Kept(self._drafter)
         needs = self._drafter.needs
         self._own_draft = self.issued_by(self._drafter, needs, self.token)
@@ -82,6 +82,7 @@ class ExactRunner(StepRunner):
             bank.dtype.itemsize,
             llm.device.type,
             placement.layers if placement else (),
+            llm.few_bits,
         )
         fixed = None if method.draft == "auto" else int(method.draft)
         self._by_drafter = DraftLength(fixed)
@@ -102,6 +103,10 @@ class ExactRunner(StepRunner):
         self._fed = token_id
         super().feed(token_id, n)
 
+    def left_selection(self, kind: StepKind) -> bool:
+        """Whether the drafter chose anything for the cycle that computed the last logits."""
+        return bool(self.runtime.selections())
+
     def rows_read(self, n: int, sparse: bool) -> list[int]:
         """Of the whole cycle that computed the n-th token's logits, drafts included; 0 where they
         were there already.
@@ -114,6 +119,7 @@ class ExactRunner(StepRunner):
         if ready is not None:
             self._rows = [0] * self.plan.num_layers
             return ready
+        self._exact.forget_choice()
         try:
             drafts, source, cost = self._draft(n)
             if not drafts:
@@ -215,6 +221,7 @@ class ExactRunner(StepRunner):
                 drafts.append(token)
                 if token in ends:
                     break
+        self._exact.note_choice()
         # the rows that the drafter saw from here on are provisional
         self._drafter.truncate(n - 1)
         bank.before_step(n)

@@ -140,6 +140,7 @@ class LLM:
         self.dtype = options.resolved_dtype(config.dtype, self.device)
         self.model: Llama | None = None
         self._rounding = rounding(self._files, options, config, self.dtype, self.device)
+        self.few_bits = self._rounding.bytes(config, self.dtype, self.device, options.backend)
         self._hint, self._lock = "", RequestLock()
         if options.threads is not None:
             torch.set_num_threads(options.threads)
@@ -173,7 +174,7 @@ class LLM:
             offload=offload or options.offload,
             slots=options.slots,
             host_budget=options.ram_budget,
-            weights=self._rounding.bytes(self.config, self.dtype, self.device, options.backend),
+            weights=self.few_bits,
         )
 
     def _new_host_tier(self) -> HostTier:

@@ -137,7 +137,7 @@ class Session:
 
     @property
     def selections(self) -> dict[int, torch.Tensor]:
-        """{filter layer: int64 [k]} of the last step, ascending; empty where none was made."""
+        """{filter layer: int64 [k]} of the last step, ascending; in exact mode of its drafts."""
         return self.runtime.selections() if self.selected else {}
 
     @property
@@ -333,7 +333,7 @@ class Session:
                 self.bank.after_step(n)
                 token_id = self.runner.likeliest.read() if token_id is None else token_id
                 self._commit([token_id], 1)
-                self.last_logits, self.selected = logits, kind.sparse
+                self.last_logits, self.selected = logits, self.runner.left_selection(kind)
             rows = self.runner.rows_read(n, kind.sparse)
             self.counters.count_step(rows, self.plan.roles, self.row_bytes, kind.sparse)
             self.take_time()

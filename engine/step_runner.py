@@ -119,6 +119,10 @@ class StepRunner:
         """
         return (self._own_step if self.kind(n).own else self._dense_step).captures
 
+    def left_selection(self, kind: StepKind) -> bool:
+        """Whether the step that ran, of this kind, left a selection behind."""
+        return kind.sparse
+
     def feed(self, token_id: int, n: int) -> None:
         """Put the n-th token where the next step reads it."""
         self.token.fill_(token_id)

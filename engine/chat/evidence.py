@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from engine.chat.figures import bank_bytes
 from engine.chat.provenance import record, write_page, write_run
 from engine.errors import UsageError
+from engine.methods.exact import Exact
 from engine.plan.layers import tail_start
 from engine.units import brief, count, human
 from engine.watch import Watch
@@ -101,7 +102,7 @@ def run_sources(chat: Chat, rest: str) -> None:
     if not conversation.choices.made:
         display.line(
             "the last answer ran full attention: it read every token and chose none "
-            "(--method omnikv --dense-below 0 chooses at every length)"
+            f"({_how_to_choose(conversation)})"
         )
         return
     if is_file:
@@ -114,14 +115,28 @@ def run_sources(chat: Chat, rest: str) -> None:
     display.line(sources_text(conversation, found))
 
 
+def _drafts(conversation: Conversation) -> bool:
+    """Whether the session is in exact mode, where only drafts choose."""
+    return isinstance(conversation.session.method, Exact)
+
+
+def _how_to_choose(conversation: Conversation) -> str:
+    if _drafts(conversation):
+        return "no draft was made by a sparse step: --draft 4 drafts at every length"
+    return "--method omnikv --dense-below 0 chooses at every length"
+
+
 def sources_text(conversation: Conversation, found: list[Passage]) -> str:
     """List passages with their share of the score of all passages listed."""
     total = sum(passage.score for passage in found)
     choices = count(conversation.choices.made, "choice")
+    drafts = _drafts(conversation)
     lines = [
-        f"what the last answer read, most read first, in % of the passages shown "
-        f"({choices} of tokens)"
+        f"what {'the drafts of ' if drafts else ''}the last answer read, most read first, in % of "
+        f"the passages shown ({choices} of tokens)"
     ]
+    if drafts:
+        lines.append("full attention read every token and decided every word; drafts guessed them")
     for passage in found:
         name = next(
             (d.name for d in conversation.documents if d.start <= passage.start < d.stop),
@@ -157,7 +172,7 @@ def write_sources(chat: Chat, path: str) -> None:
         conversation.ends,
         spans,
         chat.llm.name,
-        brief(conversation.session.method),
+        brief(conversation.session.method) + (", its drafts" if _drafts(conversation) else ""),
         display.working("steps of the answer:"),
     )
     (write_page if path.endswith(".html") else write_run)(run, path)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from engine.bank.base import Bank
     from engine.decode import Step
     from engine.model.config import ModelConfig
+    from engine.model.low_bits import FewBits
     from engine.plan.filter_layers import FilterLayers
     from engine.prefill_eta import PrefillFlops
 
@@ -94,9 +95,10 @@ class Method:
         device_type: str,
         context: int,
         offloaded: Collection[int] = (),
+        held: FewBits | None = None,
     ) -> str:
         """What the plan says of this method's speed at `context` tokens, one line; "" where it has
-        nothing to say. offloaded: layers in host memory.
+        nothing to say. offloaded: layers in host memory. held: weights in few bits.
         """
         return ""
 

@@ -29,6 +29,7 @@ from engine.settings import boolean, is_integer
 if TYPE_CHECKING:
     from engine.decode import Step
     from engine.model.config import ModelConfig
+    from engine.model.low_bits import FewBits
     from engine.plan.filter_layers import FilterLayers
     from engine.plan.layers import LayerPlan
 
@@ -96,9 +97,10 @@ class Exact(Method):
         device_type: str,
         context: int,
         offloaded: Collection[int] = (),
+        held: FewBits | None = None,
     ) -> str:
         """The gain to expect from counted bytes, where four drafts in five are accepted."""
-        costs = ExactCosts.of(config, plan, itemsize, device_type, offloaded)
+        costs = ExactCosts.of(config, plan, itemsize, device_type, offloaded, held)
         needs = self.needs(plan, config, context, itemsize)
         read = min(context, needs.selected + needs.tail)
         most = MOST_DRAFTS if self.draft == "auto" else int(self.draft)
@@ -125,14 +127,22 @@ class Exact(Method):
         return ExactRuntime(self, setup)
 
 
+# a drafter's selections and their scores, by filter layer
+Choice = tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]
+
+
 class ExactRuntime(Runtime):
-    """Full attention, and beside it the inner method's runtime, `drafter`, whose state follows."""
+    """Full attention, and beside it the inner method's runtime, `drafter`, whose state follows.
+
+    A cycle's selection is noted before its drafts are dropped, since the drafter forgets it then.
+    """
 
     method: Exact
 
     def __init__(self, method: Exact, setup: Setup):
         super().__init__(method, setup)
         self.drafter = method.method.runtime(setup)
+        self._choice: Choice = {}, {}
 
     @property
     def nbytes(self) -> int:
@@ -148,6 +158,27 @@ class ExactRuntime(Runtime):
     def end_prompt(self, length: int, step: Step | None = None) -> None:
         self.drafter.end_prompt(length, step)
 
+    def note_choice(self) -> None:
+        """Keep what the drafter chose for this cycle."""
+        self._choice = self.drafter.selections(), self.drafter.selection_scores()
+
+    def forget_choice(self) -> None:
+        """A cycle begins: nothing is chosen yet."""
+        self._choice = {}, {}
+
+    def selections(self) -> dict[int, torch.Tensor]:
+        return self._choice[0]
+
+    def selection_scores(self) -> dict[int, torch.Tensor]:
+        return self._choice[1]
+
+    def choice(self) -> Any:
+        return self._choice, self.drafter.choice()
+
+    def load_choice(self, choice: Any) -> None:
+        self._choice, inner = choice
+        self.drafter.load_choice(inner)
+
     def state(self) -> Any:
         return self.drafter.state()
 
@@ -155,6 +186,7 @@ class ExactRuntime(Runtime):
         self.drafter.load(state, length)
 
     def truncate(self, length: int) -> None:
+        self.forget_choice()
         self.drafter.truncate(length)
 
     def copy_from(self, other: Any, sequence: int = 0) -> None:

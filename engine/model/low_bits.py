@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -67,6 +67,18 @@ class Held:
         return size + (8 * shape[1] if self.permuted else 0) + (64 if self.table else 0)
 
 
+class FewBits(NamedTuple):
+    """Weights of a model as they are held. note: a line for the plan; read: bytes that a step
+    reads, without a table of embeddings that is no last product; kind: "int4" where a matrix of a
+    layer is, else "int8".
+    """
+
+    nbytes: int
+    note: str
+    read: int
+    kind: str
+
+
 class Rounding(Protocol):
     """What a load asks about weights in few bits."""
 
@@ -76,7 +88,7 @@ class Rounding(Protocol):
 
     def bytes(
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device, backend: str
-    ) -> tuple[int, str] | None:
+    ) -> FewBits | None:
         """Count the weights' bytes as they will be held, and say how; None for floats as stored.
 
         backend: with one that is forced everything is dequantised in blocks.
@@ -143,7 +155,7 @@ class OnTheWay:
 
     def bytes(
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device, backend: str
-    ) -> tuple[int, str] | None:
+    ) -> FewBits | None:
         """As Rounding.bytes."""
         if not self.rounds:
             return None
@@ -294,7 +306,7 @@ class AsStored:
 
     def bytes(
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device, backend: str
-    ) -> tuple[int, str] | None:
+    ) -> FewBits | None:
         """As Rounding.bytes."""
         if self.word == "float":
             return None
@@ -333,22 +345,27 @@ def _counted(
     device: torch.device,
     backend: str,
     said: str,
-) -> tuple[int, str]:
-    """(bytes of all tensors, a note): `held` says how; what it does not is in `dtype`."""
-    total, forms = 0, {}
+) -> FewBits:
+    """Count all tensors: `held` says how; what it does not is in `dtype`."""
+    sizes: dict[str, int] = {}
+    forms: dict[str, str] = {}
+    shared_table = config.tied_embeddings and "lm_head" not in held
     for name, shape in shapes.items():
         one = held.get(name)
         if one is None or len(shape) == 1:
-            total += shape[0] * (shape[1] if len(shape) == 2 else 1) * dtype.itemsize
+            sizes[name] = shape[0] * (shape[1] if len(shape) == 2 else 1) * dtype.itemsize
             continue
         pair, form = (shape[0], shape[1]), "blocks"
-        shared = name == "embed" and config.tied_embeddings and "lm_head" not in held
+        shared = name == "embed" and shared_table
         if backend in ("auto", "cpu") and (name != "embed" or shared):
             form = one.form(pair, dtype, device)
-        total += one.bytes(pair, form)
+        sizes[name] = one.bytes(pair, form)
         if name.split(".")[-1] not in ("lm_head", "embed"):
             forms[GROUPED if one.kind == "int8" and not one.whole(pair) else one.kind] = form
-    return total, f"{config.parameters / 1e9:.2f} B parameters, {said}{_how(forms, dtype, device)}"
+    note = f"{config.parameters / 1e9:.2f} B parameters, {said}{_how(forms, dtype, device)}"
+    total = sum(sizes.values())
+    read = total - (0 if shared_table else sizes["embed"])
+    return FewBits(total, note, read, "int4" if "int4" in forms else "int8")
 
 
 def _how(forms: dict[str, str], dtype: torch.dtype, device: torch.device) -> str:

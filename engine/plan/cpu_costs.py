@@ -8,9 +8,11 @@ an automatic choice errs towards full attention.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kernels.isa import isa
+import torch
+
+from kernels.isa import isa, multiplies
 
 
 @dataclass(frozen=True)
@@ -35,19 +37,19 @@ _OTHER = {
     4: CpuCosts(filter=1.5, row=3.0, query=0.09, kv=1.6, weight=0.5),
 }
 # by instruction set and bytes of an element (2: bfloat16 and float16, whichever is worse); filter
-# and row are the worst of two machines. avx512 without bfloat16 instructions: query and kv as with
-# them, weight as on avx2, which emulates their products too
+# and row are the worst of two machines; query, kv and weight are bfloat16's and float32's, of
+# layers of two shapes (`python -m tools.exact kernels`), in "default" estimates
 COSTS = {
     "default": {
         2: CpuCosts(filter=2.0, row=3.0, query=0.09, kv=2.0, weight=1.1),
         4: CpuCosts(filter=1.35, row=3.0, query=0.09, kv=1.6, weight=0.5),
     },
     "avx2": {
-        2: CpuCosts(filter=1.45, row=4.0, query=0.06, kv=2.0, weight=1.1),
+        2: CpuCosts(filter=1.45, row=4.0, query=0.06, kv=2.5, weight=0.63),
         4: CpuCosts(filter=1.25, row=3.7, query=0.09, kv=1.6, weight=0.5),
     },
     "avx512": {
-        2: CpuCosts(filter=1.25, row=4.0, query=0.06, kv=2.5, weight=1.1),
+        2: CpuCosts(filter=1.25, row=4.0, query=0.06, kv=2.0, weight=0.75),
         4: CpuCosts(filter=1.25, row=3.7, query=0.09, kv=1.6, weight=0.5),
     },
     "avx512_bf16": {
@@ -57,8 +59,22 @@ COSTS = {
 }
 
 
-def cpu_costs(itemsize: int, found: str | None = None) -> CpuCosts:
+# (kv, weight) where weights are held in few bits, by kind, bytes of an element and whether 16-bit
+# products run: `python -m tools.exact kernels`, the deep shape's and the 1B shape's layers. The
+# former's short rows cost 3 times as much a byte in int8; kv lies between the two
+FEW_BITS = {
+    "int8": {2: ((1.7, 0.16), (1.7, 0.12)), 4: ((1.0, 0.13), (1.0, 0.13))},
+    "int4": {2: ((0.9, 0.3), (1.6, 0.35)), 4: ((0.5, 0.3), (1.0, 0.35))},
+}
+
+
+def cpu_costs(itemsize: int, found: str | None = None, kind: str = "") -> CpuCosts:
     """Look up the costs for elements of `itemsize` bytes; found: an instruction set of
-    kernels/isa.py, None for this machine's.
+    kernels/isa.py, None for this machine's; kind: "int8" or "int4" for weights in few bits.
     """
-    return COSTS.get(isa() if found is None else found, _OTHER)[2 if itemsize < 4 else 4]
+    found, size = isa() if found is None else found, 2 if itemsize < 4 else 4
+    costs = COSTS.get(found, _OTHER)[size]
+    if not kind:
+        return costs
+    kv, weight = FEW_BITS[kind][size][multiplies(torch.bfloat16, found)]
+    return replace(costs, kv=kv, weight=weight)

@@ -16,6 +16,7 @@ from engine.plan.layers import Role
 
 if TYPE_CHECKING:
     from engine.model.config import ModelConfig
+    from engine.model.low_bits import FewBits
     from engine.plan.layers import LayerPlan
 
 # device bytes that pass while one passes the link to host memory: 2 TB/s beside 50 GB/s
@@ -45,16 +46,21 @@ class ExactCosts:
         itemsize: int,
         device_type: str,
         offloaded: Collection[int] = (),
+        held: FewBits | None = None,
     ) -> ExactCosts:
-        """Costs on a device ("cpu" or "cuda"); on a CPU host memory is no other memory."""
-        weights = config.parameters
-        if not config.tied_embeddings:
-            weights -= config.vocab_size * config.hidden_size  # one row of it is read
+        """Costs on a device ("cpu" or "cuda"); on a CPU host memory is no other memory.
+
+        held: weights in few bits; None: all in elements of `itemsize` bytes, as the bank.
+        """
+        weights = config.parameters * itemsize if held is None else held.read
+        if held is None and not config.tied_embeddings:
+            weights -= config.vocab_size * config.hidden_size * itemsize  # one row of it is read
         on_cpu = device_type == "cpu"
-        factors = cpu_costs(itemsize) if on_cpu else CpuCosts(filter=1, row=1)
+        kind = held.kind if held is not None else ""
+        factors = cpu_costs(itemsize, kind=kind) if on_cpu else CpuCosts(filter=1, row=1)
         far = frozenset() if on_cpu else frozenset(offloaded)
         size = config.kv_bytes(itemsize)
-        return cls(layers, weights * itemsize, size, config.group, factors, far)
+        return cls(layers, weights, size, config.group, factors, far)
 
     def full(self, rows: Sequence[int], tokens: int = 1) -> float:
         """A step of full attention over `tokens` tokens. rows: bank rows by layer."""

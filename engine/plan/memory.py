@@ -24,6 +24,7 @@ from kernels.scratch import scratch_bytes
 if TYPE_CHECKING:
     from engine.methods.base import Method
     from engine.model.config import ModelConfig
+    from engine.model.low_bits import FewBits
     from engine.plan.layers import LayerPlan
     from engine.plan.placement import Placement
 
@@ -52,13 +53,13 @@ def memory_items(
     chunk: int,
     backend: str = "auto",
     placement: Placement | None = None,
-    weights: tuple[int, str] | None = None,
+    weights: FewBits | None = None,
 ) -> tuple[Item, ...]:
     """Return the plan's parts at a context of so many tokens: (name, bytes, note).
 
     Everything but the bank and a few buffers is O(1) in context. placement: what lives in host
-    memory. On a CPU that is the same memory, so the host tier is an item too. weights: bytes and
-    note of weights in few bits; None: all of them in `dtype`.
+    memory. On a CPU that is the same memory, so the host tier is an item too. weights: in few
+    bits; None: all of them in `dtype`.
     """
     size, context = dtype.itemsize, reserved_rows(context, device.type)
     kept = config.num_layers - len(config.local_layers)
@@ -75,7 +76,7 @@ def memory_items(
         chunk = context
     workspace = prefill_bytes(config, size, chunk, device.type)
     return (
-        ("weights", *(weights or _plain_weights(config, size))),
+        ("weights", *(weights[:2] if weights else _plain_weights(config, size))),
         ("context bank", bank, f"{kept} layers x {config.kv_bytes(size)} B per token"),
         *((("sliding windows", rings, _window_note(config)),) if rings else ()),
         *_tier_items(config, placement, size, context, device),
@@ -172,7 +173,7 @@ class _Search:
     slots: float
     free: int
     host_free: int
-    weights: tuple[int, str] | None = None
+    weights: FewBits | None = None
 
     def items(self, context: int, placement: Placement | None) -> tuple[Item, ...]:
         """Return the memory items at a context with this placement."""
@@ -220,7 +221,9 @@ class _Search:
         """Return what the method has to say of its speed at a context with this placement."""
         offloaded = placement.layers if placement else ()
         size, kind = self.dtype.itemsize, self.device.type
-        return self.method.outlook(self.layers, self.config, size, kind, context, offloaded)
+        return self.method.outlook(
+            self.layers, self.config, size, kind, context, offloaded, self.weights
+        )
 
     def link_bytes(self, context: int, placement: Placement | None) -> int:
         """Return the most bytes that reading `context` tokens brings from host memory."""
@@ -275,7 +278,7 @@ def plan_at(
     offload: str = "auto",
     slots: float = SLOTS,
     host_budget: int | None = None,
-    weights: tuple[int, str] | None = None,
+    weights: FewBits | None = None,
 ) -> Plan:
     """Plan a model with chunks of `chunk` tokens (None: the device's default).
 

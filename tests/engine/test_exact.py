@@ -243,6 +243,37 @@ def test_a_plain_decode_drafts_nothing_and_a_full_session_reports_nothing():
         assert last.stats.cycles == 0 and last.stats.speedup == 0.0
 
 
+def test_the_selection_of_a_token_is_what_its_drafts_read():
+    """The method's own after the token that the cycle began with, for every token that the cycle
+    verified; none where nothing was drafted, or after a truncate.
+    """
+    llm, ids, cycles, shared = model(), random_ids(200, 23, seed=4), 0, 0
+    method = Exact(OMNIKV, draft=4, lookup=False)
+    with llm.session(method) as exact, llm.session(Full()) as other:
+        for piece in generate(exact, ids, SamplingParams(max_tokens=30)):
+            if piece.finish_reason is not None:
+                break  # the last token is fed without drafts
+            chosen, scores = exact.selections, exact.selection_scores
+            if exact.counters.cycles > cycles:
+                other.set_method(Full())
+                other.truncate(0)
+                other.prefill(exact.ids[:-1])
+                other.set_method(OMNIKV)
+                other.decode(piece.token_id)
+                want, weights, cycles = other.selections, other.selection_scores, cycles + 1
+            else:
+                shared += 1
+            assert chosen.keys() == want.keys() == {1}
+            assert torch.equal(chosen[1], want[1])
+            torch.testing.assert_close(scores[1], weights[1])  # its tokens were a prompt
+        assert cycles > 5 and shared > 5 and exact.selections == {}
+        exact.set_method(method)
+        next(generate(exact, [], GREEDY))
+        assert exact.selections
+        exact.truncate(len(exact) - 1)
+        assert exact.selections == exact.selection_scores == {}
+
+
 def test_an_answer_ends_inside_a_draft():
     """An end token, a length and a full bank in the middle of an accepted draft."""
     llm, ids = model(), random_ids(190, 23, seed=3)

@@ -2,4 +2,5 @@
 
 python -m tools.exact acceptance --model FOLDER
 python -m tools.exact speed --shape deep --contexts 8K,128K
+python -m tools.exact kernels --shape deep
 """

@@ -2,6 +2,7 @@
 
     python -m tools.exact acceptance --model FOLDER --length 4096 --filter-layers 2,8,17
     python -m tools.exact speed --shape deep --contexts 8K,128K
+    python -m tools.exact kernels --shape deep --dtypes bfloat16
 
 Prints one JSON object per row on stdout, progress on stderr.
 """
@@ -12,12 +13,18 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
+
+import torch
 
 from engine import LLM, Full, OmniKV
-from tools.bench.shapes import SHAPES, parse_size
+from tools.bench.shapes import SHAPES, parse_size, shape_config
 from tools.documents import texts
 from tools.exact.acceptance import measure
+from tools.exact.kernels import KINDS, attention, weights
 from tools.exact.speed import compare
+from tools.exact.tables import CHOICES, Records, method_of, run_coupling, run_starts
+from tools.exact.tables import KINDS as TEXTS
 from tools.program import say
 
 # greedy, SmolLM2-135M, 4,096 tokens of prose and code, five full layers (docs/EXACT.md)
@@ -50,29 +57,106 @@ def parser() -> argparse.ArgumentParser:
     s.add_argument("--survival", help="share of cycles that accept 1, 2, ... drafts, with commas")
     s.add_argument("--turns", type=int, default=3)
     s.add_argument("--least", type=int, default=12, help="tokens of a turn")
+    k = what.add_parser("kernels", help="what a further token of a step costs in each kernel")
+    k.add_argument("--shape", choices=SHAPES, default="deep")
+    k.add_argument("--dtypes", default="bfloat16,float32")
+    k.add_argument("--rows", type=parse_size, default=32768)
+    k.add_argument("--turns", type=int, default=7)
+    d = what.add_parser("starts", help="acceptance of drafts from every token of greedy answers")
+    c = what.add_parser("coupling", help="acceptance of sampled drafts, by the rule that accepts")
+    for q in (d, c):
+        q.add_argument("--model", required=True)
+        q.add_argument("--out", required=True, type=Path, help="JSON lines, one a cell")
+        q.add_argument("--filter-layers", action="append", required=True)
+        q.add_argument("--kinds", default=",".join(TEXTS))
+        q.add_argument("--texts", type=int, default=1, help="of each kind")
+        q.add_argument("--tokens", type=int, default=64, help="tokens of an answer")
+        q.add_argument("--dtype", default="float32")
+        q.add_argument("--lengths", default="4096")
+        q.add_argument("--shares", default="0.0667")
+    d.add_argument("--choices", default="first draft", help=" | ".join(CHOICES))
+    c.add_argument("--draft", type=int, default=6)
+    c.add_argument("--temperatures", default="0.7,0.8,1.0")
+    c.add_argument("--top-p", type=float, default=1.0)
     return p
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run; return the exit code."""
     args = parser().parse_args(arguments)
-    if args.what == "speed":
-        survival = SURVIVAL
-        if args.survival:
-            survival = tuple(float(part) for part in args.survival.split(","))
-        draft = args.draft if args.draft == "auto" else int(args.draft)
-        for length in args.contexts.split(","):
-            row = compare(
-                args.shape,
-                args.dtype,
-                parse_size(length),
-                survival,
-                draft=draft,
-                turns=args.turns,
-                least=args.least,
-            )
+    {
+        "speed": _speed,
+        "kernels": _kernels,
+        "acceptance": _acceptance,
+        "starts": _tables,
+        "coupling": _tables,
+    }[args.what](args)
+    return 0
+
+
+def _speed(args: argparse.Namespace) -> None:
+    survival = SURVIVAL
+    if args.survival:
+        survival = tuple(float(part) for part in args.survival.split(","))
+    draft = args.draft if args.draft == "auto" else int(args.draft)
+    for length in args.contexts.split(","):
+        row = compare(
+            args.shape,
+            args.dtype,
+            parse_size(length),
+            survival,
+            draft=draft,
+            turns=args.turns,
+            least=args.least,
+        )
+        print(json.dumps(row.to_dict()), flush=True)
+
+
+def _kernels(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    config = shape_config(args.shape)
+    for name in args.dtypes.split(","):
+        dtype = getattr(torch, name)
+        rows = [attention(args.shape, config, dtype, args.rows, args.turns)]
+        rows += [weights(args.shape, config, dtype, kind, args.turns) for kind in KINDS]
+        for row in rows:
             print(json.dumps(row.to_dict()), flush=True)
-        return 0
+
+
+def _tables(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    lengths = [parse_size(part) for part in args.lengths.split(",")]
+    shares, kinds = [float(part) for part in args.shares.split(",")], args.kinds.split(",")
+    llm = LLM(
+        args.model,
+        device="cpu",
+        dtype=args.dtype,
+        method=Full(),
+        max_context=max(lengths) + args.tokens + 16,
+    )
+    records = Records(args.out)
+    if args.what == "starts":
+        choices = args.choices.split("; ")
+        cells = [(f, s, choice) for choice in choices for s in shares for f in args.filter_layers]
+        run_starts(llm, records, lengths, cells, args.tokens, kinds, say, args.texts)
+        return
+    settings = [(float(part), args.top_p) for part in args.temperatures.split(",")]
+    method = method_of(args.filter_layers[0], shares[0])
+    run_coupling(
+        llm,
+        records,
+        lengths[0],
+        method,
+        settings,
+        args.tokens,
+        args.draft,
+        kinds,
+        say,
+        args.texts,
+    )
+
+
+def _acceptance(args: argparse.Namespace) -> None:
     llm = LLM(
         args.model,
         device="cpu",
@@ -94,4 +178,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     temperatures = args.temperature or [0.0]
     for row in measure(llm, found, methods, args.draft, args.tokens, temperatures, say):
         print(json.dumps(asdict(row)), flush=True)
-    return 0

@@ -44,6 +44,21 @@ def test_the_commands_of_the_chat(capsys, monkeypatch):
     assert "error: method: full cannot draft for exact mode" in said
 
 
+def test_sources_are_those_of_the_drafts_and_are_called_so(capsys, monkeypatch, tmp_path):
+    """Of an answer whose drafts chose; without drafts it says that none did."""
+    page = tmp_path / "page.json"
+    lines = ["/method exact draft=3", "Hello", "/sources 2", f"/sources {page}"]
+    lines += ["/method exact draft=0", "Hello", "/sources"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n"))
+    main([*ASK[1:], "-n", "12", "-f", str(DOCUMENT), "-i"])
+    said = capsys.readouterr().err
+    assert "what the drafts of the last answer read, most read first" in said
+    assert "full attention read every token and decided every word; drafts guessed them" in said
+    assert "welcome.txt, line" in said and "no draft was made by a sparse step" in said
+    run = json.loads(page.read_text())
+    assert run["method"].endswith(", its drafts") and any(read for _, read in run["answer"])
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

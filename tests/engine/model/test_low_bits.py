@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from engine import LLM
+from engine import LLM, Exact, OmniKV
 from engine.errors import SavedFileError, SettingError
 from engine.model.llama import random_stream
 from engine.model.low_bits import OnTheWay
@@ -44,6 +44,24 @@ def test_the_plan_counts_what_is_held_and_the_answer_stays(word, tied):
     assert 0 < error < (0.04 if word == "int8" else 0.4)
     note = next(note for name, _, note in rounded.plan().items if name == "weights")
     assert word in note and ("rate here" in note)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("word", ["auto", "int8", "int4"])
+def test_exact_mode_counts_the_bytes_that_a_step_reads(word, tied):
+    """Of the weights as they are held, the table of embeddings only where it is the last product
+    too.
+    """
+    llm = model(word, tie_word_embeddings=tied)
+    table = 0 if tied and word == "auto" else llm.model.embed.nbytes
+    method = Exact(OmniKV(filter_layers=(0,), wait_layers=0))
+    with llm.session(method) as session:
+        costs = session.runner._costs
+    assert costs.weights == llm.model.nbytes - table
+    planned = method.outlook(
+        method.plan(llm.config), llm.config, 4, "cpu", 65536, held=llm.few_bits
+    )
+    assert f"{costs.predicted(65536, 2304, 7)[1]:.2f} times" in planned
 
 
 def test_biases_are_added_and_a_forced_backend_dequantises():
