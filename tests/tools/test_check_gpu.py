@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engine import LLM, Full
+from engine.likeliest import Likeliest
 from engine.model.halves import FusedHalves
 from tests.builders import session_config, tiny_llm
 from tools import check_gpu
@@ -155,11 +156,25 @@ def test_the_graph_section_measures_after_every_capture(monkeypatch):
         return 0
 
     monkeypatch.setattr(gpu_sections, "held", held)
+    monkeypatch.setattr(gpu_sections, "same_ahead", lambda session, token: True)
     context = gpu_sections.Context("cpu", True, 10.0)
     gpu_sections._graph_facts(context, Session(), 8150, 100)
     first = seen.index("held")
     measured = seen[first + 1 : seen.index("held", first + 1)]
     assert max(measured) == 8249 and set(measured) <= set(seen[:first])
+
+
+def test_tokens_that_differ_when_issued_ahead_fail_the_captured_step(monkeypatch):
+    """A copy that lands late leaves the token of the step before."""
+    with tiny_llm(Full(), session_config(layers=1), max_context=256).session() as session:
+        session.prefill([1, 2, 3])
+        assert gpu_sections.same_ahead(session, 5) and session.ids == [1, 2, 3]
+        monkeypatch.setattr(Likeliest, "read", lambda self: 7)
+        assert not gpu_sections.same_ahead(session, 5) and session.ids == [1, 2, 3]
+    facts = dict(steps=3, grown_bytes=0, flat=True, equal_to_reference=10, ties=0, compared=10)
+    found = gpu_verdict.verdicts({"graph": {"full": {**facts, "same_ahead": False}}})
+    (verdict,) = [v for v in found if v.goal.startswith("captured step of full")]
+    assert verdict.status == "FAIL" and "ahead the same False" in verdict.figure
 
 
 def test_cuda_tests_that_are_stopped_are_run_again(monkeypatch, tmp_path):

@@ -247,13 +247,15 @@ def _graph_facts(ctx, session, n, steps):
     sync(ctx.device)
     grown = held(ctx.device) - before
     session.truncate(n)
+    ahead = same_ahead(session, fed[0])
     session.set_backend("reference")
     eager = [session.decode(token).float().cpu() for token in fed[:COMPARED]]
     session.truncate(n)
     session.set_backend("auto")
     # resident pages of a process move by themselves
     flat = grown <= (0 if cuda else 2**20)
-    facts = {"steps": steps, "grown_bytes": grown, "flat": flat, **same_tokens(captured, eager)}
+    facts = {"steps": steps, "grown_bytes": grown, "flat": flat, "same_ahead": ahead}
+    facts |= same_tokens(captured, eager)
     if cuda:
         session.decode(fed[0])
         torch.cuda.set_sync_debug_mode("error")
@@ -266,6 +268,24 @@ def _graph_facts(ctx, session, n, steps):
             torch.cuda.set_sync_debug_mode("default")
         sync(ctx.device)
     return facts
+
+
+def same_ahead(session, token):
+    """Whether a greedy answer has the same tokens where each step is issued before its token is
+    read (engine/likeliest.py). The session is as it was.
+    """
+    n, read_first = len(session), []
+    logits = session.decode(token)
+    for _ in range(COMPARED):
+        read_first.append(int(logits.argmax()))
+        logits = session.decode(read_first[-1])
+    session.truncate(n)
+    session.decode(token)
+    for _ in range(COMPARED):
+        session.step(None)
+    issued_first = list(session.ids[n + 1 :])
+    session.truncate(n)
+    return issued_first == read_first
 
 
 def same_tokens(captured, eager):

@@ -83,6 +83,7 @@ def _correct(results):
             facts
             and facts["equal_to_reference"] + facts["ties"] == facts["compared"]
             and facts.get("sync_free", True)
+            and facts.get("same_ahead", True)
             and facts["flat"]
         )
         found.append(
@@ -93,7 +94,8 @@ def _correct(results):
                 if not facts
                 else f"{facts['equal_to_reference']}/{facts['compared']} tokens and "
                 f"{facts['ties']} ties within rounding, "
-                f"sync-free {facts.get('sync_free', 'not asked')}, {facts['grown_bytes']} B "
+                f"sync-free {facts.get('sync_free', 'not asked')}, issued ahead the same "
+                f"{facts.get('same_ahead', 'not asked')}, {facts['grown_bytes']} B "
                 f"grown in {facts['steps']} steps",
             )
         )
