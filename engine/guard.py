@@ -7,17 +7,28 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engine.device import typed_errors
-from engine.errors import DeviceFailed
+from engine.errors import DeviceFailed, SessionClosed
 from engine.finish import finished
 
 if TYPE_CHECKING:
     from engine.llm import LLM
     from engine.session import Session
+
+
+class _Closed:
+    """What a closed session holds instead of its bank, queries and runner."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise SessionClosed(CLOSED_LINE)
+
+
+CLOSED_LINE = "this session was closed; make a new one with llm.session()"
+CLOSED: Any = _Closed()
 
 
 @contextlib.contextmanager

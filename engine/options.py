@@ -94,6 +94,9 @@ class Options:
                 integer(name, getattr(self, name), 1, MOST)
         if self.threads is not None:
             integer("threads", self.threads, 1, max(MOST_THREADS, 4 * (os.cpu_count() or 1)))
+        one_of("compile", self.compile, (None, False, True))
+        if self.host_pool is not None and not hasattr(self.host_pool, "take"):
+            raise SettingError(f"host_pool: found {found(self.host_pool)}, expected a HostPool")
         one_of("backend", self.backend, BACKENDS)
         one_of("offload", self.offload, OFFLOADS)
         one_of("step", self.step, STEPS)

@@ -20,7 +20,7 @@ from engine.device import StepClock, current, synchronize
 from engine.errors import ContextTooLong, SessionClosed, SettingError
 from engine.fork import fork
 from engine.generate import Piece, generate
-from engine.guard import exclusive, reading, rewound_on_error
+from engine.guard import CLOSED, CLOSED_LINE, exclusive, reading, rewound_on_error
 from engine.history import History
 from engine.methods.base import Method, Runtime, validate_parts
 from engine.plan.layers import LayerPlan
@@ -433,13 +433,13 @@ class Session:
             with current(self.llm.device):
                 self.bank.close()
             self.last_logits = None
-            del self.bank, self.query_ring, self.runner
+            self.bank = self.query_ring = self.runner = CLOSED
 
     # ---------------------------------------------------------------- checks and clean-up
 
     def _require_open(self) -> None:
         if self.closed:
-            raise SessionClosed("this session was closed; make a new one with llm.session()")
+            raise SessionClosed(CLOSED_LINE)
 
     def _require_room(self, wanted: int) -> None:
         if wanted > self.capacity:

@@ -116,9 +116,8 @@ STATE = (
     Breakage(
         "M10 an interrupted truncate is forgotten",
         "engine/history.py",
-        r"        if unfinished is None:\n            return\n        session, ids",
-        "        if unfinished is None:\n            return\n"
-        "        self.unfinished = None\n        session, ids",
+        r"self\.unfinished = replace\(unfinished, torn=False\)",
+        "self.unfinished = None",
         (f"{WHOLE}::test_a_truncate_that_is_interrupted_is_done_by_the_next_call",),
     ),
     Breakage(

@@ -1,5 +1,6 @@
 """Text from files and from standard input, for --file and /read: bounded before it is read."""
 
+import errno
 import os
 import stat
 import sys
@@ -37,6 +38,8 @@ def read_text(name: str, longest: int = LONGEST) -> str:
                     "-f - from standard input"
                 )
             data = file.read(longest + 1)
+            if data is None:  # /proc/kmsg is a regular file that would wait
+                raise OSError(errno.EAGAIN, "nothing can be read from it now")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"{path}: cannot be read: {reason}") from error

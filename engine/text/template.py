@@ -15,12 +15,12 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from queue import Empty, Queue
 from typing import IO, Any
 
-from engine.errors import BadCheckpoint, TemplateError, UsageError
+from engine.errors import BadCheckpoint, SettingError, TemplateError, UsageError
 from engine.text.boundary import one_line, valid
 from weights.jsonfile import inside, present, read_text, shown
 
@@ -90,7 +90,7 @@ class ChatTemplate:
         request = json.dumps(
             {
                 "template": self.source,
-                "messages": [dict(m) for m in messages],
+                "messages": checked_messages(messages),
                 "variables": {
                     **self.variables,
                     "add_generation_prompt": bool(add_generation_prompt),
@@ -142,6 +142,23 @@ def _choose_named(templates: list[Any], where: Path) -> Any:
             "expected one named 'default'"
         )
     return found
+
+
+def checked_messages(messages: Any) -> list[dict[str, Any]]:
+    """Messages as dicts. Raises SettingError for anything but a sequence of mappings that JSON can
+    write.
+    """
+    if isinstance(messages, Iterable) and not isinstance(messages, (str, bytes, Mapping)):
+        listed = list(messages)
+        if all(isinstance(message, Mapping) for message in listed):
+            try:
+                json.dumps(plain := [dict(message) for message in listed])
+                return plain
+            except (TypeError, ValueError, RecursionError) as error:
+                raise SettingError(f"messages: found {shown(listed)}: {error}") from error
+    raise SettingError(
+        f'messages: found {shown(messages)}, expected a list of {{"role": ..., "content": ...}}'
+    )
 
 
 def child_environment() -> dict[str, str]:

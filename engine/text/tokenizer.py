@@ -19,7 +19,7 @@ from engine.text.boundary import valid
 from engine.text.detokenizer import ByteStream, FallbackStream
 from engine.text.growth import read_tokenizer
 from engine.text.literal import Controls, Written
-from engine.text.template import ChatTemplate
+from engine.text.template import ChatTemplate, checked_messages
 from engine.units import first_line
 from weights.jsonfile import inside, present, read_object, shown
 
@@ -244,7 +244,7 @@ class Tokenizer:
 
         Raises TemplateError as `render`.
         """
-        marked, mark = self.controls.marked(messages)
+        marked, mark = self.controls.marked(checked_messages(messages))
         return self.controls.written(self.render(marked, add_generation_prompt), mark)
 
     def token(self, token_id: int) -> str | None:

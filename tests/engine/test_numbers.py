@@ -151,6 +151,25 @@ def test_the_library_takes_and_refuses_the_same_everywhere():
                 session.truncate(n)
 
 
+@pytest.mark.parametrize("setting", [{"compile": "yes"}, {"compile": 5}, {"host_pool": 5}])
+def test_settings_of_another_kind_are_refused(setting):
+    with pytest.raises(SettingError, match=f"{next(iter(setting))}: found"):
+        tiny_llm(**setting)
+
+
+def test_the_parts_of_a_closed_session_say_that_it_was_closed():
+    session = tiny_llm(max_context=64).session()
+    session.close()
+    for look in (
+        lambda: session.runtime,
+        lambda: session.bank.length,
+        lambda: session.query_ring.low,
+        lambda: session.dense_runtime,
+    ):
+        with pytest.raises(SessionClosed, match="was closed"):
+            look()
+
+
 @pytest.mark.parametrize("change", ["truncate", "close"])
 def test_a_session_changed_inside_its_own_answer_says_so(change):
     session = tiny_llm(max_context=64).session()

@@ -13,10 +13,11 @@ import pytest
 
 import engine.chat.evidence
 import engine.history
-from engine.chat import commands, repl
+from engine.chat import commands, documents, repl
 from engine.chat.cli import main
 from engine.chat.conversation import Conversation
 from engine.chat.display import Display
+from engine.errors import UsageError
 from engine.text.boundary import ERROR_CHARACTERS
 from tests.engine.chat.chat_model import chat_model
 from tests.engine.chat.typed_chat import chat
@@ -161,6 +162,21 @@ def test_what_is_no_file_of_bounded_size_is_refused_at_once(
     code, out, err = chat(fake("one"), monkeypatch, capsys, f"/read {name}", "first")
     assert code == 0 and out == "one\n" and err.count("error: ") == 1
     assert main(["--model", "x", "-f", name, "-p", "What?"]) == 2
+
+
+def test_a_file_that_would_wait_is_refused(monkeypatch, tmp_path):
+    """/proc/kmsg: a regular file that answers a read with "not now"."""
+    path = tmp_path / "given"
+    path.write_text("x")
+
+    def waiting(*arguments, **options):
+        file = open(*arguments, **options)
+        file.read = lambda size: None
+        return file
+
+    monkeypatch.setattr(documents, "open", waiting, raising=False)
+    with pytest.raises(UsageError, match="given: cannot be read: nothing can be read"):
+        documents.read_text(str(path))
 
 
 # ---------------------------------------------------------------- text

@@ -9,8 +9,9 @@ import struct
 
 import pytest
 
-from engine.errors import BadCheckpoint, EngineError, UsageError
+from engine.errors import BadCheckpoint, EngineError, SettingError, UsageError
 from engine.text import growth
+from engine.text.template import ChatTemplate, checked_messages
 from engine.text.tokenizer import Tokenizer
 from tests.engine.text.tokenizers_made import MADE, save
 
@@ -173,3 +174,29 @@ def test_what_a_template_writes_or_raises_is_text_of_one_line(source, tmp_path):
     with pytest.raises(EngineError) as caught:
         tokenizer.render([{"role": "user", "content": "x"}])
     assert len(str(caught.value)) <= 300 and not set(str(caught.value)) & set("\n\x1b")
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        "hi",
+        None,
+        5,
+        [("user", "hi")],
+        {"role": "user"},
+        [{"role": "user", "content": b"hi"}],
+        [{"role": "user", "content": "hi", "more": {1}}],
+    ],
+    ids=repr,
+)
+def test_what_is_no_list_of_messages_is_refused(messages):
+    for take in (checked_messages, ChatTemplate("x").render):
+        with pytest.raises(SettingError, match="messages: found"):
+            take(messages)
+
+
+def test_a_message_without_end_is_refused():
+    message = {"role": "user"}
+    message["content"] = message
+    with pytest.raises(SettingError, match="Circular"):
+        checked_messages([message])
