@@ -270,6 +270,7 @@ class History:
             stop,
             write=False,
             last_logits=last_logits,
+            pieces=runner.prompt_pieces,
         )
 
     # ---------------------------------------------------------------- running again
@@ -423,9 +424,9 @@ class History:
             tokens = torch.tensor(
                 [session.committed[first:last]], dtype=torch.int64, device=model.device
             )
-            rotary = session.llm.rotary
+            where = (session.llm.rotary, runtime, runner.bank, tokens, first, n)
             with torch.inference_mode():
-                run_chunk(model, rotary, runtime, runner.bank, tokens, first, n, write=False)
+                run_chunk(model, *where, write=False, pieces=runner.prompt_pieces)
             runtime.commit(last - first)
             eta.add(first, last, time.perf_counter() - began)
             if progress is not None:

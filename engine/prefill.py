@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.model.llama import Llama, post_attention, pre_attention
+from engine.model.llama import Llama
+from engine.model.prompt_halves import PLAIN, Pieces
 from engine.model.rope import Rotary
 
 if TYPE_CHECKING:
@@ -29,13 +30,14 @@ def run_chunk(
     total: int,
     write: bool = True,
     last_logits: bool = False,
+    pieces: Pieces = PLAIN,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Run one chunk through all layers: tokens int64 [B, C] at positions start .. start+C-1 of a
     prompt that ends at `total`.
 
     Returns (logits float32 [B, vocab] or None, newest pre-RoPE queries [layers, B, min(C,
     WINDOW_KEPT), H, D]). write=False leaves the bank as it is: it holds this chunk already, and the
-    caller wants its queries or logits.
+    caller wants its queries or logits. pieces: the two halves of a layer.
     """
     config = model.config
     positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
@@ -45,7 +47,7 @@ def run_chunk(
     newest = []
     for number, layer in enumerate(model.layers):
         cos, sin = turns[number]
-        q, k, v, q_pre_rope = pre_attention(layer, x, cos, sin, *sizes)
+        q, k, v, q_pre_rope = pieces[0](layer, x, cos, sin, *sizes)
         newest.append(q_pre_rope[:, -WINDOW_KEPT:].clone())
         del q_pre_rope
         if write:
@@ -65,5 +67,5 @@ def run_chunk(
         else:
             attended = runtime.attend_prompt(number, q, bank, first)
         del q
-        x = post_attention(layer, x, attended, config.rms_norm_eps)
+        x = pieces[1](layer, x, attended, config.rms_norm_eps)
     return model.logits(x[:, -1]) if last_logits else None, torch.stack(newest)

@@ -18,6 +18,7 @@ from engine.bank.device import DeviceBank
 from engine.decode import Step
 from engine.errors import SettingError
 from engine.model.halves import FusedHalves, Halves, PlainHalves, fusable
+from engine.model.prompt_halves import FUSED, PLAIN
 from engine.plan.layers import layer_plan
 from engine.query_ring import QueryRing
 from engine.units import first_line
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from engine.model.rope import Rotary
 
 ROWS = 16 * 512 + 700  # of the rehearsed bank: splits that merge in two levels
+CHUNK = 70  # tokens of the rehearsed prompt
 TIMES = 3  # results must not depend on who ends last
 # of the largest value: a few roundings, of sums in another order
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2**-7, torch.bfloat16: 2**-4}
@@ -91,7 +93,8 @@ def fault(model: Llama, rotary: Rotary, plain: Halves) -> str:
     """Run a layer both ways on this device: why our own kernels may not be used, or ""."""
     try:
         with torch.inference_mode():
-            return _halves_fault(model, rotary, plain) or _merge_fault(model)
+            found = _halves_fault(model, rotary, plain) or _prompt_fault(model, rotary)
+            return found or _merge_fault(model)
     except torch.OutOfMemoryError as error:
         return f"no memory for a rehearsal: {first_line(error)}"
     # whatever a compiler or a driver says is the finding
@@ -119,6 +122,27 @@ def _halves_fault(model: Llama, rotary: Rotary, plain: Halves) -> str:
         ("query", "K", "V", "query ring", "layer", "logits"), *results, strict=True
     ):
         if why := _differs(name, one, other, dtype):
+            return why
+    return ""
+
+
+def _prompt_fault(model: Llama, rotary: Rotary) -> str:
+    """The halves of a layer for a prompt's chunk."""
+    config, layer = model.config, model.layers[0]
+    generator = torch.Generator().manual_seed(1)
+    x, attended = (
+        torch.randn(1, CHUNK, width, generator=generator).to(model.device, model.dtype)
+        for width in (config.hidden_size, config.q_size)
+    )
+    cos, sin = rotary.at(torch.arange(CHUNK, device=model.device)[None])
+    sizes = config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
+    attended = attended.unflatten(2, (config.num_heads, config.head_dim))
+    results = [
+        [*before(layer, x, cos, sin, *sizes), after(layer, x, attended, config.rms_norm_eps)]
+        for before, after in (PLAIN, FUSED)
+    ]
+    for name, one, other in zip(("query", "K", "V", "query", "layer"), *results, strict=True):
+        if why := _differs(f"a prompt's {name}", one, other, model.dtype):
             return why
     return ""
 

@@ -242,16 +242,10 @@ class Session:
         prompt's last, which ends at `stop`.
         """
         model, device = self.model, self.model.device
-        logits, newest = run_chunk(
-            model,
-            self.llm.rotary,
-            self.runtime,
-            self.bank,
-            torch.tensor([ids], dtype=torch.int64, device=device),
-            first,
-            stop,
-            last_logits=first + len(ids) == stop,
-        )
+        tokens = torch.tensor([ids], dtype=torch.int64, device=device)
+        ends, pieces = first + len(ids) == stop, self.runner.prompt_pieces
+        where = (self.llm.rotary, self.runtime, self.bank, tokens, first, stop)
+        logits, newest = run_chunk(model, *where, last_logits=ends, pieces=pieces)
         count, length = min(newest.shape[2], len(ids)), first + len(ids)
         self.query_ring.reserve(length)
         self.query_ring.write_chunk(newest[:, :, -count:], length)

@@ -19,6 +19,7 @@ from engine.methods.base import Setup
 from engine.methods.full import Full
 from engine.model.halves import FusedHalves, PlainHalves
 from engine.model.llama import post_attention, pre_attention
+from engine.model.prompt_halves import prompt_pieces
 
 if TYPE_CHECKING:
     from engine.bank.base import Bank
@@ -76,6 +77,7 @@ class StepRunner:
             backend=backend,
         )
         self.fused = isinstance(self._halves, FusedHalves)
+        self.prompt_pieces = prompt_pieces(self._halves)
         if not self.fused:
             setup = replace(setup, scratch=setup.scratch.merging_apart())
         full = Full()

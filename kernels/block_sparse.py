@@ -23,6 +23,7 @@ from kernels.split import Config, power_of_two, softmax_step
 
 BLOCK = 128
 ROWS = 1024  # tiles of K that are float32 at a time: 4 MB of 8 rows of 128
+MASS_FLOATS = 1 << 23  # logits of tiles at a time: 32 MB, twice while their softmax is taken
 ESTIMATORS = ("antidiagonal", "pooled")
 
 
@@ -39,41 +40,54 @@ def block_mass(
     q [B, C, H, D] at positions first .. first+C-1, first and C multiples of BLOCK; k
     [B, Hkv, >= first+C, D] view; stride: S, a divisor of BLOCK; estimator: one of ESTIMATORS.
     Returns float32 [B, H, C / BLOCK, (first + C) / BLOCK]: a row sums to one, key blocks after the
-    query block are zero. Memory: 4 bytes x group x C x (first + C) / S^2, one K/V head at a time.
+    query block are zero. Memory: `kept_bytes`.
     """
     batch, chunk, heads, dim = q.shape
     kv_heads, stop = k.shape[1], first + chunk
     group, per = heads // kv_heads, BLOCK // stride
-    later = torch.arange(stop // stride, device=q.device) > torch.arange(
-        first // stride, stop // stride, device=q.device
-    ).unsqueeze(1)
+    column = torch.arange(stop // stride, device=q.device)
     mass = torch.empty(batch, heads, chunk // BLOCK, stop // BLOCK, device=q.device)
+    at_once = blocks_at_once(group * per * (stop // stride))
     for b in range(batch):
         for h in range(kv_heads):
-            queries = (
-                q[b, :, h * group : (h + 1) * group]
-                .transpose(0, 1)
-                .reshape(group, chunk // stride, stride, dim)
-            )
+            own = slice(h * group, (h + 1) * group)
+            queries = q[b, :, own].transpose(0, 1).reshape(group, chunk // stride, stride, dim)
             rows_k = k[b, h, :stop].reshape(stop // stride, stride, dim)
             if estimator == "pooled":
-                logits = _product(queries.mean(2), rows_k.mean(1))
+                queries, rows_k = queries.mean(2), rows_k.mean(1)
             else:
-                logits = _product(queries.flip(2).flatten(2), rows_k.flatten(1)).float() / stride
-            weights = torch.softmax((logits.float() * scale).masked_fill(later, float("-inf")), -1)
-            tiles = weights.view(group, chunk // BLOCK, per, stop // BLOCK, per)
-            mass[b, h * group : (h + 1) * group] = tiles.sum((2, 4)) / per
+                queries, rows_k = queries.flip(2).flatten(2), rows_k.flatten(1)
+            for low in range(0, chunk // BLOCK, at_once):
+                high = min(chunk // BLOCK, low + at_once)
+                logits = _product(queries[:, low * per : high * per], rows_k)
+                if estimator != "pooled":
+                    logits.div_(stride)
+                newest = column[first // stride :][low * per : high * per].unsqueeze(1)
+                logits.mul_(scale).masked_fill_(column > newest, float("-inf"))
+                tiles = torch.softmax(logits, -1).view(group, high - low, per, stop // BLOCK, per)
+                del logits
+                mass[b, own, low:high] = tiles.sum((2, 4)).div_(per)
+                del tiles
+            del queries, rows_k
     return mass
 
 
+def blocks_at_once(tiles: int) -> int:
+    """Query blocks whose logits, so many for each, exist at a time."""
+    return max(1, MASS_FLOATS // tiles)
+
+
 def _product(queries: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Multiply [G, N, W] by rows [M, W] to [G, N, M]; in float32, ROWS rows at a time, where a CPU
-    would emulate the dtype.
+    """Multiply [G, N, W] by rows [M, W] to float32 [G, N, M]; on a CPU that would emulate the dtype
+    in float32, ROWS rows at a time.
     """
     if queries.device.type != "cpu" or multiplies(queries.dtype):
-        return queries @ rows.t()
-    wide = queries.float()
-    return torch.cat([wide @ part.float().t() for part in rows.split(ROWS)], -1)
+        return (queries @ rows.t()).float()
+    wide, out = queries.float(), queries.new_empty(*queries.shape[:2], len(rows), dtype=torch.float)
+    for start in range(0, len(rows), ROWS):
+        part = rows[start : start + ROWS]
+        out[..., start : start + len(part)] = wide @ part.float().t()
+    return out
 
 
 def choose_blocks(mass: torch.Tensor, first: int, threshold: float) -> torch.Tensor:
@@ -84,11 +98,39 @@ def choose_blocks(mass: torch.Tensor, first: int, threshold: float) -> torch.Ten
     shape.
     """
     ordered, order = mass.sort(-1, descending=True)
-    wanted = ordered.cumsum(-1) - ordered < threshold
+    wanted = ordered.cumsum(-1).sub_(ordered) < threshold
+    del ordered
     keep = torch.zeros_like(wanted).scatter_(-1, order, wanted)
     column = torch.arange(mass.shape[-1], device=mass.device)
     own = first // BLOCK + torch.arange(mass.shape[-2], device=mass.device).unsqueeze(1)
-    return (keep | (column == 0) | (column == own - 1) | (column == own)) & (column <= own)
+    keep |= (column == 0) | (column == own - 1) | (column == own)
+    return keep.logical_and_(column <= own)
+
+
+def kept_bytes(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    itemsize: int,
+    chunk: int,
+    stop: int,
+    stride: int,
+    estimator: str,
+) -> int:
+    """Return the most bytes that `block_mass` and `choose_blocks` hold at a time for a chunk of so
+    many tokens that ends at `stop`, and `block_lists` after them. (A sort's own workspace and what
+    a CPU converts for a dtype that it emulates are not counted.)
+    """
+    group, per = heads // kv_heads, BLOCK // stride
+    pairs = heads * (chunk // BLOCK) * (stop // BLOCK)
+    blocks = min(chunk // BLOCK, blocks_at_once(group * per * (stop // stride)))
+    tiles = blocks * per * (stop // stride)
+    rows = stop // stride * dim * itemsize if estimator == "pooled" else 0
+    copied = group * chunk * dim * itemsize
+    queries = copied // stride if estimator == "pooled" else copied
+    made = queries + rows + max(copied, 8 * group * tiles)
+    # mass, its order (values and int64), the sum before each, what is wanted
+    return max(4 * pairs + 8 * (stop // stride) + made, (4 + 12 + 4 + 1) * pairs)
 
 
 def attend_blocks(
@@ -166,11 +208,13 @@ def block_lists(keep: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Ten
     column = torch.arange(keep.shape[-1], device=keep.device)
     own = first // BLOCK + torch.arange(keep.shape[-2], device=keep.device).unsqueeze(1)
     past = keep & (column < own)
-    place = past.cumsum(-1) - 1
-    lists = torch.zeros(*keep.shape[:-1], keep.shape[-1] + 1, dtype=torch.int32, device=keep.device)
+    counts, place = past.sum(-1, dtype=torch.int32), past.cumsum(-1).sub_(1)
     # everything else goes to the extra last entry, which is cut off
-    lists.scatter_(-1, torch.where(past, place, keep.shape[-1]), column.int().expand_as(place))
-    return lists[..., :-1].contiguous(), past.sum(-1, dtype=torch.int32)
+    place.masked_fill_(past.logical_not_(), keep.shape[-1])
+    lists = torch.zeros(*keep.shape[:-1], keep.shape[-1] + 1, dtype=torch.int32, device=keep.device)
+    lists.scatter_(-1, place, column.int().expand_as(place))
+    del place
+    return lists[..., :-1].contiguous(), counts
 
 
 @triton.jit

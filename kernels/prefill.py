@@ -151,13 +151,27 @@ def prefill_dense_lse(
 
     Returns (out [B, C, H, D] in q.dtype, lse [B, C, H] float32).
     """
-    out, lse = attend_chunk(q, k, v, start, scale)
+    chunk = attend_chunk(q, k, v, start, scale)
+    found = attend_past(q, k[:, :, :start], v[:, :, :start], scale, chunk)
+    assert found is not None
+    return found[0].to(q.dtype), found[1]
+
+
+Part = tuple[torch.Tensor, torch.Tensor]  # out and log-sum-exp
+
+
+def attend_past(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, so_far: Part | None
+) -> Part | None:
+    """Attend to rows that every query sees, in the parts of `past_parts`, and merge them with
+    `so_far`. Arguments and result as `attend_rows`; None without any row.
+    """
     cudnn = has_cudnn(q.device, q.dtype, q.shape[-1])
-    for first, stop, by_cudnn in past_parts(start, q.device.type == "cpu", cudnn):
+    for first, stop, by_cudnn in past_parts(k.shape[2], q.device.type == "cpu", cudnn):
         rows = slice(first, stop)
-        past = attend_rows(q, k[:, :, rows], v[:, :, rows], scale, by_cudnn)
-        out, lse = merge([(out, lse), past], torch.float32)
-    return out.to(q.dtype), lse
+        part = attend_rows(q, k[:, :, rows], v[:, :, rows], scale, by_cudnn)
+        so_far = part if so_far is None else merge([so_far, part], torch.float32)
+    return so_far
 
 
 def attend_rows(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kernels.prefill import attend_chunk, attend_rows, merge
+from kernels.prefill import attend_chunk, attend_past, attend_rows, merge
 
 if TYPE_CHECKING:
     from engine.bank.base import Bank
@@ -34,8 +34,7 @@ def attend_stream(
     begin = first if begin is None else begin
     so_far = None
     for _, k, v in bank.blocks(layer, 0, begin, ahead=ahead):
-        part = attend_rows(q, k, v, scale)
-        so_far = part if so_far is None else merge([so_far, part], torch.float32)
+        so_far = attend_past(q, k, v, scale, so_far)
     k, v = bank.newest_rows(layer, begin, first + q.shape[1])
     newest = attend_chunk(q, k, v, first - begin, scale)
     if begin < first:

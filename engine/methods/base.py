@@ -72,6 +72,12 @@ class Method:
         """Context length in tokens below which every layer attends to everything."""
         return 0
 
+    def prompt_bytes(self, config: ModelConfig, capacity: int, chunk: int, itemsize: int) -> int:
+        """Device bytes that reading a prompt of `capacity` tokens in such chunks takes beside a
+        chunk's activations and Needs.device_bytes.
+        """
+        return 0
+
     def prompt_rows(
         self,
         capacity: int,

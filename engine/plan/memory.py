@@ -75,6 +75,7 @@ def memory_items(
     if needs.one_chunk:
         chunk = context
     workspace = prefill_bytes(config, size, chunk, device.type)
+    chosen = method.prompt_bytes(config, context, chunk, size)
     return (
         ("weights", *(weights[:2] if weights else _plain_weights(config, size))),
         ("context bank", bank, f"{kept} layers x {config.kv_bytes(size)} B per token"),
@@ -84,6 +85,7 @@ def memory_items(
         ("decode scratch", scratch, ""),
         ("selection", needs.device_bytes, "scores and indices" if needs.selected else ""),
         *((("retained rows", store, "the most that is kept beside the bank"),) if store else ()),
+        *((("sparse prefill", chosen, "what a chunk's queries choose from"),) if chosen else ()),
         ("prefill workspace", workspace, f"activations of one chunk of {chunk} tokens"),
     )
 

@@ -15,15 +15,17 @@ from typing import TYPE_CHECKING
 
 from engine.plan.layers import TAIL_BLOCK
 from engine.plan.needs import Needs
+from kernels.prefill import CUDNN_BLOCK
 from kernels.slots import slots_bytes
 
 if TYPE_CHECKING:
     from engine.model.config import ModelConfig
 
-# Tokens of one of the two device blocks through which an offloaded layer streams back: 201 MB at
-# 4 KB a row. With 65536 an 8B model took 34.07 KiB of device memory per token at 2^20 tokens;
-# smaller blocks mean more partial results to merge.
-STREAM_BLOCK = 49152
+# Tokens of one of the two device blocks through which an offloaded layer streams back: 134 MB at
+# 4 KB a row. As many as cuDNN's attention reads at a time (kernels/prefill.py). With 65536 an 8B
+# model took 34.07 KiB of device memory per token at 2^20 tokens; smaller blocks mean more partial
+# results to merge.
+STREAM_BLOCK = CUDNN_BLOCK
 # slots per selected token: hit rates saturate near four times a step's selection
 SLOTS = 4
 ROW_ALIGN = 64  # bytes: a host sector

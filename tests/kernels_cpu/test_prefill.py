@@ -5,6 +5,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import kernels.prefill
+from engine.bank.streamed_attention import attend_stream
+from engine.plan.placement import STREAM_BLOCK
 from kernels.prefill import prefill_dense, prefill_dense_lse
 from tests.kernel_checks import EPSILON, make_bank, plain
 
@@ -77,6 +79,35 @@ def test_the_past_is_read_once_and_cudnn_sees_one_shape(start, monkeypatch):
     whole, rest = divmod(start, 128)
     expected = [("flash causal", 64)] + whole * [("cudnn", 128)] + [("flash", rest)] * (rest > 0)
     assert calls == expected
+
+
+def test_a_stream_block_is_one_call_of_cudnn(monkeypatch):
+    """An offloaded layer's past comes in blocks that cuDNN reads whole; the last one is flash's."""
+    assert STREAM_BLOCK == kernels.prefill.CUDNN_BLOCK
+    monkeypatch.setattr(kernels.prefill, "CUDNN_BLOCK", 128)
+    monkeypatch.setattr(kernels.prefill, "has_cudnn", lambda *_: True)
+    calls = []
+
+    def fused(q, k, v, causal, scale, cudnn=False):
+        calls.append((k.shape[2], causal, cudnn))
+        return torch.zeros_like(q), q.new_zeros(q.shape[:3], dtype=torch.float32)
+
+    monkeypatch.setattr(kernels.prefill, "_fused", fused)
+    q = torch.empty(1, 64, 8, 64, dtype=torch.bfloat16, device="meta")
+    rows = torch.empty(2, 1, 2, 400, 64, dtype=torch.bfloat16, device="meta")
+
+    class Streamed:
+        def blocks(self, layer, start, stop, size=None, ahead=True):
+            for first in range(start, stop, 128):
+                part = slice(first, min(stop, first + 128))
+                yield first, rows[0, :, :, part], rows[1, :, :, part]
+
+        def newest_rows(self, layer, first, stop):
+            return rows[0, :, :, first:stop], rows[1, :, :, first:stop]
+
+    attend_stream(q, Streamed(), 0, 300, 0.125)
+    past = [(128, False, True), (128, False, True), (44, False, False)]
+    assert calls == [*past, (64, True, False)]
 
 
 def test_no_cudnn_without_a_new_card_or_in_float32(monkeypatch):

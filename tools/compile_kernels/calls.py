@@ -9,6 +9,7 @@ from kernels.column_scores import column_scores
 from kernels.dense_decode import decode_dense
 from kernels.few_rows import multiply_rows
 from kernels.gather import move_rows
+from kernels.many_rows import add_normalize_rows, rotate_rows, swiglu_rows
 from kernels.norm import normalize_rows
 from kernels.rotate_store import rotate_store
 from kernels.scratch import make_scratch
@@ -85,6 +86,8 @@ def call_step(case: Case) -> None:
     x = meta(1, queries, hidden, dtype=dtype)
     if case.launcher == "norm":
         normalize_rows(x, meta(hidden, dtype=dtype), 1e-5)
+        add_normalize_rows(x, x, meta(hidden, dtype=dtype), 1e-5)
+        swiglu_rows(meta(1, queries, 2 * inner, dtype=dtype))
     elif case.launcher == "product":
         multiply_rows(x, meta(hidden, hidden, dtype=dtype))
         multiply_rows(x, meta(hidden, hidden, dtype=dtype), meta(hidden, dtype=dtype))
@@ -95,6 +98,7 @@ def call_step(case: Case) -> None:
     else:
         qkv = meta(1, queries, heads + 16, case.head_dim, dtype=dtype)
         angle = meta(1, queries, case.head_dim // 2, dtype=torch.float32)
+        rotate_rows(qkv, angle, angle, heads + 8)
         group = meta(8192 + 2 * 384, 12, 2, 8, case.head_dim, dtype=dtype)
         for (k, v), twice in (
             (meta(2, 1, 8, CAPACITY, case.head_dim, dtype=dtype), None),

@@ -69,7 +69,8 @@ def timed_chunk(session: Session, first: int, count: int) -> float:
     )
     began = clock()
     with torch.inference_mode():
-        run_chunk(llm.model, llm.rotary, runtime, session.bank, tokens, first, FAR)
+        where = (llm.rotary, runtime, session.bank, tokens, first, FAR)
+        run_chunk(llm.model, *where, pieces=session.runner.prompt_pieces)
     _wait(llm)
     return clock() - began
 

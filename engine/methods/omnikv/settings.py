@@ -27,6 +27,7 @@ from engine.plan.layers import PAPER_WAIT, TAIL_BLOCK, LayerPlan, Role, layer_pl
 from engine.plan.mem import budget_from_mem
 from engine.plan.needs import Needs
 from engine.settings import at_most_one, boolean, fraction, integer, is_integer, one_of
+from kernels.block_sparse import kept_bytes
 
 if TYPE_CHECKING:
     from engine.model.config import ModelConfig
@@ -181,6 +182,27 @@ class OmniKV(Method):
             return None
         # a prompt that is read sparsely is read densely at its end
         return self.prefill_dense_end if self.prefill_ratio else 0
+
+    def prompt_bytes(self, config: ModelConfig, capacity: int, chunk: int, itemsize: int) -> int:
+        """What a chunk's blocks choose, in every group, and how block-sparse layers choose."""
+        found = 0
+        if self.prefill_ratio:
+            k = min(self.prefill_ratio * self.prefill_block, capacity)
+            groups = sum(1 for group in self.plan(config).groups if group.layers)
+            # positions, their rows where they are listed, the list
+            found += 3 * 4 * groups * -(-chunk // self.prefill_block) * k
+        if self.dense_layers == "block_sparse":
+            found += kept_bytes(
+                config.num_heads,
+                config.num_kv_heads,
+                config.head_dim,
+                itemsize,
+                chunk,
+                capacity,
+                self.dense_stride,
+                self.dense_estimator,
+            )
+        return found
 
     def prompt_rows(
         self,

@@ -31,6 +31,7 @@ from engine.methods.select.minference_patterns import (
     a_shape,
     checked,
     line_sums,
+    line_sums_bytes,
     sizes,
     vertical_slash,
 )
@@ -92,6 +93,13 @@ class MInference(Method):
         return Needs(
             every_query=True, one_chunk=True, final_call=None, own_prompts=True, cuda_graph=True
         )
+
+    def prompt_bytes(self, config: ModelConfig, capacity: int, chunk: int, itemsize: int) -> int:
+        """The lines of a whole prompt as they are ranked, where a head has any."""
+        if all(pattern[0] != "vertical_slash" for row in self.table(config) for pattern in row):
+            return 0
+        heads = config.num_heads, config.num_kv_heads, config.head_dim
+        return line_sums_bytes(*heads, itemsize, capacity)
 
     def table(self, config: ModelConfig) -> tuple[tuple[Pattern, ...], ...]:
         """Patterns [layer][query head]."""

@@ -62,7 +62,7 @@ def line_sums(
     stop].
 
     q [R, H, D]: the queries at positions stop-R .. stop-1; k [Hkv, >= stop, D]. Diagonal d holds
-    the pairs (i, i - d). One K/V head's weights exist at a time: 4 x group x R x stop bytes.
+    the pairs (i, i - d). One K/V head's weights exist at a time; memory: `line_sums_bytes`.
     """
     count, heads, dim = q.shape
     group = heads // len(k)
@@ -72,13 +72,23 @@ def line_sums(
     ).unsqueeze(1)
     for head in range(len(k)):
         own = slice(head * group, (head + 1) * group)
-        logits = q[:, own].float().transpose(0, 1) @ k[head, :stop].float().t() * scale
-        weights = torch.softmax(logits.masked_fill(later, float("-inf")), -1)
+        logits = q[:, own].float().transpose(0, 1) @ k[head, :stop].float().t()
+        weights = torch.softmax(logits.mul_(scale).masked_fill_(later, float("-inf")), -1)
+        del logits
         columns[own] = weights.sum(1)
         for i in range(count):
             seen = stop - count + i + 1
             diagonals[own, :seen] += weights[:, i, :seen].flip(-1)
+        del weights
     return columns, diagonals
+
+
+def line_sums_bytes(heads: int, kv_heads: int, dim: int, itemsize: int, stop: int) -> int:
+    """Return the most bytes that `line_sums` holds at a time for a prompt of `stop` tokens."""
+    logits = 4 * heads // kv_heads * LAST
+    wide = 4 * dim if itemsize < 4 else 0
+    # both sums of all heads, what a query does not see, and a head's K, logits and weights
+    return stop * (8 * heads + LAST + logits + max(wide, logits))
 
 
 class Lines:
