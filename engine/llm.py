@@ -135,7 +135,7 @@ class LLM:
 
     def _prepare(self, name: str, config: ModelConfig, options: Options) -> None:
         """Plan: everything that is known before weights are read."""
-        self.name, self.config, self.options = name, config, options
+        self.name, self.config, self.options = name, options.holding(config), options
         self.device = options.resolved_device()
         self.dtype = options.resolved_dtype(config.dtype, self.device)
         self.model: Llama | None = None
@@ -148,7 +148,7 @@ class LLM:
         method = options.method if options.method is not None else self._default_method()
         self.method, layers = self.resolve_method(method)
         self._plan = self._make_plan(self.method, layers, options.max_context, options.chunk)
-        self.config = config.at_context(self._plan.max_context)
+        self.config = self.config.at_context(self._plan.max_context)
 
     def _make_plan(
         self,

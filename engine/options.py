@@ -27,6 +27,7 @@ MOST_THREADS = 64  # or four for each core: with 10,000 a token takes 20 s
 OFFLOADS = ("auto", "host", "device")
 STEPS = ("auto", "fused", "plain")
 WEIGHTS = ("auto", "int8", "int4", "float")
+BANKS = ("auto", "model", "int8")
 
 
 OLDEST = (8, 0)  # compute capability: bfloat16 products and 16-byte asynchronous copies
@@ -65,8 +66,8 @@ class Options:
     how a decode step multiplies and normalizes: "fused" (our own kernels), "plain" (torch's
     operators), or "auto": on a GPU fused, if a rehearsal on the device agrees with plain. weights:
     "auto" (as stored), "int8" or "int4" to round float weights as they are read, "float" to
-    dequantise what is stored in few bits (docs/QUANTISATION.md). check_finite: refuse weights with
-    NaN or infinity.
+    dequantise what is stored in few bits. bank: "model" (K and V in the model's dtype; "auto" is
+    that) or "int8" (docs/QUANTISATION.md). check_finite: refuse weights with NaN or infinity.
     """
 
     device: str = "auto"
@@ -86,6 +87,7 @@ class Options:
     backend: str = "auto"
     step: str = "auto"
     weights: str = "auto"
+    bank: str = "auto"
     check_finite: bool = True
 
     def __post_init__(self) -> None:
@@ -101,6 +103,7 @@ class Options:
         one_of("offload", self.offload, OFFLOADS)
         one_of("step", self.step, STEPS)
         one_of("weights", self.weights, WEIGHTS)
+        one_of("bank", self.bank, BANKS)
         if self.rope is not None and not isinstance(self.rope, str):
             raise SettingError(f"rope: found {found(self.rope)}, expected a text such as 'yarn:4'")
         one_of("beyond", self.beyond, (False, True))
@@ -177,6 +180,19 @@ class Options:
         if why := unfit(device.index or 0):
             raise SettingError(f"device: found {name!r}, {why}; use device='cpu'")
         return torch.device(device.type, device.index or 0)
+
+    def holding(self, config: ModelConfig) -> ModelConfig:
+        """`config` with the form of the bank's rows that `bank` asks for. Raises SettingError where
+        the model's heads cannot be packed.
+        """
+        if self.bank != "int8":
+            return dataclasses.replace(config, bank="model")
+        if config.head_dim % 4:
+            raise SettingError(
+                f"bank: found 'int8', expected 'auto' or 'model' for heads of {config.head_dim} "
+                f"elements: packed rows take multiples of 4"
+            )
+        return dataclasses.replace(config, bank="int8")
 
     def resolved_dtype(self, stored: str, device: torch.device) -> torch.dtype:
         """The torch.dtype that `dtype` means for weights stored as `stored` on a device."""

@@ -24,6 +24,7 @@ from engine.query_ring import QueryRing
 from engine.units import first_line
 from kernels.dense_decode import decode_dense
 from kernels.dispatch import choose_for
+from kernels.rows_int8 import floats
 from kernels.scratch import make_scratch
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def _halves_fault(model: Llama, rotary: Rotary, plain: Halves) -> str:
         visible = torch.full((1,), 6, dtype=torch.int32, device=device)
         q = form.before(0, x, cos, sin, Step(positions, visible, bank, 64, ring, rotary))
         found = form.after(0, x, q)
-        results.append([q, *(t.clone() for t in bank.kv(0)), ring.slots, found, form.logits(found)])
+        results.append([q, *(floats(t) for t in bank.kv(0)), ring.slots, found, form.logits(found)])
     for name, one, other in zip(
         ("query", "K", "V", "query ring", "layer", "logits"), *results, strict=True
     ):

@@ -19,6 +19,7 @@ from kernels._triton import tl, triton
 from kernels.dispatch import choose
 from kernels.isa import multiplies
 from kernels.prefill import attend_chunk, attend_rows, merge
+from kernels.rows_int8 import floats, load_keys, load_values, scaled_logits, unpack
 from kernels.split import Config, power_of_two, softmax_step
 
 BLOCK = 128
@@ -52,7 +53,7 @@ def block_mass(
         for h in range(kv_heads):
             own = slice(h * group, (h + 1) * group)
             queries = q[b, :, own].transpose(0, 1).reshape(group, chunk // stride, stride, dim)
-            rows_k = k[b, h, :stop].reshape(stop // stride, stride, dim)
+            rows_k = unpack(k[b, h, :stop], q.dtype).reshape(stop // stride, stride, dim)
             if estimator == "pooled":
                 queries, rows_k = queries.mean(2), rows_k.mean(1)
             else:
@@ -173,7 +174,7 @@ def attend_blocks_ref(
     out, lse = torch.empty_like(q), torch.empty(batch, chunk, heads, device=q.device)
     for b in range(batch):
         rows_k, rows_v = (
-            t[b, :, : first + chunk].reshape(t.shape[1], -1, BLOCK, dim) for t in (k, v)
+            t[b, :, : first + chunk].reshape(t.shape[1], -1, BLOCK, t.shape[3]) for t in (k, v)
         )
         lists = [
             [rows[: (first // BLOCK + n)].nonzero().squeeze(1) for n, rows in enumerate(head)]
@@ -189,7 +190,7 @@ def attend_blocks_ref(
                 if not len(lists[head][n]):
                     continue
                 past_k, past_v = (
-                    t[head // group].index_select(0, lists[head][n]).view(1, 1, -1, dim)
+                    t[head // group].index_select(0, lists[head][n]).view(1, 1, -1, k.shape[3])
                     for t in (rows_k, rows_v)
                 )
                 past_out[:, :, head : head + 1], past_lse[:, :, head : head + 1] = attend_rows(
@@ -281,11 +282,13 @@ def blocks_kernel(
     every = tiles + (tile + 1) * M // TILE
     row = tl.where(tiles > 0, tl.load(lists, mask=tiles > 0, other=0) * BLOCK, own) + t
     last = own + tile * M + r
+    whole = tl.full([TILE], True, tl.int1)
     for i in range(0, every):
-        place = row.to(tl.int64)[:, None]
-        k_tile = tl.load(k + place * skt + d[None, :], mask=(d < D)[None, :], other=0.0)
-        values = tl.load(v + place * svt + d[None, :], mask=(d < D)[None, :], other=0.0)
+        place = row.to(tl.int64)
+        k_tile = load_keys(k, place, skt, d, whole, rows, D)
+        values = load_values(v, place, svt, d, whole, rows, D)
         scores = tl.dot(rows, tl.trans(k_tile), input_precision="ieee") * scale
+        scores = scaled_logits(scores, k, place, skt, whole, D)
         scores = tl.where(row[None, :] <= last[:, None], scores, float("-inf"))
         m, total, acc = softmax_step(scores, values, m, total, acc)
         after = i + 1
@@ -377,7 +380,7 @@ def exact_mass(q: torch.Tensor, k: torch.Tensor, first: int, scale: float) -> to
     ).unsqueeze(1)
     for b in range(batch):
         for head in range(heads):
-            logits = (q[b, :, head].float() @ k[b, head // group, :stop].float().t()) * scale
+            logits = (q[b, :, head].float() @ floats(k[b, head // group, :stop]).t()) * scale
             weights = torch.softmax(logits.masked_fill_(later, float("-inf")), -1)
             mass[b, head] = (
                 weights.view(chunk // BLOCK, BLOCK, stop // BLOCK, BLOCK).sum((1, 3)) / BLOCK

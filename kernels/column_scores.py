@@ -14,6 +14,7 @@ from kernels._triton import tl, triton
 from kernels.dispatch import choose
 from kernels.host_values import on_device
 from kernels.isa import multiplies
+from kernels.rows_int8 import floats, load_keys, scaled_logits, unpack
 from kernels.split import Config, power_of_two
 
 # rows per block on a CPU: the block's logits (4 B x C x G x ROWS, 3 MB at C = 256, G = 3) stay near
@@ -63,7 +64,7 @@ def column_scores_ref(
     batch, chunk, heads, dim = q.shape
     kv_heads = k.shape[1]
     folded = q.float().reshape(batch, chunk, kv_heads, heads // kv_heads, dim)
-    logits = torch.einsum("bchgd,bhnd->bchgn", folded, k[:, :, :stop].float()) * scale
+    logits = torch.einsum("bchgd,bhnd->bchgn", folded, floats(k[:, :, :stop])) * scale
     weights = torch.exp(logits - lse.reshape(batch, chunk, kv_heads, -1, 1))
     sums[:, :stop] = weights.flatten(2, 3).amax(2).sum(1)
 
@@ -96,7 +97,7 @@ def column_scores_cpu(
             last = min(stop, first + ROWS)
             best = None
             for h in range(kv_heads):
-                rows = k[b, h, first:last]
+                rows = unpack(k[b, h, first:last], folded.dtype)
                 logits = torch.mm(folded[h], (rows.float() if wide else rows).t())
                 # float32, whatever the product's dtype
                 most = torch.add(shift[h], logits, alpha=scale)
@@ -149,10 +150,12 @@ def column_kernel(
     if row < stop:
         t = row + tl.arange(0, N)
         d = tl.arange(0, DP)
-        tile_at = k + b * skb + t.to(tl.int64)[:, None] * skt + d[None, :]
+        k += b * skb
+        place_k = t.to(tl.int64)
+        seen = t < stop
+        like = tl.zeros([1], q.dtype.element_ty)
         rows_at = q + b * sqb + d[None, :]
         shift_at = lse + b * slb
-        inside = (t < stop)[:, None] & (d < D)[None, :]
         total = tl.zeros([N], tl.float32)
         for c in range(first, last, M * stride):
             at = c + tl.arange(0, M) * stride
@@ -160,7 +163,8 @@ def column_kernel(
             place = at.to(tl.int64)[:, None] * sqc
             best = tl.full([M, N], float("-inf"), tl.float32)
             for h in range(0, kv_heads):
-                tile = tl.load(tile_at + tl.cast(h, tl.int64) * skh, mask=inside, other=0.0)
+                keys = k + tl.cast(h, tl.int64) * skh
+                tile = load_keys(keys, place_k, skt, d, seen, like, D)
                 for g in range(0, group):
                     head = h * group + g
                     rows = tl.load(
@@ -175,6 +179,7 @@ def column_kernel(
                     x = tl.dot(rows, tl.trans(tile), input_precision="ieee") * (
                         scale * 1.4426950408889634
                     )
+                    x = scaled_logits(x, keys, place_k, skt, seen, D)
                     best = tl.maximum(best, x - shift[:, None])
             total += tl.sum(tl.where(live[:, None], tl.exp2(best), 0.0), 0)
         tl.store(sums + b * ssb + n * ssn + t, total, mask=t < stop)

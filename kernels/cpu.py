@@ -18,6 +18,7 @@ from collections.abc import Iterator
 import torch
 
 from kernels.isa import fuses, multiplies, vectorises
+from kernels.rows_int8 import floats, is_packed, scales, values
 
 # elements of K or V that are float32 at a time in a filter layer: 2 MB, 512 rows of 8 x 128. A
 # quarter of it is 1.1 times slower: so many bytes drive an operator's code from L2, 10 us each
@@ -55,7 +56,7 @@ def attend_sequence(
         .reshape(kv_heads, queries * group, dim)
     )
     out, lse = None, torch.full((), -math.inf)
-    if shared and not fuses(q.dtype, packed.shape[1]):
+    if shared and (is_packed(k) or not fuses(q.dtype, packed.shape[1])):
         out, lse = attend_widened(packed, k[:, :shared], v[:, :shared], scale, buffer)
     elif shared:
         out, lse = _flash(
@@ -80,9 +81,9 @@ def _attend_newest(
     lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add the rows that not every query sees: query j sees m - (Q-1-j) of k, v [Hkv, m < Q, D]."""
-    kv_heads, rows, dim = k.shape
+    kv_heads, rows, _ = k.shape
     logits = (
-        torch.matmul(packed.float(), k.float().transpose(1, 2)).view(
+        torch.matmul(packed.float(), floats(k).transpose(1, 2)).view(
             kv_heads, queries, packed.shape[1] // queries, rows
         )
         * scale
@@ -92,7 +93,7 @@ def _attend_newest(
     logits = logits.flatten(1, 2)
     total = torch.logaddexp(lse, torch.logsumexp(logits, -1))
     base = total.masked_fill(total == -math.inf, 0.0).unsqueeze(-1)
-    added = torch.matmul(torch.exp(logits - base), v.float())
+    added = torch.matmul(torch.exp(logits - base), floats(v))
     if out is not None:
         added += out.float() * torch.exp(lse.unsqueeze(-1) - base)
     return added.to(packed.dtype), total
@@ -139,8 +140,10 @@ def logit_blocks(
         for h in range(kv_heads):
             rows_k = k[h, start:stop]
             if k.dtype != torch.float32:
-                rows_k = wide.copy_(rows_k)
-            torch.mm(packed[h], rows_k.t(), out=logits[h])
+                wide.copy_(values(rows_k) if is_packed(k) else rows_k)
+            torch.mm(packed[h], (rows_k if k.dtype == torch.float32 else wide).t(), out=logits[h])
+            if is_packed(k):
+                logits[h] *= scales(rows_k)
         yield start, stop, logits.view(kv_heads, queries, group, stop - start)
 
 
@@ -173,8 +176,8 @@ def attend_scored(
     kernel's log-sum-exp is no substitute: its exponential is good to 5e-5 in bfloat16, and scores
     of different heads must compare to 1e-5.
     """
-    kv_heads, rows, dim = k.shape
-    heads = q.shape[1]
+    kv_heads, rows, _ = k.shape
+    heads, dim = q.shape[1:]
     size = chunk_rows(kv_heads * dim, rows)
     if buffer is None or buffer.numel() < size * kv_heads * dim:
         buffer = torch.empty(size * kv_heads * dim)
@@ -185,16 +188,18 @@ def attend_scored(
     for weights, at in _chunks(parts):
         rows_k = _widened(k[:, at], buffer, copied=dim >= COPIED)
         torch.bmm(packed, rows_k.transpose(1, 2), out=weights)
+        _scale(weights, k[:, at])
     if kind == "raw":
         _head_maxima(parts, scores)
     _softmax(parts)
     if kind == "softmax":
         _head_maxima(parts, scores)
     out = torch.zeros_like(packed)
-    if multiplies(v.dtype) and v.dtype != torch.float32:
+    if v.dtype != torch.float32 and not is_packed(v) and multiplies(v.dtype):
         _add_narrow(out, parts, v)
     else:
         for weights, at in _chunks(parts):
+            _scale(weights, v[:, at])
             out.baddbmm_(weights, _widened(v[:, at], buffer))
     return out.view(1, heads, dim).to(q.dtype)
 
@@ -236,15 +241,24 @@ def _add_narrow(out: torch.Tensor, parts: list[Part], v: torch.Tensor) -> None:
 
 
 def _widened(rows: torch.Tensor, buffer: torch.Tensor, copied: bool = False) -> torch.Tensor:
-    """Convert rows to float32 in `buffer`; float32 rows stay where they are, or are copied."""
+    """Convert rows to float32 in `buffer`: of packed rows the values, which `_scale` goes with.
+    float32 rows stay where they are, or are copied.
+    """
     if rows.dtype == torch.float32 and not copied:
         return rows
+    rows = values(rows) if is_packed(rows) else rows
     wide = buffer[: rows.numel()].view(rows.shape)
     if vectorises(rows.dtype):
         return wide.copy_(rows)
     for head, narrow in zip(wide, rows):
         head.copy_(narrow)
     return wide
+
+
+def _scale(weights: torch.Tensor, rows: torch.Tensor) -> None:
+    """Multiply weights [Hkv, G, n] by the scales of packed rows [Hkv, n, D + 4], in place."""
+    if is_packed(rows):
+        weights *= scales(rows).unsqueeze(1)
 
 
 def _softmax(parts: list[Part]) -> torch.Tensor:
@@ -275,7 +289,7 @@ def _head_maxima(parts: list[Part], scores: torch.Tensor) -> None:
 
 def widened_floats(kv_heads: int, packed: int, dim: int, rows: int, dtype: torch.dtype) -> int:
     """Size the buffer of `attend_widened` in float32 elements; 0 where the fused kernel attends."""
-    if fuses(dtype, packed):
+    if dtype != torch.int8 and fuses(dtype, packed):
         return 0
     size = chunk_rows(kv_heads * dim, rows)
     heads = kv_heads * packed
@@ -294,12 +308,13 @@ def attend_widened(
     scale: float,
     buffer: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend without a mask by float32 products, for 16 bits that the fused kernel emulates.
+    """Attend without a mask by float32 products, for packed rows and for 16 bits that the fused
+    kernel emulates.
 
-    packed [Hkv, R, D]; k, v [Hkv, n, D], n >= 1; buffer: float32 of `widened_floats` elements or
+    packed [Hkv, R, D]; k, v [Hkv, n, D], n >= 1, or packed; buffer: float32 of `widened_floats` elements or
     None (allocates). Returns (out [Hkv, R, D] float32, lse [Hkv, R] float32).
     """
-    kv_heads, rows, dim = k.shape
+    kv_heads, rows, dim = len(k), k.shape[1], packed.shape[-1]
     heads = kv_heads * packed.shape[1]
     size = chunk_rows(kv_heads * dim, rows)
     span = size * _span(heads, size)
@@ -314,10 +329,12 @@ def attend_widened(
         parts = _parts(held, packed.shape[:2], some_k.shape[1], size)
         for weights, at in _chunks(parts):
             torch.bmm(folded, _widened(some_k[:, at], buffer).transpose(1, 2), out=weights)
+            _scale(weights, some_k[:, at])
         new = _softmax(parts)
         total = torch.logaddexp(lse, new)
         part = torch.zeros_like(folded)
         for weights, at in _chunks(parts):
+            _scale(weights, some_v[:, at])
             part.baddbmm_(weights, _widened(some_v[:, at], buffer))
         out.mul_(torch.exp(lse - total).view(kv_heads, -1, 1))
         out.add_(part.mul_(torch.exp(new - total).view(kv_heads, -1, 1)))

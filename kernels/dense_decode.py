@@ -17,6 +17,7 @@ from kernels.digits import BINS, count_first_digit, ordered
 from kernels.dispatch import choose
 from kernels.merge import merge, merge_when_last, merging
 from kernels.reference import attend_alone, head_max
+from kernels.rows_int8 import load_keys, load_values, scaled_logits
 from kernels.scratch import Scratch, make_scratch
 from kernels.split import (
     DENSE_SPLIT,
@@ -194,11 +195,11 @@ def dense_kernel(
         acc = tl.zeros([M, DP], tl.float32)
         for start in range(0, stop, BLOCK):
             t = start + tl.arange(0, BLOCK)
-            inside = (t < stop)[:, None] & (d < D)[None, :]
             at = t.to(tl.int64) if WIDE else t
-            k_tile = tl.load(k + at[:, None] * skt + d[None, :], mask=inside, other=0.0)
-            values = tl.load(v + at[:, None] * svt + d[None, :], mask=inside, other=0.0)
+            k_tile = load_keys(k, at, skt, d, t < stop, rows, D)
+            values = load_values(v, at, svt, d, t < stop, rows, D)
             scores = tl.dot(rows, tl.trans(k_tile), input_precision="ieee") * scale
+            scores = scaled_logits(scores, k, at, skt, t < stop, D)
             if SCORED:
                 tl.store(left + t[None, :], scores, mask=newest & (t < stop)[None, :])
             scores = tl.where(t[None, :] < tl.minimum(limit, stop)[:, None], scores, float("-inf"))

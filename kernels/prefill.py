@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kernels.dispatch import choose
 from kernels.isa import fuses
 from kernels.reference import attend
+from kernels.rows_int8 import is_packed, unpack
 
 # rows of the past at a time: the fused CPU kernel packs a copy of all its bfloat16 K and V, and a
 # 16-bit dtype that the CPU emulates becomes float32
@@ -46,16 +47,19 @@ def has_cudnn(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     return True
 
 
-def past_parts(start: int, on_cpu: bool, cudnn: bool) -> list[tuple[int, int, bool]]:
+def past_parts(
+    start: int, on_cpu: bool, cudnn: bool, packed: bool = False
+) -> list[tuple[int, int, bool]]:
     """Cut the rows 0 .. start-1 of the past: [(first, stop, whether cuDNN reads them)].
 
     A CPU reads blocks of PAST_BLOCK. A GPU reads whole blocks of CUDNN_BLOCK by cuDNN where it has
-    it, and the rest, which packs nothing, in one pass of the flash kernel.
+    it, and the rest, which packs nothing, in one pass of the flash kernel. packed: rows become
+    floats in memory, on a GPU too in blocks of CUDNN_BLOCK.
     """
     if on_cpu:
         return [(i, min(start, i + PAST_BLOCK), False) for i in range(0, start, PAST_BLOCK)]
-    whole = start // CUDNN_BLOCK * CUDNN_BLOCK if cudnn else 0
-    parts = [(i, i + CUDNN_BLOCK, True) for i in range(0, whole, CUDNN_BLOCK)]
+    whole = start // CUDNN_BLOCK * CUDNN_BLOCK if cudnn or packed else 0
+    parts = [(i, i + CUDNN_BLOCK, cudnn) for i in range(0, whole, CUDNN_BLOCK)]
     return parts + ([(whole, start, False)] if whole < start else [])
 
 
@@ -118,7 +122,7 @@ def prefill_dense(
         return prefill_dense_ref(q, k, v, start, scale)
     # in float32 torch would build the mask, and every score; cuDNN reads whole blocks of the past
     blocks = start >= CUDNN_BLOCK and has_cudnn(q.device, q.dtype, q.shape[-1])
-    if chosen == "triton" and q.dtype != torch.float32 and not blocks:
+    if chosen == "triton" and q.dtype != torch.float32 and not blocks and not is_packed(k):
         return prefill_dense_cuda(q, k, v, start, scale)
     return prefill_dense_lse(q, k, v, start, scale)[0]
 
@@ -167,7 +171,8 @@ def attend_past(
     `so_far`. Arguments and result as `attend_rows`; None without any row.
     """
     cudnn = has_cudnn(q.device, q.dtype, q.shape[-1])
-    for first, stop, by_cudnn in past_parts(k.shape[2], q.device.type == "cpu", cudnn):
+    on_cpu = q.device.type == "cpu"
+    for first, stop, by_cudnn in past_parts(k.shape[2], on_cpu, cudnn, is_packed(k)):
         rows = slice(first, stop)
         part = attend_rows(q, k[:, :, rows], v[:, :, rows], scale, by_cudnn)
         so_far = part if so_far is None else merge([so_far, part], torch.float32)
@@ -190,7 +195,7 @@ def attend_rows(
         .permute(0, 2, 3, 1, 4)
         .reshape(batch, kv_heads, group * chunk, dim)
     )
-    out, lse = _fused(folded, k, v, False, scale, cudnn)
+    out, lse = _fused(folded, unpack(k, q.dtype), unpack(v, q.dtype), False, scale, cudnn)
     out = (
         out.view(batch, kv_heads, group, chunk, dim)
         .permute(0, 3, 1, 2, 4)
@@ -211,10 +216,8 @@ def attend_chunk(
     """
     group = q.shape[2] // k.shape[1]
     rows = slice(start, start + q.shape[1])
-    rows_k, rows_v = (
-        t[:, :, rows].repeat_interleave(group, dim=1) if group > 1 else t[:, :, rows]
-        for t in (k, v)
-    )
+    own = [unpack(t[:, :, rows], q.dtype) for t in (k, v)]
+    rows_k, rows_v = (t.repeat_interleave(group, dim=1) if group > 1 else t for t in own)
     out, lse = _fused(q.transpose(1, 2), rows_k, rows_v, True, scale)
     return out.transpose(1, 2), lse.float().view(q.shape[0], q.shape[2], q.shape[1]).transpose(1, 2)
 

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
+from kernels.rows_int8 import floats
+
 
 def attend(
     q: torch.Tensor,
@@ -23,7 +25,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend with Q queries to n rows of K and V, in float32.
 
-    q [Q, H, D]; k, v [Hkv, n, D] of any strides and dtype; visible [Q] ints: query j sees rows
+    q [Q, H, D]; k, v [Hkv, n, D] of any strides and dtype, or packed; visible [Q] ints: query j sees rows
     below visible[j]. Returns (out [Q, H, D] in q.dtype, logits): with `scores`, the scaled logits
     [Q, H, n] float32, -inf where a row is not visible; else None.
     """
@@ -36,12 +38,12 @@ def attend(
         .transpose(0, 1)
         .reshape(kv_heads, queries * group, dim)
     )
-    logits = torch.bmm(packed, k.float().contiguous().transpose(1, 2)) * scale
+    logits = torch.bmm(packed, floats(k).contiguous().transpose(1, 2)) * scale
     logits = logits.view(kv_heads, queries, group, rows)
     limit = torch.as_tensor(visible, device=k.device).view(1, queries, 1, 1)
     logits = logits.masked_fill(torch.arange(rows, device=k.device) >= limit, float("-inf"))
     weights = torch.softmax(logits, dim=-1).view(kv_heads, queries * group, rows)
-    out = torch.bmm(weights, v.float().contiguous()).view(kv_heads, queries, group, dim)
+    out = torch.bmm(weights, floats(v).contiguous()).view(kv_heads, queries, group, dim)
     out = out.transpose(0, 1).reshape(queries, heads, dim).to(q.dtype)
     return out, logits.transpose(0, 1).reshape(queries, heads, rows) if scores else None
 

@@ -10,6 +10,7 @@ from kernels._triton import tl, triton
 from kernels.dependent import dependent, wait_for_last_kernel
 from kernels.split import power_of_two
 from kernels.store import store_step_ref
+from kernels.rows_int8 import row_scale
 
 
 def rotate_store_ref(
@@ -79,9 +80,20 @@ def rotate_store(
 
 @triton.jit
 def put(to, first, second, h, HALF: tl.constexpr):
-    """Store both halves of one head."""
-    tl.store(to + h, first.to(to.dtype.element_ty), mask=h < HALF)
-    tl.store(to + HALF + h, second.to(to.dtype.element_ty), mask=h < HALF)
+    """Store both halves of one head, zero beyond HALF, in the form of `to` (kernels/rows_int8.py)."""
+    if to.dtype.element_ty == tl.int8:
+        most = tl.maximum(tl.max(tl.abs(first), 0), tl.max(tl.abs(second), 0))
+        scale, inverse = row_scale(most)
+        tl.store(to + h, tl.floor(first.to(tl.float32) * inverse + 0.5).to(tl.int8), mask=h < HALF)
+        tl.store(
+            to + HALF + h,
+            tl.floor(second.to(tl.float32) * inverse + 0.5).to(tl.int8),
+            mask=h < HALF,
+        )
+        tl.store((to + 2 * HALF).to(tl.pointer_type(tl.float32)), scale)
+    else:
+        tl.store(to + h, first.to(to.dtype.element_ty), mask=h < HALF)
+        tl.store(to + HALF + h, second.to(to.dtype.element_ty), mask=h < HALF)
 
 
 @triton.jit
@@ -134,6 +146,7 @@ def rotate_store_kernel(
         s = tl.load(sin + token * HALF + h, mask=h < HALF, other=0.0)
         low = first.to(tl.float32) * c - second.to(tl.float32) * s
         high = second.to(tl.float32) * c + first.to(tl.float32) * s
+        low, high = low.to(out.dtype.element_ty), high.to(out.dtype.element_ty)
         if head < H:
             put(out + (token.to(tl.int64) * H + head) * 2 * HALF, low, high, h, HALF)
             put(ring + ((b * slots + at % slots) * H + head) * 2 * HALF, first, second, h, HALF)

@@ -12,6 +12,7 @@ from kernels.dependent import dependent, wait_for_last_kernel
 from kernels.dispatch import choose
 from kernels.merge import merge, merge_when_last, merging
 from kernels.reference import attend_alone
+from kernels.rows_int8 import load_keys, load_values, scaled_logits
 from kernels.scratch import Scratch, make_scratch
 from kernels.split import (
     SPARSE_CHUNK,
@@ -108,9 +109,8 @@ def decode_sparse_cpu(
     Gathers K and V into scratch, then attends to them as one short sequence. A token-major bank
     gathers whole rows (`token_rows`), any other layout a row per kv head.
     """
-    out = torch.empty_like(q)
-    batch, queries, heads, dim = q.shape
-    kv_heads = k.shape[1]
+    out, batch = torch.empty_like(q), len(q)
+    kv_heads, dim = k.shape[1], k.shape[3]  # of packed rows D + 4
     for b in range(batch):
         kept, start, n = int(counts[b]), int(tail_start[b]), int(lengths[b])
         total, rows = kept + n - start, token_rows(k, v, b)
@@ -221,10 +221,10 @@ def sparse_kernel(
         t = first + tl.arange(0, BLOCK)
         row = bank_rows(index, t, stop, kept, start)
         for _ in range(first, stop, BLOCK):
-            inside = (t < stop)[:, None] & (d < D)[None, :]
-            k_tile = tl.load(k + row[:, None] * skt + d[None, :], mask=inside, other=0.0)
-            values = tl.load(v + row[:, None] * svt + d[None, :], mask=inside, other=0.0)
+            k_tile = load_keys(k, row, skt, d, t < stop, rows, D)
+            values = load_values(v, row, svt, d, t < stop, rows, D)
             scores = tl.dot(rows, tl.trans(k_tile), input_precision="ieee") * scale
+            scores = scaled_logits(scores, k, row, skt, t < stop, D)
             scores = tl.where(t[None, :] < tl.minimum(limit, stop)[:, None], scores, float("-inf"))
             m, total, acc = softmax_step(scores, values, m, total, acc)
             t += BLOCK

@@ -12,6 +12,7 @@ from kernels.dispatch import choose
 from kernels.host_values import on_device
 from kernels.prefill import attend_chunk, attend_rows, merge
 from kernels.reference import attend
+from kernels.rows_int8 import load_keys, load_values, scaled_logits
 from kernels.sparse_decode import bank_rows
 from kernels.split import Config, power_of_two, softmax_step
 
@@ -179,10 +180,10 @@ def gathered_kernel(
         t = tl.arange(0, BLOCK)
         row = bank_rows(index, t, stop, kept, local)
         for _ in range(0, stop, BLOCK):
-            inside = (t < stop)[:, None] & (d < D)[None, :]
-            k_tile = tl.load(k + row[:, None] * skt + d[None, :], mask=inside, other=0.0)
-            values = tl.load(v + row[:, None] * svt + d[None, :], mask=inside, other=0.0)
+            k_tile = load_keys(k, row, skt, d, t < stop, rows, D)
+            values = load_values(v, row, svt, d, t < stop, rows, D)
             scores = tl.dot(rows, tl.trans(k_tile), input_precision="ieee") * scale
+            scores = scaled_logits(scores, k, row, skt, t < stop, D)
             scores = tl.where(t[None, :] < limit[:, None], scores, float("-inf"))
             m, total, acc = softmax_step(scores, values, m, total, acc)
             t += BLOCK

@@ -12,6 +12,7 @@ import torch
 from kernels._triton import tl, triton
 from kernels.dispatch import choose
 from kernels.split import power_of_two
+from kernels.rows_int8 import store_row, stored
 
 
 def store_step_ref(
@@ -25,6 +26,7 @@ def store_step_ref(
     twice: tuple[int, int] | None = None,
 ) -> None:
     """Reference of `store_step`, same arguments: indexed assignments."""
+    k, v = stored(k, bank_k), stored(v, bank_v)
     rows = torch.arange(positions.shape[0], device=positions.device).unsqueeze(1)
     for at in _rows(positions, twice):
         bank_k.transpose(1, 2)[rows, at] = k
@@ -55,6 +57,7 @@ def store_step_cpu(
     if twice is not None:
         store_step_ref(k, v, q_pre_rope, bank_k, bank_v, ring, positions, twice)
         return
+    k, v = stored(k, bank_k), stored(v, bank_v)
     for b, start in enumerate(positions[:, 0].tolist()):
         stop = start + k.shape[1]
         bank_k[b, :, start:stop] = k[b].transpose(0, 1)
@@ -84,9 +87,10 @@ def store_step(
     rows first + p % count and first + count + p % count, with count >= Q.
 
     k, v [B, Q, Hkv, D] and q_pre_rope [B, Q, H, D]: views with a contiguous last dim; bank_k,
-    bank_v [B, Hkv, T, D] views of any strides, last dim contiguous; ring [B, R, H, D] contiguous,
-    R >= Q; positions [B, Q] int64, below T, consecutive in each sequence. All floats share one
-    dtype. Mutates bank_k, bank_v and ring. On a GPU no position visits the host. Raises ValueError
+    bank_v [B, Hkv, T, D] views of any strides, last dim contiguous, or packed rows
+    (kernels/rows_int8.py), into which k and v are rounded; ring [B, R, H, D] contiguous,
+    R >= Q; positions [B, Q] int64, below T, consecutive in each sequence. All floats
+    share one dtype. Mutates bank_k, bank_v and ring. On a GPU no position visits the host. Raises ValueError
     for an unknown backend.
     """
     chosen = choose(backend, k)
@@ -138,18 +142,18 @@ def store_kernel(
         place = first + at % count
     d = tl.arange(0, DP)
     if head < HKV:
-        row = tl.load(k + b * skb + j * skq + head * skh + d, mask=d < D)
-        to = bank_k + b * tkb + head * tkh.to(tl.int64) + place * tkt + d
-        tl.store(to, row, mask=d < D)
+        row = tl.load(k + b * skb + j * skq + head * skh + d, mask=d < D, other=0.0)
+        to = bank_k + b * tkb + head * tkh.to(tl.int64) + place * tkt
+        store_row(to, d, row, D)
         if TWICE:
-            tl.store(to + count.to(tl.int64) * tkt, row, mask=d < D)
+            store_row(to + count.to(tl.int64) * tkt, d, row, D)
     elif head < 2 * HKV:
         head -= HKV
-        row = tl.load(v + b * svb + j * svq + head * svh + d, mask=d < D)
-        to = bank_v + b * tvb + head * tvh.to(tl.int64) + place * tvt + d
-        tl.store(to, row, mask=d < D)
+        row = tl.load(v + b * svb + j * svq + head * svh + d, mask=d < D, other=0.0)
+        to = bank_v + b * tvb + head * tvh.to(tl.int64) + place * tvt
+        store_row(to, d, row, D)
         if TWICE:
-            tl.store(to + count.to(tl.int64) * tvt, row, mask=d < D)
+            store_row(to + count.to(tl.int64) * tvt, d, row, D)
     else:
         head -= 2 * HKV
         row = tl.load(q_pre_rope + b * srb + j * srq + head * srh + d, mask=d < D)

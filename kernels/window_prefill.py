@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.dispatch import choose
 from kernels.isa import fuses
+from kernels.rows_int8 import unpack
 
 BLOCK = 256  # queries at a time
 
@@ -42,7 +43,10 @@ def prefill_window(
         row = torch.arange(low, past + stop, device=q.device)
         mask = (row <= at) & (row > at - window)
         rows = slice(low, past + stop)
-        parts = [q[:, first:stop].transpose(1, 2), k[:, :, rows], v[:, :, rows]]
+        parts = [
+            q[:, first:stop].transpose(1, 2),
+            *(unpack(t[:, :, rows], q.dtype) for t in (k, v)),
+        ]
         if wide:
             parts = [part.float() for part in parts]
         some, keys, values = parts

@@ -10,6 +10,7 @@ from kernels._triton import tl, triton
 from kernels.cpu import WINDOW_BLOCK, logit_blocks
 from kernels.dispatch import choose
 from kernels.reference import head_max
+from kernels.rows_int8 import floats, load_keys, scaled_logits
 from kernels.scratch import Scratch, make_scratch
 from kernels.split import DENSE_SPLIT, Config, dense_splits, needs_wide, power_of_two
 
@@ -27,7 +28,7 @@ def window_scores_ref(
     batch, window, heads, dim = q.shape
     for b in range(batch):
         n = int(lengths[b])
-        rows = k[b, :, :n].float().contiguous()
+        rows = floats(k[b, :, :n]).contiguous()
         kv_heads = rows.shape[0]
         packed = q[b].float().view(window, kv_heads, heads // kv_heads, dim).permute(1, 0, 2, 3)
         logits = torch.einsum("hwgd,hnd->whgn", packed, rows).reshape(window, heads, n) * scale
@@ -193,12 +194,9 @@ def window_lse_kernel(
         for start in range(0, stop, BLOCK):
             t = start + tl.arange(0, BLOCK)
             at = t.to(tl.int64) if WIDE else t
-            k_tile = tl.load(
-                k + at[:, None] * skt + d[None, :],
-                mask=(t < stop)[:, None] & (d < D)[None, :],
-                other=0.0,
-            )
+            k_tile = load_keys(k, at, skt, d, t < stop, rows, D)
             scores = tl.dot(rows, tl.trans(k_tile), input_precision="ieee") * scale
+            scores = scaled_logits(scores, k, at, skt, t < stop, D)
             scores = tl.where(t[None, :] < tl.minimum(limit, stop)[:, None], scores, float("-inf"))
             top = tl.maximum(m, tl.max(scores, 1))
             base = tl.where(top == float("-inf"), 0.0, top)
@@ -296,13 +294,10 @@ def window_max_kernel(
         best = tl.full([WP, BLOCK], float("-inf"), tl.float32)
         for h in range(0, kv_heads):
             rows = window_rows(q, b, h, sqb, sqw, sqh, W, G, WP, GP, D, DP)
-            at = (
-                tl.cast(h, tl.int64) * skh
-                + tl.arange(0, BLOCK).to(tl.int64)[:, None] * skt
-                + d[None, :]
-            )
-            tile = tl.load(k + at, mask=(t < n)[:, None] & (d < D)[None, :], other=0.0)
+            at, head = tl.arange(0, BLOCK).to(tl.int64), k + tl.cast(h, tl.int64) * skh
+            tile = load_keys(head, at, skt, d, t < n, rows, D)
             x = tl.dot(rows, tl.trans(tile), input_precision="ieee") * scale
+            x = scaled_logits(x, head, at, skt, t < n, D)
             if SOFTMAX:
                 whole = tl.load(
                     lse + ((b * kv_heads + h) * W + j) * G + r % GP, mask=live, other=0.0

@@ -5,7 +5,8 @@ TieredBank keeps some layers in host memory and brings their rows to the device 
 Some hooks below exist for the second only; on a DeviceBank they do nothing. Callers call them
 always and never ask which bank they have, so placement cannot change an answer.
 
-Shapes: B sequences, Q new tokens, T positions, H query heads, Hkv K/V heads, D head dimension.
+Shapes: B sequences, Q new tokens, T positions, H query heads, Hkv K/V heads, D head dimension. Rows
+of an int8 bank are packed (kernels/rows_int8.py): where this file says [.., D], they are [.., D + 4].
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from engine.plan.placement import reserved_rows
+from kernels.rows_int8 import row_width
 from kernels.store import store_step
 
 if TYPE_CHECKING:
@@ -92,8 +94,9 @@ class Bank(ABC):
     ) -> None:
         self.num_layers = config.num_layers
         self.full_layers = config.num_layers - len(config.local_layers)
-        self.kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
-        self.dtype, self.device = dtype, torch.device(device)
+        self.kv_heads = config.num_kv_heads
+        self.dtype, self.device = config.row_dtype(dtype), torch.device(device)
+        self.width = row_width(config.head_dim, self.dtype)  # elements of a head's row
         self.capacity, self.batch = reserved_rows(capacity, self.device.type), batch
 
     # ---------------------------------------------------------------- sizes
@@ -121,7 +124,7 @@ class Bank(ABC):
 
     def figures(self) -> dict[str, object]:
         """Return the bank's part of SessionStats, as keyword arguments."""
-        row_bytes = 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+        row_bytes = 2 * self.kv_heads * self.width * self.dtype.itemsize
         everything = self.full_layers * self.capacity * self.batch * row_bytes + self.ring_bytes
         return dict(bank_bytes=self.nbytes, resident=self.nbytes / everything)
 
@@ -155,7 +158,8 @@ class Bank(ABC):
 
     @abstractmethod
     def write_chunk(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
-        """Store k, v [B, C, Hkv, D] of a prefill chunk at positions start .. start + C - 1.
+        """Store k, v [B, C, Hkv, D], floats or packed, of a prefill chunk at positions start ..
+        start + C - 1.
 
         Raises OutOfHostMemory before anything has changed.
         """

@@ -18,6 +18,7 @@ from engine.bank.base import Bank, SparseRows, StepRows
 from engine.bank.window_ring import DEFAULT_CHUNK, WindowRing
 from engine.finish import finished
 from engine.plan.windows import ring_size
+from kernels.rows_int8 import stored
 
 if TYPE_CHECKING:
     from engine.decode import Step
@@ -66,11 +67,11 @@ class DeviceBank(Bank):
         super().__init__(config, capacity, dtype, device, batch)
         self._rings: dict[int, WindowRing] = {} if donor is None else donor._rings
         if donor is None:
-            shape = batch, self.kv_heads, self.head_dim
+            shape = batch, self.kv_heads, self.width
             for layer in config.local_layers:
                 window = config.windows[layer]
                 size = ring_size(window, chunk, self.capacity)
-                self._rings[layer] = WindowRing(window, size, shape, dtype, self.device)
+                self._rings[layer] = WindowRing(window, size, shape, self.dtype, self.device)
         self._layers: list[LayerRows | None] = [None] * self.num_layers
         for layer in range(self.num_layers):
             if layer in offloaded or layer in self._rings:
@@ -85,9 +86,9 @@ class DeviceBank(Bank):
 
     def _reserve(self, token_major: bool) -> LayerRows:
         if token_major:
-            shape = (self.batch, self.capacity, 2, self.kv_heads, self.head_dim)
+            shape = (self.batch, self.capacity, 2, self.kv_heads, self.width)
         else:
-            shape = (2, self.batch, self.kv_heads, self.capacity, self.head_dim)
+            shape = (2, self.batch, self.kv_heads, self.capacity, self.width)
         return LayerRows(torch.empty(shape, dtype=self.dtype, device=self.device), token_major)
 
     @property
@@ -119,8 +120,8 @@ class DeviceBank(Bank):
             return
         bank_k, bank_v = self.kv(layer)
         stop = start + k.shape[1]
-        bank_k[:, :, start:stop] = k.transpose(1, 2)
-        bank_v[:, :, start:stop] = v.transpose(1, 2)
+        bank_k[:, :, start:stop] = stored(k, bank_k).transpose(1, 2)
+        bank_v[:, :, start:stop] = stored(v, bank_v).transpose(1, 2)
 
     def kv(self, layer: int, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         held = self._layers[layer]

@@ -10,15 +10,18 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.rows_int8 import stored
+
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Sizes of a row, and the device on which buffers of rows are made. part_bytes: bytes of a row,
-    padding included (engine.plan.placement.part_bytes).
+    """Sizes of a row, and the device on which buffers of rows are made. head_width: elements of one
+    head, D or of packed rows D + 4. part_bytes: bytes of a row, padding included
+    (engine.plan.placement.part_bytes).
     """
 
     kv_heads: int
-    head_dim: int
+    head_width: int
     part_bytes: int
     dtype: torch.dtype
     device: torch.device
@@ -26,7 +29,7 @@ class RowLayout:
     @property
     def width(self) -> int:
         """Elements of K in a row; V has as many."""
-        return self.kv_heads * self.head_dim
+        return self.kv_heads * self.head_width
 
     def empty(self, *shape: int) -> torch.Tensor:
         """Make a buffer of rows on the device: [*shape, elements of a row]."""
@@ -35,12 +38,12 @@ class RowLayout:
 
     def views(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V [1, Hkv, T, D] as views of rows [T, elements]."""
-        heads = (self.kv_heads, self.head_dim)
+        heads = (self.kv_heads, self.head_width)
         k = rows[:, : self.width].unflatten(1, heads)
         v = rows[:, self.width : 2 * self.width].unflatten(1, heads)
         return k.transpose(0, 1)[None], v.transpose(0, 1)[None]
 
     def fill(self, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write k, v [T, Hkv, D] into rows [T, elements]."""
-        rows[:, : self.width] = k.flatten(1)
-        rows[:, self.width : 2 * self.width] = v.flatten(1)
+        """Write k, v [T, Hkv, D], floats or packed, into rows [T, elements]."""
+        rows[:, : self.width] = stored(k, rows).flatten(1)
+        rows[:, self.width : 2 * self.width] = stored(v, rows).flatten(1)

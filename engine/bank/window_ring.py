@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from engine.plan.windows import QUERIES
+from kernels.rows_int8 import stored
 
 DEFAULT_CHUNK = 2048  # of a bank that is made without a session
 
@@ -41,9 +42,9 @@ class WindowRing:
             # up to the ring's end, then from its beginning
             count, at = min(stop - first, self.size - first % self.size), first % self.size
             part = slice(first - start, first - start + count)
-            for side, new in enumerate((k, v)):
+            for side, new in enumerate(stored(t, self.rows) for t in (k[:, part], v[:, part])):
                 for copy in (at, at + self.size):
-                    self.rows[side, :, :, copy : copy + count] = new[:, part].transpose(1, 2)
+                    self.rows[side, :, :, copy : copy + count] = new.transpose(1, 2)
             first += count
 
     def note(self, stop: int) -> None:

@@ -72,6 +72,7 @@ def open_model(args: argparse.Namespace, display: Display) -> LLM:
         device=args.device,
         dtype=args.dtype,
         weights=args.weights,
+        bank=args.bank,
         max_context=args.ctx,
         threads=threads,
         chunk=args.chunk,

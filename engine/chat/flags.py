@@ -245,6 +245,12 @@ def _placement_flags(add: Callable) -> None:
         help="round the weights to few bits as they are read (auto: hold them as stored; float: "
         "dequantise them)",
     )
+    add(
+        "--bank",
+        choices=("auto", "model", "int8"),
+        default="auto",
+        help="hold keys and values in the model's dtype or in 8 bits (auto: as model)",
+    )
     add("--threads", type=int, metavar="N", help="use N CPU threads")
     add("--chunk", type=int, metavar="N", help="read prompts in chunks of N tokens")
     add(

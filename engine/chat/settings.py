@@ -130,7 +130,7 @@ def flag_named(message: str, given: Collection[str] = ()) -> str:
         *METHOD_FLAGS,
         *FLAG_OF,
         *("draft", "threads", "chunk", "device", "dtype", "offload", "compile", "weights"),
-        *("rope", "beyond"),
+        *("bank", "rope", "beyond"),
     }
     if not colon or field not in known:
         return message

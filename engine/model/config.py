@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from engine.errors import BadCheckpoint, UnsupportedCheckpoint
 from engine.model import families
 from engine.model.block import LLAMA, Block
@@ -21,6 +23,7 @@ from engine.model.family import Family, Sizes
 from engine.model.fields import Fields
 from engine.model.rope_config import MAX_POSITIONS, Rope, parse_rope
 from engine.model.rope_override import overridden, pins_long
+from kernels.rows_int8 import row_width
 from weights.jsonfile import inside, present, read_object, shown
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -40,7 +43,8 @@ class ModelConfig:
     Immutable and hashable. `dtype` is the stored one ("float32" | "bfloat16" | "float16").
     `attention_bias` puts a bias on q, k, v and (Block.o_bias) on o; `mlp_bias` on gate, up and
     down. `max_positions` is the context in tokens that the model was made for. `block`, `windows`
-    and `layer_ropes` are the family's (engine/model/block.py).
+    and `layer_ropes` are the family's (engine/model/block.py). `bank` is no file's: how rows of K
+    and V are held, "model" (in the model's dtype) or "int8".
     """
 
     architecture: str
@@ -65,6 +69,7 @@ class ModelConfig:
     block: Block = LLAMA
     windows: tuple[int, ...] = ()
     layer_ropes: tuple[Rope, ...] = ()
+    bank: str = "model"
 
     @property
     def group(self) -> int:
@@ -107,8 +112,14 @@ class ModelConfig:
         return self.attention_bias and self.block.o_bias
 
     def kv_bytes(self, dtype_bytes: int) -> int:
-        """Return the bytes of K and V of one token in one layer."""
+        """Return the bytes of K and V of one token in one layer, for floats of `dtype_bytes`."""
+        if self.bank == "int8":
+            return 2 * self.num_kv_heads * row_width(self.head_dim, torch.int8)
         return 2 * self.kv_size * dtype_bytes
+
+    def row_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the bank's rows under a model in `dtype`."""
+        return torch.int8 if self.bank == "int8" else dtype
 
     @property
     def context_limit(self) -> int:

@@ -84,5 +84,5 @@ def scratch_sizes(
         scored=needs.selected > 0,
         window=needs.window,
         backend=backend,
-        dtype=dtype,
+        dtype=config.row_dtype(dtype),
     )

@@ -68,7 +68,7 @@ def model_key(llm: LLM) -> dict[str, str]:
     # what ends an answer changes no row
     kept = dataclasses.replace(config, bos_token_id=None, eos_token_ids=())
     return {
-        "bank format": BANK_FORMAT,
+        "bank format": BANK_FORMAT if config.bank == "model" else f"{BANK_FORMAT}, {config.bank}",
         "sizes": f"{'x'.join(map(str, sizes))}, vocabulary {config.vocab_size}",
         "rope": repr(config.rope),
         "config": hashlib.sha256(repr(kept).encode()).hexdigest(),

@@ -20,7 +20,7 @@ PIECE = 256  # tokens
 
 def piece_shape(bank: Bank, tokens: int) -> tuple[int, ...]:
     """Shape of a piece of this bank."""
-    return bank.num_layers, tokens, 2, bank.kv_heads, bank.head_dim
+    return bank.num_layers, tokens, 2, bank.kv_heads, bank.width
 
 
 def spans(tokens: int) -> list[tuple[int, int]]:

@@ -34,7 +34,8 @@ def row_bytes(config: ModelConfig, itemsize: int, scored: bool) -> int:
     """Bytes of one retained token in one K/V head: K, V, position (int32), and a float32 score per
     query head if `scored`.
     """
-    return 2 * config.head_dim * itemsize + 4 + (4 * config.group if scored else 0)
+    row = config.kv_bytes(itemsize) // config.num_kv_heads
+    return row + 4 + (4 * config.group if scored else 0)
 
 
 class Part(NamedTuple):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from kernels.rows_int8 import floats
 
 if TYPE_CHECKING:
     from engine.methods.base import Setup
@@ -206,7 +207,7 @@ def attend_far_and_near(
             torch.cat(
                 [
                     distant[:, own].transpose(0, 1) @ turned[head].t(),
-                    q[:, own].float().transpose(0, 1) @ k[head, first:stop].float().t(),
+                    q[:, own].float().transpose(0, 1) @ floats(k[head, first:stop]).t(),
                 ],
                 2,
             )
@@ -214,7 +215,7 @@ def attend_far_and_near(
         )
         # [G, C, far + newest]
         weights = torch.softmax(logits.masked_fill_(hidden, float("-inf")), -1)
-        out[:, own] = (weights @ torch.cat([v[head, far], v[head, first:stop]]).float()).transpose(
+        out[:, own] = (weights @ floats(torch.cat([v[head, far], v[head, first:stop]]))).transpose(
             0, 1
         )
         received[own] = weights[:, :, len(far) :].sum(1)

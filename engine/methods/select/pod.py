@@ -25,6 +25,7 @@ from engine.methods.select.base import single_layer_groups
 from engine.plan.needs import Needs
 from engine.settings import fraction, integer, is_integer
 from kernels.prefill import merge
+from kernels.rows_int8 import floats
 
 if TYPE_CHECKING:
     from engine.bank.base import Bank
@@ -301,12 +302,12 @@ def _tile(
     kv_heads, rows, _ = k.shape
     # [Hkv, G, C, D]
     folded = q.float().view(queries, kv_heads, -1, dim).permute(1, 2, 0, 3)
-    logits = torch.matmul(folded, k.float().transpose(1, 2).unsqueeze(1)) * scale
+    logits = torch.matmul(folded, floats(k).transpose(1, 2).unsqueeze(1)) * scale
     at = torch.arange(rows, device=q.device)
     logits.masked_fill_((at < low.unsqueeze(1)) | (at >= high.unsqueeze(1)), float("-inf"))
     lse = torch.logsumexp(logits, -1)
     weights = torch.exp(logits - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1))
-    out = torch.matmul(weights, v.float().unsqueeze(1))
+    out = torch.matmul(weights, floats(v).unsqueeze(1))
     return out.permute(2, 0, 1, 3).reshape(queries, heads, dim), lse.permute(2, 0, 1).reshape(
         queries, heads
     )

@@ -26,6 +26,7 @@ from engine.methods.select.base import (
 from engine.settings import integer, one_of
 from kernels.host_values import on_device
 from kernels.topk import select_topk
+from kernels.rows_int8 import unpack
 
 if TYPE_CHECKING:
     from engine.decode import Step
@@ -139,10 +140,11 @@ class QuestRuntime(Selecting):
             low, high, rows = self.low[group, b], self.high[group, b], k[b]
             first, stop = min(self._known[group][b], n - 1) // size, n // size
             if first < stop:
-                pages = rows[:, first * size : stop * size].unflatten(1, (-1, size))
+                pages = unpack(rows[:, first * size : stop * size], low.dtype)
+                pages = pages.unflatten(1, (-1, size))
                 low[:, first:stop], high[:, first:stop] = pages.amin(2), pages.amax(2)
             if n % size:
-                newest = rows[:, stop * size : n]
+                newest = unpack(rows[:, stop * size : n], low.dtype)
                 low[:, stop], high[:, stop] = newest.amin(1), newest.amax(1)
             self._known[group][b] = n
 

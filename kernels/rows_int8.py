@@ -1,0 +1,147 @@
+"""Rows of K and V in 8 bits: a number per element and one scale per token and head.
+
+A packed row is int8 [D + 4]: D values, then the bytes of a float32 scale; an element is value *
+scale. The scale lies in the row, so that whatever moves a row (a gather, a write-back, a file) moves
+one run of bytes and need not know what is in it. D is a multiple of 4, so a scale is aligned.
+
+Only writers and readers know the form, and both know it by the dtype. A reader in Triton loads its
+tiles by `load_keys` and `load_values`, one in torch by `floats`, `unpack`, or `values` and `scales` apart: a product
+over D of values is scaled per row afterwards, one over rows has its weights scaled before.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels._triton import tl, triton
+
+SCALE = 4  # bytes of a scale
+TOP = 127  # the largest value; -128 is never used
+# below this a scale is subnormal, and some devices flush its reciprocal: such a row is zero
+LEAST = 2.0**-126
+
+
+def row_width(head_dim: int, dtype: torch.dtype) -> int:
+    """Count the elements of a head's row of `dtype`: head_dim, and in int8 its scale's bytes."""
+    return head_dim + SCALE if dtype == torch.int8 else head_dim
+
+
+def is_packed(rows: torch.Tensor) -> bool:
+    """Tell packed rows from rows of floats."""
+    return rows.dtype == torch.int8
+
+
+def head_dim(rows: torch.Tensor) -> int:
+    """Return D of rows [.., D] or packed rows [.., D + 4]."""
+    return rows.shape[-1] - SCALE if is_packed(rows) else rows.shape[-1]
+
+
+def pack(x: torch.Tensor) -> torch.Tensor:
+    """Round x [.., D] of any float dtype to packed rows, int8 [.., D + 4].
+
+    The scale is the largest magnitude / 127, so an element is off by half a scale at most, 1/254 of
+    the row's largest. A row whose scale would be below 2^-126 becomes zero; one with an infinity or
+    NaN unpacks to values that are not finite.
+    """
+    wide = x.float()
+    # a division would be rounded differently by a compiler that multiplies by 1/127
+    scale = wide.abs().amax(-1, keepdim=True) * (1.0 / TOP)
+    scale = torch.where(scale < LEAST, 0.0, scale)
+    inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
+    out = torch.empty(*x.shape[:-1], x.shape[-1] + SCALE, dtype=torch.int8, device=x.device)
+    # half-way cases go up: `store_row` has no other rounding
+    out[..., :-SCALE] = (wide * inverse).add_(0.5).floor_()
+    out[..., -SCALE:] = scale.contiguous().view(torch.int8)
+    return out
+
+
+def values(rows: torch.Tensor) -> torch.Tensor:
+    """View the values of packed rows: int8 [.., D]."""
+    return rows[..., :-SCALE]
+
+
+def scales(rows: torch.Tensor) -> torch.Tensor:
+    """View the scales of packed rows: float32 [..]."""
+    return rows[..., -SCALE:].view(torch.float32).squeeze(-1)
+
+
+def unpack(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return packed rows as floats [.., D] in `dtype`, rounded once; rows of floats as they are."""
+    if not is_packed(rows):
+        return rows
+    return values(rows).float().mul_(scales(rows).unsqueeze(-1)).to(dtype)
+
+
+def floats(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows of either form in float32 [.., D]."""
+    return unpack(rows, torch.float32) if is_packed(rows) else rows.float()
+
+
+def stored(x: torch.Tensor, bank: torch.Tensor) -> torch.Tensor:
+    """Return new rows x [.., D] as `bank` holds rows: packed or as they are; packed rows stay."""
+    return pack(x) if is_packed(bank) and not is_packed(x) else x
+
+
+@triton.jit
+def load_keys(rows, at, stride, d, live, like, D: tl.constexpr):
+    """Load a tile [BLOCK, DP] of K rows at [BLOCK], of `stride` elements each, for the product with
+    the queries; of packed rows the values, exact in 16 bits, whose scales `scaled_logits` applies.
+
+    rows: pointer to the first row of a head; d [DP]; live: mask [BLOCK], rows beyond it are zero;
+    like: a tensor of the queries' dtype, in which packed rows are returned.
+    """
+    inside = live[:, None] & (d < D)[None, :]
+    tile = tl.load(rows + at[:, None] * stride + d[None, :], mask=inside, other=0)
+    if rows.dtype.element_ty == tl.int8:
+        # by way of float32: the interpreter knows no other road to bfloat16
+        tile = tile.to(tl.float32).to(like.dtype)
+    return tile
+
+
+@triton.jit
+def row_scales(rows, at, stride, live, D: tl.constexpr):
+    """Load the scales [BLOCK] of packed rows; 0 where not live."""
+    place = (rows + at * stride + D).to(tl.pointer_type(tl.float32))
+    return tl.load(place, mask=live, other=0.0)
+
+
+@triton.jit
+def scaled_logits(logits, rows, at, stride, live, D: tl.constexpr):
+    """Apply the scales of the K rows at [BLOCK] to their logits [M, BLOCK], if they are packed."""
+    if rows.dtype.element_ty == tl.int8:
+        logits = logits * row_scales(rows, at, stride, live, D)[None, :]
+    return logits
+
+
+@triton.jit
+def load_values(rows, at, stride, d, live, like, D: tl.constexpr):
+    """Load a tile of V rows, arguments as `load_keys`; packed rows as value * scale, rounded once
+    to the dtype of `like`, as the weights that they meet are.
+    """
+    tile = load_keys(rows, at, stride, d, live, like, D)
+    if rows.dtype.element_ty == tl.int8:
+        scale = row_scales(rows, at, stride, live, D)[:, None]
+        tile = (tile.to(tl.float32) * scale).to(like.dtype)
+    return tile
+
+
+@triton.jit
+def row_scale(most):
+    """Return (scale, its reciprocal) of a row whose largest magnitude is `most`: see `pack`."""
+    scale = most.to(tl.float32) * (1.0 / 127)
+    scale = tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
+    return scale, tl.where(scale > 0, 1.0 / tl.where(scale > 0, scale, 1.0), 0.0)
+
+
+@triton.jit
+def store_row(to, d, row, D: tl.constexpr):
+    """Store one head's new row [DP], of which D elements count, in the form of the bank `to`; zero
+    beyond D.
+    """
+    if to.dtype.element_ty == tl.int8:
+        scale, inverse = row_scale(tl.max(tl.abs(row), 0))
+        near = tl.floor(row.to(tl.float32) * inverse + 0.5)
+        tl.store(to + d, near.to(tl.int8), mask=d < D)
+        tl.store((to + D).to(tl.pointer_type(tl.float32)), scale)
+    else:
+        tl.store(to + d, row.to(to.dtype.element_ty), mask=d < D)
