@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
+
 from kernels.rows_int8 import floats
 
 Change = Callable[[torch.Tensor, slice, slice], torch.Tensor]  # (tile, queries, rows) -> tile

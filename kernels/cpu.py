@@ -311,8 +311,8 @@ def attend_widened(
     """Attend without a mask by float32 products, for packed rows and for 16 bits that the fused
     kernel emulates.
 
-    packed [Hkv, R, D]; k, v [Hkv, n, D], n >= 1, or packed; buffer: float32 of `widened_floats` elements or
-    None (allocates). Returns (out [Hkv, R, D] float32, lse [Hkv, R] float32).
+    packed [Hkv, R, D]; k, v [Hkv, n, D], n >= 1, or packed; buffer: float32 of `widened_floats`
+    elements or None (allocates). Returns (out [Hkv, R, D] float32, lse [Hkv, R] float32).
     """
     kv_heads, rows, dim = len(k), k.shape[1], packed.shape[-1]
     heads = kv_heads * packed.shape[1]

@@ -25,9 +25,9 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend with Q queries to n rows of K and V, in float32.
 
-    q [Q, H, D]; k, v [Hkv, n, D] of any strides and dtype, or packed; visible [Q] ints: query j sees rows
-    below visible[j]. Returns (out [Q, H, D] in q.dtype, logits): with `scores`, the scaled logits
-    [Q, H, n] float32, -inf where a row is not visible; else None.
+    q [Q, H, D]; k, v [Hkv, n, D] of any strides and dtype, or packed; visible [Q] ints: query j
+    sees rows below visible[j]. Returns (out [Q, H, D] in q.dtype, logits): with `scores`, the
+    scaled logits [Q, H, n] float32, -inf where a row is not visible; else None.
     """
     queries, heads, dim = q.shape
     kv_heads, rows, _ = k.shape

@@ -8,9 +8,9 @@ import torch
 
 from kernels._triton import tl, triton
 from kernels.dependent import dependent, wait_for_last_kernel
+from kernels.rows_int8 import row_scale
 from kernels.split import power_of_two
 from kernels.store import store_step_ref
-from kernels.rows_int8 import row_scale
 
 
 def rotate_store_ref(
@@ -80,7 +80,7 @@ def rotate_store(
 
 @triton.jit
 def put(to, first, second, h, HALF: tl.constexpr):
-    """Store both halves of one head, zero beyond HALF, in the form of `to` (kernels/rows_int8.py)."""
+    """Store both halves of one head, zero beyond HALF, in the form that `to` has."""
     if to.dtype.element_ty == tl.int8:
         most = tl.maximum(tl.max(tl.abs(first), 0), tl.max(tl.abs(second), 0))
         scale, inverse = row_scale(most)

@@ -1,12 +1,13 @@
 """Rows of K and V in 8 bits: a number per element and one scale per token and head.
 
 A packed row is int8 [D + 4]: D values, then the bytes of a float32 scale; an element is value *
-scale. The scale lies in the row, so that whatever moves a row (a gather, a write-back, a file) moves
-one run of bytes and need not know what is in it. D is a multiple of 4, so a scale is aligned.
+scale. The scale lies in the row, so that whatever moves a row (a gather, a write-back, a file)
+moves one run of bytes and need not know what is in it. D is a multiple of 4, so a scale is aligned.
 
 Only writers and readers know the form, and both know it by the dtype. A reader in Triton loads its
-tiles by `load_keys` and `load_values`, one in torch by `floats`, `unpack`, or `values` and `scales` apart: a product
-over D of values is scaled per row afterwards, one over rows has its weights scaled before.
+tiles by `load_keys` and `load_values`, one in torch by `floats` and `unpack`, or by `values` and
+`scales` apart: a product over D is scaled per row afterwards, one over rows has its weights scaled
+before.
 """
 
 from __future__ import annotations

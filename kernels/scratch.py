@@ -12,8 +12,8 @@ from kernels.cpu import WINDOW_BLOCK, block_floats, chunk_rows, widened_floats
 from kernels.digits import BINS
 from kernels.dispatch import choose_for
 from kernels.merge import tickets
-from kernels.split import MERGE_CHUNK, TAIL_ROOM, dense_splits, most_sparse_splits
 from kernels.rows_int8 import row_width
+from kernels.split import MERGE_CHUNK, TAIL_ROOM, dense_splits, most_sparse_splits
 
 SELECT_PROGRAMS = 128  # most programs per row of the top-k
 

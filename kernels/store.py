@@ -11,8 +11,8 @@ import torch
 
 from kernels._triton import tl, triton
 from kernels.dispatch import choose
-from kernels.split import power_of_two
 from kernels.rows_int8 import store_row, stored
+from kernels.split import power_of_two
 
 
 def store_step_ref(
@@ -90,8 +90,8 @@ def store_step(
     bank_v [B, Hkv, T, D] views of any strides, last dim contiguous, or packed rows
     (kernels/rows_int8.py), into which k and v are rounded; ring [B, R, H, D] contiguous,
     R >= Q; positions [B, Q] int64, below T, consecutive in each sequence. All floats
-    share one dtype. Mutates bank_k, bank_v and ring. On a GPU no position visits the host. Raises ValueError
-    for an unknown backend.
+    share one dtype. Mutates bank_k, bank_v and ring. On a GPU no position visits the host. Raises
+    ValueError for an unknown backend.
     """
     chosen = choose(backend, k)
     run = {"reference": store_step_ref, "cpu": store_step_cpu, "triton": store_step_triton}[chosen]

@@ -6,7 +6,7 @@ Some hooks below exist for the second only; on a DeviceBank they do nothing. Cal
 always and never ask which bank they have, so placement cannot change an answer.
 
 Shapes: B sequences, Q new tokens, T positions, H query heads, Hkv K/V heads, D head dimension. Rows
-of an int8 bank are packed (kernels/rows_int8.py): where this file says [.., D], they are [.., D + 4].
+of an int8 bank are packed (kernels/rows_int8.py): [.., D + 4] where this file says [.., D].
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Packed rows: rounding to 8 bits, and every kernel that writes or reads them, interpreted, in plain
-torch and by reference, against the float64 oracle of the rounded values.
+"""Packed rows: rounding to 8 bits, and every kernel that writes or reads them, interpreted, in
+plain torch and by reference, against the float64 oracle of the rounded values.
 
 Stops: a scale that is read from another row, a reader that takes the values and forgets the scale,
 a masked row whose scale is used, rounding that differs between writers.

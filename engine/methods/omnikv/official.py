@@ -17,8 +17,8 @@ from engine.methods.base import Setup, device_int
 from engine.methods.omnikv.runtime import OmniKVRuntime
 from engine.model.rope import apply_rope
 from engine.plan.layers import Role
-from kernels.topk import select_topk
 from kernels.rows_int8 import unpack
+from kernels.topk import select_topk
 
 if TYPE_CHECKING:
     from engine.decode import Step

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+
 from kernels.rows_int8 import floats
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from engine.methods.select.base import (
 )
 from engine.settings import integer, one_of
 from kernels.host_values import on_device
-from kernels.topk import select_topk
 from kernels.rows_int8 import unpack
+from kernels.topk import select_topk
 
 if TYPE_CHECKING:
     from engine.decode import Step

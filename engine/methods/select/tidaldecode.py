@@ -19,8 +19,8 @@ from engine.errors import SettingError
 from engine.methods.select.base import Budgeted, Buffer, Selecting, Selection
 from engine.plan.layers import layer_plan
 from engine.settings import integer, one_of
-from kernels.topk import select_topk
 from kernels.rows_int8 import floats
+from kernels.topk import select_topk
 
 if TYPE_CHECKING:
     from engine.decode import Step
