@@ -9,6 +9,7 @@ softmax, and stay in memory that was never written.
 import torch
 
 from engine.errors import ContextTooLong, SettingError
+from kernels.rows_int8 import floats, is_packed
 
 # tokens that are really read: their rows give the scale of every layer's keys and values
 HEAD = 64
@@ -53,7 +54,7 @@ def fill_rows(bank, layer, head, n, seed):
     """Draw rows head .. n-1 of a layer: normal, per kv head with the standard deviation of rows 0
     .. head-1 (K and V apart).
     """
-    k, v = bank.kv(layer, head)
+    k, v = (floats(t) if is_packed(t) else t for t in bank.kv(layer, head))
     generator = torch.Generator(device=k.device).manual_seed(seed * 1_000_003 + layer)
     tiles = [_tile(rows, min(TILE, n - head), generator) for rows in (k, v)]
     for start in range(head, n, TILE):
