@@ -75,9 +75,7 @@ def measure(
     packed = LLM.sharing(plain, bank="int8")
     methods = {"full": Full(), "omnikv": OmniKV(share=share, dense_below=0)}
     size = packed.config.kv_bytes(4)
-    rows = [
-        Row(bank, name, Tally(bank, "float32", size, "")) for name in methods for bank in BANKS
-    ]
+    rows = [Row(bank, name, Tally(bank, "float32", size, "")) for name in methods for bank in BANKS]
     assert plain.tokenizer is not None
     half, left = length // 2, tokens
     for text in texts(plain.tokenizer, "held-out", length, -(-tokens // half), kinds):
