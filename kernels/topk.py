@@ -196,9 +196,8 @@ def digit_kernel(
     hist2 = hist0 + 4352
     state += b * STRIDE
     begin = pid * span
-    if (
-        LEVEL == 2 and pid == 0
-    ):  # also where nothing is wanted: who wrote the scores may have counted
+    # also where nothing is wanted: who wrote the scores may have counted
+    if LEVEL == 2 and pid == 0:
         tl.store(hist0 + tl.arange(0, 256), tl.zeros([256], tl.int32))
     if wanted > 0 and (pid == 0 or (begin < stop and begin + span > first)):
         if LEVEL == 1:

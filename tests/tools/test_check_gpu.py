@@ -115,6 +115,17 @@ def test_verdicts_follow_the_figures():
     assert all(v.status == "no figure" for v in gpu_verdict.verdicts({}))
 
 
+def test_limits_in_milliseconds_follow_the_cards_rate():
+    """An H100 reads 3.0 TB/s where an H200 reads 4.3: 8.8 ms of the one are 12.6 of the other."""
+    decode = {
+        "cells": [cell("full", 131072, 12.0, 0.9)],
+        "splits": [],
+        "header": {"measured": {"read": 3000.0}},
+    }
+    found = {v.goal: v.status for v in gpu_verdict.verdicts({"decode": decode})}
+    assert found["full >= 85% of its floor at 131072 and <= 12.6 ms"] == "PASS"
+
+
 def test_captured_tokens_may_tie_within_rounding_and_no_further():
     """A tie lies within twice the difference, and the difference within what rounding does."""
     spread = torch.linspace(-3, 3, 1000)
