@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from kernels.rows_int8 import floats
+from kernels.cpu import in_float32
 
 Change = Callable[[torch.Tensor, slice, slice], torch.Tensor]  # (tile, queries, rows) -> tile
 
@@ -49,9 +49,9 @@ def tile_logits(
     """Compute the scaled logits of one tile: float32 [Hkv, G, queries, rows], -inf where a query
     does not see a row.
     """
-    kv_heads, dim = len(k), q.shape[-1]
+    kv_heads, _, dim = k.shape
     part = q[queries].float().view(-1, kv_heads, q.shape[1] // kv_heads, dim).permute(1, 2, 0, 3)
-    logits = torch.matmul(part.flatten(1, 2), floats(k[:, rows]).transpose(1, 2)) * scale
+    logits = torch.matmul(part.flatten(1, 2), in_float32(k[:, rows]).transpose(1, 2)) * scale
     logits = logits.view(*part.shape[:3], -1)
     if rows.stop > first + queries.start + 1:
         seen = torch.arange(queries.start, queries.stop, device=q.device) + first

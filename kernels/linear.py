@@ -21,6 +21,8 @@ NARROW = 1024
 # 16 bits that the CPU emulates: float32 products win from here on
 WIDE_ROWS = {"default": 2, "avx2": 6, "avx512": 6, "avx512_bf16": 6}
 WIDE_BLOCK = 1 << 20  # elements of a weight that are float32 at a time (4 MB)
+# for one row, which reads them once: 1 MB stays in a core's cache
+WIDE_BLOCK_ONE = 1 << 18
 FORMS = ("plain", "left", "narrow", "packed", "widened")
 
 
@@ -123,7 +125,8 @@ class Linear:
         if 1 < flat.shape[0] < self.wide_rows:
             return F.linear(x, self.weight, self.bias)
         wide, out = flat.float(), flat.new_empty(flat.shape[0], self.shape[0])
-        size = max(1, WIDE_BLOCK // self.shape[1])
+        block = WIDE_BLOCK if flat.shape[0] > 1 else WIDE_BLOCK_ONE
+        size = max(1, block // self.shape[1])
         for start in range(0, self.shape[0], size):
             part = slice(start, start + size)
             bias = None if self.bias is None else self.bias[part].float()

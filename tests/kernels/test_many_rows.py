@@ -66,7 +66,7 @@ def test_residual_and_norm(rows, size, dtype):
 @given(rows=st.integers(1, 4), size=st.integers(1, 2600), dtype=DTYPES)
 def test_swiglu(rows, size, dtype):
     (gate_up,) = made(size, (1, rows, 2 * size), dtype=dtype)
-    gate_up[..., 0] = -90  # exp(90) overflows half precision, and silu is 0
+    gate_up[..., 0] = -80  # exp(80) overflows half precision, and silu is 0
     close(swiglu_rows(gate_up), swiglu_rows_ref, dtype, gate_up)
 
 

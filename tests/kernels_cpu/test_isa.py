@@ -10,6 +10,7 @@ from engine.model.config import ModelConfig
 from engine.model.llama import assemble, random_stream
 from kernels.block_sparse import block_mass
 from kernels.column_scores import column_scores
+from kernels.column_sums import column_sums
 from kernels.dense_decode import decode_dense
 from kernels.isa import SETS, fuses, isa, least, multiplies, vectorises
 from kernels.linear import choose_form, pack_linear
@@ -166,6 +167,9 @@ class Strided(torch.utils._python_dispatch.TorchDispatchMode):
         if function.overloadpacket.__name__ == "copy_":
             into, source = args[:2]
             self.seen += (into.dtype, source.dtype) == (F32, F16) and not source.is_contiguous()
+        if function.overloadpacket.__name__ == "_to_copy":
+            wanted = (kwargs.get("dtype"), args[0].dtype) == (F32, F16)
+            self.seen += wanted and not args[0].is_contiguous()
         return function(*args, **(kwargs or {}))
 
 
@@ -180,6 +184,7 @@ def test_without_avx2_float16_is_converted_one_run_of_memory_at_a_time(found, mo
     with Strided() as strided:
         decode_dense(q, k[:, :, :256], v[:, :, :256], ints([256], "cpu"), 0.2)
         decode_dense(q, k[:, :, :256], v[:, :, :256], ints([256], "cpu"), 0.2, scores)
+        column_sums(q[0], k[0, :, :256], 255, 0.2)
     assert (strided.seen > 0) == (found == "avx2")
     with Dtypes() as dtypes:
         pack_linear(torch.randn(16, 32).to(F16))(torch.randn(1, 32).to(F16))
