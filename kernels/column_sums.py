@@ -49,7 +49,7 @@ def tile_logits(
     """Compute the scaled logits of one tile: float32 [Hkv, G, queries, rows], -inf where a query
     does not see a row.
     """
-    kv_heads, _, dim = k.shape
+    kv_heads, dim = len(k), q.shape[-1]
     part = q[queries].float().view(-1, kv_heads, q.shape[1] // kv_heads, dim).permute(1, 2, 0, 3)
     logits = torch.matmul(part.flatten(1, 2), in_float32(k[:, rows]).transpose(1, 2)) * scale
     logits = logits.view(*part.shape[:3], -1)

@@ -262,11 +262,12 @@ def _scale(weights: torch.Tensor, rows: torch.Tensor) -> None:
 
 
 def in_float32(rows: torch.Tensor) -> torch.Tensor:
-    """Convert a slice of rows [Hkv, n, D] to float32, head by head on a CPU whose torch converts
-    what is not one contiguous run element by element (float16 without AVX2: 7 times slower).
+    """Convert a slice of rows [Hkv, n, D] (packed: [Hkv, n, D + 4]) to float32, head by head on a
+    CPU whose torch converts what is not one contiguous run element by element (float16 without
+    AVX2: 7 times slower).
     """
-    if rows.device.type != "cpu" or vectorises(rows.dtype):
-        return rows.float()
+    if is_packed(rows) or rows.device.type != "cpu" or vectorises(rows.dtype):
+        return floats(rows)
     return torch.stack([head.float() for head in rows])
 
 
