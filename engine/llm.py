@@ -204,8 +204,8 @@ class LLM:
         self._plan.require_fit()
         # a plan may have fetched config.json only
         self.folder = Path(resolve(self.name, progress=self._download_progress).folder)
-        self._files = model_files(self.folder)
-        checkpoint = self._files.tensors(self.config)
+        assert self._files is not None
+        checkpoint = self._files.at(self.folder).tensors(self.config)
         self.tokenizer = self._files.tokenizer(self.config)
         stream = checkpoint.stream(
             targets(self.config),

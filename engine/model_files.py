@@ -23,12 +23,20 @@ from engine.text.tokenizer import Tokenizer, has_tokenizer
 from weights.checkpoint import Checkpoint
 from weights.gguf.header import GGUF, read_header
 from weights.gguf.magic import is_gguf
+from weights.jsonfile import inside, read_object
+from weights.quantised.checkpoint import QuantisedCheckpoint
+from weights.quantised.format import Format
+from weights.quantised.formats import format_of
 
 FILE_DTYPE = "bfloat16"  # of activations and bank; a GGUF file names none
 
 
 class ModelFiles(Protocol):
     """What an LLM asks of whatever holds its model."""
+
+    def at(self, path: Path) -> ModelFiles:
+        """These files, at a place that now holds all of them."""
+        ...
 
     def config(self, rope: str | None) -> ModelConfig:
         """The configuration; rope overrides its own. Raises as ModelConfig.from_dict."""
@@ -61,20 +69,37 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._format: Format | None = None
+
+    def at(self, path: Path) -> Folder:
+        """As ModelFiles."""
+        self.path = path
+        return self
 
     def config(self, rope: str | None) -> ModelConfig:
         """As ModelFiles."""
-        return ModelConfig.from_folder(self.path, rope)
+        source = inside(self.path, "config.json")
+        self._format = format_of(read_object(source), str(source))
+        return ModelConfig.from_folder(self.path, rope, self._format is not None)
 
     def rounding(
         self, word: str, config: ModelConfig, dtype: torch.dtype, device: torch.device, backend: str
     ) -> Rounding:
         """As ModelFiles."""
-        return OnTheWay.of(word, config, device.type != "cpu")
+        if self._format is None:
+            return OnTheWay.of(word, config, device.type != "cpu")
+        found = self.tensors(config)
+        assert isinstance(found, QuantisedCheckpoint)
+        said = self._format.described
+        return AsStored.of(found.forms(targets(config)), word, dtype, device, backend, said)
 
-    def tensors(self, config: ModelConfig) -> Checkpoint:
+    def tensors(self, config: ModelConfig) -> Checkpoint | QuantisedCheckpoint:
         """As ModelFiles."""
-        found = Checkpoint.open(self.path)
+        found: Checkpoint | QuantisedCheckpoint = (
+            Checkpoint.open(self.path)
+            if self._format is None
+            else QuantisedCheckpoint(self.path, self._format)
+        )
         found.require(targets(config), ignored(config))
         return found
 
@@ -92,6 +117,10 @@ class File:
         self.path = path
         self._header: GGUF | None = None
         self._words: Vocabulary | None = None
+
+    def at(self, path: Path) -> File:
+        """As ModelFiles."""
+        return self
 
     def _read(self) -> tuple[GGUF, Vocabulary]:
         if self._header is None or self._words is None:

@@ -176,12 +176,14 @@ class ModelConfig:
         source: str = "config.json",
         generation: dict[str, Any] | None = None,
         rope: str | None = None,
+        quantised: bool = False,
     ) -> ModelConfig:
         """Parse the contents of config.json.
 
         `source` names the file in messages. `generation` is the content of generation_config.json;
         its eos wins over config.json's. `rope` overrides config.json's
-        (engine/model/rope_override.py). Raises BadCheckpoint (a field is missing or senseless),
+        (engine/model/rope_override.py). quantised: whether somebody reads its quantization_config;
+        otherwise one is refused. Raises BadCheckpoint (a field is missing or senseless),
         UnsupportedCheckpoint (a sound model of a kind that this engine cannot run) or SettingError
         (an override without sense).
         """
@@ -190,7 +192,7 @@ class ModelConfig:
         if rope is not None:
             data = overridden(data, rope, family)
             fields = Fields(data, source)
-        _refuse_unsupported(fields, family)
+        _refuse_unsupported(fields, family, quantised)
         hidden = fields.integer("hidden_size", 1, MAX_WIDTH)
         heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
         kv_heads = fields.integer("num_key_value_heads", 1, MAX_HEADS, default=heads)
@@ -232,10 +234,13 @@ class ModelConfig:
         )
 
     @classmethod
-    def from_folder(cls, path: str | Path, rope: str | None = None) -> ModelConfig:
+    def from_folder(
+        cls, path: str | Path, rope: str | None = None, quantised: bool = False
+    ) -> ModelConfig:
         """Parse a model folder's config.json, and its generation_config.json if there is one.
 
-        `rope` overrides config.json's. Raises BadCheckpoint, UnsupportedCheckpoint or SettingError.
+        `rope` overrides config.json's; quantised: as `from_dict`. Raises BadCheckpoint,
+        UnsupportedCheckpoint or SettingError.
         """
         folder = Path(path)
         generation_file = folder / "generation_config.json"
@@ -243,14 +248,14 @@ class ModelConfig:
         if present(generation_file):
             generation = read_object(inside(folder, generation_file.name))
         source = inside(folder, "config.json")
-        return cls.from_dict(read_object(source), str(source), generation, rope)
+        return cls.from_dict(read_object(source), str(source), generation, rope, quantised)
 
 
-def _refuse_unsupported(fields: Fields, family: Family) -> None:
+def _refuse_unsupported(fields: Fields, family: Family, quantised_too: bool) -> None:
     """Refuse what would load but compute something else: quantised weights, another activation."""
     for key in ("quantization_config", "compression_config"):
         quantised = fields.data.get(key)
-        if quantised is not None:
+        if quantised is not None and not quantised_too:
             method = quantised
             if isinstance(quantised, dict):
                 method = quantised.get("quant_method", "unnamed")
