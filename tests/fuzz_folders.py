@@ -280,7 +280,7 @@ def change_header(rng: random.Random, data: bytes) -> bytes:
     kind = rng.random()
     if kind < 0.15:
         length = rng.choice((0, 1, length - 1, length + 1, len(data), 2**31, 2**63, 2**64 - 1))
-        return length.to_bytes(8, "little") + header + rest
+        return (length % 2**64).to_bytes(8, "little") + header + rest
     if kind < 0.3:
         return data[: rng.randrange(len(data))] if rng.random() < 0.5 else data + rng.randbytes(9)
     header = change_json(rng, header) if kind < 0.8 else change_bytes(rng, header)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -100,6 +101,22 @@ def test_calibration_refuses_before_it_measures(flag, value):
     calibrate("--filters", "3", "--slack", "0.01")
     with pytest.raises(UsageError, match=flag):
         calibrate(flag, value)
+
+
+def test_a_run_looks_at_its_places_before_it_loads_and_at_its_numbers_before_it_measures(
+    monkeypatch,
+):
+    loaded = []
+
+    def load(*arguments, **settings):
+        loaded.append(arguments)
+        return SimpleNamespace(config=SimpleNamespace(num_layers=8, local_layers=()))
+
+    monkeypatch.setattr(cli, "LLM", load)
+    for flag, value, loads in (("--json", "/proc/nowhere/x.json", 0), ("--filters", "99", 1)):
+        with pytest.raises(UsageError, match=flag):
+            cli.run(cli.parser().parse_args(["--model", "x", flag, value]))
+        assert len(loaded) == loads
 
 
 def test_no_matplotlib_is_said_before_the_measurement(monkeypatch, tmp_path):
