@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from engine.errors import EngineError, SettingError
+from engine.race import NUMBERS, first
 from engine.settings import boolean, found, integer, is_integer, is_number
 from engine.text.boundary import valid
 
@@ -117,8 +118,9 @@ class Sampler:
         self._sampled: list[int] = []
         # bool [vocab] on the logits' device; made at the first sample
         self._seen: torch.Tensor | None = None
-        # One uniform number per token, from a generator on the host: a seed gives the same answer
-        # on every device.
+        self._ids: torch.Tensor | None = None  # int64 [vocab]: the vocabulary, on their device too
+        # One number per token, from a generator on the host: a seed gives the same answer on every
+        # device.
         self._random = torch.Generator()
         if params.seed is None:
             self._random.seed()
@@ -234,32 +236,27 @@ class Sampler:
     def _draw(self, scores: torch.Tensor) -> int:
         best = scores.max()
         before = self._random.get_state()
-        uniform = torch.rand((), generator=self._random, dtype=torch.float64).item()
-        token, value, mass = self._pick(scores, best, uniform, TOP_P_HEAD)
+        number = int(torch.randint(NUMBERS, (), generator=self._random).item())
+        token, value, mass = self._pick(scores, best, number, TOP_P_HEAD)
         if math.isfinite(value) and mass < self.params.top_p < 1.0:
-            token, value, _ = self._pick(scores, best, uniform, self.vocab_size)
+            token, value, _ = self._pick(scores, best, number, self.vocab_size)
         if not math.isfinite(value):
             self._random.set_state(before)
         require_finite(value)
         return int(token)
 
     def _pick(
-        self, scores: torch.Tensor, best: torch.Tensor, uniform: float, head: int
+        self, scores: torch.Tensor, best: torch.Tensor, number: int, head: int
     ) -> list[float]:
-        """Draw with a uniform number: [token id, the largest score, the probability of the `head`
+        """Draw by a number's race: [token id, the largest score, the probability of the `head`
         likeliest tokens], in one transfer and with no other wait for the device.
         """
         ids, kept, mass = self._filter(scores, head)
-        # float64: over 128256 tokens a float32 sum would lose the smallest probabilities.
-        cumulative = kept.double().cumsum(0)
-        # right=True: a token of probability 0 is never drawn, not even for a uniform number of
-        # exactly 0.
-        index = torch.searchsorted(cumulative, uniform * cumulative[-1:], right=True)
-        # uniform * total may round up to the total: then the last that has a probability
-        last = torch.searchsorted(cumulative, cumulative[-1:])
-        # damaged logits leave only NaN, and both past the end
-        index = torch.minimum(index, last).clamp_(max=kept.numel() - 1)
-        drawn = index if ids is None else ids.gather(0, index)
+        if ids is None:
+            if self._ids is None or self._ids.device != scores.device:
+                self._ids = torch.arange(self.vocab_size, device=scores.device)
+            ids = self._ids
+        drawn = ids.gather(0, first(kept, ids, number))
         return torch.cat([t.double().view(1) for t in (drawn, best, mass)]).tolist()
 
     def _filter(

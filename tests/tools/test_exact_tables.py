@@ -54,7 +54,7 @@ def test_selections_of_verification_draft_too():
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_the_rules_accept_as_often_as_they_say(top_p):
-    """`number` against the sampler's own draws, `race` against clocks; rejection is the bound."""
+    """`race` against the sampler's own draws, `number` against sums; rejection is the bound."""
     generator = torch.Generator().manual_seed(1)
     p_logits = 2 * torch.randn(11, generator=generator)
     q_logits = p_logits + 0.7 * torch.randn(11, generator=generator)
@@ -63,10 +63,15 @@ def test_the_rules_accept_as_often_as_they_say(top_p):
     same = sum(one.sample(p_logits)[0] == other.sample(q_logits)[0] for _ in range(DRAWS)) / DRAWS
     p, q = one.probabilities(p_logits), one.probabilities(q_logits)
     error = 4 * (0.25 / DRAWS) ** 0.5
-    assert abs(same - number(p, q, by_rank=top_p < 1)) < error
-    clocks = torch.empty(DRAWS, 11).exponential_(generator=generator)
-    rung = ((clocks / p).argmin(1) == (clocks / q).argmin(1)).float().mean()
-    assert abs(float(rung) - race(p, q)) < error
+    assert abs(same - race(p, q)) < error
+    drawn = []
+    uniform = torch.rand(DRAWS, generator=generator, dtype=torch.float64)
+    for values in (p.double(), q.double()):
+        order = values.argsort(descending=True) if top_p < 1 else torch.arange(11)
+        sums = values[order].cumsum(0)
+        drawn.append(order[torch.searchsorted(sums, uniform * sums[-1], right=True)])
+    both = float((drawn[0] == drawn[1]).float().mean())
+    assert abs(both - number(p, q, by_rank=top_p < 1)) < error
     assert number(p, q, by_rank=top_p < 1) < race(p, q) < rejection(p, q) < 1
 
 

@@ -1,12 +1,11 @@
-"""How often a draft is what the sampler draws: by a shared random number, as exact mode has it, and
-by the rules that could take its place.
+"""How often a draft is what the sampler draws, by the rule that keeps it.
 
 Computed, not counted: from full attention's and the drafter's distributions at the same position,
 after temperature and filters, follows the probability that a rule accepts.
 
 rejection  sum over tokens of min(p, q): the most that any rule can (Leviathan et al., 2023)
-number     a uniform number falls on the same token in both cumulative sums, as sample() draws
-race       exponential clocks, one a token, shared by both: the first to ring is drawn
+race       exponential clocks, one a token, shared by both draws: the sampler's (engine/race.py)
+number     one uniform number for both, in cumulative sums: what the sampler did before
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def rejection(p: torch.Tensor, q: torch.Tensor) -> float:
 
 def number(p: torch.Tensor, q: torch.Tensor, by_rank: bool) -> float:
     """Overlap of each token's two intervals in the cumulative sums. by_rank: sums run from the
-    likeliest token down, as under top-p; else in the order of the vocabulary.
+    likeliest token down; else in the order of the vocabulary.
     """
     low, high = [], []
     for values in (p.double(), q.double()):
