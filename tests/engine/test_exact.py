@@ -29,7 +29,7 @@ METHODS = {
 }
 GREEDY = SamplingParams(max_tokens=40)
 SAMPLED = SamplingParams(
-    max_tokens=40,
+    max_tokens=80,
     temperature=0.7,
     top_p=0.9,
     min_p=0.02,
