@@ -192,8 +192,10 @@ class LLM:
         return known
 
     def _default_method(self) -> Method:
-        known = filter_layers.filter_layers(self.folder, self.resolved, self.config)
-        return OmniKV() if known.source != "spread" else Full()
+        if self._filter_layers().source != "spread":
+            return OmniKV()
+        self._hint = filter_layers.UNCALIBRATED
+        return Full()
 
     def load(self) -> None:
         """Read the weights, once. Raises OutOfMemoryPlan where the plan does not fit, then what is
@@ -218,10 +220,8 @@ class LLM:
             self._finish(trimmed(stream))
 
     def _finish(self, stream: Iterable[tuple[str, Any]]) -> None:
-        compiled = self.options.compile
-        if compiled is None:
-            compiled = self.device.type == "cuda"
-        # A forced backend compares plain products; otherwise weights take their fastest form.
+        compiled = self.options.compiles(self.config, self.device)
+        # a forced backend compares plain products; otherwise weights take their fastest form
         form = "auto" if self.backend in ("auto", "cpu") else "plain"
         digest = WeightsDigest()
         stream = self._rounding.stream(digest.watch(stream), self.config.tied_embeddings)
@@ -408,6 +408,7 @@ class LLM:
         iterator may be closed early.
         """
         ids = self.encode(prompt)
+        filter_layers.hint_at(self._hint, len(ids))
         with self.session() as session:
             yield from generate(session, ids, params, progress=progress, should_stop=should_stop)
 

@@ -150,6 +150,17 @@ class Options:
             stacklevel=4,
         )
 
+    def compiles(self, config: ModelConfig, device: torch.device) -> bool:
+        """Whether the step is compiled: on a GPU unless told otherwise, and never for a mixture."""
+        if config.experts is not None and self.compile:
+            raise SettingError(
+                "compile: found True, but the experts of a mixture are chosen on the host; leave "
+                "it out"
+            )
+        if self.compile is None:
+            return device.type == "cuda" and config.experts is None
+        return self.compile
+
     def resolved_device(self) -> torch.device:
         """The torch.device that `device` names here; SettingError where there is none."""
         name = self.device

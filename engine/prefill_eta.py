@@ -42,7 +42,7 @@ class PrefillFlops:
     def of(cls, config: ModelConfig) -> PrefillFlops:
         """Count a model's multiply-adds, two FLOPs each."""
         rows = config.hidden_size * (config.q_size + 2 * config.kv_size)
-        layer = rows + config.hidden_size * (config.q_size + 3 * config.intermediate_size)
+        layer = rows + config.hidden_size * (config.q_size + 3 * config.mlp_width)
         local = [config.windows[i] for i in config.local_layers]
         seen = 4.0 * config.q_size * sum(local)
         return cls(

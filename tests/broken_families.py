@@ -4,9 +4,14 @@ family needs and that are missing. As in tests/broken_models.py.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
+
 import torch
 
 from tests.broken_models import Broken, Build, Weights, _config, _weights
+from tests.tiny_model import CONFIG, SINGLE, joined, packed, sound
 
 QWEN2 = dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2")
 QWEN3 = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3", head_dim=8)
@@ -15,6 +20,15 @@ SMOLLM3 = dict(architectures=["SmolLM3ForCausalLM"], model_type="smollm3")
 PHI3 = dict(architectures=["Phi3ForCausalLM"], model_type="phi3")
 GRANITE = dict(architectures=["GraniteForCausalLM"], model_type="granite")
 OLMO2 = dict(architectures=["Olmo2ForCausalLM"], model_type="olmo2")
+MOE: dict = dict(
+    architectures=["Qwen3MoeForCausalLM"],
+    model_type="qwen3_moe",
+    head_dim=8,
+    num_experts=3,
+    num_experts_per_tok=2,
+    moe_intermediate_size=8,
+)
+MLP = "model.layers.0.mlp."
 FOUR = [1.0, 1.0, 2.0, 4.0]
 SLIDES = ["sliding_attention"]
 
@@ -32,12 +46,37 @@ def _row(name: str, build: Build, *words: str) -> Broken:
     return Broken(name, build, 1, words)
 
 
+def _experts(change: Callable[[Weights], Weights]) -> Build:
+    """A mixture of three experts of 8, whose tensors `change` spoils."""
+
+    def build(folder: Path) -> None:
+        weights = {k: v for k, v in sound(folder).items() if ".mlp." not in k}
+        for name in ("q_norm", "k_norm"):
+            weights[f"model.layers.0.self_attn.{name}.weight"] = torch.ones(8)
+        weights[MLP + "gate.weight"] = torch.zeros(3, 32)
+        for number in range(3):
+            for name, shape in (("gate", (8, 32)), ("up", (8, 32)), ("down", (32, 8))):
+                weights[f"{MLP}experts.{number}.{name}_proj.weight"] = torch.zeros(shape)
+        (folder / "config.json").write_text(json.dumps({**CONFIG, **MOE}))
+        (folder / SINGLE).write_bytes(joined(*packed(change(weights))))
+
+    return build
+
+
+def _left_out(part: str) -> Callable[[Weights], Weights]:
+    return lambda weights: {k: v for k, v in weights.items() if MLP + part not in k}
+
+
+def _grown(part: str, shape: tuple[int, int]) -> Callable[[Weights], Weights]:
+    return lambda weights: weights | {MLP + part: torch.zeros(shape)}
+
+
 BROKEN_FAMILIES: list[Broken] = [
     _row(
         "unknown-near",
         _config(architectures=["Qwen2MoeForCausalLM"]),
         "found Qwen2MoeForCausalLM",
-        "the nearest is Qwen2ForCausalLM",
+        "the nearest is Qwen3MoeForCausalLM",
         "one of LlamaForCausalLM",
     ),
     _row(
@@ -169,6 +208,67 @@ BROKEN_FAMILIES: list[Broken] = [
         "dual-chunk-size",
         _config(**QWEN2, dual_chunk_attention_config={"local_size": 8}),
         "dual_chunk_attention_config.chunk_size: found nothing",
+    ),
+    # mixtures of experts
+    _row("moe-no-router", _experts(_left_out("gate.weight")), "mlp.gate.weight: found nothing"),
+    _row(
+        "moe-experts-missing",
+        _experts(_left_out("experts.2.")),
+        "experts.2.gate_proj.weight: found nothing",
+        "(3 missing)",
+    ),
+    _row(
+        "moe-one-down-missing",
+        _experts(_left_out("experts.1.down_proj.weight")),
+        "experts.1.down_proj.weight: found nothing",
+    ),
+    _row(
+        "moe-too-many",
+        _experts(_grown("experts.3.up_proj.weight", (8, 32))),
+        "experts.3.up_proj.weight",
+        "describes no such tensor",
+    ),
+    _row(
+        "moe-router-shape",
+        _experts(_grown("gate.weight", (4, 32))),
+        "mlp.gate.weight: found shape [4, 32]",
+        "shape [3, 32]",
+    ),
+    _row(
+        "moe-expert-shape",
+        _experts(_grown("experts.0.down_proj.weight", (32, 9))),
+        "experts.0.down_proj.weight: found shape [32, 9]",
+    ),
+    _row("moe-plain-mlp", _config(**MOE), "mlp.gate.weight: found nothing"),
+    _row("moe-no-count", _config(**MOE | {"num_experts": ...}), "num_local_experts"),
+    _row("moe-count-zero", _config(**MOE | {"num_experts": 0}), "num_experts: found 0"),
+    _row(
+        "moe-count-huge",
+        _config(**MOE | {"num_experts": 10**9}),
+        "num_experts: found 1000000000",
+    ),
+    _row(
+        "moe-chosen-beyond",
+        _config(**MOE | {"num_experts_per_tok": 4}),
+        "num_experts_per_tok: found 4",
+        "from 1 to 3",
+    ),
+    _row(
+        "moe-no-width",
+        _config(**MOE | {"moe_intermediate_size": ...}),
+        "moe_intermediate_size: found nothing",
+    ),
+    _row(
+        "moe-normalise-text",
+        _config(**MOE, norm_topk_prob="yes"),
+        "norm_topk_prob: found yes",
+    ),
+    _row("moe-step-zero", _config(**MOE, decoder_sparse_step=0), "decoder_sparse_step: found 0"),
+    _row(
+        "moe-only-layers",
+        _config(**MOE, mlp_only_layers=[7]),
+        "mlp_only_layers: found",
+        "layer numbers below 1",
     ),
     _row("qwen3-activation", _config(**QWEN3, hidden_act="gelu"), "hidden_act: found gelu"),
 ]

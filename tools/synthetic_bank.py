@@ -52,14 +52,18 @@ def synthesize(session, n, seed=0):
 
 def fill_rows(bank, layer, head, n, seed):
     """Draw rows head .. n-1 of a layer: normal, per kv head with the standard deviation of rows 0
-    .. head-1 (K and V apart).
+    .. head-1 (K and V apart). A sliding-window layer gets the newest that its ring holds.
     """
-    k, v = (floats(t) if is_packed(t) else t for t in bank.kv(layer, head))
+    ring = bank.window_ring(layer)
+    stored = bank.kv(layer, head) if ring is None else ring.views(0, head)
+    k, v = (floats(t) if is_packed(t) else t for t in stored)
+    first = head if ring is None else max(head, n - ring.size)
     generator = torch.Generator(device=k.device).manual_seed(seed * 1_000_003 + layer)
-    tiles = [_tile(rows, min(TILE, n - head), generator) for rows in (k, v)]
-    for start in range(head, n, TILE):
-        count = min(TILE, n - start)
-        if start > head:
+    most = TILE if ring is None else min(TILE, ring.size)
+    tiles = [_tile(rows, min(most, n - first), generator) for rows in (k, v)]
+    for start in range(first, n, most):
+        count = min(most, n - start)
+        if start > first:
             signs = (
                 torch.randint(
                     2, (2, 1, 1, *tiles[0].shape[2:]), generator=generator, device=k.device

@@ -93,6 +93,13 @@ ALIASES: dict[str, Alias] = {
     "qwen3-8b": Alias("Qwen/Qwen3-8B", 40960, 8_190_735_360),
     "qwen3-8b-128k": Alias("Qwen/Qwen3-8B", 131072, 8_190_735_360, None, _YARN, "yarn:4:32768"),
     "qwen3-14b": Alias("Qwen/Qwen3-14B", 40960, 14_768_307_200),
+    "qwen3-30b-a3b-2507": Alias(
+        "Qwen/Qwen3-30B-A3B-Instruct-2507",
+        262144,
+        30_532_122_624,
+        None,
+        "8 of 128 experts a token: 3.3B read",
+    ),
     "qwen3-32b": Alias("Qwen/Qwen3-32B", 40960, 32_762_123_264),
     "phi-3.5-mini": Alias("microsoft/Phi-3.5-mini-instruct", 131072, 3_821_079_552),
     "phi-4-mini": Alias("microsoft/Phi-4-mini-instruct", 131072, 3_836_021_760),

@@ -76,6 +76,16 @@ _SHAPES: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     "Qwen/Qwen3-4B-Instruct-2507": ("Qwen3", (2560, 9728, 36, 32, 8, 128, 151936, True), {}),
     "Qwen/Qwen3-8B": ("Qwen3", (4096, 12288, 36, 32, 8, 128, 151936, False), {}),
     "Qwen/Qwen3-14B": ("Qwen3", (5120, 17408, 40, 40, 8, 128, 151936, False), {}),
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": (
+        "Qwen3Moe",
+        (2048, 6144, 48, 32, 4, 128, 151936, False),
+        {
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+        },
+    ),
     "Qwen/Qwen3-32B": ("Qwen3", (5120, 25600, 64, 64, 8, 128, 151936, False), {}),
     "HuggingFaceTB/SmolLM3-3B": ("SmolLM3", (2048, 11008, 36, 16, 4, 128, 128256, True), {}),
     "microsoft/Phi-3.5-mini-instruct": ("Phi3", (3072, 8192, 32, 32, 32, 96, 32064, False), {}),

@@ -127,6 +127,7 @@ def converse(args: argparse.Namespace, llm: LLM, params: SamplingParams, display
         args.json,
         args.stats,
         watch=watch_of(args.watch, args.exact_below),
+        calibrate=args.calibrate,
     )
     if args.cache:
         limit = args.cache_limit or 50 * 10**9
@@ -176,6 +177,8 @@ def run(args: argparse.Namespace, display: Display) -> int:
             "-f -: reads standard input to its end, so -i has nothing left to read; "
             "give the document as a file"
         )
+    if args.calibrate and args.file is None and args.prompt is not None and not args.interactive:
+        raise UsageError("--calibrate: found no document, expected one to read (-f FILE)")
     require_output()
     for name in ("prompt", "system"):
         if getattr(args, name) is not None:

@@ -295,6 +295,12 @@ def _method_flags(add: Callable) -> None:
         "them (default: from the model's calibration)",
     )
     add(
+        "--calibrate",
+        action=argparse.BooleanOptionalAction,
+        help="find the filter layers of a model that nobody has calibrated on the first document "
+        "that is read, and keep them (default: ask, on a terminal)",
+    )
+    add(
         "--wait-layers",
         type=int,
         metavar="N",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
 from engine.chat import commands as chat_commands
+from engine.chat.calibrating import Calibrating, noted
 from engine.chat.conversation import Conversation
 from engine.chat.display import Display
 from engine.chat.evidence import print_watch
@@ -35,6 +36,7 @@ class Chat:
     llm: a loaded LLM. params: how answers are sampled. system: the system prompt. as_json: print
     one JSON object per answer. show_stats: print the figures of /stats after each answer. out:
     standard output by default. watch: measures what the sparse layers keep (engine.check.Watch).
+    calibrate: find filter layers on a document where nobody has (None: ask, on a terminal).
     """
 
     def __init__(
@@ -47,10 +49,12 @@ class Chat:
         show_stats: bool = False,
         out: TextIO | None = None,
         watch: Watch | None = None,
+        calibrate: bool | None = False,
     ):
         self.llm, self.params, self.display = llm, params, display
         self.as_json, self.show_stats, self.out = as_json, show_stats, out
         self.interrupts = Interrupts()
+        self.calibrating = Calibrating(calibrate)
         self.conversation = Conversation(llm, system, announce=display.line)
         self.conversation.session.watch = watch
         self.last: GenerationStats | None = None  # figures of the last answer
@@ -65,11 +69,11 @@ class Chat:
         if not text.strip():
             self.display.line(f"{name}: empty, nothing to read")
             return True
+        calibration = self.calibrating.begin(self, text)
         started = time.monotonic()
         with self.interrupts:
-            done = self.conversation.read(
-                text, name, self.interrupts.watched(self.display.reading())
-            )
+            show = noted(self.display.reading(), calibration)
+            done = self.conversation.read(text, name, self.interrupts.watched(show))
         self.display.clear()
         if self.interrupts.leaving:
             raise KeyboardInterrupt
@@ -89,6 +93,8 @@ class Chat:
             )
         else:
             self.display.note(f"{name}: will be read together with your question")
+        if calibration is not None:
+            self.calibrating.finish(self, calibration)
         return True
 
     def ask(self, text: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.model.mixture import Experts
 from engine.model.rope_config import Rope
 
 
@@ -50,6 +51,7 @@ class Facts:
     attention_bias, mlp_bias: as in ModelConfig. windows: tokens that each layer looks back, its own
     included, 0 for all of them; empty: every layer sees everything. layer_ropes: the rope of each
     layer; empty: one for all. positions: a limit of the context below max_position_embeddings.
+    experts: the mixture in place of the MLP, None: there is none.
     """
 
     block: Block = LLAMA
@@ -58,3 +60,4 @@ class Facts:
     windows: tuple[int, ...] = ()
     layer_ropes: tuple[Rope, ...] = ()
     positions: int | None = None
+    experts: Experts | None = None

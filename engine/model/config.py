@@ -21,6 +21,7 @@ from engine.model import families
 from engine.model.block import LLAMA, Block
 from engine.model.family import Family, Sizes
 from engine.model.fields import Fields
+from engine.model.mixture import Experts
 from engine.model.rope_config import MAX_POSITIONS, Rope, parse_rope
 from engine.model.rope_override import overridden, pins_long
 from kernels.rows_int8 import row_width
@@ -42,9 +43,9 @@ class ModelConfig:
 
     Immutable and hashable. `dtype` is the stored one ("float32" | "bfloat16" | "float16").
     `attention_bias` puts a bias on q, k, v and (Block.o_bias) on o; `mlp_bias` on gate, up and
-    down. `max_positions` is the context in tokens that the model was made for. `block`, `windows`
-    and `layer_ropes` are the family's (engine/model/block.py). `bank` is no file's: how rows of K
-    and V are held, "model" (in the model's dtype) or "int8".
+    down. `max_positions` is the context in tokens that the model was made for. `block`, `windows`,
+    `layer_ropes` and `experts` are the family's (engine/model/block.py). `bank` is no file's: how
+    rows of K and V are held, "model" (in the model's dtype) or "int8".
     """
 
     architecture: str
@@ -69,6 +70,7 @@ class ModelConfig:
     block: Block = LLAMA
     windows: tuple[int, ...] = ()
     layer_ropes: tuple[Rope, ...] = ()
+    experts: Experts | None = None
     bank: str = "model"
 
     @property
@@ -154,6 +156,28 @@ class ModelConfig:
     @property
     def parameters(self) -> int:
         """Number of stored weights; a tied lm_head counts once."""
+        return self._parameters(read=False)
+
+    @property
+    def step_parameters(self) -> int:
+        """Number of weights that a decode step of one token reads: of a mixture, the experts that a
+        token takes.
+        """
+        return self._parameters(read=True)
+
+    @property
+    def mlp_width(self) -> int:
+        """Width of the MLP that a token goes through: of a mixture, all its experts together."""
+        if self.experts is None:
+            return self.intermediate_size
+        mixed = self.experts.per_token * self.experts.width
+        return max(mixed, self.intermediate_size) if self.experts.dense else mixed
+
+    def experts_of(self, layer: int) -> Experts | None:
+        """The mixture of a layer; None where it has an MLP."""
+        return None if self.experts is None or layer in self.experts.dense else self.experts
+
+    def _parameters(self, read: bool) -> int:
         attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
         if self.attention_bias:
             attention += self.q_size + 2 * self.kv_size
@@ -167,7 +191,12 @@ class ModelConfig:
         if self.block.qk_norm != "none":
             whole = self.block.qk_norm == "width"
             norms += self.q_size + self.kv_size if whole else 2 * self.head_dim
-        return embeddings + self.num_layers * (attention + mlp + norms) + self.hidden_size
+        mlps = self.num_layers * mlp
+        if self.experts is not None:
+            dense = len(self.experts.dense)
+            mixture = self.experts.parameters(self.hidden_size, read)
+            mlps = dense * mlp + (self.num_layers - dense) * mixture
+        return embeddings + self.num_layers * (attention + norms) + mlps + self.hidden_size
 
     @classmethod
     def from_dict(
@@ -231,6 +260,7 @@ class ModelConfig:
             block=facts.block,
             windows=facts.windows,
             layer_ropes=facts.layer_ropes,
+            experts=facts.experts,
         )
 
     @classmethod

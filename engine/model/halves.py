@@ -130,7 +130,8 @@ class FusedHalves:
         layer = self._model.layers[number]
         attended = attended.flatten(2).contiguous()
         x = multiply_rows(attended, layer.o.weight, layer.o.bias, residual=x)
-        assert layer.post_norm is not None
+        assert layer.post_norm is not None and layer.gate_up is not None
+        assert layer.down is not None
         normed = normalize_rows(x, layer.post_norm, self._eps)
         mixed = multiply_rows(normed, layer.gate_up.weight, layer.gate_up.bias, gated=True)
         return multiply_rows(mixed, layer.down.weight, layer.down.bias, residual=x)
@@ -149,6 +150,6 @@ def fusable(model: Llama) -> bool:
     block = replace(config.block, o_bias=True, fused=False, embedding=1.0, score=None)
     ropes = config.layer_ropes or (config.rope,)
     whole = all(r.kind != "none" and r.width(config.head_dim) == config.head_dim for r in ropes)
-    held = [model.lm_head, *(m for x in model.layers for m in (x.qkv, x.o, x.gate_up, x.down))]
+    held = [model.lm_head, *(m for layer in model.layers for m in layer.matrices)]
     stored = all(matrix.form == "plain" and matrix.weight.is_contiguous() for matrix in held)
-    return block == LLAMA and whole and stored
+    return block == LLAMA and whole and stored and config.experts is None

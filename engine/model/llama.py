@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.model.block import LLAMA, Block
+from engine.model.mixture import Mixture
 from engine.model.rope import apply_rope
 from kernels.linear import Linear, pack_linear
 from kernels.linear_quantised import QuantisedLinear, pack_quantised
@@ -38,18 +39,26 @@ class Layer:
     qkv: Matrix  # [(H + 2 Hkv) * D, hidden]
     o: Matrix  # [hidden, H * D]
     post_norm: torch.Tensor | None  # [hidden], before the MLP
-    gate_up: Matrix  # [2 * intermediate, hidden]
-    down: Matrix  # [hidden, intermediate]
+    gate_up: Matrix | None  # [2 * intermediate, hidden]; None: a mixture of experts
+    down: Matrix | None  # [hidden, intermediate]
     block: Block = LLAMA
     q_norm: torch.Tensor | None = None  # [D] or [H * D]
     k_norm: torch.Tensor | None = None  # [D] or [Hkv * D]
     o_norm: torch.Tensor | None = None  # [hidden], after attention
     down_norm: torch.Tensor | None = None  # [hidden], after the MLP
+    mixture: Mixture | None = None  # in place of gate_up and down
 
     @property
     def norms(self) -> list[torch.Tensor]:
         """The norms that this layer has."""
         return [t for name in NORMS if (t := getattr(self, name)) is not None]
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        """The matrices that this layer has, but for the router of a mixture."""
+        found = [self.qkv, self.o, self.gate_up, self.down]
+        experts = [] if self.mixture is None else self.mixture.matrices
+        return [matrix for matrix in found if matrix is not None] + experts
 
 
 @dataclass
@@ -68,9 +77,8 @@ class Llama:
     def nbytes(self) -> int:
         """Bytes of all weights; a tensor that two of them share counts once."""
         plain = [self.norm] + [t for layer in self.layers for t in layer.norms]
-        packed = [
-            m for layer in self.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)
-        ]
+        plain += [layer.mixture.router for layer in self.layers if layer.mixture is not None]
+        packed = [m for layer in self.layers for m in layer.matrices]
         head = self.lm_head
         if head is not self.embed and not (isinstance(head, Linear) and head.weight is self.embed):
             packed.append(head)
@@ -164,6 +172,9 @@ def post_attention(
     block = layer.block
     x = _added(x, layer.o(attended.flatten(2)), layer.o_norm, eps, block)
     y = x if layer.post_norm is None else rms_norm(x, layer.post_norm, eps, block)
+    if layer.gate_up is None or layer.down is None:
+        assert layer.mixture is not None
+        return _added(x, layer.mixture(y), layer.down_norm, eps, block)
     gate, up = layer.gate_up(y).chunk(2, dim=-1)
     gate = F.silu(gate) if block.activation == "silu" else F.gelu(gate, approximate="tanh")
     return _added(x, layer.down(gate * up), layer.down_norm, eps, block)
@@ -201,10 +212,7 @@ def targets(config: ModelConfig) -> list[Target]:
             Target(f"{i}.qkv", tuple((f"{at}{n}.weight", (rows, hidden)) for n, rows in qkv)),
             Target(f"{i}.o", ((f"{at}o_proj.weight", (hidden, q)),)),
             *after,
-            Target(
-                f"{i}.gate_up", tuple((f"{mlp}{n}.weight", (rows, hidden)) for n, rows in gate_up)
-            ),
-            Target(f"{i}.down", ((f"{mlp}down_proj.weight", (hidden, inter)),)),
+            *_mlp(config, i, mlp, gate_up),
         ]
         if config.attention_bias:
             found.append(Target(f"{i}.qkv.bias", tuple((f"{at}{n}.bias", (r,)) for n, r in qkv)))
@@ -218,6 +226,25 @@ def targets(config: ModelConfig) -> list[Target]:
     found.append(Target("norm", (("model.norm.weight", (hidden,)),)))
     if not config.tied_embeddings:
         found.append(Target("lm_head", (("lm_head.weight", (config.vocab_size, hidden)),)))
+    return found
+
+
+def _mlp(
+    config: ModelConfig, layer: int, at: str, gate_up: tuple[tuple[str, int], ...]
+) -> list[Target]:
+    """List the weights of a layer's MLP, or of its router and experts."""
+    hidden, experts = config.hidden_size, config.experts_of(layer)
+    if experts is None:
+        fused = tuple((f"{at}{name}.weight", (rows, hidden)) for name, rows in gate_up)
+        down = ((f"{at}down_proj.weight", (hidden, config.intermediate_size)),)
+        return [Target(f"{layer}.gate_up", fused), Target(f"{layer}.down", down)]
+    width = experts.width
+    found = [Target(f"{layer}.router", ((f"{at}gate.weight", (experts.count, hidden)),))]
+    for number in range(experts.count):
+        mine, name = f"{at}experts.{number}.", f"{layer}.experts.{number}"
+        parts = tuple((f"{mine}{n}_proj.weight", (width, hidden)) for n in ("gate", "up"))
+        found.append(Target(f"{name}.gate_up", parts))
+        found.append(Target(f"{name}.down", ((f"{mine}down_proj.weight", (hidden, width)),)))
     return found
 
 
@@ -316,10 +343,14 @@ def assemble(
             packed[f"{i}.qkv"],
             packed[f"{i}.o"],
             plain.get(f"{i}.post_norm"),
-            packed[f"{i}.gate_up"],
-            packed[f"{i}.down"],
+            packed.get(f"{i}.gate_up"),
+            packed.get(f"{i}.down"),
             config.block,
-            *(plain.get(f"{i}.{name}") for name in ("q_norm", "k_norm", "o_norm", "down_norm")),
+            plain.get(f"{i}.q_norm"),
+            plain.get(f"{i}.k_norm"),
+            plain.get(f"{i}.o_norm"),
+            plain.get(f"{i}.down_norm"),
+            _mixture(config, i, plain, packed),
         )
         for i in range(config.num_layers)
     ]
@@ -345,6 +376,20 @@ def _head(
     if isinstance(embed, QuantisedLinear):
         return embed
     return pack_linear(embed, form=form, copy=False)
+
+
+def _mixture(
+    config: ModelConfig, layer: int, plain: dict[str, torch.Tensor], packed: dict[str, Matrix]
+) -> Mixture | None:
+    """Make a layer's mixture of what has arrived; None where it has none."""
+    experts = config.experts_of(layer)
+    if experts is None:
+        return None
+    gate_up, down = (
+        [packed[f"{layer}.experts.{number}.{part}"] for number in range(experts.count)]
+        for part in ("gate_up", "down")
+    )
+    return Mixture(experts, plain[f"{layer}.router"], gate_up, down)
 
 
 def random_stream(

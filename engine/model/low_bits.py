@@ -115,7 +115,11 @@ class OnTheWay:
 
         Raises SettingError where GROUP does not divide the rows.
         """
-        widths = {config.hidden_size, config.intermediate_size, config.q_size}
+        widths = {config.hidden_size, config.q_size}
+        if config.experts is None or config.experts.dense:
+            widths.add(config.intermediate_size)
+        if config.experts is not None:
+            widths.add(config.experts.width)
         width = next((width for width in sorted(widths) if width % GROUP), None)
         if word == "int4" and width is not None:
             raise SettingError(

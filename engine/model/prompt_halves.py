@@ -56,7 +56,8 @@ def fused_post_attention(
     layer: Layer, x: torch.Tensor, attended: torch.Tensor, eps: float
 ) -> torch.Tensor:
     """As `post_attention`, of a block like Llama's."""
-    assert layer.post_norm is not None
+    assert layer.post_norm is not None and layer.gate_up is not None
+    assert layer.down is not None
     part = layer.o(attended.flatten(2))
     x, normed = add_normalize_rows(x.contiguous(), part, layer.post_norm, eps)
     return x + layer.down(swiglu_rows(layer.gate_up(normed)))

@@ -37,6 +37,7 @@ class ExactCosts:
     group: int  # query heads of a K/V head
     factors: CpuCosts
     offloaded: frozenset[int] = frozenset()
+    experts: int = 0  # bytes of the experts that a token takes: another one takes others
 
     @classmethod
     def of(
@@ -52,7 +53,8 @@ class ExactCosts:
 
         held: weights in few bits; None: all in elements of `itemsize` bytes, as the bank.
         """
-        weights = config.parameters * itemsize if held is None else held.read
+        mixture = config.experts
+        weights = config.step_parameters * itemsize if held is None else held.read
         if held is None and not config.tied_embeddings:
             weights -= config.vocab_size * config.hidden_size * itemsize  # one row of it is read
         on_cpu = device_type == "cpu"
@@ -60,14 +62,18 @@ class ExactCosts:
         factors = cpu_costs(itemsize, kind=kind) if on_cpu else CpuCosts(filter=1, row=1)
         far = frozenset() if on_cpu else frozenset(offloaded)
         size = config.kv_bytes(itemsize)
-        return cls(layers, weights, size, config.group, factors, far)
+        experts = 0
+        if mixture is not None:
+            one = 3 * config.hidden_size * mixture.width * mixture.per_token
+            experts = one * (config.num_layers - len(mixture.dense)) * itemsize
+        return cls(layers, weights, size, config.group, factors, far, experts)
 
     def full(self, rows: Sequence[int], tokens: int = 1) -> float:
         """A step of full attention over `tokens` tokens. rows: bank rows by layer."""
         more, f = tokens - 1, self.factors
         read = sum(n * (LINK if layer in self.offloaded else 1.0) for layer, n in enumerate(rows))
         attention = f.kv * self.row * read * (1 + f.query * self.group * more)
-        return self.weights * (1 + f.weight * more) + attention
+        return self.weights * (1 + f.weight * more) + self.experts * more + attention
 
     def draft(self, rows: Sequence[int], chooses: bool) -> float:
         """A draft step. chooses: whether its filter layers do, and fetch what they chose."""

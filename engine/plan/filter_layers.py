@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -16,7 +17,7 @@ from engine.errors import BadCheckpoint, EngineError
 from engine.plan.layers import PAPER_WAIT, spread_over
 from engine.settings import is_integer
 from weights.aliases import ALIASES
-from weights.fingerprint import fingerprint
+from weights.fingerprint import fingerprint, weights_digest
 from weights.jsonfile import inside, present, read_json, shown
 
 if TYPE_CHECKING:
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
 FORMAT = 1
 NAME = "omnikv.json"
 LIMIT = 1 << 20  # bytes; one of 100 layers with every figure of its search has 50 KB
+UNCALIBRATED = (
+    "hint: nobody has calibrated this model, so all layers read everything; its filter layers come "
+    "from python -m tools.calibrate, or from python -m engine.chat --calibrate -f FILE"
+)
+LONG = 4096  # tokens of a prompt from which filter layers are worth a hint
 DIGEST = re.compile("[0-9a-f]{64}")
 
 
@@ -43,6 +49,12 @@ class FilterLayers:
     wait: int = 0
 
 
+def hint_at(hint: str, tokens: int) -> None:
+    """Warn a program that reads a long prompt with a model that nobody has calibrated."""
+    if hint == UNCALIBRATED and tokens >= LONG:
+        warnings.warn(hint, stacklevel=4)
+
+
 def cache_file(digest: str) -> Path:
     """Return where the calibration of a model folder that cannot be written is kept.
 
@@ -50,6 +62,11 @@ def cache_file(digest: str) -> Path:
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "omnikv" / f"{digest}.json"
+
+
+def weights_file(digest: str) -> Path:
+    """Return where a calibration for these very weights is kept, by their digest."""
+    return cache_file(f"weights-{digest}")
 
 
 def filter_layers(
@@ -63,21 +80,21 @@ def filter_layers(
     for path in _candidates(folder, digest):
         if present(path):
             found = read(path, config)
-            if digest is None or found["fingerprint"] in (None, digest):
+            other = _other_weights(found, folder, digest)
+            if not other:
+                layers = tuple(found["filter_layers"])
                 return FilterLayers(
-                    tuple(found["filter_layers"]), "file", wait=found["wait_layers"]
+                    layers, "file", f"filter layers {layers}: from {path}", found["wait_layers"]
                 )
-            hint = (
-                f"{path}: ignored, it was made for other weights (fingerprint "
-                f"{found['fingerprint'][:12]}, this model is {digest[:12]}); calibrate again"
-            )
+            hint = f"{path}: ignored, it was made for other weights ({other}); calibrate again"
     for alias in ALIASES.values():
         if alias.filter_layers and resolved is not None and resolved.hub_id == alias.hub_id:
             return FilterLayers(tuple(alias.filter_layers), "published", hint, wait=PAPER_WAIT)
     layers = spread_over(config.num_layers, config.local_layers)
     guess = (
         f"hint: nobody has calibrated this model; filter layers {layers} are a guess spread over "
-        "the depth (python -m tools.calibrate finds its own)"
+        "the depth (python -m tools.calibrate finds its own; so does the chat's --calibrate, on a "
+        "document that it reads)"
     )
     return FilterLayers(layers, "spread", hint or guess)
 
@@ -85,8 +102,32 @@ def filter_layers(
 def _candidates(folder: str | Path | None, digest: str | None) -> list[Path]:
     """Return where a calibration may be, in order."""
     # nothing lies in a model that is one file
-    beside = [] if folder is None or Path(folder).is_file() else [Path(folder) / NAME]
-    return beside + ([] if digest is None else [cache_file(digest)])
+    found = [] if folder is None or Path(folder).is_file() else [Path(folder) / NAME]
+    if folder is None or digest is None:
+        return found
+    found.append(cache_file(digest))
+    try:
+        # the digest of the weights costs two reads a tensor, which few need
+        if any(cache_file(digest).parent.glob("weights-*.json")):
+            found.append(weights_file(weights_digest(folder)))
+    except (EngineError, OSError):
+        pass
+    return found
+
+
+def _other_weights(found: dict[str, Any], folder: str | Path | None, digest: str | None) -> str:
+    """Say for which weights a calibration was made, where they are not this model's; else ""."""
+    if folder is None or digest is None:
+        return ""
+    if found["fingerprint"] not in (None, digest):
+        return f"fingerprint {found['fingerprint'][:12]}, this model is {digest[:12]}"
+    try:
+        mine = weights_digest(folder) if found["weights"] else None
+    except (EngineError, OSError):
+        return ""
+    if found["weights"] != mine:
+        return f"digest {found['weights'][:12]}, this model's is {str(mine)[:12]}"
+    return ""
 
 
 def _digest(folder: str | Path | None) -> str | None:
@@ -130,9 +171,10 @@ def read(path: str | Path, config: ModelConfig) -> dict[str, Any]:
     wait = data.setdefault("wait_layers", 0)
     if not is_integer(wait) or wait < 0:
         refuse("wait_layers", "an int >= 0")
-    digest = data.setdefault("fingerprint", None)
-    if digest is not None and (not isinstance(digest, str) or not DIGEST.fullmatch(digest)):
-        refuse("fingerprint", "64 hexadecimal digits")
+    for field in ("fingerprint", "weights"):
+        digest = data.setdefault(field, None)
+        if digest is not None and (not isinstance(digest, str) or not DIGEST.fullmatch(digest)):
+            refuse(field, "64 hexadecimal digits")
     return data
 
 

@@ -145,12 +145,12 @@ def prefill_bytes(config: ModelConfig, size: int, chunk: int, device_type: str) 
     """
     residual = 4 * config.hidden_size * size + 4 * config.hidden_size
     attention = config.q_size * (2 * size + 8) + 2 * config.kv_size * size + 8 * config.num_heads
-    mlp = 3 * config.intermediate_size * size
+    mlp = 3 * config.mlp_width * size
     logits = 4 * config.vocab_size
     if device_type != "cpu":
         return chunk * (residual + max(attention, mlp)) + logits
-    widest = 2 * config.intermediate_size * config.hidden_size * size
-    activations = chunk * (residual + attention + mlp + config.intermediate_size * size)
+    widest = 2 * config.mlp_width * config.hidden_size * size
+    activations = chunk * (residual + attention + mlp + config.mlp_width * size)
     return activations * 3 // 2 + widest + logits
 
 

@@ -21,6 +21,9 @@ from engine.plan.layers import Role, layer_plan, spread_over
 from engine.query_ring import QueryRing
 from kernels.window_prefill import prefill_window
 from tests.builders import random_ids, setup_of, tiny_config
+from tools.compare import bytes as compare
+from tools.fidelity import columns
+from tools.synthetic_bank import synthesize
 
 WINDOW, CHUNK, CONTEXT = 70, 64, 2048
 LAYERS = 6
@@ -177,6 +180,24 @@ def test_the_plan_counts_what_is_allocated(offload):
         else:
             assert held == session.bank._resident.nbytes
     assert f"{LAYERS // 2} local" in str(llm.plan())
+
+
+@pytest.mark.parametrize("method", [Full(), OMNI], ids=["full", "omnikv"])
+def test_the_tools_count_rings_as_rings(method):
+    """Planned Mem% is what a session holds, and a synthetic bank is as deep as it says."""
+    llm, capacity = llm_of(backend="cpu"), 1500
+    with compare.offloaded(llm, method, capacity).session() as session:
+        synthesize(session, 1400)
+        assert len(session) == 1400 and torch.isfinite(session.decode(3)).all()
+        ring = session.bank.window_ring(1)
+        assert ring.low == 1401 - ring.size and ring.rows.abs().sum() > 0
+        found = compare.held(session)
+    assert found.full == compare.full_bytes(llm, capacity) < LAYERS * capacity * 2 * 4 * 2 * 16
+    if method is OMNI:
+        assert compare.device_share(llm, method, capacity) == found.resident < 1
+    else:
+        assert found.resident == 1
+    assert not set(columns.published(CONFIG) + columns.even(CONFIG)) & set(CONFIG.local_layers)
 
 
 def test_check_leaves_the_session_as_it_was(llm):

@@ -11,12 +11,12 @@ import json
 import pytest
 import torch
 
+from engine.calibration.search import Search, even, filters_of, full_layers, plan_of
 from engine.plan.filter_layers import read
 from engine.plan.layers import layer_plan
 from tools.calibrate import by_loss
 from tools.calibrate.by_loss import Row, bytes_share, knee
 from tools.calibrate.cli import main
-from tools.calibrate.search import Search, even, filters_of, full_layers, plan_of
 
 LAYERS = 9
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from engine import Full, OmniKV
+from engine.calibration.passages import MaxOverHeads, Passage
 from engine.plan.layers import layer_plan
 from tests.builders import random_ids, tiny_llm
-from tools.calibrate.passages import MaxOverHeads, Passage
 
 N, P, K, TAIL = 420, 50, 24, 64
 
@@ -71,7 +71,7 @@ def test_rows_in_blocks_change_nothing(llm, ids, monkeypatch):
     plan = layer_plan(8, (1, 4), 0)
     with llm.session(Full()) as session:
         whole = passage(llm, session, ids).run(plan)
-        monkeypatch.setattr("tools.calibrate.passages.WEIGHTS", 7 * 4 * N)
+        monkeypatch.setattr("engine.calibration.passages.WEIGHTS", 7 * 4 * N)
         parts = passage(llm, session, ids)
         assert len(list(parts._parts(4))) == 8
         torch.testing.assert_close(parts.run(plan).kl, whole.kl, atol=1e-5, rtol=0)

@@ -31,10 +31,12 @@ class StepBytes:
 
 
 def streamed_weights(config, dtype_bytes):
-    """Bytes of weights that every step reads: all, but one row only of an untied embedding."""
+    """Bytes of weights that every step reads: all, but one row only of an untied embedding, and of
+    a mixture the experts that a token takes.
+    """
     table = config.vocab_size * config.hidden_size
     return (
-        config.parameters - (0 if config.tied_embeddings else table - config.hidden_size)
+        config.step_parameters - (0 if config.tied_embeddings else table - config.hidden_size)
     ) * dtype_bytes
 
 

@@ -1,7 +1,7 @@
 """Finds a model's filter layers: `python -m tools.calibrate`.
 
-passages.py       what a layer plan costs a text: KL against full attention, from one reading
-search.py         the best full layers of every number, one change at a time
+The search and what it measures are in engine/calibration.
+
 by_loss.py        texts, search, held-out figures, table and knee
 state.py          what a search has measured, on disk
 similarity.py     measures how much of each layer's attention falls on another layer's choice

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine.calibration.passages import Choose, Lend, MaxOverHeads, Passage
+from engine.calibration.score import Passages, bytes_share, worth
+from engine.calibration.search import Found, Layers, Search, filters_of, plan_of, seeing
 from engine.errors import UsageError
 from engine.plan.filter_layers import cache_file
-from tools.calibrate.passages import Choose, Lend, MaxOverHeads, Passage, Trace
-from tools.calibrate.search import Found, Layers, Search, filters_of, plan_of
 from tools.calibrate.state import State
 from tools.calibrate.texts import pieces_of
 from tools.documents import texts as real_texts
@@ -51,40 +52,6 @@ def passage_of(
     )
 
 
-class Passages:
-    """The search's score over several passages, which are made when one is first asked for; the
-    traces of one parent are kept at a time.
-    """
-
-    def __init__(self, make: Callable[[], Sequence[Passage]], layers: int):
-        self._make, self.layers = make, layers
-        self.passages: Sequence[Passage] = ()
-        self.measured, self.seconds = 0, 0.0
-        self._parent: Layers | None = None
-        self._traces: dict[int, Trace] = {}
-
-    def __call__(self, full: Layers, parent: Layers | None, texts: slice) -> list[float]:
-        """Mean KL of each of these texts, nats."""
-        self.passages = self.passages or self._make()
-        found, plan, began = [], plan_of(full, self.layers), time.perf_counter()
-        for number in range(*texts.indices(len(self.passages))):
-            trace = self.passages[number].run(plan, self._trace(number, parent))
-            found.append(float(trace.kl.mean()))
-            self.measured += 1
-        self.seconds += time.perf_counter() - began
-        return found
-
-    def _trace(self, number: int, parent: Layers | None) -> Trace | None:
-        if parent is None:
-            return None
-        if parent != self._parent:
-            self._parent, self._traces = parent, {}
-        if number not in self._traces:
-            plan = plan_of(parent, self.layers)
-            self._traces[number] = self.passages[number].run(plan, keep=True)
-        return self._traces[number]
-
-
 @dataclass(frozen=True)
 class Row:
     """One number of full layers: its set, KL in nats on both splits, and the share of held-out
@@ -95,23 +62,20 @@ class Row:
     search: float
     held: float
     same: float
+    numbers: Layers = ()  # of the layers that see everything, where some slide
 
     @property
     def filters(self) -> Layers:
-        """Its filter layers."""
-        return filters_of(self.full)
-
-
-def bytes_share(full: int, layers: int, share: float) -> float:
-    """KV bytes of a step as a share of full attention's, the tail left out."""
-    return (full + (layers - full) * share) / layers
+        """Its filter layers, as the model numbers them."""
+        found = filters_of(self.full)
+        return tuple(self.numbers[i] for i in found) if self.numbers else found
 
 
 def knee(rows: Sequence[Row], layers: int, share: float) -> Row:
     """The row from which more full layers cost more than they bring: the least product of search KL
     and bytes read. Of equal ones the fewer layers.
     """
-    return min(rows, key=lambda row: row.search * bytes_share(len(row.full), layers, share))
+    return min(rows, key=lambda row: worth(row.search, len(row.full), layers, share))
 
 
 def read(
@@ -215,7 +179,9 @@ def bound(args: argparse.Namespace, layers: int) -> int:
 
 def run_by_loss(llm: LLM, args: argparse.Namespace, length: int) -> tuple[Row, list[str], int]:
     """(the chosen row, lines of the report, k of a text)."""
-    layers, most = llm.config.num_layers, bound(args, llm.config.num_layers)
+    local = llm.config.local_layers
+    layers = llm.config.num_layers - len(local)
+    most = bound(args, layers)
     both = texts_of(llm, args, length)
     state = State(state_path(llm, args.out), settings_of(llm, args, both), layers, args.fresh)
 
@@ -224,13 +190,13 @@ def run_by_loss(llm: LLM, args: argparse.Namespace, length: int) -> tuple[Row, l
         read(llm, both[0], args, "search", made.append)
         return made
 
-    found = searched(args, state, Passages(passages, layers), len(both[0]), layers, most)
+    found = searched(args, state, Passages(passages, layers, local), len(both[0]), layers, most)
     missing = [f.full for f in found.values() if f.full not in state.held]
     held: dict[Layers, list[tuple[float, float]]] = {full: [] for full in missing}
 
     def measure(passage: Passage) -> None:
         for full, figures in held.items():
-            trace = passage.run(plan_of(full, layers))
+            trace = passage.run(plan_of(full, layers, local))
             figures.append((float(trace.kl.mean()), float(trace.same.float().mean())))
 
     if missing:
@@ -239,7 +205,11 @@ def run_by_loss(llm: LLM, args: argparse.Namespace, length: int) -> tuple[Row, l
         kl, same = (sum(column) / len(figures) for column in zip(*figures))
         state.held[full] = kl, same
     state.save()
-    rows = [Row(found[n].full, found[n].cost, *state.held[found[n].full]) for n in sorted(found)]
+    numbers = tuple(seeing(llm.config.num_layers, local)) if local else ()
+    rows = [
+        Row(found[n].full, found[n].cost, *state.held[found[n].full], numbers)
+        for n in sorted(found)
+    ]
     at = knee(rows, layers, args.share)
     chosen = at
     if args.full_layers is not None:

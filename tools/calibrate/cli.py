@@ -213,10 +213,16 @@ def run(args: argparse.Namespace) -> None:
     require_places(args)
     llm = LLM(args.model, device=args.device, dtype=args.dtype, method=Full())
     require_numbers(args, llm.config.num_layers)
-    if llm.config.local_layers:
+    local = llm.config.local_layers
+    if len(local) > llm.config.num_layers - 3:
         raise UsageError(
-            f"calibrate: does not know sliding-window layers ({llm.config.family}); choose filter "
-            "layers among those that --plan does not call local"
+            f"calibrate: found {llm.config.num_layers - len(local)} layers that see everything, "
+            "expected at least 3: fewer leave nothing to choose"
+        )
+    if local and args.by != "loss":
+        raise UsageError(
+            f"--by {args.by}: does not know sliding-window layers ({llm.config.family}); use "
+            "--by loss"
         )
     length = checked_length(args, llm)
     if args.by == "loss":
@@ -244,7 +250,8 @@ def by_loss(llm: LLM, args: argparse.Namespace, length: int) -> None:
     chosen, lines, k = run_by_loss(llm, args, length)
     print("\n".join(lines))
     print(
-        f"\nchosen: {chosen.filters}, {len(chosen.full)} of {llm.config.num_layers} layers full, "
+        f"\nchosen: {chosen.filters}, {len(chosen.full)} of "
+        f"{llm.config.num_layers - len(llm.config.local_layers)} layers full, "
         f"held-out KL {chosen.held:.4f}"
     )
     if not args.dry_run:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from engine import LLM
 from engine.methods.evict.settings import Evicting
 from engine.methods.evict.store import row_bytes
+from engine.plan.memory import window_bytes
 from tools.compare.kept import inner_of, kept_of
 from tools.synthetic_bank import synthesize
 
@@ -58,8 +59,11 @@ def offloaded(llm: LLM, method: Method, capacity: int) -> LLM:
 
 
 def full_bytes(llm: LLM, capacity: int) -> int:
-    """Bytes of all keys and values of `capacity` tokens."""
-    return llm.config.num_layers * capacity * llm.config.kv_bytes(llm.dtype.itemsize)
+    """Bytes of all keys and values of `capacity` tokens; a sliding-window layer keeps its ring."""
+    config, size = llm.config, llm.dtype.itemsize
+    seeing = config.num_layers - len(config.local_layers)
+    rings = window_bytes(config, size, llm.chunk, capacity)
+    return seeing * capacity * config.kv_bytes(size) + rings
 
 
 def device_share(llm: LLM, method: Method, capacity: int) -> float:
@@ -79,7 +83,9 @@ def device_share(llm: LLM, method: Method, capacity: int) -> float:
         if plan.placement
         else 0
     )
-    return (plan.bytes_of("context bank") + slots) / full_bytes(llm, capacity)
+    bank = plan.bytes_of("context bank")
+    bank += window_bytes(llm.config, llm.dtype.itemsize, llm.chunk, capacity)
+    return (bank + slots) / full_bytes(llm, capacity)
 
 
 def held(session: Session) -> Held:
@@ -117,10 +123,11 @@ def held(session: Session) -> Held:
     size = llm.dtype.itemsize
     parts = placement.device_items(llm.config, size, session.capacity)
     dense = (
-        (llm.config.num_layers - len(placement.layers))
+        (llm.config.num_layers - len(llm.config.local_layers) - len(placement.layers))
         * session.capacity
         * llm.config.kv_bytes(size)
     )
+    dense += session.bank.ring_bytes
     if dense + sum(parts.values()) != stats.bank_bytes:
         raise AssertionError(
             f"planned {dense + sum(parts.values())} bytes of bank, allocated {stats.bank_bytes}"

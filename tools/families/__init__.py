@@ -6,4 +6,5 @@ probes.py     what is tried on one checkpoint: it works, or the engine's own sen
 facts.py      what is known without running: fields read, tensors expected, lines, aliases
 page.py       the page
 cli.py        the command line
+speed.py      a decode step of every family beside Llama's: python -m tools.families.speed
 """

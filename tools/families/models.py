@@ -39,7 +39,8 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 GEMMA = dict(
     head_dim=16,
     query_pre_attn_scalar=24,
-    layer_types=[FULL, SLIDING] * 2,
+    num_hidden_layers=6,  # three layers that see everything are the fewest to calibrate
+    layer_types=[FULL, SLIDING] * 3,
     tie_word_embeddings=True,
     final_logit_softcapping=20.0,
 )
@@ -67,6 +68,26 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     ),
     "qwen3": ("Qwen3", dict(head_dim=16)),
     "qwen3-bias": ("Qwen3", dict(head_dim=20, attention_bias=True, tie_word_embeddings=True)),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        dict(
+            head_dim=16,
+            num_experts=6,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            norm_topk_prob=True,
+        ),
+    ),
+    "qwen3-moe-mixed": (
+        "Qwen3Moe",
+        dict(
+            num_experts=5,
+            num_experts_per_tok=3,
+            moe_intermediate_size=16,
+            decoder_sparse_step=2,
+            mlp_only_layers=[1],
+        ),
+    ),
     "mistral": ("Mistral", dict(sliding_window=None, head_dim=16)),
     "smollm3": ("SmolLM3", dict(tie_word_embeddings=True)),
     "smollm3-list": ("SmolLM3", dict(no_rope_layers=[0, 1, 1, 0], attention_bias=True)),
@@ -80,11 +101,21 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "mistral-window": ("Mistral", dict(sliding_window=50)),
     "ministral": (
         "Ministral",
-        dict(head_dim=16, sliding_window=100, layer_types=[FULL, SLIDING] * 2),
+        dict(
+            head_dim=16,
+            sliding_window=100,
+            num_hidden_layers=6,
+            layer_types=[FULL, SLIDING] * 3,
+        ),
     ),
     "qwen2-window": (
         "Qwen2",
-        dict(use_sliding_window=True, sliding_window=70, max_window_layers=2),
+        dict(
+            use_sliding_window=True,
+            sliding_window=70,
+            num_hidden_layers=6,
+            max_window_layers=3,
+        ),
     ),
     "phi3-window": ("Phi3", dict(sliding_window=300)),
     "gemma3": (

@@ -66,7 +66,8 @@ NOTES = {
     "turns rows back by one rope": "c",
     "found layers with different ropes": "d",
     "every layer of this model slides": "e",
-    "calibrate: does not know": "f",
+    "leave nothing to choose": "f",
+    "use --by loss": "g",
 }
 REFUSED: tuple[tuple[str, dict[str, object]], ...] = (
     (

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from engine.calibration.search import seeing
 from engine.errors import SettingError, UsageError
 from engine.plan.filter_layers import filter_layers
-from engine.plan.layers import spread_filter_layers
+from engine.plan.layers import spread_over
 from tools.compare.build import Facts
 from tools.compare.methods import CONTROLS, REGISTRY, Variant, wanted
 
@@ -107,17 +108,22 @@ def published(config: ModelConfig) -> tuple[int, ...]:
     """{2, 8, 18} of 32 layers at this model's depth, which is also what the engine guesses for a
     model that nobody has calibrated.
     """
-    depth = config.num_layers
+    numbers = seeing(config.num_layers, config.local_layers)
+    depth = len(numbers)
+    if depth < 12:
+        return spread_over(config.num_layers, config.local_layers)
     scaled = {max(1, round(layer * depth / PUBLISHED_DEPTH)) for layer in PUBLISHED}
-    return tuple(sorted(scaled)) if depth >= 12 else spread_filter_layers(depth)
+    return tuple(numbers[layer] for layer in sorted(scaled))
 
 
 def even(config: ModelConfig) -> tuple[int, ...]:
     """EVEN filters, one every fifth of the depth from near layer 2 on."""
-    depth = config.num_layers
+    numbers = seeing(config.num_layers, config.local_layers)
+    depth = len(numbers)
     if depth < 12:
-        return spread_filter_layers(depth)
-    return tuple(depth // 15 + number * depth // (EVEN + 1) for number in range(EVEN))
+        return spread_over(config.num_layers, config.local_layers)
+    found = (depth // 15 + number * depth // (EVEN + 1) for number in range(EVEN))
+    return tuple(numbers[layer] for layer in found)
 
 
 def asked(words: Sequence[str]) -> list[tuple[str, str, float]]:

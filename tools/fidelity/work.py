@@ -80,7 +80,7 @@ class Rates:
 
         def moved(tokens: int) -> float:
             rows = self.config.kv_bytes(self.itemsize) * self.config.num_layers
-            return self.config.parameters * self.itemsize + rows * tokens
+            return self.config.step_parameters * self.itemsize + rows * tokens
 
         return count * self.step * moved(length) / moved(TRIAL)
 

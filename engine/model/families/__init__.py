@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import difflib
 
-from engine.model.families import gemma, granite, llama, mistral, olmo2, phi3, qwen2, qwen3, smollm3
+from engine.model.families import (
+    gemma,
+    granite,
+    llama,
+    mistral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
 from engine.model.family import Family
 from engine.model.fields import Fields
 
@@ -17,6 +28,7 @@ __all__ = [
     "phi3",
     "qwen2",
     "qwen3",
+    "qwen3_moe",
     "smollm3",
 ]
 FAMILIES: tuple[Family, ...] = (
@@ -24,6 +36,7 @@ FAMILIES: tuple[Family, ...] = (
     mistral.FAMILY,
     qwen2.FAMILY,
     qwen3.FAMILY,
+    qwen3_moe.FAMILY,
     smollm3.FAMILY,
     phi3.FAMILY,
     granite.FAMILY,

@@ -73,6 +73,17 @@ class Trace:
     chosen: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Window:
+    """A sliding-window layer's rows before a passage, k and v [Hkv, m, D], and which of those and
+    of the passage's own rows each query does not see: bool [P, m + P].
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    hidden: torch.Tensor
+
+
 DENSE, CHOOSES = -1, -2
 
 
@@ -95,6 +106,7 @@ class Passage:
     """Positions start .. stop-1 of a text whose rows up to `start` are in a bank.
 
     ids: the whole text; tail: as in OmniKV. Several passages may share a bank: they read it only.
+    The rows that sliding-window layers see before it are copied, because their rings go on.
     `choose` and `lend` are what is chosen in filter layers and what becomes of it in sparse ones.
     Holds float32 [P, vocab] and what its traces hold. Not thread-safe.
     """
@@ -120,6 +132,7 @@ class Passage:
         # rows 0 .. n-1 are those that the newest query sees; query i sees rows up to its own
         self.tails = tail_start(positions + 1, tail)
         self.newer = torch.arange(stop, device=device) > positions[:, None]
+        self.windows = self._windows(positions)
         self.reference = torch.zeros(())
         with torch.inference_mode():
             full = self._forward((DENSE,) * model.config.num_layers, None, None)
@@ -155,8 +168,11 @@ class Passage:
             if trace is not None:
                 trace.inputs.append(x)
             layer = model.layers[number]
-            q, k, v, _ = pre_attention(layer, x, *self.turns[number], *sizes)
-            if does[number] >= 0:
+            cos, sin = self.turns[number]
+            q, k, v, _ = pre_attention(layer, x, cos, sin, *sizes)
+            if number in self.windows:
+                out = self._local(number, q[0], k[0], v[0])
+            elif does[number] >= 0:
                 rows = chosen[does[number]]
                 if self.lend is not None:
                     rows = self.lend(does[number], number, rows)
@@ -171,15 +187,35 @@ class Passage:
             trace.chosen = {f: chosen[f] for f in set(does) if f >= 0}
         return model.logits(x[0])
 
+    def _windows(self, positions: torch.Tensor) -> dict[int, Window]:
+        """What each sliding-window layer sees before the passage."""
+        found = {}
+        for layer in self.model.config.local_layers:
+            ring = self.bank.window_ring(layer)
+            assert ring is not None, f"layer {layer} keeps no window"
+            low = max(0, self.start - ring.window + 1)
+            k, v = (t[0].clone() for t in ring.views(low, self.start))
+            rows = torch.arange(low, self.stop, device=positions.device)
+            at = positions[:, None]
+            found[layer] = Window(k, v, (rows > at) | (rows <= at - ring.window))
+        return found
+
+    def _local(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attention of q [P, H, D] to the window of each row."""
+        window = self.windows[layer]
+        keys, values = _joined(window.k, k), _joined(window.v, v)
+        weights = _weights(q, keys, window.hidden, self.model.config.scale)
+        return _mix(weights, values, q.dtype)
+
     def _dense(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, picks: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention of q [P, H, D] to everything; what was chosen, where `picks`."""
         old_k, old_v = (t[0] for t in self.bank.kv(layer, self.start))
-        keys, values = _joined(old_k, k), _joined(old_v, v)
+        keys, values, scale = _joined(old_k, k), _joined(old_v, v), self.model.config.scale
         outs, found = [], []
         for part in self._parts(q.shape[1]):
-            weights = _weights(q[part], keys, self.newer[part, self.start :])
+            weights = _weights(q[part], keys, self.newer[part, self.start :], scale)
             outs.append(_mix(weights, values, q.dtype))
             if picks:
                 found.append(self.choose(weights, self.tails[part]))
@@ -205,10 +241,10 @@ class Passage:
         hidden = torch.cat([hidden[..., read], hidden[..., self.start :]], -1)
         old_k, old_v = (t[0] for t in self.bank.kv(layer, self.start))
         keys = _joined(old_k.index_select(1, read), k)
-        values = _joined(old_v.index_select(1, read), v)
+        values, scale = _joined(old_v.index_select(1, read), v), self.model.config.scale
         return torch.cat(
             [
-                _mix(_weights(q[part], keys, hidden[:, part]), values, q.dtype)
+                _mix(_weights(q[part], keys, hidden[:, part], scale), values, q.dtype)
                 for part in self._parts(q.shape[1])
             ]
         )
@@ -225,14 +261,16 @@ def _joined(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     return torch.cat([old.float(), new.transpose(0, 1).float()], 1)
 
 
-def _weights(q: torch.Tensor, keys: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+def _weights(
+    q: torch.Tensor, keys: torch.Tensor, hidden: torch.Tensor, scale: float
+) -> torch.Tensor:
     """Softmaxed attention of q [R, H, D] to keys [Hkv, n, D]: float32 [Hkv, G, R, n]. hidden: which
-    of the last m keys are left out, bool [R, m] or [1 or Hkv, R, m].
+    of the last m keys are left out, bool [R, m] or [1 or Hkv, R, m]. scale: of q . k.
     """
     rows, heads, dim = q.shape
     kv_heads, n, _ = keys.shape
     packed = q.float().view(rows, kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
-    logits = torch.bmm(packed * dim**-0.5, keys.transpose(1, 2)).view(kv_heads, -1, rows, n)
+    logits = torch.bmm(packed * scale, keys.transpose(1, 2)).view(kv_heads, -1, rows, n)
     hidden = hidden if hidden.dim() == 2 else hidden[:, None]
     logits[..., n - hidden.shape[-1] :].masked_fill_(hidden, float("-inf"))
     return torch.softmax(logits, -1)

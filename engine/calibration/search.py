@@ -37,9 +37,21 @@ def filters_of(full: Sequence[int]) -> Layers:
     return tuple(full[first:])
 
 
-def plan_of(full: Sequence[int], layers: int) -> LayerPlan:
-    """The layer plan without wait layers under which exactly these layers are full."""
-    return layer_plan(layers, filters_of(full), 0)
+def seeing(layers: int, local: Sequence[int]) -> list[int]:
+    """Of so many layers those that see everything; a search numbers these only."""
+    return [layer for layer in range(layers) if layer not in local]
+
+
+def plan_of(full: Sequence[int], layers: int, local: Sequence[int] = ()) -> LayerPlan:
+    """The layer plan without wait layers under which exactly these layers are full. local: the
+    model's sliding-window layers; `full` and `layers` number and count the others.
+    """
+    if not local:
+        return layer_plan(layers, filters_of(full), 0)
+    numbers = seeing(layers + len(local), local)
+    return layer_plan(
+        layers + len(local), [numbers[i] for i in filters_of(full)], 0, local_layers=local
+    )
 
 
 def full_layers(plan: LayerPlan) -> Layers:
@@ -139,6 +151,11 @@ class Search:
                 other = self.best(moves, found.full, what)
                 found = min(found, other, key=lambda f: (f.cost, f.full))
         return found
+
+    def measurements(self, most: int, least: int = 2) -> float:
+        """About how many texts a search down from `most` full layers measures."""
+        self._size, self._ahead = most, list(range(least, most))
+        return self.measurements_left() * 1.5  # the first size settles more than once
 
     def measurements_left(self) -> float:
         """About how many texts are still to be measured."""

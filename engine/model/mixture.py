@@ -1,0 +1,84 @@
+"""A mixture of experts in place of a layer's MLP: a router scores all experts for every token, the
+best few of them run, and their outputs are added with the router's weights.
+
+Only the experts that some token chose are read, so a decode step reads per_token of them in each
+layer. The products are those of every other matrix (kernels/linear.py), one expert after the other;
+which experts run is decided on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from kernels.linear import Linear
+    from kernels.linear_quantised import QuantisedLinear
+
+    Matrix = Linear | QuantisedLinear
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The mixture of a model's layers: `count` experts of `width` in each, of which a token takes
+    `per_token`. normalise: whether the weights of the chosen sum to one. dense: layers that have
+    the plain MLP of intermediate_size instead.
+    """
+
+    count: int
+    per_token: int
+    width: int
+    normalise: bool
+    dense: tuple[int, ...] = ()
+
+    def parameters(self, hidden: int, read: bool = False) -> int:
+        """Weights of one layer's mixture; `read`: those that one token reads."""
+        experts = self.per_token if read else self.count
+        return self.count * hidden + experts * 3 * hidden * self.width
+
+
+class Mixture:
+    """One layer's router and experts.
+
+    router [count, hidden]; gate_up: [2 * width, hidden] and down: [hidden, width] of every expert.
+    """
+
+    def __init__(
+        self,
+        experts: Experts,
+        router: torch.Tensor,
+        gate_up: Sequence[Matrix],
+        down: Sequence[Matrix],
+    ) -> None:
+        self.experts, self.router, self.gate_up, self.down = experts, router, gate_up, down
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        """The experts' matrices."""
+        return [*self.gate_up, *self.down]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the experts that x [B, S, hidden] chooses: [B, S, hidden]."""
+        flat = x.flatten(0, 1)
+        weights, chosen = self.route(flat)
+        out = torch.zeros_like(flat)
+        for number in torch.unique(chosen).tolist():
+            rows, place = torch.where(chosen == number)
+            gate, up = self.gate_up[number](flat[rows]).chunk(2, dim=-1)
+            part = self.down[number](F.silu(gate) * up)
+            out.index_add_(0, rows, part * weights[rows, place, None])
+        return out.view_as(x)
+
+    def route(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose experts for rows [T, hidden]: (weights in their dtype, numbers int64), both
+        [T, per_token]. The softmax runs over all experts in float32, as in transformers.
+        """
+        shares = torch.softmax(F.linear(flat, self.router), dim=-1, dtype=torch.float32)
+        weights, chosen = torch.topk(shares, self.experts.per_token, dim=-1)
+        if self.experts.normalise:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return weights.to(flat.dtype), chosen
