@@ -192,7 +192,9 @@ def test_the_tools_count_rings_as_rings(method):
         ring = session.bank.window_ring(1)
         assert ring.low == 1401 - ring.size and ring.rows.abs().sum() > 0
         found = compare.held(session)
-    assert found.full == compare.full_bytes(llm, capacity) < LAYERS * capacity * 2 * 4 * 2 * 16
+        rings = session.bank.ring_bytes
+    seeing = LAYERS // 2 * capacity * CONFIG.kv_bytes(4)
+    assert found.full == compare.full_bytes(llm, capacity) == seeing + rings
     if method is OMNI:
         assert compare.device_share(llm, method, capacity) == found.resident < 1
     else:
