@@ -303,7 +303,7 @@ MEMORY = (
         "engine/settings.py",
         r"\(MOST if most is None else most\)",
         "(float('inf') if most is None else most)",
-        (f"{NUMBERS}::test_an_argument_that_is_no_count_is_one_short_typed_line",),
+        (f"{NUMBERS}::test_so_is_a_field_of_sampling_params",),
     ),
 )  # fmt: skip
 
