@@ -232,7 +232,7 @@ BROKEN_FAMILIES: list[Broken] = [
         "moe-router-shape",
         _experts(_grown("gate.weight", (4, 32))),
         "mlp.gate.weight: found shape [4, 32]",
-        "shape [3, 32]",
+        "expected [3, 32] as config.json says",
     ),
     _row(
         "moe-expert-shape",
