@@ -239,7 +239,12 @@ BROKEN_FAMILIES: list[Broken] = [
         _experts(_grown("experts.0.down_proj.weight", (32, 9))),
         "experts.0.down_proj.weight: found shape [32, 9]",
     ),
-    _row("moe-plain-mlp", _config(**MOE), "mlp.gate.weight: found nothing"),
+    _row(
+        "moe-plain-mlp",
+        _config(**MOE),
+        "found nothing",
+        "the first unknown tensor is model.layers.0.mlp.gate_proj.weight",
+    ),
     _row("moe-no-count", _config(**MOE | {"num_experts": ...}), "num_local_experts"),
     _row("moe-count-zero", _config(**MOE | {"num_experts": 0}), "num_experts: found 0"),
     _row(
