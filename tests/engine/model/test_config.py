@@ -296,7 +296,7 @@ def test_senseless_fields_are_named(changes, key, words):
         ),
         (
             {"architectures": ["Qwen2MoeForCausalLM"]},
-            ["found Qwen2MoeForCausalLM", "the nearest is Qwen2ForCausalLM", "Olmo2ForCausalLM"],
+            ["found Qwen2MoeForCausalLM", "the nearest is Qwen3MoeForCausalLM", "Olmo2ForCausalLM"],
         ),
         (
             {"architectures": GONE, "model_type": "granitemoe"},
