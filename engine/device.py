@@ -19,8 +19,9 @@ import torch
 from engine.errors import DeviceFailed, EngineError, OutOfDeviceMemory, OutOfHostMemory
 from engine.units import first_line
 
+NO_MEMORY = "no memory left in this machine or under its limits (a container's, ulimit -v)"
 # words of torch's and Python's errors where a CPU gives no memory
-NO_RAM = ("DefaultCPUAllocator", "can't start new thread")
+NO_RAM = ("DefaultCPUAllocator", "can't start new thread", "could not create a primitive")
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
@@ -38,8 +39,7 @@ def typed(error: BaseException) -> EngineError | None:
         )
     if isinstance(error, RuntimeError) and any(words in str(error) for words in NO_RAM):
         return OutOfHostMemory(
-            f"no memory left in this machine or under its limits (a container's, ulimit -v): "
-            f"{first_line(error)}; close sessions, or lower chunk or max_context"
+            f"{NO_MEMORY}: {first_line(error)}; close sessions, or lower chunk or max_context"
         )
     if module.startswith("triton") or name == "AcceleratorError" or "CUDA" in str(error):
         if isinstance(error, Exception) and not isinstance(error, EngineError):

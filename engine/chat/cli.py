@@ -27,7 +27,15 @@ from engine.chat.keeping import KeptSession
 from engine.chat.output import abandon_output, emit, require_output
 from engine.chat.repl import Chat
 from engine.chat.settings import flag_named, method_of, params_of
-from engine.errors import BadCheckpoint, EngineError, OutputFailed, SettingError, UsageError
+from engine.device import NO_MEMORY
+from engine.errors import (
+    BadCheckpoint,
+    EngineError,
+    OutOfHostMemory,
+    OutputFailed,
+    SettingError,
+    UsageError,
+)
 from engine.llm import LLM
 from engine.sampling import SamplingParams
 from engine.saved.cache import BlockCache
@@ -238,6 +246,9 @@ def _main(arguments: list[str] | None) -> int:
     except Exception as error:
         if args.verbose:
             traceback.print_exc()
+        if isinstance(error, MemoryError):
+            display.error(f"{NO_MEMORY}; lower --ctx or --chunk, or raise the limit")
+            return OutOfHostMemory.exit_code
         message = f": {first_line(error)}" if str(error) else ""
         display.error(f"{type(error).__name__}{message} (--verbose shows where)")
         return 1

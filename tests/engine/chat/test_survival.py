@@ -17,7 +17,8 @@ from engine.chat import commands, documents, repl
 from engine.chat.cli import main
 from engine.chat.conversation import Conversation
 from engine.chat.display import Display
-from engine.errors import UsageError
+from engine.device import typed
+from engine.errors import OutOfHostMemory, UsageError
 from engine.text.boundary import ERROR_CHARACTERS
 from tests.engine.chat.chat_model import chat_model
 from tests.engine.chat.typed_chat import chat
@@ -162,6 +163,18 @@ def test_what_is_no_file_of_bounded_size_is_refused_at_once(
     code, out, err = chat(fake("one"), monkeypatch, capsys, f"/read {name}", "first")
     assert code == 0 and out == "one\n" and err.count("error: ") == 1
     assert main(["--model", "x", "-f", name, "-p", "What?"]) == 2
+
+
+def test_no_memory_while_a_model_loads_is_one_typed_line(monkeypatch, capsys):
+    def load(*arguments, **settings):
+        raise MemoryError
+
+    monkeypatch.setattr("engine.chat.cli.LLM", load)
+    assert main(["--model", "x", "-p", "What?"]) == OutOfHostMemory.exit_code
+    err = capsys.readouterr().err
+    assert err.startswith("error: no memory left") and err.count("\n") == 1
+    # the words of torch's library of products
+    assert isinstance(typed(RuntimeError("could not create a primitive")), OutOfHostMemory)
 
 
 def test_a_file_that_would_wait_is_refused(monkeypatch, tmp_path):

@@ -71,9 +71,12 @@ from engine.plan.free_memory import address_space_left, available_bytes
 assert address_space_left() is None
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+resource.setrlimit(resource.RLIMIT_AS, (used + (456 << 20), hard))
+free, name = available_bytes(torch.device("cpu"))
+assert 190 << 20 < free <= 200 << 20 and "ulimit -v" in name, (free, name)
 resource.setrlimit(resource.RLIMIT_AS, (used + (200 << 20), hard))
 free, name = available_bytes(torch.device("cpu"))
-assert free <= 200 << 20 and "ulimit -v" in name, (free, name)
+assert free == 0 and "ulimit -v" in name, (free, name)
 from engine.errors import OutOfHostMemory
 from engine.device import typed_errors
 try:
