@@ -258,7 +258,8 @@ def _widened(rows: torch.Tensor, buffer: torch.Tensor, copied: bool = False) -> 
 def _scale(weights: torch.Tensor, rows: torch.Tensor) -> None:
     """Multiply weights [Hkv, G, n] by the scales of packed rows [Hkv, n, D + 4], in place."""
     if is_packed(rows):
-        weights *= scales(rows).unsqueeze(1)
+        # gathered once: read in place they would be gathered for every query
+        weights *= scales(rows).contiguous().unsqueeze(1)
 
 
 def in_float32(rows: torch.Tensor) -> torch.Tensor:
