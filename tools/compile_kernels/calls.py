@@ -12,6 +12,7 @@ from kernels.gather import move_rows
 from kernels.many_rows import add_normalize_rows, rotate_rows, swiglu_rows
 from kernels.norm import normalize_rows
 from kernels.rotate_store import rotate_store
+from kernels.rows_int8 import row_width
 from kernels.scratch import make_scratch
 from kernels.slots import make_slots, plan_slots
 from kernels.sparse_decode import decode_sparse
@@ -28,6 +29,12 @@ CAPACITY, BUDGET = 131072, 2048
 def meta(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     """A tensor that has a shape and no memory."""
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def rows(case: Case, *shape: int) -> torch.Tensor:
+    """Bank rows [*shape, D] of a case on meta, packed where it says so."""
+    kind = torch.int8 if case.packed else getattr(torch, case.dtype)
+    return meta(*shape, row_width(case.head_dim, kind), dtype=kind)
 
 
 def call(case: Case) -> None:
@@ -49,7 +56,7 @@ def call(case: Case) -> None:
         scratch = make_scratch(*sizes, "meta", False, 0, "triton").merging_apart()
     # gathered layers are token-major, the others head-major
     if case.launcher in ("sparse", "apart"):
-        k, v = meta(1, CAPACITY, 2, 8, case.head_dim, dtype=dtype).permute(2, 0, 3, 1, 4)
+        k, v = rows(case, 1, CAPACITY, 2, 8).permute(2, 0, 3, 1, 4)
         index, one = meta(1, 1, BUDGET), meta(1)
         decode_sparse(q, k, v, index, one, one, one, scale, scratch, backend="triton")
         if case.launcher == "sparse":
@@ -57,7 +64,7 @@ def call(case: Case) -> None:
     if case.launcher in PREFILL_LAUNCHERS:
         call_prefill(case)
         return
-    k, v = meta(2, 1, 8, CAPACITY, case.head_dim, dtype=dtype)
+    k, v = rows(case, 2, 1, 8, CAPACITY)
     if case.launcher == "topk":
         select_topk(scores, meta(1), meta(1), meta(1), meta(1, BUDGET), meta(1), backend="triton")
     elif case.launcher == "window":
@@ -99,9 +106,9 @@ def call_step(case: Case) -> None:
         qkv = meta(1, queries, heads + 16, case.head_dim, dtype=dtype)
         angle = meta(1, queries, case.head_dim // 2, dtype=torch.float32)
         rotate_rows(qkv, angle, angle, heads + 8)
-        group = meta(8192 + 2 * 384, 12, 2, 8, case.head_dim, dtype=dtype)
+        group = rows(case, 8192 + 2 * 384, 12, 2, 8)
         for (k, v), twice in (
-            (meta(2, 1, 8, CAPACITY, case.head_dim, dtype=dtype), None),
+            (rows(case, 2, 1, 8, CAPACITY), None),
             (group[:, 1:2].permute(2, 1, 3, 0, 4), (8192, 384)),
         ):
             ring = meta(1, 128, heads, case.head_dim, dtype=dtype)
@@ -178,7 +185,7 @@ def call_prefill(case: Case) -> None:
     q = meta(1, 4096, 8 * case.group, case.head_dim, dtype=dtype)
     edges = range(start, CAPACITY, 256)
     if case.launcher == "columns":
-        k, _ = meta(2, 1, 8, CAPACITY, case.head_dim, dtype=dtype)
+        k, _ = rows(case, 2, 1, 8, CAPACITY)
         lse, sums = (
             meta(*shape, dtype=torch.float32)
             for shape in ((1, 4096, 8 * case.group), (1, 4, CAPACITY))
@@ -197,10 +204,10 @@ def call_prefill(case: Case) -> None:
         return
     # layers that read everything are head-major
     if case.launcher == "blocks":
-        k, v = meta(2, 1, 8, CAPACITY, case.head_dim, dtype=dtype)
+        k, v = rows(case, 2, 1, 8, CAPACITY)
         keep = meta(1, 8 * case.group, 4096 // BLOCK, CAPACITY // BLOCK, dtype=torch.bool)
         attend_blocks(q, k, v, keep, start, scale, backend="triton")
         return
-    k, v = meta(1, CAPACITY, 2, 8, case.head_dim, dtype=dtype).permute(2, 0, 3, 1, 4)
+    k, v = rows(case, 1, CAPACITY, 2, 8).permute(2, 0, 3, 1, 4)
     blocks = [(first, first + 256, first - 256, 512) for first in edges]
     prefill_sparse(q, k, v, meta(1, len(edges), 512), blocks, start, scale, backend="triton")

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int64": "i64"}
+TYPES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "int8": "i8",
+    "int32": "i32",
+    "int64": "i64",
+}
 PREFILL_LAUNCHERS = ("columns", "gathered", "blocks")
 HOST_LAUNCHERS = ("slots", "fetch", "home", "store")
 STEP_LAUNCHERS = ("product", "norm", "rotate")
@@ -16,7 +23,7 @@ class Case:
 
     launcher: dense, scored (dense with scores), apart (dense and sparse with merges of their own),
     sparse, topk, window, or one of PREFILL_LAUNCHERS, HOST_LAUNCHERS and STEP_LAUNCHERS. group:
-    query heads per K/V head, of which there are 8.
+    query heads per K/V head, of which there are 8. packed: the bank's rows are int8.
     """
 
     launcher: str
@@ -24,6 +31,7 @@ class Case:
     head_dim: int = 128
     group: int = 4
     queries: int = 1
+    packed: bool = False
 
     @property
     def bounded(self) -> bool:
@@ -45,6 +53,7 @@ class Case:
         if self.launcher in ("topk", *HOST_LAUNCHERS):
             return self.launcher
         many = f" q{self.queries}" if self.queries > 1 else ""
+        many += " int8 rows" if self.packed else ""
         return f"{self.launcher} {TYPES[self.dtype]} d{self.head_dim} g{self.group}{many}"
 
 
@@ -80,6 +89,12 @@ def shipped(everything: bool = False) -> list[Case]:
             *(Case(name) for name in STEP_LAUNCHERS),
             Case("product", queries=8),
             Case("product", "float32"),
+            *(
+                Case(name, "bfloat16", d, g, packed=True)
+                for name in ("dense", "scored", "sparse", *PREFILL_LAUNCHERS)
+                for d, g in ((64, 4), (128, 4), (128, 8))
+            ),
+            *(Case(name, packed=True) for name in ("window", "rotate")),
         ]
     cases = [
         Case(name, dtype, d, g, q)
