@@ -286,7 +286,7 @@ def blocks_kernel(
     for i in range(0, every):
         place = row.to(tl.int64)
         k_tile = load_keys(k, place, skt, d, whole, rows, D)
-        values = load_values(v, place, svt, d, whole, rows, D)
+        values = load_values(v, place, svt, d, whole, rows, D, True)
         scores = tl.dot(rows, tl.trans(k_tile), input_precision="ieee") * scale
         scores = scaled_logits(scores, k, place, skt, whole, D)
         scores = tl.where(row[None, :] <= last[:, None], scores, float("-inf"))

@@ -17,7 +17,7 @@ from kernels.digits import BINS, count_first_digit, ordered
 from kernels.dispatch import choose
 from kernels.merge import merge, merge_when_last, merging
 from kernels.reference import attend_alone, head_max
-from kernels.rows_int8 import load_keys, load_values, scaled_logits
+from kernels.rows_int8 import is_packed, load_keys, load_values, scaled_logits, softmax_tile
 from kernels.scratch import Scratch, make_scratch
 from kernels.split import (
     DENSE_SPLIT,
@@ -27,7 +27,6 @@ from kernels.split import (
     dense_splits,
     needs_wide,
     query_tile,
-    softmax_step,
     store_partial,
 )
 
@@ -197,13 +196,13 @@ def dense_kernel(
             t = start + tl.arange(0, BLOCK)
             at = t.to(tl.int64) if WIDE else t
             k_tile = load_keys(k, at, skt, d, t < stop, rows, D)
-            values = load_values(v, at, svt, d, t < stop, rows, D)
+            values = load_values(v, at, svt, d, t < stop, rows, D, False)
             scores = tl.dot(rows, tl.trans(k_tile), input_precision="ieee") * scale
             scores = scaled_logits(scores, k, at, skt, t < stop, D)
             if SCORED:
                 tl.store(left + t[None, :], scores, mask=newest & (t < stop)[None, :])
             scores = tl.where(t[None, :] < tl.minimum(limit, stop)[:, None], scores, float("-inf"))
-            m, total, acc = softmax_step(scores, values, m, total, acc)
+            m, total, acc = softmax_tile(scores, values, v, at, svt, t < stop, m, total, acc, D)
         pair = b * (heads // G) + h
         begin = first_query * G
         slot = (pair.to(tl.int64) * tl.num_programs(0) + s) * (queries * G) + begin
@@ -266,11 +265,14 @@ def head_max_kernel(
 SCORE_TILE = 512  # 256 programs at 128K rows, each reading 2 KB lines per head
 
 
-def dense_config(queries: int, group: int, head_dim: int, itemsize: int) -> Config:
+def dense_config(
+    queries: int, group: int, head_dim: int, itemsize: int, packed: bool = False
+) -> Config:
     """Choose 16 KB tiles, 64 rows of 128 bf16 (see `decode_config`); half of it in float32, where
     products take registers.
     """
-    return decode_config(queries, group, head_dim, itemsize, 16384 if itemsize < 4 else 8192)
+    tile = 16384 if itemsize < 4 else 8192
+    return decode_config(queries, group, head_dim, itemsize, tile, packed)
 
 
 def decode_dense_triton(
@@ -296,7 +298,10 @@ def decode_dense_triton(
     if scratch is None:
         sizes = batch, queries, heads, kv_heads, head_dim, capacity, 0
         scratch = make_scratch(*sizes, q.device, scores is not None, 0, backend="triton")
-    splits, config = dense_splits(capacity), dense_config(queries, group, head_dim, q.itemsize)
+    splits, config = (
+        dense_splits(capacity),
+        dense_config(queries, group, head_dim, q.itemsize, is_packed(k)),
+    )
     slots = batch * heads * queries * splits
     scratch.require(
         part=slots * head_dim,

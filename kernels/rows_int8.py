@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 
 from kernels._triton import tl, triton
+from kernels.split import softmax_step
 
 SCALE = 4  # bytes of a scale
 TOP = 127  # the largest value; -128 is never used
@@ -115,15 +116,29 @@ def scaled_logits(logits, rows, at, stride, live, D: tl.constexpr):
 
 
 @triton.jit
-def load_values(rows, at, stride, d, live, like, D: tl.constexpr):
-    """Load a tile of V rows, arguments as `load_keys`; packed rows as value * scale, rounded once
-    to the dtype of `like`, as the weights that they meet are.
+def load_values(rows, at, stride, d, live, like, D: tl.constexpr, SCALED: tl.constexpr):
+    """Load a tile of V rows, arguments as `load_keys`. Packed rows come as their values, for
+    `softmax_tile`; with SCALED, and in float16, as value * scale, rounded once: weights times a
+    scale would be subnormal in float16.
     """
     tile = load_keys(rows, at, stride, d, live, like, D)
-    if rows.dtype.element_ty == tl.int8:
+    if rows.dtype.element_ty == tl.int8 and (SCALED or like.dtype == tl.float16):
         scale = row_scales(rows, at, stride, live, D)[:, None]
         tile = (tile.to(tl.float32) * scale).to(like.dtype)
     return tile
+
+
+@triton.jit
+def softmax_tile(scores, values, rows, at, stride, live, m, total, acc, D: tl.constexpr):
+    """Take a tile of `load_values` without SCALED into an online softmax, as `softmax_step` does:
+    scales of packed rows go with the weights. Of few queries those are fewer than the values.
+    """
+    if rows.dtype.element_ty == tl.int8 and values.dtype != tl.float16:
+        scale = row_scales(rows, at, stride, live, D)
+        m, total, acc = softmax_step(scores, values, m, total, acc, scale)
+    else:
+        m, total, acc = softmax_step(scores, values, m, total, acc)
+    return m, total, acc
 
 
 @triton.jit

@@ -12,14 +12,13 @@ from kernels.dependent import dependent, wait_for_last_kernel
 from kernels.dispatch import choose
 from kernels.merge import merge, merge_when_last, merging
 from kernels.reference import attend_alone
-from kernels.rows_int8 import load_keys, load_values, scaled_logits
+from kernels.rows_int8 import is_packed, load_keys, load_values, scaled_logits, softmax_tile
 from kernels.scratch import Scratch, make_scratch
 from kernels.split import (
     SPARSE_CHUNK,
     Config,
     decode_config,
     query_tile,
-    softmax_step,
     sparse_extent,
     sparse_split,
     sparse_splits,
@@ -222,11 +221,11 @@ def sparse_kernel(
         row = bank_rows(index, t, stop, kept, start)
         for _ in range(first, stop, BLOCK):
             k_tile = load_keys(k, row, skt, d, t < stop, rows, D)
-            values = load_values(v, row, svt, d, t < stop, rows, D)
+            values = load_values(v, row, svt, d, t < stop, rows, D, False)
             scores = tl.dot(rows, tl.trans(k_tile), input_precision="ieee") * scale
             scores = scaled_logits(scores, k, row, skt, t < stop, D)
             scores = tl.where(t[None, :] < tl.minimum(limit, stop)[:, None], scores, float("-inf"))
-            m, total, acc = softmax_step(scores, values, m, total, acc)
+            m, total, acc = softmax_tile(scores, values, v, row, svt, t < stop, m, total, acc, D)
             t += BLOCK
             row = bank_rows(index, t, stop, kept, start)
         pair = b * kv_heads + h
@@ -241,11 +240,13 @@ def sparse_kernel(
             )  # fmt: skip
 
 
-def sparse_config(queries: int, group: int, head_dim: int, itemsize: int) -> Config:
+def sparse_config(
+    queries: int, group: int, head_dim: int, itemsize: int, packed: bool = False
+) -> Config:
     """Choose 8 KB tiles, 32 rows of 128 bf16: a split of 64 rows then is two tiles, both in flight
     from the start.
     """
-    return decode_config(queries, group, head_dim, itemsize, 8192)
+    return decode_config(queries, group, head_dim, itemsize, 8192, packed)
 
 
 def decode_sparse_triton(
@@ -273,7 +274,7 @@ def decode_sparse_triton(
         sizes = batch, queries, heads, kv_heads, head_dim, 1, max(1, budget)
         scratch = make_scratch(*sizes, q.device, False, 0, backend="triton")
     split, splits = sparse_split(budget, kv_heads), sparse_splits(budget, kv_heads)
-    config = sparse_config(queries, group, head_dim, q.element_size())
+    config = sparse_config(queries, group, head_dim, q.element_size(), is_packed(k))
     block = min(config.block, split)
     slots = batch * heads * queries * splits
     scratch.require(part=slots * head_dim, lse=slots, out_lse=batch * queries * heads)

@@ -12,7 +12,7 @@ from kernels.dispatch import choose
 from kernels.host_values import on_device
 from kernels.prefill import attend_chunk, attend_rows, merge
 from kernels.reference import attend
-from kernels.rows_int8 import load_keys, load_values, scaled_logits
+from kernels.rows_int8 import is_packed, load_keys, load_values, scaled_logits
 from kernels.sparse_decode import bank_rows
 from kernels.split import Config, power_of_two, softmax_step
 
@@ -181,7 +181,7 @@ def gathered_kernel(
         row = bank_rows(index, t, stop, kept, local)
         for _ in range(0, stop, BLOCK):
             k_tile = load_keys(k, row, skt, d, t < stop, rows, D)
-            values = load_values(v, row, svt, d, t < stop, rows, D)
+            values = load_values(v, row, svt, d, t < stop, rows, D, True)
             scores = tl.dot(rows, tl.trans(k_tile), input_precision="ieee") * scale
             scores = scaled_logits(scores, k, row, skt, t < stop, D)
             scores = tl.where(t[None, :] < limit[:, None], scores, float("-inf"))
@@ -197,15 +197,17 @@ def gathered_kernel(
         )
 
 
-def gathered_config(group: int, head_dim: int, itemsize: int) -> Config:
+def gathered_config(group: int, head_dim: int, itemsize: int, packed: bool = False) -> Config:
     """Choose tiles of 128 (query, head) rows and 64 bank rows in 16 bits at head_dim 128.
 
     That is 64 accumulator registers under 8 warps, and K and V twice in flight in 64 KB, so that it
     also runs on sm_89 with its 99 KB. Wider rows make smaller tiles.
     """
     dim = max(16, power_of_two(head_dim))
-    rows = max(16, power_of_two(group), min(128, 32768 // (dim * itemsize)))
-    block = max(16, min(64, 16384 // (dim * itemsize)))
+    # packed rows become floats in registers: at 128 by 64 sm_80 spills
+    most = 64 if packed and dim > 64 else 128
+    rows = max(16, power_of_two(group), min(most, 32768 // (dim * itemsize)))
+    block = max(16, min(64, 16384 // (dim * itemsize)) // (2 if packed else 1))
     return Config(
         block, rows, dim, warps=8 if rows * dim >= 8192 else 4, stages=2, queries=rows // group
     )
@@ -229,7 +231,7 @@ def prefill_sparse_triton(
     batch, _, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
-    config = gathered_config(group, head_dim, q.element_size())
+    config = gathered_config(group, head_dim, q.element_size(), is_packed(k))
     rows = [
         (first - start, last - start, local, count, first - local)
         for first, last, local, count in blocks

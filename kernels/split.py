@@ -68,7 +68,12 @@ def power_of_two(x: int) -> int:
 
 
 def decode_config(
-    queries: int, group: int, head_dim: int, itemsize: int, tile_bytes: int
+    queries: int,
+    group: int,
+    head_dim: int,
+    itemsize: int,
+    tile_bytes: int,
+    packed_rows: bool = False,
 ) -> Config:
     """Choose the launch shape of a decode kernel.
 
@@ -76,11 +81,13 @@ def decode_config(
     memory: 64 KB of 16 KB tiles leaves three programs on an H100 or H200 and one on sm_89 with its
     99 KB. Queries are packed up to 64 rows and 16 KB (the accumulator then stays at 64 registers a
     thread); past that, a second program reads the same rows, from L2. In float32 the products run
-    in registers, not in tensor cores: 32 rows.
+    in registers, not in tensor cores: 32 rows. packed_rows: tiles are half as long, because packed
+    rows become floats in registers.
     """
     dim = max(16, power_of_two(head_dim))
     most = min(64 if itemsize < 4 else 32, 16384 // (dim * itemsize))
     packed = max(1, min(queries, most // group))
+    tile_bytes //= 2 if packed_rows else 1
     block = min(64 if packed * group > 32 else 128, max(16, tile_bytes // (dim * itemsize)))
     return Config(
         block, max(16, power_of_two(packed * group)), dim, warps=4, stages=3, queries=packed
@@ -152,17 +159,19 @@ def query_tile(
 
 
 @triton.jit
-def softmax_step(scores, values, m, total, acc):
+def softmax_step(scores, values, m, total, acc, scale=None):
     """Take one tile into an online softmax.
 
-    scores [M, N], -inf where masked; values [N, D]; m and total [M] and acc [M, D] are carried.
+    scores [M, N], -inf where masked; values [N, D], to be multiplied by scale [N] or None; m and
+    total [M] and acc [M, D] are carried.
     """
     top = tl.maximum(m, tl.max(scores, 1))
     # a row that has seen nothing yet must not make NaN
     base = tl.where(top == float("-inf"), 0.0, top)
     p = tl.exp2((scores - base[:, None]) * 1.4426950408889634)
     shrink = tl.exp2((m - base) * 1.4426950408889634)
-    acc = acc * shrink[:, None] + tl.dot(p.to(values.dtype), values, input_precision="ieee")
+    weights = p if scale is None else p * scale[None, :]
+    acc = acc * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
     return top, total * shrink + tl.sum(p, 1), acc
 
 
