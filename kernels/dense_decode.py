@@ -293,15 +293,12 @@ def decode_dense_triton(
     split and kv head, and with scores 4 * H per row.
     """
     batch, queries, heads, head_dim = q.shape
-    kv_heads, capacity = k.shape[1], k.shape[2]
-    group = heads // kv_heads
+    kv_heads, capacity, group = k.shape[1], k.shape[2], heads // k.shape[1]
     if scratch is None:
         sizes = batch, queries, heads, kv_heads, head_dim, capacity, 0
         scratch = make_scratch(*sizes, q.device, scores is not None, 0, backend="triton")
-    splits, config = (
-        dense_splits(capacity),
-        dense_config(queries, group, head_dim, q.itemsize, is_packed(k)),
-    )
+    splits = dense_splits(capacity)
+    config = dense_config(queries, group, head_dim, q.itemsize, is_packed(k))
     slots = batch * heads * queries * splits
     scratch.require(
         part=slots * head_dim,
