@@ -5,8 +5,8 @@ One form for both, chosen in one place (engine/rehearsal.py): where a rehearsal 
 found our kernels right, they serve chunks too. There torch's operators read and write 1.5 GB a
 layer and chunk of 2,048 tokens of an 8B model beside the products, in 30 launches; five launches
 read and write 0.37 (counted, not measured). They compile once, for every length: torch.compile
-would compile for each model, and again for one row. On a CPU torch's operators stay: docs/LOG.md
-has what compiled ones did there.
+would compile for each model, and again for one row. On a CPU torch's operators stay: whether
+compiled ones would be faster there has not been measured.
 """
 
 from __future__ import annotations
