@@ -5,6 +5,8 @@ Stops: `device="cuda:1"` that loads and dies at the first decode step, kernels t
 card 0, a caller whose current device changed under his hands.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -52,7 +54,7 @@ def test_every_request_makes_the_llms_card_current(moved, monkeypatch):
     session.decode(3)  # ends the open prompt first
     session.truncate(50)
     session.refresh_logits()
-    session.set_method(METHOD)
+    session.set_method(replace(METHOD, tokens=32))
     session.decode(4)
     closes = cards_seen(gpu, monkeypatch, type(session.bank), "close")
     session.fork().close()
