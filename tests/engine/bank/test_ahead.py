@@ -144,7 +144,7 @@ def test_an_interrupt_leaves_no_thread_behind(error, expected):
     def stop(progress):
         raise error
 
-    allocate = Slow(0.01)
+    allocate = Slow(0.1)  # a chunk is read in less
     pool = allocate.pool()
     with offloaded(pool).session() as session:
         with pytest.raises(error):
