@@ -422,6 +422,7 @@ def make(seed: int, number: int, sound: list[dict[str, bytes]], folder: Path) ->
 def judge(folder: Path, number: int) -> str:
     """What is wrong with what the command line does with a folder; "" where nothing is."""
     from engine.chat.cli import main
+    from engine.device import NO_MEMORY
     from engine.errors import EngineError
     from tools.pod_groups import read_blocks
 
@@ -436,6 +437,9 @@ def judge(folder: Path, number: int) -> str:
         return f"exit code {code} with {len(errors)} error lines: {err.getvalue()[-300:]!r}"
     if any("shows where" in line for line in errors):
         return f"no type: {errors[0]!r}"
+    # one line, but after more memory was asked for than a folder may take
+    if any(NO_MEMORY in line for line in errors):
+        return f"over {MEMORY / 1e9:.1f} GB of memory: {errors[0]!r}"
     if any(len(line) > LINE for line in errors) or any("\x1b" in line for line in lines):
         return f"a line of {max(map(len, lines))} characters, or with an escape sequence"
     try:

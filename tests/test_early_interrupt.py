@@ -35,6 +35,8 @@ def run(module, path, folder=ROOT):
         capture_output=True,
         text=True,
         timeout=60,
+        # a suite that runs in the background hands its ignored signals down
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     return found.returncode, found.stdout, found.stderr
 

@@ -15,7 +15,7 @@ from engine.sampling import SamplingParams
 from tests.builders import ROOT
 from tools.real_model.check import NEW_TOKENS, PROMPTS, Peer, ours
 
-TEXTS = ("README.md", "docs/METHODS.md", "tools/gguf/header.py")
+TEXTS = ("README.md", "docs/METHODS.md", "weights/gguf/header.py")
 
 
 @pytest.fixture(scope="module")
