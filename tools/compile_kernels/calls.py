@@ -105,7 +105,6 @@ def call_step(case: Case) -> None:
     else:
         qkv = meta(1, queries, heads + 16, case.head_dim, dtype=dtype)
         angle = meta(1, queries, case.head_dim // 2, dtype=torch.float32)
-        rotate_rows(qkv, angle, angle, heads + 8)
         group = rows(case, 8192 + 2 * 384, 12, 2, 8)
         for (k, v), twice in (
             (rows(case, 2, 1, 8, CAPACITY), None),
@@ -114,6 +113,7 @@ def call_step(case: Case) -> None:
             ring = meta(1, 128, heads, case.head_dim, dtype=dtype)
             at = meta(1, queries, dtype=torch.int64)
             rotate_store(qkv, angle, angle, k, v, ring, at, twice)
+        rotate_rows(qkv, angle, angle, heads + 8)
 
 
 def call_host(launcher: str) -> None:

@@ -90,11 +90,10 @@ def shipped(everything: bool = False) -> list[Case]:
             Case("product", queries=8),
             Case("product", "float32"),
             *(
-                Case(name, "bfloat16", d, g, packed=True)
-                for name in ("dense", "scored", "sparse", *PREFILL_LAUNCHERS)
-                for d, g in ((64, 4), (128, 4), (128, 8))
+                Case(name, packed=True)
+                for name in ("dense", "scored", "sparse", *PREFILL_LAUNCHERS, "window", "rotate")
             ),
-            *(Case(name, packed=True) for name in ("window", "rotate")),
+            *(Case(name, "bfloat16", 64, 8, packed=True) for name in ("dense", "sparse", "blocks")),
         ]
     cases = [
         Case(name, dtype, d, g, q)
