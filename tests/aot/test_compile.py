@@ -30,15 +30,12 @@ def cases(target):
         decode = [
             Case(name, head_dim=d, group=g)
             for name in ("dense", "scored", "sparse")
-            for d in (64, 128)
-            for g in (1, 4, 8)
-            if (name, d, g) != ("scored", 64, 1)  # the least of them, and five launches
+            for d, g in ((64, 4), (64, 8), (128, 1), (128, 4), (128, 8))
         ]
-        packed = [Case(name, packed=True) for name in ("dense", "sparse")]
         prefill = [Case("columns"), Case("gathered"), Case("blocks"), Case("blocks", head_dim=64)]
         step = [Case("product"), Case("product", queries=3), Case("norm"), Case("rotate")]
         others = [Case("dense", dtype="float32"), Case("window"), Case("topk"), Case("apart")]
-        return [*decode, *packed, *prefill, *step, *others]
+        return [*decode, *prefill, *step, *others]
     least = [Case("dense", head_dim=64, group=1), Case("sparse", group=4)]
     others = {
         "sm_80": [Case("scored", group=8), Case("gathered"), Case("columns")],
