@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kernels._triton import tl, triton
 from kernels.dependent import dependent, wait_for_last_kernel
-from kernels.split import MERGE_TILE, power_of_two, sparse_extent
+from kernels.split import MERGE_TILE, MOST_REGISTERS, power_of_two, sparse_extent
 
 if TYPE_CHECKING:
     import torch
@@ -302,6 +302,7 @@ def merge(
             D=head_dim,
             DP=max(16, power_of_two(head_dim)),
             num_warps=4,
+            maxnreg=MOST_REGISTERS,  # left alone ptxas aims at 72 on sm_80, and spills
             **dependent(out),
         )
         part, lse = scratch.chunk_part, scratch.chunk_lse
