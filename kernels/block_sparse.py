@@ -55,8 +55,9 @@ def block_mass(
             queries = q[b, :, own].transpose(0, 1).reshape(group, chunk // stride, stride, dim)
             rows_k = unpack(k[b, h, :stop], q.dtype).reshape(stop // stride, stride, dim)
             if estimator == "pooled":
-                # in float32: 1.3 times as fast as means in 16 bits, and unrounded
-                queries, rows_k = (t.mean(-2, dtype=torch.float32) for t in (queries, rows_k))
+                # means in float32 are 1.3 times as fast as in 16 bits, and rounded once
+                queries = queries.mean(2, dtype=torch.float32).to(q.dtype)
+                rows_k = rows_k.mean(1, dtype=torch.float32).to(q.dtype)
             else:
                 queries, rows_k = queries.flip(2).flatten(2), rows_k.flatten(1)
             for low in range(0, chunk // BLOCK, at_once):
