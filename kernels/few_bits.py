@@ -95,7 +95,7 @@ def multiply_few_bits(
 
 
 def blocks_of_group(weight: Words) -> int:
-    """Blocks under one scale, all of a row where it has one."""
+    """Blocks of a row of `weight` [O, I] under one scale, all of it where the row has one."""
     if weight.scales.shape[1] == 1:
         return weight.values.shape[1] // WORDS
     return weight.group // weight.columns_of_block

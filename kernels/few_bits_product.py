@@ -41,7 +41,9 @@ def multiply_words_op(
     group: int,
     inputs: int,
 ) -> torch.Tensor:
-    """`multiply_words` of plain tensors, an operator that a compiler does not look into."""
+    """`multiply_words` of x [rows, I] in plain tensors: [rows, O]. An operator that a compiler does
+    not look into.
+    """
     shape = values.shape[0], inputs
     return _multiply(x, Words(kind, shape, values, scales, offsets, group), bias)
 

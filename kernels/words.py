@@ -36,7 +36,7 @@ class Words:
 
     @classmethod
     def of(cls, weight: Quantised) -> Words:
-        """Lay a matrix out, some rows at a time. Raises ValueError unless `held_as_words`."""
+        """Lay a matrix [O, I] out. Raises ValueError unless `held_as_words`."""
         if not held_as_words(weight.kind, weight.group, weight.shape[1], _plain(weight)):
             raise ValueError(f"{weight.kind} in groups of {weight.group}: no words hold that")
         rows, columns = weight.shape
@@ -62,7 +62,7 @@ class Words:
         return WORDS * PARTS[self.kind]
 
     def quantised(self, rows: slice | torch.Tensor) -> Quantised:
-        """Some rows, a slice or int64 indices, as they came."""
+        """Some rows, a slice or int64 indices, as they came: values [rows, I] in few bits."""
         found = self.values[rows].contiguous().view(torch.uint8)
         count = len(found)
         if self.kind == "int8":

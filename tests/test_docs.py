@@ -115,3 +115,10 @@ def test_the_readmes_program_runs(tmp_path, monkeypatch, capsys):
     runpy.run_path(str(script))
     printed = capsys.readouterr().out
     assert "is 66160." in printed and "= 84872" in printed
+
+
+@PAGE
+def test_blocks_of_code_begin_and_end_on_lines_of_their_own(page):
+    """A page that is wrapped through its blocks reads as one long line of commands."""
+    fences = [line for line in read(page).splitlines() if line.lstrip().startswith("```")]
+    assert len(fences) % 2 == 0 and all(len(fence.split()) == 1 for fence in fences), fences
