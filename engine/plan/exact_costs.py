@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 LINK = 40.0
 # share of a draft's selected rows that no slot holds (docs/OFFLOAD.md: 0.2 to 0.3 at 4 slots)
 MISSES = 0.3
+# shares of drafts whose first 1, 2, ... 7 tokens are accepted, where four in five are
+FOUR_IN_FIVE = tuple(0.8**i for i in range(1, 8))
 
 
 @dataclass(frozen=True)
@@ -89,17 +91,23 @@ class ExactCosts:
         return self.weights + f.kv * self.row * read
 
     def predicted(
-        self, context: int, read: int, most: int, fixed: bool = False, rate: float = 0.8
+        self,
+        context: int,
+        read: int,
+        most: int,
+        fixed: bool = False,
+        reached: Sequence[float] = FOUR_IN_FIVE,
     ) -> tuple[int, float]:
         """(drafts, times full attention's speed) of the length up to `most` that pays best at
-        `context` tokens, where a share `rate` of drafts is accepted; fixed: of `most` drafts.
+        `context` tokens; fixed: of `most` drafts.
 
-        read: rows that a sparse layer reads.
+        read: rows that a sparse layer reads. reached: shares of drafts whose first 1, 2, ... 7
+        tokens are all accepted.
         """
         dense, first, later = self._steps(context, read)
 
         def gain(drafts: int) -> float:
-            tokens = sum(rate**i for i in range(drafts + 1))
+            tokens = 1 + sum(reached[:drafts])
             cost = self.full(dense, drafts + 1)
             if drafts:
                 cost += first + later * (drafts - 1)

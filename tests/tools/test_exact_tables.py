@@ -14,6 +14,7 @@ from tools.exact.acceptance import cycles_of
 from tools.exact.coupling import accepted as expected
 from tools.exact.coupling import coupling, number, race, rejection
 from tools.exact.frozen import FrozenDrafts
+from tools.exact.report import acceptance_table, counted_table, survival
 from tools.exact.tables import Records
 
 CONFIG = session_config(layers=4, hidden=32, vocab_size=23)
@@ -97,3 +98,34 @@ def test_records_outlive_a_run(tmp_path):
     Records(tmp_path / "r.jsonl").note("a", {"x": 1})
     Records(tmp_path / "r.jsonl").note("b", {"x": 2})
     assert [row["x"] for row in Records(tmp_path / "r.jsonl").rows.values()] == [1, 2]
+
+
+def test_the_report_counts_what_its_records_say():
+    """Cycles of two drafts keep 2, 0 and 2 of them; no cycle of seven fits into seven tokens."""
+    assert survival([7, 0, 3]) == [2 / 3] * 3 + [1 / 3] * 4
+    record = {"kind": "prose", "length": 4096, "filters": "2,8", "share": 0.033}
+    record |= {"choice": "first draft", "looked_up": [-1, 4, 2], "accepted": [2, 0, 0, 0, 7, 7, 7]}
+    *_, row = acceptance_table([record])
+    cells = [cell.strip() for cell in row.split("|")][1:-1]
+    assert cells[:4] == ["prose", "4,096", "{2,8}", "3.3%"]
+    assert (
+        cells[4] == f"{4 / 7:.2f}"
+        and cells[11:15] == ["1.3", "2.0", "2.0", "-"]
+        and cells[-1] == "3.0 x 2"
+    )
+
+
+def test_what_a_gpu_would_read_follows_acceptance():
+    """By hand: 256K tokens of the 8B shape in bfloat16, one draft of which half is right."""
+    (head, _, none), (_, _, half) = (
+        list(counted_table("llama-3-8b", [262144], 0.0667, [rate] + [0.0] * 6)) for rate in (0, 0.5)
+    )
+    row, layers, kept = 2 * 8 * 128 * 2, 32, 17485 + 256  # of a sparse layer: k and the tail
+    weights = 2 * (8030261248 - 128256 * 4096)
+    full = weights + layers * 262144 * row
+    draft = weights + (5 * 262144 + 27 * kept) * row
+    assert "exact" in head and none.endswith("| 0 | 1.00x |")
+    expected = 1.5 * full / (full + draft)
+    assert expected > 1 and half.endswith(
+        f"| {full / 1e9:.1f} | {full / draft:.2f}x | 1 | {expected:.2f}x |"
+    )

@@ -22,6 +22,7 @@ from tools.bench.shapes import SHAPES, parse_size, shape_config
 from tools.documents import texts
 from tools.exact.acceptance import measure
 from tools.exact.kernels import KINDS, attention, weights
+from tools.exact.report import acceptance_table, counted_table, survival
 from tools.exact.speed import compare
 from tools.exact.tables import CHOICES, Records, method_of, run_coupling, run_starts
 from tools.exact.tables import KINDS as TEXTS
@@ -74,6 +75,13 @@ def parser() -> argparse.ArgumentParser:
         q.add_argument("--dtype", default="float32")
         q.add_argument("--lengths", default="4096")
         q.add_argument("--shares", default="0.0667")
+    r = what.add_parser("report", help="tables of what `starts` wrote, and what a GPU would read")
+    r.add_argument("records", type=Path, help="the file of `starts`")
+    r.add_argument("--shape", choices=SHAPES, default="llama-3-8b")
+    r.add_argument("--contexts", default="32K,64K,128K,256K,450K")
+    r.add_argument(
+        "--share", type=float, default=0.0667, help="budget of the drafter and the cells"
+    )
     d.add_argument("--choices", default="first draft", help=" | ".join(CHOICES))
     c.add_argument("--draft", type=int, default=6)
     c.add_argument("--temperatures", default="0.7,0.8,1.0")
@@ -90,6 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "acceptance": _acceptance,
         "starts": _tables,
         "coupling": _tables,
+        "report": _report,
     }[args.what](args)
     return 0
 
@@ -154,6 +163,17 @@ def _tables(args: argparse.Namespace) -> None:
         say,
         args.texts,
     )
+
+
+def _report(args: argparse.Namespace) -> None:
+    rows = list(Records(args.records).rows.values())
+    own = [row for row in rows if row["share"] == args.share and row["choice"] == "first draft"]
+    if not own:
+        raise SystemExit(f"{args.records}: no cell of `starts` with a budget of {args.share}")
+    contexts = [parse_size(part) for part in args.contexts.split(",")]
+    reached = survival([n for row in own for n in row["accepted"]])
+    print("\n".join(acceptance_table(rows)), end="\n\n")
+    print("\n".join(counted_table(args.shape, contexts, args.share, reached)))
 
 
 def _acceptance(args: argparse.Namespace) -> None:
