@@ -24,7 +24,7 @@ from engine.errors import SavedFileError, SettingError
 from engine.guard import exclusive
 from engine.saved.container import Reader, Writer, remove_leftovers
 from engine.saved.model_key import model_key
-from engine.saved.rows import PIECE, piece_shape, read_piece, write_piece
+from engine.saved.rows import PIECE, piece_shape, read_ahead, read_piece, write_piece
 from engine.saved.session_file import Progress
 
 if TYPE_CHECKING:
@@ -96,15 +96,24 @@ class BlockCache:
         names = self._names(session, ids[: len(ids) - 1])
         while found < len(names) and self._path(names[found]).is_file():
             found += 1
-        done = held
+        done, begun = held, held // PIECE
+        blocks = [(number * PIECE, (number + 1) * PIECE) for number in range(begun, found)]
+
+        def read(number: int, piece: torch.Tensor) -> None:
+            first, stop = blocks[number]
+            self._read(names[begun + number], ids[first:stop], piece)
+
         with exclusive(session.llm):
             try:
-                for number in range(held // PIECE, found):
-                    if not self._read(session, names[number], ids, number * PIECE, done):
-                        break
-                    done = (number + 1) * PIECE
-                    if progress is not None:
-                        progress(done, len(ids))
+                with read_ahead(session.bank, blocks, read) as pieces:
+                    for first, stop in blocks:
+                        piece = self._found(pieces, names[first // PIECE])
+                        if piece is None:
+                            break
+                        write_piece(session.bank, piece, first, max(0, done - first))
+                        done = stop
+                        if progress is not None:
+                            progress(done, len(ids))
             except BaseException:
                 session.bank.rewind(held, broken=True)
                 raise
@@ -113,25 +122,27 @@ class BlockCache:
             self._touch(names[:found])
         return done
 
-    def _read(self, session: Session, name: str, ids: Sequence[int], first: int, done: int) -> bool:
-        path, bank = self._path(name), session.bank
-        piece = torch.empty(piece_shape(bank, PIECE), dtype=bank.dtype)
+    def _read(self, name: str, tokens: Sequence[int], piece: torch.Tensor) -> None:
+        """Read the rows of a block, which must be of these tokens. Raises SavedFileError."""
         stored = torch.empty(PIECE, dtype=torch.int64)
+        with Reader(self._path(name)) as reader:
+            reader.read("ids", stored)
+            if reader.facts != {"block": name} or stored.tolist() != list(tokens):
+                raise reader.damaged("it is another block than its name says")
+            reader.read("rows", piece)
+
+    def _found(self, pieces: Iterator[torch.Tensor], name: str) -> torch.Tensor | None:
+        """The next piece, of the block of this name; None where that is gone, or was damaged and is
+        removed.
+        """
+        path = self._path(name)
         try:
-            with Reader(path) as reader:
-                reader.read("ids", stored)
-                if reader.facts != {"block": name} or stored.tolist() != list(
-                    ids[first : first + PIECE]
-                ):
-                    raise reader.damaged("it is another block than its name says")
-                reader.read("rows", piece)
+            return next(pieces)
         except SavedFileError as error:
             if path.is_file():
                 self.announce(f"cache: {error}")
                 _remove(path)
-            return False
-        write_piece(bank, piece, first, max(0, done - first))
-        return True
+            return None
 
     def _touch(self, names: Sequence[str]) -> None:
         """Mark blocks as used, the first one last: a chain loses its end before its beginning."""

@@ -17,6 +17,7 @@ import io
 import json
 import os
 import secrets
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,11 +165,13 @@ class Reader:
     """An open file whose header was found whole. Raises SavedFileError, one line, where the file is
     no session, cut short or altered.
 
-    facts: what the file says of itself. tensors: {name: Entry}.
+    facts: what the file says of itself. tensors: {name: Entry}. Threads may read tensors together.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        # one reads at a time, in the order of the file, while others hash
+        self._turn = threading.Lock()
         try:
             self._file = io.FileIO(str(path), opener=_nonblocking)
             self.size = os.fstat(self._file.fileno()).st_size
@@ -246,13 +249,14 @@ class Reader:
 
     def _fill(self, start: int, view: memoryview) -> None:
         try:
-            self._file.seek(start)
-            done = 0
-            while done < len(view):
-                got = self._file.readinto(view[done:])
-                if not got:
-                    raise self.damaged("cut short while it was read")
-                done += got
+            with self._turn:
+                self._file.seek(start)
+                done = 0
+                while done < len(view):
+                    got = self._file.readinto(view[done:])
+                    if not got:
+                        raise self.damaged("cut short while it was read")
+                    done += got
         except OSError as error:
             raise SavedFileError(f"{self.path}: cannot be read: {error.strerror}") from None
 

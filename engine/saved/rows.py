@@ -7,10 +7,14 @@ bank has; of the layers that hold all tokens. What sliding-window layers hold is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
+
+from engine.saved.ahead import DEPTH, ahead
 
 if TYPE_CHECKING:
     from engine.bank.base import Bank
@@ -85,3 +89,25 @@ def pieces(bank: Bank, tokens: int) -> Iterator[tuple[int, torch.Tensor]]:
     """(number, piece) of all pieces, in order."""
     for number, (first, stop) in enumerate(spans(tokens)):
         yield number, read_piece(bank, first, stop)
+
+
+@contextmanager
+def read_ahead(
+    bank: Bank, wanted: Sequence[tuple[int, int]], read: Callable[[int, torch.Tensor], None]
+) -> Iterator[Iterator[torch.Tensor]]:
+    """Give the pieces of the `wanted` spans, in order, each until the next one is asked for.
+    read(number, piece) fills them, a few ahead, on threads; what it raises comes in their place.
+    """
+    depth = min(DEPTH, len(wanted))
+    whole = math.prod(piece_shape(bank, PIECE))
+    buffers = [torch.empty(whole, dtype=bank.dtype) for _ in range(depth)]
+
+    def filled(number: int) -> torch.Tensor:
+        first, stop = wanted[number]
+        shape = piece_shape(bank, stop - first)
+        piece = buffers[number % depth][: math.prod(shape)].view(shape)
+        read(number, piece)
+        return piece
+
+    with ahead(filled, len(wanted), depth) as found:
+        yield found

@@ -26,6 +26,7 @@ from engine.saved.rows import (
     PIECE,
     piece_shape,
     pieces,
+    read_ahead,
     spans,
     windows,
     write_piece,
@@ -33,9 +34,10 @@ from engine.saved.rows import (
 )
 from engine.saved.values import decode, encode
 from engine.savepoints import Savepoint
-from engine.settings import callables, checked_ids
+from engine.settings import callables
 
 if TYPE_CHECKING:
+    from engine.bank.base import Bank
     from engine.llm import LLM
     from engine.session import Session
 
@@ -146,8 +148,7 @@ def restore_session(
 
         try:
             state, extra = decode(facts["state"], value), decode(facts["extra"], value)
-            ids = state["ids"].tolist()
-            checked_ids([*ids, 0], llm.config.vocab_size)
+            ids = _ids(state["ids"], llm.config.vocab_size)
             method = _rebuilt(*state["method"])
             if len(ids) != facts["tokens"]:
                 raise ValueError("tokens")
@@ -166,6 +167,15 @@ def restore_session(
             session.close()
             raise
     return session, extra
+
+
+def _ids(held: torch.Tensor, vocab_size: int) -> list[int]:
+    """A file's token ids. Raises ValueError where they are none of this vocabulary."""
+    if held.dtype != torch.int64 or held.dim() != 1:
+        raise ValueError("ids")
+    if len(held) and not 0 <= int(held.min()) <= int(held.max()) < vocab_size:
+        raise ValueError("ids")
+    return held.tolist()
 
 
 def _rebuilt(name: str, fields: dict[str, Any]) -> Method:
@@ -204,14 +214,7 @@ def _fill(
     """Make an empty session what the file says, then cut it to `wanted` tokens."""
     bank, ring, history = session.bank, session.query_ring, session.history
     with exclusive(session.llm):
-        for number, (first, stop) in enumerate(spans(len(ids))):
-            if first >= wanted:
-                break
-            piece = torch.empty(piece_shape(bank, stop - first), dtype=bank.dtype)
-            reader.read(f"rows.{number}", piece)
-            write_piece(bank, piece[:, : wanted - first], first)
-            if progress is not None:
-                progress(min(stop, wanted), wanted)
+        _read_rows(bank, reader, [s for s in spans(len(ids)) if s[0] < wanted], wanted, progress)
         try:
             low, high = state["ring"]
             if not 0 <= low <= high <= len(ids):
@@ -233,6 +236,25 @@ def _fill(
             raise reader.damaged("its description makes no session") from None
     if wanted < len(ids):
         session.truncate(wanted)
+
+
+def _read_rows(
+    bank: Bank,
+    reader: Reader,
+    wanted_spans: list[tuple[int, int]],
+    wanted: int,
+    progress: Progress | None,
+) -> None:
+    """Put the file's pieces of these spans, up to position `wanted`, into a bank."""
+
+    def read(number: int, piece: torch.Tensor) -> None:
+        reader.read(f"rows.{number}", piece)
+
+    with read_ahead(bank, wanted_spans, read) as found:
+        for (first, stop), piece in zip(wanted_spans, found, strict=True):
+            write_piece(bank, piece[:, : wanted - first], first)
+            if progress is not None:
+                progress(min(stop, wanted), wanted)
 
 
 def _require_plausible(session: Session, states: list[Any]) -> None:

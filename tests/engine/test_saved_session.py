@@ -11,6 +11,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -22,6 +23,9 @@ from hypothesis import strategies as st
 from engine import Exact, Full, InfLLM, MInference, OmniKV, PodUntrained, Quest, SnapKV, TidalDecode
 from engine.errors import ContextTooLong, SavedFileError, SettingError
 from engine.sampling import Sampler, SamplingParams
+from engine.saved import rows
+from engine.saved.ahead import ahead
+from engine.saved.container import Reader
 from tests.builders import POCKET, ROOT, random_ids, session_config, tiny_llm
 
 SPARSE = dict(filter_layers=(1, 4), dense_below=0)
@@ -112,6 +116,39 @@ def test_only_the_beginnings_bytes_are_read(tmp_path):
     llm_of().restore(tmp_path / "s", tokens=300)[0].close()
     with pytest.raises(SavedFileError, match="rows.2 is damaged"):
         llm_of().restore(tmp_path / "s")
+
+
+def test_reading_ahead_keeps_order_and_buffers(tmp_path, monkeypatch):
+    """Two buffers for four pieces, and a thread that is always late with the first of two."""
+    monkeypatch.setattr(rows, "DEPTH", 2)
+    whole = Reader.read
+
+    def late(reader, name, out):
+        if name in ("rows.0", "rows.2"):
+            time.sleep(0.02)
+        whole(reader, name, out)
+
+    monkeypatch.setattr(Reader, "read", late)
+    with saved(tmp_path / "s", length=900) as session:
+        with llm_of().restore(tmp_path / "s")[0] as restored:
+            for layer in range(session.plan.num_layers):
+                for one, other in zip(session.bank.kv(layer, 900), restored.bank.kv(layer, 900)):
+                    assert torch.equal(one, other)
+
+
+def test_a_damaged_piece_ends_the_threads_that_read_ahead():
+    begun = []
+
+    def work(number):
+        begun.append(number)
+        if number == 2:
+            raise SavedFileError("piece 2")
+        return number
+
+    with pytest.raises(SavedFileError, match="piece 2"), ahead(work, 50, 3) as results:
+        assert [next(results), next(results)] == [0, 1]
+        next(results)
+    assert len(begun) <= 6 and not [t for t in threading.enumerate() if "saved" in t.name]
 
 
 def test_what_a_program_adds_comes_back(tmp_path):
