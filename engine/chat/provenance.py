@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from engine.chat.sources import split_passages
+from engine.chat.sources import Chosen, Owners, counted, split_passages
 from engine.errors import BadCheckpoint, UsageError
 
 FORMAT = 1
@@ -29,7 +29,7 @@ class Trace:
     """The steps of one answer: the text that each added, the positions it chose, their scores."""
 
     def __init__(self) -> None:
-        self.steps: list[tuple[str, list[tuple[torch.Tensor, torch.Tensor]]]] = []
+        self.steps: list[tuple[str, list[Chosen]]] = []
 
     def add(
         self,
@@ -37,16 +37,8 @@ class Trace:
         selections: Mapping[int, torch.Tensor],
         scores: Mapping[int, torch.Tensor] | None,
     ) -> None:
-        """Add a step; selections and scores as in Choices.add."""
-        layers = [layer for layer in selections if not scores or layer in scores]
-        chosen = [
-            (
-                selections[layer].cpu(),
-                scores[layer].cpu() if scores else torch.ones(len(selections[layer])),
-            )
-            for layer in layers
-        ]
-        self.steps.append((text, chosen))
+        """Add a step; selections and scores as in sources.counted."""
+        self.steps.append((text, counted(selections, scores)))
 
 
 @dataclass(frozen=True)
@@ -141,31 +133,20 @@ def record(
     """
     shown: list[str] = []
     passages: list[tuple[int, int, int]] = []
-    # the passage of each token; -1: of none
-    owner = torch.full((len(ends) + 1,), -1, dtype=torch.int64)
-    at, token = 0, 0
+    borders: list[tuple[int, int]] = []
+    at = 0
     for start, stop in spans:
         shown.append(text[start:stop])
         for begin, end in split_passages(text, start, stop):
-            while token < len(ends) and ends[token] <= begin:
-                token += 1
-            while token < len(ends) and (ends[token - 1] if token else 0) < end:
-                owner[token] = len(passages)
-                token += 1
+            borders.append((begin, end))
             passages.append(
                 (at + begin - start, at + end - start, text.count("\n", start, begin) + 1)
             )
         at += stop - start + 2
-    sizes = torch.bincount(owner[owner >= 0], minlength=len(passages)).clamp(min=1).double()
+    owners = Owners(ends, borders)
     reads = []
     for _, chosen in trace.steps:
-        sums = torch.zeros(len(passages) + 1, dtype=torch.float64)
-        for positions, scores in chosen:
-            passage = owner[positions.clamp(max=len(ends))]
-            # tokens of no passage go to the last slot, which is dropped
-            sums.index_add_(0, passage.where(passage >= 0, len(passages)), scores.double())
-        best = torch.topk(sums[:-1] / sizes, min(KEPT, len(passages)))
-        reads.append({int(i): float(s) for s, i in zip(best.values, best.indices) if s > 0})
+        reads.append(dict(owners.best(chosen, KEPT)))
         if progress is not None:
             progress(len(reads), len(trace.steps))
     return Run(

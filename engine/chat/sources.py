@@ -10,7 +10,7 @@ that long passages do not win by length.
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,31 +42,46 @@ class Passage:
     text: str
 
 
+# chosen positions, int64 [k], and what each counts, float32 [k]
+Chosen = tuple[torch.Tensor, torch.Tensor]
+
+
+def counted(
+    selections: Mapping[int, torch.Tensor], scores: Mapping[int, torch.Tensor] | None
+) -> list[Chosen]:
+    """What of one step's choices counts, on the CPU.
+
+    selections: {filter layer: chosen positions, int64 [k]}. scores: {filter layer: float32 [k]} of
+    some of these layers; then only they count, by score. Without scores every chosen token counts
+    1. Full attention has no selections.
+    """
+    return [
+        (positions.cpu(), scores[layer].cpu() if scores else torch.ones(len(positions)))
+        for layer, positions in selections.items()
+        if len(positions) and (not scores or layer in scores)
+    ]
+
+
 class Choices:
     """Counts how often, or by what score, each position was chosen over the steps of an answer."""
 
     def __init__(self) -> None:
         self.made = 0  # selections counted
         self._counts: Counter[int] = Counter()
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._kept: list[Chosen] = []
 
     def add(
         self,
         selections: Mapping[int, torch.Tensor],
         scores: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
-        """Add one step.
+        """Add one step; selections and scores as in `counted`."""
+        self.take(counted(selections, scores))
 
-        selections: {filter layer: chosen positions, int64 [k]}. scores: {filter layer: float32
-        [k]} of some of these layers; then only they count, by score. Without scores every chosen
-        token counts 1. Full attention has no selections and adds nothing.
-        """
-        for layer, positions in selections.items():
-            if len(positions) and (not scores or layer in scores):
-                self.made += 1
-                self._kept.append(
-                    (positions, scores[layer] if scores else torch.ones(len(positions)))
-                )
+    def take(self, chosen: Sequence[Chosen]) -> None:
+        """Add what `counted` gave of one step."""
+        self.made += len(chosen)
+        self._kept += chosen
         if len(self._kept) > FOLD:
             self._fold()
 
@@ -78,13 +93,9 @@ class Choices:
 
     def _fold(self) -> None:
         if self._kept:
-            every, where = torch.cat([p.to("cpu", torch.int64) for p, _ in self._kept]).unique(
-                return_inverse=True
-            )
+            every, where = torch.cat([p.long() for p, _ in self._kept]).unique(return_inverse=True)
             sums = torch.zeros(len(every), dtype=torch.float64)
-            sums.index_add_(
-                0, where, torch.cat([s.to("cpu", torch.float64) for _, s in self._kept])
-            )
+            sums.index_add_(0, where, torch.cat([s.double() for _, s in self._kept]))
             self._counts.update(dict(zip(every.tolist(), sums.tolist())))
             self._kept.clear()
 
@@ -120,6 +131,40 @@ def _stripped(text: str, start: int, stop: int) -> tuple[int, int]:
     while stop > start and text[stop - 1].isspace():
         stop -= 1
     return start, stop
+
+
+class Owners:
+    """The passage of every token, so that what one step chose is scored without a search.
+
+    ends: per token the position in the text where it ends, ascending. passages: (start, stop),
+    ascending and apart. A token over a border belongs to the passage before it.
+    """
+
+    def __init__(self, ends: Sequence[int], passages: Sequence[tuple[int, int]]) -> None:
+        self.count = len(passages)
+        ending = torch.tensor(ends, dtype=torch.int64)
+        bounds = torch.tensor(passages, dtype=torch.int64).reshape(-1, 2)
+        begun = torch.cat([ending.new_zeros(1), ending[:-1]])[: len(ending)]
+        owner = torch.searchsorted(bounds[:, 1].contiguous(), begun, right=True)
+        # behind the last passage, and between two, a token is of none: the last slot's
+        after = torch.cat([bounds[:, 0], ending.new_full((1,), 1 << 62)])[owner] >= ending
+        none = ending.new_full((1,), self.count)
+        self._owner = torch.cat([owner.masked_fill(after, self.count), none])
+        sizes = torch.bincount(self._owner, minlength=self.count + 1)[: self.count]
+        self._sizes = sizes.clamp(min=1).double()
+
+    def best(self, chosen: Iterable[Chosen], most: int) -> list[tuple[int, float]]:
+        """(passage, score) of the passages read most in one step, best first: the mean over a
+        passage's tokens of what `counted` gave.
+        """
+        sums = torch.zeros(self.count + 1, dtype=torch.float64)
+        for positions, scores in chosen:
+            sums.index_add_(
+                0, self._owner[positions.clamp(max=len(self._owner) - 1)], scores.double()
+            )
+        found = torch.topk(sums[:-1] / self._sizes, min(most, self.count))
+        pairs = zip(found.indices.tolist(), found.values.tolist(), strict=True)
+        return [(passage, score) for passage, score in pairs if score > 0]
 
 
 def rank_passages(

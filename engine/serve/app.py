@@ -32,6 +32,7 @@ from engine.serve.worker import Ended, Reading, Wrote
 from engine.settings import is_integer
 
 Handler = Callable[[Request], Awaitable[Response]]
+PROGRESS = 0.2  # seconds between two comments about a prompt, where a request asks for more of them
 NO_STORE = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
@@ -73,13 +74,16 @@ def _refused(error: ApiError, path: str = "") -> JSONResponse:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request whose fields are checked. scanner: finds tool calls, where there are tools."""
+    """A request whose fields are checked. scanner: finds tool calls, where there are tools.
+    progress: whether its stream says often how much of the prompt is read.
+    """
 
     ask: Ask
     prompt: Prompt
     evidence: Evidence | None = None
     scanner: Callable[[], CallScanner] | None = None
     method: str = "sparse"
+    progress: bool = False
 
 
 class Routes:
@@ -274,7 +278,7 @@ class Routes:
             contents = [message["content"] for message in messages]
             evidence = await text(Evidence, wanted, prompt, contents)
         scanner = partial(prompts.scanner, tools) if tools else None
-        return Asked(ask, prompt, evidence, scanner, wanted.method)
+        return Asked(ask, prompt, evidence, scanner, wanted.method, wanted.progress)
 
     def _wanted(self, body: Mapping[str, Any]) -> Wanted:
         return wanted_of(body, self.service.sparse, self.service.methods)
@@ -284,7 +288,8 @@ class Routes:
         job, queue = service.begin(asked.prompt.ids, ask, param, asked.evidence, asked.method)
         events = service.events(job, queue, request.is_disconnected)
         if ask.stream:
-            lines = stream(events, reply, service.settings.ping)
+            ping = min(PROGRESS, service.settings.ping) if asked.progress else service.settings.ping
+            lines = stream(events, reply, ping)
             return StreamingResponse(lines, media_type="text/event-stream", headers=NO_STORE)
         wrote = []
         async for event in events:

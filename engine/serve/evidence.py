@@ -1,5 +1,6 @@
 """What a request learns of an answer beside its words: the passages that it read, and whether full
-attention would have said the same. The request asks with `"omnikv": {"sources": N, "check": N}`.
+attention would have said the same. The request asks with `"omnikv": {"sources": N, "check": N}`,
+and with `"live": true` beside it for what each step read, while it writes.
 """
 
 from __future__ import annotations
@@ -8,32 +9,43 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from engine.chat.sources import Choices, rank_passages
+from engine.chat.sources import Choices, Owners, counted, rank_passages, split_passages
+from engine.serve.counted import Figures
 from engine.serve.errors import ApiError
 
 if TYPE_CHECKING:
+    from engine.generate import GenerationStats
     from engine.serve.prompts import Prompt
     from engine.session import Session
 
-FIELDS = ("sources", "check", "method")
+FIELDS = ("sources", "check", "method", "live", "figures", "progress")
 MOST_SOURCES = 64  # passages
+MOST_LIVE = 12  # passages of one step: some 300 bytes of a stream
 MOST_CHECK = 32  # steps that run twice more each, while nobody else's do
+
+
+# a passage of one step: its message, first character and the one behind the last, and its share
+Read = tuple[int, int, int, float]
 
 
 @dataclass(frozen=True)
 class Wanted:
     """sources: most passages to name. check: steps to compare with full attention. 0: neither.
-    method: sparse (the server's own), full or exact.
+    method: sparse (the server's own), full or exact. live: name the passages of every step too.
+    figures: count what the steps read. progress: say often how much of the prompt is read.
     """
 
     sources: int = 0
     check: int = 0
     method: str = "sparse"
+    live: bool = False
+    figures: bool = False
+    progress: bool = False
 
     @property
     def evidence(self) -> bool:
         """Whether anything is to be found out."""
-        return bool(self.sources or self.check)
+        return bool(self.sources or self.check or self.figures)
 
 
 class _Left(Exception):
@@ -83,13 +95,44 @@ class Evidence:
         self.wanted, self._prompt, self._contents = wanted, prompt, contents
         self._places = places(prompt.text, contents) if wanted.sources else []
         self._choices = Choices()
+        self._figures: Figures | None = None
+        if wanted.live:
+            borders = [
+                (place, *border)
+                for place in self._places
+                for border in split_passages(prompt.text, place.start, place.stop)
+            ]
+            self._live = [
+                (
+                    place.message,
+                    place.offset + start - place.start,
+                    place.offset + stop - place.start,
+                )
+                for place, start, stop in borders
+            ]
+            self._owners = Owners(prompt.ends, [(start, stop) for _, start, stop in borders])
 
-    def add(self, session: Session) -> None:
-        """Note what the latest step chose."""
-        if self.wanted.sources:
-            self._choices.add(session.selections, session.selection_scores)
+    def begin(self, session: Session) -> None:
+        """An answer begins."""
+        self._figures = Figures(session) if self.wanted.figures else None
 
-    def end(self, session: Session, left: Callable[[], bool]) -> dict[str, Any] | None:
+    def add(self, session: Session) -> list[Read]:
+        """Note what the latest step chose. With `live`, the passages that it read most, best first;
+        empty where it read everything.
+        """
+        if not self.wanted.sources:
+            return []
+        chosen = counted(session.selections, session.selection_scores)
+        self._choices.take(chosen)
+        if not self.wanted.live or not chosen:
+            return []
+        best = self._owners.best(chosen, min(self.wanted.sources, MOST_LIVE))
+        total = sum(score for _, score in best)
+        return [(*self._live[passage], round(score / total, 3)) for passage, score in best]
+
+    def end(
+        self, session: Session, stats: GenerationStats, left: Callable[[], bool]
+    ) -> dict[str, Any] | None:
         """What was found about the answer that has ended; the next may begin. left: whether the
         client has gone; None then.
         """
@@ -97,6 +140,8 @@ class Evidence:
         found: dict[str, Any] = {}
         if self.wanted.sources:
             found = {"sources": self._sources(choices), "selections": choices.made}
+        if self._figures is not None:
+            found["figures"] = self._figures.of(session, stats)
         if self.wanted.check and session.answer_length:
             try:
                 found["check"] = self._check(session, left)
@@ -171,9 +216,14 @@ def wanted_of(body: Mapping[str, Any], sparse: bool, methods: Collection[str]) -
     if not isinstance(method, str) or method not in methods:
         raise _refuse("omnikv.method", f"one of {', '.join(methods)} from this server")
     sources = _count(value, "sources", MOST_SOURCES)
-    wanted = Wanted(sources, _count(value, "check", MOST_CHECK), method)
-    if wanted.evidence and (not sparse or method == "full"):
-        name = "sources" if wanted.sources else "check"
+    check = _count(value, "check", MOST_CHECK)
+    wanted = Wanted(
+        sources, check, method, *(_flag(value, name) for name in ("live", "figures", "progress"))
+    )
+    if wanted.live and not (sources and body.get("stream")):
+        raise _refuse("omnikv.live", "stream: true, and sources of 1 or more, beside it")
+    if (sources or check) and (not sparse or method == "full"):
+        name = "live" if wanted.live else "sources" if sources else "check"
         raise ApiError(
             400,
             f"omnikv.{name}: full attention reads every token at every step and chooses none; "
@@ -191,6 +241,13 @@ def _count(value: Mapping[str, Any], name: str, most: int) -> int:
     if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found <= most:
         raise _refuse(f"omnikv.{name}", f"an integer from 0 to {most}")
     return found
+
+
+def _flag(value: Mapping[str, Any], name: str) -> bool:
+    found = value.get(name)
+    if found is not None and not isinstance(found, bool):
+        raise _refuse(f"omnikv.{name}", "true or false")
+    return bool(found)
 
 
 def _refuse(param: str, expected: str) -> ApiError:

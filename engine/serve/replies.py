@@ -161,8 +161,7 @@ class Reply:
         return [(None, chunk) for chunk in [*found, *self._chunks(event)]]
 
     def _chunks(self, event: Wrote) -> list[dict[str, Any]]:
-        scores = self._logprobs([event])
-        found = []
+        scores, found = self._logprobs([event]), list[dict[str, Any]]()
         for part in self.answers.parts(event):
             if isinstance(part, Call):
                 number = self.answers.called[event.choice].index(part)
@@ -172,9 +171,11 @@ class Reply:
                 self._offsets[event.choice] = self._offsets.get(event.choice, 0) + len(part)
             found.append(self._chunk(event.choice, delta, None, scores))
             scores = None
-        if scores:
+        if scores or (event.reads and not found):
             delta = {"content": ""} if self.chat else ""
             found.append(self._chunk(event.choice, delta, None, scores))
+        if event.reads:
+            found[0]["choices"][0]["omnikv"] = {"reads": event.reads}
         if event.finish:
             finish = self.answers.finish(event.choice, event.finish)
             last = self._chunk(event.choice, {} if self.chat else "", finish, None)

@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from engine.llm import LLM
     from engine.methods.base import Method
     from engine.saved.cache import BlockCache
-    from engine.serve.evidence import Evidence
+    from engine.serve.evidence import Evidence, Read
     from engine.session import Session
 
 
@@ -43,7 +43,9 @@ class Reading:
 
 @dataclass(frozen=True)
 class Wrote:
-    """One step of one choice; finish is set in its last, evidence where the job asks for it."""
+    """One step of one choice; finish is set in its last, evidence and reads (Evidence.add) where
+    the job asks for them.
+    """
 
     choice: int
     text: str
@@ -52,6 +54,7 @@ class Wrote:
     top: tuple[tuple[int, float], ...]
     finish: str | None
     evidence: dict[str, Any] | None = None
+    reads: Sequence[Read] = ()
 
 
 @dataclass(frozen=True)
@@ -261,6 +264,8 @@ class Worker:
         if session.last_logits is None:
             session.refresh_logits()
         stats = GenerationStats(cached_tokens=len(session))
+        if job.evidence is not None:
+            job.evidence.begin(session)
         answer = written(session, params, stats, lambda: job.gone or job.cut)
         with closing(answer):
             for part in answer:
@@ -269,11 +274,12 @@ class Worker:
                     continue
                 self.metrics.wrote(part.token_id is not None)
                 top, evidence = tuple(part.top_logprobs), None
+                reads: Sequence[Read] = ()
                 if job.evidence is not None:
-                    job.evidence.add(session)
+                    reads = job.evidence.add(session)
                     if part.finish_reason is not None:
                         yield CHUNK  # comparing takes steps of its own
-                        evidence = job.evidence.end(session, lambda: job.gone or job.cut)
+                        evidence = job.evidence.end(session, stats, lambda: job.gone or job.cut)
                 job.post(
                     Wrote(
                         choice,
@@ -283,5 +289,6 @@ class Worker:
                         top,
                         part.finish_reason,
                         evidence,
+                        reads,
                     )
                 )

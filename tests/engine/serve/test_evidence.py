@@ -6,11 +6,13 @@ that is not session.check's, evidence that n choices share, work for a client th
 """
 
 import asyncio
+import json
 
 import openai
 import pytest
 
 from engine import LLM, OmniKV, SamplingParams
+from engine.chat.sources import Choices, rank_passages
 from engine.methods.full import Full
 from engine.serve.evidence import places
 from tests.builders import POCKET
@@ -118,6 +120,51 @@ def test_a_request_may_choose_full_attention_or_exact_mode(sparse):
     assert texts["full"][0] == whole.lstrip()
 
 
+def test_a_stream_says_what_each_step_read(sparse):
+    """Each step's passages are those of a lone session's selection, and point into the messages."""
+    live = {"sources": 3, "live": True, "figures": True, "progress": True}
+    body = {"messages": MESSAGES, "max_tokens": 12, "temperature": 0, "stream": True}
+    lines = sparse.post("/v1/chat/completions", body | {"omnikv": live}).text.split("\n\n")
+    data = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    parts = [chunk["choices"][0] for chunk in data]
+    steps = [part["omnikv"]["reads"] for part in parts if "reads" in part.get("omnikv", {})]
+    prompt, alone = sparse.service.prompts.chat(MESSAGES), []
+    contents = [message["content"] for message in MESSAGES]
+    with sparse.service.llm.session() as session:
+        for _ in session.generate(prompt.ids, SamplingParams(max_tokens=12)):
+            one = Choices()
+            one.add(session.selections, session.selection_scores)
+            ranked = [
+                (passage.score, place.message, place.offset + passage.start - place.start)
+                for place in places(prompt.text, contents)
+                for passage in rank_passages(
+                    prompt.text, prompt.ends, one.counts, place.start, place.stop, 3
+                )
+            ]
+            alone.append(sorted(ranked, reverse=True)[:3])
+        written = len(session.ids) - len(prompt.ids)
+    assert len(steps) == len(alone) == written > 4
+    for reads, ranked in zip(steps, alone):
+        total = sum(score for score, *_ in ranked)
+        found = [(message, start, share) for message, start, _, share in reads]
+        wanted = [
+            (message, start, pytest.approx(score / total, abs=1e-3))
+            for score, message, start in ranked
+        ]
+        assert found == wanted
+        texts = [contents[message][start:stop] for message, start, stop, _ in reads]
+        assert all(text in FILLER or text == FACT for text in texts)
+    assert sum(contents[m][start:stop] == FACT for (m, start, stop, _), *_ in steps) > written / 2
+    said = next(part["omnikv"] for part in parts if part["finish_reason"])
+    assert said["sources"][0]["text"] == FACT and said["figures"]["dense_steps"] == 0
+    assert said["figures"]["sparse_steps"] == written
+    weights = sparse.service.llm.plan().bytes_of("weights")
+    assert weights < said["figures"]["step_bytes"] < said["figures"]["full_step_bytes"]
+    full = ask(sparse, extra_body={"omnikv": {"method": "full", "figures": True}}).choices[0]
+    figures = full.model_extra["omnikv"]["figures"]
+    assert figures["sparse_steps"] == 0 and figures["speedup"] == pytest.approx(1, abs=1e-3)
+
+
 @pytest.mark.parametrize(
     "value, param",
     [
@@ -130,6 +177,10 @@ def test_a_request_may_choose_full_attention_or_exact_mode(sparse):
         ({"saurces": 4}, "omnikv.saurces"),
         ({"method": "other"}, "omnikv.method"),
         ({"method": "full", "check": 1}, "omnikv.check"),
+        ({"sources": 1, "live": 1}, "omnikv.live"),
+        ({"sources": 1, "live": True}, "omnikv.live"),  # not in a stream
+        ({"live": True}, "omnikv.live"),
+        ({"progress": "often"}, "omnikv.progress"),
     ],
 )
 def test_bad_values_are_refused_by_name(sparse, value, param):
