@@ -59,10 +59,9 @@ class LLM:
     """One model on one device.
 
     model: alias, hub id, folder in Hugging Face layout, or GGUF file. settings: the fields of
-    engine.options.Options (device, dtype, max_context, method, offload, ...). load=False plans
-    only; call load() later. progress(LoadProgress) and download_progress are called while weights
-    are read and fetched. Raises a subclass of engine.EngineError before anything large is
-    allocated.
+    engine.options.Options. load=False plans only; call load() later. progress(LoadProgress) and
+    download_progress are called while weights are read and fetched. Raises a subclass of
+    engine.EngineError before anything large is allocated.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class LLM:
         self.tokenizer: Tokenizer | None = None
         self._progress, self._download_progress = progress, download_progress
         rope, positions = resolved.rope(options.rope)
-        self._files: ModelFiles | None = model_files(self.folder)
+        self._files: ModelFiles | None = model_files(self.folder, resolved.sizes)
         config = self._files.config(rope)
         self._prepare(str(model), config.reaching(positions), options)
         self._host_tier = self._new_host_tier()
@@ -178,6 +177,7 @@ class LLM:
             slots=options.slots,
             host_budget=options.ram_budget,
             weights=self.few_bits,
+            imagined=options.imagined_gpu,
         )
 
     def _new_host_tier(self) -> HostTier:
@@ -204,10 +204,12 @@ class LLM:
         """Read the weights, once. Raises OutOfMemoryPlan, then what is wrong with the folder."""
         if self.model is not None:
             return
+        self.options.require_device()
         self._plan.require_fit()
-        # a plan may have fetched config.json only
+        # a plan may have fetched config.json only, or nothing
         self.folder = Path(resolve(self.name, progress=self._download_progress).folder)
-        assert self._files is not None
+        assert self._files is not None and self.resolved is not None
+        self.resolved.require_fetched()
         checkpoint = self._files.at(self.folder).tensors(self.config)
         self.tokenizer = self._files.tokenizer(self.config)
         stream = checkpoint.stream(

@@ -59,8 +59,10 @@ class ModelFiles(Protocol):
         ...
 
 
-def model_files(path: Path) -> ModelFiles:
-    """The files of a model, by what `path` is."""
+def model_files(path: Path, sizes: dict[str, Any] | None = None) -> ModelFiles:
+    """The files of a model, by what `path` is. sizes: its config.json where there is no file."""
+    if sizes is not None:
+        return Sizes(path, sizes)
     return File(path) if is_gguf(path) else Folder(path)
 
 
@@ -108,6 +110,18 @@ class Folder:
         if not has_tokenizer(self.path):
             return None
         return fitting(Tokenizer(self.path), config)
+
+
+class Sizes(Folder):
+    """A model of which the sizes alone are known: enough to plan its float weights."""
+
+    def __init__(self, path: Path, sizes: dict[str, Any]) -> None:
+        super().__init__(path)
+        self.sizes = sizes
+
+    def config(self, rope: str | None) -> ModelConfig:
+        """As ModelFiles."""
+        return ModelConfig.from_dict(self.sizes, str(self.path), rope=rope)
 
 
 class File:

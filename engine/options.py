@@ -69,6 +69,8 @@ class Options:
     for every 32 columns, "int4:64" and "int4:128" for as many as they say), "float" to dequantise
     what is stored in few bits. bank: "model" (K and V in the model's dtype; "auto" is
     that) or "int8" (docs/QUANTISATION.md). check_finite: refuse weights with NaN or infinity.
+    imagined_gpu: with load=False, plan for a GPU with so many free bytes, beside this machine's
+    host memory or ram_budget, whether there is one or not.
     """
 
     device: str = "auto"
@@ -90,9 +92,10 @@ class Options:
     weights: str = "auto"
     bank: str = "auto"
     check_finite: bool = True
+    imagined_gpu: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_context", "chunk", "vram_budget", "ram_budget"):
+        for name in ("max_context", "chunk", "vram_budget", "ram_budget", "imagined_gpu"):
             if getattr(self, name) is not None:
                 integer(name, getattr(self, name), 1, MOST)
         if self.threads is not None:
@@ -165,6 +168,8 @@ class Options:
     def resolved_device(self) -> torch.device:
         """The torch.device that `device` names here; SettingError where there is none."""
         name = self.device
+        if self.imagined_gpu is not None:
+            return torch.device("cuda", 0)
         if name == "auto":
             why = unfit(0) if torch.cuda.is_available() else "no GPU"
             if why and why != "no GPU":
@@ -192,6 +197,14 @@ class Options:
         if why := unfit(device.index or 0):
             raise SettingError(f"device: found {name!r}, {why}; use device='cpu'")
         return torch.device(device.type, device.index or 0)
+
+    def require_device(self) -> None:
+        """Raise SettingError where the device is imagined: nothing can be loaded to it."""
+        if self.imagined_gpu is not None:
+            raise SettingError(
+                "imagined_gpu: found a GPU to plan for, expected None to load a model; "
+                "make another LLM without it"
+            )
 
     def holding(self, config: ModelConfig) -> ModelConfig:
         """`config` with the form of the bank's rows that `bank` asks for. Raises SettingError where

@@ -12,11 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from weights.aliases import ALIASES, Alias, suggest
 from weights.errors import BadCheckpoint, HubError, ModelNotFound, UnsupportedCheckpoint
 from weights.gguf.magic import is_gguf
 from weights.jsonfile import INDEX_LIMIT, read_json, shown
+from weights.shapes import config_of
 
 # Files to fetch, and no others: repositories carry the same weights again as pickles, "original/"
 # and "consolidated".
@@ -41,9 +43,10 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASC
 class Resolved:
     """Where a model is.
 
-    folder: of the model, or a GGUF file. source: how it was found, "folder", "file", "cache" or
-    "hub"; name: as the caller gave it; hub_id,
-    revision (commit) and alias (the table's entry): None if they do not apply.
+    folder: of the model, or a GGUF file. source: how it was found, "folder", "file", "cache",
+    "hub", or "table" (not at all: the alias table's sizes are enough for a plan, and why_not says
+    what kept it from being fetched); name: as the caller gave it; hub_id, revision (commit) and
+    alias (the table's entry): None if they do not apply.
     """
 
     folder: Path
@@ -52,6 +55,17 @@ class Resolved:
     hub_id: str | None = None
     revision: str | None = None
     alias: Alias | None = None
+    why_not: str = ""
+
+    @property
+    def sizes(self) -> dict[str, Any] | None:
+        """What a plan needs of config.json, from the alias table; None where there is a file."""
+        return config_of(self.alias) if self.alias and self.source == "table" else None
+
+    def require_fetched(self) -> None:
+        """Raise the HubError that left only the alias table's sizes."""
+        if self.source == "table":
+            raise HubError(self.why_not)
 
     def rope(self, asked: str | None) -> tuple[str | None, int]:
         """Return the rope to run with and the positions that it is meant to reach (0: its own):
@@ -68,10 +82,11 @@ def resolve(
     """Resolve a folder, a GGUF file, an alias or a hub id to what holds the model; download what is
     missing (resumable, with progress bars).
 
-    config_only: for a plan, a snapshot with config.json is enough and no weights are fetched.
-    progress: called with one line before a download starts. Raises ModelNotFound for an unknown
-    name (and suggests near ones), HubError (gated, offline, unreachable, partial), and
-    UnsupportedCheckpoint for a repository without safetensors.
+    config_only: for a plan, a snapshot with config.json is enough and no weights are fetched; an
+    alias whose config.json cannot be had either has the alias table's sizes. progress: called with
+    one line before a download starts. Raises ModelNotFound for an unknown name (and suggests near
+    ones), HubError (gated, offline, unreachable, partial), and UnsupportedCheckpoint for a
+    repository without safetensors.
     """
     name = str(name)
     try:
@@ -99,6 +114,22 @@ def resolve(
         raise ModelNotFound(
             f"model {shown(name, 200)}: no such folder, alias or hub id (ORG/NAME){_near(name)}"
         )
+    try:
+        return _fetched(name, hub_id, alias, progress, config_only)
+    except HubError as error:  # offline, gated, unreachable
+        if alias is None or not config_only:
+            raise
+        return Resolved(Path(hub_id), "table", name, hub_id, None, alias, str(error))
+
+
+def _fetched(
+    name: str,
+    hub_id: str,
+    alias: Alias | None,
+    progress: Callable[[str], None] | None,
+    config_only: bool,
+) -> Resolved:
+    """As `resolve`, of a hub id: from the cache, else from the hub."""
     hub = _hub()
     folder = _cached(hub, hub_id)
     if folder and ((folder / "config.json").is_file() if config_only else not _missing(folder)):

@@ -90,6 +90,7 @@ def open_model(args: argparse.Namespace, display: Display) -> LLM:
         ram_budget=args.ram_budget,
         rope=args.rope,
         beyond=args.beyond,
+        imagined_gpu=(args.fits or None) if args.plan else None,
         method=method_of(args, pocket),
         load=False,
         progress=display.loading(),
@@ -174,7 +175,7 @@ def run(args: argparse.Namespace, display: Display) -> int:
     if args.version:
         emit(versions() + "\n")
         return 0
-    if args.list_models or args.fits is not None:
+    if args.list_models or (args.fits is not None and not args.plan):
         from engine.chat.fits import fits
         from weights.aliases import table
 
@@ -196,7 +197,14 @@ def run(args: argparse.Namespace, display: Display) -> int:
     if args.plan:
         text = json.dumps(llm.plan().to_dict()) if args.json else printable(plan_text(llm))
         emit(text + "\n")
+        if llm.resolved is not None and llm.resolved.why_not:
+            display.line(
+                f"planned in {llm.plan().dtype} from the sizes in the table of aliases, as "
+                f"config.json could not be fetched: {llm.resolved.why_not}"
+            )
         return 0
+    if llm.resolved is not None:
+        llm.resolved.require_fetched()
     return converse(args, llm, params, display)
 
 

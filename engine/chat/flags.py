@@ -417,7 +417,7 @@ def _output_flags(add: Callable) -> None:
         type=gigabytes,
         metavar="GB",
         help="with --list-models: only those that fit here, or on an imagined GPU of GB gigabytes, "
-        "with context and settings",
+        "with context and settings; with --plan: plan for that GPU",
     )
     add("--list-models", action="store_true", help="print the model aliases and end")
     add("--quiet", action="store_true", help="print no progress and no figures")

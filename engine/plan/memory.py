@@ -281,29 +281,19 @@ def plan_at(
     slots: float = SLOTS,
     host_budget: int | None = None,
     weights: FewBits | None = None,
+    imagined: int | None = None,
 ) -> Plan:
     """Plan a model with chunks of `chunk` tokens (None: the device's default).
 
     max_context None: the model's own length or what fits. budget, host_budget: bytes of device and
-    host memory to stay within. offload: "auto" offloads on a GPU what does not fit, "host" all that
-    the method can spare, "device" nothing. slots: per selected token. weights: see `memory_items`.
+    host memory to stay within. imagined: free bytes of a device that need not exist, beside which
+    host_budget is all there is. offload: "auto" offloads on a GPU what does not fit, "host" all
+    that can be, "device" nothing. slots: per selected token. weights: see `memory_items`.
     """
     chunk = chunk or default_chunk(device.type, config)
-    free, free_name, host_free = _free_bytes(device, budget, host_budget)
-    search = _Search(
-        config,
-        method,
-        layers,
-        dtype,
-        device,
-        chunk,
-        backend,
-        offload,
-        slots,
-        free,
-        host_free,
-        weights,
-    )
+    free, free_name, host_free = _free_bytes(device, budget, host_budget, imagined)
+    asked = backend, offload, slots
+    search = _Search(config, method, layers, dtype, device, chunk, *asked, free, host_free, weights)
     size, largest = dtype.itemsize, search.largest_context()
     context = max_context or max(min(ROUND, config.context_limit), largest)
     placement, needs = search.placement(context), method.needs(layers, config, context, size)
@@ -366,15 +356,19 @@ def largest_context(
 
 
 def _free_bytes(
-    device: torch.device, budget: int | None, host_budget: int | None
+    device: torch.device, budget: int | None, host_budget: int | None, imagined: int | None
 ) -> tuple[int, str, int]:
     """Return (free bytes of the device, their name, free bytes of host memory) within budgets."""
-    free, free_name = available_bytes(device)
+    if imagined is None:
+        free, free_name = available_bytes(device)
+    else:
+        free, free_name = imagined, "free on an imagined GPU"
     if budget is not None:
         free, free_name = min(free, int(budget / HEADROOM)), "allowed"
     host_free = free if device.type == "cpu" else available_bytes(torch.device("cpu"))[0]
     if host_budget is not None:
-        host_free = min(host_free, int(host_budget / HEADROOM))
+        allowed = int(host_budget / HEADROOM)
+        host_free = min(host_free, allowed) if imagined is None else allowed
     return free, free_name, host_free
 
 

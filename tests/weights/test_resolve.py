@@ -387,11 +387,11 @@ def test_ctrl_c_in_a_download_is_ctrl_c(cache, fake):
 
 def test_offline_and_cold(cache, fake, monkeypatch):
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
-    for options in ({}, {"config_only": True}):
+    for name, options in (("yi-9b-200k", {}), ("01-ai/Yi-9B-200K", {"config_only": True})):
         with pytest.raises(
             HubError, match=r"01-ai/Yi-9B-200K: not in the cache .*, and HF_HUB_OFFLINE is set"
         ):
-            resolve("yi-9b-200k", **options)
+            resolve(name, **options)
     assert not fake.calls
 
 
@@ -478,3 +478,19 @@ def test_environment_is_obeyed_by_a_real_client(tmp_path):
         lines[1].startswith("HubError 01-ai/Yi-6B-200K: not in the cache")
         and str(tmp_path / "home" / "hub") in lines[1]
     )
+
+
+def test_a_plan_of_an_alias_needs_no_hub(cache, fake):
+    """Where config.json cannot be had the table's sizes stand for it, for a plan alone."""
+    fake.answer = raising(hub_error("GatedRepoError", "accept", 403))
+    found = resolve("llama-3.1-8b", config_only=True)
+    assert found.source == "table" and found.sizes["num_hidden_layers"] == 32
+    with pytest.raises(HubError, match="gated"):
+        found.require_fetched()
+    for name, only in (("llama-3.1-8b", False), ("meta-llama/Llama-3.1-8B-Instruct", True)):
+        with pytest.raises(HubError, match="gated"):
+            resolve(name, config_only=only)
+    sound(Path("mine"))
+    here = resolve("mine", config_only=True)
+    assert here.sizes is None
+    here.require_fetched()

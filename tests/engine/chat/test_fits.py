@@ -1,10 +1,14 @@
 """--list-models --fits: what it says to fit does fit, by the plan of the same model."""
 
+import json
+
 import pytest
 import torch
 
+from engine import LLM
 from engine.chat import main
 from engine.chat.fits import fits
+from engine.errors import HubError, SettingError
 from engine.methods.full import Full
 from engine.model.config import ModelConfig
 from engine.plan.free_memory import HEADROOM
@@ -61,3 +65,41 @@ def test_command_line(capsys):
     assert "24.00 GB free on an imagined GPU" in printed and "--ctx" in printed
     assert main(["--fits", "--device", "cpu"]) == 0
     assert "free on this machine's RAM" in capsys.readouterr().out
+
+
+@pytest.fixture
+def offline(monkeypatch, tmp_path):
+    """No hub, and nothing in its cache."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+
+
+def test_an_alias_is_planned_before_anything_of_it_is_here(offline, capsys):
+    """On a GPU that is not here either, 70 layers of 8 K/V heads of 128 in host memory in int8."""
+    asked = ["--model", "llama-3.1-70b", "--weights", "int4:128", "--bank", "int8"]
+    asked += ["--ctx", "131072", "--fits", "48", "--ram-budget", "64", "--plan", "--json"]
+    assert main(asked) == 0
+    printed = capsys.readouterr()
+    plan = json.loads(printed.out)
+    assert plan["fits"] and plan["free_bytes"] == 48 * GB and plan["device"] == "cuda:0"
+    assert plan["max_context"] == 131072 and plan["host_bytes"] == 70 * 131072 * 2 * 8 * 132
+    assert "the sizes in the table of aliases" in printed.err and "HF_HUB_OFFLINE" in printed.err
+    assert main([*asked[:-6], "--fits", "24", "--ram-budget", "64", "--plan", "--json"]) == 0
+    assert not json.loads(capsys.readouterr().out)["fits"]
+
+
+def test_what_was_planned_from_a_table_loads_nothing(offline, capsys):
+    assert main(["--model", "llama-3.1-8b", "-p", "hello"]) == 1
+    assert "HF_HUB_OFFLINE" in capsys.readouterr().err
+    llm = LLM("smollm2-135m", load=False)
+    assert llm.plan().bytes_of("weights") == 2 * 134515008
+    with pytest.raises(HubError, match="HF_HUB_OFFLINE"):
+        llm.load()
+
+
+def test_an_imagined_gpu_loads_nothing():
+    llm = LLM("weights/pocket", load=False, imagined_gpu=2 * GB)
+    assert llm.plan().fits and llm.device.type == "cuda"
+    with pytest.raises(SettingError, match="imagined_gpu: found a GPU to plan for"):
+        llm.load()
