@@ -129,12 +129,19 @@ def decode_sparse_cpu(
     """`decode_sparse` on CPU tensors, same arguments.
 
     Gathers K and V into scratch, then attends to them as one short sequence. A token-major bank
-    gathers whole rows (`token_rows`), any other layout a row per kv head.
+    gathers whole rows (`token_rows`), any other layout a row per kv head. Nothing is gathered where
+    nothing was chosen.
     """
     out, batch = torch.empty_like(q), len(q)
     kv_heads, dim = k.shape[1], k.shape[3]  # of packed rows D + 4
     for b in range(batch):
         kept, start, n = int(counts[b]), int(tail_start[b]), int(lengths[b])
+        blocks = None if scratch is None else scratch.blocks
+        if not kept:
+            # the tail alone is one run of rows, as in a sliding window: read in place
+            tail = k[b, :, start:n], v[b, :, start:n]
+            out[b], _ = attend_sequence(q[b], *tail, scale, blocks, softmax)
+            continue
         total, rows = kept + n - start, token_rows(k, v, b)
         buffer = None if scratch is None else scratch.rows
         if buffer is None or buffer.dtype != k.dtype or buffer.numel() < total * 2 * kv_heads * dim:
@@ -156,7 +163,6 @@ def decode_sparse_cpu(
                         out=gathered[side, h, :kept],
                     )
                     gathered[side, h, kept:].copy_(bank[h, start:n])
-        blocks = None if scratch is None else scratch.blocks
         out[b], _ = attend_sequence(q[b], gathered[0], gathered[1], scale, blocks, softmax)
     return out
 

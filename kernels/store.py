@@ -7,6 +7,8 @@ step of a few milliseconds launches are what is left to save (32 layers x 5 laun
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from kernels._triton import tl, triton
@@ -43,6 +45,21 @@ def _rows(positions: torch.Tensor, twice: tuple[int, int] | None) -> tuple[torch
     return at, at + count
 
 
+def _runs(position: int, count: int, twice: tuple[int, int] | None) -> Iterator[tuple[int, slice]]:
+    """Yield (first row of the bank, which of the new rows) of every run of rows that `count` new
+    tokens from `position` on are stored to.
+    """
+    if twice is None:
+        yield position, slice(0, count)
+        return
+    first, size = twice
+    at = position % size
+    for start in (first + at, first + size + at):
+        yield start, slice(0, min(count, size - at))
+    for start in (first, first + size) if at + count > size else ():
+        yield start, slice(size - at, count)
+
+
 def store_step_cpu(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -54,14 +71,12 @@ def store_step_cpu(
     twice: tuple[int, int] | None = None,
 ) -> None:
     """`store_step` on CPU tensors, same arguments: slice copies, as positions are consecutive."""
-    if twice is not None:
-        store_step_ref(k, v, q_pre_rope, bank_k, bank_v, ring, positions, twice)
-        return
     k, v = stored_keys(k, bank_k), stored(v, bank_v)
-    for b, start in enumerate(positions[:, 0].tolist()):
-        stop = start + k.shape[1]
-        bank_k[b, :, start:stop] = k[b].transpose(0, 1)
-        bank_v[b, :, start:stop] = v[b].transpose(0, 1)
+    for b, position in enumerate(positions[:, 0].tolist()):
+        for start, new in _runs(position, k.shape[1], twice):
+            at = slice(start, start + new.stop - new.start)
+            bank_k[b, :, at] = k[b, new].transpose(0, 1)
+            bank_v[b, :, at] = v[b, new].transpose(0, 1)
     if len(positions) == 1:
         ring.index_copy_(1, positions[0] % ring.shape[1], q_pre_rope)
         return

@@ -209,6 +209,7 @@ STORES = [
     dict(kv_heads=5, dim=128, dtype=torch.float16, capacity=1),
     dict(layout="tokens", twice=(40, 192), capacity=424),
     dict(layout="tokens", twice=(3, 5), capacity=300, queries=4, dim=80, group=1),
+    dict(batch=2, twice=(3, 5), capacity=302, queries=4),  # passes the ring's end
 ]
 
 

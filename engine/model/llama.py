@@ -110,7 +110,7 @@ class Llama:
         if block.logits != 1.0:
             found *= block.logits
         if block.logit_cap:
-            found = torch.tanh(found / block.logit_cap) * block.logit_cap
+            found.div_(block.logit_cap).tanh_().mul_(block.logit_cap)
         return found
 
 
@@ -122,11 +122,30 @@ def rms_norm(
     x * rsqrt(mean(x^2) + eps) in float32, then x.dtype, then times weight: transformers' order.
     With block.wide_norm the weight comes before the cast.
     """
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    if block.wide_norm:
-        return (wide * (block.norm_offset + weight.float())).to(x.dtype)
-    return weight * wide.to(x.dtype)
+    return (_normalised(x, eps, block) * _offset(weight, block)).to(x.dtype)
+
+
+def _normalised(x: torch.Tensor, eps: float, block: Block) -> torch.Tensor:
+    """Divide x [..., N] by its root mean square; float32 with block.wide_norm, else x.dtype."""
+    return F.rms_norm(x.float() if block.wide_norm else x, x.shape[-1:], None, eps)
+
+
+def _offset(weight: torch.Tensor, block: Block) -> torch.Tensor:
+    """Return what a norm multiplies by: a float32 weight holds the block's offset since it was
+    loaded (`_folded`).
+    """
+    if not block.norm_offset or weight.dtype == torch.float32:
+        return weight
+    return block.norm_offset + weight.float()
+
+
+def _folded(weight: torch.Tensor, block: Block) -> torch.Tensor:
+    """Add the block's offset to a norm's weight once and for all, where that neither rounds nor
+    takes more bytes: in float32.
+    """
+    if not block.norm_offset or weight.dtype != torch.float32:
+        return weight
+    return weight + block.norm_offset
 
 
 def pre_attention(
@@ -149,28 +168,28 @@ def pre_attention(
     batch, length, _ = x.shape
     if layer.input_norm is not None:
         x = rms_norm(x, layer.input_norm, eps, layer.block)
-    qkv = layer.qkv(x)
+    qkv = layer.qkv(x).view(batch, length, heads + 2 * kv_heads, head_dim)
+    qk, v = qkv.split([heads + kv_heads, kv_heads], dim=2)
     if layer.q_norm is not None:
-        qkv = _normed(layer, qkv, heads, kv_heads, head_dim, eps)
-    qkv = qkv.view(batch, length, heads + 2 * kv_heads, head_dim)
-    q_pre_rope, k, v = qkv.split([heads, kv_heads, kv_heads], dim=2)
-    rotated = apply_rope(qkv[:, :, : heads + kv_heads], cos, sin)
-    return rotated[:, :, :heads], rotated[:, :, heads:], v, q_pre_rope
+        qk = _normed(layer, qk, heads, eps)
+    rotated = apply_rope(qk, cos, sin)
+    return rotated[:, :, :heads], rotated[:, :, heads:], v, qk[:, :, :heads]
 
 
-def _normed(
-    layer: Layer, qkv: torch.Tensor, heads: int, kv_heads: int, head_dim: int, eps: float
-) -> torch.Tensor:
-    """Norm q and k of qkv [B, S, (H + 2 Hkv) * D], each head or all heads of each at once."""
-    block, sizes = layer.block, [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+def _normed(layer: Layer, qk: torch.Tensor, heads: int, eps: float) -> torch.Tensor:
+    """Norm q and k, qk [B, S, H + Hkv, D]: each head, or all heads of each at once."""
+    block = layer.block
     assert layer.q_norm is not None and layer.k_norm is not None
-    q, k, v = qkv.split(sizes, dim=-1)
-    if block.qk_norm == "head":
-        q, k = (t.unflatten(-1, (-1, head_dim)) for t in (q, k))
-    q, k = rms_norm(q, layer.q_norm, eps, block), rms_norm(k, layer.k_norm, eps, block)
-    if block.qk_norm == "head":
-        q, k = q.flatten(-2), k.flatten(-2)
-    return torch.cat((q, k, v), dim=-1)
+    if block.qk_norm == "width":
+        q, k = qk[:, :, :heads], qk[:, :, heads:]
+        q = rms_norm(q.flatten(2), layer.q_norm, eps, block).view_as(q)
+        k = rms_norm(k.flatten(2), layer.k_norm, eps, block).view_as(k)
+        return torch.cat((q, k), dim=2)
+    # one pass over all heads, then each side's weight in place
+    even = _normalised(qk, eps, block)
+    even[:, :, :heads].mul_(_offset(layer.q_norm, block))
+    even[:, :, heads:].mul_(_offset(layer.k_norm, block))
+    return even.to(qk.dtype)
 
 
 def post_attention(
@@ -198,6 +217,7 @@ def _added(
 
 
 _PACKED = ("qkv", "o", "gate_up", "down")
+_FOLDED = (*NORMS, "norm")
 
 
 def assemble(
@@ -227,7 +247,7 @@ def assemble(
             continue
         if kind not in _PACKED:
             assert isinstance(tensor, torch.Tensor)
-            plain[name] = tensor
+            plain[name] = _folded(tensor, config.block) if kind in _FOLDED else tensor
             continue
         parts = waiting.setdefault(base, {})
         parts["bias" if name.endswith(".bias") else "weight"] = tensor

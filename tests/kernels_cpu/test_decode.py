@@ -92,6 +92,22 @@ def test_sparse(counts, tail, group, queries, kv_heads, head_dim, dtype, layout,
     )
 
 
+def test_a_tail_alone_is_read_in_place():
+    """A sliding window chooses nothing: no row is copied, and the bits are those of a copy."""
+    generator = torch.Generator().manual_seed(3)
+    k, v = make_bank(1, 2, 300, 64, torch.float32, "heads", "cpu", generator)
+    q = torch.randn(1, 1, 8, 64, generator=generator)
+    scratch = make_scratch(1, 1, 8, 2, 64, 300, 300, "cpu", False, 0, dtype=torch.float32)
+    scratch.rows.fill_(7.0)
+    none, ends = torch.zeros(1, 1, 0, dtype=torch.int32), (ints([40], "cpu"), ints([290], "cpu"))
+    out = decode_sparse(q, k, v, none, ints([0], "cpu"), *ends, 0.1, scratch)
+    assert (scratch.rows == 7.0).all()
+    chosen = torch.arange(40, 90, dtype=torch.int32).view(1, 1, -1)
+    ends = ints([50], "cpu"), ints([90], "cpu"), ints([290], "cpu")
+    assert torch.equal(out, decode_sparse(q, k, v, chosen, *ends, 0.1, scratch))
+    assert not (scratch.rows == 7.0).all()
+
+
 @pytest.mark.parametrize("name", HOSTILE_ROWS)
 def test_topk(name):
     generator = torch.Generator().manual_seed(5)

@@ -26,3 +26,10 @@ def test_every_launcher(backend, dtype, layout, cap, sinks):
     check_steps(backend, softmax, dtype, layout)
     check_window_scores(backend, softmax, dtype, layout)
     check_prompts(backend, softmax, dtype, layout)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_capped_float32_rows_in_several_runs(sinks, monkeypatch):
+    """700 rows in runs of 640, which are merged: fewer would be one product."""
+    monkeypatch.setattr("kernels.cpu.CHUNK", 64 * 64)
+    check_steps("cpu", softmax_of(True, sinks), torch.float32, "heads")
