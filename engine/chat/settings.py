@@ -82,11 +82,16 @@ def _method_of(args: argparse.Namespace, pocket: bool) -> Method | None:
     flags = {key: value for key in METHOD_FLAGS if (value := getattr(args, key)) is not None}
     if name == "omnikv" and not flags and not args.set:
         if pocket:
-            # The share that Mem 30% is on the paper's models; at every length, so that /sources
-            # always has something to show.
-            return OmniKV(share=0.067, dense_below=0)
+            return pocket_method()
         return OmniKV() if args.method else None
     return method_with(name, dict(args.set), flags)
+
+
+def pocket_method() -> OmniKV:
+    """What the shipped model runs: the share that Mem 30% is on the paper's models; at every
+    length, so that there is always something to show of what an answer read.
+    """
+    return OmniKV(share=0.067, dense_below=0)
 
 
 def method_with(name: str, settings: dict[str, object], flags: dict[str, object]) -> Method:

@@ -28,6 +28,8 @@ from engine.saved.rows import PIECE, piece_shape, read_ahead, read_piece, write_
 from engine.saved.session_file import Progress
 
 if TYPE_CHECKING:
+    from engine.llm import LLM
+    from engine.methods.base import Method
     from engine.session import Session
 
 SUFFIX = ".block"
@@ -43,6 +45,22 @@ def follows_from_tokens(session: Session) -> bool:
     )
     config = session.llm.config
     return kept and config.rope.kind != "dynamic" and not config.local_layers
+
+
+def root_of(llm: LLM, method: Method) -> str:
+    """The parent of every first block of a model under a method."""
+    root = {**model_key(llm), "method": repr(method)}
+    return hashlib.sha256(json.dumps(root, sort_keys=True).encode()).hexdigest()
+
+
+def names_of(llm: LLM, method: Method, ids: Sequence[int]) -> list[str]:
+    """Names of the whole blocks of `ids`, in order."""
+    name, names = root_of(llm, method), []
+    for first in range(0, len(ids) - PIECE + 1, PIECE):
+        tokens = array("q", ids[first : first + PIECE]).tobytes()
+        name = hashlib.sha256(name.encode() + tokens).hexdigest()
+        names.append(name)
+    return names
 
 
 class BlockCache:
@@ -71,17 +89,10 @@ class BlockCache:
     # ---------------------------------------------------------------- names
 
     def _names(self, session: Session, ids: Sequence[int]) -> list[str]:
-        """Names of the whole blocks of `ids`, in order."""
-        root = {**model_key(session.llm), "method": repr(session.method)}
-        name = hashlib.sha256(json.dumps(root, sort_keys=True).encode()).hexdigest()
-        names = []
-        for first in range(0, len(ids) - PIECE + 1, PIECE):
-            tokens = array("q", ids[first : first + PIECE]).tobytes()
-            name = hashlib.sha256(name.encode() + tokens).hexdigest()
-            names.append(name)
-        return names
+        return names_of(session.llm, session.method, ids)
 
-    def _path(self, name: str) -> Path:
+    def path(self, name: str) -> Path:
+        """Where a block lies."""
         return self.folder / name[:2] / (name + SUFFIX)
 
     # ---------------------------------------------------------------- reading
@@ -94,7 +105,7 @@ class BlockCache:
         if not follows_from_tokens(session) or session.ids != list(ids[:held]):
             return held
         names = self._names(session, ids[: len(ids) - 1])
-        while found < len(names) and self._path(names[found]).is_file():
+        while found < len(names) and self.path(names[found]).is_file():
             found += 1
         done, begun = held, held // PIECE
         blocks = [(number * PIECE, (number + 1) * PIECE) for number in range(begun, found)]
@@ -125,7 +136,7 @@ class BlockCache:
     def _read(self, name: str, tokens: Sequence[int], piece: torch.Tensor) -> None:
         """Read the rows of a block, which must be of these tokens. Raises SavedFileError."""
         stored = torch.empty(PIECE, dtype=torch.int64)
-        with Reader(self._path(name)) as reader:
+        with Reader(self.path(name)) as reader:
             reader.read("ids", stored)
             if reader.facts != {"block": name} or stored.tolist() != list(tokens):
                 raise reader.damaged("it is another block than its name says")
@@ -135,7 +146,7 @@ class BlockCache:
         """The next piece, of the block of this name; None where that is gone, or was damaged and is
         removed.
         """
-        path = self._path(name)
+        path = self.path(name)
         try:
             return next(pieces)
         except SavedFileError as error:
@@ -150,7 +161,7 @@ class BlockCache:
         for depth, name in enumerate(names):
             try:
                 # the system's own clock ticks too seldom to order them
-                os.utime(self._path(name), ns=(now - depth, now - depth))
+                os.utime(self.path(name), ns=(now - depth, now - depth))
             except OSError:
                 pass  # another process removed it
 
@@ -166,7 +177,7 @@ class BlockCache:
             return
         written, names = 0, self._names(session, session.ids)
         for number, name in enumerate(names):
-            path = self._path(name)
+            path = self.path(name)
             if path.is_file():
                 continue
             with exclusive(session.llm):

@@ -17,6 +17,7 @@ from engine.serve.anthropic_reply import MessagesReply
 from engine.serve.calls import CallScanner
 from engine.serve.errors import ApiError
 from engine.serve.evidence import Evidence, Wanted, wanted_of
+from engine.serve.example import example_of
 from engine.serve.fields import Ask, ask_of, prompt_of
 from engine.serve.formats import grammar_of
 from engine.serve.guards import OPEN, Guard
@@ -41,6 +42,7 @@ def make_app(service: Service, guard: Guard) -> Starlette:
     routes = Routes(service, guard)
     table: list[tuple[str, str, Handler]] = [
         ("/", "GET", page),
+        ("/example", "GET", routes.example),
         ("/health", "GET", routes.health),
         ("/metrics", "GET", routes.metrics),
         ("/v1/models", "GET", routes.models),
@@ -50,6 +52,7 @@ def make_app(service: Service, guard: Guard) -> Starlette:
         ("/v1/messages", "POST", routes.messages),
         ("/v1/messages/count_tokens", "POST", routes.count_tokens),
         ("/v1/responses", "POST", routes.responses),
+        ("/v1/forget", "POST", routes.forget),
         ("/v1/tokenize", "POST", routes.tokenize),
         ("/v1/detokenize", "POST", routes.detokenize),
     ]
@@ -118,6 +121,13 @@ class Routes:
             return JSONResponse({"status": "loading"}, 503)
         return JSONResponse({"status": "ok"})
 
+    async def example(self, request: Request) -> Response:
+        """The document that comes with the model."""
+        found = example_of(self.service.llm.folder)
+        if found is None:
+            raise ApiError(404, "no document comes with this model", code="not_found")
+        return JSONResponse(found)
+
     async def metrics(self, request: Request) -> Response:
         """Counters in Prometheus' text form."""
         worker = self.service.worker
@@ -136,6 +146,7 @@ class Routes:
                 "n_ctx": llm.max_context,
                 "n_ctx_train": llm.config.max_positions,
                 "sparse": self.service.sparse,
+                "example": example_of(llm.folder) is not None,
             },
         }
 
@@ -170,6 +181,12 @@ class Routes:
         text = text_of(body.get(name), name)
         ids = await self.service.text(self.service.prompts.text, text, special)
         return JSONResponse({"tokens": ids, "count": len(ids)})
+
+    async def forget(self, request: Request) -> Response:
+        """Drop what is held of a text: sessions in memory, blocks on disk."""
+        body = await self.guard.body(request)
+        sessions, blocks = await self.service.forget(messages_of(body, False))
+        return JSONResponse({"sessions": sessions, "blocks": blocks})
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from engine.chat.cli import POCKET
 from engine.chat.flags import Parser, gigabytes, scaled
+from engine.chat.settings import pocket_method
 from engine.errors import EngineError, SettingError, UsageError
 from engine.llm import LLM
 from engine.methods.registry import make
@@ -126,7 +127,7 @@ def open_model(args: argparse.Namespace) -> LLM:
         offload=args.offload,
         vram_budget=args.vram_budget,
         ram_budget=args.ram_budget,
-        method=make(args.method, {}) if args.method else None,
+        method=make(args.method, {}) if args.method else pocket_method() if pocket else None,
         load=False,
     )
     needs = llm.method.needs(llm.plan().layers, llm.config, llm.max_context, llm.dtype.itemsize)
@@ -229,6 +230,7 @@ def _listen(args: argparse.Namespace, service: Service, app: Starlette) -> int:
                 f"{service.settings.alias} is ready: http://{name}:{port}/v1, "
                 f"context {service.llm.max_context}"
             )
+            _say(f"open http://{name}:{port}/ in a browser to read a document and ask about it")
 
     threading.Thread(target=load, name="load", daemon=True).start()
     asyncio.run(server.serve())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_right
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -18,10 +19,11 @@ from engine.errors import (
 )
 from engine.methods.exact import Exact
 from engine.methods.full import Full
+from engine.saved.forget import forget_text
 from engine.serve.errors import ApiError
-from engine.serve.evidence import Evidence
+from engine.serve.evidence import Evidence, places
 from engine.serve.fields import Ask
-from engine.serve.prompts import Prompts
+from engine.serve.prompts import Prompt, Prompts
 from engine.serve.worker import Ended, Event, Job, Worker
 
 if TYPE_CHECKING:
@@ -29,6 +31,10 @@ if TYPE_CHECKING:
     from engine.methods.base import Method
     from engine.saved.cache import BlockCache
 
+SHORTEST = 32  # tokens of a text that can be forgotten; shorter ones may begin anybody's
+# a template may write a text otherwise where a question follows it, and set a mark between them
+QUESTION = "\n\n?"
+BORDER = 4  # last tokens of a text, which what follows it may have changed
 LOOK = 0.1  # seconds between two looks at whether the client is still there
 FULL = (OutOfDeviceMemory, OutOfHostMemory, OutOfMemoryPlan)
 
@@ -83,6 +89,43 @@ class Service:
             return await loop.run_in_executor(self._texts, lambda: call(*arguments))
         except EngineError as error:
             raise ApiError(400, str(error)) from None
+
+    async def forget(self, messages: list[dict[str, Any]]) -> tuple[int, int]:
+        """Close the idle sessions that begin with these messages up to the end of the last one's
+        text, alone or before a question, and remove the cache's blocks of it: (sessions, blocks).
+        Raises ApiError where it is too short to be told from the beginnings of others.
+        """
+        last, forms = messages[-1], []
+        for question in ("", QUESTION):
+            content = last["content"] + question
+            prompt = await self.text(
+                self.prompts.chat, [*messages[:-1], last | {"content": content}]
+            )
+            forms.append(prompt.ids[: tokens_before(prompt, last["content"])])
+        if min(map(len, forms)) < SHORTEST:
+            raise ApiError(
+                400,
+                f"messages: found a text of fewer than {SHORTEST} tokens, with which others may "
+                f"begin too; it stays until its place is needed",
+                "messages",
+                "invalid_value",
+            )
+        loop, closed = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+        def tell(found: int) -> None:
+            if not closed.cancelled():
+                closed.set_result(found)
+
+        def close() -> None:
+            loop.call_soon_threadsafe(tell, sum(map(self.worker.slots.forget, forms)))
+
+        self.worker.between(close)
+        sessions, blocks, cache = await closed, 0, self.worker.cache
+        if cache is not None:
+            methods = list(self.methods.values())
+            for ids in forms:
+                blocks += await asyncio.to_thread(forget_text, cache, self.llm, methods, ids)
+        return sessions, blocks
 
     # ---------------------------------------------------------------- jobs
 
@@ -168,6 +211,14 @@ class Service:
                     return
         finally:
             job.gone = True
+
+
+def tokens_before(prompt: Prompt, text: str) -> int:
+    """How many tokens of a prompt surely stand before the end of its last content, `text`."""
+    found = places(prompt.text, [text])
+    if not found:
+        return 0
+    return max(0, bisect_right(prompt.ends, found[-1].stop) - BORDER)
 
 
 def client_error(error: Exception) -> ApiError:

@@ -116,6 +116,13 @@ class Slots:
             self.slots.remove(slot)
         slot.session.close()
 
+    def forget(self, ids: list[int]) -> int:
+        """Close the idle sessions whose tokens begin with `ids`; how many."""
+        held = [s for s in self.slots if not s.busy and common(s.session.ids, ids) == len(ids)]
+        for slot in held:
+            self.drop(slot)
+        return len(held)
+
     def close(self) -> None:
         """Close all sessions."""
         while self.slots:

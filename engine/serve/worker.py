@@ -115,6 +115,7 @@ class Worker:
         self.batch, self.cache, self.metrics = Batch(llm, slots, pause), cache, Metrics()
         self.slots = Slots(self.batch, cache)
         self._waiting: deque[Job] = deque()
+        self._calls: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._ending = False
         self._deadline = float("inf")
@@ -137,6 +138,14 @@ class Worker:
                     headers={"Retry-After": "5"},
                 )
             self._waiting.append(job)
+            self._changed.notify()
+
+    def between(self, call: Callable[[], None]) -> None:
+        """Run a short call on this thread, between two rounds. It must not raise."""
+        with self._changed:
+            if self._ending:
+                raise ApiError(503, "the server is ending", code="shutting_down")
+            self._calls.append(call)
             self._changed.notify()
 
     def stop(self, grace: float) -> None:
@@ -168,14 +177,16 @@ class Worker:
 
     def _run(self) -> None:
         while True:
+            while self._calls:
+                self._calls.popleft()()
             self._admit()
             if self.turns:
                 self._round()
                 continue
             with self._changed:
-                if self._ending and not self._waiting:
+                if self._ending and not self._waiting and not self._calls:
                     break
-                if not self._waiting:
+                if not self._waiting and not self._calls:
                     self._changed.wait()
         self.slots.close()
 

@@ -71,9 +71,22 @@ class Tab:
             assert time.monotonic() < end, (expression, self.js("document.body.innerText"))
             time.sleep(0.05)
 
+    def open(self, url):
+        """A page of its own, with nothing stored."""
+        self.call("Storage.clearDataForOrigin", origin=url, storageTypes="all")
+        self.errors.clear()
+        self.call("Page.navigate", url=url + "/")
+        self.until("document.readyState === 'complete' && typeof connect === 'function'")
+
+    def over(self, expression):
+        """Move the mouse over an element."""
+        box = f"(() => {{ const b = ({expression}).getBoundingClientRect(); return "
+        x, y = self.js(box + "[b.left + b.width / 2, b.top + b.height / 2]; })()")
+        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
     def key(self, name):
         """Press and release a key."""
-        codes = {"Enter": 13, "Escape": 27, "Tab": 9}
+        codes = {"Enter": 13, "Escape": 27, "Tab": 9, "ArrowLeft": 37, "ArrowRight": 39, "End": 35}
         text = {"text": "\r"} if name == "Enter" else {}
         for kind in ("keyDown", "keyUp"):
             more = text if kind == "keyDown" else {}

@@ -1,4 +1,4 @@
-"""GET /: the page, one static file that loads nothing from anywhere else.
+"""GET /: the page, one static document that loads nothing from anywhere else.
 
 It is the same for everybody and knows nothing, so it needs no key: a browser cannot send one when
 it opens a page. The page asks for the key and sends it with its requests.
@@ -14,7 +14,20 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
-TEXT = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+# in this order one script
+SCRIPTS = ("base", "document", "reading", "answers", "words", "saved", "main")
+
+
+def joined(folder: Path) -> str:
+    """The page's text: its markup with the style and the scripts of a folder in it."""
+
+    def read(name: str) -> str:
+        return (folder / name).read_text(encoding="utf-8")
+
+    script = "\n".join(read(f"{name}.js") for name in SCRIPTS)
+    style = f"<style>\n{read('style.css')}</style>"
+    page = read("page.html").replace("<style></style>", style)
+    return page.replace("<script></script>", f"<script>\n{script}</script>")
 
 
 def policy(text: str) -> str:
@@ -34,10 +47,12 @@ def policy(text: str) -> str:
             "base-uri 'none'",
             "form-action 'none'",
             "frame-ancestors 'none'",
+            "require-trusted-types-for 'script'",
         ]
     )
 
 
+TEXT = joined(Path(__file__).parent)
 HEADERS = {
     "Content-Security-Policy": policy(TEXT),
     "X-Content-Type-Options": "nosniff",

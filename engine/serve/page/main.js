@@ -1,0 +1,34 @@
+// ---------------------------------------------------------------- controls
+
+$("ask").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const question = $("question").value;
+  if (state.running) return;
+  $("question").value = "";
+  ask(question);
+});
+$("question").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); $("ask").requestSubmit(); }
+});
+$("stop").addEventListener("click", () => { if (state.running) state.running.abort(); });
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape") return;
+  if (state.running) state.running.abort();
+  else choose(null);
+});
+$("retry").addEventListener("click", () => {
+  const last = state.last;
+  if (!last || state.running) return;
+  choose(null);
+  last.asked.remove();
+  last.article.remove();
+  state.turns = last.before;
+  ask(last.question);
+});
+$("unlock").addEventListener("submit", (event) => {
+  event.preventDefault();
+  state.key = $("key").value;
+  $("key").value = "";
+  connect();
+});
+connect();
