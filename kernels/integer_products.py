@@ -34,7 +34,9 @@ def fbgemm(weight: Quantised) -> torch.Tensor:
 
 
 def integer_product(digits: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """Multiply whole numbers [R, I] in -64..63, held in float32, by packed int8 rows: float32."""
+    """Round float32 [R, I] to whole numbers, -64 to 63, and multiply them by packed int8 rows:
+    float32.
+    """
     return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
         digits, 1.0, 64, packed
     )
@@ -46,15 +48,6 @@ def works(probe: Callable[[], bool]) -> bool:
         return probe()
     except (RuntimeError, AttributeError, NotImplementedError):
         return False
-
-
-@functools.cache
-def digits_probe() -> bool:
-    """Multiply the largest digits by the largest weights, where sums of 16 bits would saturate."""
-    values = torch.full((8, 64), 127, dtype=torch.int8)
-    packed = fbgemm(Quantised("int8", values, torch.ones(8, 1), 64))
-    found = integer_product(torch.full((2, 64), HALF), packed)
-    return bool((found == 64 * 127 * HALF).all())
 
 
 @functools.cache

@@ -1,12 +1,11 @@
 """Products with weights of few bits: on a CPU, on a GPU, and on any device by dequantising in
 blocks.
 
-A decode step waits for the weights, so a form is judged by one row. Forms:
+A decode step waits for the weights, so a form is judged by one row, and by the rows of a prompt
+that come with it. Forms:
 
-"digits": int8 with one scale per row, in fbgemm's integer product, which reads a weight once. It
-    wants 8-bit activations, and one outlier spoils those (3.7% error, docs/LOG.md, 2026-11-22). So
-    a row of x goes in as two rows of 7 bits, the first digits and what they leave: 14 bits, and the
-    weights are read once for both. 7 bits also keep AVX2's 16-bit sums from saturating.
+"digits", "vnni": int8 with one scale per row, in the integer products of fbgemm and of oneDNN: a
+    row of x goes in as two rows of 7 bits (kernels/two_digits.py).
 "int8pack": the same weights in torch's own product, which reads them as rows of bfloat16.
 "int4pack": int4 in groups of 32 to 256, torch's product for bfloat16 rows.
 "pair": int8 in such groups, as two 4-bit products of its high and its low four bits.
@@ -16,8 +15,8 @@ A decode step waits for the weights, so a form is judged by one row. Forms:
 
 A row's outliers are a sparse product of their own.
 
-Many rows are bound by arithmetic, so there torch's own products dequantise in blocks. "digits"
-stays: fbgemm takes 6 ns a weight to unpack, as long as it multiplies 400 rows.
+Many rows are bound by arithmetic, so there torch's own products dequantise in blocks. The integer
+products stay: fbgemm takes 6 ns a weight to unpack, as long as it multiplies 400 rows.
 """
 
 from __future__ import annotations
@@ -33,38 +32,32 @@ import torch.nn.functional as F
 from kernels._triton import HAVE_TRITON
 from kernels.few_bits_product import multiply_words
 from kernels.few_rows import MOST_ROWS
-from kernels.integer_products import (
-    HALF,
-    Tiles,
-    digits_probe,
-    fbgemm,
-    integer_product,
-    tile_rows,
-    works,
-)
-from kernels.isa import isa, multiplies
+from kernels.integer_products import Tiles, tile_rows, works
+from kernels.isa import multiplies
 from kernels.quantised import BLOCK, KINDS, Quantised, blocks
 from kernels.sparse_rows import SparseRows
+from kernels.two_digits import TwoDigits, digit_bytes, fbgemm_probe, vnni_probe
 from kernels.words import Words, held_as_words, row_words
 
-FORMS = ("words", "pair", "digits", "int8pack", "int4pack", "blocks")
+FORMS = ("words", "pair", "digits", "vnni", "int8pack", "int4pack", "blocks")
+DIGITS = ("digits", "vnni")
 # rows up to which a form's own product beats dequantising, with and without 16-bit products
 ALL = 1 << 30
 FEW = {
     "digits": (ALL, ALL),
+    "vnni": (ALL, ALL),
     "int8pack": (12, 12),
     "int4pack": (12, 24),
     "pair": (12, 24),
     "words": (ALL, ALL),
     "blocks": (0, 0),
 }
-# rows that are digits at a time: they are four float32 copies; 256 take a fifth longer for each
-PIECE = 128
 GROUPED = "int8 in groups"  # a kind of its own where rates are concerned
 GROUPS = (32, 64, 128, 256)  # what the 4-bit product takes
-DEPTH = 512  # fbgemm pads the inner dimension to whole blocks of so many columns
 TIMED = (2048, 2048)  # a weight of the one-off timing
 TRIES = 5
+MANY = 128  # rows of a prompt that are timed
+PROMPT = 8  # rows of a prompt for each step: long contexts are read more than they are written
 TILE = 64  # rows of a tile of the 4-bit product, at most
 SWEEP = 16 << 20  # float32 numbers that are read in between: 64 MiB, more than a core's cache holds
 
@@ -87,10 +80,8 @@ def held_bytes(
     if outliers:
         sparse = SparseRows.bytes_of(rows, outliers) if form != "blocks" else 8 * rows * outliers
         return sparse + held_bytes(kind, shape, group, offsets, form)
-    if form == "digits":
-        # beside the values, per row: its scale, its zero point and its sum, 4 bytes each
-        width = 8 if isa() in ("default", "avx2") else 32
-        return -(-columns // DEPTH) * DEPTH * -(-rows // width) * width + 12 * rows
+    if form in DIGITS:
+        return digit_bytes(shape, form)
     if form == "int8pack":
         return rows * columns + 2 * rows
     groups = -(-columns // group)
@@ -113,8 +104,9 @@ def choose_quantised_form(
     device: torch.device,
     plain: bool = True,
 ) -> str:
-    """Choose one of FORMS for weights of a kind: the fastest that can hold them, by a timing of
-    once per process. int8 in groups is always a pair, where its shape allows.
+    """Choose one of FORMS for weights of a kind: the fastest that can hold them for a step and
+    PROMPT rows of a prompt, by a timing of once per process. int8 in groups is always a pair, where
+    its shape allows.
 
     dtype: of the activations. plain: no table.
     """
@@ -131,15 +123,17 @@ def choose_quantised_form(
         able = []
     if not able:
         return "blocks"
-    return min(able, key=rates(kind, dtype).__getitem__)
+    one, many = rates(kind, dtype), rates(kind, dtype, MANY)
+    return min(able, key=lambda form: one[form] + PROMPT * many[form])
 
 
 @functools.cache
-def rates(kind: str, dtype: torch.dtype) -> dict[str, float]:
-    """Seconds of one row's product on this CPU by form, "blocks" always among them, and under
-    "float" that of a weight held in `dtype`.
+def rates(kind: str, dtype: torch.dtype, rows: int = 1) -> dict[str, float]:
+    """Seconds per row of a product of `rows` rows on this CPU by form, "blocks" always among them,
+    and under "float" that of a weight held in `dtype`.
 
-    Measured once per process in about a quarter of a second, on weights that no cache holds.
+    Measured once per process, on weights that no cache holds: one row of all forms takes about a
+    quarter of a second, MANY rows 0.1 s more.
     """
     from kernels.linear import pack_linear
 
@@ -154,7 +148,7 @@ def rates(kind: str, dtype: torch.dtype) -> dict[str, float]:
     plain, small_plain = (
         pack_linear(torch.zeros(rows, TIMED[1], dtype=dtype)) for rows in (TIMED[0], TILE)
     )
-    return _timed(held | {"float": (plain, small_plain)}, dtype)
+    return _timed(held | {"float": (plain, small_plain)}, dtype, rows)
 
 
 def able_forms(kind: str, dtype: torch.dtype) -> tuple[str, ...]:
@@ -162,8 +156,9 @@ def able_forms(kind: str, dtype: torch.dtype) -> tuple[str, ...]:
     last. Operators that are missing or wrong here are left out.
     """
     found = []
-    if kind == "int8" and works(digits_probe):
-        found.append("digits")
+    if kind == "int8":
+        probes = {"digits": fbgemm_probe, "vnni": vnni_probe}
+        found += [form for form, probe in probes.items() if works(probe)]
     # with other activations the two are scalar code, 10 to 20 times slower
     if kind == "int8" and dtype == torch.bfloat16 and hasattr(torch, "_weight_int8pack_mm"):
         found.append("int8pack")
@@ -197,22 +192,25 @@ def _sample(kind: str, rows: int) -> Quantised:
     return Quantised(kind, values, torch.ones(rows, 1), columns)
 
 
-def _timed(held: dict[str, tuple[Callable, Callable]], dtype: torch.dtype) -> dict[str, float]:
-    """The least of TRIES products of one row, its weight in no cache and its code in all; seconds.
+def _timed(
+    held: dict[str, tuple[Callable, Callable]], dtype: torch.dtype, rows: int
+) -> dict[str, float]:
+    """The least of TRIES products of one row, its weight in no cache and its code in all, or of two
+    of more rows; seconds per row.
 
     held: by name, a product and a small one that warms the code. They take turns, so that a busy
     machine slows all of them.
     """
-    x, sweep = torch.ones(1, TIMED[1], dtype=dtype), torch.ones(SWEEP)
+    x, sweep = torch.ones(rows, TIMED[1], dtype=dtype), torch.ones(SWEEP)
     best = dict.fromkeys(held, float("inf"))
-    for _ in range(TRIES):
+    for _ in range(TRIES if rows == 1 else 2):
         for name, (product, small) in held.items():
             sweep.sum()
             for _ in range(3):
                 small(x)
             began = time.thread_time()
             product(x)
-            best[name] = min(best[name], time.thread_time() - began)
+            best[name] = min(best[name], (time.thread_time() - began) / rows)
     return best
 
 
@@ -255,7 +253,7 @@ class QuantisedLinear:
         self.permutation = weight.permutation
         self.few = FEW[form][not multiplies(dtype)]
         self.stored: Quantised | None = weight if form in ("blocks", "int8pack") else None
-        if form in ("digits", "int8pack") and not weight.per_row:
+        if form in (*DIGITS, "int8pack") and not weight.per_row:
             raise ValueError(f"form {form!r}: found groups of {weight.group}, expected whole rows")
         self.tiles: tuple[Tiles, ...] = ()
         self.words: Words | None = None
@@ -272,8 +270,8 @@ class QuantisedLinear:
             self.nbytes = self.words.nbytes
         elif weight.places is not None and weight.outliers is not None:
             self.sparse = SparseRows(weight.places, weight.outliers, weight.shape[1])
-        if form == "digits":
-            self.packed = fbgemm(weight)
+        if form in DIGITS:
+            self.digits = TwoDigits(weight, form)
         elif form == "int8pack":
             # the op takes scales of the activations' dtype: keep these only
             scales = weight.scales.to(dtype)
@@ -312,13 +310,11 @@ class QuantisedLinear:
                 return out.view(*x.shape[:-1], self.shape[0])
         if flat.shape[0] > self.few or self.words is not None:
             return self._blocks(flat).view(*x.shape[:-1], self.shape[0])
-        if self.form == "digits" and flat.shape[0] > PIECE:
-            out = flat.new_empty(flat.shape[0], self.shape[0])
-            for start in range(0, flat.shape[0], PIECE):
-                part = slice(start, start + PIECE)
-                out[part] = self._digits(flat[part])
-        elif self.form == "digits":
-            out = self._digits(flat)
+        if self.form in DIGITS:
+            wide = flat.float()
+            out = self.digits.multiply(wide)
+            if self.sparse is not None:
+                out += self.sparse.multiply(wide)
         elif self.form == "int8pack":
             assert self.stored is not None
             out = torch._weight_int8pack_mm(flat, self.stored.values, self.stored.scales[:, 0])
@@ -337,17 +333,6 @@ class QuantisedLinear:
     def ordered(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., I] with its columns in the order in which the weight holds them."""
         return x if self.permutation is None else x[..., self.permutation]
-
-    def _digits(self, flat: torch.Tensor) -> torch.Tensor:
-        """Multiply rows, each as two rows of 7-bit integers with a scale of its own: float32."""
-        rows, wide = flat.shape[0], flat.float()
-        scale = wide.abs().amax(1, keepdim=True).clamp_min_(1e-30) / HALF
-        wide = wide / scale
-        first = wide.round()
-        digits = torch.cat((first, ((wide - first) * (2 * HALF)).round_()))
-        both = integer_product(digits, self.packed)
-        out = both[:rows].add_(both[rows:], alpha=1 / (2 * HALF)).mul_(scale)
-        return out if self.sparse is None else out.add_(self.sparse.multiply(flat.float()))
 
     def _blocks(self, flat: torch.Tensor) -> torch.Tensor:
         """Multiply rows by some rows of the weight at a time, dequantised in a dtype that this
@@ -370,10 +355,7 @@ class QuantisedLinear:
             return self.words.rows
         if self.tiles:
             return self._untiled
-        values, _ = torch.ops.quantized.linear_unpack(self.packed)
-        plain, scales = values.int_repr(), values.q_per_channel_scales().float()[:, None]
-        found = Quantised("int8", plain, scales, self.shape[1])
-        return self._added(found)
+        return self._added(self.digits.plain())
 
     def _added(self, plain: Quantised) -> Callable[..., torch.Tensor]:
         """A function (rows, dtype) -> rows of `plain` with the outliers that are held beside."""

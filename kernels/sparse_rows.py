@@ -41,6 +41,8 @@ class SparseRows:
 
     def multiply(self, flat: torch.Tensor) -> torch.Tensor:
         """Multiply float32 rows [R, I]: [R, O]."""
+        if len(flat) == 1:
+            return torch.mv(self.csr, flat[0])[None]
         if len(flat) <= SINGLE_ROWS:
             return torch.stack([torch.mv(self.csr, row) for row in flat])
         if len(flat) <= FEW_ROWS:

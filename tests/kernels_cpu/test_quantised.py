@@ -9,7 +9,10 @@ import torch
 
 from kernels.integer_products import tile_rows
 from kernels.linear_quantised import (
+    DIGITS,
     FORMS,
+    MANY,
+    PROMPT,
     QuantisedLinear,
     able_forms,
     choose_quantised_form,
@@ -127,7 +130,7 @@ def test_every_form_multiplies_what_it_holds(kind, group, dtype):
             continue
         linear = QuantisedLinear(matrix, bias, dtype, form)
         assert relative(linear.weight, dense) < (4e-3 if dtype == torch.bfloat16 else 3e-3)
-        if form != "digits":
+        if form not in DIGITS:
             found = linear.gather(picked)
             assert found.dtype == dtype and torch.equal(found, linear.weight[picked])
         for rows in ROWS:
@@ -139,17 +142,22 @@ def test_every_form_multiplies_what_it_holds(kind, group, dtype):
             found = linear(x[None])
             assert found.shape == (1, rows, 128) and found.dtype == dtype
             assert relative(found[0], expected) < 4e-3, (form, rows)
-            if dtype == torch.float32 and form == "digits":
+            if dtype == torch.float32 and form in DIGITS:
                 assert relative(found[0], expected) < 1e-3
+
+
+def digit_forms():
+    return [form for form in able_forms("int8", torch.float32) if form in DIGITS]
 
 
 def test_rows_do_not_share_a_scale():
     """One row with huge values leaves the others as they are."""
-    linear = QuantisedLinear(held("int8", 0), None, torch.float32, "digits")
-    x = weight(4, 192)
-    alone = linear(x[1:2])
-    x[0] *= 1e5
-    assert torch.equal(linear(x)[1:2], alone)
+    for form in digit_forms():
+        linear = QuantisedLinear(held("int8", 0), None, torch.float32, form)
+        x = weight(4, 192)
+        alone = linear(x[1:2])
+        x[0] *= 1e5
+        assert torch.equal(linear(x)[1:2], alone)
 
 
 def test_permuted_inputs_tables_and_short_groups():
@@ -192,12 +200,16 @@ def test_forms_are_chosen_by_their_rate_and_only_where_they_can(monkeypatch):
     assert {"blocks", "float"} <= set(found) <= {*FORMS, "float"}
     assert all(0 < seconds < 1 for seconds in found.values())
     slow = {form: float(number) for number, form in enumerate(reversed(FORMS))}
-    monkeypatch.setattr("kernels.linear_quantised.rates", lambda kind, dtype: slow)
+    prompt = dict.fromkeys((*FORMS, "float"), 1.0)
+    timed = {1: slow, MANY: prompt}
+    monkeypatch.setattr("kernels.linear_quantised.rates", lambda kind, dtype, n=1: timed[n])
     choose = choose_quantised_form
     assert choose("int8", (64, 64), 64, torch.bfloat16, cpu) == "blocks"
     assert choose("int8", (64, 64), 32, torch.bfloat16, cpu) == "pair"  # whatever its rate
     slow |= {"blocks": 9.0, "float": -1.0}  # which is no form of few bits
     assert choose("int8", (64, 64), 64, torch.bfloat16, cpu) == "int4pack"  # the least of `slow`
+    prompt["int8pack"] -= (slow["int8pack"] - slow["int4pack"] + 0.1) / PROMPT
+    assert choose("int8", (64, 64), 64, torch.bfloat16, cpu) == "int8pack"  # with its prompts
     assert choose("int8", (65, 64), 32, torch.bfloat16, cpu) == "blocks"  # no whole tile
     assert choose("int8", (64, 64), 16, torch.bfloat16, cpu) == "blocks"  # groups of 16
     assert choose("int4", (65, 64), 32, torch.bfloat16, cpu) == "blocks"  # no whole tile
@@ -211,13 +223,15 @@ def test_bytes_are_those_that_the_tensors_take(columns):
     assert matrix.nbytes == held_bytes("int8", (128, columns), columns, False, "blocks")
     sparse = to_int8(weight(128, columns), outliers=2)
     assert sparse.nbytes == held_bytes("int8", (128, columns), columns, False, "blocks", 2)
-    if "digits" in able_forms("int8", torch.float32):
-        whole, part = (QuantisedLinear(m, None, torch.float32, "digits") for m in (matrix, sparse))
+    for form in digit_forms():
+        whole, part = (QuantisedLinear(m, None, torch.float32, form) for m in (matrix, sparse))
         csr = part.sparse.csr
         tensors = (csr.crow_indices(), csr.col_indices(), csr.values())
         held = sum(t.numel() * t.element_size() for t in tensors)
         assert part.nbytes == whole.nbytes + held
         assert csr.values().data_ptr() == part.sparse.outliers.data_ptr()
+        if form == "vnni":  # scales, and the zero points that the product asks for
+            assert whole.nbytes == torch.ops.mkldnn._nbytes(whole.digits.packed) + 8 * 128
     if tile_rows() and columns % 64 == 0:
         small = to_int4(weight(128, columns), 64)
         linear = QuantisedLinear(small, None, torch.bfloat16, "int4pack")
