@@ -14,12 +14,13 @@ from engine.watch import Watch
 from tests.attack.answers import VOCAB, Answers, Broken, Wrong
 from tests.attack.interrupt import PLACES, Interrupt, interrupted_after
 from tests.attack.model import Model, Under, differences, windows
+from tests.attack.rounding import one_rounding
 from tests.builders import tiny_llm
 from tests.engine.methods.method_table import TABLE
 
 CAPACITY = 384
 MOST_SESSIONS = 3
-LLMS: dict[int, LLM] = {}  # by chunk
+LLMS: dict[tuple[int, str], LLM] = {}  # by chunk and form of the bank's rows
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,12 @@ def pick(rng: random.Random, looks_back: bool = False) -> Under:
     return Under(rng.choice(row.sparse or (row.neutral,)), row)
 
 
-def llm_of(chunk: int) -> LLM:
-    """The LLM of this chunk size, made once."""
-    if chunk not in LLMS:
-        LLMS[chunk] = tiny_llm(Full(), chunk=chunk, max_context=CAPACITY, threads=1)
-    return LLMS[chunk]
+def llm_of(chunk: int, bank: str) -> LLM:
+    """The LLM of this chunk size and form of rows, made once."""
+    if (chunk, bank) not in LLMS:
+        settings = dict(chunk=chunk, bank=bank, max_context=CAPACITY, threads=1)
+        LLMS[chunk, bank] = tiny_llm(Full(), **settings)
+    return LLMS[chunk, bank]
 
 
 @dataclass
@@ -105,41 +107,48 @@ class Sequence(Answers):
 
     def __post_init__(self) -> None:
         rng = random.Random(f"world {self.seed}")
-        self.llm = llm_of(rng.choice([16, 32, 64, 100]))
+        chunk = rng.choice([16, 32, 64, 100])
         self.offload = rng.choice(["device", "host"])
         # placement must not change an answer
         self.oracle_offload = rng.choice(["device", "host"])
         self.backend = rng.choice(["auto", "auto", "reference"])
         under = pick(rng)
+        self.bank = rng.choice(["auto", "auto", "int8"])
+        self.llm = llm_of(chunk, self.bank)
         session = self.llm.session(under.method, offload=self.offload)
         if self.backend != "auto":
             session.set_backend(self.backend)
         self.live: list[tuple[Session, Model]] = [(session, Model(under))]
         self.log.append(
-            f"chunk {self.llm.chunk}, {self.offload} (oracle {self.oracle_offload}), "
+            f"chunk {chunk}, bank {self.bank}, {self.offload} (oracle {self.oracle_offload}), "
             f"{self.backend}, {under.method!r}"
         )
 
     def run(self, todo: list[Operation]) -> None:
         """Do all of it, and compare at the end. Raises Wrong, or what the engine raises."""
         try:
-            self.counts.sequences += 1
-            for operation in todo:
-                self.rng = random.Random(operation.seed)
-                at = self.rng.randrange(len(self.live))
-                self.session, self.model = self.live[at]
-                self.draw_interrupt()
-                self.log.append(f"[{at}] {len(self.session)} tokens: {operation.name}")
-                self.counts.operations += 1
-                getattr(self, "do_" + operation.name)()
-                self.settle()
-                if self.rng.random() < 0.3:
-                    self.compare(self.session, self.model)
-            for session, model in self.live:
-                self.compare(session, model)
+            with one_rounding():
+                self.run_all(todo)
         finally:
             for session, _ in self.live:
                 session.close()
+
+    def run_all(self, todo: list[Operation]) -> None:
+        """Do all of it, and compare at the end."""
+        self.counts.sequences += 1
+        for operation in todo:
+            self.rng = random.Random(operation.seed)
+            at = self.rng.randrange(len(self.live))
+            self.session, self.model = self.live[at]
+            self.draw_interrupt()
+            self.log.append(f"[{at}] {len(self.session)} tokens: {operation.name}")
+            self.counts.operations += 1
+            getattr(self, "do_" + operation.name)()
+            self.settle()
+            if self.rng.random() < 0.3:
+                self.compare(self.session, self.model)
+        for session, model in self.live:
+            self.compare(session, model)
 
     def draw_interrupt(self) -> None:
         """Draw whether and where the operation is interrupted."""

@@ -8,9 +8,12 @@ that forgets. The seeds of a failure are printed, with the operations that are l
 import re
 
 import pytest
+import torch
 
+import kernels.rows_int8
 from tests.attack.__main__ import failure, report
 from tests.attack.planted import BUGS
+from tests.attack.rounding import one_rounding
 from tests.attack.sequence import Counts, operations
 from tests.breakages import ROOT
 
@@ -26,6 +29,19 @@ def test_sequences(group):
             pytest.fail(report(seed, todo), pytrace=False)
     print(f"seeds {group * EACH} to {(group + 1) * EACH - 1}: {counts}")
     assert counts.checks >= EACH and counts.interrupts
+
+
+def test_rows_that_differ_by_rounding_are_packed_alike_and_others_as_ever():
+    generator = torch.Generator().manual_seed(0)
+    rows, noise = (torch.randn(2, 400, 16, generator=generator) for _ in range(2))
+    exact = kernels.rows_int8.pack
+    near, far = rows + 1e-5 * noise, rows + 1e-2 * noise
+    with one_rounding() as rounding:
+        assert torch.equal(kernels.rows_int8.pack(rows), exact(rows))
+        assert torch.equal(kernels.rows_int8.pack(near), exact(rows))
+        assert torch.equal(kernels.rows_int8.pack(far), exact(far))
+    assert rounding.shared and not torch.equal(exact(near), exact(rows))
+    assert kernels.rows_int8.pack is exact
 
 
 def test_every_planted_bug_has_its_place():
