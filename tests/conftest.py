@@ -2,6 +2,8 @@
 the machines are shared. `--quick` keeps the tests of tests/quick.py.
 """
 
+import gc
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -25,3 +27,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         out = [item for item in items if not chosen(item.nodeid)]
         items[:] = [item for item in items if chosen(item.nodeid)]
         config.hook.pytest_deselected(items=out)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leave what is imported by now out of every later garbage collection: with transformers among
+    it that is 300,000 objects, which tests that collect rubbish would walk each time.
+    """
+    gc.collect()
+    gc.freeze()

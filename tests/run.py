@@ -1,9 +1,9 @@
-"""`make test`: the whole suite, two processes at a time; `make quick`: a minute of it. The last
-line is one pytest summary.
+"""`make test`: the whole suite, a process per core; `make quick`: a minute of it. The last line is
+one pytest summary.
 
-Three runs follow each other, because TRITON_INTERPRET is read once, when triton is imported: the
+Two runs follow each other, because TRITON_INTERPRET is read once, when triton is imported: the
 interpreter's tests (tests/kernels) need it set, the rest needs it unset. Each run deals its tests
-to two workers (pytest-xdist). Arguments go to every pytest run, except that paths replace the
+to workers (pytest-xdist). Arguments go to every pytest run, except that paths replace the
 suite: `tests/run.py tests/engine/text/test_text.py -x -n 0`.
 """
 
@@ -20,9 +20,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 NO_TESTS_COLLECTED = 5  # pytest's exit status; right where triton or a folder is absent
-# Two workers, each with a half of the files in their order: what a file makes once is made once.
-WORKERS = ("-n", "2", "--dist", "worksteal")
-APART = ("tests/kernels", "tests/aot")
+INTERPRETED = "tests/kernels"
+WORKER_BYTES = 3 * 10**9  # what a worker may need: resident memory of up to 2 GB was seen
+MOST_WORKERS = 8
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Run:
         """Run pytest to its end; an unreadable report (a crash) counts as one error."""
         settings = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": str(int(self.interpret))}
         command = [sys.executable, "-m", "pytest", f"--junitxml={report}", "--color=no"]
-        command += ["--durations=8", *WORKERS, *self.arguments, *options]
+        command += ["--durations=8", *workers(), *self.arguments, *options]
         with subprocess.Popen(
             command,
             cwd=ROOT,
@@ -54,6 +54,18 @@ class Run:
             for line in process.stdout:
                 print(f"[{self.name}] {line.rstrip()}", flush=True)
         self.status, self.counts = process.returncode, read_counts(report)
+
+
+def workers() -> list[str]:
+    """Pytest's options: a worker per core that memory has room for, two at least, each with a part
+    of the files in their order: what a file makes once is made once.
+    """
+    count = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        count = len(os.sched_getaffinity(0))
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        count = min(count, total // WORKER_BYTES)
+    return ["-n", str(max(2, min(count, MOST_WORKERS))), "--dist", "worksteal"]
 
 
 def read_counts(report: Path) -> dict[str, int]:
@@ -76,13 +88,10 @@ def read_counts(report: Path) -> dict[str, int]:
 
 def suite() -> list[Run]:
     """Every test."""
-    apart = [name for name in APART if (ROOT / name).is_dir()]
-    runs = [Run("engine", ["tests", *(f"--ignore={name}" for name in apart)])]
-    if "tests/kernels" in apart:
-        runs.append(Run("kernels", ["tests/kernels"], interpret=True))
-    if "tests/aot" in apart:
-        runs.append(Run("compile", ["tests/aot"]))
-    return runs
+    if not (ROOT / INTERPRETED).is_dir():
+        return [Run("engine", ["tests"])]
+    rest = Run("engine", ["tests", f"--ignore={INTERPRETED}"])
+    return [rest, Run("kernels", [INTERPRETED], interpret=True)]
 
 
 def quick() -> list[Run]:

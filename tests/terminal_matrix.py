@@ -346,13 +346,13 @@ def children(group: int) -> list[int]:
     return found
 
 
-def cells(only: str | None = None) -> list[tuple[str, str, str]]:
-    """Every (where, when, what), or the ones of `only` (parts may be *)."""
-    wanted = (only or "*:*:*").split(":")
+def cells(only: list[str]) -> list[tuple[str, str, str]]:
+    """Every (where, when, what) that one of `only` names (parts may be *)."""
+    wanted = [words.split(":") for words in only]
     return [
         cell
         for cell in ((a, b, c) for a in WHERE for b in WHEN for c in WHAT)
-        if all(part in ("*", given) for part, given in zip(wanted, cell))
+        if any(all(part in ("*", own) for part, own in zip(words, cell)) for words in wanted)
     ]
 
 
@@ -372,7 +372,13 @@ def table(results: dict[tuple[str, str, str], tuple[str, int | None]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.terminal_matrix")
-    parser.add_argument("--only", metavar="WHERE:WHEN:WHAT", help="one cell; * for all of a kind")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=["*:*:*"],
+        metavar="WHERE:WHEN:WHAT",
+        help="some cells; * for all of a kind",
+    )
     options = parser.parse_args()
     import engine.chat.cli  # noqa: F401  (children are forked with everything imported)
     from tests.engine.chat.chat_model import chat_model

@@ -8,21 +8,37 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests import fuzz_folders
 
 ROOT = Path(__file__).resolve().parents[1]
+# every fault in a child of its own, forked from a process that has imported the engine
 PLANTED = """
-import sys
-import {module} as home
-def planted(*arguments, **more):
-    {code}
-home.{name} = planted
+import importlib, json, os, sys
+import engine.chat.cli
 from tests import fuzz_folders
-failures, longest, peak = fuzz_folders.run(5, [0, 1, 2, 3], say=False)
-sys.exit(10 + len(failures))
+codes = []
+for module, name, code in json.loads(sys.argv[1]):
+    if not (child := os.fork()):
+        body = {}
+        exec("import sys\\ndef planted(*arguments, **more):\\n    " + code, body)
+        setattr(importlib.import_module(module), name, body["planted"])
+        failures, longest, peak = fuzz_folders.run(5, [0, 1, 2, 3], say=False)
+        os._exit(10 + len(failures))
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(codes)
 """
+FAULTS = (
+    ("engine.chat.cli", "run", "raise KeyError('x')"),  # no type
+    ("engine.chat.cli", "main", "raise KeyError('x')"),  # a traceback
+    ("engine.chat.cli", "run", "import os; os.abort()"),
+    ("engine.chat.cli", "run", "bytearray(1 << 31)"),
+    (
+        "engine.chat.cli",
+        "run",
+        "from engine.errors import EngineError as E; print('error: a', file=sys.stderr); "
+        "raise E('b')",
+    ),
+)
 
 
 def run(*command):
@@ -43,21 +59,11 @@ def test_mutated_folders_end_in_an_answer_or_in_one_line():
     assert "\n0 failures\n200 folders" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "module, name, code",
-    [
-        ("engine.chat.cli", "run", "raise KeyError('x')"),
-        ("engine.chat.cli", "main", "raise KeyError('x')"),
-        ("engine.chat.cli", "run", "import os; os.abort()"),
-        ("engine.chat.cli", "run", "bytearray(1 << 31)"),
-        ("engine.chat.cli", "run", "from engine.errors import EngineError as E; print('error: a', "
-         "file=sys.stderr); raise E('b')"),
-    ],
-    ids=["no type", "traceback", "abort", "memory", "two lines"],
-)  # fmt: skip
-def test_the_fuzzer_finds_what_is_planted(module, name, code):
-    done = run("-c", PLANTED.format(module=module, name=name, code=code))
-    assert done.returncode == 14, done.stdout[-2000:] + done.stderr[-2000:]
+def test_the_fuzzer_finds_what_is_planted():
+    done = run("-c", PLANTED, json.dumps(FAULTS))
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    # all four cases fail of each fault
+    assert json.loads(done.stdout.splitlines()[-1]) == [14] * len(FAULTS), done.stderr[-2000:]
 
 
 def test_a_case_depends_on_its_number_only(tmp_path):

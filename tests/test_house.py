@@ -5,7 +5,6 @@ no foreign names caught, no words about files that are not here, pins within ran
 """
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -118,16 +117,13 @@ def test_our_kernels_do_not_pass_for_the_hubs():
     stays empty.
     """
     assert (ROOT / "kernels" / "__init__.py").read_text() == ""
-    code = (
-        "import kernels, transformers.integrations.hub_kernels, transformers\n"
-        "print(kernels.__file__)\n"
-        "transformers.LlamaForCausalLM"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert str(ROOT) in done.stdout
+    import transformers
+    import transformers.integrations.hub_kernels
+
+    import kernels
+
+    assert Path(kernels.__file__).is_relative_to(ROOT)
+    assert transformers.LlamaForCausalLM
 
 
 def pins():

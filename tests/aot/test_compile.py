@@ -1,7 +1,7 @@
 """The kernels compiled ahead of time for four NVIDIA architectures, without a GPU: no spills in
 decode, shared memory in bounds.
 
-Run this alone: compiling needs TRITON_INTERPRET unset. `make kernels` compiles every shipped
+Compiling needs a process without TRITON_INTERPRET. `make kernels` compiles every shipped
 configuration; this is a part.
 """
 
@@ -65,9 +65,10 @@ def test_the_plan_is_small_enough():
     assert 40 <= len(PLAN) <= MOST
 
 
-@pytest.mark.parametrize("target", NVIDIA)
-def test_no_spills_and_shared_memory_in_bounds(target):
-    reports = [examine(launch, name) for name, launch in PLAN if name == target]
+@pytest.mark.parametrize("part", range(4))
+def test_no_spills_and_shared_memory_in_bounds(part):
+    """Every fourth of the plan, of all targets: parts that take about as long."""
+    reports = [examine(launch, target) for target, launch in PLAN[part::4]]
     assert [report.fault() for report in reports if report.fault()] == []
     assert [f"{r.kernel} {r.case}: {r.spill}" for r in reports if r.spill] == []
     for report in reports:

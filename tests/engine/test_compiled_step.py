@@ -122,7 +122,7 @@ def tensors_in(found):
 # The CPU paths work in blocks of at most 8192 rows (kernels/cpu.py): from there on nothing may be
 # larger at a larger length.
 # multiples of 64: the same place in a tail block
-DEPTHS = (8256, 16448, 32832)
+DEPTHS = (8256, 32832)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -144,7 +144,7 @@ def test_no_tensor_that_grows_with_the_context_is_created_in_a_step(name, dtype)
                 session.decode(2)
             assert session.stats.sparse_steps == (0 if name == "full" else 2)
         made.append(record.by_op)
-    assert made[0] == made[1] == made[2]
+    assert made[0] == made[1]
     assert max(made[0].values()) <= 8192 * CONFIG.num_heads * 4
 
 

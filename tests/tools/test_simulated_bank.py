@@ -66,24 +66,28 @@ def rows(session, layer, stop):
     return torch.cat((k[0], v[0])).clone()
 
 
-def exact(llm, session):
-    """The rows of a session of floats that has read the same, layer 0: they depend on no other."""
+def exact(llm, ids):
+    """The rows of a session of floats that has read these tokens, layer 0: each depends on its own
+    token only.
+    """
     with llm.session(Full()) as twin:
-        twin.prefill(session.ids)
-        return rows(twin, 0, len(session))
+        twin.prefill(ids)
+        return rows(twin, 0, len(ids))
 
 
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 63, 64, 65, 127, 151])
 def test_which_rows_are_rounded_when(llm, length):
+    prompt, answer = random_ids(length), random_ids(40, seed=1)
+    every = exact(llm, prompt + answer)
     with llm.session(Full()) as base:
-        base.prefill(random_ids(length))
+        base.prefill(prompt)
         with simulated(base, Seen(1)) as session:
             bank, elements = session.bank, 2 * 2 * 16  # K and V, heads, width
-            for token in random_ids(40, seed=1):
+            for token in answer:
                 session.decode(token)
                 # rounded before the step, at the length that it began with
                 done = max(0, len(session) - 1 - 32) // 32 * 32
-                found, wanted = rows(session, 0, len(session)), exact(llm, session)
+                found, wanted = rows(session, 0, len(session)), every[:, : len(session)]
                 assert not found[:, :done].any()
                 torch.testing.assert_close(found[:, done:], wanted[:, done:])
                 bits = (done + 16 * (len(session) - done)) * elements * llm.config.num_layers
@@ -105,7 +109,7 @@ def test_a_prompt_reads_its_own_rows_as_they_are_and_the_past_rounded(llm):
         with simulated(base, Seen(1)) as session:
             session.prefill(more)
             assert not rows(session, 0, 96).any()  # 150 - 32 in whole blocks
-            wanted = exact(llm, session)
+            wanted = exact(llm, session.ids)
             torch.testing.assert_close(rows(session, 0, 350)[:, 96:], wanted[:, 96:])
             session.decode(0)
             assert not rows(session, 0, 288).any() and rows(session, 0, 289)[:, 288:].any()

@@ -264,7 +264,7 @@ def test_a_completion_is_that_of_transformers(tmp_path):
 
 
 def test_importing_the_engine_is_quick_and_brings_in_nothing_heavy():
-    """Under 2 s beyond torch and triton, which is torch's own on a GPU (processor time, best of
+    """Under 2 s beyond torch and triton, which is torch's own on a GPU (processor time, one of
     three); neither transformers nor the hub's client nor torch.compile's machinery.
     """
     code = """
@@ -291,4 +291,6 @@ print([m for m in ("transformers", "huggingface_hub", "torch._dynamo") if m in s
         seconds, heavy = done.stdout.split("\n", 1)
         assert heavy.strip() == "[]", heavy
         times.append(float(seconds))
-    assert min(times) < 2.0, times
+        if times[-1] < 2.0:
+            return
+    raise AssertionError(times)

@@ -5,6 +5,8 @@ read that was not declared or not read that was, a result that depends on chance
 in a batch, on the kernel path or on how the prompt was cut.
 """
 
+import functools
+
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
@@ -77,6 +79,13 @@ def play(session, turns, seed=0):
     return torch.stack(seen)
 
 
+@functools.lru_cache
+def full_attention(shape, chunk, backend, turns, seed=0):
+    """What a session of full attention gives: one for all methods."""
+    with llm_of(shape, chunk, backend).session(Full()) as session:
+        return play(session, turns, seed)
+
+
 def assert_less_was_read(session):
     """Every step was the method's own, and its partial layers read fewer rows than there are."""
     partial = partial_layers(session.plan)
@@ -102,12 +111,10 @@ def test_u1_the_neutral_setting_is_full_attention(row, shape, chunk, turns, seed
     """To the bit on the reference launchers; within rounding where the row says why."""
     # the published code wants two tokens at least
     turns = [(max(2, turns[0][0]), turns[0][1]), *turns[1:]]
-    llm = llm_of(shape, chunk)
-    with llm.session(row.neutral, offload=row.offload) as one, llm.session(Full()) as full:
-        got, expected = (
-            play(one, turns_of(row, turns), seed),
-            play(full, turns_of(row, turns), seed),
-        )
+    turns = tuple(turns_of(row, turns))
+    expected = full_attention(shape, chunk, "reference", turns, seed)
+    with llm_of(shape, chunk).session(row.neutral, offload=row.offload) as one:
+        got = play(one, turns, seed)
         assert (
             torch.equal(got, expected)
             if not row.tolerance
@@ -119,17 +126,18 @@ def test_u1_the_neutral_setting_is_full_attention(row, shape, chunk, turns, seed
 
 @ROWS
 def test_u1_and_within_rounding_on_the_fast_kernels(row):
-    llm, turns = llm_of(shape_of(row.name), 67, "auto"), turns_of(row, [(131, 3), (30, 3)])
-    with llm.session(row.neutral, offload=row.offload) as one, llm.session(Full()) as full:
-        torch.testing.assert_close(play(one, turns), play(full, turns), atol=5e-5, rtol=5e-5)
+    shape, turns = shape_of(row.name), turns_of(row, ((131, 3), (30, 3)))
+    expected = full_attention(shape, 67, "auto", turns)
+    with llm_of(shape, 67, "auto").session(row.neutral, offload=row.offload) as one:
+        torch.testing.assert_close(play(one, turns), expected, atol=5e-5, rtol=5e-5)
 
 
 @settings_of(lambda row: row.sparse)
 def test_u1_can_fail(row, method):
     """A setting that reads less is not full attention, after the first step at the latest."""
-    llm = llm_of()
-    with llm.session(method) as one, llm.session(Full()) as full:
-        assert not torch.allclose(play(one, [(300, 3)])[1:], play(full, [(300, 3)])[1:], atol=1e-4)
+    expected = full_attention(SHAPES[0], 64, "reference", ((300, 3),))
+    with llm_of().session(method) as one:
+        assert not torch.allclose(play(one, [(300, 3)])[1:], expected[1:], atol=1e-4)
 
 
 # ---------------------------------------------------------------- U2 accounting

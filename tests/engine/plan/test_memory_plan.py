@@ -134,8 +134,9 @@ def write_zeros(path, parts, dtype):
         file.truncate(8 + len(text) + at)
 
 
+# every load in a child of its own, forked from a process that has imported the engine
 MEASURE = """
-import ctypes, sys, threading, time
+import os, sys, threading, time
 from pathlib import Path
 import torch
 from engine import LLM, Full
@@ -145,52 +146,53 @@ def anonymous():
 torch.set_num_threads(1)
 small = torch.randn(64, 64).bfloat16()
 torch.nn.functional.linear(small, small)  # thread pools and primitives
-base, peak, done = anonymous(), 0, False
 def watch():
     global peak
     while not done:
         peak = max(peak, anonymous())
         time.sleep(0.002)
-thread = threading.Thread(target=watch); thread.start()
-llm = LLM(sys.argv[1], device="cpu", method=Full(), threads=1, max_context=4096)
-done = True; thread.join()
-print(llm.plan().bytes_of("weights"), anonymous() - base, peak - base)
+for folder in sys.argv[1:]:
+    if not (child := os.fork()):
+        base, peak, done = anonymous(), 0, False
+        thread = threading.Thread(target=watch); thread.start()
+        llm = LLM(folder, device="cpu", method=Full(), threads=1, max_context=4096)
+        done = True; thread.join()
+        print(llm.plan().bytes_of("weights"), anonymous() - base, peak - base, flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 """
+# the last one: an embedding that is half of the weights
+LOADED = (("160m", "bfloat16", 12), ("160m", "float32", 12), ("llama-3.2-1b", "bfloat16", 4))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
-@pytest.mark.parametrize(
-    "shape, dtype", [("160m", "bfloat16"), ("160m", "float32"), ("llama-3.2-1b", "bfloat16")]
-)
-def test_a_load_matches_its_plan(tmp_path, shape, dtype):
+def test_a_load_matches_its_plan(tmp_path):
     """Anonymous memory above the level after imports: within 5% of the plan once loaded, at most
     1.1 of it on the way.
     """
-    data = (
-        dict(
-            architectures=["LlamaForCausalLM"], rms_norm_eps=1e-5, torch_dtype=dtype, rope_theta=1e4
-        )
-        | SHAPES[shape]
-    )
-    (tmp_path / "config.json").write_text(json.dumps(data))
-    word_tokenizer(tmp_path, 100)
-    parts = [part for target in targets(ModelConfig.from_dict(data)) for part in target.parts]
-    write_zeros(tmp_path / "model.safetensors", parts, dtype)
+    left = []
+    for shape, dtype, layers in LOADED:
+        folder = tmp_path / f"{shape}-{dtype}"
+        folder.mkdir()
+        data = dict(architectures=["LlamaForCausalLM"], rms_norm_eps=1e-5, rope_theta=1e4)
+        data |= SHAPES[shape] | dict(torch_dtype=dtype, num_hidden_layers=layers)
+        (folder / "config.json").write_text(json.dumps(data))
+        word_tokenizer(folder, 100)
+        parts = [part for target in targets(ModelConfig.from_dict(data)) for part in target.parts]
+        write_zeros(folder / "model.safetensors", parts, dtype)
+        left.append(str(folder))
     # on a loaded machine the kernel's own page work shows up as up to 100 MB now and then: noise
     # only adds
     for _ in range(3):
-        done = subprocess.run(
-            [sys.executable, "-c", MEASURE, str(tmp_path)],
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr
-        planned, held, peak = map(int, done.stdout.split())
-        assert abs(held - planned) <= 0.05 * planned
-        if peak <= 1.1 * planned:
-            break
-    assert peak <= 1.1 * planned
+        command = [sys.executable, "-c", MEASURE, *left]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        found = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+        assert done.returncode == 0 and len(found) == len(left), done.stderr
+        assert all(abs(held - planned) <= 0.05 * planned for planned, held, _ in found), found
+        left = [name for name, (planned, _, top) in zip(left, found) if top > 1.1 * planned]
+        if not left:
+            return
+    raise AssertionError(f"{left}: {found}")
 
 
 def test_config_of_the_tiny_model_counts_its_own_weights():
