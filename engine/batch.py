@@ -203,7 +203,9 @@ class Batch:
         self._require_mine(session)
         if any(task.session is session for task in self.rounds.tasks):
             raise SettingError("batch: found an answer under way in this session; stop it first")
-        ids = checked_ids(token_ids, self.llm.config.vocab_size)
+        ids = list(token_ids)
+        if ids or not len(session):
+            ids = checked_ids(ids, self.llm.config.vocab_size)
         session.require_room(len(session) + len(ids))
         self.rounds.tasks.append(Task(session, self._answer(session, ids, params, should_stop)))
 

@@ -1,7 +1,8 @@
 """From logits to one token: the settings (SamplingParams) and the sampler.
 
-The filters and their order are those of transformers' generate(): repetition penalty on the raw
-logits, then temperature, top-k, top-p, min-p. What a grammar forbids, and logit_bias, come first.
+The filters and their order are those of transformers' generate(): penalties on the raw logits
+(engine/penalties.py), then temperature, top-k, top-p, min-p. What a grammar forbids, and
+logit_bias, come first.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.errors import EngineError, SettingError
+from engine.penalties import Penalties
 from engine.race import NUMBERS, first
 from engine.settings import boolean, found, integer, is_integer, is_number
 from engine.text.boundary import valid
@@ -33,8 +35,10 @@ class SamplingParams:
     max_tokens: most tokens written. temperature: 0 is greedy (top_k, top_p and min_p then do
     nothing). top_k: 0 is off. top_p: sample from the smallest set of tokens with this probability.
     min_p: least probability relative to the likeliest token. repetition_penalty: divides positive
-    and multiplies negative logits of tokens already in the prompt or the answer, each once. seed:
-    None draws a new one. stop: one or several strings that end the answer and are not shown.
+    and multiplies negative logits of tokens already in the prompt or the answer, each once.
+    presence_penalty is subtracted from the logits of tokens already in the answer,
+    frequency_penalty as often as they are in it (negative: they come more often). seed: None draws
+    a new one. stop: one or several strings that end the answer and are not shown.
     stop_token_ids: ids that end it, in addition to the model's end tokens. ignore_eos: continue
     past the model's end tokens. logprobs: n > 0 gives each piece its log probability and the n
     likeliest alternatives, under the model's own distribution (before penalty, temperature and
@@ -48,6 +52,8 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -63,6 +69,8 @@ class SamplingParams:
         _number("top_p", self.top_p, 0.0, 1.0, above=True)
         _number("min_p", self.min_p, 0.0, 1.0)
         _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, above=True)
+        _number("presence_penalty", self.presence_penalty, -math.inf, math.inf)
+        _number("frequency_penalty", self.frequency_penalty, -math.inf, math.inf)
         if self.seed is not None:
             integer("seed", self.seed, 0, 2**63 - 1)
         object.__setattr__(self, "stop", _strings("stop", self.stop))
@@ -79,9 +87,10 @@ def _number(name: str, value: Any, low: float, high: float, above: bool = False)
         or not low <= value <= high
         or (above and value == low)
     ):
-        start = f"above {low:g}" if above else f"{low:g} or more"
+        start = f", above {low:g}" if above else f", {low:g} or more"
         end = "" if math.isinf(high) else f", at most {high:g}"
-        raise SettingError(f"{name}: found {found(value)}, expected a number, {start}{end}")
+        bounds = " (finite)" if math.isinf(low) else start + end
+        raise SettingError(f"{name}: found {found(value)}, expected a number{bounds}")
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
@@ -137,8 +146,7 @@ class Sampler:
 
     def __init__(self, params: SamplingParams, vocab_size: int, prompt_ids: Sequence[int] = ()):
         self.params, self.vocab_size = params, vocab_size
-        self._penalised = params.repetition_penalty != 1.0
-        self._prompt_ids = list(prompt_ids) if self._penalised else []
+        self._penalties = Penalties(params, vocab_size, prompt_ids)
         self._sampled: list[int] = []
         self._matcher = params.grammar.begin() if params.grammar is not None else None
         if any(i >= vocab_size for i, _ in params.logit_bias):
@@ -146,8 +154,6 @@ class Sampler:
                 f"logit_bias: found an id beyond the vocabulary, expected 0 to {vocab_size - 1}"
             )
         self._bias: torch.Tensor | None = None  # float32 [vocab] on the logits' device
-        # bool [vocab] on the logits' device; made at the first sample
-        self._seen: torch.Tensor | None = None
         self._ids: torch.Tensor | None = None  # int64 [vocab]: the vocabulary, on their device too
         # One number per token, from a generator on the host: a seed gives the same answer on every
         # device.
@@ -169,8 +175,6 @@ class Sampler:
                 f"logits: found shape {tuple(logits.shape)}, expected ({self.vocab_size},)"
             )
         raw, token = self._next(logits)
-        if self._seen is not None:
-            self._seen[token] = True
         if not self.params.logprobs:
             return token, None, []
         every = torch.log_softmax(raw, dim=-1)
@@ -186,11 +190,14 @@ class Sampler:
         """Whether sample() does no more than take the greatest logit."""
         params = self.params
         plain = self._matcher is None and not params.logit_bias
-        return params.temperature == 0 and plain and not self._penalised and not params.logprobs
+        return (
+            params.temperature == 0 and plain and not self._penalties.active and not params.logprobs
+        )
 
     def took(self, token: int) -> None:
         """Note a token that was chosen elsewhere."""
         self._sampled.append(token)
+        self._penalties.counted(token)
 
     @property
     def left(self) -> int:
@@ -203,13 +210,13 @@ class Sampler:
         raw = (logits.cpu() if logits.device.type == "mps" else logits).float()
         scores = self._scored(raw)
         token = self._greedy(scores) if self.params.temperature == 0 else self._draw(scores)
-        self._sampled.append(token)
+        self.took(token)
         if self._matcher is not None:
             self._matcher.took(token)
         return raw, token
 
     def _scored(self, raw: torch.Tensor) -> torch.Tensor:
-        """Logits after grammar, bias and penalty."""
+        """Logits after grammar, bias and penalties."""
         scores = raw
         if self._matcher is not None:
             scores = scores.masked_fill(~self._matcher.allowed().to(scores.device), float("-inf"))
@@ -220,7 +227,7 @@ class Sampler:
                 bias.index_add_(0, torch.tensor(ids), torch.tensor(values))
                 self._bias = bias.to(scores.device)
             scores = scores + self._bias
-        return self._penalise(scores) if self._penalised else scores
+        return self._penalties.applied(scores, self._sampled) if self._penalties.active else scores
 
     @contextlib.contextmanager
     def drafting(self) -> Iterator[Callable[[torch.Tensor], int]]:
@@ -230,25 +237,20 @@ class Sampler:
 
         So a guess from nearly the right logits is nearly always what sample() draws later.
         """
-        state, count, fresh = self._random.get_state(), len(self._sampled), []
+        state, count = self._random.get_state(), len(self._sampled)
         matcher = self._matcher
         self._matcher = matcher.copy() if matcher is not None else None
 
         def guess(logits: torch.Tensor) -> int:
-            _, token = self._next(logits)
-            if self._seen is not None and not self._seen[token]:
-                self._seen[token] = True
-                fresh.append(token)
-            return token
+            return self._next(logits)[1]
 
         try:
             yield guess
         finally:
             self._random.set_state(state)
             self._matcher = matcher
+            self._penalties.uncounted(self._sampled[count:])
             del self._sampled[count:]
-            if self._seen is not None:
-                self._seen[fresh] = False
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the distribution that sample() draws from at temperature > 0: float32 [vocab].
@@ -272,8 +274,8 @@ class Sampler:
                 f"{len(self._sampled)}"
             )
         self._random.set_state(state.random)
+        self._penalties.uncounted(self._sampled[state.sampled :])
         del self._sampled[state.sampled :]
-        self._seen = None
         if self.params.grammar is not None:
             self._matcher = self.params.grammar.begin()
             for token in self._sampled:
@@ -339,17 +341,6 @@ class Sampler:
                 probabilities < params.min_p * probabilities.max(), 0.0
             )
         return ids, probabilities / probabilities.sum(), mass
-
-    def _penalise(self, logits: torch.Tensor) -> torch.Tensor:
-        if self._seen is None or self._seen.device != logits.device:
-            seen = torch.zeros(self.vocab_size, dtype=torch.bool)
-            known = torch.tensor([*self._prompt_ids, *self._sampled], dtype=torch.int64)
-            seen[known[(known >= 0) & (known < self.vocab_size)]] = True
-            self._seen = seen.to(logits.device)
-        penalty = self.params.repetition_penalty
-        return torch.where(
-            self._seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits
-        )
 
 
 def _nucleus(

@@ -133,7 +133,9 @@ def parser() -> Parser:
         "default: the model that is shipped with the engine",
     )
     _prompt_flags(p.add_argument_group("what to ask").add_argument)
-    _sampling_flags(p.add_argument_group("sampling").add_argument)
+    group = p.add_argument_group("sampling")
+    _sampling_flags(group.add_argument)
+    _penalty_flags(group.add_argument)
     _placement_flags(p.add_argument_group("context and placement").add_argument)
     group = p.add_argument_group("method")
     _method_flags(group.add_argument)
@@ -199,13 +201,6 @@ def _sampling_flags(add: Callable) -> None:
     )
     add("--seed", type=int, metavar="N", help="seed of the sampling (default: a new one each time)")
     add(
-        "--repeat-penalty",
-        type=float,
-        default=1.0,
-        metavar="R",
-        help="make tokens that have occurred less likely by the factor R (default 1: off)",
-    )
-    add(
         "--stop",
         action="append",
         default=[],
@@ -213,6 +208,30 @@ def _sampling_flags(add: Callable) -> None:
         help="end the answer before this text (may be repeated)",
     )
     add("--ignore-eos", action="store_true", help="write on past the model's end tokens")
+
+
+def _penalty_flags(add: Callable) -> None:
+    add(
+        "--repeat-penalty",
+        type=float,
+        default=1.0,
+        metavar="R",
+        help="make tokens that have occurred less likely by the factor R (default 1: off)",
+    )
+    add(
+        "--presence-penalty",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="subtract P from the logits of tokens that the answer has (default 0)",
+    )
+    add(
+        "--frequency-penalty",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="subtract P for each time that the answer has a token (default 0)",
+    )
 
 
 def _placement_flags(add: Callable) -> None:

@@ -116,6 +116,8 @@ def params_of(args: argparse.Namespace) -> SamplingParams:
         top_p=args.top_p,
         min_p=args.min_p,
         repetition_penalty=args.repeat_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
         seed=args.seed,
         stop=tuple(args.stop),
         ignore_eos=args.ignore_eos,

@@ -62,7 +62,11 @@ def chat_of(body: Mapping[str, Any], counting: bool = False) -> dict[str, Any]:
     if body.get("system"):
         found.append({"role": "system", "content": _texts(body["system"], "system")})
     for number, message in enumerate(messages):
-        found += _turns(message, f"messages[{number}]")
+        for turn in _turns(message, f"messages[{number}]"):
+            if found and turn["role"] == found[-1]["role"] == "user":
+                found[-1]["content"] += "\n" + turn["content"]
+            else:
+                found.append(turn)
     if found[-1]["role"] == "assistant":
         raise ApiError(
             400,
@@ -113,11 +117,16 @@ def _texts(value: object, where: str) -> str:
 
 
 def _turns(message: object, where: str) -> list[dict[str, Any]]:
-    """A message as turns of a chat: results of tools are turns of their own."""
+    """A message as turns of a chat: results of tools are turns of their own. What a system says in
+    the middle is the user's, as many templates take a system's turn at the beginning alone, and
+    what was read before it stays as it is.
+    """
     role = message.get("role") if isinstance(message, Mapping) else None
-    if role not in ("user", "assistant") or not isinstance(message, Mapping):
-        raise refuse(f"{where}.role", role, "user or assistant")
+    if role not in ("user", "assistant", "system") or not isinstance(message, Mapping):
+        raise refuse(f"{where}.role", role, "user, assistant or system")
     content = message.get("content")
+    if role == "system":
+        return [{"role": "user", "content": _texts(content, f"{where}.content")}]
     if isinstance(content, str):
         return [{"role": role, "content": text_of(content, f"{where}.content")}]
     if not isinstance(content, list):

@@ -100,6 +100,10 @@ class MessagesReply:
         """When the prompt begins to be read."""
         return [_event("message_start", message=self._message([]))]
 
+    def quiet(self) -> list[Line]:
+        """While the prompt is read."""
+        return [_event("ping")]
+
     def step(self, event: Wrote) -> list[Line]:
         """The events of one step."""
         found: list[Line] = []

@@ -226,9 +226,12 @@ class Routes:
             body["max_tokens"] = 16  # OpenAI's default here
             ask = ask_of(body, chat=False)
         prompt = prompt_of(body, self.service.llm.config.vocab_size)
-        prompts = self.service.prompts
+        prompts, echoed = self.service.prompts, ""
         if isinstance(prompt, str):
+            echoed = prompt if ask.echo else ""
             prompt = await self.service.text(prompts.text, prompt, True)
+        elif ask.echo:
+            echoed = await self.service.text(prompts.tokenizer.decode, prompt)
         top = body["logprobs"] if ask.logprobs else None
         reply = Reply(
             self.service.settings.alias,
@@ -237,6 +240,7 @@ class Routes:
             top,
             prompts.tokenizer,
             include_usage=ask.include_usage,
+            echoed=echoed,
         )
         return await self._answer(request, Asked(ask, Prompt(prompt)), "prompt", reply)
 
@@ -302,8 +306,8 @@ class Routes:
 
     async def _answer(self, request: Request, asked: Asked, param: str, reply: Shape) -> Response:
         service, ask = self.service, asked.ask
-        job, queue = service.begin(asked.prompt.ids, ask, param, asked.evidence, asked.method)
-        events = service.events(job, queue, request.is_disconnected)
+        job, mailbox = service.begin(asked.prompt.ids, ask, param, asked.evidence, asked.method)
+        events = service.events(job, mailbox, request.is_disconnected)
         if ask.stream:
             ping = min(PROGRESS, service.settings.ping) if asked.progress else service.settings.ping
             lines = stream(events, reply, ping)

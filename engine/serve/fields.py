@@ -28,8 +28,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
-    "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
     "grammar": ("",),
@@ -41,20 +39,22 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0,),
     "modalities": (["text"],),
     "prediction": (),
-    "presence_penalty": (0,),
     "structured_outputs": (),
     "suffix": ("",),
     "web_search_options": (),
 }
 
 
-# of a chat alone
+# of a completion alone, of a chat alone
+COMPLETION_ONLY: dict[str, tuple[Any, ...]] = {"echo": (False,)}
 CHAT_ONLY = ("omnikv", "parallel_tool_calls", "response_format", "tool_choice", "tools")
 
 
 @dataclass(frozen=True)
 class Ask:
-    """What a request asks for, beside its prompt. max_tokens: None where the client sets none."""
+    """What a request asks for, beside its prompt. max_tokens: None where the client sets none.
+    echo: the prompt's text stands before each answer.
+    """
 
     params: SamplingParams
     max_tokens: int | None
@@ -62,11 +62,12 @@ class Ask:
     stream: bool
     include_usage: bool
     logprobs: bool
+    echo: bool = False
 
 
 def ask_of(body: Mapping[str, Any], chat: bool) -> Ask:
     """The settings of a request. Raises ApiError that names the field."""
-    refused = NEUTRAL if chat else {**NEUTRAL, **dict.fromkeys(CHAT_ONLY, ())}
+    refused = {**NEUTRAL, **(COMPLETION_ONLY if chat else dict.fromkeys(CHAT_ONLY, ()))}
     for name, neutral in refused.items():
         value = body.get(name)
         if value is not None and not any(
@@ -79,6 +80,14 @@ def ask_of(body: Mapping[str, Any], chat: bool) -> Ask:
     if options is not None and not isinstance(options, Mapping):
         raise refuse("stream_options", options, "an object")
     logprobs, top = _logprobs(body, chat)
+    echo = _boolean(body, "echo")
+    if echo and logprobs:
+        raise ApiError(
+            400,
+            "echo: not supported together with logprobs: those of a prompt are not computed",
+            "echo",
+            "unsupported_parameter",
+        )
     limit = _limit(body)
     settings: dict[str, Any] = {
         "max_tokens": limit or 1,
@@ -89,6 +98,8 @@ def ask_of(body: Mapping[str, Any], chat: bool) -> Ask:
         "repetition_penalty": _number(body, "repetition_penalty", 0, 0, 10)
         or _number(body, "repeat_penalty", 1.0, 0, 10)
         or 1.0,
+        "presence_penalty": _number(body, "presence_penalty", 0.0, -2, 2),
+        "frequency_penalty": _number(body, "frequency_penalty", 0.0, -2, 2),
         "seed": None
         if body.get("seed") is None
         else _integer(body, "seed", 0, -(2**63), 2**63 - 1) % 2**63,
@@ -110,6 +121,7 @@ def ask_of(body: Mapping[str, Any], chat: bool) -> Ask:
         _boolean(body, "stream"),
         _boolean(options or {}, "include_usage", "stream_options.include_usage"),
         logprobs,
+        echo,
     )
 
 
@@ -208,8 +220,8 @@ def prompt_of(body: Mapping[str, Any], vocab_size: int) -> str | list[int]:
         value = value[0]
     if isinstance(value, str):
         return text_of(value, "prompt")
-    if isinstance(value, list) and value and all(map(is_integer, value)):
-        if not all(0 <= i < vocab_size for i in value):
+    if isinstance(value, list) and set(map(type, value)) == {int}:
+        if min(value) < 0 or max(value) >= vocab_size:
             raise refuse("prompt", "an id out of range", f"ids from 0 to {vocab_size - 1}")
         return value
     raise refuse("prompt", value, "one string, or a list of token ids")

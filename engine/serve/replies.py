@@ -64,7 +64,9 @@ def _call(call: Call) -> dict[str, Any]:
 
 
 class Reply:
-    """One answer's shape. chat: chat/completions, else completions."""
+    """One answer's shape. chat: chat/completions, else completions, each of whose choices begins
+    with the text `echoed`.
+    """
 
     def __init__(
         self,
@@ -75,8 +77,9 @@ class Reply:
         tokenizer: Tokenizer,
         scanner: Callable[[], CallScanner] | None = None,
         include_usage: bool = False,
+        echoed: str = "",
     ) -> None:
-        self._include_usage = include_usage
+        self._include_usage, self._echoed = include_usage, echoed
         self._spoken: set[int] = set()  # choices that have begun
         self.chat, self.prompt, self.logprobs, self.tokenizer = chat, prompt, logprobs, tokenizer
         self.answers = Answers(scanner, chat)
@@ -126,7 +129,7 @@ class Reply:
                     message["tool_calls"] = [_call(call) for call in calls]
                 choice["message"] = message
             else:
-                choice["text"] = text
+                choice["text"] = self._echoed + text
             choice["logprobs"] = self._logprobs(mine)
             for event in mine:
                 if event.evidence is not None:
@@ -138,6 +141,10 @@ class Reply:
 
     def begin(self) -> list[Line]:
         """When the prompt begins to be read: nothing."""
+        return []
+
+    def quiet(self) -> list[Line]:
+        """While the prompt is read: nothing."""
         return []
 
     def end(self) -> list[Line]:
@@ -152,12 +159,15 @@ class Reply:
         return None, error.body()
 
     def step(self, event: Wrote) -> list[Line]:
-        """The chunks of one step; the first of a choice in a chat says whose turn it is."""
+        """The chunks of one step; before a choice's first, in a chat whose turn it is, in a
+        completion what is echoed.
+        """
         found = []
-        if self.chat and event.choice not in self._spoken:
+        if event.choice not in self._spoken:
             self._spoken.add(event.choice)
-            opening = {"role": "assistant", "content": ""}
-            found.append(self._chunk(event.choice, opening, None, None))
+            opening = {"role": "assistant", "content": ""} if self.chat else self._echoed
+            if opening:
+                found.append(self._chunk(event.choice, opening, None, None))
         return [(None, chunk) for chunk in [*found, *self._chunks(event)]]
 
     def _chunks(self, event: Wrote) -> list[dict[str, Any]]:

@@ -84,6 +84,10 @@ class ResponsesReply:
         kinds = ("response.created", "response.in_progress")
         return [self._event(kind, response=self._response("in_progress")) for kind in kinds]
 
+    def quiet(self) -> list[Line]:
+        """While the prompt is read."""
+        return [self._event("keepalive")]
+
     def step(self, event: Wrote) -> list[Line]:
         """The events of one step."""
         found: list[Line] = []

@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import (
@@ -23,6 +24,7 @@ from engine.saved.forget import forget_text
 from engine.serve.errors import ApiError
 from engine.serve.evidence import Evidence, places
 from engine.serve.fields import Ask
+from engine.serve.mailbox import Mailbox
 from engine.serve.prompts import Prompt, Prompts
 from engine.serve.worker import Ended, Event, Job, Worker
 
@@ -129,12 +131,12 @@ class Service:
 
     # ---------------------------------------------------------------- jobs
 
-    @property
+    @cached_property
     def sparse(self) -> bool:
         """Whether the method has layers that choose what they read."""
         return bool(self.llm.resolve_method(self.llm.method)[1].sparse_layers)
 
-    @property
+    @cached_property
     def methods(self) -> dict[str, Method]:
         """What `omnikv.method` may name; "sparse" is the server's own, whatever it is."""
         own = self.llm.method
@@ -152,7 +154,7 @@ class Service:
         param: str,
         evidence: Evidence | None = None,
         method: str = "sparse",
-    ) -> tuple[Job, asyncio.Queue[Event]]:
+    ) -> tuple[Job, Mailbox]:
         """Queue a request. Raises ApiError where the prompt does not fit or the queue is full."""
         capacity = self.llm.max_context
         if not ids:
@@ -175,20 +177,13 @@ class Service:
             )
         room = capacity - len(ids)
         params = replace(ask.params, max_tokens=min(ask.max_tokens or room, room))
-        loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event]()
-
-        def post(event: Event) -> None:
-            try:
-                loop.call_soon_threadsafe(queue.put_nowait, event)
-            except RuntimeError:
-                pass  # the event loop has ended: nobody listens
-
-        job = Job(ids, params, ask.choices, post, evidence, self.methods[method])
+        mailbox = Mailbox()
+        job = Job(ids, params, ask.choices, mailbox.post, evidence, self.methods[method])
         self.worker.submit(job)
-        return job, queue
+        return job, mailbox
 
     async def events(
-        self, job: Job, queue: asyncio.Queue[Event], left: Callable[[], Awaitable[bool]]
+        self, job: Job, mailbox: Mailbox, left: Callable[[], Awaitable[bool]]
     ) -> AsyncIterator[Event | None]:
         """The events of a job, and None where nothing happened for a while. Ends early where the
         client has left; the job ends with this iterator.
@@ -196,11 +191,7 @@ class Service:
         looked = time.monotonic()
         try:
             while True:
-                event: Event | None = None
-                try:
-                    event = await asyncio.wait_for(queue.get(), LOOK)
-                except asyncio.TimeoutError:
-                    pass
+                event = await mailbox.next(LOOK)
                 now = time.monotonic()
                 if now - looked >= LOOK:
                     looked = now

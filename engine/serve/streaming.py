@@ -21,6 +21,7 @@ class Shape(Protocol):
     def count(self, event: Wrote) -> None: ...
     def whole(self, events: Iterable[Wrote], choices: int) -> dict[str, Any]: ...
     def begin(self) -> list[Line]: ...
+    def quiet(self) -> list[Line]: ...
     def step(self, event: Wrote) -> list[Line]: ...
     def end(self) -> list[Line]: ...
     def failed(self, error: ApiError) -> Line: ...
@@ -28,7 +29,8 @@ class Shape(Protocol):
 
 async def stream(events: AsyncIterator[Any], reply: Shape, ping: float) -> AsyncIterator[str]:
     """The text of a streamed answer. While the prompt is read or waits, comments say how far it is,
-    so that neither client nor proxy gives up.
+    so that neither client nor proxy gives up, and an event of the interface where it has one for
+    that: Claude Code counts no comments and gives up after 300 seconds without an event.
     """
     begun = False
     said, where = time.monotonic(), "waiting"
@@ -48,6 +50,7 @@ async def stream(events: AsyncIterator[Any], reply: Shape, ping: float) -> Async
                 lines = [reply.failed(client_error(event.error))]
         elif now - said >= ping:
             said = now
+            lines += reply.quiet() if begun else []
             yield f": {where}\n\n"
         for line in lines:
             yield written(line)

@@ -190,6 +190,21 @@ def test_answers_of_different_samplers_and_ends(reference):
         assert found[sessions[3]][-1].finish_reason == "context"
 
 
+def test_an_answer_goes_on_without_new_tokens(reference):
+    """write(session, []) goes on from what is held; there must be something."""
+    with reference.batch() as batch:
+        session = batch.session()
+        with pytest.raises(SettingError, match="found no tokens"):
+            batch.write(session, [])
+        batch.write(session, PROMPTS[0], SamplingParams(max_tokens=4, ignore_eos=True))
+        begun = told(batch)[session]
+        batch.write(session, [], SamplingParams(max_tokens=5, ignore_eos=True))
+        ids = [piece.token_id for piece in begun + told(batch)[session]]
+        with reference.session() as alone:
+            whole = alone.generate(PROMPTS[0], SamplingParams(max_tokens=9, ignore_eos=True))
+            assert [piece.token_id for piece in whole] == ids
+
+
 def test_nobody_waits_for_more_than_one_chunk(reference, monkeypatch):
     """By the order of events: between two steps of a writer at most one chunk of all others."""
     events = []

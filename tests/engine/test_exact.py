@@ -34,6 +34,8 @@ SAMPLED = SamplingParams(
     top_p=0.9,
     min_p=0.02,
     repetition_penalty=1.1,
+    presence_penalty=0.2,
+    frequency_penalty=0.1,
     seed=5,
     logprobs=2,
 )

@@ -40,6 +40,9 @@ BAD = [
     ("repetition_penalty", 0.0),
     ("repetition_penalty", math.inf),
     ("repetition_penalty", math.nan),
+    ("presence_penalty", math.nan),
+    ("frequency_penalty", -math.inf),
+    ("frequency_penalty", "1"),
     ("seed", -1),
     ("seed", 2**64),
     ("seed", 1.5),
@@ -156,6 +159,24 @@ def test_the_penalty_counts_prompt_and_answer_once_each():
     assert logits.tolist() == [4.0, 3.5, -1.0, 0.5]
 
 
+def test_presence_and_frequency_count_the_answer_alone():
+    """OpenAI's definition: logit - count * frequency - (count > 0) * presence."""
+    logits = torch.tensor([4.0, 3.5, -1.0, 3.0])
+    params = SamplingParams(presence_penalty=0.75, frequency_penalty=0.5, temperature=1.0)
+    sampler = Sampler(params, 4, [0, 0, 2])
+    assert torch.equal(sampler.probabilities(logits), torch.softmax(logits, -1))
+    for token in (0, 0, 2, 0):
+        sampler.took(token)
+    expected = logits - torch.tensor([0.75 + 3 * 0.5, 0.0, 0.75 + 0.5, 0.0])
+    torch.testing.assert_close(sampler.probabilities(logits), torch.softmax(expected, -1))
+    greedy = Sampler(SamplingParams(frequency_penalty=0.3), 4, [0])
+    # 4.0, 3.7, then 3.4 < 3.5, then 3.4 > 3.2, ...
+    assert [greedy.sample(logits)[0] for _ in range(4)] == [0, 0, 1, 0] and not greedy.greedy
+    more = Sampler(SamplingParams(presence_penalty=-2.0), 4)
+    more.took(3)
+    assert more.sample(logits)[0] == 3
+
+
 def test_a_seed_repeats_an_answer_and_no_seed_does_not():
     logits = torch.zeros(10_000)
 
@@ -174,14 +195,23 @@ def test_a_seed_repeats_an_answer_and_no_seed_does_not():
 def test_a_restored_sampler_draws_the_same_again():
     random = torch.Generator().manual_seed(3)
     steps = [torch.randn(300, generator=random) for _ in range(12)]
-    sampler = Sampler(
-        SamplingParams(temperature=1.5, repetition_penalty=1.4, seed=2), 300, [1, 2, 3]
+    params = SamplingParams(
+        temperature=1.5,
+        repetition_penalty=1.4,
+        presence_penalty=0.6,
+        frequency_penalty=2.0,
+        seed=2,
     )
+    sampler = Sampler(params, 300, [1, 2, 3])
     for logits in steps[:4]:
         sampler.sample(logits)
     state = sampler.snapshot()
     once = [sampler.sample(logits)[0] for logits in steps[4:]]
     sampler.restore(state)
+    assert [sampler.sample(logits)[0] for logits in steps[4:]] == once
+    sampler.restore(state)
+    with sampler.drafting() as guess:
+        assert [guess(logits) for logits in steps[4:]] == once
     assert [sampler.sample(logits)[0] for logits in steps[4:]] == once
     later = sampler.snapshot()
     sampler.restore(state)

@@ -99,7 +99,8 @@ def test_flags_reach_the_model_and_the_sampler(fake, monkeypatch):
             "--attention omnikv --filter-layers 2,8,18 --share 0.1 --selector uniform "
             "--window 8 --wait-layers 0 --dense-below 4K "
             "--temp 0.5 --top-p 0.9 --top-k 40 --min-p 0.05 --seed 7 "
-            "--repeat-penalty 1.1 --stop END --stop STOP -n 99 --ignore-eos".split()
+            "--repeat-penalty 1.1 --presence-penalty 0.5 --frequency-penalty -1 --stop END "
+            "--stop STOP -n 99 --ignore-eos".split()
         )
         == 0
     )
@@ -149,9 +150,11 @@ def test_flags_reach_the_model_and_the_sampler(fake, monkeypatch):
         p.min_p,
         p.seed,
         p.repetition_penalty,
+        p.presence_penalty,
+        p.frequency_penalty,
         p.stop,
         p.ignore_eos,
-    ) == (99, 0.5, 0.9, 40, 0.05, 7, 1.1, ("END", "STOP"), True)
+    ) == (99, 0.5, 0.9, 40, 0.05, 7, 1.1, 0.5, -1.0, ("END", "STOP"), True)
 
 
 def test_the_method_follows_the_flags():

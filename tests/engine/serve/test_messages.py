@@ -8,6 +8,7 @@ import json
 
 import pytest
 
+from engine.serve.anthropic import chat_of
 from tests.engine.serve.conftest import serving
 from tests.engine.serve.scripted import saying, templated
 from tests.engine.serve.test_tools import SAID
@@ -102,6 +103,20 @@ def same(one, other):
     return one == other
 
 
+def test_a_system_message_in_the_middle_is_part_of_the_users_turn():
+    """As Claude Code 2.1 sends one; some templates take a system's turn at the beginning alone."""
+    user = {"role": "user", "content": [{"type": "text", "text": "Open"}]}
+    late = {"role": "system", "content": "Agents: none."}
+    done = {"role": "assistant", "content": "Done."}
+    found = chat_of(ASK | {"system": "S", "messages": [user, late, done, late, user]})
+    assert [(turn["role"], turn["content"]) for turn in found["messages"]] == [
+        ("system", "S"),
+        ("user", "Open\nAgents: none."),
+        ("assistant", "Done."),
+        ("user", "Agents: none.\nOpen"),
+    ]
+
+
 def test_a_text_whole_and_as_events(server):
     whole = server.post(URL, ASK).json()
     assert whole["type"] == "message" and whole["role"] == "assistant"
@@ -161,7 +176,7 @@ def test_claude_codes_first_turns(model, monkeypatch):
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": True}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "system", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "developer", "content": "a"}]}, "messages[0].role"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
             "messages[0].content[0].type",

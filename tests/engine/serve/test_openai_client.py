@@ -5,6 +5,7 @@ cannot read, an option that is ignored.
 """
 
 import asyncio
+from functools import partial
 
 import openai
 import pytest
@@ -136,6 +137,51 @@ def test_completions(server, expected):
     assert complete(model="pocket", prompt=[ids], max_tokens=1).usage.prompt_tokens == len(ids)
 
 
+def test_an_echoed_prompt_stands_before_every_choice(server):
+    """From a text as it was sent, from ids as they are spelt."""
+    complete = partial(
+        server.openai.completions.create, model="pocket", max_tokens=4, temperature=0, n=2
+    )
+    ids = server.post("/v1/tokenize", {"text": "The code", "special": True}).json()["tokens"]
+    plain = complete(prompt="The code")
+    for prompt in ("The code", ids):
+        reply = complete(prompt=prompt, echo=True)
+        assert [c.text for c in reply.choices] == ["The code" + c.text for c in plain.choices]
+        assert reply.usage.completion_tokens == plain.usage.completion_tokens
+        texts = ["", ""]
+        for chunk in complete(prompt=prompt, echo=True, stream=True):
+            texts[chunk.choices[0].index] += chunk.choices[0].text
+        assert texts == [c.text for c in reply.choices]
+    with pytest.raises(openai.BadRequestError, match="echo: not supported together with logprobs"):
+        complete(prompt="The code", echo=True, logprobs=1)
+
+
+def test_presence_and_frequency_penalties_reach_the_sampler(server):
+    """A large one leaves no token twice; the same for an asynchronous client's stream."""
+    settings = {"presence_penalty": 2.0, "frequency_penalty": 2.0, "logit_bias": {}}
+    ids = {i: 50.0 for i in range(200, 206)}  # the answer is made of these six
+    plain = chat(server, max_tokens=6, logit_bias=ids, logprobs=True)
+    assert len({t.token for t in plain.choices[0].logprobs.content}) < 6
+    once = chat(server, max_tokens=6, logprobs=True, **settings | {"logit_bias": ids})
+    assert len(once.choices[0].logprobs.content) == 6
+
+    async def streamed():
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            stream = await client.chat.completions.create(
+                model="pocket",
+                messages=QUESTION,
+                temperature=0,
+                max_tokens=6,
+                stream=True,
+                **settings | {"logit_bias": ids},
+            )
+            return "".join([c.choices[0].delta.content or "" async for c in stream])
+
+    assert asyncio.run(streamed()) == once.choices[0].message.content
+    found = [t.token for t in once.choices[0].logprobs.content]
+    assert len(set(found)) > len({t.token for t in plain.choices[0].logprobs.content})
+
+
 def test_models_health_texts_and_metrics(server):
     assert [m.id for m in server.openai.models.list()] == ["pocket"]
     assert server.openai.models.retrieve("pocket").id == "pocket"
@@ -157,7 +203,9 @@ def test_a_refusal_is_the_clients_own_error(server):
         ({"stop": [""]}, "stop"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logit_bias": {"5": 101}}, "logit_bias"),
-        ({"presence_penalty": 1.0}, "presence_penalty"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"frequency_penalty": "1"}, "frequency_penalty"),
+        ({"extra_body": {"echo": True}}, "echo"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"messages": []}, "messages"),
