@@ -49,7 +49,7 @@ NONSENSE = (
     '{"messages": [{"role": "user", "content": "x"}], "temperature": "hot"}',
     '{"messages": [{"role": "user", "content": "x"}], "max_tokens": -1}',
     '{"messages": [{"role": "user", "content": "x"}], "n": 1000000}',
-    '{"messages": [{"role": "user", "content": "x"}], "presence_penalty": 1}',
+    '{"messages": [{"role": "user", "content": "x"}], "presence_penalty": 3}',
     '{"messages": [{"role": "user", "content": ' + "[" * 500 + "]" * 500 + "}]}",
     '{"messages": [{"role": "user", "content": "\\ud800"}]}',
 )

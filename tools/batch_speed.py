@@ -1,18 +1,20 @@
 """`python -m tools.batch_speed`: several sequences in one decode step, beside the same ones one
 after the other.
 
-Random weights of a shape and random rows at every depth (tools/synthetic_bank.py), one thread. The
-two ways take turns over the same sessions, and the table has the median seconds of thread CPU time
-for one token of every sequence, which other programs on the machine disturb less than the clock.
+Random weights of a shape and random rows at every depth (tools/synthetic_bank.py). The two ways
+take turns over the same sessions, and the table has the median seconds for one token of every
+sequence: of thread CPU time with one thread, which other programs on the machine disturb less than
+the clock, and of the clock with several.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,9 @@ def together(batch: Batch, sessions: Sequence[Session], token: int) -> None:
             raise found
 
 
-def seconds(batch: Batch, sessions: Sequence[Session], turns: int) -> tuple[float, float]:
+def seconds(
+    batch: Batch, sessions: Sequence[Session], turns: int, clock: Callable[[], float]
+) -> tuple[float, float]:
     """(one after the other, together): median seconds of `turns` turns of each after a first."""
     found: tuple[list[float], list[float]] = [], []
     for turn in range(turns + 1):
@@ -55,17 +59,18 @@ def seconds(batch: Batch, sessions: Sequence[Session], turns: int) -> tuple[floa
             found,
             (lambda t: alone(sessions, t), lambda t: together(batch, sessions, t)),
         ):
-            began = time.thread_time()
+            began = clock()
             work(turn)
             if turn:
-                mine.append(time.thread_time() - began)
+                mine.append(clock() - began)
     one, other = map(statistics.median, found)
     return one, other
 
 
 def measure(llm: LLM, context: int, slots: Sequence[int], turns: int) -> list[dict[str, Any]]:
     """One row per method and number of sequences, all of `context` tokens."""
-    rows = []
+    rows, threads = [], torch.get_num_threads()
+    clock = time.thread_time if threads == 1 else time.perf_counter
     sparse = OmniKV(filter_layers=shape_filters(llm.name), dense_below=0)
     for method in (Full(), sparse):
         with llm.batch(max(slots)) as batch:
@@ -74,13 +79,14 @@ def measure(llm: LLM, context: int, slots: Sequence[int], turns: int) -> list[di
                 progress(f"{llm.name}, {method.name}, filling {seed + 1} of {len(sessions)}")
                 synthesize(session, context, seed)
             for count in slots:
-                one, other = seconds(batch, sessions[:count], turns)
+                one, other = seconds(batch, sessions[:count], turns, clock)
                 rows.append(
                     {
                         "shape": llm.name,
                         "dtype": str(llm.dtype).removeprefix("torch."),
                         "weights": llm.options.weights,
                         "instructions": isa(),
+                        "threads": threads,
                         "tokens": context,
                         "method": method.name,
                         "sequences": count,
@@ -121,7 +127,9 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(f"--slots: found {args.slots}, expected 1 to {MOST_SLOTS}")
     if not 1 <= args.turns or (args.turns + 1) * 2 * len(slots) > ROOM:
         raise UsageError(f"--turns: found {args.turns}, expected 1 to {ROOM // 2 // len(slots)}")
-    torch.set_num_threads(1)
+    if not 1 <= args.threads <= (os.cpu_count() or 1):
+        raise UsageError(f"--threads: found {args.threads}, expected 1 to {os.cpu_count()}")
+    torch.set_num_threads(args.threads)
     llm = LLM.from_stream(
         shape_config(args.shape),
         sharp_stream,
@@ -132,7 +140,12 @@ def run(args: argparse.Namespace) -> None:
         max_context=context + ROOM,
     )
     rows = measure(llm, context, slots, args.turns)
-    print(f"{args.shape}, {args.dtype}, one thread, {isa()}, thread CPU time, {args.turns} turns\n")
+    measured = "thread CPU time" if args.threads == 1 else "clock"
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
+    print(
+        f"{args.shape}, {args.dtype}, {args.threads} thread(s), {isa()}, {measured}, "
+        f"{args.turns} turns, load {load:.1f}\n"
+    )
     print(table(rows))
     if args.json:
         replace_json(args.json, {"commit": commit(), "hardware": hardware("cpu"), "rows": rows})
@@ -147,6 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--context", default="2K", metavar="N", help="tokens of every sequence")
     parser.add_argument("--slots", default="2,4,8", metavar="N,N", help="sequences in one step")
     parser.add_argument("--turns", type=int, default=15, metavar="N", help="timed, of each way")
+    parser.add_argument("--threads", type=int, default=1, metavar="N")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
     return guarded(lambda: run(args))
