@@ -215,6 +215,23 @@ def test_a_stream_tells_how_far_the_reading_is(server):
         assert line.startswith(":") or json.loads(line.removeprefix("data: "))
 
 
+def test_signs_of_life_are_events_where_the_interface_has_them(server):
+    """Claude Code counts no comments, and gives up after 300 seconds without an event."""
+    server.service.settings.__dict__["ping"] = 0.0
+    body = {"model": "pocket", "max_tokens": 1, "stream": True, "temperature": 0}
+    body["messages"] = [{"role": "user", "content": "ladder " * 900}]
+    with server.http.stream("POST", "/v1/messages", json=body) as reply:
+        names = [line[7:] for line in reply.iter_lines() if line.startswith("event: ")]
+    assert names[0] == "message_start" and names[1] == "ping" and names[-1] == "message_stop"
+    stream = server.openai.responses.create(
+        model="pocket", input="stone " * 900, max_output_tokens=1, stream=True
+    )
+    events = list(stream)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events].count("keepalive") > 1
+    assert events[-1].type in ("response.completed", "response.incomplete")
+
+
 def test_the_program_starts_serves_and_ends_at_sigterm(tmp_path):
     """Also: no prompt in its log, a cut answer has a finish_reason, exit code 0."""
     command = [
