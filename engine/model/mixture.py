@@ -104,18 +104,13 @@ class Mixture:
         return out.view_as(x)
 
     def _one(self, row: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Run the experts of a single row [1, hidden]: the same sums in the same order, without
-        looking for the rows of each expert, and with one activation for all.
+        """Run the experts of a single row [1, hidden], without looking for the rows of each: one
+        activation and one sum for all.
         """
         numbers = chosen[0].tolist()
-        places = sorted(range(len(numbers)), key=numbers.__getitem__)
-        both = [self.gate_up[numbers[place]](row) for place in places]
-        mixed = self._activated(torch.cat(both))
-        parts = [self.down[numbers[place]](mixed[i : i + 1]) for i, place in enumerate(places)]
-        out = parts[0] * weights[:, places[0], None]
-        for part, place in zip(parts[1:], places[1:]):
-            out += part * weights[:, place, None]
-        return out
+        mixed = self._activated(torch.cat([self.gate_up[number](row) for number in numbers]))
+        parts = [self.down[number](part) for number, part in zip(numbers, mixed.split(1))]
+        return torch.mm(weights, torch.cat(parts))
 
     def _activated(self, both: torch.Tensor) -> torch.Tensor:
         if self.experts.clamp is not None:
@@ -127,8 +122,12 @@ class Mixture:
         """Choose experts for rows [T, hidden]: (weights in their dtype, numbers int64), both
         [T, per_token]. The softmax runs over all experts in float32, as in transformers.
         """
-        shares = torch.softmax(F.linear(flat, self.router, self.bias), dim=-1, dtype=torch.float32)
-        weights, chosen = torch.topk(shares, self.experts.per_token, dim=-1)
+        logits = F.linear(flat, self.router, self.bias)
         if self.experts.normalise:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
+            # shares of all experts, of which the chosen are made to sum to one, in fewer operators
+            logits, chosen = torch.topk(logits, self.experts.per_token, dim=-1)
+            weights = torch.softmax(logits, dim=-1, dtype=torch.float32)
+        else:
+            shares = torch.softmax(logits, dim=-1, dtype=torch.float32)
+            weights, chosen = torch.topk(shares, self.experts.per_token, dim=-1)
         return weights.to(flat.dtype), chosen

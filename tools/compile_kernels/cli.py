@@ -47,6 +47,9 @@ def parser() -> argparse.ArgumentParser:
         default="",
         help="only launchers whose name begins so, such as dense,topk,columns",
     )
+    p.add_argument(
+        "--softmax", action="store_true", help="only shapes with a cap on logits or with sinks"
+    )
     p.add_argument("--json", metavar="FILE", help="write the reports there too")
     p.add_argument(
         "--table", metavar="FILE", type=Path, help="write the table there too, without times"
@@ -113,7 +116,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     wanted = tuple(name for name in options.kernels.split(",") if name)
     cases = [
-        case for case in shipped(options.all) if not wanted or case.launcher.startswith(wanted)
+        case
+        for case in shipped(options.all)
+        if not wanted or case.launcher.startswith(wanted)
+        if case.softmax or not options.softmax
     ]
     forms = {form: variants(cases, form) for form in {depends(target) for target in targets}}
     start = time.monotonic()

@@ -60,6 +60,9 @@ def test_a_token_gets_its_own_experts():
                     total = shares[best].sum() if normalise else 1.0
                     wanted[b, s] += part * shares[e] / total
         torch.testing.assert_close(found.double(), wanted, atol=1e-4, rtol=1e-4)
+        # a decode step's one row takes a way of its own
+        alone = torch.stack([mixture(row.view(1, 1, -1))[0, 0] for row in x.flatten(0, 1)])
+        torch.testing.assert_close(alone.view_as(wanted).double(), wanted, atol=1e-4, rtol=1e-4)
 
 
 class Counted:
