@@ -94,23 +94,18 @@ class Mixture:
         """Run the experts that x [B, S, hidden] chooses: [B, S, hidden]."""
         flat = x.flatten(0, 1)
         weights, chosen = self.route(flat)
-        if len(flat) == 1:
-            return self._one(flat, weights, chosen).view_as(x)
+        if len(flat) == 1:  # a decode step: one activation and one sum for its experts
+            numbers = chosen[0].tolist()
+            both = torch.cat([self.gate_up[number](flat) for number in numbers])
+            mixed = zip(numbers, self._activated(both).split(1))
+            parts = torch.cat([self.down[number](part) for number, part in mixed])
+            return torch.mm(weights, parts).view_as(x)
         out = torch.zeros_like(flat)
         for number in torch.unique(chosen).tolist():
             rows, place = torch.where(chosen == number)
             part = self.down[number](self._activated(self.gate_up[number](flat[rows])))
             out.index_add_(0, rows, part * weights[rows, place, None])
         return out.view_as(x)
-
-    def _one(self, row: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Run the experts of a single row [1, hidden], without looking for the rows of each: one
-        activation and one sum for all.
-        """
-        numbers = chosen[0].tolist()
-        mixed = self._activated(torch.cat([self.gate_up[number](row) for number in numbers]))
-        parts = [self.down[number](part) for number, part in zip(numbers, mixed.split(1))]
-        return torch.mm(weights, torch.cat(parts))
 
     def _activated(self, both: torch.Tensor) -> torch.Tensor:
         if self.experts.clamp is not None:
@@ -120,14 +115,13 @@ class Mixture:
 
     def route(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose experts for rows [T, hidden]: (weights in their dtype, numbers int64), both
-        [T, per_token]. The softmax runs over all experts in float32, as in transformers.
+        [T, per_token]. The softmax runs in float32, as in transformers.
         """
+        best = self.experts.per_token
         logits = F.linear(flat, self.router, self.bias)
-        if self.experts.normalise:
-            # shares of all experts, of which the chosen are made to sum to one, in fewer operators
-            logits, chosen = torch.topk(logits, self.experts.per_token, dim=-1)
-            weights = torch.softmax(logits, dim=-1, dtype=torch.float32)
-        else:
-            shares = torch.softmax(logits, dim=-1, dtype=torch.float32)
-            weights, chosen = torch.topk(shares, self.experts.per_token, dim=-1)
-        return weights.to(flat.dtype), chosen
+        if self.experts.normalise:  # the chosen alone: the same as all, made to sum to one
+            logits, chosen = torch.topk(logits, best, dim=-1)
+        shares = torch.softmax(logits, dim=-1, dtype=torch.float32)
+        if not self.experts.normalise:
+            shares, chosen = torch.topk(shares, best, dim=-1)
+        return shares.to(flat.dtype), chosen
