@@ -226,10 +226,10 @@ class LLM:
         compiled = self.options.compiles(self.config, self.device)
         # a forced backend compares plain products; otherwise weights take their fastest form
         form = "auto" if self.backend in ("auto", "cpu") else "plain"
-        few_bits = "words" if self.backend == "triton" else form
+        held = form, "words" if self.backend == "triton" else form, self._plan.head_copy > 0
         digest = WeightsDigest()
         stream = self._rounding.stream(digest.watch(stream), self.config.tied_embeddings)
-        self.model = assemble(self.config, self.dtype, self.device, stream, form, few_bits)
+        self.model = assemble(self.config, self.dtype, self.device, stream, *held)
         self.weights_digest = digest.hexdigest  # of saved sessions
         trim_heap()
         self.rotary = Rotary(self.config, self.device)

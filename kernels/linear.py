@@ -64,6 +64,11 @@ def choose_form(
     return "plain"
 
 
+def packs(dtype: torch.dtype) -> bool:
+    """Whether the fastest form of a weight of `dtype` on this CPU is oneDNN's own copy of it."""
+    return choose_form(torch.empty(1, 1, dtype=dtype)) == "packed"
+
+
 def pack_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,

@@ -122,7 +122,7 @@ def full_attention_cost(
 
     last, last_bytes: figures of the last answer and the K and V bytes that its steps read.
     """
-    weights = llm.plan().bytes_of("weights")
+    weights = llm.plan().step_weights
     bank = bank_bytes(llm, tokens)
     text = (
         f"a step of full attention reads {human(weights + bank)} here "

@@ -227,13 +227,16 @@ def assemble(
     stream: Iterable[tuple[str, torch.Tensor | Quantised]],
     form: str = "auto",
     few_bits: str = "auto",
+    head_twice: bool = False,
 ) -> Llama:
     """Build a Llama from (target name, tensor) pairs in any order.
 
     Each matrix is packed as soon as it and its bias have arrived, so that only one copy of it
     lives. A tied lm_head may come all the same, in few bits; before an embedding in few bits. form,
     few_bits: how floats and few bits are held, as pack_linear and pack_quantised (kernels/) say.
+    head_twice: hold a tied lm_head beside the embedding, in the form that is fastest.
     """
+    coming = config.parameters * dtype.itemsize
     plain: dict[str, torch.Tensor] = {}
     waiting: dict[str, dict[str, torch.Tensor | Quantised]] = {}
     packed: dict[str, Matrix] = {}
@@ -245,9 +248,15 @@ def assemble(
             alone = kind == "embed" and ("lm_head" in packed or not config.tied_embeddings)
             packed[name] = pack_quantised(tensor, None, dtype, "blocks" if alone else few_bits)
             continue
+        if isinstance(tensor, torch.Tensor):
+            coming -= tensor.nbytes
         if kind not in _PACKED:
             assert isinstance(tensor, torch.Tensor)
-            plain[name] = _folded(tensor, config.block) if kind in _FOLDED else tensor
+            # for a moment there are two of it, where the weights to come will lie
+            if kind == "lm_head" and coming >= tensor.nbytes:
+                packed[name] = pack_linear(tensor, form=form)
+            else:
+                plain[name] = _folded(tensor, config.block) if kind in _FOLDED else tensor
             continue
         parts = waiting.setdefault(base, {})
         parts["bias" if name.endswith(".bias") else "weight"] = tensor
@@ -261,7 +270,18 @@ def assemble(
             else:
                 packed[base] = pack_linear(weight, bias, form=form)
             del weight
-    layers = [
+    embed = packed.get("embed", plain.get("embed"))
+    assert embed is not None and not isinstance(embed, Linear)
+    lm_head = packed.get("lm_head") or _head(config, embed, plain, form, head_twice)
+    layers = _layers(config, plain, packed)
+    return Llama(config, dtype, torch.device(device), embed, layers, plain["norm"], lm_head)
+
+
+def _layers(
+    config: ModelConfig, plain: dict[str, torch.Tensor], packed: dict[str, Matrix]
+) -> list[Layer]:
+    """Put each layer together from what has arrived."""
+    return [
         Layer(
             plain.get(f"{i}.input_norm"),
             packed[f"{i}.qkv"],
@@ -279,10 +299,6 @@ def assemble(
         )
         for i in range(config.num_layers)
     ]
-    embed = packed.get("embed", plain.get("embed"))
-    assert embed is not None and not isinstance(embed, Linear)
-    lm_head = packed.get("lm_head") or _head(config, embed, plain, form)
-    return Llama(config, dtype, torch.device(device), embed, layers, plain["norm"], lm_head)
 
 
 def _has_bias(config: ModelConfig, name: str) -> bool:
@@ -298,17 +314,16 @@ def _head(
     embed: torch.Tensor | QuantisedLinear,
     plain: dict[str, torch.Tensor],
     form: str,
+    twice: bool,
 ) -> Matrix:
-    """lm_head where it did not come in few bits: the embedding, or a float tensor of its own.
-
-    It is the largest matrix of a small model and often the last to arrive: a second copy, even for
-    a moment, would pass the plan.
+    """lm_head where it was not packed as it came: the embedding, or a tensor of its own that came
+    late. It is the largest matrix of a small model: a second copy would pass the plan then.
     """
     if not config.tied_embeddings:
         return pack_linear(plain["lm_head"], form=form, copy=False)
     if isinstance(embed, QuantisedLinear):
         return embed
-    return pack_linear(embed, form=form, copy=False)
+    return pack_linear(embed, form=form, copy=twice)
 
 
 def _mixture(

@@ -7,7 +7,7 @@ Both follow from config.json alone, before anything is allocated. The result is 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from engine.plan.placement import SLOTS, fitting, full_placement, reserved_rows
 from engine.plan.report import OFFLOAD_CHUNK, ROUND, Item, Plan
 from engine.plan.windows import ring_size
 from engine.query_ring import SLOTS as RING
+from kernels.linear import packs
 from kernels.scratch import scratch_bytes
 
 if TYPE_CHECKING:
@@ -54,12 +55,13 @@ def memory_items(
     backend: str = "auto",
     placement: Placement | None = None,
     weights: FewBits | None = None,
+    head_twice: bool = False,
 ) -> tuple[Item, ...]:
     """Return the plan's parts at a context of so many tokens: (name, bytes, note).
 
     Everything but the bank and a few buffers is O(1) in context. placement: what lives in host
     memory. On a CPU that is the same memory, so the host tier is an item too. weights: in few
-    bits; None: all of them in `dtype`.
+    bits; None: all of them in `dtype`. head_twice: a tied lm_head has a copy of its own.
     """
     size, context = dtype.itemsize, reserved_rows(context, device.type)
     kept = config.num_layers - len(config.local_layers)
@@ -77,7 +79,7 @@ def memory_items(
     workspace = prefill_bytes(config, size, chunk, device.type)
     chosen = method.prompt_bytes(config, context, chunk, size)
     return (
-        ("weights", *(weights[:2] if weights else _plain_weights(config, size))),
+        ("weights", *(weights[:2] if weights else _plain_weights(config, size, head_twice))),
         ("context bank", bank, f"{kept} layers x {config.kv_bytes(size)} B per token"),
         *((("sliding windows", rings, _window_note(config)),) if rings else ()),
         *_tier_items(config, placement, size, context, device),
@@ -90,8 +92,11 @@ def memory_items(
     )
 
 
-def _plain_weights(config: ModelConfig, size: int) -> tuple[int, str]:
-    return config.parameters * size, f"{config.parameters / 1e9:.2f} B parameters"
+def _plain_weights(config: ModelConfig, size: int, head_twice: bool) -> tuple[int, str]:
+    held, note = config.parameters, f"{config.parameters / 1e9:.2f} B parameters"
+    if head_twice:
+        held, note = held + config.vocab_size * config.hidden_size, f"{note}, lm_head packed beside"
+    return held * size, note
 
 
 def window_bytes(config: ModelConfig, size: int, chunk: int, context: int) -> int:
@@ -176,6 +181,7 @@ class _Search:
     free: int
     host_free: int
     weights: FewBits | None = None
+    head_twice: bool = False
 
     def items(self, context: int, placement: Placement | None) -> tuple[Item, ...]:
         """Return the memory items at a context with this placement."""
@@ -190,7 +196,25 @@ class _Search:
             self.backend,
             placement,
             self.weights,
+            self.head_twice,
         )
+
+    def packing_head(self, context: int) -> _Search:
+        """With a copy of a tied lm_head where that is faster and fits beside everything else.
+
+        Packed it is multiplied twice as fast as the embedding that it is (29.5 instead of 15.0 GB/s
+        for 128,256 x 2,048 in bfloat16, avx512_bf16), and rows of a packed one cannot be looked up.
+        """
+        if not (
+            self.config.tied_embeddings
+            and self.weights is None
+            and self.device.type == "cpu"
+            and self.backend in ("auto", "cpu")
+            and packs(self.dtype)
+        ):
+            return self
+        twice = replace(self, head_twice=True)
+        return twice if twice.fits(context, twice.placement(context)) else self
 
     def fits(self, context: int, placement: Placement | None) -> bool:
         """Say whether a context with this placement fits on the device and in host memory."""
@@ -296,6 +320,7 @@ def plan_at(
     search = _Search(config, method, layers, dtype, device, chunk, *asked, free, host_free, weights)
     size, largest = dtype.itemsize, search.largest_context()
     context = max_context or max(min(ROUND, config.context_limit), largest)
+    search = search.packing_head(context)
     placement, needs = search.placement(context), method.needs(layers, config, context, size)
     return Plan(
         model=name,
@@ -319,6 +344,7 @@ def plan_at(
         kept=needs.retained_bytes,
         outlook=search.outlook(context, placement),
         prompt_link_bytes=search.link_bytes(context, placement),
+        head_copy=search.head_twice * config.vocab_size * config.hidden_size * size,
     )
 
 

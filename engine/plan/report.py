@@ -34,7 +34,8 @@ class Plan:
     CPU it is part of the total). full_bank: bytes of K and V of all layers. budget: selected or
     retained tokens. kept: bytes of K and V that an evicting method keeps after a prompt of
     max_context; 0 for other methods. outlook: what exact mode promises at max_context.
-    prompt_link_bytes: the most that reading max_context tokens brings from host memory.
+    prompt_link_bytes: the most that reading max_context tokens brings from host memory. head_copy:
+    bytes of a tied lm_head that is held a second time, packed for products.
     """
 
     model: str
@@ -58,11 +59,17 @@ class Plan:
     kept: int = 0
     outlook: str = ""
     prompt_link_bytes: int = 0
+    head_copy: int = 0
 
     @property
     def total(self) -> int:
         """Device bytes at the peak: everything resident and the prefill workspace."""
         return sum(size for _, size, _ in self.items)
+
+    @property
+    def step_weights(self) -> int:
+        """Bytes of weights that a step reads: all but an embedding that has a copy for products."""
+        return self.bytes_of("weights") - self.head_copy
 
     @property
     def fits(self) -> bool:

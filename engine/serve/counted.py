@@ -26,7 +26,7 @@ class Figures:
         now, before = session.counters, self._before
         sparse = now.sparse_steps - before.sparse_steps
         dense = now.dense_steps - before.dense_steps
-        weights = session.llm.plan().bytes_of("weights")
+        weights = session.llm.plan().step_weights
         held = (self._length + len(session)) // 2  # in an answer's mean step
         full = weights + sum(session.llm.config.rows_seen(held)) * session.row_bytes
         rows = _rows(now) - _rows(before)

@@ -10,11 +10,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from engine import LLM, Full, OmniKV
 from engine.errors import OutOfMemoryPlan, SettingError
 from engine.model.config import ModelConfig
-from engine.model.tensors import targets
+from engine.model.llama import assemble
+from engine.model.tensors import random_stream, targets
 from tests.builders import random_ids, session_config, tiny_llm
 from tools.families.models import word_tokenizer
 
@@ -199,3 +201,35 @@ def test_config_of_the_tiny_model_counts_its_own_weights():
     config = session_config()
     llm = tiny_llm(config=config)
     assert llm.model.nbytes == 4 * config.parameters
+
+
+def test_a_tied_head_is_packed_beside_where_there_is_room(monkeypatch):
+    """Counted, held, and given up before a context is; logits stay."""
+    monkeypatch.setattr("engine.plan.memory.packs", lambda dtype: True)
+    config = session_config(tie_word_embeddings=True)
+    copy, settings = 4 * config.vocab_size * config.hidden_size, {"backend": "cpu"}
+    beside = tiny_llm(config=config, **settings)
+    plan = beside.plan()
+    assert plan.head_copy == copy and "lm_head packed beside" in str(plan)
+    assert beside.model.nbytes == plan.bytes_of("weights") == 4 * config.parameters + copy
+    assert plan.step_weights == 4 * config.parameters
+    tight = tiny_llm(config=config, ram_budget=plan.total - copy // 2, **settings)
+    assert not tight.plan().head_copy and tight.max_context == beside.max_context
+    assert tight.model.nbytes == tight.plan().bytes_of("weights") == beside.model.nbytes - copy
+    forced = tiny_llm(config=config, backend="reference")
+    assert not forced.plan().head_copy and forced.model.nbytes == 4 * config.parameters
+    found = [llm.session().prefill([5, 6, 7]) for llm in (beside, tight)]
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("first, form", [(True, "narrow"), (False, "left")])
+def test_a_head_is_packed_while_there_is_room_for_both(first, form):
+    """Its own tensor: one that comes last stays as it is."""
+    config = session_config(tie_word_embeddings=False)
+    parts = list(random_stream(config, torch.float32, torch.device("cpu")))
+    parts.sort(key=lambda part: (part[0] == "lm_head") != first)
+    head = dict(parts)["lm_head"]
+    model = assemble(config, torch.float32, "cpu", parts)
+    assert model.lm_head.form == form
+    x = torch.randn(2, config.hidden_size)
+    torch.testing.assert_close(model.lm_head(x), x @ head.T, rtol=1e-5, atol=1e-5)
