@@ -4,16 +4,24 @@ import pytest
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory):
+def trained_tokenizer():
+    """The shipped tokenizer, trained once for all."""
+    from tools.pocket.tokenizer import train_tokenizer
+
+    return train_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory, trained_tokenizer):
     import torch
 
     from tools.pocket.checkpoint import export
     from tools.pocket.model import Pocket, Shape
     from tools.pocket.start import structured_start
-    from tools.pocket.tokenizer import save_tokenizer, train_tokenizer
+    from tools.pocket.tokenizer import save_tokenizer
 
     folder = tmp_path_factory.mktemp("tiny")
-    tokenizer = train_tokenizer()
+    tokenizer = trained_tokenizer
     size = tokenizer.get_vocab_size()
     torch.manual_seed(0)
     model = Pocket(

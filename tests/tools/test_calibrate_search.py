@@ -5,6 +5,8 @@ Stops: a layer before the first filter that is not counted, a move that is never
 search that finds something else, figures of another model.
 """
 
+import contextlib
+import io
 import itertools
 import json
 
@@ -125,16 +127,25 @@ def test_the_knee_is_where_more_layers_cost_more_than_they_bring():
 # ------------------------------------------------------------------ the whole program
 
 
-@pytest.fixture
-def words(tmp_path):
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
     """Two pieces of 300 tokens to search on and two held out."""
     lines = [
         f"The {n}th house has {n * 7 % 31} windows, and house {n - 3} has more.\n"
         for n in range(400)
     ]
-    path = tmp_path / "text.txt"
+    path = tmp_path_factory.mktemp("words") / "text.txt"
     path.write_text("".join(lines))
     return path
+
+
+@pytest.fixture(scope="module")
+def searched(tiny, words, tmp_path_factory):
+    """A whole search: (the file it wrote, beside which its state lies; what it printed)."""
+    out, said = tmp_path_factory.mktemp("searched") / "one.json", io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert main(arguments(tiny, words, out)) == 0
+    return out, said.getvalue()
 
 
 def arguments(tiny, words, out, *more):
@@ -144,10 +155,10 @@ def arguments(tiny, words, out, *more):
     ]
 
 
-def test_a_stopped_search_goes_on_and_finds_the_same(tiny, words, tmp_path, capsys, monkeypatch):
-    out, other = tmp_path / "one.json", tmp_path / "two.json"
-    assert main(arguments(tiny, words, out)) == 0
-    whole = capsys.readouterr().out
+def test_a_stopped_search_goes_on_and_finds_the_same(
+    tiny, words, searched, tmp_path, capsys, monkeypatch
+):
+    other, (one, whole) = tmp_path / "two.json", searched
     assert "(knee) (chosen)" in whole and "| 2" in whole and "| 3" in whole
 
     real, budget = by_loss.Passages.__call__, [5]
@@ -165,7 +176,7 @@ def test_a_stopped_search_goes_on_and_finds_the_same(tiny, words, tmp_path, caps
     assert len(kept["costs"]) >= 3 and not kept["held"]
     budget[0] = 1000
     assert main(arguments(tiny, words, other)) == 0
-    assert capsys.readouterr().out.replace("two.json", "one.json") == whole
+    assert capsys.readouterr().out.replace(str(other), str(one)) == whole
     used = 1000 - budget[0]
     budget[0] = 0  # nothing is left to measure, and nothing is read
     monkeypatch.delattr(by_loss, "passage_of")
@@ -180,10 +191,10 @@ def test_a_stopped_search_goes_on_and_finds_the_same(tiny, words, tmp_path, caps
     assert len(full_layers(plan)) == 2
 
 
-def test_a_foreign_or_damaged_state_is_refused_in_one_line(tiny, words, tmp_path, capsys):
-    out = tmp_path / "found.json"
-    assert main(arguments(tiny, words, out)) == 0
-    capsys.readouterr()
+def test_a_foreign_or_damaged_state_is_refused_in_one_line(tiny, words, searched, tmp_path, capsys):
+    out, path = tmp_path / "found.json", tmp_path / "found.search.json"
+    state = searched[0].with_name("one.search.json").read_text()
+    path.write_text(state)
 
     def refused(*more):
         assert main(arguments(tiny, words, out, *more)) == 2
@@ -193,8 +204,7 @@ def test_a_foreign_or_damaged_state_is_refused_in_one_line(tiny, words, tmp_path
 
     assert "other positions" in refused("--positions", "13")
     assert "other share" in refused("--share", "0.1")
-    path = tmp_path / "found.search.json"
-    whole = json.loads(path.read_text())
+    whole = json.loads(state)
     spoiled = [
         "{",
         "[]",

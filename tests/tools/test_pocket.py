@@ -23,8 +23,8 @@ SHIPPED = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return train_tokenizer()
+def tokenizer(trained_tokenizer):
+    return trained_tokenizer
 
 
 def test_tokenizer_is_the_same_every_time_and_has_numbers(tokenizer):

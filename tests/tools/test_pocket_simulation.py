@@ -10,14 +10,14 @@ from tools.pocket.checkpoint import export
 from tools.pocket.model import Pocket, Shape
 from tools.pocket.simulation import Setting, Simulated, choose, kept_tokens, layer_roles
 from tools.pocket.start import structured_start
-from tools.pocket.tokenizer import save_tokenizer, train_tokenizer
+from tools.pocket.tokenizer import save_tokenizer
 from tools.pocket_filters import candidates, score
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory, trained_tokenizer):
     folder = tmp_path_factory.mktemp("tiny")
-    tokenizer = train_tokenizer()
+    tokenizer = trained_tokenizer
     size = tokenizer.get_vocab_size()
     model = Pocket(
         Shape(
