@@ -16,6 +16,8 @@ from engine.plan.placement import SLOTS
 from engine.settings import MOST, found, integer, is_number, one_of
 from engine.units import first_line
 from kernels.dispatch import BACKENDS
+from kernels.rows import DTYPES as PACKED
+from kernels.rows import FORMS
 
 if TYPE_CHECKING:
     from engine.bank.host_pool import HostPool
@@ -27,7 +29,7 @@ MOST_THREADS = 64  # or four for each core: with 10,000 a token takes 20 s
 OFFLOADS = ("auto", "host", "device")
 STEPS = ("auto", "fused", "plain")
 WEIGHTS = ("auto", "int8", "int4", "int4:64", "int4:128", "float")
-BANKS = ("auto", "model", "int8")
+BANKS = ("auto", "model", "int8", "int4")
 
 
 OLDEST = (8, 0)  # compute capability: bfloat16 products and 16-byte asynchronous copies
@@ -68,9 +70,9 @@ class Options:
     "auto" (as stored), "int8" or "int4" to round float weights as they are read (int4 has a scale
     for every 32 columns, "int4:64" and "int4:128" for as many as they say), "float" to dequantise
     what is stored in few bits. bank: "model" (K and V in the model's dtype; "auto" is
-    that) or "int8" (docs/QUANTISATION.md). check_finite: refuse weights with NaN or infinity.
-    imagined_gpu: with load=False, plan for a GPU with so many free bytes, beside this machine's
-    host memory or ram_budget, whether there is one or not.
+    that), "int8", or "int4" (values in 4 bits, keys in 5; docs/QUANTISATION.md). check_finite:
+    refuse weights with NaN or infinity. imagined_gpu: with load=False, plan for a GPU with so many
+    free bytes, beside this machine's host memory or ram_budget, whether there is one or not.
     """
 
     device: str = "auto"
@@ -210,14 +212,16 @@ class Options:
         """`config` with the form of the bank's rows that `bank` asks for. Raises SettingError where
         the model's heads cannot be packed.
         """
-        if self.bank != "int8":
+        if self.bank not in PACKED:
             return dataclasses.replace(config, bank="model")
-        if config.head_dim % 4:
+        form = FORMS[PACKED[self.bank]]
+        if config.head_dim % form.multiple or config.head_dim > form.most:
             raise SettingError(
-                f"bank: found 'int8', expected 'auto' or 'model' for heads of {config.head_dim} "
-                f"elements: packed rows take multiples of 4"
+                f"bank: found {self.bank!r}, expected 'auto' or 'model' for heads of "
+                f"{config.head_dim} elements: packed rows take multiples of {form.multiple} up to "
+                f"{form.most}"
             )
-        return dataclasses.replace(config, bank="int8")
+        return dataclasses.replace(config, bank=self.bank)
 
     def resolved_dtype(self, stored: str, device: torch.device) -> torch.dtype:
         """The torch.dtype that `dtype` means for weights stored as `stored` on a device."""

@@ -26,7 +26,7 @@ from kernels.dense_decode import decode_dense
 from kernels.dispatch import choose_for
 from kernels.few_rows import MOST_ROWS
 from kernels.linear_quantised import QuantisedLinear
-from kernels.rows_int8 import floats, key_floats
+from kernels.rows import floats, key_floats
 from kernels.scratch import make_scratch
 
 if TYPE_CHECKING:

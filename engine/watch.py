@@ -12,7 +12,7 @@ from engine.errors import SettingError
 from engine.plan.layers import Role
 from engine.settings import is_integer
 from engine.step_runner import StepKind
-from kernels.rows_int8 import key_floats
+from kernels.rows import key_floats
 
 if TYPE_CHECKING:
     from engine.decode import Step

@@ -19,14 +19,8 @@ from kernels._triton import tl, triton
 from kernels.dispatch import choose
 from kernels.isa import multiplies
 from kernels.prefill import attend_chunk, attend_rows, merge
-from kernels.rows_int8 import (
-    key_floats,
-    load_keys,
-    load_values,
-    scaled_logits,
-    stored_queries,
-    unpack_keys,
-)
+from kernels.row_tiles import load_keys, load_values, scaled_logits
+from kernels.rows import key_floats, stored_queries, unpack_keys
 from kernels.split import Config, power_of_two, softmax_step
 
 BLOCK = 128
@@ -199,7 +193,7 @@ def attend_blocks_ref(
                 if not len(lists[head][n]):
                     continue
                 past_k, past_v = (
-                    t[head // group].index_select(0, lists[head][n]).view(1, 1, -1, k.shape[3])
+                    t[head // group].index_select(0, lists[head][n]).view(1, 1, -1, t.shape[-1])
                     for t in (rows_k, rows_v)
                 )
                 past_out[:, :, head : head + 1], past_lse[:, :, head : head + 1] = attend_rows(

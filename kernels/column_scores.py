@@ -14,13 +14,8 @@ from kernels._triton import tl, triton
 from kernels.dispatch import choose
 from kernels.host_values import on_device
 from kernels.isa import multiplies
-from kernels.rows_int8 import (
-    key_floats,
-    load_keys,
-    scaled_logits,
-    stored_queries,
-    unpack_keys,
-)
+from kernels.row_tiles import load_keys, scaled_logits
+from kernels.rows import key_floats, stored_queries, unpack_keys
 from kernels.softmax import PLAIN, Softmax, capped
 from kernels.split import Config, power_of_two
 

@@ -13,12 +13,23 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from kernels.isa import fuses, multiplies, vectorises
-from kernels.rows_int8 import floats, is_packed, key_floats, scales, stored_queries, values
+from kernels.rows import (
+    FORMS,
+    floats,
+    is_packed,
+    key_floats,
+    key_scales,
+    stored_key_floats,
+    stored_queries,
+    value_scales,
+    widen_keys,
+    widen_values,
+)
 from kernels.softmax import PLAIN, Softmax
 
 # elements of K or V that are float32 at a time in a filter layer: 2 MB, 512 rows of 8 x 128. A
@@ -88,7 +99,7 @@ def _attend_newest(
     """Add the rows that not every query sees: query j sees m - (Q-1-j) of k, v [Hkv, m < Q, D]."""
     kv_heads, rows, _ = k.shape
     logits = (
-        torch.matmul(packed.float(), floats(k).transpose(1, 2)).view(
+        torch.matmul(packed.float(), stored_key_floats(k).transpose(1, 2)).view(
             kv_heads, queries, packed.shape[1] // queries, rows
         )
         * scale
@@ -148,10 +159,10 @@ def logit_blocks(
         for h in range(kv_heads):
             rows_k = k[h, start:stop]
             if k.dtype != torch.float32:
-                wide.copy_(values(rows_k) if is_packed(k) else rows_k)
+                widen_keys(rows_k, wide)
             torch.mm(packed[h], (rows_k if k.dtype == torch.float32 else wide).t(), out=logits[h])
             if is_packed(k):
-                logits[h] *= scales(rows_k)
+                logits[h] *= key_scales(rows_k)
         softmax.capped(logits)
         yield start, stop, logits.view(kv_heads, queries, group, stop - start)
 
@@ -196,9 +207,10 @@ def attend_scored(
     packed = (stored_queries(q[0].float(), k) * scale).view(kv_heads, -1, dim)
     parts = _parts(held, packed.shape[:2], rows, size)
     for weights, at in _chunks(parts):
-        rows_k = _widened(k[:, at], buffer, copied=dim >= COPIED)
+        rows_k = _widened(k[:, at], buffer, dim, copied=dim >= COPIED)
         torch.bmm(packed, rows_k.transpose(1, 2), out=weights)
-        _scale(weights, k[:, at])
+        if is_packed(k):
+            _scale(weights, key_scales(k[:, at]))
         softmax.capped(weights)
     if kind == "raw":
         _head_maxima(parts, scores)
@@ -210,8 +222,9 @@ def attend_scored(
         _add_narrow(out, parts, v)
     else:
         for weights, at in _chunks(parts):
-            _scale(weights, v[:, at])
-            out.baddbmm_(weights, _widened(v[:, at], buffer))
+            if is_packed(v):
+                _scale(weights, value_scales(v[:, at]))
+            out.baddbmm_(weights, _widened(v[:, at], buffer, dim, widen_values))
     return out.view(1, heads, dim).to(q.dtype)
 
 
@@ -251,30 +264,34 @@ def _add_narrow(out: torch.Tensor, parts: list[Part], v: torch.Tensor) -> None:
                 out[h] += torch.mm(some[h], v[h, start : start + some.shape[2]])
 
 
-def _widened(rows: torch.Tensor, buffer: torch.Tensor, copied: bool = False) -> torch.Tensor:
-    """Convert rows to float32 in `buffer`: of packed rows the values, which `_scale` goes with.
-    float32 rows stay where they are, or are copied.
+def _widened(
+    rows: torch.Tensor,
+    buffer: torch.Tensor,
+    dim: int,
+    widen: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = widen_keys,
+    copied: bool = False,
+) -> torch.Tensor:
+    """Convert rows of `dim` elements to float32 in `buffer`: of packed rows the values, which
+    `_scale` goes with. float32 rows stay where they are, or are copied.
     """
     if rows.dtype == torch.float32 and not copied:
         return rows
-    rows = values(rows) if is_packed(rows) else rows
-    wide = buffer[: rows.numel()].view(rows.shape)
-    if vectorises(rows.dtype):
-        return wide.copy_(rows)
+    wide = buffer[: rows.shape[:-1].numel() * dim].view(*rows.shape[:-1], dim)
+    if is_packed(rows) or vectorises(rows.dtype):
+        return widen(rows, wide)
     for head, narrow in zip(wide, rows):
         head.copy_(narrow)
     return wide
 
 
-def _scale(weights: torch.Tensor, rows: torch.Tensor) -> None:
-    """Multiply weights [Hkv, G, n] by the scales of packed rows [Hkv, n, D + 4], in place."""
-    if is_packed(rows):
-        # gathered once: read in place they would be gathered for every query
-        weights *= scales(rows).contiguous().unsqueeze(1)
+def _scale(weights: torch.Tensor, scales: torch.Tensor) -> None:
+    """Multiply weights [Hkv, G, n] by the scales of packed rows [Hkv, n], in place."""
+    # gathered once: read in place they would be gathered for every query
+    weights *= scales.contiguous().unsqueeze(1)
 
 
 def in_float32(rows: torch.Tensor) -> torch.Tensor:
-    """Convert a slice of rows of K [Hkv, n, D] (packed: [Hkv, n, D + 4]) to float32, head by head
+    """Convert a slice of rows of K [Hkv, n, D] (or packed) to float32, head by head
     on a CPU whose torch converts what is not one contiguous run element by element (float16
     without AVX2: 7 times slower).
     """
@@ -315,7 +332,7 @@ def widened_floats(
     kv_heads: int, packed: int, dim: int, rows: int, dtype: torch.dtype, capped: bool = False
 ) -> int:
     """Size the buffer of `attend_widened` in float32 elements; 0 where the fused kernel attends."""
-    if dtype != torch.int8 and not capped and fuses(dtype, packed):
+    if dtype not in FORMS and not capped and fuses(dtype, packed):
         return 0
     size = chunk_rows(kv_heads * dim, rows)
     heads = kv_heads * packed
@@ -357,14 +374,17 @@ def attend_widened(
         some_k, some_v = (t[:, first : first + span] for t in (k, v))
         parts = _parts(held, packed.shape[:2], some_k.shape[1], size)
         for weights, at in _chunks(parts):
-            torch.bmm(folded, _widened(some_k[:, at], buffer).transpose(1, 2), out=weights)
-            _scale(weights, some_k[:, at])
+            rows_k = _widened(some_k[:, at], buffer, dim)
+            torch.bmm(folded, rows_k.transpose(1, 2), out=weights)
+            if is_packed(k):
+                _scale(weights, key_scales(some_k[:, at]))
             softmax.capped(weights)
         new = _softmax(parts)
         part = torch.zeros_like(folded)
         for weights, at in _chunks(parts):
-            _scale(weights, some_v[:, at])
-            part.baddbmm_(weights, _widened(some_v[:, at], buffer))
+            if is_packed(v):
+                _scale(weights, value_scales(some_v[:, at]))
+            part.baddbmm_(weights, _widened(some_v[:, at], buffer, dim, widen_values))
         if not first:
             out, lse = part, new
             continue
@@ -392,14 +412,25 @@ def _attend_floats(
 def token_rows(k: torch.Tensor, v: torch.Tensor, b: int) -> torch.Tensor | None:
     """View sequence b of a token-major bank as [T, 2 * Hkv * D], one row per token.
 
-    k, v [B, Hkv, T, D]. None unless both are views of one [B, T, 2, Hkv, D] storage. One gather of
-    such whole contiguous rows is 10x to 400x cheaper than a gather per head.
+    k, v [B, Hkv, T, D], or packed in rows of any two lengths. None unless both are views of one
+    storage [B, T, K of every head and then V]. One gather of such whole contiguous rows is 10x to
+    400x cheaper than a gather per head.
     """
     _, kv_heads, capacity, dim = k.shape
     half = kv_heads * dim
-    same = kv_heads == 1 or k.stride()[1:] == v.stride()[1:] == (dim, 2 * half, 1)
-    if not same or k.stride(2) != v.stride(2) or k.stride(2) != 2 * half:
+    whole = half + kv_heads * v.shape[3]
+    same = kv_heads == 1 or (k.stride(1), v.stride(1)) == (dim, v.shape[3])
+    if not same or not k.stride(2) == v.stride(2) == whole or not k.stride(3) == v.stride(3) == 1:
         return None
     if v.data_ptr() - k.data_ptr() != half * k.element_size():
         return None
-    return k.as_strided((capacity, 2 * half), (2 * half, 1), k.storage_offset() + b * k.stride(0))
+    return k.as_strided((capacity, whole), (whole, 1), k.storage_offset() + b * k.stride(0))
+
+
+def split_rows(
+    rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """View rows [n, ..] of `token_rows` as those of k and of v: [1, Hkv, n, D] each."""
+    heads, at = k.shape[1], k.shape[1] * k.shape[3]
+    one, other = rows[:, :at].unflatten(1, (heads, -1)), rows[:, at:].unflatten(1, (heads, -1))
+    return one.transpose(0, 1)[None], other.transpose(0, 1)[None]

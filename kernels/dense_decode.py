@@ -17,15 +17,8 @@ from kernels.digits import BINS, count_first_digit, ordered
 from kernels.dispatch import choose
 from kernels.merge import merge, merge_when_last, merging
 from kernels.reference import attend_alone, head_max
-from kernels.rows_int8 import (
-    is_packed,
-    key_product,
-    load_keys,
-    load_values,
-    scaled_logits,
-    softmax_tile,
-    wide_stored_queries,
-)
+from kernels.row_tiles import key_product, load_keys, load_values, scaled_logits, softmax_tile
+from kernels.rows import is_packed, wide_stored_queries
 from kernels.scratch import Scratch, make_scratch
 from kernels.softmax import PLAIN, Softmax, capped
 from kernels.split import (

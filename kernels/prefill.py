@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kernels.dispatch import choose
 from kernels.isa import fuses
 from kernels.reference import attend
-from kernels.rows_int8 import is_packed, unpack, unpack_keys
+from kernels.rows import is_packed, unpack, unpack_keys
 from kernels.softmax import PLAIN, Softmax
 from kernels.tile_prefill import attend_tiles
 

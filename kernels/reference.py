@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.rows_int8 import floats, key_floats
+from kernels.rows import floats, key_floats
 from kernels.softmax import PLAIN, Softmax
 
 

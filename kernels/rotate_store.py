@@ -8,7 +8,7 @@ import torch
 
 from kernels._triton import tl, triton
 from kernels.dependent import dependent, wait_for_last_kernel
-from kernels.rows_int8 import store_row, transform_of
+from kernels.row_tiles import store_row, store_warps, transform_of
 from kernels.split import power_of_two
 from kernels.store import store_step_ref
 
@@ -73,7 +73,7 @@ def rotate_store(
         HP=power_of_two(dim // 2),
         **transform_of(dim),
         TWICE=twice is not None,
-        num_warps=1,
+        num_warps=store_warps(bank_k.dtype),
         **dependent(qkv),
     )
     return out

@@ -12,7 +12,7 @@ from kernels.cpu import WINDOW_BLOCK, block_floats, chunk_rows, widened_floats
 from kernels.digits import BINS
 from kernels.dispatch import choose_for
 from kernels.merge import tickets
-from kernels.rows_int8 import row_width
+from kernels.rows import row_widths
 from kernels.split import MERGE_CHUNK, TAIL_ROOM, dense_splits, most_sparse_splits
 
 SELECT_PROGRAMS = 128  # most programs per row of the top-k
@@ -97,7 +97,7 @@ def _sizes(
             chunk_rows(kv_heads * head_dim, capacity) * kv_heads * head_dim if scored else 0,
             block_floats(heads, head_dim, window, min(WINDOW_BLOCK, capacity)) if window else 0,
         )
-        width = 2 * kv_heads * row_width(head_dim, dtype)
+        width = kv_heads * sum(row_widths(head_dim, dtype))
         rows = (min(budget + TAIL_ROOM, capacity) if budget else 0) * width
         logits = heads * capacity if scored else 0
         sizes |= {

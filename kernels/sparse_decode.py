@@ -7,20 +7,13 @@ from __future__ import annotations
 import torch
 
 from kernels._triton import tl, triton
-from kernels.cpu import attend_sequence, token_rows
+from kernels.cpu import attend_sequence, split_rows, token_rows
 from kernels.dependent import dependent, wait_for_last_kernel
 from kernels.dispatch import choose
 from kernels.merge import merge, merge_when_last, merging
 from kernels.reference import attend_alone
-from kernels.rows_int8 import (
-    is_packed,
-    key_product,
-    load_keys,
-    load_values,
-    scaled_logits,
-    softmax_tile,
-    wide_stored_queries,
-)
+from kernels.row_tiles import key_product, load_keys, load_values, scaled_logits, softmax_tile
+from kernels.rows import is_packed, wide_stored_queries
 from kernels.scratch import Scratch, make_scratch
 from kernels.softmax import PLAIN, Softmax, capped
 from kernels.split import (
@@ -133,7 +126,8 @@ def decode_sparse_cpu(
     nothing was chosen.
     """
     out, batch = torch.empty_like(q), len(q)
-    kv_heads, dim = k.shape[1], k.shape[3]  # of packed rows D + 4
+    kv_heads = k.shape[1]
+    width = kv_heads * (k.shape[3] + v.shape[3])
     for b in range(batch):
         kept, start, n = int(counts[b]), int(tail_start[b]), int(lengths[b])
         blocks = None if scratch is None else scratch.blocks
@@ -144,26 +138,23 @@ def decode_sparse_cpu(
             continue
         total, rows = kept + n - start, token_rows(k, v, b)
         buffer = None if scratch is None else scratch.rows
-        if buffer is None or buffer.dtype != k.dtype or buffer.numel() < total * 2 * kv_heads * dim:
-            buffer = torch.empty(total * 2 * kv_heads * dim, dtype=k.dtype)
-        buffer = buffer[: total * 2 * kv_heads * dim]
+        if buffer is None or buffer.dtype != k.dtype or buffer.numel() < total * width:
+            buffer = torch.empty(total * width, dtype=k.dtype)
+        buffer = buffer[: total * width]
         if rows is not None and index.shape[1] == 1:
-            packed = buffer.view(total, 2 * kv_heads * dim)
+            packed = buffer.view(total, width)
             torch.index_select(rows, 0, index[b, 0, :kept], out=packed[:kept])
             packed[kept:].copy_(rows[start:n])
-            gathered = packed.view(total, 2, kv_heads, dim).permute(1, 2, 0, 3)
+            rows_k, rows_v = (t[0] for t in split_rows(packed, k, v))
         else:
-            gathered = buffer.view(2, kv_heads, total, dim)
-            for side, bank in enumerate((k[b], v[b])):
+            parts = buffer.split([kv_heads * total * t.shape[3] for t in (k, v)])
+            rows_k, rows_v = (part.view(kv_heads, total, -1) for part in parts)
+            for found, bank in ((rows_k, k[b]), (rows_v, v[b])):
                 for h in range(kv_heads):
-                    torch.index_select(
-                        bank[h],
-                        0,
-                        index[b, h % index.shape[1], :kept],
-                        out=gathered[side, h, :kept],
-                    )
-                    gathered[side, h, kept:].copy_(bank[h, start:n])
-        out[b], _ = attend_sequence(q[b], gathered[0], gathered[1], scale, blocks, softmax)
+                    at = index[b, h % index.shape[1], :kept]
+                    torch.index_select(bank[h], 0, at, out=found[h, :kept])
+                    found[h, kept:].copy_(bank[h, start:n])
+        out[b], _ = attend_sequence(q[b], rows_k, rows_v, scale, blocks, softmax)
     return out
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 import torch
 
 from kernels._triton import tl, triton
-from kernels.cpu import token_rows
+from kernels.cpu import split_rows, token_rows
 from kernels.dispatch import choose
 from kernels.host_values import on_device
 from kernels.prefill import attend_chunk, attend_rows, merge
 from kernels.reference import attend
-from kernels.rows_int8 import is_packed, load_keys, load_values, scaled_logits, stored_queries
+from kernels.row_tiles import load_keys, load_values, scaled_logits
+from kernels.rows import is_packed, stored_queries
 from kernels.softmax import PLAIN, Softmax, add_sink, capped
 from kernels.sparse_decode import bank_rows
 from kernels.split import gathered_config, softmax_step
@@ -113,13 +114,11 @@ def gather(
 
     A token-major bank copies whole rows (`token_rows`), any other layout head by head.
     """
-    _, heads, _, dim = k.shape
     rows = token_rows(k, v, 0)
     if rows is not None:
-        packed = rows.index_select(0, chosen).view(-1, 2, heads, dim).permute(1, 2, 0, 3)
-        return packed[0:1], packed[1:2]
+        return split_rows(rows.index_select(0, chosen), k, v)
     one, other = (
-        torch.stack([t[0, h].index_select(0, chosen) for h in range(heads)])[None] for t in (k, v)
+        torch.stack([head.index_select(0, chosen) for head in t[0]])[None] for t in (k, v)
     )
     return one, other
 

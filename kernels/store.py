@@ -13,7 +13,8 @@ import torch
 
 from kernels._triton import tl, triton
 from kernels.dispatch import choose
-from kernels.rows_int8 import store_row, stored, stored_keys, transform_of
+from kernels.row_tiles import store_row, store_warps, transform_of
+from kernels.rows import stored, stored_keys
 from kernels.split import power_of_two
 
 
@@ -225,5 +226,5 @@ def store_step_triton(
         **transform_of(dim),
         ODD=dim % 2,
         TWICE=twice is not None,
-        num_warps=1,
+        num_warps=store_warps(bank_k.dtype),
     )

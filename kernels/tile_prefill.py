@@ -9,14 +9,8 @@ import torch
 from kernels._triton import tl, triton
 from kernels.cpu import in_float32
 from kernels.dispatch import choose
-from kernels.rows_int8 import (
-    floats,
-    is_packed,
-    load_keys,
-    load_values,
-    scaled_logits,
-    stored_queries,
-)
+from kernels.row_tiles import load_keys, load_values, scaled_logits
+from kernels.rows import floats, is_packed, stored_queries
 from kernels.softmax import PLAIN, Softmax, capped
 from kernels.split import gathered_config, softmax_step
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from kernels._triton import tl, triton
-from kernels.rows_int8 import key_product, load_keys, scaled_logits
+from kernels.row_tiles import key_product, load_keys, scaled_logits
 from kernels.scratch import Scratch
 from kernels.softmax import Softmax, add_sink, capped
 from kernels.split import DENSE_SPLIT, dense_splits, needs_wide

@@ -10,14 +10,8 @@ from kernels._triton import tl, triton
 from kernels.cpu import WINDOW_BLOCK, logit_blocks
 from kernels.dispatch import choose
 from kernels.reference import head_max
-from kernels.rows_int8 import (
-    is_packed,
-    key_floats,
-    key_product,
-    load_keys,
-    scaled_logits,
-    wide_stored_queries,
-)
+from kernels.row_tiles import key_product, load_keys, scaled_logits
+from kernels.rows import is_packed, key_floats, wide_stored_queries
 from kernels.scratch import Scratch, make_scratch
 from kernels.softmax import PLAIN, Softmax, capped
 from kernels.split import Config, dense_splits, power_of_two

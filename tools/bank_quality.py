@@ -1,10 +1,10 @@
-"""`python -m tools.bank_quality MODEL`: what a bank of 8 bits costs, token by token.
+"""`python -m tools.bank_quality MODEL --bank int8`: what a bank in fewer bits costs, by token.
 
-Real texts go through the model in float32 twice, over a bank of floats and over an int8 bank: half
+Real texts go through the model in float32 twice, over a bank of floats and over a packed bank: half
 of a text as a prompt, the rest step by step over the text's own tokens. Under full attention and
-under OmniKV, whose selections are compared too: an int8 bank that chose other tokens would answer
-from other rows. The control is a bank of 4 bits (rounded further, for this tool only), which must
-come out worse.
+under OmniKV, whose selections are compared too: a packed bank that chose other tokens would answer
+from other rows. The control is a bank whose rows are rounded further, for this tool only: int8 to
+15 levels, int4 to 8 of K and 4 of V. It must come out worse.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from unittest import mock
 
 import torch
 
-import kernels.rows_int8
 from engine import LLM, Full, OmniKV
 from engine.errors import UsageError
 from engine.session import Session
+from kernels.rows import DTYPES, FORMS, Side
 from tools.documents import texts
 from tools.program import guarded, model_label, progress, replace_json, require_writable, say
 from tools.weight_quality import Tally, add_text_arguments
 
-BANKS = ("int8", "control")
-STEP = 18  # values of the control are multiples of it: 15 of them, as 4 bits have
+STEP = 18  # int8 values of the control are multiples of it: 15 of them, as 4 bits have
 
 
 @dataclass
@@ -48,32 +47,42 @@ class Row:
 
 
 @contextlib.contextmanager
-def coarser() -> Iterator[None]:
-    """Rows that are written meanwhile hold multiples of STEP."""
-    exact = kernels.rows_int8.pack
+def coarser(bank: str) -> Iterator[None]:
+    """Rows of such a bank that are written meanwhile hold fewer levels."""
+    dtype = DTYPES[bank]
+    form = FORMS[dtype]
 
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        rows = exact(x)
-        held = kernels.rows_int8.values(rows)
-        held.copy_((held.float() / STEP).round() * STEP)
-        return rows
+    def control(side: Side) -> Side:
+        def pack(x: torch.Tensor) -> torch.Tensor:
+            rows = side.pack(x)
+            if dtype == torch.int8:
+                held = side.values(rows)
+                held.copy_((held.float() / STEP).round() * STEP)
+            else:
+                # the lower two bits of every nibble become those of a number near the middle
+                rows[..., : x.shape[-1] // 2].bitwise_and_(0xCC).bitwise_or_(0x22)
+            return rows
 
-    with mock.patch.object(kernels.rows_int8, "pack", pack):
+        return side._replace(pack=pack)
+
+    changed = form._replace(keys=control(form.keys), values=control(form.values))
+    with mock.patch.dict(FORMS, {dtype: changed}):
         yield
 
 
 def measure(
-    model: str, tokens: int, kinds: Sequence[str], length: int, share: float
+    model: str, bank: str, tokens: int, kinds: Sequence[str], length: int, share: float
 ) -> list[dict[str, Any]]:
     """Rows of Row.to_dict over `tokens` positions of texts of `length`. Raises EngineError where
     the model does.
     """
     settings: dict[str, Any] = dict(device="cpu", dtype="float32", max_context=length)
     plain = LLM(model, method=Full(), **settings)
-    packed = LLM.sharing(plain, bank="int8")
+    packed = LLM.sharing(plain, bank=bank)
     methods = {"full": Full(), "omnikv": OmniKV(share=share, dense_below=0)}
     size = packed.config.kv_bytes(4)
-    rows = [Row(bank, name, Tally(bank, "float32", size, "")) for name in methods for bank in BANKS]
+    banks = (bank, "control")
+    rows = [Row(held, name, Tally(held, "float32", size, "")) for name in methods for held in banks]
     assert plain.tokenizer is not None
     half, left = length // 2, tokens
     for text in texts(plain.tokenizer, "held-out", length, -(-tokens // half), kinds):
@@ -84,7 +93,7 @@ def measure(
                 sessions = [
                     stack.enter_context(llm.session(method)) for llm in (plain, packed, packed)
                 ]
-                _follow(sessions, mine, ids, half)
+                _follow(sessions, mine, ids, half, bank)
         left -= len(ids) - 1 - half
         progress(f"{tokens - left} of {tokens} tokens")
         if left <= 0:
@@ -93,9 +102,11 @@ def measure(
     return [row.to_dict() for row in rows]
 
 
-def _follow(sessions: Sequence[Session], rows: Sequence[Row], ids: list[int], half: int) -> None:
+def _follow(
+    sessions: Sequence[Session], rows: Sequence[Row], ids: list[int], half: int, bank: str
+) -> None:
     """Read one text with the plain bank, the packed one and the control in step."""
-    guards = [contextlib.nullcontext, contextlib.nullcontext, coarser]
+    guards = [contextlib.nullcontext, contextlib.nullcontext, lambda: coarser(bank)]
     for at in range(half, len(ids) - 1):
         logits = []
         for session, guard in zip(sessions, guards):
@@ -131,6 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, 1 (the model does not load) or 2 (usage)."""
     parser = argparse.ArgumentParser(prog="python -m tools.bank_quality", description=__doc__)
     add_text_arguments(parser, length=2048)
+    parser.add_argument("--bank", choices=tuple(DTYPES), default="int8")
     parser.add_argument("--share", type=float, default=0.0667, help="of the tokens that are chosen")
     args = parser.parse_args(argv)
 
@@ -139,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             require_writable("--json", args.json)
         if args.tokens < 1 or args.length < 4:
             raise UsageError("--tokens: expected at least 1, --length: at least 4")
-        rows = measure(args.model, args.tokens, args.kinds, args.length, args.share)
+        rows = measure(args.model, args.bank, args.tokens, args.kinds, args.length, args.share)
         print(f"{model_label(args.model)}, against a bank of floats, {rows[0]['tokens']} tokens\n")
         print(table(rows))
         if args.json:

@@ -1,4 +1,5 @@
-"""`python -m tools.bank_speed`: decode steps over a bank of 8 bits beside one of floats, in turns.
+"""`python -m tools.bank_speed`: decode steps over a bank in fewer bits beside one of floats, in
+turns.
 
 Random weights of a shape and random rows at every depth (tools/synthetic_bank.py), one thread.
 Steps over the two banks take turns, under full attention and under OmniKV, and the table has their
@@ -22,12 +23,12 @@ from engine import LLM, Full, OmniKV
 from engine.errors import UsageError
 from engine.session import Session
 from kernels.isa import isa
+from kernels.rows import DTYPES
 from tools.bench.shapes import SHAPES, parse_size, shape_config, shape_filters
 from tools.bench.suite import sharp_stream
 from tools.program import guarded, progress, replace_json, require_writable, say
 from tools.synthetic_bank import synthesize
 
-BANKS = ("model", "int8")
 ROOM = 256  # tokens of a session beyond its depth
 
 
@@ -43,7 +44,9 @@ def steps(sessions: Sequence[Session], count: int) -> list[float]:
     return [statistics.median(mine) for mine in seconds]
 
 
-def measure(shape: str, dtype: str, contexts: Sequence[int], count: int) -> list[dict[str, Any]]:
+def measure(
+    shape: str, bank: str, dtype: str, contexts: Sequence[int], count: int
+) -> list[dict[str, Any]]:
     """One row per depth and method. Raises EngineError where a bank does not fit."""
     plain = LLM.from_stream(
         shape_config(shape),
@@ -54,7 +57,7 @@ def measure(shape: str, dtype: str, contexts: Sequence[int], count: int) -> list
         method=Full(),
         max_context=max(contexts) + ROOM,
     )
-    packed = LLM.sharing(plain, bank="int8")
+    packed = LLM.sharing(plain, bank=bank)
     sparse = OmniKV(filter_layers=shape_filters(shape), dense_below=0)
     rows = []
     for context in contexts:
@@ -71,8 +74,9 @@ def measure(shape: str, dtype: str, contexts: Sequence[int], count: int) -> list
                     "instructions": isa(),
                     "tokens": context,
                     "method": method.name,
-                    "seconds": dict(zip(BANKS, took)),
-                    "bytes": {name: s.bank.nbytes for name, s in zip(BANKS, sessions)},
+                    "bank": bank,
+                    "seconds": dict(zip(("model", bank), took)),
+                    "bytes": {name: s.bank.nbytes for name, s in zip(("model", bank), sessions)},
                 }
             )
             for session in sessions:
@@ -84,14 +88,14 @@ def measure(shape: str, dtype: str, contexts: Sequence[int], count: int) -> list
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """A Markdown table of the rows."""
     lines = [
-        "| tokens | method | step, floats | step, int8 | speed | bytes |",
+        f"| tokens | method | step, floats | step, {rows[0]['bank']} | speed | bytes |",
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
-        (plain, packed), held = row["seconds"].values(), row["bytes"]
+        (plain, packed), held = row["seconds"].values(), list(row["bytes"].values())
         lines.append(
             f"| {row['tokens']} | {row['method']} | {plain * 1e3:.1f} ms | {packed * 1e3:.1f} ms | "
-            f"{plain / packed:.2f} | {held['int8'] / held['model']:.3f} |"
+            f"{plain / packed:.2f} | {held[1] / held[0]:.3f} |"
         )
     return "\n".join(lines)
 
@@ -101,6 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.bank_speed", description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="160m")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--bank", choices=tuple(DTYPES), default="int8")
     parser.add_argument("--contexts", default="8K,32K", metavar="N,N")
     parser.add_argument("--steps", type=int, default=9, metavar="N", help="timed, per bank")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -116,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.steps < 1 or min(contexts) < 1:
             raise UsageError("--steps, --contexts: expected at least 1")
         torch.set_num_threads(1)
-        rows = measure(args.shape, args.dtype, contexts, min(args.steps, ROOM - 1))
+        rows = measure(args.shape, args.bank, args.dtype, contexts, min(args.steps, ROOM - 1))
         print(f"{args.shape}, {args.dtype}, one thread, {isa()}, thread CPU time\n")
         print(table(rows))
         if args.json:

@@ -9,7 +9,7 @@ softmax, and stay in memory that was never written.
 import torch
 
 from engine.errors import ContextTooLong, SettingError
-from kernels.rows_int8 import floats, is_packed, key_floats
+from kernels.rows import floats, is_packed, key_floats
 
 # tokens that are really read: their rows give the scale of every layer's keys and values
 HEAD = 64

@@ -6,7 +6,7 @@ Some hooks below exist for the second only; on a DeviceBank they do nothing. Cal
 always and never ask which bank they have, so placement cannot change an answer.
 
 Shapes: B sequences, Q new tokens, T positions, H query heads, Hkv K/V heads, D head dimension. Rows
-of an int8 bank are packed (kernels/rows_int8.py): [.., D + 4] where this file says [.., D].
+of a bank in fewer bits are packed (kernels/rows.py): as many bytes where this file says D.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from engine.plan.placement import reserved_rows
-from kernels.rows_int8 import row_width
+from kernels.rows import row_widths
 from kernels.store import store_step
 
 if TYPE_CHECKING:
@@ -96,7 +96,8 @@ class Bank(ABC):
         self.full_layers = config.num_layers - len(config.local_layers)
         self.kv_heads = config.num_kv_heads
         self.dtype, self.device = config.row_dtype(dtype), torch.device(device)
-        self.width = row_width(config.head_dim, self.dtype)  # elements of a head's row
+        # elements of a head's row of K, and of V
+        self.widths = row_widths(config.head_dim, self.dtype)
         self.capacity, self.batch = reserved_rows(capacity, self.device.type), batch
 
     # ---------------------------------------------------------------- sizes
@@ -124,7 +125,7 @@ class Bank(ABC):
 
     def figures(self) -> dict[str, object]:
         """Return the bank's part of SessionStats, as keyword arguments."""
-        row_bytes = 2 * self.kv_heads * self.width * self.dtype.itemsize
+        row_bytes = self.kv_heads * sum(self.widths) * self.dtype.itemsize
         everything = self.full_layers * self.capacity * self.batch * row_bytes + self.ring_bytes
         return dict(bank_bytes=self.nbytes, resident=self.nbytes / everything)
 

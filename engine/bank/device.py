@@ -18,7 +18,7 @@ from engine.bank.base import Bank, SparseRows, StepRows
 from engine.bank.window_ring import DEFAULT_CHUNK, WindowRing
 from engine.finish import finished
 from engine.plan.windows import ring_size
-from kernels.rows_int8 import stored, stored_keys
+from kernels.rows import stored, stored_keys
 
 if TYPE_CHECKING:
     from engine.decode import Step
@@ -30,17 +30,19 @@ BLOCK = 65536  # tokens of a block that `blocks` yields
 
 
 class LayerRows(NamedTuple):
-    """K and V of a layer. token_major: memory is [batch, capacity, 2, kv_heads, width], else
-    [2, batch, kv_heads, capacity, width]; width: head_dim, and in int8 four more (Bank.width).
+    """K and V of a layer: views [B, Hkv, T, width] of one memory, whose widths are those of
+    Bank.widths. token_major: it is [batch, capacity, K of every head and then V], else K [batch,
+    kv_heads, capacity, width] and then V.
     """
 
-    rows: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
     token_major: bool
 
-    def kv(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V as [B, Hkv, T, width] views."""
-        rows = self.rows.permute(2, 0, 3, 1, 4) if self.token_major else self.rows
-        return rows[0], rows[1]
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return self.k.nbytes + self.v.nbytes
 
 
 class DeviceBank(Bank):
@@ -48,7 +50,7 @@ class DeviceBank(Bank):
     them. Sliding-window layers keep a ring of their newest rows, which takes prefill chunks of up
     to `chunk` tokens.
 
-    Reserves layers * batch * capacity * 2 * kv_heads * width elements at construction; a CPU
+    Reserves layers * batch * capacity * kv_heads * (both widths) elements at construction; a CPU
     commits pages as they are written. donor: a bank of the same model that hands its layers over.
     """
 
@@ -67,7 +69,7 @@ class DeviceBank(Bank):
         super().__init__(config, capacity, dtype, device, batch)
         self._rings: dict[int, WindowRing] = {} if donor is None else donor._rings
         if donor is None:
-            shape = batch, self.kv_heads, self.width
+            shape = batch, self.kv_heads, self.widths
             for layer in config.local_layers:
                 window = config.windows[layer]
                 size = ring_size(window, chunk, self.capacity)
@@ -85,19 +87,25 @@ class DeviceBank(Bank):
         return plan.gathers(layer) and self.device.type != "cpu"
 
     def _reserve(self, token_major: bool) -> LayerRows:
+        heads, at = self.kv_heads, self.kv_heads * self.widths[0]
+        tokens, both = self.batch * self.capacity, self.kv_heads * sum(self.widths)
+        memory = torch.empty(tokens * both, dtype=self.dtype, device=self.device)
         if token_major:
-            shape = (self.batch, self.capacity, 2, self.kv_heads, self.width)
-        else:
-            shape = (2, self.batch, self.kv_heads, self.capacity, self.width)
-        return LayerRows(torch.empty(shape, dtype=self.dtype, device=self.device), token_major)
+            rows = memory.view(self.batch, self.capacity, both)
+            k, v = (part.unflatten(2, (heads, -1)) for part in (rows[..., :at], rows[..., at:]))
+            return LayerRows(k.transpose(1, 2), v.transpose(1, 2), True)
+        shape = self.batch, heads, self.capacity, -1
+        return LayerRows(
+            memory[: tokens * at].view(shape), memory[tokens * at :].view(shape), False
+        )
 
     @property
     def nbytes(self) -> int:
-        return sum(held.rows.nbytes for held in self._layers if held is not None) + self.ring_bytes
+        return sum(held.nbytes for held in self._layers if held is not None) + self.ring_bytes
 
     @property
     def ring_bytes(self) -> int:
-        return sum(ring.rows.nbytes for ring in self._rings.values())
+        return sum(ring.nbytes for ring in self._rings.values())
 
     def window_ring(self, layer: int) -> WindowRing | None:
         return self._rings.get(layer)
@@ -110,7 +118,7 @@ class DeviceBank(Bank):
     def step_rows(self, layer: int) -> StepRows:
         ring = self._rings.get(layer)
         if ring is not None:
-            return StepRows(ring.rows[0], ring.rows[1], (0, ring.size))
+            return StepRows(ring.k, ring.v, (0, ring.size))
         return StepRows(*self.kv(layer))
 
     def write_chunk(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
@@ -126,7 +134,7 @@ class DeviceBank(Bank):
     def kv(self, layer: int, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         held = self._layers[layer]
         assert held is not None, f"layer {layer} is not on the device"
-        k, v = held.kv()
+        k, v = held.k, held.v
         return (k, v) if stop is None else (k[:, :, :stop], v[:, :, :stop])
 
     def blocks(
@@ -162,7 +170,7 @@ class DeviceBank(Bank):
             if held is None or held.token_major == want:
                 continue
             new = self._reserve(want)
-            for mine, theirs in zip(new.kv(), held.kv()):
+            for mine, theirs in zip(new[:2], held[:2]):
                 mine.copy_(theirs)
             self._layers[layer] = new  # whole: an interrupt finds one layout or the other
         return self
@@ -204,7 +212,7 @@ class DeviceBank(Bank):
     @contextlib.contextmanager
     def rehearsal(self, n: int) -> Iterator[None]:
         at = slice(n - 1, n)
-        views = [part[:, :, at] for held in self._layers if held for part in held.kv()]
+        views = [part[:, :, at] for held in self._layers if held for part in held[:2]]
         views += [view for ring in self._rings.values() for view in ring.rows_of(n - 1)]
         rows = [view.clone() for view in views]
 

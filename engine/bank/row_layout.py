@@ -10,26 +10,21 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.rows_int8 import stored, stored_keys
+from kernels.rows import stored, stored_keys
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Sizes of a row, and the device on which buffers of rows are made. head_width: elements of one
-    head, D or of packed rows D + 4. part_bytes: bytes of a row, padding included
+    """Sizes of a row, and the device on which buffers of rows are made. widths: elements of one
+    head's K, and of its V. part_bytes: bytes of a row, padding included
     (engine.plan.placement.part_bytes).
     """
 
     kv_heads: int
-    head_width: int
+    widths: tuple[int, int]
     part_bytes: int
     dtype: torch.dtype
     device: torch.device
-
-    @property
-    def width(self) -> int:
-        """Elements of K in a row; V has as many."""
-        return self.kv_heads * self.head_width
 
     def empty(self, *shape: int) -> torch.Tensor:
         """Make a buffer of rows on the device: [*shape, elements of a row]."""
@@ -38,12 +33,15 @@ class RowLayout:
 
     def views(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V [1, Hkv, T, D] as views of rows [T, elements]."""
-        heads = (self.kv_heads, self.head_width)
-        k = rows[:, : self.width].unflatten(1, heads)
-        v = rows[:, self.width : 2 * self.width].unflatten(1, heads)
+        k, v = (part.unflatten(1, (self.kv_heads, -1)) for part in self._parts(rows))
         return k.transpose(0, 1)[None], v.transpose(0, 1)[None]
 
     def fill(self, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write k, v [T, Hkv, D], floats or packed, into rows [T, elements]."""
-        rows[:, : self.width] = stored_keys(k, rows).flatten(1)
-        rows[:, self.width : 2 * self.width] = stored(v, rows).flatten(1)
+        part_k, part_v = self._parts(rows)
+        part_k.copy_(stored_keys(k, rows).flatten(1))
+        part_v.copy_(stored(v, rows).flatten(1))
+
+    def _parts(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = (self.kv_heads * width for width in self.widths)
+        return rows[:, :k], rows[:, k : k + v]

@@ -96,7 +96,7 @@ class TieredBank(Bank):
         self._write_stream = SideStream(self.device)
 
         part = part_bytes(config, dtype.itemsize)
-        layout = RowLayout(self.kv_heads, self.width, part, self.dtype, self.device)
+        layout = RowLayout(self.kv_heads, self.widths, part, self.dtype, self.device)
         groups = placement.offload_groups
         host = HostRows(groups, part, pool, capacity, self.device, self._backend)
         self.table: BlockTable = host.table

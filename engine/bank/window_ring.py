@@ -10,14 +10,14 @@ from __future__ import annotations
 import torch
 
 from engine.plan.windows import QUERIES
-from kernels.rows_int8 import stored, stored_keys
+from kernels.rows import stored, stored_keys
 
 DEFAULT_CHUNK = 2048  # of a bank that is made without a session
 
 
 class WindowRing:
-    """K and V of one layer's newest tokens: [2, B, Hkv, 2 * size, width] elements, width as in
-    engine/bank/device.py.
+    """K and V of one layer's newest tokens: [B, Hkv, 2 * size, width] elements each, width as in
+    Bank.widths.
 
     window: tokens that a query sees, its own included. Positions from `low` on are held; those of
     older tokens have been overwritten.
@@ -27,13 +27,21 @@ class WindowRing:
         self,
         window: int,
         size: int,
-        shape: tuple[int, int, int],
+        shape: tuple[int, int, tuple[int, int]],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        batch, kv_heads, width = shape
+        batch, kv_heads, widths = shape
         self.window, self.size, self.low, self._high = window, size, 0, 0
-        self.rows = torch.empty(2, batch, kv_heads, 2 * size, width, dtype=dtype, device=device)
+        self.k, self.v = (
+            torch.empty(batch, kv_heads, 2 * size, width, dtype=dtype, device=device)
+            for width in widths
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of K and V."""
+        return self.k.nbytes + self.v.nbytes
 
     def write_chunk(self, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
         """Store k, v [B, C, Hkv, D] at positions start .. start+C-1; C is at most `size`."""
@@ -43,10 +51,10 @@ class WindowRing:
             # up to the ring's end, then from its beginning
             count, at = min(stop - first, self.size - first % self.size), first % self.size
             part = slice(first - start, first - start + count)
-            rows = stored_keys(k[:, part], self.rows), stored(v[:, part], self.rows)
-            for side, new in enumerate(rows):
+            rows = stored_keys(k[:, part], self.k), stored(v[:, part], self.v)
+            for held, new in zip((self.k, self.v), rows):
                 for copy in (at, at + self.size):
-                    self.rows[side, :, :, copy : copy + count] = new.transpose(1, 2)
+                    held[:, :, copy : copy + count] = new.transpose(1, 2)
             first += count
 
     def note(self, stop: int) -> None:
@@ -57,12 +65,13 @@ class WindowRing:
     def views(self, first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V [B, Hkv, stop - first, D] of positions first .. stop-1: views."""
         at = slice(first % self.size, first % self.size + stop - first)
-        return self.rows[0, :, :, at], self.rows[1, :, :, at]
+        return self.k[:, :, at], self.v[:, :, at]
 
     def rows_of(self, position: int) -> list[torch.Tensor]:
         """Return the views that hold one position's K and V, both copies."""
         at = position % self.size
-        return [self.rows[:, :, :, row : row + 1] for row in (at, at + self.size)]
+        rows = (at, at + self.size)
+        return [side[:, :, row : row + 1] for row in rows for side in (self.k, self.v)]
 
     def holds(self, length: int) -> bool:
         """Say whether a session of `length` tokens finds its window here, and QUERIES before it."""
@@ -76,14 +85,15 @@ class WindowRing:
     def copy_from(self, other: WindowRing, length: int) -> None:
         """Hold what another ring of this layer holds of the first `length` tokens."""
         first = max(other.low, length - self.size, 0)
-        self.load(torch.stack(other.views(first, length)), first, length)
+        k, v = (rows.clone() for rows in other.views(first, length))
+        self.load(k, v, first, length)
 
-    def load(self, rows: torch.Tensor, low: int, length: int) -> None:
-        """Hold the newest of rows [2, B, Hkv, length - low, width], which are those of positions
+    def load(self, k: torch.Tensor, v: torch.Tensor, low: int, length: int) -> None:
+        """Hold the newest of k and v [B, Hkv, length - low, width], which are those of positions
         low .. length-1.
         """
         first = max(low, length - self.size, 0)
         self.low = self._high = first
-        k, v = rows[:, :, :, first - low :].transpose(2, 3)
+        k, v = (rows[:, :, first - low :].transpose(1, 2) for rows in (k, v))
         self.write_chunk(k, v, first)
         self.low = first

@@ -358,8 +358,8 @@ class Runtime:
             out.append(
                 decode_sparse(
                     q[:, number : number + 1],
-                    ring.rows[0],
-                    ring.rows[1],
+                    ring.k,
+                    ring.v,
                     self._none.view(-1, 1, 1),
                     self._none,
                     first,

@@ -25,7 +25,8 @@ from engine.model.fields import Fields
 from engine.model.mixture import Experts
 from engine.model.rope_config import MAX_POSITIONS, Rope, parse_rope
 from engine.model.rope_override import overridden, pins_long
-from kernels.rows_int8 import row_width
+from kernels.rows import DTYPES as PACKED
+from kernels.rows import row_widths
 from kernels.softmax import PLAIN, Softmax
 from weights.jsonfile import inside, present, read_object, shown
 
@@ -47,7 +48,7 @@ class ModelConfig:
     `attention_bias` puts a bias on q, k, v and (Block.o_bias) on o; `mlp_bias` on gate, up and
     down. `max_positions` is the context in tokens that the model was made for. `block`, `windows`,
     `layer_ropes` and `experts` are the family's (engine/model/block.py). `bank` is no file's: how
-    rows of K and V are held, "model" (in the model's dtype) or "int8".
+    rows of K and V are held, "model" (in the model's dtype) or packed: a name of `kernels.rows`.
     """
 
     architecture: str
@@ -127,13 +128,14 @@ class ModelConfig:
 
     def kv_bytes(self, dtype_bytes: int) -> int:
         """Return the bytes of K and V of one token in one layer, for floats of `dtype_bytes`."""
-        if self.bank == "int8":
-            return 2 * self.num_kv_heads * row_width(self.head_dim, torch.int8)
-        return 2 * self.kv_size * dtype_bytes
+        if self.bank == "model":
+            return 2 * self.kv_size * dtype_bytes
+        dtype = PACKED[self.bank]
+        return self.num_kv_heads * sum(row_widths(self.head_dim, dtype)) * dtype.itemsize
 
     def row_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the bank's rows under a model in `dtype`."""
-        return torch.int8 if self.bank == "int8" else dtype
+        return PACKED.get(self.bank, dtype)
 
     @property
     def context_limit(self) -> int:

@@ -80,7 +80,7 @@ def memory_items(
     chosen = method.prompt_bytes(config, context, chunk, size)
     return (
         ("weights", *(weights[:2] if weights else _plain_weights(config, size, head_twice))),
-        ("context bank", bank, f"{kept} layers x {config.kv_bytes(size)} B per token"),
+        ("context bank", bank, f"{kept} layers x {_bank_note(config, size, device)}"),
         *((("sliding windows", rings, _window_note(config)),) if rings else ()),
         *_tier_items(config, placement, size, context, device),
         ("query ring", ring, f"last {RING} queries of every layer"),
@@ -90,6 +90,14 @@ def memory_items(
         *((("sparse prefill", chosen, "what a chunk's queries choose from"),) if chosen else ()),
         ("prefill workspace", workspace, f"activations of one chunk of {chunk} tokens"),
     )
+
+
+def _bank_note(config: ModelConfig, size: int, device: torch.device) -> str:
+    note = f"{config.kv_bytes(size)} B per token"
+    if config.bank != "int4":
+        return note
+    slower = ", slower to read than floats" if device.type == "cpu" else ""
+    return f"{note}, values in 4 bits, keys in 5{slower}"
 
 
 def _plain_weights(config: ModelConfig, size: int, head_twice: bool) -> tuple[int, str]:

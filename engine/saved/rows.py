@@ -2,7 +2,8 @@
 the beginning of its file.
 
 A piece is [layers, tokens, 2, Hkv, D] in the bank's dtype, K before V, whatever tier and layout the
-bank has; of the layers that hold all tokens. What sliding-window layers hold is kept apart.
+bank has; of the layers that hold all tokens. What sliding-window layers hold is kept apart. Where
+packed rows of K and of V differ in length it is [layers, tokens, K of every head and then V].
 """
 
 from __future__ import annotations
@@ -24,7 +25,18 @@ PIECE = 256  # tokens
 
 def piece_shape(bank: Bank, tokens: int) -> tuple[int, ...]:
     """Shape of a piece of this bank."""
-    return len(_whole(bank)), tokens, 2, bank.kv_heads, bank.width
+    one, other = bank.widths
+    row = (2, bank.kv_heads, one) if one == other else (bank.kv_heads * (one + other),)
+    return len(_whole(bank)), tokens, *row
+
+
+def _sides(bank: Bank, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """View rows of one layer of a piece as K and V [tokens, Hkv, D]."""
+    rows = rows.view(len(rows), -1)
+    at = bank.kv_heads * bank.widths[0]
+    return rows[:, :at].unflatten(1, (bank.kv_heads, -1)), rows[:, at:].unflatten(
+        1, (bank.kv_heads, -1)
+    )
 
 
 def _whole(bank: Bank) -> list[int]:
@@ -34,13 +46,15 @@ def _whole(bank: Bank) -> list[int]:
 
 def windows(bank: Bank, stop: int) -> dict[int, tuple[int, torch.Tensor]]:
     """{sliding-window layer: (first position held, its K and V up to stop-1 [2, B, Hkv, n, D])}, on
-    the CPU.
+    the CPU; [B, Hkv, n, K and then V] where packed rows differ in length.
     """
     found = {}
     for layer in range(bank.num_layers):
         ring = bank.window_ring(layer)
         if ring is not None:
-            found[layer] = ring.low, torch.stack(ring.views(ring.low, stop)).cpu()
+            views = ring.views(ring.low, stop)
+            same = bank.widths[0] == bank.widths[1]
+            found[layer] = ring.low, (torch.stack(views) if same else torch.cat(views, -1)).cpu()
     return found
 
 
@@ -53,11 +67,15 @@ def write_windows(bank: Bank, held: dict[int, tuple[int, torch.Tensor]], stop: i
     for layer, ring in rings.items():
         assert ring is not None
         low, rows = held[layer]
-        shape = (2, bank.batch, bank.kv_heads, stop - low, bank.width)
+        one, other = bank.widths
+        shape: tuple[int, ...] = bank.batch, bank.kv_heads, stop - low, one + other
+        if one == other:
+            shape = 2, *shape[:-1], one
         enough = type(low) is int and 0 <= low <= max(0, stop - ring.window)
         if not enough or tuple(rows.shape) != shape or rows.dtype != bank.dtype:
             raise ValueError("windows")
-        ring.load(rows.to(bank.device), low, stop)
+        k, v = rows.to(bank.device) if one == other else rows.to(bank.device).split(bank.widths, -1)
+        ring.load(k, v, low, stop)
 
 
 def spans(tokens: int) -> list[tuple[int, int]]:
@@ -70,9 +88,9 @@ def read_piece(bank: Bank, first: int, stop: int) -> torch.Tensor:
     piece = torch.empty(piece_shape(bank, stop - first), dtype=bank.dtype)
     for number, layer in enumerate(_whole(bank)):
         for at, k, v in bank.blocks(layer, first, stop, PIECE):
-            rows = piece[number, at - first : at - first + k.shape[2]]
-            rows[:, 0].copy_(k[0].transpose(0, 1))
-            rows[:, 1].copy_(v[0].transpose(0, 1))
+            rows = _sides(bank, piece[number, at - first : at - first + k.shape[2]])
+            rows[0].copy_(k[0].transpose(0, 1))
+            rows[1].copy_(v[0].transpose(0, 1))
     return piece
 
 
@@ -81,8 +99,8 @@ def write_piece(bank: Bank, piece: torch.Tensor, first: int, skip: int = 0) -> N
     OutOfHostMemory.
     """
     for number, layer in enumerate(_whole(bank)):
-        rows = piece[number, skip:].to(bank.device)
-        bank.write_chunk(layer, rows[None, :, 0], rows[None, :, 1], first + skip)
+        k, v = _sides(bank, piece[number, skip:].to(bank.device))
+        bank.write_chunk(layer, k[None], v[None], first + skip)
 
 
 def pieces(bank: Bank, tokens: int) -> Iterator[tuple[int, torch.Tensor]]:

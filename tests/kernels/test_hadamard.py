@@ -16,7 +16,8 @@ from kernels.hadamard import (
     transformed_rows,
     wide_queries,
 )
-from kernels.rows_int8 import key_floats, pack, pack_keys, scales, unpack, unpack_keys, values
+from kernels.rows import key_floats, unpack, unpack_keys
+from kernels.rows_int8 import pack, pack_keys, scales, values
 
 DIMS = [4, 20, 40, 64, 80, 96, 128, 256]
 CPU = torch.device("cpu")

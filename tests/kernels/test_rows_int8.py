@@ -1,5 +1,5 @@
-"""Packed rows: rounding to 8 bits, and every kernel that writes or reads them, interpreted, in
-plain torch and by reference, against the float64 oracle of the rounded values.
+"""Packed rows: rounding to 8 bits, and every kernel that writes or reads rows of any form,
+interpreted, in plain torch and by reference, against the float64 oracle of the rounded values.
 
 Stops: a scale that is read from another row, a reader that takes the values and forgets the scale,
 a masked row whose scale is used, rounding that differs between writers.
@@ -11,22 +11,15 @@ import torch
 from kernels.column_sums import column_sums
 from kernels.prefill import prefill_dense
 from kernels.rotate_store import rotate_store, rotate_store_ref
-from kernels.rows_int8 import (
-    floats,
-    key_floats,
-    pack,
-    pack_keys,
-    row_width,
-    scales,
-    unpack,
-    values,
-)
+from kernels.rows import FORMS, floats, key_floats, row_widths, unpack
+from kernels.rows_int8 import pack, scales, values
 from kernels.store import store_step
 from kernels.window_prefill import prefill_window
 from tests import kernel_checks, prefill_checks
 from tests.packed_rows import over_packed_rows
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+INT8, INT4 = torch.int8, torch.uint8
 BACKENDS = ("reference", "cpu", "triton")
 
 
@@ -37,7 +30,7 @@ def test_an_element_is_off_by_half_a_scale_at_most(dtype, dim):
     x[0, 0, 0], x[0, 0, 1, 0], x[0, 0, 2] = 0.0, 3e4, 1e-7
     rows = pack(x)
     assert rows.shape == (3, 5, 17, dim + 4) and rows.dtype == torch.int8
-    assert row_width(dim, rows.dtype) == dim + 4 and row_width(dim, dtype) == dim
+    assert row_widths(dim, rows.dtype) == (dim + 4,) * 2 and row_widths(dim, dtype) == (dim,) * 2
     exact, scale = x.double(), scales(rows).double().unsqueeze(-1)
     assert torch.allclose(scale * 127, exact.abs().amax(-1, keepdim=True), rtol=1e-6, atol=0)
     error = (values(rows).double() * scale - exact).abs()
@@ -64,67 +57,77 @@ def test_rounding_again_changes_nothing():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    "lengths, shape",
+    "form, lengths, shape",
     [
-        ([1, 2], dict(kind="softmax")),
-        ([63, 64, 127], dict(head_dim=128, kv_heads=1, group=1, kind="raw")),
-        ([511, 513], dict(head_dim=32, group=1, kv_heads=3, kind="softmax", layout="tokens")),
-        ([521], dict(head_dim=96, group=8, dtype=BF16, kind="softmax", layout="tokens")),
-        ([0, 131], dict(head_dim=40, group=3, dtype=F16)),
-        ([7, 601], dict(queries=8, group=4, kind="softmax")),
+        (INT8, [1, 2], dict(kind="softmax")),
+        (INT8, [63, 64, 127], dict(head_dim=128, kv_heads=1, group=1, kind="raw")),
+        (INT8, [511, 513], dict(head_dim=32, group=1, kv_heads=3, kind="softmax", layout="tokens")),
+        (INT8, [521], dict(head_dim=96, group=8, dtype=BF16, kind="softmax", layout="tokens")),
+        (INT8, [0, 131], dict(head_dim=40, group=3, dtype=F16)),
+        (INT8, [7, 601], dict(queries=8, group=4, kind="softmax")),
+        (INT4, [1, 127], dict(head_dim=128, kv_heads=1, group=1, kind="raw")),
+        (INT4, [521], dict(head_dim=96, group=8, dtype=BF16, kind="softmax", layout="tokens")),
+        (INT4, [0, 131], dict(head_dim=32, group=3, dtype=F16)),
+        (INT4, [7], dict(head_dim=160, queries=8, group=2, kind="softmax")),
     ],
 )
-def test_dense(monkeypatch, backend, lengths, shape):
-    seen = over_packed_rows(monkeypatch, kernel_checks, "decode_dense")
+def test_dense(monkeypatch, backend, form, lengths, shape):
+    seen = over_packed_rows(monkeypatch, kernel_checks, "decode_dense", form=form)
     kernel_checks.check_dense("cpu", backend, lengths, **shape)
-    assert seen == [torch.int8] * 2
+    assert seen == [form] * 2
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    "counts, tails, shape",
+    "form, counts, tails, shape",
     [
-        ([1, 0], [1, 3], dict()),
-        ([31, 33], [64, 1], dict(head_dim=32, group=1, kv_heads=3)),
-        ([100, 7], [20, 90], dict(head_dim=96, group=8, dtype=BF16, per_head=True)),
-        ([50], [12], dict(queries=3, group=4, head_dim=40, layout="heads")),
+        (INT8, [1, 0], [1, 3], dict()),
+        (INT8, [31, 33], [64, 1], dict(head_dim=32, group=1, kv_heads=3)),
+        (INT8, [100, 7], [20, 90], dict(head_dim=96, group=8, dtype=BF16, per_head=True)),
+        (INT8, [50], [12], dict(queries=3, group=4, head_dim=40, layout="heads")),
+        (INT4, [31, 0], [9, 1], dict(head_dim=32, group=2)),
+        (INT4, [100, 7], [20, 90], dict(head_dim=128, group=8, dtype=BF16, per_head=True)),
+        (INT4, [50], [12], dict(queries=3, group=4, layout="heads")),
     ],
 )
-def test_sparse(monkeypatch, backend, counts, tails, shape):
-    seen = over_packed_rows(monkeypatch, kernel_checks, "decode_sparse")
+def test_sparse(monkeypatch, backend, form, counts, tails, shape):
+    seen = over_packed_rows(monkeypatch, kernel_checks, "decode_sparse", form=form)
     kernel_checks.check_sparse("cpu", backend, counts, tails, **shape)
-    assert seen == [torch.int8] * 2
+    assert seen == [form] * 2
 
 
+@pytest.mark.parametrize("form", [INT8, INT4])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "lengths, shape",
     [([1, 17], dict()), ([130], dict(window=5, group=3, head_dim=96, layout="tokens", kind="raw"))],
 )
-def test_window(monkeypatch, backend, lengths, shape):
-    seen = over_packed_rows(monkeypatch, kernel_checks, "window_scores")
+def test_window(monkeypatch, backend, form, lengths, shape):
+    seen = over_packed_rows(monkeypatch, kernel_checks, "window_scores", form=form)
     kernel_checks.check_window("cpu", backend, lengths, **shape)
-    assert seen == [torch.int8]
+    assert seen == [form]
 
 
+@pytest.mark.parametrize("form", [INT8, INT4])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_prefill_kernels(monkeypatch, backend):
+def test_prefill_kernels(monkeypatch, backend, form):
     names = "column_scores", "prefill_sparse", "attend_blocks"
-    seen = over_packed_rows(monkeypatch, prefill_checks, *names)
+    seen = over_packed_rows(monkeypatch, prefill_checks, *names, form=form)
     prefill_checks.check_column_scores("cpu", backend, 19, 67)
     prefill_checks.check_prefill_sparse("cpu", backend, 33, 20, 7, edges=(16,))
     prefill_checks.check_blocks("cpu", backend, 2, 1)
-    assert seen == [torch.int8] * 5
+    assert seen == [form] * 5
 
 
+@pytest.mark.parametrize("form", [INT8, INT4])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_readers_in_plain_torch_see_the_rounded_values(backend):
+def test_readers_in_plain_torch_see_the_rounded_values(backend, form):
     """Dense prefill, a sliding window and attention sums: what they give over the floats."""
     generator = torch.Generator().manual_seed(3)
-    k, v = torch.randn(2, 1, 2, 90, 16, generator=generator)
-    k, v = pack_keys(k), pack(v)
+    k, v = torch.randn(2, 1, 2, 90, 32, generator=generator)
+    k, v = FORMS[form].keys.pack(k), FORMS[form].values.pack(v)
     wide = key_floats(k), floats(v)
-    q = torch.randn(1, 21, 6, 16, generator=generator)
+    q = torch.randn(1, 21, 6, 32, generator=generator)
     found = prefill_dense(q, k, v, 69, 0.25, backend=backend)
     want = prefill_dense(q, *wide, 69, 0.25, backend=backend)
     assert torch.allclose(found, want, atol=1e-5)
@@ -135,25 +138,32 @@ def test_readers_in_plain_torch_see_the_rounded_values(backend):
 
 @pytest.mark.parametrize("twice", [None, (3, 7)])
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_a_step_stores_what_pack_gives(backend, dtype, twice):
+@pytest.mark.parametrize(
+    ("form", "dim", "dtype"),
+    [(INT8, 20, F32), (INT8, 20, BF16), (INT4, 32, BF16), (INT4, 160, F32)],
+)
+def test_a_step_stores_what_pack_gives(backend, form, dim, dtype, twice):
     generator = torch.Generator().manual_seed(5)
-    k, v = torch.randn(2, 2, 3, 2, 20, generator=generator).to(dtype)
-    q = torch.randn(2, 3, 4, 20, generator=generator).to(dtype)
-    k[0, 0, 0] = 0.0
-    bank = torch.full((2, 2, 2, 31, 24), 5, dtype=torch.int8)
-    ring, positions = torch.zeros(2, 9, 4, 20, dtype=dtype), torch.tensor([[4, 5, 6], [20, 21, 22]])
+    k, v = torch.randn(2, 2, 3, 2, dim, generator=generator).to(dtype)
+    q = torch.randn(2, 3, 4, dim, generator=generator).to(dtype)
+    k[0, 0, 0], v[0, 1, 0, 3], v[1, 0, 1] = 0.0, torch.nan, 1e-36
+    v[1, 1] *= torch.logspace(-4, 4, dim)  # groups of 32 that differ in size
+    if form == INT8:
+        v[0, 1, 0, 3] = 1.0  # a step loses a NaN there
+    bank = [torch.full((2, 2, 31, w), 5, dtype=form) for w in row_widths(dim, form)]
+    ring = torch.zeros(2, 9, 4, dim, dtype=dtype)
+    positions = torch.tensor([[4, 5, 6], [20, 21, 22]])
     store_step(k, v, q, bank[0], bank[1], ring, positions, twice, backend=backend)
     for side, new in enumerate((k, v)):
         untouched = torch.ones(2, 31, dtype=torch.bool)
-        form = pack if side else pack_keys
+        pack = (FORMS[form].values if side else FORMS[form].keys).pack
         for b in range(2):
             for j, at in enumerate(positions[b].tolist()):
                 first, count = twice or (0, 0)
                 rows = (at,) if twice is None else (first + at % 7, first + 7 + at % 7)
                 for row in rows:
                     untouched[b, row] = False
-                    assert torch.equal(bank[side, b, :, row], form(new[b, j]))
+                    assert torch.equal(bank[side][b, :, row], pack(new[b, j]))
         assert bool((bank[side].transpose(1, 2)[untouched] == 5).all())
 
 

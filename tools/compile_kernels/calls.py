@@ -14,7 +14,7 @@ from kernels.gather import move_rows
 from kernels.many_rows import add_normalize_rows, rotate_rows, swiglu_rows
 from kernels.norm import normalize_rows
 from kernels.rotate_store import rotate_store
-from kernels.rows_int8 import row_width
+from kernels.rows import DTYPES, row_widths
 from kernels.scratch import make_scratch
 from kernels.slots import make_slots, plan_slots
 from kernels.softmax import PLAIN, Softmax
@@ -36,10 +36,20 @@ def meta(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def rows(case: Case, *shape: int) -> torch.Tensor:
-    """Bank rows [*shape, D] of a case on meta, packed where it says so."""
-    kind = torch.int8 if case.packed else getattr(torch, case.dtype)
-    return meta(*shape, row_width(case.head_dim, kind), dtype=kind)
+def by_head(case: Case) -> tuple[torch.Tensor, ...]:
+    """K and V [1, 8, CAPACITY, D] of a case on meta, packed where it says so."""
+    kind = DTYPES.get(case.packed, getattr(torch, case.dtype))
+    widths = row_widths(case.head_dim, kind)
+    return tuple(meta(1, 8, CAPACITY, width, dtype=kind) for width in widths)
+
+
+def by_token(case: Case, tokens: int, layers: int = 1) -> tuple[torch.Tensor, ...]:
+    """K and V [1, 8, tokens, D] as views of rows that hold a token's of so many layers."""
+    kind = DTYPES.get(case.packed, getattr(torch, case.dtype))
+    widths = [8 * width for width in row_widths(case.head_dim, kind)]
+    memory = meta(1, tokens, layers * sum(widths), dtype=kind)
+    parts = memory[..., -sum(widths) :].split(widths, -1)
+    return tuple(part.unflatten(-1, (8, -1)).transpose(1, 2) for part in parts)
 
 
 def words(kind: str, outputs: int, inputs: int) -> Words:
@@ -76,7 +86,7 @@ def call(case: Case) -> None:
         scratch = make_scratch(*sizes, "meta", False, 0, "triton").merging_apart()
     # gathered layers are token-major, the others head-major
     if case.launcher in ("sparse", "apart"):
-        k, v = rows(case, 1, CAPACITY, 2, 8).permute(2, 0, 3, 1, 4)
+        k, v = by_token(case, CAPACITY)
         index, one = meta(1, 1, BUDGET), meta(1)
         decode_sparse(q, k, v, index, one, one, one, scale, scratch, "triton", softmax)
         if case.launcher == "sparse":
@@ -84,7 +94,7 @@ def call(case: Case) -> None:
     if case.launcher in PREFILL_LAUNCHERS:
         call_prefill(case)
         return
-    k, v = rows(case, 2, 1, 8, CAPACITY)
+    k, v = by_head(case)
     if case.launcher == "topk":
         select_topk(scores, meta(1), meta(1), meta(1), meta(1, BUDGET), meta(1), backend="triton")
     elif case.launcher == "window":
@@ -126,7 +136,7 @@ def call_step(case: Case) -> None:
         multiply_rows(wide, meta(hidden, inner, dtype=dtype), residual=x)
         multiply_rows(x, meta(128256, hidden, dtype=dtype), out_dtype=torch.float32)
     elif case.launcher == "few_bits":
-        kind = "int8" if case.packed else "int4"
+        kind = case.packed or "int4"
         if case.packed:
             multiply_few_bits(x, words(kind, 128256, hidden), out_dtype=torch.float32)
         multiply_few_bits(x, words(kind, hidden, hidden), meta(hidden, dtype=dtype))
@@ -135,14 +145,13 @@ def call_step(case: Case) -> None:
         multiply_few_bits(wide, words(kind, hidden, inner), residual=x)
     elif case.launcher == "tiles":
         chunk = meta(512 if queries == 1 else queries, hidden, dtype=dtype)
-        multiply_tiles(chunk, words("int8" if case.packed else "int4", hidden, hidden))
+        multiply_tiles(chunk, words(case.packed or "int4", hidden, hidden))
     else:
         qkv = meta(1, queries, heads + 16, case.head_dim, dtype=dtype)
         angle = meta(1, queries, case.head_dim // 2, dtype=torch.float32)
-        group = rows(case, 8192 + 2 * 384, 12, 2, 8)
         for (k, v), twice in (
-            (rows(case, 2, 1, 8, CAPACITY), None),
-            (group[:, 1:2].permute(2, 1, 3, 0, 4), (8192, 384)),
+            (by_head(case), None),
+            (by_token(case, 8192 + 2 * 384, 12), (8192, 384)),
         ):
             ring = meta(1, 128, heads, case.head_dim, dtype=dtype)
             at = meta(1, queries, dtype=torch.int64)
@@ -219,7 +228,7 @@ def call_prefill(case: Case) -> None:
     q = meta(1, 4096, 8 * case.group, case.head_dim, dtype=dtype)
     edges = range(start, CAPACITY, 256)
     if case.launcher == "columns":
-        k, _ = rows(case, 2, 1, 8, CAPACITY)
+        k, _ = by_head(case)
         lse, sums = (
             meta(*shape, dtype=torch.float32)
             for shape in ((1, 4096, 8 * case.group), (1, 4, CAPACITY))
@@ -239,16 +248,16 @@ def call_prefill(case: Case) -> None:
         return
     # layers that read everything are head-major
     if case.launcher == "capped":
-        k, v = rows(case, 2, 1, 8, CAPACITY)
+        k, v = by_head(case)
         for first, window in ((start, 0), (start, 4096), (None, 0)):
             attend_tiles(q, k, v, scale, softmax_of(case), first, window, "triton")
         return
     if case.launcher == "blocks":
-        k, v = rows(case, 2, 1, 8, CAPACITY)
+        k, v = by_head(case)
         keep = meta(1, 8 * case.group, 4096 // BLOCK, CAPACITY // BLOCK, dtype=torch.bool)
         attend_blocks(q, k, v, keep, start, scale, backend="triton")
         return
-    k, v = rows(case, 1, CAPACITY, 2, 8).permute(2, 0, 3, 1, 4)
+    k, v = by_token(case, CAPACITY)
     blocks = [(first, first + 256, first - 256, 512) for first in edges]
     index = meta(1, len(edges), 512)
     prefill_sparse(q, k, v, index, blocks, start, scale, "triton", softmax_of(case))

@@ -9,6 +9,7 @@ TYPES = {
     "float16": "fp16",
     "float32": "fp32",
     "int8": "i8",
+    "uint8": "u8",
     "int32": "i32",
     "int64": "i64",
 }
@@ -26,8 +27,9 @@ class Case:
     launcher: dense, scored (dense with scores), apart (dense and sparse with merges of their own),
     sparse, topk, window, or one of PREFILL_LAUNCHERS, HOST_LAUNCHERS and STEP_LAUNCHERS. group:
     query heads per K/V head, of which there are 8. queries: of a step; for tiles the rows of a
-    prompt's chunk, 512 by default. packed: the bank's rows are int8, of few_bits and tiles the
-    weights, which else are int4. softmax: "cap" (on logits), "sinks" or "".
+    prompt's chunk, 512 by default. packed: what the bank's rows are held in, int8 or int4; of
+    few_bits and tiles "int8" for the weights, which else are int4. softmax: "cap" (on logits),
+    "sinks" or "".
     """
 
     launcher: str
@@ -35,7 +37,7 @@ class Case:
     head_dim: int = 128
     group: int = 4
     queries: int = 1
-    packed: bool = False
+    packed: str = ""
     softmax: str = ""
 
     @property
@@ -56,14 +58,14 @@ class Case:
 
     @property
     def what_is_packed(self) -> str:
-        """What `packed` says is int8."""
+        """What `packed` says it of."""
         return "weights" if self.launcher in ("few_bits", "tiles") else "rows"
 
     def __str__(self) -> str:
         if self.launcher in ("topk", *HOST_LAUNCHERS):
             return self.launcher
         many = f" q{self.queries}" if self.queries > 1 else ""
-        many += f" int8 {self.what_is_packed}" if self.packed else ""
+        many += f" {self.packed} {self.what_is_packed}" if self.packed else ""
         many += f" {self.softmax}" if self.softmax else ""
         return f"{self.launcher} {TYPES[self.dtype]} d{self.head_dim} g{self.group}{many}"
 
@@ -103,9 +105,9 @@ def shipped(everything: bool = False) -> list[Case]:
             Case("product", queries=8),
             Case("few_bits", queries=8),
             Case("tiles", queries=32),
-            *(Case(name, packed=True) for name in ("few_bits", "tiles")),
-            Case("few_bits", queries=8, packed=True),
-            Case("tiles", queries=32, packed=True),
+            *(Case(name, packed="int8") for name in ("few_bits", "tiles")),
+            Case("few_bits", queries=8, packed="int8"),
+            Case("tiles", queries=32, packed="int8"),
             Case("product", "float32"),
             *_packed(),
         ]
@@ -142,10 +144,14 @@ def _particular() -> list[Case]:
 
 
 def _packed() -> list[Case]:
-    """Rows of the bank in 8 bits."""
+    """Rows of the bank in 8 bits, and in 5 and 4."""
     prefill = ("columns", "gathered", "blocks")
     names = ("dense", "scored", "sparse", *prefill, "window", "rotate")
     return [
-        *(Case(name, packed=True) for name in names),
-        *(Case(name, "bfloat16", 64, 8, packed=True) for name in ("dense", "sparse", "blocks")),
+        *(Case(name, packed=form) for form in ("int8", "int4") for name in names),
+        *(
+            Case(name, "bfloat16", 64, 8, packed=form)
+            for form in ("int8", "int4")
+            for name in ("dense", "sparse", "blocks")
+        ),
     ]

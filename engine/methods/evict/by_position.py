@@ -22,7 +22,7 @@ from engine.model.rope import Rotary
 from engine.settings import integer
 from kernels.column_sums import tile_floats
 from kernels.prefill import prefill_dense
-from kernels.rows_int8 import floats, key_floats
+from kernels.rows import floats, key_floats
 
 if TYPE_CHECKING:
     from engine.decode import Step

@@ -126,7 +126,7 @@ class Rows:
     @property
     def kv_bytes(self) -> int:
         """Bytes of K and V."""
-        return 2 * self.k.numel() * self.k.element_size()
+        return self.k.nbytes + self.v.nbytes
 
     @property
     def nbytes(self) -> int:

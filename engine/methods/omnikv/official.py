@@ -17,7 +17,7 @@ from engine.methods.base import Setup, device_int
 from engine.methods.omnikv.runtime import OmniKVRuntime
 from engine.model.rope import apply_rope
 from engine.plan.layers import Role
-from kernels.rows_int8 import unpack_keys
+from kernels.rows import unpack_keys
 from kernels.topk import select_topk
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from engine.plan.needs import Needs
 from engine.settings import integer
 from kernels.host_values import on_device
 from kernels.prefill import prefill_dense
-from kernels.rows_int8 import key_floats
+from kernels.rows import key_floats
 
 if TYPE_CHECKING:
     from engine.bank.base import Bank

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kernels.rows_int8 import floats, key_floats
+from kernels.rows import floats, key_floats
 
 if TYPE_CHECKING:
     from engine.methods.base import Setup

@@ -16,7 +16,7 @@ import torch
 
 from engine.errors import SettingError
 from engine.settings import integer
-from kernels.rows_int8 import key_floats
+from kernels.rows import key_floats
 
 Pattern = tuple[Any, ...]  # (kind, sizes ...)
 

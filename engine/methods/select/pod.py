@@ -25,7 +25,7 @@ from engine.plan.layers import single_layer_groups
 from engine.plan.needs import Needs
 from engine.settings import fraction, integer, is_integer
 from kernels.prefill import merge
-from kernels.rows_int8 import floats, key_floats
+from kernels.rows import floats, key_floats
 
 if TYPE_CHECKING:
     from engine.bank.base import Bank

@@ -25,7 +25,7 @@ from engine.methods.select.base import (
 from engine.plan.layers import single_layer_groups
 from engine.settings import integer, one_of
 from kernels.host_values import on_device
-from kernels.rows_int8 import unpack_keys
+from kernels.rows import unpack_keys
 from kernels.topk import select_topk
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from engine.errors import SettingError
 from engine.methods.select.base import Budgeted, Buffer, Selecting, Selection
 from engine.plan.layers import layer_plan
 from engine.settings import integer, one_of
-from kernels.rows_int8 import key_floats
+from kernels.rows import key_floats
 from kernels.topk import select_topk
 
 if TYPE_CHECKING:

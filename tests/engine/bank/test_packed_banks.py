@@ -1,5 +1,5 @@
-"""A bank of 8 bits: every method over it gives what it gives over a bank of floats whose rows were
-rounded as packed rows are, bit for bit on the reference launchers, on both tiers.
+"""Banks in fewer bits: every method over them gives what it gives over a bank of floats whose rows
+were rounded as packed rows are, bit for bit on the reference launchers, on both tiers.
 
 Stops: a reader that misses the scale, a writer that rounds otherwise, rows of another width in host
 memory, in a file or in a fork, a plan that counts other bytes than are allocated.
@@ -16,28 +16,35 @@ import kernels.store
 from engine import LLM, Exact, Full, OmniKV
 from engine.errors import SavedFileError, SettingError
 from engine.methods.brutal_offload import BrutalOffload
-from kernels.rows_int8 import pack, pack_keys, unpack, unpack_keys
+from kernels.rows import DTYPES, FORMS, row_widths, unpack, unpack_keys
 from tests.builders import POCKET, random_ids, session_config, tiny_config, tiny_llm
 from tests.engine.methods.method_table import TABLE, every
 
 WRITERS = engine.bank.device, engine.bank.row_layout, engine.bank.window_ring, kernels.store
+HEAD_DIM = 32  # the least that every form divides
 SPARSE = OmniKV(filter_layers=(1, 4), tokens=24, tail=64, dense_below=0)
+SHARES = {"int8": 36 / 128, "int4": 44 / 256}
 SETTINGS = [pytest.param(row, m, id=name) for name, row, m in every(lambda row: row.sparse)]
 
 
-def rounded(x, bank):
-    """Rows of floats that hold what packed rows hold."""
-    return unpack(pack(x), bank.dtype)
-
-
-def rounded_keys(k, bank):
-    """The same of K, which packed rows hold transformed."""
-    return unpack_keys(pack_keys(k), bank.dtype)
+@pytest.fixture(params=["int8", "int4"])
+def packed(request):
+    """The banks in fewer bits."""
+    return request.param
 
 
 @pytest.fixture
-def simulated(monkeypatch):
+def simulated(monkeypatch, packed):
     """Every bank of floats rounds what is written as a packed bank does."""
+    form = FORMS[DTYPES[packed]]
+
+    def rounded(x, bank):
+        return unpack(form.values.pack(x), bank.dtype)
+
+    def rounded_keys(k, bank):
+        """Packed rows hold K transformed."""
+        return unpack_keys(form.keys.pack(k), bank.dtype)
+
     for module in WRITERS:
         monkeypatch.setattr(module, "stored", rounded)
         monkeypatch.setattr(module, "stored_keys", rounded_keys)
@@ -45,7 +52,8 @@ def simulated(monkeypatch):
 
 def llm_of(method, bank, offload="device", **settings):
     settings = dict(max_context=512, backend="reference", dtype="float32") | settings
-    return tiny_llm(method, bank=bank, offload=offload, **settings)
+    config = settings.pop("config", session_config(head_dim=HEAD_DIM))
+    return tiny_llm(method, config, bank=bank, offload=offload, **settings)
 
 
 def course(llm, row=None, method=None, length=301, made=7):
@@ -66,11 +74,11 @@ def course(llm, row=None, method=None, length=301, made=7):
 
 
 @pytest.mark.parametrize(("row", "method"), SETTINGS)
-def test_every_method_reads_packed_rows(simulated, monkeypatch, row, method):
+def test_every_method_reads_packed_rows(simulated, monkeypatch, packed, row, method):
     offload = "host" if sum(map(ord, row.name)) % 2 and not row.evicts else row.offload
     want, _ = course(llm_of(method, "model", offload), row)
     monkeypatch.undo()
-    llm = llm_of(method, "int8", offload)
+    llm = llm_of(method, packed, offload)
     found, _ = course(llm, row)
     assert torch.equal(want, found)
     with llm_of(method, "model", offload).session() as plain:
@@ -78,39 +86,45 @@ def test_every_method_reads_packed_rows(simulated, monkeypatch, row, method):
 
 
 @pytest.mark.parametrize("method", [Full(), SPARSE, Exact(SPARSE)], ids=["full", "omnikv", "exact"])
-def test_both_tiers_give_the_same_bits(method):
-    device, few = course(llm_of(method, "int8"))
-    host, _ = course(llm_of(method, "int8", "host"))
+def test_both_tiers_give_the_same_bits(method, packed):
+    device, few = course(llm_of(method, packed))
+    host, _ = course(llm_of(method, packed, "host"))
     assert torch.equal(device, host)
-    assert few < 0.4 * course(llm_of(method, "model"))[1]  # float32: (16 + 4) / 64
+    # of float32 rows of 32 elements: (32 + 4) / 128, or (24 + 20) / 256
+    assert few < SHARES[packed] * 1.2 * course(llm_of(method, "model"))[1]
 
 
 @pytest.mark.parametrize("offload", ["device", "host"])
 @pytest.mark.parametrize("method", [Full(), SPARSE, BrutalOffload(layers=2)], ids=lambda m: m.name)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_fast_launchers_give_what_the_reference_gives(method, offload, dtype):
+@pytest.mark.parametrize(
+    ("packed", "dtype"), [("int8", "float32"), ("int8", "bfloat16"), ("int4", "float32")]
+)
+def test_fast_launchers_give_what_the_reference_gives(method, offload, packed, dtype):
     """Nearer than rounding the rows brings them to a bank of floats: a last bit of k may turn one
     value of a row by a step, so that kernel tolerances do not hold behind a rounded bank. In
     bfloat16 the model's own roundings are the larger part.
     """
-    settings = dict(offload=offload, dtype=dtype)
+    config = session_config(head_dim=16 if packed == "int8" else HEAD_DIM)
+    settings = dict(offload=offload, dtype=dtype, config=config)
     found = {
         (bank, backend): course(llm_of(method, bank, backend=backend, **settings))[0]
-        for bank in ("int8", "model")
+        for bank in (packed, "model")
         for backend in ("auto", "reference")
     }
 
     def apart(one, other):
         return float((found[one] - found[other]).abs().mean())
 
-    rounding = apart(("int8", "reference"), ("model", "reference"))
+    rounding = apart((packed, "reference"), ("model", "reference"))
     control = apart(("model", "auto"), ("model", "reference"))
-    assert apart(("int8", "auto"), ("int8", "reference")) < max(0.7 * rounding, 1.5 * control)
+    assert apart((packed, "auto"), (packed, "reference")) < max(0.7 * rounding, 1.5 * control)
 
 
-def test_omnikv_was_sparse_and_its_selections_are_those_of_the_rounded_rows(simulated, monkeypatch):
+def test_omnikv_was_sparse_and_its_selections_are_those_of_the_rounded_rows(
+    simulated, monkeypatch, packed
+):
     chosen = []
-    for bank in ("model", "int8"):
+    for bank in ("model", packed):
         with llm_of(SPARSE, bank).session() as session:
             session.prefill(random_ids(400))
             session.decode(3)
@@ -121,28 +135,44 @@ def test_omnikv_was_sparse_and_its_selections_are_those_of_the_rounded_rows(simu
     assert all(torch.equal(chosen[0][layer], chosen[1][layer]) for layer in chosen[0])
 
 
-def test_omnikv_prefill_on_both_tiers(simulated, monkeypatch):
+def test_omnikv_prefill_on_both_tiers(simulated, monkeypatch, packed):
     method = OmniKV(filter_layers=(1, 4), tokens=24, tail=64, dense_below=0, prefill_ratio=2)
     want, _ = course(llm_of(method, "model"), length=400)
     monkeypatch.undo()
     for offload in ("device", "host"):
-        assert torch.equal(course(llm_of(method, "int8", offload), length=400)[0], want)
+        assert torch.equal(course(llm_of(method, packed, offload), length=400)[0], want)
 
 
-def test_windows_are_packed_too(simulated, monkeypatch):
+def test_windows_are_packed_too(simulated, monkeypatch, packed, tmp_path):
     config = tiny_config(
-        4, architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=40
+        4,
+        head_dim=HEAD_DIM,
+        architectures=["MistralForCausalLM"],
+        model_type="mistral",
+        sliding_window=40,
     )
     settings = dict(config=config, max_context=512, backend="reference")
     want, _ = course(tiny_llm(Full(), **settings))
     monkeypatch.undo()
-    llm = tiny_llm(Full(), bank="int8", **settings)
-    assert config.windows and torch.allclose(course(llm)[0], want, atol=1e-5)
+    llm = tiny_llm(Full(), bank=packed, **settings)
+    # but for the fork's two steps: a fork of the simulated bank rounds its window once more
+    kept = [step for step in range(len(want)) if step not in (11, 12)]
+    assert config.windows and torch.allclose(course(llm)[0][kept], want[kept], atol=1e-5)
+    with llm.session() as session:
+        session.prefill(random_ids(300))
+        session.save(tmp_path / "one")
+        with session.fork() as other:
+            forked = other.decode(5)
+        kept = session.decode(5)
+        assert torch.equal(forked, kept)
+    session, _ = llm.restore(tmp_path / "one")
+    with session:
+        assert torch.equal(session.decode(5), kept)
 
 
 @pytest.mark.parametrize("offload", ["device", "host"])
-def test_the_plan_is_the_allocation(offload):
-    llm = llm_of(SPARSE, "int8", offload, backend="auto")
+def test_the_plan_is_the_allocation(offload, packed):
+    llm = llm_of(SPARSE, packed, offload, backend="auto")
     plan = llm.plan()
     with llm.session() as session:
         session.prefill(random_ids(500))
@@ -151,11 +181,13 @@ def test_the_plan_is_the_allocation(offload):
         assert held == sum(map(plan.bytes_of, ("context bank", *tier)))
         assert session.scratch_bytes == plan.bytes_of("decode scratch")
     plain = llm_of(SPARSE, "model", offload, backend="auto").plan()
-    assert plan.bytes_of("context bank") * 64 == plain.bytes_of("context bank") * 20
+    share = plan.bytes_of("context bank") / plain.bytes_of("context bank")
+    assert share == pytest.approx(SHARES[packed])
+    assert sum(row_widths(128, torch.uint8)) / 512 < 0.3 < sum(row_widths(64, torch.uint8)) / 256
 
 
-def test_a_saved_session_comes_back_and_other_rows_are_refused(tmp_path):
-    llm = llm_of(SPARSE, "int8")
+def test_a_saved_session_comes_back_and_other_rows_are_refused(tmp_path, packed):
+    llm = llm_of(SPARSE, packed)
     with llm.session() as session:
         session.prefill(random_ids(300))
         session.save(tmp_path / "one")
@@ -164,8 +196,10 @@ def test_a_saved_session_comes_back_and_other_rows_are_refused(tmp_path):
         session, _ = llm.restore(tmp_path / "one", offload=offload)
         with session:
             assert torch.equal(session.decode(5), want)
-    with pytest.raises(SavedFileError, match="int8"):
-        llm_of(SPARSE, "model").restore(tmp_path / "one")
+    for other in {"model", "int8", "int4"} - {packed}:
+        with pytest.raises(SavedFileError, match=packed) as found:
+            llm_of(SPARSE, other).restore(tmp_path / "one")
+        assert "\n" not in str(found.value)
 
 
 def test_rows_of_the_former_form_are_refused(tmp_path, monkeypatch):
@@ -180,8 +214,8 @@ def test_rows_of_the_former_form_are_refused(tmp_path, monkeypatch):
     assert "\n" not in str(found.value)
 
 
-def test_check_and_a_method_switch_run_on_it():
-    with llm_of(SPARSE, "int8").session() as session:
+def test_check_and_a_method_switch_run_on_it(packed):
+    with llm_of(SPARSE, packed).session() as session:
         session.prefill(random_ids(300))
         for token in random_ids(6, seed=1):
             session.decode(token)
@@ -192,24 +226,29 @@ def test_check_and_a_method_switch_run_on_it():
         assert torch.isfinite(session.decode(1)).all()
 
 
-@pytest.mark.parametrize("bank", ["fp8", "int4", "INT8", 8, None])
+@pytest.mark.parametrize("bank", ["fp4", "int4:64", "INT8", 8, None])
 def test_another_word_is_refused(bank):
     with pytest.raises(SettingError, match="bank: found"):
         llm_of(SPARSE, bank)
 
 
-def test_heads_that_cannot_be_packed_are_refused_before_anything_is_read():
-    with pytest.raises(SettingError, match="bank: .*multiples of 4"):
-        tiny_llm(Full(), session_config(head_dim=6), bank="int8")
+@pytest.mark.parametrize(
+    ("bank", "head_dim", "multiple"), [("int8", 6, 4), ("int4", 48, 32), ("int4", 288, 32)]
+)
+def test_heads_that_cannot_be_packed_are_refused_before_anything_is_read(bank, head_dim, multiple):
+    with pytest.raises(
+        SettingError, match=f"bank: .*heads of {head_dim} .*multiples of {multiple}"
+    ):
+        tiny_llm(Full(), session_config(head_dim=head_dim), bank=bank)
 
 
 def test_the_shipped_model_says_the_same():
     text = "The key of Anna is 4711. The key of Ben is 9313. " * 40 + "The key of Anna is"
     said = []
-    for bank in ("model", "int8"):
+    for bank in ("model", "int8", "int4"):
         llm = LLM(str(POCKET), bank=bank, device="cpu", threads=1, method=Full())
         said.append(_greedy(llm, text))
-    assert said[0] == said[1]
+    assert said[0] == said[1] == said[2]
 
 
 def _greedy(llm, text):
