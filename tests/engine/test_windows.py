@@ -200,7 +200,7 @@ def test_the_tools_count_rings_as_rings(method):
         synthesize(session, 1400)
         assert len(session) == 1400 and torch.isfinite(session.decode(3)).all()
         ring = session.bank.window_ring(1)
-        assert ring.low == 1401 - ring.size and ring.rows.abs().sum() > 0
+        assert ring.low == 1401 - ring.size and ring.k.abs().sum() > 0
         found = compare.held(session)
         rings = session.bank.ring_bytes
     seeing = LAYERS // 2 * capacity * CONFIG.kv_bytes(4)
