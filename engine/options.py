@@ -29,7 +29,8 @@ MOST_THREADS = 64  # or four for each core: with 10,000 a token takes 20 s
 OFFLOADS = ("auto", "host", "device")
 STEPS = ("auto", "fused", "plain")
 WEIGHTS = ("auto", "int8", "int4", "int4:64", "int4:128", "float")
-BANKS = ("auto", "model", "int8", "int4")
+FP8_SINCE = 8, 9  # the compute capability of the first GPUs that convert 8-bit floats
+BANKS = ("auto", "model", "int8", "int4", "fp8")
 
 
 OLDEST = (8, 0)  # compute capability: bfloat16 products and 16-byte asynchronous copies
@@ -70,9 +71,10 @@ class Options:
     "auto" (as stored), "int8" or "int4" to round float weights as they are read (int4 has a scale
     for every 32 columns, "int4:64" and "int4:128" for as many as they say), "float" to dequantise
     what is stored in few bits. bank: "model" (K and V in the model's dtype; "auto" is
-    that), "int8", or "int4" (values in 4 bits, keys in 5; docs/QUANTISATION.md). check_finite:
-    refuse weights with NaN or infinity. imagined_gpu: with load=False, plan for a GPU with so many
-    free bytes, beside this machine's host memory or ram_budget, whether there is one or not.
+    that), "int8", "int4" (values in 4 bits, keys in 5) or "fp8" (docs/QUANTISATION.md).
+    check_finite: refuse weights with NaN or infinity. imagined_gpu: with load=False, plan for a GPU
+    with so many free bytes, beside this machine's host memory or ram_budget, whether there is one
+    or not.
     """
 
     device: str = "auto"
@@ -168,7 +170,14 @@ class Options:
         return self.compile
 
     def resolved_device(self) -> torch.device:
-        """The torch.device that `device` names here; SettingError where there is none."""
+        """The torch.device that `device` names here; SettingError where there is none, or where it
+        cannot read the bank.
+        """
+        device = self._named_device()
+        self.require_bank(device)
+        return device
+
+    def _named_device(self) -> torch.device:
         name = self.device
         if self.imagined_gpu is not None:
             return torch.device("cuda", 0)
@@ -222,6 +231,17 @@ class Options:
                 f"{form.most}"
             )
         return dataclasses.replace(config, bank=self.bank)
+
+    def require_bank(self, device: torch.device) -> None:
+        """Raise SettingError for a form of rows that the device does not multiply."""
+        if self.bank != "fp8" or device.type == "cpu" or self.imagined_gpu is not None:
+            return
+        major, minor = torch.cuda.get_device_capability(device)
+        if (major, minor) < FP8_SINCE:
+            raise SettingError(
+                f"bank: found 'fp8', but this GPU's compute capability is {major}.{minor} and "
+                f"8-bit floats need 8.9; use bank='int8', which takes as many bytes"
+            )
 
     def resolved_dtype(self, stored: str, device: torch.device) -> torch.dtype:
         """The torch.dtype that `dtype` means for weights stored as `stored` on a device."""

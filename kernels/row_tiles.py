@@ -19,6 +19,24 @@ from kernels.split import softmax_step
 
 
 @triton.jit
+def load_tile(rows, at, stride, d, inside, like):
+    """Load elements d of rows of floats, or values of a byte each in the dtype of `like`:
+    [BLOCK, DP], 0 where not inside.
+    """
+    place = rows + at[:, None] * stride + d[None, :]
+    if rows.dtype.element_ty == tl.float8e4nv:
+        # as bytes: the interpreter knows no zero of 8 bits
+        tile = tl.load(place.to(tl.pointer_type(tl.uint8)), mask=inside, other=0)
+        tile = tile.to(tl.float8e4nv, bitcast=True)
+    else:
+        tile = tl.load(place, mask=inside, other=0)
+    if packed(rows):
+        # by way of float32: the interpreter knows no other road to bfloat16
+        tile = tile.to(tl.float32).to(like.dtype)
+    return tile
+
+
+@triton.jit
 def load_keys(rows, at, stride, d, live, like, D: tl.constexpr):
     """Load a tile [BLOCK, DP] of K rows at [BLOCK], of `stride` elements each, for the product with
     the queries, which `stored_queries` has transformed; of packed rows the values, exact in 16
@@ -31,10 +49,7 @@ def load_keys(rows, at, stride, d, live, like, D: tl.constexpr):
     if rows.dtype.element_ty == tl.uint8:
         tile = load_odd_keys(rows, at, stride, d, inside, D).to(tl.float32).to(like.dtype)
     else:
-        tile = tl.load(rows + at[:, None] * stride + d[None, :], mask=inside, other=0)
-        if rows.dtype.element_ty == tl.int8:
-            # by way of float32: the interpreter knows no other road to bfloat16
-            tile = tile.to(tl.float32).to(like.dtype)
+        tile = load_tile(rows, at, stride, d, inside, like)
     return tile
 
 
@@ -57,7 +72,8 @@ def key_product(rows, tile):
 @triton.jit
 def packed(rows):
     """Whether rows are packed: a constant of the compiled kernel."""
-    return (rows.dtype.element_ty == tl.int8) | (rows.dtype.element_ty == tl.uint8)
+    kind: tl.constexpr = rows.dtype.element_ty
+    return (kind == tl.int8) | (kind == tl.uint8) | (kind == tl.float8e4nv)
 
 
 @triton.jit
@@ -98,9 +114,7 @@ def load_values(rows, at, stride, d, live, like, D: tl.constexpr, SCALED: tl.con
     if rows.dtype.element_ty == tl.uint8:
         tile = load_odd_values(rows, at, stride, d, live, inside, D).to(tl.float32).to(like.dtype)
     else:
-        tile = tl.load(rows + at[:, None] * stride + d[None, :], mask=inside, other=0)
-        if rows.dtype.element_ty == tl.int8:
-            tile = tile.to(tl.float32).to(like.dtype)
+        tile = load_tile(rows, at, stride, d, inside, like)
     if packed(rows) and (SCALED or like.dtype == tl.float16):
         scale = value_scales(rows, at, stride, live, D)[:, None]
         tile = (tile.to(tl.float32) * scale).to(like.dtype)
@@ -121,11 +135,26 @@ def softmax_tile(scores, values, rows, at, stride, live, m, total, acc, D: tl.co
 
 
 @triton.jit
-def row_scale(most):
-    """Return (scale, its reciprocal) of a row whose largest magnitude is `most`: see `pack`."""
-    scale = most.to(tl.float32) * (1.0 / 127)
+def row_scale(most, TOP: tl.constexpr):
+    """Return (scale, its reciprocal) of a row whose largest magnitude is `most`, which becomes TOP:
+    see `pack`.
+    """
+    scale = most.to(tl.float32) * (1.0 / TOP)
     scale = tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
     return scale, tl.where(scale > 0, 1.0 / tl.where(scale > 0, scale, 1.0), 0.0)
+
+
+@triton.jit
+def float8_bits(x):
+    """Round x, at most 448 in magnitude, to float8_e4m3fn, halves to even: its bits, int32. As
+    whole numbers, since the interpreter rounds otherwise than torch and the hardware do.
+    """
+    bits = tl.abs(x).to(tl.int32, bitcast=True)
+    # four bits of the mantissa are left, and the exponent begins at -7 instead of -127
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
+    # below 2^-6 in steps of 2^-9, which the sum with 2^23 rounds to
+    small = (tl.abs(x) * 512.0 + 8388608.0).to(tl.int32, bitcast=True) & 255
+    return tl.where(tl.abs(x) < 0.015625, small, normal) | tl.where(x < 0, 128, 0)
 
 
 @triton.jit
@@ -143,15 +172,20 @@ def store_row(
     beyond HALF; h [HP]: 0, 1, ... B, FACTOR: those of `transform_of` for a row of K, 0 for a row
     that is stored as it is. ODD: 1 where the second half of a row of floats is one shorter.
     """
-    if to.dtype.element_ty == tl.int8:
+    if (to.dtype.element_ty == tl.int8) | (to.dtype.element_ty == tl.float8e4nv):
         low, high = first.to(tl.float32), second.to(tl.float32)
         if B > 0:
             low, high = transformed_halves(first, second, B, FACTOR)
         most = tl.maximum(tl.max(tl.abs(low), 0), tl.max(tl.abs(high), 0))
-        scale, inverse = row_scale(most)
-        low, high = tl.floor(low * inverse + 0.5), tl.floor(high * inverse + 0.5)
-        tl.store(to + h, low.to(tl.int8), mask=h < HALF)
-        tl.store(to + HALF + h, high.to(tl.int8), mask=h < HALF)
+        whole: tl.constexpr = to.dtype.element_ty == tl.int8
+        scale, inverse = row_scale(most, 127 if whole else 448)
+        if whole:
+            low, high = tl.floor(low * inverse + 0.5), tl.floor(high * inverse + 0.5)
+        else:
+            low, high = float8_bits(low * inverse), float8_bits(high * inverse)
+        values = to.to(tl.pointer_type(tl.int8 if whole else tl.uint8))
+        tl.store(values + h, low.to(values.dtype.element_ty), mask=h < HALF)
+        tl.store(values + HALF + h, high.to(values.dtype.element_ty), mask=h < HALF)
         tl.store((to + 2 * HALF).to(tl.pointer_type(tl.float32)), scale)
     elif to.dtype.element_ty == tl.uint8:
         if B > 0:

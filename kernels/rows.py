@@ -1,11 +1,11 @@
 """The rows of a bank: floats, or packed in fewer bits. What a writer or reader in torch calls.
 
-The dtype of rows says their form: int8 is kernels/rows_int8.py, uint8 kernels/rows_int4.py, any
-float dtype rows as they are. A packed row is one run of bytes that ends with a scale, so that
-whatever moves a row (a gather, a write-back, a file) need not know what is in it; rows of K and of
-V may differ in length. An element is value * scale, where a value has 8 bits at most and is exact
-in 16-bit floats. Rows of K hold the elements of the transformed row (kernels/hadamard.py), rows of
-V their own.
+The dtype of rows says their form: int8 is kernels/rows_int8.py, uint8 kernels/rows_int4.py,
+float8_e4m3fn kernels/rows_fp8.py, any wider float dtype rows as they are. A packed row is one run
+of bytes that ends with a scale, so that whatever moves a row (a gather, a write-back, a file) need
+not know what is in it; rows of K and of V may differ in length. An element is value * scale, where
+a value has 8 bits at most and is exact in 16-bit floats. Rows of K hold the elements of the
+transformed row (kernels/hadamard.py), rows of V their own.
 
 A reader takes rows by `floats` and `unpack` (of K `key_floats` and `unpack_keys`, which transform
 back), or values and scales apart: a product over D is scaled per row afterwards, one over rows has
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernels import rows_int4, rows_int8
+from kernels import rows_fp8, rows_int4, rows_int8
 from kernels.hadamard import query_factor, signs, transformed_queries, wide_queries
 
 # elements of K that are float32 before they are transformed back: 1 MB stays in a core's cache
@@ -59,7 +59,7 @@ def _side(module: ModuleType, side: str = "") -> Side:
     return Side(*(getattr(module, side + name) for name in Side._fields))
 
 
-_INT8 = _side(rows_int8)
+_INT8, _FP8 = _side(rows_int8), _side(rows_fp8)
 FORMS = {
     torch.int8: Form("int8", 4, 1024, _INT8._replace(pack=rows_int8.pack_keys), _INT8),
     torch.uint8: Form(
@@ -69,6 +69,7 @@ FORMS = {
         _side(rows_int4, "key_"),
         _side(rows_int4, "value_"),
     ),
+    rows_fp8.KIND: Form("fp8", 4, 1024, _FP8._replace(pack=rows_fp8.pack_keys), _FP8),
 }
 DTYPES = {form.name: dtype for dtype, form in FORMS.items()}  # of packed rows, by the bank's name
 
@@ -79,6 +80,11 @@ def row_widths(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
     if form is None:
         return head_dim, head_dim
     return form.keys.width(head_dim), form.values.width(head_dim)
+
+
+def as_bytes(rows: torch.Tensor) -> torch.Tensor:
+    """View rows of 8-bit floats as bytes, for operators of torch that do not know their dtype."""
+    return rows.view(torch.uint8) if rows.dtype == rows_fp8.KIND else rows
 
 
 def is_packed(rows: torch.Tensor) -> bool:
@@ -120,20 +126,23 @@ def unpack_keys(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return packed rows of K as floats [.., D] in `dtype`, transformed back and rounded once; rows
     of floats as they are.
 
-    The sums are whole numbers below 2^24, so float32 holds them in whatever order they are taken.
+    The sums are whole numbers below 2^24, so float32 holds them in whatever order they are taken;
+    those of values in 8-bit floats span more and are taken in float64.
     """
     if not is_packed(rows):
         return rows
     side = FORMS[rows.dtype].keys
-    dim = side.dim(rows.shape[-1])
-    matrix = signs(dim, torch.float32, rows.device)
+    dim, wide = side.dim(rows.shape[-1]), torch.float32
+    if rows.dtype == rows_fp8.KIND:
+        wide = torch.float64
+    matrix = signs(dim, wide, rows.device)
     out = torch.empty(*rows.shape[:-1], dim, dtype=dtype, device=rows.device)
     size = max(1, AT_ONCE.get(rows.device.type, AT_ONCE["cuda"]) // (rows.shape[:-2].numel() * dim))
     for first in range(0, rows.shape[-2], size):
         part = rows[..., first : first + size, :]
         scale = (side.scales(part) / query_factor(dim)).unsqueeze(-1)
         found = out[..., first : first + size, :]
-        torch.mul(side.values(part).float() @ matrix, scale, out=found)
+        torch.mul((side.values(part).to(wide) @ matrix).float(), scale, out=found)
     return out
 
 

@@ -267,10 +267,10 @@ def _placement_flags(add: Callable) -> None:
     )
     add(
         "--bank",
-        choices=("auto", "model", "int8", "int4"),
+        choices=("auto", "model", "int8", "int4", "fp8"),
         default="auto",
         help="hold keys and values in the model's dtype, in 8 bits, or keys in 5 bits and values "
-        "in 4 (int4: a third of a 16-bit bank; auto: as model)",
+        "in 4 (int4: a third of a 16-bit bank; fp8: 8-bit floats; auto: as model)",
     )
     add("--threads", type=int, metavar="N", help="use N CPU threads")
     add("--chunk", type=int, metavar="N", help="read prompts in chunks of N tokens")

@@ -38,6 +38,7 @@ NAMES = {
     torch.int32: "I32",
     torch.uint8: "U8",
     torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
     torch.bool: "BOOL",
 }
 DTYPES = {name: dtype for dtype, name in NAMES.items()}

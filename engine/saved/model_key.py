@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from engine.llm import LLM
 
 # by kind of bank; one changes when its rows or pieces are laid out otherwise
-BANK_FORMATS = {"model": "kv-1", "int8": "kv-2, int8", "int4": "kv-2, int4"}
+BANK_FORMATS = {"model": "kv-1", "int8": "kv-2, int8", "int4": "kv-2, int4", "fp8": "kv-2, fp8"}
 SAMPLES = 4096  # elements of a weight that are hashed, evenly spread
 
 

@@ -8,10 +8,11 @@ a masked row whose scale is used, rounding that differs between writers.
 import pytest
 import torch
 
+from kernels import rows_fp8
 from kernels.column_sums import column_sums
 from kernels.prefill import prefill_dense
 from kernels.rotate_store import rotate_store, rotate_store_ref
-from kernels.rows import FORMS, floats, key_floats, row_widths, unpack
+from kernels.rows import FORMS, as_bytes, floats, key_floats, row_widths, unpack, widen_values
 from kernels.rows_int8 import pack, scales, values
 from kernels.store import store_step
 from kernels.window_prefill import prefill_window
@@ -19,7 +20,7 @@ from tests import kernel_checks, prefill_checks
 from tests.packed_rows import over_packed_rows
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-INT8, INT4 = torch.int8, torch.uint8
+INT8, INT4, FP8 = torch.int8, torch.uint8, torch.float8_e4m3fn
 BACKENDS = ("reference", "cpu", "triton")
 
 
@@ -66,6 +67,7 @@ def test_rounding_again_changes_nothing():
         (INT8, [0, 131], dict(head_dim=40, group=3, dtype=F16)),
         (INT8, [7, 601], dict(queries=8, group=4, kind="softmax")),
         (INT4, [1, 127], dict(head_dim=128, kv_heads=1, group=1, kind="raw")),
+        (FP8, [127], dict(head_dim=40, dtype=BF16, kind="softmax")),
         (INT4, [521], dict(head_dim=96, group=8, dtype=BF16, kind="softmax", layout="tokens")),
         (INT4, [0, 131], dict(head_dim=32, group=3, dtype=F16)),
         (INT4, [7], dict(head_dim=160, queries=8, group=2, kind="softmax")),
@@ -87,6 +89,7 @@ def test_dense(monkeypatch, backend, form, lengths, shape):
         (INT8, [50], [12], dict(queries=3, group=4, head_dim=40, layout="heads")),
         (INT4, [31, 0], [9, 1], dict(head_dim=32, group=2)),
         (INT4, [100, 7], [20, 90], dict(head_dim=128, group=8, dtype=BF16, per_head=True)),
+        (FP8, [20], [12], dict(dtype=F16)),
         (INT4, [50], [12], dict(queries=3, group=4, layout="heads")),
     ],
 )
@@ -108,7 +111,7 @@ def test_window(monkeypatch, backend, form, lengths, shape):
     assert seen == [form]
 
 
-@pytest.mark.parametrize("form", [INT8, INT4])
+@pytest.mark.parametrize("form", [INT8, INT4, FP8])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_prefill_kernels(monkeypatch, backend, form):
     names = "column_scores", "prefill_sparse", "attend_blocks"
@@ -119,7 +122,7 @@ def test_prefill_kernels(monkeypatch, backend, form):
     assert seen == [form] * 5
 
 
-@pytest.mark.parametrize("form", [INT8, INT4])
+@pytest.mark.parametrize("form", [INT8, INT4, FP8])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_readers_in_plain_torch_see_the_rounded_values(backend, form):
     """Dense prefill, a sliding window and attention sums: what they give over the floats."""
@@ -140,7 +143,7 @@ def test_readers_in_plain_torch_see_the_rounded_values(backend, form):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("form", "dim", "dtype"),
-    [(INT8, 20, F32), (INT8, 20, BF16), (INT4, 32, BF16), (INT4, 160, F32)],
+    [(INT8, 20, F32), (INT8, 20, BF16), (INT4, 32, BF16), (INT4, 160, F32), (FP8, 20, BF16)],
 )
 def test_a_step_stores_what_pack_gives(backend, form, dim, dtype, twice):
     generator = torch.Generator().manual_seed(5)
@@ -148,7 +151,7 @@ def test_a_step_stores_what_pack_gives(backend, form, dim, dtype, twice):
     q = torch.randn(2, 3, 4, dim, generator=generator).to(dtype)
     k[0, 0, 0], v[0, 1, 0, 3], v[1, 0, 1] = 0.0, torch.nan, 1e-36
     v[1, 1] *= torch.logspace(-4, 4, dim)  # groups of 32 that differ in size
-    if form == INT8:
+    if form != INT4:
         v[0, 1, 0, 3] = 1.0  # a step loses a NaN there
     bank = [torch.full((2, 2, 31, w), 5, dtype=form) for w in row_widths(dim, form)]
     ring = torch.zeros(2, 9, 4, dim, dtype=dtype)
@@ -163,8 +166,9 @@ def test_a_step_stores_what_pack_gives(backend, form, dim, dtype, twice):
                 rows = (at,) if twice is None else (first + at % 7, first + 7 + at % 7)
                 for row in rows:
                     untouched[b, row] = False
-                    assert torch.equal(bank[side][b, :, row], pack(new[b, j]))
-        assert bool((bank[side].transpose(1, 2)[untouched] == 5).all())
+                    assert torch.equal(as_bytes(bank[side][b, :, row]), as_bytes(pack(new[b, j])))
+        held = bank[side].float().transpose(1, 2)
+        assert bool((held[untouched] == 5).all())
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -183,3 +187,21 @@ def test_the_fused_store_rotates_and_packs(dtype):
     # one step of 8 bits at most, where the two round a half differently
     off = (results[0][2] - results[1][2]).abs() / results[0][3].unsqueeze(-1).clamp(min=1e-9)
     assert float(off.max()) < 1.01 and float((off > 0.5).float().mean()) < 0.02
+
+
+def test_eight_bit_floats_are_off_by_a_sixteenth_of_themselves():
+    x = torch.randn(40, 64, generator=torch.Generator().manual_seed(1))
+    x[0], x[1], x[2, 3], x[3, 1] = 0.0, 1e-42, torch.nan, torch.inf
+    rows = rows_fp8.pack(x)
+    assert rows.shape == (40, 68) and torch.equal(
+        widen_values(rows, x.new_empty(40, 64))[4:], rows[4:, :64].float()
+    )
+    found = floats(rows)
+    assert not found[:2].any() and not bool(torch.isfinite(found[2:4]).all(-1).any())
+    # below 2^-6 of a scale values are subnormal: half of 2^-9
+    allowed = torch.maximum(x[4:].abs() / 16, rows_fp8.scales(rows)[4:, None] * 2.0**-10)
+    assert bool(((found - x)[4:].abs() <= allowed * 1.0001).all())
+    every = torch.arange(256, dtype=torch.uint8).view(FP8)
+    every = every[torch.isfinite(every.float())]
+    held = torch.cat([every, torch.ones(1).view(FP8)])
+    assert torch.equal(rows_fp8.values(held), every.float())

@@ -10,6 +10,7 @@ TYPES = {
     "float32": "fp32",
     "int8": "i8",
     "uint8": "u8",
+    "float8_e4m3fn": "fp8e4nv",
     "int32": "i32",
     "int64": "i64",
 }

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from kernels.rows import as_bytes
+
 if TYPE_CHECKING:
     from engine.model.config import ModelConfig
 
@@ -150,7 +152,7 @@ class Rows:
         count, wide = index.shape[1], index.unsqueeze(-1)
         found = cls.empty(part, count, reserved(count, count, most))
         for mine, theirs in ((found.k, part.k), (found.v, part.v)):
-            mine[:, :count] = theirs.gather(1, wide.expand(-1, -1, theirs.shape[2]))
+            mine[:, :count] = _gathered(theirs, wide)
         found.positions[:, :count] = part.positions.gather(1, index)
         if part.scores is not None and found.scores is not None:
             groups = index.unsqueeze(1).expand(-1, part.scores.shape[1], -1)
@@ -200,7 +202,7 @@ class Rows:
         part = Part(heads, k[heads], v[heads], positions, scores)
         found = cls.empty(part, count, reserved(base, count, most), base)
         for mine, theirs in ((found.k, part.k), (found.v, part.v)):
-            mine[:, :count] = theirs.gather(1, index.expand(-1, -1, theirs.shape[2]))
+            mine[:, :count] = _gathered(theirs, index)
         found.positions[:, :count] = positions
         if found.scores is not None:
             found.scores[:, :, :count] = scores
@@ -211,6 +213,11 @@ class Rows:
         scores = None if self.scores is None else self.scores.clone()
         tensors = self.k.clone(), self.v.clone(), self.positions.clone()
         return Rows(self.heads, *tensors, scores, self.held, self.base)
+
+
+def _gathered(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The rows [h, n, D] of rows [h, T, D] at index [h, n, 1]."""
+    return as_bytes(rows).gather(1, index.expand(-1, -1, rows.shape[2])).view(rows.dtype)
 
 
 def best(scores: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
