@@ -191,6 +191,7 @@ def test_the_plan_is_the_allocation(offload, packed):
         assert held == sum(map(plan.bytes_of, ("context bank", *tier)))
         assert session.scratch_bytes == plan.bytes_of("decode scratch")
     plain = llm_of(SPARSE, "model", offload, backend="auto").plan()
+    assert ("values in 4 bits, keys in 5, slower" in str(plan)) == (packed == "int4")
     share = plan.bytes_of("context bank") / plain.bytes_of("context bank")
     assert share == pytest.approx(SHARES[packed])
     assert sum(row_widths(128, torch.uint8)) / 512 < 0.3 < sum(row_widths(64, torch.uint8)) / 256
