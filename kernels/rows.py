@@ -61,7 +61,13 @@ def _side(module: ModuleType, side: str = "") -> Side:
 
 _INT8, _FP8 = _side(rows_int8), _side(rows_fp8)
 FORMS = {
-    torch.int8: Form("int8", 4, 1024, _INT8._replace(pack=rows_int8.pack_keys), _INT8),
+    torch.int8: Form(
+        "int8",
+        4,
+        1024,
+        _INT8._replace(pack=rows_int8.pack_keys),
+        _INT8._replace(pack=rows_int8.pack_values),
+    ),
     torch.uint8: Form(
         "int4",
         rows_int4.GROUP,

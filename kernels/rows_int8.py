@@ -52,6 +52,11 @@ def pack_keys(k: torch.Tensor) -> torch.Tensor:
     return pack(transformed_rows(k))
 
 
+def pack_values(v: torch.Tensor) -> torch.Tensor:
+    """Round rows of V [.., D] of any float dtype to packed rows: `pack` of them as they are."""
+    return pack(v)
+
+
 def values(rows: torch.Tensor) -> torch.Tensor:
     """View the values of packed rows: int8 [.., D]."""
     return rows[..., :-SCALE]

@@ -10,7 +10,7 @@ import torch
 
 from engine import Full, OmniKV
 from tests.builders import tiny_config, tiny_llm
-from tests.engine.bank.test_int8_bank import course, simulated  # noqa: F401 (a fixture)
+from tests.engine.bank.test_packed_banks import course, simulated  # noqa: F401 (a fixture)
 
 SPARSE = OmniKV(filter_layers=(1,), tokens=24, tail=64, dense_below=0)
 SIZES = dict(layers=4, heads=4, kv_heads=2, head_dim=16, sliding_window=40)
@@ -28,6 +28,12 @@ OSS = dict(
     num_experts_per_tok=2,
     rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=512),
 )
+
+
+@pytest.fixture
+def packed():
+    """What `simulated` rounds as."""
+    return "int8"
 
 
 @pytest.mark.parametrize("method, offload", [(Full(), "device"), (SPARSE, "host")])
