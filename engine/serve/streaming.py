@@ -38,6 +38,8 @@ async def stream(events: AsyncIterator[Any], reply: Shape, ping: float) -> Async
         now, lines = time.monotonic(), list[Line]()
         if isinstance(event, Reading):
             reply.cached, where = event.cached, f"reading {event.done}/{event.total}"
+            if event.left is not None:
+                where += f", {event.left:.1f} s left"
             if not begun:
                 begun, lines = True, reply.begin()
         if isinstance(event, Wrote):

@@ -12,12 +12,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from engine.batch import Batch
 from engine.errors import EngineError
 from engine.generate import Feed, GenerationStats, written
 from engine.newcomers import CHUNK
+from engine.prefill_eta import Eta, PrefillFlops
 from engine.rounds import Task, Work
 from engine.sampling import SamplingParams
 from engine.serve.errors import ApiError
@@ -34,11 +36,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reading:
-    """Progress of a prompt, in tokens; cached: held before."""
+    """Progress of a prompt, in tokens; cached: held before. left: seconds; None: not known yet."""
 
     done: int
     total: int
     cached: int
+    left: float | None = None
 
 
 @dataclass(frozen=True)
@@ -245,13 +248,17 @@ class Worker:
         total = len(job.ids)
         if job.method is not None and session.method != job.method:
             session.set_method(job.method)
-        held = cached
+        held, last = cached, time.monotonic()
+        flops = partial(session.runtime.prompt_flops, PrefillFlops.of(self.llm.config))
+        eta = Eta(flops, cached, total)
 
         def read(done: int, seconds: float) -> None:
-            nonlocal held
+            nonlocal held, last
+            now = time.monotonic()
             self.metrics.read(cached + done - held, seconds)
-            held = cached + done
-            job.post(Reading(held, total, cached))
+            eta.add(held, cached + done, now - last)  # with what others take between the chunks
+            held, last = cached + done, now
+            job.post(Reading(held, total, cached, eta.left(held)))
 
         for chunk in self.batch.reading(session, job.ids[cached:], read):
             yield chunk

@@ -4,7 +4,7 @@
 async function stream(messages, settings, wrote, what) {
   const running = new AbortController(), began = performance.now();
   state.running = running;
-  state.points = [];
+  state.told = null;
   $("stop").disabled = false;
   $("send").disabled = $("retry").disabled = $("read").disabled = true;
   $("log").setAttribute("aria-busy", "true");
@@ -24,8 +24,8 @@ async function stream(messages, settings, wrote, what) {
       const lines = held.split("\n");
       held = lines.pop();
       for (const line of lines) {
-        const progress = /^: reading (\d+)\/(\d+)$/.exec(line);
-        if (progress && !first) reading(Number(progress[1]), Number(progress[2]), what);
+        const progress = /^: reading (\d+)\/(\d+)(?:, ([\d.]+) s left)?$/.exec(line);
+        if (progress && !first) reading(Number(progress[1]), Number(progress[2]), progress[3], what);
         if (line === ": waiting") $("state").textContent = "Waiting: other answers are being written";
         if (!line.startsWith("data: {")) continue;
         const data = JSON.parse(line.slice(6)), choice = (data.choices || [])[0];

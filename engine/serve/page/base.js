@@ -2,7 +2,7 @@
 const $ = (id) => document.getElementById(id);
 const state = {
   key: "", model: null, sparse: true, running: null, turns: [], last: null,
-  text: "", name: "", points: [], // of the document; points: how much was read when
+  text: "", name: "", told: null, // of the document; told: when which time left was said
 };
 const number = (n) => n.toLocaleString("en");
 

@@ -60,30 +60,14 @@ function suggest(questions) {
 
 // ---------------------------------------------------------------- time left
 
-function left(done, total) {
-  // seconds = a*tokens + b*tokens^2, by least squares: attention makes later tokens dearer
-  const p = state.points;
-  if (!p.length || p[p.length - 1][0] < done) p.push([done, performance.now() / 1000]);
-  if (p.length < 2) return null;
-  const [d0, t0] = p[0];
-  let s2 = 0, s3 = 0, s4 = 0, y1 = 0, y2 = 0;
-  for (const [d, t] of p.slice(1)) {
-    const x = d - d0, z = d * d - d0 * d0;
-    s2 += x * x; s3 += x * z; s4 += z * z; y1 += x * (t - t0); y2 += z * (t - t0);
-  }
-  const det = s2 * s4 - s3 * s3;
-  let a = y1 / s2, b = 0;
-  if (p.length > 3 && det > 1e-6 * s2 * s4) { a = (y1 * s4 - y2 * s3) / det; b = (s2 * y2 - s3 * y1) / det; }
-  if (a < 0 || b < 0) { a = y1 / s2; b = 0; }
-  const [d1, t1] = p[p.length - 1]; // since then the next chunk is under way
-  return Math.max(0, a * (total - d1) + b * (total * total - d1 * d1) - (performance.now() / 1000 - t1));
-}
-
-function reading(done, total, what) {
-  const seconds = left(done, total);
+// left: seconds that the server expects from its chunks so far; the next one is under way since
+function reading(done, total, left, what) {
+  const now = performance.now() / 1000;
+  if (left !== undefined && (!state.told || state.told.done !== done)) state.told = { done, until: now + Number(left) };
+  const seconds = state.told ? Math.max(0, state.told.until - now) : null;
   $("bar").hidden = false;
   $("bar").value = done / total;
   if (what === "read") dim(done / total);
   $("state").textContent = "Reading: " + number(done) + " of " + number(total) + " tokens" +
-    (seconds === null ? "" : ", about " + (seconds < 90 ? Math.ceil(seconds) + " s" : Math.round(seconds / 60) + " min") + " left");
+    (seconds === null ? "" : ", about " + (seconds < 90 ? Math.round(seconds) + " s" : Math.round(seconds / 60) + " min") + " left");
 }

@@ -6,6 +6,7 @@ slot that is never freed, a queue without end, a shutdown that hangs.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -209,8 +210,11 @@ def test_a_stream_tells_how_far_the_reading_is(server):
     first = next(i for i, line in enumerate(lines) if line.startswith("data"))
     said = [line for line in lines[:first] if line.startswith(": reading ")]
     assert len(said) >= 2 and lines[-1] == "data: [DONE]"
-    done, total = map(int, said[-1].removeprefix(": reading ").split("/"))
-    assert 0 < done <= total
+    told = [re.fullmatch(r": reading (\d+)/(\d+)(?:, (\d+\.\d) s left)?", line) for line in said]
+    assert all(0 <= int(one[1]) <= int(one[2]) for one in told)
+    # the time left once there is a chunk to go by; none at the end
+    assert [one[3] is not None for one in told] == [one[1] != told[0][1] for one in told]
+    assert told[-1][1] != told[-1][2] or told[-1][3] == "0.0"
     for line in lines[first:-1]:
         assert line.startswith(":") or json.loads(line.removeprefix("data: "))
 
