@@ -19,6 +19,12 @@ _SHAPES = {
         (2, 6, 10),
         {**_LLAMA3, "tie_word_embeddings": True},
     ),
+    # a quarter of everything in it, for machines on which a whole one takes too long
+    "quarter-1b": (
+        (4, 2048, 8192, 32, 8, 64),
+        (1,),
+        {**_LLAMA3, "vocab_size": 32064, "tie_word_embeddings": True},
+    ),
     "llama-3-8b": ((32, 4096, 14336, 32, 8, 128), (2, 8, 18), _LLAMA3),
     "yi-9b": ((48, 4096, 11008, 32, 4, 128), (6, 11, 30), {"vocab_size": 64000}),
     "llama-3.1-70b": ((80, 8192, 28672, 64, 8, 128), (4, 19, 41), _LLAMA3),
