@@ -30,6 +30,15 @@ EDITS = {
     "dynamic:4": ("qwen2", dict(rope_type="dynamic", factor=4.0)),
     "theta:1e6": ("granite", dict(rope_type="default", rope_theta=1e6)),
     "default": ("qwen2-yarn", dict(rope_type="default", rope_theta=1e6)),
+    # the long factors at every length; the file's rope takes the short ones up to 512 tokens
+    "longrope": (
+        "phi3-longrope",
+        {
+            **PHI_ROPE,
+            "short_factor": PHI_ROPE["long_factor"],
+            "original_max_position_embeddings": 512,
+        },
+    ),
 }
 
 
