@@ -29,8 +29,7 @@ class Shape(Protocol):
 
 async def stream(events: AsyncIterator[Any], reply: Shape, ping: float) -> AsyncIterator[str]:
     """The text of a streamed answer. While the prompt is read or waits, comments say how far it is,
-    so that neither client nor proxy gives up, and an event of the interface where it has one for
-    that: Claude Code counts no comments and gives up after 300 seconds without an event.
+    so that neither client nor proxy gives up, and the event that the interface has for that.
     """
     begun = False
     said, where = time.monotonic(), "waiting"

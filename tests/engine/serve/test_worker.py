@@ -220,7 +220,7 @@ def test_a_stream_tells_how_far_the_reading_is(server):
 
 
 def test_signs_of_life_are_events_where_the_interface_has_them(server):
-    """Claude Code counts no comments, and gives up after 300 seconds without an event."""
+    """Those of Anthropic's and OpenAI's own servers; the official client passes over OpenAI's."""
     server.service.settings.__dict__["ping"] = 0.0
     body = {"model": "pocket", "max_tokens": 1, "stream": True, "temperature": 0}
     body["messages"] = [{"role": "user", "content": "ladder " * 900}]
