@@ -131,7 +131,9 @@ class FakeLLM:
             num_layers=2, kv_bytes=lambda size: 8 * size, rows_seen=lambda n: [n, n]
         )
         self.method = Full()
-        self.resolved = SimpleNamespace(folder="nowhere", revision=None, source="hub")
+        self.resolved = SimpleNamespace(
+            folder="nowhere", revision=None, source="hub", why_not="", require_fetched=lambda: None
+        )
         self.sessions = []
 
     def session(self):
