@@ -95,6 +95,10 @@ class FakePlan:
     model: str = "fake"
     placement: object = None
 
+    @property
+    def step_weights(self):
+        return self.bytes_of("weights")
+
     def bytes_of(self, name):
         return {"weights": 1000}[name]
 
