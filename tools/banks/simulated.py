@@ -58,7 +58,7 @@ class SimulatedBank(DeviceBank):
         layers = range(self.num_layers)
         # per layer: the end of what every stage has rounded, bits per token, the quantiser's memo
         self._ends = [[0] * len(quantiser.ages) for _ in layers]
-        float_bits = 2 * FLOAT * self.kv_heads * self.width
+        float_bits = 2 * FLOAT * self.kv_heads * self.widths[0]
         self._bits = torch.full(
             (self.num_layers, self.capacity), float_bits, dtype=torch.float64, device="cpu"
         )
@@ -147,7 +147,7 @@ class SimulatedBank(DeviceBank):
         ring, heads = self.session.query_ring, self.kv_heads
         start, end = max(ring.low, ring.high - PROBES), min(ring.high, length)
         if start >= end:
-            ones = torch.ones(heads, self.width, device=self.device)
+            ones = torch.ones(heads, self.widths[0], device=self.device)
             return torch.ones(stop - first, device=self.device), ones
         positions = torch.arange(start, end, device=self.device)
         turns = self.session.llm.rotary.at(positions, layer=layer)
