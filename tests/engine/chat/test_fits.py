@@ -93,7 +93,7 @@ def test_what_was_planned_from_a_table_loads_nothing(offline, capsys):
     assert main(["--model", "llama-3.1-8b", "-p", "hello"]) == 1
     assert "HF_HUB_OFFLINE" in capsys.readouterr().err
     llm = LLM("smollm2-135m", load=False)
-    assert llm.plan().bytes_of("weights") == 2 * 134515008
+    assert llm.plan().step_weights == 2 * 134515008
     with pytest.raises(HubError, match="HF_HUB_OFFLINE"):
         llm.load()
 
