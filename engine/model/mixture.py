@@ -1,9 +1,8 @@
 """A mixture of experts in place of a layer's MLP: a router scores all experts for every token, the
 best few of them run, and their outputs are added with the router's weights.
 
-Only the experts that some token chose are read, so a decode step reads per_token of them in each
-layer. The products are those of every other matrix (kernels/linear.py), one expert after the other;
-which experts run is decided on the host.
+A decode step reads its token's own experts, per_token in each layer. The host decides which run,
+one after the other; their products are those of every other matrix (kernels/linear.py).
 """
 
 from __future__ import annotations
@@ -63,22 +62,15 @@ class Experts:
         return self.count * hidden + experts * 3 * hidden * self.width + biases
 
 
+@dataclass(eq=False)
 class Mixture:
-    """One layer's router and experts.
+    """One layer's router, and the two matrices of every expert."""
 
-    router [count, hidden]; gate_up: [2 * width, hidden] and down: [hidden, width] of every expert.
-    """
-
-    def __init__(
-        self,
-        experts: Experts,
-        router: torch.Tensor,
-        gate_up: Sequence[Matrix],
-        down: Sequence[Matrix],
-        bias: torch.Tensor | None = None,
-    ) -> None:
-        self.experts, self.router, self.gate_up, self.down = experts, router, gate_up, down
-        self.bias = bias  # of the router, [count]
+    experts: Experts
+    router: torch.Tensor  # [count, hidden]
+    gate_up: Sequence[Matrix]  # [2 * width, hidden]
+    down: Sequence[Matrix]  # [hidden, width]
+    bias: torch.Tensor | None = None  # of the router, [count]
 
     @property
     def routers(self) -> list[torch.Tensor]:
