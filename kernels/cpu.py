@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from kernels.isa import fuses, multiplies, vectorises
+from kernels.native.attention import attend, attends, head_most
 from kernels.rows import (
     FORMS,
     floats,
@@ -62,6 +63,9 @@ def attend_sequence(
     queries, heads, dim = q.shape
     kv_heads, rows, _ = k.shape
     group, dtype = heads // kv_heads, q.dtype
+    if attends(k, v, dim):
+        found, lse = attend(q, k, v, scale, softmax=softmax)
+        return found.to(dtype), lse
     shared = max(0, rows - (queries - 1))
     q = stored_queries(q.float(), k) if is_packed(k) else q
     packed = (
@@ -204,6 +208,11 @@ def attend_scored(
         buffer = torch.empty(size * kv_heads * dim)
     if held is None or held.numel() < heads * rows:
         held = torch.empty(heads * rows)
+    if attends(k, v, dim):
+        found, lse = attend(q, k, v, scale, logits=held, softmax=softmax)
+        logits = held[: heads * rows].view(heads, rows)
+        head_most(logits, lse if kind == "softmax" else None, scores)
+        return found.to(q.dtype)
     packed = (stored_queries(q[0].float(), k) * scale).view(kv_heads, -1, dim)
     parts = _parts(held, packed.shape[:2], rows, size)
     for weights, at in _chunks(parts):

@@ -11,6 +11,7 @@ from kernels.cpu import attend_sequence, split_rows, token_rows
 from kernels.dependent import dependent, wait_for_last_kernel
 from kernels.dispatch import choose
 from kernels.merge import merge, merge_when_last, merging
+from kernels.native.attention import attend, attends
 from kernels.reference import attend_alone
 from kernels.row_tiles import key_product, load_keys, load_values, scaled_logits, softmax_tile
 from kernels.rows import is_packed, wide_stored_queries
@@ -121,7 +122,8 @@ def decode_sparse_cpu(
 ) -> torch.Tensor:
     """`decode_sparse` on CPU tensors, same arguments.
 
-    Gathers K and V into scratch, then attends to them as one short sequence. A token-major bank
+    The C++ kernel reads chosen rows where they lie. Without it, gathers K and V into scratch, then
+    attends to them as one short sequence. A token-major bank
     gathers whole rows (`token_rows`), any other layout a row per kv head. Nothing is gathered where
     nothing was chosen.
     """
@@ -130,6 +132,10 @@ def decode_sparse_cpu(
     width = kv_heads * (k.shape[3] + v.shape[3])
     for b in range(batch):
         kept, start, n = int(counts[b]), int(tail_start[b]), int(lengths[b])
+        if kept and attends(k, v, q.shape[3]):
+            rows = k[b, :, :n], v[b, :, :n]
+            out[b], _ = attend(q[b], *rows, scale, index[b], kept, start, softmax=softmax)
+            continue
         blocks = None if scratch is None else scratch.blocks
         if not kept:
             # the tail alone is one run of rows, as in a sliding window: read in place

@@ -1,0 +1,240 @@
+// Flash-decoding on a CPU: a few queries attend to rows of K and V where they lie, all of them or
+// those of an index, and may leave their logits. Softmax and sums are float32.
+#include "vector.h"
+
+constexpr int BLOCK = 256;  // rows whose logits are held at a time: 4 queries of them are 4 KB
+constexpr int AHEAD = 32;   // rows between the one that is read and the one that is fetched
+
+INLINE void fetch(const char *row, int bytes) {
+    for (int at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
+}
+
+// Logits of T queries q [T][dim] on the keys `rows`: l [T][BLOCK].
+template <class K, int T>
+INLINE void logits_of(const float *q, const char *const *rows, int count, int dim, float *l) {
+    int t = 0;
+    for (; t + W <= count; t += W) {
+        Floats sums[T][W];
+        for (int i = 0; i < W; i++) {
+            const char *row = rows[t + i];
+            fetch(rows[t + i + AHEAD], dim * K::bytes);
+            Floats s[T] = {};
+            for (int d = 0; d < dim; d += W) {
+                const Floats x = K::read(row, d);
+                for (int r = 0; r < T; r++) s[r] += x * load(q + r * dim + d);
+            }
+            for (int r = 0; r < T; r++) sums[r][i] = s[r];
+        }
+        for (int r = 0; r < T; r++) store(l + r * BLOCK + t, totals(sums[r]));
+    }
+    for (; t < count; t++)
+        for (int r = 0; r < T; r++) {
+            Floats s = {};
+            for (int d = 0; d < dim; d += W) s += K::read(rows[t], d) * load(q + r * dim + d);
+            l[r * BLOCK + t] = total(s);
+        }
+    if (K::scaled)
+        for (t = 0; t < count; t++) {
+            const float scale = K::scale(rows[t], dim);
+            for (int r = 0; r < T; r++) l[r * BLOCK + t] *= scale;
+        }
+}
+
+// Adds weights l [T][BLOCK] times the values `rows` to columns d .. d + C*W - 1 of out [T][dim].
+template <class V, int T, int C>
+INLINE void add_columns(const float *l, const char *const *rows, int count, int dim, int d, float *out) {
+    Floats s[T][C] = {};
+    for (int t = 0; t < count; t++) {
+        fetch(rows[t + AHEAD] + d * V::bytes, C * W * V::bytes);
+        for (int c = 0; c < C; c++) {
+            const Floats x = V::read(rows[t], d + c * W);
+            for (int r = 0; r < T; r++) s[r][c] += x * l[r * BLOCK + t];
+        }
+    }
+    for (int r = 0; r < T; r++)
+        for (int c = 0; c < C; c++) {
+            float *at = out + r * dim + d + c * W;
+            store(at, load(at) + s[r][c]);
+        }
+}
+
+template <class V, int T>
+INLINE void add_values(float *l, const char *const *rows, int count, int dim, float *out) {
+    if (V::scaled)
+        for (int t = 0; t < count; t++) {
+            const float scale = V::scale(rows[t], dim);
+            for (int r = 0; r < T; r++) l[r * BLOCK + t] *= scale;
+        }
+    constexpr int C = W == 16 ? 4 : 2;
+    int d = 0;
+    for (; d + C * W <= dim; d += C * W) add_columns<V, T, C>(l, rows, count, dim, d, out);
+    for (; d < dim; d += W) add_columns<V, T, 1>(l, rows, count, dim, d, out);
+}
+
+struct Run {  // rows of one sequence and one K/V head: `kept` of an index, then from `start` on
+    const char *k, *v;
+    long key_stride, value_stride;  // bytes
+    const int32_t *index;
+    int kept, start;
+    long row(int t) const { return t < kept ? index[t] : (long)start + t - kept; }
+};
+
+// cap * tanh(x / cap), as kernels/softmax.py has it in a kernel: tanh(y) is 1 - 2 / (e^2y + 1).
+INLINE void cap_logits(float *x, int count, float cap) {
+    for (int i = 0; i < count; i += W) {
+        const Floats y = load(x + i) * (2 / cap);
+        store(x + i, cap - 2 * cap / (exponential(y > 87 ? all(87) : y) + 1));
+    }
+}
+
+// T queries attend to rows first .. stop-1 of a run; query r sees rows below limit[r].
+// out [T][dim] is the weighted sum, not divided; most and sum [T]. logits [T][ahead] or NULL takes
+// logits of all rows.
+template <class K, class V, int T>
+static void attend_tile(const float *q, const Run &run, int first, int stop, int dim, float cap,
+                        const int *limit, float *out, float *best, float *sum, float *logits, long ahead) {
+    alignas(64) float l[T * BLOCK];
+    const char *keys[BLOCK + AHEAD], *values[BLOCK + AHEAD];
+    memset(out, 0, sizeof(float) * T * dim);
+    for (int r = 0; r < T; r++) best[r] = -INFINITY, sum[r] = 0;
+    for (int t = first; t < stop; t += BLOCK) {
+        const int count = stop - t < BLOCK ? stop - t : BLOCK, up = (count + W - 1) / W * W;
+        for (int i = 0; i < count + AHEAD; i++) {
+            const long row = run.row(t + i < stop ? t + i : stop - 1);
+            keys[i] = run.k + row * run.key_stride;
+            values[i] = run.v + row * run.value_stride;
+        }
+        logits_of<K, T>(q, keys, count, dim, l);
+        for (int r = 0; r < T; r++) {
+            float *x = l + r * BLOCK;
+            if (cap) cap_logits(x, up, cap);
+            if (logits) memcpy(logits + r * ahead + t, x, sizeof(float) * count);
+            for (int i = limit[r] > t ? limit[r] - t : 0; i < up; i++) x[i] = -INFINITY;
+            for (int i = count; i < up; i++) x[i] = -INFINITY;
+            Floats top = all(best[r]);
+            for (int i = 0; i < up; i += W) top = most(top, load(x + i));
+            const float now = largest(top), base = now == -INFINITY ? 0 : now;
+            const float less = expf(best[r] - base);
+            Floats added = {};
+            for (int i = 0; i < up; i += W) {
+                const Floats weight = exponential(load(x + i) - base);
+                store(x + i, weight);
+                added += weight;
+            }
+            best[r] = now, sum[r] = sum[r] * less + total(added);
+            if (less != 1)
+                for (int d = 0; d < dim; d += W) store(out + r * dim + d, load(out + r * dim + d) * less);
+        }
+        add_values<V, T>(l, values, count, dim, out);
+    }
+}
+
+struct Call {
+    const float *q;  // [heads][queries * group][dim], scaled
+    const char *k, *v;
+    long key_head, key_row, value_head, value_row;  // strides in bytes
+    const int32_t *index;                           // or NULL
+    long index_head;                                // elements from one head's to the next's
+    float *out, *lse;                               // [heads][queries * group][dim] and [..]
+    float *parts;                                   // [heads][splits][queries * group][dim + 2]
+    float *logits;                                  // [heads][group][ahead], of the last query, or NULL
+    long ahead;
+    int heads, queries, group, dim, kept, start, visited, split, threads;
+    float cap;  // logits become cap * tanh(logits / cap); 0: they stay
+};
+
+template <class K, class V>
+static void attend_split(const Call &c, int head, int s) {
+    const int rows = c.queries * c.group, first = s * c.split;
+    const int stop = first + c.split < c.visited ? first + c.split : c.visited;
+    const int splits = (c.visited + c.split - 1) / c.split;
+    float *part = c.parts + ((long)head * splits + s) * rows * (c.dim + 2);
+    const Run run = {c.k + head * c.key_head, c.v + head * c.value_head, c.key_row, c.value_row,
+                     c.index ? c.index + head * c.index_head : nullptr, c.kept, c.start};
+    const int last = (c.queries - 1) * c.group;
+    for (int r = 0; r < rows;) {
+        // a tile holds queries that all leave their logits, or none
+        const int until = r < last ? last : rows, tile = until - r < 4 ? until - r : 4;
+        int limit[4];
+        for (int i = 0; i < tile; i++) limit[i] = c.visited - (c.queries - 1 - (r + i) / c.group);
+        float *logits = c.logits && r >= last ? c.logits + ((long)head * c.group + r - last) * c.ahead : nullptr;
+        const float *q = c.q + ((long)head * rows + r) * c.dim;
+        float *out = part + (long)r * c.dim, *best = part + (long)rows * c.dim + r, *sum = best + rows;
+#define TILE(T) attend_tile<K, V, T>(q, run, first, stop, c.dim, c.cap, limit, out, best, sum, logits, c.ahead)
+        if (tile == 4) TILE(4);
+        else if (tile == 3) TILE(3);
+        else if (tile == 2) TILE(2);
+        else TILE(1);
+        r += tile;
+    }
+}
+
+// Merge the splits of one head: out and the log-sum-exps.
+static void merge(const Call &c, int head) {
+    const int rows = c.queries * c.group, splits = (c.visited + c.split - 1) / c.split;
+    const long size = (long)rows * (c.dim + 2);
+    const float *part = c.parts + (long)head * splits * size;
+    for (int r = 0; r < rows; r++) {
+        float top = -INFINITY, sum = 0;
+        for (int s = 0; s < splits; s++) {
+            const float m = part[s * size + (long)rows * c.dim + r];
+            top = m > top ? m : top;
+        }
+        float *out = c.out + ((long)head * rows + r) * c.dim;
+        memset(out, 0, sizeof(float) * c.dim);
+        const float base = top == -INFINITY ? 0 : top;
+        for (int s = 0; s < splits; s++) {
+            const float *one = part + s * size, *best = one + (long)rows * c.dim;
+            const float weight = expf(best[r] - base);
+            sum += best[rows + r] * weight;
+            for (int d = 0; d < c.dim; d += W) store(out + d, load(out + d) + load(one + (long)r * c.dim + d) * weight);
+        }
+        c.lse[(long)head * rows + r] = top + logf(sum);
+        for (int d = 0; d < c.dim; d++) out[d] = sum > 0 || sum != sum ? out[d] / sum : 0;
+    }
+}
+
+template <class K, class V>
+static void attend(const Call &c) {
+    const int splits = (c.visited + c.split - 1) / c.split, work = splits * c.heads;
+#pragma omp parallel for schedule(dynamic) num_threads(c.threads) if (c.threads > 1 && work > 1)
+    for (int i = 0; i < work; i++) attend_split<K, V>(c, i / splits, i % splits);
+    for (int head = 0; head < c.heads; head++) merge(c, head);
+}
+
+// kind: 0 float32, 1 bfloat16, 2 float16, 3 int8 rows. Returns 0, or 1 for a kind that this build lacks.
+extern "C" int omnikv_attend(const Call *c, int kind) {
+    if (kind == 0) attend<Float32, Float32>(*c);
+    else if (kind == 1) attend<BFloat16, BFloat16>(*c);
+#if defined(__F16C__)
+    else if (kind == 2) attend<Float16, Float16>(*c);
+#endif
+    else if (kind == 3) attend<Int8, Int8>(*c);
+    else return 1;
+    return 0;
+}
+
+// scores[t] = the most of logits [heads][ahead] over heads, of exp(logit - lse) where there is an lse.
+extern "C" void omnikv_head_most(const float *logits, const float *lse, int heads, long ahead, int rows,
+                                 int threads, float *scores) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows > 16384)
+    for (int t = 0; t < rows; t += W) {
+        if (t + W <= rows) {
+            Floats top = all(-INFINITY);
+            for (int h = 0; h < heads; h++) {
+                const Floats x = load(logits + h * ahead + t);
+                top = most(lse ? x - lse[h] : x, top);
+            }
+            store(scores + t, lse ? exponential(top) : top);
+            continue;
+        }
+        for (int i = t; i < rows; i++) {
+            float top = -INFINITY;
+            for (int h = 0; h < heads; h++) {
+                const float x = lse ? logits[h * ahead + i] - lse[h] : logits[h * ahead + i];
+                top = x > top ? x : top;
+            }
+            scores[i] = lse ? exponential(all(top))[0] : top;
+        }
+    }
+}

@@ -1,0 +1,121 @@
+"""Attention of a decode step by the C++ kernels: rows of K and V are read once, where they lie."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from kernels.native.library import native
+from kernels.rows import is_packed, stored_queries
+from kernels.softmax import PLAIN, Softmax
+
+# kinds of attention.cpp; packed rows of 8 bits are int8
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+LANES = 16  # a head's dimensions are whole vectors
+SPLIT = 4096  # rows that one thread takes; sums do not depend on the number of threads
+
+
+class _Call(ctypes.Structure):
+    """`Call` of attention.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v")),
+        *((name, ctypes.c_long) for name in ("key_head", "key_row", "value_head", "value_row")),
+        ("index", ctypes.c_void_p),
+        ("index_head", ctypes.c_long),
+        *((name, ctypes.c_void_p) for name in ("out", "lse", "parts", "logits")),
+        ("ahead", ctypes.c_long),
+        *(
+            (name, ctypes.c_int)
+            for name in (
+                "heads",
+                "queries",
+                "group",
+                "dim",
+                "kept",
+                "start",
+                "visited",
+                "split",
+                "threads",
+            )  # fmt: skip
+        ),
+        ("cap", ctypes.c_float),
+    ]
+
+
+def attends(k: torch.Tensor, v: torch.Tensor, dim: int) -> bool:
+    """Whether the C++ kernel attends to such rows under heads of `dim`."""
+    return not dim % LANES and k.dtype == v.dtype and k.dtype in KINDS and native() is not None
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    index: torch.Tensor | None = None,
+    kept: int = 0,
+    start: int = 0,
+    logits: torch.Tensor | None = None,
+    softmax: Softmax = PLAIN,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend with Q <= 8 new queries to `kept` rows of an index and then to the rows from `start`.
+
+    q [Q, H, D]; k, v [Hkv, n, D] of any strides, last dim contiguous, or packed int8 rows; index
+    int32 [1 or Hkv, >= kept], ascending, or None with kept = 0. Query j sees Q-1-j rows fewer than
+    the last. logits: float32 of at least H * visited elements, or None: takes the scaled and capped
+    logits of the last query, [H, visited]. Returns (out [Q, H, D] float32, lse [Q, H] float32), both
+    with the sinks; a query that sees nothing gets 0 and -inf.
+    """
+    library = native()
+    assert library is not None
+    queries, heads, dim = q.shape
+    kv_heads, rows, _ = k.shape
+    group, size = heads // kv_heads, k.element_size()
+    visited = kept + rows - start
+    wide = q.float()
+    wide = (stored_queries(wide, k) if is_packed(k) else wide) * scale
+    folded = wide
+    if queries > 1:
+        folded = wide.view(queries, kv_heads, group, dim).transpose(0, 1)
+    folded = folded.contiguous()
+    out = torch.empty(kv_heads, queries * group, dim)
+    lse = torch.empty(kv_heads, queries * group)
+    splits = -(-visited // SPLIT)
+    parts = torch.empty(kv_heads * splits * queries * group * (dim + 2))
+    call = _Call(
+        folded.data_ptr(), k.data_ptr(), v.data_ptr(),
+        k.stride(0) * size, k.stride(1) * size, v.stride(0) * size, v.stride(1) * size,
+        None if index is None else index.data_ptr(),
+        0 if index is None or len(index) == 1 else index.stride(0),
+        out.data_ptr(), lse.data_ptr(), parts.data_ptr(),
+        None if logits is None else logits.data_ptr(), visited,
+        kv_heads, queries, group, dim, kept, start, visited, SPLIT, torch.get_num_threads(),
+        softmax.cap,
+    )  # fmt: skip
+    library.omnikv_attend(ctypes.byref(call), KINDS[k.dtype])
+    if queries == 1:
+        return softmax.sunk(out.view(1, heads, dim), lse.view(1, heads))
+    out = out.view(kv_heads, queries, group, dim).transpose(0, 1).reshape(queries, heads, dim)
+    lse = lse.view(kv_heads, queries, group).transpose(0, 1).reshape(queries, heads)
+    return softmax.sunk(out, lse)
+
+
+def head_most(logits: torch.Tensor, lse: torch.Tensor | None, scores: torch.Tensor) -> None:
+    """Set scores [n] to the maximum over heads of exp(logits - lse), or of logits without lse.
+
+    logits [H, n] and lse [H] float32, contiguous.
+    """
+    library = native()
+    assert library is not None
+    heads, rows = logits.shape
+    library.omnikv_head_most(
+        ctypes.c_void_p(logits.data_ptr()),
+        ctypes.c_void_p(None if lse is None else lse.data_ptr()),
+        heads,
+        ctypes.c_long(rows),
+        rows,
+        torch.get_num_threads(),
+        ctypes.c_void_p(scores.data_ptr()),
+    )

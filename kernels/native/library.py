@@ -1,0 +1,156 @@
+"""The C++ kernels of this folder, compiled for this machine when they are first needed and kept in
+the user's cache.
+
+A GPU's kernels are compiled by Triton, these by the machine's own C++ compiler, in a few seconds and
+once: the file's name is a digest of sources, flags and compiler. Where there is no compiler, or what
+it made is wrong, torch's operators run instead, and `missing()` says why. OMNIKV_NATIVE=0 forbids
+them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kernels.isa import isa
+
+FOLDER = Path(__file__).parent
+SOURCES = ("attention.cpp",)
+COMPILERS = ("c++", "g++", "clang++")
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-fopenmp",
+    "-shared",
+    "-fPIC",
+    "-w",
+)
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl")))
+# GCC stays at 256 bits unless it is told
+_WIDE = (*_AVX512, "-mprefer-vector-width=512")
+SETS = {"avx2": _AVX2, "avx512": _WIDE, "avx512_bf16": _WIDE, "amx": _WIDE}
+PATIENCE = 120  # seconds that a compiler may take
+
+
+class _Missing(Exception):
+    """Why there is no library, for people."""
+
+
+_reason = ""
+_off = 0
+
+
+@contextmanager
+def torch_only() -> Iterator[None]:
+    """Run torch's operators inside, for comparison."""
+    global _off
+    _off += 1
+    try:
+        yield
+    finally:
+        _off -= 1
+
+
+def native() -> ctypes.CDLL | None:
+    """The library, or None where torch's operators have to do. The first call compiles it, where
+    the cache has none: some seconds.
+    """
+    return None if _off else _made()
+
+
+def missing() -> str:
+    """Why there is no library; "" where there is one. Compiles it as `native` does."""
+    _made()
+    return _reason
+
+
+@functools.cache
+def _made() -> ctypes.CDLL | None:
+    global _reason
+    try:
+        return _loaded()
+    except _Missing as error:
+        _reason = str(error)
+    return None
+
+
+def _loaded() -> ctypes.CDLL:
+    if os.environ.get("OMNIKV_NATIVE", "1") == "0":
+        raise _Missing("OMNIKV_NATIVE=0")
+    if isa() not in SETS:
+        raise _Missing(f"no kernels for instruction set {isa()!r}")
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise _Missing(f"no C++ compiler ({', '.join(COMPILERS)})")
+    flags = (*FLAGS, *SETS[isa()])
+    digest = _digest(compiler, flags)
+    for folder in _folders():
+        path = folder / f"kernels-{digest}.so"
+        try:
+            if not path.exists():
+                _compile(compiler, flags, path)
+            return ctypes.CDLL(str(path))
+        except OSError as error:  # read-only, full, or mounted without programs: the next one
+            last = f"{path}: {error}"
+    raise _Missing(last)
+
+
+def _digest(compiler: str, flags: tuple[str, ...]) -> str:
+    """Name what a compiler will make."""
+    state = os.stat(os.path.realpath(compiler))
+    parts = [os.path.realpath(compiler), str(state.st_size), str(state.st_mtime_ns), *flags]
+    found = hashlib.sha256("\0".join(parts).encode())
+    for path in sorted(FOLDER.glob("*.h")) + sorted(FOLDER.glob("*.cpp")):
+        found.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return found.hexdigest()[:24]
+
+
+def _folders() -> Iterator[Path]:
+    """Where a library may lie: the user's cache, if nobody else can write there, else a folder of
+    this process.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    kept = Path(base) / "omnikv" / "kernels"
+    try:
+        kept.mkdir(parents=True, exist_ok=True, mode=0o700)
+        state = kept.stat()
+        if state.st_uid == os.getuid() and not state.st_mode & 0o022:
+            yield kept
+    except OSError:
+        pass
+    with tempfile.TemporaryDirectory(prefix="omnikv-") as folder:
+        yield Path(folder)
+
+
+def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
+    """Compile the sources to `path`, beside it and then renamed: two processes may both do it."""
+    handle, made = tempfile.mkstemp(".so.part", dir=path.parent)
+    os.close(handle)
+    command = [compiler, *flags, *(str(FOLDER / name) for name in SOURCES), "-o", made]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=PATIENCE, errors="replace"
+        )
+        if done.returncode:
+            said = next((line for line in done.stderr.splitlines() if "error" in line), "")
+            raise _Missing(f"{compiler} failed ({done.returncode}): {said[:200]}")
+        os.chmod(made, 0o700)
+        os.replace(made, path)
+    except subprocess.TimeoutExpired:
+        raise _Missing(f"{compiler} took more than {PATIENCE} s") from None
+    finally:
+        Path(made).unlink(missing_ok=True)

@@ -1,0 +1,140 @@
+// Vectors of floats as wide as this machine's registers, and how rows of each dtype become floats.
+#pragma once
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#else
+constexpr int W = 8;
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float Floats __attribute__((vector_size(4 * W), aligned(4), may_alias));
+typedef int32_t Ints __attribute__((vector_size(4 * W), aligned(4), may_alias));
+typedef uint16_t Halves __attribute__((vector_size(2 * W), aligned(2), may_alias));
+
+INLINE Floats all(float x) { return x - Floats{}; }
+INLINE Floats load(const float *p) { return *(const Floats *)p; }
+INLINE void store(float *p, Floats x) { *(Floats *)p = x; }
+INLINE Floats most(Floats a, Floats b) { return a > b ? a : b; }
+
+// One reader per dtype: elements i .. i+W-1 of a row as floats, and the scale behind a packed row.
+struct Float32 {
+    static constexpr int bytes = 4;
+    static constexpr bool scaled = false;
+    INLINE Floats read(const char *row, int i) { return load((const float *)row + i); }
+    INLINE float scale(const char *, int) { return 1; }
+};
+
+struct BFloat16 {
+    static constexpr int bytes = 2;
+    static constexpr bool scaled = false;
+    INLINE Floats read(const char *row, int i) {
+        const Halves *from = (const Halves *)(row + 2 * i);
+        return (Floats)(__builtin_convertvector(*from, Ints) << 16);
+    }
+    INLINE float scale(const char *, int) { return 1; }
+};
+
+#if defined(__F16C__)
+struct Float16 {
+    static constexpr int bytes = 2;
+    static constexpr bool scaled = false;
+    INLINE Floats read(const char *row, int i) {
+#if defined(__AVX512F__)
+        return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(row + 2 * i)));
+#else
+        return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(row + 2 * i)));
+#endif
+    }
+    INLINE float scale(const char *, int) { return 1; }
+};
+#endif
+
+// rows of kernels/rows_int8.py: `dim` values and a float32 scale
+struct Int8 {
+    static constexpr int bytes = 1;
+    static constexpr bool scaled = true;
+    INLINE Floats read(const char *row, int i) {
+#if defined(__AVX512F__)
+        const __m128i values = _mm_loadu_si128((const __m128i *)(row + i));
+        return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(values));
+#elif defined(__AVX2__)
+        const __m128i values = _mm_loadl_epi64((const __m128i *)(row + i));
+        return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(values));
+#else
+        Floats found;
+        for (int j = 0; j < W; j++) found[j] = (int8_t)row[i + j];
+        return found;
+#endif
+    }
+    INLINE float scale(const char *row, int dim) {
+        float found;
+        memcpy(&found, row + dim, 4);
+        return found;
+    }
+};
+
+INLINE float largest(Floats x) {
+    float found = x[0];
+    for (int i = 1; i < W; i++) found = x[i] > found ? x[i] : found;
+    return found;
+}
+
+INLINE float total(Floats x) {
+    float found = 0;
+    for (int i = 0; i < W; i++) found += x[i];
+    return found;
+}
+
+// exp to 2 units in the last place; 0 below the least normal number and at -inf, NaN at NaN.
+// Powers of two by their bits; a polynomial of degree 6 on the rest, |r| <= ln 2 / 2
+// (Cephes, expf.c).
+INLINE Floats exponential(Floats x) {
+    const Floats clamped = x < -87.33654f ? all(-87.33654f) : x;
+    const Floats whole = (clamped * 1.44269504f + 12582912.f) - 12582912.f;
+    const Floats r = (clamped - whole * 0.693359375f) + whole * 2.12194440e-4f;
+    Floats p = all(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.f;
+    const Floats found = (Floats)((Ints)p + (__builtin_convertvector(whole, Ints) << 23));
+    return x < -87.33654f ? Floats{} : found;
+}
+
+#define PICK(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
+
+// The sums of W vectors, in their order, as one vector: log2(W) rounds of two shuffles and a sum.
+INLINE Floats totals(const Floats *a) {
+    Floats t[W / 2];
+#if defined(__AVX512F__)
+    for (int i = 0; i < 8; i++)
+        t[i] = PICK(a[2 * i], a[2 * i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+               PICK(a[2 * i], a[2 * i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+    for (int i = 0; i < 4; i++)
+        t[i] = PICK(t[2 * i], t[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+               PICK(t[2 * i], t[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    for (int i = 0; i < 2; i++)
+        t[i] = PICK(t[2 * i], t[2 * i + 1], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+               PICK(t[2 * i], t[2 * i + 1], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    return PICK(t[0], t[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           PICK(t[0], t[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+#elif defined(__AVX2__)
+    for (int i = 0; i < 4; i++)
+        t[i] = (Floats)_mm256_hadd_ps((__m256)a[2 * i], (__m256)a[2 * i + 1]);
+    for (int i = 0; i < 2; i++)
+        t[i] = (Floats)_mm256_hadd_ps((__m256)t[2 * i], (__m256)t[2 * i + 1]);
+    return PICK(t[0], t[1], 0, 1, 2, 3, 8, 9, 10, 11) + PICK(t[0], t[1], 4, 5, 6, 7, 12, 13, 14, 15);
+#else
+    for (int i = 0; i < W; i++) ((float *)t)[i] = total(a[i]);
+    return t[0];
+#endif
+}
