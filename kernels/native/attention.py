@@ -65,8 +65,8 @@ def attend(
     q [Q, H, D]; k, v [Hkv, n, D] of any strides, last dim contiguous, or packed int8 rows; index
     int32 [1 or Hkv, >= kept], ascending, or None with kept = 0. Query j sees Q-1-j rows fewer than
     the last. logits: float32 of at least H * visited elements, or None: takes the scaled and capped
-    logits of the last query, [H, visited]. Returns (out [Q, H, D] float32, lse [Q, H] float32), both
-    with the sinks; a query that sees nothing gets 0 and -inf.
+    logits of the last query, [H, visited]. Returns (out [Q, H, D], lse [Q, H]), float32, both with
+    the sinks; a query that sees nothing gets 0 and -inf.
     """
     library = native()
     assert library is not None

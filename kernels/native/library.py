@@ -1,10 +1,9 @@
 """The C++ kernels of this folder, compiled for this machine when they are first needed and kept in
 the user's cache.
 
-A GPU's kernels are compiled by Triton, these by the machine's own C++ compiler, in a few seconds and
-once: the file's name is a digest of sources, flags and compiler. Where there is no compiler, or what
-it made is wrong, torch's operators run instead, and `missing()` says why. OMNIKV_NATIVE=0 forbids
-them.
+A GPU's kernels are compiled by Triton, these by the machine's own C++ compiler, in a few seconds
+and once: the file's name is a digest of sources, flags and compiler. Where there is no compiler
+torch's operators run instead, and `missing()` says why. OMNIKV_NATIVE=0 forbids them.
 """
 
 from __future__ import annotations
