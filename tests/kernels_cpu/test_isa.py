@@ -21,6 +21,7 @@ from tests.kernel_checks import check_dense, ints
 from tests.tiny_model import CONFIG
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+pytestmark = pytest.mark.usefixtures("torch_form")
 PRODUCTS = ("mm", "bmm", "addmm", "addmm_", "baddbmm", "baddbmm_", "mv")
 FUSED = "_scaled_dot_product_flash_attention_for_cpu"
 

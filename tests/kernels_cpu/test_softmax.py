@@ -16,6 +16,7 @@ from tests.softmax_checks import (
 )
 
 FORMS = [(torch.float32, "heads"), (torch.bfloat16, "tokens")]
+pytestmark = pytest.mark.usefixtures("form")
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
