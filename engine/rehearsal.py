@@ -26,6 +26,7 @@ from kernels.dense_decode import decode_dense
 from kernels.dispatch import choose_for
 from kernels.few_rows import MOST_ROWS
 from kernels.linear_quantised import QuantisedLinear
+from kernels.native.library import native
 from kernels.rows import floats, key_floats
 from kernels.scratch import make_scratch
 
@@ -64,6 +65,8 @@ def step_halves(
     """The form of a model's decode steps. step: "auto" rehearses on a GPU and warns where that
     fails; "fused" and "plain" are taken as they are. Raises SettingError where "fused" cannot be.
     """
+    if choose_for(backend, model.device) == "cpu":
+        native()  # compiles now rather than in the first answer
     plain = PlainHalves(model, pieces)
     if rehearses(model.device):
         _check_few_bits(model)

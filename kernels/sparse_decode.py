@@ -133,8 +133,8 @@ def decode_sparse_cpu(
     for b in range(batch):
         kept, start, n = int(counts[b]), int(tail_start[b]), int(lengths[b])
         if kept and attends(k, v, q.shape[3]):
-            rows = k[b, :, :n], v[b, :, :n]
-            out[b], _ = attend(q[b], *rows, scale, index[b], kept, start, softmax=softmax)
+            seen = k[b, :, :n], v[b, :, :n]
+            out[b], _ = attend(q[b], *seen, scale, index[b], kept, start, softmax=softmax)
             continue
         blocks = None if scratch is None else scratch.blocks
         if not kept:

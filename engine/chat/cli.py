@@ -42,6 +42,7 @@ from engine.saved.cache import BlockCache
 from engine.text.boundary import printable, valid
 from engine.units import brief, first_line, human
 from engine.version import VERSION
+from kernels.native.library import COMPILING, to_compile
 
 INTERRUPTED = 130  # as shells report a Ctrl-C
 POCKET = Path(weights.__file__).parent / "pocket"
@@ -119,6 +120,8 @@ def converse(args: argparse.Namespace, llm: LLM, params: SamplingParams, display
         longest = longest_document(llm.max_context)
         document = read_stdin(longest) if args.file == "-" else read_text(args.file, longest)
     introduce(llm, display)
+    if llm.device.type == "cpu" and to_compile():
+        display.note(COMPILING)
     llm.load()
     if llm.tokenizer is None:
         raise BadCheckpoint(

@@ -19,7 +19,9 @@ from engine.plan.placement import SLOTS, fitting, full_placement, reserved_rows
 from engine.plan.report import OFFLOAD_CHUNK, ROUND, Item, Plan
 from engine.plan.windows import ring_size
 from engine.query_ring import SLOTS as RING
+from kernels.dispatch import choose_for
 from kernels.linear import packs
+from kernels.native.library import missing
 from kernels.scratch import scratch_bytes
 
 if TYPE_CHECKING:
@@ -355,6 +357,7 @@ def plan_at(
         outlook=search.outlook(context, placement),
         prompt_link_bytes=search.link_bytes(context, placement),
         head_copy=search.head_twice * config.vocab_size * config.hidden_size * size,
+        kernels=missing() if choose_for(backend, device) == "cpu" else "",
     )
 
 

@@ -35,7 +35,8 @@ class Plan:
     retained tokens. kept: bytes of K and V that an evicting method keeps after a prompt of
     max_context; 0 for other methods. outlook: what exact mode promises at max_context.
     prompt_link_bytes: the most that reading max_context tokens brings from host memory. head_copy:
-    bytes of a tied lm_head that is held a second time, packed for products.
+    bytes of a tied lm_head that is held a second time, packed for products. kernels: why a CPU's
+    steps run torch's operators; "" where they run our kernels.
     """
 
     model: str
@@ -60,6 +61,7 @@ class Plan:
     outlook: str = ""
     prompt_link_bytes: int = 0
     head_copy: int = 0
+    kernels: str = ""
 
     @property
     def total(self) -> int:
@@ -148,6 +150,7 @@ class Plan:
             "placement": self.where,
             "prompt_link_bytes": self.prompt_link_bytes,
             **({"outlook": self.outlook} if self.outlook else {}),
+            **({"kernels": self.kernels} if self.kernels else {}),
         }
 
     def __str__(self) -> str:
@@ -188,6 +191,11 @@ class Plan:
             lines.append(
                 f"reading   {self.max_context} tokens brings at most "
                 f"{human(self.prompt_link_bytes)} from host memory to the device"
+            )
+        if self.kernels:
+            lines.append(
+                f"kernels   torch's operators ({self.kernels}); with a C++ compiler, such as g++, "
+                f"attention reads K and V two to five times as fast"
             )
         if self.note:
             lines.append(self.note)

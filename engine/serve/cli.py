@@ -22,6 +22,7 @@ from engine.methods.registry import make
 from engine.plan.report import Plan
 from engine.plan.slots import SlotPlan, plan_slots
 from engine.saved.cache import BlockCache
+from kernels.native.library import COMPILING, to_compile
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -173,6 +174,8 @@ def serve(args: argparse.Namespace) -> int:
         ) from None
     keys, llm = keys_of(args), open_model(args)
     slots_of(args, llm).require_fit()
+    if llm.device.type == "cpu" and to_compile():
+        _say(COMPILING)
     cache = None
     if args.cache:
         cache = BlockCache(args.cache, args.cache_limit or 50 * 10**9, _say)

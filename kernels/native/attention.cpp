@@ -3,6 +3,11 @@
 #include "vector.h"
 
 constexpr int BLOCK = 256;  // rows whose logits are held at a time: 4 queries of them are 4 KB
+#if defined(__AVX512F__)
+constexpr int MOST = 8;  // queries of one tile: their sums fit the registers
+#else
+constexpr int MOST = 4;
+#endif
 constexpr int AHEAD = 32;   // rows between the one that is read and the one that is fetched
 
 INLINE void fetch(const char *row, int bytes) {
@@ -65,7 +70,7 @@ INLINE void add_values(float *l, const char *const *rows, int count, int dim, fl
             const float scale = V::scale(rows[t], dim);
             for (int r = 0; r < T; r++) l[r * BLOCK + t] *= scale;
         }
-    constexpr int C = W == 16 ? 4 : 2;
+    constexpr int C = W == 16 && T <= 4 ? 4 : 2;
     int d = 0;
     for (; d + C * W <= dim; d += C * W) add_columns<V, T, C>(l, rows, count, dim, d, out);
     for (; d < dim; d += W) add_columns<V, T, 1>(l, rows, count, dim, d, out);
@@ -154,17 +159,26 @@ static void attend_split(const Call &c, int head, int s) {
     const int last = (c.queries - 1) * c.group;
     for (int r = 0; r < rows;) {
         // a tile holds queries that all leave their logits, or none
-        const int until = r < last ? last : rows, tile = until - r < 4 ? until - r : 4;
-        int limit[4];
+        const int until = c.logits && r < last ? last : rows;
+        const int tile = until - r < MOST ? until - r : MOST;
+        int limit[MOST];
         for (int i = 0; i < tile; i++) limit[i] = c.visited - (c.queries - 1 - (r + i) / c.group);
         float *logits = c.logits && r >= last ? c.logits + ((long)head * c.group + r - last) * c.ahead : nullptr;
         const float *q = c.q + ((long)head * rows + r) * c.dim;
         float *out = part + (long)r * c.dim, *best = part + (long)rows * c.dim + r, *sum = best + rows;
 #define TILE(T) attend_tile<K, V, T>(q, run, first, stop, c.dim, c.cap, limit, out, best, sum, logits, c.ahead)
-        if (tile == 4) TILE(4);
-        else if (tile == 3) TILE(3);
-        else if (tile == 2) TILE(2);
-        else TILE(1);
+        switch (tile) {
+#if defined(__AVX512F__)
+        case 8: TILE(8); break;
+        case 7: TILE(7); break;
+        case 6: TILE(6); break;
+        case 5: TILE(5); break;
+#endif
+        case 4: TILE(4); break;
+        case 3: TILE(3); break;
+        case 2: TILE(2); break;
+        default: TILE(1);
+        }
         r += tile;
     }
 }

@@ -9,14 +9,14 @@ torch's operators run instead, and `missing()` says why. OMNIKV_NATIVE=0 forbids
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kernels.isa import isa
@@ -42,6 +42,7 @@ _AVX512 = (*_AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl")))
 # GCC stays at 256 bits unless it is told
 _WIDE = (*_AVX512, "-mprefer-vector-width=512")
 SETS = {"avx2": _AVX2, "avx512": _WIDE, "avx512_bf16": _WIDE, "amx": _WIDE}
+COMPILING = "compiling this CPU's kernels, once: some seconds"
 PATIENCE = 120  # seconds that a compiler may take
 
 
@@ -49,7 +50,9 @@ class _Missing(Exception):
     """Why there is no library, for people."""
 
 
-_reason = ""
+_reason: str | None = None  # of the first attempt; None before it
+_library: ctypes.CDLL | None = None
+_lock = threading.Lock()
 _off = 0
 
 
@@ -68,26 +71,38 @@ def native() -> ctypes.CDLL | None:
     """The library, or None where torch's operators have to do. The first call compiles it, where
     the cache has none: some seconds.
     """
-    return None if _off else _made()
+    global _reason, _library
+    if _reason is None:
+        with _lock:
+            if _reason is None:
+                try:
+                    _library, _reason = _loaded(), ""
+                except _Missing as error:
+                    _reason = str(error)
+    return None if _off else _library
 
 
 def missing() -> str:
-    """Why there is no library; "" where there is one. Compiles it as `native` does."""
-    _made()
-    return _reason
-
-
-@functools.cache
-def _made() -> ctypes.CDLL | None:
-    global _reason
+    """Why there is no library, "" where there is one or will be: compiles nothing."""
+    if _reason is not None:
+        return _reason
     try:
-        return _loaded()
+        _compiler()
     except _Missing as error:
-        _reason = str(error)
-    return None
+        return str(error)
+    return ""
 
 
-def _loaded() -> ctypes.CDLL:
+def to_compile() -> bool:
+    """Whether the first `native()` of this process will compile."""
+    if _reason is not None or missing():
+        return False
+    compiler, flags = _compiler()
+    return not any((folder / _name(compiler, flags)).exists() for folder in _kept())
+
+
+def _compiler() -> tuple[str, tuple[str, ...]]:
+    """The compiler and its flags. Raises _Missing."""
     if os.environ.get("OMNIKV_NATIVE", "1") == "0":
         raise _Missing("OMNIKV_NATIVE=0")
     if isa() not in SETS:
@@ -95,33 +110,37 @@ def _loaded() -> ctypes.CDLL:
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise _Missing(f"no C++ compiler ({', '.join(COMPILERS)})")
-    flags = (*FLAGS, *SETS[isa()])
-    digest = _digest(compiler, flags)
+    return compiler, (*FLAGS, *SETS[isa()])
+
+
+def _loaded() -> ctypes.CDLL:
+    compiler, flags = _compiler()
+    name, last = _name(compiler, flags), "no folder to compile in"
     for folder in _folders():
-        path = folder / f"kernels-{digest}.so"
+        path = folder / name
+        if path.exists():
+            with suppress(OSError):  # torn: made again
+                return ctypes.CDLL(str(path))
         try:
-            if not path.exists():
-                _compile(compiler, flags, path)
+            _compile(compiler, flags, path)
             return ctypes.CDLL(str(path))
         except OSError as error:  # read-only, full, or mounted without programs: the next one
             last = f"{path}: {error}"
     raise _Missing(last)
 
 
-def _digest(compiler: str, flags: tuple[str, ...]) -> str:
-    """Name what a compiler will make."""
+def _name(compiler: str, flags: tuple[str, ...]) -> str:
+    """Name the file that a compiler will make."""
     state = os.stat(os.path.realpath(compiler))
     parts = [os.path.realpath(compiler), str(state.st_size), str(state.st_mtime_ns), *flags]
     found = hashlib.sha256("\0".join(parts).encode())
     for path in sorted(FOLDER.glob("*.h")) + sorted(FOLDER.glob("*.cpp")):
         found.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return found.hexdigest()[:24]
+    return f"kernels-{found.hexdigest()[:24]}.so"
 
 
-def _folders() -> Iterator[Path]:
-    """Where a library may lie: the user's cache, if nobody else can write there, else a folder of
-    this process.
-    """
+def _kept() -> Iterator[Path]:
+    """The folder of the user's cache, if nobody else can write there."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     kept = Path(base) / "omnikv" / "kernels"
     try:
@@ -131,6 +150,11 @@ def _folders() -> Iterator[Path]:
             yield kept
     except OSError:
         pass
+
+
+def _folders() -> Iterator[Path]:
+    """Where a library may lie: the user's cache, else a folder of this process."""
+    yield from _kept()
     with tempfile.TemporaryDirectory(prefix="omnikv-") as folder:
         yield Path(folder)
 
