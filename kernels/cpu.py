@@ -52,19 +52,21 @@ def attend_sequence(
     scale: float,
     buffer: torch.Tensor | None = None,
     softmax: Softmax = PLAIN,
+    partial: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with Q <= 8 new queries to n rows of K and V; query j sees the first n - (Q-1-j).
 
     q [Q, H, D]; k, v [Hkv, n, D] of any strides, last dim contiguous. Returns (out [Q, H, D] in
     q.dtype, lse [Q, H] float32); a query that sees nothing gets 0 and -inf. The rows that all
     queries see need no mask. The last Q-1 rows are a separate small product, merged by log-sum-exp.
-    buffer: as in `attend_widened`.
+    buffer: as in `attend_widened`; partial: `parts` of
+    kernels.native.attention.attend.
     """
     queries, heads, dim = q.shape
     kv_heads, rows, _ = k.shape
     group, dtype = heads // kv_heads, q.dtype
     if attends(k, v, dim):
-        found, lse = attend(q, k, v, scale, softmax=softmax)
+        found, lse = attend(q, k, v, scale, softmax=softmax, parts=partial)
         return found.to(dtype), lse
     shared = max(0, rows - (queries - 1))
     q = stored_queries(q.float(), k) if is_packed(k) else q
@@ -191,15 +193,16 @@ def attend_scored(
     buffer: torch.Tensor | None = None,
     held: torch.Tensor | None = None,
     softmax: Softmax = PLAIN,
+    partial: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with one new query to n rows of K and V, and leave the selector's scores.
 
     q [1, H, D]; k, v [Hkv, n, D], n >= 1; scores [n] float32 is overwritten with the head maxima
     (`kind` "softmax" or "raw"); buffer: float32 of at least `chunk_rows` * Hkv * D elements; held:
     float32 of at least H * n elements that takes the logits of every row and then their weights
-    (None allocates either). Returns out [1, H, D] in q.dtype. Reads K and V once. The fused
-    kernel's log-sum-exp is no substitute: its exponential is good to 5e-5 in bfloat16, and scores
-    of different heads must compare to 1e-5.
+    (None allocates either); partial: as in `attend_sequence`. Returns out [1, H, D] in q.dtype.
+    Reads K and V once. The fused kernel's log-sum-exp is no substitute: its exponential is good to
+    5e-5 in bfloat16, and scores of different heads must compare to 1e-5.
     """
     kv_heads, rows, _ = k.shape
     heads, dim = q.shape[1:]
@@ -209,7 +212,7 @@ def attend_scored(
     if held is None or held.numel() < heads * rows:
         held = torch.empty(heads * rows)
     if attends(k, v, dim):
-        found, lse = attend(q, k, v, scale, logits=held, softmax=softmax)
+        found, lse = attend(q, k, v, scale, logits=held, softmax=softmax, parts=partial)
         logits = held[: heads * rows].view(heads, rows)
         head_most(logits, lse if kind == "softmax" else None, scores)
         return found.to(q.dtype)

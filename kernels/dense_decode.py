@@ -109,6 +109,7 @@ def decode_dense_cpu(
     """
     out = torch.empty_like(q)
     buffers = (None, None) if scratch is None else (scratch.blocks, scratch.logits)
+    parts = None if scratch is None else scratch.part
     for b in range(q.shape[0]):
         n = int(lengths[b])
         rows = k[b, :, :n], v[b, :, :n]
@@ -123,6 +124,7 @@ def decode_dense_cpu(
                 buffers[0],
                 buffers[1],
                 softmax,
+                parts,
             )
             if scores is not None and n
             else None
@@ -130,7 +132,7 @@ def decode_dense_cpu(
         if scored is not None and q.shape[1] == 1:
             out[b] = scored
         else:
-            out[b], _ = attend_sequence(q[b], *rows, scale, buffers[0], softmax)
+            out[b], _ = attend_sequence(q[b], *rows, scale, buffers[0], softmax, parts)
     return out
 
 

@@ -12,6 +12,8 @@ from kernels.cpu import WINDOW_BLOCK, block_floats, chunk_rows, widened_floats
 from kernels.digits import BINS
 from kernels.dispatch import choose_for
 from kernels.merge import tickets
+from kernels.native.attention import part_floats
+from kernels.native.library import missing
 from kernels.rows import row_widths
 from kernels.split import MERGE_CHUNK, TAIL_ROOM, dense_splits, most_sparse_splits
 
@@ -27,9 +29,9 @@ class Scratch:
     results of the splits; chunk_part and chunk_lse, the same per chunk of splits; out_lse
     [B, Q, H]; logits [B, H, capacity] of the last query, if layers are scored. And int32: for the
     top-k hist [B, 256 + 4096 + 4096] and ranks [B, 8 + 2 * programs]; for the merge tickets (none:
-    merges are launches of their own). The CPU backend uses logits (of one sequence), blocks
-    (float32: a chunk of K or V, or a block of a window's K and logits) and rows (in the bank's
-    dtype: the K and V that a sparse layer gathers).
+    merges are launches of their own). The CPU backend uses, of one sequence, part (of its C++
+    kernel), logits, blocks (float32: a chunk of K or V, or a block of a window's K and logits) and
+    rows (in the bank's dtype: the K and V that a sparse layer gathers).
     """
 
     part: torch.Tensor
@@ -105,6 +107,10 @@ def _sizes(
             "rows": (rows, dtype),
             "logits": (logits, torch.float32),
         }
+        if not missing():
+            rows = queries * heads // kv_heads
+            parts = part_floats(kv_heads, rows, head_dim, capacity)
+            sizes["part"] = parts, torch.float32
     if chosen != "triton":
         return sizes
     group = heads // kv_heads

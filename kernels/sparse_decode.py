@@ -133,14 +133,17 @@ def decode_sparse_cpu(
     for b in range(batch):
         kept, start, n = int(counts[b]), int(tail_start[b]), int(lengths[b])
         if kept and attends(k, v, q.shape[3]):
-            seen = k[b, :, :n], v[b, :, :n]
-            out[b], _ = attend(q[b], *seen, scale, index[b], kept, start, softmax=softmax)
+            seen, parts = (k[b, :, :n], v[b, :, :n]), None if scratch is None else scratch.part
+            out[b], _ = attend(
+                q[b], *seen, scale, index[b], kept, start, softmax=softmax, parts=parts
+            )
             continue
         blocks = None if scratch is None else scratch.blocks
         if not kept:
             # the tail alone is one run of rows, as in a sliding window: read in place
             tail = k[b, :, start:n], v[b, :, start:n]
-            out[b], _ = attend_sequence(q[b], *tail, scale, blocks, softmax)
+            parts = None if scratch is None else scratch.part
+            out[b], _ = attend_sequence(q[b], *tail, scale, blocks, softmax, parts)
             continue
         total, rows = kept + n - start, token_rows(k, v, b)
         buffer = None if scratch is None else scratch.rows

@@ -49,6 +49,11 @@ def attends(k: torch.Tensor, v: torch.Tensor, dim: int) -> bool:
     return not dim % LANES and k.dtype == v.dtype and k.dtype in KINDS and native() is not None
 
 
+def part_floats(kv_heads: int, rows: int, dim: int, visited: int) -> int:
+    """Count the float32 elements of `parts` in `attend`: rows are queries times group."""
+    return kv_heads * -(-visited // SPLIT) * rows * (dim + 2)
+
+
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -59,13 +64,15 @@ def attend(
     start: int = 0,
     logits: torch.Tensor | None = None,
     softmax: Softmax = PLAIN,
+    parts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with Q <= 8 new queries to `kept` rows of an index and then to the rows from `start`.
 
     q [Q, H, D]; k, v [Hkv, n, D] of any strides, last dim contiguous, or packed int8 rows; index
     int32 [1 or Hkv, >= kept], ascending, or None with kept = 0. Query j sees Q-1-j rows fewer than
     the last. logits: float32 of at least H * visited elements, or None: takes the scaled and capped
-    logits of the last query, [H, visited]. Returns (out [Q, H, D], lse [Q, H]), float32, both with
+    logits of the last query, [H, visited]. parts: float32 of at least `part_floats` elements, or
+    None, which allocates. Returns (out [Q, H, D], lse [Q, H]), float32, both with
     the sinks; a query that sees nothing gets 0 and -inf.
     """
     library = native()
@@ -82,8 +89,9 @@ def attend(
     folded = folded.contiguous()
     out = torch.empty(kv_heads, queries * group, dim)
     lse = torch.empty(kv_heads, queries * group)
-    splits = -(-visited // SPLIT)
-    parts = torch.empty(kv_heads * splits * queries * group * (dim + 2))
+    needed = part_floats(kv_heads, queries * group, dim, visited)
+    if parts is None or parts.numel() < needed:
+        parts = torch.empty(needed)
     call = _Call(
         folded.data_ptr(), k.data_ptr(), v.data_ptr(),
         k.stride(0) * size, k.stride(1) * size, v.stride(0) * size, v.stride(1) * size,

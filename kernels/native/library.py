@@ -22,7 +22,7 @@ from pathlib import Path
 from kernels.isa import isa
 
 FOLDER = Path(__file__).parent
-SOURCES = ("attention.cpp",)
+SOURCES = ("attention.cpp", "prefill.cpp")
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = (
     "-std=c++17",
@@ -33,7 +33,6 @@ FLAGS = (
     "-fno-exceptions",
     "-fno-rtti",
     "-fopenmp",
-    "-shared",
     "-fPIC",
     "-w",
 )
@@ -41,7 +40,8 @@ _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl")))
 # GCC stays at 256 bits unless it is told
 _WIDE = (*_AVX512, "-mprefer-vector-width=512")
-SETS = {"avx2": _AVX2, "avx512": _WIDE, "avx512_bf16": _WIDE, "amx": _WIDE}
+_PAIRS = (*_WIDE, "-mavx512bf16")
+SETS = {"avx2": _AVX2, "avx512": _WIDE, "avx512_bf16": _PAIRS, "amx": _PAIRS}
 COMPILING = "compiling this CPU's kernels, once: some seconds"
 PATIENCE = 120  # seconds that a compiler may take
 
@@ -160,20 +160,40 @@ def _folders() -> Iterator[Path]:
 
 
 def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
-    """Compile the sources to `path`, beside it and then renamed: two processes may both do it."""
-    handle, made = tempfile.mkstemp(".so.part", dir=path.parent)
-    os.close(handle)
-    command = [compiler, *flags, *(str(FOLDER / name) for name in SOURCES), "-o", made]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=PATIENCE, errors="replace"
+    """Compile the sources to `path`, side by side, in a folder beside it, and rename: two processes
+    may do so at a time.
+    """
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".making-") as folder:
+        objects = [str(Path(folder) / f"{name}.o") for name in SOURCES]
+        _run(
+            [
+                [compiler, *flags, "-c", str(FOLDER / name), "-o", made]
+                for name, made in zip(SOURCES, objects)
+            ]
         )
-        if done.returncode:
-            said = next((line for line in done.stderr.splitlines() if "error" in line), "")
-            raise _Missing(f"{compiler} failed ({done.returncode}): {said[:200]}")
-        os.chmod(made, 0o700)
-        os.replace(made, path)
+        whole = str(Path(folder) / "whole.so")
+        _run([[compiler, *flags, "-shared", *objects, "-o", whole]])
+        os.chmod(whole, 0o700)
+        os.replace(whole, path)
+
+
+def _run(commands: list[list[str]]) -> None:
+    """Run compilers at the same time. Raises _Missing for one that fails or takes too long."""
+    running = [
+        subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
+        )
+        for command in commands
+    ]
+    try:
+        for command, process in zip(commands, running):
+            _, told = process.communicate(timeout=PATIENCE)
+            if process.returncode:
+                said = next((line for line in told.splitlines() if "error" in line), "")
+                raise _Missing(f"{command[0]} failed ({process.returncode}): {said[:200]}")
     except subprocess.TimeoutExpired:
-        raise _Missing(f"{compiler} took more than {PATIENCE} s") from None
+        raise _Missing(f"{commands[0][0]} took more than {PATIENCE} s") from None
     finally:
-        Path(made).unlink(missing_ok=True)
+        for process in running:
+            process.kill()
+            process.wait()

@@ -33,7 +33,8 @@ def test_a_sample_of_the_answers(model, dtype):
         assert row["drafted"] > 8 and row["accepted"] > 0
         if model == "random":
             assert row["drafted"] > row["accepted"] + 7  # more than one open cycle leaves
-        assert 0 < row["logits_differ"] < (1e-3 if dtype == "float32" else 0.5)
+        # to the bit where a CPU's kernels give a query the same sums in a window as alone
+        assert row["logits_differ"] < (1e-3 if dtype == "float32" else 0.5)
 
 
 def test_the_judge_finds_drafts_that_nobody_checked(monkeypatch):

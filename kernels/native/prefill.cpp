@@ -1,0 +1,308 @@
+// Attention of a prompt on a CPU: many queries attend to chosen rows, to rows that all of them see
+// and, causally, to their own, in one pass over K and V. Products of 16-bit rows run in bfloat16
+// pairs where the machine multiplies those, else in float32; softmax and sums are float32.
+//
+// A block of keys is packed once for some hundred queries, transposed, so that a vector holds as
+// many keys; the weights of six queries then stay in the first cache until they meet the values.
+#include <stdlib.h>
+
+#include "vector.h"
+
+constexpr int NEAR = 256;         // rows of a block of keys
+constexpr int UNIT = 480;         // queries x group of one unit of work: they share a block's packing
+constexpr int R = 6;              // rows of a product's tile
+constexpr int N = W == 16 ? 4 : 2;  // and its vectors: 24 (12) sums stay in registers
+constexpr int PANEL = N * W;
+
+// What products multiply. `step`: inner dimensions of one element of a row.
+struct Single {
+    typedef float Element;
+    static constexpr int step = 1;
+    INLINE Floats product(Floats sum, Element a, const Element *b) { return sum + load(b) * a; }
+};
+
+INLINE uint16_t rounded(float x) {  // to bfloat16, ties to even
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if (x != x) return 0x7fc0;
+    return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+}
+
+#if defined(__AVX512BF16__)
+struct Pairs {
+    typedef uint32_t Element;
+    static constexpr int step = 2;
+    INLINE Floats product(Floats sum, Element a, const Element *b) {
+        return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(a),
+                                        (__m512bh)_mm512_loadu_si512(b));
+    }
+};
+#endif
+
+// sums [T][N] = rows a [T] (`ahead` elements apart) times a panel [depth][PANEL].
+template <class M, int T>
+INLINE void multiply(const typename M::Element *a, long ahead, const typename M::Element *panel,
+                     int depth, Floats (&sums)[T][N]) {
+    for (int r = 0; r < T; r++)
+        for (int j = 0; j < N; j++) sums[r][j] = Floats{};
+    for (int p = 0; p < depth; p++)
+        for (int j = 0; j < N; j++)
+            for (int r = 0; r < T; r++)
+                sums[r][j] = M::product(sums[r][j], a[r * ahead + p], panel + p * PANEL + j * W);
+}
+
+struct Call {
+    const char *q, *k, *v;
+    long query, query_head;  // strides of q in elements: from a query to the next, from head to head
+    long key_head, key_row, value_head, value_row;  // strides in bytes
+    const int32_t *index;                           // or NULL; strides in elements
+    long index_head;
+    float *out, *lse;  // [queries][heads][dim], [queries][heads]
+    int kv_heads, group, dim, queries, kept, start, visited;
+    // query c sees visited rows from low + c (none of the chosen ones is ever below) to high + c
+    int causal, high, window;
+    int threads;
+    float scale, cap;
+};
+
+template <class M>
+struct Work {  // of one thread
+    typename M::Element *q, *keys, *values, *weights;
+    float *logits, *out, *best, *sum, *key_scale, *value_scale;
+    char *block;
+    long row, wide;  // elements of a row of q; floats of a row of out
+
+    explicit Work(const Call &c) {
+        row = c.dim / M::step, wide = (c.dim + PANEL - 1) / PANEL * PANEL;
+        const long rows = UNIT + c.group + R;
+        const long sizes[] = {rows * row, NEAR * row, NEAR / M::step * wide, R * NEAR, R * NEAR,
+                              rows * wide, rows, rows, NEAR, NEAR};
+        long total = 0;
+        for (long size : sizes) total += (size * 4 + 63) / 64 * 64;
+        block = (char *)aligned_alloc(64, total);
+        char *at = block;
+        void **const places[] = {(void **)&q, (void **)&keys, (void **)&values, (void **)&weights,
+                                 (void **)&logits, (void **)&out, (void **)&best, (void **)&sum,
+                                 (void **)&key_scale, (void **)&value_scale};
+        for (int i = 0; i < 10; i++) *places[i] = at, at += (sizes[i] * 4 + 63) / 64 * 64;
+    }
+    ~Work() { free(block); }
+};
+
+// A row's elements as float32, or in pairs of bfloat16.
+template <class X>
+INLINE void put(const char *row, int dim, float *to, long apart) {
+    for (int d = 0; d < dim; d += W) {
+        float x[W];
+        store(x, X::read(row, d));
+        for (int i = 0; i < W; i++) to[(d + i) * apart] = x[i];
+    }
+}
+
+template <class X>
+INLINE void put(const char *row, int dim, uint32_t *to, long apart) {
+    for (int d = 0; d < dim; d += W) {
+        float x[W];
+        store(x, X::read(row, d));
+        for (int i = 0; i < W; i += 2) to[(d + i) / 2 * apart] = rounded(x[i]) | (uint32_t)rounded(x[i + 1]) << 16;
+    }
+}
+
+template <>
+inline void put<BFloat16>(const char *row, int dim, uint32_t *to, long apart) {
+    for (int d = 0; d < dim; d += 2) memcpy(to + d / 2 * apart, row + 2 * d, 4);
+}
+
+// values [panels][NEAR][PANEL] of float32, or [panels][NEAR / 2][PANEL] of pairs of two rows
+template <class X>
+INLINE void put_values(const char *const *rows, int dim, long wide, float *to) {
+    for (int t = 0; t < NEAR; t++)
+        for (long d = 0; d < wide; d += W)
+            store(to + d / PANEL * NEAR * PANEL + t * PANEL + d % PANEL,
+                  rows[t] && d < dim ? X::read(rows[t], d) : Floats{});
+}
+
+template <class X>
+INLINE void put_values(const char *const *rows, int dim, long wide, uint32_t *to) {
+    for (int t = 0; t < NEAR; t += 2)
+        for (long d = 0; d < wide; d += W) {
+            float x[2][W] = {};
+            for (int i = 0; i < 2; i++)
+                if (rows[t + i] && d < dim) store(x[i], X::read(rows[t + i], d));
+            uint32_t *at = to + d / PANEL * (NEAR / 2) * PANEL + t / 2 * PANEL + d % PANEL;
+            for (int i = 0; i < W; i++) at[i] = rounded(x[0][i]) | (uint32_t)rounded(x[1][i]) << 16;
+        }
+}
+
+template <>
+inline void put_values<BFloat16>(const char *const *rows, int dim, long wide, uint32_t *to) {
+    for (int t = 0; t < NEAR; t += 2)
+        for (long d = 0; d < wide; d += W) {
+            Ints x[2] = {};
+            for (int i = 0; i < 2; i++)
+                if (rows[t + i] && d < dim)
+                    x[i] = __builtin_convertvector(*(const Halves *)(rows[t + i] + 2 * d), Ints);
+            *(Ints *)(to + d / PANEL * (NEAR / 2) * PANEL + t / 2 * PANEL + d % PANEL) = x[0] | x[1] << 16;
+        }
+}
+
+// Pack keys and values of visited rows t .. t+count-1, zeros behind them.
+template <class M, class X>
+static void pack(const Call &c, int head, int t, int count, Work<M> &w) {
+    const char *rows[NEAR] = {};
+    const int32_t *index = c.index ? c.index + head * c.index_head : nullptr;
+    const auto row = [&](int i) { return t + i < c.kept ? (long)index[t + i] : (long)c.start + t + i - c.kept; };
+    const long panel = w.row * PANEL;
+    if (count < NEAR) memset(w.keys, 0, sizeof(*w.keys) * NEAR * w.row);
+    for (int i = 0; i < count; i++) {
+        const char *from = c.k + head * c.key_head + row(i) * c.key_row;
+        put<X>(from, c.dim, w.keys + i / PANEL * panel + i % PANEL, PANEL);
+        if (X::scaled) w.key_scale[i] = X::scale(from, c.dim);
+        rows[i] = c.v + head * c.value_head + row(i) * c.value_row;
+        if (X::scaled) w.value_scale[i] = X::scale(rows[i], c.dim);
+    }
+    put_values<X>(rows, c.dim, w.wide, w.values);
+}
+
+// Weights of a row's logits: to x in place, with the row's new largest and sum.
+template <class M, class X>
+INLINE void soften(const Call &c, Work<M> &w, float *x, int low, int high, int at, typename M::Element *to) {
+    Floats top = all(w.best[at]);
+    for (int i = 0; i < NEAR; i += W) {
+        Floats y = load(x + i) * c.scale;
+        if (X::scaled) y *= load(w.key_scale + i);
+        if (c.cap) {
+            const Floats z = y * (2 / c.cap);
+            y = c.cap - 2 * c.cap / (exponential(z > 87 ? all(87) : z) + 1);
+        }
+        store(x + i, y);
+    }
+    for (int i = 0; i < low; i++) x[i] = -INFINITY;
+    for (int i = high; i < NEAR; i++) x[i] = -INFINITY;
+    for (int i = 0; i < NEAR; i += W) top = most(top, load(x + i));
+    const float now = largest(top), base = now == -INFINITY ? 0 : now, less = expf(w.best[at] - base);
+    Floats added = {};
+    for (int i = 0; i < NEAR; i += W) {
+        Floats y = exponential(load(x + i) - base);
+        added += y;
+        if (X::scaled) y *= load(w.value_scale + i);
+#if defined(__AVX512BF16__)
+        if (M::step == 2) {
+            const __m256bh narrow = _mm512_cvtneps_pbh((__m512)y);
+            memcpy((uint16_t *)to + i, &narrow, sizeof narrow);
+            continue;
+        }
+#endif
+        store((float *)to + i, y);
+    }
+    w.best[at] = now, w.sum[at] = w.sum[at] * less + total(added);
+    if (less != 1)
+        for (long d = 0; d < w.wide; d += W) store(w.out + at * w.wide + d, load(w.out + at * w.wide + d) * less);
+}
+
+// T rows of a unit, from row `at`, meet the block of keys that is packed: visited rows from t on.
+template <class M, class X, int T>
+static void meet(const Call &c, Work<M> &w, int first, int at, int t, int count) {
+    Floats sums[T][N];
+    for (int panel = 0; panel < NEAR; panel += PANEL) {
+        multiply<M, T>(w.q + at * w.row, w.row, w.keys + panel * w.row, w.row, sums);
+        for (int r = 0; r < T; r++)
+            for (int j = 0; j < N; j++) store(w.logits + r * NEAR + panel + j * W, sums[r][j]);
+    }
+    for (int r = 0; r < T; r++) {
+        const int query = first + (at + r) / c.group;
+        int high = c.causal ? c.high + query + 1 - t : count, low = 0;
+        high = high < count ? high : count, high = high > 0 ? high : 0;
+        if (c.window) low = c.high + query + 1 - c.window - t;
+        low = low > 0 ? low : 0, low = low < NEAR ? low : NEAR;
+        if (low < c.kept - t) low = 0;  // chosen rows are seen by all
+        soften<M, X>(c, w, w.logits + r * NEAR, low, high, at + r, w.weights + r * (NEAR / M::step));
+    }
+    for (long d = 0; d < w.wide; d += PANEL) {
+        multiply<M, T>(w.weights, NEAR / M::step, w.values + d * (NEAR / M::step), NEAR / M::step, sums);
+        for (int r = 0; r < T; r++)
+            for (int j = 0; j < N; j++) {
+                float *to = w.out + (at + r) * w.wide + d + j * W;
+                store(to, load(to) + sums[r][j]);
+            }
+    }
+}
+
+template <class M, class Q>
+static void take_queries(const Call &c, int head, int first, int rows, Work<M> &w) {
+    for (int r = 0; r < rows; r++) {
+        const long query = first + r / c.group, at = head * c.group + r % c.group;
+        put<Q>(c.q + (query * c.query + at * c.query_head) * Q::bytes, c.dim, w.q + r * w.row, 1);
+        w.best[r] = -INFINITY, w.sum[r] = 0;
+    }
+    memset(w.out, 0, sizeof(float) * rows * w.wide);
+    for (int i = 0; i < NEAR; i++) w.key_scale[i] = w.value_scale[i] = 0;
+}
+
+// Queries first .. last-1 under one K/V head.
+template <class M, class Q, class X>
+static void run_unit(const Call &c, int head, int first, int last, Work<M> &w) {
+    const int rows = (last - first) * c.group;
+    take_queries<M, Q>(c, head, first, rows, w);
+    const int stop = c.causal && c.high + last < c.visited ? c.high + last : c.visited;
+    int t = 0;
+    if (c.window && !c.kept && c.high + first + 1 > c.window) t = (c.high + first + 1 - c.window) / NEAR * NEAR;
+    for (; t < stop; t += NEAR) {
+        const int count = c.visited - t < NEAR ? c.visited - t : NEAR;
+        pack<M, X>(c, head, t, count, w);
+        for (int at = 0; at < rows; at += R) {
+            const int tile = rows - at < R ? rows - at : R;
+            // nobody in the tile sees the block yet
+            if (c.causal && c.high + first + (at + tile - 1) / c.group < t) continue;
+            switch (tile) {
+            case 6: meet<M, X, 6>(c, w, first, at, t, count); break;
+            case 5: meet<M, X, 5>(c, w, first, at, t, count); break;
+            case 4: meet<M, X, 4>(c, w, first, at, t, count); break;
+            case 3: meet<M, X, 3>(c, w, first, at, t, count); break;
+            case 2: meet<M, X, 2>(c, w, first, at, t, count); break;
+            default: meet<M, X, 1>(c, w, first, at, t, count);
+            }
+        }
+    }
+    for (int r = 0; r < rows; r++) {
+        const long place = (long)(first + r / c.group) * c.kv_heads * c.group + head * c.group + r % c.group;
+        const float sum = w.sum[r];
+        for (int d = 0; d < c.dim; d++)
+            c.out[place * c.dim + d] = sum > 0 || sum != sum ? w.out[r * w.wide + d] / sum : 0;
+        c.lse[place] = w.best[r] + logf(sum);
+    }
+}
+
+template <class M, class Q, class X>
+static void run(const Call &c) {
+    const int most = UNIT / c.group > 0 ? UNIT / c.group : 1;
+    // as many units for a few threads, but none that packs for a handful of queries
+    const int units = (c.queries + most - 1) / most, size = (c.queries + units - 1) / units;
+#pragma omp parallel num_threads(c.threads) if (c.threads > 1 && units * c.kv_heads > 1)
+    {
+        Work<M> work(c);
+#pragma omp for schedule(dynamic)
+        for (int i = 0; i < units * c.kv_heads; i++) {
+            const int first = i / c.kv_heads * size, last = first + size < c.queries ? first + size : c.queries;
+            if (first < last) run_unit<M, Q, X>(c, i % c.kv_heads, first, last, work);
+        }
+    }
+}
+
+// kind of q and of rows: 0 float32, 1 bfloat16, 2 float16; rows also 3, int8. Returns 0, or 1 for a
+// pair that this build lacks.
+extern "C" int omnikv_prefill(const Call *c, int q, int rows) {
+#if defined(__AVX512BF16__)
+    if (q == 1 && rows == 1) return run<Pairs, BFloat16, BFloat16>(*c), 0;
+    if (q == 1 && rows == 3) return run<Pairs, BFloat16, Int8>(*c), 0;
+#else
+    if (q == 1 && rows == 1) return run<Single, BFloat16, BFloat16>(*c), 0;
+    if (q == 1 && rows == 3) return run<Single, BFloat16, Int8>(*c), 0;
+#endif
+    if (q == 0 && rows == 0) return run<Single, Float32, Float32>(*c), 0;
+    if (q == 0 && rows == 3) return run<Single, Float32, Int8>(*c), 0;
+#if defined(__F16C__)
+    if (q == 2 && rows == 2) return run<Single, Float16, Float16>(*c), 0;
+#endif
+    return 1;
+}

@@ -1,0 +1,113 @@
+"""Attention of a prompt by the C++ kernel: one pass over the rows that a chunk of queries sees."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from kernels.isa import isa
+from kernels.native.attention import KINDS, LANES
+from kernels.native.library import native
+from kernels.rows import is_packed, stored_queries
+from kernels.softmax import PLAIN, Softmax
+
+
+class _Call(ctypes.Structure):
+    """`Call` of prefill.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v")),
+        *(
+            (name, ctypes.c_long)
+            for name in (
+                "query",
+                "query_head",
+                "key_head",
+                "key_row",
+                "value_head",
+                "value_row",
+            )  # fmt: skip
+        ),
+        ("index", ctypes.c_void_p),
+        ("index_head", ctypes.c_long),
+        *((name, ctypes.c_void_p) for name in ("out", "lse")),
+        *(
+            (name, ctypes.c_int)
+            for name in (
+                "kv_heads",
+                "group",
+                "dim",
+                "queries",
+                "kept",
+                "start",
+                "visited",
+                "causal",
+                "high",
+                "window",
+                "threads",
+            )  # fmt: skip
+        ),
+        *((name, ctypes.c_float) for name in ("scale", "cap")),
+    ]
+
+
+def attends_prompt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the C++ kernel is there for q [.., D] and rows k, v, and the fastest: torch's is on a
+    CPU with AMX.
+    """
+    rows = k.dtype == q.dtype or (k.dtype == torch.int8 and q.dtype != torch.float16)
+    return (
+        q.device.type == "cpu"
+        and rows
+        and k.dtype == v.dtype
+        and q.dtype in KINDS
+        and not q.shape[-1] % LANES
+        and isa() in ("avx512", "avx512_bf16")
+        and native() is not None
+    )
+
+
+def attend_prompt(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    first: int | None,
+    window: int = 0,
+    index: torch.Tensor | None = None,
+    kept: int = 0,
+    start: int = 0,
+    softmax: Softmax = PLAIN,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend with queries [C, H, D] to `kept` rows of an index and to the rows from `start`.
+
+    k, v [Hkv, n, D] of any strides, last dim contiguous, or packed int8 rows; index int32 [1 or
+    Hkv, >= kept] or None with kept = 0. first: position of query 0, so that query c sees rows up to
+    first + c; None: every query sees all n rows. window: rows that a query sees at most, its own
+    among them (0: all), with kept = 0. softmax: its cap; sinks are left to whoever merges. Returns
+    (out [C, H, D] in q.dtype, lse [C, H] float32).
+    """
+    library = native()
+    assert library is not None
+    queries, heads, dim = q.shape
+    kv_heads, rows, _ = k.shape
+    if is_packed(k):
+        q = stored_queries(q, k).to(q.dtype)
+    if q.stride(2) != 1:
+        q = q.contiguous()
+    out, lse = torch.empty(queries, heads, dim), torch.empty(queries, heads)
+    size = k.element_size()
+    call = _Call(
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(0), q.stride(1),
+        k.stride(0) * size, k.stride(1) * size, v.stride(0) * size, v.stride(1) * size,
+        None if index is None else index.data_ptr(),
+        0 if index is None or len(index) == 1 else index.stride(0),
+        out.data_ptr(), lse.data_ptr(),
+        kv_heads, heads // kv_heads, dim, queries, kept, start, kept + rows - start,
+        first is not None, kept + (first or 0) - start, window, torch.get_num_threads(),
+        scale, softmax.cap,
+    )  # fmt: skip
+    if library.omnikv_prefill(ctypes.byref(call), KINDS[q.dtype], KINDS[k.dtype]):
+        raise ValueError(f"q {q.dtype}, rows {k.dtype}: found no kernel for this pair")
+    return out.to(q.dtype), lse
