@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.dispatch import choose
 from kernels.isa import fuses
+from kernels.native.prefill import attend_prompts, attends_prompt
 from kernels.reference import attend
 from kernels.rows import is_packed, unpack, unpack_keys
 from kernels.softmax import PLAIN, Softmax
@@ -170,8 +171,11 @@ def prefill_dense_lse(
 
     Returns (out [B, C, H, D] in q.dtype, lse [B, C, H] float32).
     """
+    rows = slice(0, start + q.shape[1])
+    if choose(backend, q) == "cpu" and attends_prompt(q, k, v):
+        whole = attend_prompts(q, k[:, :, rows], v[:, :, rows], scale, start, softmax=softmax)
+        return softmax.sunk(*whole)
     if softmax.cap:
-        rows = slice(0, start + q.shape[1])
         tiles = attend_tiles(q, k[:, :, rows], v[:, :, rows], scale, softmax, start, 0, backend)
         return softmax.sunk(*tiles)
     chunk = attend_chunk(q, k, v, start, scale)
@@ -197,6 +201,9 @@ def attend_past(
     """
     cudnn = has_cudnn(q.device, q.dtype, q.shape[-1])
     on_cpu = q.device.type == "cpu"
+    if k.shape[2] and attends_prompt(q, k, v):
+        part = attend_prompts(q, k, v, scale, None, softmax=softmax)
+        return part if so_far is None else merge([so_far, part], torch.float32)
     for first, stop, by_cudnn in past_parts(k.shape[2], on_cpu, cudnn, is_packed(k)):
         rows = slice(first, stop)
         part = attend_rows(q, k[:, :, rows], v[:, :, rows], scale, by_cudnn, softmax)
@@ -218,6 +225,8 @@ def attend_rows(
     while sinks are left to whoever merges the parts. Returns (out [B, C, H, D] in q.dtype, lse
     [B, C, H] float32).
     """
+    if attends_prompt(q, k, v):
+        return attend_prompts(q, k, v, scale, None, softmax=softmax)
     if softmax.cap:
         return attend_tiles(q, k, v, scale, softmax)
     batch, chunk, heads, dim = q.shape
@@ -254,6 +263,8 @@ def attend_chunk(
     """
     group = q.shape[2] // k.shape[1]
     rows = slice(start, start + q.shape[1])
+    if attends_prompt(q, k, v):
+        return attend_prompts(q, k[:, :, rows], v[:, :, rows], scale, 0, softmax=softmax)
     if softmax.cap:
         return attend_tiles(q, k[:, :, rows], v[:, :, rows], scale, softmax, 0)
     own = unpack_keys(k[:, :, rows], q.dtype), unpack(v[:, :, rows], q.dtype)

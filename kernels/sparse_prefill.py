@@ -10,6 +10,7 @@ from kernels._triton import tl, triton
 from kernels.cpu import split_rows, token_rows
 from kernels.dispatch import choose
 from kernels.host_values import on_device
+from kernels.native.prefill import attend_prompt, attends_prompt
 from kernels.prefill import attend_chunk, attend_rows, merge
 from kernels.reference import attend
 from kernels.row_tiles import load_keys, load_values, scaled_logits
@@ -88,12 +89,21 @@ def prefill_sparse_cpu(
     scale: float,
     softmax: Softmax = PLAIN,
 ) -> torch.Tensor:
-    """One block in plain torch, arguments as `prefill_sparse_ref`.
+    """One block on a CPU, arguments as `prefill_sparse_ref`.
 
-    Gathers the chosen rows once per block of queries and merges three parts by log-sum-exp.
+    The C++ kernel reads chosen rows where they lie. Without it, gathers them once per block of
+    queries and merges three parts by log-sum-exp.
     """
     outs = []
     for b in range(q.shape[0]):
+        if attends_prompt(q, k, v):
+            rows_k, rows_v = (t[b, :, : start + q.shape[1]] for t in (k, v))
+            at = index[b : b + 1]
+            whole = attend_prompt(
+                q[b], rows_k, rows_v, scale, start, 0, at, count, local, softmax=softmax
+            )
+            outs.append(softmax.sunk(*whole)[0][None])
+            continue
         one, k_b, v_b = q[b : b + 1], k[b : b + 1], v[b : b + 1]
         parts = [attend_chunk(one, k_b, v_b, start, scale, softmax)]
         if local < start:

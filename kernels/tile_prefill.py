@@ -9,6 +9,7 @@ import torch
 from kernels._triton import tl, triton
 from kernels.cpu import in_float32
 from kernels.dispatch import choose
+from kernels.native.prefill import attend_prompts, attends_prompt
 from kernels.row_tiles import load_keys, load_values, scaled_logits
 from kernels.rows import floats, is_packed, stored_queries
 from kernels.softmax import PLAIN, Softmax, capped
@@ -37,7 +38,10 @@ def attend_tiles(
     caller. Returns (out [B, C, H, D] in q.dtype, lse [B, C, H] float32). Raises ValueError for an
     unknown backend.
     """
-    attend = attend_tiles_triton if choose(backend, q) == "triton" else attend_tiles_torch
+    chosen = choose(backend, q)
+    if chosen == "cpu" and attends_prompt(q, k, v):
+        return attend_prompts(q, k, v, scale, first, window, softmax)
+    attend = attend_tiles_triton if chosen == "triton" else attend_tiles_torch
     return attend(q, k, v, scale, softmax, first, window)
 
 

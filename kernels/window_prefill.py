@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.dispatch import choose
 from kernels.isa import fuses
+from kernels.native.prefill import attends_prompt
 from kernels.rows import unpack, unpack_keys
 from kernels.softmax import PLAIN, Softmax
 from kernels.tile_prefill import attend_tiles
@@ -38,7 +39,7 @@ def prefill_window(
     unknown backend.
     """
     chosen, chunk = choose(backend, q), q.shape[1]
-    if softmax is not PLAIN:
+    if softmax is not PLAIN or (chosen == "cpu" and attends_prompt(q, k, v)):
         whole = attend_tiles(q, k, v, scale, softmax, past, window, backend)
         return softmax.sunk(*whole)[0]
     wide = chosen == "reference" or (q.device.type == "cpu" and not fuses(q.dtype, chunk))

@@ -18,7 +18,10 @@ constexpr int PANEL = N * W;
 struct Single {
     typedef float Element;
     static constexpr int step = 1;
-    INLINE Floats product(Floats sum, Element a, const Element *b) { return sum + load(b) * a; }
+    typedef Floats Lanes;
+    INLINE Lanes lanes(const Element *from) { return load(from); }
+    INLINE Lanes everywhere(Element a) { return all(a); }
+    INLINE Floats product(Floats sum, Lanes a, Lanes b) { return sum + a * b; }
 };
 
 INLINE uint16_t rounded(float x) {  // to bfloat16, ties to even
@@ -32,9 +35,11 @@ INLINE uint16_t rounded(float x) {  // to bfloat16, ties to even
 struct Pairs {
     typedef uint32_t Element;
     static constexpr int step = 2;
-    INLINE Floats product(Floats sum, Element a, const Element *b) {
-        return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(a),
-                                        (__m512bh)_mm512_loadu_si512(b));
+    typedef __m512i Lanes;
+    INLINE Lanes lanes(const Element *from) { return _mm512_loadu_si512(from); }
+    INLINE Lanes everywhere(Element a) { return _mm512_set1_epi32(a); }
+    INLINE Floats product(Floats sum, Lanes a, Lanes b) {
+        return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
     }
 };
 #endif
@@ -45,10 +50,14 @@ INLINE void multiply(const typename M::Element *a, long ahead, const typename M:
                      int depth, Floats (&sums)[T][N]) {
     for (int r = 0; r < T; r++)
         for (int j = 0; j < N; j++) sums[r][j] = Floats{};
-    for (int p = 0; p < depth; p++)
-        for (int j = 0; j < N; j++)
-            for (int r = 0; r < T; r++)
-                sums[r][j] = M::product(sums[r][j], a[r * ahead + p], panel + p * PANEL + j * W);
+    for (int p = 0; p < depth; p++) {
+        typename M::Lanes b[N];
+        for (int j = 0; j < N; j++) b[j] = M::lanes(panel + p * PANEL + j * W);
+        for (int r = 0; r < T; r++) {
+            const typename M::Lanes same = M::everywhere(a[r * ahead + p]);
+            for (int j = 0; j < N; j++) sums[r][j] = M::product(sums[r][j], same, b[j]);
+        }
+    }
 }
 
 struct Call {
@@ -248,7 +257,7 @@ static void run_unit(const Call &c, int head, int first, int last, Work<M> &w) {
     int t = 0;
     if (c.window && !c.kept && c.high + first + 1 > c.window) t = (c.high + first + 1 - c.window) / NEAR * NEAR;
     for (; t < stop; t += NEAR) {
-        const int count = c.visited - t < NEAR ? c.visited - t : NEAR;
+        const int count = stop - t < NEAR ? stop - t : NEAR;
         pack<M, X>(c, head, t, count, w);
         for (int at = 0; at < rows; at += R) {
             const int tile = rows - at < R ? rows - at : R;

@@ -63,7 +63,7 @@ def attends_prompt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
         and k.dtype == v.dtype
         and q.dtype in KINDS
         and not q.shape[-1] % LANES
-        and isa() in ("avx512", "avx512_bf16")
+        and isa() != "amx"
         and native() is not None
     )
 
@@ -111,3 +111,19 @@ def attend_prompt(
     if library.omnikv_prefill(ctypes.byref(call), KINDS[q.dtype], KINDS[k.dtype]):
         raise ValueError(f"q {q.dtype}, rows {k.dtype}: found no kernel for this pair")
     return out.to(q.dtype), lse
+
+
+def attend_prompts(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    first: int | None,
+    window: int = 0,
+    softmax: Softmax = PLAIN,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend_prompt` over all rows of each sequence: q [B, C, H, D]; k, v [B, Hkv, n, D]."""
+    found = [attend_prompt(*one, scale, first, window, softmax=softmax) for one in zip(q, k, v)]
+    if len(found) == 1:
+        return found[0][0][None], found[0][1][None]
+    return torch.stack([out for out, _ in found]), torch.stack([lse for _, lse in found])

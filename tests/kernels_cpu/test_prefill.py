@@ -10,6 +10,8 @@ from engine.plan.placement import STREAM_BLOCK
 from kernels.prefill import prefill_dense, prefill_dense_lse
 from tests.kernel_checks import EPSILON, make_bank, plain
 
+pytestmark = pytest.mark.usefixtures("form")
+
 
 def fused(q, k, v, start, scale):
     """Run torch's fused attention with a mask: plain torch too, and less exact in float32 (its

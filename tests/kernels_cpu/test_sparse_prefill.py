@@ -9,6 +9,8 @@ from tests.prefill_checks import check_prefill_sparse
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
+pytestmark = pytest.mark.usefixtures("form")
+
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
