@@ -1,5 +1,5 @@
 """What OmniKV's layers cost on a CPU, in bytes that a dense layer would have read in the same time:
-the constants behind `dense_below="auto"`.
+the constants behind `dense_below="auto"`, with and without our C++ kernels.
 
 Counting bytes alone chose the slower method where one kind of layer reads its bytes at another rate
 than the rest. Measured by `python -m tools.cpu_forms` (docs/PERFORMANCE.md) and rounded up, so that
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kernels.isa import isa, multiplies
+from kernels.native.library import missing
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,9 @@ _OTHER = {
     2: CpuCosts(filter=1.5, row=3.0, query=0.06, kv=2.5, weight=0.05),
     4: CpuCosts(filter=1.5, row=3.0, query=0.09, kv=1.6, weight=0.5),
 }
-# by instruction set and bytes of an element (2: bfloat16 and float16, whichever is worse); filter
-# and row are the worst of two machines; query, kv and weight are bfloat16's and float32's, of
-# layers of two shapes (`python -m tools.exact kernels`), in "default" estimates
+# torch's operators, by instruction set and bytes of an element (2: bfloat16 and float16, whichever
+# is worse); filter and row are the worst of two machines; query, kv and weight are bfloat16's and
+# float32's, of layers of two shapes (`python -m tools.exact kernels`), in "default" estimates
 COSTS = {
     "default": {
         2: CpuCosts(filter=2.0, row=3.0, query=0.09, kv=2.0, weight=1.1),
@@ -57,6 +58,18 @@ COSTS = {
         4: CpuCosts(filter=1.25, row=3.7, query=0.09, kv=1.6, weight=0.5),
     },
 }
+# our C++ kernels, which read chosen rows where they lie: a row costs up to 1.7; the rest is for
+# choosing, which shows beside attention that is this fast
+_NATIVE = {
+    2: CpuCosts(filter=1.3, row=3.0, query=0.2, kv=1.6, weight=0.05),
+    4: CpuCosts(filter=1.3, row=3.0, query=0.15, kv=1.0, weight=0.5),
+}
+NATIVE = {
+    "avx2": {2: replace(_NATIVE[2], weight=0.63), 4: _NATIVE[4]},
+    "avx512": {2: replace(_NATIVE[2], weight=0.75), 4: _NATIVE[4]},
+    "avx512_bf16": _NATIVE,
+    "amx": _NATIVE,
+}
 
 
 # (kv, weight) where weights are held in few bits, by kind, bytes of an element and whether 16-bit
@@ -68,12 +81,17 @@ FEW_BITS = {
 }
 
 
-def cpu_costs(itemsize: int, found: str | None = None, kind: str = "") -> CpuCosts:
+def cpu_costs(
+    itemsize: int, found: str | None = None, kind: str = "", compiled: bool | None = None
+) -> CpuCosts:
     """Look up the costs for elements of `itemsize` bytes; found: an instruction set of
-    kernels/isa.py, None for this machine's; kind: "int8" or "int4" for weights in few bits.
+    kernels/isa.py, None for this machine's; kind: "int8" or "int4" for weights in few bits;
+    compiled: whether our C++ kernels run, None: as in this process.
     """
     found, size = isa() if found is None else found, 2 if itemsize < 4 else 4
-    costs = COSTS.get(found, _OTHER)[size]
+    compiled = not missing() if compiled is None else compiled
+    table = NATIVE if compiled and found in NATIVE else COSTS
+    costs = table.get(found, _OTHER)[size]
     if not kind:
         return costs
     kv, weight = FEW_BITS[kind][size][multiplies(torch.bfloat16, found)]
