@@ -21,7 +21,8 @@ class CpuCosts:
     """Costs relative to a dense layer's: filter, that of a filter layer over as many rows; row,
     that of a row which a sparse layer gathers and reads; query, what a further token of a step adds
     to the layer's attention, per query head of a K/V head. kv: a byte of K and V in units of a byte
-    of weights; weight: what a further token of a step adds to the weight products.
+    of weights; weight: what a further token of a step adds to the weight products. choice: bytes
+    that a dense layer reads while one filter layer's tokens are chosen and handed on.
     """
 
     filter: float
@@ -29,6 +30,7 @@ class CpuCosts:
     query: float = 0.0
     kv: float = 1.0
     weight: float = 0.0
+    choice: int = 0
 
 
 # AMX and CPUs of other makes: filter and row are what was assumed for every CPU before, the others
@@ -58,11 +60,11 @@ COSTS = {
         4: CpuCosts(filter=1.25, row=3.7, query=0.09, kv=1.6, weight=0.5),
     },
 }
-# our C++ kernels, which read chosen rows where they lie: a row costs up to 1.7; the rest is for
-# choosing, which shows beside attention that is this fast
+# our C++ kernels, which read chosen rows where they lie; beside attention that is this fast
+# choosing shows
 _NATIVE = {
-    2: CpuCosts(filter=1.3, row=3.0, query=0.2, kv=1.6, weight=0.05),
-    4: CpuCosts(filter=1.3, row=3.0, query=0.15, kv=1.0, weight=0.5),
+    2: CpuCosts(filter=1.3, row=1.7, query=0.2, kv=1.6, weight=0.05, choice=8_000_000),
+    4: CpuCosts(filter=1.3, row=1.7, query=0.15, kv=1.0, weight=0.5, choice=8_000_000),
 }
 NATIVE = {
     "avx2": {2: replace(_NATIVE[2], weight=0.63), 4: _NATIVE[4]},

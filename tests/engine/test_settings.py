@@ -356,8 +356,9 @@ def bytes_of_a_step(config, plan, method, n, costs):
     row, sparse = 2 * config.num_kv_heads * config.head_dim * 4, len(plan.sparse_layers)
     again = (costs.filter - 1) * row
     scoring = plan.count(Role.FILTER) * n * (4 * config.num_heads * 2 + 12 + again)
+    choice = plan.count(Role.FILTER) * costs.choice
     k = method.budget(plan, n)
-    return sparse * n * row, sparse * (k + method.tail) * costs.row * row + scoring
+    return sparse * n * row, sparse * (k + method.tail) * costs.row * row + scoring + choice
 
 
 @pytest.mark.parametrize(
@@ -382,7 +383,9 @@ def test_automatic_crossover_is_where_the_bytes_cross(fields, found, monkeypatch
     assert sparse + token >= full
 
 
-def test_automatic_crossover_is_printed_obeyed_and_can_be_set():
+def test_automatic_crossover_is_printed_obeyed_and_can_be_set(monkeypatch):
+    # beside C++ attention choosing never pays in a model this small
+    monkeypatch.setattr("engine.plan.cpu_costs.missing", lambda: "no compiler")
     weights = tiny_weights(CONFIG)
     for setting in ("auto", 250, 0):
         method = OmniKV(filter_layers=(1, 4), tokens=8, tail=64, dense_below=setting)
@@ -402,6 +405,9 @@ def test_automatic_crossover_is_printed_obeyed_and_can_be_set():
     hopeless = OmniKV(filter_layers=(1, 4), share=0.9, tail=64)
     llm = tiny_llm(hopeless, CONFIG, weights, max_context=512)
     assert llm.plan().dense_below > 512
+    monkeypatch.setattr("engine.plan.cpu_costs.missing", lambda: "")
+    method = OmniKV(filter_layers=(1, 4), tokens=8, tail=64)
+    assert tiny_llm(method, CONFIG, weights, max_context=512).plan().dense_below > 512
 
 
 def test_stream_of_weights_serves_all_settings():

@@ -235,8 +235,8 @@ class OmniKV(Method):
 
         A sparse layer reads k + tail tokens instead of n. A filter layer writes and reads one
         float32 score per head and token, and one score per token for the top-k. On a GPU bytes are
-        all that counts. On a CPU a row that is gathered and a row of a filter layer cost more than
-        their bytes: measured, by instruction set (engine/plan/cpu_costs.py).
+        all that counts. On a CPU a row that is gathered, a row of a filter layer and a choice cost
+        more than their bytes: measured, by instruction set (engine/plan/cpu_costs.py).
         """
         if isinstance(self.dense_below, int):
             return self.dense_below
@@ -253,6 +253,7 @@ class OmniKV(Method):
             fixed = sparse * row * self.tail * costs.row
         else:
             fixed = sparse * row * (self.budget(plan, capacity) + self.tail) * costs.row
+        fixed += filters * costs.choice
         return math.ceil(fixed / per_token) if per_token > 0 else capacity + 1
 
     def validate(self, plan: LayerPlan) -> None:
