@@ -201,7 +201,7 @@ def attend_past(
     """
     cudnn = has_cudnn(q.device, q.dtype, q.shape[-1])
     on_cpu = q.device.type == "cpu"
-    if k.shape[2] and attends_prompt(q, k, v):
+    if k.shape[2] and not is_packed(k) and attends_prompt(q, k, v):
         part = attend_prompts(q, k, v, scale, None, softmax=softmax)
         return part if so_far is None else merge([so_far, part], torch.float32)
     for first, stop, by_cudnn in past_parts(k.shape[2], on_cpu, cudnn, is_packed(k)):
@@ -225,6 +225,8 @@ def attend_rows(
     while sinks are left to whoever merges the parts. Returns (out [B, C, H, D] in q.dtype, lse
     [B, C, H] float32).
     """
+    if is_packed(k) and q.device.type == "cpu":
+        k, v = unpack_keys(k, q.dtype), unpack(v, q.dtype)
     if attends_prompt(q, k, v):
         return attend_prompts(q, k, v, scale, None, softmax=softmax)
     if softmax.cap:
@@ -263,11 +265,14 @@ def attend_chunk(
     """
     group = q.shape[2] // k.shape[1]
     rows = slice(start, start + q.shape[1])
-    if attends_prompt(q, k, v):
-        return attend_prompts(q, k[:, :, rows], v[:, :, rows], scale, 0, softmax=softmax)
+    own = k[:, :, rows], v[:, :, rows]
+    if softmax.cap and q.device.type != "cpu":
+        return attend_tiles(q, *own, scale, softmax, 0)
+    own = unpack_keys(own[0], q.dtype), unpack(own[1], q.dtype)
+    if attends_prompt(q, *own):
+        return attend_prompts(q, *own, scale, 0, softmax=softmax)
     if softmax.cap:
-        return attend_tiles(q, k[:, :, rows], v[:, :, rows], scale, softmax, 0)
-    own = unpack_keys(k[:, :, rows], q.dtype), unpack(v[:, :, rows], q.dtype)
+        return attend_tiles(q, *own, scale, softmax, 0)
     rows_k, rows_v = (t.repeat_interleave(group, dim=1) if group > 1 else t for t in own)
     out, lse = _fused(q.transpose(1, 2), rows_k, rows_v, True, scale)
     return out.transpose(1, 2), lse.float().view(q.shape[0], q.shape[2], q.shape[1]).transpose(1, 2)

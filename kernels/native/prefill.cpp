@@ -303,10 +303,8 @@ static void run(const Call &c) {
 extern "C" int omnikv_prefill(const Call *c, int q, int rows) {
 #if defined(__AVX512BF16__)
     if (q == 1 && rows == 1) return run<Pairs, BFloat16, BFloat16>(*c), 0;
-    if (q == 1 && rows == 3) return run<Pairs, BFloat16, Int8>(*c), 0;
 #else
     if (q == 1 && rows == 1) return run<Single, BFloat16, BFloat16>(*c), 0;
-    if (q == 1 && rows == 3) return run<Single, BFloat16, Int8>(*c), 0;
 #endif
     if (q == 0 && rows == 0) return run<Single, Float32, Float32>(*c), 0;
     if (q == 0 && rows == 3) return run<Single, Float32, Int8>(*c), 0;

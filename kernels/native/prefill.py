@@ -56,7 +56,7 @@ def attends_prompt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the C++ kernel is there for q [.., D] and rows k, v, and the fastest: torch's is on a
     CPU with AMX.
     """
-    rows = k.dtype == q.dtype or (k.dtype == torch.int8 and q.dtype != torch.float16)
+    rows = k.dtype in (q.dtype, torch.int8)
     return (
         q.device.type == "cpu"
         and rows
@@ -92,8 +92,10 @@ def attend_prompt(
     assert library is not None
     queries, heads, dim = q.shape
     kv_heads, rows, _ = k.shape
+    dtype = q.dtype
     if is_packed(k):
-        q = stored_queries(q, k).to(q.dtype)
+        # transformed queries rounded to bfloat16 are a rounding more than the model's own
+        q = stored_queries(q.float(), k)
     if q.stride(2) != 1:
         q = q.contiguous()
     out, lse = torch.empty(queries, heads, dim), torch.empty(queries, heads)
@@ -110,7 +112,7 @@ def attend_prompt(
     )  # fmt: skip
     if library.omnikv_prefill(ctypes.byref(call), KINDS[q.dtype], KINDS[k.dtype]):
         raise ValueError(f"q {q.dtype}, rows {k.dtype}: found no kernel for this pair")
-    return out.to(q.dtype), lse
+    return out.to(dtype), lse
 
 
 def attend_prompts(
