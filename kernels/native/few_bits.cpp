@@ -1,0 +1,382 @@
+// Products with weights of few bits. A few rows: weights become floats in registers and multiply
+// float32 activations. Many rows: some outputs' weights at a time become floats, or pairs of
+// bfloat16, and a tile of rows is multiplied by them.
+//
+// A panel holds LANES outputs: for each few columns one 32-bit word of every output. Part j of a word
+// belongs to its j-th column, from the lowest bits up, and has a sign.
+#include "vector.h"
+
+constexpr int LANES = 16, VECTORS = LANES / W;
+constexpr int AHEAD = 8192;  // bytes between the word that is read and the one that is fetched
+constexpr int SCALES_AHEAD = 1024;
+constexpr int FEW = 4;  // rows that share a panel's floats
+
+struct Product {
+    const void *x;                 // [rows][inputs]
+    const int32_t *values;         // [panels][words][LANES]
+    const void *scales, *offsets;  // [panels][groups][LANES]; offsets or NULL
+    const void *bias, *residual;   // [outputs] and [rows][outputs, or half of them if gated], or NULL
+    void *out;
+    float *scratch;  // few rows: [rows][inputs, folds and outputs, rounded up]; many: x in tiles
+    int rows, outputs, inputs, words, group, fold, bits, zero;
+    int kind, scale_kind, bias_kind, out_kind, gated, threads;
+};
+
+// kinds: 0 float32, 1 bfloat16, 2 float16
+INLINE Floats read_as(int kind, const void *from, long i) {
+    if (kind == 0) return Float32::read((const char *)from + 4 * i, 0);
+    if (kind == 1) return BFloat16::read((const char *)from + 2 * i, 0);
+#if defined(__F16C__)
+    return Float16::read((const char *)from + 2 * i, 0);
+#else
+    return Floats{};
+#endif
+}
+
+INLINE float one_as(int kind, const void *from, long i) {
+    if (kind == 0) return ((const float *)from)[i];
+    alignas(64) uint16_t held[W] = {((const uint16_t *)from)[i]};
+    return read_as(kind, held, 0)[0];
+}
+
+// Nearest bfloat16, ties to even, in the upper halves; NaN stays one.
+INLINE Ints upper_halves(Floats x) {
+    const Ints bits = (Ints)x, even = (bits >> 16) & 1;
+    return x == x ? (bits + 0x7fff + even) & (int)0xffff0000 : bits | 0x400000;
+}
+
+INLINE void write_as(int kind, void *to, long i, Floats x) {
+    if (kind == 0) store((float *)to + i, x);
+    else if (kind == 1) {
+        Halves *at = (Halves *)((uint16_t *)to + i);
+        *at = __builtin_convertvector(upper_halves(x) >> 16, Halves);
+    }
+#if defined(__AVX512F__)
+    else _mm256_storeu_si256((__m256i *)((uint16_t *)to + i), _mm512_cvtps_ph((__m512)x, 0));
+#elif defined(__F16C__)
+    else _mm_storeu_si128((__m128i *)((uint16_t *)to + i), _mm256_cvtps_ph((__m256)x, 0));
+#endif
+}
+
+INLINE Floats rounded(int kind, Floats x) {
+    if (kind == 0) return x;
+    alignas(64) float held[W];
+    write_as(kind, held, 0, x);
+    return read_as(kind, held, 0);
+}
+
+// Part J of words as floats, times 2^(32 - BITS): its bits become the upper ones, which holds for the
+// sign too, and saves the shift back.
+template <int BITS, int J>
+INLINE Floats part(Ints words) {
+    constexpr int SHIFT = 32 - BITS * (J + 1), UPPER = (int)(0xffffffffu << (32 - BITS));
+    const Ints moved = SHIFT ? words << SHIFT : words;
+    return __builtin_convertvector(J ? moved & UPPER : moved, Floats);
+}
+
+template <int BITS>
+constexpr float UNIT = 1.f / (float)(1u << (32 - BITS));
+
+INLINE Floats some_as(int kind, const void *from, long i, int count) {
+    if (count >= W) return read_as(kind, from, i);
+    Floats found = {};
+    for (int n = 0; n < count; n++) found[n] = one_as(kind, from, i + n);
+    return found;
+}
+
+// `count` outputs of a row from its float32 sums and, where SwiGLU takes them, those of the second
+// half; rounded to the dtype of x where torch's operators round
+static void finish(const Product &p, int row, const float *sums, const float *other, int first, int count) {
+    const int outputs = p.gated ? p.outputs / 2 : p.outputs;
+    const long at = (long)row * outputs + first;
+    for (int o = 0; o < count; o += W) {
+        const int here = count - o < W ? count - o : W;
+        Floats y = some_as(0, sums, o, here);
+        if (p.bias) y += some_as(p.bias_kind, p.bias, first + o, here);
+        y = rounded(p.kind, y);
+        if (p.gated) {
+            Floats up = some_as(0, other, o, here);
+            if (p.bias) up += some_as(p.bias_kind, p.bias, outputs + first + o, here);
+            const Floats small = exponential(y < 0 ? y : -y);  // never overflows
+            y = rounded(p.kind, y * (y < 0 ? small : all(1)) / (1 + small));
+            y = rounded(p.kind, y * rounded(p.kind, up));
+        }
+        if (p.residual) y = rounded(p.kind, y + some_as(p.kind, p.residual, at + o, here));
+        if (here == W) {
+            write_as(p.out_kind, p.out, at + o, y);
+            continue;
+        }
+        alignas(64) float held[W];
+        const int size = p.out_kind ? 2 : 4;
+        write_as(p.out_kind, held, 0, y);
+        memcpy((char *)p.out + (at + o) * size, held, here * size);
+    }
+}
+
+// ---- a few rows
+
+// x [inputs] as floats, zeros behind it, and the sums of its folds
+static void prepare(const Product &p, int row, int padded, float *x, float *sums) {
+    const long from = (long)row * p.inputs;
+    for (int c = 0; c < padded; c += W) store(x + c, some_as(p.kind, p.x, from + c, p.inputs - c));
+    for (int c = 0, f = 0; c < padded; c += p.fold, f++) {
+        double sum = 0;
+        for (int i = c; i < c + p.fold && i < padded; i++) sum += x[i];
+        sums[f] = (float)sum;
+    }
+}
+
+template <int BITS, int R, int N, int J>
+INLINE void multiply_parts(const Ints *words, const float *const *x, int at, Floats (*sums)[N][VECTORS]) {
+    for (int v = 0; v < VECTORS; v++) {
+        const Floats w = part<BITS, J>(words[v]);
+        for (int r = 0; r < R; r++) sums[r][J % N][v] += w * x[r][at + J];
+    }
+    if constexpr (BITS * (J + 1) < 32) multiply_parts<BITS, R, N, J + 1>(words, x, at, sums);
+}
+
+// R rows times one panel: LANES sums of each
+template <int BITS, class S, int R>
+static void multiply_panel(const Product &p, int panel, const float *const *x, const float *const *folds,
+                           float *const *out) {
+    constexpr int PARTS = 32 / BITS;
+    constexpr int N = R * VECTORS <= 2 ? 4 : R * VECTORS <= 4 ? 2 : 1;  // sums side by side hide the latency
+    const int groups = (p.inputs + p.group - 1) / p.group, step = p.fold / PARTS;
+    const int32_t *words = p.values + (long)panel * p.words * LANES;
+    const long first = (long)panel * groups * LANES * S::bytes;
+    const char *scales = (const char *)p.scales + first;
+    const char *offsets = p.offsets ? (const char *)p.offsets + first : nullptr;
+    Floats found[R][VECTORS] = {};
+    for (int k = 0, f = 0, inside = 0; k < p.words; k += step, f++) {
+        const int stop = k + step < p.words ? k + step : p.words;
+        Floats sums[R][N][VECTORS] = {};
+        __builtin_prefetch(scales + SCALES_AHEAD);
+        if (offsets) __builtin_prefetch(offsets + SCALES_AHEAD);
+        for (int i = k; i < stop; i++) {
+            const int32_t *at = words + (long)i * LANES;
+            Ints held[VECTORS];
+            __builtin_prefetch((const char *)at + AHEAD);
+            for (int v = 0; v < VECTORS; v++) held[v] = *(const Ints *)(at + v * W);
+            multiply_parts<BITS, R, N, 0>(held, x, i * PARTS, sums);
+        }
+        for (int v = 0; v < VECTORS; v++) {
+            const Floats scale = S::read(scales, v * W), unit = scale * UNIT<BITS>;
+            Floats offset = scale * (float)p.zero;
+            if (offsets) offset += S::read(offsets, v * W);
+            for (int r = 0; r < R; r++) {
+                for (int n = 1; n < N; n++) sums[r][0][v] += sums[r][n][v];
+                found[r][v] += sums[r][0][v] * unit + offset * folds[r][f];
+            }
+        }
+        inside += p.fold;
+        if (inside < p.group) continue;
+        inside = 0, scales += LANES * S::bytes;
+        if (offsets) offsets += LANES * S::bytes;
+    }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < VECTORS; v++) store(out[r] + v * W, found[r][v]);
+}
+
+template <int BITS, class S>
+static void few_rows(const Product &p) {
+    const int padded = (p.words * (32 / BITS) + LANES - 1) / LANES * LANES;
+    const int folds = (padded + p.fold - 1) / p.fold;
+    const int panels = (p.outputs + LANES - 1) / LANES;
+    const long ahead = padded + folds + (long)panels * LANES;
+    for (int row = 0; row < p.rows; row++)
+        prepare(p, row, padded, p.scratch + row * ahead, p.scratch + row * ahead + padded);
+#pragma omp parallel for schedule(static) num_threads(p.threads) if (p.threads > 1)
+    for (int panel = 0; panel < panels; panel++)
+        for (int row = 0; row < p.rows; row += FEW) {
+            const float *x[FEW], *sums[FEW];
+            float *out[FEW];
+            for (int r = 0; r < FEW; r++) {
+                float *at = p.scratch + (row + r < p.rows ? row + r : row) * ahead;
+                x[r] = at, sums[r] = at + padded, out[r] = at + padded + folds + (long)panel * LANES;
+            }
+            const int left = p.rows - row;
+            if (left >= 4) multiply_panel<BITS, S, 4>(p, panel, x, sums, out);
+            else if (left == 3) multiply_panel<BITS, S, 3>(p, panel, x, sums, out);
+            else if (left == 2) multiply_panel<BITS, S, 2>(p, panel, x, sums, out);
+            else multiply_panel<BITS, S, 1>(p, panel, x, sums, out);
+        }
+    for (int row = 0; row < p.rows; row++) {
+        const float *sums = p.scratch + row * ahead + padded + folds;
+        finish(p, row, sums, sums + p.outputs / 2, 0, p.gated ? p.outputs / 2 : p.outputs);
+    }
+}
+
+// ---- many rows
+
+constexpr int MR = 6, NV = W == 16 ? 4 : 2, NR = NV * W;  // a tile of sums in registers
+constexpr int BLOCK_ROWS = 80 * MR;         // whose sums for NR outputs stay in L2
+constexpr int DEPTH = W == 16 ? 128 : 256;  // cells of NR outputs: 32 KB (AVX2: 16)
+
+struct Singles {
+    static constexpr int columns = 1;
+    typedef float Cell;
+    INLINE void pack(const Product &p, int row, int first, int count, Cell *to) {
+        const long at = (long)row * p.inputs + first;
+        for (int c = 0; c < count; c += W) {
+            const Floats x = some_as(p.kind, p.x, at + c, p.inputs - first - c);
+            for (int i = 0; i < W && c + i < count; i++) to[(c + i) * MR] = x[i];
+        }
+    }
+    INLINE void weights(Cell *to, Floats first, Floats second) { store(to, first), store(to + NR, second); }
+    INLINE Floats add(Floats sum, Floats weights, Cell x) { return sum + weights * x; }
+};
+
+#if defined(__AVX512BF16__)
+// two columns of bfloat16 at a time
+struct Pairs {
+    static constexpr int columns = 2;
+    typedef uint32_t Cell;
+    INLINE void pack(const Product &p, int row, int first, int count, Cell *to) {
+        const uint16_t *x = (const uint16_t *)p.x + (long)row * p.inputs + first;
+        const int left = p.inputs - first;
+        for (int c = 0; c < count; c += 2) {
+            Cell pair = 0;
+            if (c + 1 < left) memcpy(&pair, x + c, 4);
+            else if (c < left) memcpy(&pair, x + c, 2);
+            to[c / 2 * MR] = pair;
+        }
+    }
+    INLINE void weights(Cell *to, Floats first, Floats second) {
+        const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
+                                               23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+        const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+        _mm512_storeu_si512(to, _mm512_permutexvar_epi16(order, both));
+    }
+    INLINE Floats add(Floats sum, Floats weights, Cell x) {
+        const __m512bh both = (__m512bh)_mm512_set1_epi32(x);
+        return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512)weights, both);
+    }
+};
+#endif
+
+template <int BITS, class T, int J>
+INLINE void widen_parts(Ints words, Floats unit, Floats offset, typename T::Cell *to) {
+    T::weights(to + J / T::columns * NR, part<BITS, J>(words) * unit + offset,
+               part<BITS, J + 1>(words) * unit + offset);
+    if constexpr (BITS * (J + 2) < 32) widen_parts<BITS, T, J + 2>(words, unit, offset, to);
+}
+
+// Columns of words k .. stop-1 of LANES outputs: to[column][NR].
+template <int BITS, class S, class T>
+static void widen(const Product &p, int panel, int k, int stop, typename T::Cell *to) {
+    constexpr int PARTS = 32 / BITS;
+    const int groups = (p.inputs + p.group - 1) / p.group;
+    const int32_t *words = p.values + (long)panel * p.words * LANES;
+    const long first = (long)panel * groups * LANES * S::bytes;
+    for (int i = k; i < stop;) {
+        const int g = i * PARTS / p.group, end = (g + 1 == groups ? p.words : (g + 1) * (p.group / PARTS));
+        const int last = end < stop ? end : stop;
+        for (int v = 0; v < VECTORS; v++) {
+            const long from = first + (long)g * LANES * S::bytes;
+            const Floats scale = S::read((const char *)p.scales + from, v * W), unit = scale * UNIT<BITS>;
+            Floats offset = scale * (float)p.zero;
+            if (p.offsets) offset += S::read((const char *)p.offsets + from, v * W);
+            for (int n = i; n < last; n++) {
+                const int32_t *at = words + (long)n * LANES + v * W;
+                __builtin_prefetch((const char *)at + AHEAD, 0, 2);
+                widen_parts<BITS, T, 0>(*(const Ints *)at, unit, offset,
+                                        to + (n - k) * (PARTS / T::columns) * NR + v * W);
+            }
+        }
+        i = last;
+    }
+}
+
+// Adds x [depth][MR] times weights [depth][NR] to sums [MR][NR].
+template <class T>
+static void multiply_tile(const typename T::Cell *x, const typename T::Cell *weights, int depth, bool fresh,
+                          float *to) {
+    Floats sums[MR][NV];
+    for (int r = 0; r < MR; r++)
+        for (int v = 0; v < NV; v++) sums[r][v] = Floats{};
+    for (int k = 0; k < depth; k++) {
+        Floats w[NV];
+        for (int v = 0; v < NV; v++) w[v] = load((const float *)(weights + k * NR) + v * W);
+        for (int r = 0; r < MR; r++)
+            for (int v = 0; v < NV; v++) sums[r][v] = T::add(sums[r][v], w[v], x[k * MR + r]);
+    }
+    for (int r = 0; r < MR; r++)
+        for (int v = 0; v < NV; v++) {
+            float *at = to + r * NR + v * W;
+            store(at, fresh ? sums[r][v] : load(at) + sums[r][v]);  // sums of sums err less
+        }
+}
+
+// scratch: x as [blocks of rows][depths][tiles][columns][MR], in cells
+template <int BITS, class S, class T>
+static void many_rows(const Product &p) {
+    constexpr int PARTS = 32 / BITS, STEP = DEPTH * T::columns / PARTS;  // words of a depth
+    typedef typename T::Cell Cell;
+    Cell *const packed = (Cell *)p.scratch;
+    const int cells = p.words * PARTS / T::columns, tiles = (p.rows + MR - 1) / MR;
+    const int blocks = (p.rows + BLOCK_ROWS - 1) / BLOCK_ROWS, strips = (p.outputs + NR - 1) / NR;
+    const int panels = (p.outputs + LANES - 1) / LANES, of_block = BLOCK_ROWS / MR;
+#pragma omp parallel num_threads(p.threads) if (p.threads > 1)
+    {
+#pragma omp for schedule(static)
+        for (int tile = 0; tile < tiles; tile++) {
+            const int block = tile / of_block, first = block * of_block;
+            const int beside = tiles - first < of_block ? tiles - first : of_block;
+            for (int k = 0; k < p.words; k += STEP) {
+                const int words = p.words - k < STEP ? p.words - k : STEP, depth = words * PARTS / T::columns;
+                Cell *to = packed + (long)first * MR * cells + (long)beside * MR * (k * PARTS / T::columns) +
+                           (long)(tile - first) * MR * depth;
+                for (int r = 0; r < MR; r++) {
+                    if (tile * MR + r < p.rows) T::pack(p, tile * MR + r, k * PARTS, words * PARTS, to + r);
+                    else
+                        for (int d = 0; d < depth; d++) to[d * MR + r] = 0;
+                }
+            }
+        }
+#pragma omp for schedule(dynamic)
+        for (int work = 0; work < blocks * strips; work++) {
+            alignas(64) float sums[BLOCK_ROWS * NR];
+            alignas(64) Cell weights[DEPTH * NR];
+            const int block = work / strips, output = work % strips * NR, first = block * of_block;
+            const int beside = tiles - first < of_block ? tiles - first : of_block;
+            for (int k = 0; k < p.words; k += STEP) {
+                const int words = p.words - k < STEP ? p.words - k : STEP, depth = words * PARTS / T::columns;
+                for (int n = 0; n < NR; n += LANES) {
+                    const int panel = (output + n) / LANES;  // the last one again beyond the end: not used
+                    widen<BITS, S, T>(p, panel < panels ? panel : panels - 1, k, k + words, weights + n);
+                }
+                const long before = (long)first * cells + (long)beside * (k * PARTS / T::columns);
+                const Cell *x = packed + before * MR;
+                for (int tile = 0; tile < beside; tile++)
+                    multiply_tile<T>(x + (long)tile * MR * depth, weights, depth, !k, sums + tile * MR * NR);
+            }
+            const int rows = p.rows - first * MR < BLOCK_ROWS ? p.rows - first * MR : BLOCK_ROWS;
+            const int count = p.outputs - output < NR ? p.outputs - output : NR;
+            for (int r = 0; r < rows; r++) finish(p, first * MR + r, sums + r * NR, nullptr, output, count);
+        }
+    }
+}
+
+template <int BITS, class S>
+static void multiply(const Product &p, int many) {
+    if (!many) few_rows<BITS, S>(p);
+#if defined(__AVX512BF16__)
+    else if (p.kind == 1) many_rows<BITS, S, Pairs>(p);
+#endif
+    else many_rows<BITS, S, Singles>(p);
+}
+
+template <int BITS>
+static void multiply(const Product &p, int many) {
+    if (p.scale_kind == 0) multiply<BITS, Float32>(p, many);
+    else if (p.scale_kind == 1) multiply<BITS, BFloat16>(p, many);
+#if defined(__F16C__)
+    else multiply<BITS, Float16>(p, many);
+#endif
+}
+
+// many: by tiles of rows; SwiGLU is not for those
+extern "C" void omnikv_few_bits(const Product *p, int many) {
+    if (p->bits == 8) multiply<8>(*p, many);
+    else multiply<4>(*p, many);
+}

@@ -1,0 +1,168 @@
+"""The C++ products with weights of few bits against float64, under every instruction set that this
+machine can run.
+
+Stops: a panel's last rows or a row's last columns left out, a group's scale one column late, a sign
+lost, sums that depend on the threads, an outlier that takes its neighbours' bits.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.isa import isa
+from kernels.native import few_bits, library
+from kernels.native.few_bits import PARTS, Panels, holds, panel_bytes, product
+from kernels.quantise import to_int4, to_int8
+from kernels.quantised import Quantised, packed_nibbles
+
+pytestmark = pytest.mark.skipif(library.native() is None, reason=library.missing() or "compiled")
+
+SETS = ["avx2"] if isa() == "avx2" else ["avx2", isa()]
+EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+@pytest.fixture(scope="module", params=SETS)
+def compiled(request):
+    """The library for an instruction set, in place of this machine's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "isa", lambda: request.param)
+        made = library._loaded()
+        patch.setattr(few_bits, "native", lambda: made)
+        yield request.param
+
+
+def drawn(kind, rows, columns, group, offsets, scales, seed):
+    """A matrix of random values under random scales."""
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "int8":
+        values = torch.randint(-128, 128, (rows, columns), generator=generator).to(torch.int8)
+    else:
+        values = torch.randint(0, 16, (rows, columns), generator=generator).to(torch.uint8)
+        values = packed_nibbles(values)
+    shape = rows, -(-columns // group)
+    scale = ((torch.rand(shape, generator=generator) + 0.5) / 128).to(scales)
+    beside = torch.randn(shape, generator=generator).to(scales) / 16 if offsets else None
+    return Quantised(kind, values, scale, group, beside)
+
+
+def error(found, expected):
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@EXAMPLES
+@given(
+    kind=st.sampled_from(["int8", "int4"]),
+    rows=st.sampled_from([1, 2, 15, 16, 33, 130]),
+    words=st.sampled_from([1, 3, 32, 70]),
+    group=st.sampled_from([8, 32, 64, 96, 128, 160, 0]),
+    offsets=st.booleans(),
+    scales=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    count=st.sampled_from([1, 2, 3, 4, 7, 8, 9, 18, 485]),
+    seed=st.integers(0, 99),
+)
+def test_a_product_errs_no_more_than_torchs(
+    compiled, kind, rows, words, group, offsets, scales, dtype, count, seed
+):
+    columns = words * PARTS[kind]
+    # a row whose last group is short, or one group that is no whole word
+    columns -= 2 if not group and columns > 4 else 0
+    weight = drawn(kind, rows, columns, group or columns, offsets, scales, seed)
+    panels = Panels.of(weight)
+    assert torch.equal(panels.quantised(slice(None)).values, weight.values)
+    assert (
+        panels.nbytes
+        == panel_bytes(kind, weight.shape, weight.group, offsets, weight.scales.dtype.itemsize)
+        or scales == torch.float32
+    )
+    dense = panels.rows(slice(None), torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, columns, generator=generator).to(dtype)
+    bias = torch.randn(rows, generator=generator).to(dtype)
+    expected = x.double() @ dense.t() + bias.double()
+    found = product(x, panels, bias)
+    assert found.shape == (count, rows) and found.dtype == dtype
+    plain = F.linear(x, dense.to(dtype), bias)
+    assert error(found, expected) <= 2 * error(plain, expected) + 4e-7
+    residual = torch.randn(count, rows, generator=generator).to(dtype)
+    assert torch.equal(product(x, panels, bias, residual), found + residual)
+    wide = product(x, panels, bias, out_dtype=torch.float32)
+    assert torch.equal(wide, found.float())
+    if rows % 2 == 0:
+        gate, up = found.chunk(2, -1)
+        expected = F.silu(gate) * up
+        gated = product(x, panels, bias, gated=True)
+        # one rounding of SiLU apart
+        assert error(gated, expected.double()) <= 2 * torch.finfo(dtype).eps
+        assert torch.equal(
+            product(x, panels, bias, residual[:, ::2].contiguous(), True), gated + residual[:, ::2]
+        )
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_hostile_weights_stay_what_they_are(compiled, kind):
+    wide = torch.randn(40, 192, generator=torch.Generator().manual_seed(1)) / 8
+    wide[0] = 0
+    wide[1, 7] = 1e4
+    wide[2] = 1e-40
+    wide[3] = 0.25
+    wide[4, 64:128] = 0
+    weight = to_int4(wide, 64) if kind == "int4" else to_int8(wide, 64)
+    panels = Panels.of(weight)
+    dense = panels.rows(slice(None), torch.float64)
+    assert error(dense.float(), weight.dense(torch.float64)) < 4e-3
+    # a group of 4 bits sums its values and its offset apart: what those reach is what may be lost
+    reach = dense.abs().view(40, 3, 64).amax(2, keepdim=True).expand(40, 3, 64).reshape(40, 192)
+    for count in (1, 20):
+        x = torch.randn(count, 192, generator=torch.Generator().manual_seed(2))
+        x[:, 5] *= 1e5  # beside which activations of 8 bits would be nothing
+        expected = x.double() @ dense.t()
+        found = product(x, panels)
+        scale = x.double().abs() @ reach.t()
+        assert ((found - expected).abs() <= 3e-6 * scale + 1e-37).all()
+        x[-1, 3] = float("nan")
+        spoilt = product(x, panels)
+        assert spoilt[-1].isnan().all() and torch.equal(spoilt[:-1], found[:-1])
+
+
+def test_results_do_not_depend_on_the_threads_or_on_other_rows(compiled):
+    panels = Panels.of(drawn("int8", 200, 256, 32, False, torch.bfloat16, 3))
+    before = torch.get_num_threads()
+    for count in (1, 6, 600):
+        x = torch.randn(count, 256, generator=torch.Generator().manual_seed(count))
+        found = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(product(x, panels))
+        assert torch.equal(*found)
+        some = product(x[: max(1, count - 3)].contiguous(), panels)
+        if count != 6:
+            assert torch.equal(some, found[0][: len(some)])
+    torch.set_num_threads(before)
+
+
+def test_rows_are_gathered_and_scales_keep_their_bits():
+    weight = drawn("int4", 50, 96, 32, True, torch.float32, 4)
+    halves = dataclasses.replace(
+        weight, scales=weight.scales.half().float(), offsets=weight.offsets.half().float()
+    )
+    panels = Panels.of(halves)
+    assert panels.scales.dtype == torch.float16  # what a GGUF file holds comes back as it was
+    picked = torch.tensor([49, 0, 17])
+    assert torch.equal(panels.rows(picked, torch.float32), halves.rows(picked, torch.float32))
+    small = dataclasses.replace(weight, scales=weight.scales * 1e-7)
+    kept = Panels.of(small).scales
+    assert kept.dtype == torch.bfloat16  # float16 has no such numbers
+    whole = drawn("int8", 50, 96, 96, False, torch.float32, 5)
+    assert Panels.of(whole).scales.dtype == torch.float32
+
+
+def test_what_panels_do_not_hold_is_refused():
+    assert not holds("int4", 12, 24) and holds("int8", 12, 24) and holds("int4", 24, 24)
+    assert not holds("fp8", 32, 64) and not holds("int8", 32, 64, plain=False)
+    with pytest.raises(ValueError, match="no panels"):
+        Panels.of(to_int8(torch.ones(4, 64), outliers=2))
