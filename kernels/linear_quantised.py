@@ -4,6 +4,9 @@ blocks.
 A decode step waits for the weights, so a form is judged by one row, and by the rows of a prompt
 that come with it. Forms:
 
+"native": int8 or int4 in whole rows or groups of whole words, by the C++ kernels, where this
+    machine has a compiler: widened in registers, for many rows in pieces
+    (kernels/native/few_bits.py).
 "digits", "vnni": int8 with one scale per row, in the integer products of fbgemm and of oneDNN: a
     row of x goes in as two rows of 7 bits (kernels/two_digits.py).
 "int8pack": the same weights in torch's own product, which reads them as rows of bfloat16.
@@ -34,12 +37,14 @@ from kernels.few_bits_product import multiply_words
 from kernels.few_rows import MOST_ROWS
 from kernels.integer_products import Tiles, tile_rows, works
 from kernels.isa import multiplies
+from kernels.native.few_bits import Panels, held_as_panels, panel_bytes, product
+from kernels.native.library import native
 from kernels.quantised import BLOCK, KINDS, Quantised, blocks
 from kernels.sparse_rows import SparseRows
 from kernels.two_digits import TwoDigits, digit_bytes, fbgemm_probe, vnni_probe
 from kernels.words import Words, held_as_words, row_words
 
-FORMS = ("words", "pair", "digits", "vnni", "int8pack", "int4pack", "blocks")
+FORMS = ("words", "native", "pair", "digits", "vnni", "int8pack", "int4pack", "blocks")
 DIGITS = ("digits", "vnni")
 # rows up to which a form's own product beats dequantising, with and without 16-bit products
 ALL = 1 << 30
@@ -50,6 +55,7 @@ FEW = {
     "int4pack": (12, 24),
     "pair": (12, 24),
     "words": (ALL, ALL),
+    "native": (ALL, ALL),
     "blocks": (0, 0),
 }
 GROUPED = "int8 in groups"  # a kind of its own where rates are concerned
@@ -80,6 +86,8 @@ def held_bytes(
     if outliers:
         sparse = SparseRows.bytes_of(rows, outliers) if form != "blocks" else 8 * rows * outliers
         return sparse + held_bytes(kind, shape, group, offsets, form)
+    if form == "native":
+        return panel_bytes(kind, shape, group, offsets)
     if form in DIGITS:
         return digit_bytes(shape, form)
     if form == "int8pack":
@@ -103,27 +111,28 @@ def choose_quantised_form(
     dtype: torch.dtype,
     device: torch.device,
     plain: bool = True,
+    outliers: bool = False,
 ) -> str:
     """Choose one of FORMS for weights of a kind: the fastest that can hold them for a step and
-    PROMPT rows of a prompt, by a timing of once per process. int8 in groups is always a pair, where
-    its shape allows.
+    PROMPT rows of a prompt, by a timing of once per process. Without a compiler int8 in groups is
+    always a pair, where its shape allows.
 
-    dtype: of the activations. plain: no table.
+    dtype: of the activations. plain: no table. outliers: whether rows have some.
     """
     if device.type == "cuda" and HAVE_TRITON and held_as_words(kind, group, shape[1], plain):
         return "words"
     if device.type != "cpu" or not plain:
         return "blocks"
-    able = [form for form in rates(kind, dtype) if form != "float"]
+    grouped = kind == "int8" and group < shape[1]
     tiled = group in GROUPS and tile_rows() and not (shape[0] % tile_rows() or shape[1] % group)
-    if kind == "int8" and group < shape[1]:
-        # the only one that takes groups; it is there for their precision, whatever its rate
-        return "pair" if tiled else "blocks"
-    if kind == "int4" and not tiled:
-        able = []
-    if not able:
-        return "blocks"
-    one, many = rates(kind, dtype), rates(kind, dtype, MANY)
+    one, many = (rates(GROUPED if grouped else kind, dtype, rows) for rows in (1, MANY))
+    able = [form for form in one if form not in ("float", "native")]
+    if kind == "int4" or grouped:
+        # a pair is there for the precision of groups, whatever its rate
+        tiles = ("pair",) if grouped else ("int4pack", "blocks")
+        able = [form for form in tiles if form in one] if tiled else ["blocks"]
+    if "native" in one and not outliers and held_as_panels(kind, group, shape[1]):
+        able.append("native")
     return min(able, key=lambda form: one[form] + PROMPT * many[form])
 
 
@@ -156,6 +165,8 @@ def able_forms(kind: str, dtype: torch.dtype) -> tuple[str, ...]:
     last. Operators that are missing or wrong here are left out.
     """
     found = []
+    if kind in ("int8", "int4", GROUPED) and native() is not None:
+        found.append("native")
     if kind == "int8":
         probes = {"digits": fbgemm_probe, "vnni": vnni_probe}
         found += [form for form, probe in probes.items() if works(probe)]
@@ -204,12 +215,12 @@ def _timed(
     x, sweep = torch.ones(rows, TIMED[1], dtype=dtype), torch.ones(SWEEP)
     best = dict.fromkeys(held, float("inf"))
     for _ in range(TRIES if rows == 1 else 2):
-        for name, (product, small) in held.items():
+        for name, (large, small) in held.items():
             sweep.sum()
             for _ in range(3):
                 small(x)
             began = time.thread_time()
-            product(x)
+            large(x)
             best[name] = min(best[name], (time.thread_time() - began) / rows)
     return best
 
@@ -226,8 +237,9 @@ def pack_quantised(
         plain = weight.table is None
         if weight.kind == "int8" and weight.offsets is not None and weight.scales.shape[1] == 1:
             plain = False
+        apart = weight.outliers is not None
         form = choose_quantised_form(
-            weight.kind, weight.shape, weight.group, dtype, weight.device, plain
+            weight.kind, weight.shape, weight.group, dtype, weight.device, plain, apart
         )
     plain = weight.table is None and weight.outliers is None
     if form == "words" and not held_as_words(weight.kind, weight.group, weight.shape[1], plain):
@@ -239,9 +251,9 @@ class QuantisedLinear:
     """A weight of few bits as a callable x [..., I] -> [..., O], beside kernels.linear.Linear.
 
     `.form` is one of FORMS, `.shape` is (O, I), `.dtype` that of activations, `.nbytes` counts the
-    weight and its bias. `.words` is what the form "words" holds, else None; with `.dequantises`
-    it multiplies in blocks all the same. Raises ValueError where the form cannot hold the
-    weight.
+    weight and its bias. `.panels` is what the form "native" holds and `.words` what "words" does,
+    else None; words with `.dequantises` multiply in blocks all the same. Raises ValueError where
+    the form cannot hold the weight.
     """
 
     def __init__(
@@ -257,6 +269,7 @@ class QuantisedLinear:
             raise ValueError(f"form {form!r}: found groups of {weight.group}, expected whole rows")
         self.tiles: tuple[Tiles, ...] = ()
         self.words: Words | None = None
+        self.panels: Panels | None = None
         self.dequantises = False
         self.sparse: SparseRows | None = None
         outliers = 0 if weight.outliers is None else weight.outliers.shape[1]
@@ -268,6 +281,8 @@ class QuantisedLinear:
         elif form == "words":
             self.words = Words.of(weight)
             self.nbytes = self.words.nbytes
+        elif form == "native":
+            self.panels = Panels.of(weight)
         elif weight.places is not None and weight.outliers is not None:
             self.sparse = SparseRows(weight.places, weight.outliers, weight.shape[1])
         if form in DIGITS:
@@ -296,7 +311,7 @@ class QuantisedLinear:
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Dequantise the rows that int64 indices [...] name: [..., I] of `dtype`. For embeddings,
-        in the forms "blocks", "int8pack", "int4pack" and "pair", without a permutation.
+        in any form but "digits" and "vnni", without a permutation.
         """
         found = self._readable()(rows.flatten(), self.dtype)
         return found.view(*rows.shape, self.shape[1])
@@ -304,11 +319,14 @@ class QuantisedLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply x [..., I]: [..., O] of x's dtype, contiguous."""
         flat = self.ordered(x.reshape(-1, self.shape[1]))
+        if self.panels is not None and native() is not None:
+            out = product(flat.contiguous(), self.panels, self.bias)
+            return out.view(*x.shape[:-1], self.shape[0])
         if self.words is not None and not self.dequantises:
             if flat.shape[0] <= MOST_ROWS or flat.dtype != torch.float32:
                 out = multiply_words(flat, self.words, self.bias)
                 return out.view(*x.shape[:-1], self.shape[0])
-        if flat.shape[0] > self.few or self.words is not None:
+        if flat.shape[0] > self.few or self.words is not None or self.panels is not None:
             return self._blocks(flat).view(*x.shape[:-1], self.shape[0])
         if self.form in DIGITS:
             wide = flat.float()
@@ -353,6 +371,8 @@ class QuantisedLinear:
             return self._added(self.stored)
         if self.words is not None:
             return self.words.rows
+        if self.panels is not None:
+            return self.panels.rows
         if self.tiles:
             return self._untiled
         return self._added(self.digits.plain())

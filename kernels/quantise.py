@@ -14,21 +14,25 @@ LEVELS = 15
 
 
 def to_int8(
-    weight: torch.Tensor | Quantised, group: int | None = None, outliers: int = 0
+    weight: torch.Tensor | Quantised,
+    group: int | None = None,
+    outliers: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> Quantised:
-    """Round a matrix [O, I] to int8, symmetrically: scale = absmax / 127, float32.
+    """Round a matrix [O, I] to int8, symmetrically: scale = absmax / 127, in `dtype`.
 
     group: columns under one scale; None for whole rows. outliers: of each row, so many of the
     largest weights are left out of its scale and kept beside, in float32 (whole rows only). A group
-    of zeros has scale 1. A Quantised matrix is rounded again, some rows at a time, so that only its
-    int8 copy comes to live beside it. Raises ValueError unless `group` divides I.
+    of zeros has scale 1. Values are rounded against the scale as `dtype` holds it. A Quantised
+    matrix is rounded again, some rows at a time, so that only its int8 copy comes to live beside
+    it. Raises ValueError unless `group` divides I.
     """
     shape, device = (int(weight.shape[0]), int(weight.shape[1])), weight.device
     group = shape[1] if group is None else group
     if group < 1 or shape[1] % group or outliers and group != shape[1]:
         raise ValueError(f"group: found {group}, expected a divisor of {shape[1]} columns")
     values = torch.empty(shape, dtype=torch.int8, device=device)
-    scales = torch.empty(shape[0], shape[1] // group, dtype=torch.float32, device=device)
+    scales = torch.empty(shape[0], shape[1] // group, dtype=dtype, device=device)
     places = beyond = None
     if outliers:
         places = torch.empty(shape[0], outliers, dtype=torch.int32, device=device)
@@ -46,7 +50,7 @@ def to_int8(
         else:
             most = largest.amax(2)
         # below float32's normal numbers 127 / scale would overflow: such a group is zero
-        scale = torch.where(most > 1e-30, most / 127, torch.ones_like(most))
+        scale = torch.where(most > 1e-30, most / 127, torch.ones_like(most)).to(dtype).float()
         whole = (grouped / scale[..., None]).round_().clamp_(-127, 127).view_as(wide)
         scales[part], values[part] = scale, whole.to(torch.int8)
         if places is not None and beyond is not None:

@@ -22,6 +22,8 @@ from kernels.linear_quantised import (
     held_bytes,
     speed_note,
 )
+from kernels.native.few_bits import held_as_panels
+from kernels.native.library import native
 from kernels.quantise import to_int4, to_int8
 from kernels.quantised import Quantised, joined
 from kernels.words import held_as_words
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
 GROUP = 32  # columns under one scale of int4, unless its word says more (docs/QUANTISATION.md)
 GPU_GROUP = 64  # of int8 on a GPU, where outliers have no product
-OUTLIER_SHARE = 32  # on a CPU one weight in so many is left out of its row's int8 scale
+OUTLIER_SHARE = 32  # without a compiler one weight in so many is left out of its row's int8 scale
 MATRICES = ("qkv", "o", "gate_up", "down", "lm_head")
 
 
@@ -62,7 +64,8 @@ class Held:
         if backend not in ("auto", "cpu"):
             return "blocks"
         plain = not self.table and not (self.kind == "int8" and self.offsets and self.whole(shape))
-        return choose_quantised_form(self.kind, shape, self.group, dtype, device, plain)
+        apart = self.outliers > 0
+        return choose_quantised_form(self.kind, shape, self.group, dtype, device, plain, apart)
 
     def whole(self, shape: tuple[int, int]) -> bool:
         """Whether a row has one scale."""
@@ -109,9 +112,8 @@ class Rounding(Protocol):
 class OnTheWay:
     """Float weights that are rounded as they arrive.
 
-    kind: "auto" or "float" (as they are), "int8" (one scale per row and a few outliers; on a GPU
-    groups of GPU_GROUP where they divide) or "int4" (groups of `group` columns; lm_head int8 as
-    ever). Embeddings, norms and biases stay as they are.
+    kind: "auto" or "float" (as they are), "int8" (as `whole_bytes` says) or "int4" (groups of
+    `group` columns; lm_head int8 as ever). Embeddings, norms and biases stay as they are.
     """
 
     kind: str
@@ -185,9 +187,13 @@ class OnTheWay:
 
 
 def whole_bytes(columns: int, gpu: bool) -> Held:
-    """int8 as float weights are rounded to it."""
+    """int8 as float weights are rounded to it: groups of GPU_GROUP on a GPU and of GROUP in the C++
+    products, where they divide; else one scale per row, on a CPU with a few outliers.
+    """
     if gpu:
         return Held("int8", GPU_GROUP if columns % GPU_GROUP == 0 else columns)
+    if native() is not None and columns % GROUP == 0:
+        return Held("int8", GROUP)
     return Held("int8", columns, outliers=columns // OUTLIER_SHARE)
 
 
@@ -196,10 +202,10 @@ def rounded(weight: torch.Tensor | Quantised, held: Held) -> Quantised:
     if held.kind == "int4":
         assert isinstance(weight, torch.Tensor)
         return to_int4(weight, held.group)
-    found = to_int8(weight, min(held.group, int(weight.shape[1])), held.outliers)
-    if held.scale_bytes is None and found.scales.shape[1] > 1:
-        found = replace(found, scales=found.scales.to(torch.bfloat16))
-    return found
+    columns = int(weight.shape[1])
+    narrow = held.scale_bytes is None and held.group < columns
+    dtype = torch.bfloat16 if narrow else torch.float32
+    return to_int8(weight, min(held.group, columns), held.outliers, dtype)
 
 
 @dataclass(frozen=True)
@@ -250,7 +256,8 @@ class AsStored:
         alike = first is not None and all(form == first for form in forms)
         if alike and first is not None and (name == "embed" or self._kept(first, shape)):
             group = min(first.group, columns)
-            while not self.gpu and not self.plain and group > GROUPS[-1] and columns % group == 0:
+            tiled = not self.gpu and not self.plain and not _native(first, columns)
+            while tiled and group > GROUPS[-1] and columns % group == 0:
                 if group % 2 or first.kind != "int4":
                     break
                 group //= 2  # the same scale for both halves
@@ -274,6 +281,8 @@ class AsStored:
             return False
         if form.kind == "int8" and form.group >= shape[1]:
             return not form.offsets
+        if _native(form, shape[1]):
+            return True
         rows = tile_rows()
         tiled = not rows or shape[0] % rows == 0
         group = form.group
@@ -315,10 +324,8 @@ class AsStored:
             found = joined([_regrouped(p, held.group) for p in same])
             assert found is not None
             return found
-        found = joined([rounded(part, replace(held, scale_bytes=4)) for part in parts])
+        found = joined([rounded(part, held) for part in parts])
         assert found is not None
-        if held.scale_bytes is None and not held.whole(found.shape):
-            found = replace(found, scales=found.scales.to(torch.bfloat16))
         return found
 
     def bytes(
@@ -334,6 +341,15 @@ class AsStored:
             held["lm_head"] = whole_bytes(shapes["embed"][-1], self.gpu)
         said = f"{self.described}, "
         return _counted(config, shapes, held, dtype, device, backend, said)
+
+
+def _native(form: Form, columns: int) -> bool:
+    """Whether the C++ products take a form as it is stored. int8 in groups shorter than GROUP would
+    be a third larger than its file.
+    """
+    long = form.kind == "int4" or form.group >= GROUP
+    plain = not form.table
+    return long and held_as_panels(form.kind, form.group, columns, plain) and native() is not None
 
 
 def _regrouped(weight: Quantised, group: int) -> Quantised:

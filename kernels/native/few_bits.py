@@ -44,7 +44,7 @@ class _Product(ctypes.Structure):
     ]  # fmt: skip
 
 
-def holds(kind: str, group: int, columns: int, plain: bool = True) -> bool:
+def held_as_panels(kind: str, group: int, columns: int, plain: bool = True) -> bool:
     """Whether panels can hold a matrix: int8 or int4 whose groups are whole words, or whole rows.
 
     plain: without a table and outliers.
@@ -52,14 +52,12 @@ def holds(kind: str, group: int, columns: int, plain: bool = True) -> bool:
     return plain and kind in PARTS and (group >= columns or group % PARTS[kind] == 0)
 
 
-def panel_bytes(
-    kind: str, shape: tuple[int, int], group: int, offsets: bool, scale_bytes: int = 0
-) -> int:
-    """Count the bytes of a matrix [O, I] in panels. scale_bytes: 0 for 4 per row, 2 per group."""
+def panel_bytes(kind: str, shape: tuple[int, int], group: int, offsets: bool) -> int:
+    """Count the bytes of a matrix [O, I] in panels."""
     rows, columns = shape
     groups = -(-columns // group)
-    scale = (scale_bytes or (4 if groups == 1 else 2)) * groups * (2 if offsets else 1)
-    return -(-rows // LANES) * LANES * (4 * -(-columns // PARTS[kind]) + scale)
+    scales = (4 if kind == "int8" and groups == 1 else 2) * groups * (2 if offsets else 1)
+    return -(-rows // LANES) * LANES * (4 * -(-columns // PARTS[kind]) + scales)
 
 
 @dataclass(frozen=True)
@@ -80,12 +78,12 @@ class Panels:
 
     @classmethod
     def of(cls, weight: Quantised) -> Panels:
-        """Lay a matrix [O, I] out, its permutation aside. Scales of groups become 16 bits where
-        they are not: float16 where that holds them, else bfloat16. Raises ValueError unless
-        `holds`.
+        """Lay a matrix [O, I] out, its permutation aside. Scales of int8 rows are float32, all
+        others 16 bits: where they are not, float16 if that can, else bfloat16. Raises ValueError
+        unless `held_as_panels`.
         """
         plain = weight.table is None and weight.outliers is None
-        if not holds(weight.kind, weight.group, weight.shape[1], plain):
+        if not held_as_panels(weight.kind, weight.group, weight.shape[1], plain):
             raise ValueError(f"{weight.kind} in groups of {weight.group}: no panels hold that")
         rows, columns = weight.shape
         panels, words = -(-rows // LANES), -(-columns // PARTS[weight.kind])
@@ -96,7 +94,7 @@ class Panels:
             whole = part ^ 0x88 if weight.kind == "int4" else part
             count = -(-len(whole) // LANES)
             short = 0, 4 * words - whole.shape[1], 0, count * LANES - len(whole)
-            whole = F.pad(whole, short).view(torch.int32).view(count, LANES, words)
+            whole = F.pad(whole, short).contiguous().view(torch.int32).view(count, LANES, words)
             values[start : start + count] = whole.transpose(1, 2)
         kept = _scale_dtype(weight)
         scales = _paneled((_spoken(weight) if weight.kind == "int4" else weight.scales).to(kept))
@@ -192,13 +190,15 @@ def _spoken(weight: Quantised) -> torch.Tensor:
     rows, columns = weight.shape
     group = min(weight.group, columns)
     whole = F.pad(weight.values, (0, -columns % group // 2))
-    some = whole.view(rows, -1, group // 2).amax(2) != 0
+    some = whole.reshape(rows, -1, group // 2).amax(2) != 0
     return torch.where(some, weight.scales, torch.zeros_like(weight.scales))
 
 
 def _scale_dtype(weight: Quantised) -> torch.dtype:
     """The dtype in which panels keep scales and offsets."""
-    if weight.scales.dtype != torch.float32 or weight.scales.shape[1] == 1:
+    if weight.kind == "int8" and weight.scales.shape[1] == 1:
+        return torch.float32
+    if weight.scales.dtype != torch.float32:
         return weight.scales.dtype
     held = weight.scales.abs()
     least, most = held.masked_fill(held == 0, 1.0).min(), held.max()

@@ -19,6 +19,7 @@ from kernels.linear_quantised import (
     held_bytes,
     rates,
 )
+from kernels.native.library import native
 from kernels.quantise import to_int4, to_int8
 from kernels.quantised import Quantised, joined, nibbles, packed_nibbles
 
@@ -89,7 +90,8 @@ OUTLIERS = {"int8": 0, "int8 and outliers": 3}
 
 
 def forms(kind, group, dtype):
-    return able_forms("int8 in groups" if group and kind == "int8" else kind.split()[0], dtype)
+    found = able_forms("int8 in groups" if group and kind == "int8" else kind.split()[0], dtype)
+    return [form for form in found if form != "native" or "outliers" not in kind]
 
 
 def test_outliers_leave_the_scale_to_the_others():
@@ -199,7 +201,8 @@ def test_forms_are_chosen_by_their_rate_and_only_where_they_can(monkeypatch):
     found = rates("int8", torch.bfloat16)
     assert {"blocks", "float"} <= set(found) <= {*FORMS, "float"}
     assert all(0 < seconds < 1 for seconds in found.values())
-    slow = {form: float(number) for number, form in enumerate(reversed(FORMS))}
+    forms = [form for form in FORMS if form != "native"]
+    slow = {form: float(number) for number, form in enumerate(reversed(forms))}
     prompt = dict.fromkeys((*FORMS, "float"), 1.0)
     timed = {1: slow, MANY: prompt}
     monkeypatch.setattr("kernels.linear_quantised.rates", lambda kind, dtype, n=1: timed[n])
@@ -214,6 +217,15 @@ def test_forms_are_chosen_by_their_rate_and_only_where_they_can(monkeypatch):
     assert choose("int8", (64, 64), 16, torch.bfloat16, cpu) == "blocks"  # groups of 16
     assert choose("int4", (65, 64), 32, torch.bfloat16, cpu) == "blocks"  # no whole tile
     assert choose("int4", (64, 64), 32, torch.bfloat16, cpu, plain=False) == "blocks"
+    # with a compiler
+    slow["native"] = -20.0
+    for kind, shape, group in (("int8", (7, 64), 64), ("int8", (7, 64), 16), ("int4", (7, 64), 8)):
+        assert choose(kind, shape, group, torch.bfloat16, cpu) == "native"
+    assert choose("int8", (64, 64), 64, torch.bfloat16, cpu, outliers=True) == "int8pack"
+    assert choose("int4", (64, 60), 20, torch.bfloat16, cpu) != "native"  # no whole word
+    slow["native"] = 99.0
+    assert choose("int8", (64, 64), 64, torch.bfloat16, cpu) == "int8pack"
+    assert choose("int8", (64, 64), 32, torch.bfloat16, cpu) == "pair"
 
 
 @pytest.mark.parametrize("columns", [192, 512, 600])
@@ -232,6 +244,14 @@ def test_bytes_are_those_that_the_tensors_take(columns):
         assert csr.values().data_ptr() == part.sparse.outliers.data_ptr()
         if form == "vnni":  # scales, and the zero points that the product asks for
             assert whole.nbytes == torch.ops.mkldnn._nbytes(whole.digits.packed) + 8 * 128
+    if native() is not None:
+        for held in (matrix, to_int8(weight(100, columns), 8), to_int4(weight(128, columns), 8)):
+            panels = QuantisedLinear(held, None, torch.float32, "native")
+            tensors = (panels.panels.values, panels.panels.scales, panels.panels.offsets)
+            taken = sum(t.numel() * t.element_size() for t in tensors if t is not None)
+            offsets = held.offsets is not None
+            said = held_bytes(held.kind, held.shape, held.group, offsets, "native")
+            assert panels.nbytes == taken == said
     if tile_rows() and columns % 64 == 0:
         small = to_int4(weight(128, columns), 64)
         linear = QuantisedLinear(small, None, torch.bfloat16, "int4pack")
