@@ -131,7 +131,8 @@ def choose_quantised_form(
         # a pair is there for the precision of groups, whatever its rate
         tiles = ("pair",) if grouped else ("int4pack", "blocks")
         able = [form for form in tiles if form in one] if tiled else ["blocks"]
-    if "native" in one and not outliers and held_as_panels(kind, group, shape[1]):
+    compiled = "native" in one and native() is not None
+    if compiled and not outliers and held_as_panels(kind, group, shape[1]):
         able.append("native")
     return min(able, key=lambda form: one[form] + PROMPT * many[form])
 

@@ -65,17 +65,23 @@ INLINE Floats rounded(int kind, Floats x) {
     return read_as(kind, held, 0);
 }
 
-// Part J of words as floats, times 2^(32 - BITS): its bits become the upper ones, which holds for the
-// sign too, and saves the shift back.
+// Part J of words as floats, to be multiplied by UNIT. Its bits become the upper ones, which holds
+// for the sign too and saves the shift back; a table of 16 numbers looks at no other bits.
 template <int BITS, int J>
 INLINE Floats part(Ints words) {
+#if defined(__AVX512F__)
+    if constexpr (BITS == 4) {
+        const Floats table = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
+        return (Floats)_mm512_permutexvar_ps((__m512i)(words >> 4 * J), (__m512)table);
+    }
+#endif
     constexpr int SHIFT = 32 - BITS * (J + 1), UPPER = (int)(0xffffffffu << (32 - BITS));
     const Ints moved = SHIFT ? words << SHIFT : words;
     return __builtin_convertvector(J ? moved & UPPER : moved, Floats);
 }
 
 template <int BITS>
-constexpr float UNIT = 1.f / (float)(1u << (32 - BITS));
+constexpr float UNIT = BITS == 4 && W == 16 ? 1.f : 1.f / (float)(1u << (32 - BITS));
 
 INLINE Floats some_as(int kind, const void *from, long i, int count) {
     if (count >= W) return read_as(kind, from, i);

@@ -10,6 +10,7 @@ import torch
 from engine.errors import BadCheckpoint, EngineError, SettingError
 from engine.llm import LLM
 from engine.methods.full import Full
+from kernels.native.library import torch_only
 from tests.builders import tiny_llm
 from tests.weights.quantised_files import FORMATS, words, write
 
@@ -50,6 +51,11 @@ def test_a_format_computes_what_its_tensors_mean(tmp_path, name):
     assert relative(logits(fast), expected) < max(3 * error, 0.04)
     note = next(note for part, _, note in fast.plan().items if part == "weights")
     assert "rate here" in note
+    with torch_only():
+        alone = opened(tmp_path / "m", backend="auto", dtype="bfloat16")
+        assert alone.plan().bytes_of("weights") == alone.model.nbytes
+        assert alone.model.layers[0].down.form != "native"
+        assert relative(logits(alone), expected) < max(3 * error, 0.04)
     with pytest.raises(SettingError, match="int4.*quantised already"):
         opened(tmp_path / "m", weights="int4", load=False)
 

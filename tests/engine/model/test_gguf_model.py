@@ -18,7 +18,7 @@ from engine.methods.full import Full
 from engine.text.tokenizer import Tokenizer
 from kernels.integer_products import tile_rows
 from kernels.linear_quantised import QuantisedLinear
-from kernels.native.library import native
+from kernels.native.library import native, torch_only
 from tests.builders import tiny_config, tiny_llm, tiny_weights
 from tests.tools.gguf_files import TOKENS, llama_config, write_llama
 from tools.gguf.convert import convert
@@ -75,8 +75,12 @@ def test_every_type_computes_what_its_blocks_mean(tmp_path, kind):
     layer = fast.model.layers[1].down
     assert isinstance(layer, QuantisedLinear) is (kind not in KINDS[:3])
     if kind not in KINDS[:3] and tile_rows():
-        alone = "int4pack" if kind[:2] == "Q4" else "pair"
-        assert layer.form == ("native" if native() is not None else alone)
+        tiled = "int4pack" if kind[:2] == "Q4" else "pair"
+        assert layer.form == ("native" if native() is not None else tiled)
+        with torch_only():
+            alone = opened(tmp_path / "m.gguf", dtype="auto", backend="auto")
+            assert planned(alone) and alone.model.layers[1].down.form == tiled
+            assert relative(logits(alone), expected) < max(2.5 * error, 0.03)
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])

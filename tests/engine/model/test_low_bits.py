@@ -12,6 +12,7 @@ from engine.errors import SavedFileError, SettingError
 from engine.model.low_bits import OnTheWay
 from engine.model.tensors import random_stream
 from kernels.linear_quantised import QuantisedLinear
+from kernels.native.library import native, torch_only
 from kernels.quantised import Quantised
 from tests.builders import POCKET, tiny_config
 
@@ -51,6 +52,23 @@ def test_the_plan_counts_what_is_held_and_the_answer_stays(word, tied):
     assert word[:4] in note and ("rate here" in note)
     if word[:4] == "int4":
         assert f"groups of {word[5:] or 32}," in note
+
+
+@pytest.mark.parametrize("word, held", [("int8", 2), ("int4", 0)])
+def test_without_a_compiler_torchs_products_run(word, held):
+    """int8 then keeps a few weights of a row beside its one scale."""
+    expected = logits(model("auto"))
+    with torch_only():
+        alone = model(word)
+        assert alone.model.nbytes == alone.plan().bytes_of("weights")
+        layer = alone.model.layers[1].qkv
+        assert layer.form != "native" and layer.group == (64 if held else 32)
+        assert (layer.sparse.places.shape[1] if held else 0) == held
+        found = logits(alone)
+    assert float((found - expected).norm() / expected.norm()) < (0.04 if held else 0.4)
+    if native() is not None:
+        whole = model(word).model.layers[1].qkv
+        assert whole.form == "native" and whole.group == 32 and whole.sparse is None
 
 
 @pytest.mark.parametrize("tied", [False, True])
