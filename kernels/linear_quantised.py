@@ -37,7 +37,7 @@ from kernels.few_bits_product import multiply_words
 from kernels.few_rows import MOST_ROWS
 from kernels.integer_products import Tiles, tile_rows, works
 from kernels.isa import multiplies
-from kernels.native.few_bits import Panels, held_as_panels, panel_bytes, product
+from kernels.native.few_bits import Panels, held_as_panels, multiply_panels, panel_bytes
 from kernels.native.library import native
 from kernels.quantised import BLOCK, KINDS, Quantised, blocks
 from kernels.sparse_rows import SparseRows
@@ -131,13 +131,11 @@ def choose_quantised_form(
         # a pair is there for the precision of groups, whatever its rate
         tiles = ("pair",) if grouped else ("int4pack", "blocks")
         able = [form for form in tiles if form in one] if tiled else ["blocks"]
-    compiled = "native" in one and native() is not None
-    if compiled and not outliers and held_as_panels(kind, group, shape[1]):
+    if "native" in one and not outliers and held_as_panels(kind, group, shape[1]):
         able.append("native")
     return min(able, key=lambda form: one[form] + PROMPT * many[form])
 
 
-@functools.cache
 def rates(kind: str, dtype: torch.dtype, rows: int = 1) -> dict[str, float]:
     """Seconds per row of a product of `rows` rows on this CPU by form, "blocks" always among them,
     and under "float" that of a weight held in `dtype`.
@@ -145,12 +143,17 @@ def rates(kind: str, dtype: torch.dtype, rows: int = 1) -> dict[str, float]:
     Measured once per process, on weights that no cache holds: one row of all forms takes about a
     quarter of a second, MANY rows 0.1 s more.
     """
-    from kernels.linear import pack_linear
-
     if kind not in (*KINDS, GROUPED):
         raise ValueError(f"kind: found {kind!r}, expected one of {', '.join(KINDS)}")
+    return _rates(kind, dtype, rows, able_forms(kind, dtype))
+
+
+@functools.cache
+def _rates(kind: str, dtype: torch.dtype, rows: int, forms: tuple[str, ...]) -> dict[str, float]:
+    from kernels.linear import pack_linear
+
     held: dict[str, tuple[Callable, Callable]] = {}
-    for form in able_forms(kind, dtype):
+    for form in forms:
         matrix, small = (
             QuantisedLinear(_sample(kind, rows), None, dtype, form) for rows in (TIMED[0], TILE)
         )
@@ -321,7 +324,7 @@ class QuantisedLinear:
         """Multiply x [..., I]: [..., O] of x's dtype, contiguous."""
         flat = self.ordered(x.reshape(-1, self.shape[1]))
         if self.panels is not None and native() is not None:
-            out = product(flat.contiguous(), self.panels, self.bias)
+            out = multiply_panels(flat.contiguous(), self.panels, self.bias)
             return out.view(*x.shape[:-1], self.shape[0])
         if self.words is not None and not self.dequantises:
             if flat.shape[0] <= MOST_ROWS or flat.dtype != torch.float32:

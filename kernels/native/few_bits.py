@@ -170,6 +170,49 @@ def product(
     return out
 
 
+def multiply_panels(
+    x: torch.Tensor, weight: Panels, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Multiply the rows of x [R, I] by a weight [O, I]: `product`, as one operator where
+    torch.compile looks.
+    """
+    if not torch.compiler.is_compiling():
+        return product(x, weight, bias)
+    held = weight.values, weight.scales, weight.offsets
+    return multiply_panels_op(x, *held, bias, weight.kind, weight.group, *weight.shape)
+
+
+@torch.library.custom_op("omnikv::multiply_panels", mutates_args=())
+def multiply_panels_op(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    offsets: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    kind: str,
+    group: int,
+    outputs: int,
+    inputs: int,
+) -> torch.Tensor:
+    """`multiply_panels` in plain tensors."""
+    return product(x, Panels(kind, (outputs, inputs), group, values, scales, offsets), bias)
+
+
+@multiply_panels_op.register_fake
+def _(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    offsets: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    kind: str,
+    group: int,
+    outputs: int,
+    inputs: int,
+) -> torch.Tensor:
+    return x.new_empty(x.shape[0], outputs)
+
+
 def _at(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 

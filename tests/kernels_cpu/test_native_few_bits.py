@@ -165,3 +165,15 @@ def test_what_panels_do_not_hold_is_refused():
     assert not held_as_panels("fp8", 32, 64) and not held_as_panels("int8", 32, 64, plain=False)
     with pytest.raises(ValueError, match="no panels"):
         Panels.of(to_int8(torch.ones(4, 64), outliers=2))
+
+
+def test_a_compiler_of_graphs_sees_one_operator():
+    panels = Panels.of(drawn("int4", 48, 64, 32, True, torch.bfloat16, 6))
+    held = panels.values, panels.scales, panels.offsets, None, "int4", 32, 48, 64
+    x = torch.randn(3, 64)
+    torch.library.opcheck(
+        few_bits.multiply_panels_op,
+        (x, *held),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+    assert torch.equal(few_bits.multiply_panels_op(x, *held), product(x, panels))
