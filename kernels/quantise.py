@@ -11,6 +11,8 @@ from kernels.quantised import Quantised, blocks, packed_nibbles
 # shares of a group's range that are tried; a smaller range rounds finer and cuts the ends off
 SHARES = (1.0, 0.9, 0.8)
 LEVELS = 15
+# what a group's largest int8 value may be; half a step apart, so that the others round otherwise
+TOPS = tuple(127 - 0.5 * step for step in range(8))
 
 
 def to_int8(
@@ -19,7 +21,8 @@ def to_int8(
     outliers: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Quantised:
-    """Round a matrix [O, I] to int8, symmetrically: scale = absmax / 127, in `dtype`.
+    """Round a matrix [O, I] to int8, symmetrically: scale = absmax / 127, in `dtype`; of groups
+    shorter than a row that of absmax / TOPS whose squared error is least.
 
     group: columns under one scale; None for whole rows. outliers: of each row, so many of the
     largest weights are left out of its scale and kept beside, in float32 (whole rows only). A group
@@ -49,14 +52,38 @@ def to_int8(
             most, where = top[..., -1], where[:, 0, :outliers].sort(1).values
         else:
             most = largest.amax(2)
-        # below float32's normal numbers 127 / scale would overflow: such a group is zero
-        scale = torch.where(most > 1e-30, most / 127, torch.ones_like(most)).to(dtype).float()
-        whole = (grouped / scale[..., None]).round_().clamp_(-127, 127).view_as(wide)
+        scale, whole = _stepped(grouped, most, dtype, TOPS if group < shape[1] else TOPS[:1])
+        whole = whole.view_as(wide)
         scales[part], values[part] = scale, whole.to(torch.int8)
         if places is not None and beyond is not None:
             places[part] = where.int()
             beyond[part] = wide.gather(1, where) - scale * whole.gather(1, where)
     return Quantised("int8", values, scales, group, places=places, outliers=beyond)
+
+
+def _stepped(
+    grouped: torch.Tensor, most: torch.Tensor, dtype: torch.dtype, tops: tuple[float, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scales, values) of groups [R, G, group] whose largest magnitudes are `most`, the best of all
+    `tops`.
+    """
+    best = least = None
+    for top in tops:
+        # below float32's normal numbers 127 / scale would overflow: such a group is zero
+        scale = torch.where(most > 1e-30, most / top, torch.ones_like(most)).to(dtype).float()
+        whole = (grouped / scale[..., None]).round_().clamp_(-127, 127)
+        if len(tops) == 1:
+            return scale, whole
+        error = (whole * scale[..., None]).sub_(grouped).square_().sum(2)
+        if best is None or least is None:
+            best, least = (scale, whole), error
+            continue
+        less = error < least
+        torch.where(less, error, least, out=least)
+        torch.where(less, scale, best[0], out=best[0])
+        torch.where(less[..., None], whole, best[1], out=best[1])
+    assert best is not None
+    return best
 
 
 def to_int4(

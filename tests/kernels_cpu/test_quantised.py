@@ -109,12 +109,18 @@ def test_outliers_leave_the_scale_to_the_others():
             to_int8(wide, **wrong)
 
 
-def test_int8_in_groups_is_within_half_a_step_of_each_group():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_int8_in_groups_is_within_half_a_step_and_errs_less_than_plain_rounding(dtype):
     wide = hostile()
-    found = to_int8(wide, 32)
-    step = wide.view(128, -1, 32).abs().amax(2, keepdim=True) / 127
-    error = (found.dense(torch.float64) - wide).view(128, -1, 32).abs()
-    assert (error <= step * 0.501 + 1e-30).all() and not found.per_row
+    found = to_int8(wide, 32, dtype=dtype)
+    grouped = wide.view(128, -1, 32)
+    error = found.dense(torch.float64).view(128, -1, 32) - grouped
+    step = found.scales.double()[..., None]
+    assert (error.abs() <= step * 0.501 + 1e-30).all() and not found.per_row
+    plain = grouped.abs().amax(2, keepdim=True).clamp_min(1e-30) / 127
+    assert (step <= plain * 1.035)[grouped.abs().amax(2) > 1e-30].all()
+    rounded = (grouped / plain).round() * plain
+    assert error[4:].norm() < 0.94 * (rounded - grouped)[4:].norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
