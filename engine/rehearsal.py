@@ -18,6 +18,7 @@ from engine.bank.device import DeviceBank
 from engine.decode import Step
 from engine.errors import SettingError
 from engine.model.halves import FusedHalves, Halves, PlainHalves, fusable
+from engine.model.native_halves import NativeHalves, natively
 from engine.model.prompt_halves import FUSED, PLAIN
 from engine.plan.layers import layer_plan
 from engine.query_ring import QueryRing
@@ -79,7 +80,8 @@ def step_halves(
             )
         return FusedHalves(model)
     if step == "plain" or not possible or not rehearses(model.device):
-        return plain
+        torchs = step == "plain" or pieces != PLAIN or choose_for(backend, model.device) != "cpu"
+        return plain if torchs or not natively(model) else NativeHalves(model)
     why = fault(model, rotary, plain)
     if why:
         warnings.warn(

@@ -3,8 +3,10 @@
 A decode step multiplies 1 to 8 rows by every weight of the model, so reading each weight once is
 its bound. `F.linear` reaches that bound on a GPU and in float32 on a CPU. In bfloat16 on a CPU it
 re-packs the weight on every call and reads it at half to four fifths of the rate of `torch.mv`, or
-of `torch.mm` with the weight as the LEFT factor (docs/LOG.md, 2026-11-20). Prefill multiplies many
-rows and is bound by arithmetic: there `F.linear` is as good as any.
+of `torch.mm` with the weight as the LEFT factor (docs/LOG.md, 2026-11-20). Where the C++ kernels
+run, they multiply few rows by a weight as it is stored (kernels/native/product.py); the forms below
+are for more rows then, and for machines without a compiler. Prefill multiplies many rows and is
+bound by arithmetic: there `F.linear` is as good as any.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from kernels.isa import isa, multiplies, vectorises
+from kernels.native.library import native
+from kernels.native.product import Product, reads
 
 # bfloat16 with AMX: weight-left products win up to here; from 64 rows on all forms are equal
 FEW_ROWS = 32
@@ -23,6 +27,10 @@ WIDE_ROWS = {"default": 2, "avx2": 6, "avx512": 6, "avx512_bf16": 6}
 WIDE_BLOCK = 1 << 20  # elements of a weight that are float32 at a time (4 MB)
 # for one row, which reads them once: 1 MB stays in a core's cache
 WIDE_BLOCK_ONE = 1 << 18
+# bfloat16 with instructions of its own: from so many elements on oneDNN's copy is as fast for one
+# row as the C++ kernels (16,384 x 2,048: 35.5 and 37.0 GB/s), and faster for prompts of 9 to 128
+# tokens
+BIG = 1 << 23
 FORMS = ("plain", "left", "narrow", "packed", "widened")
 
 
@@ -32,8 +40,9 @@ def choose_form(
     """Resolve the form in which `pack_linear` holds a weight [O, I].
 
     form: "auto" picks the fastest for the weight's device and dtype; one of FORMS is taken as it
-    is. found: an instruction set of kernels/isa.py, None for this machine's. copy: False picks only
-    forms that keep the tensor that was passed. Raises ValueError for any other word. The forms:
+    is. found: an instruction set of kernels/isa.py, without C++ kernels; None for this machine's,
+    with them where it has them: they read a weight as it is stored. copy: False picks only forms
+    that keep the tensor that was passed. Raises ValueError for any other word. The forms:
 
     "plain": `F.linear` on the weight as it is. CUDA, anything unknown.
     "left": stored as it is, multiplied from the left for few rows. bfloat16 with AMX; float32 with
@@ -51,6 +60,7 @@ def choose_form(
     known = (torch.float32, torch.bfloat16, torch.float16)
     if weight.device.type != "cpu" or weight.dtype not in known:
         return "plain"
+    copy = copy and not (found is None and reads(weight) and not _big(weight))
     if weight.dtype == torch.float32:
         return "narrow" if copy and weight.shape[1] <= NARROW else "left"
     found = isa() if found is None else found
@@ -62,6 +72,11 @@ def choose_form(
         return "packed" if copy and torch.backends.mkldnn.is_available() else "plain"
     # ARM multiplies 16 bits natively
     return "plain"
+
+
+def _big(weight: torch.Tensor) -> bool:
+    """Whether a copy of a weight is worth it beside the C++ kernels."""
+    return weight.dtype == torch.bfloat16 and weight.numel() >= BIG
 
 
 def packs(dtype: torch.dtype) -> bool:
@@ -80,21 +95,25 @@ def pack_linear(
     weight: float32, bfloat16 or float16; form and copy as in `choose_form`. One copy of the weight
     lives here: "plain", "left" and "widened" keep the tensor that was passed, "narrow" and "packed"
     make their own, so drop the original. (A weight that is also the embedding stays: copy=False.)
+    Only with "auto" the C++ kernels multiply few rows: a form that is named is torch's.
     Every form but "packed" passes through torch.compile. Raises ValueError if `weight` is no matrix
     or `form` is unknown.
     """
     if weight.dim() != 2:
         raise ValueError(f"weight: found shape {tuple(weight.shape)}, expected [out, in]")
-    return Linear(weight, bias, choose_form(weight, form, copy=copy))
+    return Linear(weight, bias, choose_form(weight, form, copy=copy), own=form == "auto")
 
 
 class Linear:
     """A packed weight, made by `pack_linear`.
 
-    `.form` is one of FORMS, `.shape` is (O, I), `.nbytes` counts the weight and its bias.
+    `.form` is one of FORMS, `.shape` is (O, I), `.nbytes` counts the weight and its bias. own:
+    whether the C++ kernels may multiply it.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, form: str) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, form: str, own: bool = False
+    ) -> None:
         self.form, self.bias, self.dtype = form, bias, weight.dtype
         self.wide_rows, self.vectorises = WIDE_ROWS.get(isa(), 6), vectorises(weight.dtype, isa())
         self.shape: tuple[int, ...] = tuple(weight.shape)
@@ -103,11 +122,16 @@ class Linear:
         elif form == "packed":
             weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1)
         self.weight = weight
+        stored = own and form in ("plain", "left", "widened") and reads(weight)
+        self.product = Product(weight, bias) if stored else None
         elements = self.shape[0] * self.shape[1] + (0 if bias is None else bias.numel())
         self.nbytes = elements * self.dtype.itemsize
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply x [..., I], in the weight's dtype: [..., O], contiguous."""
+        product = self.own(x)
+        if product is not None:
+            return product(x)
         if self.form == "plain":
             return F.linear(x, self.weight, self.bias)
         if self.form == "packed":
@@ -118,6 +142,13 @@ class Linear:
         if self.form == "narrow":
             return self._narrow(flat).view(*x.shape[:-1], self.shape[0])
         return self._left(flat, x)
+
+    def own(self, x: torch.Tensor) -> Product | None:
+        """Return the C++ kernels' product where it is the fastest for x [..., I]."""
+        if self.product is None or torch.compiler.is_compiling() or native() is None:
+            return None
+        ours = 0 < x.numel() <= self.product.most_rows * self.shape[1]
+        return self.product if ours and x.dtype == self.dtype else None
 
     def _narrow(self, flat: torch.Tensor) -> torch.Tensor:
         if self.bias is None:

@@ -45,8 +45,8 @@ TABLE = (
     Breakage(
         "rows go to another's bank",
         "engine/model/halves.py",
-        r"zip\(steps, _shares\(steps, \*found\)\)",
-        "zip(steps[::-1], _shares(steps, *found))",
+        r"zip\(steps, shares\(steps, \*found\)\)",
+        "zip(steps[::-1], shares(steps, *found))",
         (ALONE,),
     ),
     Breakage(

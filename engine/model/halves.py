@@ -9,6 +9,7 @@ with the residual. Both round where torch's operators round; only the order of s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,6 +20,7 @@ from engine.model.llama import post_attention, pre_attention
 from kernels.few_bits import multiply_few_bits
 from kernels.few_rows import MOST_ROWS, multiply_rows
 from kernels.linear_quantised import QuantisedLinear
+from kernels.native.library import torch_only
 from kernels.norm import normalize_rows
 from kernels.rotate_store import rotate_store
 
@@ -77,7 +79,7 @@ def one_by_one(piece: Callable) -> Callable:
     return run
 
 
-def _shares(steps: Sequence[Step], *tensors: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:
+def shares(steps: Sequence[Step], *tensors: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:
     """Tensors [B, Q, ...] cut along their second dimension into what each step's tokens have."""
     if len(steps) == 1:
         return [tensors]
@@ -87,7 +89,7 @@ def _shares(steps: Sequence[Step], *tensors: torch.Tensor) -> Iterable[tuple[tor
 
 class PlainHalves:
     """torch's operators. pieces: the two halves of a layer, plain or compiled. alone: each token of
-    a step goes through the products by itself.
+    a step goes through the products by itself, and none of them by a C++ kernel: the reference.
     """
 
     most_rows = 1 << 30
@@ -102,6 +104,7 @@ class PlainHalves:
         whole = (*pieces, model.logits)
         pre, post, logits = map(one_by_one, whole) if alone else whole
         self._pre_attention, self._post_attention, self._logits = pre, post, logits
+        self._operators = torch_only if alone else nullcontext
         config = model.config
         self._eps = config.rms_norm_eps
         self._sizes = config.num_heads, config.num_kv_heads, config.head_dim, self._eps
@@ -114,18 +117,21 @@ class PlainHalves:
         sin: torch.Tensor,
         steps: Sequence[Step],
     ) -> list[torch.Tensor]:
-        found = self._pre_attention(self._model.layers[number], x, cos, sin, *self._sizes)
+        with self._operators():
+            found = self._pre_attention(self._model.layers[number], x, cos, sin, *self._sizes)
         queries = []
-        for step, (q, k, v, q_pre_rope) in zip(steps, _shares(steps, *found)):
+        for step, (q, k, v, q_pre_rope) in zip(steps, shares(steps, *found)):
             step.bank.write_step(number, k, v, q_pre_rope, step)
             queries.append(q)
         return queries
 
     def after(self, number: int, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        return self._post_attention(self._model.layers[number], x, attended, self._eps)
+        with self._operators():
+            return self._post_attention(self._model.layers[number], x, attended, self._eps)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        return self._logits(x)
+        with self._operators():
+            return self._logits(x)
 
 
 class FusedHalves:
@@ -152,7 +158,7 @@ class FusedHalves:
             *x.shape[:2], config.num_heads + 2 * config.num_kv_heads, config.head_dim
         )
         queries = []
-        for step, parts in zip(steps, _shares(steps, qkv, cos, sin)):
+        for step, parts in zip(steps, shares(steps, qkv, cos, sin)):
             mine, c, s = (part.contiguous() for part in parts)
             k, v, twice = step.bank.step_rows(number)
             ring = step.query_ring.slots[number]

@@ -171,12 +171,12 @@ def pre_attention(
     qkv = layer.qkv(x).view(batch, length, heads + 2 * kv_heads, head_dim)
     qk, v = qkv.split([heads + kv_heads, kv_heads], dim=2)
     if layer.q_norm is not None:
-        qk = _normed(layer, qk, heads, eps)
+        qk = normed_heads(layer, qk, heads, eps)
     rotated = apply_rope(qk, cos, sin)
     return rotated[:, :, :heads], rotated[:, :, heads:], v, qk[:, :, :heads]
 
 
-def _normed(layer: Layer, qk: torch.Tensor, heads: int, eps: float) -> torch.Tensor:
+def normed_heads(layer: Layer, qk: torch.Tensor, heads: int, eps: float) -> torch.Tensor:
     """Norm q and k, qk [B, S, H + Hkv, D]: each head, or all heads of each at once."""
     block = layer.block
     assert layer.q_norm is not None and layer.k_norm is not None

@@ -35,8 +35,12 @@ struct BFloat16 {
     static constexpr int bytes = 2;
     static constexpr bool scaled = false;
     INLINE Floats read(const char *row, int i) {
+#if defined(__AVX2__) && !defined(__AVX512F__)  // GCC converts the halves of a vector apart
+        return (Floats)((Ints)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(row + 2 * i))) << 16);
+#else
         const Halves *from = (const Halves *)(row + 2 * i);
         return (Floats)(__builtin_convertvector(*from, Ints) << 16);
+#endif
     }
     INLINE float scale(const char *, int) { return 1; }
 };

@@ -17,6 +17,7 @@ from engine.errors import OutOfMemoryPlan, SettingError
 from engine.model.config import ModelConfig
 from engine.model.llama import assemble
 from engine.model.tensors import random_stream, targets
+from kernels.native.library import torch_only
 from tests.builders import random_ids, session_config, tiny_llm
 from tools.families.models import word_tokenizer
 
@@ -206,6 +207,7 @@ def test_config_of_the_tiny_model_counts_its_own_weights():
 def test_a_tied_head_is_packed_beside_where_there_is_room(monkeypatch):
     """Counted, held, and given up before a context is; logits stay."""
     monkeypatch.setattr("engine.plan.memory.packs", lambda dtype: True)
+    monkeypatch.setattr("kernels.linear.reads", lambda weight: False)  # as without C++ kernels
     config = session_config(tie_word_embeddings=True)
     copy, settings = 4 * config.vocab_size * config.hidden_size, {"backend": "cpu"}
     beside = tiny_llm(config=config, **settings)
@@ -224,12 +226,13 @@ def test_a_tied_head_is_packed_beside_where_there_is_room(monkeypatch):
 
 @pytest.mark.parametrize("first, form", [(True, "narrow"), (False, "left")])
 def test_a_head_is_packed_while_there_is_room_for_both(first, form):
-    """Its own tensor: one that comes last stays as it is."""
+    """Its own tensor: one that comes last stays as it is. The C++ kernels read either."""
     config = session_config(tie_word_embeddings=False)
     parts = list(random_stream(config, torch.float32, torch.device("cpu")))
     parts.sort(key=lambda part: (part[0] == "lm_head") != first)
     head = dict(parts)["lm_head"]
-    model = assemble(config, torch.float32, "cpu", parts)
+    with torch_only():
+        model = assemble(config, torch.float32, "cpu", parts)
     assert model.lm_head.form == form
     x = torch.randn(2, config.hidden_size)
     torch.testing.assert_close(model.lm_head(x), x @ head.T, rtol=1e-5, atol=1e-5)

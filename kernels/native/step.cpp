@@ -1,0 +1,105 @@
+// What a layer of a decode step does beside its products and attention: the norm where no product of ours
+// follows it, and the rotation of q and k with the store of K, V and the queries before rotation.
+#include "norm.h"
+
+template <class K>
+static void normalize(const char *x, const char *weight, char *out, int rows, int size, float eps) {
+    for (int r = 0; r < rows; r++, x += (long)size * K::bytes, out += (long)size * K::bytes) {
+        const float scale = norm_scale<K>(x, size, eps);
+        for (int i = 0; i < size; i += W)
+            write_some<K>(out, i, size - i, normed<K>(x, weight, i, size - i, scale));
+    }
+}
+
+struct Call {
+    char *qkv;               // [batch, queries, heads + 2 * kv_heads, dim]; q and k are normed in place
+    const float *cos, *sin;  // [batch, queries, pairs]
+    char *out;               // [batch, queries, heads, dim]: rotated q
+    char *k, *v;             // rows of the bank, [batch, kv_heads, rows, dim]
+    long key_batch, key_head, key_row, value_batch, value_head, value_row;  // strides in bytes
+    char *ring;                // [batch, slots, heads, dim]: q before rotation
+    const int64_t *positions;  // [batch, queries]
+    int batch, queries, heads, kv_heads, dim, pairs, slots;
+    int first, count;  // the bank's rows are a ring of `count` from row `first` on, held twice; 0: no ring
+    float eps;
+    const char *q_norm, *k_norm;  // [dim] or NULL: what each head of q and k is normed and scaled by first
+};
+
+// A product that a sum is not fused with: torch rounds it.
+INLINE Floats apart(Floats x) {
+#if defined(__AVX512F__)
+    asm("" : "+v"(x));
+#elif defined(__AVX2__)
+    asm("" : "+x"(x));
+#endif
+    return x;
+}
+
+// The pairs (i, i + pairs) turned, in float32; what lies behind them stays.
+template <class K>
+INLINE void turn(const char *head, const float *cos, const float *sin, int pairs, int dim, char *out) {
+    for (int i = 0; i < pairs; i += W) {
+        const int count = pairs - i;
+        const Floats c = read_some<Float32>(cos, i, count), s = read_some<Float32>(sin, i, count);
+        const Floats first = read_some<K>(head, i, count), second = read_some<K>(head, pairs + i, count);
+        write_some<K>(out, i, count, apart(first * c) - apart(second * s));
+        write_some<K>(out, pairs + i, count, apart(second * c) + apart(first * s));
+    }
+    memcpy(out + 2 * pairs * K::bytes, head + 2 * pairs * K::bytes, (dim - 2 * pairs) * K::bytes);
+}
+
+template <class K>
+static void rotate_store(const Call &c) {
+    const long size = (long)c.dim * K::bytes, all_heads = c.heads + 2 * c.kv_heads;
+    for (int token = 0; token < c.batch * c.queries; token++) {
+        const int b = token / c.queries;
+        const long at = c.positions[token];
+        const float *cos = c.cos + (long)token * c.pairs, *sin = c.sin + (long)token * c.pairs;
+        char *head = c.qkv + token * all_heads * size, *k_heads = head + c.heads * size;
+        if (c.q_norm) {
+            normalize<K>(head, c.q_norm, head, c.heads, c.dim, c.eps);
+            normalize<K>(k_heads, c.k_norm, k_heads, c.kv_heads, c.dim, c.eps);
+        }
+        memcpy(c.ring + (b * (long)c.slots + at % c.slots) * c.heads * size, head, c.heads * size);
+        char *out = c.out + token * c.heads * size;
+        for (; head < k_heads; head += size, out += size) turn<K>(head, cos, sin, c.pairs, c.dim, out);
+        const long row = c.count ? c.first + at % c.count : at;
+        for (int h = 0; h < c.kv_heads; h++, head += size) {
+            char *k = c.k + b * c.key_batch + h * c.key_head + row * c.key_row;
+            char *v = c.v + b * c.value_batch + h * c.value_head + row * c.value_row;
+            turn<K>(head, cos, sin, c.pairs, c.dim, k);
+            memcpy(v, head + c.kv_heads * size, size);
+            if (!c.count) continue;
+            memcpy(k + c.count * c.key_row, k, size);
+            memcpy(v + c.count * c.value_row, v, size);
+        }
+    }
+}
+
+#if defined(__F16C__)
+#define OF_KIND(kind, call) \
+    if (kind == 0) call(Float32); \
+    else if (kind == 1) call(BFloat16); \
+    else if (kind == 2) call(Float16); \
+    else return 1; \
+    return 0
+#else
+#define OF_KIND(kind, call) \
+    if (kind == 0) call(Float32); \
+    else if (kind == 1) call(BFloat16); \
+    else return 1; \
+    return 0
+#endif
+
+// x [rows, size] times weight [size] -> out; kinds as in attention.cpp. Returns 0, or 1 for a kind that
+// this build lacks; so does the next.
+extern "C" int omnikv_normalize(const char *x, const char *weight, char *out, int kind, int rows, int size,
+                                float eps) {
+#define NORMALIZE(K) normalize<K>(x, weight, out, rows, size, eps)
+    OF_KIND(kind, NORMALIZE);
+}
+
+extern "C" int omnikv_rotate_store(const Call *c, int kind) {
+#define ROTATE(K) rotate_store<K>(*c)
+    OF_KIND(kind, ROTATE);
+}

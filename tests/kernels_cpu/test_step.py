@@ -1,0 +1,177 @@
+"""The C++ kernels of a decode step's halves: products with what is around them, the norm, and the
+rotation with the store, against float64 and torch's own operators.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.linear import pack_linear
+from kernels.native.library import missing, torch_only
+from kernels.native.product import Product, reads
+from kernels.native.step import normalize_rows, rotate_store
+from kernels.norm import normalize_rows_ref
+from kernels.rotate_store import rotate_store_ref
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+FEW = settings(max_examples=40, deadline=None, derandomize=True)
+EPS = 1e-5
+
+
+def around(x, weight, bias, norm, residual, gated):
+    """What a `Product` computes, by torch's operators in the dtype of what is given."""
+    if norm is not None:
+        x = F.rms_norm(x, x.shape[-1:], None, EPS) * norm
+    y = F.linear(x, weight, bias)
+    if gated:
+        gate, up = y.chunk(2, dim=-1)
+        y = F.silu(gate) * up
+    return y if residual is None else residual + y
+
+
+@FEW
+@given(
+    dtype=st.sampled_from(DTYPES),
+    rows=st.sampled_from([1, 2, 3, 4, 5, 8, 9, 13, 16]),
+    inputs=st.sampled_from([1, 7, 16, 63, 72, 160, 1100, 2500]),
+    outputs=st.sampled_from([1, 5, 16, 17, 33, 48]),
+    bias=st.booleans(),
+    norm=st.booleans(),
+    residual=st.booleans(),
+    gated=st.booleans(),
+    wide=st.booleans(),
+    scale=st.sampled_from([1.0, 150.0]),
+    seed=st.integers(0, 99),
+)
+def test_a_product_is_within_twice_torchs_own_error(
+    dtype, rows, inputs, outputs, bias, norm, residual, gated, wide, scale, seed
+):
+    """Of the largest value: single ones of few roundings may be further from torch's."""
+    torch.manual_seed(seed)
+    scale = min(scale, 20.0) if dtype == torch.float16 else scale  # whose products stay finite
+    weight = (torch.randn(outputs * (1 + gated), inputs) * scale / inputs**0.5).to(dtype)
+    given = {
+        "x": torch.randn(rows, inputs).to(dtype),
+        "weight": weight,
+        "bias": torch.randn(len(weight)).to(dtype) if bias else None,
+        "norm": torch.randn(inputs).to(dtype) if norm else None,
+        "residual": torch.randn(rows, outputs).to(dtype) if residual else None,
+    }
+    assert reads(weight)
+    exact = around(**{k: v if v is None else v.double() for k, v in given.items()}, gated=gated)
+    own = around(**given, gated=gated)
+    made = Product(weight, given["bias"])
+    found = made(given["x"], given["norm"], EPS, given["residual"], gated, wide)
+    assert found.shape == own.shape and found.dtype == (torch.float32 if wide else dtype)
+    limit = 2 * (own.double() - exact).abs().max()
+    limit += torch.finfo(dtype).eps * exact.abs().max() + scale * inputs * 2**-26
+    assert (found.double() - exact).abs().max() <= limit
+    assert not wide or torch.equal(found, found.to(dtype).float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_weight_is_read_where_it_lies_and_as_often_as_it_is_faster(dtype):
+    """Rows beyond those, other dtypes and torch_only() are torch's; one tensor is held."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(24, 40).to(dtype), torch.randn(1, 3, 40).to(dtype)
+    linear = pack_linear(weight)
+    assert linear.weight is weight and linear.own(x) is linear.product
+    torch.testing.assert_close(linear(x), F.linear(x, weight), rtol=2e-2, atol=2e-2)
+    weight.zero_()
+    assert not linear(x).any()
+    most = linear.product.most_rows
+    assert linear.own(x.new_empty(most, 40)) and not linear.own(x.new_empty(most + 1, 40))
+    assert not linear.own(x[:, :0]) and linear(x[:, :0]).shape == (1, 0, 24)
+    assert not reads(weight.t())
+    with torch_only():
+        assert not linear.own(x) and pack_linear(weight).product is None
+
+
+def test_products_do_not_depend_on_the_threads():
+    torch.manual_seed(0)
+    weight, x = torch.randn(1100, 300), torch.randn(3, 300)
+    given, before = (x, torch.randn(300), EPS, torch.randn(3, 550), True), torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            found.append(Product(weight)(*given))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 64, 333])
+def test_a_norm_is_within_twice_torchs_own_error(dtype, size):
+    torch.manual_seed(size)
+    x, weight = torch.randn(2, 3, size).to(dtype) * 5, torch.randn(size).to(dtype)
+    wide = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + EPS)
+    exact, own = wide * weight.double(), normalize_rows_ref(x, weight, EPS)
+    error = (normalize_rows(x, weight, EPS).double() - exact).abs().max()
+    assert error <= 2 * (own.double() - exact).abs().max() + 2**-22 * exact.abs().max()
+
+
+@FEW
+@given(
+    dtype=st.sampled_from(DTYPES),
+    batch=st.sampled_from([1, 2]),
+    queries=st.sampled_from([1, 3, 8]),
+    dim=st.sampled_from([2, 20, 64]),
+    part=st.sampled_from([1, 2]),
+    layout=st.sampled_from(["heads", "tokens"]),
+    ring=st.booleans(),
+    normed=st.booleans(),
+)
+def test_rows_are_rotated_and_stored_as_torch_does(
+    dtype, batch, queries, dim, part, layout, ring, normed
+):
+    """To the bit: after the norm of a head, too, as here every head's is exact."""
+    torch.manual_seed(dim)
+    heads, kv_heads, slots = 6, 2, 11
+    pairs = max(1, dim // 2 // part)
+    qkv = torch.randn(batch, queries, heads + 2 * kv_heads, dim).to(dtype)
+    angle = torch.randn(batch, queries, pairs)
+    positions = torch.tensor([[9], [4]])[:batch] + torch.arange(queries)
+    shape = (batch, kv_heads, 24, dim) if layout == "heads" else (batch, 24, kv_heads, dim)
+    norms = None
+    if normed:
+        qkv = qkv.sign()
+        norms = torch.randn(dim).to(dtype), torch.randn(dim).to(dtype)
+    results = []
+    for run in (rotate_store, rotate_store_ref):
+        k, v = torch.zeros(2, *shape, dtype=dtype)
+        k, v = (rows if layout == "heads" else rows.transpose(1, 2) for rows in (k, v))
+        held = torch.zeros(batch, slots, heads, dim, dtype=dtype)
+        twice = (2, 10) if ring else None
+        given, more = qkv.clone(), {}
+        if norms is not None and run is rotate_store:
+            more = {"norms": norms, "eps": 0.0}
+        elif norms is not None:
+            given[:, :, :heads] *= norms[0]
+            given[:, :, heads:-kv_heads] *= norms[1]
+        cos, sin = angle.cos(), angle.sin()
+        if run is rotate_store_ref:
+            # what does not rotate is turned by nothing
+            still = dim // 2 - pairs
+            lies = torch.cat(
+                (
+                    torch.arange(pairs),
+                    torch.arange(2 * pairs, 2 * pairs + still),
+                    torch.arange(pairs, 2 * pairs),
+                    torch.arange(2 * pairs + still, dim),
+                )
+            )
+            cos = torch.cat((cos, torch.ones(batch, queries, still)), -1)
+            sin = torch.cat((sin, torch.zeros(batch, queries, still)), -1)
+            back = torch.argsort(lies)
+            q = run(given[..., lies], cos, sin, k, v, held, positions, twice)
+            q, k, v, held = (rows[..., back] for rows in (q, k, v, held))
+        else:
+            q = run(given, cos, sin, k, v, held, positions, twice, **more)
+        results.append((q, k, v, held))
+    for name, one, other in zip(("q", "k", "v", "ring"), *results):
+        assert torch.equal(one, other), name
