@@ -22,6 +22,7 @@ import torch
 
 from kernels._triton import tl, triton
 from kernels.dependent import dependent, wait_for_last_kernel
+from kernels.native.rows import packs, transform
 from kernels.split import power_of_two
 
 
@@ -62,6 +63,8 @@ def _doubled(matrix: torch.Tensor) -> torch.Tensor:
 def transformed_rows(k: torch.Tensor) -> torch.Tensor:
     """Transform rows of K [.., D] of any float dtype: float32, the same bits on every device."""
     dim = k.shape[-1]
+    if packs(k):
+        return transform(k, run_length(dim), row_factor(dim))
     wide = k.double() @ signs(dim, torch.float64, k.device, row_factor(dim))
     return wide.float()
 
@@ -69,6 +72,8 @@ def transformed_rows(k: torch.Tensor) -> torch.Tensor:
 def transformed_queries(q: torch.Tensor) -> torch.Tensor:
     """Transform queries [.., D] for products with transformed rows, in q's dtype."""
     dim = q.shape[-1]
+    if q.dtype == torch.float32 and packs(q):
+        return transform(q, run_length(dim), query_factor(dim))
     return q @ signs(dim, q.dtype, q.device, query_factor(dim))
 
 

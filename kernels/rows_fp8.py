@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from kernels.hadamard import transformed_rows
+from kernels.native import rows as native
 from kernels.rows_int8 import LEAST, SCALE, dim, scales, width
 
 __all__ = ["dim", "scales", "width"]
@@ -24,11 +25,13 @@ def pack(x: torch.Tensor) -> torch.Tensor:
     The scale is the largest magnitude / 448. A row whose scale would be below 2^-126 becomes zero;
     one with an infinity or NaN unpacks to values that are not finite.
     """
+    out = torch.empty(*x.shape[:-1], x.shape[-1] + SCALE, dtype=KIND, device=x.device)
+    if native.packs(x):
+        return native.pack(x, out, "fp8")
     wide = x.float()
     scale = wide.abs().amax(-1, keepdim=True) * (1.0 / TOP)
     scale = torch.where(scale < LEAST, 0.0, scale)
     inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
-    out = torch.empty(*x.shape[:-1], x.shape[-1] + SCALE, dtype=KIND, device=x.device)
     out[..., :-SCALE] = (wide * inverse).to(KIND)
     out[..., -SCALE:] = scale.contiguous().view(KIND)
     return out

@@ -24,6 +24,7 @@ import functools
 import torch
 
 from kernels.hadamard import transformed_rows
+from kernels.native import rows as native
 
 GROUP = 32  # elements of V that share a factor
 FACTORS = 8  # the largest factor; 8 * 15 is below 128
@@ -64,6 +65,8 @@ def value_dim(row: int) -> int:
 def key_pack(k: torch.Tensor) -> torch.Tensor:
     """Round rows of K [.., D] of any float dtype: uint8 [.., D/2 + D/8 + 4]."""
     out = k.new_empty(*k.shape[:-1], key_width(k.shape[-1]), dtype=torch.uint8)
+    if native.packs(k):
+        return native.pack(transformed_rows(k), out, "int4_keys")
     for rows, held in _pieces(k, out):
         _pack_keys(transformed_rows(rows), held)
     return out
@@ -72,6 +75,8 @@ def key_pack(k: torch.Tensor) -> torch.Tensor:
 def value_pack(v: torch.Tensor) -> torch.Tensor:
     """Round rows of V [.., D] of any float dtype: uint8 [.., D/2 + P]."""
     out = v.new_empty(*v.shape[:-1], value_width(v.shape[-1]), dtype=torch.uint8)
+    if native.packs(v):
+        return native.pack(v, out, "int4_values")
     for rows, held in _pieces(v, out):
         _pack_values(rows.float(), held)
     return out

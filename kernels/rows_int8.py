@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from kernels.hadamard import transformed_rows
+from kernels.native import rows as native
 
 SCALE = 4  # bytes of a scale
 TOP = 127  # the largest value; -128 is never used
@@ -33,12 +34,14 @@ def pack(x: torch.Tensor) -> torch.Tensor:
     the row's largest. A row whose scale would be below 2^-126 becomes zero; one with an infinity or
     NaN unpacks to values that are not finite.
     """
+    out = torch.empty(*x.shape[:-1], x.shape[-1] + SCALE, dtype=torch.int8, device=x.device)
+    if native.packs(x):
+        return native.pack(x, out, "int8")
     wide = x.float()
     # a division would be rounded differently by a compiler that multiplies by 1/127
     scale = wide.abs().amax(-1, keepdim=True) * (1.0 / TOP)
     scale = torch.where(scale < LEAST, 0.0, scale)
     inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
-    out = torch.empty(*x.shape[:-1], x.shape[-1] + SCALE, dtype=torch.int8, device=x.device)
     # half-way cases go up: `store_row` has no other rounding
     out[..., :-SCALE] = (wide * inverse).add_(0.5).floor_()
     out[..., -SCALE:] = scale.contiguous().view(torch.int8)

@@ -1,6 +1,7 @@
 // Flash-decoding on a CPU: a few queries attend to rows of K and V where they lie, all of them or
 // those of an index, and may leave their logits. Softmax and sums are float32.
-#include "vector.h"
+#include "int4.h"
+#include "int8.h"
 
 constexpr int BLOCK = 256;  // rows whose logits are held at a time: 4 queries of them are 4 KB
 #if defined(__AVX512F__)
@@ -10,11 +11,7 @@ constexpr int MOST = 4;
 #endif
 constexpr int AHEAD = 32;   // rows between the one that is read and the one that is fetched
 
-INLINE void fetch(const char *row, int bytes) {
-    for (int at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
-}
-
-// Logits of T queries q [T][dim] on the keys `rows`: l [T][BLOCK].
+// Products of T queries q [T][dim] with the keys `rows`: l [T][BLOCK].
 template <class K, int T>
 INLINE void logits_of(const float *q, const char *const *rows, int count, int dim, float *l) {
     int t = 0;
@@ -38,11 +35,6 @@ INLINE void logits_of(const float *q, const char *const *rows, int count, int di
             for (int d = 0; d < dim; d += W) s += K::read(rows[t], d) * load(q + r * dim + d);
             l[r * BLOCK + t] = total(s);
         }
-    if (K::scaled)
-        for (t = 0; t < count; t++) {
-            const float scale = K::scale(rows[t], dim);
-            for (int r = 0; r < T; r++) l[r * BLOCK + t] *= scale;
-        }
 }
 
 // Adds weights l [T][BLOCK] times the values `rows` to columns d .. d + C*W - 1 of out [T][dim].
@@ -64,25 +56,102 @@ INLINE void add_columns(const float *l, const char *const *rows, int count, int 
 }
 
 template <class V, int T>
-INLINE void add_values(float *l, const char *const *rows, int count, int dim, float *out) {
-    if (V::scaled)
-        for (int t = 0; t < count; t++) {
-            const float scale = V::scale(rows[t], dim);
-            for (int r = 0; r < T; r++) l[r * BLOCK + t] *= scale;
-        }
+INLINE void add_values(const float *l, const char *const *rows, int count, int dim, float *out) {
     constexpr int C = W == 16 && T <= 4 ? 4 : 2;
     int d = 0;
     for (; d + C * W <= dim; d += C * W) add_columns<V, T, C>(l, rows, count, dim, d, out);
     for (; d < dim; d += W) add_columns<V, T, 1>(l, rows, count, dim, d, out);
 }
 
+#if defined(__AVX512VNNI__)
+// Both of the above by whole numbers, where all of them are finite; else they return false.
+template <int T>
+INLINE bool integer_logits_of(const float *q, const char *const *rows, const char *const *values, int count,
+                              int dim, float *l) {
+    Digits digits[T];
+    for (int r = 0; r < T; r++)
+        if (dim > WIDEST || !digits[r].set(q + r * dim, dim)) return false;
+    integer_logits<T>(digits, rows, AHEAD, values, count, dim, l, BLOCK);
+    return true;
+}
+
+template <int T>
+INLINE bool add_integer_values(const float *l, const char *const *rows, int count, int dim, float *out) {
+    alignas(64) uint8_t digits[T][DIGITS][BLOCK];
+    Weights weights[T];
+    for (int r = 0; r < T; r++)
+        if (!weights[r].set(l + r * BLOCK, (count + W - 1) / W * W, digits[r])) return false;
+    for (int d = 0; d < dim; d += 64) {
+        const int lanes = dim - d < 64 ? (dim - d) / 16 : 4;
+#define ADD(...) add_quarters<T, __VA_ARGS__>(digits, weights, rows, count, dim, d, lanes, out)
+        if (T <= 4) ADD(0, 1), ADD(2, 3);
+        else ADD(0), ADD(1), ADD(2), ADD(3);
+    }
+    return true;
+}
+#endif
+
 struct Run {  // rows of one sequence and one K/V head: `kept` of an index, then from `start` on
     const char *k, *v;
     long key_stride, value_stride;  // bytes
     const int32_t *index;
     int kept, start;
-    long row(int t) const { return t < kept ? index[t] : (long)start + t - kept; }
 };
+
+// Rows first .. first + count - 1 of a run, and where the AHEAD next ones lie.
+struct Block {
+    const char *keys[BLOCK + AHEAD], *values[BLOCK + AHEAD];
+    const float *key_scales = nullptr, *value_scales = nullptr;  // NULL: behind each row
+    int first, count;
+
+    Block(const Run &run, int from, int stop)
+        : first(from), count(stop - from < BLOCK ? stop - from : BLOCK) {
+        int i = 0;
+        for (; i < count + AHEAD && from + i < run.kept; i++) {
+            keys[i] = run.k + run.index[from + i] * run.key_stride;
+            values[i] = run.v + run.index[from + i] * run.value_stride;
+        }
+        const long row = (long)run.start + from + i - run.kept;
+        const char *key = run.k + row * run.key_stride, *value = run.v + row * run.value_stride;
+        for (; i < count + AHEAD && from + i < stop; i++, key += run.key_stride, value += run.value_stride)
+            keys[i] = key, values[i] = value;
+        for (; i < count + AHEAD; i++) keys[i] = keys[i - 1], values[i] = values[i - 1];
+    }
+};
+
+// What one block's rows are decoded to, once for all queries. Rows as they are need nothing.
+template <class R>
+struct Decoded {
+    using Rows = R;
+    const float *take(const char **, int, int) { return nullptr; }
+};
+
+template <class R>
+struct DecodedInt8 {
+    using Rows = Int8;
+    alignas(64) int8_t values[BLOCK * WIDEST];
+    float scales[BLOCK];
+    // Points rows to their values; returns their scales.
+    const float *take(const char **rows, int count, int dim) {
+        // a length that is known while compiling takes a third off
+        if (dim == 64) decode(rows, count, 64);
+        else if (dim == 128) decode(rows, count, 128);
+        else decode(rows, count, dim);
+        for (int i = count; i < count + AHEAD; i++) rows[i] = rows[count - 1];
+        for (int i = count; i % W; i++) scales[i] = scales[count - 1];
+        return scales;
+    }
+    __attribute__((always_inline)) inline void decode(const char **rows, int count, int dim) {
+        for (int i = 0; i < count; i++) {
+            fetch(rows[i + AHEAD], R::length(dim));
+            R::decode(rows[i], dim, values + i * dim);
+            scales[i] = R::scale(rows[i], dim);
+            rows[i] = (const char *)values + i * dim;
+        }
+    }
+};
+template <> struct Decoded<Int4Keys> : DecodedInt8<Int4Keys> {};
+template <> struct Decoded<Int4Values> : DecodedInt8<Int4Values> {};
 
 // cap * tanh(x / cap), as kernels/softmax.py has it in a kernel: tanh(y) is 1 - 2 / (e^2y + 1).
 INLINE void cap_logits(float *x, int count, float cap) {
@@ -92,46 +161,60 @@ INLINE void cap_logits(float *x, int count, float cap) {
     }
 }
 
-// T queries attend to rows first .. stop-1 of a run; query r sees rows below limit[r].
-// out [T][dim] is the weighted sum, not divided; most and sum [T]. logits [T][ahead] or NULL takes
-// logits of all rows.
+// T queries attend to one block more; query r sees rows below limit[r]. out [T][dim] is the weighted
+// sum so far, not divided, best and sum [T] the largest logit and the sum of weights. logits
+// [T][ahead] or NULL takes logits of all rows.
 template <class K, class V, int T>
-static void attend_tile(const float *q, const Run &run, int first, int stop, int dim, float cap,
-                        const int *limit, float *out, float *best, float *sum, float *logits, long ahead) {
+static void attend_tile(const float *q, const Block &block, int dim, float cap, const int *limit,
+                        float *out, float *best, float *sum, float *logits, long ahead) {
     alignas(64) float l[T * BLOCK];
-    const char *keys[BLOCK + AHEAD], *values[BLOCK + AHEAD];
-    memset(out, 0, sizeof(float) * T * dim);
-    for (int r = 0; r < T; r++) best[r] = -INFINITY, sum[r] = 0;
-    for (int t = first; t < stop; t += BLOCK) {
-        const int count = stop - t < BLOCK ? stop - t : BLOCK, up = (count + W - 1) / W * W;
-        for (int i = 0; i < count + AHEAD; i++) {
-            const long row = run.row(t + i < stop ? t + i : stop - 1);
-            keys[i] = run.k + row * run.key_stride;
-            values[i] = run.v + row * run.value_stride;
-        }
-        logits_of<K, T>(q, keys, count, dim, l);
-        for (int r = 0; r < T; r++) {
-            float *x = l + r * BLOCK;
-            if (cap) cap_logits(x, up, cap);
-            if (logits) memcpy(logits + r * ahead + t, x, sizeof(float) * count);
-            for (int i = limit[r] > t ? limit[r] - t : 0; i < up; i++) x[i] = -INFINITY;
-            for (int i = count; i < up; i++) x[i] = -INFINITY;
-            Floats top = all(best[r]);
-            for (int i = 0; i < up; i += W) top = most(top, load(x + i));
-            const float now = largest(top), base = now == -INFINITY ? 0 : now;
-            const float less = expf(best[r] - base);
-            Floats added = {};
-            for (int i = 0; i < up; i += W) {
-                const Floats weight = exponential(load(x + i) - base);
-                store(x + i, weight);
-                added += weight;
-            }
-            best[r] = now, sum[r] = sum[r] * less + total(added);
-            if (less != 1)
-                for (int d = 0; d < dim; d += W) store(out + r * dim + d, load(out + r * dim + d) * less);
-        }
-        add_values<V, T>(l, values, count, dim, out);
+    const int count = block.count, up = (count + W - 1) / W * W;
+#if defined(__AVX512VNNI__)
+    if (!K::integers || !integer_logits_of<T>(q, block.keys, block.values, count, dim, l))
+#endif
+        logits_of<K, T>(q, block.keys, count, dim, l);
+    alignas(64) float held[BLOCK];
+    const float *scales = block.key_scales;
+    if (K::scaled && !scales) {
+        for (int i = 0; i < up; i++) held[i] = K::scale(block.keys[i], dim);
+        scales = held;
     }
+    for (int r = 0; r < T; r++) {
+        float *x = l + r * BLOCK;
+        if (K::scaled)
+            for (int i = 0; i < up; i += W) store(x + i, load(x + i) * load(scales + i));
+        if (cap) cap_logits(x, up, cap);
+        if (logits) memcpy(logits + r * ahead + block.first, x, sizeof(float) * count);
+        for (int i = limit[r] > block.first ? limit[r] - block.first : 0; i < up; i++) x[i] = -INFINITY;
+        for (int i = count; i < up; i++) x[i] = -INFINITY;
+        Floats top = all(best[r]);
+        for (int i = 0; i < up; i += W) top = most(top, load(x + i));
+        const float now = largest(top), base = now == -INFINITY ? 0 : now;
+        const float less = expf(best[r] - base);
+        Floats added = {};
+        for (int i = 0; i < up; i += W) {
+            const Floats weight = exponential(load(x + i) - base);
+            store(x + i, weight);
+            added += weight;
+        }
+        best[r] = now, sum[r] = sum[r] * less + total(added);
+        if (less != 1)
+            for (int d = 0; d < dim; d += W) store(out + r * dim + d, load(out + r * dim + d) * less);
+    }
+    if (V::scaled) {
+        scales = block.value_scales ? block.value_scales : held;
+        if (!block.value_scales)
+            for (int i = 0; i < up; i++) held[i] = V::scale(block.values[i], dim);
+        for (int r = 0; r < T; r++)
+            for (int i = 0; i < up; i += W) {
+                float *const weight = l + r * BLOCK + i;
+                store(weight, load(weight) * load(scales + i));
+            }
+    }
+#if defined(__AVX512VNNI__)
+    if (V::integers && add_integer_values<T>(l, block.values, count, dim, out)) return;
+#endif
+    add_values<V, T>(l, block.values, count, dim, out);
 }
 
 struct Call {
@@ -154,32 +237,45 @@ static void attend_split(const Call &c, int head, int s) {
     const int stop = first + c.split < c.visited ? first + c.split : c.visited;
     const int splits = (c.visited + c.split - 1) / c.split;
     float *part = c.parts + ((long)head * splits + s) * rows * (c.dim + 2);
+    float *bests = part + (long)rows * c.dim, *sums = bests + rows;
     const Run run = {c.k + head * c.key_head, c.v + head * c.value_head, c.key_row, c.value_row,
                      c.index ? c.index + head * c.index_head : nullptr, c.kept, c.start};
     const int last = (c.queries - 1) * c.group;
-    for (int r = 0; r < rows;) {
-        // a tile holds queries that all leave their logits, or none
-        const int until = c.logits && r < last ? last : rows;
-        const int tile = until - r < MOST ? until - r : MOST;
-        int limit[MOST];
-        for (int i = 0; i < tile; i++) limit[i] = c.visited - (c.queries - 1 - (r + i) / c.group);
-        float *logits = c.logits && r >= last ? c.logits + ((long)head * c.group + r - last) * c.ahead : nullptr;
-        const float *q = c.q + ((long)head * rows + r) * c.dim;
-        float *out = part + (long)r * c.dim, *best = part + (long)rows * c.dim + r, *sum = best + rows;
-#define TILE(T) attend_tile<K, V, T>(q, run, first, stop, c.dim, c.cap, limit, out, best, sum, logits, c.ahead)
-        switch (tile) {
+    Decoded<K> keys;
+    Decoded<V> values;
+    memset(part, 0, sizeof(float) * rows * c.dim);
+    for (int r = 0; r < rows; r++) bests[r] = -INFINITY, sums[r] = 0;
+    for (int t = first; t < stop; t += BLOCK) {
+        Block block(run, t, stop);
+        block.key_scales = keys.take(block.keys, block.count, c.dim);
+        block.value_scales = values.take(block.values, block.count, c.dim);
+        for (int r = 0; r < rows;) {
+            // a tile holds queries that all leave their logits, or none
+            const int until = c.logits && r < last ? last : rows;
+            const int tile = until - r < MOST ? until - r : MOST;
+            int limit[MOST];
+            for (int i = 0; i < tile; i++) limit[i] = c.visited - (c.queries - 1 - (r + i) / c.group);
+            float *logits = nullptr;
+            if (c.logits && r >= last) logits = c.logits + ((long)head * c.group + r - last) * c.ahead;
+            const float *q = c.q + ((long)head * rows + r) * c.dim;
+            float *out = part + (long)r * c.dim, *best = bests + r, *sum = sums + r;
+#define ATTEND(T)                                                                 \
+    attend_tile<typename Decoded<K>::Rows, typename Decoded<V>::Rows, T>(          \
+        q, block, c.dim, c.cap, limit, out, best, sum, logits, c.ahead)
+            switch (tile) {
 #if defined(__AVX512F__)
-        case 8: TILE(8); break;
-        case 7: TILE(7); break;
-        case 6: TILE(6); break;
-        case 5: TILE(5); break;
+            case 8: ATTEND(8); break;
+            case 7: ATTEND(7); break;
+            case 6: ATTEND(6); break;
+            case 5: ATTEND(5); break;
 #endif
-        case 4: TILE(4); break;
-        case 3: TILE(3); break;
-        case 2: TILE(2); break;
-        default: TILE(1);
+            case 4: ATTEND(4); break;
+            case 3: ATTEND(3); break;
+            case 2: ATTEND(2); break;
+            default: ATTEND(1);
+            }
+            r += tile;
         }
-        r += tile;
     }
 }
 
@@ -201,7 +297,8 @@ static void merge(const Call &c, int head) {
             const float *one = part + s * size, *best = one + (long)rows * c.dim;
             const float weight = expf(best[r] - base);
             sum += best[rows + r] * weight;
-            for (int d = 0; d < c.dim; d += W) store(out + d, load(out + d) + load(one + (long)r * c.dim + d) * weight);
+            for (int d = 0; d < c.dim; d += W)
+                store(out + d, load(out + d) + load(one + (long)r * c.dim + d) * weight);
         }
         c.lse[(long)head * rows + r] = top + logf(sum);
         for (int d = 0; d < c.dim; d++) out[d] = sum > 0 || sum != sum ? out[d] / sum : 0;
@@ -216,7 +313,8 @@ static void attend(const Call &c) {
     for (int head = 0; head < c.heads; head++) merge(c, head);
 }
 
-// kind: 0 float32, 1 bfloat16, 2 float16, 3 int8 rows. Returns 0, or 1 for a kind that this build lacks.
+// kind: 0 float32, 1 bfloat16, 2 float16, rows of 3 int8, 4 int4, 5 fp8. Returns 0, or 1 for a kind
+// that this build lacks.
 extern "C" int omnikv_attend(const Call *c, int kind) {
     if (kind == 0) attend<Float32, Float32>(*c);
     else if (kind == 1) attend<BFloat16, BFloat16>(*c);
@@ -224,6 +322,10 @@ extern "C" int omnikv_attend(const Call *c, int kind) {
     else if (kind == 2) attend<Float16, Float16>(*c);
 #endif
     else if (kind == 3) attend<Int8, Int8>(*c);
+    else if (kind == 4) attend<Int4Keys, Int4Values>(*c);
+#if defined(__F16C__)
+    else if (kind == 5) attend<Float8, Float8>(*c);
+#endif
     else return 1;
     return 0;
 }

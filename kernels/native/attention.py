@@ -10,8 +10,15 @@ from kernels.native.library import native
 from kernels.rows import is_packed, stored_queries
 from kernels.softmax import PLAIN, Softmax
 
-# kinds of attention.cpp; packed rows of 8 bits are int8
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+# kinds of attention.cpp; of packed rows (kernels/rows.py) the dtype says the form
+KINDS = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.int8: 3,
+    torch.uint8: 4,
+    torch.float8_e4m3fn: 5,
+}
 LANES = 16  # a head's dimensions are whole vectors
 SPLIT = 4096  # rows that one thread takes; sums do not depend on the number of threads
 

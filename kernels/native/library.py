@@ -22,7 +22,7 @@ from pathlib import Path
 from kernels.isa import isa
 
 FOLDER = Path(__file__).parent
-SOURCES = ("attention.cpp", "few_bits.cpp", "prefill.cpp", "product.cpp", "step.cpp")
+SOURCES = ("attention.cpp", "few_bits.cpp", "prefill.cpp", "rows.cpp", "step.cpp")
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = (
     "-std=c++17",
@@ -40,7 +40,7 @@ _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl")))
 # GCC stays at 256 bits unless it is told
 _WIDE = (*_AVX512, "-mprefer-vector-width=512")
-_PAIRS = (*_WIDE, "-mavx512bf16")
+_PAIRS = (*_WIDE, "-mavx512vnni", "-mavx512bf16")
 SETS = {"avx2": _AVX2, "avx512": _WIDE, "avx512_bf16": _PAIRS, "amx": _PAIRS}
 COMPILING = "compiling this CPU's kernels, once: some seconds"
 PATIENCE = 120  # seconds that a compiler may take

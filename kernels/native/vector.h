@@ -12,6 +12,7 @@ constexpr int W = 16;
 #else
 constexpr int W = 8;
 #endif
+#define UNROLL _Pragma("GCC unroll 16")  // arrays of sums then lie in registers
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float Floats __attribute__((vector_size(4 * W), aligned(4), may_alias));
@@ -23,17 +24,26 @@ INLINE Floats load(const float *p) { return *(const Floats *)p; }
 INLINE void store(float *p, Floats x) { *(Floats *)p = x; }
 INLINE Floats most(Floats a, Floats b) { return a > b ? a : b; }
 
+INLINE void fetch(const char *row, int bytes) {
+    for (int at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
+}
+
 // One reader per dtype: elements i .. i+W-1 of a row as floats, and the scale behind a packed row.
 struct Float32 {
     static constexpr int bytes = 4;
-    static constexpr bool scaled = false;
+    static constexpr bool scaled = false, integers = false;
     INLINE Floats read(const char *row, int i) { return load((const float *)row + i); }
     INLINE float scale(const char *, int) { return 1; }
+    INLINE float first(const char *p) {  // wherever it lies
+        float found;
+        memcpy(&found, p, 4);
+        return found;
+    }
 };
 
 struct BFloat16 {
     static constexpr int bytes = 2;
-    static constexpr bool scaled = false;
+    static constexpr bool scaled = false, integers = false;
     INLINE Floats read(const char *row, int i) {
 #if defined(__AVX2__) && !defined(__AVX512F__)  // GCC converts the halves of a vector apart
         return (Floats)((Ints)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(row + 2 * i))) << 16);
@@ -48,7 +58,7 @@ struct BFloat16 {
 #if defined(__F16C__)
 struct Float16 {
     static constexpr int bytes = 2;
-    static constexpr bool scaled = false;
+    static constexpr bool scaled = false, integers = false;
     INLINE Floats read(const char *row, int i) {
 #if defined(__AVX512F__)
         return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(row + 2 * i)));
@@ -63,7 +73,7 @@ struct Float16 {
 // rows of kernels/rows_int8.py: `dim` values and a float32 scale
 struct Int8 {
     static constexpr int bytes = 1;
-    static constexpr bool scaled = true;
+    static constexpr bool scaled = true, integers = true;
     INLINE Floats read(const char *row, int i) {
 #if defined(__AVX512F__)
         const __m128i values = _mm_loadu_si128((const __m128i *)(row + i));
@@ -77,12 +87,30 @@ struct Int8 {
         return found;
 #endif
     }
-    INLINE float scale(const char *row, int dim) {
-        float found;
-        memcpy(&found, row + dim, 4);
-        return found;
-    }
+    INLINE float scale(const char *row, int dim) { return Float32::first(row + dim); }
 };
+
+#if defined(__F16C__)
+// rows of kernels/rows_fp8.py: the bits of a value are those of a float16 of a 256th of it
+struct Float8 {
+    static constexpr int bytes = 1;
+    static constexpr bool scaled = true, integers = false;
+    INLINE Floats read(const char *row, int i) {
+#if defined(__AVX512F__)
+        const __m256i x = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(row + i)));
+        const __m256i size = _mm256_and_si256(_mm256_slli_epi16(x, 7), _mm256_set1_epi16(0x3F80));
+        const __m256i sign = _mm256_and_si256(x, _mm256_set1_epi16((short)0x8000));
+        return (Floats)_mm512_cvtph_ps(_mm256_or_si256(size, sign));
+#else
+        const __m128i x = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)(row + i)));
+        const __m128i size = _mm_and_si128(_mm_slli_epi16(x, 7), _mm_set1_epi16(0x3F80));
+        const __m128i sign = _mm_and_si128(x, _mm_set1_epi16((short)0x8000));
+        return (Floats)_mm256_cvtph_ps(_mm_or_si128(size, sign));
+#endif
+    }
+    INLINE float scale(const char *row, int dim) { return Float32::first(row + dim) * 256; }
+};
+#endif
 
 INLINE float largest(Floats x) {
     float found = x[0];

@@ -11,11 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import rows_int8
 from kernels.dense_decode import decode_dense
 from kernels.native.attention import SPLIT, attend, attends
-from kernels.native.library import missing, torch_only
-from kernels.reference import attend_alone
+from kernels.native.library import missing
 from kernels.sparse_decode import decode_sparse
 from tests.kernel_checks import check_dense, check_sparse, ints
 
@@ -51,25 +49,6 @@ def test_sparse_at_seams(count, tail, group, queries, dtype, per_head):
     check_sparse(
         "cpu", "cpu", [count], [max(tail, queries)], 2, group, queries, 32, dtype, "heads", per_head
     )  # fmt: skip
-
-
-@pytest.mark.parametrize("group, queries", [(1, 1), (3, 1), (4, 3), (8, 8)])
-def test_int8_rows(group, queries):
-    """Against float64 attention over the rows as they were rounded."""
-    k, v = torch.randn(2, 2, SPLIT + 300, 64)
-    k, v = rows_int8.pack_keys(k), rows_int8.pack_values(v)
-    q, n = torch.randn(queries, 2 * group, 64), k.shape[1]
-    found, lse = attend(q, k, v, 0.125)
-    visible = [n - (queries - 1 - j) for j in range(queries)]
-    wide = [rows_int8.values(t).double() * rows_int8.scales(t)[..., None].double() for t in (k, v)]
-    turned = rows_int8.transformed_rows(q).double()
-    expected, logits = attend_alone(turned, *wide, visible, 0.125, True)
-    with torch_only():
-        plain = decode_dense(q[None], k[None], v[None], ints([n], "cpu"), 0.125)[0]
-    error, allowed = (t.double() - expected for t in (found, plain))
-    assert error.abs().max() <= 2 * allowed.abs().max() + 1e-7
-    assert logits is not None
-    assert lse[-1].double().sub(logits[-1].logsumexp(-1)).abs().max() < 2e-6
 
 
 def test_results_do_not_depend_on_threads():
