@@ -24,22 +24,7 @@ from kernels._triton import tl, triton
 from kernels.dependent import dependent, wait_for_last_kernel
 from kernels.native.rows import packs, transform
 from kernels.split import power_of_two
-
-
-def run_length(head_dim: int) -> int:
-    """Count the elements of a half that are mixed with each other: b above. head_dim is even."""
-    half = head_dim // 2
-    return half & -half
-
-
-def row_factor(head_dim: int) -> int:
-    """Return the power of two that transformed rows are divided by: 8 for 64 and for 128."""
-    return 1 << ((2 * run_length(head_dim)).bit_length() - 1) // 2
-
-
-def query_factor(head_dim: int) -> int:
-    """Return the power of two that transformed queries are divided by: 8 for 64, 16 for 128."""
-    return 2 * run_length(head_dim) // row_factor(head_dim)
+from kernels.transform_size import query_factor, row_factor, run_length
 
 
 @functools.lru_cache(maxsize=32)

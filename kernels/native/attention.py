@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from kernels.native.library import native
-from kernels.rows import is_packed, stored_queries
+from kernels.native.rows import stored_queries
 from kernels.softmax import PLAIN, Softmax
 
 # kinds of attention.cpp; of packed rows (kernels/rows.py) the dtype says the form
@@ -88,8 +88,7 @@ def attend(
     kv_heads, rows, _ = k.shape
     group, size = heads // kv_heads, k.element_size()
     visited = kept + rows - start
-    wide = q.float()
-    wide = (stored_queries(wide, k) if is_packed(k) else wide) * scale
+    wide = stored_queries(q.float(), k) * scale
     folded = wide
     if queries > 1:
         folded = wide.view(queries, kv_heads, group, dim).transpose(0, 1)

@@ -9,7 +9,7 @@ import torch
 from kernels.isa import isa
 from kernels.native.attention import KINDS, LANES
 from kernels.native.library import native
-from kernels.rows import is_packed, stored_queries
+from kernels.native.rows import PACKED, stored_queries
 from kernels.softmax import PLAIN, Softmax
 
 
@@ -93,7 +93,7 @@ def attend_prompt(
     queries, heads, dim = q.shape
     kv_heads, rows, _ = k.shape
     dtype = q.dtype
-    if is_packed(k):
+    if k.dtype in PACKED:
         # transformed queries rounded to bfloat16 are a rounding more than the model's own
         q = stored_queries(q.float(), k)
     if q.stride(2) != 1:

@@ -11,9 +11,11 @@ import ctypes
 import torch
 
 from kernels.native.library import native
+from kernels.transform_size import query_factor, run_length
 
 LANES = 16  # rows are whole vectors
 LONGEST = 1024  # elements of a row
+PACKED = (torch.int8, torch.uint8, torch.float8_e4m3fn)  # of such rows: kernels/rows.py
 KINDS = {"int8": 3, "int4_keys": 4, "int4_values": 5, "fp8": 6}
 
 
@@ -62,3 +64,10 @@ def transform(x: torch.Tensor, run: int, factor: int) -> torch.Tensor:
         ctypes.c_void_p(out.data_ptr()),
     )
     return out
+
+
+def stored_queries(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Return float32 queries [.., D] for products with the rows of K as k holds them."""
+    if k.dtype not in PACKED:
+        return q
+    return transform(q, run_length(q.shape[-1]), query_factor(q.shape[-1]))
