@@ -66,8 +66,7 @@ def attend_sequence(
     kv_heads, rows, _ = k.shape
     group, dtype = heads // kv_heads, q.dtype
     if attends(k, v, dim):
-        found, lse = attend(q, k, v, scale, softmax=softmax, parts=partial)
-        return found.to(dtype), lse
+        return attend(q, k, v, scale, softmax=softmax, parts=partial, narrow=True)
     shared = max(0, rows - (queries - 1))
     q = stored_queries(q.float(), k) if is_packed(k) else q
     packed = (
@@ -212,10 +211,12 @@ def attend_scored(
     if held is None or held.numel() < heads * rows:
         held = torch.empty(heads * rows)
     if attends(k, v, dim):
-        found, lse = attend(q, k, v, scale, logits=held, softmax=softmax, parts=partial)
+        found, lse = attend(
+            q, k, v, scale, logits=held, softmax=softmax, parts=partial, narrow=True
+        )
         logits = held[: heads * rows].view(heads, rows)
         head_most(logits, lse if kind == "softmax" else None, scores)
-        return found.to(q.dtype)
+        return found
     packed = (stored_queries(q[0].float(), k) * scale).view(kv_heads, -1, dim)
     parts = _parts(held, packed.shape[:2], rows, size)
     for weights, at in _chunks(parts):

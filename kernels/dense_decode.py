@@ -16,6 +16,7 @@ from kernels.dependent import dependent, wait_for_last_kernel
 from kernels.digits import BINS, count_first_digit, ordered
 from kernels.dispatch import choose
 from kernels.merge import merge, merge_when_last, merging
+from kernels.native.attention import attend_everything, attends
 from kernels.reference import attend_alone, head_max
 from kernels.row_tiles import key_product, load_keys, load_values, scaled_logits, softmax_tile
 from kernels.rows import is_packed, wide_stored_queries
@@ -107,9 +108,11 @@ def decode_dense_cpu(
     With scores, plain products attend for one query, since its logits are needed anyway; else the
     fused kernel does.
     """
+    partial = None if scratch is None else scratch.part
+    if scores is None and attends(k, v, q.shape[3]):
+        return attend_everything(q, k, v, lengths, scale, softmax, partial)
     out = torch.empty_like(q)
     buffers = (None, None) if scratch is None else (scratch.blocks, scratch.logits)
-    parts = None if scratch is None else scratch.part
     for b in range(q.shape[0]):
         n = int(lengths[b])
         rows = k[b, :, :n], v[b, :, :n]
@@ -124,7 +127,7 @@ def decode_dense_cpu(
                 buffers[0],
                 buffers[1],
                 softmax,
-                parts,
+                partial,
             )
             if scores is not None and n
             else None
@@ -132,7 +135,7 @@ def decode_dense_cpu(
         if scored is not None and q.shape[1] == 1:
             out[b] = scored
         else:
-            out[b], _ = attend_sequence(q[b], *rows, scale, buffers[0], softmax, parts)
+            out[b], _ = attend_sequence(q[b], *rows, scale, buffers[0], softmax, partial)
     return out
 
 

@@ -11,7 +11,7 @@ from kernels.cpu import attend_sequence, split_rows, token_rows
 from kernels.dependent import dependent, wait_for_last_kernel
 from kernels.dispatch import choose
 from kernels.merge import merge, merge_when_last, merging
-from kernels.native.attention import attend, attends
+from kernels.native.attention import attend_chosen, attends
 from kernels.reference import attend_alone
 from kernels.row_tiles import key_product, load_keys, load_values, scaled_logits, softmax_tile
 from kernels.rows import is_packed, wide_stored_queries
@@ -127,17 +127,14 @@ def decode_sparse_cpu(
     gathers whole rows (`token_rows`), any other layout a row per kv head. Nothing is gathered where
     nothing was chosen.
     """
+    if attends(k, v, q.shape[3]):
+        parts = None if scratch is None else scratch.part
+        return attend_chosen(q, k, v, index, counts, tail_start, lengths, scale, softmax, parts)
     out, batch = torch.empty_like(q), len(q)
     kv_heads = k.shape[1]
     width = kv_heads * (k.shape[3] + v.shape[3])
     for b in range(batch):
         kept, start, n = int(counts[b]), int(tail_start[b]), int(lengths[b])
-        if kept and attends(k, v, q.shape[3]):
-            seen, parts = (k[b, :, :n], v[b, :, :n]), None if scratch is None else scratch.part
-            out[b], _ = attend(
-                q[b], *seen, scale, index[b], kept, start, softmax=softmax, parts=parts
-            )
-            continue
         blocks = None if scratch is None else scratch.blocks
         if not kept:
             # the tail alone is one run of rows, as in a sliding window: read in place

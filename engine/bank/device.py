@@ -135,7 +135,7 @@ class DeviceBank(Bank):
         held = self._layers[layer]
         assert held is not None, f"layer {layer} is not on the device"
         k, v = held.k, held.v
-        return (k, v) if stop is None else (k[:, :, :stop], v[:, :, :stop])
+        return (k, v) if stop in (None, k.shape[2]) else (k[:, :, :stop], v[:, :, :stop])
 
     def blocks(
         self, layer: int, start: int, stop: int, size: int | None = None, ahead: bool = True

@@ -20,6 +20,8 @@ from engine.model.halves import PlainHalves, shares
 from engine.model.llama import normed_heads
 from engine.model.rope import apply_rope
 from kernels.linear import Linear
+from kernels.linear_quantised import QuantisedLinear
+from kernels.native.few_bits import product as multiply_few_bits
 from kernels.native.library import native
 from kernels.native.step import normalize_rows, rotate_store
 
@@ -131,6 +133,9 @@ def _product(
         return product(x, norm, eps, residual, gated, wide)
     if norm is not None:
         x = normalize_rows(x, norm, eps)
+    if isinstance(matrix, QuantisedLinear) and matrix.panels is not None:
+        x, kept = matrix.ordered(x).contiguous(), torch.float32 if wide else None
+        return multiply_few_bits(x, matrix.panels, matrix.bias, residual, gated, kept)
     y = matrix(x)
     if gated:
         gate, up = y.chunk(2, dim=-1)

@@ -354,3 +354,39 @@ extern "C" void omnikv_head_most(const float *logits, const float *lse, int head
         }
     }
 }
+
+#include "rounding.h"
+#include "scratch.h"
+
+// q and out as a step has them, [queries][heads * group][dim] of a float kind.
+template <class K>
+static int attend_heads(const Call &given, int kind, const char *q, char *out, float scale) {
+    static thread_local Scratch scratch;
+    const int rows = given.queries * given.group;
+    const long total = (long)given.heads * rows * given.dim;
+    float *folded = (float *)scratch.get(2 * sizeof(float) * total);
+    Call c = given;
+    c.q = folded, c.out = folded + total;
+    for (int pass = 0; pass < 2; pass++) {
+        if (pass && omnikv_attend(&c, kind)) return 1;
+        long at = 0;  // in q and out
+        for (int j = 0; j < c.queries; j++)
+            for (int h = 0; h < c.heads * c.group; h++) {
+                const long row = (long)(h / c.group * rows + j * c.group + h % c.group) * c.dim;
+                for (int d = 0; d < c.dim; d += W, at += W)
+                    if (pass) write_some<K>(out, at, W, load(c.out + row + d));
+                    else store(folded + row + d, read_some<K>(q, at, W) * scale);
+            }
+    }
+    return 0;
+}
+
+// As omnikv_attend, of q times scale in its own dtype and order; out alike.
+extern "C" int omnikv_attend_heads(const Call *c, int kind, const char *q, char *out, int q_kind, float scale) {
+    if (q_kind == 0) return attend_heads<Float32>(*c, kind, q, out, scale);
+    if (q_kind == 1) return attend_heads<BFloat16>(*c, kind, q, out, scale);
+#if defined(__F16C__)
+    if (q_kind == 2) return attend_heads<Float16>(*c, kind, q, out, scale);
+#endif
+    return 1;
+}

@@ -19,6 +19,7 @@ KINDS = {
     torch.uint8: 4,
     torch.float8_e4m3fn: 5,
 }
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 LANES = 16  # a head's dimensions are whole vectors
 SPLIT = 4096  # rows that one thread takes; sums do not depend on the number of threads
 
@@ -72,6 +73,8 @@ def attend(
     logits: torch.Tensor | None = None,
     softmax: Softmax = PLAIN,
     parts: torch.Tensor | None = None,
+    narrow: bool = False,
+    stop: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with Q <= 8 new queries to `kept` rows of an index and then to the rows from `start`.
 
@@ -79,21 +82,22 @@ def attend(
     int32 [1 or Hkv, >= kept], ascending, or None with kept = 0. Query j sees Q-1-j rows fewer than
     the last. logits: float32 of at least H * visited elements, or None: takes the scaled and capped
     logits of the last query, [H, visited]. parts: float32 of at least `part_floats` elements, or
-    None, which allocates. Returns (out [Q, H, D], lse [Q, H]), float32, both with
-    the sinks; a query that sees nothing gets 0 and -inf.
+    None, which allocates. stop: rows that there are, all by default. Returns (out [Q, H, D], lse
+    [Q, H]), float32, both with the sinks; a query that sees nothing gets 0 and -inf. narrow: out is
+    rounded to q's dtype.
     """
     library = native()
     assert library is not None
     queries, heads, dim = q.shape
-    kv_heads, rows, _ = k.shape
+    kv_heads, rows = len(k), k.shape[1] if stop is None else stop
     group, size = heads // kv_heads, k.element_size()
     visited = kept + rows - start
-    wide = stored_queries(q.float(), k) * scale
-    folded = wide
-    if queries > 1:
-        folded = wide.view(queries, kv_heads, group, dim).transpose(0, 1)
-    folded = folded.contiguous()
-    out = torch.empty(kv_heads, queries * group, dim)
+    # else something happens to q before or to the result after, in float32
+    alike = narrow and softmax.sinks is None and k.dtype in FLOATS and q.is_contiguous()
+    if alike:
+        folded, out = q, torch.empty_like(q)
+    else:
+        folded, out = _folded(q, k, scale), torch.empty(kv_heads, queries * group, dim)
     lse = torch.empty(kv_heads, queries * group)
     needed = part_floats(kv_heads, queries * group, dim, visited)
     if parts is None or parts.numel() < needed:
@@ -108,12 +112,70 @@ def attend(
         kv_heads, queries, group, dim, kept, start, visited, SPLIT, torch.get_num_threads(),
         softmax.cap,
     )  # fmt: skip
+    if alike:
+        pointers = ctypes.c_void_p(q.data_ptr()), ctypes.c_void_p(out.data_ptr())
+        given = KINDS[k.dtype], *pointers, KINDS[q.dtype], ctypes.c_float(scale)
+        library.omnikv_attend_heads(ctypes.byref(call), *given)
+        return out, _of_queries(lse[..., None], queries)[..., 0]
     library.omnikv_attend(ctypes.byref(call), KINDS[k.dtype])
-    if queries == 1:
-        return softmax.sunk(out.view(1, heads, dim), lse.view(1, heads))
-    out = out.view(kv_heads, queries, group, dim).transpose(0, 1).reshape(queries, heads, dim)
-    lse = lse.view(kv_heads, queries, group).transpose(0, 1).reshape(queries, heads)
-    return softmax.sunk(out, lse)
+    out = _of_queries(out, queries)
+    out, lse = softmax.sunk(out, _of_queries(lse[..., None], queries)[..., 0])
+    return out.to(q.dtype) if narrow else out, lse
+
+
+def _of_queries(found: torch.Tensor, queries: int) -> torch.Tensor:
+    """[Hkv, Q * group, D] as [Q, H, D]."""
+    if queries > 1:
+        found = found.unflatten(1, (queries, -1)).transpose(0, 1)
+    return found.reshape(queries, -1, found.shape[-1])
+
+
+def _folded(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+    """Queries [Q, H, D] as the kernel takes them: float32 [Hkv, Q * group, D], scaled."""
+    queries, heads, dim = q.shape
+    wide = stored_queries(q.float(), k) * scale
+    if queries > 1:
+        wide = wide.view(queries, len(k), heads // len(k), dim).transpose(0, 1)
+    return wide.contiguous()
+
+
+def attend_everything(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    softmax: Softmax = PLAIN,
+    parts: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`decode_dense` (kernels/dense_decode.py) without scores, arguments as there."""
+    found = [
+        attend(q[b], k[b], v[b], scale, softmax=softmax, parts=parts, narrow=True, stop=n)[0]
+        for b, n in enumerate(lengths.tolist())
+    ]
+    return found[0][None] if len(found) == 1 else torch.stack(found)
+
+
+def attend_chosen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    index: torch.Tensor,
+    counts: torch.Tensor,
+    tail_start: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    softmax: Softmax = PLAIN,
+    parts: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`decode_sparse` (kernels/sparse_decode.py), arguments as there: chosen rows are read where
+    they lie.
+    """
+    found, sizes = [], zip(counts.tolist(), tail_start.tolist(), lengths.tolist())
+    for b, (kept, start, n) in enumerate(sizes):
+        some = q[b], k[b], v[b], scale, index[b] if kept else None, kept, start
+        found.append(attend(*some, softmax=softmax, parts=parts, narrow=True, stop=n)[0])
+    return found[0][None] if len(found) == 1 else torch.stack(found)
 
 
 def head_most(logits: torch.Tensor, lse: torch.Tensor | None, scores: torch.Tensor) -> None:

@@ -1,8 +1,7 @@
 // Products of a decode step: 1 to 8 rows times a weight of floats, with the norm before it and what
 // follows it (bias, SwiGLU, residual). Each weight is read once, as it is stored; sums are float32.
-#include <stdlib.h>
-
 #include "norm.h"
+#include "scratch.h"
 
 constexpr int MOST = 8;         // rows that a block of outputs is multiplied by at a time
 constexpr int AHEAD = 4096;     // bytes between the weights that are read and those that are fetched
@@ -50,24 +49,6 @@ struct Call {
     float eps;
     int rows, gated, wide, threads;  // wide: out is float32
 };
-
-namespace {
-
-// Memory of a thread that outlives a call.
-struct Scratch {
-    void *at = nullptr;
-    size_t size = 0;
-    ~Scratch() { free(at); }
-    void *get(size_t needed) {
-        if (needed > size) {
-            free(at);
-            at = aligned_alloc(64, size = (needed + 4095) / 4096 * 4096);
-        }
-        return at;
-    }
-};
-
-}  // namespace
 
 // x as products read it, rows `ahead` elements apart, normed where asked for; 0 behind `inputs` and in
 // rows up to a multiple of MOST: 3 rows are multiplied as 4, and 5 to 7 as 8.
