@@ -10,6 +10,7 @@ from kernels._triton import tl, triton
 from kernels.dependent import dependent, wait_for_last_kernel
 from kernels.digits import count_first_digit, ordered
 from kernels.dispatch import choose
+from kernels.native import topk as native
 from kernels.scratch import SELECT_PROGRAMS, Scratch, make_scratch
 from kernels.split import power_of_two
 
@@ -76,12 +77,15 @@ def select_topk_cpu(
     counts: torch.Tensor,
     scratch: Scratch | None = None,
 ) -> None:
-    """`select_topk` on CPU tensors, same arguments.
+    """`select_topk` on CPU tensors, same arguments: by the C++ kernel where there is one.
 
-    Takes one score more than asked for, to see whether the last place is contested. If the smallest
+    Else takes one score more than asked for, to see whether the last place is contested. If the smallest
     of the k + 1 is alone, the others are the answer. If not, the lowest indices among its equals
     fill the last places (softmaxed scores underflow to many zeros).
     """
+    if native.selects(scores, out):
+        native.select(scores, lo, hi, k, out, counts)
+        return
     out.fill_(-1)
     for b in range(scores.shape[0]):
         first = int(lo[b])

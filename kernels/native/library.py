@@ -22,7 +22,15 @@ from pathlib import Path
 from kernels.isa import isa
 
 FOLDER = Path(__file__).parent
-SOURCES = ("attention.cpp", "few_bits.cpp", "prefill.cpp", "product.cpp", "rows.cpp", "step.cpp")
+SOURCES = (
+    "attention.cpp",
+    "few_bits.cpp",
+    "prefill.cpp",
+    "product.cpp",
+    "rows.cpp",
+    "step.cpp",
+    "topk.cpp",
+)
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = (
     "-std=c++17",

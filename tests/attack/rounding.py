@@ -1,4 +1,4 @@
-"""Rounding of an int8 bank that gives equal rows for rows which differ by rounding only.
+"""Rounding of a packed bank that gives equal rows for rows which differ by rounding only.
 
 How a prompt was cut decides the last bits of its rows of K and V, and a value that lies half-way
 then falls to either side: a step of the scale, which moves logits by up to 0.08. Within a random
@@ -11,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
+from unittest import mock
 
 import numpy as np
 import torch
 
-import kernels.rows_int8
+from kernels.rows import FORMS, Rows
 
 # largest difference of two rows' elements that counts as rounding: sessions that hold the same
 # differ by 1e-5, and a step of the scale is 1e-2 or more
@@ -26,20 +27,23 @@ STRIDES = np.array([1, 2**21, 2**42])  # make one number of a cell's coordinates
 
 
 class Rounding:
-    """pack: what stands in for kernels.rows_int8.pack. known: rows it has seen, each with what it
-    was packed to. shared: rows packed as an earlier one from which they differ.
+    """pack: what stands in for `exact`, a side's of kernels/rows.py. known: rows it has seen, each
+    with what it was packed to. shared: rows packed as an earlier one from which they differ.
     """
 
-    def __init__(self) -> None:
-        self.exact = kernels.rows_int8.pack
+    def __init__(self, exact: Rows) -> None:
+        self.exact = exact
         self.known: list[tuple[np.ndarray, np.ndarray]] = []
         self.cells: dict[int, list[int]] = {}  # numbers of the rows in and next to a cell
         self.shared = 0
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
-        """Round rows [.., D] to int8 [.., D + 4], those next to a row packed before as that row."""
+        """Round rows [.., D] to packed rows, those next to a row packed before as that row."""
         packed = self.exact(x)
-        rows, out = x.float().flatten(0, -2).numpy(), packed.flatten(0, -2).numpy()
+        rows, out = (
+            x.float().flatten(0, -2).numpy(),
+            packed.view(torch.uint8).flatten(0, -2).numpy(),
+        )
         generator = np.random.default_rng(rows.shape[1])
         axes = generator.standard_normal((rows.shape[1], AXES))
         # of an axis of length 1 neighbours differ by no more than their elements do
@@ -74,11 +78,14 @@ class Rounding:
 
 
 @contextlib.contextmanager
-def one_rounding() -> Iterator[Rounding]:
-    """Let every bank round by one new Rounding inside."""
-    rounding = Rounding()
-    kernels.rows_int8.pack = rounding.pack
-    try:
-        yield rounding
-    finally:
-        kernels.rows_int8.pack = rounding.exact
+def one_rounding() -> Iterator[list[Rounding]]:
+    """Let every bank round by new Roundings inside: one for K and one for V of every form."""
+    made, changed = [], {}
+    for dtype, form in FORMS.items():
+        keys, values = Rounding(form.keys.pack), Rounding(form.values.pack)
+        made += [keys, values]
+        changed[dtype] = form._replace(
+            keys=form.keys._replace(pack=keys.pack), values=form.values._replace(pack=values.pack)
+        )
+    with mock.patch.dict(FORMS, changed):
+        yield made

@@ -15,7 +15,7 @@ from tests.attack.answers import VOCAB, Answers, Broken, Wrong
 from tests.attack.interrupt import PLACES, Interrupt, interrupted_after
 from tests.attack.model import Model, Under, differences, windows
 from tests.attack.rounding import one_rounding
-from tests.builders import tiny_llm
+from tests.builders import session_config, tiny_llm
 from tests.engine.methods.method_table import TABLE
 
 CAPACITY = 384
@@ -93,7 +93,9 @@ def llm_of(chunk: int, bank: str) -> LLM:
     """The LLM of this chunk size and form of rows, made once."""
     if (chunk, bank) not in LLMS:
         settings = dict(chunk=chunk, bank=bank, max_context=CAPACITY, threads=1)
-        LLMS[chunk, bank] = tiny_llm(Full(), **settings)
+        # heads that rows of 4 bits can have
+        config = session_config(head_dim=32) if bank == "int4" else None
+        LLMS[chunk, bank] = tiny_llm(Full(), config, **settings)
     return LLMS[chunk, bank]
 
 
@@ -113,7 +115,7 @@ class Sequence(Answers):
         self.oracle_offload = rng.choice(["device", "host"])
         self.backend = rng.choice(["auto", "auto", "reference"])
         under = pick(rng)
-        self.bank = rng.choice(["auto", "auto", "int8"])
+        self.bank = rng.choice(["auto", "auto", "auto", "int8", "int8", "int4", "fp8"])
         self.llm = llm_of(chunk, self.bank)
         session = self.llm.session(under.method, offload=self.offload)
         if self.backend != "auto":

@@ -10,7 +10,7 @@ import re
 import pytest
 import torch
 
-import kernels.rows_int8
+from kernels.rows import FORMS
 from tests.attack.__main__ import failure, report
 from tests.attack.planted import BUGS
 from tests.attack.rounding import one_rounding
@@ -31,17 +31,23 @@ def test_sequences(group):
     assert counts.checks >= EACH and counts.interrupts
 
 
-def test_rows_that_differ_by_rounding_are_packed_alike_and_others_as_ever():
+@pytest.mark.parametrize("dtype", FORMS, ids=lambda dtype: FORMS[dtype].name)
+def test_rows_that_differ_by_rounding_are_packed_alike_and_others_as_ever(dtype):
     generator = torch.Generator().manual_seed(0)
-    rows, noise = (torch.randn(2, 400, 16, generator=generator) for _ in range(2))
-    exact = kernels.rows_int8.pack
+    rows, noise = (torch.randn(2, 400, 32, generator=generator) for _ in range(2))
+    exact = FORMS[dtype].values.pack
     near, far = rows + 1e-5 * noise, rows + 1e-2 * noise
-    with one_rounding() as rounding:
-        assert torch.equal(kernels.rows_int8.pack(rows), exact(rows))
-        assert torch.equal(kernels.rows_int8.pack(near), exact(rows))
-        assert torch.equal(kernels.rows_int8.pack(far), exact(far))
-    assert rounding.shared and not torch.equal(exact(near), exact(rows))
-    assert kernels.rows_int8.pack is exact
+
+    def same(one, other):
+        return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+    with one_rounding() as roundings:
+        pack = FORMS[dtype].values.pack
+        assert same(pack(rows), exact(rows))
+        assert same(pack(near), exact(rows))
+        assert same(pack(far), exact(far))
+    assert any(rounding.shared for rounding in roundings) and not same(exact(near), exact(rows))
+    assert FORMS[dtype].values.pack is exact
 
 
 def test_every_planted_bug_has_its_place():

@@ -1,0 +1,109 @@
+// The k largest of many scores, ascending by index: the lower index of equal scores, NaN lowest.
+// Three digits of the scores' bits are counted, of 11, 11 and 10 bits, each among the scores that
+// share the digits before; a last pass writes indices. Nothing is copied or sorted.
+#include "vector.h"
+
+// Ordered as the floats are: -0 is 0, NaN is minus infinity.
+INLINE Ints ordered(Floats x) {
+    const Ints bits = (Ints)(x == x ? x + 0.f : all(-INFINITY));
+    return bits ^ (bits >> 31 & 0x7FFFFFFF);
+}
+
+INLINE uint32_t lanes(Ints mask) {  // one bit for each lane of -1
+#if defined(__AVX512F__)
+    return _mm512_movepi32_mask((__m512i)mask);
+#elif defined(__AVX2__)
+    return _mm256_movemask_ps((__m256)mask);
+#else
+    uint32_t found = 0;
+    for (int i = 0; i < W; i++) found |= (uint32_t)(mask[i] != 0) << i;
+    return found;
+#endif
+}
+
+constexpr int BINS = 2048, COPIES = 4;  // copies: equal digits in turn need not wait for each other
+
+struct Scores {
+    const float *of;
+    int count;
+    // Keys of a vector from i on; behind the last score they are of no matter.
+    Ints keys(int i, uint32_t &valid) const {
+        valid = (1u << W) - 1;
+        if (i + W <= count) return ordered(load(of + i));
+        float rest[W] = {};
+        memcpy(rest, of + i, sizeof(float) * (count - i));
+        valid = (1u << (count - i)) - 1;
+        return ordered(load(rest));
+    }
+};
+
+// Counts digit (key >> shift) % size of the keys whose bits from `above` on are those of `prefix`;
+// above 32: of all keys.
+static void count_digit(const Scores &scores, int above, int32_t prefix, int shift, int size,
+                        int32_t (*bins)[BINS]) {
+    memset(bins, 0, sizeof(int32_t) * COPIES * BINS);
+    for (int i = 0; i < scores.count; i += W) {
+        uint32_t wanted;
+        const Ints keys = scores.keys(i, wanted);
+        // as numbers without a sign, whose digits are in their order
+        const Ints digits = (keys ^ INT32_MIN) >> shift & (size - 1);
+        if (above < 32) wanted &= lanes((keys >> above) == prefix);
+        alignas(64) int32_t held[W];
+        memcpy(held, &digits, sizeof held);
+        if (wanted == (1u << W) - 1)
+            for (int j = 0; j < W; j++) bins[j % COPIES][held[j]]++;
+        else
+            for (; wanted; wanted &= wanted - 1) bins[0][held[__builtin_ctz(wanted)]]++;
+    }
+}
+
+// The digit in which the `missing`-th largest lies; missing becomes its rank among that digit's.
+static int crossing(const int32_t (*bins)[BINS], int size, int &missing) {
+    for (int digit = size - 1;; digit--) {
+        int found = 0;
+        for (int copy = 0; copy < COPIES; copy++) found += bins[copy][digit];
+        if (found >= missing || !digit) return digit;
+        missing -= found;
+    }
+}
+
+static void select(const Scores &scores, int kept, int first, int32_t *out) {
+    int32_t bins[COPIES][BINS];
+    int missing = kept;
+    count_digit(scores, 32, 0, 21, BINS, bins);
+    uint32_t key = crossing(bins, BINS, missing);
+    count_digit(scores, 21, (int32_t)(key << 21 ^ 0x80000000u) >> 21, 10, BINS, bins);
+    key = key << 11 | crossing(bins, BINS, missing);
+    count_digit(scores, 10, (int32_t)(key << 10 ^ 0x80000000u) >> 10, 0, 1024, bins);
+    key = key << 10 | crossing(bins, 1024, missing);
+    const int32_t floor = (int32_t)(key ^ 0x80000000u);  // the last place's; `missing` of its equals
+    for (int i = 0; i < scores.count; i += W) {
+        uint32_t valid;
+        const Ints keys = scores.keys(i, valid);
+        const uint32_t above = lanes(keys > floor) & valid;
+        uint32_t chosen = lanes(keys >= floor) & valid;
+        for (; chosen; chosen &= chosen - 1) {
+            const int j = __builtin_ctz(chosen);
+            if (!(above >> j & 1) && missing-- <= 0) continue;
+            *out++ = first + i + j;
+        }
+    }
+}
+
+// kernels/topk.py: select_topk of rows of `columns` scores, `stride` floats apart.
+extern "C" void omnikv_topk(const float *scores, long stride, int rows, int columns, const int32_t *lo,
+                            const int32_t *hi, const int32_t *k, int32_t *out, int room, int32_t *counts) {
+    for (int b = 0; b < rows; b++) {
+        const int first = lo[b] > 0 ? lo[b] : 0, stop = hi[b] < columns ? hi[b] : columns;
+        const int count = stop > first ? stop - first : 0;
+        int kept = k[b] < count ? k[b] : count;
+        kept = kept < 0 ? 0 : kept > room ? room : kept;
+        int32_t *const to = out + (long)b * room;
+        if (kept == count)
+            for (int i = 0; i < kept; i++) to[i] = first + i;
+        else if (kept)
+            select({scores + b * stride + first, count}, kept, first, to);
+        for (int i = kept; i < room; i++) to[i] = -1;
+        counts[b] = kept;
+    }
+}
