@@ -79,9 +79,9 @@ def select_topk_cpu(
 ) -> None:
     """`select_topk` on CPU tensors, same arguments: by the C++ kernel where there is one.
 
-    Else takes one score more than asked for, to see whether the last place is contested. If the smallest
-    of the k + 1 is alone, the others are the answer. If not, the lowest indices among its equals
-    fill the last places (softmaxed scores underflow to many zeros).
+    Else takes one score more than asked for, to see whether the last place is contested. If the
+    smallest of the k + 1 is alone, the others are the answer. If not, the lowest indices among its
+    equals fill the last places (softmaxed scores underflow to many zeros).
     """
     if native.selects(scores, out):
         native.select(scores, lo, hi, k, out, counts)
