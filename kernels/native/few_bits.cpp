@@ -9,7 +9,7 @@
 constexpr int LANES = 16, VECTORS = LANES / W;
 constexpr int AHEAD = 8192;  // bytes between the word that is read and the one that is fetched
 constexpr int SCALES_AHEAD = 1024;
-constexpr int FEW = 4;  // rows that share a panel's floats
+constexpr int FEW = W == 16 ? 8 : 4;  // rows that share a panel's floats
 
 struct Product {
     const void *x;                 // [rows][inputs]
@@ -127,7 +127,8 @@ static void prepare(const Product &p, int row, int padded, float *x, float *sums
     for (int c = 0; c < padded; c += W) store(x + c, some_as(p.kind, p.x, from + c, p.inputs - c));
     for (int c = 0, f = 0; c < padded; c += p.fold, f++) {
         double sum = 0;
-        for (int i = c; i < c + p.fold && i < padded; i++) sum += x[i];
+        if (p.zero || p.offsets)  // otherwise they are multiplied by nothing
+            for (int i = c; i < c + p.fold && i < padded; i++) sum += x[i];
         sums[f] = (float)sum;
     }
 }
@@ -200,11 +201,12 @@ static void few_rows(const Product &p) {
                 float *at = p.scratch + (row + r < p.rows ? row + r : row) * ahead;
                 x[r] = at, sums[r] = at + padded, out[r] = at + padded + folds + (long)panel * LANES;
             }
-            const int left = p.rows - row;
-            if (left >= 4) multiply_panel<BITS, S, 4>(p, panel, x, sums, out);
-            else if (left == 3) multiply_panel<BITS, S, 3>(p, panel, x, sums, out);
+            const int left = p.rows - row;  // those that are not there are the first one again
+            if (left == 1) multiply_panel<BITS, S, 1>(p, panel, x, sums, out);
             else if (left == 2) multiply_panel<BITS, S, 2>(p, panel, x, sums, out);
-            else multiply_panel<BITS, S, 1>(p, panel, x, sums, out);
+            else if (left <= 4 || FEW == 4) multiply_panel<BITS, S, 4>(p, panel, x, sums, out);
+            else if (left <= 6) multiply_panel<BITS, S, FEW == 4 ? 4 : 6>(p, panel, x, sums, out);
+            else multiply_panel<BITS, S, FEW>(p, panel, x, sums, out);
         }
     for (int row = 0; row < p.rows; row++) {
         const float *sums = p.scratch + row * ahead + padded + folds;
