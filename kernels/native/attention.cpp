@@ -2,6 +2,7 @@
 // those of an index, and may leave their logits. Softmax and sums are float32.
 #include "int4.h"
 #include "int8.h"
+#include "pairs.h"
 
 constexpr int BLOCK = 256;  // rows whose logits are held at a time: 4 queries of them are 4 KB
 #if defined(__AVX512F__)
@@ -91,6 +92,16 @@ INLINE bool add_integer_values(const float *l, const char *const *rows, int coun
 }
 #endif
 
+#if defined(__AVX512BF16__)
+template <int T>
+INLINE bool pair_logits_of(const float *q, const char *const *rows, int count, int dim, float *l) {
+    alignas(64) uint16_t narrow[T * WIDEST];
+    if (dim % 32 || dim > WIDEST || !narrowed<T>(q, dim, narrow)) return false;
+    pair_logits<T>(narrow, rows, AHEAD, count, dim, l, BLOCK);
+    return true;
+}
+#endif
+
 struct Run {  // rows of one sequence and one K/V head: `kept` of an index, then from `start` on
     const char *k, *v;
     long key_stride, value_stride;  // bytes
@@ -165,12 +176,15 @@ INLINE void cap_logits(float *x, int count, float cap) {
 // sum so far, not divided, best and sum [T] the largest logit and the sum of weights. logits
 // [T][ahead] or NULL takes logits of all rows.
 template <class K, class V, int T>
-static void attend_tile(const float *q, const Block &block, int dim, float cap, const int *limit,
+static void attend_tile(const float *q, const Block &block, int dim, float scale, float cap, const int *limit,
                         float *out, float *best, float *sum, float *logits, long ahead) {
     alignas(64) float l[T * BLOCK];
     const int count = block.count, up = (count + W - 1) / W * W;
 #if defined(__AVX512VNNI__)
     if (!K::integers || !integer_logits_of<T>(q, block.keys, block.values, count, dim, l))
+#endif
+#if defined(__AVX512BF16__)
+    if (!K::pairs || !pair_logits_of<T>(q, block.keys, count, dim, l))
 #endif
         logits_of<K, T>(q, block.keys, count, dim, l);
     alignas(64) float held[BLOCK];
@@ -181,8 +195,8 @@ static void attend_tile(const float *q, const Block &block, int dim, float cap, 
     }
     for (int r = 0; r < T; r++) {
         float *x = l + r * BLOCK;
-        if (K::scaled)
-            for (int i = 0; i < up; i += W) store(x + i, load(x + i) * load(scales + i));
+        for (int i = 0; i < up; i += W)
+            store(x + i, load(x + i) * (K::scaled ? load(scales + i) * scale : all(scale)));
         if (cap) cap_logits(x, up, cap);
         if (logits) memcpy(logits + r * ahead + block.first, x, sizeof(float) * count);
         for (int i = limit[r] > block.first ? limit[r] - block.first : 0; i < up; i++) x[i] = -INFINITY;
@@ -214,11 +228,14 @@ static void attend_tile(const float *q, const Block &block, int dim, float cap, 
 #if defined(__AVX512VNNI__)
     if (V::integers && add_integer_values<T>(l, block.values, count, dim, out)) return;
 #endif
+#if defined(__AVX512BF16__)
+    if (V::pairs && dim % 32 == 0) return add_pair_values<T, BLOCK>(l, block.values, AHEAD, count, dim, out);
+#endif
     add_values<V, T>(l, block.values, count, dim, out);
 }
 
 struct Call {
-    const float *q;  // [heads][queries * group][dim], scaled
+    const float *q;  // [heads][queries * group][dim]
     const char *k, *v;
     long key_head, key_row, value_head, value_row;  // strides in bytes
     const int32_t *index;                           // or NULL
@@ -228,6 +245,7 @@ struct Call {
     float *logits;                                  // [heads][group][ahead], of the last query, or NULL
     long ahead;
     int heads, queries, group, dim, kept, start, visited, split, threads;
+    float scale;  // of logits
     float cap;  // logits become cap * tanh(logits / cap); 0: they stay
 };
 
@@ -252,7 +270,8 @@ static void attend_split(const Call &c, int head, int s) {
         for (int r = 0; r < rows;) {
             // a tile holds queries that all leave their logits, or none
             const int until = c.logits && r < last ? last : rows;
-            const int tile = until - r < MOST ? until - r : MOST;
+            // five to seven are left to four and the rest: each count takes a second to compile
+            const int left = until - r, tile = left >= MOST ? MOST : left > 4 ? 4 : left;
             int limit[MOST];
             for (int i = 0; i < tile; i++) limit[i] = c.visited - (c.queries - 1 - (r + i) / c.group);
             float *logits = nullptr;
@@ -261,13 +280,10 @@ static void attend_split(const Call &c, int head, int s) {
             float *out = part + (long)r * c.dim, *best = bests + r, *sum = sums + r;
 #define ATTEND(T)                                                                 \
     attend_tile<typename Decoded<K>::Rows, typename Decoded<V>::Rows, T>(          \
-        q, block, c.dim, c.cap, limit, out, best, sum, logits, c.ahead)
+        q, block, c.dim, c.scale, c.cap, limit, out, best, sum, logits, c.ahead)
             switch (tile) {
 #if defined(__AVX512F__)
             case 8: ATTEND(8); break;
-            case 7: ATTEND(7); break;
-            case 6: ATTEND(6); break;
-            case 5: ATTEND(5); break;
 #endif
             case 4: ATTEND(4); break;
             case 3: ATTEND(3); break;
@@ -360,7 +376,7 @@ extern "C" void omnikv_head_most(const float *logits, const float *lse, int head
 
 // q and out as a step has them, [queries][heads * group][dim] of a float kind.
 template <class K>
-static int attend_heads(const Call &given, int kind, const char *q, char *out, float scale) {
+static int attend_heads(const Call &given, int kind, const char *q, char *out) {
     static thread_local Scratch scratch;
     const int rows = given.queries * given.group;
     const long total = (long)given.heads * rows * given.dim;
@@ -375,18 +391,18 @@ static int attend_heads(const Call &given, int kind, const char *q, char *out, f
                 const long row = (long)(h / c.group * rows + j * c.group + h % c.group) * c.dim;
                 for (int d = 0; d < c.dim; d += W, at += W)
                     if (pass) write_some<K>(out, at, W, load(c.out + row + d));
-                    else store(folded + row + d, read_some<K>(q, at, W) * scale);
+                    else store(folded + row + d, read_some<K>(q, at, W));
             }
     }
     return 0;
 }
 
-// As omnikv_attend, of q times scale in its own dtype and order; out alike.
-extern "C" int omnikv_attend_heads(const Call *c, int kind, const char *q, char *out, int q_kind, float scale) {
-    if (q_kind == 0) return attend_heads<Float32>(*c, kind, q, out, scale);
-    if (q_kind == 1) return attend_heads<BFloat16>(*c, kind, q, out, scale);
+// As omnikv_attend, of q in its own dtype and order; out alike.
+extern "C" int omnikv_attend_heads(const Call *c, int kind, const char *q, char *out, int q_kind) {
+    if (q_kind == 0) return attend_heads<Float32>(*c, kind, q, out);
+    if (q_kind == 1) return attend_heads<BFloat16>(*c, kind, q, out);
 #if defined(__F16C__)
-    if (q_kind == 2) return attend_heads<Float16>(*c, kind, q, out, scale);
+    if (q_kind == 2) return attend_heads<Float16>(*c, kind, q, out);
 #endif
     return 1;
 }

@@ -48,7 +48,7 @@ class _Call(ctypes.Structure):
                 "threads",
             )  # fmt: skip
         ),
-        ("cap", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("scale", "cap")),
     ]
 
 
@@ -97,7 +97,7 @@ def attend(
     if alike:
         folded, out = q, torch.empty_like(q)
     else:
-        folded, out = _folded(q, k, scale), torch.empty(kv_heads, queries * group, dim)
+        folded, out = _folded(q, k), torch.empty(kv_heads, queries * group, dim)
     lse = torch.empty(kv_heads, queries * group)
     needed = part_floats(kv_heads, queries * group, dim, visited)
     if parts is None or parts.numel() < needed:
@@ -110,11 +110,11 @@ def attend(
         out.data_ptr(), lse.data_ptr(), parts.data_ptr(),
         None if logits is None else logits.data_ptr(), visited,
         kv_heads, queries, group, dim, kept, start, visited, SPLIT, torch.get_num_threads(),
-        softmax.cap,
+        scale, softmax.cap,
     )  # fmt: skip
     if alike:
         pointers = ctypes.c_void_p(q.data_ptr()), ctypes.c_void_p(out.data_ptr())
-        given = KINDS[k.dtype], *pointers, KINDS[q.dtype], ctypes.c_float(scale)
+        given = KINDS[k.dtype], *pointers, KINDS[q.dtype]
         library.omnikv_attend_heads(ctypes.byref(call), *given)
         return out, _of_queries(lse[..., None], queries)[..., 0]
     library.omnikv_attend(ctypes.byref(call), KINDS[k.dtype])
@@ -130,10 +130,10 @@ def _of_queries(found: torch.Tensor, queries: int) -> torch.Tensor:
     return found.reshape(queries, -1, found.shape[-1])
 
 
-def _folded(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
-    """Queries [Q, H, D] as the kernel takes them: float32 [Hkv, Q * group, D], scaled."""
+def _folded(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Queries [Q, H, D] as the kernel takes them: float32 [Hkv, Q * group, D]."""
     queries, heads, dim = q.shape
-    wide = stored_queries(q.float(), k) * scale
+    wide = stored_queries(q.float(), k)
     if queries > 1:
         wide = wide.view(queries, len(k), heads // len(k), dim).transpose(0, 1)
     return wide.contiguous()

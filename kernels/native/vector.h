@@ -31,7 +31,7 @@ INLINE void fetch(const char *row, int bytes) {
 // One reader per dtype: elements i .. i+W-1 of a row as floats, and the scale behind a packed row.
 struct Float32 {
     static constexpr int bytes = 4;
-    static constexpr bool scaled = false, integers = false;
+    static constexpr bool scaled = false, integers = false, pairs = false;
     INLINE Floats read(const char *row, int i) { return load((const float *)row + i); }
     INLINE float scale(const char *, int) { return 1; }
     INLINE float first(const char *p) {  // wherever it lies
@@ -43,7 +43,7 @@ struct Float32 {
 
 struct BFloat16 {
     static constexpr int bytes = 2;
-    static constexpr bool scaled = false, integers = false;
+    static constexpr bool scaled = false, integers = false, pairs = true;
     INLINE Floats read(const char *row, int i) {
 #if defined(__AVX2__) && !defined(__AVX512F__)  // GCC converts the halves of a vector apart
         return (Floats)((Ints)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(row + 2 * i))) << 16);
@@ -58,7 +58,7 @@ struct BFloat16 {
 #if defined(__F16C__)
 struct Float16 {
     static constexpr int bytes = 2;
-    static constexpr bool scaled = false, integers = false;
+    static constexpr bool scaled = false, integers = false, pairs = false;
     INLINE Floats read(const char *row, int i) {
 #if defined(__AVX512F__)
         return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(row + 2 * i)));
@@ -73,7 +73,7 @@ struct Float16 {
 // rows of kernels/rows_int8.py: `dim` values and a float32 scale
 struct Int8 {
     static constexpr int bytes = 1;
-    static constexpr bool scaled = true, integers = true;
+    static constexpr bool scaled = true, integers = true, pairs = false;
     INLINE Floats read(const char *row, int i) {
 #if defined(__AVX512F__)
         const __m128i values = _mm_loadu_si128((const __m128i *)(row + i));
@@ -94,7 +94,7 @@ struct Int8 {
 // rows of kernels/rows_fp8.py: the bits of a value are those of a float16 of a 256th of it
 struct Float8 {
     static constexpr int bytes = 1;
-    static constexpr bool scaled = true, integers = false;
+    static constexpr bool scaled = true, integers = false, pairs = false;
     INLINE Floats read(const char *row, int i) {
 #if defined(__AVX512F__)
         const __m256i x = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(row + i)));
