@@ -100,7 +100,7 @@ def _bank_note(config: ModelConfig, size: int, device: torch.device) -> str:
         return f"{note}, in 8-bit floats (int8 takes as many, and is nearer and faster on a CPU)"
     if config.bank != "int4":
         return note
-    slower = ", slower to read than floats" if device.type == "cpu" else ""
+    slower = ", slower to read than floats" if device.type == "cpu" and missing() else ""
     return f"{note}, values in 4 bits, keys in 5{slower}"
 
 

@@ -11,6 +11,7 @@ import torch
 import engine.bank.device
 import engine.bank.row_layout
 import engine.bank.window_ring
+import engine.plan.memory
 import engine.saved.model_key
 import kernels.store
 from engine import LLM, Exact, Full, OmniKV
@@ -181,7 +182,7 @@ def test_windows_are_packed_too(simulated, monkeypatch, packed, tmp_path):
 
 
 @pytest.mark.parametrize("offload", ["device", "host"])
-def test_the_plan_is_the_allocation(offload, packed):
+def test_the_plan_is_the_allocation(monkeypatch, offload, packed):
     llm = llm_of(SPARSE, packed, offload, backend="auto")
     plan = llm.plan()
     with llm.session() as session:
@@ -191,7 +192,12 @@ def test_the_plan_is_the_allocation(offload, packed):
         assert held == sum(map(plan.bytes_of, ("context bank", *tier)))
         assert session.scratch_bytes == plan.bytes_of("decode scratch")
     plain = llm_of(SPARSE, "model", offload, backend="auto").plan()
-    assert ("values in 4 bits, keys in 5, slower" in str(plan)) == (packed == "int4")
+    assert ("values in 4 bits, keys in 5" in str(plan)) == (packed == "int4")
+    for why in ("", "no C++ compiler"):
+        monkeypatch.setattr(engine.plan.memory, "missing", lambda why=why: why)
+        other = llm_of(SPARSE, packed, offload, backend="auto").plan()
+        said = "keys in 5, slower to read than floats" in str(other)
+        assert said == (packed == "int4" and bool(why))
     share = plan.bytes_of("context bank") / plain.bytes_of("context bank")
     assert share == pytest.approx(SHARES[packed])
     assert sum(row_widths(128, torch.uint8)) / 512 < 0.3 < sum(row_widths(64, torch.uint8)) / 256
