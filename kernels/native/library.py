@@ -60,19 +60,21 @@ class _Missing(Exception):
 
 _reason: str | None = None  # of the first attempt; None before it
 _library: ctypes.CDLL | None = None
-_lock = threading.Lock()
+_lock, _counting = threading.Lock(), threading.Lock()
 _off = 0
 
 
 @contextmanager
 def torch_only() -> Iterator[None]:
-    """Run torch's operators inside, for comparison."""
+    """Run torch's operators inside, in every thread: for comparison, and for the reference."""
     global _off
-    _off += 1
+    with _counting:
+        _off += 1
     try:
         yield
     finally:
-        _off -= 1
+        with _counting:
+            _off -= 1
 
 
 def native() -> ctypes.CDLL | None:

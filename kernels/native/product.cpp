@@ -112,9 +112,12 @@ template <class P, int T>
 INLINE void add_block(const char *w, long bytes, int count, const typename P::Element *x, int ahead, int from,
                       int to, Floats *sums) {
     constexpr int R = T > 4 ? 4 : T > 2 ? 2 : 1, U = T > 2 ? 1 : 2;
-    const long fetch = (to - from) * (long)P::Kind::bytes == bytes ? AHEAD : R * bytes;
+    const bool whole = (to - from) * (long)P::Kind::bytes == bytes;
+    const long fetch = whole ? AHEAD : R * bytes;
+    // four rows of pairs leave time for one stream of memory only, which the hardware follows best
+    const bool alone = whole && T == 4 && P::width > W;
     int o = 0;
-    for (; o + R <= count; o += R)
+    for (; !alone && o + R <= count; o += R)
         add_columns<P, R, T, U>(w + o * bytes, bytes, x, ahead, from, to, fetch, sums + 2 * o);
     for (; o < count; o++)
         add_columns<P, 1, T, U>(w + o * bytes, bytes, x, ahead, from, to, AHEAD, sums + 2 * o);
