@@ -61,16 +61,20 @@ COSTS = {
     },
 }
 # our C++ kernels, which read chosen rows where they lie; beside attention that is this fast
-# choosing shows
-_NATIVE = {
-    2: CpuCosts(filter=1.3, row=1.7, query=0.2, kv=1.6, weight=0.05, choice=8_000_000),
-    4: CpuCosts(filter=1.3, row=1.7, query=0.15, kv=1.0, weight=0.5, choice=8_000_000),
+# choosing shows. The worst of two shapes, as above (benchmarks/results/exact/kernels-native-*)
+_CHOICE = CpuCosts(filter=1.3, row=1.7, choice=8_000_000)
+_PAIRS = {
+    2: replace(_CHOICE, query=0.17, kv=1.6, weight=0.12),
+    4: replace(_CHOICE, query=0.12, kv=1.2, weight=0.15),
 }
 NATIVE = {
-    "avx2": {2: replace(_NATIVE[2], weight=0.63), 4: _NATIVE[4]},
-    "avx512": {2: replace(_NATIVE[2], weight=0.75), 4: _NATIVE[4]},
-    "avx512_bf16": _NATIVE,
-    "amx": _NATIVE,
+    "avx2": {
+        2: replace(_CHOICE, query=0.33, kv=2.0, weight=0.34),
+        4: replace(_CHOICE, query=0.18, kv=1.7, weight=0.18),
+    },
+    "avx512": {2: replace(_CHOICE, query=0.2, kv=1.6, weight=0.34), 4: _PAIRS[4]},
+    "avx512_bf16": _PAIRS,
+    "amx": _PAIRS,
 }
 
 
@@ -81,6 +85,7 @@ FEW_BITS = {
     "int8": {2: ((1.7, 0.16), (1.7, 0.12)), 4: ((1.0, 0.13), (1.0, 0.13))},
     "int4": {2: ((0.9, 0.3), (1.6, 0.35)), 4: ((0.5, 0.3), (1.0, 0.35))},
 }
+NATIVE_FEW_BITS = {"int8": (1.2, 0.18), "int4": (1.2, 0.45)}  # (kv, weight), of the slower shape
 
 
 def cpu_costs(
@@ -92,9 +97,10 @@ def cpu_costs(
     """
     found, size = isa() if found is None else found, 2 if itemsize < 4 else 4
     compiled = not missing() if compiled is None else compiled
-    table = NATIVE if compiled and found in NATIVE else COSTS
-    costs = table.get(found, _OTHER)[size]
+    ours = compiled and found in NATIVE
+    costs = (NATIVE if ours else COSTS).get(found, _OTHER)[size]
     if not kind:
         return costs
-    kv, weight = FEW_BITS[kind][size][multiplies(torch.bfloat16, found)]
+    few = FEW_BITS[kind][size][multiplies(torch.bfloat16, found)]
+    kv, weight = NATIVE_FEW_BITS[kind] if ours else few
     return replace(costs, kv=kv, weight=weight)
