@@ -79,7 +79,7 @@ class NativeHalves:
         if native() is None:
             return self._plain.before(number, x, cos, sin, steps)
         layer = self._model.layers[number]
-        qkv = _product(x, layer.qkv, norm=layer.input_norm, eps=self._eps)
+        qkv = multiply(x, layer.qkv, norm=layer.input_norm, eps=self._eps)
         qkv = qkv.view(*x.shape[:2], *self._per_row)
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -107,18 +107,18 @@ class NativeHalves:
             return self._plain.after(number, x, attended)
         layer = self._model.layers[number]
         assert layer.gate_up is not None and layer.down is not None
-        x = _product(attended.flatten(2), layer.o, residual=x)
-        mixed = _product(x, layer.gate_up, norm=layer.post_norm, eps=self._eps, gated=True)
-        return _product(mixed, layer.down, residual=x)
+        x = multiply(attended.flatten(2), layer.o, residual=x)
+        mixed = multiply(x, layer.gate_up, norm=layer.post_norm, eps=self._eps, gated=True)
+        return multiply(mixed, layer.down, residual=x)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         if native() is None or not self._own_logits:
             return self._plain.logits(x)
         model = self._model
-        return _product(x, model.lm_head, norm=model.norm, eps=self._eps, wide=True)
+        return multiply(x, model.lm_head, norm=model.norm, eps=self._eps, wide=True)
 
 
-def _product(
+def multiply(
     x: torch.Tensor,
     matrix: Matrix,
     norm: torch.Tensor | None = None,

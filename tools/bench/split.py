@@ -15,12 +15,14 @@ import engine.bank.host_rows
 import engine.bank.working_set
 import engine.methods.base
 import engine.methods.omnikv.runtime
+import engine.model.native_halves
 from kernels.linear import Linear
 
 STAGES = ("linear", "dense attention", "scoring", "top-k", "gather", "sparse attention", "other")
 _LAUNCHERS = (
     (engine.methods.base, "decode_dense", "dense attention"),
     (engine.methods.omnikv.runtime, "decode_sparse", "sparse attention"),
+    (engine.model.native_halves, "multiply", "linear"),  # with norm, SwiGLU and residual
     (engine.methods.omnikv.runtime, "select_topk", "top-k"),
     (engine.methods.omnikv.runtime, "window_scores", "scoring"),
     (engine.methods.base, "attend_stream", "dense attention"),
