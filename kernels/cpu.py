@@ -205,9 +205,6 @@ def attend_scored(
     """
     kv_heads, rows, _ = k.shape
     heads, dim = q.shape[1:]
-    size = chunk_rows(kv_heads * dim, rows)
-    if buffer is None or buffer.numel() < size * kv_heads * dim:
-        buffer = torch.empty(size * kv_heads * dim)
     if held is None or held.numel() < heads * rows:
         held = torch.empty(heads * rows)
     if attends(k, v, dim):
@@ -217,6 +214,9 @@ def attend_scored(
         logits = held[: heads * rows].view(heads, rows)
         head_most(logits, lse if kind == "softmax" else None, scores)
         return found
+    size = chunk_rows(kv_heads * dim, rows)
+    if buffer is None or buffer.numel() < size * kv_heads * dim:
+        buffer = torch.empty(size * kv_heads * dim)
     packed = (stored_queries(q[0].float(), k) * scale).view(kv_heads, -1, dim)
     parts = _parts(held, packed.shape[:2], rows, size)
     for weights, at in _chunks(parts):

@@ -12,8 +12,8 @@ from kernels.cpu import WINDOW_BLOCK, block_floats, chunk_rows, widened_floats
 from kernels.digits import BINS
 from kernels.dispatch import choose_for
 from kernels.merge import tickets
-from kernels.native.attention import part_floats
-from kernels.native.library import missing
+from kernels.native.attention import part_floats, reads
+from kernels.native.library import runs
 from kernels.rows import row_widths
 from kernels.split import MERGE_CHUNK, TAIL_ROOM, dense_splits, most_sparse_splits
 
@@ -92,25 +92,9 @@ def _sizes(
     chosen = choose_for(backend, torch.device(device))
     sizes = {name: (0, torch.float32) for name in Scratch.__dataclass_fields__}
     if chosen == "cpu":
-        blocks = max(
-            widened_floats(
-                kv_heads, queries * heads // kv_heads, head_dim, capacity, dtype, capped
-            ),
-            chunk_rows(kv_heads * head_dim, capacity) * kv_heads * head_dim if scored else 0,
-            block_floats(heads, head_dim, window, min(WINDOW_BLOCK, capacity)) if window else 0,
+        return sizes | _cpu_sizes(
+            queries, heads, kv_heads, head_dim, capacity, budget, scored, window, dtype, capped
         )
-        width = kv_heads * sum(row_widths(head_dim, dtype))
-        rows = (min(budget + TAIL_ROOM, capacity) if budget else 0) * width
-        logits = heads * capacity if scored else 0
-        sizes |= {
-            "blocks": (blocks, torch.float32),
-            "rows": (rows, dtype),
-            "logits": (logits, torch.float32),
-        }
-        if not missing():
-            rows = queries * heads // kv_heads
-            parts = part_floats(kv_heads, rows, head_dim, capacity)
-            sizes["part"] = parts, torch.float32
     if chosen != "triton":
         return sizes
     group = heads // kv_heads
@@ -134,6 +118,37 @@ def _sizes(
     }
     sizes |= {name: (count, torch.float32) for name, count in floats.items()}
     return sizes | {name: (count, torch.int32) for name, count in ints.items()}
+
+
+def _cpu_sizes(
+    queries: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    capacity: int,
+    budget: int,
+    scored: bool,
+    window: int,
+    dtype: torch.dtype,
+    capped: bool,
+) -> dict[str, tuple[int, torch.dtype]]:
+    """The part of `_sizes` that the CPU backend uses, in the form that runs."""
+    group = heads // kv_heads
+    sizes = {
+        "blocks": block_floats(heads, head_dim, window, min(WINDOW_BLOCK, capacity))
+        if window
+        else 0,
+        "logits": heads * capacity if scored else 0,
+    }
+    if runs() and reads(dtype, head_dim):
+        sizes["part"] = part_floats(kv_heads, queries * group, head_dim, capacity)
+        return {name: (count, torch.float32) for name, count in sizes.items()}
+    chunk = chunk_rows(kv_heads * head_dim, capacity) * kv_heads * head_dim if scored else 0
+    wide = widened_floats(kv_heads, queries * group, head_dim, capacity, dtype, capped)
+    sizes["blocks"] = max(sizes["blocks"], chunk, wide)
+    gathered = min(budget + TAIL_ROOM, capacity) if budget else 0
+    rows = gathered * kv_heads * sum(row_widths(head_dim, dtype))
+    return {name: (count, torch.float32) for name, count in sizes.items()} | {"rows": (rows, dtype)}
 
 
 def make_scratch(

@@ -54,7 +54,12 @@ class _Call(ctypes.Structure):
 
 def attends(k: torch.Tensor, v: torch.Tensor, dim: int) -> bool:
     """Whether the C++ kernel attends to such rows under heads of `dim`."""
-    return not dim % LANES and k.dtype == v.dtype and k.dtype in KINDS and native() is not None
+    return k.dtype == v.dtype and reads(k.dtype, dim) and native() is not None
+
+
+def reads(dtype: torch.dtype, dim: int) -> bool:
+    """Whether the C++ kernel, where there is one, knows rows of a dtype under heads of `dim`."""
+    return dtype in KINDS and not dim % LANES
 
 
 def part_floats(kv_heads: int, rows: int, dim: int, visited: int) -> int:

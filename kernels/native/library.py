@@ -103,6 +103,11 @@ def missing() -> str:
     return ""
 
 
+def runs() -> bool:
+    """Whether the C++ kernels run where they can: compiles nothing."""
+    return not _off and not missing()
+
+
 def to_compile() -> bool:
     """Whether the first `native()` of this process will compile."""
     if _reason is not None or missing():
