@@ -24,6 +24,7 @@ from kernels.isa import isa
 FOLDER = Path(__file__).parent
 SOURCES = (
     "attention.cpp",
+    "packed.cpp",
     "few_bits.cpp",
     "prefill.cpp",
     "product.cpp",
@@ -50,7 +51,7 @@ _AVX512 = (*_AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl")))
 _WIDE = (*_AVX512, "-mprefer-vector-width=512")
 _PAIRS = (*_WIDE, "-mavx512vnni", "-mavx512bf16")
 SETS = {"avx2": _AVX2, "avx512": _WIDE, "avx512_bf16": _PAIRS, "amx": _PAIRS}
-COMPILING = "compiling this CPU's kernels, once: some seconds"
+COMPILING = "compiling this CPU's kernels, once: 10 to 20 seconds"
 PATIENCE = 120  # seconds that a compiler may take
 
 

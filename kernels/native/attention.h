@@ -1,0 +1,331 @@
+// Flash-decoding on a CPU: a few queries attend to rows of K and V where they lie, all of them or
+// those of an index, and may leave their logits. Softmax and sums are float32.
+#pragma once
+#include "int4.h"
+#include "int8.h"
+#include "pairs.h"
+
+constexpr int BLOCK = 256;  // rows whose logits are held at a time: 4 queries of them are 4 KB
+#if defined(__AVX512F__)
+constexpr int MOST = 8;  // queries of one tile: their sums fit the registers
+#else
+constexpr int MOST = 4;
+#endif
+constexpr int AHEAD = 32;   // rows between the one that is read and the one that is fetched
+
+// Products of T queries q [T][dim] with the keys `rows`: l [T][BLOCK].
+template <class K, int T>
+INLINE void logits_of(const float *q, const char *const *rows, int count, int dim, float *l) {
+    int t = 0;
+    for (; t + W <= count; t += W) {
+        Floats sums[T][W];
+        for (int i = 0; i < W; i++) {
+            const char *row = rows[t + i];
+            fetch(rows[t + i + AHEAD], dim * K::bytes);
+            Floats s[T] = {};
+            for (int d = 0; d < dim; d += W) {
+                const Floats x = K::read(row, d);
+                for (int r = 0; r < T; r++) s[r] += x * load(q + r * dim + d);
+            }
+            for (int r = 0; r < T; r++) sums[r][i] = s[r];
+        }
+        for (int r = 0; r < T; r++) store(l + r * BLOCK + t, totals(sums[r]));
+    }
+    for (; t < count; t++)
+        for (int r = 0; r < T; r++) {
+            Floats s = {};
+            for (int d = 0; d < dim; d += W) s += K::read(rows[t], d) * load(q + r * dim + d);
+            l[r * BLOCK + t] = total(s);
+        }
+}
+
+// Adds weights l [T][BLOCK] times the values `rows` to columns d .. d + C*W - 1 of out [T][dim].
+template <class V, int T, int C>
+INLINE void add_columns(const float *l, const char *const *rows, int count, int dim, int d, float *out) {
+    Floats s[T][C] = {};
+    for (int t = 0; t < count; t++) {
+        fetch(rows[t + AHEAD] + d * V::bytes, C * W * V::bytes);
+        for (int c = 0; c < C; c++) {
+            const Floats x = V::read(rows[t], d + c * W);
+            for (int r = 0; r < T; r++) s[r][c] += x * l[r * BLOCK + t];
+        }
+    }
+    for (int r = 0; r < T; r++)
+        for (int c = 0; c < C; c++) {
+            float *at = out + r * dim + d + c * W;
+            store(at, load(at) + s[r][c]);
+        }
+}
+
+template <class V, int T>
+INLINE void add_values(const float *l, const char *const *rows, int count, int dim, float *out) {
+    constexpr int C = W == 16 && T <= 4 ? 4 : 2;
+    int d = 0;
+    for (; d + C * W <= dim; d += C * W) add_columns<V, T, C>(l, rows, count, dim, d, out);
+    for (; d < dim; d += W) add_columns<V, T, 1>(l, rows, count, dim, d, out);
+}
+
+#if defined(__AVX512VNNI__)
+// Both of the above by whole numbers, where all of them are finite; else they return false.
+template <int T>
+INLINE bool integer_logits_of(const float *q, const char *const *rows, const char *const *values, int count,
+                              int dim, float *l) {
+    Digits digits[T];
+    for (int r = 0; r < T; r++)
+        if (dim > WIDEST || !digits[r].set(q + r * dim, dim)) return false;
+    integer_logits<T>(digits, rows, AHEAD, values, count, dim, l, BLOCK);
+    return true;
+}
+
+template <int T>
+INLINE bool add_integer_values(const float *l, const char *const *rows, int count, int dim, float *out) {
+    alignas(64) uint8_t digits[T][DIGITS][BLOCK];
+    Weights weights[T];
+    for (int r = 0; r < T; r++)
+        if (!weights[r].set(l + r * BLOCK, (count + W - 1) / W * W, digits[r])) return false;
+    for (int d = 0; d < dim; d += 64) {
+        const int lanes = dim - d < 64 ? (dim - d) / 16 : 4;
+#define ADD(...) add_quarters<T, __VA_ARGS__>(digits, weights, rows, count, dim, d, lanes, out)
+        if (T <= 4) ADD(0, 1), ADD(2, 3);
+        else ADD(0), ADD(1), ADD(2), ADD(3);
+    }
+    return true;
+}
+#endif
+
+#if defined(__AVX512BF16__)
+template <int T>
+INLINE bool pair_logits_of(const float *q, const char *const *rows, int count, int dim, float *l) {
+    alignas(64) uint16_t narrow[T * WIDEST];
+    if (dim % 32 || dim > WIDEST || !narrowed<T>(q, dim, narrow)) return false;
+    pair_logits<T>(narrow, rows, AHEAD, count, dim, l, BLOCK);
+    return true;
+}
+#endif
+
+struct Run {  // rows of one sequence and one K/V head: `kept` of an index, then from `start` on
+    const char *k, *v;
+    long key_stride, value_stride;  // bytes
+    const int32_t *index;
+    int kept, start;
+};
+
+// Rows first .. first + count - 1 of a run, and where the AHEAD next ones lie.
+struct Block {
+    const char *keys[BLOCK + AHEAD], *values[BLOCK + AHEAD];
+    const float *key_scales = nullptr, *value_scales = nullptr;  // NULL: behind each row
+    int first, count;
+
+    Block(const Run &run, int from, int stop)
+        : first(from), count(stop - from < BLOCK ? stop - from : BLOCK) {
+        int i = 0;
+        for (; i < count + AHEAD && from + i < run.kept; i++) {
+            keys[i] = run.k + run.index[from + i] * run.key_stride;
+            values[i] = run.v + run.index[from + i] * run.value_stride;
+        }
+        const long row = (long)run.start + from + i - run.kept;
+        const char *key = run.k + row * run.key_stride, *value = run.v + row * run.value_stride;
+        for (; i < count + AHEAD && from + i < stop; i++, key += run.key_stride, value += run.value_stride)
+            keys[i] = key, values[i] = value;
+        for (; i < count + AHEAD; i++) keys[i] = keys[i - 1], values[i] = values[i - 1];
+    }
+};
+
+// What one block's rows are decoded to, once for all queries. Rows as they are need nothing.
+template <class R>
+struct Decoded {
+    using Rows = R;
+    const float *take(const char **, int, int) { return nullptr; }
+};
+
+template <class R>
+struct DecodedInt8 {
+    using Rows = Int8;
+    alignas(64) int8_t values[BLOCK * WIDEST];
+    float scales[BLOCK];
+    // Points rows to their values; returns their scales.
+    const float *take(const char **rows, int count, int dim) {
+        // a length that is known while compiling takes a third off
+        if (dim == 64) decode(rows, count, 64);
+        else if (dim == 128) decode(rows, count, 128);
+        else decode(rows, count, dim);
+        for (int i = count; i < count + AHEAD; i++) rows[i] = rows[count - 1];
+        for (int i = count; i % W; i++) scales[i] = scales[count - 1];
+        return scales;
+    }
+    __attribute__((always_inline)) inline void decode(const char **rows, int count, int dim) {
+        for (int i = 0; i < count; i++) {
+            fetch(rows[i + AHEAD], R::length(dim));
+            R::decode(rows[i], dim, values + i * dim);
+            scales[i] = R::scale(rows[i], dim);
+            rows[i] = (const char *)values + i * dim;
+        }
+    }
+};
+template <> struct Decoded<Int4Keys> : DecodedInt8<Int4Keys> {};
+template <> struct Decoded<Int4Values> : DecodedInt8<Int4Values> {};
+
+// cap * tanh(x / cap), as kernels/softmax.py has it in a kernel: tanh(y) is 1 - 2 / (e^2y + 1).
+INLINE void cap_logits(float *x, int count, float cap) {
+    for (int i = 0; i < count; i += W) {
+        const Floats y = load(x + i) * (2 / cap);
+        store(x + i, cap - 2 * cap / (exponential(y > 87 ? all(87) : y) + 1));
+    }
+}
+
+// T queries attend to one block more; query r sees rows below limit[r]. out [T][dim] is the weighted
+// sum so far, not divided, best and sum [T] the largest logit and the sum of weights. logits
+// [T][ahead] or NULL takes logits of all rows.
+template <class K, class V, int T>
+static void attend_tile(const float *q, const Block &block, int dim, float scale, float cap, const int *limit,
+                        float *out, float *best, float *sum, float *logits, long ahead) {
+    alignas(64) float l[T * BLOCK];
+    const int count = block.count, up = (count + W - 1) / W * W;
+#if defined(__AVX512VNNI__)
+    if (!K::integers || !integer_logits_of<T>(q, block.keys, block.values, count, dim, l))
+#endif
+#if defined(__AVX512BF16__)
+    if (!K::pairs || !pair_logits_of<T>(q, block.keys, count, dim, l))
+#endif
+        logits_of<K, T>(q, block.keys, count, dim, l);
+    alignas(64) float held[BLOCK];
+    const float *scales = block.key_scales;
+    if (K::scaled && !scales) {
+        for (int i = 0; i < up; i++) held[i] = K::scale(block.keys[i], dim);
+        scales = held;
+    }
+    for (int r = 0; r < T; r++) {
+        float *x = l + r * BLOCK;
+        for (int i = 0; i < up; i += W)
+            store(x + i, load(x + i) * (K::scaled ? load(scales + i) * scale : all(scale)));
+        if (cap) cap_logits(x, up, cap);
+        if (logits) memcpy(logits + r * ahead + block.first, x, sizeof(float) * count);
+        for (int i = limit[r] > block.first ? limit[r] - block.first : 0; i < up; i++) x[i] = -INFINITY;
+        for (int i = count; i < up; i++) x[i] = -INFINITY;
+        Floats top = all(best[r]);
+        for (int i = 0; i < up; i += W) top = most(top, load(x + i));
+        const float now = largest(top), base = now == -INFINITY ? 0 : now;
+        const float less = expf(best[r] - base);
+        Floats added = {};
+        for (int i = 0; i < up; i += W) {
+            const Floats weight = exponential(load(x + i) - base);
+            store(x + i, weight);
+            added += weight;
+        }
+        best[r] = now, sum[r] = sum[r] * less + total(added);
+        if (less != 1)
+            for (int d = 0; d < dim; d += W) store(out + r * dim + d, load(out + r * dim + d) * less);
+    }
+    if (V::scaled) {
+        scales = block.value_scales ? block.value_scales : held;
+        if (!block.value_scales)
+            for (int i = 0; i < up; i++) held[i] = V::scale(block.values[i], dim);
+        for (int r = 0; r < T; r++)
+            for (int i = 0; i < up; i += W) {
+                float *const weight = l + r * BLOCK + i;
+                store(weight, load(weight) * load(scales + i));
+            }
+    }
+#if defined(__AVX512VNNI__)
+    if (V::integers && add_integer_values<T>(l, block.values, count, dim, out)) return;
+#endif
+#if defined(__AVX512BF16__)
+    if (V::pairs && dim % 32 == 0) return add_pair_values<T, BLOCK>(l, block.values, AHEAD, count, dim, out);
+#endif
+    add_values<V, T>(l, block.values, count, dim, out);
+}
+
+struct Call {
+    const float *q;  // [heads][queries * group][dim]
+    const char *k, *v;
+    long key_head, key_row, value_head, value_row;  // strides in bytes
+    const int32_t *index;                           // or NULL
+    long index_head;                                // elements from one head's to the next's
+    float *out, *lse;                               // [heads][queries * group][dim] and [..]
+    float *parts;                                   // [heads][splits][queries * group][dim + 2]
+    float *logits;                                  // [heads][group][ahead], of the last query, or NULL
+    long ahead;
+    int heads, queries, group, dim, kept, start, visited, split, threads;
+    float scale;  // of logits
+    float cap;  // logits become cap * tanh(logits / cap); 0: they stay
+};
+
+template <class K, class V>
+static void attend_split(const Call &c, int head, int s) {
+    const int rows = c.queries * c.group, first = s * c.split;
+    const int stop = first + c.split < c.visited ? first + c.split : c.visited;
+    const int splits = (c.visited + c.split - 1) / c.split;
+    float *part = c.parts + ((long)head * splits + s) * rows * (c.dim + 2);
+    float *bests = part + (long)rows * c.dim, *sums = bests + rows;
+    const Run run = {c.k + head * c.key_head, c.v + head * c.value_head, c.key_row, c.value_row,
+                     c.index ? c.index + head * c.index_head : nullptr, c.kept, c.start};
+    const int last = (c.queries - 1) * c.group;
+    Decoded<K> keys;
+    Decoded<V> values;
+    memset(part, 0, sizeof(float) * rows * c.dim);
+    for (int r = 0; r < rows; r++) bests[r] = -INFINITY, sums[r] = 0;
+    for (int t = first; t < stop; t += BLOCK) {
+        Block block(run, t, stop);
+        block.key_scales = keys.take(block.keys, block.count, c.dim);
+        block.value_scales = values.take(block.values, block.count, c.dim);
+        for (int r = 0; r < rows;) {
+            // a tile holds queries that all leave their logits, or none
+            const int until = c.logits && r < last ? last : rows;
+            // five to seven are left to four and the rest: each count takes a second to compile
+            const int left = until - r, tile = left >= MOST ? MOST : left > 4 ? 4 : left;
+            int limit[MOST];
+            for (int i = 0; i < tile; i++) limit[i] = c.visited - (c.queries - 1 - (r + i) / c.group);
+            float *logits = nullptr;
+            if (c.logits && r >= last) logits = c.logits + ((long)head * c.group + r - last) * c.ahead;
+            const float *q = c.q + ((long)head * rows + r) * c.dim;
+            float *out = part + (long)r * c.dim, *best = bests + r, *sum = sums + r;
+#define ATTEND(T)                                                                 \
+    attend_tile<typename Decoded<K>::Rows, typename Decoded<V>::Rows, T>(          \
+        q, block, c.dim, c.scale, c.cap, limit, out, best, sum, logits, c.ahead)
+            switch (tile) {
+#if defined(__AVX512F__)
+            case 8: ATTEND(8); break;
+#endif
+            case 4: ATTEND(4); break;
+            case 3: ATTEND(3); break;
+            case 2: ATTEND(2); break;
+            default: ATTEND(1);
+            }
+            r += tile;
+        }
+    }
+}
+
+// Merge the splits of one head: out and the log-sum-exps.
+static void merge(const Call &c, int head) {
+    const int rows = c.queries * c.group, splits = (c.visited + c.split - 1) / c.split;
+    const long size = (long)rows * (c.dim + 2);
+    const float *part = c.parts + (long)head * splits * size;
+    for (int r = 0; r < rows; r++) {
+        float top = -INFINITY, sum = 0;
+        for (int s = 0; s < splits; s++) {
+            const float m = part[s * size + (long)rows * c.dim + r];
+            top = m > top ? m : top;
+        }
+        float *out = c.out + ((long)head * rows + r) * c.dim;
+        memset(out, 0, sizeof(float) * c.dim);
+        const float base = top == -INFINITY ? 0 : top;
+        for (int s = 0; s < splits; s++) {
+            const float *one = part + s * size, *best = one + (long)rows * c.dim;
+            const float weight = expf(best[r] - base);
+            sum += best[rows + r] * weight;
+            for (int d = 0; d < c.dim; d += W)
+                store(out + d, load(out + d) + load(one + (long)r * c.dim + d) * weight);
+        }
+        c.lse[(long)head * rows + r] = top + logf(sum);
+        for (int d = 0; d < c.dim; d++) out[d] = sum > 0 || sum != sum ? out[d] / sum : 0;
+    }
+}
+
+template <class K, class V>
+static void attend(const Call &c) {
+    const int splits = (c.visited + c.split - 1) / c.split, work = splits * c.heads;
+#pragma omp parallel for schedule(dynamic) num_threads(c.threads) if (c.threads > 1 && work > 1)
+    for (int i = 0; i < work; i++) attend_split<K, V>(c, i / splits, i % splits);
+    for (int head = 0; head < c.heads; head++) merge(c, head);
+}
