@@ -7,11 +7,13 @@ import json
 import pytest
 import torch
 
+from engine.chat import main
 from engine.errors import BadCheckpoint, EngineError, SettingError
 from engine.llm import LLM
 from engine.methods.full import Full
 from kernels.native.library import torch_only
 from tests.builders import tiny_llm
+from tests.tiny_model import tokenizer
 from tests.weights.quantised_files import FORMATS, words, write
 
 IDS = list(range(3, 50))
@@ -58,6 +60,17 @@ def test_a_format_computes_what_its_tensors_mean(tmp_path, name):
         assert relative(logits(alone), expected) < max(3 * error, 0.04)
     with pytest.raises(SettingError, match="int4.*quantised already"):
         opened(tmp_path / "m", weights="int4", load=False)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_chats(tmp_path, name, capsys):
+    config, _ = write(tmp_path / "m", name)
+    (tmp_path / "m/tokenizer.json").write_text(json.dumps(tokenizer(config.vocab_size)))
+    chat = ["--model", str(tmp_path / "m"), "--device", "cpu", "-p", "abc", "-n", "3"]
+    assert main([*chat, "--ignore-eos"]) == 0
+    assert capsys.readouterr().out.strip()
+    assert main([*chat, "--plan"]) == 0
+    assert "rate here" in capsys.readouterr().out
 
 
 def test_act_order_that_differs_within_a_fused_matrix_is_undone(tmp_path):
