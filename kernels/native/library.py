@@ -1,9 +1,10 @@
 """The C++ kernels of this folder, compiled for this machine when they are first needed and kept in
 the user's cache.
 
-A GPU's kernels are compiled by Triton, these by the machine's own C++ compiler, in a few seconds
-and once: the file's name is a digest of sources, flags and compiler. Where there is no compiler
-torch's operators run instead, and `missing()` says why. OMNIKV_NATIVE=0 forbids them.
+A GPU's kernels are compiled by Triton, these by the machine's own C++ compiler, in 10 to 20 seconds
+and once: the file's name is a digest of sources, flags and compiler. Where there is no compiler, or
+what it made computes something else (kernels/trial.py), torch's operators run instead,
+and `missing()` says why. OMNIKV_NATIVE=0 forbids them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -63,6 +64,8 @@ _reason: str | None = None  # of the first attempt; None before it
 _library: ctypes.CDLL | None = None
 _lock, _counting = threading.Lock(), threading.Lock()
 _off = 0
+# why what was compiled may not be used, or "": asked once, by `native`; kernels/dispatch.py sets it
+trial: Callable[[], str] = str
 
 
 @contextmanager
@@ -83,14 +86,19 @@ def native() -> ctypes.CDLL | None:
     the cache has none: some seconds.
     """
     global _reason, _library
+    if _off:
+        return None
     if _reason is None:
         with _lock:
             if _reason is None:
                 try:
                     _library, _reason = _loaded(), ""
+                    why = trial()
                 except _Missing as error:
-                    _reason = str(error)
-    return None if _off else _library
+                    why = str(error)
+                if why:
+                    _library, _reason = None, why
+    return _library
 
 
 def missing() -> str:

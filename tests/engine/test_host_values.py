@@ -42,6 +42,7 @@ def test_no_table_takes_the_way_that_waits():
         made = getattr(getattr(node, "func", None), "value", None)
         return (
             isinstance(made, ast.Call)
+            and isinstance(node.func, ast.Attribute)
             and node.func.attr == "to"
             and ast.unparse(made.func) == "torch.tensor"
             and not any(keyword.arg == "pin_memory" for keyword in made.keywords)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels import dispatch, trial
 from kernels.native import library
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,6 +28,7 @@ def fresh(monkeypatch, tmp_path):
     for name, value in (("_reason", None), ("_library", None), ("SOURCES", ("one.cpp",))):
         monkeypatch.setattr(library, name, value)
     monkeypatch.setattr(library, "FOLDER", tmp_path / "source")
+    monkeypatch.setattr(library, "trial", str)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     if library.missing():
         pytest.skip(library.missing())
@@ -71,6 +73,26 @@ def test_a_compiler_that_fails_is_named_and_leaves_nothing(fresh):
     assert library.missing() == "" and library.native() is None
     assert "failed (1)" in library.missing() and "error" in library.missing()
     assert kept(fresh) == []
+
+
+@pytest.mark.parametrize("name", ["attend", "attend_prompt", "Product", "product"])
+def test_what_a_compiler_made_wrong_is_not_used(monkeypatch, name):
+    if library.native() is None:
+        pytest.skip(library.missing())
+    assert trial.fault() == "" and dispatch.library.trial is trial.fault
+    right = getattr(trial, name)
+
+    def doubled(found):
+        return tuple(2 * t for t in found) if isinstance(found, tuple) else 2 * found
+
+    def wrong(*given, **named):
+        found = right(*given, **named)
+        return (lambda x: 2 * found(x)) if name == "Product" else doubled(found)
+
+    monkeypatch.setattr(trial, name, wrong)
+    for field, value in (("_reason", None), ("_library", None)):
+        monkeypatch.setattr(library, field, value)
+    assert library.native() is None and "is wrong by" in library.missing()
 
 
 def test_a_compiler_that_never_ends_is_stopped(fresh, monkeypatch):
