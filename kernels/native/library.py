@@ -14,6 +14,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -129,6 +130,8 @@ def _compiler() -> tuple[str, tuple[str, ...]]:
     """The compiler and its flags. Raises _Missing."""
     if os.environ.get("OMNIKV_NATIVE", "1") == "0":
         raise _Missing("OMNIKV_NATIVE=0")
+    if os.name != "posix":
+        raise _Missing(f"no kernels for {sys.platform}")
     if isa() not in SETS:
         raise _Missing(f"no kernels for instruction set {isa()!r}")
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)

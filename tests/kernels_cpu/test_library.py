@@ -75,6 +75,13 @@ def test_a_compiler_that_fails_is_named_and_leaves_nothing(fresh):
     assert kept(fresh) == []
 
 
+def test_on_another_system_nothing_is_tried(fresh, monkeypatch):
+    monkeypatch.setattr(library.os, "name", "nt")
+    found = library.native(), library.missing()
+    monkeypatch.undo()
+    assert found[0] is None and "no kernels for" in found[1]
+
+
 @pytest.mark.parametrize("name", ["attend", "attend_prompt", "Product", "product"])
 def test_what_a_compiler_made_wrong_is_not_used(monkeypatch, name):
     if library.native() is None:
