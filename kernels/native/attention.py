@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from kernels.native.library import native
+from kernels.native.library import loaded, native
 from kernels.native.rows import stored_queries
 from kernels.softmax import PLAIN, Softmax
 
@@ -91,8 +91,7 @@ def attend(
     [Q, H]), float32, both with the sinks; a query that sees nothing gets 0 and -inf. narrow: out is
     rounded to q's dtype.
     """
-    library = native()
-    assert library is not None
+    library = loaded()
     queries, heads, dim = q.shape
     kv_heads, rows = len(k), k.shape[1] if stop is None else stop
     group, size = heads // kv_heads, k.element_size()
@@ -188,8 +187,7 @@ def head_most(logits: torch.Tensor, lse: torch.Tensor | None, scores: torch.Tens
 
     logits [H, n] and lse [H] float32, contiguous.
     """
-    library = native()
-    assert library is not None
+    library = loaded()
     heads, rows = logits.shape
     library.omnikv_head_most(
         ctypes.c_void_p(logits.data_ptr()),

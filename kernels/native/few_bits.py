@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from kernels.native.library import native
+from kernels.native.library import loaded
 from kernels.quantised import Quantised
 
 LANES = 16  # outputs of a panel
@@ -142,8 +142,7 @@ def product(
     product, after SiLU and at the end, where torch's operators round. out_dtype: of the result,
     x's by default. Returns [..., O or O / 2], new.
     """
-    library = native()
-    assert library is not None
+    library = loaded()
     outputs, inputs = weight.shape
     rows = x.numel() // inputs
     if gated and rows > MOST_ROWS:

@@ -102,6 +102,14 @@ def native() -> ctypes.CDLL | None:
     return _library
 
 
+def loaded() -> ctypes.CDLL:
+    """The library of a caller that has asked `native` already: `torch_only` of another thread does
+    not take it away in mid-step.
+    """
+    assert _library is not None
+    return _library
+
+
 def missing() -> str:
     """Why there is no library, "" where there is one or will be: compiles nothing."""
     if _reason is not None:

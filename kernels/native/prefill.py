@@ -8,7 +8,7 @@ import torch
 
 from kernels.isa import isa
 from kernels.native.attention import KINDS, LANES
-from kernels.native.library import native
+from kernels.native.library import loaded, native
 from kernels.native.rows import PACKED, stored_queries
 from kernels.softmax import PLAIN, Softmax
 
@@ -88,8 +88,7 @@ def attend_prompt(
     among them (0: all), with kept = 0. softmax: its cap; sinks are left to whoever merges. Returns
     (out [C, H, D] in q.dtype, lse [C, H] float32).
     """
-    library = native()
-    assert library is not None
+    library = loaded()
     queries, heads, dim = q.shape
     kv_heads, rows, _ = k.shape
     dtype = q.dtype

@@ -10,7 +10,7 @@ import functools
 import torch
 
 from kernels.isa import isa
-from kernels.native.library import native
+from kernels.native.library import loaded, native
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of attention.cpp
 # rows up to which they are faster than torch's operators (docs/PERFORMANCE.md)
@@ -88,8 +88,7 @@ class Product:
 
 @functools.cache
 def _function() -> ctypes._NamedFuncPointer:
-    library = native()
-    assert library is not None
+    library = loaded()
     function = library.omnikv_product
     pointer, number = ctypes.c_void_p, ctypes.c_int
     function.argtypes = [pointer] * 3 + [ctypes.c_float] + [pointer] * 2 + [number] * 4

@@ -10,7 +10,7 @@ import ctypes
 
 import torch
 
-from kernels.native.library import native
+from kernels.native.library import loaded, native
 from kernels.transform_size import query_factor, run_length
 
 LANES = 16  # rows are whole vectors
@@ -31,8 +31,8 @@ def pack(x: torch.Tensor, out: torch.Tensor, kind: str) -> torch.Tensor:
     """Round rows x [.., D] of any float dtype into out [.., bytes of a row], contiguous, and return
     it. kind: a key of KINDS; int4 takes a D of 256 at most.
     """
-    library = native()
-    assert library is not None and out.is_contiguous()
+    library = loaded()
+    assert out.is_contiguous()
     wide = x.float().contiguous()
     library.omnikv_pack(
         ctypes.c_void_p(wide.data_ptr()),
@@ -50,8 +50,7 @@ def transform(x: torch.Tensor, run: int, factor: int) -> torch.Tensor:
     """Transform rows [.., D] of any float dtype: the Hadamard transform of runs of `run` elements
     and of the halves, divided by `factor`. Returns float32; sums are float64.
     """
-    library = native()
-    assert library is not None
+    library = loaded()
     wide = x.float().contiguous()
     out = torch.empty_like(wide)
     library.omnikv_transform(

@@ -9,7 +9,7 @@ import functools
 
 import torch
 
-from kernels.native.library import native
+from kernels.native.library import loaded
 from kernels.native.product import KINDS
 
 
@@ -88,8 +88,7 @@ def rotate_store(
 
 @functools.cache
 def _functions() -> tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer]:
-    library = native()
-    assert library is not None
+    library = loaded()
     norm, rotate = library.omnikv_normalize, library.omnikv_rotate_store
     norm.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int] * 3 + [ctypes.c_float]
     return norm, rotate

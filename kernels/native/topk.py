@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from kernels.native.library import native
+from kernels.native.library import loaded, native
 
 
 def selects(scores: torch.Tensor, out: torch.Tensor) -> bool:
@@ -25,8 +25,8 @@ def select(
     """`select_topk` of kernels/topk.py: scores [B, T] float32, last dim contiguous; lo, hi, k,
     counts int32 [B]; out int32 [B, K], contiguous.
     """
-    library = native()
-    assert library is not None and scores.stride(1) == 1
+    library = loaded()
+    assert scores.stride(1) == 1
     lo, hi, k = (t.int().contiguous() for t in (lo, hi, k))
     library.omnikv_topk(
         ctypes.c_void_p(scores.data_ptr()), ctypes.c_long(scores.stride(0)), *scores.shape,

@@ -31,7 +31,7 @@ def compiled(request):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "isa", lambda: request.param)
         made = library._loaded()
-        patch.setattr(few_bits, "native", lambda: made)
+        patch.setattr(few_bits, "loaded", lambda: made)
         yield request.param
 
 
