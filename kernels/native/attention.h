@@ -165,14 +165,6 @@ struct DecodedInt8 {
 template <> struct Decoded<Int4Keys> : DecodedInt8<Int4Keys> {};
 template <> struct Decoded<Int4Values> : DecodedInt8<Int4Values> {};
 
-// cap * tanh(x / cap), as kernels/softmax.py has it in a kernel: tanh(y) is 1 - 2 / (e^2y + 1).
-INLINE void cap_logits(float *x, int count, float cap) {
-    for (int i = 0; i < count; i += W) {
-        const Floats y = load(x + i) * (2 / cap);
-        store(x + i, cap - 2 * cap / (exponential(y > 87 ? all(87) : y) + 1));
-    }
-}
-
 // T queries attend to one block more; query r sees rows below limit[r]. out [T][dim] is the weighted
 // sum so far, not divided, best and sum [T] the largest logit and the sum of weights. logits
 // [T][ahead] or NULL takes logits of all rows.
@@ -198,7 +190,7 @@ static void attend_tile(const float *q, const Block &block, int dim, float scale
         float *x = l + r * BLOCK;
         for (int i = 0; i < up; i += W)
             store(x + i, load(x + i) * (K::scaled ? load(scales + i) * scale : all(scale)));
-        if (cap) cap_logits(x, up, cap);
+        for (int i = 0; cap && i < up; i += W) store(x + i, capped(load(x + i), cap));
         if (logits) memcpy(logits + r * ahead + block.first, x, sizeof(float) * count);
         for (int i = limit[r] > block.first ? limit[r] - block.first : 0; i < up; i++) x[i] = -INFINITY;
         for (int i = count; i < up; i++) x[i] = -INFINITY;

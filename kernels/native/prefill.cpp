@@ -180,10 +180,7 @@ INLINE void soften(const Call &c, Work<M> &w, float *x, int low, int high, int a
     for (int i = 0; i < NEAR; i += W) {
         Floats y = load(x + i) * c.scale;
         if (X::scaled) y *= load(w.key_scale + i);
-        if (c.cap) {
-            const Floats z = y * (2 / c.cap);
-            y = c.cap - 2 * c.cap / (exponential(z > 87 ? all(87) : z) + 1);
-        }
+        if (c.cap) y = capped(y, c.cap);
         store(x + i, y);
     }
     for (int i = 0; i < low; i++) x[i] = -INFINITY;

@@ -142,6 +142,12 @@ INLINE Floats exponential(Floats x) {
     return x < -87.33654f ? Floats{} : found;
 }
 
+// cap * tanh(x / cap), as kernels/softmax.py has it in a kernel: tanh(y) is 1 - 2 / (e^2y + 1).
+INLINE Floats capped(Floats x, float cap) {
+    const Floats y = x * (2 / cap);
+    return cap - 2 * cap / (exponential(y > 87 ? all(87) : y) + 1);
+}
+
 #define PICK(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
 
 // The sums of W vectors, in their order, as one vector: log2(W) rounds of two shuffles and a sum.
