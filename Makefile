@@ -4,37 +4,34 @@
 #   make quick                         the tests that catch most, within a minute
 #   make real-model                    fetch and check a small real checkpoint (93 MB), kept in ~/.cache
 #   make lint test                     what a change must pass; make format first
+#   make docs-check                    run the commands of README.md and docs/*.md
+#   make studies-test                  the tests of tools/studies, which make test leaves out
 #   make bench kernels check-gpu eval compare pocket    measurements and tools; ARGS goes to the program
 PYTHON ?= python3
 MODEL ?=
 ARGS ?=
-POCKET = weights/pocket/model.safetensors
 PY = .venv/bin/python
 PIP = $(PY) -m pip --disable-pip-version-check --quiet
 READY = .venv/.runtime
 READY_DEV = .venv/.dev
 READY_SERVE = .venv/.serve
 
-.PHONY: chat serve test quick lint format bench kernels check-gpu eval compare pocket real-model clean
+.PHONY: chat serve test quick studies-test lint format bench kernels check-gpu eval compare pocket docs-check real-model clean
 
-chat: have-model $(READY)
+chat: $(READY)
 	@$(PY) -m engine.chat $(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
-serve: have-model $(READY_SERVE)
+serve: $(READY_SERVE)
 	@$(PY) -m engine.serve $(if $(MODEL),--model "$(MODEL)") $(ARGS)
-
-# Said before anything is installed: a stranger without a model should not wait for torch to learn it.
-.PHONY: have-model
-have-model:
-	@if [ -z "$(MODEL)$(ARGS)" ] && [ ! -e $(POCKET) ]; then \
-	  echo 'no model is shipped yet: make chat MODEL=FOLDER-OR-NAME (make chat ARGS=--list-models prints the names)' >&2; \
-	  exit 2; fi
 
 test: $(READY_DEV)
 	@$(PY) tests/run.py $(ARGS)
 
 quick: $(READY_DEV)
 	@$(PY) tests/run.py --quick $(ARGS)
+
+studies-test: $(READY_DEV)
+	@$(PY) tests/run.py tests/studies $(ARGS)
 
 lint: $(READY_DEV)
 	@$(PY) -m ruff format --check .
@@ -61,7 +58,10 @@ compare: $(READY)
 	@$(PY) -m tools.compare $(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
 pocket: $(READY)
-	@$(PY) -m tools.train_pocket $(ARGS)
+	@$(PY) -m tools.studies.pocket.train $(ARGS)
+
+docs-check: $(READY_DEV)
+	@$(PY) -m tools.repo.docs_check $(ARGS)
 
 real-model: $(READY_DEV)
 	@$(PY) -m tools.real_model $(ARGS)
@@ -81,8 +81,8 @@ $(READY): requirements.txt | .venv/bin/python
 	@touch $@
 
 $(READY_SERVE): pyproject.toml $(READY)
-	@echo 'installing starlette and uvicorn into .venv (once)' >&2
-	@$(PIP) install 'starlette>=0.45' 'uvicorn>=0.34'
+	@echo 'installing starlette, uvicorn and llguidance into .venv (once)' >&2
+	@$(PIP) install 'starlette>=1.0.1' 'uvicorn>=0.34' 'llguidance>=1.0'
 	@touch $@
 
 $(READY_DEV): requirements-dev.txt $(READY)

@@ -5,49 +5,43 @@ them each.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from engine.bank.host_pool import HostPool
-from engine.bank.host_tier import HostTier
-from engine.bank.link import Link
-from engine.batch import Batch
-from engine.check import Report
-from engine.device import current, typed_errors
-from engine.errors import OutOfMemoryPlan, SettingError
-from engine.generate import Completion, Piece, generate
-from engine.heap import trim_heap, trimmed
-from engine.methods.base import Method, require_windows
+from engine.base.checks import callables, is_one_prompt, listed_ids
+from engine.base.device import current, typed_errors
+from engine.base.errors import SettingError
+from engine.base.lock import Request, RequestLock
+from engine.batch.batch import Batch
+from engine.load.files import model_files
+from engine.load.loaded import Loaded, host_tier, trim_while_loading
+from engine.load.options import LLMSettings, Options
+from engine.load.planner import Planner
+from engine.load.report import Plan
+from engine.methods.base import Method
 from engine.methods.full import Full
-from engine.methods.omnikv.settings import OmniKV
-from engine.model.config import ModelConfig
-from engine.model.llama import Llama, assemble, post_attention, pre_attention
+from engine.model.config.config import ModelConfig
+from engine.model.llama import Llama
 from engine.model.rope import Rotary
 from engine.model.tensors import targets
-from engine.model_files import ModelFiles, model_files, rounding
-from engine.options import OFFLOADS, Options
 from engine.plan import filter_layers
-from engine.plan.filter_layers import FilterLayers
-from engine.plan.free_memory import HEADROOM
 from engine.plan.layers import LayerPlan
-from engine.plan.memory import make_plan
-from engine.plan.placement import Placement, full_placement, reserved_rows
-from engine.plan.report import Plan
-from engine.prefill_eta import PrefillProgress
-from engine.rehearsal import StepForms
-from engine.request_lock import Request, RequestLock
-from engine.sampling import SamplingParams
-from engine.saved.model_key import WeightsDigest
+from engine.plan.placement import Placement
+from engine.plan.prefill_time import PrefillProgress
+from engine.sampling.params import SamplingParams
 from engine.saved.session_file import Progress, restore_session
-from engine.session import Session
-from engine.settings import callables, integer, is_one_prompt, listed_ids, one_of
-from engine.step_runner import compiled_pieces
+from engine.session.check import Report
+from engine.session.generate import generate
+from engine.session.results import Completion, Piece
+from engine.session.session import Session, open_session
 from engine.text.tokenizer import Tokenizer
-from weights.resolve import Resolved, resolve
+from weights.resolve import Resolved, resolve, shipped
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Prompt = str | Sequence[int]
 WeightStream = Callable[
@@ -58,35 +52,43 @@ WeightStream = Callable[
 class LLM:
     """One model on one device.
 
-    model: alias, hub id, folder in Hugging Face layout, or GGUF file. settings: the fields of
-    engine.options.Options. load=False plans only; call load() later. progress(LoadProgress) and
-    download_progress are called while weights are read and fetched. Raises a subclass of
-    engine.EngineError before anything large is allocated.
+    model: alias, hub id, folder in Hugging Face layout, or GGUF file; None or "pocket": the shipped
+    model. settings: the fields of engine.load.options.Options. load=False plans only; call load()
+    later. progress(LoadProgress) and download_progress are called while weights are read and
+    fetched. Raises a subclass of engine.EngineError before anything large is allocated.
     """
 
     def __init__(
         self,
-        model: str | Path,
+        model: str | Path | None = None,
         *,
         load: bool = True,
         progress: Callable[[Any], None] | None = None,
         download_progress: Callable[[Any], None] | None = None,
-        **settings: Any,
+        **settings: Unpack[LLMSettings],
     ):
         callables(progress=progress, download_progress=download_progress)
         options = Options.of(settings)
-        resolved = resolve(str(model), progress=download_progress, config_only=not load)
-        self.resolved: Resolved | None = resolved
-        self.folder: Path | None = Path(resolved.folder)
-        self.tokenizer: Tokenizer | None = None
+        name = str(shipped() if model is None else model)
+        resolved = resolve(name, progress=download_progress, config_only=not load)
         self._progress, self._download_progress = progress, download_progress
+        folder = Path(resolved.folder)
         rope, positions = resolved.rope(options.rope)
-        self._files: ModelFiles | None = model_files(self.folder, resolved.sizes)
-        config = self._files.config(rope)
-        self._prepare(str(model), config.reaching(positions), options)
-        self._host_tier = self._new_host_tier()
+        files = model_files(folder, resolved.sizes)
+        config = files.config(rope).reaching(positions)
+        self._begin(Planner(name, config, options, folder, resolved, files))
         if load:
             self.load()
+
+    def _begin(self, planner: Planner) -> None:
+        """Stand as planned, with nothing loaded."""
+        self.planner, self.folder = planner, planner.folder
+        self.loaded: Loaded | None = None
+        options = planner.options
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
+        self._host_tier = host_tier(planner)
+        self._lock = RequestLock(options.wait)
 
     @classmethod
     def from_stream(
@@ -96,146 +98,65 @@ class LLM:
         *,
         name: str = "random",
         tokenizer: Tokenizer | None = None,
-        **settings: Any,
+        **settings: Unpack[LLMSettings],
     ) -> LLM:
         """An LLM whose weights come from stream(config, dtype, device) -> (target name, tensor).
 
         For benchmarks, tests and applications that keep weights elsewhere: no folder, and no
         tokenizer unless one is given. It plans, checks and runs as every other LLM.
         """
-        self = cls.__new__(cls)
         options = Options.of({"method": Full()} | settings)
         if options.rope is not None:
             raise SettingError("rope: from_stream takes a config; ModelConfig.from_dict(rope=...)")
-        self.resolved, self.folder, self._files = None, None, None
-        self.tokenizer = tokenizer
-        self._prepare(name, config, options)
-        self._plan.require_fit()
-        self._host_tier = self._new_host_tier()
-        with current(self.device), typed_errors():
-            self._finish(stream(config, self.dtype, self.device))
+        planner = Planner(name, config, options)
+        planner.plan().require_fit()
+        self = cls.__new__(cls)
+        self._begin(planner)
+        self._load(stream(planner.config, planner.dtype, planner.device), tokenizer)
         return self
 
     @classmethod
-    def sharing(cls, other: LLM, **settings: Any) -> LLM:
+    def sharing(cls, other: LLM, **settings: Unpack[LLMSettings]) -> LLM:
         """Another LLM over the weights and the host memory of `other`, planned anew with
         `settings`.
 
-        For comparisons side by side. Settings that are not given are those of `other`. The plan
-        still counts the weights, which are there already, so it is not required to fit.
+        For comparisons side by side, one request at a time. Settings that are not given are those
+        of `other`. The plan counts the weights, which are there, so it is not required to fit.
         """
-        other.load()
-        self = cls.__new__(cls)
-        self.__dict__.update(other.__dict__)
         kept = {name: getattr(other, name) for name in ("method", "max_context", "chunk")}
-        options = dataclasses.replace(other.options, **kept | settings)
-        self._prepare(other.name, other.config, options)
-        self.model, self.halves = other.model, other.halves.asked_for(self.options.step)
+        planner = other.planner.asked(**{**kept, **settings})
+        self = cls.__new__(cls)
+        self._progress, self._download_progress = None, None
+        self._begin(planner)
+        self._host_tier = other._host_tier
+        self._lock = RequestLock(planner.options.wait, other._lock)
+        self.loaded = other.load().planned_as(planner, self._lock)
         return self
 
-    # ---------------------------------------------------------------- construction
+    # ---------------------------------------------------------------- loading
 
-    def _prepare(self, name: str, config: ModelConfig, options: Options) -> None:
-        """Plan: everything that is known before weights are read."""
-        self.name, self.config, self.options = name, options.holding(config), options
-        self.device = options.resolved_device()
-        self.dtype = options.resolved_dtype(config.dtype, self.device)
-        self.model: Llama | None = None
-        self._rounding = rounding(self._files, options, config, self.dtype, self.device)
-        self.few_bits = self._rounding.bytes(config, self.dtype, self.device, options.backend)
-        self._hint, self._lock = "", RequestLock()
-        if options.threads is not None:
-            torch.set_num_threads(options.threads)
-        options.require_positions(config)
-        method = options.method if options.method is not None else self._default_method()
-        self.method, layers = self.resolve_method(method)
-        self._plan = self._make_plan(self.method, layers, options.max_context, options.chunk)
-        self.config = self.config.at_context(self._plan.max_context)
-
-    def _make_plan(
-        self,
-        method: Method,
-        layers: LayerPlan,
-        max_context: int | None,
-        chunk: int | None,
-        offload: str | None = None,
-    ) -> Plan:
-        options, on_gpu = self.options, self.device.type == "cuda"
-        return make_plan(
-            self.name,
-            self.config,
-            method,
-            layers,
-            self.dtype,
-            self.device,
-            max_context,
-            chunk,
-            budget=options.vram_budget if on_gpu else options.ram_budget,
-            note=self._hint,
-            backend=options.backend,
-            offload=offload or options.offload,
-            slots=options.slots,
-            host_budget=options.ram_budget,
-            weights=self.few_bits,
-            imagined=options.imagined_gpu,
-        )
-
-    def _new_host_tier(self) -> HostTier:
-        limit = self.options.ram_budget
-        if self.device.type == "cuda":
-            limit = limit or int(self._plan.host_free * HEADROOM)
-        elif limit is not None:
-            limit = self.plan(offload="host").left_for_host(limit)
-        return HostTier(self.device, limit, self.options.host_pool)
-
-    def _filter_layers(self) -> FilterLayers:
-        """The model's filter layers as far as anybody knows them; the plan shows their hint."""
-        known = filter_layers.filter_layers(self.folder, self.resolved, self.config)
-        self._hint = known.hint
-        return known
-
-    def _default_method(self) -> Method:
-        if self._filter_layers().source != "spread":
-            return OmniKV()
-        self._hint = filter_layers.UNCALIBRATED
-        return Full()
-
-    def load(self) -> None:
+    def load(self) -> Loaded:
         """Read the weights, once. Raises OutOfMemoryPlan, then what is wrong with the folder."""
-        if self.model is not None:
-            return
-        self.options.require_device()
-        self._plan.require_fit()
+        if self.loaded is not None:
+            return self.loaded
+        planner = self.planner
+        planner.options.require_device()
+        planner.plan().require_fit()
         # a plan may have fetched config.json only, or nothing
         self.folder = Path(resolve(self.name, progress=self._download_progress).folder)
-        assert self._files is not None and self.resolved is not None
-        self.resolved.require_fetched()
-        checkpoint = self._files.at(self.folder).tensors(self.config)
-        self.tokenizer = self._files.tokenizer(self.config)
-        stream = checkpoint.stream(
-            targets(self.config),
-            self.device,
-            self.dtype,
-            check_finite=self.options.check_finite,
-            progress=self._progress,
-        )
-        with current(self.device), typed_errors():
-            self._finish(trimmed(stream))
+        assert planner.files is not None and planner.resolved is not None
+        planner.resolved.require_fetched()
+        files = planner.files.at(self.folder)
+        checkpoint, tokenizer = files.tensors(self.config), files.tokenizer(self.config)
+        of, finite = (targets(self.config), self.device, self.dtype), self.options.check_finite
+        stream = checkpoint.stream(*of, check_finite=finite, progress=self._progress)
+        return self._load(trim_while_loading(stream), tokenizer)
 
-    def _finish(self, stream: Iterable[tuple[str, Any]]) -> None:
-        compiled = self.options.compiles(self.config, self.device)
-        # a forced backend compares plain products; otherwise weights take their fastest form
-        form = "auto" if self.backend in ("auto", "cpu") else "plain"
-        held = form, "words" if self.backend == "triton" else form, self._plan.head_copy > 0
-        digest = WeightsDigest()
-        stream = self._rounding.stream(digest.watch(stream), self.config.tied_embeddings)
-        self.model = assemble(self.config, self.dtype, self.device, stream, *held)
-        self.weights_digest = digest.hexdigest  # of saved sessions
-        trim_heap()
-        self.rotary = Rotary(self.config, self.device)
-        self.pieces = compiled_pieces() if compiled else (pre_attention, post_attention)
-        self.graphs = compiled and self.device.type == "cuda"
-        self.halves = StepForms(self.model, self.rotary, self.pieces, self.options.step)
+    def _load(self, stream: Iterable[tuple[str, Any]], tokenizer: Tokenizer | None) -> Loaded:
+        with current(self.device), typed_errors():
+            shared = self._host_tier, self._lock
+            self.loaded = Loaded.of(self.planner, stream, tokenizer, *shared)
+        return self.loaded
 
     # ---------------------------------------------------------------- facts
 
@@ -244,86 +165,101 @@ class LLM:
         method: Method | None = None,
         max_context: int | None = None,
         offload: str | None = None,
+        **settings: Any,
     ) -> Plan:
         """Layer plan and memory plan: str() is for people, to_dict() for programs.
 
-        Of this LLM as it is, or of a session with another method, capacity or offload. Allocates
-        nothing and requires nothing to fit.
+        Of this LLM as it is, or of a session with another method, capacity or offload; with
+        settings, of an LLM made with these. Allocates nothing and requires nothing to fit.
         """
-        if method is None and max_context is None and offload is None:
-            return self._plan
-        method, layers = self.resolve_method(method if method is not None else self.method)
-        return self._make_plan(method, layers, max_context or self.max_context, self.chunk, offload)
+        if "rope" in settings:
+            raise SettingError("rope: found in plan(), expected in LLM(...), which applies it")
+        return self.planner.plan(method, max_context, offload, **settings)
 
     def resolve_method(self, method: Method) -> tuple[Method, LayerPlan]:
-        """(method with its filter layers filled in, layer plan) for this model; SettingError where
-        they do not fit together.
-        """
-        if not isinstance(method, Method):
-            raise SettingError(
-                f"method: found {method!r}, expected Full(), OmniKV(...) or another engine method"
-            )
-        require_windows(method, self.config)
-        method = method.completed(self._filter_layers)
-        plan = method.plan(self.config)
-        method.validate(plan)
-        return method, plan
+        """As Planner.resolve_method."""
+        return self.planner.resolve_method(method)
 
     def placement(
         self, method: Method, layers: LayerPlan, capacity: int, offload: str | None = None
     ) -> Placement | None:
-        """Where the bank of a session with this method and capacity lives; None where all of it is
-        on the device.
+        """As Planner.placement."""
+        return self.planner.placement(method, layers, capacity, offload)
 
-        offload: "host" or "device" for this session; None as the LLM was made.
-        """
-        planned = None if offload else self._plan.placement
-        offload = offload or self.options.offload
-        on_gpu = self.device.type == "cuda"
-        capacity = reserved_rows(capacity, self.device.type)
-        needs = method.needs(layers, self.config, capacity, self.dtype.itemsize)
-        staged = needs.staged_layers and offload == "auto" and on_gpu
-        if offload == "device" or (planned is None and offload != "host" and not staged):
-            return None
-        placement = full_placement(
-            needs,
-            capacity,
-            min(self.chunk, capacity),
-            self.options.slots,
-            by_layer=on_gpu,
-        )
-        if (
-            placement is None
-            or planned is None
-            or not set(planned.offload_groups) <= set(placement.offload_groups)
-        ):
-            return placement
-        return placement.keeping(planned.offload_groups)
+    @property
+    def name(self) -> str:
+        """The model as it was asked for."""
+        return self.planner.name
+
+    @property
+    def resolved(self) -> Resolved | None:
+        """How its name was resolved; None for a model that came from a stream."""
+        return self.planner.resolved
+
+    @property
+    def options(self) -> Options:
+        """The settings, checked."""
+        return self.planner.options
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's configuration at the planned context."""
+        return self.planner.config
+
+    @property
+    def method(self) -> Method:
+        """The method that sessions begin with."""
+        return self.planner.method
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self.planner.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations and of weights that are held as floats."""
+        return self.planner.dtype
 
     @property
     def backend(self) -> str:
         """The launchers that sessions begin with."""
-        return self.options.backend
-
-    @property
-    def host_pool(self) -> HostPool:
-        """The pool of host blocks of this LLM's sessions, made when first needed."""
-        return self._host_tier.pool
-
-    @property
-    def link(self) -> Link:
-        """How rows travel between host memory and this device, measured when first needed."""
-        return self._host_tier.link
+        return self.planner.backend
 
     @property
     def max_context(self) -> int:
         """Tokens that one session can hold."""
-        return self._plan.max_context
+        return self.planner.max_context
 
     @property
     def chunk(self) -> int:
         """Tokens per prefill chunk."""
-        return self._plan.chunk
+        return self.planner.chunk
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of a loaded model; None where there is none."""
+        return self.loaded.tokenizer if self.loaded else None
+
+    @property
+    def model(self) -> Llama | None:
+        """The weights; None before they are loaded."""
+        return self.loaded.model if self.loaded else None
+
+    @property
+    def rotary(self) -> Rotary:
+        """Rotations of the model, which is loaded for it."""
+        return self.load().rotary
+
+    @property
+    def host_pool(self) -> Any:
+        """The HostPool of this LLM's sessions, made when first needed."""
+        return self._host_tier.pool
+
+    @property
+    def link(self) -> Any:
+        """The Link: how rows travel between host memory and this device, measured when asked."""
+        return self._host_tier.link
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
@@ -353,30 +289,11 @@ class LLM:
         method: default the LLM's own. max_context: tokens that it can hold, default the planned
         ones. offload ("host" | "device"): default as the LLM was made.
         """
-        self.load()
-        capacity = self.max_context if max_context is None else max_context
-        integer("max_context", capacity, 1, self.max_context)
-        if offload is not None:
-            one_of("offload", offload, OFFLOADS)
-        mine = self.method, self._plan.layers
-        method, plan = mine if method is None else self.resolve_method(method)
-        placement = self.placement(method, plan, capacity, offload)
-        try:
-            with current(self.device):
-                return Session(self, capacity, method, plan, placement, offload)
-        # torch's allocators raise RuntimeError, CUDA's a subclass of it
-        except (RuntimeError, MemoryError) as error:
-            if "memory" not in str(error).lower():
-                raise
-            raise OutOfMemoryPlan(
-                f"no memory for another session of {capacity} tokens "
-                f"({self._plan.bytes_of('context bank')} bytes of bank); close one, or lower "
-                f"max_context"
-            ) from error
+        return open_session(self.load(), self.planner, method, max_context, offload)
 
     def batch(self, slots: int = 4, pause: float | None = None) -> Batch:
         """Up to `slots` sessions whose decode steps read the weights once. pause: see Batch."""
-        return Batch(self, slots, pause)
+        return Batch(self.load(), self.planner, slots, pause)
 
     def restore(
         self,
@@ -393,7 +310,9 @@ class LLM:
         SavedFileError where the file is damaged or of other weights, rope, dtype or version,
         ContextTooLong where it does not fit; no session is left then.
         """
-        return restore_session(self, path, max_context, offload, tokens, progress)
+        return restore_session(
+            self.load(), self.session, path, max_context, offload, tokens, progress
+        )
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
@@ -412,7 +331,7 @@ class LLM:
     ) -> Iterator[Piece]:
         """Pieces of the answer to a text or ids, from a session that ends with it or is closed."""
         ids = self.encode(prompt)
-        filter_layers.hint_at(self._hint, len(ids))
+        filter_layers.hint_at(self.planner.hint, len(ids))
         with self.session() as session:
             yield from generate(session, ids, params, progress=progress, should_stop=should_stop)
 

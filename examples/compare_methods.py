@@ -1,6 +1,5 @@
-"""Ask the same question under several methods and see what each holds and reads.
-
-Run from the repository's root: python -m examples.compare_methods
+"""Run `python -m examples.compare_methods` from the repository's root:
+the same question under several methods, what each holds and reads.
 """
 
 from pathlib import Path

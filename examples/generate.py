@@ -1,6 +1,5 @@
-"""Answer one question, whole and as a stream, with the model in the box.
-
-Run from the repository's root: python -m examples.generate
+"""Run `python -m examples.generate` from the repository's root:
+one question, answered whole and as a stream by the model in the box.
 """
 
 from engine import LLM, SamplingParams

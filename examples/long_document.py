@@ -1,6 +1,5 @@
-"""Read a document once, then ask it several questions, each in a fork of the same session.
-
-Run from the repository's root: python -m examples.long_document
+"""Run `python -m examples.long_document` from the repository's root:
+a document read once, then several questions, each in a fork of its session.
 """
 
 from pathlib import Path

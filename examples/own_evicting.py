@@ -1,11 +1,12 @@
-"""An evicting method of your own: keep the tokens with the smallest keys (KNorm, Devoto et al.,
-2024).
+"""Run `python -m tools.compare --import examples/own_evicting.py --methods knorm@30` from the
+repository's root: an evicting method of your own that keeps the tokens with the smallest keys
+(KNorm, Devoto et al., 2024).
 """
 
 from dataclasses import dataclass
 
-from engine.methods.evict.base import EvictingRuntime
-from engine.methods.evict.settings import Evicting
+from engine.methods.evict.shared.runtime import EvictingRuntime
+from engine.methods.evict.shared.settings import Evicting
 
 
 @dataclass(frozen=True)

@@ -693,7 +693,7 @@ def main(arguments: list[str]) -> int:
     write(folder)
     if "--lines" in arguments:
         from engine import LLM
-        from engine.errors import EngineError
+        from engine.base.errors import EngineError
 
         for case in cases():
             try:

@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 
+from engine.bank.base import Step
 from engine.bank.device import DeviceBank
-from engine.decode import Decoder, Step
+from engine.bank.query_ring import QueryRing
+from engine.forward.decode import Decoder
 from engine.llm import LLM
 from engine.methods.base import Method, Setup
-from engine.model.config import ModelConfig
+from engine.model.config.config import ModelConfig
 from engine.model.rope import Rotary
 from engine.model.tensors import random_stream, targets
-from engine.query_ring import QueryRing
-from engine.session import Session
+from engine.session.session import Session
 
 ROOT = Path(__file__).resolve().parents[1]
 POCKET = ROOT / "weights" / "pocket"  # a trained checkpoint: 8 layers, bfloat16

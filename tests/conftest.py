@@ -7,7 +7,7 @@ import gc
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.quick import chosen
+from tests.quick import chosen, stale
 
 settings.register_profile(
     "house", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
@@ -21,11 +21,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole-grid", action="store_true", help="every cell of sampled grids")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what --quick does not sample."""
+class Stale(pytest.Item):
+    """A name of tests/quick.py that no test has."""
+
+    def runtest(self) -> None:
+        """Fail."""
+        pytest.fail(f"tests/quick.py: no test has the name {self.name}", pytrace=False)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k leaves out any
+def pytest_collection_modifyitems(
+    session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Leave out what --quick does not sample. A name of tests/quick.py that no test has fails, so
+    that the list follows the tests.
+    """
     if config.getoption("--quick"):
+        gone = stale([item.nodeid for item in items], config.args)
         out = [item for item in items if not chosen(item.nodeid)]
         items[:] = [item for item in items if chosen(item.nodeid)]
+        items += [Stale.from_parent(session, name=name) for name in gone]
         config.hook.pytest_deselected(items=out)
 
 

@@ -1,5 +1,5 @@
-"""`make test`: the whole suite, a process per core; `make quick`: a minute of it. The last line is
-one pytest summary.
+"""`make test`: the whole suite, a process per core; `make quick`: a minute of it; `make
+studies-test`: the tests of tools/studies, which neither runs. The last line is one pytest summary.
 
 Two runs follow each other, because TRITON_INTERPRET is read once, when triton is imported: the
 interpreter's tests (tests/kernels) need it set, the rest needs it unset. Each run deals its tests
@@ -21,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 NO_TESTS_COLLECTED = 5  # pytest's exit status; right where triton or a folder is absent
 INTERPRETED = "tests/kernels"
+STUDIES = "tests/studies"  # `make studies-test` runs them
 WORKER_BYTES = 3 * 10**9  # what a worker may need: resident memory of up to 2 GB was seen
 MOST_WORKERS = 8
 
@@ -87,10 +88,10 @@ def read_counts(report: Path) -> dict[str, int]:
 
 
 def suite() -> list[Run]:
-    """Every test."""
+    """Every test but those of the studies."""
+    rest = Run("engine", ["tests", f"--ignore={INTERPRETED}", f"--ignore={STUDIES}"])
     if not (ROOT / INTERPRETED).is_dir():
-        return [Run("engine", ["tests"])]
-    rest = Run("engine", ["tests", f"--ignore={INTERPRETED}"])
+        return [rest]
     return [rest, Run("kernels", [INTERPRETED], interpret=True)]
 
 

@@ -2,7 +2,7 @@
 
 Stops: a link or a path that leads nowhere, an API page that lags behind the signatures, a quoted
 example that is not the tested one, a README program that does not run, a line of prose that no
-editor shows whole.
+editor shows whole, a test that is not there.
 """
 
 import re
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine.methods.registry import methods
-from tools import api_page
+from tools.repo import api_page
 
 ROOT = Path(__file__).resolve().parents[1]
 TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
@@ -20,6 +20,7 @@ PAGES = [*TOP, *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "READM
 PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 ROOTS = r"(?:engine|kernels|weights|tools|tests|docs|examples|benchmarks)"
 MENTION = re.compile(rf"(?<![\w./-])({ROOTS}/[\w/.-]*[\w-](?:\.\w+|/))(?![\w*{{-])")
+TEST = re.compile(r"(tests/[\w/]+\.py)::(\w+)")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 WIDTH = 100
 
@@ -63,6 +64,16 @@ def test_every_path_that_is_mentioned_exists(page):
 
 
 @PAGE
+def test_every_test_that_is_mentioned_exists(page):
+    lost = [
+        f"{file}::{name}"
+        for file, name in TEST.findall(read(page))
+        if not re.search(rf"^ *(?:async )?def {name}\(", read(ROOT / file), re.MULTILINE)
+    ]
+    assert not lost, lost
+
+
+@PAGE
 def test_lines_of_prose_end_at_100_columns(page):
     long = [
         f"{number}: {line[:60]}..."
@@ -77,6 +88,9 @@ def test_the_rules_find_what_they_forbid():
         "engine/none.py",
         "docs/x.md",
         "engine/bank/",
+    ]
+    assert TEST.findall("`tests/test_docs.py::test_none` (a case)") == [
+        ("tests/test_docs.py", "test_none")
     ]
     assert not MENTION.findall("tools/pocket_*.py, /engine/x.py, https://a.b/tests/x.py")
 
@@ -95,7 +109,7 @@ def test_every_method_has_its_row():
 
 
 def test_the_api_page_is_current():
-    assert api_page.page() == read(api_page.PAGE), "run python -m tools.api_page"
+    assert api_page.page() == read(api_page.PAGE), "run python -m tools.repo.api_page"
 
 
 def test_quoted_programs_are_the_tested_ones():

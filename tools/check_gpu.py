@@ -1,10 +1,11 @@
-"""`make check-gpu`: one call that says in at most nine minutes what this GPU does with the engine,
+"""One call that says in at most nine minutes what this GPU does with the engine,
 and what to attack next.
 
 Needs no network and no checkpoint. Every section runs in a new process, so that a fault in one
 leaves the others standing; results.json and results.md are rewritten after each piece of news, and
 a later call goes on with the sections that are not done. --cpu-rehearsal runs the same sections on
-a CPU in a small form, so that nothing fails on the GPU for a typo.
+a CPU with a small model, at the GPU's budget and dtype and up to 32,768 tokens, so that what would
+fail on the GPU fails there.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from typing import Any
 
 import torch
 
-from engine.errors import UsageError
+from engine.base.errors import UsageError
 from tools.bench import header as bench_header
+from tools.common.program import guarded, replace_text, say
 from tools.gpu import verdict as gpu_verdict
-from tools.gpu.sections import SECTIONS, Context, run_section
-from tools.program import guarded, replace_text, say
+from tools.gpu.context import Context
+from tools.gpu.sections import SECTIONS, run_section
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 540
@@ -62,7 +64,9 @@ def parser() -> argparse.ArgumentParser:
         help=f"budget of the whole call (default {SECONDS})",
     )
     p.add_argument(
-        "--cpu-rehearsal", action="store_true", help="small shapes on the CPU: does every path run?"
+        "--cpu-rehearsal",
+        action="store_true",
+        help="a small model on the CPU: does every path run?",
     )
     p.add_argument(
         "--in-process",

@@ -3,20 +3,20 @@
 import difflib
 from dataclasses import dataclass
 
+from weights.published_filters import PUBLISHED
+
 
 @dataclass(frozen=True)
 class Alias:
     """One model on the hub.
 
-    context: tokens; params: elements of all weights; filter_layers: OmniKV's published ones, or
-    None; note: a remark for people, may be empty; rope: an override of config.json's that the
-    model's card gives for this context ("yarn:4:32768").
+    context: tokens; params: elements of all weights; note: a remark for people, may be empty; rope:
+    an override of config.json's that the model's card gives for this context ("yarn:4:32768").
     """
 
     hub_id: str
     context: int
     params: int
-    filter_layers: tuple[int, ...] | None = None
     note: str = ""
     rope: str | None = None
 
@@ -25,65 +25,70 @@ class Alias:
         """Size of the weights in bfloat16."""
         return 2 * self.params
 
+    @property
+    def filter_layers(self) -> tuple[int, ...] | None:
+        """OmniKV's filter layers as published (weights/published_filters.py), or None."""
+        known = PUBLISHED.get(self.hub_id)
+        return known.layers if known else None
+
 
 _GATED = "gated: accept the licence on the hub"
 _YARN = "rope of its card for long texts"
+_BASE = "base model: completes text"
+_MXFP4 = "MXFP4: on a CPU held as it is in a byte a weight, on a GPU in bfloat16 or --weights int4"
 
-# Filter layers: OmniKV (ICLR 2025), table of models; contexts and sizes: the models' cards.
+# Contexts and sizes: the models' cards.
 ALIASES: dict[str, Alias] = {
-    "llama-3-8b-262k": Alias(
-        "gradientai/Llama-3-8B-Instruct-262k", 262144, 8_030_261_248, (2, 8, 18)
-    ),
+    "llama-3-8b-262k": Alias("gradientai/Llama-3-8B-Instruct-262k", 262144, 8_030_261_248),
     "llama-3-8b-1048k": Alias(
         "gradientai/Llama-3-8B-Instruct-Gradient-1048k", 1048576, 8_030_261_248
     ),
-    "llama-3.1-8b": Alias("meta-llama/Llama-3.1-8B-Instruct", 131072, 8_030_261_248, None, _GATED),
+    "llama-3.1-8b": Alias("meta-llama/Llama-3.1-8B-Instruct", 131072, 8_030_261_248, _GATED),
     "llama-3.1-70b": Alias(
         "meta-llama/Llama-3.1-70B-Instruct",
         131072,
         70_553_706_496,
-        (4, 19, 41),
-        "141 GB in bf16, needs quantisation: not yet",
+        f"{_GATED}; --weights int4 in 80 GB",
     ),
-    "llama-3.2-1b": Alias("meta-llama/Llama-3.2-1B-Instruct", 131072, 1_235_814_400, None, _GATED),
-    "llama-3.2-3b": Alias("meta-llama/Llama-3.2-3B-Instruct", 131072, 3_212_749_824, None, _GATED),
-    "llama-2-7b": Alias("meta-llama/Llama-2-7b-chat-hf", 4096, 6_738_415_616, None, _GATED),
-    "yi-6b-200k": Alias("01-ai/Yi-6B-200K", 200000, 6_061_035_520, None, "base model"),
-    "yi-9b-200k": Alias("01-ai/Yi-9B-200K", 200000, 8_829_407_232, (6, 11, 30), "base model"),
-    "yi-34b-200k": Alias("01-ai/Yi-34B-200K", 200000, 34_388_917_248, None, "base model"),
+    "llama-3.2-1b": Alias("meta-llama/Llama-3.2-1B-Instruct", 131072, 1_235_814_400, _GATED),
+    "llama-3.2-3b": Alias("meta-llama/Llama-3.2-3B-Instruct", 131072, 3_212_749_824, _GATED),
+    "llama-2-7b": Alias("meta-llama/Llama-2-7b-chat-hf", 4096, 6_738_415_616, _GATED),
+    "yi-6b-200k": Alias("01-ai/Yi-6B-200K", 200000, 6_061_035_520, _BASE),
+    "yi-9b-200k": Alias("01-ai/Yi-9B-200K", 200000, 8_829_407_232, _BASE),
+    "yi-34b-200k": Alias("01-ai/Yi-34B-200K", 200000, 34_388_917_248, _BASE),
     "mistral-7b": Alias("mistralai/Mistral-7B-Instruct-v0.3", 32768, 7_248_023_552),
     "mistral-nemo": Alias("mistralai/Mistral-Nemo-Instruct-2407", 131072, 12_247_782_400),
     "smollm2-135m": Alias(
-        "HuggingFaceTB/SmolLM2-135M-Instruct", 8192, 134_515_008, None, "small: for a first try"
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        8192,
+        134_515_008,
+        "small: judges methods, answers little",
     ),
     "smollm3-3b": Alias("HuggingFaceTB/SmolLM3-3B", 65536, 3_075_098_624),
     "smollm3-3b-128k": Alias(
-        "HuggingFaceTB/SmolLM3-3B", 131072, 3_075_098_624, None, _YARN, "yarn:2:65536"
+        "HuggingFaceTB/SmolLM3-3B", 131072, 3_075_098_624, _YARN, "yarn:2:65536"
     ),
     "r1-llama-8b": Alias("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", 131072, 8_030_261_248),
     "r1-qwen-7b": Alias("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", 131072, 7_615_616_512),
     "qwen2.5-0.5b": Alias("Qwen/Qwen2.5-0.5B-Instruct", 32768, 494_032_768),
     "qwen2.5-1.5b": Alias("Qwen/Qwen2.5-1.5B-Instruct", 32768, 1_543_714_304),
-    "qwen2.5-3b": Alias(
-        "Qwen/Qwen2.5-3B-Instruct", 32768, 3_085_938_688, None, "licence: research only"
-    ),
+    "qwen2.5-3b": Alias("Qwen/Qwen2.5-3B-Instruct", 32768, 3_085_938_688, "licence: research only"),
     "qwen2.5-7b": Alias("Qwen/Qwen2.5-7B-Instruct", 32768, 7_615_616_512),
     "qwen2.5-7b-128k": Alias(
-        "Qwen/Qwen2.5-7B-Instruct", 131072, 7_615_616_512, None, _YARN, "yarn:4:32768"
+        "Qwen/Qwen2.5-7B-Instruct", 131072, 7_615_616_512, _YARN, "yarn:4:32768"
     ),
     "qwen2.5-14b": Alias("Qwen/Qwen2.5-14B-Instruct", 32768, 14_770_033_664),
     "qwen2.5-14b-128k": Alias(
-        "Qwen/Qwen2.5-14B-Instruct", 131072, 14_770_033_664, None, _YARN, "yarn:4:32768"
+        "Qwen/Qwen2.5-14B-Instruct", 131072, 14_770_033_664, _YARN, "yarn:4:32768"
     ),
     "qwen2.5-32b": Alias("Qwen/Qwen2.5-32B-Instruct", 32768, 32_763_876_352),
     "qwen2.5-7b-1m": Alias(
-        "Qwen/Qwen2.5-7B-Instruct-1M", 262144, 7_615_616_512, None, "1M needs dual chunks: not yet"
+        "Qwen/Qwen2.5-7B-Instruct-1M", 262144, 7_615_616_512, "1M needs dual chunks: not yet"
     ),
     "qwen2.5-14b-1m": Alias(
         "Qwen/Qwen2.5-14B-Instruct-1M",
         262144,
         14_770_033_664,
-        None,
         "1M needs dual chunks: not yet",
     ),
     "qwen3-0.6b": Alias("Qwen/Qwen3-0.6B", 40960, 596_049_920),
@@ -91,13 +96,12 @@ ALIASES: dict[str, Alias] = {
     "qwen3-4b": Alias("Qwen/Qwen3-4B", 40960, 4_022_468_096),
     "qwen3-4b-2507": Alias("Qwen/Qwen3-4B-Instruct-2507", 262144, 4_022_468_096),
     "qwen3-8b": Alias("Qwen/Qwen3-8B", 40960, 8_190_735_360),
-    "qwen3-8b-128k": Alias("Qwen/Qwen3-8B", 131072, 8_190_735_360, None, _YARN, "yarn:4:32768"),
+    "qwen3-8b-128k": Alias("Qwen/Qwen3-8B", 131072, 8_190_735_360, _YARN, "yarn:4:32768"),
     "qwen3-14b": Alias("Qwen/Qwen3-14B", 40960, 14_768_307_200),
     "qwen3-30b-a3b-2507": Alias(
         "Qwen/Qwen3-30B-A3B-Instruct-2507",
         262144,
         30_532_122_624,
-        None,
         "8 of 128 experts a token: 3.3B read",
     ),
     "qwen3-32b": Alias("Qwen/Qwen3-32B", 40960, 32_762_123_264),
@@ -106,16 +110,22 @@ ALIASES: dict[str, Alias] = {
     "phi-4": Alias("microsoft/phi-4", 16384, 14_659_507_200),
     "granite-3.3-8b": Alias("ibm-granite/granite-3.3-8b-instruct", 131072, 8_170_864_640),
     "olmo-2-7b": Alias("allenai/OLMo-2-1124-7B-Instruct", 4096, 7_298_617_344),
-    "gemma-3-270m": Alias("google/gemma-3-270m-it", 32768, 268_098_176, None, _GATED),
-    "gemma-3-1b": Alias("google/gemma-3-1b-it", 32768, 999_885_952, None, _GATED),
-    "gemma-2-2b": Alias("google/gemma-2-2b-it", 8192, 2_614_341_888, None, _GATED),
-    "gemma-2-9b": Alias("google/gemma-2-9b-it", 8192, 9_241_705_984, None, _GATED),
-    "gemma-2-27b": Alias("google/gemma-2-27b-it", 8192, 27_227_128_320, None, _GATED),
+    "gemma-3-270m": Alias("google/gemma-3-270m-it", 32768, 268_098_176, _GATED),
+    "gemma-3-1b": Alias("google/gemma-3-1b-it", 32768, 999_885_952, _GATED),
+    "gemma-2-2b": Alias("google/gemma-2-2b-it", 8192, 2_614_341_888, _GATED),
+    "gemma-2-9b": Alias("google/gemma-2-9b-it", 8192, 9_241_705_984, _GATED),
+    "gemma-2-27b": Alias("google/gemma-2-27b-it", 8192, 27_227_128_320, _GATED),
     "gpt-oss-20b": Alias(
-        "openai/gpt-oss-20b", 131072, 20_914_757_184, None, "4 of 32 experts a token: 3.6B read"
+        "openai/gpt-oss-20b",
+        131072,
+        20_914_757_184,
+        f"4 of 32 experts a token: 3.6B read; {_MXFP4}",
     ),
     "gpt-oss-120b": Alias(
-        "openai/gpt-oss-120b", 131072, 116_829_156_672, None, "4 of 128 experts a token: 5.1B read"
+        "openai/gpt-oss-120b",
+        131072,
+        116_829_156_672,
+        f"4 of 128 experts a token: 5.1B read; {_MXFP4}",
     ),
 }
 
@@ -137,7 +147,7 @@ def _plain(name: str) -> str:
 
 def table() -> str:
     """Format the aliases as aligned text, one line each under a head line."""
-    head = ("name", "hub id", "context", "size", "filter layers", "note")
+    head = ("name", "hub id", "context", "size", "filter layers (published)", "note")
     rows = [
         (
             name,

@@ -1,4 +1,5 @@
-"""Types of the errors that a user can cause in a model folder; engine/errors.py has the others.
+"""Types of the errors that a user can cause in a model folder; engine/base/errors.py has the
+others.
 
 A message is one line that names the thing, the numbers and the remedy. The command line prints it
 and exits with `exit_code`.

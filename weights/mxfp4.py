@@ -1,8 +1,10 @@
 """MXFP4 (OCP Microscaling Formats 1.0, section 5.2), as gpt-oss stores its experts: 32 columns
 share one power of two, and each of them is one of 16 values.
 
-Those values are not evenly spaced, so no integer with a scale and an offset is the same: weights
-are dequantised to floats while they stream, exactly, since 3 bits of mantissa fit in every dtype.
+Weights are dequantised to floats while they stream, exactly, since 3 bits of mantissa fit in every
+dtype. No 4-bit integer with a scale and an offset is the same, as the values are not evenly spaced;
+twice them are integers up to 12, so int8 with a scale for the 32 columns is
+(engine/model/low_bits.py).
 """
 
 from __future__ import annotations

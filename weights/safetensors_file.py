@@ -8,8 +8,8 @@ name to {"dtype", "shape", "data_offsets"}; offsets count from the end of the he
 The header is parsed here, not by the safetensors package, for two reasons. `Checkpoint.stream` maps
 the files and needs each tensor's byte range, which the package does not return. And an error must
 name the file, the tensor, the value found and the value expected, while the package says only
-"invalid shape, data type, or offset for tensor". tools/pocket writes files with the package, and
-tests/weights checks this reader against it.
+"invalid shape, data type, or offset for tensor". tools/studies/pocket writes files with the
+package, and tests/weights checks this reader against it.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ _KEYS = (
 _LLAMA3_8B = (4096, 14336, 32, 32, 8, 128, 128256, False)
 _GEMMA3 = {"sliding_window": 512, "sliding_window_pattern": 6}
 _GPT_OSS = {
+    "quantization_config": {"quant_method": "mxfp4"},
     "num_experts_per_tok": 4,
     "rope_scaling": {
         "rope_type": "yarn",

@@ -2,7 +2,7 @@
 
 from engine.bank.base import Bank, SparseRows
 from engine.bank.device import DeviceBank
-from engine.bank.tiered import TieredBank
+from engine.bank.host.tiered import TieredBank
 
 __all__ = [
     "Bank",

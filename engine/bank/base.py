@@ -6,7 +6,7 @@ Some hooks below exist for the second only; on a DeviceBank they do nothing. Cal
 always and never ask which bank they have, so placement cannot change an answer.
 
 Shapes: B sequences, Q new tokens, T positions, H query heads, Hkv K/V heads, D head dimension. Rows
-of a bank in fewer bits are packed (kernels/rows.py): as many bytes where this file says D.
+of a bank in fewer bits are packed (kernels/rows/forms.py): as many bytes where this file says D.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import torch
 
-from engine.plan.placement import reserved_rows
-from kernels.rows import row_widths
-from kernels.store import store_step
-
-if TYPE_CHECKING:
-    from engine.bank.window_ring import WindowRing
-    from engine.decode import Step
-    from engine.model.config import ModelConfig
-    from engine.plan.layers import LayerPlan
-    from engine.plan.placement import Placement
+from engine.bank.query_ring import QueryRing
+from engine.bank.window_ring import WindowRing
+from engine.model.config.config import ModelConfig
+from engine.model.rope import Rotary, apply_rope
+from engine.plan.layers import LayerPlan, tail_start
+from engine.plan.needs import Needs
+from engine.plan.placement import Placement, reserved_rows
+from kernels.layer.store import store_step
+from kernels.rows.forms import as_bytes, row_widths
 
 
 class SparseRows(NamedTuple):
     """The rows that a sparse layer attends to, in the argument order of decode_sparse
-    (kernels/sparse_decode.py).
+    (kernels/attention/sparse.py).
 
     The layer reads rows index[b, h, : counts[b]] and then rows tail_start[b] .. stop[b] - 1. On the
     device a row number is a token's position. In a working set it is a slot for a selected token
@@ -50,7 +50,7 @@ class SparseRows(NamedTuple):
 
 
 class StepRows(NamedTuple):
-    """The rows of a layer that a decode step writes, as kernels/store.py takes them: K and V
+    """The rows of a layer that a decode step writes, as kernels/layer/store.py takes them: K and V
     [B, Hkv, T, D] by position, or a ring of its own, held twice (first row, rows).
     """
 
@@ -183,7 +183,7 @@ class Bank(ABC):
 
         Yields (first position, K, V) with K, V [B, Hkv, <= size, D] on the device. Block views hold
         until the next one is asked for. ahead: the next offloaded layer will be asked for the same
-        positions, so its first block may come already.
+        positions, and holds their rows, so its first block may come already.
         """
 
     def gathered(
@@ -197,6 +197,31 @@ class Bank(ABC):
         for the same next.
         """
         raise NotImplementedError
+
+    def rows(self, layer: int, first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V [B, Hkv, T, D] of positions first .. stop-1: views that hold until the
+        next call.
+        """
+        k, v = self.kv(layer, stop)
+        return k[:, :, first:], v[:, :, first:]
+
+    def listed(self, layer: int, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V [B, Hkv, n, D] of the positions `tokens`, int [n] ascending: copies."""
+        k, v = (as_bytes(part).index_select(2, tokens) for part in self.kv(layer))
+        return k.view(self.dtype), v.view(self.dtype)
+
+    def picked(
+        self,
+        layer: int,
+        index: torch.Tensor,
+        counts: torch.Tensor,
+        tail_start: torch.Tensor,
+        step: Step,
+    ) -> SparseRows:
+        """As `selected`, of a choice that nobody fetched: an offloaded layer brings the rows that
+        any head chose, and the host waits for them.
+        """
+        return self.selected(layer, index, counts, tail_start, step)
 
     @abstractmethod
     def newest_rows(self, layer: int, first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -240,7 +265,7 @@ class Bank(ABC):
     @abstractmethod
     def must_stream(self, layer: int, backend: str) -> bool:
         """Whether dense decode attention must read a layer block by block
-        (engine/bank/streamed_attention.py).
+        (engine/bank/host/streamed_attention.py).
         """
 
     @abstractmethod
@@ -275,9 +300,9 @@ class Bank(ABC):
         """Note that the step that makes the bank n tokens long has been issued."""
 
     @abstractmethod
-    def rehearsal(self, n: int) -> AbstractContextManager[None]:
-        """Let steps make the bank n tokens long once more, with n at most its length. All rows are
-        as they were afterwards, whatever the steps wrote and wherever they broke off.
+    def replaying(self, n: int) -> AbstractContextManager[None]:
+        """Run steps to length n once more, with n at most the bank's length. All rows are restored
+        afterwards, also after an exception.
         """
 
     @abstractmethod
@@ -309,3 +334,104 @@ class Bank(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give the memory back."""
+
+
+class Attends(Protocol):
+    """The interface of a runtime (or of a MassMeter around one) to a decode step."""
+
+    def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
+        """Attention of q [B, Q, H, D], rotated, in one layer -> [B, Q, H, D]."""
+        ...
+
+    def attend_local(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
+        """As `attend`, in a sliding-window layer."""
+        ...
+
+
+class AttendsPrompt(Protocol):
+    """What a chunk of a prompt asks of a runtime."""
+
+    @property
+    def needs(self) -> Needs:
+        """What the runtime wants of the engine."""
+        ...
+
+    def attend_prompt(self, layer: int, q: torch.Tensor, bank: Bank, start: int) -> torch.Tensor:
+        """Attention of q [B, C, H, D], rotated, at positions from `start` on -> [B, C, H, D]."""
+        ...
+
+    def attend_prompt_local(
+        self, layer: int, q: torch.Tensor, bank: Bank, start: int, stop: int
+    ) -> torch.Tensor:
+        """As `attend_prompt`, in a sliding-window layer of a chunk that ends at `stop`."""
+        ...
+
+
+@dataclass
+class Step:
+    """The inputs that all layers of one step share, computed once from the lengths on the device.
+
+    positions int64 [B, Q]. visible int32 [B]: rows that the last query sees, its own included.
+    bucket: rows of the bank that this step's kernels may look at.
+    """
+
+    positions: torch.Tensor
+    visible: torch.Tensor
+    bank: Bank
+    bucket: int
+    query_ring: QueryRing
+    rotary: Rotary
+    _tails: dict[int, torch.Tensor] = field(default_factory=dict)
+    _rings: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(
+        default_factory=dict
+    )
+    _seen: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = field(
+        default_factory=dict
+    )
+    _windows: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(
+        default_factory=dict
+    )
+
+    def tail_start(self, tail: int) -> torch.Tensor:
+        """First tail position per sequence, int32 [B], for the first of the step's queries."""
+        if tail not in self._tails:
+            self._tails[tail] = tail_start(self.visible - (self.positions.shape[1] - 1), tail)
+        return self._tails[tail]
+
+    def tail_in_ring(
+        self, tail_start: torch.Tensor, first: int, ring: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(first row, one past the last) int32 [B] of the tail from position tail_start [B] on, in
+        a working set whose ring of `ring` rows begins at row `first`. Computed once per step: the
+        groups' working sets are alike.
+        """
+        known = self._rings.get((first, ring))
+        if known is None or known[0] is not tail_start:
+            at = tail_start % ring + first
+            known = tail_start, at, at + (self.visible - tail_start)
+            self._rings[first, ring] = known
+        return known[1], known[2]
+
+    def in_window(self, window: int, size: int, query: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(first row, one past the last) int32 [B] of the window that the step's query number
+        `query` sees in a ring of `size` rows. Computed once per step: layers are alike.
+        """
+        known = window, size, query
+        if known not in self._seen:
+            stop = self.visible - (self.positions.shape[1] - 1 - query)
+            start = (stop - window).clamp_(min=0)
+            at = start % size
+            self._seen[known] = at, at + (stop - start)
+        return self._seen[known]
+
+    def window_queries(self, layer: int, window: int) -> torch.Tensor:
+        """The last `window` queries of a layer, each rotated to its position: [B, W, H, D].
+        Undefined before position 0.
+        """
+        known = window, self.rotary.rope_of(layer)
+        if known not in self._windows:
+            offsets = torch.arange(1 - window, 1, device=self.positions.device)
+            positions = (self.positions[:, -1:] + offsets).clamp_(min=0)
+            self._windows[known] = positions, *self.rotary.at(positions, layer=layer)
+        positions, cos, sin = self._windows[known]
+        return apply_rope(self.query_ring.read(layer, positions), cos, sin)

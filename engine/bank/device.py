@@ -10,21 +10,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from engine.bank.base import Bank, SparseRows, StepRows
+from engine.bank.base import Bank, SparseRows, Step, StepRows
 from engine.bank.window_ring import DEFAULT_CHUNK, WindowRing
-from engine.finish import finished
-from engine.plan.windows import ring_size
-from kernels.rows import stored, stored_keys
-
-if TYPE_CHECKING:
-    from engine.decode import Step
-    from engine.model.config import ModelConfig
-    from engine.plan.layers import LayerPlan
-    from engine.plan.placement import Placement
+from engine.base.interrupts import complete
+from engine.model.config.config import ModelConfig
+from engine.plan.layers import LayerPlan
+from engine.plan.placement import Placement, ring_size
+from kernels.rows.forms import stored, stored_keys
 
 BLOCK = 65536  # tokens of a block that `blocks` yields
 
@@ -210,7 +206,7 @@ class DeviceBank(Bank):
         pass
 
     @contextlib.contextmanager
-    def rehearsal(self, n: int) -> Iterator[None]:
+    def replaying(self, n: int) -> Iterator[None]:
         at = slice(n - 1, n)
         views = [part[:, :, at] for held in self._layers if held for part in held[:2]]
         views += [view for ring in self._rings.values() for view in ring.rows_of(n - 1)]
@@ -223,7 +219,7 @@ class DeviceBank(Bank):
         try:
             yield
         finally:
-            finished(restore)
+            complete(restore)
 
     def rewind(self, n: int, broken: bool = False) -> None:
         for ring in self._rings.values():

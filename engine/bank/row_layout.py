@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.rows import stored, stored_keys
+from kernels.rows.forms import stored, stored_keys
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from engine.plan.windows import QUERIES
-from kernels.rows import stored, stored_keys
+from engine.plan.needs import RING
+from kernels.rows.forms import stored, stored_keys
 
 DEFAULT_CHUNK = 2048  # of a bank that is made without a session
 
@@ -74,8 +74,8 @@ class WindowRing:
         return [side[:, :, row : row + 1] for row in rows for side in (self.k, self.v)]
 
     def holds(self, length: int) -> bool:
-        """Say whether a session of `length` tokens finds its window here, and QUERIES before it."""
-        return length == 0 or max(0, length - self.window - QUERIES) >= self.low
+        """Say whether a session of `length` tokens finds its window here, and RING before it."""
+        return length == 0 or max(0, length - self.window - RING) >= self.low
 
     def rewind(self, length: int) -> None:
         """Forget positions from `length` on. An empty session may begin anew."""

@@ -10,9 +10,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from engine.errors import UsageError
+from engine.base.errors import UsageError
+from engine.base.version import VERSION
 from engine.plan.filter_layers import FORMAT, NAME, weights_file
-from engine.version import VERSION
 from weights.fingerprint import fingerprint, weights_digest
 
 

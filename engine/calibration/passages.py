@@ -12,19 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
-from engine.model.llama import post_attention, pre_attention
+from engine.bank.base import Bank
+from engine.model.llama import Llama, post_attention, pre_attention
+from engine.model.rope import Rotary
 from engine.plan.layers import LayerPlan, Role, tail_start
-from kernels.softmax import Softmax
-from kernels.topk import select_topk
-
-if TYPE_CHECKING:
-    from engine.bank.base import Bank
-    from engine.model.llama import Llama
-    from engine.model.rope import Rotary
+from kernels.launch.softmax import Softmax
+from kernels.select.topk import select_topk
 
 # float32 attention weights that exist at a time: 256 MB; a longer context takes fewer rows at once
 WEIGHTS = 1 << 26

@@ -1,7 +1,7 @@
 """python -m engine.chat: talk to a model, ask about a document, or see what a model would need.
 
 This file turns flags into a model and a conversation, and errors into one line and an exit code.
-engine/chat/flags.py holds the flags, engine/chat/settings.py what they set, engine/chat/repl.py the
+engine/chat/flags.py holds the flags, engine/cli/settings.py what they set, engine/chat/repl.py the
 conversation with a person. Text goes to stdout, everything else to stderr.
 """
 
@@ -16,36 +16,41 @@ import warnings
 from importlib import metadata
 from pathlib import Path
 
-import weights
-from engine.chat.display import Display
-from engine.chat.documents import longest_document, read_stdin, read_text
-from engine.chat.evidence import watch_of
-from engine.chat.figures import model_name, plan_text
-from engine.chat.flags import parser
-from engine.chat.interrupts import Ended, ending
-from engine.chat.keeping import KeptSession
-from engine.chat.output import abandon_output, emit, require_output
-from engine.chat.repl import Chat
-from engine.chat.settings import flag_named, method_of, params_of
-from engine.device import NO_MEMORY
-from engine.errors import (
+from engine.base.device import NO_MEMORY
+from engine.base.errors import (
     BadCheckpoint,
     EngineError,
     OutOfHostMemory,
+    OutOfMemoryPlan,
     OutputFailed,
     SettingError,
     UsageError,
 )
+from engine.base.figures import first_line
+from engine.base.version import VERSION
+from engine.chat.evidence import watch_of
+from engine.chat.flags import parser
+from engine.chat.repl import answer_lines
+from engine.chat.talk.chat import Chat
+from engine.chat.talk.keeping import KeptSession
+from engine.cli.figures import plan_text
+from engine.cli.introduce import introduce
+from engine.cli.model_flags import settings_of
+from engine.cli.settings import flag_named, method_of, params_of
+from engine.cli.verdict import plan_verdict
 from engine.llm import LLM
-from engine.sampling import SamplingParams
+from engine.load.options import Options
+from engine.load.pocket import POCKET
+from engine.sampling.params import SamplingParams
 from engine.saved.cache import BlockCache
+from engine.terminal.display import Display
+from engine.terminal.documents import Given, longest_document, read_documents, read_text
+from engine.terminal.interrupts import Ended, ending
+from engine.terminal.output import abandon_output, emit, require_output
 from engine.text.boundary import printable, valid
-from engine.units import brief, first_line, human
-from engine.version import VERSION
 from kernels.native.library import COMPILING, to_compile
 
 INTERRUPTED = 130  # as shells report a Ctrl-C
-POCKET = Path(weights.__file__).parent / "pocket"
 
 
 def versions() -> str:
@@ -64,62 +69,33 @@ def versions() -> str:
 
 def open_model(args: argparse.Namespace, display: Display) -> LLM:
     """Plan the model that the flags name, without loading it. Raises typed errors."""
-    name, pocket = args.model, args.model is None
-    if pocket:
+    name = args.model
+    if name is None:
         if not (POCKET / "model.safetensors").is_file():
             raise UsageError(
                 "no model is shipped with this engine: name one with --model FOLDER-OR-NAME "
                 "(--list-models prints the names)"
             )
         name = str(POCKET)
-    # The shipped model's products take microseconds: a second thread gains nothing, and on a
-    # machine that does other work its spinning costs a factor of 50 (1900 tokens read in 30 s
-    # instead of 0.5 s at load 7 on two cores).
-    threads = 1 if pocket and args.threads is None else args.threads
     return LLM(
         name,
-        device=args.device,
-        dtype=args.dtype,
-        weights=args.weights,
-        bank=args.bank,
-        max_context=args.ctx,
-        threads=threads,
-        chunk=args.chunk,
-        compile={"auto": None, "on": True, "off": False}[args.compile],
-        offload=args.offload,
-        vram_budget=args.vram_budget,
-        ram_budget=args.ram_budget,
-        rope=args.rope,
-        beyond=args.beyond,
-        imagined_gpu=(args.fits or None) if args.plan else None,
-        method=method_of(args, pocket),
+        **settings_of(args),
         load=False,
         progress=display.loading(),
         download_progress=display.line,
     )
 
 
-def introduce(llm: LLM, display: Display) -> None:
-    """Say what was chosen, before the weights are read."""
-    plan, found = llm.plan().to_dict(), llm.resolved
-    assert found is not None  # the command line always names a model
-    revision = f" at {found.revision[:12]}" if found.revision else ""
-    display.note(f"model {model_name(llm)}, from {found.folder}{revision}")
-    display.note(
-        f"{plan['dtype']} on {plan['device']}, {brief(llm.method)}, "
-        f"context {plan['max_context']:,} tokens; needs {human(plan['total_bytes'])} at the peak, "
-        f"{human(plan['free_bytes'])} free"
-    )
-
-
 def converse(args: argparse.Namespace, llm: LLM, params: SamplingParams, display: Display) -> int:
     """Answer once or talk; return the exit code."""
-    once = (args.prompt is not None or args.file is not None) and not args.interactive
-    document = None
-    if args.file is not None:
-        longest = longest_document(llm.max_context)
-        document = read_stdin(longest) if args.file == "-" else read_text(args.file, longest)
-    introduce(llm, display)
+    once = bool(args.prompt is not None or args.file) and not args.interactive
+    documents = read_documents(args.file, longest_document(llm.max_context), display.line)
+    if len(documents) > 1 and args.prompt is None and once:
+        raise UsageError(
+            f"-f: found {len(documents)} documents and no question, expected -p TEXT, or -i to "
+            "stay in the chat"
+        )
+    introduce(llm.planner, display)
     if llm.device.type == "cpu" and to_compile():
         display.note(COMPILING)
     llm.load()
@@ -128,6 +104,8 @@ def converse(args: argparse.Namespace, llm: LLM, params: SamplingParams, display
             f"{llm.folder}: tokenizer.json: found nothing, expected the model's tokenizer: the "
             "chat needs text (the library runs on token ids)"
         )
+    if llm.plan().unheeded:
+        display.note(llm.plan().unheeded)
     if llm.plan().placement is not None:
         display.note(llm.plan().where)
         display.note(str(llm.link))
@@ -143,31 +121,43 @@ def converse(args: argparse.Namespace, llm: LLM, params: SamplingParams, display
     )
     if args.cache:
         limit = args.cache_limit or 50 * 10**9
-        chat.conversation.cache = BlockCache(args.cache, limit, display.line)
+        chat.conversation.cache = cache = BlockCache(args.cache, limit, display.line)
+        if note := cache.note(llm.planner):
+            display.line(note)
     with KeptSession(chat, Path(args.session) if args.session else None) as kept:
-        if args.model is None and not once and not kept.resumed:
-            welcome(chat, display)
-        return _talk(args, chat, document, once)
+        if args.model is None and not (once and documents) and not kept.resumed:
+            welcome(chat, display, once)
+        return _talk(args, chat, documents, once)
 
 
-def _talk(args: argparse.Namespace, chat: Chat, document: str | None, once: bool) -> int:
+def _talk(args: argparse.Namespace, chat: Chat, documents: list[Given], once: bool) -> int:
     """Read and answer what the flags say, then what a person types; the exit code."""
-    if document is not None:
-        name = "standard input" if args.file == "-" else Path(args.file).name
-        if args.prompt is None and once:
-            return INTERRUPTED if chat.ask(document) == "interrupted" else 0
-        if not chat.read(document, name) and once:
+    for given in documents:
+        if given.note:
+            chat.display.line(f"{given.name}: {given.note}")
+        if args.prompt is None and once:  # it is the message
+            return INTERRUPTED if chat.ask(given.text) == "interrupted" else 0
+        if not chat.read(given.text, given.name, titled=len(documents) > 1) and once:
             return INTERRUPTED
     if args.prompt is not None and chat.ask(args.prompt) == "interrupted" and once:
         return INTERRUPTED
-    return 0 if once else chat.run()
+    return 0 if once else answer_lines(chat)
 
 
-def welcome(chat: Chat, display: Display) -> None:
-    """Read the shipped model's own document and say what to ask about it."""
+def welcome(chat: Chat, display: Display, once: bool) -> None:
+    """Read the shipped model's own document and, where a person stays, say what to ask about it."""
     path, hint = POCKET / "welcome.txt", POCKET / "hint.txt"
     if path.is_file():
-        chat.read(read_text(str(path)), path.name)
+        text, room = read_text(str(path)), chat.llm.max_context
+        needed = len(chat.conversation.tokenizer.encode(text))
+        if needed >= room:
+            display.line(f"{path.name} is not read: its {needed} tokens do not fit --ctx {room}")
+            return
+        if once:
+            display.line(f"no document was named (-f FILE): this model's own, {path.name}, is read")
+        chat.read(text, path.name)
+    if once:
+        return
     if hint.is_file():
         display.line(read_text(str(hint)).strip())
     display.note("/sources shows which passages an answer read")
@@ -179,17 +169,19 @@ def run(args: argparse.Namespace, display: Display) -> int:
         emit(versions() + "\n")
         return 0
     if args.list_models or (args.fits is not None and not args.plan):
-        from engine.chat.fits import fits
+        from engine.cli.fits import fits
         from weights.aliases import table
 
-        emit((table() if args.fits is None else fits(args.fits or None, args.device)) + "\n")
+        here = args.fits is not None
+        asked = {**settings_of(args), "method": method_of(args, pocket=False)}
+        emit((fits(Options.of(asked)) if here else table()) + "\n")
         return 0
-    if args.file == "-" and args.interactive:
+    if "-" in args.file and args.interactive:
         raise UsageError(
             "-f -: reads standard input to its end, so -i has nothing left to read; "
             "give the document as a file"
         )
-    if args.calibrate and args.file is None and args.prompt is not None and not args.interactive:
+    if args.calibrate and not args.file and args.prompt is not None and not args.interactive:
         raise UsageError("--calibrate: found no document, expected one to read (-f FILE)")
     require_output()
     for name in ("prompt", "system"):
@@ -198,14 +190,17 @@ def run(args: argparse.Namespace, display: Display) -> int:
     params = params_of(args)
     llm = open_model(args, display)
     if args.plan:
-        text = json.dumps(llm.plan().to_dict()) if args.json else printable(plan_text(llm))
+        ok, verdict = plan_verdict(llm.planner)
+        text = f"{printable(plan_text(llm.planner))}\n{verdict}"
+        if args.json:
+            text = json.dumps({**llm.plan().to_dict(), "verdict": verdict})
         emit(text + "\n")
         if llm.resolved is not None and llm.resolved.why_not:
             display.line(
                 f"planned in {llm.plan().dtype} from the sizes in the table of aliases, as "
                 f"config.json could not be fetched: {llm.resolved.why_not}"
             )
-        return 0
+        return 0 if ok else OutOfMemoryPlan.exit_code
     if llm.resolved is not None:
         llm.resolved.require_fetched()
     return converse(args, llm, params, display)

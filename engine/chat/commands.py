@@ -10,27 +10,25 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from engine.chat import keeping
-from engine.chat.documents import longest_document, read_text
-from engine.chat.evidence import run_check, run_sources
-from engine.chat.figures import (
+from engine.base.errors import SettingError, UsageError
+from engine.base.figures import brief
+from engine.chat.evidence import run_check, run_sources, waits
+from engine.chat.talk import keeping
+from engine.chat.talk.chat import Chat
+from engine.cli.figures import (
     all_stats_text,
     full_attention_cost,
     memory_text,
     plan_text,
     stats_text,
 )
-from engine.chat.settings import exact_with, method_with, setting
-from engine.errors import SettingError, UsageError
+from engine.cli.settings import exact_with, method_with, setting
 from engine.methods.exact import Exact
 from engine.methods.registry import methods
-from engine.sampling import SamplingParams
-from engine.units import brief
-
-if TYPE_CHECKING:
-    from engine.chat.repl import Chat
+from engine.sampling.params import SamplingParams
+from engine.terminal.documents import longest_document, read_document
 
 LEAVE = object()  # what /quit returns
 SPELLINGS = {"temp": "temperature", "repeat_penalty": "repetition_penalty", "n": "max_tokens"}
@@ -101,9 +99,25 @@ def _quit(chat: Chat, rest: str) -> object:
 
 
 def _reset(chat: Chat, rest: str) -> None:
-    chat.conversation.reset()
-    kept = "; the system prompt stays" if chat.conversation.system is not None else ""
-    chat.display.line(f"a new conversation begins: the context is empty{kept}")
+    if rest not in ("", "all"):
+        raise UsageError(f"/reset: found {rest!r}, expected nothing or all")
+    talk, before = chat.conversation, [d.name for d in chat.conversation.documents]
+    talk.reset() if rest else talk.rewind()
+    system = "the system prompt stays" if talk.system is not None else ""
+    if len(talk.session) or talk.opened:
+        held = ", ".join(d.name for d in talk.documents) or "the document"
+        stays = f"{held} {'stay' if len(talk.documents) > 1 else 'stays'} read (/reset all drops)"
+    else:
+        stays = "the context is empty"
+    parts = [stays, system, _dropped(before, [d.name for d in talk.documents])]
+    chat.display.line("a new conversation begins: " + "; ".join(part for part in parts if part))
+
+
+def _dropped(before: list[str], kept: list[str]) -> str:
+    """What is said of documents that a new conversation has no more."""
+    gone = before[len(kept) :]
+    are, them = ("are", "them") if len(gone) > 1 else ("is", "it")
+    return f"{', '.join(gone)} {are} no longer read: /read {them} again" if gone else ""
 
 
 def _system(chat: Chat, rest: str) -> None:
@@ -111,6 +125,7 @@ def _system(chat: Chat, rest: str) -> None:
         chat.display.line(f"system prompt: {chat.conversation.system or 'none'}")
         return
     before, chat.conversation.system = chat.conversation.system, rest
+    gone = _dropped([d.name for d in chat.conversation.documents], [])
     try:
         chat.conversation.reset()
     except Exception:
@@ -118,6 +133,7 @@ def _system(chat: Chat, rest: str) -> None:
         raise
     chat.display.line(
         "system prompt set; a new conversation begins, since the prompt stands at its start"
+        + (f"; {gone}" if gone else "")
     )
 
 
@@ -128,7 +144,11 @@ def _retry(chat: Chat, rest: str) -> None:
 def _read(chat: Chat, rest: str) -> None:
     if not rest:
         raise UsageError("/read: found nothing, expected a file, such as /read notes.txt")
-    chat.read(read_text(rest, longest_document(chat.llm.max_context)), Path(rest).name)
+    found = read_document(rest, longest_document(chat.llm.max_context))
+    name = Path(rest.strip("'\"")).name
+    if found.note:
+        chat.display.line(f"{name}: {found.note}")
+    chat.read(found.text, name)
 
 
 def _save(chat: Chat, rest: str) -> None:
@@ -147,16 +167,18 @@ def _stats(chat: Chat, rest: str) -> None:
     if rest not in ("", "all"):
         raise UsageError(f"/stats: found {rest!r}, expected nothing or all")
     chat.display.line(
-        all_stats_text(session, chat.last) if rest else stats_text(chat.llm, session, chat.last)
+        all_stats_text(session, chat.last)
+        if rest
+        else stats_text(chat.llm.planner, session, chat.last)
     )
 
 
 def _plan(chat: Chat, rest: str) -> None:
-    chat.display.line(plan_text(chat.llm))
+    chat.display.line(plan_text(chat.llm.planner))
 
 
 def _memory(chat: Chat, rest: str) -> None:
-    chat.display.line(memory_text(chat.llm, chat.conversation.session))
+    chat.display.line(memory_text(chat.llm.planner, chat.conversation.session))
 
 
 # ---------------------------------------------------------------- settings
@@ -167,7 +189,7 @@ def _set(chat: Chat, rest: str) -> None:
     if not key:
         chat.display.line("\n".join(f"{f} = {getattr(chat.params, f)!r}" for f in sorted(FIELDS)))
         return
-    chat.params = changed(chat.params, key, value.strip())
+    chat.sample_with(changed(chat.params, key, value.strip()))
     name = _field(key)
     chat.display.line(f"{name} = {getattr(chat.params, name)!r}")
 
@@ -241,14 +263,21 @@ def _method(chat: Chat, rest: str) -> None:
         done = "the queries ran once more to sum their attention"
     length = len(session)
     if name == "full" and length:
-        done += f"; {full_attention_cost(chat.llm, length, chat.last, chat.last_bytes)}"
+        done += f"; {full_attention_cost(chat.llm.planner, length, chat.last, chat.last_bytes)}"
+    if found := waits(session):
+        done += f"; full attention until then: {found}"
     chat.display.line(f"{brief(session.method)}: {done}")
 
 
 COMMANDS = (
     Command(("help", "?"), "", "list the commands", _help),
     Command(("quit", "exit", "bye"), "", "leave the chat", _quit),
-    Command(("reset", "clear"), "", "begin a new conversation", _reset),
+    Command(
+        ("reset", "clear"),
+        "[all]",
+        "begin a new conversation behind the documents that were read; all: with nothing read",
+        _reset,
+    ),
     Command(("system",), "[TEXT]", "set the system prompt and begin anew; alone: show it", _system),
     Command(
         ("retry",),
@@ -256,7 +285,12 @@ COMMANDS = (
         "answer the last message again; after an interruption, read on and answer",
         _retry,
     ),
-    Command(("read",), "FILE", "read a document into the conversation", _read),
+    Command(
+        ("read",),
+        "FILE",
+        "read a document into the conversation: text, HTML, PDF, DOCX, ODT or EPUB",
+        _read,
+    ),
     Command(("save",), "FILE", "write the conversation to a file", _save),
     Command(("load",), "FILE", "go on with a saved conversation; nothing is read again", _load),
     Command(

@@ -1,27 +1,23 @@
 """The chat's evidence that sparse answers are right: /check, --watch and /sources.
 
-Thin over engine/check.py, engine/chat/sources.py and engine/chat/provenance.py.
+Thin over engine/session/check.py, engine/evidence/sources.py and engine/evidence/provenance.py.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from engine.chat.figures import bank_bytes
-from engine.chat.provenance import record, write_page, write_run
-from engine.errors import UsageError
+from engine.base.errors import UsageError
+from engine.base.figures import brief, count, human
+from engine.chat.talk.chat import Chat
+from engine.chat.talk.conversation import Conversation
+from engine.cli.figures import bank_bytes
+from engine.evidence.provenance import record, write_page, write_run
+from engine.evidence.sources import Passage
 from engine.methods.exact import Exact
+from engine.methods.mass_meter import Watch
 from engine.plan.layers import tail_start
-from engine.units import brief, count, human
-from engine.watch import Watch
+from engine.session.session import Session
 
-if TYPE_CHECKING:
-    from engine.chat.conversation import Conversation
-    from engine.chat.display import Display
-    from engine.chat.repl import Chat
-    from engine.chat.sources import Passage
-
-WARN_BELOW = 0.9  # share of the attention mass below which --watch warns
+CHOOSES = "/method omnikv dense_below=0 chooses at every length"
 EVERY = 16  # steps between measurements where only --exact-below is given
 
 
@@ -41,15 +37,38 @@ def run_check(chat: Chat, rest: str) -> None:
     if chat.last is None:
         display.line("no answer yet to check: ask something first")
         return
+    if why := _nothing_sparse(chat):
+        display.line(f"nothing to compare: {why}")
+        return
     steps = min(int(rest or 16), max(1, chat.last.new_tokens))
     display.line(
         f"checking {count(steps, 'step')}: each runs once more, with full attention over "
-        f"{human(bank_bytes(chat.llm, len(session)))} of K and V and with sparse attention"
+        f"{human(bank_bytes(chat.llm.planner, len(session)))} of K and V and with sparse attention"
     )
     with chat.interrupts:
         report = session.check(steps, chat.interrupts.watched(display.working("steps checked:")))
     display.clear()
     display.line(str(report))
+
+
+def waits(session: Session) -> str:
+    """From which length on a session's method is sparse, where that is not reached; else ""."""
+    method, start = session.method, session.runner.dense_below
+    if isinstance(method, Exact) or not session.plan.sparse_layers or len(session) >= start:
+        return ""
+    if start > session.capacity:
+        return f"sparse at no length within {session.capacity:,} tokens"
+    return f"sparse from {start:,} tokens on; this context has {len(session):,}"
+
+
+def _nothing_sparse(chat: Chat) -> str:
+    """Why no step of this session is sparse, and the command that changes it; "" where one is."""
+    session = chat.conversation.session
+    name = session.method.name
+    if not session.plan.sparse_layers:
+        reads = "drops tokens and chooses none" if session.plan.partial_layers else "reads all"
+        return f"{name} {reads}; {CHOOSES}"
+    return f"{name} is {found}; {CHOOSES}" if (found := waits(session)) else ""
 
 
 # ---------------------------------------------------------------- --watch
@@ -60,28 +79,6 @@ def watch_of(every: int | None, exact_below: float | None) -> Watch | None:
     if every is None and exact_below is None:
         return None
     return Watch(every=EVERY if every is None else every, exact_below=exact_below)
-
-
-def print_watch(watch: Watch, display: Display) -> None:
-    """Print what the watch measured; as a warning where the mass kept was low."""
-    if not watch.sampled:
-        return
-    text = (
-        f"attention mass kept: {watch.mass:.3f} now, lowest {watch.lowest:.3f}, "
-        f"measured at {watch.sampled} of {count(watch.steps, 'step')}"
-    )
-    if watch.exact_steps:
-        text += (
-            f"; {count(watch.exact_steps, 'step')} ran full attention "
-            f"(--exact-below {watch.exact_below:g})"
-        )
-    if watch.lowest < WARN_BELOW:
-        display.line(
-            f"{text}; this is low: /check compares with full attention, "
-            "/method full answers with it"
-        )
-    else:
-        display.note(text)
 
 
 # ---------------------------------------------------------------- /sources
@@ -102,7 +99,7 @@ def run_sources(chat: Chat, rest: str) -> None:
     if not conversation.choices.made:
         display.line(
             "the last answer ran full attention: it read every token and chose none "
-            f"({_how_to_choose(conversation)})"
+            f"({_how_to_choose(chat)})"
         )
         return
     if is_file:
@@ -110,7 +107,13 @@ def run_sources(chat: Chat, rest: str) -> None:
         return
     found = conversation.sources(int(rest or 5))
     if not found:
-        display.line("the last answer chose no passage of the documents")
+        alike = len(conversation.sources(len(conversation.ends)))
+        display.line(
+            f"the last answer read {alike:,} passages alike: {conversation.session.method.name} "
+            f"does not rank them ({CHOOSES})"
+            if alike
+            else "the last answer chose no passage of the documents"
+        )
         return
     display.line(sources_text(conversation, found))
 
@@ -120,10 +123,15 @@ def _drafts(conversation: Conversation) -> bool:
     return isinstance(conversation.session.method, Exact)
 
 
-def _how_to_choose(conversation: Conversation) -> str:
-    if _drafts(conversation):
-        return "no draft was made by a sparse step: --draft 4 drafts at every length"
-    return "--method omnikv --dense-below 0 chooses at every length"
+def _how_to_choose(chat: Chat) -> str:
+    if not _drafts(chat.conversation):
+        return _nothing_sparse(chat) or f"{CHOOSES}; /retry answers again"
+    if chat.last is not None and chat.last.drafted:
+        return (
+            "its drafts were copied from where the same words stood before; "
+            "/method exact lookup=False has sparse steps draft"
+        )
+    return "no draft was made by a sparse step; /method exact draft=4 drafts at every length"
 
 
 def sources_text(conversation: Conversation, found: list[Passage]) -> str:
@@ -163,7 +171,7 @@ def _tail_note(conversation: Conversation) -> list[str]:
 
 
 def write_sources(chat: Chat, path: str) -> None:
-    """Write what every token of the last answer read: a page, or a run for tools.sources."""
+    """Write what every token of the last answer read: a page, or a run for tools.repo.sources."""
     conversation, display = chat.conversation, chat.display
     spans = [(d.start, d.stop) for d in conversation.documents] or [(0, conversation.answer_start)]
     run = record(
@@ -174,6 +182,11 @@ def write_sources(chat: Chat, path: str) -> None:
         chat.llm.name,
         brief(conversation.session.method) + (", its drafts" if _drafts(conversation) else ""),
         display.working("steps of the answer:"),
+        [d.name for d in conversation.documents],
     )
     (write_page if path.endswith(".html") else write_run)(run, path)
-    display.line(f"wrote {path}")
+    ranked = any(run.reads)
+    display.line(
+        f"wrote {path}"
+        + ("" if ranked else "; it read passages alike: the page shows none of them")
+    )

@@ -1,4 +1,4 @@
-"""What a method is: a frozen value that makes a layer plan, and a runtime per session that attends.
+"""The interface of a method: a frozen value that makes a layer plan, and a runtime per session.
 
 Decode and prefill call the hooks below and know nothing else of a method. The layer plan says what
 each layer does; the runtime follows it. `Needs` (engine/plan/needs.py) says what the engine must
@@ -9,28 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from engine.bank.streamed_attention import attend_stream
-from engine.errors import SettingError
+from engine.bank.base import Bank, Step
+from engine.bank.host.streamed_attention import attend_stream
+from engine.bank.row_origins import FULL, Span
+from engine.model.config.config import ModelConfig
+from engine.model.low_bits import FewBits
+from engine.plan.filter_layers import FilterLayers
 from engine.plan.layers import LayerPlan, layer_plan
 from engine.plan.needs import Needs, scratch_sizes
-from kernels.dense_decode import decode_dense
-from kernels.prefill import prefill_dense
-from kernels.scratch import Scratch, make_scratch
-from kernels.softmax import Softmax
-from kernels.sparse_decode import decode_sparse
-from kernels.window_prefill import prefill_window
-
-if TYPE_CHECKING:
-    from engine.bank.base import Bank
-    from engine.decode import Step
-    from engine.model.config import ModelConfig
-    from engine.model.low_bits import FewBits
-    from engine.plan.filter_layers import FilterLayers
-    from engine.prefill_eta import PrefillFlops
+from engine.plan.prefill_time import PrefillFlops
+from kernels.attention.dense import decode_dense
+from kernels.attention.scratch import Scratch, make_scratch
+from kernels.attention.sparse import decode_sparse
+from kernels.launch.softmax import Softmax
+from kernels.prefill.dense import prefill_dense
+from kernels.prefill.window import prefill_window
 
 
 @dataclass(frozen=True)
@@ -40,10 +37,9 @@ class Method:
     # whether users may ask for the method by name; not inherited, default True
     # (engine/methods/registry.py)
     named = False
-    # whether it knows sliding-window layers; not inherited either, default False
-    sliding = False
-    # whether it knows a cap on attention's logits, and sinks; not inherited either, default False
-    capped = False
+    # whether it reads a session's first prompt by full attention, on the reference launchers to the
+    # bit, so that others may use its rows (`prompt_origins`); not inherited either, default False
+    full_prompts = False
 
     @property
     def name(self) -> str:
@@ -52,9 +48,7 @@ class Method:
 
     @property
     def cannot_draft(self) -> str:
-        """Why exact mode cannot draft with this method (engine/methods/exact.py); "" where it
-        can.
-        """
+        """Why exact mode (engine/methods/exact.py) cannot draft with this method, or ""."""
         return "it selects no tokens to read"
 
     def completed(self, filter_layers: Callable[[], FilterLayers]) -> Method:
@@ -66,7 +60,7 @@ class Method:
         return layer_plan(config.num_layers, local_layers=config.local_layers)
 
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
-        """What a session of `capacity` tokens needs, with bank elements of `itemsize` bytes."""
+        """Return the needs of a session of `capacity` tokens. itemsize: bytes of a bank element."""
         return Needs()
 
     def dense_below_tokens(
@@ -106,10 +100,16 @@ class Method:
         offloaded: Collection[int] = (),
         held: FewBits | None = None,
     ) -> str:
-        """What the plan says of this method's speed at `context` tokens, one line; "" where it has
-        nothing to say. offloaded: layers in host memory. held: weights in few bits.
+        """Return the plan's line on this method's speed at `context` tokens, or "". offloaded:
+        layers in host memory. held: weights in few bits.
         """
         return ""
+
+    def bounds_distances(self, plan: LayerPlan, positions: int, length: int) -> bool:
+        """Whether no query sees a token further away than a rope made for `positions` knows, in a
+        text of `length` tokens, however long that is.
+        """
+        return False
 
     def validate(self, plan: LayerPlan) -> None:
         """Raise SettingError where these settings cannot work on this layer plan."""
@@ -118,56 +118,26 @@ class Method:
         """Raise SettingError where a session of `start` tokens cannot read on to `stop`."""
 
     def validate_switch(self, length: int) -> None:
-        """Raise SettingError where a session that read `length` tokens under another method cannot
+        """Raise SettingError if a session that read `length` tokens under another method cannot
         continue with this one.
         """
+
+    def prompt_origins(
+        self, plan: LayerPlan, begin: int, first: int, stop: int, total: float
+    ) -> list[Span]:
+        """How the rows of tokens first .. stop-1, read in one chunk, come about (row_origins.py of
+        engine/bank), in a prompt at positions begin .. total-1; total is infinite while it goes on.
+        """
+        return [(stop, FULL if vars(type(self)).get("full_prompts", False) else None)]
 
     def runtime(self, setup: Setup) -> Runtime:
         """The state of this method in one session."""
         return Runtime(self, setup)
 
 
-def validate_parts(method: Method, needs: Needs, more: bool, last: int | None = None) -> None:
-    """Raise SettingError where a prompt cannot be read in several calls (`more`), or its final call
-    of `last` tokens is too short.
-    """
-    if more and needs.final_call is None:
-        raise SettingError(
-            f"{method.name}: reads a whole prompt in one call, found a prefill with more=True"
-        )
-    if last is not None and last < (needs.final_call or 0):
-        raise SettingError(
-            f"{method.name}: treats the last {needs.final_call} tokens of a prompt differently, so "
-            f"the final prefill call must have at least {needs.final_call} tokens (found {last})"
-        )
-
-
-def require_windows(method: Method, config: ModelConfig) -> None:
-    """Raise SettingError where a model has sliding-window layers, a cap on attention scores or
-    sinks, and the method, or the one inside it, knows none.
-    """
-    inner = getattr(method, "method", None)
-    if isinstance(inner, Method):
-        require_windows(inner, config)
-    if config.local_layers and not vars(type(method)).get("sliding", False):
-        raise SettingError(
-            f"{method.name}: does not know the sliding-window layers of this model "
-            f"({config.family}); use full or omnikv"
-        )
-    for has, what in (
-        (config.block.score_cap, "the cap on attention scores"),
-        (config.block.sinks, "the attention sinks"),
-    ):
-        if has and not vars(type(method)).get("capped", False):
-            raise SettingError(
-                f"{method.name}: does not know {what} of this model ({config.family}); use full or "
-                "omnikv"
-            )
-
-
 @dataclass(frozen=True)
 class Setup:
-    """What a runtime is built from: one session's fixed facts.
+    """The inputs of a runtime: one session's fixed facts.
 
     backend: kernel backend ("auto", "reference", "cpu", "triton"); scratch: buffers of the kernels;
     softmax: what is particular in every layer's.
@@ -338,7 +308,7 @@ class Runtime:
     def attend_kept(
         self, layer: int, q: torch.Tensor, step: Step, tail_start: torch.Tensor
     ) -> torch.Tensor:
-        """Attention of a draft step over what the last `attend` chose and everything from
+        """Attention of a draft step over the tokens that the last `attend` chose and all from
         tail_start [B] on; no layer chooses. A method that cannot keep its choice chooses anew.
         """
         return self.attend(layer, q, step)
@@ -373,9 +343,7 @@ class Runtime:
         return out[0] if len(out) == 1 else torch.cat(out, dim=1)
 
     def warm(self, steps: Iterable[Step]) -> None:
-        """Fetch what the first decode step would: `steps` are those of the prompt's last tokens,
-        oldest first.
-        """
+        """Fetch the first decode step's rows. steps: of the prompt's last tokens, oldest first."""
 
     def commit(self, count: int) -> None:
         """Commit the chunk or step of `count` tokens that just ran. `attend` and `attend_prompt`
@@ -409,7 +377,7 @@ class Runtime:
         return torch.zeros_like(step.visible)
 
     def choice(self) -> Any:
-        """A copy of what the last step chose: all that `selections` and `selection_scores` read."""
+        """Copy the choice of the last step: the data of `selections` and `selection_scores`."""
         return None
 
     def load_choice(self, choice: Any) -> None:
@@ -418,8 +386,8 @@ class Runtime:
     # ---------------------------------------------------------------- going back, copies
 
     def state(self) -> Any:
-        """What truncate must bring back: all that does not follow from the bank and the query
-        ring.
+        """Return the state that truncate must restore: all that cannot be derived from the bank and
+        the query ring.
         """
         return None
 

@@ -1,10 +1,10 @@
-"""Exact mode: a selecting method drafts, full attention verifies, and what is written is full
+"""Exact mode: a selecting method drafts, full attention verifies, and the answer is full
 attention's.
 
 `Exact(OmniKV(...))` is a method like any other. Its prompts are read and its tokens are computed by
 full attention. A session under it may first draft: sparse steps of the inner method guess the next
 tokens, and one step of full attention over up to 8 tokens computes the logits after every one of
-them and rewrites their rows (engine/exact_runner.py). A guess that turns out to be the token that
+them and rewrites their rows (engine/exact/runner.py). A guess that turns out to be the token that
 is fed next costs nothing then. The bank, the query ring and the logits are those of a session under
 Full(), so nothing that is drafted shows in an answer.
 
@@ -16,22 +16,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from engine.errors import SettingError
+from engine.bank.base import Step
+from engine.base.checks import boolean, is_integer
+from engine.base.errors import SettingError
 from engine.methods.base import Method, Runtime, Setup
+from engine.model.config.config import ModelConfig
+from engine.model.low_bits import FewBits
 from engine.plan.exact_costs import ExactCosts
+from engine.plan.filter_layers import FilterLayers
+from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
-from engine.settings import boolean, is_integer
-
-if TYPE_CHECKING:
-    from engine.decode import Step
-    from engine.model.config import ModelConfig
-    from engine.model.low_bits import FewBits
-    from engine.plan.filter_layers import FilterLayers
-    from engine.plan.layers import LayerPlan
 
 MOST_DRAFTS = 7  # a step takes up to 8 tokens: the one that is fed, and its drafts
 
@@ -51,8 +49,7 @@ class Exact(Method):
     lookup: bool = True
 
     named = False  # made from another method: --exact, /method exact
-    sliding = True  # where the inner method is (require_windows)
-    capped = True
+    full_prompts = True
 
     def __post_init__(self) -> None:
         method = self.method
@@ -83,7 +80,8 @@ class Exact(Method):
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
         """The inner method's, for steps of up to 8 tokens."""
         needs = self.method.needs(plan, config, capacity, itemsize)
-        return replace(needs, queries=MOST_DRAFTS + 1)
+        # verification reads every layer whole
+        return replace(needs, step_rows=capacity, queries=MOST_DRAFTS + 1)
 
     def dense_below_tokens(
         self, plan: LayerPlan, config: ModelConfig, itemsize: int, device_type: str, capacity: int
@@ -161,7 +159,7 @@ class ExactRuntime(Runtime):
         self.drafter.end_prompt(length, step)
 
     def note_choice(self) -> None:
-        """Keep what the drafter chose for this cycle."""
+        """Keep the drafter's choice for this cycle."""
         self._choice = self.drafter.selections(), self.drafter.selection_scores()
 
     def forget_choice(self) -> None:
@@ -196,7 +194,7 @@ class ExactRuntime(Runtime):
 
 
 class Kept:
-    """A runtime of draft steps after the first: what the first one chose, and all since.
+    """A runtime of draft steps after the first: the first one's choice, and all tokens since.
 
     tail_start int32 [B]: the first position of its tail, filled by the runner.
     """

@@ -1,4 +1,4 @@
-"""From names to methods: what a user may ask for on a command line."""
+"""From names to methods: the choices of a command line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pkgutil
 from typing import Any
 
 import engine.methods
-from engine.errors import SettingError
+from engine.base.errors import SettingError
 from engine.methods.base import Method
 
 

@@ -1,6 +1,6 @@
 """The model: its configuration, its rotary embedding and the two halves of a layer."""
 
-from engine.model.config import ModelConfig
+from engine.model.config.config import ModelConfig
 from engine.model.llama import Layer, Llama, assemble, post_attention, pre_attention, rms_norm
 from engine.model.tensors import ignored, random_stream, targets
 

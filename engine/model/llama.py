@@ -10,21 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
-from engine.model.block import LLAMA, Block
+from engine.model.config.block import LLAMA, Block
+from engine.model.config.config import ModelConfig
 from engine.model.mixture import Mixture
 from engine.model.rope import apply_rope
-from kernels.linear import Linear, pack_linear
-from kernels.linear_quantised import QuantisedLinear, pack_quantised
-from kernels.quantised import Quantised
-
-if TYPE_CHECKING:
-    from engine.model.config import ModelConfig
-
+from kernels.layer.linear import Linear, pack_linear
+from kernels.quant.linear import QuantisedLinear, pack_quantised
+from kernels.quant.matrix import Quantised
 
 NORMS = ("input_norm", "q_norm", "k_norm", "o_norm", "post_norm", "down_norm")
 Matrix = Linear | QuantisedLinear
@@ -316,8 +312,9 @@ def _head(
     form: str,
     twice: bool,
 ) -> Matrix:
-    """lm_head where it was not packed as it came: the embedding, or a tensor of its own that came
-    late. It is the largest matrix of a small model: a second copy would pass the plan then.
+    """Build lm_head if it was not packed while streaming: from the tied embedding, or from a tensor
+    that arrived last. `copy=False` for the latter, because a second copy of it would exceed the
+    memory plan.
     """
     if not config.tied_embeddings:
         return pack_linear(plain["lm_head"], form=form, copy=False)

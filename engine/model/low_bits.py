@@ -8,29 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from engine.errors import SettingError
+from engine.base.errors import SettingError
+from engine.model.config.config import ModelConfig
 from engine.model.tensors import targets
-from kernels.integer_products import tile_rows
-from kernels.linear_quantised import (
-    GROUPED,
-    GROUPS,
-    choose_quantised_form,
-    held_bytes,
-    speed_note,
-)
-from kernels.native.few_bits import held_as_panels
-from kernels.native.library import native
-from kernels.quantise import to_int4, to_int8
-from kernels.quantised import Quantised, joined
-from kernels.words import held_as_words
+from kernels.launch.dispatch import ON_CPU
+from kernels.quant.linear import GROUPED, GROUPS, choose_quantised_form, held_bytes, speed_note
+from kernels.quant.matrix import Quantised, joined
+from kernels.quant.native import held_as_panels, usable
+from kernels.quant.rounding import few_mantissa_bits_to_int8, to_int4, to_int8
+from kernels.quant.torch_forms.int4_tiles import tile_rows
+from kernels.quant.words import held_as_words
+from weights.mxfp4 import COLUMNS
 from weights.quantised.stored import Form, Stored
-
-if TYPE_CHECKING:
-    from engine.model.config import ModelConfig
 
 GROUP = 32  # columns under one scale of int4, unless its word says more (docs/QUANTISATION.md)
 GPU_GROUP = 64  # of int8 on a GPU, where outliers have no product
@@ -40,18 +33,15 @@ MATRICES = ("qkv", "o", "gate_up", "down", "lm_head")
 
 @dataclass(frozen=True)
 class Held:
-    """How one matrix is held: its kind, columns under one scale, whether groups have an offset,
-    outliers of each row, bytes of a scale that is stored as it is (None: as held_bytes says),
-    permuted inputs, a table.
-    """
+    """The storage format of one matrix."""
 
     kind: str
-    group: int
-    offsets: bool = False
-    outliers: int = 0
-    scale_bytes: int | None = None
-    permuted: bool = False
-    table: bool = False
+    group: int  # columns under one scale
+    offsets: bool = False  # each group has an offset
+    outliers: int = 0  # of each row, stored apart
+    scale_bytes: int | None = None  # of one scale as stored; None: see held_bytes
+    permuted: bool = False  # the input columns are permuted
+    table: bool = False  # values are entries of a table
 
     def form(
         self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, backend: str
@@ -61,7 +51,7 @@ class Held:
             plain = not self.table and not self.outliers
             words = held_as_words(self.kind, self.group, shape[1], plain)
             return "words" if words else "blocks"
-        if backend not in ("auto", "cpu"):
+        if backend not in ON_CPU:
             return "blocks"
         plain = not self.table and not (self.kind == "int8" and self.offsets and self.whole(shape))
         apart = self.outliers > 0
@@ -113,12 +103,14 @@ class OnTheWay:
     """Float weights that are rounded as they arrive.
 
     kind: "auto" or "float" (as they are), "int8" (as `whole_bytes` says) or "int4" (groups of
-    `group` columns; lm_head int8 as ever). Embeddings, norms and biases stay as they are.
+    `group` columns; lm_head int8 as ever). Embeddings, norms and biases stay as they are. mxfp4:
+    experts that are stored so come to lie in int8, in groups of COLUMNS, as the same values.
     """
 
     kind: str
     group: int
     gpu: bool = False
+    mxfp4: bool = False
 
     @classmethod
     def of(cls, word: str, config: ModelConfig, gpu: bool = False) -> OnTheWay:
@@ -141,7 +133,10 @@ class OnTheWay:
                 f"weights: found {word!r}, but rows of {width} are no multiple of its groups of "
                 f"{group}; use weights={instead!r}"
             )
-        return cls(kind, group if kind == "int4" else 0, gpu)
+        # on a GPU int8 of such groups has no product of its own
+        packed = config.experts is not None and config.experts.stored == "mxfp4"
+        exact = kind == "auto" and packed and not gpu
+        return cls(kind, group if kind == "int4" else 0, gpu, exact)
 
     @property
     def rounds(self) -> bool:
@@ -151,6 +146,8 @@ class OnTheWay:
     def held(self, name: str, columns: int) -> Held | None:
         """How the matrix of a target is held; None: as it is stored."""
         part = name.split(".")[-1]
+        if self.mxfp4 and ".experts." in name and part in MATRICES:
+            return Held("int8", COLUMNS)
         if not self.rounds or part not in MATRICES:
             return None
         if self.kind == "int4" and part != "lm_head":
@@ -169,16 +166,23 @@ class OnTheWay:
                     yield "lm_head", rounded(tensor, held)
                 continue
             held = self.held(name, tensor.shape[-1]) if tensor.dim() == 2 else None
-            yield name, tensor if held is None else rounded(tensor, held)
+            if self.mxfp4 and held is not None:
+                yield name, few_mantissa_bits_to_int8(tensor, held.group)
+            else:
+                yield name, tensor if held is None else rounded(tensor, held)
             del tensor
 
     def bytes(
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device, backend: str
     ) -> FewBits | None:
         """As Rounding.bytes."""
-        if not self.rounds:
+        if not self.rounds and not self.mxfp4:
             return None
         shapes = shapes_of(config)
+        if self.mxfp4:
+            held = {name: self.held(name, shape[-1]) for name, shape in shapes.items()}
+            said = "experts in int8 with the values of their MXFP4, "
+            return _counted(config, shapes, held, dtype, device, backend, said)
         if config.tied_embeddings:
             shapes["lm_head"] = shapes["embed"]
         held = {name: self.held(name, shape[-1]) for name, shape in shapes.items()}
@@ -192,7 +196,7 @@ def whole_bytes(columns: int, gpu: bool) -> Held:
     """
     if gpu:
         return Held("int8", GPU_GROUP if columns % GPU_GROUP == 0 else columns)
-    if native() is not None and columns % GROUP == 0:
+    if usable() and columns % GROUP == 0:
         return Held("int8", GROUP)
     return Held("int8", columns, outliers=columns // OUTLIER_SHARE)
 
@@ -242,7 +246,7 @@ class AsStored:
                 f"weights: found {word!r}, but the checkpoint is quantised already ({described}); "
                 "use auto, float or int8"
             )
-        plain = backend not in ("auto", "cpu")
+        plain = backend not in ON_CPU
         return cls(forms, word, dtype, device.type != "cpu", plain, described)
 
     def held(self, name: str, shape: tuple[int, ...]) -> Held | None:
@@ -349,7 +353,7 @@ def _native(form: Form, columns: int) -> bool:
     """
     long = form.kind == "int4" or form.group >= GROUP
     plain = not form.table
-    return long and held_as_panels(form.kind, form.group, columns, plain) and native() is not None
+    return long and held_as_panels(form.kind, form.group, columns, plain) and usable()
 
 
 def _regrouped(weight: Quantised, group: int) -> Quantised:
@@ -392,14 +396,14 @@ def _counted(
         sizes[name] = one.bytes(pair, form)
         if name.split(".")[-1] not in ("lm_head", "embed"):
             forms[GROUPED if one.kind == "int8" and not one.whole(pair) else one.kind] = form
-    note = f"{config.parameters / 1e9:.2f} B parameters, {said}{_how(forms, dtype, device)}"
+    note = f"{config.parameters / 1e9:.2f} B parameters, {said}{_how(forms, device)}"
     total = sum(sizes.values())
     read = total - (0 if shared_table else sizes["embed"])
     return FewBits(total, note, read, "int4" if "int4" in forms else "int8")
 
 
-def _how(forms: dict[str, str], dtype: torch.dtype, device: torch.device) -> str:
+def _how(forms: dict[str, str], device: torch.device) -> str:
     said = {"words": "dequantised in registers", "blocks": "dequantised in blocks"}
     if device.type != "cpu" or "words" in forms.values():
         return "; ".join(dict.fromkeys(said[form] for form in forms.values()))
-    return "; ".join(speed_note(kind, dtype, form) for kind, form in forms.items())
+    return "; ".join(speed_note(kind, form) for kind, form in forms.items())

@@ -2,7 +2,7 @@
 best few of them run, and their outputs are added with the router's weights.
 
 A decode step reads its token's own experts, per_token in each layer. The host decides which run,
-one after the other; their products are those of every other matrix (kernels/linear.py).
+one after the other; their products are those of every other matrix (kernels/layer/linear.py).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-if TYPE_CHECKING:
-    from kernels.linear import Linear
-    from kernels.linear_quantised import QuantisedLinear
+from kernels.layer.linear import Linear
+from kernels.quant.linear import QuantisedLinear
 
+if TYPE_CHECKING:
     Matrix = Linear | QuantisedLinear
 
 

@@ -8,14 +8,11 @@ so a formula that is only mathematically equal would not be close enough.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 
-from engine.model.rope_config import Rope
-
-if TYPE_CHECKING:
-    from engine.model.config import ModelConfig
+from engine.model.config.config import ModelConfig
+from engine.model.config.rope_config import Rope
 
 
 def inv_freq(rope: Rope, head_dim: int, seq_len: int = 0) -> torch.Tensor:

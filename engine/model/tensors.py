@@ -5,16 +5,13 @@ the same shapes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
+from engine.model.config.config import ModelConfig
+from engine.model.mixture import Experts
 from weights.checkpoint import MXFP4, TURNED, Target
 from weights.mxfp4 import COLUMNS
-
-if TYPE_CHECKING:
-    from engine.model.config import ModelConfig
-    from engine.model.mixture import Experts
 
 
 def targets(config: ModelConfig) -> list[Target]:

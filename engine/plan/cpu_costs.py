@@ -1,9 +1,9 @@
-"""What OmniKV's layers cost on a CPU, in bytes that a dense layer would have read in the same time:
+"""Costs of OmniKV's layers on a CPU, in bytes that a dense layer would have read in the same time:
 the constants behind `dense_below="auto"`, with and without our C++ kernels.
 
 Counting bytes alone chose the slower method where one kind of layer reads its bytes at another rate
-than the rest. Measured by `python -m tools.cpu_forms` (docs/PERFORMANCE.md) and rounded up, so that
-an automatic choice errs towards full attention.
+than the rest. Measured by `python -m tools.speed.cpu_forms` (docs/PERFORMANCE.md) and rounded up,
+so that an automatic choice errs towards full attention.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kernels.isa import isa, multiplies
+from kernels.launch.isa import isa, multiplies
 from kernels.native.library import missing
 
 
@@ -41,7 +41,8 @@ _OTHER = {
 }
 # torch's operators, by instruction set and bytes of an element (2: bfloat16 and float16, whichever
 # is worse); filter and row are the worst of two machines; query, kv and weight are bfloat16's and
-# float32's, of layers of two shapes (`python -m tools.exact kernels`), in "default" estimates
+# float32's, of layers of two shapes (`python -m tools.studies.exact kernels`), in "default"
+# estimates
 COSTS = {
     "default": {
         2: CpuCosts(filter=2.0, row=3.0, query=0.09, kv=2.0, weight=1.1),
@@ -79,8 +80,8 @@ NATIVE = {
 
 
 # (kv, weight) where weights are held in few bits, by kind, bytes of an element and whether 16-bit
-# products run: `python -m tools.exact kernels`, the deep shape's and the 1B shape's layers. The
-# former's short rows cost 3 times as much a byte in int8; kv lies between the two
+# products run: `python -m tools.studies.exact kernels`, the deep shape's and the 1B shape's layers.
+# The former's short rows cost 3 times as much a byte in int8; kv lies between the two
 FEW_BITS = {
     "int8": {2: ((1.7, 0.16), (1.7, 0.12)), 4: ((1.0, 0.13), (1.0, 0.13))},
     "int4": {2: ((0.9, 0.3), (1.6, 0.35)), 4: ((0.5, 0.3), (1.0, 0.35))},
@@ -92,7 +93,7 @@ def cpu_costs(
     itemsize: int, found: str | None = None, kind: str = "", compiled: bool | None = None
 ) -> CpuCosts:
     """Look up the costs for elements of `itemsize` bytes; found: an instruction set of
-    kernels/isa.py, None for this machine's; kind: "int8" or "int4" for weights in few bits;
+    kernels/launch/isa.py, None for this machine's; kind: "int8" or "int4" for weights in few bits;
     compiled: whether our C++ kernels run, None: as in this process.
     """
     found, size = isa() if found is None else found, 2 if itemsize < 4 else 4

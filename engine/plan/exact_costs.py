@@ -1,4 +1,4 @@
-"""What a cycle of exact mode costs beside a step of full attention: counted bytes, both tiers.
+"""The cost of a cycle of exact mode beside a step of full attention: counted bytes, both tiers.
 
 A cycle is d draft steps and one step of full attention over d + 1 tokens. On a GPU bytes are all
 that counts. On a CPU a further token of a step costs arithmetic, and a byte of K and V more than a
@@ -9,15 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from engine.model.config.config import ModelConfig
+from engine.model.low_bits import FewBits
 from engine.plan.cpu_costs import CpuCosts, cpu_costs
-from engine.plan.layers import Role
-
-if TYPE_CHECKING:
-    from engine.model.config import ModelConfig
-    from engine.model.low_bits import FewBits
-    from engine.plan.layers import LayerPlan
+from engine.plan.layers import LayerPlan, Role
 
 # device bytes that pass while one passes the link to host memory: 2 TB/s beside 50 GB/s
 LINK = 40.0

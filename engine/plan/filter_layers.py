@@ -1,35 +1,48 @@
 """Which filter layers a model has.
 
 They come from omnikv.json beside the model or in the user's cache (written by tools.calibrate),
-else from the published table, else from a spread over the depth that says that it is a guess.
+else from the table of what was found here or published (weights/published_filters.py), else from a
+spread over the depth that says that it is a guess.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-from engine.errors import BadCheckpoint, EngineError
-from engine.plan.layers import PAPER_WAIT, spread_over
-from engine.settings import is_integer
-from weights.aliases import ALIASES
+from engine.base.checks import is_integer
+from engine.base.errors import BadCheckpoint, EngineError
+from engine.model.config.config import ModelConfig
+from engine.plan.layers import spread_over
 from weights.fingerprint import fingerprint, weights_digest
 from weights.jsonfile import inside, present, read_json, shown
-
-if TYPE_CHECKING:
-    from engine.model.config import ModelConfig
-    from weights.resolve import Resolved
+from weights.published_filters import FOUND, PUBLISHED, PublishedFilters
+from weights.resolve import Resolved
 
 FORMAT = 1
 NAME = "omnikv.json"
 LIMIT = 1 << 20  # bytes; one of 100 layers with every figure of its search has 50 KB
+
+
+def _tools_here() -> bool:
+    """Whether this engine's tools can be imported: those of a clone; a wheel has none."""
+    spec, home = importlib.util.find_spec("tools"), Path(__file__).resolve().parents[2] / "tools"
+    # in site-packages that folder may be somebody else's
+    mine = spec is not None and str(home) in (spec.submodule_search_locations or ())
+    return mine and any(home.glob("calibrate*"))
+
+
+FINDERS = "python -m engine.chat --calibrate -f FILE while it reads" + (
+    ", or by python -m tools.calibrate" if _tools_here() else ""
+)
 UNCALIBRATED = (
-    "hint: nobody has calibrated this model, so all layers read everything; its filter layers come "
-    "from python -m tools.calibrate, or from python -m engine.chat --calibrate -f FILE"
+    "OmniKV is off: nobody has calibrated this model, so it runs full attention; its filter layers "
+    f"are found by {FINDERS}"
 )
 LONG = 4096  # tokens of a prompt from which filter layers are worth a hint
 DIGEST = re.compile("[0-9a-f]{64}")
@@ -37,7 +50,7 @@ DIGEST = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class FilterLayers:
-    """Filter layers and their source: "file", "published" or "spread".
+    """Filter layers and their source: "file", "found", "published" or "spread".
 
     hint: one line for people, possibly empty. wait: layers after a filter that attend to
     everything; a published set was published with one.
@@ -50,13 +63,13 @@ class FilterLayers:
 
 
 def hint_at(hint: str, tokens: int) -> None:
-    """Warn a program that reads a long prompt with a model that nobody has calibrated."""
+    """Warn a program that reads a long prompt with an uncalibrated model."""
     if hint == UNCALIBRATED and tokens >= LONG:
         warnings.warn(hint, stacklevel=4)
 
 
 def cache_file(digest: str) -> Path:
-    """Return where the calibration of a model folder that cannot be written is kept.
+    """Return the path of the calibration of a model folder that cannot be written.
 
     It is below ~/.cache/omnikv (or XDG_CACHE_HOME), named by the model's fingerprint.
     """
@@ -65,7 +78,7 @@ def cache_file(digest: str) -> Path:
 
 
 def weights_file(digest: str) -> Path:
-    """Return where a calibration for these very weights is kept, by their digest."""
+    """Return the path of the calibration of these very weights, by their digest."""
     return cache_file(f"weights-{digest}")
 
 
@@ -87,20 +100,36 @@ def filter_layers(
                     layers, "file", f"filter layers {layers}: from {path}", found["wait_layers"]
                 )
             hint = f"{path}: ignored, it was made for other weights ({other}); calibrate again"
-    for alias in ALIASES.values():
-        if alias.filter_layers and resolved is not None and resolved.hub_id == alias.hub_id:
-            return FilterLayers(tuple(alias.filter_layers), "published", hint, wait=PAPER_WAIT)
+    if (listed := _listed(folder, resolved, digest)) is not None:
+        said = f"filter layers {listed.layers}: {listed.told}"
+        if not listed.found_here:
+            said += "; --calibrate finds the model's own while it reads a document"
+        source = "found" if listed.found_here else "published"
+        return FilterLayers(listed.layers, source, hint or said, listed.wait)
     layers = spread_over(config.num_layers, config.local_layers)
     guess = (
         f"hint: nobody has calibrated this model; filter layers {layers} are a guess spread over "
-        "the depth (python -m tools.calibrate finds its own; so does the chat's --calibrate, on a "
-        "document that it reads)"
+        f"the depth (its own are found by {FINDERS})"
     )
     return FilterLayers(layers, "spread", hint or guess)
 
 
+def _listed(
+    folder: str | Path | None, resolved: Resolved | None, digest: str | None
+) -> PublishedFilters | None:
+    """Return the published filters of these weights, or of the model of that name on the hub."""
+    if folder is not None and digest in FOUND:
+        try:
+            if (found := FOUND[digest].get(weights_digest(folder))) is not None:
+                return found
+        except (EngineError, OSError):
+            pass
+    hub_id = resolved.hub_id if resolved is not None else None
+    return PUBLISHED.get(hub_id) if hub_id else None
+
+
 def _candidates(folder: str | Path | None, digest: str | None) -> list[Path]:
-    """Return where a calibration may be, in order."""
+    """Return the paths of a possible calibration, in order."""
     # nothing lies in a model that is one file
     found = [] if folder is None or Path(folder).is_file() else [Path(folder) / NAME]
     if folder is None or digest is None:
@@ -116,7 +145,7 @@ def _candidates(folder: str | Path | None, digest: str | None) -> list[Path]:
 
 
 def _other_weights(found: dict[str, Any], folder: str | Path | None, digest: str | None) -> str:
-    """Say for which weights a calibration was made, where they are not this model's; else ""."""
+    """Return a note on the weights that a calibration was made for; "" if they are this model's."""
     if folder is None or digest is None:
         return ""
     if found["fingerprint"] not in (None, digest):

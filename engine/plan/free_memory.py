@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -39,6 +40,47 @@ def available_bytes(device: torch.device) -> tuple[int, str]:
         left = max(0, space - UNPLANNED)
         found.append((left, "left of the address space limit (ulimit -v)"))
     return min(found)
+
+
+class Free(NamedTuple):
+    """Free bytes of a device and of host memory, within budgets, each with the name of what was
+    asked.
+    """
+
+    bytes: int
+    name: str
+    host: int
+    host_name: str
+
+
+def free_bytes(
+    device: torch.device,
+    budget: int | None = None,
+    host_budget: int | None = None,
+    imagined: int | None = None,
+    imagined_host: int | None = None,
+) -> Free:
+    """Return what is free. imagined, imagined_host: bytes of a GPU and its host that are not here;
+    without the second its host memory is host_budget, or this machine's.
+    """
+    host_name = "free host memory"
+    if imagined is None:
+        free, name = available_bytes(device)
+    else:
+        free, name = imagined, "free on an imagined GPU"
+    if budget is not None:
+        free, name = min(free, int(budget / HEADROOM)), "allowed"
+    if imagined_host is not None:
+        host, host_name = imagined_host, "free imagined host memory"
+    else:
+        host = free if device.type == "cpu" else available_bytes(torch.device("cpu"))[0]
+        if imagined is not None and host_budget is None:
+            host_name = "free host memory of this machine"
+    if host_budget is not None:
+        allowed = int(host_budget / HEADROOM)
+        # a budget beside an imagined GPU is all that is known of its host
+        host = allowed if imagined is not None and imagined_host is None else min(host, allowed)
+    return Free(free, name, host, host_name)
 
 
 def _meminfo(path: Path = Path("/proc/meminfo")) -> int | None:

@@ -1,4 +1,4 @@
-"""The layer plan: which layer does what, and where the tail begins.
+"""The layer plan: the role of every layer, and the first position of the tail.
 
 The plan is computed once, from the model's depth and the method's settings. Only this file decides
 a layer's role by its number. It does not import torch.
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, overload
 
-from engine.errors import SettingError
+from engine.base.errors import SettingError
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ TAIL_BLOCK = 64  # tokens; the tail moves by whole blocks
 
 
 class Role(enum.Enum):
-    """What a layer does in a decode step."""
+    """The role of a layer in a decode step."""
 
     FULL = "full"  # below the first filter layer: attends to everything
     FILTER = "filter"  # attends to everything and selects for the group after it
@@ -69,6 +69,16 @@ class LayerPlan:
         return tuple(i for i, role in enumerate(self.roles) if role is Role.SPARSE)
 
     @property
+    def seeing_layers(self) -> tuple[int, ...]:
+        """The layers that keep every token: all but the sliding ones, ascending."""
+        return tuple(i for i, role in enumerate(self.roles) if role is not Role.LOCAL)
+
+    @property
+    def each_layer(self) -> tuple[tuple[int], ...]:
+        """The `seeing_layers`, each alone: offload groups of a method that reads layers whole."""
+        return tuple((layer,) for layer in self.seeing_layers)
+
+    @property
     def partial_layers(self) -> tuple[int, ...]:
         """The layers that read less than everything, SPARSE and RETAINED, ascending."""
         return tuple(i for i, role in enumerate(self.roles) if role in (Role.SPARSE, Role.RETAINED))
@@ -87,7 +97,9 @@ class LayerPlan:
 
     @property
     def dense_share(self) -> float:
-        """Share of the layers that read everything: a in the paper's Mem% (engine/plan/mem.py)."""
+        """Share of the layers that read everything: a in the paper's Mem%
+        (engine/plan/layers.py).
+        """
         return 1.0 - len(self.partial_layers) / self.num_layers
 
     def describe(self) -> str:
@@ -199,7 +211,7 @@ def spread_over(num_layers: int, local_layers: Sequence[int] = ()) -> tuple[int,
 
 
 def spread_filter_layers(num_layers: int) -> tuple[int, ...]:
-    """Return filter layers for a model that nobody has calibrated, for use without wait layers.
+    """Return filter layers for an uncalibrated model, for use without wait layers.
 
     The published sets lie near 6%, 25% and 56% of the depth ({2, 8, 18} of 32), with one wait layer
     each. Here as many layers read everything, and what waited there is a filter in the middle of
@@ -235,3 +247,28 @@ def tail_start(n: int | torch.Tensor, tail: int) -> int | torch.Tensor:
     """
     start = n // TAIL_BLOCK * TAIL_BLOCK - tail
     return max(0, start) if isinstance(start, int) else start.clamp_(min=0)
+
+
+def budget_from_mem(mem: float, dense_share: float) -> float:
+    """Return the share b of the bank that Mem% leaves to the sparse layers: (mem - a) / (1 - a).
+
+    dense_share: a, LayerPlan.dense_share. Raises SettingError if the dense layers alone read `mem`
+    or more, or if the plan has no sparse layer.
+    """
+    if dense_share >= 1.0:
+        raise SettingError(
+            "mem: this plan has no sparse layer, so every budget is 100%; "
+            "choose other filter layers"
+        )
+    if mem <= dense_share:
+        raise SettingError(
+            f"mem: found {mem:g}, expected more than {dense_share:.4g}, which the full, filter and "
+            "wait layers of this plan take already (fewer filter layers or wait_layers=0 lower it)"
+        )
+    # 0.7 of a plan at 0.625 is 0.2, not 0.19999999999999996
+    return round((mem - dense_share) / (1.0 - dense_share), 12)
+
+
+def mem_from_budget(tokens: int | float, prompt: int, dense_share: float) -> float:
+    """Return the Mem% of a budget of `tokens`: a + b (1 - a), b = tokens / prompt, at most 1."""
+    return dense_share + min(1.0, tokens / max(1, prompt)) * (1.0 - dense_share)

@@ -1,5 +1,4 @@
-"""What a method needs from the engine in one session, and the kernels' scratch that follows from
-it.
+"""The needs of a method in one session, and the kernels' scratch that they imply.
 
 Methods fill in a `Needs`; the memory plan, the placement, the step runner and the session read it.
 """
@@ -7,14 +6,15 @@ Methods fill in a `Needs`; the memory plan, the placement, the step runner and t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
+from engine.model.config.config import ModelConfig
 from engine.plan.layers import TAIL_BLOCK
 
-if TYPE_CHECKING:
-    from engine.model.config import ModelConfig
+MOST_WINDOW = 64  # past queries that a selection or a prompt's end may read
+RING = 128  # newest queries that a session keeps: going back by RING - MOST_WINDOW runs none again
 
 
 @dataclass(frozen=True)
@@ -22,34 +22,41 @@ class Needs:
     """The needs of one method in one session (Method.needs).
 
     selected: most tokens of one selection. device_bytes: the runtime's own buffers
-    (Runtime.nbytes). store_bytes: most bytes that an evicting method keeps beside the bank.
+    (Runtime.nbytes). store_bytes: most bytes that an evicting method keeps beside the bank;
+    store_note: after what.
     retained: tokens that it keeps per K/V head; retained_bytes: K and V bytes of those after one
     step. window: past queries, before rotation, that a selection reads. prompt_window: those that
     the end of a prompt reads. prompt_rows: most rows of the past that one block of a prompt reads
-    of a layer in host memory where it does not read all. tail: newest tokens that sparse layers
-    always read. offload: layer groups that may live in host memory, each fetched together.
-    staged_layers: whole offloaded layers held on the device at once. fetches: sparse layers read
-    what `bank.fetch` was told to bring; otherwise rows are gathered on the host and waited for.
+    of a layer in host memory where it does not read all. step_rows: most rows of a layer in host
+    memory that a step brings over; None: all, or what it fetches. tail: newest tokens that sparse
+    layers always read. offload: layer groups that may live in host memory, each fetched together.
+    staged_layers: whole offloaded layers held on the device at once. whole_layer: an offloaded
+    layer is read whole, in prompts or steps, through one buffer on the device. fetches: sparse
+    layers read what `bank.fetch` was told to bring; otherwise the host waits for what they read.
     cuda_graph: a step visits the host nowhere, so it can be captured. every_query: prefill calls
     the last layer with all queries of a chunk (it normally computes only the last one). one_chunk:
     a prefill call is one chunk, however long. final_call: tokens that the last prefill call of a
     prompt must hold; None: a prompt must be read in one call. own_prompts: prompts are read
     otherwise than by full attention, so that their queries cannot be computed again. history: how
     truncate goes back: "bank" sets the length, "store" restores an evicting store and re-runs the
-    steps since, "rerun" re-runs the steps over the bank. queries: most tokens of one step.
+    steps since, "rerun" re-runs the steps over the bank. queries: most tokens of one step. sliding:
+    it knows sliding-window layers. capped: it knows a cap on attention's logits, and sinks.
     """
 
     selected: int = 0
     device_bytes: int = 0
     store_bytes: int = 0
+    store_note: str = ""
     retained: int = 0
     retained_bytes: int = 0
     window: int = 0
     prompt_window: int = 0
     prompt_rows: int = 0
+    step_rows: int | None = None
     tail: int = TAIL_BLOCK
     offload: tuple[tuple[int, ...], ...] = ()
     staged_layers: int = 0
+    whole_layer: bool = False
     fetches: bool = False
     cuda_graph: bool = False
     every_query: bool = False
@@ -58,6 +65,8 @@ class Needs:
     own_prompts: bool = False
     history: Literal["bank", "store", "rerun"] = "bank"
     queries: int = 1
+    sliding: bool = False
+    capped: bool = False
 
 
 def scratch_sizes(
@@ -71,7 +80,9 @@ def scratch_sizes(
     batch: int = 1,
     queries: int = 1,
 ) -> dict[str, Any]:
-    """Arguments of kernels.scratch.make_scratch and scratch_bytes for a session of a method."""
+    """Arguments of kernels.attention.scratch.make_scratch and scratch_bytes for a session of a
+    method.
+    """
     return dict(
         batch=batch,
         queries=max(queries, needs.queries),

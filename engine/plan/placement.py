@@ -1,9 +1,10 @@
-"""The placement: which layers of a context bank live in host memory, and what they keep on the
-device. A pure function of model, method and bytes, decided before anything is allocated.
+"""The placement: the layers of a context bank in host memory, and their buffers on the device. A
+pure function of model, method and bytes, decided before anything is allocated.
 
-Layers that read everything in each step stay on the device. Sparse layers may live in host memory,
-one offload group at a time, because a group's K and V travel together. On the device a group keeps
-slots for fetched rows and a ring of its newest tokens.
+Sparse layers may live in host memory, one offload group at a time, because a group's K and V travel
+together; where layers read some of everything in each step, those that read all of it stay on the
+device. Where every layer reads all of it, any layer may live in host memory, and comes over whole
+in every step. On the device a group keeps slots for fetched rows and a ring of its newest tokens.
 """
 
 from __future__ import annotations
@@ -11,20 +12,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from engine.model.config.config import ModelConfig
 from engine.plan.layers import TAIL_BLOCK
-from engine.plan.needs import Needs
-from kernels.prefill import CUDNN_BLOCK
-from kernels.slots import slots_bytes
+from engine.plan.needs import RING, Needs
+from kernels.prefill.dense import CUDNN_BLOCK
+from kernels.tier.lru_slots import slots_bytes
 
-if TYPE_CHECKING:
-    from engine.model.config import ModelConfig
+# tokens a session can be truncated by without re-reading, on top of one aborted chunk
+LEAST_SPARE = 512
+ROUND = 64
+
 
 # Tokens of one of the two device blocks through which an offloaded layer streams back: 134 MB at
-# 4 KB a row. As many as cuDNN's attention reads at a time (kernels/prefill.py). With 65536 an 8B
-# model took 34.07 KiB of device memory per token at 2^20 tokens; smaller blocks mean more partial
-# results to merge.
+# 4 KB a row. As many as cuDNN's attention reads at a time (kernels/prefill/dense.py). With 65536 an
+# 8B model took 34.07 KiB of device memory per token at 2^20 tokens; smaller blocks mean more
+# partial results to merge.
 STREAM_BLOCK = CUDNN_BLOCK
 # slots per selected token: hit rates saturate near four times a step's selection
 SLOTS = 4
@@ -37,10 +40,11 @@ class Placement:
 
     offload_groups: layers that live in host memory; the layers of one group share a row. budget:
     most tokens of a selection (0: nothing is selected, layers are read whole). slots: fetched
-    tokens held per group. ring: newest tokens held per group, a tail and 128. block: rows of a
+    tokens held per group. ring: newest tokens held per group, a tail and RING. block: rows of a
     stream block. chunk: rows of a staging buffer. staged_layers: whole layers staged on the device
-    (brutal offload). reuse: whether slots survive a step. by_layer: a fetch copies layer by layer
-    instead of a group at once.
+    (brutal offload). whole_rows: rows of the buffer through which a layer longer than a stream
+    block is read whole. reuse: whether slots survive a step. by_layer: a fetch copies layer by
+    layer instead of a group at once.
     """
 
     offload_groups: tuple[tuple[int, ...], ...]
@@ -50,6 +54,7 @@ class Placement:
     block: int
     chunk: int
     staged_layers: int = 0
+    whole_rows: int = 0
     reuse: bool = True
     by_layer: bool = False
 
@@ -70,8 +75,8 @@ class Placement:
         return blocks * TAIL_BLOCK * len(self.layers) * part_bytes(config, size)
 
     def device_items(self, config: ModelConfig, size: int, capacity: int) -> dict[str, int]:
-        """Return {name: bytes} of what the offloaded layers keep on the device: what TieredBank
-        allocates, to the byte.
+        """Return {name: bytes} of the offloaded layers' device buffers, as TieredBank allocates
+        them, to the byte.
         """
         part, groups = part_bytes(config, size), self.offload_groups
         slots = sum((self.slots + 2 * self.ring) * len(group) * part + 8 for group in groups)
@@ -79,20 +84,32 @@ class Placement:
         return {
             "slots": slots,
             "maps": state + 8 * -(-capacity // TAIL_BLOCK),
-            "staging": 8 + part * (2 * self.chunk + 2 * self.block + self.staged_layers * capacity),
+            "staging": 8
+            + part * (2 * self.chunk + 2 * self.block + self.whole_rows)
+            + part * self.staged_layers * capacity,
         }
 
     def describe(self) -> str:
-        """Say in one line what went to the host."""
-        spans = ", ".join(
-            f"{group[0]}-{group[-1]}" if len(group) > 1 else str(group[0])
-            for group in self.offload_groups
-        )
+        """Describe the offloaded layers in one line."""
         tail = self.ring - 2 * TAIL_BLOCK
-        return (
-            f"layers {spans} in host memory, {self.slots} slots and a tail of {tail} per group "
-            "on the device"
-        )
+        kept = f"{self.slots} slots and a tail of {tail} per group"
+        if not self.slots:
+            kept = f"a tail of {tail} per layer"
+        return f"layers {_spans(self.offload_groups)} in host memory, {kept} on the device"
+
+
+def _spans(groups: tuple[tuple[int, ...], ...]) -> str:
+    """Name the layers of groups, single ones that follow each other together."""
+    spans: list[list[int]] = []
+    joins = False  # whether the span before may grow: single layers only
+    for group in groups:
+        alone = len(group) == 1
+        if alone and joins and spans[-1][1] + 1 == group[0]:
+            spans[-1][1] = group[0]
+        else:
+            spans.append([group[0], group[-1]])
+        joins = alone
+    return ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in spans)
 
 
 def reserved_rows(tokens: int, device_type: str) -> int:
@@ -126,30 +143,45 @@ def full_placement(
     budget = needs.selected if needs.fetches else 0
     held = min(max(budget, math.ceil(budget * max(1, slots))), max(budget, capacity))
     ring = -(-needs.tail // TAIL_BLOCK) * TAIL_BLOCK + 2 * TAIL_BLOCK
+    block = min(max(STREAM_BLOCK, needs.prompt_rows + chunk), capacity)
     return Placement(
         groups,
         budget,
         held,
         ring,
-        min(max(STREAM_BLOCK, needs.prompt_rows + chunk), capacity),
+        block,
         min(chunk, capacity),
         min(needs.staged_layers, len(groups)),
+        capacity if needs.whole_layer and capacity > block else 0,
         slots > 0,
         by_layer,
     )
 
 
 def fitting(placement: Placement, fits: Callable[[Placement | None], bool]) -> Placement | None:
-    """Return the placement with as many groups back on the device as `fits(placement)` allows, or
-    None where all of them fit there.
+    """Return the placement with as many groups back on the device as `fits(placement)` says that
+    the device holds, or None where it holds all of them.
 
     Groups go back smallest first: that returns the most, so that the fewest fetches are waited for.
     """
-    kept = list(placement.offload_groups)
-    for group in sorted(placement.offload_groups, key=len):
-        fewer = [other for other in kept if other is not group]
-        candidate = placement.keeping(fewer) if fewer else None
-        if not fits(candidate):
-            break
-        kept = fewer
-    return placement.keeping(kept) if kept else None
+    if fits(None):
+        return None
+    order, groups = sorted(placement.offload_groups, key=len), placement.offload_groups
+
+    def without(count: int) -> Placement:
+        back = set(order[:count])
+        return placement.keeping(group for group in groups if group not in back)
+
+    low, high = 0, len(order) - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(without(middle)) else (low, middle - 1)
+    return without(low)
+
+
+def ring_size(window: int, chunk: int, capacity: int) -> int:
+    """Return the tokens that a ring holds: the window, a chunk (or LEAST_SPARE) and RING, at
+    most the capacity.
+    """
+    size = window + max(min(chunk, capacity), LEAST_SPARE) + RING
+    return min(-(-size // ROUND) * ROUND, capacity)

@@ -1,1 +1,1 @@
-"""What a session has read, on disk: whole sessions in one file, and blocks found by content."""
+"""Sessions on disk: whole sessions in one file, and blocks of rows found by content."""

@@ -1,10 +1,13 @@
-"""Blocks of rows on disk, found again by content: what was read once need not be read again, after
-a restart or by another process.
+"""Blocks of rows on disk, found by content: a text that was read once is not read again, after a
+restart or by another process.
 
-A block is 256 tokens. Its name is the sha256 of its parent's name and its token ids; the first
-parent is the model and the method. So a name says everything that the rows depend on, and two
-processes that write the same name write the same rows. A block that is damaged is removed and its
-tokens are read again. Only whole blocks are kept.
+A block is 256 tokens. Its name is the sha256 of its parent's name, its token ids and how its rows
+came about (engine/bank/row_origins.py); the first parent is the model. So a name says everything
+that the rows depend on and nothing else. Rows of full attention have one name under every method
+and budget; those of a prompt that was read otherwise have their own, or, like those of a sparse
+answer, none, and are not kept. Two processes that write the same name write the same rows, up to
+the rounding of other chunks, threads and devices. A block that is damaged is removed and its tokens
+are read again. Only whole blocks are kept.
 """
 
 from __future__ import annotations
@@ -15,52 +18,129 @@ import os
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 
-from engine.errors import SavedFileError, SettingError
-from engine.guard import exclusive
+from engine.bank.row_origins import RowOrigins, Span
+from engine.base.errors import SavedFileError, SettingError
+from engine.load.loaded import Loaded
+from engine.load.planner import Planner
+from engine.methods.base import Method
+from engine.runner.prefill import adopt
+from engine.runner.rollback import exclusive
+from engine.runner.state import SessionState
 from engine.saved.container import Reader, Writer, remove_leftovers
 from engine.saved.model_key import model_key
 from engine.saved.rows import PIECE, piece_shape, read_ahead, read_piece, write_piece
 from engine.saved.session_file import Progress
 
-if TYPE_CHECKING:
-    from engine.llm import LLM
-    from engine.methods.base import Method
-    from engine.session import Session
-
 SUFFIX = ".block"
+# how rows first .. stop-1 of a prompt come about: (prompt's begin, first, stop, prompt's end)
+Origins = Callable[[int, int, int, float], Sequence[Span]]
 
 
-def follows_from_tokens(session: Session) -> bool:
-    """Whether a session's rows follow from its tokens alone: not with a store of the method's own,
-    nor where the rotation depends on the whole prompt's length, nor where sliding-window layers
-    forget rows.
-    """
-    kept = session.runtime.needs.history == "bank" and not getattr(
-        session.method, "official", False
-    )
-    config = session.llm.config
-    return kept and config.rope.kind != "dynamic" and not config.local_layers
+def unfit(planner: Planner) -> str:
+    """Return the reason why blocks cannot serve a session of this model; "" if they can."""
+    config = planner.config
+    if config.local_layers:
+        return f"the sliding-window layers of this model ({config.family}) forget rows"
+    if config.rope.kind == "dynamic":
+        return "the rope of this model (dynamic) depends on the whole prompt's length"
+    return ""
 
 
-def root_of(llm: LLM, method: Method) -> str:
-    """The parent of every first block of a model under a method."""
-    root = {**model_key(llm), "method": repr(method)}
+def root_of(loaded: Loaded) -> str:
+    """The parent of every first block of a model."""
+    root = {**model_key(loaded), "forms": loaded.weights_forms}
     return hashlib.sha256(json.dumps(root, sort_keys=True).encode()).hexdigest()
 
 
-def names_of(llm: LLM, method: Method, ids: Sequence[int]) -> list[str]:
-    """Names of the whole blocks of `ids`, in order."""
-    name, names = root_of(llm, method), []
+def name_of(parent: str, tokens: bytes, origin: str) -> str:
+    """The name of a block: tokens as int64, and RowOrigins.text of its rows."""
+    return hashlib.sha256(parent.encode() + tokens + origin.encode()).hexdigest()
+
+
+def names_of(loaded: Loaded, planner: Planner, method: Method, ids: Sequence[int]) -> list[str]:
+    """Names of the whole blocks that reading `ids` under a method leaves, in order."""
+    method, plan = planner.resolve_method(method)
+    origins = RowOrigins(_planned(partial(method.prompt_origins, plan), planner.chunk, 0, len(ids)))
+    return [block.name for block in _blocks(loaded, ids, origins)]
+
+
+def _planned(origins: Origins, chunk: int, first: int, stop: int) -> list[Span]:
+    """How the rows of a prompt at positions first .. stop-1 will come about."""
+    found: list[Span] = []
+    for at in range(first, stop, chunk):
+        found += origins(first, at, min(stop, at + chunk), stop)
+    return found
+
+
+class Block(NamedTuple):
+    """A block's name, and the fields that it is computed from."""
+
+    name: str
+    parent: str
+    origin: str
+
+
+def _blocks(loaded: Loaded, ids: Sequence[int], origins: RowOrigins) -> list[Block]:
+    """The whole blocks of `ids`, up to the first whose rows have no name."""
+    parent, found = root_of(loaded), []
     for first in range(0, len(ids) - PIECE + 1, PIECE):
+        origin = origins.text(first, first + PIECE)
+        if origin is None:
+            break
         tokens = array("q", ids[first : first + PIECE]).tobytes()
-        name = hashlib.sha256(name.encode() + tokens).hexdigest()
-        names.append(name)
-    return names
+        found.append(Block(name_of(parent, tokens, origin), parent, origin))
+        parent = found[-1].name
+    return found
+
+
+class _Wanted:
+    """The blocks that a session of the first tokens of `ids` would write if it read the rest.
+
+    origins: of all of `ids`. blocks: those that may come in place of reading; none where the
+    session keeps state that no block brings, or where its method reads no second prompt.
+    """
+
+    def __init__(self, session: SessionState, ids: Sequence[int]) -> None:
+        self.held, self.total, self.chunk = len(session), len(ids), session.planner.chunk
+        self._session, self.blocks, needs = session, list[Block](), session.runtime.needs
+        self.origins = RowOrigins(session.origins.of(0, self.held))
+        self.origins.add(self.held, self._planned(self.held))
+        # queries that a selection reads are computed again by full attention
+        least = max(1, needs.window, needs.prompt_window) if needs.own_prompts else 1
+        if not unfit(session.planner) and needs.history == "bank":
+            self.blocks = _blocks(session.loaded, ids[: max(0, self.total - least)], self.origins)
+
+    def _planned(self, first: int) -> list[Span]:
+        session = self._session
+        origins = partial(session.method.prompt_origins, session.plan)
+        return _planned(origins, self.chunk, first, self.total)
+
+    def goes_on_from(self, found: int) -> int:
+        """The most tokens, whole blocks and at most `found`, after which reading the rest as a
+        prompt of its own writes what reading all at once would.
+        """
+        while found > self.held:
+            rest, alone = self.origins.of(found, self.total), self._planned(found)
+            # where chunks end decides rows that have no name
+            named = all(origin is not None for _, origin in rest)
+            same = RowOrigins(alone).of(found, self.total) == rest
+            if same and (named or (found - self.held) % self.chunk == 0) and self._legal(found):
+                break
+            found -= PIECE
+        return max(found, self.held)
+
+    def _legal(self, found: int) -> bool:
+        try:
+            self._session.method.validate_prompt(found, self.total)
+        except SettingError:
+            return False
+        return True
 
 
 class BlockCache:
@@ -86,65 +166,73 @@ class BlockCache:
             if place.is_dir():
                 remove_leftovers(place)
 
-    # ---------------------------------------------------------------- names
-
-    def _names(self, session: Session, ids: Sequence[int]) -> list[str]:
-        return names_of(session.llm, session.method, ids)
+    def note(self, planner: Planner) -> str:
+        """Return the line about this cache beside a model; "" if there is none."""
+        why = unfit(planner)
+        return f"--cache {self.folder}: nothing is kept or found, because {why}" if why else ""
 
     def path(self, name: str) -> Path:
-        """Where a block lies."""
+        """Return the path of a block."""
         return self.folder / name[:2] / (name + SUFFIX)
 
     # ---------------------------------------------------------------- reading
 
-    def fill(self, session: Session, ids: Sequence[int], progress: Progress | None = None) -> int:
-        """Extend a session, which holds the first tokens of `ids`, with the blocks that are here,
-        and return how many tokens it holds then. The last token of `ids` is left to be read.
+    def fill(
+        self, session: SessionState, ids: Sequence[int], progress: Progress | None = None
+    ) -> int:
+        """Extend a session, which holds the first tokens of `ids`, with the blocks that are here
+        and hold what reading the rest of `ids` would write; return how many tokens it holds then.
+        The last token of `ids` is left to be read.
         """
-        held, found = len(session), 0
-        if not follows_from_tokens(session) or session.ids != list(ids[:held]):
+        held = len(session)
+        if session.ids != list(ids[:held]):
             return held
-        names = self._names(session, ids[: len(ids) - 1])
-        while found < len(names) and self.path(names[found]).is_file():
+        wanted = _Wanted(session, ids)
+        found = held // PIECE
+        while found < len(wanted.blocks) and self.path(wanted.blocks[found].name).is_file():
             found += 1
-        done, begun = held, held // PIECE
-        blocks = [(number * PIECE, (number + 1) * PIECE) for number in range(begun, found)]
+        stop, begun, done = wanted.goes_on_from(found * PIECE), held // PIECE, held
+        starts = range(begun * PIECE, stop, PIECE) if stop > held else ()
+        spans = [(first, first + PIECE) for first in starts]
 
         def read(number: int, piece: torch.Tensor) -> None:
-            first, stop = blocks[number]
-            self._read(names[begun + number], ids[first:stop], piece)
+            first, stop = spans[number]
+            self._read(wanted.blocks[begun + number], ids[first:stop], piece)
 
-        with exclusive(session.llm):
+        with exclusive(session.loaded):
             try:
-                with read_ahead(session.bank, blocks, read) as pieces:
-                    for first, stop in blocks:
-                        piece = self._found(pieces, names[first // PIECE])
+                with read_ahead(session.bank, spans, read) as pieces:
+                    for first, stop in spans:
+                        piece = self._found(pieces, wanted.blocks[first // PIECE].name)
                         if piece is None:
                             break
                         write_piece(session.bank, piece, first, max(0, done - first))
                         done = stop
                         if progress is not None:
                             progress(done, len(ids))
+                if wanted.goes_on_from(done) < done:  # a block was damaged
+                    done = wanted.goes_on_from(done)
+                    session.bank.rewind(done)
             except BaseException:
                 session.bank.rewind(held, broken=True)
                 raise
         if done > held:
-            session.adopt(ids[:done])
-            self._touch(names[:found])
+            adopt(session, list(ids[:done]), wanted.origins.of(0, done))
+            self._touch([block.name for block in wanted.blocks[: done // PIECE]])
         return done
 
-    def _read(self, name: str, tokens: Sequence[int], piece: torch.Tensor) -> None:
+    def _read(self, block: Block, tokens: Sequence[int], piece: torch.Tensor) -> None:
         """Read the rows of a block, which must be of these tokens. Raises SavedFileError."""
         stored = torch.empty(PIECE, dtype=torch.int64)
-        with Reader(self.path(name)) as reader:
+        with Reader(self.path(block.name)) as reader:
             reader.read("ids", stored)
-            if reader.facts != {"block": name} or stored.tolist() != list(tokens):
+            if reader.facts != block._asdict() or stored.tolist() != list(tokens):
                 raise reader.damaged("it is another block than its name says")
             reader.read("rows", piece)
 
     def _found(self, pieces: Iterator[torch.Tensor], name: str) -> torch.Tensor | None:
-        """The next piece, of the block of this name; None where that is gone, or was damaged and is
-        removed.
+        """Return the next piece of the block of this name; None if the block is gone, or was
+        damaged and has been removed.
         """
         path = self.path(name)
         try:
@@ -167,38 +255,37 @@ class BlockCache:
 
     # ---------------------------------------------------------------- writing
 
-    def store(self, session: Session) -> int:
+    def store(self, session: SessionState) -> int:
         """Write the whole blocks of a session that are not here yet; how many were written."""
         return sum(1 for _ in self.storing(session))
 
-    def storing(self, session: Session) -> Iterator[None]:
+    def storing(self, session: SessionState) -> Iterator[None]:
         """As `store`, one block after the other."""
-        if not follows_from_tokens(session):
+        if unfit(session.planner):
             return
-        written, names = 0, self._names(session, session.ids)
-        for number, name in enumerate(names):
-            path = self.path(name)
-            if path.is_file():
+        written, blocks = 0, _blocks(session.loaded, session.ids, session.origins)
+        for number, block in enumerate(blocks):
+            if self.path(block.name).is_file():
                 continue
-            with exclusive(session.llm):
-                done = self._write(session, path, name, number * PIECE)
+            with exclusive(session.loaded):
+                done = self._write(session, block, number * PIECE)
             if not done:
                 break
             written += 1
             yield
         if written:
-            self._touch(names)
+            self._touch([block.name for block in blocks])
             self._shrink()
 
-    def _write(self, session: Session, path: Path, name: str, first: int) -> bool:
-        bank = session.bank
+    def _write(self, session: SessionState, block: Block, first: int) -> bool:
+        bank, path = session.bank, self.path(block.name)
         plan = [
             ("ids", torch.int64, (PIECE,)),
             ("rows", bank.dtype, piece_shape(bank, PIECE)),
         ]
         try:
             path.parent.mkdir(exist_ok=True, mode=0o700)
-            with Writer(path, plan, {"block": name}, durable=False) as writer:
+            with Writer(path, plan, block._asdict(), durable=False) as writer:
                 writer.write("ids", torch.tensor(session.ids[first : first + PIECE]))
                 writer.write("rows", read_piece(bank, first, first + PIECE))
         except (SavedFileError, OSError) as error:

@@ -11,7 +11,6 @@ process, and the rows are copied into the bank in either case.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import io
 import json
@@ -25,9 +24,12 @@ from typing import Any, BinaryIO
 
 import torch
 
-from engine.errors import SavedFileError
+from engine.base.device import raw
+from engine.base.errors import SavedFileError
 
 FORMAT = "omnikv-session"
+# every header begins so, behind its length
+BEGINS = b'{"__metadata__":{"format":"omnikv-session"'
 HEADER_LIMIT = 64 << 20  # bytes; a million tokens take 1 MB
 BLANK = "0" * 64
 NAMES = {
@@ -43,15 +45,6 @@ NAMES = {
 }
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 Plan = Sequence[tuple[str, torch.dtype, tuple[int, ...]]]
-
-
-def raw(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy. The tensor must outlive the view."""
-    assert tensor.is_contiguous() and tensor.device.type == "cpu"
-    size = tensor.numel() * tensor.element_size()
-    if not size:
-        return memoryview(bytearray())
-    return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
 
 
 @dataclass(frozen=True)
@@ -119,7 +112,7 @@ class Writer:
             self._give_up()
 
     def _give_up(self) -> None:
-        """Close and remove what was not renamed."""
+        """Close the file, and remove it if it was not renamed."""
         try:
             if hasattr(self, "_file"):
                 self._file.close()
@@ -163,8 +156,8 @@ def _bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 class Reader:
-    """An open file whose header was found whole. Raises SavedFileError, one line, where the file is
-    no session, cut short or altered.
+    """An open file whose header is valid. Raises SavedFileError, one line, if the file is no
+    session, truncated or altered.
 
     facts: what the file says of itself. tensors: {name: Entry}. Threads may read tensors together.
     """
@@ -198,11 +191,19 @@ class Reader:
         """The error of a file that is not as it was written."""
         return SavedFileError(f"{self.path}: {what}; delete it and read the text again")
 
+    def _foreign(self) -> SavedFileError:
+        """The error of a file that nothing says is a session; it may be worth keeping."""
+        return SavedFileError(
+            f"{self.path}: found no saved session, expected a file that /save wrote"
+        )
+
     def _read_header(self) -> tuple[dict[str, Any], dict[str, Entry], int]:
         head = self._bytes_at(0, 8) if self.size >= 8 else b""
         length = int.from_bytes(head, "little")
         if not head or length > HEADER_LIMIT:
-            raise self.damaged("no saved session (or its beginning is damaged)")
+            raise self._foreign()
+        if self._bytes_at(8, min(len(BEGINS), length, self.size - 8)) != BEGINS:
+            raise self._foreign()
         if length > self.size - 8:
             raise self.damaged(f"cut short: found {self.size} bytes, expected over {8 + length}")
         text = self._bytes_at(8, length)
@@ -282,7 +283,7 @@ def _entries(header: Mapping[str, Any], digests: str, size: int) -> dict[str, En
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove what processes that have ended left of `path`, or of any file of a folder."""
+    """Remove the partial files that ended processes left of `path`, or of any file of a folder."""
     folder, pattern = (path, ".*.part") if path.is_dir() else (path.parent, f".{path.name}.*.part")
     for part in folder.glob(pattern):
         pid = part.name.removesuffix(".part").rpartition(".")[2].partition("-")[0]

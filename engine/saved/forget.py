@@ -1,69 +1,77 @@
-"""Remove from a cache what it holds of a text: its blocks, and all that go on from it.
+"""Removal of a text from a cache: its blocks, and all blocks that continue it.
 
-A block's name follows from its parent's and its own tokens, so whoever has the text finds them; a
-folder tells nobody else what was read.
+A block's name is computed from its parent's name, its own tokens and the origins of its rows. The
+text is needed to find them; the folder alone does not reveal it.
 """
 
 from __future__ import annotations
 
-import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 
-from engine.errors import SavedFileError
-from engine.saved.cache import SUFFIX, BlockCache, names_of, root_of
+from engine.bank.row_origins import FULL
+from engine.base.errors import SavedFileError
+from engine.load.loaded import Loaded
+from engine.saved.cache import SUFFIX, BlockCache, name_of, root_of
 from engine.saved.container import Reader
 from engine.saved.rows import PIECE
 
-if TYPE_CHECKING:
-    from engine.llm import LLM
-    from engine.methods.base import Method
+
+class _Held(NamedTuple):
+    parent: str
+    tokens: bytes
+    origin: str
 
 
-def forget_text(cache: BlockCache, llm: LLM, methods: Iterable[Method], ids: Sequence[int]) -> int:
-    """Remove the blocks of a text whose tokens are `ids`, read under one of `methods`, and those of
+def forget_text(cache: BlockCache, loaded: Loaded, ids: Sequence[int]) -> int:
+    """Remove the blocks of a text whose tokens are `ids`, however they were read, and those of
     whatever begins with it; how many there were. Blocks that another text shares with its beginning
     go too: that text is read again.
     """
-    held = _tokens(cache)
-    doomed: set[str] = set()
+    held = _held(cache)
+    children: dict[str, list[str]] = {}
+    for name, block in held.items():
+        children.setdefault(block.parent, []).append(name)
+    begun, doomed = {root_of(loaded)}, set[str]()
+    origins = {FULL} | {block.origin for block in held.values()}
+    for first in range(0, len(ids) - PIECE + 1, PIECE):
+        tokens = array("q", ids[first : first + PIECE]).tobytes()
+        names = {(origin, name_of(p, tokens, origin)) for p in begun for origin in origins}
+        # a block that is gone may have left others behind
+        begun = {n for o, n in names if o == FULL or n in held or n in children}
+        doomed |= begun & held.keys()
     rest = array("q", ids[len(ids) // PIECE * PIECE :]).tobytes()
-    for method in methods:
-        names = names_of(llm, method, ids)
-        doomed |= held.keys() & set(names)
-        begun = names[-1] if names else root_of(llm, method)
-        after = {name for name in _children(begun, held) if held[name].startswith(rest)}
-        while after:
-            doomed |= after
-            after = {child for name in after for child in _children(name, held)}
+    after = [n for p in begun for n in children.get(p, ()) if held[n].tokens.startswith(rest)]
+    while after:
+        doomed.update(after)
+        after = [child for name in after for child in children.get(name, ())]
     for name in doomed:
         cache.path(name).unlink(missing_ok=True)
     return len(doomed)
 
 
-def _children(parent: str, held: dict[str, bytes]) -> set[str]:
-    begun = hashlib.sha256(parent.encode())
-    found = set()
-    for name, tokens in held.items():
-        digest = begun.copy()
-        digest.update(tokens)
-        if digest.hexdigest() == name:
-            found.add(name)
-    return found
-
-
-def _tokens(cache: BlockCache) -> dict[str, bytes]:
-    """Token ids of every block that can be read, by its name."""
+def _held(cache: BlockCache) -> dict[str, _Held]:
+    """Return the readable blocks by name. Blocks of another format, which are never found again,
+    are removed.
+    """
     found, stored = {}, torch.empty(PIECE, dtype=torch.int64)
     for path in Path(cache.folder).glob(f"*/*{SUFFIX}"):
         try:
             with Reader(path) as reader:
                 reader.read("ids", stored)
+                facts = reader.facts
         except SavedFileError:
             continue  # damaged, or another process removed it
-        found[path.name.removesuffix(SUFFIX)] = array("q", stored.tolist()).tobytes()
+        name, tokens = path.name.removesuffix(SUFFIX), array("q", stored.tolist()).tobytes()
+        try:
+            block = _Held(str(facts["parent"]), tokens, str(facts["origin"]))
+        except (KeyError, TypeError):
+            path.unlink(missing_ok=True)
+            continue
+        if name_of(*block) == name:
+            found[name] = block
     return found

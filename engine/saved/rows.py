@@ -11,14 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 
+from engine.bank.base import Bank
 from engine.saved.ahead import DEPTH, ahead
-
-if TYPE_CHECKING:
-    from engine.bank.base import Bank
 
 PIECE = 256  # tokens
 
@@ -59,7 +56,7 @@ def windows(bank: Bank, stop: int) -> dict[int, tuple[int, torch.Tensor]]:
 
 
 def write_windows(bank: Bank, held: dict[int, tuple[int, torch.Tensor]], stop: int) -> None:
-    """Store what `windows` returned. Raises ValueError for what no such bank held."""
+    """Store the rows that `windows` returned. Raises ValueError for rows of no such bank."""
     rings = {layer: bank.window_ring(layer) for layer in range(bank.num_layers)}
     rings = {layer: ring for layer, ring in rings.items() if ring is not None}
     if set(held) != set(rings):

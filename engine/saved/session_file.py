@@ -11,15 +11,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 
-from engine.errors import EngineError, SavedFileError, SettingError
-from engine.guard import exclusive
+from engine.bank.base import Bank
+from engine.base.checks import callables
+from engine.base.errors import EngineError, SavedFileError, SettingError
+from engine.load.loaded import Loaded
 from engine.methods.base import Method
 from engine.methods.exact import Exact
 from engine.methods.registry import make
+from engine.runner.history import Savepoint
+from engine.runner.rewind import cut
+from engine.runner.rollback import exclusive
+from engine.runner.state import SessionState
 from engine.saved.container import Reader, Writer
 from engine.saved.model_key import model_key
 from engine.saved.rows import (
@@ -33,21 +39,15 @@ from engine.saved.rows import (
     write_windows,
 )
 from engine.saved.values import decode, encode
-from engine.savepoints import Savepoint
-from engine.settings import callables
-
-if TYPE_CHECKING:
-    from engine.bank.base import Bank
-    from engine.llm import LLM
-    from engine.session import Session
 
 VERSION = 1
 VALUE_BYTES = 1 << 30  # most bytes of one tensor that is no row
+S = TypeVar("S", bound=SessionState)
 Progress = Callable[[int, int], None]  # (tokens done, tokens in all)
 
 
 def require_savable(method: Method, history: str) -> None:
-    """Raise SettingError where a session of this method has state that no file brings back."""
+    """Raise SettingError if a session of this method has state that a file cannot restore."""
     if history != "bank":
         raise SettingError(
             f"save: found a session of {method.name}, which keeps a store of its own beside the "
@@ -59,14 +59,14 @@ def require_savable(method: Method, history: str) -> None:
 
 
 def save_session(
-    session: Session, path: str | Path, extra: Any = None, progress: Progress | None = None
+    session: SessionState, path: str | Path, extra: Any = None, progress: Progress | None = None
 ) -> None:
     """Write a session to `path` (see Session.save)."""
     callables(progress=progress)
     path = Path(path)
     require_savable(session.method, session.runtime.needs.history)
     tensors: list[torch.Tensor] = []
-    with exclusive(session.llm):
+    with exclusive(session.loaded):
         facts = _facts(session, extra, tensors)
         total, bank = len(session), session.bank
         plan = [(f"value.{i}", t.dtype, tuple(t.shape)) for i, t in enumerate(tensors)]
@@ -83,7 +83,7 @@ def save_session(
                     progress(min(total, (number + 1) * PIECE), total)
 
 
-def _facts(session: Session, extra: Any, tensors: list[torch.Tensor]) -> dict[str, Any]:
+def _facts(session: SessionState, extra: Any, tensors: list[torch.Tensor]) -> dict[str, Any]:
     ring, runtime = session.query_ring, session.runtime
     queries = ring.newest(ring.high - ring.low) if ring.high > ring.low else None
     state = {
@@ -109,7 +109,7 @@ def _facts(session: Session, extra: Any, tensors: list[torch.Tensor]) -> dict[st
         raise SettingError(f"extra: {error}") from error
     return {
         "version": VERSION,
-        "model": model_key(session.llm),
+        "model": model_key(session.loaded),
         "tokens": len(session),
         "state": encoded,
         "extra": more,
@@ -127,18 +127,18 @@ def _described(method: Method) -> tuple[str, dict[str, Any]]:
 
 
 def restore_session(
-    llm: LLM,
+    loaded: Loaded,
+    open_session: Callable[[Method, int | None, str | None], S],
     path: str | Path,
     max_context: int | None = None,
     offload: str | None = None,
     tokens: int | None = None,
     progress: Progress | None = None,
-) -> tuple[Session, Any]:
+) -> tuple[S, Any]:
     """(session, extra) of a file that `save_session` wrote (see LLM.restore)."""
     callables(progress=progress)
-    llm.load()
     with Reader(Path(path)) as reader:
-        facts = _checked_facts(reader, llm)
+        facts = _checked_facts(reader, loaded)
         values: dict[int, torch.Tensor] = {}
 
         def value(i: int) -> torch.Tensor:
@@ -148,7 +148,7 @@ def restore_session(
 
         try:
             state, extra = decode(facts["state"], value), decode(facts["extra"], value)
-            ids = _ids(state["ids"], llm.config.vocab_size)
+            ids = _ids(state["ids"], loaded.config.vocab_size)
             method = _rebuilt(*state["method"])
             if len(ids) != facts["tokens"]:
                 raise ValueError("tokens")
@@ -159,7 +159,7 @@ def restore_session(
         wanted = len(ids) if tokens is None else tokens
         if not 0 <= wanted <= len(ids):
             raise SettingError(f"tokens: found {tokens}, expected 0 to {len(ids)} (those saved)")
-        session = llm.session(method, max_context, offload)
+        session = open_session(method, max_context, offload)
         try:
             session.require_room(wanted)
             _fill(session, reader, ids, state, wanted, progress)
@@ -170,7 +170,7 @@ def restore_session(
 
 
 def _ids(held: torch.Tensor, vocab_size: int) -> list[int]:
-    """A file's token ids. Raises ValueError where they are none of this vocabulary."""
+    """Return a file's token ids. Raises ValueError if one is outside the vocabulary."""
     if held.dtype != torch.int64 or held.dim() != 1:
         raise ValueError("ids")
     if len(held) and not 0 <= int(held.min()) <= int(held.max()) < vocab_size:
@@ -185,35 +185,37 @@ def _rebuilt(name: str, fields: dict[str, Any]) -> Method:
     return make(name, fields)
 
 
-def _checked_facts(reader: Reader, llm: LLM) -> dict[str, Any]:
+def _checked_facts(reader: Reader, loaded: Loaded) -> dict[str, Any]:
     facts = reader.facts
     if not isinstance(facts, dict) or facts.get("version") != VERSION:
         found = facts.get("version") if isinstance(facts, dict) else None
         raise reader.damaged(f"found version {str(found)[:20]}, expected {VERSION}")
-    made_by, here = facts.get("model"), model_key(llm)
+    made_by, here = facts.get("model"), model_key(loaded)
     if not isinstance(made_by, dict):
         raise reader.damaged("it names no model")
     for what, value in here.items():
-        if made_by.get(what) != value:
+        # files of before name the weights' word alone
+        alike = (value, value.partition(",")[0]) if what == "held" else (value,)
+        if made_by.get(what) not in alike:
             raise SavedFileError(
                 f"{reader.path}: made by another model: {what}: found "
-                f"{str(made_by.get(what))[:80]}, expected {value[:80]} ({llm.name}); load it with "
-                "the model that saved it, or read the text again"
+                f"{str(made_by.get(what))[:80]}, expected {value[:80]} ({loaded.name}); load it "
+                "with the model that saved it, or read the text again"
             )
     return facts
 
 
 def _fill(
-    session: Session,
+    session: SessionState,
     reader: Reader,
     ids: list[int],
     state: dict[str, Any],
     wanted: int,
     progress: Progress | None,
 ) -> None:
-    """Make an empty session what the file says, then cut it to `wanted` tokens."""
-    bank, ring, history = session.bank, session.query_ring, session.history
-    with exclusive(session.llm):
+    """Load the file into an empty session, then truncate it to `wanted` tokens."""
+    bank, ring = session.bank, session.query_ring
+    with exclusive(session.loaded):
         _read_rows(bank, reader, [s for s in spans(len(ids)) if s[0] < wanted], wanted, progress)
         try:
             low, high = state["ring"]
@@ -224,18 +226,18 @@ def _fill(
             ring.set_valid(low, high)
             ring.kept = _kept(session, state.get("kept", {}), len(ids))
             write_windows(bank, state.get("windows", {}), len(ids))
-            session.committed = ids
-            history.savepoints = [
+            points = [
                 Savepoint(start, length, saved, _logits(session, logits), bool(open_))
                 for start, length, saved, logits, open_ in state["savepoints"]
             ]
-            _require_plausible(session, [state["state"], *(p.state for p in history.savepoints)])
+            session.restored(ids, points)
+            _require_plausible(session, [state["state"], *(p.state for p in points)])
             session.runtime.load(state["state"], len(ids))
-            session.last_logits = _logits(session, state["last_logits"])
+            session.learn(_logits(session, state["last_logits"]))
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, IndexError):
             raise reader.damaged("its description makes no session") from None
     if wanted < len(ids):
-        session.truncate(wanted)
+        cut(session, wanted)
 
 
 def _read_rows(
@@ -257,9 +259,9 @@ def _read_rows(
                 progress(min(stop, wanted), wanted)
 
 
-def _require_plausible(session: Session, states: list[Any]) -> None:
-    """Raise ValueError where a state cannot be one of this session's runtime: its first number is a
-    budget, which buffers were made for, and others count tokens.
+def _require_plausible(session: SessionState, states: list[Any]) -> None:
+    """Raise ValueError if a state cannot be one of this session's runtime: its first number is the
+    budget that the buffers were allocated for, and the others count tokens.
     """
     runtime = session.runtime
     fresh = runtime.state()
@@ -274,7 +276,9 @@ def _require_plausible(session: Session, states: list[Any]) -> None:
                 raise ValueError("state")
 
 
-def _kept(session: Session, kept: dict[int, torch.Tensor], total: int) -> dict[int, torch.Tensor]:
+def _kept(
+    session: SessionState, kept: dict[int, torch.Tensor], total: int
+) -> dict[int, torch.Tensor]:
     """The queries that come back at certain lengths of a session of `total` tokens."""
     slots = session.query_ring.slots
     for length, queries in kept.items():
@@ -285,9 +289,9 @@ def _kept(session: Session, kept: dict[int, torch.Tensor], total: int) -> dict[i
     return {length: queries.to(slots) for length, queries in kept.items()}
 
 
-def _logits(session: Session, logits: torch.Tensor | None) -> torch.Tensor | None:
+def _logits(session: SessionState, logits: torch.Tensor | None) -> torch.Tensor | None:
     if logits is None:
         return None
-    if logits.shape != (session.llm.config.vocab_size,):
+    if logits.shape != (session.loaded.config.vocab_size,):
         raise ValueError("logits")
-    return logits.to(session.llm.device, torch.float32)
+    return logits.to(session.loaded.device, torch.float32)

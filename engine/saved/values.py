@@ -1,5 +1,5 @@
-"""Python values as JSON and tensors, and back: a method's state, a conversation, what a program
-wants to keep. Tuples come back as tuples; long texts travel as bytes.
+"""Python values as JSON and tensors, and back: a method's state, a conversation, a program's own
+data. Tuples come back as tuples; long texts are stored as bytes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from engine.saved.container import raw
+from engine.base.device import raw
 
 LONG = 4096  # characters; a longer text is no part of the header
 
@@ -39,8 +39,8 @@ def encode(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def decode(value: Any, tensor: Callable[[int], torch.Tensor]) -> Any:
-    """What `encode` was given. tensor(i): the i-th of its tensors. Raises ValueError where the
-    JSON is none of its making.
+    """Return the value that was encoded. tensor(i): the i-th of its tensors. Raises ValueError if
+    `encode` did not write this JSON.
     """
     if not isinstance(value, list):
         if isinstance(value, dict):

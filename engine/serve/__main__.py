@@ -2,7 +2,7 @@
 
 import sys
 
-from engine.early_interrupt import leave_quietly
+from engine.terminal.sigint import leave_quietly
 
 leave_quietly("engine.serve")
 

@@ -12,25 +12,28 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from engine.serve import anthropic, responses
-from engine.serve.anthropic_reply import MessagesReply
-from engine.serve.calls import CallScanner
+from engine.base.checks import is_integer
+from engine.serve.anthropic import request as anthropic
+from engine.serve.anthropic.reply import MessagesReply
+from engine.serve.documents import Documents
 from engine.serve.errors import ApiError
-from engine.serve.evidence import Evidence, Wanted, wanted_of
-from engine.serve.example import example_of
-from engine.serve.fields import Ask, ask_of, prompt_of
-from engine.serve.formats import grammar_of
 from engine.serve.guards import OPEN, Guard
+from engine.serve.http.leaving import HALF, left
+from engine.serve.openai.replies import Reply
+from engine.serve.openai.streaming import Shape, stream
 from engine.serve.page import page
-from engine.serve.prompts import Prompt
-from engine.serve.replies import Reply
-from engine.serve.responses_reply import ResponsesReply
+from engine.serve.page.example import example_of
+from engine.serve.request.calls import CallScanner
+from engine.serve.request.fields import Ask, ask_of, prompt_of
+from engine.serve.request.formats import grammar_of
+from engine.serve.request.prompts import Prompt, usable_tools
+from engine.serve.request.tools import messages_of
+from engine.serve.request.values import refuse, text_of
+from engine.serve.responses import request as responses
+from engine.serve.responses.reply import ResponsesReply
 from engine.serve.service import Service, client_error
-from engine.serve.streaming import Shape, stream
-from engine.serve.tools import messages_of, usable_tools
-from engine.serve.values import refuse, text_of
-from engine.serve.worker import Ended, Reading, Wrote
-from engine.settings import is_integer
+from engine.serve.worker.evidence import Evidence, Wanted, wanted_of
+from engine.serve.worker.worker import Ended, Reading, Wrote
 
 Handler = Callable[[Request], Awaitable[Response]]
 PROGRESS = 0.2  # seconds between two comments about a prompt, where a request asks for more of them
@@ -53,15 +56,18 @@ def make_app(service: Service, guard: Guard) -> Starlette:
         ("/v1/messages/count_tokens", "POST", routes.count_tokens),
         ("/v1/responses", "POST", routes.responses),
         ("/v1/forget", "POST", routes.forget),
+        ("/v1/text", "POST", Documents(guard, service.llm.max_context).text),
         ("/v1/tokenize", "POST", routes.tokenize),
         ("/v1/detokenize", "POST", routes.detokenize),
     ]
-    return Starlette(
+    app = Starlette(
         routes=[
             Route(path, routes.guarded(call, path), methods=[how]) for path, how, call in table
         ],
         exception_handlers={404: _no_route, 405: _no_route},
     )
+    app.router.redirect_slashes = False  # it would come before the guard and echo any host
+    return app
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
@@ -85,7 +91,7 @@ class Asked:
     prompt: Prompt
     evidence: Evidence | None = None
     scanner: Callable[[], CallScanner] | None = None
-    method: str = "sparse"
+    method: str | None = None
     progress: bool = False
 
 
@@ -100,7 +106,7 @@ class Routes:
 
         async def handle(request: Request) -> Response:
             try:
-                self.guard.check(request)
+                self.guard.check(request, path)
                 if not self.service.ready and path not in OPEN:
                     raise ApiError(503, "the model is being loaded", code="loading")
                 response = await call(request)
@@ -132,7 +138,8 @@ class Routes:
         """Counters in Prometheus' text form."""
         worker = self.service.worker
         return PlainTextResponse(
-            worker.metrics.text(worker), media_type="text/plain; version=0.0.4"
+            worker.metrics.text(worker.running, worker.paused, worker.waiting, worker.slots),
+            media_type="text/plain; version=0.0.4",
         )
 
     def _model(self) -> dict[str, Any]:
@@ -146,6 +153,7 @@ class Routes:
                 "n_ctx": llm.max_context,
                 "n_ctx_train": llm.config.max_positions,
                 "sparse": self.service.sparse,
+                "method": self.service.own,
                 "example": example_of(llm.folder) is not None,
             },
         }
@@ -179,13 +187,16 @@ class Routes:
         if not isinstance(special, bool):
             raise refuse("special", special, "true or false")
         text = text_of(body.get(name), name)
-        ids = await self.service.text(self.service.prompts.text, text, special)
+        self.service.may_fit([text], name)
+        ids = await self.service.text(request, self.service.prompts.text, text, special)
         return JSONResponse({"tokens": ids, "count": len(ids)})
 
     async def forget(self, request: Request) -> Response:
         """Drop what is held of a text: sessions in memory, blocks on disk."""
         body = await self.guard.body(request)
-        sessions, blocks = await self.service.forget(messages_of(body, False))
+        sessions, blocks = await self.service.forget(
+            request, messages_of(body, False), self.guard.owner(request)
+        )
         return JSONResponse({"sessions": sessions, "blocks": blocks})
 
     async def detokenize(self, request: Request) -> Response:
@@ -194,7 +205,7 @@ class Routes:
         ids, vocab = body.get("tokens"), self.service.llm.config.vocab_size
         if not isinstance(ids, list) or not all(is_integer(i) and 0 <= i < vocab for i in ids):
             raise refuse("tokens", "something else", f"a list of ids from 0 to {vocab - 1}")
-        text = await self.service.text(self.service.prompts.tokenizer.decode, ids)
+        text = await self.service.text(request, self.service.prompts.tokenizer.decode, ids)
         return JSONResponse({"text": text})
 
     # ---------------------------------------------------------------- answers
@@ -203,7 +214,7 @@ class Routes:
         """POST /v1/chat/completions."""
         body = await self.guard.body(request)
         self._named(body)
-        asked = await self._asked(body)
+        asked = await self._asked(request, body)
         ask = asked.ask
         top = (body.get("top_logprobs") or 0) if ask.logprobs else None
         reply = Reply(
@@ -229,9 +240,10 @@ class Routes:
         prompts, echoed = self.service.prompts, ""
         if isinstance(prompt, str):
             echoed = prompt if ask.echo else ""
-            prompt = await self.service.text(prompts.text, prompt, True)
+            self.service.may_fit([prompt], "prompt")
+            prompt = await self.service.text(request, prompts.text, prompt, True)
         elif ask.echo:
-            echoed = await self.service.text(prompts.tokenizer.decode, prompt)
+            echoed = await self.service.text(request, prompts.tokenizer.decode, prompt)
         top = body["logprobs"] if ask.logprobs else None
         reply = Reply(
             self.service.settings.alias,
@@ -248,7 +260,7 @@ class Routes:
         """POST /v1/messages, Anthropic's form."""
         body = anthropic.chat_of(await self.guard.body(request))
         self._named(body)
-        asked = await self._asked(body, anthropic.NAMES)
+        asked = await self._asked(request, body, anthropic.NAMES)
         reply = MessagesReply(
             self.service.settings.alias,
             len(asked.prompt.ids),
@@ -263,7 +275,7 @@ class Routes:
         """POST /v1/messages/count_tokens."""
         body = anthropic.chat_of(await self.guard.body(request), counting=True)
         self._named(body)
-        asked = await self._asked(body, anthropic.NAMES)
+        asked = await self._asked(request, body, anthropic.NAMES)
         return JSONResponse({"input_tokens": len(asked.prompt.ids)})
 
     async def responses(self, request: Request) -> Response:
@@ -271,25 +283,26 @@ class Routes:
         body = await self.guard.body(request)
         chat = responses.chat_of(body)
         self._named(chat)
-        asked = await self._asked(chat, responses.NAMES)
+        asked = await self._asked(request, chat, responses.NAMES)
         alias = self.service.settings.alias
         reply = ResponsesReply(alias, len(asked.prompt.ids), body, asked.scanner)
         return await self._answer(request, asked, "input", reply)
 
     async def _asked(
-        self, body: Mapping[str, Any], names: Mapping[str, str] | None = None
+        self, request: Request, body: Mapping[str, Any], names: Mapping[str, str] | None = None
     ) -> Asked:
         """What a chat asks for, its fields checked and its prompt encoded. names: other names of
         its fields, for errors.
         """
         try:
-            return await self._checked(body)
+            return await self._checked(request, body)
         except ApiError as error:
             raise error.renamed(names or {}) from None
 
-    async def _checked(self, body: Mapping[str, Any]) -> Asked:
-        prompts, text = self.service.prompts, self.service.text
+    async def _checked(self, request: Request, body: Mapping[str, Any]) -> Asked:
+        prompts, text = self.service.prompts, partial(self.service.text, request)
         ask, messages = ask_of(body, chat=True), messages_of(body, prompts.form is not None)
+        self.service.may_fit((m["content"] for m in messages if m["role"] == "user"), "messages")
         tools, wanted = usable_tools(body, prompts), self._wanted(body)
         grammar = await text(grammar_of, body, tools, prompts)
         ask = replace(ask, params=replace(ask.params, grammar=grammar))
@@ -306,16 +319,25 @@ class Routes:
 
     async def _answer(self, request: Request, asked: Asked, param: str, reply: Shape) -> Response:
         service, ask = self.service, asked.ask
-        job, mailbox = service.begin(asked.prompt.ids, ask, param, asked.evidence, asked.method)
-        events = service.events(job, mailbox, request.is_disconnected)
+        if await left(request):
+            return Response(status_code=499)
+        owner = self.guard.owner(request)
+        job, mailbox = service.begin(
+            asked.prompt.ids, ask, param, asked.evidence, asked.method, owner
+        )
+        events = service.events(job, mailbox, partial(left, request))
         if ask.stream:
-            ping = min(PROGRESS, service.settings.ping) if asked.progress else service.settings.ping
+
+            def ping() -> float:
+                often = asked.progress or request.scope.get(HALF)
+                return min(PROGRESS, service.settings.ping) if often else service.settings.ping
+
             lines = stream(events, reply, ping)
             return StreamingResponse(lines, media_type="text/event-stream", headers=NO_STORE)
         wrote = []
         async for event in events:
             if isinstance(event, Reading):
-                reply.cached = event.cached
+                reply.found(event.cached)
             elif isinstance(event, Wrote):
                 reply.count(event)
                 wrote.append(event)

@@ -4,35 +4,41 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import os
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from engine.chat.cli import POCKET
-from engine.chat.flags import Parser, gigabytes, scaled
-from engine.chat.settings import pocket_method
-from engine.errors import EngineError, SettingError, UsageError
+from engine.base.errors import EngineError, OutOfMemoryPlan, SettingError, UsageError
+from engine.cli.figures import plan_text
+from engine.cli.introduce import introduce
+from engine.cli.model_flags import fits_flag, gigabytes, model_flags, settings_of
+from engine.cli.parser import Parser
+from engine.cli.settings import flag_named
+from engine.cli.verdict import slots_verdict
 from engine.llm import LLM
-from engine.methods.registry import make
-from engine.plan.report import Plan
-from engine.plan.slots import SlotPlan, plan_slots
+from engine.load.batch_plan import SlotPlan, plan_slots
+from engine.load.pocket import POCKET
+from engine.load.report import Plan
 from engine.saved.cache import BlockCache
+from engine.serve.http.listening import ACCEPTS, listen, places
+from engine.serve.service import Service
+from engine.terminal.display import Display
 from kernels.native.library import COMPILING, to_compile
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
-    from engine.serve.service import Service
 
 KEY_VARIABLE = "OMNIKV_API_KEY"
 PAUSE = 1.0  # seconds
+CONNECTIONS = 1000
 GRACE = 20.0  # seconds that answers get to finish after SIGTERM
-TICK = 1.0  # seconds between two looks at whether to end, and of the Date header
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -52,10 +58,17 @@ def parser() -> Parser:
     add("--alias", metavar="NAME", help="the model's name for clients (default: its folder's)")
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     add("--port", type=int, default=8080, help="port (default 8080)")
+    add(
+        "--connections",
+        type=int,
+        default=CONNECTIONS,
+        metavar="N",
+        help=f"connections held at once (default {CONNECTIONS}); beyond it the longest idle ends",
+    )
     add("--slots", type=int, default=4, metavar="N", help="sessions held at once (default 4)")
     add("--queue", type=int, default=32, metavar="N", help="requests that may wait (default 32)")
-    add("--ctx", type=scaled, metavar="N", help="context of each session, such as 128K")
     add("--plan", action="store_true", help="say what the slots need and how many fit, and end")
+    fits_flag(add, "with --plan: plan for")
     add(
         "--pause",
         type=float,
@@ -72,20 +85,13 @@ def parser() -> Parser:
         metavar="S",
         help=f"seconds that answers may go on after SIGTERM (default {GRACE:g})",
     )
-    add("--method", metavar="NAME", help="omnikv, full or a baseline (default: as in the chat)")
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
-    add("--threads", type=int, metavar="N", help="use N CPU threads")
-    add("--chunk", type=int, metavar="N", help="read prompts in chunks of N tokens")
-    add("--offload", choices=("auto", "host", "device"), default="auto", help="as in the chat")
-    add("--ram-budget", type=gigabytes, metavar="GB", help="use at most this much RAM")
-    add("--vram-budget", type=gigabytes, metavar="GB", help="use at most this much GPU memory")
     add("--api-key-file", metavar="FILE", help=f"keys, one per line (or {KEY_VARIABLE})")
     add("--api-key", metavar="KEY", help="a key; others on this machine can see it in ps")
     add("--no-auth", action="store_true", help="listen on another address without any key")
     add("--allow-host", action="append", default=[], metavar="NAME", help="a further own name")
-    add("--cache", metavar="DIR", help="keep what was read in this folder, for ever")
+    add("--cache", metavar="DIR", help="keep what was read in this folder, for any method")
     add("--cache-limit", type=gigabytes, metavar="GB", help="at most this much (default 50)")
+    model_flags(p)
     return p
 
 
@@ -115,24 +121,21 @@ def keys_of(args: argparse.Namespace) -> list[str]:
 
 def open_model(args: argparse.Namespace) -> LLM:
     """Plan the model. Raises typed errors."""
-    pocket = args.model is None
+    if args.connections < 1:
+        raise UsageError("--connections: expected at least 1")
     if not 1 <= args.slots <= 256 or not 0 <= args.queue <= 4096 or not args.pause >= 0:
         raise UsageError(
             "--slots: expected 1 to 256; --queue: expected 0 to 4096; --pause: at least 0"
         )
-    llm = LLM(
-        str(POCKET) if pocket else args.model,
-        device=args.device,
-        dtype=args.dtype,
-        max_context=args.ctx,
-        threads=1 if pocket and args.threads is None else args.threads,
-        chunk=args.chunk,
-        offload=args.offload,
-        vram_budget=args.vram_budget,
-        ram_budget=args.ram_budget,
-        method=make(args.method, {}) if args.method else pocket_method() if pocket else None,
-        load=False,
-    )
+    if args.fits is not None and not args.plan:
+        raise UsageError("--fits: found no --plan beside it; a server runs on what is here")
+    if args.calibrate:
+        raise UsageError(
+            "--calibrate: a server reads no document of its own; python -m engine.chat "
+            "--calibrate -f FILE with the same --model keeps the filter layers, and the server "
+            "finds them"
+        )
+    llm = LLM(str(POCKET) if args.model is None else args.model, **settings_of(args), load=False)
     needs = llm.method.needs(llm.plan().layers, llm.config, llm.max_context, llm.dtype.itemsize)
     if args.pause and needs.final_call is None:
         raise UsageError(
@@ -142,22 +145,22 @@ def open_model(args: argparse.Namespace) -> LLM:
     return llm
 
 
-def slots_of(args: argparse.Namespace, llm: LLM) -> SlotPlan:
-    """The memory of all sessions."""
+def slots_of(args: argparse.Namespace, llm: LLM, **settings: Any) -> SlotPlan:
+    """The memory of all sessions, with other settings of the LLM where some are given."""
 
     def plan_of(context: int) -> Plan:
-        return llm.plan(max_context=context)
+        return llm.plan(max_context=context, **settings)
 
-    return plan_slots(plan_of, llm.max_context, args.slots, llm.config.vocab_size)
+    context = llm.plan(**settings).max_context
+    return plan_slots(plan_of, context, args.slots, llm.config.vocab_size)
 
 
 def show_plan(args: argparse.Namespace) -> int:
     """Print what the model and the slots need; the exit code."""
     llm = open_model(args)
-    slots = slots_of(args, llm)
-    print(f"{llm.plan()}\n{slots}")
-    slots.require_fit()
-    return 0
+    fits, verdict = slots_verdict(llm.planner, partial(slots_of, args, llm))
+    print(f"{plan_text(llm.planner)}\n{slots_of(args, llm)}\n{verdict}")
+    return 0 if fits else OutOfMemoryPlan.exit_code
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -170,33 +173,41 @@ def serve(args: argparse.Namespace) -> int:
         from engine.serve.service import Service, Settings
     except ImportError as error:
         raise SettingError(
-            f"the server needs {error.name}: pip install 'omnikv-engine[serve]'"
+            f"the server needs {error.name}: pip install starlette uvicorn"
         ) from None
-    keys, llm = keys_of(args), open_model(args)
+    keys, links = keys_of(args), listen(args.host, args.port)
+    llm = open_model(args)
     slots_of(args, llm).require_fit()
+    introduce(llm.planner, Display())
     if llm.device.type == "cpu" and to_compile():
         _say(COMPILING)
     cache = None
     if args.cache:
         cache = BlockCache(args.cache, args.cache_limit or 50 * 10**9, _say)
+        if note := cache.note(llm.planner):
+            _say(note)
     alias = args.alias or Path(llm.name).name
     pause = args.pause or None
     settings = Settings(alias, args.slots, args.queue, args.timeout, pause=pause)
     service = Service(llm, settings, cache)
     hosts = [] if keys and args.host not in LOOPBACK else [*LOOPBACK, args.host, *args.allow_host]
     guard = Guard(keys, hosts, most=max(1 << 20, 16 * llm.max_context))
-    return _listen(args, service, make_app(service, guard))
+    return _run(args, service, make_app(service, guard), links)
 
 
-def _listen(args: argparse.Namespace, service: Service, app: Starlette) -> int:
+def _run(
+    args: argparse.Namespace, service: Service, app: Starlette, links: list[socket.socket]
+) -> int:
     """Run the event loop, load the model beside it, and end in order; the exit code."""
     import uvicorn
 
+    from engine.serve.http.connections import Limits, bounded
+    from engine.serve.http.loop import Server
+
     config = uvicorn.Config(
         app,
-        host=args.host,
-        port=args.port,
-        http="h11",
+        http=bounded(Limits(connections=places(args.connections))),
+        backlog=ACCEPTS,
         ws="none",
         h11_max_incomplete_event_size=16 << 10,
         log_level="warning",
@@ -205,27 +216,11 @@ def _listen(args: argparse.Namespace, service: Service, app: Starlette) -> int:
         timeout_graceful_shutdown=int(args.grace) + 5,
     )
 
-    class Server(uvicorn.Server):
-        """Tells the worker of a signal at once; uvicorn itself waits for the connections."""
+    def end() -> None:
+        if service.announce_end():
+            threading.Thread(target=service.stop, args=(args.grace,), daemon=True).start()
 
-        async def main_loop(self) -> None:
-            """As uvicorn's, which looks ten times a second whether to end: once, and when told."""
-            self.told, self.loop = asyncio.Event(), asyncio.get_running_loop()
-            while not await self.on_tick(0):  # 0: the second in which it renews the Date header
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self.told.wait(), TICK)
-
-        def handle_exit(self, sig: int, frame: object) -> None:
-            # uvicorn's own would raise the signal again at the end, and the exit code were its
-            self.force_exit = self.should_exit
-            self.should_exit = True
-            if hasattr(self, "told"):
-                self.loop.call_soon_threadsafe(self.told.set)
-            if not service.ending:
-                service.ending = True
-                threading.Thread(target=service.stop, args=(args.grace,), daemon=True).start()
-
-    server = Server(config)
+    server = Server(config, links, end, _say)
     failed: list[BaseException] = []
 
     def load() -> None:
@@ -238,7 +233,7 @@ def _listen(args: argparse.Namespace, service: Service, app: Starlette) -> int:
         while not server.started and not server.should_exit:
             time.sleep(0.01)
         if server.started:
-            port = server.servers[0].sockets[0].getsockname()[1]
+            port = links[0].getsockname()[1]
             name = f"[{args.host}]" if ":" in args.host else args.host
             _say(
                 f"{service.settings.alias} is ready: http://{name}:{port}/v1, "
@@ -246,8 +241,15 @@ def _listen(args: argparse.Namespace, service: Service, app: Starlette) -> int:
             )
             _say(f"open http://{name}:{port}/ in a browser to read a document and ask about it")
 
-    threading.Thread(target=load, name="load", daemon=True).start()
-    asyncio.run(server.serve())
+    loader = threading.Thread(target=load, name="load", daemon=True)
+    loader.start()
+    asyncio.run(server.serve(links))
+    loader.join(0.5)
+    if loader.is_alive():
+        sys.stderr.flush()
+        os._exit(
+            0 if server.started else 1
+        )  # a thread inside C++ would abort the process at the interpreter's end
     service.stop(args.grace)
     if failed:
         raise failed[0]
@@ -266,5 +268,8 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except EngineError as error:
-        _say(f"error: {error}")
+        message = str(error)
+        if isinstance(error, SettingError):
+            message = flag_named(message, [key for key, _ in args.set])
+        _say(f"error: {message}")
         return error.exit_code

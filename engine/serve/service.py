@@ -5,33 +5,36 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import (
+from engine.base.errors import (
     EngineError,
     OutOfDeviceMemory,
     OutOfHostMemory,
     OutOfMemoryPlan,
     SettingError,
 )
+from engine.llm import LLM
+from engine.methods.base import Method
 from engine.methods.exact import Exact
 from engine.methods.full import Full
+from engine.saved.cache import BlockCache
 from engine.saved.forget import forget_text
 from engine.serve.errors import ApiError
-from engine.serve.evidence import Evidence, places
-from engine.serve.fields import Ask
-from engine.serve.mailbox import Mailbox
-from engine.serve.prompts import Prompt, Prompts
-from engine.serve.worker import Ended, Event, Job, Worker
+from engine.serve.http.leaving import left
+from engine.serve.request.fields import Ask
+from engine.serve.request.prompts import Prompt, Prompts
+from engine.serve.texts import SIZE, Texts
+from engine.serve.worker.evidence import Evidence, places
+from engine.serve.worker.mailbox import Bell, Mailbox
+from engine.serve.worker.worker import Ended, Event, Job, Worker
 
 if TYPE_CHECKING:
-    from engine.llm import LLM
-    from engine.methods.base import Method
-    from engine.saved.cache import BlockCache
+    from starlette.requests import Request
+
 
 SHORTEST = 32  # tokens of a text that can be forgotten; shorter ones may begin anybody's
 # a template may write a text otherwise where a question follows it, and set a mark between them
@@ -65,8 +68,8 @@ class Service:
         self.worker = Worker(
             llm, settings.slots, settings.waiting, settings.timeout, cache, settings.pause
         )
-        # one thread: tokenizing megabytes must not stop the event loop, and templates take turns
-        self._texts = ThreadPoolExecutor(1, "texts")
+        self._texts = Texts(settings.slots + settings.waiting)
+        self._bell = Bell()
 
     def load(self) -> None:
         """Read the weights and begin to serve. Raises typed errors."""
@@ -74,7 +77,7 @@ class Service:
         if self.llm.tokenizer is None:
             raise SettingError("this model has no tokenizer, so it cannot be served")
         size, ends = self.llm.config.vocab_size, self.llm.end_token_ids
-        self.prompts = Prompts(self.llm.tokenizer, size, ends)
+        self.prompts = Prompts(self.llm.tokenizer, size, ends, self.llm.max_context)
         self.worker.start()
         self.ready = True
 
@@ -84,24 +87,45 @@ class Service:
         if self.ready:
             self.worker.stop(grace)
 
-    async def text(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a call about texts beside the event loop."""
-        loop = asyncio.get_running_loop()
+    def announce_end(self) -> bool:
+        """Say that the server ends; return whether nobody had said so."""
+        first, self.ending = not self.ending, True
+        return first
+
+    async def text(self, request: Request, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a call about the texts of a request beside the event loop. Raises ApiError."""
+        size = request.scope.get(SIZE, 0)
         try:
-            return await loop.run_in_executor(self._texts, lambda: call(*arguments))
+            return await self._texts.run(size, partial(left, request), lambda: call(*arguments))
         except EngineError as error:
             raise ApiError(400, str(error)) from None
 
-    async def forget(self, messages: list[dict[str, Any]]) -> tuple[int, int]:
-        """Close the idle sessions that begin with these messages up to the end of the last one's
-        text, alone or before a question, and remove the cache's blocks of it: (sessions, blocks).
-        Raises ApiError where it is too short to be told from the beginnings of others.
+    def may_fit(self, texts: Iterable[str], param: str) -> None:
+        """Raise ApiError where texts are surely too long for the context, without reading them."""
+        capacity, most = self.llm.max_context, self.prompts.characters
+        found = sum(len(text.strip()) for text in texts)  # templates may trim what is around
+        if most is not None and found > capacity * most:
+            raise ApiError(
+                400,
+                f"{param}: found {found} characters, expected at most {capacity * most}: this "
+                f"server's context is {capacity} tokens (--ctx) of at most {most} characters each",
+                param,
+                "context_length_exceeded",
+            )
+
+    async def forget(
+        self, request: Request, messages: list[dict[str, Any]], owner: bytes
+    ) -> tuple[int, int]:
+        """Close the idle sessions of `owner` that begin with these messages up to the end of the
+        last one's text, alone or before a question, and remove the cache's blocks of it:
+        (sessions, blocks). Raises ApiError where it is too short to be told from the beginnings of
+        others.
         """
         last, forms = messages[-1], []
         for question in ("", QUESTION):
             content = last["content"] + question
             prompt = await self.text(
-                self.prompts.chat, [*messages[:-1], last | {"content": content}]
+                request, self.prompts.chat, [*messages[:-1], last | {"content": content}]
             )
             forms.append(prompt.ids[: tokens_before(prompt, last["content"])])
         if min(map(len, forms)) < SHORTEST:
@@ -119,14 +143,14 @@ class Service:
                 closed.set_result(found)
 
         def close() -> None:
-            loop.call_soon_threadsafe(tell, sum(map(self.worker.slots.forget, forms)))
+            slots = self.worker.slots
+            loop.call_soon_threadsafe(tell, sum(slots.forget(ids, owner) for ids in forms))
 
         self.worker.between(close)
         sessions, blocks, cache = await closed, 0, self.worker.cache
         if cache is not None:
-            methods = list(self.methods.values())
             for ids in forms:
-                blocks += await asyncio.to_thread(forget_text, cache, self.llm, methods, ids)
+                blocks += await asyncio.to_thread(forget_text, cache, self.llm.load(), ids)
         return sessions, blocks
 
     # ---------------------------------------------------------------- jobs
@@ -138,14 +162,23 @@ class Service:
 
     @cached_property
     def methods(self) -> dict[str, Method]:
-        """What `omnikv.method` may name; "sparse" is the server's own, whatever it is."""
+        """What `omnikv.method` may name: "sparse" is the server's own, whatever it is, or what
+        drafts for it in exact mode.
+        """
         own = self.llm.method
-        found: dict[str, Method] = {"sparse": own}
+        sparse = own.method if isinstance(own, Exact) else own
+        found: dict[str, Method] = {"sparse": sparse}
         if self.sparse:
             found["full"] = self.llm.resolve_method(Full())[0]
-            if not own.cannot_draft and not isinstance(own, Exact):
-                found["exact"] = self.llm.resolve_method(Exact(own))[0]
+            if not sparse.cannot_draft:
+                exact = own if isinstance(own, Exact) else Exact(sparse)
+                found["exact"] = self.llm.resolve_method(exact)[0]
         return found
+
+    @property
+    def own(self) -> str:
+        """The name of what requests get that do not choose: "exact" of a server in exact mode."""
+        return "exact" if isinstance(self.llm.method, Exact) else "sparse"
 
     def begin(
         self,
@@ -153,7 +186,8 @@ class Service:
         ask: Ask,
         param: str,
         evidence: Evidence | None = None,
-        method: str = "sparse",
+        method: str | None = None,
+        owner: bytes = b"",
     ) -> tuple[Job, Mailbox]:
         """Queue a request. Raises ApiError where the prompt does not fit or the queue is full."""
         capacity = self.llm.max_context
@@ -177,8 +211,9 @@ class Service:
             )
         room = capacity - len(ids)
         params = replace(ask.params, max_tokens=min(ask.max_tokens or room, room))
-        mailbox = Mailbox()
-        job = Job(ids, params, ask.choices, mailbox.post, evidence, self.methods[method])
+        mailbox = Mailbox(self._bell)
+        own = self.methods[method or self.own]
+        job = Job(ids, params, ask.choices, mailbox.post, evidence, own, mailbox.full, owner)
         self.worker.submit(job)
         return job, mailbox
 
@@ -201,7 +236,7 @@ class Service:
                 if isinstance(event, Ended):
                     return
         finally:
-            job.gone = True
+            job.leave()
 
 
 def tokens_before(prompt: Prompt, text: str) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from engine.errors import UsageError
+from engine.base.errors import UsageError
 
 ERROR_CHARACTERS = 300  # of an error's line; the middle of a longer one is left out
 LEFT_OUT = " ... "

@@ -5,10 +5,23 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from engine.text.tokenizer import Tokenizer
+
+class Vocabulary(Protocol):
+    """What a stream asks of a tokenizer: its ids' spellings, and which of them are special."""
+
+    @property
+    def special_ids(self) -> Any: ...
+
+    @property
+    def backend(self) -> Any: ...
+
+    @property
+    def decoder_types(self) -> Any: ...
+
+    def token(self, token_id: int) -> str | None: ...
+
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 RUN_HELD = 16  # bytes of a byte-fallback run held back; see FallbackStream
@@ -34,7 +47,7 @@ class ByteStream:
     hold the start of a character that is cut.
     """
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int]):
+    def __init__(self, tokenizer: Vocabulary, context: Sequence[int]):
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for token_id in context:
@@ -66,7 +79,7 @@ class FallbackStream:
     that differs from decode().
     """
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int]):
+    def __init__(self, tokenizer: Vocabulary, context: Sequence[int]):
         self._tokenizer = tokenizer
         self._fallback = "ByteFallback" in tokenizer.decoder_types
         self._before = list(context[-1:])  # the last token shown

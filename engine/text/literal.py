@@ -21,8 +21,8 @@ MARKS = tuple(map(chr, chain(range(0xFDD0, 0xFDF0), range(0x100000, 0x10FFFE))))
 
 @dataclass(frozen=True)
 class Written:
-    """A text for the tokenizer. literal: ascending positions of characters at which a control
-    token's spelling begins that is text.
+    """A text for the tokenizer. literal: the start of every control-token spelling that must be
+    tokenized as plain text, ascending character positions.
     """
 
     text: str
@@ -154,3 +154,17 @@ def agreement(one: Written, other: Written, common: int) -> int:
     if ours == theirs:
         return common
     return min(set(ours) ^ set(theirs))
+
+
+def common_length(one: str, other: str) -> int:
+    """Return the length of the longest common prefix.
+
+    Bisects, because a text may have millions of characters and slices compare fast.
+    """
+    low, high = 0, min(len(one), len(other))
+    if one[:high] == other[:high]:
+        return high
+    while low + 1 < high:  # one[:low] is common, one[:high] is not
+        middle = (low + high) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle)
+    return low

@@ -1,12 +1,13 @@
 """Text to token ids and back, with a model folder's own tokenizer files.
 
 Encoding and then decoding a text does not always give it back. A conversation therefore keeps ids
-and only ever encodes new text (engine/chat/conversation.py).
+and only ever encodes new text (engine/chat/talk/conversation.py).
 """
 
 from __future__ import annotations
 
 import json
+import os
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,16 +15,17 @@ from typing import Any
 
 import tokenizers
 
-from engine.errors import BadCheckpoint, TemplateError, UnsupportedCheckpoint
+from engine.base.errors import BadCheckpoint, TemplateError, UnsupportedCheckpoint
+from engine.base.figures import first_line
 from engine.text.boundary import valid
 from engine.text.detokenizer import ByteStream, FallbackStream
-from engine.text.expressions import require_endings
-from engine.text.growth import read_tokenizer
 from engine.text.literal import Controls, Written
-from engine.text.template import ChatTemplate, checked_messages
-from engine.units import first_line
+from engine.text.sandbox.expressions import require_endings
+from engine.text.sandbox.growth import read_tokenizer
+from engine.text.sandbox.template import ChatTemplate, checked_messages
 from weights.jsonfile import inside, present, read_object, shown
 
+LONG = 1024  # characters
 ANCHORS = ("\n", ".", "a", "0")  # texts to encode in front of a continuation, tried in this order
 
 
@@ -69,6 +71,7 @@ class Tokenizer:
         template: ChatTemplate | None,
     ) -> None:
         self.path, self.backend, self.settings = path, backend, settings
+        self.beside = False
         self.template = template
         self.bos_token = _token_text(self.settings, "bos_token")
         self.eos_token = _token_text(self.settings, "eos_token")
@@ -93,6 +96,14 @@ class Tokenizer:
         )
         self._plain_backend: tokenizers.Tokenizer | None = None
 
+    def let_others_run(self) -> None:
+        """Encode long texts without the interpreter's lock, which `encode` holds for a second and
+        more a megabyte: other threads go on. TOKENIZERS_PARALLELISM=false is set where it is not
+        set: one text needs no threads of its own, and they would warn of every fork.
+        """
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        self.beside = True
+
     def _begins_with_space(self, ids: Sequence[int]) -> bool:
         return any((self.token(i) or "").startswith(("▁", "Ġ")) for i in ids[:1])
 
@@ -103,8 +114,11 @@ class Tokenizer:
         library panics: at an expression without end, or a token that the vocabulary lacks.
         """
         valid(text, "text")
+        chosen = backend or self.backend
         try:
-            return (backend or self.backend).encode(text, add_special_tokens=special)
+            if self.beside and len(text) > LONG:
+                return chosen.encode_batch([text], add_special_tokens=special)[0]
+            return chosen.encode(text, add_special_tokens=special)
         except BaseException as error:
             # no Exception, but what Rust's panics become
             if type(error).__name__ != "PanicException":
@@ -112,6 +126,10 @@ class Tokenizer:
             raise BadCheckpoint(
                 f"{self.path}: encoding the text {shown(text, 20)!r} fails: {first_line(error)}"
             ) from error
+
+    def encode_by(self, backend: tokenizers.Tokenizer, text: str) -> list[int]:
+        """Ids of a text by another backend, with nothing in front. Raises as `encode`."""
+        return self._encoded(text, backend=backend).ids
 
     def _find_prefix(self, vocabulary: dict[str, int]) -> tuple[int, ...]:
         """Return the ids that go before every text.

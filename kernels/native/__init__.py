@@ -1,0 +1,1 @@
+"""C++ kernels for a CPU, compiled on the machine when they are first needed."""

@@ -6,13 +6,12 @@
 
 extern "C" int omnikv_attend_packed(const Call *c, int kind);
 
-// kind: 0 float32, 1 bfloat16, 2 float16, rows of 3 int8, 4 int4, 5 fp8. Returns 0, or 1 for a kind
-// that this build lacks.
+// kind: one of kinds.h, of K and V. Returns 0, or 1 for a kind that this build lacks.
 extern "C" int omnikv_attend(const Call *c, int kind) {
-    if (kind == 0) attend<Float32, Float32>(*c);
-    else if (kind == 1) attend<BFloat16, BFloat16>(*c);
+    if (kind == FLOAT32) attend<Float32, Float32>(*c);
+    else if (kind == BFLOAT16) attend<BFloat16, BFloat16>(*c);
 #if defined(__F16C__)
-    else if (kind == 2) attend<Float16, Float16>(*c);
+    else if (kind == FLOAT16) attend<Float16, Float16>(*c);
 #endif
     else return omnikv_attend_packed(c, kind);
     return 0;
@@ -43,6 +42,8 @@ extern "C" void omnikv_head_most(const float *logits, const float *lse, int head
     }
 }
 
+namespace {
+
 // q and out as a step has them, [queries][heads * group][dim] of a float kind.
 template <class K>
 static int attend_heads(const Call &given, int kind, const char *q, char *out) {
@@ -50,6 +51,7 @@ static int attend_heads(const Call &given, int kind, const char *q, char *out) {
     const int rows = given.queries * given.group;
     const long total = (long)given.heads * rows * given.dim;
     float *folded = (float *)scratch.get(2 * sizeof(float) * total);
+    if (!folded) return 2;
     Call c = given;
     c.q = folded, c.out = folded + total;
     for (int pass = 0; pass < 2; pass++) {
@@ -66,12 +68,17 @@ static int attend_heads(const Call &given, int kind, const char *q, char *out) {
     return 0;
 }
 
+}  // namespace
+
 // As omnikv_attend, of q in its own dtype and order; out alike.
 extern "C" int omnikv_attend_heads(const Call *c, int kind, const char *q, char *out, int q_kind) {
-    if (q_kind == 0) return attend_heads<Float32>(*c, kind, q, out);
-    if (q_kind == 1) return attend_heads<BFloat16>(*c, kind, q, out);
+    if (q_kind == FLOAT32) return attend_heads<Float32>(*c, kind, q, out);
+    if (q_kind == BFLOAT16) return attend_heads<BFloat16>(*c, kind, q, out);
 #if defined(__F16C__)
-    if (q_kind == 2) return attend_heads<Float16>(*c, kind, q, out);
+    if (q_kind == FLOAT16) return attend_heads<Float16>(*c, kind, q, out);
 #endif
     return 1;
 }
+
+// The bindings compare the sizes of their structs with these.
+extern "C" int omnikv_sizeof_attention_call() { return sizeof(Call); }

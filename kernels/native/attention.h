@@ -5,6 +5,8 @@
 #include "int8.h"
 #include "pairs.h"
 
+namespace {
+
 constexpr int BLOCK = 256;  // rows whose logits are held at a time: 4 queries of them are 4 KB
 #if defined(__AVX512F__)
 constexpr int MOST = 8;  // queries of one tile: their sums fit the registers
@@ -110,7 +112,10 @@ struct Run {  // rows of one sequence and one K/V head: `kept` of an index, then
     int kept, start;
 };
 
-// Rows first .. first + count - 1 of a run, and where the AHEAD next ones lie.
+// Rows are read 16 at a time, the last ones past `count`.
+constexpr int listed(int count) { return (count + 15) / 16 * 16 + AHEAD; }
+
+// Rows first .. first + count - 1 of a run, and where the next ones up to `listed(count)` lie.
 struct Block {
     const char *keys[BLOCK + AHEAD], *values[BLOCK + AHEAD];
     const float *key_scales = nullptr, *value_scales = nullptr;  // NULL: behind each row
@@ -119,15 +124,15 @@ struct Block {
     Block(const Run &run, int from, int stop)
         : first(from), count(stop - from < BLOCK ? stop - from : BLOCK) {
         int i = 0;
-        for (; i < count + AHEAD && from + i < run.kept; i++) {
+        for (; i < listed(count) && from + i < run.kept; i++) {
             keys[i] = run.k + run.index[from + i] * run.key_stride;
             values[i] = run.v + run.index[from + i] * run.value_stride;
         }
         const long row = (long)run.start + from + i - run.kept;
         const char *key = run.k + row * run.key_stride, *value = run.v + row * run.value_stride;
-        for (; i < count + AHEAD && from + i < stop; i++, key += run.key_stride, value += run.value_stride)
+        for (; i < listed(count) && from + i < stop; i++, key += run.key_stride, value += run.value_stride)
             keys[i] = key, values[i] = value;
-        for (; i < count + AHEAD; i++) keys[i] = keys[i - 1], values[i] = values[i - 1];
+        for (; i < listed(count); i++) keys[i] = keys[i - 1], values[i] = values[i - 1];
     }
 };
 
@@ -149,7 +154,7 @@ struct DecodedInt8 {
         if (dim == 64) decode(rows, count, 64);
         else if (dim == 128) decode(rows, count, 128);
         else decode(rows, count, dim);
-        for (int i = count; i < count + AHEAD; i++) rows[i] = rows[count - 1];
+        for (int i = count; i < listed(count); i++) rows[i] = rows[count - 1];
         for (int i = count; i % W; i++) scales[i] = scales[count - 1];
         return scales;
     }
@@ -321,3 +326,5 @@ static void attend(const Call &c) {
     for (int i = 0; i < work; i++) attend_split<K, V>(c, i / splits, i % splits);
     for (int head = 0; head < c.heads; head++) merge(c, head);
 }
+
+}  // namespace

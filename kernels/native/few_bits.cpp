@@ -6,6 +6,8 @@
 // belongs to its j-th column, from the lowest bits up, and has a sign.
 #include "vector.h"
 
+namespace {
+
 constexpr int LANES = 16, VECTORS = LANES / W;
 constexpr int AHEAD = 8192;  // bytes between the word that is read and the one that is fetched
 constexpr int SCALES_AHEAD = 1024;
@@ -22,10 +24,10 @@ struct Product {
     int kind, scale_kind, bias_kind, out_kind, gated, threads;
 };
 
-// kinds: 0 float32, 1 bfloat16, 2 float16
+// kinds: of floats
 INLINE Floats read_as(int kind, const void *from, long i) {
-    if (kind == 0) return Float32::read((const char *)from + 4 * i, 0);
-    if (kind == 1) return BFloat16::read((const char *)from + 2 * i, 0);
+    if (kind == FLOAT32) return Float32::read((const char *)from + 4 * i, 0);
+    if (kind == BFLOAT16) return BFloat16::read((const char *)from + 2 * i, 0);
 #if defined(__F16C__)
     return Float16::read((const char *)from + 2 * i, 0);
 #else
@@ -34,7 +36,7 @@ INLINE Floats read_as(int kind, const void *from, long i) {
 }
 
 INLINE float one_as(int kind, const void *from, long i) {
-    if (kind == 0) return ((const float *)from)[i];
+    if (kind == FLOAT32) return ((const float *)from)[i];
     alignas(64) uint16_t held[W] = {((const uint16_t *)from)[i]};
     return read_as(kind, held, 0)[0];
 }
@@ -46,8 +48,8 @@ INLINE Ints upper_halves(Floats x) {
 }
 
 INLINE void write_as(int kind, void *to, long i, Floats x) {
-    if (kind == 0) store((float *)to + i, x);
-    else if (kind == 1) {
+    if (kind == FLOAT32) store((float *)to + i, x);
+    else if (kind == BFLOAT16) {
         Halves *at = (Halves *)((uint16_t *)to + i);
         *at = __builtin_convertvector(upper_halves(x) >> 16, Halves);
     }
@@ -59,7 +61,7 @@ INLINE void write_as(int kind, void *to, long i, Floats x) {
 }
 
 INLINE Floats rounded(int kind, Floats x) {
-    if (kind == 0) return x;
+    if (kind == FLOAT32) return x;
     alignas(64) float held[W];
     write_as(kind, held, 0, x);
     return read_as(kind, held, 0);
@@ -113,7 +115,7 @@ static void finish(const Product &p, int row, const float *sums, const float *ot
             continue;
         }
         alignas(64) float held[W];
-        const int size = p.out_kind ? 2 : 4;
+        const int size = p.out_kind == FLOAT32 ? 4 : 2;
         write_as(p.out_kind, held, 0, y);
         memcpy((char *)p.out + (at + o) * size, held, here * size);
     }
@@ -369,22 +371,26 @@ template <int BITS, class S>
 static void multiply(const Product &p, int many) {
     if (!many) few_rows<BITS, S>(p);
 #if defined(__AVX512BF16__)
-    else if (p.kind == 1) many_rows<BITS, S, Pairs>(p);
+    else if (p.kind == BFLOAT16) many_rows<BITS, S, Pairs>(p);
 #endif
     else many_rows<BITS, S, Singles>(p);
 }
 
 template <int BITS>
 static void multiply(const Product &p, int many) {
-    if (p.scale_kind == 0) multiply<BITS, Float32>(p, many);
-    else if (p.scale_kind == 1) multiply<BITS, BFloat16>(p, many);
+    if (p.scale_kind == FLOAT32) multiply<BITS, Float32>(p, many);
+    else if (p.scale_kind == BFLOAT16) multiply<BITS, BFloat16>(p, many);
 #if defined(__F16C__)
     else multiply<BITS, Float16>(p, many);
 #endif
 }
+
+}  // namespace
 
 // many: by tiles of rows; SwiGLU is not for those
 extern "C" void omnikv_few_bits(const Product *p, int many) {
     if (p->bits == 8) multiply<8>(*p, many);
     else multiply<4>(*p, many);
 }
+
+extern "C" int omnikv_sizeof_few_bits() { return sizeof(Product); }

@@ -1,6 +1,8 @@
-// Rows of kernels/rows_int4.py become values of 8 bits and scales, as rows of kernels/rows_int8.py have.
+// Rows of kernels/rows/int4.py become values of 8 bits and scales, as rows of kernels/rows/int8.py have.
 #pragma once
 #include "vector.h"
+
+namespace {
 
 INLINE float bfloat16_at(const char *p) {
     uint16_t half;
@@ -110,3 +112,5 @@ struct Int4Values {
     }
 #endif
 };
+
+}  // namespace

@@ -4,6 +4,8 @@
 #pragma once
 #include "vector.h"
 
+namespace {
+
 constexpr int WIDEST = 256;  // the widest head: sums stay below 2^31
 
 #if defined(__AVX512VNNI__)
@@ -156,3 +158,5 @@ INLINE void add_quarters(const uint8_t (*w)[DIGITS][ROWS], const Weights *weight
         }
 }
 #endif
+
+}  // namespace

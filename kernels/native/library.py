@@ -3,25 +3,33 @@ the user's cache.
 
 A GPU's kernels are compiled by Triton, these by the machine's own C++ compiler, in 10 to 20 seconds
 and once: the file's name is a digest of sources, flags and compiler. Where there is no compiler, or
-what it made computes something else (kernels/trial.py), torch's operators run instead,
-and `missing()` says why. OMNIKV_NATIVE=0 forbids them.
+some of what it made computes something else, torch's operators run instead, and `missing()` says
+why. OMNIKV_NATIVE=0 forbids them.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
-from kernels.isa import isa
+import torch
+
+from kernels.launch.isa import isa
+from kernels.launch.tolerance import differs
+from kernels.native import cache
 
 FOLDER = Path(__file__).parent
 SOURCES = (
@@ -45,7 +53,6 @@ FLAGS = (
     "-fno-rtti",
     "-fopenmp",
     "-fPIC",
-    "-w",
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl")))
@@ -54,7 +61,8 @@ _WIDE = (*_AVX512, "-mprefer-vector-width=512")
 _PAIRS = (*_WIDE, "-mavx512vnni", "-mavx512bf16")
 SETS = {"avx2": _AVX2, "avx512": _WIDE, "avx512_bf16": _PAIRS, "amx": _PAIRS}
 COMPILING = "compiling this CPU's kernels, once: 10 to 20 seconds"
-PATIENCE = 120  # seconds that a compiler may take
+PATIENCE = 120  # seconds that compilers may take
+HEARD = 1 << 16  # bytes that are kept of what a compiler says
 
 
 class _Missing(Exception):
@@ -63,57 +71,120 @@ class _Missing(Exception):
 
 _reason: str | None = None  # of the first attempt; None before it
 _library: ctypes.CDLL | None = None
-_lock, _counting = threading.Lock(), threading.Lock()
-_off = 0
-# why what was compiled may not be used, or "": asked once, by `native`; kernels/dispatch.py sets it
-trial: Callable[[], str] = str
+_lock = threading.Lock()
+_thread = threading.local()
 
 
 @contextmanager
 def torch_only() -> Iterator[None]:
-    """Run torch's operators inside, in every thread: for comparison, and for the reference."""
-    global _off
-    with _counting:
-        _off += 1
+    """Run torch's operators inside, in this thread: for comparison, and for the reference."""
+    before = getattr(_thread, "off", False)
+    _thread.off = True
     try:
         yield
     finally:
-        with _counting:
-            _off -= 1
+        _thread.off = before
 
 
 def native() -> ctypes.CDLL | None:
     """The library, or None where torch's operators have to do. The first call compiles it, where
-    the cache has none: some seconds.
+    the cache has none: some seconds. Whether its functions are right, `Binding.usable` says.
     """
     global _reason, _library
-    if _off:
+    if getattr(_thread, "off", False):
         return None
     if _reason is None:
         with _lock:
             if _reason is None:
                 try:
                     _library, _reason = _loaded(), ""
-                    why = trial()
                 except _Missing as error:
-                    why = str(error)
-                if why:
-                    _library, _reason = None, why
+                    _library, _reason = None, str(error)
     return _library
 
 
-def loaded() -> ctypes.CDLL:
-    """The library of a caller that has asked `native` already: `torch_only` of another thread does
-    not take it away in mid-step.
+# (what was computed, found, expected, dtype of the computation), as `differs` compares them
+Case = tuple[str, torch.Tensor, torch.Tensor, torch.dtype]
+
+
+class Binding:
+    """Functions of the library that are right or wrong together: they are tried before they run for
+    the first time, and only they are switched off where they are not what torch's operators give.
+
+    name: for people. sizes: an exported function that tells the size of a struct, and its mirror in
+    ctypes, of another size where one of the two was changed alone.
     """
+
+    def __init__(self, name: str, **sizes: type[ctypes.Structure]) -> None:
+        self.name, self._sizes = name, sizes
+        self._cases: list[Callable[[], Iterable[Case]]] = []
+        self._lock = threading.RLock()
+        self._tried: tuple[ctypes.CDLL | None, str] = None, ""
+        BINDINGS.append(self)
+
+    def self_test(self, cases: Callable[[], Iterable[Case]]) -> Callable[[], Iterable[Case]]:
+        """Register cases that run before the first use, as a decorator."""
+        self._cases.append(cases)
+        return cases
+
+    def usable(self) -> bool:
+        """Whether its functions run in this thread; the first call compiles and tries them."""
+        library = native()
+        if library is None:
+            return False
+        if self._tried[0] is not library:
+            with self._lock:
+                if self._tried[0] is not library:
+                    self._tried = library, self._fault(library)
+        return not self._tried[1]
+
+    @property
+    def fault(self) -> str:
+        """What the self-test found wrong with the library in use; "" too where it has not run."""
+        return self._tried[1] if self._tried[0] is _library else ""
+
+    def _fault(self, library: ctypes.CDLL) -> str:
+        for name, mirror in self._sizes.items():
+            found = getattr(library, name)()
+            if found != ctypes.sizeof(mirror):
+                return f"{self.name}: a struct of {found} bytes, {ctypes.sizeof(mirror)} in Python"
+        with torch.inference_mode():
+            for cases in self._cases:
+                for case in cases():
+                    if why := differs(*case):
+                        return f"{why} as compiled here"
+        return ""
+
+
+BINDINGS: list[Binding] = []
+
+
+def try_all() -> None:
+    """Compile and try every binding that was imported, so that the first answer waits for none."""
+    for binding in BINDINGS:
+        binding.usable()
+
+
+def loaded() -> ctypes.CDLL:
+    """The library of a caller that has asked its binding already."""
     assert _library is not None
     return _library
 
 
+def check(code: int, what: str) -> None:
+    """Raise what a kernel's return code means: 1 a kind that this build lacks, 2 no memory."""
+    if code == 2:
+        raise MemoryError(f"{what}: no memory for the kernel's own buffers")
+    if code:
+        raise ValueError(f"{what}: found no kernel for these dtypes")
+
+
 def missing() -> str:
-    """Why there is no library, "" where there is one or will be: compiles nothing."""
+    """Why torch's operators run instead of a C++ kernel: of all of them without a library, else of
+    the bindings that failed; "" where there is nothing to say: compiles nothing.
+    """
     if _reason is not None:
-        return _reason
+        return _reason or "; ".join(filter(None, (binding.fault for binding in BINDINGS)))
     try:
         _compiler()
     except _Missing as error:
@@ -123,7 +194,7 @@ def missing() -> str:
 
 def runs() -> bool:
     """Whether the C++ kernels run where they can: compiles nothing."""
-    return not _off and not missing()
+    return not getattr(_thread, "off", False) and not missing()
 
 
 def to_compile() -> bool:
@@ -131,7 +202,7 @@ def to_compile() -> bool:
     if _reason is not None or missing():
         return False
     compiler, flags = _compiler()
-    return not any((folder / _name(compiler, flags)).exists() for folder in _kept())
+    return not any(cache.whole(folder / _name(compiler, flags)) for folder in cache.kept())
 
 
 def _compiler() -> tuple[str, tuple[str, ...]]:
@@ -151,10 +222,11 @@ def _compiler() -> tuple[str, tuple[str, ...]]:
 def _loaded() -> ctypes.CDLL:
     compiler, flags = _compiler()
     name, last = _name(compiler, flags), "no folder to compile in"
-    for folder in _folders():
+    for folder in cache.folders():
         path = folder / name
-        if path.exists():
-            with suppress(OSError):  # torn: made again
+        if cache.whole(path):
+            with suppress(OSError):
+                os.utime(path)  # used last: `sweep` keeps it
                 return ctypes.CDLL(str(path))
         try:
             _compile(compiler, flags, path)
@@ -174,61 +246,76 @@ def _name(compiler: str, flags: tuple[str, ...]) -> str:
     return f"kernels-{found.hexdigest()[:24]}.so"
 
 
-def _kept() -> Iterator[Path]:
-    """The folder of the user's cache, if nobody else can write there."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    kept = Path(base) / "omnikv" / "kernels"
-    try:
-        kept.mkdir(parents=True, exist_ok=True, mode=0o700)
-        state = kept.stat()
-        if state.st_uid == os.getuid() and not state.st_mode & 0o022:
-            yield kept
-    except OSError:
-        pass
-
-
-def _folders() -> Iterator[Path]:
-    """Where a library may lie: the user's cache, else a folder of this process."""
-    yield from _kept()
-    with tempfile.TemporaryDirectory(prefix="omnikv-") as folder:
-        yield Path(folder)
-
-
 def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
     """Compile the sources to `path`, side by side, in a folder beside it, and rename: two processes
-    may do so at a time.
+    may do so at a time. Raises OSError where this folder will not do, _Missing where the compiler
+    will not.
     """
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".making-") as folder:
+    cache.sweep(path.parent)
+    if not cache.has_room(path.parent):
+        raise OSError(errno.ENOSPC, f"less than {cache.ROOM >> 20} MB free")
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=cache.MAKING) as folder:
         objects = [str(Path(folder) / f"{name}.o") for name in SOURCES]
+        whole = Path(folder) / "whole.so"
         _run(
             [
                 [compiler, *flags, "-c", str(FOLDER / name), "-o", made]
                 for name, made in zip(SOURCES, objects)
-            ]
+            ],
+            folder,
         )
-        whole = str(Path(folder) / "whole.so")
-        _run([[compiler, *flags, "-shared", *objects, "-o", whole]])
+        _run([[compiler, *flags, "-shared", *objects, "-o", str(whole)]], folder)
         os.chmod(whole, 0o700)
+        cache.seal(whole)
         os.replace(whole, path)
+        cache.bring_to_disk(path.parent)
 
 
-def _run(commands: list[list[str]]) -> None:
-    """Run compilers at the same time. Raises _Missing for one that fails or takes too long."""
+def _run(commands: list[list[str]], folder: str) -> None:
+    """Run compilers at the same time, with `folder` for their own files. Raises _Missing for one
+    that fails or takes too long, OSError where the disk is full.
+    """
     running = [
         subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "TMPDIR": folder, "LC_ALL": "C"},
+            start_new_session=True,  # so that its children can be ended with it
         )
         for command in commands
     ]
+    told: list[bytes] = [b""] * len(running)
+    readers = [
+        threading.Thread(target=_hear, args=(process.stderr, told, i), daemon=True)
+        for i, process in enumerate(running)
+    ]
     try:
-        for command, process in zip(commands, running):
-            _, told = process.communicate(timeout=PATIENCE)
+        for reader in readers:
+            reader.start()
+        until = time.monotonic() + PATIENCE
+        for process in running:
+            process.wait(timeout=max(0.01, until - time.monotonic()))
+        for command, process, reader, i in zip(commands, running, readers, range(len(running))):
             if process.returncode:
-                said = next((line for line in told.splitlines() if "error" in line), "")
-                raise _Missing(f"{command[0]} failed ({process.returncode}): {said[:200]}")
+                reader.join(1)
+                said = told[i].decode(errors="replace").splitlines()
+                line = next((line for line in said if "error" in line), "")
+                if "No space left" in line:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                raise _Missing(f"{command[0]} failed ({process.returncode}): {line[:200]}")
     except subprocess.TimeoutExpired:
         raise _Missing(f"{commands[0][0]} took more than {PATIENCE} s") from None
     finally:
         for process in running:
-            process.kill()
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def _hear(stream: IO[bytes] | None, told: list[bytes], i: int) -> None:
+    """Keep the beginning of what a compiler says, and read the rest so that it can end."""
+    assert stream is not None
+    while part := stream.read1(8192):  # type: ignore[attr-defined]
+        told[i] = (told[i] + part)[:HEARD]

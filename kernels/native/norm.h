@@ -3,6 +3,8 @@
 #pragma once
 #include "rounding.h"
 
+namespace {
+
 template <class K>
 INLINE float norm_scale(const char *row, int size, float eps) {
     Floats squares[2] = {};
@@ -19,3 +21,5 @@ INLINE Floats normed(const char *row, const char *weight, int i, int count, floa
     const Floats x = Kept<K>::rounded(read_some<K>(row, i, count) * scale);
     return Kept<K>::rounded(x * read_some<K>(weight, i, count));
 }
+
+}  // namespace

@@ -1,12 +1,12 @@
 // Attention over packed rows: of 8 bits, of 5 and 4, and of 8-bit floats.
 #include "attention.h"
 
-// kind: 3 int8, 4 int4, 5 fp8. Returns 0, or 1 for a kind that this build lacks.
+// kind: INT8, INT4 or FP8. Returns 0, or 1 for a kind that this build lacks.
 extern "C" int omnikv_attend_packed(const Call *c, int kind) {
-    if (kind == 3) attend<Int8, Int8>(*c);
-    else if (kind == 4) attend<Int4Keys, Int4Values>(*c);
+    if (kind == INT8) attend<Int8, Int8>(*c);
+    else if (kind == INT4) attend<Int4Keys, Int4Values>(*c);
 #if defined(__F16C__)
-    else if (kind == 5) attend<Float8, Float8>(*c);
+    else if (kind == FP8) attend<Float8, Float8>(*c);
 #endif
     else return 1;
     return 0;

@@ -3,6 +3,8 @@
 #pragma once
 #include "vector.h"
 
+namespace {
+
 #if defined(__AVX512BF16__)
 INLINE __m512bh thirty_two(const void *from) { return (__m512bh)_mm512_loadu_si512(from); }
 
@@ -90,3 +92,5 @@ INLINE void add_pair_values(const float *l, const char *const *rows, int ahead, 
     for (; d < dim; d += 32) add_pair_columns<T, 1>(weights[0], apart, rows, ahead, count, dim, d, out);
 }
 #endif
+
+}  // namespace

@@ -8,6 +8,8 @@
 
 #include "vector.h"
 
+namespace {
+
 constexpr int NEAR = 256;         // rows of a block of keys
 constexpr int UNIT = 480;         // queries x group of one unit of work: they share a block's packing
 constexpr int R = 6;              // rows of a product's tile
@@ -89,6 +91,7 @@ struct Work {  // of one thread
         long total = 0;
         for (long size : sizes) total += (size * 4 + 63) / 64 * 64;
         block = (char *)aligned_alloc(64, total);
+        if (!block) return;
         char *at = block;
         void **const places[] = {(void **)&q, (void **)&keys, (void **)&values, (void **)&weights,
                                  (void **)&logits, (void **)&out, (void **)&best, (void **)&sum,
@@ -279,34 +282,46 @@ static void run_unit(const Call &c, int head, int first, int last, Work<M> &w) {
     }
 }
 
+// Returns 0, or 2 where there is no memory for a thread's work.
 template <class M, class Q, class X>
-static void run(const Call &c) {
+static int run(const Call &c) {
+    if (c.queries < 1) return 0;
+    int lacking = 0;
     const int most = UNIT / c.group > 0 ? UNIT / c.group : 1;
     // as many units for a few threads, but none that packs for a handful of queries
     const int units = (c.queries + most - 1) / most, size = (c.queries + units - 1) / units;
 #pragma omp parallel num_threads(c.threads) if (c.threads > 1 && units * c.kv_heads > 1)
     {
         Work<M> work(c);
+        if (!work.block) {
+#pragma omp atomic write
+            lacking = 1;
+        }
 #pragma omp for schedule(dynamic)
         for (int i = 0; i < units * c.kv_heads; i++) {
             const int first = i / c.kv_heads * size, last = first + size < c.queries ? first + size : c.queries;
-            if (first < last) run_unit<M, Q, X>(c, i % c.kv_heads, first, last, work);
+            if (first < last && work.block) run_unit<M, Q, X>(c, i % c.kv_heads, first, last, work);
         }
     }
+    return lacking ? 2 : 0;
 }
 
-// kind of q and of rows: 0 float32, 1 bfloat16, 2 float16; rows also 3, int8. Returns 0, or 1 for a
-// pair that this build lacks.
+}  // namespace
+
+// kinds of q, a float, and of rows, q's or INT8. Returns 0, 1 for a pair that this build lacks, or 2
+// without memory.
 extern "C" int omnikv_prefill(const Call *c, int q, int rows) {
 #if defined(__AVX512BF16__)
-    if (q == 1 && rows == 1) return run<Pairs, BFloat16, BFloat16>(*c), 0;
+    if (q == BFLOAT16 && rows == BFLOAT16) return run<Pairs, BFloat16, BFloat16>(*c);
 #else
-    if (q == 1 && rows == 1) return run<Single, BFloat16, BFloat16>(*c), 0;
+    if (q == BFLOAT16 && rows == BFLOAT16) return run<Single, BFloat16, BFloat16>(*c);
 #endif
-    if (q == 0 && rows == 0) return run<Single, Float32, Float32>(*c), 0;
-    if (q == 0 && rows == 3) return run<Single, Float32, Int8>(*c), 0;
+    if (q == FLOAT32 && rows == FLOAT32) return run<Single, Float32, Float32>(*c);
+    if (q == FLOAT32 && rows == INT8) return run<Single, Float32, Int8>(*c);
 #if defined(__F16C__)
-    if (q == 2 && rows == 2) return run<Single, Float16, Float16>(*c), 0;
+    if (q == FLOAT16 && rows == FLOAT16) return run<Single, Float16, Float16>(*c);
 #endif
     return 1;
 }
+
+extern "C" int omnikv_sizeof_prefill_call() { return sizeof(Call); }

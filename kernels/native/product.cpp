@@ -3,6 +3,8 @@
 #include "norm.h"
 #include "scratch.h"
 
+namespace {
+
 constexpr int MOST = 8;         // rows that a block of outputs is multiplied by at a time
 constexpr int AHEAD = 4096;     // bytes between the weights that are read and those that are fetched
 constexpr int NEAR = 16 << 10;  // bytes of x that stay in the first cache while W outputs pass
@@ -38,7 +40,7 @@ struct Pairs {
 
 struct Matrix {
     const void *weight, *bias;  // [outputs, inputs], [outputs] or NULL
-    int kind, outputs, inputs;  // kind as in attention.cpp
+    int kind, outputs, inputs;  // one of kinds.h
 };
 
 struct Call {
@@ -182,14 +184,16 @@ static void finish(const Call &c, const typename P::Element *x, int ahead, int f
     }
 }
 
+// Returns 0, or 2 without memory for the inputs.
 template <class P>
-static void run(const Call &c) {
+static int run(const Call &c) {
     static thread_local Scratch scratch;
     const Matrix &m = *c.matrix;
     const int outputs = c.gated ? m.outputs / 2 : m.outputs;
     const int ahead = (m.inputs + 2 * P::width - 1) / (2 * P::width) * (2 * P::width);
     typedef typename P::Element Element;
     Element *x = (Element *)scratch.get(sizeof(Element) * ahead * (c.rows + MOST - 1) / MOST * MOST);
+    if (!x) return 2;
     prepare<P>(c, x, ahead);
     const bool many = c.threads > 1 && (long)m.outputs * m.inputs * P::Kind::bytes > LITTLE;
 #pragma omp parallel for schedule(static) num_threads(c.threads) if (many)
@@ -202,21 +206,25 @@ static void run(const Call &c) {
             some.out = c.out + at * (c.wide ? 4 : bytes);
             finish<P>(some, x + (long)r * ahead, ahead, first, outputs - first < W ? outputs - first : W);
         }
+    return 0;
 }
 
-// Returns 0, or 1 for a kind that this build lacks.
+}  // namespace
+
+// Returns 0, 1 for a kind that this build lacks, or 2 without memory.
 extern "C" int omnikv_product(const Matrix *matrix, const char *x, const char *norm, float eps,
                               const char *residual, char *out, int rows, int gated, int wide, int threads) {
     const Call c = {matrix, x, norm, residual, out, eps, rows, gated, wide, threads};
-    if (matrix->kind == 0) run<Wide<Float32>>(c);
+    if (matrix->kind == FLOAT32) return run<Wide<Float32>>(c);
 #if defined(__AVX512BF16__)
-    else if (matrix->kind == 1) run<Pairs>(c);
+    if (matrix->kind == BFLOAT16) return run<Pairs>(c);
 #else
-    else if (matrix->kind == 1) run<Wide<BFloat16>>(c);
+    if (matrix->kind == BFLOAT16) return run<Wide<BFloat16>>(c);
 #endif
 #if defined(__F16C__)
-    else if (matrix->kind == 2) run<Wide<Float16>>(c);
+    if (matrix->kind == FLOAT16) return run<Wide<Float16>>(c);
 #endif
-    else return 1;
-    return 0;
+    return 1;
 }
+
+extern "C" int omnikv_sizeof_matrix() { return sizeof(Matrix); }

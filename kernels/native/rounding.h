@@ -2,6 +2,7 @@
 #pragma once
 #include "vector.h"
 
+namespace {
 
 template <class K>
 struct Kept;  // how floats are kept in a dtype of vector.h
@@ -59,3 +60,5 @@ INLINE void write_some(void *row, long i, int count, Floats x) {
     Kept<K>::write(some, x);
     memcpy(to, some, count * sizeof(Element));
 }
+
+}  // namespace

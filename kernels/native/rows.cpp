@@ -1,6 +1,8 @@
-// Rows of K and V rounded to few bits as kernels/rows_int8.py, rows_int4.py and rows_fp8.py round
+// Rows of K and V rounded to few bits as kernels/rows/int8.py, rows_int4.py and rows_fp8.py round
 // them, to the bit: no product is added in one rounding, and errors are summed as whole numbers.
 #include "vector.h"
+
+namespace {
 
 // -ffp-contract=fast would make one rounding of this and a sum
 INLINE Floats rounded(Floats x) {
@@ -154,21 +156,23 @@ static void pack_int4_values(const float *x, int dim, uint8_t *out, int width) {
     memcpy(out + width - 2, (const char *)&scale + 2, 2);
 }
 
-// kind: 3 int8, 4 int4 (of K, or of V: 5), 6 fp8. x float32 [rows][dim], out [rows][width].
+}  // namespace
+
+// kind: INT8, INT4_KEYS, INT4_VALUES or FP8. x float32 [rows][dim], out [rows][width].
 extern "C" void omnikv_pack(const float *x, long rows, int dim, int width, int kind, int threads,
                             uint8_t *out) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows * dim > 65536)
     for (long i = 0; i < rows; i++) {
         const float *const from = x + i * dim;
         uint8_t *const to = out + i * width;
-        if (kind == 3) pack_int8(from, dim, to);
-        else if (kind == 4) pack_int4_keys(from, dim, to);
-        else if (kind == 5) pack_int4_values(from, dim, to, width);
+        if (kind == INT8) pack_int8(from, dim, to);
+        else if (kind == INT4_KEYS) pack_int4_keys(from, dim, to);
+        else if (kind == INT4_VALUES) pack_int4_values(from, dim, to, width);
         else pack_fp8(from, dim, to);
     }
 }
 
-// The transform of kernels/hadamard.py over factor: runs of `run` elements of either half, and the
+// The transform of kernels/rows/hadamard.py over factor: runs of `run` elements of either half, and the
 // halves. x [rows][dim] to out, 1024 elements at most.
 extern "C" void omnikv_transform(const float *x, long rows, int dim, int run, double factor, int threads,
                                  float *out) {

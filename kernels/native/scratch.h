@@ -8,10 +8,13 @@ struct Scratch {
     void *at = nullptr;
     size_t size = 0;
     ~Scratch() { free(at); }
+    // NULL without memory.
     void *get(size_t needed) {
         if (needed > size) {
             free(at);
-            at = aligned_alloc(64, size = (needed + 4095) / 4096 * 4096);
+            size = (needed + 4095) / 4096 * 4096;
+            at = aligned_alloc(64, size);
+            if (!at) size = 0;
         }
         return at;
     }

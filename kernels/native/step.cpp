@@ -2,6 +2,8 @@
 // follows it, and the rotation of q and k with the store of K, V and the queries before rotation.
 #include "norm.h"
 
+namespace {
+
 template <class K>
 static void normalize(const char *x, const char *weight, char *out, int rows, int size, float eps) {
     for (int r = 0; r < rows; r++, x += (long)size * K::bytes, out += (long)size * K::bytes) {
@@ -78,20 +80,22 @@ static void rotate_store(const Call &c) {
 
 #if defined(__F16C__)
 #define OF_KIND(kind, call) \
-    if (kind == 0) call(Float32); \
-    else if (kind == 1) call(BFloat16); \
-    else if (kind == 2) call(Float16); \
+    if (kind == FLOAT32) call(Float32); \
+    else if (kind == BFLOAT16) call(BFloat16); \
+    else if (kind == FLOAT16) call(Float16); \
     else return 1; \
     return 0
 #else
 #define OF_KIND(kind, call) \
-    if (kind == 0) call(Float32); \
-    else if (kind == 1) call(BFloat16); \
+    if (kind == FLOAT32) call(Float32); \
+    else if (kind == BFLOAT16) call(BFloat16); \
     else return 1; \
     return 0
 #endif
 
-// x [rows, size] times weight [size] -> out; kinds as in attention.cpp. Returns 0, or 1 for a kind that
+}  // namespace
+
+// x [rows, size] times weight [size] -> out; kinds of kinds.h. Returns 0, or 1 for a kind that
 // this build lacks; so does the next.
 extern "C" int omnikv_normalize(const char *x, const char *weight, char *out, int kind, int rows, int size,
                                 float eps) {
@@ -103,3 +107,5 @@ extern "C" int omnikv_rotate_store(const Call *c, int kind) {
 #define ROTATE(K) rotate_store<K>(*c)
     OF_KIND(kind, ROTATE);
 }
+
+extern "C" int omnikv_sizeof_step_call() { return sizeof(Call); }

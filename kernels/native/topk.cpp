@@ -3,6 +3,8 @@
 // share the digits before; a last pass writes indices. Nothing is copied or sorted.
 #include "vector.h"
 
+namespace {
+
 // Ordered as the floats are: -0 is 0, NaN is minus infinity.
 INLINE Ints ordered(Floats x) {
     const Ints bits = (Ints)(x == x ? x + 0.f : all(-INFINITY));
@@ -90,7 +92,9 @@ static void select(const Scores &scores, int kept, int first, int32_t *out) {
     }
 }
 
-// kernels/topk.py: select_topk of rows of `columns` scores, `stride` floats apart.
+}  // namespace
+
+// kernels/select/topk.py: select_topk of rows of `columns` scores, `stride` floats apart.
 extern "C" void omnikv_topk(const float *scores, long stride, int rows, int columns, const int32_t *lo,
                             const int32_t *hi, const int32_t *k, int32_t *out, int room, int32_t *counts) {
     for (int b = 0; b < rows; b++) {

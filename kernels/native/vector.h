@@ -6,6 +6,9 @@
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
+#include "kinds.h"
+
+namespace {
 
 #if defined(__AVX512F__)
 constexpr int W = 16;
@@ -70,7 +73,7 @@ struct Float16 {
 };
 #endif
 
-// rows of kernels/rows_int8.py: `dim` values and a float32 scale
+// rows of kernels/rows/int8.py: `dim` values and a float32 scale
 struct Int8 {
     static constexpr int bytes = 1;
     static constexpr bool scaled = true, integers = true, pairs = false;
@@ -91,7 +94,7 @@ struct Int8 {
 };
 
 #if defined(__F16C__)
-// rows of kernels/rows_fp8.py: the bits of a value are those of a float16 of a 256th of it
+// rows of kernels/rows/fp8.py: the bits of a value are those of a float16 of a 256th of it
 struct Float8 {
     static constexpr int bytes = 1;
     static constexpr bool scaled = true, integers = false, pairs = false;
@@ -142,7 +145,7 @@ INLINE Floats exponential(Floats x) {
     return x < -87.33654f ? Floats{} : found;
 }
 
-// cap * tanh(x / cap), as kernels/softmax.py has it in a kernel: tanh(y) is 1 - 2 / (e^2y + 1).
+// cap * tanh(x / cap), as kernels/launch/softmax.py has it in a kernel: tanh(y) is 1 - 2 / (e^2y + 1).
 INLINE Floats capped(Floats x, float cap) {
     const Floats y = x * (2 / cap);
     return cap - 2 * cap / (exponential(y > 87 ? all(87) : y) + 1);
@@ -176,3 +179,5 @@ INLINE Floats totals(const Floats *a) {
     return t[0];
 #endif
 }
+
+}  // namespace

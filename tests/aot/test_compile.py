@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed here")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiling needs a process without TRITON_INTERPRET=1", allow_module_level=True)
 
-from kernels.split import Config  # noqa: E402
+from kernels.launch.shapes import Config
 from tools.compile_kernels import cli, compiler  # noqa: E402
 from tools.compile_kernels.cases import Case  # noqa: E402
 from tools.compile_kernels.compiler import TARGETS, examine  # noqa: E402
@@ -102,7 +102,7 @@ def test_the_recorder_sees_what_a_launcher_launches():
 def test_a_broken_kernel_fails_the_tool(config, said, capsys, tmp_path):
     """The tool's own exit status and last line, with a configuration that asks too much."""
     with (
-        mock.patch("kernels.dense_decode.dense_config", lambda *_: config),
+        mock.patch("kernels.attention.dense.dense_config", lambda *_: config),
         mock.patch.object(cli, "shipped", lambda everything: [Case("dense")]),
     ):
         status = cli.main(

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from engine import LLM, Full, OmniKV
-from engine.bank.host_pool import HostPool
-from engine.bank.pinned_memory import cuda_driver, registered
-from engine.methods.brutal_offload import BrutalOffload
+from engine.bank.pool.host_pool import HostPool
+from engine.bank.pool.pinned_memory import cuda_driver, registered
+from engine.methods.controls.brutal_offload import BrutalOffload
 from engine.model.tensors import random_stream
-from kernels.gather import move_rows
+from kernels.tier.gather import move_rows
 from tests.builders import random_ids, session_config
-from tests.host_checks import STORES, check_moves, check_slots, check_store
+from tests.kernels.support.host_checks import STORES, check_moves, check_slots, check_store
 
 pytestmark = [
     pytest.mark.cuda,

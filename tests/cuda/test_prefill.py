@@ -5,7 +5,11 @@ real sizes. Skipped without a GPU.
 import pytest
 import torch
 
-from tests.prefill_checks import check_blocks, check_column_scores, check_prefill_sparse
+from tests.kernels.support.prefill_checks import (
+    check_blocks,
+    check_column_scores,
+    check_prefill_sparse,
+)
 
 pytestmark = [
     pytest.mark.cuda,

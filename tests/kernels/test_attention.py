@@ -5,13 +5,14 @@ hostile shapes.
 import pytest
 import torch
 
-import kernels.dense_decode
-import kernels.scratch
-from kernels.dense_decode import decode_dense
-from kernels.sparse_decode import decode_sparse
-from kernels.split import FILL, TAIL_ROOM, most_sparse_splits, sparse_split, sparse_splits
-from kernels.window_scores import window_scores
-from tests.kernel_checks import check_dense, check_sparse, check_window, ints
+import kernels.attention.dense
+import kernels.attention.scratch
+from kernels.attention.dense import decode_dense
+from kernels.attention.sparse import decode_sparse
+from kernels.attention.split import TAIL_ROOM, most_sparse_splits, sparse_split, sparse_splits
+from kernels.launch.shapes import FILL
+from kernels.select.window_scores import window_scores
+from tests.kernels.support.kernel_checks import check_dense, check_sparse, check_window, ints
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -44,8 +45,8 @@ def test_dense_two_merge_levels_give_the_same_bits(monkeypatch):
     same rows in a small one.
     """
     # half of what ships, for speed: a program still merges more than 16 splits, its inner loop
-    monkeypatch.setattr(kernels.dense_decode, "MERGE_CHUNK", 32)
-    monkeypatch.setattr(kernels.scratch, "MERGE_CHUNK", 32)
+    monkeypatch.setattr(kernels.attention.dense, "MERGE_CHUNK", 32)
+    monkeypatch.setattr(kernels.attention.scratch, "MERGE_CHUNK", 32)
     check_dense("cpu", "triton", [16700], kv_heads=1, group=2, head_dim=16, kind="softmax")
     small = check_dense("cpu", "triton", [700], kv_heads=1, head_dim=16, kind="softmax", extra=0)
     generator = torch.Generator().manual_seed(0)

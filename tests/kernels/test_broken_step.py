@@ -8,7 +8,7 @@ the rows of the step before.
 import pytest
 import torch
 
-import kernels.topk
+import kernels.select.topk
 from engine import OmniKV
 from tests.builders import random_ids, session_config, tiny_llm
 
@@ -66,7 +66,9 @@ def test_a_step_that_broke_off_leaves_no_counts(read, expected, what, name, good
     session = read.fork()
     session.decode(3)
     with monkeypatch.context() as patch:
-        patch.setattr(kernels.topk, name, BreaksOff(getattr(kernels.topk, name), good))
+        patch.setattr(
+            kernels.select.topk, name, BreaksOff(getattr(kernels.select.topk, name), good)
+        )
         with pytest.raises(Broken):
             session.decode(4) if what == "decode" else session.check(1)
     assert not session.runtime.setup.scratch.hist.any()

@@ -10,21 +10,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-import engine.rehearsal
+import engine.forward.self_test
 from engine import LLM, Full
-from engine.model.halves import FusedHalves
+from engine.forward.halves import FusedHalves
+from engine.forward.self_test import matrices, step_halves
 from engine.model.tensors import random_stream
-from engine.rehearsal import matrices, step_halves
-from kernels.few_bits import multiply_few_bits, multiply_few_bits_ref
-from kernels.few_bits_product import multiply_words
-from kernels.few_bits_tiles import multiply_tiles, tile_config
-from kernels.few_rows import multiply_rows_ref
-from kernels.linear_quantised import QuantisedLinear, held_bytes
-from kernels.quantise import to_int4, to_int8
-from kernels.quantised import Quantised, packed_nibbles
-from kernels.words import Words, held_as_words
+from kernels.layer.gemv import multiply_rows_ref
+from kernels.quant.gemm import multiply_tiles, tile_config
+from kernels.quant.gemv import multiply_few_bits, multiply_few_bits_ref
+from kernels.quant.linear import QuantisedLinear, held_bytes
+from kernels.quant.matrix import Quantised, packed_nibbles
+from kernels.quant.product import multiply_words
+from kernels.quant.rounding import to_int4, to_int8
+from kernels.quant.words import Words, held_as_words
 from tests.builders import random_ids, tiny_config
-from tests.kernel_checks import assert_close
+from tests.kernels.support.kernel_checks import assert_close
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -105,7 +105,7 @@ def test_words_refuse_what_they_cannot_hold():
 )
 def test_few_rows(kind, rows, outputs, inputs, group, dtype, extras, monkeypatch):
     """Sizes that fill no tile, every epilogue, every group."""
-    monkeypatch.setattr("kernels.few_rows.ENOUGH_PROGRAMS", 3)  # several outputs a program
+    monkeypatch.setattr("kernels.layer.gemv.ENOUGH_PROGRAMS", 3)  # several outputs a program
     stored = outputs * (2 if "gated" in extras else 1)
     weight = matrix(kind[:4], stored, inputs, group, offsets="without" not in kind, scales=dtype)
     generator = torch.Generator().manual_seed(rows)
@@ -207,7 +207,7 @@ def model(word, step="fused", **changes):
 @pytest.mark.parametrize("word", ["int8", "int4"])
 def test_a_fused_step_multiplies_words(word, monkeypatch):
     """A whole session: the step on our own kernels is the step that dequantises."""
-    monkeypatch.setattr("kernels.few_rows.ENOUGH_PROGRAMS", 1)
+    monkeypatch.setattr("kernels.layer.gemv.ENOUGH_PROGRAMS", 1)
     llm = model(word, attention_bias=True)
     assert llm.model.nbytes == llm.plan().bytes_of("weights")
     note = next(note for name, _, note in llm.plan().items if name == "weights")
@@ -226,11 +226,11 @@ def test_a_fused_step_multiplies_words(word, monkeypatch):
 
 def test_a_kernel_that_fails_or_lies_is_not_used(monkeypatch):
     """As on a GPU: a warning that says why, and products that dequantise."""
-    monkeypatch.setattr("kernels.few_rows.ENOUGH_PROGRAMS", 1)
-    monkeypatch.setattr(engine.rehearsal, "ROWS", 700)
-    monkeypatch.setattr(engine.rehearsal, "rehearses", lambda device: True)
+    monkeypatch.setattr("kernels.layer.gemv.ENOUGH_PROGRAMS", 1)
+    monkeypatch.setattr(engine.forward.self_test, "ROWS", 700)
+    monkeypatch.setattr(engine.forward.self_test, "is_tested", lambda device: True)
     llm = model("int4", step="auto")
-    sizes = llm.model, llm.rotary, llm.pieces, "auto", "triton"
+    sizes = llm.model, llm.rotary, llm.load().pieces, "auto", "triton"
     assert isinstance(step_halves(*sizes), FusedHalves)
 
     def lies(x, weight, bias=None):
@@ -241,7 +241,7 @@ def test_a_kernel_that_fails_or_lies_is_not_used(monkeypatch):
 
     for planted, said in ((lies, "1 rows, differs by"), (fails, "RuntimeError: PassManager")):
         with monkeypatch.context() as patch:
-            patch.setattr("kernels.linear_quantised.multiply_words", planted)
+            patch.setattr("kernels.quant.linear.multiply_words", planted)
             with pytest.warns(UserWarning, match=f"dequantised for every product.*{said}"):
                 found = step_halves(*sizes)
         assert not isinstance(found, FusedHalves)

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from kernels.dense_decode import SCORE_TILE, decode_dense, launch_head_max
-from kernels.scratch import make_scratch
-from kernels.topk import select_topk, select_topk_ref
-from tests.kernel_checks import HOSTILE_ROWS, hostile_row, ints
+from kernels.attention.dense import SCORE_TILE, decode_dense, launch_head_max
+from kernels.attention.scratch import make_scratch
+from kernels.select.topk import select_topk, select_topk_ref
+from tests.kernels.support.kernel_checks import HOSTILE_ROWS, hostile_row, ints
 
 HEADS, ROOM = 2, 300
 

@@ -7,7 +7,8 @@ sums whose order shows, queries that are transformed otherwise than rows.
 import pytest
 import torch
 
-from kernels.hadamard import (
+from kernels.rows.forms import key_floats, unpack, unpack_keys
+from kernels.rows.hadamard import (
     query_factor,
     row_factor,
     run_length,
@@ -16,8 +17,7 @@ from kernels.hadamard import (
     transformed_rows,
     wide_queries,
 )
-from kernels.rows import key_floats, unpack, unpack_keys
-from kernels.rows_int8 import pack, pack_keys, scales, values
+from kernels.rows.int8 import pack, pack_keys, scales, values
 
 DIMS = [4, 20, 40, 64, 80, 96, 128, 256]
 CPU = torch.device("cpu")

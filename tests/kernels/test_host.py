@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.plan.placement import part_bytes
-from tests.host_checks import STORES, check_moves, check_slots, check_store
+from tests.kernels.support.host_checks import STORES, check_moves, check_slots, check_store
 
 
 @pytest.mark.parametrize(
@@ -51,12 +51,12 @@ def test_a_whole_offloaded_session_on_interpreted_kernels(monkeypatch):
     """Slots, moves and attention by the Triton backend: the same bits as with everything on the
     device, because rows are visited in the same order whatever their slot.
     """
-    import engine.session
+    import engine.runner.prompt
     from engine import OmniKV
     from tests.builders import random_ids, session_config, tiny_llm
 
     method = OmniKV(filter_layers=(1,), tokens=20, tail=64, dense_below=0)
-    monkeypatch.setattr(engine.session, "WARM", 2)  # the interpreter takes a second a step
+    monkeypatch.setattr(engine.runner.prompt, "WARM", 2)  # the interpreter takes a second a step
     answers = []
     for offload in ("device", "host"):
         llm = tiny_llm(
@@ -77,4 +77,4 @@ def test_a_whole_offloaded_session_on_interpreted_kernels(monkeypatch):
     assert stats.misses > 0 and stats.bytes_fetched == stats.misses * row
     session.truncate(100)
     session.close()
-    assert llm.host_pool.in_use == 0
+    assert llm.load().host_pool.in_use == 0

@@ -7,8 +7,8 @@ Stops: a cap that is applied before the scale of a packed row, a sink that a pac
 import pytest
 import torch
 
-from tests import softmax_checks
-from tests.packed_rows import over_packed_rows
+from tests.kernels.support import softmax_checks
+from tests.kernels.support.packed_rows import over_packed_rows
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import engine.rehearsal
+import engine.forward.self_test
 from engine import Full, OmniKV
-from engine.model.halves import FusedHalves
-from engine.model.prompt_halves import FUSED, PLAIN, prompt_pieces
-from engine.rehearsal import step_halves
-from kernels.many_rows import (
+from engine.forward.halves import FusedHalves
+from engine.forward.prompt_halves import FUSED, PLAIN, prompt_pieces
+from engine.forward.self_test import step_halves
+from kernels.layer.prompt_fused import (
     add_normalize_rows,
     add_normalize_rows_ref,
     rotate_rows,
@@ -24,7 +24,7 @@ from kernels.many_rows import (
     swiglu_rows_ref,
 )
 from tests.builders import random_ids, session_config, tiny_llm
-from tests.kernel_checks import assert_close
+from tests.kernels.support.kernel_checks import assert_close
 from tests.kernels.test_step_kernels import close, made
 
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
@@ -116,7 +116,7 @@ def test_a_layer_of_a_chunk_is_four_products_one_sum_and_four_kernels(monkeypatc
             launched.append(name)
             return launch(*arguments)
 
-        monkeypatch.setattr(f"engine.model.prompt_halves.{name}", counted)
+        monkeypatch.setattr(f"engine.forward.prompt_halves.{name}", counted)
     counts = []
     for before, after in (PLAIN, FUSED):
         with Ops() as ops:
@@ -144,15 +144,17 @@ def test_a_prompt_on_our_own_kernels_is_a_prompt_on_torchs():
 
 
 def test_a_kernel_that_lies_in_a_prompt_leaves_torchs_operators(monkeypatch):
-    """The rehearsal runs a chunk too, and its form follows the step's."""
+    """The self-test runs a chunk too, and its form follows the step's."""
     llm = tiny_llm(Full(), session_config(layers=1), max_context=256, backend="triton")
-    monkeypatch.setattr("kernels.few_rows.ENOUGH_PROGRAMS", 1)
-    monkeypatch.setattr(engine.rehearsal, "ROWS", 700)
-    monkeypatch.setattr(engine.rehearsal, "rehearses", lambda device: True)
-    sizes = llm.model, llm.rotary, llm.pieces
+    monkeypatch.setattr("kernels.layer.gemv.ENOUGH_PROGRAMS", 1)
+    monkeypatch.setattr(engine.forward.self_test, "ROWS", 700)
+    monkeypatch.setattr(engine.forward.self_test, "is_tested", lambda device: True)
+    sizes = llm.model, llm.rotary, llm.load().pieces
     found = step_halves(*sizes, "auto", "triton")
     assert isinstance(found, FusedHalves) and prompt_pieces(found) is FUSED
-    monkeypatch.setattr("engine.model.prompt_halves.swiglu_rows", lambda g: swiglu_rows_ref(g) * 2)
+    monkeypatch.setattr(
+        "engine.forward.prompt_halves.swiglu_rows", lambda g: swiglu_rows_ref(g) * 2
+    )
     with pytest.warns(UserWarning, match="on torch's operators: a prompt's layer differs by"):
         found = step_halves(*sizes, "auto", "triton")
     assert prompt_pieces(found) is PLAIN

@@ -5,8 +5,12 @@ oracle on hostile shapes.
 import pytest
 import torch
 
-from kernels.block_sparse import BLOCK, block_lists
-from tests.prefill_checks import check_blocks, check_column_scores, check_prefill_sparse
+from kernels.prefill.block_sparse import BLOCK, block_lists
+from tests.kernels.support.prefill_checks import (
+    check_blocks,
+    check_column_scores,
+    check_prefill_sparse,
+)
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 

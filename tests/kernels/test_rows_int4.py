@@ -8,10 +8,10 @@ whose order shows, a factor of another group.
 import pytest
 import torch
 
-from kernels import rows_int4
-from kernels.hadamard import query_factor, row_factor, transformed_rows
-from kernels.rows import floats, key_floats, row_widths, unpack, unpack_keys, widen_values
-from kernels.rows_int4 import (
+from kernels.rows import int4
+from kernels.rows.forms import floats, key_floats, row_widths, unpack, unpack_keys, widen_values
+from kernels.rows.hadamard import query_factor, row_factor, transformed_rows
+from kernels.rows.int4 import (
     key_pack,
     key_scales,
     key_values,
@@ -108,7 +108,7 @@ def test_rows_get_the_same_bits_in_any_company(monkeypatch, pack):
         assert torch.equal(pack(x[:, h, t : t + 1]), whole[:, h, t : t + 1])
     assert torch.equal(pack(x.transpose(0, 2)), whole.transpose(0, 2))
     assert torch.equal(pack(x.bfloat16().float()), pack(x.bfloat16()))
-    monkeypatch.setattr(rows_int4, "AT_ONCE", 64 * 5)
+    monkeypatch.setattr(int4, "AT_ONCE", 64 * 5)
     assert torch.equal(pack(x), whole)
 
 

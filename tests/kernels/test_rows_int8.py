@@ -8,16 +8,16 @@ a masked row whose scale is used, rounding that differs between writers.
 import pytest
 import torch
 
-from kernels import rows_fp8
-from kernels.column_sums import column_sums
-from kernels.prefill import prefill_dense
-from kernels.rotate_store import rotate_store, rotate_store_ref
-from kernels.rows import FORMS, as_bytes, floats, key_floats, row_widths, unpack, widen_values
-from kernels.rows_int8 import pack, scales, values
-from kernels.store import store_step
-from kernels.window_prefill import prefill_window
-from tests import kernel_checks, prefill_checks
-from tests.packed_rows import over_packed_rows
+from kernels.layer.rotate_store import rotate_store, rotate_store_ref
+from kernels.layer.store import store_step
+from kernels.prefill.dense import prefill_dense
+from kernels.prefill.window import prefill_window
+from kernels.rows import fp8
+from kernels.rows.forms import FORMS, as_bytes, floats, key_floats, row_widths, unpack, widen_values
+from kernels.rows.int8 import pack, scales, values
+from kernels.select.column_sums import column_sums
+from tests.kernels.support import kernel_checks, prefill_checks
+from tests.kernels.support.packed_rows import over_packed_rows
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 INT8, INT4, FP8 = torch.int8, torch.uint8, torch.float8_e4m3fn
@@ -192,16 +192,16 @@ def test_the_fused_store_rotates_and_packs(dtype):
 def test_eight_bit_floats_are_off_by_a_sixteenth_of_themselves():
     x = torch.randn(40, 64, generator=torch.Generator().manual_seed(1))
     x[0], x[1], x[2, 3], x[3, 1] = 0.0, 1e-42, torch.nan, torch.inf
-    rows = rows_fp8.pack(x)
+    rows = fp8.pack(x)
     assert rows.shape == (40, 68) and torch.equal(
         widen_values(rows, x.new_empty(40, 64))[4:], rows[4:, :64].float()
     )
     found = floats(rows)
     assert not found[:2].any() and not bool(torch.isfinite(found[2:4]).all(-1).any())
     # below 2^-6 of a scale values are subnormal: half of 2^-9
-    allowed = torch.maximum(x[4:].abs() / 16, rows_fp8.scales(rows)[4:, None] * 2.0**-10)
+    allowed = torch.maximum(x[4:].abs() / 16, fp8.scales(rows)[4:, None] * 2.0**-10)
     assert bool(((found - x)[4:].abs() <= allowed * 1.0001).all())
     every = torch.arange(256, dtype=torch.uint8).view(FP8)
     every = every[torch.isfinite(every.float())]
     held = torch.cat([every, torch.ones(1).view(FP8)])
-    assert torch.equal(rows_fp8.values(held), every.float())
+    assert torch.equal(fp8.values(held), every.float())

@@ -5,13 +5,13 @@ kernel of a step.
 import pytest
 import torch
 
-from kernels.dense_decode import decode_dense
-from kernels.dispatch import choose
-from kernels.scratch import Scratch, make_scratch, scratch_bytes
-from kernels.sparse_decode import decode_sparse
-from kernels.topk import select_topk
-from kernels.window_scores import window_scores
-from tests.kernel_checks import ints
+from kernels.attention.dense import decode_dense
+from kernels.attention.scratch import Scratch, make_scratch, scratch_bytes
+from kernels.attention.sparse import decode_sparse
+from kernels.launch.dispatch import choose
+from kernels.select.topk import select_topk
+from kernels.select.window_scores import window_scores
+from tests.kernels.support.kernel_checks import ints
 
 
 @pytest.mark.parametrize("backend", ["cpu", "triton"])

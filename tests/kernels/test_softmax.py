@@ -7,7 +7,12 @@ rows, scores of a selection without them.
 import pytest
 import torch
 
-from tests.softmax_checks import check_prompts, check_steps, check_window_scores, softmax_of
+from tests.kernels.support.softmax_checks import (
+    check_prompts,
+    check_steps,
+    check_window_scores,
+    softmax_of,
+)
 
 F32, BF16 = torch.float32, torch.bfloat16
 

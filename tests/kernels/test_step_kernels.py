@@ -10,18 +10,18 @@ import dataclasses
 import pytest
 import torch
 
-import engine.rehearsal
+import engine.forward.self_test
 from engine import Full, OmniKV
-from engine.errors import SettingError
-from engine.model.halves import FusedHalves, fusable
-from engine.rehearsal import step_halves
-from kernels.few_rows import multiply_rows, multiply_rows_ref, outputs_of
-from kernels.norm import normalize_rows, normalize_rows_ref
-from kernels.rotate_store import rotate_store, rotate_store_ref
-from kernels.scratch import make_scratch
+from engine.base.errors import SettingError
+from engine.forward.halves import FusedHalves, fusable
+from engine.forward.self_test import step_halves
+from kernels.attention.scratch import make_scratch
+from kernels.layer.gemv import multiply_rows, multiply_rows_ref, outputs_of
+from kernels.layer.norm import normalize_rows, normalize_rows_ref
+from kernels.layer.rotate_store import rotate_store, rotate_store_ref
 from tests.builders import random_ids, session_config, tiny_llm
-from tests.host_checks import STORES
-from tests.kernel_checks import assert_close, check_dense, check_sparse
+from tests.kernels.support.host_checks import STORES
+from tests.kernels.support.kernel_checks import assert_close, check_dense, check_sparse
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -32,7 +32,9 @@ def made(seed, *shapes, dtype=F32):
 
 
 def close(found, run, dtype, *arguments, **named):
-    """`found` against the reference in float64, by the rule of tests/kernel_checks.py."""
+    """`found` against the reference in float64, by the rule of
+    tests/kernels/support/kernel_checks.py.
+    """
     wide = [t.double() if torch.is_tensor(t) and t.is_floating_point() else t for t in arguments]
     also = {n: t.double() if torch.is_tensor(t) else t for n, t in named.items()}
     if also.get("out_dtype"):
@@ -57,7 +59,7 @@ def close(found, run, dtype, *arguments, **named):
 )
 def test_products(rows, outputs, inputs, dtype, extras, monkeypatch):
     """Outputs and inputs that fill no tile; every epilogue with one row and with several."""
-    monkeypatch.setattr("kernels.few_rows.ENOUGH_PROGRAMS", 3)  # several outputs a program
+    monkeypatch.setattr("kernels.layer.gemv.ENOUGH_PROGRAMS", 3)  # several outputs a program
     stored = outputs * (2 if "gated" in extras else 1)
     x, weight, bias, residual = made(
         rows * outputs, (1, rows, inputs), (stored, inputs), (stored,), (1, rows, outputs),
@@ -135,9 +137,9 @@ def test_rotation_and_store_are_those_of_the_two_launches(shape):
 )
 def test_the_last_program_merges_what_a_launch_merges(check, arguments, shape, monkeypatch):
     """The same bits as from launches of their own, in two levels and in one, and no ticket left."""
-    monkeypatch.setattr("kernels.scratch.MERGE_CHUNK", 2)
-    monkeypatch.setattr("kernels.dense_decode.MERGE_CHUNK", 2)
-    monkeypatch.setattr("kernels.sparse_decode.SPARSE_CHUNK", 2)
+    monkeypatch.setattr("kernels.attention.scratch.MERGE_CHUNK", 2)
+    monkeypatch.setattr("kernels.attention.dense.MERGE_CHUNK", 2)
+    monkeypatch.setattr("kernels.attention.sparse.SPARSE_CHUNK", 2)
     used, results = [], []
     for lasts in (True, False):
 
@@ -148,8 +150,8 @@ def test_the_last_program_merges_what_a_launch_merges(check, arguments, shape, m
             used.append(scratch)
             return scratch
 
-        for module in ("dense_decode", "sparse_decode"):
-            monkeypatch.setattr(f"kernels.{module}.make_scratch", scratch_made)
+        for module in ("dense", "sparse"):
+            monkeypatch.setattr(f"kernels.attention.{module}.make_scratch", scratch_made)
         results.append(check("cpu", "triton", *arguments, **shape))
     assert [scratch.merges_last for scratch in used] == [True, False]
     assert used[0].tickets.numel() and not used[0].tickets.any()
@@ -162,7 +164,7 @@ def test_a_fused_step_is_the_plain_step(monkeypatch):
     """A whole session on our own kernels, against the reference launchers: sparse steps, biases,
     weights of the embedding itself.
     """
-    monkeypatch.setattr("kernels.few_rows.ENOUGH_PROGRAMS", 1)
+    monkeypatch.setattr("kernels.layer.gemv.ENOUGH_PROGRAMS", 1)
     method = OmniKV(filter_layers=(0,), tokens=16, tail=64, dense_below=0)
     config = session_config(layers=2)
     answers = []
@@ -179,14 +181,14 @@ def test_a_fused_step_is_the_plain_step(monkeypatch):
 
 
 def test_a_kernel_that_fails_or_lies_leaves_the_plain_form(monkeypatch):
-    """As on a GPU, with the rehearsal's answers planted: it says why, once, and the step is
-    torch's. A rehearsal that agrees gives our own kernels.
+    """As on a GPU, with the self-test's answers planted: it says why, once, and the step is
+    torch's. A self-test that agrees gives our own kernels.
     """
     llm = tiny_llm(Full(), session_config(layers=1), max_context=256, backend="triton")
-    monkeypatch.setattr("kernels.few_rows.ENOUGH_PROGRAMS", 1)
-    monkeypatch.setattr(engine.rehearsal, "ROWS", 700)
-    monkeypatch.setattr(engine.rehearsal, "rehearses", lambda device: True)
-    sizes = llm.model, llm.rotary, llm.pieces
+    monkeypatch.setattr("kernels.layer.gemv.ENOUGH_PROGRAMS", 1)
+    monkeypatch.setattr(engine.forward.self_test, "ROWS", 700)
+    monkeypatch.setattr(engine.forward.self_test, "is_tested", lambda device: True)
+    sizes = llm.model, llm.rotary, llm.load().pieces
     assert isinstance(step_halves(*sizes, "auto", "triton"), FusedHalves)
     assert not isinstance(step_halves(*sizes, "plain", "triton"), FusedHalves)
 
@@ -201,7 +203,7 @@ def test_a_kernel_that_fails_or_lies_leaves_the_plain_form(monkeypatch):
         (fails, "a kernel fails: RuntimeError: PassManager::run failed"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr("engine.model.halves.multiply_rows", planted)
+            patch.setattr("engine.forward.halves.multiply_rows", planted)
             with pytest.warns(UserWarning, match=f"on torch's operators: .*{said}"):
                 found = step_halves(*sizes, "auto", "triton")
         assert not isinstance(found, FusedHalves)

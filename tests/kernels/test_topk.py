@@ -5,10 +5,10 @@ the grid.
 import pytest
 import torch
 
-import kernels.topk
-from kernels.scratch import SELECT_PROGRAMS, make_scratch
-from kernels.topk import select_span
-from tests.kernel_checks import HOSTILE_ROWS, check_topk, hostile_row
+import kernels.select.topk
+from kernels.attention.scratch import SELECT_PROGRAMS, make_scratch
+from kernels.select.topk import select_span
+from tests.kernels.support.kernel_checks import HOSTILE_ROWS, check_topk, hostile_row
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_result_does_not_depend_on_the_grid(name, generator):
 
 def test_a_long_row(generator, monkeypatch):
     """As many programs as there may be (8 for speed, 128 ship), and two tiles in each."""
-    monkeypatch.setattr(kernels.topk, "SELECT_PROGRAMS", 8)
+    monkeypatch.setattr(kernels.select.topk, "SELECT_PROGRAMS", 8)
     row = torch.softmax(torch.randn(2**14 - 3, generator=generator) * 6, 0)
     assert select_span(len(row)) == 2048
     check_topk("cpu", "triton", [row], [0], [len(row) - 300], [2048], 2048)

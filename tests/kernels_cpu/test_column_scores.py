@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-import kernels.column_scores
-from kernels.column_scores import column_scores
-from tests.prefill_checks import check_column_scores
+import kernels.select.column_scores
+from kernels.select.column_scores import column_scores
+from tests.kernels.support.prefill_checks import check_column_scores
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -28,7 +28,7 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
     ],
 )
 def test_against_float64(backend, dtype, chunk, stop, shape, monkeypatch):
-    monkeypatch.setattr(kernels.column_scores, "ROWS", 64)
+    monkeypatch.setattr(kernels.select.column_scores, "ROWS", 64)
     check_column_scores("cpu", backend, chunk, stop, dtype=dtype, **shape)
 
 

@@ -7,8 +7,8 @@ group in the wrong order, a matrix of heads x queries x rows.
 import pytest
 import torch
 
-import kernels.column_sums as column_sums
-from kernels.reference import attend
+import kernels.select.column_sums as column_sums
+from kernels.attention.reference import attend
 
 # queries, rows, heads, kv heads
 SHAPES = [

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.cpu import token_rows
-from kernels.dense_decode import decode_dense
-from kernels.scratch import make_scratch
-from kernels.sparse_decode import decode_sparse
-from kernels.topk import select_topk
-from kernels.window_scores import window_scores
-from tests.kernel_checks import (
+from kernels.attention.cpu import token_rows
+from kernels.attention.dense import decode_dense
+from kernels.attention.scratch import make_scratch
+from kernels.attention.sparse import decode_sparse
+from kernels.select.topk import select_topk
+from kernels.select.window_scores import window_scores
+from tests.kernels.support.kernel_checks import (
     HOSTILE_ROWS,
     check_dense,
     check_sparse,

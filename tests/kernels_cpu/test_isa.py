@@ -5,19 +5,19 @@ named or injected; nothing is timed.
 import pytest
 import torch
 
-import kernels.isa
-from engine.model.config import ModelConfig
+import kernels.launch.isa
+from engine.model.config.config import ModelConfig
 from engine.model.llama import assemble
 from engine.model.tensors import random_stream
-from kernels.block_sparse import block_mass
-from kernels.column_scores import column_scores
-from kernels.column_sums import column_sums
-from kernels.dense_decode import decode_dense
-from kernels.isa import SETS, fuses, isa, least, multiplies, vectorises
-from kernels.linear import choose_form, pack_linear
-from kernels.prefill import prefill_dense
-from kernels.sparse_decode import decode_sparse
-from tests.kernel_checks import check_dense, ints
+from kernels.attention.dense import decode_dense
+from kernels.attention.sparse import decode_sparse
+from kernels.launch.isa import SETS, fuses, isa, least, multiplies, vectorises
+from kernels.layer.linear import choose_form, pack_linear
+from kernels.prefill.block_sparse import block_mass
+from kernels.prefill.dense import prefill_dense
+from kernels.select.column_scores import column_scores
+from kernels.select.column_sums import column_sums
+from tests.kernels.support.kernel_checks import check_dense, ints
 from tests.tiny_model import CONFIG
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -100,8 +100,8 @@ def test_lm_head_is_held_without_a_copy_in_the_form_of_the_set(found, bf16, monk
     """torch.mv reads bfloat16 at a third of F.linear's rate with avx512_bf16 and no AMX."""
     assert choose_form(torch.zeros(4, 8, dtype=BF16), found=found, copy=False) == bf16
     assert choose_form(torch.zeros(4, 8), found=found, copy=False) == "left"
-    monkeypatch.setattr("kernels.linear.isa", lambda: found)
-    monkeypatch.setattr("kernels.isa.isa", lambda: found)
+    monkeypatch.setattr("kernels.layer.linear.isa", lambda: found)
+    monkeypatch.setattr("kernels.launch.isa.isa", lambda: found)
     for dtype in (F32, BF16, F16):
         weight = torch.randn(6, 8).to(dtype)
         assert pack_linear(weight, copy=False).weight is weight
@@ -148,8 +148,8 @@ def products(dtype):
 
 @pytest.mark.parametrize("found", ["default", "avx2", "avx512"])
 def test_no_launcher_leaves_a_product_to_emulation(found, monkeypatch):
-    monkeypatch.setattr(kernels.isa, "isa", lambda: found)
-    monkeypatch.setattr("kernels.linear.isa", lambda: found)
+    monkeypatch.setattr(kernels.launch.isa, "isa", lambda: found)
+    monkeypatch.setattr("kernels.layer.linear.isa", lambda: found)
     for dtype in (BF16, F16):
         for name, seen in products(dtype).items():
             assert seen, name
@@ -178,8 +178,8 @@ class Strided(torch.utils._python_dispatch.TorchDispatchMode):
 @pytest.mark.parametrize("found", ["default", "avx2"])
 def test_without_avx2_float16_is_converted_one_run_of_memory_at_a_time(found, monkeypatch):
     """Element by element it took 8 times as long: a dense layer 2.9 of float32's time."""
-    monkeypatch.setattr(kernels.isa, "isa", lambda: found)
-    monkeypatch.setattr("kernels.linear.isa", lambda: found)
+    monkeypatch.setattr(kernels.launch.isa, "isa", lambda: found)
+    monkeypatch.setattr("kernels.layer.linear.isa", lambda: found)
     assert vectorises(F16) == (found == "avx2") and vectorises(BF16) and vectorises(F32)
     k, v = torch.randn(2, 1, 2, 300, 32).to(F16).unbind(0)
     q, scores = torch.randn(1, 1, 8, 32).to(F16), torch.zeros(1, 300)
@@ -194,8 +194,8 @@ def test_without_avx2_float16_is_converted_one_run_of_memory_at_a_time(found, mo
 
 
 def test_a_cpu_with_bfloat16_products_uses_them(monkeypatch):
-    monkeypatch.setattr(kernels.isa, "isa", lambda: "amx")
-    monkeypatch.setattr("kernels.linear.isa", lambda: "amx")
+    monkeypatch.setattr(kernels.launch.isa, "isa", lambda: "amx")
+    monkeypatch.setattr("kernels.layer.linear.isa", lambda: "amx")
     seen = products(BF16)
     for name in ("filter", "columns", "mass", "pooled", "weights"):
         assert ("product", BF16) in seen[name], name
@@ -208,8 +208,8 @@ def test_a_cpu_with_bfloat16_products_uses_them(monkeypatch):
 @pytest.mark.parametrize("rows", [1, 64, 65, 521])
 def test_filter_and_dense_layers_hold_in_every_form(found, dtype, rows, monkeypatch):
     """Chunks of 64 rows: lengths of one, a chunk, a chunk and one, spans of several, primes."""
-    monkeypatch.setattr(kernels.isa, "isa", lambda: found)
-    monkeypatch.setattr("kernels.cpu.CHUNK", 64 * 64)
+    monkeypatch.setattr(kernels.launch.isa, "isa", lambda: found)
+    monkeypatch.setattr("kernels.attention.cpu.CHUNK", 64 * 64)
     for group, queries in ((1, 1), (4, 1), (8, 3)):
         kind = "softmax" if queries == 1 else None
         check_dense("cpu", "cpu", [rows], 2, group, queries, 32, dtype, "tokens", kind)

@@ -8,13 +8,24 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from kernels import dispatch, trial
-from kernels.native import library
+from kernels.attention import native as attention
+from kernels.layer import native_product, native_step
+from kernels.native import cache, library
+from kernels.prefill import native as prefill
+from kernels.prefill.native import attend_prompt
+from kernels.quant import native as quant
+from kernels.rows import fp8, hadamard, int4, int8
+from kernels.rows import native as rows
+from kernels.select import native as select
+from kernels.select import topk
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = 'extern "C" int answer() { return 42; }\n'
@@ -28,8 +39,9 @@ def fresh(monkeypatch, tmp_path):
     for name, value in (("_reason", None), ("_library", None), ("SOURCES", ("one.cpp",))):
         monkeypatch.setattr(library, name, value)
     monkeypatch.setattr(library, "FOLDER", tmp_path / "source")
-    monkeypatch.setattr(library, "trial", str)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     if library.missing():
         pytest.skip(library.missing())
     return tmp_path
@@ -82,24 +94,69 @@ def test_on_another_system_nothing_is_tried(fresh, monkeypatch):
     assert found[0] is None and "no kernels for" in found[1]
 
 
-@pytest.mark.parametrize("name", ["attend", "attend_prompt", "Product", "product"])
-def test_what_a_compiler_made_wrong_is_not_used(monkeypatch, name):
+WRONG = [
+    (attention, "attend", attention._FLOATS),
+    (attention, "attend", attention._PACKED),
+    (attention, "head_most", attention._FLOATS),
+    (prefill, "attend_prompt", prefill._BINDING),
+    (native_product.Product, "__call__", native_product._BINDING),
+    (native_step, "normalize_rows", native_step._BINDING),
+    (native_step, "rotate_store", native_step._BINDING),
+    (quant, "product", quant._BINDING),
+    (rows, "pack", rows.INT8),
+    (rows, "pack", rows.INT4),
+    (rows, "pack", rows.FP8),
+    (hadamard, "transform", rows.TRANSFORM),
+    (select, "select", select.BINDING),
+]
+
+
+@pytest.mark.parametrize("place, name, binding", WRONG)
+def test_what_a_compiler_made_wrong_is_not_used_and_all_else_is(monkeypatch, place, name, binding):
     if library.native() is None:
         pytest.skip(library.missing())
-    assert trial.fault() == "" and dispatch.library.trial is trial.fault
-    right = getattr(trial, name)
-
-    def doubled(found):
-        return tuple(2 * t for t in found) if isinstance(found, tuple) else 2 * found
+    assert {int8, int4, fp8, topk}  # they register what they compare with
+    library.try_all()
+    assert library.missing() == ""
+    right = getattr(place, name)
 
     def wrong(*given, **named):
         found = right(*given, **named)
-        return (lambda x: 2 * found(x)) if name == "Product" else doubled(found)
+        for tensor in found if isinstance(found, tuple) else (found,):
+            if tensor is not None:
+                tensor.view(torch.uint8).add_(1)
+        if found is None:
+            given[-1].add_(1)
+        return found
 
-    monkeypatch.setattr(trial, name, wrong)
-    for field, value in (("_reason", None), ("_library", None)):
-        monkeypatch.setattr(library, field, value)
-    assert library.native() is None and "is wrong by" in library.missing()
+    monkeypatch.setattr(place, name, wrong)
+    others = [one for one in library.BINDINGS if one is not binding]
+    monkeypatch.setattr(binding, "_tried", (None, ""))
+    assert not binding.usable() and all(one.usable() for one in others)
+    said = library.missing()
+    assert "differs" in said and said.endswith("as compiled here")
+
+
+def test_a_thread_that_runs_torchs_operators_leaves_the_others_alone():
+    """A step of the reference once switched the kernels off under another session's step."""
+    if library.native() is None:
+        pytest.skip(library.missing())
+    inside, seen = threading.Event(), []
+    leave = threading.Event()
+
+    def reference():
+        with library.torch_only():
+            inside.set()
+            leave.wait(10)
+            seen.append(library.native())
+
+    thread = threading.Thread(target=reference)
+    thread.start()
+    inside.wait(10)
+    assert library.native() is not None and library.runs()
+    leave.set()
+    thread.join()
+    assert seen == [None]
 
 
 def test_a_compiler_that_never_ends_is_stopped(fresh, monkeypatch):
@@ -119,12 +176,142 @@ def test_a_cache_that_others_can_write_to_is_not_trusted(fresh):
     assert library.native().answer() == 42 and kept(fresh) == []
 
 
-def test_a_file_that_is_no_library_is_made_again(fresh):
-    path = fresh / "cache" / "omnikv" / "kernels" / library._name(*library._compiler())
-    path.parent.mkdir(parents=True)
-    path.write_bytes(b"torn")
+@pytest.mark.parametrize("kept_bytes", [0, 4, 4000, -600, -1])
+def test_a_file_that_was_cut_short_is_made_again(fresh, monkeypatch, kept_bytes):
+    """The loader would touch a page that the file no longer has: SIGBUS, at every start."""
     assert library.native().answer() == 42
-    assert kept(fresh) == [path] and path.stat().st_size > 1000
+    (path,) = kept(fresh)
+    data = path.read_bytes()
+    path.unlink()  # this process has the old one mapped
+    path.write_bytes(data[:kept_bytes])
+    again(monkeypatch)
+    assert library.to_compile() and library.native().answer() == 42
+    assert kept(fresh) == [path] and len(path.read_bytes()) == len(data)
+
+
+def test_a_changed_byte_is_noticed(fresh):
+    assert library.native().answer() == 42
+    (path,) = kept(fresh)
+    data = bytearray(path.read_bytes())
+    assert cache.whole(path)
+    data[len(data) // 2] ^= 1
+    path.unlink()
+    path.write_bytes(data)
+    assert not cache.whole(path)
+
+
+def test_a_full_disk_moves_on_to_the_next_folder(fresh, monkeypatch):
+    """And what was compiled there is found again by the next process."""
+    full = fresh / "cache"
+
+    def has_room(place):
+        return full not in place.parents
+
+    monkeypatch.setattr(cache, "has_room", has_room)
+    assert library.native().answer() == 42 and kept(fresh) == []
+    again(monkeypatch)
+    assert not library.to_compile() and library.native().answer() == 42
+
+
+def compiler(fresh, monkeypatch, body):
+    """Put a script before the machine's compiler, which it may run as "$REAL"."""
+    monkeypatch.setenv("REAL", library._compiler()[0])
+    script = fresh / "c++"
+    script.write_text(f"#!/bin/sh\n{body}\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fresh}:{os.environ['PATH']}")
+
+
+def test_a_disk_that_fills_while_compiling_moves_on_to_the_next_folder(fresh, monkeypatch):
+    body = 'case "$*" in *"/cache/"*) echo "error: No space left on device" >&2; exit 1;; esac'
+    compiler(fresh, monkeypatch, body + '\nexec "$REAL" "$@"')
+    assert library.native().answer() == 42 and kept(fresh) == []
+
+
+def test_a_folder_without_programs_is_passed_over_at_once(fresh, monkeypatch):
+    monkeypatch.setattr(cache, "_runs_programs", lambda place: "cache" not in place.parts)
+    assert library.native().answer() == 42 and kept(fresh) == []
+
+
+def test_a_relative_cache_is_ignored(fresh, monkeypatch):
+    monkeypatch.chdir(fresh)
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(fresh / "home"))
+    assert library.native().answer() == 42
+    assert not (fresh / "relative").exists()
+    assert list((fresh / "home" / ".cache" / "omnikv" / "kernels").glob("*.so"))
+
+
+def test_a_folder_under_one_that_others_can_change_is_not_trusted(fresh):
+    folder = fresh / "cache" / "omnikv" / "kernels"
+    folder.mkdir(parents=True, mode=0o700)
+    folder.parent.chmod(0o777)
+    assert folder not in list(cache.kept())
+    folder.parent.chmod(0o700)
+    assert folder in list(cache.kept())
+
+
+def test_children_of_a_compiler_that_is_stopped_end_with_it(fresh, monkeypatch):
+    compiler(fresh, monkeypatch, f"sh -c 'echo $$ > {fresh}/child; exec sleep 60' & wait")
+    monkeypatch.setattr(library, "PATIENCE", 2)
+    assert library.native() is None
+    child = int((fresh / "child").read_text())
+    for _ in range(100):
+        state = Path(f"/proc/{child}/stat")
+        if not state.exists() or state.read_text().split(")")[1].split()[0] == "Z":
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"the compiler's child {child} still runs")
+
+
+def test_a_compiler_that_talks_without_end_is_not_kept_in_memory(fresh, monkeypatch):
+    compiler(fresh, monkeypatch, "head -c 3000000 /dev/zero | tr '\\0' x >&2; exit 1")
+    sizes, hear = [], library._hear
+
+    def heard(stream, told, i):
+        hear(stream, told, i)
+        sizes.append(len(told[i]))
+
+    monkeypatch.setattr(library, "_hear", heard)
+    assert library.native() is None and "failed (1)" in library.missing()
+    assert sizes == [library.HEARD]
+
+
+def test_a_compiler_reads_nothing_of_the_users_input(fresh, monkeypatch):
+    compiler(fresh, monkeypatch, f'cat > {fresh}/read; exec "$REAL" "$@"')
+    assert library.native().answer() == 42
+    assert (fresh / "read").read_bytes() == b""
+
+
+def test_leftovers_of_killed_compilers_and_old_libraries_go(fresh):
+    folder = fresh / "cache" / "omnikv" / "kernels"
+    folder.mkdir(parents=True, mode=0o700)
+    old, young = folder / ".making-old", folder / ".making-young"
+    old.mkdir()
+    young.mkdir()
+    libraries = [folder / f"kernels-{i:02d}.so" for i in range(cache.KEPT + 3)]
+    for i, path in enumerate(libraries):
+        path.write_bytes(b"")
+        os.utime(path, (1000 + i, 1000 + i))
+    os.utime(old, (1000, 1000))
+    cache.sweep(folder)
+    assert kept(fresh) == sorted([young, *libraries[3:]])
+
+
+def test_a_prompt_of_no_queries_attends_to_nothing():
+    """It divided by the number of its parts: SIGFPE."""
+    if library.native() is None:
+        pytest.skip(library.missing())
+    q, k = torch.zeros(0, 4, 64), torch.zeros(2, 10, 64)
+    out, lse = attend_prompt(q, k, k, 0.125, 0)
+    assert out.shape == (0, 4, 64) and lse.shape == (0, 4)
+
+
+@pytest.mark.parametrize("code, error", [(1, ValueError), (2, MemoryError)])
+def test_a_kernels_code_becomes_an_error(code, error):
+    library.check(0, "a product")
+    with pytest.raises(error, match="a product"):
+        library.check(code, "a product")
 
 
 def compiles(folder, answers):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels.linear import FORMS, pack_linear
+from kernels.layer.linear import FORMS, pack_linear
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.dense_decode import decode_dense
-from kernels.native.attention import SPLIT, attend, attends
+from kernels.attention.dense import decode_dense
+from kernels.attention.native import SPLIT, attend, attends
+from kernels.attention.sparse import decode_sparse
 from kernels.native.library import missing
-from kernels.sparse_decode import decode_sparse
-from tests.kernel_checks import check_dense, check_sparse, ints
+from tests.kernels.support.kernel_checks import check_dense, check_sparse, ints
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.isa import isa
-from kernels.native import few_bits, library
-from kernels.native.few_bits import PARTS, Panels, held_as_panels, panel_bytes, product
-from kernels.quantise import to_int4, to_int8
-from kernels.quantised import Quantised, packed_nibbles
+from kernels.launch.isa import isa
+from kernels.native import library
+from kernels.quant import native
+from kernels.quant.matrix import Quantised, packed_nibbles
+from kernels.quant.native import PARTS, Panels, held_as_panels, panel_bytes, product
+from kernels.quant.rounding import to_int4, to_int8
 
 pytestmark = pytest.mark.skipif(bool(library.missing()), reason=library.missing())
 
@@ -31,7 +32,7 @@ def compiled(request):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "isa", lambda: request.param)
         made = library._loaded()
-        patch.setattr(few_bits, "loaded", lambda: made)
+        patch.setattr(native, "loaded", lambda: made)
         yield request.param
 
 
@@ -172,8 +173,8 @@ def test_a_compiler_of_graphs_sees_one_operator():
     held = panels.values, panels.scales, panels.offsets, None, "int4", 32, 48, 64
     x = torch.randn(3, 64)
     torch.library.opcheck(
-        few_bits.multiply_panels_op,
+        native.multiply_panels_op,
         (x, *held),
         test_utils=("test_schema", "test_faketensor"),
     )
-    assert torch.equal(few_bits.multiply_panels_op(x, *held), product(x, panels))
+    assert torch.equal(native.multiply_panels_op(x, *held), product(x, panels))

@@ -12,14 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import hadamard
-from kernels.dense_decode import decode_dense
-from kernels.native.attention import SPLIT, attend, attends
+from kernels.attention.dense import decode_dense
+from kernels.attention.native import SPLIT, attend, attends
 from kernels.native.library import missing, torch_only
-from kernels.rows import DTYPES, FORMS, floats, stored_key_floats
-from tests import kernel_checks
-from tests.kernel_checks import ints
-from tests.packed_rows import over_packed_rows, scales_of
+from kernels.rows import hadamard
+from kernels.rows.forms import DTYPES, FORMS, floats, stored_key_floats
+from tests.kernels.support import kernel_checks
+from tests.kernels.support.kernel_checks import ints
+from tests.kernels.support.packed_rows import over_packed_rows, scales_of
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 BANKS = st.sampled_from(list(DTYPES.values()))

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-import kernels.prefill
-from engine.bank.streamed_attention import attend_stream
+import kernels.prefill.dense
+from engine.bank.host.streamed_attention import attend_stream
 from engine.plan.placement import STREAM_BLOCK
-from kernels.prefill import prefill_dense, prefill_dense_lse
-from tests.kernel_checks import EPSILON, make_bank, plain
+from kernels.prefill.dense import prefill_dense, prefill_dense_lse
+from tests.kernels.support.kernel_checks import EPSILON, make_bank, plain
 
 pytestmark = pytest.mark.usefixtures("form")
 
@@ -29,7 +29,7 @@ def fused(q, k, v, start, scale):
     "chunk, start", [(1, 0), (1, 300), (7, 0), (64, 1), (63, 65), (130, 131), (200, 613)]
 )
 def test_chunk_and_past(dtype, layout, chunk, start, monkeypatch):
-    monkeypatch.setattr(kernels.prefill, "PAST_BLOCK", 256)
+    monkeypatch.setattr(kernels.prefill.dense, "PAST_BLOCK", 256)
     for kv_heads, group, dim in ((2, 1, 32), (2, 3, 64), (1, 8, 96)):
         generator = torch.Generator().manual_seed(chunk + start)
         k, v = make_bank(2, kv_heads, start + chunk + 9, dim, dtype, layout, "cpu", generator)
@@ -59,8 +59,8 @@ def test_chunk_and_past(dtype, layout, chunk, start, monkeypatch):
 @pytest.mark.parametrize("start", [0, 1, 127, 128, 129, 1000, 1024])
 def test_the_past_is_read_once_and_cudnn_sees_one_shape(start, monkeypatch):
     """On sm_90 (faked): whole blocks by cuDNN, the rest and the chunk by the flash kernel."""
-    monkeypatch.setattr(kernels.prefill, "CUDNN_BLOCK", 128)
-    monkeypatch.setattr(kernels.prefill, "has_cudnn", lambda *_: True)
+    monkeypatch.setattr(kernels.prefill.dense, "CUDNN_BLOCK", 128)
+    monkeypatch.setattr(kernels.prefill.dense, "has_cudnn", lambda *_: True)
     calls = []
 
     def cudnn(q, k, v, bias, wants_lse, dropout, causal, mask, scale):
@@ -72,8 +72,8 @@ def test_the_past_is_read_once_and_cudnn_sees_one_shape(start, monkeypatch):
         calls.append(("flash causal" if causal else "flash", k.shape[2]))
         return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
-    monkeypatch.setattr(kernels.prefill, "_cudnn_cuda", cudnn)
-    monkeypatch.setattr(kernels.prefill, "_flash_cuda", flash)
+    monkeypatch.setattr(kernels.prefill.dense, "_cudnn_cuda", cudnn)
+    monkeypatch.setattr(kernels.prefill.dense, "_flash_cuda", flash)
     q = torch.empty(1, 64, 8, 64, dtype=torch.bfloat16, device="meta")
     k, v = torch.empty(2, 1, 2, start + 64, 64, dtype=torch.bfloat16, device="meta")
     out, lse = prefill_dense_lse(q, k, v, start, 0.125)
@@ -85,16 +85,16 @@ def test_the_past_is_read_once_and_cudnn_sees_one_shape(start, monkeypatch):
 
 def test_a_stream_block_is_one_call_of_cudnn(monkeypatch):
     """An offloaded layer's past comes in blocks that cuDNN reads whole; the last one is flash's."""
-    assert STREAM_BLOCK == kernels.prefill.CUDNN_BLOCK
-    monkeypatch.setattr(kernels.prefill, "CUDNN_BLOCK", 128)
-    monkeypatch.setattr(kernels.prefill, "has_cudnn", lambda *_: True)
+    assert STREAM_BLOCK == kernels.prefill.dense.CUDNN_BLOCK
+    monkeypatch.setattr(kernels.prefill.dense, "CUDNN_BLOCK", 128)
+    monkeypatch.setattr(kernels.prefill.dense, "has_cudnn", lambda *_: True)
     calls = []
 
     def fused(q, k, v, causal, scale, cudnn=False):
         calls.append((k.shape[2], causal, cudnn))
         return torch.zeros_like(q), q.new_zeros(q.shape[:3], dtype=torch.float32)
 
-    monkeypatch.setattr(kernels.prefill, "_fused", fused)
+    monkeypatch.setattr(kernels.prefill.dense, "_fused", fused)
     q = torch.empty(1, 64, 8, 64, dtype=torch.bfloat16, device="meta")
     rows = torch.empty(2, 1, 2, 400, 64, dtype=torch.bfloat16, device="meta")
 
@@ -113,10 +113,10 @@ def test_a_stream_block_is_one_call_of_cudnn(monkeypatch):
 
 
 def test_no_cudnn_without_a_new_card_or_in_float32(monkeypatch):
-    has = kernels.prefill.has_cudnn.__wrapped__
+    has = kernels.prefill.dense.has_cudnn.__wrapped__
     card = torch.device("cuda", 0)
     tried = []
-    monkeypatch.setattr(kernels.prefill, "_cudnn_cuda", lambda *a, **b: tried.append(a))
+    monkeypatch.setattr(kernels.prefill.dense, "_cudnn_cuda", lambda *a, **b: tried.append(a))
     monkeypatch.setattr(torch, "zeros", lambda *a, **b: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert has(card, torch.bfloat16, 128) and len(tried) == 1
@@ -126,8 +126,8 @@ def test_no_cudnn_without_a_new_card_or_in_float32(monkeypatch):
     def missing(*a, **b):
         raise RuntimeError("cuDNN: no engine for this operation")
 
-    monkeypatch.setattr(kernels.prefill, "_cudnn_cuda", missing)
+    monkeypatch.setattr(kernels.prefill.dense, "_cudnn_cuda", missing)
     assert not has(card, torch.bfloat16, 128)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    monkeypatch.setattr(kernels.prefill, "_cudnn_cuda", lambda *a, **b: None)
+    monkeypatch.setattr(kernels.prefill.dense, "_cudnn_cuda", lambda *a, **b: None)
     assert not has(card, torch.bfloat16, 128)

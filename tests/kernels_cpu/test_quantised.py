@@ -2,26 +2,24 @@
 holds, and holds the bytes that it says. The oracle is float64.
 """
 
+import time
 from dataclasses import replace
 
 import pytest
 import torch
 
-from kernels.integer_products import tile_rows
-from kernels.linear_quantised import (
+from kernels.native.library import native
+from kernels.quant.linear import (
     DIGITS,
     FORMS,
-    MANY,
-    PROMPT,
     QuantisedLinear,
     able_forms,
     choose_quantised_form,
     held_bytes,
-    rates,
 )
-from kernels.native.library import native
-from kernels.quantise import to_int4, to_int8
-from kernels.quantised import Quantised, joined, nibbles, packed_nibbles
+from kernels.quant.matrix import Quantised, joined, nibbles, packed_nibbles
+from kernels.quant.rounding import to_int4, to_int8
+from kernels.quant.torch_forms.int4_tiles import tile_rows
 
 ROWS = (1, 3, 8, 270)  # below and above what each form multiplies itself
 
@@ -202,36 +200,46 @@ def test_tiled_forms_take_permuted_inputs(kind):
         assert relative(linear(x), x.double() @ dense.t()) < 4e-3
 
 
-def test_forms_are_chosen_by_their_rate_and_only_where_they_can(monkeypatch):
-    cpu = torch.device("cpu")
-    found = rates("int8", torch.bfloat16)
-    assert {"blocks", "float"} <= set(found) <= {*FORMS, "float"}
-    assert all(0 < seconds < 1 for seconds in found.values())
-    forms = [form for form in FORMS if form != "native"]
-    slow = {form: float(number) for number, form in enumerate(reversed(forms))}
-    prompt = dict.fromkeys((*FORMS, "float"), 1.0)
-    timed = {1: slow, MANY: prompt}
-    monkeypatch.setattr("kernels.linear_quantised.rates", lambda kind, dtype, n=1: timed[n])
-    choose = choose_quantised_form
-    assert choose("int8", (64, 64), 64, torch.bfloat16, cpu) == "blocks"
-    assert choose("int8", (64, 64), 32, torch.bfloat16, cpu) == "pair"  # whatever its rate
-    slow |= {"blocks": 9.0, "float": -1.0}  # which is no form of few bits
-    assert choose("int8", (64, 64), 64, torch.bfloat16, cpu) == "int4pack"  # the least of `slow`
-    prompt["int8pack"] -= (slow["int8pack"] - slow["int4pack"] + 0.1) / PROMPT
-    assert choose("int8", (64, 64), 64, torch.bfloat16, cpu) == "int8pack"  # with its prompts
-    assert choose("int8", (65, 64), 32, torch.bfloat16, cpu) == "blocks"  # no whole tile
-    assert choose("int8", (64, 64), 16, torch.bfloat16, cpu) == "blocks"  # groups of 16
-    assert choose("int4", (65, 64), 32, torch.bfloat16, cpu) == "blocks"  # no whole tile
-    assert choose("int4", (64, 64), 32, torch.bfloat16, cpu, plain=False) == "blocks"
+def test_forms_are_chosen_by_what_the_machine_has_and_by_shape(monkeypatch):
+    """And by no clock: two processes would hold one file in forms that round differently."""
+    cpu, found = torch.device("cpu"), dict[str, tuple[str, ...]]()
+
+    def choose(kind, shape, group, dtype=torch.bfloat16, **named):
+        return choose_quantised_form(kind, shape, group, dtype, cpu, **named)
+
+    monkeypatch.setattr("kernels.quant.linear.able_forms", lambda kind, dtype: found[kind])
+    monkeypatch.setattr("kernels.quant.linear.tile_rows", lambda: 64)
+    grouped = "int8 in groups"
+    found |= {
+        "int8": ("vnni", "digits", "int8pack", "blocks"),
+        grouped: ("pair", "blocks"),
+        "int4": ("int4pack", "blocks"),
+    }
+    assert choose("int8", (64, 64), 64) == "vnni"
+    assert choose("int8", (64, 64), 32) == "pair" and choose("int4", (64, 64), 32) == "int4pack"
+    assert choose("int8", (65, 64), 32) == "blocks"  # no whole tile
+    assert choose("int8", (64, 64), 16) == "blocks"  # groups of 16
+    assert choose("int4", (65, 64), 32) == "blocks"  # no whole tile
+    assert choose("int4", (64, 64), 32, plain=False) == "blocks"
+    found["int8"] = ("digits", "int8pack", "blocks")
+    assert choose("int8", (64, 64), 64) == "digits"
+    found["int8"] = ("int8pack", "blocks")
+    assert choose("int8", (64, 64), 64) == "int8pack"
     # with a compiler
-    slow["native"] = -20.0
+    found |= {kind: ("native", *forms) for kind, forms in found.items()}
     for kind, shape, group in (("int8", (7, 64), 64), ("int8", (7, 64), 16), ("int4", (7, 64), 8)):
-        assert choose(kind, shape, group, torch.bfloat16, cpu) == "native"
-    assert choose("int8", (64, 64), 64, torch.bfloat16, cpu, outliers=True) == "int8pack"
-    assert choose("int4", (64, 60), 20, torch.bfloat16, cpu) != "native"  # no whole word
-    slow["native"] = 99.0
-    assert choose("int8", (64, 64), 64, torch.bfloat16, cpu) == "int8pack"
-    assert choose("int8", (64, 64), 32, torch.bfloat16, cpu) == "pair"
+        assert choose(kind, shape, group) == "native"
+    assert choose("int8", (64, 64), 64, outliers=True) == "int8pack"
+    assert choose("int4", (64, 60), 20) == "blocks"  # no whole word
+
+
+def test_no_clock_is_read_where_a_form_is_chosen(monkeypatch):
+    for name in ("thread_time", "perf_counter", "monotonic", "time", "process_time"):
+        monkeypatch.setattr(time, name, None)
+    for kind, group in (("int8", 64), ("int8", 32), ("int4", 32)):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            form = choose_quantised_form(kind, (64, 64), group, dtype, torch.device("cpu"))
+            assert form in FORMS
 
 
 @pytest.mark.parametrize("columns", [192, 512, 600])

@@ -7,7 +7,7 @@ rows, scores of a selection without them.
 import pytest
 import torch
 
-from tests.softmax_checks import (
+from tests.kernels.support.softmax_checks import (
     CASES,
     check_prompts,
     check_steps,
@@ -32,5 +32,5 @@ def test_every_launcher(backend, dtype, layout, cap, sinks):
 @pytest.mark.parametrize("sinks", [False, True])
 def test_capped_float32_rows_in_several_runs(sinks, monkeypatch):
     """700 rows in runs of 640, which are merged: fewer would be one product."""
-    monkeypatch.setattr("kernels.cpu.CHUNK", 64 * 64)
+    monkeypatch.setattr("kernels.attention.cpu.CHUNK", 64 * 64)
     check_steps("cpu", softmax_of(True, sinks), torch.float32, "heads")

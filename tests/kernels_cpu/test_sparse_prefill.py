@@ -5,7 +5,7 @@ hold NaN.
 import pytest
 import torch
 
-from tests.prefill_checks import check_prefill_sparse
+from tests.kernels.support.prefill_checks import check_prefill_sparse
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 

@@ -17,8 +17,8 @@ pytest.importorskip("triton")
 def test_no_kernel_is_compiled_again_for_another_capacity():
     """Triton compiles an int argument apart where it is 1 or a multiple of 16."""
     found, apart = [], []
-    for module in pkgutil.iter_modules(kernels.__path__):
-        for name, kernel in vars(importlib.import_module(f"kernels.{module.name}")).items():
+    for module in pkgutil.walk_packages(kernels.__path__, "kernels."):
+        for name, kernel in vars(importlib.import_module(module.name)).items():
             if not name.endswith("_kernel") or not hasattr(kernel, "params"):
                 continue
             for parameter in kernel.params:

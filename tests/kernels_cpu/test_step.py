@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.linear import pack_linear
+from kernels.layer.linear import pack_linear
+from kernels.layer.native_product import Product, reads
+from kernels.layer.native_step import normalize_rows, rotate_store
+from kernels.layer.norm import normalize_rows_ref
+from kernels.layer.rotate_store import rotate_store_ref
 from kernels.native.library import missing, torch_only
-from kernels.native.product import Product, reads
-from kernels.native.step import normalize_rows, rotate_store
-from kernels.norm import normalize_rows_ref
-from kernels.rotate_store import rotate_store_ref
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -4,7 +4,7 @@ same places.
 
 import pytest
 
-from tests.host_checks import STORES, check_store
+from tests.kernels.support.host_checks import STORES, check_store
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

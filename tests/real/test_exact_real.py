@@ -6,8 +6,8 @@ Stops: a budget so small that drafts are often wrong and a token that differs fo
 import pytest
 
 from engine import LLM, Exact, Full, OmniKV, SamplingParams
-from engine.generate import generate
-from tools.documents import texts
+from engine.session.generate import generate
+from tools.common.documents import texts
 
 TOKENS = 14
 

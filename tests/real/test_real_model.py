@@ -11,7 +11,7 @@ import pytest
 from engine.chat.cli import main
 from engine.llm import LLM
 from engine.methods.full import Full
-from engine.sampling import SamplingParams
+from engine.sampling.params import SamplingParams
 from tests.builders import ROOT
 from tools.real_model.check import NEW_TOKENS, PROMPTS, Peer, ours
 

@@ -6,7 +6,7 @@ import pytest
 @pytest.fixture(scope="session")
 def trained_tokenizer():
     """The shipped tokenizer, trained once for all."""
-    from tools.pocket.tokenizer import train_tokenizer
+    from tools.studies.pocket.tokenizer import train_tokenizer
 
     return train_tokenizer()
 
@@ -15,10 +15,10 @@ def trained_tokenizer():
 def tiny(tmp_path_factory, trained_tokenizer):
     import torch
 
-    from tools.pocket.checkpoint import export
-    from tools.pocket.model import Pocket, Shape
-    from tools.pocket.start import structured_start
-    from tools.pocket.tokenizer import save_tokenizer
+    from tools.studies.pocket.checkpoint import export
+    from tools.studies.pocket.model import Pocket, Shape
+    from tools.studies.pocket.start import structured_start
+    from tools.studies.pocket.tokenizer import save_tokenizer
 
     folder = tmp_path_factory.mktemp("tiny")
     tokenizer = trained_tokenizer

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.model.config import ModelConfig
+from engine.model.config.config import ModelConfig
 from tests.builders import tiny_config, tiny_weights
 
 NAMES = {

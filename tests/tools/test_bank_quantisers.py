@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.errors import UsageError
+from engine.base.errors import UsageError
 from tests.tools.bank_oracles import ORACLES, gear
 from tools.banks.base import Run
 from tools.banks.gear import Gear, low_rank

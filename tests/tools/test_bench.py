@@ -13,12 +13,12 @@ import torch
 import engine.methods.omnikv.runtime
 import engine.plan.placement
 from engine import LLM, Full, OmniKV
-from engine.errors import SettingError
-from engine.methods.brutal_offload import BrutalOffload
+from engine.base.errors import SettingError
+from engine.base.figures import brief
+from engine.methods.controls.brutal_offload import BrutalOffload
 from engine.methods.registry import methods
 from engine.plan.layers import Role
-from engine.step_runner import StepRunner
-from engine.units import brief
+from engine.runner.step_runner import StepRunner
 from tools.bench import cli as bench
 from tools.bench import gather as bench_gather
 from tools.bench import suite as bench_suite
@@ -33,12 +33,12 @@ from tools.bench.run import (
     _turn,
     engine_bytes,
     fetched_bytes,
-    verify,
 )
 from tools.bench.shapes import SHAPES, parse_size, shape_config, shape_filters, short_size
 from tools.bench.split import STAGES, split_step
 from tools.bench.suite import sharp_stream
-from tools.synthetic_bank import synthesize
+from tools.bench.verify import verify
+from tools.common.synthetic_bank import synthesize
 
 TINY = [
     "--shape",

@@ -185,7 +185,7 @@ def test_a_stopped_search_goes_on_and_finds_the_same(
     found = json.loads(other.read_text())
     assert found["wait_layers"] == 0 and found["made_by"].startswith("tools.calibrate")
     assert found["k"] == 20 and found["fingerprint"]
-    from engine.model.config import ModelConfig
+    from engine.model.config.config import ModelConfig
 
     plan = layer_plan(6, read(other, ModelConfig.from_folder(tiny))["filter_layers"], 0)
     assert len(full_layers(plan)) == 2

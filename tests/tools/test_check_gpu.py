@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from engine import LLM, Full
-from engine.likeliest import Likeliest
-from engine.model.halves import FusedHalves
+from engine.forward.halves import FusedHalves
+from engine.sampling.greedy import DeviceArgmax
 from tests.builders import session_config, tiny_llm
 from tools import check_gpu
 from tools.bench.floor import Rates
+from tools.gpu import context as gpu_context
 from tools.gpu import kernels as gpu_kernels
 from tools.gpu import probe as gpu_probe
 from tools.gpu import sections as gpu_sections
@@ -42,8 +43,27 @@ def test_every_section_runs_on_a_cpu(tmp_path, capsys):
     assert (
         "PASS      kernels equal their references" in text
         and "Attack next" in text
-        and "| full | tg @ d512 |" in text
+        and "| full | tg @ d4096 |" in text
     )
+    _at_the_gpus_own_budgets(kept["sections"])
+
+
+def _at_the_gpus_own_budgets(sections):
+    """What dies for a budget, a context or a dtype dies in the rehearsal: it had 64 of 512 tokens
+    in float32, where the bench of the host tier could not run at more than 64.
+    """
+    for name in ("decode", "crossover", "peers"):
+        cells = [c for c in sections[name]["cells"] if c["test"] == "tg"]
+        assert {c["n"] for c in cells if c["n"] > 2048} and sections[name]["model"]["dtype"] == (
+            "bfloat16"
+        )
+        assert [c["name"] for c in cells if c["why"]] == []
+        chosen = [c for c in cells if c["name"].startswith("omnikv")]
+        assert chosen and all("tokens=2048" in c["settings"] for c in chosen)
+    host = [c for c in sections["decode"]["cells"] if c["name"].startswith("omnikv-host")]
+    assert {c["n"] for c in host if c["test"] == "tg"} >= {4096, 32768}
+    assert {c["n"] for c in sections["prefill"]["cells"]} == {4096}
+    assert sections["graph"]["omnikv"]["steps"] == 100
 
 
 def test_a_section_of_its_own_process_and_resuming(tmp_path, capsys):
@@ -169,7 +189,7 @@ def test_the_graph_section_measures_after_every_capture(monkeypatch):
 
     monkeypatch.setattr(gpu_sections, "held", held)
     monkeypatch.setattr(gpu_sections, "same_ahead", lambda session, token: True)
-    context = gpu_sections.Context("cpu", True, 10.0)
+    context = gpu_context.Context("cpu", True, 10.0)
     gpu_sections._graph_facts(context, Session(), 8150, 100)
     first = seen.index("held")
     measured = seen[first + 1 : seen.index("held", first + 1)]
@@ -181,7 +201,7 @@ def test_tokens_that_differ_when_issued_ahead_fail_the_captured_step(monkeypatch
     with tiny_llm(Full(), session_config(layers=1), max_context=256).session() as session:
         session.prefill([1, 2, 3])
         assert gpu_sections.same_ahead(session, 5) and session.ids == [1, 2, 3]
-        monkeypatch.setattr(Likeliest, "read", lambda self: 7)
+        monkeypatch.setattr(DeviceArgmax, "read", lambda self: 7)
         assert not gpu_sections.same_ahead(session, 5) and session.ids == [1, 2, 3]
     facts = dict(steps=3, grown_bytes=0, flat=True, equal_to_reference=10, ties=0, compared=10)
     found = gpu_verdict.verdicts({"graph": {"full": {**facts, "same_ahead": False}}})
@@ -194,7 +214,7 @@ def test_cuda_tests_that_are_stopped_are_run_again(monkeypatch, tmp_path):
         raise subprocess.TimeoutExpired(command, named["timeout"], output=b"...F")
 
     monkeypatch.setattr(gpu_sections.subprocess, "run", stopped)
-    found = gpu_sections.tests(gpu_sections.Context("cuda", False, 70.0))
+    found = gpu_sections.tests(gpu_context.Context("cuda", False, 70.0))
     assert "stopped after 70 s" in found["error"] and not check_gpu._done(found)
     verdict = next(v for v in gpu_verdict.verdicts({"tests": found}) if v.goal == "CUDA tests")
     assert verdict.status == "no figure"
@@ -206,7 +226,7 @@ def test_a_part_of_the_probe_that_fails_leaves_the_others_standing(monkeypatch):
 
     noted = []
     monkeypatch.setattr(gpu_probe, "PARTS", (gpu_probe.products, broken, gpu_probe.nodes))
-    found = gpu_probe.probe(gpu_sections.Context("cpu", True, 30.0, noted.append))
+    found = gpu_probe.probe(gpu_context.Context("cpu", True, 30.0, noted.append))
     assert found["products"]["products"]["down"]["share"] > 0
     assert "no kernel image" in found["broken"]["failed"] and found["error"] == "failed: broken"
     assert found["nodes"]["skipped"] == "needs a GPU" and len(noted) == 3
@@ -341,12 +361,12 @@ def test_the_probe_rehearses_the_step_and_a_twin_takes_its_own_form():
     """On a CPU the plain form alone is timed; a twin with another `step` does not keep the form of
     the LLM whose weights it shares.
     """
-    found = gpu_step_form.step_form(gpu_sections.Context("cpu", True, 30.0, lambda facts: None))
+    found = gpu_step_form.step_form(gpu_context.Context("cpu", True, 30.0, lambda facts: None))
     assert found["step_ms"]["plain"] > 0 and found["fused"] == "needs a GPU"
     llm = tiny_llm(Full(), session_config(layers=1), max_context=256, backend="reference")
-    with mock.patch("engine.rehearsal.choose_for", lambda backend, device: "triton"):
-        assert not isinstance(llm.halves("reference"), FusedHalves)
-        assert isinstance(LLM.sharing(llm, step="fused").halves("reference"), FusedHalves)
+    with mock.patch("engine.forward.self_test.choose_for", lambda backend, device: "triton"):
+        assert not isinstance(llm.load().halves("reference"), FusedHalves)
+        assert isinstance(LLM.sharing(llm, step="fused").load().halves("reference"), FusedHalves)
 
 
 def test_products_with_weights_of_few_bits_are_checked_and_judged():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine import LLM, Full
-from engine.errors import SettingError, UsageError
+from engine.base.errors import SettingError, UsageError
 from tools.compare import bytes as compare_bytes
 from tools.compare import claims
 from tools.compare import cli as compare
@@ -444,7 +444,7 @@ def test_bytes_are_what_is_allocated(llm):
     to the plan that chose the budget.
     """
     from engine.bank.base import Bank
-    from engine.bank.host_pool import Block, HostPool
+    from engine.bank.pool.host_pool import Block, HostPool
     from engine.methods.base import Setup
 
     ids, reached = list(range(5, 468)), 0
@@ -852,7 +852,7 @@ def test_a_template_gets_time_and_is_asked_little(llm, monkeypatch):
     """A busy machine may stop the template's process; and one document's dialogues are rendered
     once, however many methods answer.
     """
-    from engine.errors import TemplateError
+    from engine.base.errors import TemplateError
 
     asked, render = [], llm.tokenizer.render
 

@@ -9,7 +9,7 @@ import json
 
 import pytest
 
-from engine.errors import UsageError
+from engine.base.errors import UsageError
 from tools.compare import cli as compare
 from tools.compare.banks import over_banks
 from tools.compare.claims import findings

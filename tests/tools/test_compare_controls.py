@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from engine import A2SF, H2O, LLM, Full, InfLLM, MInference, OmniKV, Quest, SnapKV, StreamingLLM
-from engine.errors import SettingError
-from engine.methods.omnikv.ablations import OmniKVPerLayer
+from engine.base.errors import SettingError
+from engine.methods.controls.ablations import OmniKVPerLayer
 from tests.builders import random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.tools.test_compare import full, read, record, run
 from tools.compare import bytes as compare_bytes

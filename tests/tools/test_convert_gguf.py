@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models
 from tokenizers import pre_tokenizers as pre
 
-from engine.errors import BadCheckpoint, EngineError, UnsupportedCheckpoint, UsageError
-from engine.gguf.vocabulary import SPLITTINGS, read_vocabulary
+from engine.base.errors import BadCheckpoint, EngineError, UnsupportedCheckpoint, UsageError
 from engine.llm import LLM
+from engine.load.gguf.vocabulary import SPLITTINGS, read_vocabulary
 from engine.methods.full import Full
 from engine.text.tokenizer import Tokenizer as EngineTokenizer
 from tests.builders import tiny_llm, tiny_weights
@@ -35,9 +35,9 @@ from tests.tools.gguf_files import (
     text,
     write_llama,
 )
-from tools import convert_gguf
-from tools.gguf.convert import convert, describe
-from tools.gguf.folder import RECORD, read_record
+from tools.convert import gguf as convert_gguf
+from tools.convert.folder import RECORD, read_record
+from tools.convert.to_gguf import convert, describe
 from weights.gguf import header
 from weights.gguf.header import KINDS, read_header
 

@@ -1,16 +1,16 @@
-"""tools/documents.py: the splits share nothing, lengths are exact, and what a text says about its
-end is so.
+"""tools/common/documents.py: the splits share nothing, lengths are exact, and what a text says
+about its end is so.
 """
 
 import re
 
 import pytest
 
-from engine.errors import UsageError
+from engine.base.errors import UsageError
 from engine.text.tokenizer import Tokenizer
-from tools import documents
-from tools.documents import AGAIN, KINDS, SPLITS, Originals, shingles, texts
-from tools.program import POCKET
+from tools.common import documents
+from tools.common.documents import AGAIN, KINDS, SPLITS, Originals, shingles, texts
+from tools.common.program import POCKET
 
 
 @pytest.fixture(scope="module", autouse=True)

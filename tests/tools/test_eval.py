@@ -3,11 +3,15 @@ random, the tokenizer the shipped one.
 """
 
 import json
+import shutil
 
 import pytest
 
+from engine import LLM
 from tools.eval import cli as evaluation
+from tools.eval.prompts import answer_text, split_prompts
 from tools.eval.report import overall, summarise, wilson, write
+from tools.tasks import make_sample
 
 
 def record(method, task, seed, right, tokens, depth=0.5, length=1000):
@@ -123,7 +127,7 @@ def test_a_step_that_was_not_sparse_is_an_error():
         decode_steps, sparse_steps = 3, 2
 
     class Session:
-        llm = type("L", (), {"end_token_ids": ()})()
+        loaded = type("L", (), {"end_token_ids": ()})()
         seen = 0
 
         @property
@@ -140,3 +144,28 @@ def test_a_step_that_was_not_sparse_is_an_error():
 
     with pytest.raises(AssertionError, match="not sparse"):
         evaluation.answer(Session(), [1], 3, True)
+
+
+def test_a_base_model_is_asked_in_plain_text(tiny, tmp_path):
+    """Without a chat template: the text, "Question:" and "Answer:" behind the start tokens, and the
+    first line of what it writes; a second question about a document is read from the same bank.
+    """
+    base = tmp_path / "base"
+    shutil.copytree(tiny, base)
+    settings = json.loads((base / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (base / "tokenizer_config.json").write_text(json.dumps(settings))
+    (base / "chat_template.jinja").unlink(missing_ok=True)
+    assert run(base, tmp_path / "out") == 0
+    lines = (tmp_path / "out" / "answers.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines[1:]]
+    assert len(records) == 2 * 2 * 3 and all("\n" not in r["text"].strip() for r in records)
+    llm = LLM(base, load=False, max_context=512)
+    llm.load()
+    sample = make_sample("kv", 200, lambda text: len(text.split()), 0, 2)
+    shared, own = split_prompts(llm, sample)
+    for question, ids in zip(sample.questions, own, strict=True):
+        text = f"{sample.document.rstrip()}\n\nQuestion: {question}\nAnswer:"
+        assert shared + ids == llm.encode(text)
+    ids = llm.tokenizer.encode("four\nQuestion: five", special=False)
+    assert answer_text(llm.tokenizer, ids) == "four"

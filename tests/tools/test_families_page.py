@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("transformers")
 
 from engine import LLM, Full
-from engine.errors import SettingError
+from engine.base.errors import SettingError
 from tools.families import cli, probes
 from tools.families.facts import known
 from tools.families.models import VARIANTS, make

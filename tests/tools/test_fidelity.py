@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from engine import LLM, Full
-from tools import documents
-from tools.documents import texts
+from tools.common import documents
+from tools.common.documents import texts
 from tools.fidelity import cli, stats
 from tools.fidelity.columns import asked, columns, filter_sets
 from tools.fidelity.follow import Followed, Stream, decoded, until_difference

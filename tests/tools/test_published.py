@@ -39,7 +39,7 @@ def test_it_computes_what_the_official_mode_computes(settings, shape, offloaded)
     """
     method = official(**settings)
     session, rows = opened(method, **shape)
-    peer = PublishedStep(session.llm, method, rows, offloaded)
+    peer = PublishedStep(session.loaded, method, rows, offloaded)
     first = []
     for number, token in enumerate(FED):
         want, found = session.decode(token), peer.forward(token)
@@ -56,7 +56,7 @@ def test_it_computes_what_the_official_mode_computes(settings, shape, offloaded)
 def test_the_rows_that_it_says_it_offloads_are_gathered_on_the_host():
     """Of the sparse layers alone; a step reads as many as the budget."""
     session, rows = opened(official())
-    peer = PublishedStep(session.llm, official(), rows, True)
+    peer = PublishedStep(session.loaded, official(), rows, True)
     peer.step()
     assert sorted(peer._picked) == [i for i, apart in enumerate(peer._sparse) if apart] == [3, 4, 7]
     assert all(k.shape[2] == v.shape[2] == 23 for k, v in peer._picked.values())

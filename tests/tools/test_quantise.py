@@ -1,4 +1,5 @@
-"""`tools.quantise` writes a folder that this engine and compressed-tensors read as the same model.
+"""`tools.convert.quantise` writes a folder that this engine and compressed-tensors read as the same
+model.
 
 Stops: values packed in another order than they are read; zero points that are off by the stored
 offset; a scale that divides by what multiplies another way; a folder half-written.
@@ -11,14 +12,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.errors import EngineError
+from engine.base.errors import EngineError
 from engine.llm import LLM
 from engine.methods.full import Full
 from tests.builders import tiny_llm, tiny_weights
 from tests.weights.quantised_files import config_of, words
-from tools import quantise as program
-from tools.gguf import folder as folders
-from tools.quantise import packed_words, quantised
+from tools.convert import folder as folders
+from tools.convert import quantise as program
+from tools.convert.quantise import packed_words, quantised
 
 safetensors = pytest.importorskip("safetensors.torch")
 IDS = list(range(3, 40))

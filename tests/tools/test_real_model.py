@@ -15,11 +15,11 @@ import pytest
 
 pytest.importorskip("gguf", reason="the package gguf is in requirements-dev.txt")
 
-from engine.errors import BadCheckpoint, EngineError
+from engine.base.errors import BadCheckpoint, EngineError
 from tests.builders import tiny_weights
 from tests.tools.gguf_files import llama_config, write_llama
 from tools import real_model
-from tools.gguf.folder import read_record
+from tools.convert.folder import read_record
 from tools.real_model import __main__ as program
 from tools.real_model import fetch as fetching
 from tools.real_model.check import Answer, Row, table_line

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.chat.provenance import Run
-from engine.errors import BadCheckpoint, UsageError
+from engine.base.errors import BadCheckpoint, UsageError
+from engine.evidence.provenance import Run
 from tools.calibrate import cli
-from tools.pod_groups import read_blocks
-from tools.program import guarded, one_at_a_time, replace_json, replace_text
+from tools.common.program import guarded, one_at_a_time, replace_json, replace_text
+from tools.search.pod_groups import read_blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,7 +54,8 @@ def test_links_stay_and_devices_are_not_replaced(tmp_path):
 
 
 def test_one_run_per_folder(tmp_path):
-    held = "from tools.program import one_at_a_time; from pathlib import Path; import sys, time\n"
+    held = "from tools.common.program import one_at_a_time\nfrom pathlib import Path\n"
+    held += "import sys, time\n"
     held += "with one_at_a_time(Path(sys.argv[1])):\n    print('has it', flush=True)\n"
     held += "    time.sleep(60)\n"
     command = [sys.executable, "-c", held, str(tmp_path)]

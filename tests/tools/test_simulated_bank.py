@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from engine import Full, OmniKV
-from engine.errors import SettingError
+from engine.base.errors import SettingError
 from engine.model.rope import apply_rope
 from tests.builders import POCKET, random_ids, tiny_llm
 from tools.banks import quality

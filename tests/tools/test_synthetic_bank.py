@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from engine import LLM, Full, OmniKV
-from engine.errors import ContextTooLong, SettingError
-from engine.model.config import ModelConfig
+from engine.base.errors import ContextTooLong, SettingError
+from engine.model.config.config import ModelConfig
 from engine.model.tensors import random_stream
-from tools.planted_selection import Replay, ring_shape
-from tools.synthetic_bank import synthesize
+from tools.common.planted_selection import Replay, ring_shape
+from tools.common.synthetic_bank import synthesize
 
 CONFIG = ModelConfig.from_dict(
     {

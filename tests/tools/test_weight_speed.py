@@ -2,7 +2,7 @@
 
 import json
 
-from tools.weight_speed import main, table
+from tools.speed.weights import main, table
 
 
 def test_a_table_of_a_tiny_model(tmp_path, capsys):
@@ -23,4 +23,4 @@ def test_ratios_are_of_the_floats():
 
 def test_counts_that_time_nothing_are_refused(capsys):
     assert main(["--shape", "tiny", "--steps", "0"]) == 2
-    assert "--steps: expected 1 to 255" in capsys.readouterr().err
+    assert "--steps: found 0, expected 1 to 255" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from engine.model.config import ModelConfig
+from engine.model.config.config import ModelConfig
 from tests.builders import tiny_config, tiny_weights
 
 Tensors = dict[str, torch.Tensor]

@@ -4,8 +4,10 @@ import re
 
 import pytest
 
-from engine.model.config import ModelConfig
+from engine import LLM
+from engine.model.config.config import ModelConfig
 from weights.aliases import ALIASES, suggest, table
+from weights.published_filters import PUBLISHED
 from weights.shapes import config_of
 
 # hidden, intermediate, layers, heads, kv heads, head_dim, vocab, tied: from the models' config.json
@@ -78,10 +80,33 @@ def test_published_filter_layers():
     found = {name: alias.filter_layers for name, alias in ALIASES.items() if alias.filter_layers}
     assert found == {
         "llama-3-8b-262k": (2, 8, 18),
+        "llama-3-8b-1048k": (2, 8, 18),
         "yi-9b-200k": (6, 11, 30),
         "llama-3.1-70b": (4, 19, 41),
+        "llama-3.1-8b": (0, 2, 7, 13, 16, 26),
+        "qwen2.5-7b-1m": (0, 2, 4, 11, 16, 22),
+        "qwen3-4b-2507": (0, 1, 3, 9, 13, 16, 21, 28),
+        "qwen3-8b": (0, 2, 7, 14, 23),
+        "qwen3-8b-128k": (0, 2, 7, 14, 23),
+        "smollm2-135m": (0, 3, 5, 7, 14, 17, 20, 24),
     }
-    assert "needs quantisation: not yet" in ALIASES["llama-3.1-70b"].note
+    hub_ids = {alias.hub_id for alias in ALIASES.values()}
+    assert set(PUBLISHED) <= hub_ids
+    for known in PUBLISHED.values():
+        assert known.source and "\n" not in known.told
+        assert known.found_here or known.told.endswith("not checked here")
+
+
+def test_notes_say_what_is_gated_and_nothing_that_has_changed():
+    """Who publishes with a licence to accept; and that weights in few bits run."""
+    for alias in ALIASES.values():
+        gated = alias.hub_id.startswith(("meta-llama/", "google/"))
+        assert alias.note.startswith("gated") == gated, alias
+        assert "quantisation" not in alias.note
+    assert "--weights int4 in 80 GB" in ALIASES["llama-3.1-70b"].note
+    given = dict(weights="int4", device="cuda", imagined_gpu=80 * 10**9, load=False)
+    assert LLM("llama-3.1-70b", max_context=32768, **given).plan().fits
+    assert all("MXFP4" in ALIASES[f"gpt-oss-{size}"].note for size in ("20b", "120b"))
 
 
 def test_names_are_lower_case_hub_ids_are_well_formed():

@@ -10,7 +10,7 @@ import warnings
 import pytest
 
 from engine import LLM, SamplingParams
-from engine.errors import EngineError, SettingError
+from engine.base.errors import EngineError, SettingError
 from tests.broken_models import cases
 from tests.tiny_model import sound
 

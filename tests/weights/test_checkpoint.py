@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.model.config import ModelConfig
+from engine.model.config.config import ModelConfig
 from engine.model.tensors import ignored, targets
 from tests.tiny_model import CONFIG, INDEX, SINGLE, joined, packed, sharded, sound, tensors
 from weights.checkpoint import CHUNK, Checkpoint, Target

@@ -1,4 +1,4 @@
-"""`python -m tools.banks MODEL --bank kivi2 kvquant4 int8 sign`: what quantisers of the literature
+"""What quantisers of the literature
 cost, token by token.
 
 Half of a real text is read as a prompt over a bank of floats, then each bank goes on over the
@@ -14,30 +14,28 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
 
-import engine.session
+import engine.runner.prefill
 from engine import LLM, Full, OmniKV
-from engine.errors import UsageError
-from engine.prefill import WINDOW_KEPT
+from engine.bank.base import Bank
+from engine.base.errors import UsageError
+from engine.forward.prompt_halves import Pieces
+from engine.methods.base import Method, Runtime
+from engine.model.llama import Llama
+from engine.model.rope import Rotary
+from engine.plan.needs import MOST_WINDOW
+from engine.session.session import Session
 from tools.banks.base import WINDOW
 from tools.banks.registry import FAMILIES, REAL, checked, quantiser, shown
 from tools.banks.simulated import SimulatedBank, simulated
-from tools.documents import texts
+from tools.common.documents import texts
+from tools.common.program import guarded, model_label, progress, replace_json, require_writable, say
 from tools.eval.report import wilson
-from tools.program import guarded, model_label, progress, replace_json, require_writable, say
-from tools.weight_quality import Tally, add_text_arguments
-
-if TYPE_CHECKING:
-    from engine.bank.base import Bank
-    from engine.methods.base import Method, Runtime
-    from engine.model.llama import Llama
-    from engine.model.prompt_halves import Pieces
-    from engine.model.rope import Rotary
-    from engine.session import Session
+from tools.eval.weight_quality import Tally, add_text_arguments
 
 BATCH = 50  # neighbouring positions whose mean is one observation of the interval
 
@@ -158,7 +156,7 @@ def every_logits(session: Session, ids: list[int]) -> torch.Tensor:
         kept.append(logits)
         return logits[-1:], newest
 
-    with mock.patch.object(engine.session, "run_chunk", run):
+    with mock.patch.object(engine.runner.prefill, "run_chunk", run):
         session.prefill(ids)
     (logits,) = kept
     return logits
@@ -174,14 +172,16 @@ def run_every(
     total: int,
     pieces: Pieces,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As engine.prefill.run_chunk of a prompt's only chunk, with the logits [T, vocab] of all."""
+    """As engine.forward.prefill.run_chunk of a prompt's only chunk, with the logits [T, vocab] of
+    all.
+    """
     config, newest = model.config, []
     sizes = config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
     turns = rotary.of_layers(torch.arange(start, total).unsqueeze(0), total)
     x = model.embedded(tokens)
     for number, layer in enumerate(model.layers):
         q, k, v, q_pre_rope = pieces[0](layer, x, *turns[number], *sizes)
-        newest.append(q_pre_rope[:, -WINDOW_KEPT:].clone())
+        newest.append(q_pre_rope[:, -MOST_WINDOW:].clone())
         bank.write_chunk(number, k, v, start)
         attended = runtime.attend_prompt(number, q, bank, start)
         x = pieces[1](layer, x, attended, config.rms_norm_eps)
@@ -197,7 +197,7 @@ def _follow(
     wanted: Sequence[Decision],
 ) -> None:
     """Read one text over one bank. real: the LLM of a bank that is no simulation."""
-    half, config = len(base), base.llm.config
+    half, config = len(base), base.loaded.config
     with real.session(Full()) if real else simulated(base, quantiser(row.bank)) as session:
         if real:
             session.prefill(ids[:half])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from engine.errors import UsageError
+from engine.base.errors import UsageError
 from tools.banks.base import Quantiser
 from tools.banks.bfp import BlockFloat
 from tools.banks.gear import Gear

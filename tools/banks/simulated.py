@@ -11,20 +11,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
 
-import engine.session
+import engine.runner.state
 from engine.bank.base import Bank
 from engine.bank.device import DeviceBank
-from engine.errors import SettingError
+from engine.base.errors import SettingError
 from engine.model.rope import apply_rope
+from engine.session.session import Session
 from tools.banks.base import FLOAT, Memo, Quantiser, Run
-
-if TYPE_CHECKING:
-    from engine.session import Session
 
 PROBES = 64  # newest queries that say which tokens matter
 
@@ -35,14 +33,14 @@ def simulated(session: Session, quantiser: Quantiser) -> Session:
     The copy cannot go back behind rows that are rounded, nor be copied itself. Raises SettingError
     where the model's layers are not alike, or the session's rows are not floats.
     """
-    if session.llm.config.local_layers or session.bank.tiered:
+    if session.loaded.config.local_layers or session.bank.tiered:
         raise SettingError("a simulated bank holds layers that see everything, on the device")
     if not session.bank.dtype.is_floating_point:
         raise SettingError("a simulated bank begins with rows of floats: use --bank auto")
-    if quantiser.before_rope and len(session.llm.rotary.ropes) > 1:
+    if quantiser.before_rope and len(session.loaded.rotary.ropes) > 1:
         raise SettingError("a quantiser of K before rope needs one rope for all layers")
     make = partial(SimulatedBank, quantiser)
-    with mock.patch.object(engine.session, "DeviceBank", make):
+    with mock.patch.object(engine.runner.state, "DeviceBank", make):
         copy = session.fork()
     assert isinstance(copy.bank, SimulatedBank)
     copy.bank.session = copy
@@ -133,7 +131,7 @@ class SimulatedBank(DeviceBank):
         if not self.quantiser.before_rope:
             return k
         positions = torch.arange(first, first + k.shape[1], device=k.device)
-        rotary = self.session.llm.rotary
+        rotary = self.session.loaded.rotary
         return rotary.rotate_by(k.transpose(0, 1), way * positions).transpose(0, 1)
 
     def _probed(
@@ -150,7 +148,7 @@ class SimulatedBank(DeviceBank):
             ones = torch.ones(heads, self.widths[0], device=self.device)
             return torch.ones(stop - first, device=self.device), ones
         positions = torch.arange(start, end, device=self.device)
-        turns = self.session.llm.rotary.at(positions, layer=layer)
+        turns = self.session.loaded.rotary.at(positions, layer=layer)
         q = apply_rope(ring.read(layer, positions.unsqueeze(0))[0].float(), *turns)
         return probed(q, self.kv(layer, length)[0][0].float(), positions, first, stop)
 

@@ -1,4 +1,4 @@
-"""`make bench`: time per token by context, every method side by side, with the bytes that each step
+"""Time per token by context, every method side by side, with the bytes that each step
 had to read, and other engines beside them.
 
 Examples:
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from engine.errors import UsageError
+from engine.base.errors import UsageError
 from tools.bench import header as bench_header
 from tools.bench.methods import specs
 from tools.bench.options import Options, Result
@@ -27,7 +27,7 @@ from tools.bench.peers import PEERS
 from tools.bench.report import render, summary
 from tools.bench.shapes import SHAPES, parse_size, shape_filters, short_size
 from tools.bench.suite import Suite
-from tools.program import guarded, replace_text, say
+from tools.common.program import guarded, replace_text, say
 
 # default budget of a run without a GPU; `make bench` promises 6 minutes with its start-up
 CPU_SECONDS = 300
@@ -236,14 +236,14 @@ def options(args: argparse.Namespace) -> Options:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0, 1 (the run failed, or a timed path was wrong), 2 (usage) or 130 (Ctrl-C)."""
+    """Exit code 0, 1 (the run or a method failed, or a timed path was wrong), 2 (usage), 130."""
     args = parser().parse_args(argv)
     flags = argv if argv is not None else sys.argv[1:]
     return guarded(lambda: run(args, flags))
 
 
 def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
-    """Measure and print; 1 where a timed path was wrong."""
+    """Measure and print; 1 where a timed path was wrong or a method ended in a fault."""
     try:
         chosen = options(args)
     except ValueError as error:
@@ -262,7 +262,7 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
     )
     _files(args, result, head, found)
     print(render(args.output, result, head, found))
-    return 1 if result.failed_checks else 0
+    return 1 if result.failed_checks or result.crashed else 0
 
 
 def _files(

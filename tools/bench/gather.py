@@ -10,9 +10,9 @@ import time
 
 import torch
 
-from engine.bank.host_pool import HostPool
-from engine.bank.link import measure_link
-from kernels.gather import BLOCK_TOKENS, move_rows
+from engine.bank.pool.host_pool import HostPool
+from engine.bank.pool.link import measure_link
+from kernels.tier.gather import BLOCK_TOKENS, move_rows
 from tools.bench.floor import sync
 
 ROWS = 2048  # a published budget

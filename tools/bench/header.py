@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from engine.version import VERSION
-from kernels.isa import isa
+from engine.base.version import VERSION
+from kernels.launch.isa import isa
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "triton", "transformers", "llama-cpp-python", "numpy")
@@ -23,6 +23,7 @@ def header(device, flags, rates):
         "commit": commit(),
         "date": _date(),
         "hardware": hardware(device),
+        "load": load(),
         "python": platform.python_version(),
         "packages": {name: version(name) for name in PACKAGES},
         "threads": torch.get_num_threads(),
@@ -50,6 +51,13 @@ def commit():
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"
     return found.stdout.strip() or "unknown"
+
+
+def load():
+    """Mean number of runnable processes in the last 1, 5 and 15 minutes, this one's threads among
+    them; None where the system does not say.
+    """
+    return [round(x, 2) for x in os.getloadavg()] if hasattr(os, "getloadavg") else None
 
 
 def version(package):

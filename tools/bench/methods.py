@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.errors import SettingError
+from engine.base.errors import SettingError
 from engine.methods.base import Method
 from engine.methods.full import Full
-from engine.methods.omnikv.settings import OmniKV
+from engine.methods.omnikv.method import OmniKV
 from engine.methods.registry import methods
-from tools.planted_selection import Replay
+from tools.common.planted_selection import Replay
 
 
 @dataclass(frozen=True)

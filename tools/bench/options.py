@@ -53,3 +53,5 @@ class Result:
     rates: Any = None  # tools.bench.floor.Rates, before and after
     rates_after: Any = None
     failed_checks: int = 0
+    # own entrants that ended in an error that is none of ours
+    crashed: int = 0

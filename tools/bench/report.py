@@ -6,7 +6,7 @@ import csv
 import io
 import json
 
-from engine.units import human
+from engine.base.figures import human
 from tools.bench import gather as bench_gather
 from tools.bench.split import STAGES
 
@@ -19,6 +19,7 @@ def summary(result, head, warnings):
         "model": result.model,
         "warnings": warnings,
         "failed_checks": result.failed_checks,
+        "crashed": result.crashed,
         "rates_after": result.rates_after.to_dict() if result.rates_after else None,
         "peers": result.peers,
         "cells": [cell.to_dict() | ratios(cell, result.cells) for cell in result.cells],
@@ -70,7 +71,7 @@ def _header(result, head):
     m = result.model
     lines = [
         f"{head['program']} | commit {head['commit']} | {head['date']}",
-        f"{head['hardware']}",
+        f"{head['hardware']} | load average {head['load']}",
         f"python {head['python']}, {packages}",
         f"flags: {head['flags'] or '(defaults)'} | threads: {head['threads']}",
         f"model: {m['name']}, {m['parameters'] / 1e9:.3f} B parameters, {m['dtype']}, "

@@ -6,27 +6,24 @@ is here and uses the public API only; other engines are in tools/bench/hf.py and
 tools/bench/llamacpp.py.
 """
 
-import dataclasses
+import contextlib
 import statistics
 import time
 from dataclasses import dataclass, field
 
 import torch
 
-from engine.errors import EngineError
-from engine.generate import runs_ahead
+from engine.base.errors import EngineError
+from engine.base.figures import brief
 from engine.methods.base import Setup
-from engine.methods.evict.settings import Evicting
-from engine.methods.omnikv.settings import OmniKV
-from engine.units import brief
+from engine.methods.evict.shared.settings import Evicting
+from engine.session.generate import runs_ahead
 from tools.bench.floor import StepBytes, step_bytes, sync
-from tools.planted_selection import Replay
-from tools.synthetic_bank import synthesize
+from tools.bench.verify import Mismatch
+from tools.common.synthetic_bank import synthesize
 
 # steps that a contestant may be past its depth: below 2.5% of the shallowest
 DRIFT = 100
-# capacity of a runtime that only counts
-SMALL = 64
 NOISY = 1.25  # p95 over median beyond this is called noisy
 
 
@@ -47,6 +44,14 @@ class Cell:
     floor: float | None = None
     needed: StepBytes | None = None
     extra: dict = field(default_factory=dict)
+
+    def fail(self, why: str) -> None:
+        """Say why there is no time; the first reason stays."""
+        self.why = self.why or why
+
+    def expect(self, settings: str, needed: StepBytes, floor: float) -> None:
+        """Note one of our methods: its settings, the bytes of a step and the seconds they take."""
+        self.settings, self.needed, self.floor = settings, needed, floor
 
     @property
     def median(self):
@@ -171,7 +176,8 @@ def _rows(llm, plan, n, prompt):
     if isinstance(method, Evicting):
         budgets = method.budgets(layers, prompt)
         return [method.course(budget, prompt, n - prompt)[1] for budget in budgets]
-    runtime = method.runtime(Setup.of(llm.config, method, SMALL, plan=layers, dtype=llm.dtype))
+    # room for the whole prompt: a runtime may note its tokens where it ends
+    runtime = method.runtime(Setup.of(llm.config, method, n, plan=layers, dtype=llm.dtype))
     runtime.end_prompt(prompt)
     return runtime.rows_read(n)
 
@@ -185,103 +191,11 @@ def fetched_bytes(llm, n):
         return 0
     layers = len(plan.placement.layers)
     if not plan.placement.budget:
-        return layers * n * row
+        needs = plan.method.needs(plan.layers, llm.config, plan.max_context, llm.dtype.itemsize)
+        return layers * min(n, n if needs.step_rows is None else needs.step_rows) * row
     return round(
         layers * min(plan.placement.budget, n) * row * (1 - getattr(plan.method, "reuse", 0.0))
     )
-
-
-class Mismatch(Exception):
-    """The timed path and the reference disagree: the times mean nothing."""
-
-
-def verify(contestant, steps=None):
-    """Compare the timed path with the eager reference launchers on the same bank, token by token,
-    before anything is timed.
-
-    Both paths are fed the same tokens. Tokens must be equal, except where the reference's own gap
-    between the two is below twice the largest difference of the logits; that difference must stay
-    within what rounding does (measured: 0.1 to 0.2 of their spread in 16 bits, 1e-5 in float32;
-    allowed: 0.4 and 0.01). Where a method selects, rounding moves tokens at the edge of a
-    selection, and with them the logits: so both paths run on one planted selection (Replay), and of
-    what each selects by itself SAME must agree. Returns {"largest_logit_difference",
-    "selections_agree" where there are any}. Raises Mismatch.
-    """
-    session, n = contestant.session, contestant.n
-    # the reference is slow: seconds a step at 128K on a CPU
-    steps = steps or (4 if n <= 16384 else 2 if n <= 65536 else 1)
-    method, facts = session.method, {}
-    try:
-        if type(method) is OmniKV and not method.official and session.plan.sparse_layers:
-            facts["selections_agree"] = _same_selections(contestant)
-            planted = {f.name: getattr(method, f.name) for f in dataclasses.fields(OmniKV)}
-            session.set_method(Replay(**planted, reuse=0.5))
-        facts["largest_logit_difference"] = _same_logits(contestant, steps)
-    finally:
-        contestant.back()
-        session.set_backend("auto")
-        if session.method != method:
-            session.set_method(method)
-    return facts
-
-
-# share of a selection that two paths must have in common; measured: 0.9 to 1 on random weights in
-# 16 bits
-SAME = 0.75
-
-
-def _same_selections(contestant):
-    """Smallest share of a selection that the timed and the reference path have in common at depth
-    n.
-    """
-    session, chosen = contestant.session, []
-    for path in ("auto", "reference"):
-        session.set_backend(path)
-        contestant.back()
-        session.decode(session.ids[-1])
-        chosen.append(session.selections)
-    contestant.back()
-    session.set_backend("auto")
-    shares = [
-        torch.isin(mine, chosen[1][layer]).float().mean().item()
-        for layer, mine in chosen[0].items()
-        if len(mine)
-    ]
-    if shares and (
-        min(shares) < SAME
-        or any(len(mine) != len(chosen[1][layer]) for layer, mine in chosen[0].items())
-    ):
-        raise Mismatch(
-            f"selection at {contestant.n} tokens: the timed path shares {min(shares):.1%} with "
-            "the reference"
-        )
-    return min(shares, default=1.0)
-
-
-def _same_logits(contestant, steps):
-    """Largest difference of the logits over `steps` steps of both paths."""
-    session, n, worst = contestant.session, contestant.n, 0.0
-    allowed = 0.01 if contestant.llm.dtype is torch.float32 else 0.4
-    fed, fast = [session.ids[-1]], []
-    contestant.back()
-    for _ in range(steps):
-        fast.append(session.decode(fed[-1]).clone())
-        fed.append(int(fast[-1].argmax()))
-    contestant.back()
-    session.set_backend("reference")
-    for number, (token, got) in enumerate(zip(fed, fast)):
-        want = session.decode(token)
-        difference = (got - want).abs().max().item()
-        worst = max(worst, difference)
-        gap = (want.max() - want[fed[number + 1]]).item()
-        if not difference <= allowed * want.std().item() or gap > 2 * difference:
-            raise Mismatch(
-                f"step {number} at {n} tokens: the timed path says token {fed[number + 1]}, the "
-                "reference "
-                f"{int(want.argmax())} (largest logit difference {difference:.3g}, spread "
-                f"{want.std().item():.3g})"
-            )
-    return worst
 
 
 @dataclass(frozen=True)
@@ -298,16 +212,15 @@ class Entrant:
     check: object = None
 
 
-FAILURES = (EngineError, RuntimeError, MemoryError, OSError, ValueError)
-
-
 class Match:
     """Rounds of several entrants at one depth: in turns A B A B, each with a warm-up step and some
     timed ones.
 
     Where all fit into `room` (and `host_room`) bytes together they are made once and live on;
     otherwise each is made anew for its turn. Every other round runs in reverse order. An entrant
-    that raises leaves with its reason, the others go on. clock: seconds, before and after a step.
+    that raises anything but an interrupt leaves with its reason, the others go on. crashed: those
+    that neither said that they cannot run nor failed their check. clock: seconds, before and after
+    a step.
     """
 
     def __init__(
@@ -324,7 +237,7 @@ class Match:
             {e.name: {} for e in entrants},
             {},
         )
-        self.live, self.wrong = {}, set()  # wrong: entrants that failed their check
+        self.live, self.wrong, self.crashed = {}, set(), set()  # wrong: those of a Mismatch
 
     def run(self, rounds, steps, budget=None, warm_up=1, finish=None):
         """Time up to `rounds` rounds (at least two, then none that begins after `budget` seconds).
@@ -344,7 +257,7 @@ class Match:
                     break
         finally:
             for contestant in self.live.values():
-                contestant.close()
+                _close(contestant)
             self.live = {}
 
     def _enter(self, entrant, steps, warm_up, finish):
@@ -355,13 +268,13 @@ class Match:
             self.times[entrant.name] += _turn(contestant, steps, self.device, warm_up, self.clock)
             if finish is not None:
                 finish(entrant.name, contestant)
-        except (*FAILURES, Mismatch, Missing) as error:
+        except Exception as error:
             self.failed[entrant.name], self.times[entrant.name] = reason(error), []
             if isinstance(error, Mismatch):
                 self.wrong.add(entrant.name)
-            self.live.pop(entrant.name, None)
-            if contestant is not None:
-                contestant.close()
+            elif crashed(error):
+                self.crashed.add(entrant.name)
+            _close(self.live.pop(entrant.name, None))
             return
         if not self.together:
             contestant.close()
@@ -393,11 +306,24 @@ def _turn(contestant, steps, device, warm_up, clock):
     return seconds
 
 
+def _close(contestant):
+    """Give back what a contestant holds. One that failed has said why, and may fail at this too."""
+    if contestant is not None:
+        with contextlib.suppress(Exception):
+            contestant.close()
+
+
 def reason(error):
     """One line that says why a cell is empty."""
     text = " ".join(str(error).split()) or type(error).__name__
     known = isinstance(error, (EngineError, Mismatch, Missing))
     return (text if known else f"{type(error).__name__}: {text}")[:300]
+
+
+def crashed(error):
+    """Whether an error is a fault: it says neither what cannot run here nor what does not fit."""
+    said = (EngineError, Mismatch, Missing, MemoryError, torch.OutOfMemoryError)
+    return not isinstance(error, said)
 
 
 class Missing(Exception):

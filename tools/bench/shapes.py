@@ -2,7 +2,7 @@
 sizes.
 """
 
-from engine.model.config import ModelConfig
+from engine.model.config.config import ModelConfig
 
 # room for a bank of a million tokens and the steps after it, whatever the released model was
 # trained for

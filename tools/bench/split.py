@@ -11,24 +11,24 @@ import time
 
 import torch
 
-import engine.bank.host_rows
-import engine.bank.working_set
+import engine.bank.host.host_rows
+import engine.bank.host.working_set
+import engine.forward.native_halves
 import engine.methods.base
 import engine.methods.omnikv.runtime
-import engine.model.native_halves
-from kernels.linear import Linear
+from kernels.layer.linear import Linear
 
 STAGES = ("linear", "dense attention", "scoring", "top-k", "gather", "sparse attention", "other")
 _LAUNCHERS = (
     (engine.methods.base, "decode_dense", "dense attention"),
     (engine.methods.omnikv.runtime, "decode_sparse", "sparse attention"),
-    (engine.model.native_halves, "multiply", "linear"),  # with norm, SwiGLU and residual
+    (engine.forward.native_halves, "multiply", "linear"),  # with norm, SwiGLU and residual
     (engine.methods.omnikv.runtime, "select_topk", "top-k"),
     (engine.methods.omnikv.runtime, "window_scores", "scoring"),
     (engine.methods.base, "attend_stream", "dense attention"),
-    (engine.bank.working_set.WorkingSet, "fetch", "gather"),
+    (engine.bank.host.working_set.WorkingSet, "fetch", "gather"),
     # blocks and whole layers on their way to the device
-    (engine.bank.host_rows.HostRows, "read", "gather"),
+    (engine.bank.host.host_rows.HostRows, "read", "gather"),
 )
 # Names of GPU kernels, most telling part first; a merge belongs to the attention before it.
 _KERNELS = (

@@ -6,36 +6,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from engine import LLM, Full
-from engine.errors import EngineError
+from engine.base.figures import brief, human
+from engine.load.memory import Plan
+from engine.model.config.config import ModelConfig
 from engine.model.tensors import random_stream
 from engine.plan.free_memory import HEADROOM, available_bytes
-from engine.units import brief, human
 from tools.bench import gather as bench_gather
 from tools.bench.floor import floor_seconds, measure_rates
 from tools.bench.memory import Peak, held
+from tools.bench.methods import Spec
 from tools.bench.options import Options, Result
 from tools.bench.run import (
     Cell,
     Engine,
     Entrant,
     Match,
-    Missing,
+    crashed,
     engine_bytes,
     fetched_bytes,
     reason,
-    verify,
 )
 from tools.bench.shapes import shape_config
 from tools.bench.split import split_step
-
-if TYPE_CHECKING:
-    from engine.model.config import ModelConfig
-    from engine.plan.memory import Plan
+from tools.bench.verify import verify
 
 SMALL = 4096  # capacity of the LLM that holds the weights
 # tokens a session can hold beyond its depth: timed steps, and tokens appended at depth
@@ -156,7 +154,7 @@ class Suite:
             self.say(f"making {name}")
             try:
                 peers.append(make_peer(name, self.llm, self.options))
-            except (Missing, RuntimeError, MemoryError, OSError) as error:
+            except Exception as error:
                 self.result.peers[name] = {"why": reason(error)}
         return peers + [make(self.llm) for make in self.others]
 
@@ -168,40 +166,44 @@ class Suite:
         for spec in self.options.specs:
             cell = cells[spec.label] = Cell(spec.label, "tg", n)
             try:
-                llm = LLM.sharing(
-                    self.llm, method=spec.method, max_context=n + ROOM, offload=spec.offload
-                )
-                cell.why = self._cannot(llm.plan())
-            except EngineError as error:
-                cell.why = reason(error)
-            if not cell.why:
-                cell.settings = brief(llm.method)
-                # predicted before anything is timed
-                cell.needed = engine_bytes(llm, n + 2, n)
-                cell.extra["fetched_predicted"] = fetched_bytes(llm, n + 2)
-                cell.floor = floor_seconds(
-                    cell.needed, self.result.rates, cell.extra["fetched_predicted"]
-                )
-                entrants.append(self._entrant(spec.label, llm, n))
+                entrants += self._own(spec, cell)
+            except Exception as error:
+                self._failed(cell, error)
         for peer in self._peers:
             cells[peer.name] = Cell(peer.name, "tg", n, settings=peer.settings)
             try:
                 host = peer.host_bytes_at(n) if hasattr(peer, "host_bytes_at") else 0
                 entrants.append(Entrant(peer.name, peer.at(n, ROOM), peer.bytes_at(n + ROOM), host))
-            except (Missing, RuntimeError, MemoryError) as error:
-                cells[peer.name].why = reason(error)
+            except Exception as error:
+                cells[peer.name].fail(reason(error))
         for name, facts in self.result.peers.items():
             if "why" in facts:
                 cells[name] = Cell(name, "tg", n, why=facts["why"])
         if self.left() <= 0:
             for cell in cells.values():
-                cell.why = (
-                    cell.why
-                    or f"left out: the run's {self.options.seconds:g} s were over (--seconds)"
-                )
+                cell.fail(f"left out: the run's {self.options.seconds:g} s were over (--seconds)")
         elif entrants:
             self._compete(n, entrants, cells)
         self.result.cells += cells.values()
+
+    def _own(self, spec: Spec, cell: Cell) -> list[Entrant]:
+        """The entrant of one of our methods, its bytes predicted before anything is timed; none
+        where it does not fit.
+        """
+        n, offload = cell.n, spec.offload
+        llm = LLM.sharing(self.llm, method=spec.method, max_context=n + ROOM, offload=offload)
+        cell.fail(self._cannot(llm.plan()))
+        if cell.why:
+            return []
+        needed = engine_bytes(llm, n + 2, n)
+        fetched = cell.extra["fetched_predicted"] = fetched_bytes(llm, n + 2)
+        cell.expect(brief(llm.method), needed, floor_seconds(needed, self.result.rates, fetched))
+        return [self._entrant(spec.label, llm, n)]
+
+    def _failed(self, cell: Cell, error: Exception) -> None:
+        """One entrant's failure is its cell's reason, and the run goes on."""
+        cell.fail(reason(error))
+        self.result.crashed += crashed(error)
 
     def _release(self) -> None:
         """Give cached blocks back to the GPU: the driver says how much memory is free."""
@@ -251,6 +253,8 @@ class Suite:
             cell.extra |= {"checked": facts.get("checked"), "interleaved": match.together}
             cell.settings = facts.get("settings", cell.settings)
             self.result.failed_checks += entrant.name in match.wrong
+            ours = cell.needed is not None
+            self.result.crashed += ours and entrant.name in match.crashed
             if cell.needed is not None and cell.seconds:
                 self.result.memory.append(
                     {
@@ -343,8 +347,12 @@ class Suite:
         self.say(f"prompt of {n} tokens")
         cells = [Cell(p.name, f"pp{n}", n, tokens=n, settings=p.settings) for p in self._peers]
         for number in range(2):
-            with Peak(self.device) as peak:
-                ours.seconds.append(_read(llm, ids))
+            try:
+                with Peak(self.device) as peak:
+                    ours.seconds.append(_read(llm, ids))
+            except Exception as error:
+                self._failed(ours, error)
+                break
             # another engine in this process grows the heap
             if number == 0 and not self._peers:
                 self.result.memory.append(
@@ -360,7 +368,7 @@ class Suite:
                     continue
                 try:
                     cell.seconds.append(peer.prefill(ids))
-                except (Missing, RuntimeError, MemoryError) as error:
+                except Exception as error:
                     cell.why = reason(error)
             if self.left() < 2 * (time.perf_counter() - self._began) / 4 or ours.seconds[0] > 30:
                 break

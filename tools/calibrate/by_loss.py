@@ -10,23 +10,21 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from engine import LLM
+from engine.base.errors import UsageError
 from engine.calibration.passages import Choose, Lend, MaxOverHeads, Passage
 from engine.calibration.score import Passages, bytes_share, worth
 from engine.calibration.search import Found, Layers, Search, filters_of, plan_of, seeing
-from engine.errors import UsageError
 from engine.plan.filter_layers import cache_file
 from tools.calibrate.state import State
 from tools.calibrate.texts import pieces_of
-from tools.documents import texts as real_texts
-from tools.program import progress, say
+from tools.common.documents import texts as real_texts
+from tools.common.program import progress, say
 from weights.fingerprint import fingerprint
-
-if TYPE_CHECKING:
-    from engine import LLM
 
 Texts = Sequence[tuple[str, list[int]]]
 

@@ -1,4 +1,4 @@
-"""`python -m tools.calibrate`: find a model's filter layers and write omnikv.json.
+"""Find a model's filter layers and write omnikv.json.
 
 --by loss (default) searches for the layers under which the model's next tokens are closest to full
 attention's, on real texts (tools/calibrate/by_loss.py). --by reads and --by mass measure at decode
@@ -14,25 +14,22 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from engine import LLM, Full
-from engine.errors import UsageError
+from engine.base.errors import UsageError
+from engine.base.version import VERSION
 from engine.plan.filter_layers import FORMAT, NAME, cache_file
-from engine.version import VERSION
 from tools.calibrate.by_loss import run_by_loss
-from tools.calibrate.choose_layers import best_sets, choose
+from tools.calibrate.choose_layers import Choice, best_sets, choose
 from tools.calibrate.report import plot, report
 from tools.calibrate.similarity import head_groups, kept, measure
 from tools.calibrate.texts import add_flags, texts_for
-from tools.program import guarded, replace_json, replace_text, require_writable, say
+from tools.common.program import guarded, replace_json, replace_text, require_writable, say
 from weights.aliases import ALIASES
 from weights.fingerprint import fingerprint
-
-if TYPE_CHECKING:
-    from tools.calibrate.choose_layers import Choice
 
 
 def parser() -> argparse.ArgumentParser:

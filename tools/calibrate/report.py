@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-from engine.errors import UsageError
-from tools.calibrate.choose_layers import mean_mass
-
-if TYPE_CHECKING:
-    from engine.model.config import ModelConfig
-    from tools.calibrate.choose_layers import Choice
+from engine.base.errors import UsageError
+from engine.model.config.config import ModelConfig
+from tools.calibrate.choose_layers import Choice, mean_mass
 
 
 def report(

@@ -8,19 +8,16 @@ exist at a time; of every layer only its chosen indices and their sums stay.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 
-from engine.decode import Decoder
+from engine.bank.base import Attends, Bank, Step
+from engine.forward.decode import Decoder
+from engine.methods.base import Runtime
 from engine.plan.layers import tail_start
-from kernels.topk import select_topk
-
-if TYPE_CHECKING:
-    from engine.bank.base import Bank
-    from engine.decode import Attends, Step
-    from engine.methods.base import Runtime
-    from engine.session import Session
+from engine.session.session import Session
+from kernels.select.topk import select_topk
 
 # a head that puts more than this on one token reads that token: without it, the head's output is
 # another one
@@ -135,8 +132,8 @@ def measure_with(session: Session, ids: Sequence[int], positions: int, meter: Me
     """
     head = len(ids) - positions
     session.prefill(ids[:head])
-    decoder = Decoder(session.llm.model, session.llm.rotary, meter, session.query_ring)
-    device = session.llm.model.device
+    decoder = Decoder(session.loaded.model, session.loaded.rotary, meter, session.query_ring)
+    device = session.loaded.model.device
     with torch.inference_mode():
         for position in range(head, len(ids)):
             token = torch.tensor([[ids[position]]], device=device)

@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from engine.errors import UsageError
-from tools.program import replace_json
+from engine.base.errors import UsageError
+from tools.common.program import replace_json
 
 FORMAT = 1
 Layers = tuple[int, ...]

@@ -6,13 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from engine.errors import EngineError, UsageError
+from engine import LLM
+from engine.base.errors import EngineError, UsageError
 from tools.tasks import make_sample
-
-if TYPE_CHECKING:
-    from engine import LLM
 
 # retrieval, multi-hop, dictionary, many evidence
 MADE = ("kv", "chains", "two_stage", "facts", "listing", "mixed", "frequent")

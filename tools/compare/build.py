@@ -7,19 +7,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from engine.errors import BadCheckpoint
+from engine import LLM
+from engine.base.errors import BadCheckpoint
+from engine.methods.base import Method
 from engine.methods.evict.h2o_plus import H2OPlus
-from engine.methods.omnikv.settings import OmniKV
+from engine.methods.omnikv.method import OmniKV
 from engine.methods.select.infllm import InfLLM
 from engine.methods.select.pod import PodUntrained
 from tools.compare.bytes import device_share
-from tools.pod_groups import read_blocks
-
-if TYPE_CHECKING:
-    from engine import LLM
-    from engine.methods.base import Method
+from tools.search.pod_groups import read_blocks
 
 # (facts, share or part) -> the method, or a text why there is none
 Build = Callable[..., Any]

@@ -11,20 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from engine import LLM, Full
-from engine.methods.evict.settings import Evicting
-from engine.methods.evict.store import row_bytes
-from engine.plan.memory import window_bytes
+from engine import LLM, Full, OmniKV
+from engine.load.memory import window_bytes
+from engine.load.planner import Planner
+from engine.methods.base import Method
+from engine.methods.controls.brutal_offload import BrutalOffload
+from engine.methods.evict.shared.settings import Evicting
+from engine.methods.evict.shared.store import row_bytes
+from engine.session.session import Session
 from tools.banks.registry import REAL, quantiser
 from tools.banks.simulated import SimulatedBank, simulated
+from tools.common.synthetic_bank import synthesize
 from tools.compare.kept import inner_of, kept_of
-from tools.synthetic_bank import synthesize
-
-if TYPE_CHECKING:
-    from engine.methods.base import Method
-    from engine.session import Session
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,17 @@ class Held:
 
 
 def offloaded(llm: LLM, method: Method, capacity: int) -> LLM:
-    """An LLM over the same weights with sessions that hold `method` as it saves memory: in host
-    memory, one slot per selected token.
+    """An LLM over the same weights with sessions that hold `method` as it saves memory: OmniKV's
+    kin and brutal offload in host memory, one slot per selected token, all others as published, on
+    the device.
     """
-    return LLM.sharing(llm, method=method, max_context=capacity, offload="host", slots=1)
+    inner = inner_of(method)
+    inner = getattr(inner, "method", inner)
+    offload = "host" if isinstance(inner, (OmniKV, BrutalOffload)) else "device"
+    return LLM.sharing(llm, method=method, max_context=capacity, offload=offload, slots=1)
 
 
-def full_bytes(llm: LLM, capacity: int) -> int:
+def full_bytes(llm: LLM | Planner, capacity: int) -> int:
     """Bytes of all keys and values of `capacity` tokens; a sliding-window layer keeps its ring."""
     config, size = llm.config, llm.dtype.itemsize
     seeing = config.num_layers - len(config.local_layers)
@@ -94,8 +98,11 @@ def held(session: Session) -> Held:
     """Held of an open session. Raises AssertionError where the parts do not add up to what is
     allocated.
     """
-    llm, stats = session.llm, session.stats
-    total, placement = full_bytes(llm, session.capacity), getattr(session.bank, "placement", None)
+    config, stats = session.loaded.config, session.stats
+    total, placement = (
+        full_bytes(session.planner, session.capacity),
+        getattr(session.bank, "placement", None),
+    )
     if session.runtime.needs.history == "store":
         kept, layers = kept_of(session.method), session.runtime.sequences[0].layers
         sizes = [
@@ -103,7 +110,7 @@ def held(session: Session) -> Held:
             for layer in layers
         ]
         # a kept layer is read from the bank, and its store not at all
-        whole = total // llm.config.num_layers
+        whole = total // config.num_layers
         device = sum(whole if layer in kept else size for layer, size in enumerate(sizes))
         return Held(
             device,
@@ -122,12 +129,12 @@ def held(session: Session) -> Held:
             stats.bank_bytes + stats.selection_bytes,
             total,
         )
-    size = llm.dtype.itemsize
-    parts = placement.device_items(llm.config, size, session.capacity)
+    size = session.loaded.dtype.itemsize
+    parts = placement.device_items(config, size, session.capacity)
     dense = (
-        (llm.config.num_layers - len(llm.config.local_layers) - len(placement.layers))
+        (config.num_layers - len(config.local_layers) - len(placement.layers))
         * session.capacity
-        * llm.config.kv_bytes(size)
+        * config.kv_bytes(size)
     )
     dense += session.bank.ring_bytes
     if dense + sum(parts.values()) != stats.bank_bytes:

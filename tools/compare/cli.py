@@ -1,4 +1,4 @@
-"""`python -m tools.compare`: compare methods on any model folder (default: the shipped model),
+"""Compare methods on any model folder (default: the shipped model),
 methods x budgets x tasks x lengths.
 
 Every document is read once for all methods that leave prefill alone; the others read it themselves.
@@ -16,15 +16,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from engine.errors import UsageError
+from engine.base.errors import UsageError
 from tools.banks.registry import FAMILIES, checked
+from tools.common.program import POCKET, guarded, one_at_a_time, replace_json, say
 from tools.compare.comparison import Comparison, span
 from tools.compare.methods import GROUPS, REGISTRY, wanted
+from tools.compare.own import IMPORT_HELP, load
 from tools.compare.report import write
 from tools.compare.run import Rules
-from tools.compare.work import Bench, Clock, Inside, Order, Outside
+from tools.compare.work import Bench, Clock, Inside, Order, OutOfTime, Outside
 from tools.eval.prompts import JUDGE_HELP, JUDGES
-from tools.program import POCKET, guarded, one_at_a_time, replace_json, say
 from tools.tasks import TASKS
 
 DEFAULT_TASKS = ("passkey", "kv", "two_stage", "chains", "facts")
@@ -41,6 +42,7 @@ examples:
   python -m tools.compare --methods omnikv@3,6.67,30 h2o@30 --estimate   how long it would take
   python -m tools.compare --methods omnikv h2o@30 --dense-layers-kept omnikv
                                         H2O once more with the layers left dense that OmniKV reads
+  python -m tools.compare --import my.py --methods mymethod@30 snapkv@30 --minutes 10
   python -m tools.compare --methods omnikv@6.67 --no-controls --bank int8 kivi4 kivi2 sign
 """
 
@@ -76,6 +78,9 @@ def _what(parser: argparse.ArgumentParser) -> None:
         metavar="NAME[@BUDGETS]",
         help=f"names below, or a group: {', '.join(GROUPS)} (default: t1 "
         "others@3,10,30); full attention always runs, and beside OmniKV its controls",
+    )
+    parser.add_argument(
+        "--import", dest="imports", nargs="+", default=[], metavar="FILE", help=IMPORT_HELP
     )
     parser.add_argument(
         "--no-controls",
@@ -213,6 +218,7 @@ def order_of(args: argparse.Namespace) -> Order:
         raise UsageError(f"--lengths: found {min(args.lengths)}, expected at least 1")
     if args.minutes is not None and not args.minutes > 0:
         raise UsageError(f"--minutes: found {args.minutes:g}, expected a number above 0")
+    REGISTRY.update(load(args.imports))
     names = wanted(args.methods, args.shares, args.mem, args.controls)
     rules = Rules(args.questions, args.turns, args.judge, args.max_tokens, args.seed)
     return Order(
@@ -228,6 +234,7 @@ def order_of(args: argparse.Namespace) -> Order:
         rules,
         layers_kept(args.dense_layers_kept),
         checked(args.bank),
+        tuple(args.imports),
     )
 
 
@@ -276,13 +283,23 @@ def run(args: argparse.Namespace, began: float) -> None:
     order = order_of(args)
     bench = Bench(order)
     comparison = Comparison(args, bench, began)
-    say(f"warming up on {bench.llm.device}: every method at every length, once")
+    lengths = sorted({job.length for job, _ in comparison.todo})
+    say(f"warming up on {bench.llm.device}: every method that is to run, once per length")
     processes = processes_of(args, bench)
     if processes > 1 and order.threads is None:
         # in this process too: its warm-up stands for the workers
         order = replace(order, threads=1)
         bench.use(order)
-    clock = Clock(bench, args.tasks)
+    try:
+        stop = None if args.minutes is None else began + 60 * args.minutes
+        clock = Clock(bench, args.tasks, lengths, stop)
+    except OutOfTime:
+        count = len(comparison.todo)
+        say(
+            f"stopped after {args.minutes:g} minutes with {count} of {count} documents to do: the "
+            "warm-up was not over; give more --minutes, or fewer --methods or --lengths"
+        )
+        return
     estimated = clock.left([job for job, _ in comparison.todo], processes)
     say_plan(comparison, estimated, processes)
     if args.estimate:

@@ -7,19 +7,18 @@ import json
 import os
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from engine.errors import UsageError
+from engine.base.errors import UsageError
 from tools.bench import header as bench_header
+from tools.common.program import model_label, progress, say
+from tools.compare.bytes import Held
+from tools.compare.own import digests
+from tools.compare.run import Job
 from tools.compare.work import Bench, Clock, Inside, Outside, jobs
 from tools.eval.answers import AnswerFile, Record
-from tools.program import model_label, progress, say
 from tools.tasks import TASKS
 from weights.fingerprint import weights_digest
-
-if TYPE_CHECKING:
-    from tools.compare.bytes import Held
-    from tools.compare.run import Job
 
 
 def key_of(record: Record) -> tuple:
@@ -47,6 +46,8 @@ class Comparison:
             "controls": args.controls,
             "kept": order.kept,
         }
+        if order.imports:
+            settings["imports"] = digests(order.imports)
         # as they are read back: tuples are lists
         self.settings = json.loads(json.dumps(settings))
         self.methods = {

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 
-from engine.units import human
+from engine.base.figures import human
 from tools.compare.claims import variant_of
 from tools.compare.methods import CONTROLS
 from tools.compare.stats import (

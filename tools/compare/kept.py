@@ -12,17 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from engine.bank.base import Bank, Step
 from engine.methods.base import Method, Runtime, Setup
+from engine.model.config.config import ModelConfig
+from engine.plan.filter_layers import FilterLayers
 from engine.plan.layers import Group, LayerPlan, Role
+from engine.plan.needs import Needs
 
 if TYPE_CHECKING:
     import torch
-
-    from engine.bank.base import Bank
-    from engine.decode import Step
-    from engine.model.config import ModelConfig
-    from engine.plan.filter_layers import FilterLayers
-    from engine.plan.needs import Needs
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from engine import (
     A2SF,
@@ -25,10 +24,13 @@ from engine import (
     TidalDecode,
     Window,
 )
-from engine.errors import SettingError, UsageError
-from engine.methods.brutal_offload import BrutalOffload
-from engine.methods.omnikv.ablations import OmniKVPerLayer, OmniKVUnpacked
-from engine.methods.omnikv.controls import OmniKVNewest, OmniKVOne, OmniKVRandom
+from engine.base.errors import SettingError, UsageError
+from engine.methods.base import Method
+from engine.methods.controls.ablations import OmniKVPerLayer, OmniKVUnpacked
+from engine.methods.controls.brutal_offload import BrutalOffload
+from engine.methods.controls.controls import OmniKVNewest, OmniKVOne, OmniKVRandom
+from engine.methods.registry import methods
+from engine.plan.layers import LayerPlan
 from tools.banks.registry import shown
 from tools.compare.build import (
     Entry,
@@ -45,10 +47,7 @@ from tools.compare.build import (
     whole_segments,
 )
 from tools.compare.kept import KeepsDense, without
-
-if TYPE_CHECKING:
-    from engine.methods.base import Method
-    from engine.plan.layers import LayerPlan
+from tools.compare.own import entry as own_entry
 
 PAPER_SHARE = 6.67  # per cent: the budget of the first hypothesis
 GROUPS = ("t1", "others", "controls")
@@ -93,7 +92,7 @@ class Variant:
     @property
     def entry(self) -> Entry:
         """Its row of the table."""
-        return REGISTRY[self.name]
+        return entry_of(self.name)
 
 
 REGISTRY: dict[str, Entry] = {
@@ -192,7 +191,7 @@ REGISTRY: dict[str, Entry] = {
         sink=LMInfinite.sink,
     ),
     "pod_untrained": Entry(
-        "PoD without its training; blocks from pod.json beside the model (tools.pod_groups)",
+        "PoD without its training; blocks from pod.json beside the model (tools.search.pod_groups)",
         pod,
         keeps_all,
         group="others",
@@ -227,6 +226,19 @@ REGISTRY: dict[str, Entry] = {
 }
 
 
+def entry_of(name: str) -> Entry:
+    """The row of a name, made where only the engine's registry knows it. Raises UsageError."""
+    if name not in REGISTRY:
+        known = methods()
+        if name not in known:
+            raise UsageError(
+                f"unknown method {name!r}: one of {', '.join((*GROUPS, *REGISTRY))}, or one of "
+                "your own with --import FILE"
+            )
+        REGISTRY[name] = own_entry(known[name])
+    return REGISTRY[name]
+
+
 def spans(layers: Sequence[int]) -> str:
     """Layer numbers for people: "0-2,5"."""
     runs: list[list[int]] = []
@@ -251,10 +263,8 @@ def wanted(
     for word in words:
         base, at, own = word.partition("@")
         names = [n for n, e in REGISTRY.items() if e.group == base] if base in GROUPS else [base]
-        if base not in REGISTRY and base not in GROUPS:
-            raise UsageError(f"unknown method {base!r}: one of {', '.join((*GROUPS, *REGISTRY))}")
         for name in names:
-            entry = REGISTRY[name]
+            entry = entry_of(name)
             if not entry.budget:
                 found[name, "none", 100.0] = None
                 continue
@@ -303,7 +313,7 @@ def variants(facts: Facts, names: Sequence[tuple[str, str, float]]) -> list[Vari
     out: list[Variant] = []
     seen: dict[tuple[str, str, str], str] = {}
     for name, kind, budget in names:
-        entry = REGISTRY[name]
+        entry = entry_of(name)
         build = entry.at_bytes if kind == "mem" else entry.build
         assert build is not None  # `wanted` asks for no other budgets
         made = build(facts, budget / 100)

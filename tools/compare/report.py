@@ -4,7 +4,7 @@ both turns by task, agreement, costs and bytes, depths; as Markdown and JSON.
 
 import json
 
-from engine.units import human
+from engine.base.figures import human
 from tools.compare.banks import over_banks
 from tools.compare.claims import findings
 from tools.compare.headline import controls, equal_bytes, points_of

@@ -5,24 +5,21 @@ and records every answer.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
 from engine import LLM, Full
+from engine.session.session import Session
 from tools.banks.registry import REAL, quantiser
 from tools.banks.simulated import simulated
 from tools.compare.kept import inner_of
+from tools.compare.methods import Variant
 from tools.compare.turns import Turns
-from tools.eval.prompts import is_right, token_counter
+from tools.eval.answers import Record
+from tools.eval.prompts import answer_text, is_right, token_counter
 from tools.tasks import TASKS, make_sample
-
-if TYPE_CHECKING:
-    from engine.session import Session
-    from tools.compare.methods import Variant
-    from tools.eval.answers import Record
 
 SPARE = 8  # tokens an answer may be longer than the right one before it is cut
 
@@ -113,7 +110,7 @@ def speak(
             keep.add(logits, token)
         if reference is not None and together:
             together = reference.compare(out, logits, token)
-        if token in session.llm.end_token_ids:
+        if token in session.loaded.end_token_ids:
             break
         out.tokens.append(token)
         if len(out.tokens) >= most:
@@ -192,8 +189,7 @@ class Paper:
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of an answer; a base model's first line."""
-        text = self.llm.tokenizer.decode(tokens)
-        return text.split("\n")[0] if self.turns.plain and text.strip() else text
+        return answer_text(self.llm.tokenizer, tokens)
 
     def room(self, spare: int = 64) -> int:
         """Tokens that a session of two turns may take. spare: for a template's own words."""
@@ -388,20 +384,29 @@ class Reader:
         return out
 
 
+Each = Callable[[str, float], None]  # (a variant's label, its seconds)
+
+
+def runs(variants: Sequence[Variant], skip: Sequence[str] = ()) -> list[Variant]:
+    """Those that answer: not those without a method, another's aliases, or those of `skip`."""
+    return [v for v in variants if v.method is not None and not v.alias and v.label not in skip]
+
+
 def run_document(
     llm: LLM,
     paper: Paper,
     variants: Sequence[Variant],
     capacity: int,
     skip: Sequence[str] = (),
+    each: Each | None = None,
 ) -> tuple[list[Record], dict[str, float], float]:
     """(records, {variant label: seconds}, seconds of the readings made once for all questions) of a
     Paper under `variants`, in their order.
 
     skip: labels with answers already; full attention then runs for comparison only, and its records
-    are left out.
+    are left out. each: called after every variant.
     """
-    todo = [v for v in variants if v.method is not None and not v.alias and v.label not in skip]
+    todo = runs(variants, skip)
     out: list[Record] = []
     if not todo:
         return [], {}, 0.0
@@ -410,4 +415,6 @@ def run_document(
         for variant in [full, *(v for v in todo if v.label != full.label)]:
             found = reader.records(variant, paper.job.conversations)
             out += found if variant in todo else []
+            if each is not None:
+                each(variant.label, reader.seconds[variant.label])
         return out, reader.seconds, reader.once_seconds

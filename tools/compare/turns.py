@@ -7,13 +7,10 @@ Through the model's own chat template; a base model gets its text with "Question
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from engine.errors import TemplateError, UsageError
-from tools.eval.prompts import common_start
-
-if TYPE_CHECKING:
-    from engine.text.tokenizer import Tokenizer
+from engine.base.errors import TemplateError, UsageError
+from engine.text.tokenizer import Tokenizer
+from tools.eval.prompts import common_start, completed
 
 PATIENCE = 3  # times that a template is asked: it has two seconds, which may pass on a busy machine
 MARK = "0"  # stands for an answer, to find its place in a rendered dialogue
@@ -58,7 +55,7 @@ class Turns:
 
     def _first(self, question: int) -> str:
         if self.plain:
-            return f"{self.document}\n\nQuestion: {self.questions[question]}\nAnswer:"
+            return completed(self.document, self.questions[question])
         return self._render([self._asked(question)])
 
     def _render(self, messages: list[dict[str, str]]) -> str:

@@ -11,21 +11,20 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.queues import Queue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from engine import LLM, Full
-from engine.errors import EngineError, UsageError
+from engine.base.errors import EngineError, UsageError
+from tools.common.program import say
 from tools.compare.build import Facts
-from tools.compare.bytes import measure, measure_banks
-from tools.compare.methods import variants
-from tools.compare.run import Job, Paper, Rules, run_document
+from tools.compare.bytes import Held, measure, measure_banks
+from tools.compare.methods import REGISTRY, variants
+from tools.compare.own import load
+from tools.compare.run import Each, Job, Paper, Rules, run_document, runs
+from tools.eval.answers import Record
 from tools.tasks import TASKS
-
-if TYPE_CHECKING:
-    from tools.compare.bytes import Held
-    from tools.eval.answers import Record
 
 Done = tuple[Any, Any, float]  # (job, records, seconds); (None, error, 0.0) where a worker failed
 
@@ -53,6 +52,7 @@ class Order:
     rules: Rules
     kept: tuple[int, ...] | str = ()
     banks: tuple[str, ...] = ()
+    imports: tuple[str, ...] = ()  # files with methods of one's own
 
 
 def jobs(tasks: Sequence[str], lengths: Sequence[int], answers: int, questions: int) -> list[Job]:
@@ -76,6 +76,7 @@ class Bench:
     def __init__(self, order: Order):
         warnings.simplefilter("ignore", UserWarning)
         self.order = order
+        REGISTRY.update(load(order.imports))
         self.llm = LLM(
             order.model,
             device=order.device,
@@ -109,9 +110,13 @@ class Bench:
         return length + ROOM + 2 * (self.order.rules.max_tokens or 0)
 
     def run(
-        self, job: Job, skip: Sequence[str] = (), rules: Rules | None = None
+        self,
+        job: Job,
+        skip: Sequence[str] = (),
+        rules: Rules | None = None,
+        each: Each | None = None,
     ) -> tuple[list[Record], dict[str, float], float]:
-        """`run_document` of a job under all variants of its length."""
+        """`run_document` of a job under all variants of its length; each: called after one."""
         rules = rules or self.order.rules
         paper = Paper(self.llm, job, rules)
         capacity = min(self.llm.max_context, self.capacity(job.length))
@@ -121,7 +126,7 @@ class Bench:
                 f"{paper.room()} tokens, the session holds {capacity}; "
                 "use --max-tokens or --turns 1"
             )
-        return run_document(self.llm, paper, self.variants[job.length], capacity, skip)
+        return run_document(self.llm, paper, self.variants[job.length], capacity, skip, each)
 
     def bytes_held(self, length: int, task: str) -> dict[str, Held]:
         """{label: Held} at one length, each measured in a session that reads a document of
@@ -142,6 +147,10 @@ class Bench:
 # -------------------------------------------------------------------- how long it will take
 
 
+class OutOfTime(Exception):
+    """The minutes are over before the warm-up is."""
+
+
 class Clock:
     """Seconds of documents: from a timed warm-up at first, then from finished documents.
 
@@ -150,11 +159,21 @@ class Clock:
     answers and a part per token.
     """
 
-    def __init__(self, bench: Bench, tasks: Sequence[str]):
+    def __init__(
+        self,
+        bench: Bench,
+        tasks: Sequence[str],
+        lengths: Sequence[int] | None = None,
+        stop: float | None = None,
+    ):
+        """Warm up at `lengths` (None: all), a line for each method; raises OutOfTime after the
+        method that ends at `stop` (time.monotonic) or later.
+        """
+        self.stop = stop
         self.fixed: dict[int, tuple[float, float]] = {}  # per document, per conversation
         self.token: dict[int, float] = {}
         self.lengths: dict[tuple[str, int], float] = {}  # of answers
-        for length in sorted(bench.order.lengths):
+        for length in sorted(bench.order.lengths if lengths is None else lengths):
             self._warm(bench, length, tasks[0])
             for task in tasks:
                 paper = Paper(bench.llm, Job(task, length, WARM_NUMBER, 1), bench.order.rules)
@@ -166,11 +185,21 @@ class Clock:
         rules = bench.order.rules
         per = min(rules.questions, TASKS[task].max_questions)
         warm = type(rules)(per, rules.turns, rules.judge, WARM, rules.seed)
+        job, run = Job(task, length, WARM_NUMBER, 1), runs(bench.variants[length])
         if not self.fixed:
-            # first uses of libraries happen now
-            bench.run(Job(task, length, WARM_NUMBER, 1), rules=warm)
+            # first uses of libraries happen now, of full attention's
+            bench.run(job, [v.label for v in run if v.name != "full" or v.bank], warm)
+        done = 0
+
+        def each(label: str, seconds: float) -> None:
+            nonlocal done
+            done += 1
+            say(f"  {length:,} tokens, {done} of {len(run)}: {label} {seconds:.1f} s")
+            if self.stop is not None and time.monotonic() >= self.stop:
+                raise OutOfTime
+
         began = time.perf_counter()
-        records, seconds, read = bench.run(Job(task, length, WARM_NUMBER, 1), rules=warm)
+        records, seconds, read = bench.run(job, (), warm, each)
         took = time.perf_counter() - began
         steps = sum(r["steps"] for r in records)
         decoding = sum(r["decode_seconds"] for r in records)

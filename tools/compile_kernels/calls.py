@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import torch
 
-from kernels.block_sparse import BLOCK, attend_blocks
-from kernels.column_scores import column_scores
-from kernels.dense_decode import decode_dense
-from kernels.few_bits import multiply_few_bits
-from kernels.few_bits_tiles import multiply_tiles
-from kernels.few_rows import multiply_rows
-from kernels.gather import move_rows
-from kernels.many_rows import add_normalize_rows, rotate_rows, swiglu_rows
-from kernels.norm import normalize_rows
-from kernels.rotate_store import rotate_store
-from kernels.rows import DTYPES, row_widths
-from kernels.scratch import make_scratch
-from kernels.slots import make_slots, plan_slots
-from kernels.softmax import PLAIN, Softmax
-from kernels.sparse_decode import decode_sparse
-from kernels.sparse_prefill import prefill_sparse
-from kernels.store import store_step
-from kernels.tile_prefill import attend_tiles
-from kernels.topk import select_topk
-from kernels.window_scores import window_scores
-from kernels.words import Words, row_words
+from kernels.attention.dense import decode_dense
+from kernels.attention.scratch import make_scratch
+from kernels.attention.sparse import decode_sparse
+from kernels.launch.softmax import PLAIN, Softmax
+from kernels.layer.gemv import multiply_rows
+from kernels.layer.norm import normalize_rows
+from kernels.layer.prompt_fused import add_normalize_rows, rotate_rows, swiglu_rows
+from kernels.layer.rotate_store import rotate_store
+from kernels.layer.store import store_step
+from kernels.prefill.block_sparse import BLOCK, attend_blocks
+from kernels.prefill.sparse import prefill_sparse
+from kernels.prefill.tiled import attend_tiles
+from kernels.quant.gemm import multiply_tiles
+from kernels.quant.gemv import multiply_few_bits
+from kernels.quant.words import Words, row_words
+from kernels.rows.forms import DTYPES, row_widths
+from kernels.select.column_scores import column_scores
+from kernels.select.topk import select_topk
+from kernels.select.window_scores import window_scores
+from kernels.tier.gather import move_rows
+from kernels.tier.lru_slots import make_slots, plan_slots
 from tools.compile_kernels.cases import HOST_LAUNCHERS, PREFILL_LAUNCHERS, STEP_LAUNCHERS, Case
 
 # grids do not enter a kernel: any long bank compiles the same code

@@ -1,4 +1,4 @@
-"""`make kernels`: compile every Triton kernel for several GPUs without having one, and say what the
+"""Compile every Triton kernel for several GPUs without having one, and say what the
 compiler made of it.
 
     python -m tools.compile_kernels [--targets sm_80,sm_90] [--all] [--kernels dense,topk]
@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from kernels._triton import HAVE_TRITON, triton
+from kernels.launch.triton import HAVE_TRITON, triton
+from tools.common.program import progress, replace_text
 from tools.compile_kernels.cases import shipped
 from tools.compile_kernels.compiler import (
     DEFAULT_TARGETS,
@@ -29,7 +30,6 @@ from tools.compile_kernels.compiler import (
     examine,
 )
 from tools.compile_kernels.variants import variants
-from tools.program import progress, replace_text
 
 
 def parser() -> argparse.ArgumentParser:

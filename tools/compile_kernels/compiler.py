@@ -10,8 +10,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from kernels._triton import triton
-from kernels.dependent import LEAST_CAPABILITY
+from kernels.launch.pdl import LEAST_CAPABILITY
+from kernels.launch.triton import triton
 from tools.compile_kernels.variants import Launch
 
 # name: (backend, architecture, warp size, bytes of shared memory one program may have)

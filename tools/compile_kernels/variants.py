@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from kernels._triton import triton
+from kernels.launch.triton import triton
 from tools.compile_kernels.calls import call
 from tools.compile_kernels.cases import TYPES, Case
 
@@ -92,7 +92,7 @@ def variants(cases: Iterable[Case], dependent: bool = False) -> list[Launch]:
     for case in cases:
         with (
             recorded() as launches,
-            mock.patch("kernels.dependent.supported", lambda device: dependent),
+            mock.patch("kernels.launch.pdl.supported", lambda device: dependent),
         ):
             call(case)
         for function, arguments, options in launches:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tools.program import replace_text
+from tools.common.program import replace_text
 
 Record = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""`python -m tools.eval`: score full attention and OmniKV on any model folder over the tasks of
+"""Score full attention and OmniKV on any model folder over the tasks of
 tools/tasks (default: the shipped model).
 
 Every document is read once; each method then answers each question from that same bank. Answers go
@@ -13,20 +13,25 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine import LLM, Full, OmniKV
-from engine.errors import UsageError
+from engine.base.errors import UsageError
+from engine.methods.base import Method
+from engine.session.session import Session
+from tools.common.program import POCKET, guarded, model_label, progress, say
 from tools.eval.answers import AnswerFile, Record
-from tools.eval.prompts import JUDGE_HELP, JUDGES, is_right, split_prompts, token_counter
+from tools.eval.prompts import (
+    JUDGE_HELP,
+    JUDGES,
+    answer_text,
+    is_right,
+    split_prompts,
+    token_counter,
+)
 from tools.eval.report import write
-from tools.program import POCKET, guarded, model_label, progress, say
 from tools.tasks import MAIN, TASKS, make_sample
 from weights.fingerprint import weights_digest
-
-if TYPE_CHECKING:
-    from engine.methods.base import Method
-    from engine.session import Session
 
 SPARE = 8  # tokens that an answer may be longer than the right one before it is cut
 # settings that must be equal to go on from earlier answers
@@ -118,7 +123,7 @@ def answer(session: Session, ids: Sequence[int], most: int, sparse: bool) -> lis
     logits = session.prefill(ids)
     while len(out) < most:
         token = int(logits.argmax())
-        if token in session.llm.end_token_ids:
+        if token in session.loaded.end_token_ids:
             break
         out.append(token)
         if len(out) < most:
@@ -220,7 +225,7 @@ class Evaluation:
                 for question, ids in enumerate(own):
                     tokens = answer(session, ids, limits[question], sparse)
                     session.truncate(len(shared))
-                    text = self.llm.tokenizer.decode(tokens)
+                    text = answer_text(self.llm.tokenizer, tokens)
                     yield {
                         "method": name,
                         "task": task,

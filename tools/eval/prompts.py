@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from engine import LLM
-    from engine.text.tokenizer import Tokenizer
-    from tools.tasks import Sample
+from engine import LLM
+from engine.text.tokenizer import Tokenizer
+from tools.tasks import Sample
 
 JUDGES = ("exact", "contains")
 JUDGE_HELP = (
@@ -34,16 +32,30 @@ def common_start(prompts: Sequence[Sequence[int]]) -> int:
     return shared
 
 
+def completed(document: str, question: str) -> str:
+    """The text that a base model completes with an answer."""
+    return f"{document.rstrip()}\n\nQuestion: {question}\nAnswer:"
+
+
+def answer_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """The text of an answer; a base model's first line, as it goes on with questions of its own."""
+    text = tokenizer.decode(tokens)
+    return text.split("\n")[0] if tokenizer.template is None and text.strip() else text
+
+
 def split_prompts(llm: LLM, sample: Sample) -> tuple[list[int], list[list[int]]]:
     """(ids that all questions share, the ids that follow per question), through the model's own
-    chat template.
+    chat template; a base model gets its text with "Question:" and "Answer:".
     """
-    whole = []
+    whole, tokenizer = [], llm.tokenizer
+    plain = tokenizer.template is None
     for question in sample.questions:
-        text = llm.tokenizer.render(
-            [{"role": "user", "content": sample.document.rstrip() + "\n\n" + question}]
-        )
-        whole.append(llm.tokenizer.encode(text, special=False))
+        if plain:
+            text = completed(sample.document, question)
+        else:
+            asked = f"{sample.document.rstrip()}\n\n{question}"
+            text = tokenizer.render([{"role": "user", "content": asked}])
+        whole.append(tokenizer.encode(text, special=plain))
     shared = common_start(whole)
     return whole[0][:shared], [ids[shared:] for ids in whole]
 

@@ -1,4 +1,4 @@
-"""`python -m tools.families`: try every variant and write docs/MODELS.md.
+"""Try every variant and write docs/MODELS.md.
 
 `--check` writes nothing and exits 1 where the page is stale. Needs transformers
 (requirements-dev.txt), which makes the checkpoints and renders the templates.
@@ -12,12 +12,12 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from engine.errors import UsageError
-from engine.model.config import ModelConfig
+from engine.base.errors import UsageError
+from engine.model.config.config import ModelConfig
+from tools.common.program import guarded, replace_text, say
 from tools.families.models import VARIANTS, make
 from tools.families.page import page
 from tools.families.probes import Attempt, attempts, chat
-from tools.program import guarded, replace_text, say
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/MODELS.md"
 

@@ -11,10 +11,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import engine.model.families as families
-from engine.model.block import LLAMA
-from engine.model.config import ModelConfig
-from engine.model.family import Family
+import engine.model.config.families as families
+from engine.model.config.block import LLAMA
+from engine.model.config.config import ModelConfig
+from engine.model.config.family import Family
 from engine.model.tensors import targets
 from tools.families.models import VARIANTS, configuration
 from weights.aliases import ALIASES, Alias
@@ -61,7 +61,9 @@ class Facts:
 
 
 def known() -> tuple[list[Facts], set[str]]:
-    """(the facts of every family in the order of engine/model/families, fields that all read)."""
+    """(the facts of every family in the order of engine/model/config/families, fields that all
+    read).
+    """
     configs: dict[str, dict[str, ModelConfig]] = {}
     asked: dict[str, set[str]] = {}
     for name in VARIANTS:
@@ -114,12 +116,12 @@ def _parse(
 
 
 def _module(family: Family) -> Any:
-    """The module of engine/model/families that defines a family."""
+    """The module of engine/model/config/families that defines a family."""
     for name in families.__all__:
-        module = importlib.import_module(f"engine.model.families.{name}")
+        module = importlib.import_module(f"engine.model.config.families.{name}")
         if family in vars(module).values():
             return module
-    raise AssertionError(f"{family.name}: in no module of engine/model/families")
+    raise AssertionError(f"{family.name}: in no module of engine/model/config/families")
 
 
 def _tensors(config: ModelConfig) -> set[str]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from engine.errors import EngineError
-from engine.model.config import ModelConfig
-from engine.units import count
-from tools.api_page import prose, wrapped_item
+from engine.base.errors import EngineError
+from engine.base.figures import count
+from engine.model.config.config import ModelConfig
 from tools.families.facts import Facts, known
 from tools.families.models import SMALL
 from tools.families.probes import Attempt
+from tools.repo.api_page import prose, wrapped_item
 
 HEAD = """
 # Models
@@ -24,7 +24,7 @@ Written by `python -m tools.families`; do not edit it by hand.
 
 The engine runs models with plain attention in all layers, or in all but sliding-window ones. What
 a family does differently from Llama is a few constants of its configuration
-(engine/model/block.py), read by one file each in engine/model/families/. How
+(engine/model/config/block.py), read by one file each in engine/model/config/families/. How
 fast each is: docs/PERFORMANCE.md.
 """
 TRIED = """
@@ -41,7 +41,8 @@ than any of the windows, and take 3 decode steps. "works" means:
   the text.
 - full, omnikv, exact, other methods: the same for each method at a budget that holds the text;
   omnikv and exact also run with a budget of 20 tokens.
-- sessions on disk: a restored session's next logits are the same to the bit.
+- sessions on disk: a restored session's next logits are the same to the bit. Models with sliding
+  windows are saved like others, but `--cache` keeps no blocks of them: the windows forget rows.
 
 tests/engine/model/test_families.py holds the logits of full attention to those of transformers, for
 the same variants.
@@ -75,7 +76,7 @@ REFUSED: tuple[tuple[str, dict[str, object]], ...] = (
     ("Gemma 3 with vision (4B and more)", dict(architectures=["Gemma3ForConditionalGeneration"])),
     ("GLM-4", dict(architectures=["Glm4ForCausalLM"])),
     ("Llama 4", dict(architectures=["Llama4ForConditionalGeneration"])),
-    ("weights in few bits from elsewhere", dict(quantization_config={"quant_method": "mxfp4"})),
+    ("MXFP4 in a family other than gpt-oss", dict(quantization_config={"quant_method": "mxfp4"})),
 )
 REFUSED_HEAD = """
 ## Refused by name
@@ -169,10 +170,12 @@ def section(fact: Facts) -> Iterator[str]:
     ]
     yield "\n".join(_item(line) for line in lines)
     if fact.aliases:
-        table = ["| alias | hub id | context | weights, bfloat16 | filter layers | note |"]
+        table = [
+            "| alias | hub id | context | weights, bfloat16 | filter layers, as published | note |"
+        ]
         table.append("|---|---|---|---|---|---|")
         for name, alias in fact.aliases.items():
-            filters = ",".join(map(str, alias.filter_layers or ())) or "not calibrated"
+            filters = ",".join(map(str, alias.filter_layers or ())) or "none"
             size = f"{alias.params / 1e9:.2f}B, {alias.bytes_bf16 / 1e9:.1f} GB"
             table.append(
                 f"| `{name}` | {alias.hub_id} | {count(alias.context)} | {size} | {filters} | "

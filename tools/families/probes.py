@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 
 from engine import LLM, Full, OmniKV
-from engine.errors import EngineError
+from engine.base.errors import EngineError
 from engine.methods.base import Method
 from engine.methods.exact import Exact
 from engine.methods.registry import methods
-from engine.model.config import ModelConfig
+from engine.model.config.config import ModelConfig
 from tools.calibrate import cli as calibrate
 from tools.families.models import VOCAB, ids_of
 from tools.families.templates import renders_alike

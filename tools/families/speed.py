@@ -1,4 +1,4 @@
-"""`python -m tools.families.speed`: a decode step of every family beside Llama's at equal shapes.
+"""A decode step of every family beside Llama's at equal shapes.
 
 Random weights at the 160M shape (12 layers of 768, 12 heads of 64, MLP of 2,048, vocabulary of
 32,000), one thread. Llama and a family take turns, A B A B, and the figure is the median over
@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from engine import LLM, Full
-from engine.model.config import ModelConfig
+from engine.model.config.config import ModelConfig
 from engine.model.tensors import random_stream
-from engine.session import Session
-from kernels.isa import isa
-from tools.program import guarded, say
+from engine.session.session import Session
+from kernels.launch.isa import isa
+from tools.common.program import guarded, say
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 32000,

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from engine.errors import EngineError
+from engine.base.errors import EngineError
 from engine.text.tokenizer import Tokenizer
 from tools.families.models import word_tokenizer
 
@@ -39,7 +39,7 @@ _TURNS = (
     "{{ '<end_of_turn>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
-# by the name of the family in engine/model/families
+# by the name of the family in engine/model/config/families
 TEMPLATES = {
     "Llama": (
         "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + "

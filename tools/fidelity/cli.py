@@ -1,4 +1,4 @@
-"""`python -m tools.fidelity --model FOLDER`: how near every method stays to full attention on real
+"""How near every method stays to full attention on real
 text, with controls.
 
 Records go to records.jsonl column by column, so the same command goes on where it was stopped;
@@ -16,17 +16,18 @@ from pathlib import Path
 import torch
 
 from engine import LLM, Full
-from engine.errors import UsageError
+from engine.base.errors import UsageError
 from engine.plan.layers import layer_plan
 from tools.bench import header as bench_header
+from tools.common.documents import KINDS, SPLITS
+from tools.common.program import guarded, say
 from tools.compare.comparison import span
 from tools.compare.methods import REGISTRY
-from tools.documents import KINDS, SPLITS
+from tools.compare.own import IMPORT_HELP, load
 from tools.fidelity.columns import DEFAULT_METHODS, SETS
 from tools.fidelity.needles import PEOPLE
 from tools.fidelity.report import write
 from tools.fidelity.work import FILE, Rates, Study
-from tools.program import guarded, say
 
 EPILOG = """methods: {methods}
 or rivals (all but full attention and OmniKV's own), controls (OmniKV with a choice that knows
@@ -58,7 +59,15 @@ def _what(parser: argparse.ArgumentParser) -> None:
     """The model and the columns."""
     add = parser.add_argument
     add("--model", help="alias, hub id or folder of a trained model")
-    add("--methods", nargs="+", default=list(DEFAULT_METHODS), metavar="NAME[@BUDGETS]")
+    add(
+        "--methods",
+        nargs="+",
+        default=list(DEFAULT_METHODS),
+        metavar="NAME[@BUDGETS]",
+        help=f"names and groups below (default: {' '.join(DEFAULT_METHODS)}); full attention "
+        "always runs",
+    )
+    add("--import", dest="imports", nargs="+", default=[], metavar="FILE", help=IMPORT_HELP)
     add(
         "--filters",
         nargs="+",
@@ -80,7 +89,13 @@ def _texts(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--lengths", nargs="+", type=int, default=[1500, 3000, 6000], help="tokens of a text")
     add("--texts", type=int, default=8, help="texts per length (0: none, needles only)")
-    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    add(
+        "--kinds",
+        nargs="+",
+        choices=KINDS,
+        default=list(KINDS),
+        help="kinds of text, in turn (default: all)",
+    )
     add("--split", choices=SPLITS, default="held-out", help="of the documents")
     add("--positions", type=int, default=32, help="last tokens of a text that are decoded")
     add(
@@ -133,6 +148,7 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
 def run(args: argparse.Namespace) -> None:
     """Everything between the command line and the report."""
     checked(args)
+    REGISTRY.update(load(args.imports))
     if args.threads:
         torch.set_num_threads(args.threads)
     llm = LLM(

@@ -7,18 +7,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from engine import LLM
+from engine.base.errors import SettingError, UsageError
 from engine.calibration.search import seeing
-from engine.errors import SettingError, UsageError
+from engine.model.config.config import ModelConfig
 from engine.plan.filter_layers import filter_layers
 from engine.plan.layers import spread_over
 from tools.compare.build import Facts
 from tools.compare.methods import CONTROLS, REGISTRY, Variant, wanted
-
-if TYPE_CHECKING:
-    from engine import LLM
-    from engine.model.config import ModelConfig
 
 CROSSED = ("omnikv", *CONTROLS)
 PUBLISHED, PUBLISHED_DEPTH = (2, 8, 18), 32  # Llama-3-8B's filter layers
@@ -68,7 +65,7 @@ def filter_sets(llm: LLM, words: Sequence[str]) -> list[FilterSet]:
     """The filter sets of a command line: names of SETS, "2,8,17", or "name=2,8,17".
 
     published: {2, 8, 18} of 32 layers, scaled to this depth. even: four layers at equal distances.
-    calibrated: those of omnikv.json beside the model. Raises UsageError.
+    calibrated: those of omnikv.json beside the model, or found here for it. Raises UsageError.
     """
     found = []
     for word in words:
@@ -96,7 +93,7 @@ def _known(llm: LLM, name: str) -> FilterSet:
     if name == "even":
         return FilterSet(name, even(llm.config))
     known = filter_layers(llm.folder, llm.resolved, llm.config)
-    if known.source != "file":
+    if known.source not in ("file", "found"):
         raise UsageError(
             f"--filters calibrated: {llm.folder} has no omnikv.json; run python -m tools.calibrate "
             "or leave it out"

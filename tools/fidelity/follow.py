@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from engine import Full
-from engine.watch import Watch
-
-if TYPE_CHECKING:
-    from engine import LLM
-    from engine.session import Session
-    from tools.documents import Text
-    from tools.fidelity.columns import Column
+from engine import LLM, Full
+from engine.methods.mass_meter import Watch
+from engine.session.session import Session
+from tools.common.documents import Text
+from tools.fidelity.columns import Column
 
 Record = dict[str, Any]
 
@@ -68,14 +65,14 @@ def decoded(session: Session, stream: Stream, sparse: bool, mass: bool = False) 
     """
     before, kl, same = session.stats, [], ""
     watch = LayerWatch() if mass else None
-    session.watch = watch
+    session.watch_with(watch)
     try:
         for at, token in enumerate(stream.tokens):
             far, equal = stream.compare(at, session.decode(token))
             kl.append(float(f"{far:.4g}"))
             same += str(int(equal))
     finally:
-        session.watch = None
+        session.watch_with(None)
     after, steps = session.stats, len(stream.tokens)
     if sparse and after.sparse_steps - before.sparse_steps != steps:
         raise AssertionError(

@@ -8,16 +8,13 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tools.compare.run import run_document
+from engine import LLM
+from tools.common.documents import Text
+from tools.compare.run import Answer, run_document
 from tools.compare.turns import Turns
-
-if TYPE_CHECKING:
-    from engine import LLM
-    from tools.compare.run import Answer
-    from tools.documents import Text
-    from tools.fidelity.columns import Column
+from tools.fidelity.columns import Column
 
 PEOPLE = (
     "Alice Bruno Carla Dmitri Elena Farid Greta Hugo Irene Jonas Keiko Liam Marta Nadia Oscar Petra"

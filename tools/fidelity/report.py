@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.documents import KINDS
+from tools.common.documents import KINDS
+from tools.common.program import replace_json, replace_text
 from tools.fidelity import stats
 from tools.fidelity.follow import Record
 from tools.fidelity.plot import plot
-from tools.program import replace_json, replace_text
 
 Groups = dict[str, list[Record]]
 HEAD = """KL is of full attention's next-token distribution to the method's, in nats, mean over

@@ -10,23 +10,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine import Full
-from engine.errors import SettingError, UsageError
-from engine.prefill_eta import PrefillFlops
+from engine import LLM, Full
+from engine.base.errors import SettingError, UsageError
+from engine.model.config.config import ModelConfig
+from engine.plan.prefill_time import PrefillFlops
+from tools.common.documents import Text, texts
+from tools.common.program import progress, say
 from tools.compare.comparison import span
-from tools.documents import Text, texts
+from tools.compare.own import digests
 from tools.eval.answers import AnswerFile
 from tools.fidelity.columns import Column, asked, columns, filter_sets
 from tools.fidelity.follow import Followed, Record, key_of
 from tools.fidelity.needles import LONGEST, NeedlePaper
-from tools.program import progress, say
 from weights.fingerprint import weights_digest
 
 if TYPE_CHECKING:
     import argparse
 
-    from engine import LLM
-    from engine.model.config import ModelConfig
 
 TRIAL = 256  # tokens of the warm-up
 ROOM = 256  # tokens of a needle's question, its answer and a chat template
@@ -159,6 +159,8 @@ class Study:
             "dtype": str(llm.dtype).removeprefix("torch."),
             **{name: getattr(args, name) for name in ("positions", "answer", "tail", "questions")},
         }
+        if args.imports:
+            settings["imports"] = digests(args.imports)
         made: dict[str, Any] = {
             "settings": settings,
             "texts": {

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from kernels.linear_quantised import QuantisedLinear, pack_quantised
-from kernels.quantised import Quantised, packed_nibbles
+from kernels.quant.linear import QuantisedLinear, pack_quantised
+from kernels.quant.matrix import Quantised, packed_nibbles
 from tools.gpu.kernels import median_time
 
 # Llama-3-8B's: q/k/v, output, gate and up, down

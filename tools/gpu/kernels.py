@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.block_sparse import BLOCK, attend_blocks
-from kernels.dense_decode import decode_dense
-from kernels.prefill import prefill_dense
-from kernels.scratch import make_scratch
-from kernels.sparse_decode import decode_sparse
-from kernels.topk import select_topk
-from kernels.window_scores import window_scores
+from kernels.attention.dense import decode_dense
+from kernels.attention.scratch import make_scratch
+from kernels.attention.sparse import decode_sparse
+from kernels.prefill.block_sparse import BLOCK, attend_blocks
+from kernels.prefill.dense import prefill_dense
+from kernels.select.topk import select_topk
+from kernels.select.window_scores import window_scores
 from tools.bench.floor import sync
 
 
@@ -35,7 +35,7 @@ GPU = Sizes(
     32, 8, 128, (32768, 131072, 450000), 2048, (131072, 1048576), 20000, 2048, torch.bfloat16
 )
 KEPT = 0.3  # share of key blocks that the block-sparse kernel is timed with
-SMALL = Sizes(8, 2, 32, (1000, 3000), 128, (3000, 5000), 700, 64, torch.float32)
+SMALL = Sizes(8, 2, 32, (1000, 8192), 2048, (3000, 8192), 5000, 64, torch.float32)
 
 
 class Bench:

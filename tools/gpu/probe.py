@@ -12,25 +12,23 @@ import mmap
 import statistics
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.functional import linear
 
 from engine import LLM, Full
-from engine.bank.host_pool import HostPool
-from engine.bank.pinned_memory import cuda_driver
-from kernels.prefill import CUDNN_BLOCK, attend_rows, has_cudnn
+from engine.bank.pool.host_pool import HostPool
+from engine.bank.pool.pinned_memory import cuda_driver
+from kernels.prefill.dense import CUDNN_BLOCK, attend_rows, has_cudnn
 from tools.bench.floor import sync
 from tools.bench.gather import Rows
 from tools.bench.shapes import shape_config
 from tools.bench.suite import sharp_stream
+from tools.common.synthetic_bank import synthesize
+from tools.gpu.context import Context
 from tools.gpu.kernels import GPU, SMALL, Bench, median_time, selecting
 from tools.gpu.step_form import step_form
-from tools.synthetic_bank import synthesize
-
-if TYPE_CHECKING:
-    from tools.gpu.sections import Context
 
 Facts = dict[str, Any]
 # [out, in] of Llama-3-8B's products, and how many of each a step has
@@ -226,7 +224,7 @@ def capture(ctx: Context) -> Facts:
     and whether the session's own clock agrees with the wall's.
     """
     shape, found = shape_config(ctx.shape), []
-    lengths = (100, 300) if ctx.small else (1000, 4090, 8186, 16378)
+    lengths = (1000, 4090, 8186, 16378)
     settings = dict(device=ctx.device, dtype=ctx.dtype, max_context=lengths[-1] + 64)
     llm = LLM.from_stream(shape, sharp_stream, **settings, method=Full())
     cuda = torch.device(ctx.device).type == "cuda"

@@ -24,12 +24,13 @@ import torch
 import torch.nn.functional as F
 
 from engine import LLM, OmniKV
-from engine.model.block import LLAMA
+from engine.base.figures import human
+from engine.load.loaded import Loaded
+from engine.model.config.block import LLAMA
 from engine.model.llama import rms_norm
 from engine.plan.free_memory import HEADROOM, available_bytes
 from engine.plan.layers import Role
-from engine.units import human
-from kernels.linear import Linear
+from kernels.layer.linear import Linear
 from tools.bench.run import Missing
 
 Rows = tuple[torch.Tensor, torch.Tensor]  # K and V, [1, Hkv, T, D] each
@@ -43,9 +44,8 @@ class PublishedStep:
     is none that the published code has.
     """
 
-    def __init__(self, llm: LLM, method: OmniKV, prompt: Iterable[Rows], offloaded: bool):
+    def __init__(self, llm: Loaded, method: OmniKV, prompt: Iterable[Rows], offloaded: bool):
         self._require(llm, method)
-        assert llm.model is not None
         self.llm, self.model, self.config = llm, llm.model, llm.config
         self.plan = method.plan(llm.config)
         self.name = "published, offloaded" if offloaded else "published"
@@ -63,7 +63,7 @@ class PublishedStep:
         self.rewind()
 
     @staticmethod
-    def _require(llm: LLM, method: OmniKV) -> None:
+    def _require(llm: LLM | Loaded, method: OmniKV) -> None:
         if llm.config.block != LLAMA or llm.config.windows or not method.official:
             raise Missing("the published code runs Llama's block and OmniKV(official=True)")
         if (method.selector, method.kind) != ("last", "raw"):
@@ -221,7 +221,7 @@ class PublishedPeer:
             )
             # one layer at a time, since an offloaded one leaves the device
             rows = ((noise.clone(), noise.flip(2)) for _ in range(c.num_layers))
-            return PublishedStep(self.llm, self.method, rows, self.offloaded)
+            return PublishedStep(self.llm.load(), self.method, rows, self.offloaded)
 
         return make
 

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,55 +15,26 @@ import torch
 from engine import LLM, Full, OmniKV
 from tools.bench import gather as bench_gather
 from tools.bench import header as bench_header
-from tools.bench.floor import Rates, best_time, measure_rates, sync
+from tools.bench.floor import best_time, sync
 from tools.bench.memory import held
 from tools.bench.methods import specs
 from tools.bench.options import Options
 from tools.bench.report import summary
 from tools.bench.shapes import shape_config, shape_filters
 from tools.bench.suite import Suite, sharp_stream
+from tools.common.synthetic_bank import synthesize
 from tools.gpu import kernels as gpu_kernels
+from tools.gpu.context import READ
 from tools.gpu.few_bits import few_bits
 from tools.gpu.probe import probe
 from tools.gpu.published import published_peers
-from tools.synthetic_bank import synthesize
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPARED = 10  # captured steps that are compared with the reference
 # largest difference of two right paths, as a share of the spread of the logits (tools.bench.run)
 ROUNDING = 0.4
+BUDGET = 2048  # tokens that a sparse layer reads, also in a rehearsal
 WORKERS = 12  # processes of the CUDA tests: compiling their kernels takes most of the time
-
-
-@dataclass
-class Context:
-    """The device of a section, whether shapes are small, the seconds it may take, and where it
-    notes its facts so far.
-    """
-
-    device: str
-    small: bool
-    seconds: float
-    note: object = lambda facts: None
-    rates: Rates | None = None
-
-    @property
-    def shape(self):
-        """The model shape that is timed."""
-        return "tiny" if self.small else "llama-3-8b"
-
-    @property
-    def dtype(self):
-        """Its dtype."""
-        return "float32" if self.small else "bfloat16"
-
-    def measured(self):
-        """Rates of this device, measured once per section process."""
-        if self.rates is None:
-            self.rates = measure_rates(
-                self.device, 2**24 if self.small else None, seconds=0.1 if self.small else 1.0
-            )
-        return self.rates
 
 
 def facts(ctx):
@@ -148,7 +118,7 @@ def kernels(ctx):
 
 
 def _suite(ctx, contexts, methods, prefill=(), peers=(), **more):
-    filters, budget = shape_filters(ctx.shape), 64 if ctx.small else 2048
+    filters, budget = shape_filters(ctx.shape), BUDGET
     below, waits = more.pop("dense_below", 0), more.pop("waits", (1, 0))
     published = more.pop("published", False)
     wanted = [
@@ -189,29 +159,29 @@ def decode(ctx):
     """The decode table: full, OmniKV in both tiers, brutal offload; deepest last, so that a killed
     run keeps its results.
     """
-    contexts = (512, 1024) if ctx.small else (4096, 32768, 131072, 262144, 450000, 1048576)
+    contexts = ctx.within((4096, 32768, 131072, 262144, 450000, 1048576))
     return _suite(ctx, contexts, ("full", "omnikv", "omnikv-host", "brutal"))
 
 
 def crossover(ctx):
     """dense_below="auto" at short contexts: never slower than full attention."""
-    contexts = (512,) if ctx.small else (4096, 16384, 32768)
+    contexts = ctx.within((4096, 16384, 32768))
     return _suite(ctx, contexts, ("full", "omnikv"), waits=(1,), dense_below="auto", split=False)
 
 
 def prefill(ctx):
     """Whole prompts through our prefill."""
-    return _suite(ctx, (), ("full",), prefill=(256, 600) if ctx.small else (4096, 32768, 131072))
+    return _suite(ctx, (), ("full",), prefill=ctx.within((4096, 32768, 131072), READ))
 
 
 def peers(ctx):
     """transformers and the published OmniKV code's form of a step beside us in one run."""
-    contexts = (256,) if ctx.small else (4096, 32768, 131072)
+    contexts = ctx.within((4096, 32768, 131072))
     return _suite(
         ctx,
         contexts,
         ("full", "omnikv"),
-        prefill=(256,) if ctx.small else (32768,),
+        prefill=(READ,) if ctx.small else (32768,),
         peers=("transformers",),
         published=True,
         waits=(1,),
@@ -223,20 +193,20 @@ def graph(ctx):
     """Captured steps: same tokens as eager ones, no sync inside, memory flat over 100 steps,
     lengths that cross a capacity bucket.
     """
-    config, n = shape_config(ctx.shape), 300 if ctx.small else 8150
+    config, n = shape_config(ctx.shape), 8150
     settings = dict(device=ctx.device, dtype=ctx.dtype, max_context=n + 400, method=Full())
     llm = LLM.from_stream(config, sharp_stream, **settings)
     method = OmniKV(
         filter_layers=shape_filters(ctx.shape),
-        tokens=32 if ctx.small else 2048,
-        tail=64 if ctx.small else 256,
+        tokens=BUDGET,
+        tail=256,
         dense_below=0,
     )
     found = {}
     for name, value in (("full", Full()), ("omnikv", method)):
         with llm.session(value) as session:
             synthesize(session, n)
-            found[name] = _graph_facts(ctx, session, n, 20 if ctx.small else 100)
+            found[name] = _graph_facts(ctx, session, n, 100)
             ctx.note(found)
     return found
 
@@ -282,7 +252,7 @@ def _graph_facts(ctx, session, n, steps):
 
 def same_ahead(session, token):
     """Whether a greedy answer has the same tokens where each step is issued before its token is
-    read (engine/likeliest.py). The session is as it was.
+    read (engine/sampling/greedy.py). The session is as it was.
     """
     n, read_first = len(session), []
     logits = session.decode(token)

@@ -7,29 +7,27 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
 from torch.nn.functional import linear
 
 from engine import LLM, Full
-from engine.model.halves import PlainHalves
-from engine.rehearsal import fault
-from kernels.few_rows import multiply_rows
+from engine.forward.halves import PlainHalves
+from engine.forward.self_test import failure
+from kernels.layer.gemv import multiply_rows
 from tools.bench.shapes import shape_config
 from tools.bench.suite import sharp_stream
+from tools.common.synthetic_bank import synthesize
+from tools.gpu.context import Context
 from tools.gpu.kernels import median_time
-from tools.synthetic_bank import synthesize
-
-if TYPE_CHECKING:
-    from tools.gpu.sections import Context
 
 STEPS = 20
 
 
 def _without_dependent_launch() -> contextlib.AbstractContextManager[Any]:
-    return mock.patch("kernels.dependent.supported", lambda device: False)
+    return mock.patch("kernels.launch.pdl.supported", lambda device: False)
 
 
 def _step_ms(llm: LLM, n: int, ahead: bool = False) -> float:
@@ -70,10 +68,10 @@ def _products(llm: LLM, device: str) -> dict[str, dict[str, float]]:
 
 
 def step_form(ctx: Context) -> dict[str, Any]:
-    """What the rehearsal finds with and without dependent launch ("": nothing), and a step's time
+    """What the self-test finds with and without dependent launch ("": nothing), and a step's time
     in each form. On a CPU the plain form alone.
     """
-    n = 300 if ctx.small else 8192
+    n = 8192
     settings = dict(device=ctx.device, dtype=ctx.dtype, max_context=n + 64, method=Full())
     llm = LLM.from_stream(shape_config(ctx.shape), sharp_stream, **settings, step="plain")
     steps = {"plain": _step_ms(llm, n), "plain, issued ahead": _step_ms(llm, n, ahead=True)}
@@ -85,7 +83,7 @@ def step_form(ctx: Context) -> dict[str, Any]:
     ways = {"fused": contextlib.nullcontext(), "fused, launched in turn": None}
     for name in ways:
         with ways[name] or _without_dependent_launch():
-            found[f"fault, {name}"] = why = fault(llm.model, llm.rotary, plain)
+            found[f"fault, {name}"] = why = failure(llm.model, llm.rotary, plain)
             if not why:
                 fused = LLM.sharing(llm, step="fused")
                 steps[name] = _step_ms(fused, n)

@@ -8,16 +8,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.errors import EngineError
-from tools.program import guarded, say
+from engine.base.errors import EngineError
+from tools.common.program import guarded, say
 from tools.real_model import FOLDER, real_model_place
-from tools.real_model.check import (
-    PROMPTS,
-    compare,
-    require_transformers,
-    table_head,
-    table_line,
-)
+from tools.real_model.check import PROMPTS, compare, require_transformers, table_head, table_line
 from tools.real_model.fetch import Unreachable, fetch
 from weights.errors import UsageError
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import EngineError
+from engine.base.errors import EngineError
 from engine.llm import LLM
 from engine.methods.full import Full
-from engine.sampling import SamplingParams
+from engine.sampling.params import SamplingParams
 
 NEW_TOKENS = 32
 PROMPTS = (

@@ -16,12 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.errors import BadCheckpoint, EngineError, HubError
-from engine.units import human
-from tools.convert_gguf import conversion_progress
-from tools.gguf.convert import convert
-from tools.gguf.folder import CHUNK, require_room, same_conversion, sha256
-from tools.program import progress, say
+from engine.base.errors import BadCheckpoint, EngineError, HubError
+from engine.base.figures import human
+from tools.common.program import progress, say
+from tools.convert.folder import CHUNK, require_room, same_conversion, sha256
+from tools.convert.gguf import conversion_progress
+from tools.convert.to_gguf import convert
 from tools.real_model import DTYPE, GGUF_SHA256
 from weights.jsonfile import shown
 

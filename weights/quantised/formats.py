@@ -46,7 +46,7 @@ def format_of(data: dict[str, Any], source: str) -> Format | None:
     if method == "fp8":
         return FP8Blocks(settings)
     if method == "mxfp4":
-        return None  # read, or refused, with its family's tensors (engine/model/families)
+        return None  # read, or refused, with its family's tensors (engine/model/config/families)
     if method == "bitsandbytes":
         if settings.flag("load_in_4bit", False):
             return NF4(settings)

@@ -1,5 +1,5 @@
-"""A matrix of few bits as a checkpoint stores it: the fields of kernels.quantised.Quantised, which
-this package may not import, and what is checked about every one of them.
+"""A matrix of few bits as a checkpoint stores it: the fields of kernels.quant.matrix.Quantised,
+which this package may not import, and what is checked about every one of them.
 """
 
 from __future__ import annotations

@@ -9,16 +9,13 @@ settings it is H2O.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-from engine.methods.evict.accumulated_scores import Accumulating, AccumulatingRuntime
-from engine.settings import fraction, integer
-from kernels.column_sums import column_sums
-
-if TYPE_CHECKING:
-    from engine.methods.base import Runtime, Setup
+from engine.base.checks import fraction, integer
+from engine.methods.base import Runtime, Setup
+from engine.methods.evict.shared.accumulated_scores import Accumulating, AccumulatingRuntime
+from kernels.select.column_sums import column_sums
 
 
 @dataclass(frozen=True)
@@ -26,6 +23,8 @@ class A2SF(Accumulating):
     """forgetting: factor per query, in [0, 1]. newest: newest tokens that are always kept, at most
     the budget (None: recent_share of the budget).
     """
+
+    full_prompts = True
 
     gqa_reduce: str = "sum"
     forgetting: float = 0.95

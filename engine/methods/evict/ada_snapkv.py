@@ -12,22 +12,22 @@ alpha 0 it is SnapKV.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
+from engine.bank.base import Step
+from engine.base.checks import fraction
+from engine.methods.base import Runtime, Setup
+from engine.methods.evict.pyramidkv import PyramidKV
+from engine.methods.evict.shared.store import Part, Sequence, best
 from engine.methods.evict.snapkv import SnapKV, SnapRuntime
-from engine.methods.evict.store import Part, Sequence, best
-from engine.settings import fraction
-
-if TYPE_CHECKING:
-    from engine.decode import Step
-    from engine.methods.base import Runtime, Setup
 
 
 @dataclass(frozen=True)
 class AdaSnapKV(SnapKV):
     """alpha: weight of the adaptive budgets, in [0, 1]."""
+
+    full_prompts = True
 
     alpha: float = 0.5
 
@@ -87,3 +87,14 @@ def deal(scores: list[torch.Tensor], budget: int, alpha: float) -> list[int]:
         if sum(counts) < total and counts[i] < lengths[i]:
             counts[i] += 1
     return counts
+
+
+@dataclass(frozen=True)
+class AdaPyramid(AdaSnapKV, PyramidKV):
+    """alpha as AdaSnapKV's, beta as PyramidKV's."""
+
+    full_prompts = True
+
+    @property
+    def name(self) -> str:
+        return "ada_pyramid"

@@ -9,11 +9,13 @@ after the first step of the answer. Default share: the original code's 10% + 10%
 
 from dataclasses import dataclass
 
-from engine.methods.evict.accumulated_scores import Accumulating
+from engine.methods.evict.shared.accumulated_scores import Accumulating
 
 
 @dataclass(frozen=True)
 class H2O(Accumulating):
     """Settings as Accumulating's, with the defaults of the OmniKV paper's baseline."""
+
+    full_prompts = True
 
     cut: str = "first_step"

@@ -9,23 +9,19 @@ At no time does a head hold more than budget + segment tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
-from engine.errors import SettingError
-from engine.methods.evict.accumulated_scores import AccumulatingRuntime
+from engine.bank.base import Bank, Step
+from engine.base.checks import integer
+from engine.base.errors import SettingError
+from engine.methods.base import Runtime, Setup
 from engine.methods.evict.h2o import H2O
-from engine.methods.evict.store import Part, Rows, Sequence, best
-from engine.settings import integer
-
-if TYPE_CHECKING:
-    from engine.bank.base import Bank
-    from engine.decode import Step
-    from engine.methods.base import Runtime, Setup
-    from engine.model.config import ModelConfig
-    from engine.plan.layers import LayerPlan
-    from engine.plan.needs import Needs
+from engine.methods.evict.shared.accumulated_scores import AccumulatingRuntime
+from engine.methods.evict.shared.store import Part, Rows, Sequence, best
+from engine.model.config.config import ModelConfig
+from engine.plan.layers import LayerPlan
+from engine.plan.needs import Needs
 
 AUTO = ("auto", "auto_70b")
 
@@ -128,7 +124,7 @@ class H2OPlusRuntime(AccumulatingRuntime):
     def _live(self, layer: int, progress: Progress, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V [Hkv, T, D]: what is kept, then the segment up to `end`."""
         assert self.bank is not None
-        k, v = (t[0, :, progress.since : end] for t in self.bank.kv(layer))
+        k, v = (t[0] for t in self.bank.rows(layer, progress.since, end))
         if progress.rows is None:
             return k, v
         old_k, old_v = progress.rows.kv()
@@ -168,7 +164,6 @@ class H2OPlusRuntime(AccumulatingRuntime):
             if progress.since < length:
                 k, v = self._live(layer, progress, length)
                 self.layers[layer] = self._cut(layer, progress, k, v, length)
-        sequence.layers = [[progress.rows] for progress in self.layers if progress.rows]
-        sequence.length = sequence.since = sequence.prompt = length
-        sequence.budgets = self.method.budgets(self.plan, length)
+        sequence.read_to(length, self.method.budgets(self.plan, length))
+        sequence.keep([[progress.rows] for progress in self.layers if progress.rows])
         self.layers = []

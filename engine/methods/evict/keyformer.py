@@ -11,19 +11,16 @@ tau 1 and H2O's other settings it is H2O.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-from engine.errors import SettingError
-from engine.methods.evict.accumulated_scores import Accumulating, AccumulatingRuntime
-from engine.methods.evict.store import Sequence
-from engine.methods.mixing import mix
-from engine.settings import integer, is_number
-from kernels.column_sums import column_sums
-
-if TYPE_CHECKING:
-    from engine.methods.base import Runtime, Setup
+from engine.base.checks import integer, is_number
+from engine.base.errors import SettingError
+from engine.methods.base import Runtime, Setup
+from engine.methods.evict.shared.accumulated_scores import Accumulating, AccumulatingRuntime
+from engine.methods.evict.shared.store import Sequence
+from engine.methods.random_bits import mix
+from kernels.select.column_sums import column_sums
 
 
 @dataclass(frozen=True)
@@ -32,6 +29,8 @@ class Keyformer(Accumulating):
     (layer, head, query, key), never on how a prompt is cut or what runs beside. tau_init,
     tau_delta: temperature and its growth per step of the answer.
     """
+
+    full_prompts = True
 
     recent_share: float = 0.3
     every: int = 8

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.methods.evict.by_position import Windowed, validate_sink
+from engine.methods.evict.shared.by_position import Windowed, validate_sink
 from engine.model.rope import Rotary
 
 

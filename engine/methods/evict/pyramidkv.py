@@ -10,18 +10,17 @@ layer keeps (C - W) / beta tokens beside its window, the first 2 (C - W) less th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from engine.base.checks import integer
 from engine.methods.evict.snapkv import SnapKV
-from engine.settings import integer
-
-if TYPE_CHECKING:
-    from engine.plan.layers import LayerPlan
+from engine.plan.layers import LayerPlan
 
 
 @dataclass(frozen=True)
 class PyramidKV(SnapKV):
     """beta: how many times fewer tokens than the mean the last layer keeps."""
+
+    full_prompts = True
 
     beta: int = 20
 

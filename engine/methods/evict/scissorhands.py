@@ -18,22 +18,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
-from engine.errors import SettingError
-from engine.methods.evict.accumulated_scores import Accumulating, AccumulatingRuntime
-from engine.methods.evict.store import Rows, Sequence, best
-from engine.settings import fraction, integer
-from kernels.column_sums import column_sums
-
-if TYPE_CHECKING:
-    from engine.decode import Step
-    from engine.methods.base import Runtime, Setup
-    from engine.model.config import ModelConfig
-    from engine.plan.layers import LayerPlan
-    from engine.plan.needs import Needs
+from engine.bank.base import Step
+from engine.base.checks import fraction, integer
+from engine.base.errors import SettingError
+from engine.methods.base import Runtime, Setup
+from engine.methods.evict.shared.accumulated_scores import Accumulating, AccumulatingRuntime
+from engine.methods.evict.shared.store import Rows, Sequence, best
+from engine.model.config.config import ModelConfig
+from engine.plan.layers import LayerPlan
+from engine.plan.needs import Needs
+from kernels.select.column_sums import column_sums
 
 
 @dataclass(frozen=True)
@@ -41,6 +38,8 @@ class Scissorhands(Accumulating):
     """Budget: the tokens that each cut leaves. history: queries whose attention counts. newest:
     tokens that are never dropped. drop: share of a full store that is dropped at once, below 1.
     """
+
+    full_prompts = True
 
     gqa_reduce: str = "sum"
     history: int = 400

@@ -11,27 +11,22 @@ cut in the same way, from what is still held and its own tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
 
-from engine.errors import SettingError
-from engine.methods.evict.base import EvictingRuntime
-from engine.methods.evict.settings import GROUP_RULES, Evicting
-from engine.methods.evict.store import Part, Sequence, reduce_group
+from engine.bank.base import Step
+from engine.base.checks import integer, one_of
+from engine.base.errors import SettingError
+from engine.methods.base import Runtime, Setup
+from engine.methods.evict.shared.runtime import EvictingRuntime
+from engine.methods.evict.shared.settings import GROUP_RULES, Evicting
+from engine.methods.evict.shared.store import Part, Sequence, reduce_group
+from engine.model.config.config import ModelConfig
 from engine.model.rope import apply_rope
-from engine.settings import integer, one_of
-from kernels.column_sums import column_sums
-
-if TYPE_CHECKING:
-    from engine.decode import Step
-    from engine.methods.base import Runtime, Setup
-    from engine.model.config import ModelConfig
-    from engine.plan.layers import LayerPlan
-    from engine.plan.needs import Needs
-
-WINDOW_MOST = 64  # newest queries that a session keeps at a prompt's end (engine/prefill.py)
+from engine.plan.layers import LayerPlan
+from engine.plan.needs import MOST_WINDOW, Needs
+from kernels.select.column_sums import column_sums
 
 
 @dataclass(frozen=True)
@@ -41,6 +36,8 @@ class SnapKV(Evicting):
     before pooling. A budget is at least the window.
     """
 
+    full_prompts = True
+
     window: int = 32
     kernel: int = 7
     pool: str = "max"
@@ -49,8 +46,8 @@ class SnapKV(Evicting):
     def __post_init__(self) -> None:
         super().__post_init__()
         integer("window", self.window, 1)
-        if self.window > WINDOW_MOST:
-            raise SettingError(f"window: found {self.window}, expected at most {WINDOW_MOST}")
+        if self.window > MOST_WINDOW:
+            raise SettingError(f"window: found {self.window}, expected at most {MOST_WINDOW}")
         integer("kernel", self.kernel, 1)
         if self.kernel % 2 == 0:
             raise SettingError(f"kernel: found {self.kernel}, expected an odd number")

@@ -12,19 +12,17 @@ they were, the prompt read by full attention and trimmed once, everything genera
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from engine.methods.evict.base import EvictingRuntime
-from engine.methods.evict.by_position import Windowed, WindowedRuntime, validate_sink
-from engine.methods.evict.settings import Evicting
+from engine.base.checks import boolean
+from engine.methods.base import Runtime, Setup
+from engine.methods.evict.shared.by_position import Windowed, WindowedRuntime, validate_sink
+from engine.methods.evict.shared.runtime import EvictingRuntime
+from engine.methods.evict.shared.settings import Evicting
+from engine.methods.evict.shared.store import Rows, Sequence
 from engine.model.rope import Rotary
-from engine.settings import boolean
-
-if TYPE_CHECKING:
-    from engine.methods.base import Runtime, Setup
-    from engine.methods.evict.store import Rows, Sequence
 
 
 @dataclass(frozen=True)

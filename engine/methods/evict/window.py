@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.methods.evict.by_position import Windowed
+from engine.methods.evict.shared.by_position import Windowed
 from engine.model.rope import Rotary
 
 

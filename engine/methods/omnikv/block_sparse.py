@@ -2,24 +2,22 @@
 paper, off by default.
 
 Per head and block of 128 queries only the key blocks that carry `dense_mass` of the estimated
-attention are read, and always the first one and the local band (kernels/block_sparse.py). FILTER
-layers stay dense: everything after them depends on their scores. Short pasts, blocks cut by a
-chunk's edge and the prompt's end are read densely.
+attention are read, and always the first one and the local band (kernels/prefill/block_sparse.py).
+FILTER layers stay dense: everything after them depends on their scores. Short pasts, blocks cut by
+a chunk's edge and the prompt's end are read densely.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from kernels.block_sparse import BLOCK, attend_blocks, block_mass, choose_blocks, exact_mass
-from kernels.prefill import prefill_dense
-
-if TYPE_CHECKING:
-    from engine.methods.base import Setup
-    from engine.methods.omnikv.settings import OmniKV
-    from engine.prefill_eta import PrefillFlops
+from engine.methods.base import Setup
+from engine.methods.omnikv.settings import Settings
+from engine.plan.prefill_time import PrefillFlops
+from kernels.prefill.block_sparse import BLOCK, attend_blocks, block_mass, choose_blocks, exact_mass
+from kernels.prefill.dense import prefill_dense
 
 FROM = 16384  # past tokens below which estimating does not pay
 # share of the causal blocks that the count of operations assumes: the real share depends on the
@@ -30,7 +28,7 @@ EXPECTED_DENSITY = 0.5
 class BlockSparse:
     """One session's block-sparse layers: only counters outlive a chunk."""
 
-    def __init__(self, method: OmniKV, setup: Setup):
+    def __init__(self, method: Settings, setup: Setup):
         self.method, self.setup = method, setup
         self.scale = setup.config.scale
         self.blocks_kept = self.blocks_causal = 0

@@ -9,26 +9,24 @@ budget; a second prefill is refused. Plain torch, no CUDA graph.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from engine.bank.base import Step
 from engine.methods.base import Setup, device_int
 from engine.methods.omnikv.runtime import OmniKVRuntime
+from engine.methods.omnikv.settings import Settings
 from engine.model.rope import apply_rope
 from engine.plan.layers import Role
-from kernels.rows import unpack_keys
-from kernels.topk import select_topk
-
-if TYPE_CHECKING:
-    from engine.decode import Step
-    from engine.methods.omnikv.settings import OmniKV
+from kernels.rows.forms import unpack_keys
+from kernels.select.topk import select_topk
 
 
 class OfficialRuntime(OmniKVRuntime):
     """Selection state of one session with one prompt."""
 
-    def __init__(self, method: OmniKV, setup: Setup):
+    def __init__(self, method: Settings, setup: Setup):
         super().__init__(method, setup)
         self.prompt = 0  # tokens
 

@@ -11,26 +11,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
-from engine.bank.base import PromptRows
-from engine.bank.streamed_attention import attend_stream
+from engine.bank.base import Bank, PromptRows
+from engine.bank.host.streamed_attention import attend_stream
+from engine.methods.base import Setup
 from engine.methods.omnikv.block_sparse import BlockSparse
 from engine.methods.omnikv.prompt_rows import Block, cuts_of, named_rows, prompt_blocks, runs_of
+from engine.methods.omnikv.settings import Settings
 from engine.plan.layers import Role
-from kernels.column_scores import column_scores
-from kernels.host_values import on_device
-from kernels.prefill import prefill_dense, prefill_dense_lse
-from kernels.sparse_prefill import prefill_sparse
-from kernels.topk import select_topk
-
-if TYPE_CHECKING:
-    from engine.bank.base import Bank
-    from engine.methods.base import Setup
-    from engine.methods.omnikv.settings import OmniKV
-    from engine.prefill_eta import PrefillFlops
+from engine.plan.prefill_time import PrefillFlops
+from kernels.launch.on_device import on_device
+from kernels.prefill.dense import prefill_dense, prefill_dense_lse
+from kernels.prefill.sparse import prefill_sparse
+from kernels.select.column_scores import column_scores
+from kernels.select.topk import select_topk
 
 # blocks scored by one launch: 4 x 64 tiles fill a GPU from 8K rows on, and the scores stay at 16
 # bytes a token
@@ -46,7 +42,7 @@ class PrefillSelector:
     under way.
     """
 
-    def __init__(self, method: OmniKV, setup: Setup):
+    def __init__(self, method: Settings, setup: Setup):
         self.method, self.setup, self.plan = method, setup, setup.plan
         self.scale, self.softmax = setup.config.scale, setup.softmax
         self.block, ratio = method.prefill_block, method.prefill_ratio

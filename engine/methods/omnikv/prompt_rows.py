@@ -8,22 +8,22 @@ the link with them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from engine.bank.base import PromptRows
-from engine.plan.layers import tail_start
-
-if TYPE_CHECKING:
-    from engine.methods.omnikv.settings import OmniKV
+from engine.bank.row_origins import RowOrigins, Span
+from engine.methods.omnikv.block_sparse import FROM
+from engine.methods.omnikv.settings import Settings
+from engine.plan.layers import LayerPlan, tail_start
 
 # a block of a chunk: first and last position, and the first of the band that is always seen (None:
 # the block is read densely)
 Block = tuple[int, int, int | None]
 
 
-def prompt_blocks(method: OmniKV, k: int, start: int, stop: int, total: float) -> Iterator[Block]:
+def prompt_blocks(method: Settings, k: int, start: int, stop: int, total: float) -> Iterator[Block]:
     """The blocks of a chunk at positions start .. stop-1 of a prompt that ends at `total`. k: rows
     of one selection.
     """
@@ -78,7 +78,13 @@ def cuts_of(row: int, run: list[Block], k: int, begin: int, room: int) -> Iterat
 
 
 def rows_over_link(
-    method: OmniKV, k: int, begin: int, stop: int, total: float, room: int, start: int | None = None
+    method: Settings,
+    k: int,
+    begin: int,
+    stop: int,
+    total: float,
+    room: int,
+    start: int | None = None,
 ) -> int:
     """The most rows that the chunk at positions begin .. stop-1 reads of one offloaded layer in
     host memory. start: the first query that attends (None: all of them).
@@ -116,3 +122,33 @@ def named_rows(
     count = place[base - 1 : base].clone() if base else torch.zeros_like(tokens)
     rows = PromptRows(tokens[:most], count, base, begin, cut.blocks[-1][1])
     return rows, at.int().view(1, *index.shape)
+
+
+def read_by_blocks(
+    method: Settings, plan: LayerPlan, spans: list[Span], first: int, total: float
+) -> list[Span]:
+    """`spans` of a chunk from `first` on, where a prefill_ratio or block-sparse layers read blocks
+    of it by what they choose. total: the prompt's length.
+    """
+    stop, origin = spans[-1]
+    if origin is None:
+        return spans
+    if method.prefill_ratio and plan.sparse_layers:
+        spans, size = [], method.prefill_block
+        for low, high, local in prompt_blocks(
+            method, method.prefill_ratio * size, first, stop, total
+        ):
+            # a block that the chunk or the prompt cuts chooses for itself
+            whole = low % size == 0 and high - low == size
+            spans.append((high, origin if local is None else _described(method) if whole else None))
+    if method.dense_layers != "dense" and stop > FROM:
+        # estimates of blocks: not worth a name
+        spans = [*RowOrigins(spans).of(0, FROM), (stop, None)]
+    return spans
+
+
+def _described(method: Settings) -> str:
+    """All that a whole block's rows depend on beside the rows before it."""
+    names = "filter_layers", "wait_layers", "tail", "prefill_ratio", "prefill_block"
+    said = [f"{name}={getattr(method, name)}" for name in (*names, "prefill_stride")]
+    return f"{method.name} prompt: {', '.join(said)}"

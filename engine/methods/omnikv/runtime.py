@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from engine.bank.base import Bank, Step
 from engine.methods.base import Runtime, Setup, device_int
 from engine.methods.omnikv.prefill import PrefillSelector
 from engine.methods.omnikv.selector import window_weights
+from engine.methods.omnikv.settings import Settings
 from engine.plan.layers import Role, tail_start
-from kernels.sparse_decode import decode_sparse
-from kernels.topk import select_topk
-from kernels.window_scores import window_scores
-
-if TYPE_CHECKING:
-    from engine.bank.base import Bank
-    from engine.decode import Step
-    from engine.methods.omnikv.settings import OmniKV
-    from engine.prefill_eta import PrefillFlops
+from engine.plan.prefill_time import PrefillFlops
+from kernels.attention.sparse import decode_sparse
+from kernels.select.topk import select_topk
+from kernels.select.window_scores import window_scores
 
 
 class OmniKVRuntime(Runtime):
@@ -28,10 +25,10 @@ class OmniKVRuntime(Runtime):
     index [B, 1, K] int32 per group.
     """
 
-    method: OmniKV
+    method: Settings
     k: int = 0
 
-    def __init__(self, method: OmniKV, setup: Setup):
+    def __init__(self, method: Settings, setup: Setup):
         super().__init__(method, setup)
         self.window, selected = self.needs.window, self.needs.selected
         self.alpha = window_weights(method.selector, method.window, setup.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.errors import SettingError
+from engine.base.errors import SettingError
 
 SELECTORS = ("last", "uniform", "exponential")
 

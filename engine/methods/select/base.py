@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from engine.bank.base import Step
+from engine.base.checks import at_most_one, fraction, integer
 from engine.methods.base import Method, Runtime, Setup
+from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan, Role
 from engine.plan.needs import Needs
-from engine.settings import at_most_one, fraction, integer
-from kernels.prefill import attend_rows
-from kernels.reference import attend
-from kernels.sparse_decode import decode_sparse
-
-if TYPE_CHECKING:
-    from engine.decode import Step
-    from engine.model.config import ModelConfig
+from kernels.attention.reference import attend
+from kernels.attention.sparse import decode_sparse
+from kernels.prefill.dense import attend_rows
 
 DEFAULT_TOKENS = 2048
 
@@ -73,10 +71,13 @@ class Budgeted(Method):
         return {}
 
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
+        """Sparse layers may live in host memory; a choice may read them whole."""
         buffers = self.buffers(plan, config, capacity).values()
         return Needs(
             selected=min(capacity, self.budget(capacity)) if plan.sparse_layers else 0,
             device_bytes=sum(buffer.nbytes(itemsize) for buffer in buffers),
+            offload=tuple((layer,) for layer in plan.sparse_layers),
+            whole_layer=True,
         )
 
 
@@ -159,17 +160,12 @@ class Selecting(Runtime):
         self, layer: int, q: torch.Tensor, step: Step, chosen: Selection
     ) -> torch.Tensor:
         """Attention to the chosen tokens and the tail. q [B, Q, H, D] -> the same."""
-        (k, v), (index, counts) = step.bank.kv(layer, step.bucket), chosen.rows()
-        if index.shape[1] not in (1, k.shape[1]):
-            return self._attend_by_query_head(layer, q, k, v, index, counts)
+        rows = step.bank.picked(layer, *chosen.rows(), chosen.tail_start, step)
+        if rows.index.shape[1] not in (1, rows.k.shape[1]):
+            return self._attend_by_query_head(layer, q, *rows[:4])
         return decode_sparse(
             q,
-            k,
-            v,
-            index,
-            counts,
-            chosen.tail_start,
-            step.visible,
+            *rows,
             self.scale,
             scratch=self.setup.scratch,
             backend=self.setup.backend,

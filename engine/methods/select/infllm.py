@@ -15,26 +15,22 @@ of `chunk` and at the end of a chunk of the prefill; a step is a piece of one to
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from engine.errors import SettingError
+from engine.bank.base import Bank, Step
+from engine.base.checks import integer
+from engine.base.errors import SettingError
 from engine.methods.base import Method, Runtime, Setup
 from engine.methods.select.infllm_memory import BlockMemory, Layout, attend_far_and_near
+from engine.model.config.config import ModelConfig
 from engine.model.rope import Rotary
-from engine.plan.layers import single_layer_groups
+from engine.plan.layers import LayerPlan, single_layer_groups
 from engine.plan.needs import Needs
-from engine.settings import integer
-from kernels.host_values import on_device
-from kernels.prefill import prefill_dense
-from kernels.rows import key_floats
-
-if TYPE_CHECKING:
-    from engine.bank.base import Bank
-    from engine.decode import Step
-    from engine.model.config import ModelConfig
-    from engine.plan.layers import LayerPlan
+from kernels.launch.on_device import on_device
+from kernels.prefill.dense import prefill_dense
+from kernels.rows.forms import key_floats
 
 
 @dataclass(frozen=True)
@@ -104,9 +100,27 @@ class InfLLM(Method):
             selected=min(capacity, seen),  # the most that one query sees
             device_bytes=heads * (8 * slots + blocks * config.head_dim * itemsize),
             every_query=slots > 0,  # every query's attention counts for the representatives
+            tail=self.local,
+            offload=plan.each_layer,
+            step_rows=self.init + (self.topk + 2) * self.block,
             final_call=None,  # pieces end where a call ends
             history="rerun",  # what tokens have received cannot be taken back
         )
+
+    def prompt_rows(
+        self,
+        capacity: int,
+        begin: int,
+        stop: int,
+        total: float,
+        room: int,
+        first: int | None = None,
+    ) -> int:
+        """What every piece sees, its own tokens included, and the blocks that form."""
+        pieces = (stop - 1) // self.chunk - begin // self.chunk + 1
+        seen = self.init + self.local + (self.topk + 1) * self.block + 2 * self.chunk
+        dense = min(stop, self.local) if begin < self.local else 0
+        return pieces * (min(stop, seen) + dense) + stop - begin + 2 * self.block
 
     def runtime(self, setup: Setup) -> Runtime:
         return InfLLMRuntime(self, setup)
@@ -162,18 +176,14 @@ class InfLLMRuntime(Runtime):
             if stop > self.method.local:
                 return self._newest[2]
             return super().attend_prompt(layer, q, bank, start)
-        k, v = bank.kv(layer)
-        out = self._pieces(layer, q, k, v, [start] * len(q))
+        out = self._pieces(layer, q, bank, [start] * len(q))
         self._newest = layer, stop, out[:, -1:]
         return out
 
     def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
-        k, v = step.bank.kv(layer, step.bucket)
-        return self._pieces(layer, q, k, v, step.positions[:, 0].tolist())
+        return self._pieces(layer, q, step.bank, step.positions[:, 0].tolist())
 
-    def _pieces(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: list[int]
-    ) -> torch.Tensor:
+    def _pieces(self, layer: int, q: torch.Tensor, bank: Bank, starts: list[int]) -> torch.Tensor:
         out, size = torch.empty_like(q), self.method.chunk
         self.memory.open(layer)
         for b, start in enumerate(starts):
@@ -181,27 +191,19 @@ class InfLLMRuntime(Runtime):
             for first in [start, *range((start // size + 1) * size, stop, size)]:
                 last = min(stop, (first // size + 1) * size)
                 part = slice(first - start, last - start)
-                out[b, part] = self._piece(layer, b, q[b, part], k[b], v[b], first)
+                out[b, part] = self._piece(layer, b, q[b, part], bank, first)
         return out
 
-    def _piece(
-        self,
-        layer: int,
-        b: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        start: int,
-    ) -> torch.Tensor:
+    def _piece(self, layer: int, b: int, q: torch.Tensor, bank: Bank, start: int) -> torch.Tensor:
         """One piece q [C, H, D] at positions start .. start+C-1: attention, then what its window
         received, then the blocks that form.
         """
         local, stop, memory = self.method.local, start + len(q), self.memory
 
         def plain_keys(first: int, last: int) -> torch.Tensor:
+            k = bank.rows(layer, first, last)[0][b]
             return self.rotary.rotate_by(
-                key_floats(k[:, first:last]).transpose(0, 1),
-                -torch.arange(first, last, device=k.device),
+                key_floats(k).transpose(0, 1), -torch.arange(first, last, device=q.device)
             ).transpose(0, 1)
 
         memory.form(layer, b, start, plain_keys)
@@ -212,15 +214,18 @@ class InfLLMRuntime(Runtime):
         )
         blocks, first = memory.rank(layer, b, distant.mean(0), layout), max(0, start - local + 1)
         far = self._far_rows(start, stop, blocks)
-        turned = self.rotary.rotate_by(key_floats(k[:, far]).transpose(0, 1), -far).transpose(0, 1)
+        far_k, far_v = (t[b] for t in bank.listed(layer, far))
+        turned = self.rotary.rotate_by(key_floats(far_k).transpose(0, 1), -far).transpose(0, 1)
+        k, v = (t[b] for t in bank.rows(layer, first, stop))
         out, received = attend_far_and_near(
-            q, distant, turned, k, v, far, first, positions, local, self.scale
+            q, distant, turned, far_v, k, v, far, first, positions, local, self.scale
         )
         memory.collect(layer, b, first, start, stop, received)
         memory.form(layer, b, stop, plain_keys)
         if b == 0:
             self.read[layer] = start, stop, blocks
         if stop <= local:  # only the window: the dense launcher, to the bit
+            k, v = (t[b] for t in bank.rows(layer, 0, stop))
             return prefill_dense(
                 q[None], k[None], v[None], start, self.scale, backend=self.setup.backend
             )[0]

@@ -2,23 +2,41 @@
 has received, what stands for a block.
 
 Source: InfLLM (Xiao et al., 2024), section 3, and thunlp/InfLLM (context_manager.py). K and V stay
-in the bank. The published system holds blocks in host memory and at most `cached` of them on the
-GPU, least recently used first out: that is kept here as counts.
+in the bank, on either tier. The published system holds blocks in host memory and at most `cached`
+of them on the GPU, least recently used first out: that is kept here as counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-from kernels.rows import floats, key_floats
+from engine.methods.base import Setup
+from kernels.rows.forms import floats, key_floats
 
-if TYPE_CHECKING:
-    from engine.methods.base import Setup
-    from engine.methods.select.infllm import InfLLM
+
+class MemorySettings(Protocol):
+    """The settings of InfLLM that decide where a memory's blocks lie; tokens, but for `topk` and
+    `cached` (blocks).
+    """
+
+    @property
+    def init(self) -> int: ...
+    @property
+    def local(self) -> int: ...
+    @property
+    def block(self) -> int: ...
+    @property
+    def chunk(self) -> int: ...
+    @property
+    def topk(self) -> int: ...
+    @property
+    def cached(self) -> int: ...
+    @property
+    def representatives(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -32,7 +50,7 @@ class Layout:
     rest: int  # first position of the remainder
 
     @classmethod
-    def at(cls, method: InfLLM, length: int) -> Layout:
+    def at(cls, method: MemorySettings, length: int) -> Layout:
         """The layout at a length: blocks form once they have left the local window whole."""
         initial = min(method.init, max(0, length - method.local))
         blocks = max(0, length - method.init - method.local) // method.block
@@ -47,7 +65,7 @@ class BlockMemory:
     equal ones the first stand for their block.
     """
 
-    def __init__(self, method: InfLLM, setup: Setup):
+    def __init__(self, method: MemorySettings, setup: Setup):
         config = setup.config
         self.method, self.batch = method, setup.batch
         self.slots, blocks = self.sizes(method, setup.capacity)
@@ -75,7 +93,7 @@ class BlockMemory:
         self.loads = 0
 
     @staticmethod
-    def sizes(method: InfLLM, capacity: int) -> tuple[int, int]:
+    def sizes(method: MemorySettings, capacity: int) -> tuple[int, int]:
         """(slots of the ring, most blocks) in a bank of `capacity` tokens."""
         blocks = Layout.at(method, capacity).blocks
         return (method.local + method.block + method.chunk if blocks else 0), blocks
@@ -179,6 +197,7 @@ def attend_far_and_near(
     q: torch.Tensor,
     distant: torch.Tensor,
     turned: torch.Tensor,
+    far_v: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     far: torch.Tensor,
@@ -191,10 +210,10 @@ def attend_far_and_near(
     what is in its window, of the former the rest.
 
     q, distant [C, H, D]: queries at `positions` and the same turned to the local distance; turned
-    float32 [Hkv, n, D]: K of `far` before rotation; k, v [Hkv, T, D]; far, positions int64,
-    consecutive positions; first: a position at or before the first query's window. Returns (out [C,
-    H, D], attention that tokens first .. received, summed over the queries [H, m]), float32. One
-    K/V head's weights exist at a time.
+    float32 [Hkv, n, D]: K of `far` before rotation; far_v [Hkv, n, D]: its V; k, v [Hkv, m, D]: of
+    positions first, first + 1, ...; far, positions int64, the latter consecutive; first: a position
+    at or before the first query's window. Returns (out [C, H, D], attention that tokens first ..
+    received, summed over the queries [H, m]), float32. One K/V head's weights exist at a time.
     """
     stop, edge = int(positions[-1]) + 1, positions.unsqueeze(1)
     newest = torch.arange(first, stop, device=q.device)
@@ -208,7 +227,7 @@ def attend_far_and_near(
             torch.cat(
                 [
                     distant[:, own].transpose(0, 1) @ turned[head].t(),
-                    q[:, own].float().transpose(0, 1) @ key_floats(k[head, first:stop]).t(),
+                    q[:, own].float().transpose(0, 1) @ key_floats(k[head]).t(),
                 ],
                 2,
             )
@@ -216,8 +235,6 @@ def attend_far_and_near(
         )
         # [G, C, far + newest]
         weights = torch.softmax(logits.masked_fill_(hidden, float("-inf")), -1)
-        out[:, own] = (weights @ floats(torch.cat([v[head, far], v[head, first:stop]]))).transpose(
-            0, 1
-        )
+        out[:, own] = (weights @ floats(torch.cat([far_v[head], v[head]]))).transpose(0, 1)
         received[own] = weights[:, :, len(far) :].sum(1)
     return out, received

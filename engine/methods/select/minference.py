@@ -5,7 +5,7 @@ Source: MInference 1.0 (Jiang et al., NeurIPS 2024), section 3, and microsoft/MI
 (minference_forward.py). Patterns: engine/methods/select/minference_patterns.py. Published defaults:
 ("vertical_slash", 1000, 6096) for heads that no table names, lines ranked by the last 64 queries,
 the first 30 columns and the nearest 100 diagonals always among them; a table per model from an
-offline search by the attention mass kept (tools/minference_search.py), or a published one
+offline search by the attention mass kept (tools/search/minference.py), or a published one
 (engine/methods/select/minference_table.py). Every query head chooses for itself, so nothing is
 reduced over a group. Lines are ranked once per prompt, by its last 64 queries: a prompt is one
 chunk, whatever the plan's, with the activations that this takes.
@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from engine.errors import SettingError
+from engine.bank.base import Bank
+from engine.base.checks import fraction
+from engine.base.errors import SettingError
 from engine.methods.base import Method, Runtime, Setup
 from engine.methods.select.minference_patterns import (
     BLOCK,
@@ -36,15 +38,11 @@ from engine.methods.select.minference_patterns import (
     vertical_slash,
 )
 from engine.methods.select.minference_table import read_table
+from engine.model.config.config import ModelConfig
+from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
-from engine.settings import fraction
-from kernels.prefill import attend_chunk, attend_rows, merge, prefill_dense, prefill_dense_lse
-
-if TYPE_CHECKING:
-    from engine.bank.base import Bank
-    from engine.model.config import ModelConfig
-    from engine.plan.layers import LayerPlan
-    from engine.prefill_eta import PrefillFlops
+from engine.plan.prefill_time import PrefillFlops
+from kernels.prefill.dense import attend_chunk, attend_rows, merge, prefill_dense, prefill_dense_lse
 
 
 @dataclass(frozen=True)
@@ -55,8 +53,6 @@ class MInference(Method):
     queries read all tokens on their diagonals, so more is read where diagonals lie apart:
     `pairs_read` counts it.
     """
-
-    sliding = True
 
     patterns: tuple[Any, ...] | str | Path = DEFAULT
     share: float | None = None
@@ -93,8 +89,27 @@ class MInference(Method):
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
         # the last layer's lines are ranked by 64 queries too, and all lines by a prompt's last ones
         return Needs(
-            every_query=True, one_chunk=True, final_call=None, own_prompts=True, cuda_graph=True
+            offload=plan.each_layer,
+            whole_layer=True,
+            every_query=True,
+            one_chunk=True,
+            final_call=None,
+            own_prompts=True,
+            cuda_graph=True,
+            sliding=True,
         )
+
+    def prompt_rows(
+        self,
+        capacity: int,
+        begin: int,
+        stop: int,
+        total: float,
+        room: int,
+        first: int | None = None,
+    ) -> int:
+        """All so far, the chunk included: a layer in host memory is read whole."""
+        return stop
 
     def prompt_bytes(self, config: ModelConfig, capacity: int, chunk: int, itemsize: int) -> int:
         """The lines of a whole prompt as they are ranked, where a head has any."""
@@ -113,7 +128,7 @@ class MInference(Method):
             raise SettingError(
                 f"patterns: found a table of {len(self.patterns)} layers with "
                 f"{len(self.patterns[0])} heads, expected {layers} layers with {heads} query heads "
-                "(this model); search again (tools.minference_search)"
+                "(this model); search again (tools.search.minference)"
             )
         return self.patterns
 

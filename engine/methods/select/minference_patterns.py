@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from engine.errors import SettingError
-from engine.settings import integer
-from kernels.rows import key_floats
+from engine.base.checks import integer
+from engine.base.errors import SettingError
+from kernels.rows.forms import key_floats
 
 Pattern = tuple[Any, ...]  # (kind, sizes ...)
 

@@ -7,31 +7,27 @@ query; 16 and 4080 published) are attended by the layer's own queries and K. For
 between them, the logits of the block's lowest layer serve, with the layer's own V; the two parts
 are merged by the exact gate g = sum exp(proximal) / sum exp(all). Distant K of the layers above a
 block's lowest are never read. Published models are trained so; this one is measured without, hence
-the name. Which layers make a block: `python -m tools.pod_groups`. Prompts are read the same way,
-chunk by chunk, and the result does not depend on the chunks.
+the name. Which layers make a block: `python -m tools.search.pod_groups`. Prompts are read the same
+way, chunk by chunk, and the result does not depend on the chunks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from engine.errors import SettingError
+from engine.bank.base import Bank, Step
+from engine.base.checks import fraction, integer, is_integer
+from engine.base.errors import SettingError
 from engine.methods.base import Method, Runtime, Setup
-from engine.plan.layers import single_layer_groups
+from engine.model.config.config import ModelConfig
+from engine.plan.layers import LayerPlan, single_layer_groups
 from engine.plan.needs import Needs
-from engine.settings import fraction, integer, is_integer
-from kernels.prefill import merge
-from kernels.rows import floats, key_floats
-
-if TYPE_CHECKING:
-    from engine.bank.base import Bank
-    from engine.decode import Step
-    from engine.model.config import ModelConfig
-    from engine.plan.layers import LayerPlan
+from kernels.prefill.dense import merge
+from kernels.rows.forms import floats, key_floats
 
 # tiles of logits in attend_span: of 8 heads 16 MB
 QUERIES, ROWS = 256, 2048
@@ -81,7 +77,7 @@ class PodUntrained(Method):
             raise SettingError(
                 f"blocks: found {len(blocks)} heads and layers up to {max(map(max, blocks))}, "
                 f"expected {heads} K/V heads and layers below {layers} (this model); group it "
-                "again: python -m tools.pod_groups"
+                "again: python -m tools.search.pod_groups, in a clone of the engine"
             )
         return [
             tuple(max(low for low in firsts if low <= layer) for firsts in blocks)

@@ -1,41 +1,34 @@
 """Quest: pages of K with their elementwise extremes; a step reads, per K/V head, the pages whose
 bound on the logit is largest.
 
-Source: Quest (Tang et al., ICML 2024), section 3, and mit-han-lab/Quest. Everything stays on the
-device and prompts are read densely. Published: pages of 16 tokens, the first two layers dense, at
-least three pages, and, as in its kernels, the newest page always read and counted. Its code knows
-one K/V head per query head; over a group the bounds are reduced by `gqa_reduce` to one page list
-per K/V head.
+Source: Quest (Tang et al., ICML 2024), section 3, and mit-han-lab/Quest. Prompts are read densely.
+Published: pages of 16 tokens, the first two layers dense, at least three pages, and, as in its
+kernels, the newest page always read and counted. Its code knows one K/V head per query head; over a
+group the bounds are reduced by `gqa_reduce` to one page list per K/V head. Where a layer lives in
+host memory, the extremes of its pages are on the device, and a step brings over the pages that its
+heads choose.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 import torch
 
-from engine.methods.select.base import (
-    Budgeted,
-    Buffer,
-    Selecting,
-    Selection,
-)
-from engine.plan.layers import single_layer_groups
-from engine.settings import integer, one_of
-from kernels.host_values import on_device
-from kernels.rows import unpack_keys
-from kernels.topk import select_topk
-
-if TYPE_CHECKING:
-    from engine.decode import Step
-    from engine.methods.base import Runtime, Setup
-    from engine.model.config import ModelConfig
-    from engine.plan.layers import LayerPlan
+from engine.bank.base import Bank, Step
+from engine.base.checks import integer, one_of
+from engine.methods.base import Runtime, Setup
+from engine.methods.select.base import Budgeted, Buffer, Selecting, Selection
+from engine.model.config.config import ModelConfig
+from engine.plan.layers import LayerPlan, single_layer_groups
+from engine.plan.needs import Needs
+from kernels.launch.on_device import on_device
+from kernels.rows.forms import unpack_keys
+from kernels.select.topk import select_topk
 
 LEAST_PAGES = 3
-AT_ONCE = 1024  # pages bounded at a time: their extremes in float32 are 1 MB per K/V head
+AT_ONCE = 1024  # pages learnt or bounded at a time: extremes in float32 are 1 MB per K/V head
 REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "max": torch.amax,
     "mean": torch.mean,
@@ -50,8 +43,7 @@ class Quest(Budgeted):
     | "sum".
     """
 
-    sliding = True
-    capped = True  # bounds of capped logits have the order of those of the logits
+    full_prompts = True
 
     page: int = 16
     dense_layers: int = 2
@@ -88,6 +80,13 @@ class Quest(Budgeted):
             "pages": Buffer((layers, batch * heads, most), torch.int32),
         }
 
+    def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
+        """Every K/V head's pages come over apart, the newest one lies on the device."""
+        needs = super().needs(plan, config, capacity, itemsize)
+        rows = config.num_kv_heads * needs.selected
+        # bounds of capped logits have the order of those of the logits
+        return replace(needs, whole_layer=False, step_rows=rows, sliding=True, capped=True)
+
     def runtime(self, setup: Setup) -> Runtime:
         return QuestRuntime(self, setup)
 
@@ -116,7 +115,7 @@ class QuestRuntime(Selecting):
     def select(self, layer: int, q: torch.Tensor, step: Step) -> Selection:
         group, size, lengths = self.plan.group_of[layer], self.method.page, step.visible.tolist()
         assert group is not None
-        self.learn(group, step.bank.kv(layer, step.bucket)[0], lengths)
+        self.learn(group, layer, step.bank, lengths)
         older, tail = [(n - 1) // size for n in lengths], self.tail_start(step)
         read, pages = self.k // size - 1, self.pages[group]
         if max(older) <= read:
@@ -137,19 +136,20 @@ class QuestRuntime(Selecting):
         index = pages[:, :read].view(len(lengths), heads, read)
         return Selection(index, counts[::heads], tail, unit=size)
 
-    def learn(self, group: int, k: torch.Tensor, lengths: list[int]) -> None:
-        """Bring the extremes of a layer's first `lengths` tokens up to date. k [B, Hkv, T, D]."""
+    def learn(self, group: int, layer: int, bank: Bank, lengths: list[int]) -> None:
+        """Bring the extremes of a layer's first `lengths` tokens up to date."""
         size = self.method.page
         for b, n in enumerate(lengths):
-            low, high, rows = self.low[group, b], self.high[group, b], k[b]
-            first, stop = min(self._known[group][b], n - 1) // size, n // size
-            if first < stop:
-                pages = unpack_keys(rows[:, first * size : stop * size], low.dtype)
-                pages = pages.unflatten(1, (-1, size))
+            low, high = self.low[group, b], self.high[group, b]
+            whole = n // size
+            for first in range(min(self._known[group][b], n - 1) // size, whole, AT_ONCE):
+                stop = min(whole, first + AT_ONCE)
+                k = bank.rows(layer, first * size, stop * size)[0][b]
+                pages = unpack_keys(k, low.dtype).unflatten(1, (-1, size))
                 low[:, first:stop], high[:, first:stop] = pages.amin(2), pages.amax(2)
             if n % size:
-                newest = unpack_keys(rows[:, stop * size : n], low.dtype)
-                low[:, stop], high[:, stop] = newest.amin(1), newest.amax(1)
+                newest = unpack_keys(bank.rows(layer, whole * size, n)[0][b], low.dtype)
+                low[:, whole], high[:, whole] = newest.amin(1), newest.amax(1)
             self._known[group][b] = n
 
     def bound(self, group: int, q: torch.Tensor, pages: list[int]) -> None:

@@ -4,29 +4,27 @@ chooses anew, all others reuse.
 Source: TidalDecode (Yang et al., 2024), section 3, and DerrickYLJ/TidalDecode
 (llama_tidal_attention_forward). Published: layers 0 and 1 dense, layer 2 chooses, the correction
 layer is 13 of 32 for Llama-3 (9 for Llama-2), candidates are all tokens, generated ones included, k
-between 128 and 4096, prompts are read densely, nothing is offloaded. Every query head chooses for
+between 128 and 4096, prompts are read densely, nothing is offloaded (here the layers that reuse a
+choice may live in host memory). Every query head chooses for
 itself (its K/V heads are repeated): gqa_reduce="none".
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 import torch
 
-from engine.errors import SettingError
+from engine.bank.base import Step
+from engine.base.checks import integer, one_of
+from engine.base.errors import SettingError
+from engine.methods.base import Runtime, Setup
 from engine.methods.select.base import Budgeted, Buffer, Selecting, Selection
-from engine.plan.layers import layer_plan
-from engine.settings import integer, one_of
-from kernels.rows import key_floats
-from kernels.topk import select_topk
-
-if TYPE_CHECKING:
-    from engine.decode import Step
-    from engine.methods.base import Runtime, Setup
-    from engine.model.config import ModelConfig
-    from engine.plan.layers import LayerPlan
+from engine.model.config.config import ModelConfig
+from engine.plan.layers import LayerPlan, layer_plan
+from engine.plan.needs import Needs
+from kernels.rows.forms import key_floats
+from kernels.select.topk import select_topk
 
 AT_ONCE = 4096  # tokens scored at a time: K in float32 is 2 MB a head at head_dim 128
 REDUCTIONS = ("none", "max", "mean", "all")
@@ -40,8 +38,7 @@ class TidalDecode(Budgeted):
     heads, one choice (as OmniKV's).
     """
 
-    sliding = True
-    capped = True  # capped logits have the order of the logits
+    full_prompts = True
 
     select_layer: int = 2
     correction_layer: int | None = None
@@ -85,6 +82,13 @@ class TidalDecode(Budgeted):
             "scores": Buffer((count, capacity if sparse else 0), torch.float32),
             "index": Buffer((len(plan.groups), count, k), torch.int32),
         }
+
+    def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
+        """The layers that choose read every K, and stay on the device."""
+        needs = super().needs(plan, config, capacity, itemsize)
+        rows = self.choices(config) * needs.selected
+        # capped logits have the order of the logits
+        return replace(needs, whole_layer=False, step_rows=rows, sliding=True, capped=True)
 
     def runtime(self, setup: Setup) -> Runtime:
         return TidalRuntime(self, setup)

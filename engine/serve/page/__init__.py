@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 # in this order one script
-SCRIPTS = ("base", "document", "reading", "answers", "words", "saved", "main")
+SCRIPTS = ("base", "document", "files", "reading", "answers", "words", "saved", "main")
 
 
 def joined(folder: Path) -> str:

@@ -92,7 +92,7 @@ async function ask(question) {
   if (words.text) state.turns = [...messages, { role: "assistant", content: words.text }];
   if (result.finish === "length") article.append(made("p", "soft", "It ends here because the context is full."));
   if (result.usage) article.append(made("p", "soft figures", figures(result)));
-  if (result.evidence && result.evidence.sources) sources(article, result.evidence.sources, words);
+  if (result.evidence && result.evidence.sources) sources(article, result.evidence.sources, words, result);
   $("log").scrollTop += asked.getBoundingClientRect().top - $("log").getBoundingClientRect().top;
 }
 
@@ -111,12 +111,20 @@ function figures({ method, usage, first, seconds, evidence }) {
 
 // ---------------------------------------------------------------- what the whole answer read
 
-function sources(article, listed, words) {
+// why an answer has no passages
+function nothing({ method, evidence: { selections, figures: counted } }) {
+  if (selections) return "It read more passages alike than can be listed: none is ranked above the others.";
+  if (method !== "exact") return "Every step read everything: no passage was chosen.";
+  return "Full attention read everything and decided every word" + (counted && counted.drafted
+    ? "; its drafts were copied from where the same words stood before (lookup), so that no passage was chosen." : "; nothing was drafted.");
+}
+
+function sources(article, listed, words, result) {
   const found = listed.filter((source) => source.message === 0 && state.text)
     .map((source) => ({ ...source, start: units(source.start), stop: units(source.stop) }))
     .filter((source) => source.stop <= state.text.length);
-  article.append(made("p", "soft", found.length ? "What it read most in the document" + (words.count ? "; point at a word, or step through them with the arrow keys, for what each read" : "") + ":"
-    : "Every step read everything: no passage was chosen."));
+  article.append(made("p", "soft", found.length ? "What " + (result.method === "exact" ? "its drafts" : "it") + " read most in the document" + (words.count ? "; point at a word, or step through them with the arrow keys, for what each read" : "") + ":"
+    : nothing(result)));
   const top = Math.max(...found.map(({ share }) => share), 1e-9);
   const spans = found.map(({ start, stop, share }) => [start, stop, share / top]), list = made("ol");
   for (const { start, share, line, text } of found) {

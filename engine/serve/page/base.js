@@ -30,6 +30,7 @@ async function connect() {
     $("about").textContent = state.model.id + ", context of " + number(state.model.meta.n_ctx) + " tokens";
     $("unlock").hidden = true;
     $("methods").hidden = !state.sparse;
+    document.querySelector(`[name=method][value=${state.model.meta.method}]`).checked = true;
     if (!blocks.length) clear();
     $("follow").parentElement.hidden = !state.sparse;
     await Promise.all([openShelf(), offerExample()]);

@@ -6,7 +6,7 @@ const BLOCK = 4000; // characters, cut at the end of a line, else of a word
 let blocks = []; // {start, stop, element, marked}
 let unread = 0; // the first block that is not read yet
 
-function show(text, name) {
+function show(text, name, note = "") {
   Object.assign(state, { text, name, turns: [], last: null });
   clear();
   const all = document.createDocumentFragment();
@@ -18,7 +18,7 @@ function show(text, name) {
   }
   $("document").replaceChildren(all);
   $("document").scrollTop = 0;
-  $("name").textContent = name + " · " + number(text.length) + " characters";
+  $("name").textContent = name + " · " + number(text.length) + " characters" + (note ? " · " + note : "");
   $("start").hidden = $("open").hidden = $("read").hidden = true;
   $("reader").hidden = $("other").hidden = false;
   $("readout").hidden = !state.sparse;

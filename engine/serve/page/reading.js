@@ -1,7 +1,7 @@
 // ---------------------------------------------------------------- taking a text
 
 $("open").addEventListener("click", () => $("file").click());
-$("file").addEventListener("change", () => { take($("file").files[0]); $("file").value = ""; });
+$("file").addEventListener("change", () => { take([...$("file").files]); $("file").value = ""; });
 $("read").addEventListener("click", () => begin($("paste").value));
 $("other").addEventListener("click", () => {
   if (state.running) state.running.abort();
@@ -20,23 +20,17 @@ for (const kind of ["dragover", "dragleave", "drop"]) {
     event.preventDefault();
     $("left").classList.toggle("over", kind === "dragover");
     if (kind !== "drop") return;
-    if (event.dataTransfer.files.length) take(event.dataTransfer.files[0]);
+    if (event.dataTransfer.files.length) take([...event.dataTransfer.files]);
     else if (event.dataTransfer.getData("text")) begin(event.dataTransfer.getData("text"));
   });
 }
 
-async function take(file) {
-  if (!file) return;
-  const text = await file.text();
-  if (text.includes("\0")) { $("state").textContent = file.name + " is no text."; return; }
-  begin(text, file.name);
-}
-
-async function begin(text, name = "pasted text", questions = []) {
+// note: what a document was that was no text
+async function begin(text, name = "pasted text", questions = [], note = "") {
   text = text.replace(/\r\n?/g, "\n").trim();
   if (!text) { $("state").textContent = "There is no text yet."; $("paste").focus(); return; }
   if (state.running) state.running.abort();
-  show(text, name);
+  show(text, name, note);
   suggest(questions);
   dim(0);
   // one token, so that the document is read and held for the questions

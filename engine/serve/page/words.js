@@ -77,7 +77,7 @@ class Words {
     const spans = this.read(word);
     mark(spans);
     if (spans.length) reach(spans[0][0]);
-    $("readout").textContent = "“" + word.element.textContent + "” read " + (spans.length ? this.told(word) : "nothing in particular: its step read everything");
+    $("readout").textContent = "“" + word.element.textContent + "” read " + (spans.length ? this.told(word) : "nothing in particular: its step read everything, or more passages alike than can be listed");
   }
 
   told(word) {

@@ -28,7 +28,7 @@ class Event:
 
 
 class LateLane:
-    """engine.bank.streams.SideStream with a list of work instead of a stream."""
+    """engine.bank.host.streams.SideStream with a list of work instead of a stream."""
 
     # every lane since `install`; the one that work is issued on now; the waits left out
     made, now, skip = [], None, ""
@@ -104,7 +104,7 @@ def late(name, function):
     return issued
 
 
-# modules of engine.bank that copy rows, plan slots or wait
+# modules of engine.bank.host that copy rows, plan slots or wait
 MODULES = (
     "block_stream",
     "host_rows",
@@ -129,7 +129,7 @@ def install(monkeypatch, skip=""):
     LateLane.made, LateLane.now, LateLane.skip = [], None, skip
     patched = set()
     for name in MODULES:
-        module = importlib.import_module(f"engine.bank.{name}")
+        module = importlib.import_module(f"engine.bank.host.{name}")
         for function in ("move_rows", "copy_rows", "plan_slots", "forget_slots"):
             if hasattr(module, function):
                 monkeypatch.setattr(module, function, late(function, getattr(module, function)))

@@ -15,9 +15,9 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from engine.bank.host_pool import HostPool
-from engine.bank.pinned_memory import Allocator, ordinary
-from engine.errors import OutOfHostMemory
+from engine.bank.pool.host_pool import HostPool
+from engine.bank.pool.pinned_memory import Allocator, ordinary
+from engine.base.errors import OutOfHostMemory
 from tests.builders import random_ids, tiny_llm
 from tests.engine.bank.test_offload_faults import BLOCK, METHOD, SMALL, offloaded
 

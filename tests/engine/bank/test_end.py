@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from engine import OmniKV
-from engine.bank.host_pool import HostPool
-from engine.bank.pinned_memory import Allocator, registered
-from engine.bank.tiered import _give_back
+from engine.bank.host.tiered import _give_back
+from engine.bank.pool.host_pool import HostPool
+from engine.bank.pool.pinned_memory import Allocator, registered
 from tests.builders import random_ids, tiny_llm
 from tests.engine.bank.test_pinned_memory import Registrar
 from tests.fake_gpu import FakeGPU

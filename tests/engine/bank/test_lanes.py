@@ -12,17 +12,24 @@ import gc
 import pytest
 import torch
 
-import engine.llm
+import engine.load.planner
 import engine.plan.placement as placement
-from engine import OmniKV
-from engine.methods.brutal_offload import BrutalOffload
-from engine.methods.omnikv.ablations import OmniKVPerLayer, OmniKVUnpacked
+from engine import Full, OmniKV
+from engine.methods.controls.ablations import OmniKVPerLayer, OmniKVUnpacked
+from engine.methods.controls.brutal_offload import BrutalOffload
+from engine.methods.evict.h2o import H2O
+from engine.methods.evict.snapkv import SnapKV
+from engine.methods.evict.window import Window
+from engine.methods.select.infllm import InfLLM
+from engine.methods.select.quest import Quest
+from engine.methods.select.tidaldecode import TidalDecode
 from tests.builders import random_ids, tiny_llm
 from tests.engine.bank.late_lanes import LateLane, install
 from tests.engine.bank.test_offload import equal, pair, play
 
 METHOD = OmniKV(filter_layers=(1, 4), tokens=40, tail=64, dense_below=0)
 UNPACKED = OmniKVUnpacked(filter_layers=(1, 4), tokens=40, tail=64, dense_below=0)
+QUEST = Quest(tokens=80, page=8)
 BRUTAL = BrutalOffload(layers=5, ahead=2)
 SCRIPT = [
     ("prefill", 150),
@@ -88,7 +95,7 @@ def test_late_fetches_change_nothing(slots, by_layer, monkeypatch):
     """by_layer: a load per layer, as on a GPU."""
     real = placement.full_placement
     monkeypatch.setattr(
-        engine.llm,
+        engine.load.planner,
         "full_placement",
         lambda *args, **named: real(*args, **(named | {"by_layer": by_layer})),
     )
@@ -103,8 +110,22 @@ def test_late_fetches_change_nothing(slots, by_layer, monkeypatch):
         UNPACKED,
         OmniKVPerLayer(filter_layers=(1,), tokens=40, tail=64, dense_below=0),
         OmniKV(filter_layers=(1, 4), tokens=40, tail=64, dense_below=190),
+        Full(),
+        QUEST,
+        TidalDecode(tokens=40),
+        InfLLM(block=8, init=8, local=64, topk=4, representatives=2, cached=12, chunk=32),
     ],
-    ids=["brutal", "brutal-all", "unpacked", "per-layer", "dense-below"],
+    ids=[
+        "brutal",
+        "brutal-all",
+        "unpacked",
+        "per-layer",
+        "dense-below",
+        "full",
+        "quest",
+        "tidaldecode",
+        "infllm",
+    ],
 )
 def test_late_whole_layers_change_nothing(method, monkeypatch):
     assert not differs(method, SCRIPT, monkeypatch)
@@ -122,17 +143,29 @@ def test_late_write_backs_change_nothing(monkeypatch):
     assert not differs(METHOD, [("prefill", 30), ("decode", 110)], monkeypatch)
 
 
-@pytest.mark.parametrize("block", [64, 100])
-def test_late_stream_blocks_change_nothing(block, monkeypatch):
+@pytest.mark.parametrize("method", [METHOD, Full()], ids=["omnikv", "full"])
+@pytest.mark.parametrize("block", [64, 100, 1000])
+def test_late_stream_blocks_change_nothing(block, method, monkeypatch):
     monkeypatch.setattr(placement, "STREAM_BLOCK", block)
-    assert not differs(METHOD, STREAM, monkeypatch, backend="cpu")
+    assert not differs(method, STREAM, monkeypatch, backend="cpu")
+
+
+@pytest.mark.parametrize(
+    "method", [H2O(tokens=40), SnapKV(tokens=60, window=8), Window(tokens=40)], ids=lambda m: m.name
+)
+def test_late_banks_of_evicting_methods_change_nothing(method, monkeypatch):
+    """Prompts, the cut at their end, and going back read a bank whose rows are on their way."""
+    script = [("prefill", 130), ("decode", 70), ("truncate", 30), ("decode", 5), ("fork", 0)]
+    script += [("decode", 3)] if method.own_prefill else [("prefill", 40), ("decode", 3)]
+    assert not differs(method, script, monkeypatch)
 
 
 @pytest.mark.parametrize(
     "function, method, script, backend",
     [
         ("ready", METHOD, SCRIPT[:2], "reference"),
-        ("kv", METHOD, SCRIPT[:2], "reference"),
+        ("rows", METHOD, SCRIPT[:2], "reference"),
+        ("_picked", QUEST, SCRIPT, "reference"),
         ("drain", METHOD, [*SCRIPT[:3], ("decode", 20), ("fork", 0), ("decode", 8)], "reference"),
         ("_staged_kv", BRUTAL, SCRIPT[:2], "reference"),
         ("stage", BRUTAL, SCRIPT, "reference"),
@@ -163,7 +196,7 @@ def test_broken_off_between_a_plan_and_its_copy(call, monkeypatch):
     """Ctrl-C when the call-th transfer is issued, everything issued before it still to run: the
     slots promise nothing that never came.
     """
-    import engine.bank.host_rows as host_rows
+    import engine.bank.host.host_rows as host_rows
 
     device, host = pair(METHOD, chunk=50, slots=1)
     install(monkeypatch)
@@ -188,7 +221,7 @@ def test_broken_off_between_a_plan_and_its_copy(call, monkeypatch):
     for token in range(done, done + 10):
         assert torch.equal(session.decode(token), expected.decode(token))
     session.close()
-    assert host.host_pool.in_use == 0
+    assert host.load().host_pool.in_use == 0
 
 
 def pending():
@@ -205,13 +238,13 @@ def test_closed_or_dropped_while_rows_are_on_their_way(close, monkeypatch):
     session.prefill(random_ids(60))
     for _ in range(4):
         session.decode(1)  # the block that is now complete is written back
-    assert pending() and host.host_pool.in_use > 0
+    assert pending() and host.load().host_pool.in_use > 0
     if close:
         session.close()
     else:
         del session
         gc.collect()
-    assert not pending() and host.host_pool.in_use == 0
+    assert not pending() and host.load().host_pool.in_use == 0
 
 
 def test_stalls_of_the_staging_ring_are_counted(monkeypatch):

@@ -9,9 +9,9 @@ import torch
 
 from engine.bank.device import DeviceBank
 from engine.methods.full import Full
-from engine.methods.omnikv.settings import OmniKV
+from engine.methods.omnikv.method import OmniKV
 from engine.plan.layers import Role
-from kernels.cpu import token_rows
+from kernels.attention.cpu import token_rows
 from tests.builders import tiny_config
 
 CONFIG = tiny_config(layers=6, heads=4, kv_heads=2)

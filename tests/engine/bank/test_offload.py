@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import engine.plan.placement as placement
 from engine import Full, OmniKV
-from engine.methods.brutal_offload import BrutalOffload
-from engine.methods.omnikv.ablations import OmniKVPerLayer, OmniKVUnpacked
+from engine.methods.controls.ablations import OmniKVPerLayer, OmniKVUnpacked
+from engine.methods.controls.brutal_offload import BrutalOffload
 from engine.plan.layers import tail_start
 from engine.plan.placement import part_bytes
 from tests.builders import random_ids, session_config, tiny_llm
@@ -87,10 +87,10 @@ def compare(method, script, **settings):
         )
         assert stats.misses == sum(row["misses"] for row in stats.groups.values())
         misses += stats.misses
-    assert host.host_pool.in_use > 0
+    assert host.load().host_pool.in_use > 0
     for session in sessions:
         session.close()
-    assert host.host_pool.in_use == 0
+    assert host.load().host_pool.in_use == 0
     return misses
 
 
@@ -272,7 +272,7 @@ def test_methods_change_over_an_offloaded_bank():
             x, y = a.decode(7), b.decode(7)
             assert torch.equal(x, y) and a.selections.keys() == b.selections.keys()
     b.close()
-    assert host.host_pool.in_use == 0
+    assert host.load().host_pool.in_use == 0
 
 
 @pytest.mark.parametrize("slots", [1, 4])

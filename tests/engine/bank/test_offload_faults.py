@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from engine import OmniKV
-from engine.bank.block_table import BlockTable
-from engine.bank.host_pool import HostPool
-from engine.bank.pinned_memory import Allocator, ordinary
-from engine.bank.tiered import TieredBank
-from engine.errors import OutOfHostMemory
+from engine.bank.host.tiered import TieredBank
+from engine.bank.pool.block_table import BlockTable
+from engine.bank.pool.host_pool import HostPool
+from engine.bank.pool.pinned_memory import Allocator, ordinary
+from engine.base.errors import OutOfHostMemory
 from engine.plan.placement import part_bytes
 from tests.builders import random_ids, session_config, tiny_llm
 
@@ -123,10 +123,10 @@ def test_ram_budget_limits_the_host_tier_on_a_cpu(default):
         with pytest.raises(OutOfHostMemory, match="the pool's limit is"):
             second.prefill(random_ids(500))
         assert 100 <= len(second) < 500
-        assert 8 * BLOCK < llm.host_pool.reserved <= llm.host_pool.limit == left
+        assert 8 * BLOCK < llm.load().host_pool.reserved <= llm.load().host_pool.limit == left
     with llm.session(other, offload="host") as session:
         session.prefill(random_ids(400))
-        assert llm.host_pool.reserved <= left
+        assert llm.load().host_pool.reserved <= left
 
 
 def test_a_pool_serves_two_models_one_after_the_other():
@@ -151,7 +151,7 @@ def test_interrupted_anywhere_in_a_step_or_chunk(monkeypatch, call, expected):
     """Ctrl-C in a chunk (up to the 22nd copy), when rings are filled (30th), in a fetch, in a
     write-back (43rd): the session is at the tokens it says, and answers as ever.
     """
-    import engine.bank.host_rows as host_rows
+    import engine.bank.host.host_rows as host_rows
 
     session = offloaded(HostPool(slab_bytes=BLOCK)).session()
     session.prefill(random_ids(200))
@@ -175,7 +175,7 @@ def test_interrupted_anywhere_in_a_step_or_chunk(monkeypatch, call, expected):
     session.truncate(250)
     assert [torch.equal(session.decode(5), e) for e in expected[1]] == [True] * 20
     session.close()
-    assert session.llm.host_pool.in_use == 0
+    assert session.loaded.host_pool.in_use == 0
 
 
 def test_dropped_sessions_give_their_blocks_back():
@@ -187,38 +187,38 @@ def test_dropped_sessions_give_their_blocks_back():
     session.prefill(random_ids(100))
     pieces = session.fork().generate([1, 2, 3])
     next(pieces)
-    assert llm.host_pool.in_use > 0
+    assert llm.load().host_pool.in_use > 0
     del session, pieces
     gc.collect()
-    assert llm.host_pool.in_use == 0
+    assert llm.load().host_pool.in_use == 0
     pieces = llm.stream(random_ids(70))
     next(pieces)
     pieces.close()
-    assert llm.host_pool.in_use == 0
+    assert llm.load().host_pool.in_use == 0
 
 
 def test_forks_share_blocks_until_one_writes(expected):
     llm = offloaded(HostPool(slab_bytes=BLOCK))
     session = llm.session()
     session.prefill(random_ids(250))
-    held = llm.host_pool.in_use
+    held = llm.load().host_pool.in_use
     twins = [session.fork() for _ in range(3)]
-    assert llm.host_pool.in_use == held
+    assert llm.load().host_pool.in_use == held
     twins[0].truncate(70)
     twins[0].prefill(random_ids(90, seed=9))
-    assert held < llm.host_pool.in_use <= held + 3 * BLOCK
+    assert held < llm.load().host_pool.in_use <= held + 3 * BLOCK
     for other in (twins[1], session, twins[2]):
         assert [torch.equal(other.decode(5), e) for e in expected[1]] == [True] * 20
     for other in (session, *twins):
         other.close()
-    assert llm.host_pool.in_use == 0
+    assert llm.load().host_pool.in_use == 0
 
 
 def test_a_fork_that_finds_no_memory_leaves_nothing(monkeypatch):
     llm = offloaded(HostPool(slab_bytes=BLOCK))
     session = llm.session()
     session.prefill(random_ids(200))
-    held = llm.host_pool.in_use
+    held = llm.load().host_pool.in_use
 
     def refused(*_):
         raise OutOfHostMemory("no")
@@ -226,7 +226,7 @@ def test_a_fork_that_finds_no_memory_leaves_nothing(monkeypatch):
     monkeypatch.setattr(TieredBank, "copy_from", refused)
     with pytest.raises(OutOfHostMemory):
         session.fork()
-    assert llm.host_pool.in_use == held and session.decode(1) is not None
+    assert llm.load().host_pool.in_use == held and session.decode(1) is not None
 
 
 def test_other_groups_that_finds_no_memory_leaves_the_session_as_it_was(expected):
@@ -276,7 +276,7 @@ def test_a_refused_reserve_changes_nothing():
 
 @pytest.mark.parametrize("slots", [0.5, -1, "many", True])
 def test_slots_are_validated(slots):
-    from engine.errors import SettingError
+    from engine.base.errors import SettingError
 
     with pytest.raises(SettingError, match="slots: found"):
         tiny_llm(METHOD, offload="host", slots=slots)

@@ -11,18 +11,18 @@ import torch
 import engine.bank.device
 import engine.bank.row_layout
 import engine.bank.window_ring
-import engine.plan.memory
+import engine.load.memory
 import engine.saved.model_key
-import kernels.store
+import kernels.layer.store
 from engine import LLM, Exact, Full, OmniKV
-from engine.errors import SavedFileError, SettingError
-from engine.methods.brutal_offload import BrutalOffload
-from engine.options import Options
-from kernels.rows import DTYPES, FORMS, as_bytes, row_widths, unpack, unpack_keys
+from engine.base.errors import SavedFileError, SettingError
+from engine.load.options import Options
+from engine.methods.controls.brutal_offload import BrutalOffload
+from kernels.rows.forms import DTYPES, FORMS, as_bytes, row_widths, unpack, unpack_keys
 from tests.builders import POCKET, random_ids, session_config, tiny_config, tiny_llm
 from tests.engine.methods.method_table import TABLE, every
 
-WRITERS = engine.bank.device, engine.bank.row_layout, engine.bank.window_ring, kernels.store
+WRITERS = engine.bank.device, engine.bank.row_layout, engine.bank.window_ring, kernels.layer.store
 HEAD_DIM = 32  # the least that every form divides
 SPARSE = OmniKV(filter_layers=(1, 4), tokens=24, tail=64, dense_below=0)
 SHARES = {"int8": 36 / 128, "int4": 44 / 256, "fp8": 36 / 128}
@@ -194,7 +194,7 @@ def test_the_plan_is_the_allocation(monkeypatch, offload, packed):
     plain = llm_of(SPARSE, "model", offload, backend="auto").plan()
     assert ("values in 4 bits, keys in 5" in str(plan)) == (packed == "int4")
     for why in ("", "no C++ compiler"):
-        monkeypatch.setattr(engine.plan.memory, "missing", lambda why=why: why)
+        monkeypatch.setattr(engine.load.memory, "missing", lambda why=why: why)
         other = llm_of(SPARSE, packed, offload, backend="auto").plan()
         said = "keys in 5, slower to read than floats" in str(other)
         assert said == (packed == "int4" and bool(why))

@@ -16,11 +16,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import engine.bank.pinned_memory
+import engine.bank.pool.pinned_memory
 from engine import OmniKV
-from engine.bank.host_pool import HostPool
-from engine.bank.link import Link, choose, measure_link
-from engine.bank.pinned_memory import (
+from engine.bank.pool.host_pool import HostPool
+from engine.bank.pool.link import Link, choose, measure_link
+from engine.bank.pool.pinned_memory import (
     Allocator,
     Driver,
     allocators_here,
@@ -28,7 +28,7 @@ from engine.bank.pinned_memory import (
     ordinary,
     registered,
 )
-from engine.errors import OutOfHostMemory
+from engine.base.errors import OutOfHostMemory
 from tests.builders import random_ids, tiny_llm
 
 linux = pytest.mark.skipif(
@@ -367,6 +367,6 @@ def test_locked_pages_are_large_and_no_childs(monkeypatch):
     registrar = Registrar()
     register = registrar.register
     registrar.register = lambda *where: (order.append("locked"), register(*where))
-    monkeypatch.setattr(engine.bank.pinned_memory.mmap, "mmap", Pages)
+    monkeypatch.setattr(engine.bank.pool.pinned_memory.mmap, "mmap", Pages)
     memory = registered(registrar, 1 << 20)
     assert order == [mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK, "locked"] and not memory.any()

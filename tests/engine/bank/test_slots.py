@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.host_checks import check_moves, check_slots
+from tests.kernels.support.host_checks import check_moves, check_slots
 
 
 @settings(max_examples=40, deadline=None)
@@ -29,14 +29,14 @@ def test_age_is_capped_at_254_plans():
 
 
 def test_fewer_slots_than_the_budget_is_refused():
-    from kernels.slots import make_slots
+    from kernels.tier.lru_slots import make_slots
 
     with pytest.raises(ValueError, match="slots: found 3, expected at least the budget of 4"):
         make_slots(100, 3, 4, "cpu")
 
 
 def test_planned_bytes_are_allocated_bytes():
-    from kernels.slots import make_slots, slots_bytes
+    from kernels.tier.lru_slots import make_slots, slots_bytes
 
     for capacity, slots, budget in ((100, 40, 10), (5000, 8192, 2048), (64, 1, 1)):
         assert make_slots(capacity, slots, budget, "cpu").nbytes == slots_bytes(

@@ -5,12 +5,12 @@ chat's tests.
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from engine.errors import ContextTooLong
-from engine.generate import GenerationStats, Piece
+from engine.base.errors import ContextTooLong
 from engine.methods.full import Full
-from engine.prefill_eta import PrefillProgress
-from engine.sampling import SamplingParams
-from engine.stats import SessionStats
+from engine.plan.prefill_time import PrefillProgress
+from engine.runner.state import SessionStats
+from engine.sampling.params import SamplingParams
+from engine.session.results import GenerationStats, Piece
 from engine.text.stop import StopScanner
 
 CHUNK = 4
@@ -25,6 +25,10 @@ class FakeSession:
         self.llm, self.ids, self.log = llm, [], []
         self.selections, self.selection_scores = {}, {}
         self.stats, self.method = SessionStats(bank_bytes=640), Full()
+        self.capacity = llm.max_context
+        # a plan of one layer that chooses, at every length
+        self.plan = SimpleNamespace(sparse_layers=(1,), partial_layers=(1,))
+        self.runner = SimpleNamespace(dense_below=0)
 
     def __len__(self):
         return len(self.ids)
@@ -48,6 +52,9 @@ class FakeSession:
 
     def tokens_again(self, n):
         return 0
+
+    def watch_with(self, watch):
+        self.watch = watch
 
     def truncate(self, n, later=False):
         assert 0 <= n <= len(self.ids)
@@ -94,6 +101,13 @@ class FakePlan:
 
     model: str = "fake"
     placement: object = None
+    fits: bool = True
+    total: int = 1640
+    free: int = 10**9
+    free_name: str = "free RAM"
+    max_context: int = 512
+    note: str = ""
+    unheeded: str = ""
 
     @property
     def step_weights(self):
@@ -132,8 +146,10 @@ class FakeLLM:
         self.end_token_ids = tuple(tokenizer.backend.token_to_id(end) for end in ends)
         self.device, self.dtype = SimpleNamespace(type="cpu"), SimpleNamespace(itemsize=4)
         self.config = SimpleNamespace(
-            num_layers=2, kv_bytes=lambda size: 8 * size, rows_seen=lambda n: [n, n]
+            num_layers=2, kv_bytes=lambda size: 8 * size, rows_seen=lambda n: [n, n], bank="model"
         )
+        self.few_bits, self.options = None, SimpleNamespace(weights="auto")
+        self.planner = self
         self.method = Full()
         self.resolved = SimpleNamespace(
             folder="nowhere", revision=None, source="hub", why_not="", require_fetched=lambda: None

@@ -12,18 +12,19 @@ from types import SimpleNamespace
 import pytest
 
 import engine.chat.cli
+from engine.base.errors import ModelNotFound, UnsupportedCheckpoint
+from engine.base.figures import brief, clock, first_line, human
 from engine.chat.cli import main
-from engine.chat.display import Display, printable
-from engine.chat.flags import gigabytes, parser, scaled
-from engine.chat.settings import flag_named, method_of
-from engine.errors import ModelNotFound, UnsupportedCheckpoint
+from engine.chat.flags import parser
+from engine.cli.model_flags import gigabytes, scaled
+from engine.cli.settings import flag_named, method_of
 from engine.methods.evict.h2o import H2O
 from engine.methods.evict.snapkv import SnapKV
 from engine.methods.evict.streaming_llm import StreamingLLM
 from engine.methods.full import Full
-from engine.methods.omnikv.settings import OmniKV
+from engine.methods.omnikv.method import OmniKV
 from engine.methods.select.quest import Quest
-from engine.units import brief, clock, first_line, human
+from engine.terminal.display import Display, printable
 from tests.engine.chat.typed_chat import chat
 
 # ---------------------------------------------------------------- once
@@ -649,7 +650,7 @@ def progress_of(done, total=1000):
 
 def test_a_terminal_gets_one_line_that_is_written_over(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("engine.chat.display.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("engine.terminal.display.time.monotonic", lambda: now[0])
     display = Display(Screen())
     show = display.reading()
     for done in (100, 500, 900, 1000):
@@ -663,7 +664,7 @@ def test_a_terminal_gets_one_line_that_is_written_over(monkeypatch):
 
 def test_no_terminal_gets_a_line_every_few_seconds(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("engine.chat.display.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("engine.terminal.display.time.monotonic", lambda: now[0])
     display = Display(io.StringIO())
     show = display.reading()
     for done in range(0, 1001, 10):
@@ -680,7 +681,7 @@ def test_short_readings_show_nothing_and_loading_tells_shards(monkeypatch):
     show(progress_of(1000))
     assert display.stream.getvalue() == ""
     now = [0.0]
-    monkeypatch.setattr("engine.chat.display.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("engine.terminal.display.time.monotonic", lambda: now[0])
     load = display.loading()
     now[0] = 2.0
     load(SimpleNamespace(shard=1, shards=4, bytes_done=4e9, bytes_total=16e9, seconds=2.0))

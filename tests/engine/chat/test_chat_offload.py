@@ -5,7 +5,7 @@ first answer.
 import pytest
 
 import engine.chat.cli
-from engine.bank.link import Link
+from engine.bank.pool.link import Link
 from engine.llm import LLM
 from tests.engine.chat.chat_model import chat_model
 

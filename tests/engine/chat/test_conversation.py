@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.chat.conversation import Conversation, common_length
-from engine.errors import ContextTooLong, TemplateError
-from engine.sampling import SamplingParams
+from engine.base.errors import ContextTooLong, TemplateError
+from engine.chat.talk.conversation import Conversation, common_length
+from engine.sampling.params import SamplingParams
 from engine.text.tokenizer import Tokenizer
 from tests.engine.chat.fake_llm import FakeLLM
 from tests.engine.text.tokenizers_made import MADE, save

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.chat.figures import all_stats_text, memory_text, model_name, stats_text
-from engine.generate import GenerationStats
-from engine.stats import SessionStats
+from engine.cli.figures import all_stats_text, memory_text, model_name, stats_text
+from engine.runner.state import SessionStats
+from engine.session.results import GenerationStats
 from tests.engine.chat.fake_llm import FakeLLM, FakeSession
 
 COUNTED = SessionStats(
@@ -49,7 +49,7 @@ def session_of(llm, **changes):
 
 
 def test_a_new_session_shows_its_context_and_memory_only(llm):
-    text = stats_text(llm, FakeSession(llm), None)
+    text = stats_text(llm.planner, FakeSession(llm), None)
     assert "context       0 of 2,000 tokens (0%)" in text and "640 B on the device" in text
     assert [line for line in text.splitlines() if not line.startswith(" ")] == [
         "tokens and speed",
@@ -58,7 +58,7 @@ def test_a_new_session_shows_its_context_and_memory_only(llm):
 
 
 def test_full_attention_says_nothing_of_sparse_steps_or_the_host(llm):
-    text = stats_text(llm, session_of(llm), LAST)
+    text = stats_text(llm.planner, session_of(llm), LAST)
     assert "read          900 tokens in 3.0 s, 300 tok/s" in text
     assert "written       100 tokens in 2.0 s, 50.0 tok/s, 20.0 ms each" in text
     assert "last answer   800 tokens cached, 100 read, 50 written at 50.0 tok/s" in text
@@ -68,13 +68,13 @@ def test_full_attention_says_nothing_of_sparse_steps_or_the_host(llm):
 
 
 def test_sparse_attention_says_what_it_read(llm):
-    text = stats_text(llm, session_of(llm, **SPARSE), LAST)
+    text = stats_text(llm.planner, session_of(llm, **SPARSE), LAST)
     assert "10.00 kB in sparse layers, 30.00 kB in the others" in text
     assert "90 of 100" in text and "30.0% of the bank" in text and "host tier" not in text
 
 
 def test_the_host_tier_says_what_travelled(llm):
-    text = stats_text(llm, session_of(llm, **SPARSE, **HOST), LAST)
+    text = stats_text(llm.planner, session_of(llm, **SPARSE, **HOST), LAST)
     assert "5.00 MB, page-locked in 0.3 s" in text
     assert "90.0% of the chosen tokens were on the device" in text
     assert "9.00 MB by selection, 100.00 kB a sparse step" in text
@@ -82,12 +82,12 @@ def test_the_host_tier_says_what_travelled(llm):
 
 
 def test_what_an_evicting_method_keeps(llm):
-    text = stats_text(llm, session_of(llm, store_bytes=20_000, resident=0.25), LAST)
+    text = stats_text(llm.planner, session_of(llm, store_bytes=20_000, resident=0.25), LAST)
     assert "20.00 kB beside the bank; their K and V are 25.0% of all tokens'" in text
     assert "on the device, whole: answers do not read it" in text
-    text = memory_text(llm, session_of(llm, store_bytes=20_000, resident=0.25))
+    text = memory_text(llm.planner, session_of(llm, store_bytes=20_000, resident=0.25))
     assert "the whole context bank stands beside them" in text
-    assert "beside them" not in memory_text(llm, session_of(llm))
+    assert "beside them" not in memory_text(llm.planner, session_of(llm))
 
 
 def test_all_of_stats_is_every_counter(llm):
@@ -98,7 +98,7 @@ def test_all_of_stats_is_every_counter(llm):
 
 
 def test_memory_sets_what_is_held_beside_what_was_planned(llm):
-    lines = memory_text(llm, session_of(llm, host_bytes=5_000_000)).splitlines()
+    lines = memory_text(llm.planner, session_of(llm, host_bytes=5_000_000)).splitlines()
     assert lines[0].split() == ["planned", "held", "now"]
     assert [line.split() for line in lines[1:6]] == [
         ["weights", "1.00", "kB"],

@@ -7,12 +7,12 @@ conversation that is overwritten, a document that is read twice.
 import pytest
 
 from engine import LLM, SamplingParams
+from engine.base.errors import SavedFileError, UsageError
 from engine.chat import commands
-from engine.chat.display import Display
-from engine.chat.keeping import KeptSession
-from engine.chat.repl import Chat
-from engine.errors import SavedFileError, UsageError
+from engine.chat.talk.chat import Chat
+from engine.chat.talk.keeping import KeptSession
 from engine.saved.cache import BlockCache
+from engine.terminal.display import Display
 from tests.builders import POCKET
 
 DOCUMENT = "The code of the red door is 4711. " + "The garden is green and wide. " * 40
@@ -48,6 +48,9 @@ def test_a_saved_conversation_goes_on_where_it_was(llm, chat, tmp_path, capsys):
     for one in (chat, other):
         one.retry()
     assert theirs.text == mine.text == before
+    commands.run(other, "/reset")
+    assert [d.name for d in theirs.documents] == ["doors.txt"] and theirs.home == mine.home
+    assert len(theirs.session) == mine.home[0] > 200
     theirs.session.close()
     assert "are back (doors.txt); nothing was read again" in capsys.readouterr().err
 

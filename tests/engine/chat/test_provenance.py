@@ -8,14 +8,16 @@ tokens, a half-written page.
 import json
 import os
 import re
+import shutil
+import subprocess
 from array import array
 
 import pytest
 import torch
 
-from engine.chat.provenance import Run, Trace, page, record, write_page, write_run
-from engine.errors import BadCheckpoint, UsageError
-from tools.sources import main
+from engine.base.errors import BadCheckpoint, UsageError
+from engine.evidence.provenance import Run, Trace, page, record, write_page, write_run
+from tools.repo.sources import main
 
 FACT = "The vault opens with the number 48213 and nothing else."
 HOSTILE = (
@@ -85,6 +87,52 @@ def test_a_document_of_markup_stays_text():
         and "https://" not in html
     )
     assert "default-src 'none'" in html
+
+
+DRIVE = """
+const made = [];
+function node(tag, text) {
+  const one = { tag, textContent: text || "", children: [], style: {}, attributes: {}, on: null };
+  one.appendChild = (child) => { one.children.push(child); return child; };
+  one.setAttribute = (key, value) => { one.attributes[key] = value; };
+  one.removeAttribute = () => {};
+  one.replaceChildren = () => { one.children = []; };
+  one.querySelectorAll = () => [];
+  one.addEventListener = (kind, call) => { one.on = call; };
+  return one;
+}
+const byId = {};
+const document = {
+  getElementById: (id) => byId[id] || (byId[id] = node(id)),
+  createElement: (tag) => node(tag),
+  createTextNode: (text) => node("", text),
+  addEventListener: () => {},
+};
+byId.data = node("data", DATA);
+SCRIPT
+const texts = (one) => one.tag === "" || !one.children.length ? one.textContent : one.children.map(texts).join("");
+console.log(JSON.stringify([byId.answer.children.map((c) => [c.tag, c.textContent]), texts(byId.list)]));
+"""  # noqa: E501
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no Node on this machine")
+def test_the_answers_line_ends_are_outside_of_its_buttons():
+    """A button is laid out as a box of its own, so that a line's end in it ends no line."""
+    trace, text = Trace(), "One fact about a gate.\n\nAnother fact about a door.\n"
+    trace.add("modify\nthe", {1: torch.tensor([0])}, {1: torch.tensor([0.9])})
+    trace.add("\n\n- free", {1: torch.tensor([1])}, {1: torch.tensor([0.5])})
+    ends, spans = array("q", [22, 50]), [(0, 22), (24, 50)]
+    run = record(trace, text, ends, spans, "m", "o", names=["a.txt", "b.txt"])
+    html = page(run)
+    script = html.rpartition("<script>")[2].partition("</script>")[0]
+    data = json.dumps(html.partition('id="data">')[2].partition("</script>")[0])
+    program = DRIVE.replace("SCRIPT", script).replace("DATA", data)
+    done = subprocess.run(["node", "-"], input=program, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    answer, listed = json.loads(done.stdout)
+    assert "".join(text for _, text in answer) == "modify\nthe\n\n- free"
+    assert [text for tag, text in answer if tag == "button"] == ["modify", "the", "-", "free"]
+    assert listed.startswith("a.txt, line 1 ") and "b.txt, line 1 " in listed
 
 
 def test_runs_survive_the_file_and_the_tool_makes_the_same_page(tmp_path, capsys):

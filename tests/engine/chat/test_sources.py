@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.chat.sources import LONGEST, Choices, rank_passages, split_passages
+from engine.evidence.sources import LONGEST, Choices, rank_passages, split_passages
 
 FILLER = "The weather in the valley was mild and nothing of note was written down that day. "
 FACT = "The key of the north gate is 48213."

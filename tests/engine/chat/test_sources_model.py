@@ -3,7 +3,7 @@
 import pytest
 
 from engine import LLM, OmniKV, SamplingParams
-from engine.chat.conversation import Conversation
+from engine.chat.talk.conversation import Conversation
 from tests.builders import POCKET
 
 FILLER = (

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 import engine.chat.evidence
-import engine.history
-from engine.chat import commands, documents, repl
+import engine.runner.rewind
+from engine.base.device import typed
+from engine.base.errors import OutOfHostMemory, UsageError
+from engine.chat import commands, repl
 from engine.chat.cli import main
-from engine.chat.conversation import Conversation
-from engine.chat.display import Display
-from engine.device import typed
-from engine.errors import OutOfHostMemory, UsageError
+from engine.chat.talk.conversation import Conversation
+from engine.terminal import documents
+from engine.terminal.display import Display
 from engine.text.boundary import ERROR_CHARACTERS
 from tests.engine.chat.chat_model import chat_model
 from tests.engine.chat.typed_chat import chat
@@ -123,7 +124,7 @@ def test_ctrl_c_stops_a_check_after_a_step(fake, monkeypatch, capsys):
 def test_ctrl_c_stops_a_switch_that_runs_the_queries_again(tmp_path, monkeypatch, capsys):
     """A real session: after a chunk, with progress; the method and the tokens stay."""
     model = str(chat_model(tmp_path / "model"))
-    chunks, run = [], engine.history.run_chunk
+    chunks, run = [], engine.runner.rewind.run_chunk
 
     def run_chunk(*arguments, **options):
         chunks.append(1)
@@ -131,7 +132,7 @@ def test_ctrl_c_stops_a_switch_that_runs_the_queries_again(tmp_path, monkeypatch
             os.kill(os.getpid(), signal.SIGINT)
         return run(*arguments, **options)
 
-    monkeypatch.setattr(engine.history, "run_chunk", run_chunk)
+    monkeypatch.setattr(engine.runner.rewind, "run_chunk", run_chunk)
     (tmp_path / "doc.txt").write_text("The sun was warm. " * 60)
     lines = f"/read {tmp_path / 'doc.txt'}\nWhat?\n/method h2o tokens=64\n/method\nAnd?\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))

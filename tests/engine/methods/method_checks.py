@@ -6,11 +6,11 @@ import functools
 
 import torch
 
+from engine.bank.base import Step
 from engine.bank.device import DeviceBank
-from engine.decode import Step
+from engine.bank.query_ring import QueryRing
 from engine.methods.full import Full
 from engine.model.rope import apply_rope
-from engine.query_ring import QueryRing
 from tests.builders import setup_of, tiny_config, tiny_llm, tiny_weights
 from tests.engine.methods.method_table import CAPACITY
 

@@ -23,10 +23,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from engine.methods.brutal_offload import BrutalOffload
+from engine.methods.controls.ablations import OmniKVPerLayer, OmniKVUnpacked
+from engine.methods.controls.brutal_offload import BrutalOffload
+from engine.methods.controls.controls import OmniKVNewest, OmniKVOne, OmniKVRandom
 from engine.methods.evict.a2sf import A2SF
-from engine.methods.evict.ada_pyramid import AdaPyramid
-from engine.methods.evict.ada_snapkv import AdaSnapKV
+from engine.methods.evict.ada_snapkv import AdaPyramid, AdaSnapKV
 from engine.methods.evict.h2o import H2O
 from engine.methods.evict.h2o_plus import H2OPlus
 from engine.methods.evict.keyformer import Keyformer
@@ -37,9 +38,7 @@ from engine.methods.evict.snapkv import SnapKV
 from engine.methods.evict.streaming_llm import StreamingLLM
 from engine.methods.evict.window import Window
 from engine.methods.full import Full
-from engine.methods.omnikv.ablations import OmniKVPerLayer, OmniKVUnpacked
-from engine.methods.omnikv.controls import OmniKVNewest, OmniKVOne, OmniKVRandom
-from engine.methods.omnikv.settings import OmniKV
+from engine.methods.omnikv.method import OmniKV
 from engine.methods.select.infllm import InfLLM
 from engine.methods.select.minference import MInference
 from engine.methods.select.pod import PodUntrained
@@ -73,6 +72,7 @@ class Row:
     # going back runs the steps since again, which have read other rows
     replays: bool = False
     random: bool = False  # takes a seed
+    stays: str = ""  # why the bank lies on the device whatever was asked, where it does
     chunk_defined: str = ""  # why the result depends on how a prompt is cut, where it does
     one_prompt: str = ""  # why a session has one prompt only
     offload: str = "device"
@@ -121,7 +121,7 @@ def rows_by_head(runtime, n):
 
 @dataclass(frozen=True)
 class Length:
-    """Of an engine.decode.Step what `tail_first` looks at."""
+    """Of an engine.bank.base.Step what `tail_first` looks at."""
 
     n: int
 
@@ -340,6 +340,7 @@ TABLE = (
         PodUntrained(),
         (PodUntrained((0, 2, 5), first=8, recent=64), PodUntrained((0, 3), 8, 64, 0.7)),
         approximate=True,
+        stays="a layer attends with the K of several layers at once",
     ),
     Row(
         "quest",

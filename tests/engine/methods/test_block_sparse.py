@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import engine.methods.omnikv.block_sparse
-from engine.errors import SettingError
+from engine.base.errors import SettingError
 from engine.methods.full import Full
-from engine.methods.omnikv.settings import OmniKV
-from engine.prefill_eta import PrefillFlops
-from kernels.block_sparse import (
+from engine.methods.omnikv.method import OmniKV
+from engine.plan.prefill_time import PrefillFlops
+from kernels.prefill.block_sparse import (
     BLOCK,
     ESTIMATORS,
     attend_blocks,
@@ -18,9 +18,9 @@ from kernels.block_sparse import (
     choose_blocks,
     exact_mass,
 )
-from kernels.prefill import prefill_dense_lse
+from kernels.prefill.dense import prefill_dense_lse
 from tests.builders import random_ids, tiny_config, tiny_llm, tiny_weights
-from tests.kernel_checks import assert_close, plain
+from tests.kernels.support.kernel_checks import assert_close, plain
 
 CONFIG = tiny_config(layers=6, heads=4, kv_heads=2, hidden=32, head_dim=16)
 WEIGHTS = tiny_weights(CONFIG, seed=3, sharpness=2.5)

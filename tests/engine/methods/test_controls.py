@@ -9,9 +9,9 @@ from collections import Counter
 import pytest
 import torch
 
-from engine.errors import SettingError
-from engine.methods.omnikv.controls import OmniKVNewest, OmniKVOne, OmniKVRandom
-from engine.methods.omnikv.settings import OmniKV
+from engine.base.errors import SettingError
+from engine.methods.controls.controls import OmniKVNewest, OmniKVOne, OmniKVRandom
+from engine.methods.omnikv.method import OmniKV
 from engine.methods.registry import make, methods
 from engine.plan.layers import tail_start
 from tests.builders import random_ids, tiny_llm

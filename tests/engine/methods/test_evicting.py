@@ -10,25 +10,24 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from engine import SamplingParams
-from engine.errors import SettingError
+from engine.base.errors import SettingError
+from engine.base.figures import human
 from engine.methods.evict.a2sf import A2SF
-from engine.methods.evict.ada_pyramid import AdaPyramid
-from engine.methods.evict.ada_snapkv import AdaSnapKV, deal
+from engine.methods.evict.ada_snapkv import AdaPyramid, AdaSnapKV, deal
 from engine.methods.evict.h2o import H2O
 from engine.methods.evict.h2o_plus import H2OPlus, H2OPlusRuntime
 from engine.methods.evict.keyformer import Keyformer, gumbel
 from engine.methods.evict.lm_infinite import LMInfinite
 from engine.methods.evict.pyramidkv import PyramidKV, pyramid
 from engine.methods.evict.scissorhands import Scissorhands
+from engine.methods.evict.shared.store import best, worst
 from engine.methods.evict.snapkv import SnapKV
-from engine.methods.evict.store import best, worst
 from engine.methods.evict.streaming_llm import StreamingLLM
 from engine.methods.evict.window import Window
 from engine.methods.full import Full
-from engine.methods.omnikv.settings import OmniKV
+from engine.methods.omnikv.method import OmniKV
 from engine.model.rope import apply_rope
-from engine.units import human
-from kernels.column_sums import column_sums
+from kernels.select.column_sums import column_sums
 from tests.builders import random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.engine.methods.method_checks import SHAPES, llm_of
 
@@ -135,7 +134,7 @@ def test_a2sf_that_forgets_everything_keeps_what_the_last_query_looks_at():
         session.prefill(ids)
         k = session.bank.kv(0)[0][0, :, :120]
         at = torch.tensor([[119]])
-        q = apply_rope(session.query_ring.read(0, at), *session.llm.rotary.at(at))[0]
+        q = apply_rope(session.query_ring.read(0, at), *session.loaded.rotary.at(at))[0]
         weights = column_sums(q, k, 119, session.runtime.scale).sum(1)
         for head, mine in zip(weights, session.runtime.positions(0)):
             assert mine == sorted(torch.topk(head, 20).indices.tolist())

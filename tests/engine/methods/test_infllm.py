@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.errors import SettingError
+from engine.base.errors import SettingError
 from engine.methods.full import Full
 from engine.methods.select.infllm import InfLLM
 from engine.methods.select.infllm_memory import BlockMemory, Layout

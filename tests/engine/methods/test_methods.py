@@ -12,16 +12,10 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from engine.errors import SettingError
+from engine.base.errors import SettingError
 from engine.methods.full import Full
 from tests.builders import batched, random_ids
-from tests.engine.methods.method_checks import (
-    SHAPES,
-    allocated,
-    llm_of,
-    needs_of,
-    planted_runtime,
-)
+from tests.engine.methods.method_checks import SHAPES, allocated, llm_of, needs_of, planted_runtime
 from tests.engine.methods.method_table import CAPACITY, PLANTED, TABLE, every, partial_layers
 
 # bytes of counters and the like that a runtime may hold beside what it declares, whatever the
@@ -177,12 +171,12 @@ def assert_store(session, generated):
     """The store is what the method's formulas say, counted and allocated; resident is its share of
     what all tokens would take.
     """
-    method, plan, config, stats = session.method, session.plan, session.llm.config, session.stats
+    method, plan, config, stats = session.method, session.plan, session.loaded.config, session.stats
     assert stats.store_bytes == method.held_bytes(plan, config, 4, 300, generated)
     assert 0 <= allocated(session.runtime) - stats.store_bytes <= SMALL
     assert (
         stats.store_bytes
-        <= session.llm.plan(method).bytes_of("retained rows")
+        <= session.planner.plan(method).bytes_of("retained rows")
         == method.store_bytes(plan, config, 4, CAPACITY)
     )
     every = config.num_layers * config.kv_bytes(4) * len(session)

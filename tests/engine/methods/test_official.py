@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.errors import SettingError
+from engine.base.errors import SettingError
 from engine.methods.full import Full
-from engine.methods.omnikv.settings import OmniKV
+from engine.methods.omnikv.method import OmniKV
 from tests.builders import random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.engine.methods import official_simulation as simulation
 from tests.engine.methods.official_simulation import check_choice

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from engine.methods.full import Full
-from engine.methods.omnikv.settings import OmniKV
+from engine.methods.omnikv.method import OmniKV
 from engine.plan.layers import Role
-from engine.prefill_eta import PrefillFlops
+from engine.plan.prefill_time import PrefillFlops
 from tests.builders import random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.engine.methods.official_simulation import (
     Choice,

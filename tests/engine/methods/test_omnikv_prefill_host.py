@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import engine.plan.placement as placement
-from engine.plan.link_bytes import prompt_link_bytes
+from engine.base.figures import human
+from engine.load.link_bytes import prompt_link_bytes
 from engine.plan.placement import part_bytes
-from engine.units import human
 from tests.builders import random_ids, tiny_llm
 from tests.engine.methods.test_omnikv_prefill import (
     BLOCK,
@@ -121,7 +121,7 @@ def test_answers_and_bytes(monkeypatch, ratio, chunk, length, dense_end, block):
 def planned(session):
     """Bytes that the plan gives the bank."""
     names = ("context bank", "working sets", "streaming")
-    plan = session.llm.plan()
+    plan = session.planner.plan()
     return sum(size for name, size, _ in plan.items if name in names)
 
 
@@ -152,7 +152,7 @@ def test_fewer_bytes_than_exact_prefill(chunk, share, monkeypatch):
         with session_of(method, "host", chunk) as session:
             session.prefill(prompt)
             read.append(session.stats.bytes_streamed)
-            plan = session.llm.plan()
+            plan = session.planner.plan()
             planned_bytes.append(plan.prompt_link_bytes)
             assert human(plan.prompt_link_bytes) in str(plan)
     assert read[0] < share * read[1] and read[1] == planned_bytes[1]

@@ -6,15 +6,20 @@ truncate and fork.
 """
 
 import ast
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
+from engine.base.errors import SettingError
+from engine.methods.exact import Exact
 from engine.methods.full import Full
+from engine.methods.omnikv.method import OmniKV
+from engine.methods.select.quest import Quest
 from examples.own_evicting import KNorm
 from examples.own_selecting import BlockMean
-from tests.builders import random_ids
+from tests.builders import random_ids, tiny_config, tiny_llm
 from tests.engine.methods.method_checks import allocated, llm_of
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
@@ -93,3 +98,40 @@ def test_the_examples_are_short():
         lines = source.splitlines()[ast.parse(source).body[0].end_lineno :]
         code = [line for line in lines if line.strip() and not line.strip().startswith("#")]
         assert len(code) <= most, (name, len(code))
+
+
+@dataclass(frozen=True)
+class Mine(OmniKV):
+    """A method of one's own that derives from one of the engine's."""
+
+    named = False
+
+
+@dataclass(frozen=True)
+class Pages(Quest):
+    """Another."""
+
+    named = False
+
+
+@pytest.mark.parametrize(
+    "method, same",
+    [
+        (Mine(filter_layers=(1,), tokens=20, dense_below=0), OmniKV),
+        (Pages(tokens=80, page=8, dense_layers=2), Quest),
+    ],
+    ids=["omnikv", "quest"],
+)
+def test_a_method_that_derives_from_another_knows_what_that_knows(method, same):
+    """Sliding windows and the cap on attention scores, here of a Gemma."""
+    config = tiny_config(
+        4, architectures=["Gemma2ForCausalLM"], sliding_window=70, hidden_activation=None
+    )
+    assert config.local_layers and config.block.score_cap
+    llm = tiny_llm(Full(), config, backend="reference", max_context=512)
+    plain = same(**{name: getattr(method, name) for name in method.__dataclass_fields__})
+    with llm.session(method) as session, llm.session(plain) as other:
+        assert torch.equal(played(session), played(other))
+    assert llm.resolve_method(Exact(method))[0].method == method
+    with pytest.raises(SettingError, match="knorm: does not know the sliding-window layers"):
+        llm.session(KNorm(tokens=40))

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.errors import SettingError
+from engine.base.errors import SettingError
 from engine.methods.full import Full
 from engine.methods.select.pod import PodUntrained, attend_span, proximal_spans
-from kernels.prefill import merge
+from kernels.prefill.dense import merge
 from tests.builders import GROUPS, World, random_ids, tiny_config, tiny_llm, tiny_weights
-from tests.kernel_checks import assert_close, plain
+from tests.kernels.support.kernel_checks import assert_close, plain
 
 LENGTHS = st.sampled_from((1, 2, 15, 16, 17, 31, 47, 64, 97, 127))
 

@@ -11,14 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.errors import SettingError
+from engine.base.errors import SettingError
 from engine.methods.full import Full
 from engine.methods.select.quest import Quest, page_bounds
 from engine.methods.select.tidaldecode import TidalDecode
 from engine.model.rope import apply_rope
 from tests.builders import GROUPS, World, random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.engine.methods.method_table import Length
-from tests.kernel_checks import check_attention
+from tests.kernels.support.kernel_checks import check_attention
 
 LENGTHS = st.sampled_from((1, 2, 15, 16, 17, 31, 47, 64, 97, 127))
 
@@ -31,7 +31,7 @@ def test_no_logit_of_a_page_passes_its_bound(shape, n, size, seed):
     world.fill(2, 0, n)
     k, q = world.bank.kv(2)[0], world.queries()[0, 0].double()
     extremes = world.runtime
-    extremes.learn(0, k, [n])
+    extremes.learn(0, 2, world.bank, [n])
     pages = -(-n // size)
     low, high = (t[0, 0, :, :pages].double() for t in (extremes.low, extremes.high))
     bounds = {reduce: page_bounds(q, low, high, reduce) for reduce in ("max", "mean", "sum")}
@@ -64,7 +64,7 @@ def test_extremes_follow_the_bank_wherever_it_goes(size, moves, seed):
             extremes.truncate(kept)
         for at, layer in enumerate((2, 3)):
             world.fill(layer, kept, 130)
-            extremes.learn(at, world.bank.kv(layer)[0], [n, max(1, n - 3)])
+            extremes.learn(at, layer, world.bank, [n, max(1, n - 3)])
         for at, layer in enumerate((2, 3)):
             for b, length in enumerate((n, max(1, n - 3))):
                 for page, rows in enumerate(

@@ -14,14 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.errors import SettingError
+from engine.base.errors import SettingError
 from engine.methods.full import Full
+from engine.methods.omnikv.method import OmniKV
 from engine.methods.omnikv.selector import window_weights
-from engine.methods.omnikv.settings import OmniKV
 from engine.model.rope import apply_rope
-from kernels.dense_decode import decode_dense
-from kernels.topk import select_topk
-from kernels.window_scores import window_scores
+from kernels.attention.dense import decode_dense
+from kernels.select.topk import select_topk
+from kernels.select.window_scores import window_scores
 from tests.builders import random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.engine.methods.official_simulation import Model, Shape, check_choice
 from tests.engine.methods.paper_simulation import Conversation, Rule, score
@@ -220,7 +220,7 @@ def test_planted_keys_in_a_session_are_read_at_the_next_step(backend):
         session.decode(7)
         n, where = len(session), [0, 99, 199, 204, 255]
         raw = session.query_ring.read(2, torch.tensor([[n - 1]]))
-        q = apply_rope(raw, *session.llm.rotary.at(torch.tensor([[n - 1]])))[0, 0]
+        q = apply_rope(raw, *session.loaded.rotary.at(torch.tensor([[n - 1]])))[0, 0]
         k, _ = session.bank.kv(2)
         for number, position in enumerate(where):
             head = number % 8

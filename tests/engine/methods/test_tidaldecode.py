@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.errors import SettingError
+from engine.base.errors import SettingError
 from engine.methods.full import Full
-from engine.methods.omnikv.settings import OmniKV
+from engine.methods.omnikv.method import OmniKV
 from engine.methods.select.tidaldecode import TidalDecode
 from engine.plan.layers import Role
-from kernels.dense_decode import decode_dense
+from kernels.attention.dense import decode_dense
 from tests.builders import GROUPS, World, random_ids, tiny_config, tiny_llm, tiny_weights
-from tests.kernel_checks import check_attention
+from tests.kernels.support.kernel_checks import check_attention
 
 LENGTHS = st.sampled_from((1, 2, 15, 16, 17, 31, 47, 64, 97, 127))
 

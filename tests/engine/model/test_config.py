@@ -1,5 +1,5 @@
-"""engine/model/config.py: accepted means what transformers means by it; senseless is refused in one
-useful line.
+"""engine/model/config/config.py: accepted means what transformers means by it; senseless is refused
+in one useful line.
 """
 
 import dataclasses
@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.errors import BadCheckpoint, UnsupportedCheckpoint
-from engine.model.config import ModelConfig
-from engine.model.rope_config import Rope
+from engine.base.errors import BadCheckpoint, UnsupportedCheckpoint
+from engine.model.config.config import ModelConfig
+from engine.model.config.rope_config import Rope
 from tests.builders import POCKET
 
 BASE = {

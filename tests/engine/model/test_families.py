@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from engine import LLM, Full, OmniKV, SamplingParams
-from engine.model.config import ModelConfig
+from engine.model.config.config import ModelConfig
 from engine.model.tensors import targets
 from tools.families.models import POSITIONS, VARIANTS, ids_of, make
 from weights.checkpoint import Checkpoint

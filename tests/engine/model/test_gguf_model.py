@@ -11,17 +11,17 @@ import warnings
 import pytest
 import torch
 
+from engine.base.errors import BadCheckpoint, SettingError
 from engine.chat import main
-from engine.errors import BadCheckpoint, SettingError
 from engine.llm import LLM
 from engine.methods.full import Full
 from engine.text.tokenizer import Tokenizer
-from kernels.integer_products import tile_rows
-from kernels.linear_quantised import QuantisedLinear
 from kernels.native.library import native, torch_only
+from kernels.quant.linear import QuantisedLinear
+from kernels.quant.torch_forms.int4_tiles import tile_rows
 from tests.builders import tiny_config, tiny_llm, tiny_weights
 from tests.tools.gguf_files import TOKENS, llama_config, write_llama
-from tools.gguf.convert import convert
+from tools.convert.to_gguf import convert
 from weights.fingerprint import fingerprint, weights_digest
 from weights.gguf.header import KINDS, read_header
 

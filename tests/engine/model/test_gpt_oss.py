@@ -12,11 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine import LLM, Full, OmniKV
-from engine.errors import SettingError
-from engine.methods.base import require_windows
+from engine.base.errors import SettingError
 from engine.methods.registry import methods
-from engine.model.config import ModelConfig
+from engine.methods.requirements import require_windows
+from engine.model.config.config import ModelConfig
+from engine.plan.layers import layer_plan
+from kernels.quant.rounding import few_mantissa_bits_to_int8
 from tools.families.models import ids_of, make
+from weights.mxfp4 import dequantise
 
 pytest.importorskip("transformers")
 MODEL = "model.safetensors"
@@ -63,10 +66,11 @@ def test_experts_in_mxfp4_are_those_of_transformers(tmp_path):
     ids = ids_of(203)
     with torch.inference_mode():
         wanted = theirs(torch.tensor([ids])).logits[0, 199:]
-    for method in (FULL, OMNI):
-        assert (logits(tmp_path, ids, method) - wanted).abs().max() <= 2e-3
+    for method, weights in ((FULL, "auto"), (OMNI, "auto"), (FULL, "float")):
+        found = logits(tmp_path, ids, method, weights=weights)
+        assert (found - wanted).abs().max() <= 2e-3
     assert (before - wanted).abs().max() > 0.1
-    llm = LLM(tmp_path, device="cpu", max_context=64)
+    llm = LLM(tmp_path, device="cpu", max_context=64, weights="float")
     with llm.session() as session:
         assert session.model.nbytes == 4 * llm.config.parameters
     # rounded again: what is held in few bits multiplies nearly as what was stored
@@ -75,6 +79,41 @@ def test_experts_in_mxfp4_are_those_of_transformers(tmp_path):
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
     one, other = (made.model.layers[1].mixture.gate_up[2](x) for made in (llm, near))
     assert 0 < (one - other).norm() < 0.02 * one.norm()
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_experts_in_mxfp4_are_held_in_a_byte_a_weight_without_rounding(tmp_path, backend):
+    """As int8 with a scale for 32 columns: the very values, in a quarter of float32's bytes; the
+    plan counts what is held.
+    """
+    packed(tmp_path, make(tmp_path, "gpt-oss", hidden_size=64, intermediate_size=96))
+    given = dict(device="cpu", max_context=64, backend=backend)
+    stored, wide = (LLM(tmp_path, weights=w, **given) for w in ("auto", "float"))
+    stored.load(), wide.load()
+    assert stored.model.nbytes == stored.plan().bytes_of("weights") < 0.5 * wide.model.nbytes
+    assert "int8 with the values of their MXFP4" in str(stored.plan())
+    for mine, theirs in zip(stored.model.layers, wide.model.layers, strict=True):
+        for part in ("gate_up", "down"):
+            pairs = zip(getattr(mine.mixture, part), getattr(theirs.mixture, part), strict=True)
+            for one, other in pairs:
+                x = torch.eye(other.shape[1])
+                torch.testing.assert_close(one(x), other(x), rtol=1e-6, atol=0)
+
+
+def test_every_mxfp4_value_and_scale_is_an_int8_times_a_power_of_two():
+    """All 16 values under every scale of bfloat16's normal numbers, in groups with any largest
+    value.
+    """
+    codes = torch.randint(0, 16, (4000, 32), generator=torch.Generator().manual_seed(3))
+    codes[:16, 1:] = 0
+    codes[:16, 0] = torch.arange(16)
+    blocks = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8).view(-1, 1, 16)
+    scales = torch.arange(4000).remainder(245).add(7).to(torch.uint8).view(-1, 1)
+    wide = torch.empty(4000, 32, dtype=torch.bfloat16)
+    dequantise(blocks, scales, wide)
+    held = few_mantissa_bits_to_int8(wide, 32)
+    assert torch.equal(held.dense(torch.bfloat16), wide) and held.scales.dtype == torch.bfloat16
+    assert int(held.values.abs().max()) <= 96
 
 
 def without_cap(folder):
@@ -115,7 +154,7 @@ def test_methods_that_know_neither_are_refused():
     for name, kind in methods().items():
         if kind.__module__.startswith("engine.") and name not in KNOW:
             with pytest.raises(SettingError, match=f"{name}: does not know the cap on attention"):
-                require_windows(kind(), config)
+                require_windows(kind(), layer_plan(2), config)
     for more in (dict(official=True), dict(dense_layers="block_sparse")):
         with pytest.raises(SettingError, match="knows neither a cap on attention scores nor"):
             OmniKV(filter_layers=(0,), **more).plan(config)

@@ -3,17 +3,18 @@ model in few bits answers nearly as the whole one.
 """
 
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 
 from engine import LLM, Exact, OmniKV
-from engine.errors import SavedFileError, SettingError
+from engine.base.errors import SavedFileError, SettingError
 from engine.model.low_bits import OnTheWay
 from engine.model.tensors import random_stream
-from kernels.linear_quantised import QuantisedLinear
 from kernels.native.library import native, torch_only
-from kernels.quantised import Quantised
+from kernels.quant.linear import QuantisedLinear
+from kernels.quant.matrix import Quantised
 from tests.builders import POCKET, tiny_config
 
 SETTINGS = dict(device="cpu", max_context=256)
@@ -49,7 +50,7 @@ def test_the_plan_counts_what_is_held_and_the_answer_stays(word, tied):
     error = float((found - expected).norm() / expected.norm())
     assert 0 < error < (0.04 if word == "int8" else 0.4)
     note = next(note for name, _, note in rounded.plan().items if name == "weights")
-    assert word[:4] in note and ("rate here" in note)
+    assert word[:4] in note and "products" in note
     if word[:4] == "int4":
         assert f"groups of {word[5:] or 32}," in note
 
@@ -84,7 +85,7 @@ def test_exact_mode_counts_the_bytes_that_a_step_reads(word, tied):
         costs = session.runner._costs
     assert costs.weights == llm.model.nbytes - table
     planned = method.outlook(
-        method.plan(llm.config), llm.config, 4, "cpu", 65536, held=llm.few_bits
+        method.plan(llm.config), llm.config, 4, "cpu", 65536, held=llm.planner.few_bits
     )
     assert f"{costs.predicted(65536, 2304, 7)[1]:.2f} times" in planned
 
@@ -160,3 +161,25 @@ def test_a_session_in_few_bits_is_not_continued_on_the_whole_weights(tmp_path):
         session.save(tmp_path / "saved")
     with pytest.raises(SavedFileError, match="int8"):
         model("auto").restore(tmp_path / "saved")
+
+
+def test_saved_rows_are_those_of_the_products_that_made_them(tmp_path):
+    """Products of another form round differently; files of before named the word alone."""
+    here = model("int8")
+    form = here.load().model.layers[1].qkv.form
+    assert model("auto").load().held == "auto" and here.load().held == f"int8, {form}"
+    with here.session() as session:
+        session.prefill(list(range(3, 90)))
+        session.save(tmp_path / "now.session")
+    elsewhere = model("int8")
+    elsewhere.loaded = replace(elsewhere.load(), held="int8, blocks")
+    with pytest.raises(SavedFileError, match="another model: held: found int8"):
+        elsewhere.restore(tmp_path / "now.session")
+    old = model("int8")
+    old.loaded = replace(old.load(), held="int8")
+    with old.session() as session:
+        session.prefill(list(range(3, 90)))
+        session.save(tmp_path / "old.session")
+    session, _ = here.restore(tmp_path / "old.session")
+    assert len(session.ids) == 87
+    session.close()

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from engine import LLM, Full, OmniKV
-from engine.errors import SettingError
+from engine.base.errors import SettingError
 from engine.model.mixture import Experts, Mixture
 from engine.model.tensors import random_stream
 from engine.plan.exact_costs import ExactCosts
 from engine.plan.layers import layer_plan
-from kernels.linear import pack_linear
+from kernels.layer.linear import pack_linear
 from tests.builders import random_ids, session_config, tiny_llm
 from tools.bench.floor import streamed_weights
 

@@ -5,7 +5,7 @@ where each kind changes.
 import pytest
 import torch
 
-from engine.model.config import ModelConfig
+from engine.model.config.config import ModelConfig
 from engine.model.rope import Rotary, apply_rope, inv_freq
 
 transformers = pytest.importorskip("transformers")

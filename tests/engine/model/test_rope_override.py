@@ -10,12 +10,16 @@ import pytest
 import torch
 
 from engine import LLM, Full
+from engine.base.errors import EngineError, SettingError
 from engine.chat import main
-from engine.errors import EngineError, SettingError
-from engine.model.config import ModelConfig
-from engine.model.families import BY_ARCHITECTURE
-from engine.model.rope_config import Rope
-from engine.model.rope_override import overridden
+from engine.methods.evict.lm_infinite import LMInfinite
+from engine.methods.evict.snapkv import SnapKV
+from engine.methods.evict.streaming_llm import StreamingLLM
+from engine.methods.evict.window import Window
+from engine.model.config.config import ModelConfig
+from engine.model.config.families import BY_ARCHITECTURE
+from engine.model.config.rope_config import Rope
+from engine.model.config.rope_override import overridden
 from tests.tiny_model import CONFIG, sound
 from tools.families.models import PHI_ROPE, ids_of, make
 
@@ -149,3 +153,29 @@ def test_a_context_beyond_the_model_is_refused_with_the_way_out(tmp_path, capsys
     assert main(given) == 1 or main(given) == 2
     assert "--ctx: found 600" in capsys.readouterr().err
     assert main([*given, "--rope", "yarn:4"]) == 0
+
+
+def test_no_warning_where_a_method_keeps_distances_within_the_rope(tmp_path):
+    """StreamingLLM and its kin read prompts and answers within sinks and window, however far the
+    text goes; a window that is longer than the rope, or full attention to a prompt, does not.
+    """
+    folder = tmp_path / "m"
+    sound(folder)
+    given = dict(device="cpu", max_context=1000, beyond=True, load=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for method in (StreamingLLM(tokens=64), LMInfinite(tokens=64), Window(tokens=256)):
+            assert LLM(folder, method=method, **given).max_context == 1000
+    for method in (StreamingLLM(official=True), Window(tokens=400), Window(share=0.5), SnapKV()):
+        with pytest.warns(UserWarning, match="1000 is beyond the 256 positions"):
+            LLM(folder, method=method, **given)
+
+
+def test_the_largest_context_is_not_below_one_beyond_the_model_that_fits(tmp_path):
+    folder = tmp_path / "m"
+    sound(folder)
+    with pytest.warns(UserWarning, match="answers get worse"):
+        plan = LLM(folder, device="cpu", max_context=1000, beyond=True, load=False).plan()
+    assert plan.fits and plan.largest_context == 1000
+    assert "largest context that fits here: 1000 tokens" in str(plan)
+    assert LLM(folder, device="cpu", load=False).plan().largest_context == 256

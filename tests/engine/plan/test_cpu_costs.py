@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.methods.omnikv.settings import OmniKV
+from engine.methods.omnikv.method import OmniKV
 from engine.plan.cpu_costs import COSTS, NATIVE, cpu_costs
-from kernels.isa import SETS
+from kernels.launch.isa import SETS
 from kernels.native.library import SETS as COMPILED
 from tools.bench.shapes import shape_config, shape_filters
 

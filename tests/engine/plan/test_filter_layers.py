@@ -6,18 +6,27 @@ not say that it is one.
 
 import json
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from engine import LLM, OmniKV
-from engine.errors import BadCheckpoint
+from engine import LLM, Full, OmniKV, chat
+from engine.base.errors import BadCheckpoint, SettingError
+from engine.cli.figures import start_note
 from engine.plan.filter_layers import cache_file, filter_layers, read
-from tests.builders import session_config
+from engine.serve import cli as serve
+from tests.builders import POCKET, session_config
 from tests.tiny_model import sound
+from tools.real_model import real_model_folder
 from weights.aliases import ALIASES
-from weights.fingerprint import fingerprint
+from weights.fingerprint import fingerprint, weights_digest
+from weights.published_filters import PublishedFilters
 from weights.resolve import Resolved
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
@@ -79,6 +88,71 @@ def test_a_published_set_comes_with_the_wait_layer_it_was_published_with():
     known = filter_layers(None, Resolved(Path(), "hub", "any", alias.hub_id), config)
     assert known.source == "published" and known.layers == alias.filter_layers and known.wait == 1
     assert filter_layers(None, None, config).wait == 0
+
+
+def test_a_published_set_says_its_source_and_that_nobody_checked_it(monkeypatch, capsys):
+    """In the plan, and as one line at the start of the chat and the server."""
+    llm = LLM("qwen3-4b-2507", device="cpu", dtype="bfloat16", max_context=8192, load=False)
+    assert llm.method == OmniKV(filter_layers=(0, 1, 3, 9, 13, 16, 21, 28), wait_layers=0)
+    said = start_note(llm.planner)
+    assert said in str(llm.plan()) and "\n" not in said
+    assert "published in CURRENTF/Sparse-vLLM, not checked here; --calibrate finds" in said
+    # a set that the flags name is nobody else's to speak of
+    given = OmniKV(filter_layers=(2, 8))
+    assert start_note(LLM("qwen3-4b-2507", max_context=8192, method=given, load=False)) == ""
+
+
+def test_a_set_that_was_found_here_comes_with_its_weights_only(model, monkeypatch):
+    """By fingerprint and digest: another training of the same shape does not get it."""
+    config = LLM(model, device="cpu", load=False).config
+    found = PublishedFilters((1, 4), 0, "by loss (a test)", found_here=True)
+    table = {fingerprint(model): {weights_digest(model): found}}
+    monkeypatch.setattr("engine.plan.filter_layers.FOUND", table)
+    known = filter_layers(model, None, config)
+    assert (known.layers, known.source, known.wait) == ((1, 4), "found", 0)
+    llm = LLM(model, device="cpu", load=False)
+    assert llm.method == OmniKV(filter_layers=(1, 4), wait_layers=0)
+    assert start_note(llm.planner) == "filter layers (1, 4): found here, by loss (a test)"
+    # a calibration of one's own comes first
+    (model / "omnikv.json").write_text(json.dumps(calibration(model)))
+    assert filter_layers(model, None, config).layers == (1,)
+    assert start_note(LLM(model, device="cpu", load=False)) == ""
+    (model / "omnikv.json").unlink()
+    table[fingerprint(model)] = {"0" * 64: found}
+    assert filter_layers(model, None, config).source == "spread"
+    assert isinstance(LLM(model, device="cpu", load=False).method, Full)
+
+
+def test_without_filter_layers_one_line_at_the_start_says_that_all_attention_is_full(
+    model, capsys, monkeypatch
+):
+    """In the chat and in the server, and how to find them; not where full attention was asked
+    for.
+    """
+    given = ["--model", str(model), "--device", "cpu"]
+    chat.main([*given, "-p", "a", "-n", "2"])
+    lines = [line for line in capsys.readouterr().err.splitlines() if "OmniKV is off" in line]
+    assert len(lines) == 1 and "--calibrate -f FILE while it reads" in lines[0]
+    chat.main([*given, "-p", "a", "-n", "2", "--method", "full"])
+    assert "OmniKV is off" not in capsys.readouterr().err
+
+    def stop(*rest):
+        raise SettingError("stopped before it loads")
+
+    monkeypatch.setattr(serve, "listen", lambda host, port: [])
+    monkeypatch.setattr(serve, "BlockCache", stop)
+    serve.main([*given, "--cache", "none"])
+    assert capsys.readouterr().err.count("OmniKV is off") == 1
+
+
+def test_the_real_model_has_the_set_that_was_found_for_it():
+    """Shipped by digest: what `make real-model` converts starts with OmniKV."""
+    folder = real_model_folder()
+    if folder is None:
+        pytest.skip("no real model on this machine (make real-model)")
+    llm = LLM(folder, device="cpu", load=False)
+    if filter_layers(llm.folder, llm.resolved, llm.config).source != "file":
+        assert llm.method == OmniKV(filter_layers=(0, 3, 5, 7, 14, 17, 20, 24), wait_layers=0)
 
 
 def test_a_stale_file_is_ignored_with_one_line(model):
@@ -158,3 +232,42 @@ def test_reading_keeps_every_field(model, tmp_path):
     path = tmp_path / "omnikv.json"
     path.write_text(json.dumps(calibration(model)))
     assert read(path, session_config())["k"] == 64
+
+
+HINTS = """
+import sys, warnings
+warnings.showwarning = lambda message, *rest, **more: print("HINT", message)
+from engine import LLM, OmniKV
+for method in (None, OmniKV()):
+    print(LLM(sys.argv[1], method=method, max_context=1024, load=False).plan().note)
+"""
+
+
+@pytest.mark.parametrize("clone", [True, False])
+def test_a_hint_names_what_is_there(clone, tmp_path):
+    """A wheel has no tools: its hints named `python -m tools.calibrate`, which it cannot run."""
+    model = tmp_path / "model"
+    shutil.copytree(POCKET, model)
+    (model / "omnikv.json").unlink()
+    home = ROOT
+    if not clone:  # what a wheel holds, beside a package of that name which is somebody else's
+        home = tmp_path / "site"
+        for package in ("engine", "kernels", "weights"):
+            ignored = shutil.ignore_patterns("__pycache__", "pocket")
+            shutil.copytree(ROOT / package, home / package, ignore=ignored)
+        (home / "tools").mkdir()
+        (home / "tools" / "__init__.py").write_text("raise RuntimeError('not ours')")
+        home = home.rename(tmp_path / "site-packages")
+    environment = {**os.environ, "PYTHONPATH": str(home)}
+    environment["XDG_CACHE_HOME"] = str(tmp_path / "cache")
+    done = subprocess.run(
+        [sys.executable, "-c", HINTS, str(model)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    hints = done.stdout.splitlines()
+    assert len(hints) == 2 and all("--calibrate" in hint for hint in hints)
+    assert all(("python -m tools.calibrate" in hint) == clone for hint in hints), hints

@@ -77,8 +77,8 @@ assert 190 << 20 < free <= 200 << 20 and "ulimit -v" in name, (free, name)
 resource.setrlimit(resource.RLIMIT_AS, (used + (200 << 20), hard))
 free, name = available_bytes(torch.device("cpu"))
 assert free == 0 and "ulimit -v" in name, (free, name)
-from engine.errors import OutOfHostMemory
-from engine.device import typed_errors
+from engine.base.errors import OutOfHostMemory
+from engine.base.device import typed_errors
 try:
     with typed_errors():
         torch.empty(400 << 20, dtype=torch.uint8)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from engine import LLM, Full, OmniKV
-from engine.errors import OutOfMemoryPlan, SettingError
-from engine.model.config import ModelConfig
+from engine.base.errors import OutOfMemoryPlan, SettingError
+from engine.model.config.config import ModelConfig
 from engine.model.llama import assemble
 from engine.model.tensors import random_stream, targets
 from kernels.native.library import torch_only
@@ -206,8 +206,10 @@ def test_config_of_the_tiny_model_counts_its_own_weights():
 
 def test_a_tied_head_is_packed_beside_where_there_is_room(monkeypatch):
     """Counted, held, and given up before a context is; logits stay."""
-    monkeypatch.setattr("engine.plan.memory.packs", lambda dtype: True)
-    monkeypatch.setattr("kernels.linear.reads", lambda weight: False)  # as without C++ kernels
+    monkeypatch.setattr("engine.load.memory.packs", lambda dtype: True)
+    monkeypatch.setattr(
+        "kernels.layer.linear.reads", lambda weight: False
+    )  # as without C++ kernels
     config = session_config(tie_word_embeddings=True)
     copy, settings = 4 * config.vocab_size * config.hidden_size, {"backend": "cpu"}
     beside = tiny_llm(config=config, **settings)

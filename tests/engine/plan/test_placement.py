@@ -11,13 +11,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-import engine.plan.memory as memory
 from engine import LLM, OmniKV
-from engine.bank.host_pool import HostPool
-from engine.bank.pinned_memory import Allocator, ordinary
-from engine.errors import OutOfHostMemory, OutOfMemoryPlan
+from engine.bank.pool.host_pool import HostPool
+from engine.bank.pool.pinned_memory import Allocator, ordinary
+from engine.base.errors import OutOfHostMemory, OutOfMemoryPlan
+from engine.load.memory import make_plan
+from engine.plan import free_memory
 from engine.plan.free_memory import HEADROOM
-from engine.plan.memory import make_plan
 from engine.plan.placement import full_placement, part_bytes
 from tests.builders import random_ids, session_config, tiny_llm
 from tools.bench.shapes import shape_config
@@ -83,7 +83,7 @@ def plan(monkeypatch):
 
     def make(device, host, tokens, method=PUBLISHED, **settings):
         monkeypatch.setattr(
-            memory,
+            free_memory,
             "available_bytes",
             lambda where: (device if where.type == "cuda" else host, "free"),
         )
@@ -213,17 +213,17 @@ def test_slabs_are_allocated_once_and_serve_later_sessions():
     for _ in range(3):
         with llm.session() as session:
             session.prefill(random_ids(300))
-        assert llm.host_pool.in_use == 0 and len(asked) == 2
-    llm.host_pool.close()
-    assert llm.host_pool.reserved == 0
+        assert llm.load().host_pool.in_use == 0 and len(asked) == 2
+    llm.load().host_pool.close()
+    assert llm.load().host_pool.reserved == 0
 
 
 def test_llms_over_the_same_weights_share_their_pool_and_others_only_by_argument():
     settings = dict(offload="host", max_context=512, backend="reference")
     first, second = tiny_llm(METHOD, **settings), tiny_llm(METHOD, **settings)
     assert (
-        first.host_pool is not second.host_pool
-        and LLM.sharing(first, offload="host").host_pool is first.host_pool
+        first.load().host_pool is not second.load().host_pool
+        and LLM.sharing(first, offload="host").load().host_pool is first.load().host_pool
     )
     assert tiny_llm(METHOD, host_pool=first.host_pool, **settings).host_pool is first.host_pool
 
@@ -243,3 +243,15 @@ def test_two_models_at_once_over_one_pool_and_the_second_exhausts_it():
     greedy.close()
     shared.close()
     assert pool.in_use == 0
+
+
+def test_little_host_memory_does_not_refuse_what_the_device_holds(plan):
+    """A group that goes back frees host memory, so the search goes on where that is too small."""
+    assert plan(80 * GB, 1 * GB, 65536).fits
+    whole = plan(80 * GB, 100 * GB, 65536)
+    assert plan(80 * GB, 1 * GB, 65536).placement == whole.placement is None
+    some = plan(40 * GB, 100 * GB, 262144)
+    assert some.placement is not None and some.fits
+    needed = int(some.host_bytes / HEADROOM) + 1
+    assert plan(40 * GB, needed, 262144).placement == some.placement
+    assert not plan(40 * GB, needed - 10**8, 262144).fits

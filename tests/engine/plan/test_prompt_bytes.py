@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine import OmniKV
 from engine.methods.select.minference import MInference
 from engine.methods.select.minference_patterns import LAST, line_sums
-from kernels.block_sparse import block_lists, block_mass, choose_blocks
+from kernels.prefill.block_sparse import block_lists, block_mass, choose_blocks
 from tests.builders import random_ids, session_config, tiny_llm
 
 BF16 = torch.bfloat16
@@ -63,8 +63,10 @@ def planned(method, context, chunk):
 @pytest.mark.parametrize("most", [1 << 23, 1 << 17, 1 << 14])
 def test_block_estimates(estimator, most, monkeypatch):
     """The logits of all blocks at once, of some, and of so few that the sort holds more."""
-    monkeypatch.setattr("kernels.block_sparse.MASS_FLOATS", most)
-    monkeypatch.setattr("kernels.block_sparse.multiplies", lambda dtype: True)  # as on a GPU
+    monkeypatch.setattr("kernels.prefill.block_sparse.MASS_FLOATS", most)
+    monkeypatch.setattr(
+        "kernels.prefill.block_sparse.multiplies", lambda dtype: True
+    )  # as on a GPU
     chunk, stop = 2048, 8192
     config = session_config(heads=32, kv_heads=16)
     q = torch.randn(1, chunk, 32, D).to(BF16)

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import engine.bank.base
-import engine.llm
-import engine.plan.memory
+import engine.load.memory
+import engine.load.planner
 from engine import OmniKV
 from engine.bank.device import DeviceBank
-from engine.errors import ContextTooLong
-from engine.plan.memory import memory_items
+from engine.base.errors import ContextTooLong
+from engine.forward.graphs import bucket_for
+from engine.load.memory import memory_items
 from engine.plan.placement import reserved_rows
-from engine.step_runner import bucket_for
 from tests.builders import random_ids, session_config, tiny_llm
 
 CONFIG = session_config()
@@ -68,7 +68,7 @@ def test_a_session_of_an_odd_length_in_whole_blocks(offload, monkeypatch):
     settings = dict(max_context=1000, offload=offload, backend="reference")
     with tiny_llm(METHOD, **settings).session() as session:
         expected = [session.prefill(random_ids(300)), *(session.decode(i) for i in range(5))]
-    for module in (engine.bank.base, engine.llm, engine.plan.memory):
+    for module in (engine.bank.base, engine.load.planner, engine.load.memory):
         monkeypatch.setattr(module, "reserved_rows", lambda tokens, _: reserved_rows(tokens, "gpu"))
     llm = tiny_llm(METHOD, **settings)
     with llm.session() as session:

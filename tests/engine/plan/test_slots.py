@@ -7,9 +7,9 @@ what a slot costs beside its bank.
 import pytest
 
 from engine import OmniKV
-from engine.errors import OutOfMemoryPlan
+from engine.base.errors import OutOfMemoryPlan
+from engine.load.batch_plan import plan_slots
 from engine.plan.free_memory import HEADROOM
-from engine.plan.slots import plan_slots
 from engine.serve.cli import main
 from tests.builders import tiny_llm
 
@@ -61,7 +61,8 @@ def test_the_server_says_what_its_slots_need(capsys):
     assert "context bank" in said and "slots     3 of 2048 tokens: " in said
     few = ["--plan", "--ctx", "2K", "--slots", "200", "--ram-budget", "0.1"]
     assert main(few) == OutOfMemoryPlan.exit_code
-    assert "error: 200 sessions of 2048 tokens need " in capsys.readouterr().err
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("does not fit: 200 sessions of 2048 tokens, ") and "--slots " in last
     assert main(["--plan", "--ctx", "2K", "--method", "infllm"]) == 2
     assert "allow that with --pause 0" in capsys.readouterr().err
     assert main(["--plan", "--ctx", "2K", "--method", "infllm", "--pause", "0"]) == 0

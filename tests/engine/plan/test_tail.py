@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.methods.full import Full
-from engine.methods.omnikv.settings import OmniKV
+from engine.methods.omnikv.method import OmniKV
 from engine.model.rope import apply_rope
 from engine.plan.layers import tail_start
 from tests.builders import random_ids, tiny_config, tiny_llm, tiny_weights

@@ -18,6 +18,7 @@ import uvicorn
 from engine import LLM
 from engine.serve.app import make_app
 from engine.serve.guards import LOOPBACK, Guard
+from engine.serve.http.connections import Limits, bounded
 from engine.serve.service import Service, Settings
 from tests.builders import POCKET
 
@@ -25,7 +26,8 @@ from tests.builders import POCKET
 class Running:
     """A server and its clients."""
 
-    def __init__(self, service: Service, port: int) -> None:
+    def __init__(self, service: Service, protocol: type, port: int) -> None:
+        self.protocol = protocol
         self.service, self.worker, self.url = service, service.worker, f"http://127.0.0.1:{port}"
         self.http = httpx.Client(base_url=self.url, timeout=60)
         self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
@@ -42,11 +44,15 @@ class Running:
 
 
 @contextlib.contextmanager
-def serving(llm, keys=(), hosts=LOOPBACK, most=1 << 20, cache=None, load=True, **settings):
+def serving(
+    llm, keys=(), hosts=LOOPBACK, most=1 << 20, cache=None, load=True, limits=None, bodies=None,
+    **settings,
+):  # fmt: skip
     """A Running server of `llm`."""
     service = Service(llm, Settings("pocket", **{"ping": 0.2, **settings}), cache)
-    app = make_app(service, Guard(keys, hosts, most))
-    config = uvicorn.Config(app, port=0, http="h11", log_level="error", access_log=False)
+    app = make_app(service, Guard(keys, hosts, most, bodies))
+    protocol = bounded(limits or Limits())
+    config = uvicorn.Config(app, port=0, http=protocol, log_level="error", access_log=False)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -54,7 +60,7 @@ def serving(llm, keys=(), hosts=LOOPBACK, most=1 << 20, cache=None, load=True, *
         time.sleep(0.005)
     if load:
         service.load()
-    running = Running(service, server.servers[0].sockets[0].getsockname()[1])
+    running = Running(service, protocol, server.servers[0].sockets[0].getsockname()[1])
     try:
         yield running
     finally:

@@ -4,9 +4,9 @@ are chosen here, everything else is the shipped model's.
 
 import contextlib
 
-from engine.sampling import Sampler
+from engine.sampling.sampler import Sampler
 from engine.text.literal import Controls
-from engine.text.template import ChatTemplate
+from engine.text.sandbox.template import ChatTemplate
 
 HERMES = """{{ bos_token }}{% if tools %}<|user|>You may call:
 {% for tool in tools %}{{ tool | tojson }}

@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from engine.serve.calls import CallScanner, form_of
+from engine.serve.request.calls import CallScanner, form_of
 
 GOOD = '{"name": "add", "arguments": {"a": 1, "b": "</tool_call> {"}}'
 NAMES = ("add", "say")

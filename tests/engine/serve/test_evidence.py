@@ -12,9 +12,10 @@ import openai
 import pytest
 
 from engine import LLM, OmniKV, SamplingParams
-from engine.chat.sources import Choices, rank_passages
+from engine.evidence.sources import Choices, rank_passages
+from engine.methods.exact import Exact
 from engine.methods.full import Full
-from engine.serve.evidence import places
+from engine.serve.worker.evidence import places
 from tests.builders import POCKET
 from tests.engine.serve.conftest import serving
 
@@ -189,6 +190,32 @@ def test_bad_values_are_refused_by_name(sparse, value, param):
     assert caught.value.param == param
     reply = sparse.post("/v1/completions", {"prompt": "a", "omnikv": {"sources": 1}})
     assert reply.status_code == 400 and reply.json()["error"]["param"] == "omnikv"
+
+
+def test_a_server_in_exact_mode_answers_so_unless_a_request_says_otherwise():
+    """Started with --exact: drafts without being asked, and still the method that drafts."""
+    inner = OmniKV(filter_layers=(1, 4), wait_layers=1, tokens=64, dense_below=0)
+    llm = LLM(POCKET, method=Exact(inner, draft=3), max_context=2048, threads=1, load=False)
+    with serving(llm, slots=2) as running:
+        assert running.http.get("/v1/models").json()["data"][0]["meta"]["method"] == "exact"
+
+        def figures(**more):
+            extra = {"omnikv": {"figures": True, **more}}
+            choice = ask(running, extra_body=extra).choices[0]
+            return choice.message.content, choice.model_extra["omnikv"]["figures"]
+
+        text, own = figures()
+        assert own["drafted"] and not own.get("sparse_steps")
+        assert figures(method="exact")[1]["drafted"] == own["drafted"]
+        assert figures(method="sparse")[1]["sparse_steps"]
+        whole, full = figures(method="full")
+        assert not full.get("drafted") and not full["sparse_steps"] and whole == text
+        plain = ask(running).choices[0].message.content
+        assert plain == text  # a request without the field
+        prompt = running.post("/v1/completions", {"prompt": "a b", "max_tokens": 4})
+        assert prompt.status_code == 200
+    held = {type(method).__name__ for method in running.service.methods.values()}
+    assert held == {"OmniKV", "Full", "Exact"}
 
 
 def test_a_method_that_reads_everything_has_nothing_to_say():

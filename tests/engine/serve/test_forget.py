@@ -21,10 +21,10 @@ ONE = SHARED + "The violin of Hugo is red. " * 60
 OTHER = SHARED + "The parrot of Nora is blue. " * 60
 
 
-def asked(server, text, question="\n\nWho?"):
+def asked(server, text, question="\n\nWho?", **more):
     """(tokens, tokens that were held) of a question about a text."""
     body = {"messages": [{"role": "user", "content": text + question}], "max_tokens": 4}
-    usage = server.post("/v1/chat/completions", body | {"temperature": 0}).json()["usage"]
+    usage = server.post("/v1/chat/completions", body | {"temperature": 0}, **more).json()["usage"]
     server.until(lambda: server.worker.running == 0)
     return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
 
@@ -62,6 +62,17 @@ def test_a_text_is_forgotten_with_what_followed_it_and_another_stays(tmp_path):
         assert asked(server, ONE)[1] < tokens / 2 + 16
         assert forget(server, ONE).json()["blocks"] >= 2
         assert forget(server, ONE).json() == {"sessions": 0, "blocks": 0}
+
+
+def test_a_session_of_another_key_stays(pocket):
+    """Two who begin with the same text, and one of whom forgets it."""
+    one, other = ({"Authorization": f"Bearer long-enough-{n}"} for n in (1, 2))
+    with serving(pocket, keys=["long-enough-1", "long-enough-2"], slots=2) as server:
+        tokens, _ = asked(server, ONE, headers=one)
+        body = {"messages": [{"role": "user", "content": SHARED}]}
+        assert server.post("/v1/forget", body, headers=other).json()["sessions"] == 0
+        assert asked(server, ONE, headers=one)[1] > tokens - 16
+        assert server.post("/v1/forget", body, headers=one).json()["sessions"] == 1
 
 
 @pytest.mark.parametrize("text", ["", "The", "The grass is green."])

@@ -6,6 +6,8 @@ next, a missing extra that is a crash, a bias that does nothing.
 
 import json
 import sys
+import threading
+import types
 
 import openai
 import pytest
@@ -97,6 +99,14 @@ def test_a_bias_bans_and_promotes(server):
             {"response_format": schema({"description": "x" * 70_000})},
             "response_format.json_schema.schema",
         ),
+        (
+            {"response_format": schema({"type": "integer", "minimum": 10**4000})},
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"response_format": schema({"required": [f"p{i}" for i in range(5000)]})},
+            "response_format.json_schema.schema",
+        ),
         ({"response_format": schema(SCHEMA), "ignore_eos": True}, "ignore_eos"),
         ({"logit_bias": {"5120": 1}}, "logit_bias"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
@@ -111,8 +121,49 @@ def test_bad_formats_are_refused_by_name(server, settings, param):
     assert reply.json()["error"]["param"] == param
 
 
+def test_a_number_that_no_double_holds_is_refused_in_a_schema(server):
+    body = {"messages": ASKED, "response_format": schema({"type": "number", "maximum": 0})}
+    content = json.dumps(body).replace('"maximum": 0', '"maximum": 1e999')
+    headers = {"Content-Type": "application/json"}
+    reply = server.http.post("/v1/chat/completions", content=content, headers=headers)
+    assert reply.status_code == 400 and "schema" in reply.json()["error"]["param"], reply.text
+
+
+def test_too_many_names_are_refused_with_the_numbers(server):
+    """The time for a grammar grows with their square; those of nested objects count too."""
+    inner = {"type": "object", "properties": {f"q{i}": {} for i in range(1500)}}
+    value = {"properties": {"a": inner}, "required": [f"p{i}" for i in range(1000)]}
+    body = {"messages": ASKED, "response_format": schema(value)}
+    message = server.post("/v1/chat/completions", body).json()["error"]["message"]
+    assert "found 2501 names" in message and "at most 2000" in message
+    tools = [{"type": "function", "function": {"name": name, "parameters": value}} for name in "ab"]
+    with templated(server.service.llm):
+        body = {"messages": ASKED, "tools": tools, "tool_choice": "required"}
+        reply = server.post("/v1/chat/completions", body)
+    assert reply.status_code == 400 and "found 5002 names" in reply.json()["error"]["message"]
+
+
+def test_the_models_thread_makes_no_grammar(server, monkeypatch):
+    """It would stop everybody's tokens for as long as that takes, once for each choice."""
+    library, made = server.service.prompts.grammars.library, []
+
+    class Noting:
+        def __getattr__(self, name):
+            return getattr(library.LLMatcher, name)
+
+        def __call__(self, *arguments, **settings):
+            made.append(threading.current_thread().name)
+            return library.LLMatcher(*arguments, **settings)
+
+    fake = types.SimpleNamespace(LLMatcher=Noting())
+    monkeypatch.setattr(server.service.prompts.grammars, "library", fake)
+    reply = ask(server, n=3, temperature=1, response_format=schema(SCHEMA))
+    assert all(json.loads(choice.message.content) for choice in reply.choices)
+    assert len(made) == 1 and "texts" in made[0], made
+
+
 def test_without_the_extra_one_line_names_it(server, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     monkeypatch.setattr(server.service.prompts, "_grammars", None)
-    with pytest.raises(openai.BadRequestError, match=r"pip install 'omnikv-engine\[grammar\]'"):
+    with pytest.raises(openai.BadRequestError, match="pip install llguidance"):
         ask(server, response_format={"type": "json_object"})

@@ -1,6 +1,8 @@
-"""A server that is killed in the middle leaves its cache whole (tests/server_kills.py, briefly)."""
+"""A server that is killed in the middle leaves its cache whole (tests/programs/server_kills.py,
+briefly).
+"""
 
-from tests.server_kills import kill, start, whole
+from tests.programs.server_kills import kill, start, whole
 
 
 def test_a_killed_server_leaves_nothing_wrong(tmp_path):

@@ -1,9 +1,11 @@
-"""A server under many clients (tests/server_load.py, briefly), and a control of what it sees."""
+"""A server under many clients (tests/programs/server_load.py, briefly), and a control of what it
+sees.
+"""
 
 import pytest
 
-from tests import server_load
-from tests.server_load import run
+from tests.programs import server_load
+from tests.programs.server_load import run
 
 
 def test_clients_that_stay_leave_dawdle_or_talk_nonsense(tmp_path):

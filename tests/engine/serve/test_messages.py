@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from engine.serve.anthropic import chat_of
+from engine.serve.anthropic.request import chat_of
 from tests.engine.serve.conftest import serving
 from tests.engine.serve.scripted import saying, templated
 from tests.engine.serve.test_tools import SAID
@@ -185,6 +185,8 @@ def test_claude_codes_first_turns(model, monkeypatch):
         ({"mcp_servers": [{"url": "http://x"}]}, "mcp_servers"),
         ({"container": "a"}, "container"),
         ({"context_management": {"edits": [{"type": "other"}]}}, "context_management"),
+        ({"context_management": {"edits": 1}}, "context_management"),
+        ({"context_management": {"edits": {"a": 1}}}, "context_management"),
         ({"output_config": {"format": {}}}, "output_config.format"),
         ({"tools": [{"type": "web_search_20250305", "name": "a"}]}, "tools[0].type"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),

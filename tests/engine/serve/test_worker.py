@@ -4,6 +4,7 @@ Stops: an answer that depends on its neighbours, a stream that waits for another
 slot that is never freed, a queue without end, a shutdown that hangs.
 """
 
+import asyncio
 import json
 import os
 import re
@@ -18,7 +19,8 @@ import pytest
 
 from engine import OmniKV, SamplingParams
 from engine.saved.cache import BlockCache
-from engine.serve.worker import Ended, Job, Reading, Worker, Wrote
+from engine.serve.worker.mailbox import UNREAD, Mailbox
+from engine.serve.worker.worker import Ended, Job, Reading, Worker, Wrote
 from tests.builders import ROOT, random_ids, tiny_llm
 
 SPARSE = OmniKV(filter_layers=(1, 4), tokens=24, dense_below=0)
@@ -27,10 +29,10 @@ SPARSE = OmniKV(filter_layers=(1, 4), tokens=24, dense_below=0)
 class Client:
     """A job and its events."""
 
-    def __init__(self, worker, ids, tokens=6, **settings):
+    def __init__(self, worker, ids, tokens=6, full=bool, **settings):
         self.events, self.ended = [], threading.Event()
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, **settings)
-        self.job = Job(list(ids), params, 1, self.take)
+        self.job = Job(list(ids), params, 1, self.take, full=full)
         worker.submit(self.job)
 
     def take(self, event):
@@ -65,6 +67,75 @@ def alone(llm, ids, tokens=6):
     with llm.session() as session:
         params = SamplingParams(max_tokens=tokens, ignore_eos=True)
         return [p.token_id for p in session.generate(list(ids), params)]
+
+
+class Dawdler(Client):
+    """One that takes no events until it is let."""
+
+    def __init__(self, worker, ids, tokens):
+        self.behind = True
+        super().__init__(worker, ids, tokens, full=lambda: self.behind)
+
+    def wrote(self):
+        return sum(isinstance(event, Wrote) for event in list(self.events))
+
+
+def until(true, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not come to be"
+        time.sleep(0.005)
+
+
+def test_an_answer_that_nobody_reads_pauses_and_stops_no_other(llm, worker):
+    ids = random_ids(30)
+    slow = Dawdler(worker, ids, 12)
+    until(lambda: worker.paused == 1)
+    assert slow.wrote() <= 1 and worker.running == 1
+    assert Client(worker, random_ids(40), 20).answer() == alone(llm, random_ids(40), 20)
+    assert slow.wrote() <= 1
+    slow.behind = False
+    assert slow.answer() == alone(llm, ids, 12)
+    assert worker.paused == worker.running == 0
+
+
+def test_a_paused_answer_ends_with_its_client_and_with_its_time(llm):
+    worker = Worker(llm, slots=2, waiting=3, timeout=1.0)
+    worker.start()
+    try:
+        leaves, late = Dawdler(worker, random_ids(30), 12), Dawdler(worker, random_ids(31), 12)
+        until(lambda: worker.paused == 2)
+        leaves.job.gone = True
+        assert leaves.ended.wait(20) and late.ended.wait(20)
+        assert late.wrote() <= 2 and worker.running == 0
+    finally:
+        worker.stop(0.0)
+
+
+def test_paused_answers_give_their_slots_to_those_who_wait(llm, worker, monkeypatch):
+    monkeypatch.setattr("engine.serve.worker.worker.YIELD", 0.2)
+    slow = [Dawdler(worker, random_ids(n), 12) for n in (30, 31)]
+    until(lambda: worker.paused == 2)
+    assert Client(worker, random_ids(40), 5).answer() == alone(llm, random_ids(40), 5)
+    assert sum(client.ended.is_set() for client in slow) == 1
+    worker.stop(0.0)
+    assert all(client.ended.wait(20) for client in slow)
+
+
+def test_a_mailbox_says_when_it_is_full_until_half_of_it_is_read():
+    async def run():
+        box = Mailbox()
+        for number in range(UNREAD):
+            assert not box.full()
+            box.post(number)
+        assert box.full()
+        for _ in range(UNREAD // 2):
+            assert box.full()
+            await box.next(1.0)
+        await box.next(1.0)
+        assert not box.full()
+
+    asyncio.run(run())
 
 
 def test_neighbours_change_nothing_and_nobody_waits_for_a_whole_prompt(llm):

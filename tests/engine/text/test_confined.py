@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.text.template import ChatTemplate, child_environment
+from engine.text.sandbox.template import ChatTemplate, child_environment
 
 ROOT = Path(__file__).resolve().parents[3]
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl and seccomp")
@@ -39,7 +39,7 @@ def test_secrets_stay_here(monkeypatch, tmp_path):
 def test_it_starts_no_process():
     code = """
 import os, sys, importlib.util
-spec = importlib.util.spec_from_file_location("worker", "engine/text/template_worker.py")
+spec = importlib.util.spec_from_file_location("worker", "engine/text/sandbox/template_worker.py")
 worker = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(worker)
 worker.confine(1 << 30, os.getppid())
@@ -58,7 +58,7 @@ for call in (os.fork, lambda: os.execv(sys.executable, ["python"]),
 def test_it_ends_with_a_parent_that_is_killed():
     code = """
 import sys, threading
-from engine.text import template
+from engine.text.sandbox import template
 template.RENDER_SECONDS = 60
 often = "{% for i in range(99999) %}", "{% endfor %}"
 loop = template.ChatTemplate(often[0] * 3 + often[1] * 3)

@@ -9,8 +9,8 @@ import subprocess
 
 import pytest
 
-from engine.errors import BadCheckpoint
-from engine.text.expressions import repeats_what_repeats, require_endings
+from engine.base.errors import BadCheckpoint
+from engine.text.sandbox.expressions import repeats_what_repeats, require_endings
 from engine.text.tokenizer import Tokenizer
 from tests.engine.chat.chat_model import chat_model
 
@@ -89,6 +89,6 @@ def test_a_trial_cannot_take_the_parents_secrets(tmp_path, monkeypatch):
         seen.update(settings["env"])
         return subprocess.CompletedProcess(command, 0, b"", b"")
 
-    monkeypatch.setattr("engine.text.expressions.subprocess.run", run)
+    monkeypatch.setattr("engine.text.sandbox.expressions.subprocess.run", run)
     require_endings(tmp_path / "tokenizer.json", tokenizer_json("(a+)+$"))
     assert seen and "HF_TOKEN" not in seen

@@ -10,9 +10,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from engine.errors import BadCheckpoint, EngineError, SettingError, UsageError
-from engine.text import growth
-from engine.text.template import ChatTemplate, checked_messages
+from engine.base.errors import BadCheckpoint, EngineError, SettingError, UsageError
+from engine.text.sandbox import growth
+from engine.text.sandbox.template import ChatTemplate, checked_messages
 from engine.text.tokenizer import Tokenizer
 from tests.engine.text.tokenizers_made import MADE, save
 

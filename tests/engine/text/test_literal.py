@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.chat.conversation import Conversation
-from engine.sampling import SamplingParams
+from engine.chat.talk.conversation import Conversation
+from engine.sampling.params import SamplingParams
 from engine.text.literal import MARKS, Written, agreement
 from engine.text.tokenizer import Tokenizer
 from tests.engine.chat.fake_llm import FakeLLM

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from engine.errors import BadCheckpoint, TemplateError
-from engine.text.template import RENDER_SECONDS, ChatTemplate
+from engine.base.errors import BadCheckpoint, TemplateError
+from engine.text.sandbox.template import RENDER_SECONDS, ChatTemplate
 from engine.text.tokenizer import Tokenizer, read_settings
 from tests.engine.text.tokenizers_made import byte_level, save
 

@@ -9,7 +9,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.errors import BadCheckpoint, UnsupportedCheckpoint
+from engine.base.errors import BadCheckpoint, UnsupportedCheckpoint
 from engine.text.detokenizer import REPLACEMENT
 from engine.text.stop import StopScanner, tokens_before
 from engine.text.tokenizer import Tokenizer

@@ -1,0 +1,1 @@
+"""The host tier of a bank: blocks that stream, working sets, write-back."""

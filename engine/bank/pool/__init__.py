@@ -1,0 +1,1 @@
+"""The pool of pinned host memory and the link to it."""

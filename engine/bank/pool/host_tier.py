@@ -1,0 +1,45 @@
+"""The host memory that an LLM's sessions share: a pool of blocks, and the measured link to it."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.bank.pool.host_pool import SLAB, HostPool
+from engine.bank.pool.link import Link, measure_link
+from engine.base.device import current
+
+
+class HostTier:
+    """Makes the pool and measures the link when they are first needed. LLMs over one model share
+    it.
+
+    limit: bytes that the pool may allocate, None for no limit. A small limit is taken in small
+    slabs, so that blocks of several sizes find room in it.
+    """
+
+    def __init__(
+        self, device: torch.device, limit: int | None, pool: HostPool | None = None
+    ) -> None:
+        self._device, self._limit = device, limit
+        self._pool = pool
+        self._link: Link | None = None
+
+    @property
+    def pool(self) -> HostPool:
+        """The pool, ready for sessions."""
+        return self._measured()[0]
+
+    @property
+    def link(self) -> Link:
+        """How rows travel between the pool and the device."""
+        return self._measured()[1]
+
+    def _measured(self) -> tuple[HostPool, Link]:
+        if self._pool is None:
+            slab = SLAB if self._limit is None else min(SLAB, max(1 << 20, self._limit // 16))
+            self._pool = HostPool(self._limit, slab)
+        if self._link is None:
+            with current(self._device):
+                self._link = measure_link(self._pool, self._device)
+            self._pool.programs = self._link.programs
+        return self._pool, self._link

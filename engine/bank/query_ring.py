@@ -1,0 +1,113 @@
+"""The newest queries of every layer before rotation, kept under every method, so that switching
+methods and resuming work with windowed selectors.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.model.config.config import ModelConfig
+from engine.plan.needs import MOST_WINDOW, RING
+
+# Slots: a step may write up to 8 tokens of which only the first are kept (exact mode's drafts); the
+# RING queries before them must survive.
+SLOTS = RING + 8
+
+
+class QueryRing:
+    """The newest RING pre-RoPE queries of every layer, position p in slot p % SLOTS.
+
+    slots [layers, B, SLOTS, H, D]. Positions low .. high-1 are valid; other slots hold stale data.
+    changes: counts what was written or taken back otherwise than by a step. kept: {length: the
+    newest queries there, as `newest` gives them}, which come back where the ring is cut to that
+    length.
+    """
+
+    def __init__(
+        self, config: ModelConfig, batch: int, dtype: torch.dtype, device: torch.device | str
+    ):
+        shape = (config.num_layers, batch, SLOTS, config.num_heads, config.head_dim)
+        self.slots = torch.zeros(shape, dtype=dtype, device=device)
+        self.low = self.high = self.changes = 0
+        self.kept: dict[int, torch.Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.slots.numel() * self.slots.element_size()
+
+    def write_chunk(self, newest: torch.Tensor, stop: int) -> None:
+        """Store newest [layers, B, W, H, D]: the last W queries of a chunk that ended at `stop`.
+        All layers at once, after the chunk: an interrupted chunk stores none.
+        """
+        self.changes += 1
+        width = newest.shape[2]
+        where = torch.arange(stop - width, stop, device=newest.device) % SLOTS
+        self.slots.index_copy_(2, where, newest)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of queries that are kept for going back."""
+        return sum(queries.nbytes for queries in self.kept.values())
+
+    def reserve(self, stop: int) -> None:
+        """Invalidate the positions whose slots are about to be written, up to position `stop`: a
+        chunk or step may break off between writing and `extend`.
+        """
+        self.low = max(self.low, stop - RING)
+
+    def newest(self, most: int = MOST_WINDOW) -> torch.Tensor:
+        """A copy of the newest queries, at most `most`: [layers, B, W, H, D], as `write_chunk`
+        takes them.
+        """
+        first = max(self.low, self.high - most)
+        where = torch.arange(first, self.high, device=self.slots.device) % SLOTS
+        return self.slots.index_select(2, where)
+
+    def extend(self, length: int, count: int) -> None:
+        """Mark the `count` queries that end at `length` as valid. They extend the valid range, or
+        begin a new one after a gap.
+        """
+        first = length - count
+        self.low = max(self.low if self.low <= first <= self.high else first, length - RING)
+        self.high = length
+
+    def keep(self) -> None:
+        """Keep the newest queries for a `truncate` to this length: full attention would not compute
+        them again.
+        """
+        if self.low < self.high:
+            self.kept = {**self.kept, self.high: self.newest()}
+
+    def truncate(self, length: int) -> None:
+        """Invalidate positions >= length; bring back what was kept there. Other slots keep stale
+        data.
+        """
+        self.changes += 1
+        self.high = min(self.high, length)
+        self.low = min(self.low, self.high)
+        self.kept = {stop: queries for stop, queries in self.kept.items() if stop <= length}
+        queries = self.kept.get(length)
+        if queries is not None and not self.covers(length - queries.shape[2], length):
+            self.write_chunk(queries, length)
+            self.set_valid(length - queries.shape[2], length)
+
+    def set_valid(self, start: int, stop: int) -> None:
+        """Mark exactly positions start .. stop-1 as valid (none where they are equal)."""
+        self.changes += 1
+        self.low, self.high = start, stop
+
+    def covers(self, start: int, stop: int) -> bool:
+        """Whether positions start .. stop-1 are valid."""
+        return start >= stop or (self.low <= start and stop <= self.high)
+
+    def copy_from(self, other: QueryRing) -> None:
+        """Hold what another ring of the same model holds (fork)."""
+        self.slots.copy_(other.slots)
+        self.low, self.high, self.kept = other.low, other.high, dict(other.kept)
+
+    def read(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
+        """Queries [B, W, H, D] at positions [B, W] int64."""
+        slots = self.slots[layer]
+        rows = torch.arange(slots.shape[0], device=slots.device).unsqueeze(1)
+        return slots[rows, positions % SLOTS]

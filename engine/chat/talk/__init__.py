@@ -1,0 +1,1 @@
+"""A conversation in a terminal: what is read, asked, calibrated and kept."""

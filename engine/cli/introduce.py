@@ -1,0 +1,23 @@
+"""The first lines of a program: the model, where it runs, how it is held."""
+
+from __future__ import annotations
+
+from engine.base.figures import brief, human
+from engine.cli.figures import forms_of, model_name, start_note
+from engine.load.planner import Planner
+from engine.terminal.display import Display
+
+
+def introduce(planner: Planner, display: Display) -> None:
+    """Say what was chosen, before the weights are read."""
+    plan, found = planner.plan().to_dict(), planner.resolved
+    assert found is not None  # the command line always names a model
+    revision = f" at {found.revision[:12]}" if found.revision else ""
+    display.note(f"model {model_name(planner)}, from {found.folder}{revision}")
+    display.note(
+        f"{plan['dtype']} on {plan['device']}, {forms_of(planner)}, {brief(planner.method)}, "
+        f"context {plan['max_context']:,} tokens; needs {human(plan['total_bytes'])} at the peak, "
+        f"{human(plan['free_bytes'])} free"
+    )
+    if note := start_note(planner):
+        display.note(note)

@@ -1,0 +1,313 @@
+"""The flags that say what runs: model, context, placement and method, for the chat and the server.
+
+`model_flags` adds them to either's parser, `settings_of` makes LLM's keyword arguments of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from engine.base.checks import MOST
+from engine.cli.settings import method_of, setting
+from engine.methods.registry import methods
+
+# ---------------------------------------------------------------- values
+
+
+def scaled(text: str) -> int:
+    """Parse a number of tokens, with K (1024) or M (1024 x 1024): 32K, 1M, 131072."""
+    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)([kKmM]?)", text.strip())
+    tokens = float(found[1]) * {"": 1, "k": 1024, "m": 1024**2}[found[2].lower()] if found else 0
+    if tokens < 1 or tokens != int(tokens) or tokens > 2**31:
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}, expected a number of tokens such as 131072, 128K or 1M"
+        )
+    return int(tokens)
+
+
+def gigabytes(text: str) -> int:
+    """Parse an amount of memory in GB (10^9 bytes) or with a unit (24, 24GB, 512M) to bytes."""
+    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([kKmMgGtT]?)[bB]?", text.strip())
+    size = 0
+    if found:
+        power = "kmgt".index(found[2].lower() or "g") + 1
+        size = int(float(found[1]) * 1000**power)
+    if not 1 <= size <= MOST:
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}, expected gigabytes such as 24, or 24GB, 512MB"
+        )
+    return size
+
+
+class Card(NamedTuple):
+    """Bytes of a GPU to plan for, and of host memory beside it; None: what this machine has."""
+
+    gpu: int | None = None
+    host: int | None = None
+
+
+def card(text: str) -> Card:
+    """Parse the memory of a GPU and of its host: 80, or 80+128."""
+    try:
+        gpu, *host = map(gigabytes, text.split("+"))
+        return Card(gpu, *host)
+    except (argparse.ArgumentTypeError, TypeError):
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}, expected gigabytes such as 24, or 80+128 with its host's memory"
+        ) from None
+
+
+def layers(text: str) -> tuple[int, ...]:
+    """Parse layer numbers: 2,8,18."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}, expected layer numbers such as 2,8,18"
+        ) from None
+
+
+def auto_or_tokens(text: str) -> int | str:
+    """Parse a number of tokens as `scaled` does, or 0, or the word auto."""
+    return text if text == "auto" else 0 if text.strip() == "0" else scaled(text)
+
+
+def drafts(text: str) -> int | str:
+    """Parse a number of drafts or the word auto."""
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected 0 to 7, or auto") from None
+
+
+# ---------------------------------------------------------------- what they set
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return LLM's keyword arguments that the flags of `model_flags` ask for. Raises SettingError
+    for settings of a method that do not fit it.
+    """
+    shipped = args.model is None
+    # The shipped model's products take microseconds: a second thread gains nothing, and on a
+    # machine that does other work its spinning costs a factor of 50 (1900 tokens read in 30 s
+    # instead of 0.5 s at load 7 on two cores).
+    threads = 1 if shipped and args.threads is None else args.threads
+    planned = args.fits or Card()  # imagined; the programs take it with a plan alone
+    return {
+        "device": args.device,
+        "dtype": args.dtype,
+        "weights": args.weights,
+        "bank": args.bank,
+        "max_context": args.ctx,
+        "threads": threads,
+        "chunk": args.chunk,
+        "compile": {"auto": None, "on": True, "off": False}[args.compile],
+        "offload": args.offload,
+        "vram_budget": args.vram_budget,
+        "ram_budget": args.ram_budget,
+        "rope": args.rope,
+        "beyond": args.beyond,
+        "method": method_of(args, shipped),
+        "imagined_gpu": planned.gpu,
+        "imagined_host": planned.host,
+    }
+
+
+# ---------------------------------------------------------------- the flags
+
+
+def model_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the groups of flags that say what runs, and where. --model is the caller's."""
+    _placement_flags(parser.add_argument_group("context and placement").add_argument)
+    add = parser.add_argument_group("method").add_argument
+    _method_flags(add)
+    _budget_flags(add)
+    _exact_flags(add)
+
+
+def fits_flag(add: Callable, about: str) -> None:
+    """Add --fits, whose value is a Card. about: what the program does with it."""
+    add(
+        "--fits",
+        nargs="?",
+        const=Card(),
+        type=card,
+        metavar="GB[+GB]",
+        help=f"{about} a GPU of so many gigabytes that need not be here, such as 80, or 80+128 "
+        "with its host's memory (default: this machine's)",
+    )
+
+
+def _placement_flags(add: Callable) -> None:
+    add(
+        "--ctx",
+        "--max-model-len",
+        dest="ctx",
+        type=scaled,
+        metavar="N",
+        help="reserve a context of N tokens, such as 131072, 128K or 1M "
+        "(default: the model's own length, or what fits)",
+    )
+    add(
+        "--rope",
+        metavar="KIND",
+        help="another rope than the model's own: yarn:4, yarn:4:32768, linear:2, dynamic:4, "
+        "theta:1e6, default or longrope; comma-separated where theta goes with another",
+    )
+    add(
+        "--beyond",
+        action="store_true",
+        help="allow a --ctx beyond the positions that the model was made for",
+    )
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    add(
+        "--weights",
+        choices=("auto", "int8", "int4", "int4:64", "int4:128", "float"),
+        default="auto",
+        help="round the weights to few bits as they are read (int4: a scale for every 32 columns; "
+        "int4:64 and int4:128 take less memory and lose more; auto: hold them as stored; float: "
+        "dequantise them)",
+    )
+    add(
+        "--bank",
+        choices=("auto", "model", "int8", "int4", "fp8"),
+        default="auto",
+        help="hold keys and values in the model's dtype, in 8 bits, or keys in 5 bits and values "
+        "in 4 (int4: a third of a 16-bit bank; fp8: 8-bit floats; auto: as model)",
+    )
+    add("--threads", type=int, metavar="N", help="use N CPU threads")
+    add("--chunk", type=int, metavar="N", help="read prompts in chunks of N tokens")
+    add(
+        "--compile",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="torch.compile the decode step (auto: on a GPU)",
+    )
+    add(
+        "--offload",
+        choices=("auto", "host", "device"),
+        default="auto",
+        help="keep K and V in host memory, of all layers that the method can spare, or on the "
+        "device (auto: on a GPU, move to the host what does not fit)",
+    )
+    add(
+        "--vram-budget",
+        type=gigabytes,
+        metavar="GB",
+        help="use at most this much GPU memory, such as 24 or 512MB",
+    )
+    add("--ram-budget", type=gigabytes, metavar="GB", help="use at most this much RAM")
+
+
+def _method_flags(add: Callable) -> None:
+    names = tuple(methods())
+    add(
+        "--method",
+        "--attention",
+        dest="method",
+        choices=names,
+        metavar="NAME",
+        help="omnikv, full, or a baseline to compare with: "
+        + ", ".join(name for name in names if name not in ("omnikv", "full"))
+        + " (default: omnikv where the model's filter layers are known, else full)",
+    )
+    add(
+        "--filter-layers",
+        type=layers,
+        metavar="L,L,...",
+        help="layers that read the whole context and choose tokens for the sparse layers after "
+        "them (default: from the model's calibration)",
+    )
+    add(
+        "--calibrate",
+        action=argparse.BooleanOptionalAction,
+        help="find the filter layers of a model that nobody has calibrated on the first document "
+        "that is read, and keep them (default: ask, on a terminal)",
+    )
+    add(
+        "--wait-layers",
+        type=int,
+        metavar="N",
+        help="layers after a filter layer that still read everything "
+        "(default: the calibration's, 1 for a published set, or 0)",
+    )
+    add(
+        "--dense-below",
+        type=auto_or_tokens,
+        metavar="N",
+        help="use full attention on contexts shorter than N; 0: never (default auto)",
+    )
+    add(
+        "--prefill-ratio",
+        type=int,
+        metavar="R",
+        help="read prompts sparsely: sparse layers read R blocks' worth of chosen tokens "
+        "(default: exact; see docs/PREFILL.md)",
+    )
+    add(
+        "--set",
+        type=setting,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="set any field of the method, such as page=32 of quest (may be repeated)",
+    )
+
+
+def _budget_flags(add: Callable) -> None:
+    add(
+        "--tokens",
+        "--budget",
+        dest="tokens",
+        type=int,
+        metavar="K",
+        help="let a sparse layer read K chosen tokens per step (default 2048)",
+    )
+    add("--share", type=float, metavar="X", help="--tokens as a share of the context, 0 to 1")
+    add(
+        "--mem",
+        type=float,
+        metavar="X",
+        help="--tokens from the paper's Mem%%: the share of the context that a step reads over "
+        "all layers, 0 to 1",
+    )
+    add(
+        "--selector",
+        choices=("last", "exponential", "uniform"),
+        help="choose tokens by the last query or by a weighted window of queries (default last)",
+    )
+    add(
+        "--window",
+        type=int,
+        metavar="N",
+        help="queries in the window of an exponential or uniform selector (default 16)",
+    )
+    add(
+        "--tail",
+        type=int,
+        metavar="N",
+        help="let every layer read the newest N tokens (default 256)",
+    )
+    add("--sink", type=int, metavar="N", help="always choose the first N tokens (default 0)")
+
+
+def _exact_flags(add: Callable) -> None:
+    add(
+        "--exact",
+        action="store_true",
+        help="write what full attention writes: the method drafts, full attention verifies "
+        "(docs/EXACT.md)",
+    )
+    add(
+        "--draft",
+        type=drafts,
+        metavar="N",
+        help="with --exact: draft N tokens before each verification, 0 to 7, or as many as pay "
+        "(default auto)",
+    )

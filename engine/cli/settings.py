@@ -1,0 +1,138 @@
+"""From flags, and from what is typed in the chat, to a method and to SamplingParams."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+from collections.abc import Collection
+
+from engine.base.errors import SettingError
+from engine.load.pocket import pocket_method
+from engine.methods.base import Method
+from engine.methods.exact import Exact
+from engine.methods.omnikv.method import OmniKV
+from engine.methods.registry import make, methods
+from engine.sampling.params import SamplingParams
+
+# flags that set a field of the method; the names are the fields'
+METHOD_FLAGS = (
+    "filter_layers",
+    "tokens",
+    "share",
+    "mem",
+    "selector",
+    "window",
+    "wait_layers",
+    "tail",
+    "sink",
+    "dense_below",
+    "prefill_ratio",
+)
+# fields whose flag has another name; the other flags replace underscores by hyphens only
+FLAG_OF = {
+    "max_tokens": "-n/--max-tokens",
+    "temperature": "--temp",
+    "repetition_penalty": "--repeat-penalty",
+    "max_context": "--ctx",
+    "vram_budget": "--vram-budget",
+    "ram_budget": "--ram-budget",
+}
+
+
+def setting(text: str) -> tuple[str, object]:
+    """Parse KEY=VALUE. A value is a Python literal (page=32, filter_layers=2,8,18) or else text."""
+    key, equals, value = (part.strip() for part in text.partition("="))
+    if not equals or not key.isidentifier():
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected KEY=VALUE such as page=32")
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, value
+
+
+def method_of(args: argparse.Namespace, pocket: bool) -> Method | None:
+    """Return the method that the flags ask for, wrapped by exact mode where they ask for that; None
+    leaves the choice to the model. As `_method_of`.
+    """
+    method = _method_of(args, pocket)
+    if args.draft is not None and not args.exact:
+        raise SettingError("draft: belongs to --exact, which was not given")
+    if not args.exact:
+        return method
+    return Exact(method or OmniKV(), draft="auto" if args.draft is None else args.draft)
+
+
+def exact_with(method: Method, settings: dict[str, object]) -> Exact:
+    """Return exact mode over a session's method, or with other settings over what it wraps."""
+    fields = [f.name for f in dataclasses.fields(Exact) if f.name != "method"]
+    for key in settings:
+        if key not in fields:
+            raise SettingError(f"{key}: exact has no such setting; it takes {', '.join(fields)}")
+    inner = method.method if isinstance(method, Exact) else method
+    return Exact(inner, **settings)  # type: ignore[arg-type]
+
+
+def _method_of(args: argparse.Namespace, pocket: bool) -> Method | None:
+    """Return the method that the flags ask for, or None to leave the choice to the model.
+
+    pocket: whether the shipped model runs. Raises SettingError for a setting that the method does
+    not have or that is out of range.
+    """
+    name = args.method or "omnikv"
+    flags = {key: value for key in METHOD_FLAGS if (value := getattr(args, key)) is not None}
+    if name == "omnikv" and not flags and not args.set:
+        if pocket:
+            return pocket_method()
+        return OmniKV() if args.method else None
+    return method_with(name, dict(args.set), flags)
+
+
+def method_with(name: str, settings: dict[str, object], flags: dict[str, object]) -> Method:
+    """Make the method of this name with settings by field name and with OmniKV's own flags.
+
+    Raises SettingError that lists the method's fields where it has no such setting.
+    """
+    fields = sorted(field.name for field in dataclasses.fields(methods()[name]))
+    for key in settings:
+        if key not in fields:
+            takes = f"it takes {', '.join(fields)}" if fields else "it takes none"
+            raise SettingError(f"{key}: {name} has no such setting; {takes}")
+    return make(name, flags | settings)
+
+
+def params_of(args: argparse.Namespace) -> SamplingParams:
+    """Return the SamplingParams of the flags. Raises SettingError."""
+    return SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temp,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repeat_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+        seed=args.seed,
+        stop=tuple(args.stop),
+        ignore_eos=args.ignore_eos,
+    )
+
+
+def flag_named(message: str, given: Collection[str] = ()) -> str:
+    """Replace the field's name at the start of a setting's error message by its flag.
+
+    given: fields that came through --set.
+    """
+    field, colon, rest = message.partition(":")
+    if colon and field in given:
+        return f"--set {message}"
+    known = {
+        *(f.name for f in dataclasses.fields(SamplingParams)),
+        *METHOD_FLAGS,
+        *FLAG_OF,
+        *("draft", "threads", "chunk", "device", "dtype", "offload", "compile", "weights"),
+        *("bank", "rope", "beyond"),
+    }
+    if not colon or field not in known:
+        return message
+    return f"{FLAG_OF.get(field, '--' + field.replace('_', '-'))}{colon}{rest}"

@@ -1,0 +1,1 @@
+"""The passages that an answer read, and the page that shows them."""

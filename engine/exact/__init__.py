@@ -1,0 +1,1 @@
+"""Exact mode: a sparse method drafts, full attention verifies."""

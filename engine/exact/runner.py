@@ -1,0 +1,291 @@
+"""The steps of a session in exact mode: draft, verify, and hand out what was verified.
+
+The session feeds a token and asks for full attention's logits after it, as ever. If the token is
+the one that was drafted for this place, its logits are there already: one step of full attention
+over the fed token and its drafts has computed them, and has written the rows. Else the rest of the
+draft is dropped and the next cycle begins: the drafter guesses what will be fed next, by the
+sampler's own random numbers, and full attention checks the guesses in one step.
+
+So whatever is sampled is sampled from full attention's logits, in the order and by the numbers of
+the plain loop. Greedy or seeded, the text is Full()'s; without a seed, so is the distribution.
+Nothing is committed before it is fed. An interrupt, a truncate or a closed stream leaves rows
+beyond the session's length, which nobody reads.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+from engine.bank.base import Bank
+from engine.base.errors import EngineError, OutOfHostMemory
+from engine.exact.draft_length import DraftLength
+from engine.exact.prompt_lookup import PromptLookup
+from engine.forward.graphs import GraphedStep
+from engine.methods.base import Method
+from engine.methods.exact import MOST_DRAFTS, Exact, ExactRuntime, Kept
+from engine.plan.exact_costs import ExactCosts
+from engine.plan.layers import LayerPlan
+from engine.runner.state import SessionState
+from engine.runner.step_runner import StepKind, StepRunner
+
+LOOKUP_PRIOR = 0.5  # acceptance that is assumed of a text that occurred before
+
+
+@dataclass
+class Cycle:
+    """What one verification has left: the drafts, logits [1 + drafts, vocab] after the fed token
+    and after each of them, and how many were accepted so far.
+
+    length: tokens in the session when the next draft would be fed. changes: the query ring's then.
+    """
+
+    drafts: list[int]
+    logits: torch.Tensor
+    length: int
+    changes: int
+    source: DraftLength
+    accepted: int = 0
+
+
+def runner_of(
+    session: SessionState, method: Method, plan: LayerPlan, backend: str, bank: Bank
+) -> StepRunner:
+    """The runner of a session's steps under a method and its plan, over `bank`."""
+    if isinstance(method, Exact):
+        return ExactRunner(session, method, plan, backend, bank)
+    loaded, ring = session.loaded, session.query_ring
+    return StepRunner(loaded, method, plan, bank.capacity, backend, bank, ring)
+
+
+class ExactRunner(StepRunner):
+    """Runs every step as full attention's, ahead where the session's sampler can be guessed."""
+
+    batchable = False  # it drafts, then verifies
+
+    def __init__(
+        self, session: SessionState, method: Exact, plan: LayerPlan, backend: str, bank: Bank
+    ):
+        loaded = session.loaded
+        super().__init__(loaded, method, plan, bank.capacity, backend, bank, session.query_ring)
+        assert isinstance(self.runtime, ExactRuntime)
+        self._method = method
+        # not the session, which holds this runner: one that is dropped is freed at once
+        self._of = weakref.ref(session)
+        self._exact, self._drafter = self.runtime, self.runtime.drafter
+        self._kept = Kept(self._drafter)
+        needs = self._drafter.needs
+        self._own_draft = self.issued_by(self._drafter, needs, self.token)
+        self._kept_draft = self.issued_by(self._kept, needs, self.token)
+        self._verify_steps: dict[int, GraphedStep] = {}
+        placement = bank.placement
+        self._costs = ExactCosts.of(
+            loaded.config,
+            plan,
+            bank.dtype.itemsize,
+            loaded.device.type,
+            placement.layers if placement else (),
+            loaded.few_bits,
+        )
+        fixed = None if method.draft == "auto" else int(method.draft)
+        self._by_drafter = DraftLength(fixed)
+        self._by_lookup = DraftLength(None if fixed is None else fixed, LOOKUP_PRIOR)
+        self._lookup = PromptLookup()
+        self._cycle: Cycle | None = None
+        self._fed = self._read = -1
+        self._rows: list[int] = []  # bank rows that the latest `run` read, by layer
+
+    @property
+    def _session(self) -> SessionState:
+        session = self._of()
+        assert session is not None  # whoever runs a session's step holds the session
+        return session
+
+    # ---------------------------------------------------------------- what the session calls
+
+    def runs_ahead(self, n: int) -> bool:
+        """Never: the host compares the token with what was drafted."""
+        return False
+
+    def feed(self, token_id: int, n: int) -> None:
+        """Put the n-th token where the next step reads it."""
+        self._fed = token_id
+        super().feed(token_id, n)
+
+    def feed_argmax(self, logits: torch.Tensor | None, n: int) -> None:
+        """Feed the argmax of `logits`, and read it at once: it is compared with a draft."""
+        super().feed_argmax(logits, n)
+        self._fed = self.argmax.read()
+
+    def left_selection(self, kind: StepKind) -> bool:
+        """Whether the drafter chose anything for the cycle that computed the last logits."""
+        return bool(self.runtime.selections())
+
+    def rows_read(self, n: int, sparse: bool) -> list[int]:
+        """Of the whole cycle that computed the n-th token's logits, drafts included; 0 where they
+        were there already.
+        """
+        return self._rows
+
+    def run(self, n: int, own: bool) -> torch.Tensor:
+        """Full attention's logits [vocab] after the token that was fed, the n-th."""
+        ready = self._ready(n)
+        if ready is not None:
+            self._rows = [0] * self.plan.num_layers
+            return ready
+        self._exact.forget_choice()
+        try:
+            drafts, source, cost = self._draft(n)
+            if not drafts:
+                super().feed(self._fed, n)
+                self._count(n, 0, cost, self.dense_runtime.rows_read(n))
+                return super().run(n, False)
+            return self._verify(n, drafts, source, cost)
+        except BaseException:
+            self._cycle = None
+            self._drafter.truncate(n - 1)
+            raise
+
+    # ---------------------------------------------------------------- handing out
+
+    def _ready(self, n: int) -> torch.Tensor | None:
+        """The logits after the n-th token where it was drafted and verified; else the cycle ends,
+        and its drafter learns what became of it.
+        """
+        cycle, counters = self._cycle, self._session.counters
+        if cycle is None:
+            return None
+        valid = cycle.length == n - 1 and cycle.changes == self._query_ring.changes
+        left = cycle.accepted < len(cycle.drafts)
+        if valid and left and cycle.drafts[cycle.accepted] == self._fed:
+            cycle.accepted += 1
+            cycle.length = n
+            counters.accepted += 1
+            counters.cost_full += self._costs.full(self.dense_runtime.rows_read(n))
+            return cycle.logits[cycle.accepted]
+        self._cycle = None
+        cycle.source.acceptance.learn(cycle.accepted, valid and left)
+        return None
+
+    # ---------------------------------------------------------------- drafting
+
+    def _draft(self, n: int) -> tuple[list[int], DraftLength, float]:
+        """(drafts of what follows the n-th token, who made them, what the cycle costs)."""
+        dense = self.dense_runtime.rows_read(n)
+        none: tuple[list[int], DraftLength, float]
+        none = [], self._by_drafter, self._costs.full(dense)
+        sampler = self._session.sampler
+        if sampler is None:
+            return none
+        most = min(MOST_DRAFTS, self._session.capacity - n, sampler.left)
+        if most < 1:
+            return none
+        own, kept = self._drafter.rows_read(n), self._drafter.kept_rows(n)
+        first, later = self._costs.draft(own, True), self._costs.draft(kept, False)
+
+        def copied(d: int) -> float:
+            return self._costs.full(dense, d + 1)
+
+        def drafted(d: int) -> float:
+            return copied(d) + (first + later * (d - 1) if d else 0.0)
+
+        found = self._copied(most)
+        count = self._by_drafter.choose(most, drafted)
+        if found:
+            copies = self._by_lookup.choose(len(found), copied)
+            paid = self._by_lookup.gain(copies, copied)
+            if copies and paid >= self._by_drafter.gain(count, drafted):
+                return found[:copies], self._by_lookup, copied(copies)
+        if not count:
+            return none
+        drafts = self._guess(n, count)
+        return drafts, self._by_drafter, drafted(len(drafts))
+
+    def _copied(self, most: int) -> list[int]:
+        """What followed the newest tokens where they occurred before."""
+        if not self._method.lookup:
+            return []
+        if self._read != self._query_ring.changes:
+            self._read = self._query_ring.changes
+            self._lookup.forget(0)  # a prompt was read, or tokens were taken back
+        return self._lookup.drafts(self._session.ids, self._fed, most)
+
+    def _guess(self, n: int, count: int) -> list[int]:
+        """At most `count` drafts by the method's sparse steps: the first chooses, the others read
+        what it chose. Fewer after an end token, or where host memory ends.
+        """
+        sampler, bank = self._session.sampler, self.bank
+        assert sampler is not None
+        drafts: list[int] = []
+        ends, token, step = self._loaded.end_token_ids, self._fed, self._own_draft
+        with sampler.drafting() as guess:
+            for m in range(n, n + count):
+                if not self._has_room(m):
+                    break
+                super().feed(token, m)
+                logits = step(m)[0, -1]
+                self._drafter.commit(1)
+                if step is self._own_draft:
+                    self._kept.tail_start.copy_(self._drafter.tail_start(self.at(m)))
+                    step = self._kept_draft
+                try:
+                    token = guess(logits)
+                except EngineError:  # no finite logits: full attention's decide what to say
+                    break
+                drafts.append(token)
+                if token in ends:
+                    break
+        self._exact.note_choice()
+        # the rows that the drafter saw from here on are provisional
+        self._drafter.truncate(n - 1)
+        bank.before_step(n)
+        return drafts
+
+    def _has_room(self, m: int) -> bool:
+        """Prepare the bank for a step that makes it m tokens long, if memory allows."""
+        try:
+            self.bank.before_step(m)
+        except OutOfHostMemory:
+            return False
+        return True
+
+    # ---------------------------------------------------------------- verifying
+
+    def _verify(self, n: int, drafts: list[int], source: DraftLength, cost: float) -> torch.Tensor:
+        """One step of full attention over the fed token and its drafts; logits after the former."""
+        bank, last = self.bank, n
+        while last < n + len(drafts) and self._has_room(last + 1):
+            last += 1
+        drafts = drafts[: last - n]
+        step = self._verify_step(1 + len(drafts))
+        step.token.copy_(torch.tensor([[self._fed, *drafts]]))
+        self.length.fill_(n - 1)
+        logits = step(last)[0]
+        # what lies beyond the fed token is nobody's until it is fed too
+        bank.before_step(n)
+        self._cycle = Cycle(drafts, logits, n, self._query_ring.changes, source)
+        rows = self.dense_runtime.rows_read(last)
+        if source is self._by_drafter:
+            own, kept = self._drafter.rows_read(n), self._drafter.kept_rows(n)
+            more = len(drafts) - 1
+            rows = [a + b + more * c for a, b, c in zip(rows, own, kept)]
+        self._count(n, len(drafts), cost, rows)
+        return logits[0]
+
+    def _verify_step(self, width: int) -> GraphedStep:
+        """The step of full attention over `width` tokens, made when first asked for."""
+        if width not in self._verify_steps:
+            token = torch.zeros(1, width, dtype=torch.int64, device=self.token.device)
+            needs = self.dense_runtime.needs
+            self._verify_steps[width] = self.issued_by(self.dense_runtime, needs, token)
+        return self._verify_steps[width]
+
+    def _count(self, n: int, drafts: int, cost: float, rows: list[int]) -> None:
+        counters = self._session.counters
+        self._rows = rows
+        counters.cycles += 1
+        counters.drafted += drafts
+        counters.cost_exact += cost
+        counters.cost_full += self._costs.full(self.dense_runtime.rows_read(n))

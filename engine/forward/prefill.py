@@ -1,0 +1,64 @@
+"""Chunked prefill: the prompt goes through the model chunk by chunk. Activations are O(chunk);
+logits are computed for the last token only.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.bank.base import AttendsPrompt, Bank
+from engine.forward.prompt_halves import PLAIN, Pieces
+from engine.model.llama import Llama
+from engine.model.rope import Rotary
+from engine.plan.needs import MOST_WINDOW
+
+
+def run_chunk(
+    model: Llama,
+    rotary: Rotary,
+    runtime: AttendsPrompt,
+    bank: Bank,
+    tokens: torch.Tensor,
+    start: int,
+    total: int,
+    write: bool = True,
+    last_logits: bool = False,
+    pieces: Pieces = PLAIN,
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Run one chunk through all layers: tokens int64 [B, C] at positions start .. start+C-1 of a
+    prompt that ends at `total`.
+
+    Returns (logits float32 [B, vocab] or None, newest pre-RoPE queries [layers, B, min(C,
+    MOST_WINDOW), H, D]). write=False leaves the bank as it is: it holds this chunk already, and the
+    caller wants its queries or logits. pieces: the two halves of a layer.
+    """
+    config = model.config
+    positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
+    turns = rotary.of_layers(positions[:1], total)
+    sizes = config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
+    x = model.embedded(tokens)
+    newest = []
+    for number, layer in enumerate(model.layers):
+        cos, sin = turns[number]
+        q, k, v, q_pre_rope = pieces[0](layer, x, cos, sin, *sizes)
+        newest.append(q_pre_rope[:, -MOST_WINDOW:].clone())
+        del q_pre_rope
+        if write:
+            bank.write_chunk(number, k, v, start)
+        del k, v
+        first, slides = start, bool(config.windows and config.windows[number])
+        if number == config.num_layers - 1:
+            if runtime.needs.every_query and not slides:
+                runtime.attend_prompt(number, q, bank, first)
+            if not last_logits:
+                # The last layer's output is wanted for the prompt's last token only.
+                break
+            x, q, first = x[:, -1:], q[:, -1:], start + tokens.shape[1] - 1
+        if slides:
+            stop = start + tokens.shape[1]
+            attended = runtime.attend_prompt_local(number, q, bank, first, stop)
+        else:
+            attended = runtime.attend_prompt(number, q, bank, first)
+        del q
+        x = pieces[1](layer, x, attended, config.rms_norm_eps)
+    return model.logits(x[:, -1]) if last_logits else None, torch.stack(newest)

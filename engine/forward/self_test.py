@@ -1,0 +1,224 @@
+"""Self-test of the decode step's kernels: they run if they agree with torch's operators on this
+device; else the plain form does.
+
+A kernel that is right on paper may not compile with another triton, or compute something else on an
+untried card. The self-test finds that before the first answer. It costs one compilation, which the
+first token would have cost, and reports its finding in one line.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+
+from engine.bank.base import Step
+from engine.bank.device import DeviceBank
+from engine.bank.query_ring import QueryRing
+from engine.base.errors import SettingError
+from engine.base.figures import first_line
+from engine.forward.halves import FusedHalves, Halves, PlainHalves, fusable
+from engine.forward.native_backend import require_native
+from engine.forward.native_halves import NativeHalves, natively
+from engine.forward.prompt_halves import FUSED, PLAIN
+from engine.model.llama import Llama
+from engine.model.rope import Rotary
+from engine.plan.layers import layer_plan
+from kernels.attention.dense import decode_dense
+from kernels.attention.scratch import make_scratch
+from kernels.launch.dispatch import choose_for
+from kernels.launch.tolerance import differs
+from kernels.layer.gemv import MOST_ROWS
+from kernels.native.library import try_all
+from kernels.quant.linear import QuantisedLinear
+from kernels.rows.forms import floats, key_floats
+
+ROWS = 16 * 512 + 700  # of the tested bank: splits that merge in two levels
+CHUNK = 70  # tokens of the tested prompt
+TIMES = 3  # results must not depend on who ends last
+
+
+class StepForms:
+    """The form of a model's decode steps under each kernel backend, tested once."""
+
+    def __init__(
+        self, model: Llama, rotary: Rotary, pieces: tuple[Callable, Callable], step: str
+    ) -> None:
+        self._sizes, self._known = (model, rotary, pieces, step), dict[str, Halves]()
+
+    def asked_for(self, step: str) -> StepForms:
+        """Return the forms of the same model for another `step`."""
+        return StepForms(*self._sizes[:-1], step)
+
+    def __call__(self, backend: str) -> Halves:
+        if backend not in self._known:
+            self._known[backend] = step_halves(*self._sizes, backend)
+        return self._known[backend]
+
+
+def step_halves(
+    model: Llama, rotary: Rotary, pieces: tuple[Callable, Callable], step: str, backend: str
+) -> Halves:
+    """Return the form of a model's decode steps. step: "auto" runs the self-test on a GPU and warns
+    if it fails; "fused" and "plain" run none. Raises SettingError if "fused" is impossible.
+    """
+    if choose_for(backend, model.device) == "cpu":
+        try_all()  # compiles now rather than in the first answer
+    require_native(backend, model.device, compile=True)
+    plain = PlainHalves(model, pieces)
+    if is_tested(model.device):
+        _check_few_bits(model)
+    possible = choose_for(backend, model.device) == "triton" and fusable(model)
+    if step == "fused":
+        if not possible:
+            raise SettingError(
+                "step: found 'fused', expected 'auto' or 'plain': it needs a GPU, triton, a layer "
+                "as Llama's and weights as they are stored"
+            )
+        return FusedHalves(model)
+    if step == "plain" or not possible or not is_tested(model.device):
+        torchs = step == "plain" or pieces != PLAIN or choose_for(backend, model.device) != "cpu"
+        return plain if torchs or not natively(model) else NativeHalves(model)
+    why = failure(model, rotary, plain)
+    if why:
+        warnings.warn(
+            f"decode steps run on torch's operators: {why} (step='plain' asks for that)",
+            stacklevel=2,
+        )
+        return plain
+    return FusedHalves(model)
+
+
+def is_tested(device: torch.device) -> bool:
+    """Return whether our own kernels are tested on a device: on a GPU. On another device they only
+    run on request.
+    """
+    return device.type == "cuda"
+
+
+def failure(model: Llama, rotary: Rotary, plain: Halves) -> str:
+    """Run a layer both ways on this device. Returns the reason against our own kernels, or ""."""
+    try:
+        with torch.inference_mode():
+            reason = _halves_failure(model, rotary, plain) or _prompt_failure(model, rotary)
+            return reason or _merge_failure(model)
+    except torch.OutOfMemoryError as error:
+        return f"no memory for a self-test: {first_line(error)}"
+    # whatever a compiler or a driver says is the finding
+    except Exception as error:
+        return f"a kernel fails: {type(error).__name__}: {first_line(error)}"
+
+
+def _check_few_bits(model: Llama) -> None:
+    """Multiply weights of few bits by dequantising if their product in registers differs from that
+    on this device; warn once.
+    """
+    held = [m for m in matrices(model) if m.words is not None and not m.dequantises]
+    if not held:
+        return
+    try:
+        with torch.inference_mode():
+            why = _few_bits_failure(held, model)
+    except torch.OutOfMemoryError as error:
+        why = f"no memory for a self-test: {first_line(error)}"
+    # whatever a compiler or a driver says is the finding
+    except Exception as error:
+        why = f"a kernel fails: {type(error).__name__}: {first_line(error)}"
+    if why:
+        for matrix in held:
+            matrix.dequantises = True
+        warnings.warn(
+            f"weights of few bits are dequantised for every product, which takes several times as "
+            f"long: {why}",
+            stacklevel=4,
+        )
+
+
+def matrices(model: Llama) -> list[QuantisedLinear]:
+    """Return the matrices of few bits that a model multiplies."""
+    held = [model.lm_head, *(m for layer in model.layers for m in layer.matrices)]
+    return [matrix for matrix in held if isinstance(matrix, QuantisedLinear)]
+
+
+def _few_bits_failure(held: list[QuantisedLinear], model: Llama) -> str:
+    """Test one matrix of each shape and form, for one row, for several and for a chunk's rows."""
+    alike = {(m.shape, m.kind, m.group, m.bias is None): m for m in held}
+    for matrix in alike.values():
+        for rows in (1, MOST_ROWS - 1, CHUNK):
+            generator = torch.Generator().manual_seed(rows)
+            x = torch.randn(rows, matrix.shape[1], generator=generator)
+            x = x.to(model.device, model.dtype)
+            found = matrix(x)
+            matrix.dequantises = True
+            want = matrix(x)
+            matrix.dequantises = False
+            name = f"{matrix.kind} {matrix.shape[0]} x {matrix.shape[1]}, {rows} rows,"
+            if why := differs(name, found, want, model.dtype):
+                return why
+    return ""
+
+
+def _halves_failure(model: Llama, rotary: Rotary, plain: Halves) -> str:
+    config, device, dtype = model.config, model.device, model.dtype
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 1, config.hidden_size, generator=generator).to(device, dtype)
+    positions = torch.full((1, 1), 5, device=device)
+    cos, sin = rotary.at(positions)
+    results = []
+    for form in (plain, FusedHalves(model)):
+        bank = DeviceBank(config, layer_plan(config.num_layers), 64, dtype, device)
+        ring = QueryRing(config, 1, dtype, device)
+        for rows in (*bank.kv(0), ring.slots):
+            rows.zero_()
+        visible = torch.full((1,), 6, dtype=torch.int32, device=device)
+        (q,) = form.before(0, x, cos, sin, [Step(positions, visible, bank, 64, ring, rotary)])
+        found = form.after(0, x, q)
+        k, v = bank.kv(0)
+        stored = key_floats(k), floats(v)
+        results.append([q, *stored, ring.slots, found, form.logits(found)])
+    for name, one, other in zip(
+        ("query", "K", "V", "query ring", "layer", "logits"), *results, strict=True
+    ):
+        if why := differs(name, other, one, dtype):
+            return why
+    return ""
+
+
+def _prompt_failure(model: Llama, rotary: Rotary) -> str:
+    """Test the halves of a layer for a prompt's chunk."""
+    config, layer = model.config, model.layers[0]
+    generator = torch.Generator().manual_seed(1)
+    x, attended = (
+        torch.randn(1, CHUNK, width, generator=generator).to(model.device, model.dtype)
+        for width in (config.hidden_size, config.q_size)
+    )
+    cos, sin = rotary.at(torch.arange(CHUNK, device=model.device)[None])
+    sizes = config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
+    attended = attended.unflatten(2, (config.num_heads, config.head_dim))
+    results = [
+        [*before(layer, x, cos, sin, *sizes), after(layer, x, attended, config.rms_norm_eps)]
+        for before, after in (PLAIN, FUSED)
+    ]
+    for name, one, other in zip(("query", "K", "V", "query", "layer"), *results, strict=True):
+        if why := differs(f"a prompt's {name}", other, one, model.dtype):
+            return why
+    return ""
+
+
+def _merge_failure(model: Llama) -> str:
+    """Test merging by the program that ends last against merging in separate launches."""
+    config, device, dtype = model.config, model.device, model.dtype
+    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+    generator = torch.Generator(device).manual_seed(0)
+    k, v = torch.randn(2, 1, kv_heads, ROWS, dim, generator=generator, device=device).to(dtype)
+    q = torch.randn(1, 1, heads, dim, generator=generator, device=device).to(dtype)
+    lengths = torch.full((1,), ROWS, dtype=torch.int32, device=device)
+    scratch = make_scratch(1, 1, heads, kv_heads, dim, ROWS, 0, device, False, 0, "triton")
+    apart = scratch.merging_apart()
+    want = decode_dense(q, k, v, lengths, dim**-0.5, scratch=apart, backend="triton")
+    for _ in range(TIMES):
+        found = decode_dense(q, k, v, lengths, dim**-0.5, scratch=scratch, backend="triton")
+        if why := differs("merge", found, want, dtype):
+            return why
+    return "a ticket is left over" if bool(scratch.tickets.any()) else ""

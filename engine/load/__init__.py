@@ -1,0 +1,1 @@
+"""From a name and options to weights in memory and a plan."""

@@ -1,0 +1,248 @@
+"""A model in memory: what is made once, when it is loaded, and shared by everything that runs
+it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from engine.bank.pool.host_pool import HostPool
+from engine.bank.pool.host_tier import HostTier
+from engine.bank.pool.link import Link
+from engine.base.device import current, raw
+from engine.base.lock import Request, RequestLock
+from engine.forward.graphs import compiled_pieces
+from engine.forward.self_test import StepForms, matrices
+from engine.load.planner import Planner
+from engine.model.config.config import ModelConfig
+from engine.model.llama import Llama, assemble, post_attention, pre_attention
+from engine.model.rope import Rotary
+from engine.plan.free_memory import HEADROOM
+from engine.text.tokenizer import Tokenizer
+from kernels.launch.dispatch import ON_CPU
+
+SAMPLES = 4096  # elements of a weight that are hashed, evenly spread
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model on its device, never half-way there.
+
+    name: as it was asked for. config: at the planned context. rotary: its rotation. pieces: the two
+    halves of a layer, plain or compiled. halves: the forms of its decode steps, by backend. graphs:
+    whether steps are captured as CUDA graphs. tokenizer: None for a model from a stream without
+    one. held: the word of its weights' form, and which products multiply those of few bits;
+    few_bits: their bytes where that is of few bits; weights_digest: of the weights as they were
+    read. host_tier: the host memory of its sessions. lock: one request at a time.
+    """
+
+    name: str
+    config: ModelConfig
+    model: Llama
+    rotary: Rotary
+    pieces: tuple[Callable, Callable]
+    halves: StepForms
+    graphs: bool
+    tokenizer: Tokenizer | None
+    held: str
+    few_bits: Any
+    weights_digest: str
+    weights_forms: str
+    host_tier: HostTier
+    lock: RequestLock
+
+    @classmethod
+    def of(
+        cls,
+        planner: Planner,
+        stream: Iterable[tuple[str, Any]],
+        tokenizer: Tokenizer | None,
+        host_tier: HostTier,
+        lock: RequestLock,
+    ) -> Loaded:
+        """Assemble the weights of a stream of (target name, tensor) as `planner` has planned."""
+        config, options = planner.config, planner.options
+        compiled = options.compiles(config, planner.device)
+        # a forced backend compares plain products; otherwise weights take their fastest form
+        form = "auto" if planner.backend in ON_CPU else "plain"
+        words = "words" if planner.backend == "triton" else form
+        held = form, words, planner.plan().head_copy > 0
+        digest = WeightsDigest()
+        tied, stream = config.tied_embeddings, digest.watch(stream)
+        stream = digest.made(planner.rounding.stream(stream, tied))
+        model = assemble(config, planner.dtype, planner.device, stream, *held)
+        trim_heap()
+        rotary = Rotary(config, planner.device)
+        pieces = compiled_pieces() if compiled else (pre_attention, post_attention)
+        return cls(
+            name=planner.name,
+            config=config,
+            model=model,
+            rotary=rotary,
+            pieces=pieces,
+            halves=StepForms(model, rotary, pieces, options.step),
+            graphs=compiled and planner.device.type == "cuda",
+            tokenizer=tokenizer,
+            held=_held(options.weights, model),
+            few_bits=planner.few_bits,
+            weights_digest=digest.hexdigest,
+            weights_forms=digest.forms,
+            host_tier=host_tier,
+            lock=lock,
+        )
+
+    def planned_as(self, planner: Planner, lock: RequestLock) -> Loaded:
+        """The same model and host memory under another plan."""
+        halves = self.halves.asked_for(planner.options.step)
+        return replace(self, config=planner.config, halves=halves, lock=lock)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations and weights."""
+        return self.model.dtype
+
+    @property
+    def host_pool(self) -> HostPool:
+        """The pool of host blocks of this model's sessions, made when first needed."""
+        return self.host_tier.pool
+
+    @property
+    def link(self) -> Link:
+        """How rows travel between host memory and this device, measured when first needed."""
+        return self.host_tier.link
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Token ids that end an answer (generation_config.json, else config.json)."""
+        return self.config.eos_token_ids
+
+    def request(self) -> Request:
+        """Hold the model for one streamed answer, whose pieces may be taken by several threads."""
+        return self.lock.request()
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Hold the model and its device for one call. The thread may nest, another gets Busy."""
+        with self.lock.held(), current(self.device):
+            yield
+
+
+def host_tier(planner: Planner) -> HostTier:
+    """The host memory of a planned model's sessions, within the limits of its options."""
+    limit = planner.options.ram_budget
+    if planner.device.type == "cuda":
+        limit = limit or int(planner.plan().host_free * HEADROOM)
+    elif limit is not None:
+        limit = planner.plan(offload="host").left_for_host(limit)
+    return HostTier(planner.device, limit, planner.options.host_pool)
+
+
+class WeightsDigest:
+    """The sha256 of a stream of weights, as they are loaded: names, shapes, and SAMPLES elements of
+    each, so that it costs no second reading.
+    """
+
+    def __init__(self) -> None:
+        self._sha, self._forms = hashlib.sha256(), hashlib.sha256()
+
+    def watch(self, stream: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """Pass a stream of (name, weight) through."""
+        for name, weight in stream:
+            for label, tensor in _tensors(weight):
+                self._sha.update(f"\n{name}{label} {tuple(tensor.shape)} {tensor.dtype} ".encode())
+                self._sha.update(_sample(tensor))
+            yield name, weight
+
+    def made(self, stream: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """Pass a stream of (name, weight as it is held) through: of those only the forms count."""
+        for name, weight in stream:
+            for label, tensor in _tensors(weight):
+                self._forms.update(f"\n{name}{label} {tuple(tensor.shape)} {tensor.dtype}".encode())
+            yield name, weight
+
+    @property
+    def hexdigest(self) -> str:
+        """Of what has passed `watch`."""
+        return self._sha.hexdigest()
+
+    @property
+    def forms(self) -> str:
+        """Of the forms that have passed `made`: "int8" is another one with a compiler, or on a
+        GPU.
+        """
+        return self._forms.hexdigest()
+
+
+def _tensors(weight: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a weight: itself, those of its fields (a quantised one), of its parts."""
+    if isinstance(weight, torch.Tensor):
+        yield "", weight
+        return
+    parts = vars(weight) if hasattr(weight, "__dict__") else dict(enumerate(weight))
+    for name, value in sorted(parts.items(), key=lambda item: str(item[0])):
+        if isinstance(value, (torch.Tensor, tuple)):
+            for label, tensor in _tensors(value):
+                yield f".{name}{label}", tensor
+
+
+def _sample(tensor: torch.Tensor) -> bytes:
+    step = max(1, tensor.numel() // SAMPLES)
+    # an odd step walks over all columns of a matrix whose width is a power of two
+    some = tensor.detach().reshape(-1)[:: step | 1].cpu().contiguous()
+    return raw(some).tobytes()
+
+
+def trim_heap() -> None:
+    """Return pages that the allocator holds but nobody uses (glibc; elsewhere nothing happens).
+
+    Weights that are re-laid while loading leave holes of their size: 8% of a float32 160M model,
+    measured.
+    """
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError, TypeError):
+        return
+
+
+def trim_while_loading(
+    stream: Iterable[tuple[str, Any]], every: int = 32 * 2**20
+) -> Iterator[tuple[str, Any]]:
+    """Pass (name, tensor) pairs on and trim the heap after each `every` bytes.
+
+    So the memory in use during a load stays near the bytes loaded.
+    """
+    since = 0
+    for name, tensor in stream:
+        since += _bytes(tensor)
+        yield name, tensor
+        del tensor
+        if since >= every:
+            trim_heap()
+            since = 0
+
+
+def _bytes(weight: Any) -> int:
+    """Bytes of a weight: a tensor, or what holds several (a quantised one, the parts of one)."""
+    if isinstance(weight, torch.Tensor):
+        return weight.numel() * weight.element_size()
+    return sum(map(_bytes, weight)) if isinstance(weight, (list, tuple)) else 0
+
+
+def _held(word: str, model: Llama) -> str:
+    """`word` with the forms of products that multiply weights of few bits here: they round
+    differently, so rows of one mean nothing to another.
+    """
+    forms = sorted({matrix.form for matrix in matrices(model)})
+    return f"{word}, {' and '.join(forms)}" if forms else word

@@ -1,0 +1,440 @@
+"""The memory plan: the bytes that a model needs, and the longest context that fits.
+
+Both follow from config.json alone, before anything is allocated. The result is a Plan
+(engine/load/report.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from engine.bank.query_ring import SLOTS as RING
+from engine.base.figures import human
+from engine.load.link_bytes import prompt_link_bytes, step_link_bytes
+from engine.load.report import OFFLOAD_CHUNK, ROUND, Item, Plan
+from engine.methods.base import Method
+from engine.model.config.config import ModelConfig
+from engine.model.low_bits import FewBits
+from engine.plan.free_memory import HEADROOM, free_bytes
+from engine.plan.layers import LayerPlan
+from engine.plan.needs import scratch_sizes
+from engine.plan.placement import (
+    SLOTS,
+    Placement,
+    fitting,
+    full_placement,
+    reserved_rows,
+    ring_size,
+)
+from kernels.attention.scratch import scratch_bytes
+from kernels.launch.dispatch import ON_CPU, choose_for
+from kernels.layer.linear import packs
+from kernels.native.library import missing
+
+
+def default_chunk(device_type: str, config: ModelConfig) -> int:
+    """Return the tokens per prefill chunk: enough for full speed, few beside any long prompt.
+
+    On a CPU 1024 is within 4% of a whole prompt at once and 512 within 10% (docs/LOG.md,
+    2026-11-20). Above two billion parameters it is 512, because Ctrl-C waits for a chunk.
+    """
+    if device_type == "cuda":
+        return 2048
+    return 1024 if config.parameters <= 2e9 else 512
+
+
+# ---------------------------------------------------------------- bytes at one context
+
+
+def memory_items(
+    config: ModelConfig,
+    method: Method,
+    layers: LayerPlan,
+    dtype: torch.dtype,
+    device: torch.device,
+    context: int,
+    chunk: int,
+    backend: str = "auto",
+    placement: Placement | None = None,
+    weights: FewBits | None = None,
+    head_twice: bool = False,
+) -> tuple[Item, ...]:
+    """Return the plan's parts at a context of so many tokens: (name, bytes, note).
+
+    Everything but the bank and a few buffers is O(1) in context. placement: what lives in host
+    memory. On a CPU that is the same memory, so the host tier is an item too. weights: in few
+    bits; None: all of them in `dtype`. head_twice: a tied lm_head has a copy of its own.
+    """
+    size, context = dtype.itemsize, reserved_rows(context, device.type)
+    kept = config.num_layers - len(config.local_layers)
+    kept -= len(placement.layers) if placement else 0
+    bank = kept * context * config.kv_bytes(size)
+    rings = window_bytes(config, size, chunk, context)
+    needs = method.needs(layers, config, context, size)
+    scratch = scratch_bytes(
+        **scratch_sizes(config, needs, context, device=device, dtype=dtype, backend=backend)
+    )
+    ring = config.num_layers * RING * config.q_size * size
+    store = needs.store_bytes
+    if needs.one_chunk:
+        chunk = context
+    workspace = prefill_bytes(config, size, chunk, device.type)
+    chosen = method.prompt_bytes(config, context, chunk, size)
+    return (
+        ("weights", *(weights[:2] if weights else _plain_weights(config, size, head_twice))),
+        ("context bank", bank, f"{kept} layers x {_bank_note(config, size, device)}"),
+        *((("sliding windows", rings, _window_note(config)),) if rings else ()),
+        *_tier_items(config, placement, size, context, device),
+        ("query ring", ring, f"last {RING} queries of every layer"),
+        ("decode scratch", scratch, ""),
+        ("selection", needs.device_bytes, "scores and indices" if needs.selected else ""),
+        *((("retained rows", store, needs.store_note),) if store else ()),
+        *((("sparse prefill", chosen, "what a chunk's queries choose from"),) if chosen else ()),
+        ("prefill workspace", workspace, f"activations of one chunk of {chunk} tokens"),
+    )
+
+
+def _bank_note(config: ModelConfig, size: int, device: torch.device) -> str:
+    note = f"{config.kv_bytes(size)} B per token"
+    if config.bank == "fp8" and device.type == "cpu":
+        return f"{note}, in 8-bit floats (int8 takes as many, and is nearer and faster on a CPU)"
+    if config.bank != "int4":
+        return note
+    slower = ", slower to read than floats" if device.type == "cpu" and missing() else ""
+    return f"{note}, values in 4 bits, keys in 5{slower}"
+
+
+def _plain_weights(config: ModelConfig, size: int, head_twice: bool) -> tuple[int, str]:
+    held, note = config.parameters, f"{config.parameters / 1e9:.2f} B parameters"
+    if head_twice:
+        held, note = held + config.vocab_size * config.hidden_size, f"{note}, lm_head packed beside"
+    if (stored := mxfp4_bytes(config)) > 0:
+        said = f"stored in MXFP4 ({human(stored)}), held as floats"
+        note = f"{note}, {said}; --weights int4 takes about as much as the file"
+    return held * size, note
+
+
+def mxfp4_bytes(config: ModelConfig) -> int:
+    """Return the bytes of a checkpoint whose experts are stored in MXFP4; 0 for any other."""
+    experts = config.experts
+    if experts is None or experts.stored != "mxfp4":
+        return 0
+    layers = config.num_layers - len(experts.dense)
+    packed = layers * experts.count * 3 * config.hidden_size * experts.width
+    # 4 bits each, a scale of 8 for 32 of them, and the rest in 16
+    return packed * 17 // 32 + 2 * (config.parameters - packed)
+
+
+def window_bytes(config: ModelConfig, size: int, chunk: int, context: int) -> int:
+    """Return the bytes of the rings of sliding-window layers, to the byte what a bank allocates."""
+    rows = (2 * ring_size(config.windows[i], chunk, context) for i in config.local_layers)
+    return sum(rows) * config.kv_bytes(size)
+
+
+def _full_bank(config: ModelConfig, size: int, chunk: int, context: int) -> int:
+    """Return the bytes of K and V of all layers."""
+    whole = (config.num_layers - len(config.local_layers)) * context * config.kv_bytes(size)
+    return whole + window_bytes(config, size, chunk, context)
+
+
+def _window_note(config: ModelConfig) -> str:
+    return f"{len(config.local_layers)} layers see their newest {config.window} tokens"
+
+
+def _tier_items(
+    config: ModelConfig,
+    placement: Placement | None,
+    size: int,
+    context: int,
+    device: torch.device,
+) -> tuple[Item, ...]:
+    if placement is None:
+        return ()
+    parts = placement.device_items(config, size, context)
+    items: tuple[Item, ...] = (
+        (
+            "working sets",
+            parts["slots"] + parts["maps"],
+            f"{placement.slots} slots and {placement.ring} newest rows per group",
+        ),
+        ("streaming", parts["staging"], f"blocks of {placement.block} tokens"),
+    )
+    if device.type == "cpu":
+        host = placement.host_bytes(config, size, context)
+        items += (("host tier", host, "in ordinary memory"),)
+    return items
+
+
+def prefill_bytes(config: ModelConfig, size: int, chunk: int, device_type: str) -> int:
+    """Return the peak bytes of one chunk's activations, for elements of `size` bytes.
+
+    They are the residual, norm, q/k/v, attention in float32 with its log-sum-exp, gate, up and
+    their product. On a CPU a product of many rows re-packs its weight, and the heap keeps what
+    tensors of different sizes leave between each other: half as much again as all of a layer's
+    activations (measured for chunks of 512: 50 MB for the 160M shape in bfloat16, 95 in float32,
+    115 for Llama-3.2-1B in bfloat16; planned 43, 80 and 157).
+    """
+    residual = 4 * config.hidden_size * size + 4 * config.hidden_size
+    attention = config.q_size * (2 * size + 8) + 2 * config.kv_size * size + 8 * config.num_heads
+    mlp = 3 * config.mlp_width * size
+    logits = 4 * config.vocab_size
+    if device_type != "cpu":
+        return chunk * (residual + max(attention, mlp)) + logits
+    widest = 2 * config.mlp_width * config.hidden_size * size
+    activations = chunk * (residual + attention + mlp + config.mlp_width * size)
+    return activations * 3 // 2 + widest + logits
+
+
+# ---------------------------------------------------------------- what fits
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Which placements of one model under one method fit on one machine.
+
+    free, host_free: bytes of the device and of host memory; the other fields are as in `plan_at`.
+    """
+
+    config: ModelConfig
+    method: Method
+    layers: LayerPlan
+    dtype: torch.dtype
+    device: torch.device
+    chunk: int
+    backend: str
+    offload: str
+    slots: float
+    free: int
+    host_free: int
+    weights: FewBits | None = None
+    head_twice: bool = False
+
+    def items(self, context: int, placement: Placement | None) -> tuple[Item, ...]:
+        """Return the memory items at a context with this placement."""
+        return memory_items(
+            self.config,
+            self.method,
+            self.layers,
+            self.dtype,
+            self.device,
+            context,
+            min(self.chunk, context),
+            self.backend,
+            placement,
+            self.weights,
+            self.head_twice,
+        )
+
+    def packing_head(self, context: int) -> _Search:
+        """With a copy of a tied lm_head where that is faster and fits beside everything else.
+
+        Packed it is multiplied twice as fast as the embedding that it is (29.5 instead of 15.0 GB/s
+        for 128,256 x 2,048 in bfloat16, avx512_bf16), and rows of a packed one cannot be looked up.
+        """
+        if not (
+            self.config.tied_embeddings
+            and self.weights is None
+            and self.device.type == "cpu"
+            and self.backend in ON_CPU
+            and packs(self.dtype)
+        ):
+            return self
+        twice = replace(self, head_twice=True)
+        return twice if twice.fits(context, twice.placement(context)) else self
+
+    def fits(self, context: int, placement: Placement | None) -> bool:
+        """Say whether a context with this placement fits on the device and in host memory."""
+        if placement is not None and self.device.type != "cpu":
+            host = placement.host_bytes(self.config, self.dtype.itemsize, context)
+            if host > self.host_free * HEADROOM:
+                return False
+        return self.fits_device(context, placement)
+
+    def fits_device(self, context: int, placement: Placement | None) -> bool:
+        """Say whether the device's part of a context with this placement fits there."""
+        return sum(size for _, size, _ in self.items(context, placement)) <= self.free * HEADROOM
+
+    def placement(self, context: int) -> Placement | None:
+        """Return the placement that `offload` asks for at a context; None: nothing offloaded.
+
+        "auto" returns as much to the device as fits.
+        """
+        if self.offload == "device" or (self.offload == "auto" and self.device.type == "cpu"):
+            return None
+        context = reserved_rows(context, self.device.type)
+        full = full_placement(
+            self.method.needs(self.layers, self.config, context, self.dtype.itemsize),
+            context,
+            min(self.chunk, context),
+            self.slots,
+            by_layer=self.device.type == "cuda",
+        )
+        if full is None or self.offload == "host" or full.staged_layers:
+            return full
+        return fitting(full, lambda candidate: self.fits_device(context, candidate))
+
+    def outlook(self, context: int, placement: Placement | None) -> str:
+        """Return what the method has to say of its speed at a context with this placement."""
+        offloaded = placement.layers if placement else ()
+        size, kind = self.dtype.itemsize, self.device.type
+        return self.method.outlook(
+            self.layers, self.config, size, kind, context, offloaded, self.weights
+        )
+
+    def link_bytes(self, context: int, placement: Placement | None) -> int:
+        """Return the most bytes that reading `context` tokens brings from host memory."""
+        size, chunk = self.dtype.itemsize, min(self.chunk, context)
+        needs = self.method.needs(self.layers, self.config, context, size)
+        chunk = context if needs.one_chunk else chunk
+        span = placement, size, chunk, context, context, needs.every_query
+        return prompt_link_bytes(self.config, self.method, *span)
+
+    def largest_context(self, asked: int | None = None) -> int:
+        """Return the most tokens that fit, up to the model's own positions, or to a context beyond
+        them that was asked for.
+        """
+        return _largest(
+            lambda context: self.fits(context, self.placement(context)),
+            max(self.config.max_positions, asked or 0),
+        )
+
+
+def make_plan(
+    name: str,
+    config: ModelConfig,
+    method: Method,
+    layers: LayerPlan,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_context: int | None = None,
+    chunk: int | None = None,
+    **settings: Any,
+) -> Plan:
+    """Plan a model as `plan_at` does, with the best chunk for its placement if `chunk` is None.
+
+    On a GPU with offloaded layers that is OFFLOAD_CHUNK, if it fits: a chunk of C tokens hides the
+    transfer of a layer's past while C >= operations per second / (4 x link bytes per second).
+    """
+    plan = plan_at(name, config, method, layers, dtype, device, max_context, chunk, **settings)
+    if chunk is not None or plan.placement is None or device.type != "cuda":
+        return plan
+    context = max_context or plan.max_context
+    larger = plan_at(
+        name, config, method, layers, dtype, device, context, OFFLOAD_CHUNK, **settings
+    )
+    return larger if larger.fits or not plan.fits else plan
+
+
+def plan_at(
+    name: str,
+    config: ModelConfig,
+    method: Method,
+    layers: LayerPlan,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_context: int | None = None,
+    chunk: int | None = None,
+    budget: int | None = None,
+    note: str = "",
+    backend: str = "auto",
+    offload: str = "auto",
+    slots: float = SLOTS,
+    host_budget: int | None = None,
+    weights: FewBits | None = None,
+    imagined: int | None = None,
+    imagined_host: int | None = None,
+) -> Plan:
+    """Plan a model with chunks of `chunk` tokens (None: the device's default).
+
+    max_context None: the model's own length or what fits. budget, host_budget: bytes of device and
+    host memory to stay within. imagined, imagined_host: as in `free_bytes`. offload: "auto"
+    offloads on a GPU what does not fit, "host" all that can be, "device" nothing. slots: per
+    selected token. weights: see `memory_items`.
+    """
+    chunk = chunk or default_chunk(device.type, config)
+    free, free_name, host_free, host_name = free_bytes(
+        device, budget, host_budget, imagined, imagined_host
+    )
+    asked = backend, offload, slots
+    search = _Search(config, method, layers, dtype, device, chunk, *asked, free, host_free, weights)
+    size, largest = dtype.itemsize, search.largest_context(max_context)
+    context = max_context or max(min(ROUND, config.context_limit), largest)
+    search = search.packing_head(context)
+    placement, needs = search.placement(context), method.needs(layers, config, context, size)
+    return Plan(
+        model=name,
+        method=method,
+        layers=layers,
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        max_context=context,
+        largest_context=largest,
+        chunk=context if needs.one_chunk else min(chunk, context),
+        dense_below=method.dense_below_tokens(layers, config, size, device.type, context),
+        items=search.items(context, placement),
+        free=free,
+        free_name=free_name,
+        note=note,
+        placement=placement,
+        host_bytes=placement.host_bytes(config, size, context) if placement else 0,
+        host_free=host_free,
+        host_name=host_name,
+        full_bank=_full_bank(config, size, chunk, context),
+        budget=needs.retained or needs.selected,
+        kept=needs.retained_bytes,
+        outlook=search.outlook(context, placement),
+        prompt_link_bytes=search.link_bytes(context, placement),
+        step_link_bytes=step_link_bytes(config, needs, placement, size, context),
+        offload=offload,
+        head_copy=search.head_twice * config.vocab_size * config.hidden_size * size,
+        kernels=missing() if choose_for(backend, device) == "cpu" else "",
+    )
+
+
+class Largest(NamedTuple):
+    """The longest context that fits, in tokens (0: none), what then lives in host memory, and the
+    bytes on the device.
+    """
+
+    context: int
+    placement: Placement | None
+    bytes: int
+
+
+def largest_context(
+    config: ModelConfig,
+    method: Method,
+    layers: LayerPlan,
+    dtype: torch.dtype,
+    device: torch.device,
+    free: int,
+    host_free: int,
+    weights: FewBits | None = None,
+    offload: str = "auto",
+    most: int | None = None,
+) -> Largest:
+    """Find the longest context that fits into so many free bytes of a device and of host memory.
+
+    The device need not exist. Offloads what does not fit on a GPU, or as `offload` says. weights:
+    see `memory_items`. most: tokens to look for, of the model's own positions.
+    """
+    chunk, asked = default_chunk(device.type, config), ("auto", offload, SLOTS)
+    search = _Search(config, method, layers, dtype, device, chunk, *asked, free, host_free, weights)
+    context = search.largest_context()
+    context = context if most is None else min(context, most)
+    placement = search.placement(context) if context else None
+    items = search.items(context, placement) if context else ()
+    return Largest(context, placement, sum(size for _, size, _ in items))
+
+
+def _largest(fits: Callable[[int], bool], most: int) -> int:
+    """Return the largest context that fits, by bisection; in whole blocks below `most`."""
+    low, high = 0, most
+    while high - low >= 1:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low if low == most else low // ROUND * ROUND

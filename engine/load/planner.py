@@ -1,0 +1,181 @@
+"""What is known of a model before its weights are read: its method, its layer plan, what fits.
+
+A planner allocates nothing large and never changes: an LLM, its sessions and its batches ask one
+for methods, placements and plans.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from engine.base.errors import SettingError
+from engine.forward.native_backend import require_native
+from engine.load.files import ModelFiles, rounding
+from engine.load.memory import make_plan
+from engine.load.options import Options
+from engine.load.report import Plan
+from engine.methods.base import Method
+from engine.methods.full import Full
+from engine.methods.omnikv.method import OmniKV
+from engine.methods.requirements import require_windows
+from engine.model.config.config import ModelConfig
+from engine.plan import filter_layers
+from engine.plan.filter_layers import FilterLayers
+from engine.plan.layers import LayerPlan
+from engine.plan.placement import Placement, full_placement, reserved_rows
+from weights.resolve import Resolved
+
+
+class Planner:
+    """Plans of one model under one set of options.
+
+    name: as the model was asked for. config: at the planned context. folder, resolved, files: where
+    the model lies; None for one that comes from a stream. few_bits: bytes of its weights where they
+    are held in few bits. hint: what to say of a model without filter layers of its own, or "".
+    Raises SettingError for options that do not fit together or the model.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: ModelConfig,
+        options: Options,
+        folder: Path | None = None,
+        resolved: Resolved | None = None,
+        files: ModelFiles | None = None,
+    ) -> None:
+        self.name, self.config, self.options = name, options.holding(config), options
+        self.folder, self.resolved, self.files = folder, resolved, files
+        self.device = options.resolved_device()
+        self.dtype = options.resolved_dtype(config.dtype, self.device)
+        self.rounding = rounding(files, options, config, self.dtype, self.device)
+        require_native(options.backend, self.device)
+        self.few_bits = self.rounding.bytes(config, self.dtype, self.device, options.backend)
+        self.hint = ""
+        method = options.method if options.method is not None else self._default_method()
+        self.method, layers = self.resolve_method(method)
+        options.require_positions(config, self.method, layers)
+        self._plan = self._make_plan(self.method, layers, options.max_context, options.chunk)
+        self.config = self.config.at_context(self._plan.max_context)
+
+    def asked(self, **settings: Any) -> Planner:
+        """A planner of the same model with other settings."""
+        options = Options.of({**vars(self.options), **settings})
+        return Planner(self.name, self.config, options, self.folder, self.resolved, self.files)
+
+    def _make_plan(
+        self,
+        method: Method,
+        layers: LayerPlan,
+        max_context: int | None,
+        chunk: int | None,
+        offload: str | None = None,
+    ) -> Plan:
+        options, on_gpu = self.options, self.device.type == "cuda"
+        model = self.name, self.config, method, layers, self.dtype, self.device
+        return make_plan(
+            *model,
+            max_context,
+            chunk,
+            budget=options.vram_budget if on_gpu else options.ram_budget,
+            note=self.hint,
+            backend=options.backend,
+            offload=offload or options.offload,
+            slots=options.slots,
+            host_budget=options.ram_budget,
+            weights=self.few_bits,
+            imagined=options.imagined_gpu,
+            imagined_host=options.imagined_host,
+        )
+
+    def _filter_layers(self) -> FilterLayers:
+        """The model's filter layers as far as anybody knows them; the plan shows their hint."""
+        known = filter_layers.filter_layers(self.folder, self.resolved, self.config)
+        self.hint = known.hint
+        return known
+
+    def _default_method(self) -> Method:
+        if self._filter_layers().source != "spread":
+            return OmniKV()
+        self.hint = filter_layers.UNCALIBRATED
+        return Full()
+
+    # ---------------------------------------------------------------- what callers ask
+
+    def plan(
+        self,
+        method: Method | None = None,
+        max_context: int | None = None,
+        offload: str | None = None,
+        **settings: Any,
+    ) -> Plan:
+        """The plan as it stands, or of a session with another method, capacity or offload; with
+        settings, of an LLM made with these.
+        """
+        if settings:
+            return self.asked(**settings).plan(method, max_context, offload)
+        if method is None and max_context is None and offload is None:
+            return self._plan
+        method, layers = self.resolve_method(method if method is not None else self.method)
+        return self._make_plan(method, layers, max_context or self.max_context, self.chunk, offload)
+
+    def resolve_method(self, method: Method) -> tuple[Method, LayerPlan]:
+        """(method with its filter layers filled in, layer plan) for this model; SettingError where
+        they do not fit together.
+        """
+        if not isinstance(method, Method):
+            raise SettingError(
+                f"method: found {method!r}, expected Full(), OmniKV(...) or another engine method"
+            )
+        method = method.completed(self._filter_layers)
+        plan = method.plan(self.config)
+        require_windows(method, plan, self.config)
+        method.validate(plan)
+        return method, plan
+
+    def placement(
+        self, method: Method, layers: LayerPlan, capacity: int, offload: str | None = None
+    ) -> Placement | None:
+        """Where the bank of a session with this method and capacity lives; None where all of it is
+        on the device.
+
+        offload: "host" or "device" for this session; None as the LLM was made.
+        """
+        planned = None if offload else self._plan.placement
+        offload = offload or self.options.offload
+        on_gpu = self.device.type == "cuda"
+        capacity = reserved_rows(capacity, self.device.type)
+        needs = method.needs(layers, self.config, capacity, self.dtype.itemsize)
+        staged = needs.staged_layers and offload == "auto" and on_gpu
+        if offload == "device" or (planned is None and offload != "host" and not staged):
+            return None
+        chunk, slots = min(self.chunk, capacity), self.options.slots
+        placement = full_placement(needs, capacity, chunk, slots, by_layer=on_gpu)
+        if (
+            placement is None
+            or planned is None
+            or not set(planned.offload_groups) <= set(placement.offload_groups)
+        ):
+            return placement
+        return placement.keeping(planned.offload_groups)
+
+    @property
+    def backend(self) -> str:
+        """The launchers that sessions begin with."""
+        return self.options.backend
+
+    @property
+    def max_context(self) -> int:
+        """Tokens that one session can hold."""
+        return self._plan.max_context
+
+    @property
+    def chunk(self) -> int:
+        """Tokens per prefill chunk."""
+        return self._plan.chunk
+
+    @property
+    def layers(self) -> LayerPlan:
+        """The layer plan of `method`."""
+        return self._plan.layers

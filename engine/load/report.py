@@ -1,0 +1,253 @@
+"""The memory plan's result: what a model needs on a device, whether it fits, and how to say it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from engine.base.errors import OutOfMemoryPlan
+from engine.base.figures import brief, human
+from engine.load.link_bytes import SLOW_LINK
+from engine.methods.base import Method
+from engine.plan.free_memory import HEADROOM
+from engine.plan.layers import LayerPlan, mem_from_budget
+from engine.plan.placement import Placement
+
+# A chunk of this many tokens takes as long to compute as an offloaded layer takes to stream back:
+# 3.3K tokens at 650 TFLOP/s and 50 GB/s (docs/OFFLOAD.md)
+OFFLOAD_CHUNK = 4096
+ROUND = 64  # contexts are whole blocks of tokens
+
+Item = tuple[str, int, str]  # name, bytes, note
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Layer plan and memory plan of one model under one method; nothing is allocated.
+
+    max_context, chunk: tokens; largest_context: most tokens that fit. dense_below: tokens of
+    context below which every layer reads everything. items: device memory at max_context. free,
+    host_free: bytes found on the device and in host memory; free_name and host_name say what was
+    asked. placement: what lives in host memory; None: nothing. host_bytes: host tier of one session
+    (on a CPU it is part of the total). full_bank: bytes of K and V of all layers. budget: selected
+    or retained tokens. kept: bytes of K and V that an evicting method keeps after a prompt of
+    max_context; 0 for other methods. outlook: what exact mode promises at max_context.
+    prompt_link_bytes, step_link_bytes: the most that reading max_context tokens, and a step after
+    them, brings from host memory. offload: what was asked: "auto", "host" or "device". head_copy:
+    bytes of a tied lm_head that is held a second time, packed for products. kernels: why a CPU's
+    steps run torch's operators; "" where they run our kernels.
+    """
+
+    model: str
+    method: Method
+    layers: LayerPlan
+    device: str
+    dtype: str
+    max_context: int
+    largest_context: int
+    chunk: int
+    dense_below: int
+    items: tuple[Item, ...]
+    free: int
+    free_name: str
+    note: str = ""
+    placement: Placement | None = None
+    host_bytes: int = 0
+    host_free: int = 0
+    host_name: str = "free host memory"
+    full_bank: int = 0
+    budget: int = 0
+    kept: int = 0
+    outlook: str = ""
+    prompt_link_bytes: int = 0
+    step_link_bytes: int = 0
+    offload: str = "auto"
+    head_copy: int = 0
+    kernels: str = ""
+
+    @property
+    def total(self) -> int:
+        """Device bytes at the peak: everything resident and the prefill workspace."""
+        return sum(size for _, size, _ in self.items)
+
+    @property
+    def step_weights(self) -> int:
+        """Bytes of weights that a step reads: all but an embedding that has a copy for products."""
+        return self.bytes_of("weights") - self.head_copy
+
+    @property
+    def fits(self) -> bool:
+        """Whether both peaks stay within the device and host memory that a plan may use."""
+        return self.total <= self.free * HEADROOM and (
+            self.device == "cpu" or self.host_bytes <= self.host_free * HEADROOM
+        )
+
+    @property
+    def mem(self) -> float:
+        """The paper's Mem% at max_context: the share of the bank that a step reads."""
+        if not self.budget:
+            return 1.0
+        return mem_from_budget(self.budget, self.max_context, self.layers.dense_share)
+
+    @property
+    def resident(self) -> float:
+        """Share of the bank's bytes that is on the device at max_context.
+
+        Slots, tail and staging count. Where tokens are evicted it is the share that the store
+        keeps; the whole bank is allocated beside it and not counted.
+        """
+        if self.kept:
+            return self.kept / max(1, self.full_bank)
+        names = ("context bank", "working sets", "streaming")
+        held = sum(size for name, size, _ in self.items if name in names)
+        return held / max(1, self.full_bank)
+
+    @property
+    def where(self) -> str:
+        """One line on what lives where."""
+        if self.placement is None:
+            return f"everything on the device{self.unheeded and f'; {self.unheeded}'}"
+        line = (
+            f"{self.placement.describe()}; {human(self.host_bytes)} of {human(self.host_free)} "
+            f"{self.host_name}"
+        )
+        if getattr(self.method, "wait_layers", None) == 0 and self.placement.budget:
+            line += "; no wait layers: wait_layers=1 hides more of each load where the link is slow"
+        if self.device != "cpu" and self.chunk < OFFLOAD_CHUNK:
+            line += f"; chunks of {self.chunk} tokens do not hide the transfers of a prefill"
+        return line
+
+    @property
+    def unheeded(self) -> str:
+        """One line where host memory was asked for and the method has no use for it, else ""."""
+        if self.offload != "host" or self.placement is not None:
+            return ""
+        return f"{self.method.name} keeps its bank on the device: offload=host has no effect"
+
+    def bytes_of(self, name: str) -> int:
+        """Return the bytes of one item."""
+        return next(size for item, size, _ in self.items if item == name)
+
+    def left_for_host(self, budget: int) -> int:
+        """Return the bytes that `budget` bytes of ordinary memory leave on a CPU for the host tiers
+        of all sessions, beside the weights and one session's other parts.
+        """
+        tier = "host tier" if self.placement else "context bank"
+        return max(0, budget - sum(size for name, size, _ in self.items if name != tier))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a plain dict for JSON."""
+        return {
+            "model": self.model,
+            "method": repr(self.method),
+            "layers": self.layers.describe(),
+            "device": self.device,
+            "dtype": self.dtype,
+            "max_context": self.max_context,
+            "largest_context": self.largest_context,
+            "chunk": self.chunk,
+            "dense_below": self.dense_below,
+            "total_bytes": self.total,
+            "free_bytes": self.free,
+            "fits": self.fits,
+            "items": {name: size for name, size, _ in self.items},
+            "host_bytes": self.host_bytes,
+            "mem": self.mem,
+            "resident": self.resident,
+            "store_kv_bytes": self.kept,
+            "bank_bytes": self.bytes_of("context bank"),
+            "placement": self.where,
+            "prompt_link_bytes": self.prompt_link_bytes,
+            "step_link_bytes": self.step_link_bytes,
+            **({"outlook": self.outlook} if self.outlook else {}),
+            **({"kernels": self.kernels} if self.kernels else {}),
+        }
+
+    def __str__(self) -> str:
+        width = max(len(name) for name, _, _ in self.items)
+        lines = [
+            f"model     {self.model}, {self.dtype} on {self.device}",
+            f"method    {brief(self.method)}",
+            f"layers    {self.layers.describe()}",
+        ]
+        if self.outlook:
+            lines.append(f"exact     {self.outlook}")
+        elif self.layers.sparse_layers:
+            start = "at every length"
+            if self.dense_below:
+                start = f"from {self.dense_below} tokens on (below, full attention reads less)"
+            lines.append(f"sparse    {start}")
+        lines += [
+            f"context   {self.max_context} tokens, prefill in chunks of {self.chunk}",
+            "memory",
+        ]
+        lines += [
+            f"  {name:<{width}}  {human(size):>10}  {note}".rstrip()
+            for name, size, note in self.items
+        ]
+        held = f"resident {self.resident:.1%} (allocated)"
+        if self.kept:
+            held = (
+                f"a store of {human(self.kept)} ({self.resident:.1%} of all K and V), and beside "
+                f"it the whole bank ({human(self.full_bank)}), which answers do not read"
+            )
+        lines += [
+            f"  {'total at peak':<{width}}  {human(self.total):>10}  "
+            f"of {human(self.free)} {self.free_name}",
+            f"placement {self.where}; mem {self.mem:.1%} (formula), {held}",
+            f"largest context that fits here: {self.largest_context} tokens",
+        ]
+        if self.prompt_link_bytes:
+            lines.append(
+                f"reading   {self.max_context} tokens brings at most "
+                f"{human(self.prompt_link_bytes)} from host memory to the device"
+            )
+        if self.step_link_bytes:
+            seconds = self.step_link_bytes / SLOW_LINK
+            lines.append(
+                f"a step    at {self.max_context} tokens brings at most "
+                f"{human(self.step_link_bytes)} from host memory: {seconds:.2g} s at 25 GB/s"
+            )
+        if self.kernels:
+            lines.append(
+                f"kernels   torch's operators ({self.kernels}); with a C++ compiler, such as g++, "
+                f"attention reads K and V two to five times as fast"
+            )
+        if self.note:
+            lines.append(self.note)
+        return "\n".join(lines)
+
+    def no_room(self, capacity: int) -> OutOfMemoryPlan:
+        """Make the error for a session that the allocator refused."""
+        return OutOfMemoryPlan(
+            f"no memory for another session of {capacity} tokens "
+            f"({self.bytes_of('context bank')} bytes of bank); close one, or lower max_context"
+        )
+
+    def require_fit(self, flag: str = "max_context") -> None:
+        """Raise OutOfMemoryPlan, with the remedies in order, if the plan does not fit.
+
+        flag: what the caller calls the context length.
+        """
+        if self.fits:
+            return
+        if self.total <= self.free * HEADROOM:
+            raise OutOfMemoryPlan(
+                f"{self.model} at {self.max_context} tokens needs {human(self.host_bytes)} of host "
+                f"memory for offloaded layers, but only {human(self.host_free * HEADROOM)} of the "
+                f"{human(self.host_free)} free may be used; remedies: "
+                f"{flag}={self.largest_context}, then offload='device', then freeing memory"
+            )
+        part, size, _ = max(self.items, key=lambda item: item[1])
+        first = "a smaller model"
+        if self.largest_context >= ROUND:
+            first = (
+                f"a context of at most {self.largest_context} tokens "
+                f"({flag}={self.largest_context})"
+            )
+        raise OutOfMemoryPlan(
+            f"{self.model} at {self.max_context} tokens needs {human(self.total)} "
+            f"({part}: {human(size)}), but only {human(self.free * HEADROOM)} of the "
+            f"{human(self.free)} {self.free_name} may be used; remedies: {first}, "
+            f"then a smaller dtype than {self.dtype}, then freeing memory"
+        )

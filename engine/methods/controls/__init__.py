@@ -1,0 +1,1 @@
+"""Controls and ablations: what a comparison must be able to fail against."""

@@ -1,0 +1,89 @@
+"""The paper's two ablations of the context bank: a selection per layer instead of per group, and
+loads that are not packed by group.
+
+Source: OmniKV paper, Table 7 ("without context bank").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.bank.base import Step
+from engine.base.errors import SettingError
+from engine.methods.base import Runtime, Setup
+from engine.methods.omnikv.method import OmniKV
+from engine.methods.omnikv.runtime import OmniKVRuntime
+from engine.model.config.config import ModelConfig
+from engine.plan.layers import TAIL_BLOCK, LayerPlan, single_layer_groups
+from engine.plan.needs import Needs
+
+
+@dataclass(frozen=True)
+class OmniKVPerLayer(OmniKV):
+    """Every layer from the first filter layer on scores everything itself and attends to its own
+    choice; nothing is reused.
+
+    Settings as OmniKV's; of filter_layers only the first counts. Over an offloaded bank every
+    layer's K comes back to be scored: selection without sharing saves no bytes.
+    """
+
+    full_prompts = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.official or self.prefill_ratio is not None:
+            raise SettingError(
+                "omnikv_per_layer: official and prefill_ratio do not go with a selection per "
+                "layer; leave them out"
+            )
+
+    @property
+    def name(self) -> str:
+        return "omnikv_per_layer"
+
+    def plan(self, config: ModelConfig) -> LayerPlan:
+        """FULL below the first filter layer; above, every layer is SPARSE in its own group."""
+        first, count = (self.filter_layers or (0,))[0], config.num_layers
+        OmniKV.plan(replace(self, filter_layers=(first,)), config)  # refuses what it refuses
+        return single_layer_groups(count, range(first, count), config.local_layers)
+
+    def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
+        """No fetch: scores need every K, so whole layers come over and slots would serve
+        nothing.
+        """
+        return replace(super().needs(plan, config, capacity, itemsize), fetches=False)
+
+    def runtime(self, setup: Setup) -> Runtime:
+        return PerLayerRuntime(self, setup)
+
+
+class PerLayerRuntime(OmniKVRuntime):
+    """Each sparse layer chooses, then reads what it chose."""
+
+    def attend_sparse(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
+        self.attend_and_select(layer, q, step)
+        return super().attend_sparse(layer, q, step)
+
+
+@dataclass(frozen=True)
+class OmniKVUnpacked(OmniKV):
+    """OmniKV with sparse layers that load one by one: indices to the host, a gather there, a copy
+    that is waited for, nothing kept on the device.
+    """
+
+    full_prompts = True
+
+    @property
+    def name(self) -> str:
+        return "omnikv_unpacked"
+
+    def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
+        needs = super().needs(plan, config, capacity, itemsize)
+        return replace(
+            needs,
+            fetches=False,
+            step_rows=needs.selected + needs.tail + TAIL_BLOCK,
+            offload=tuple((layer,) for layer in plan.sparse_layers),
+        )

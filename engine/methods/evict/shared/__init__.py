@@ -1,0 +1,1 @@
+"""Shared by the methods that evict: settings, stores, runtimes."""

@@ -1,0 +1,207 @@
+"""Eviction by accumulated attention. Each cached token stores, per query head, the sum of attention
+weights it has received.
+
+Shared by H2O, H2O+, A2SF, Keyformer and Scissorhands, which differ in what a query adds, how the
+past decays, and when tokens are dropped. Sums are taken tile by tile
+(kernels/select/column_sums.py). While a first prompt is read and until its cut, the sums of all
+tokens exist: 4 bytes per query head and token, twice while a chunk runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.bank.base import Step
+from engine.base.checks import fraction, integer, one_of
+from engine.methods.base import Runtime, Setup
+from engine.methods.evict.shared.runtime import EvictingRuntime
+from engine.methods.evict.shared.settings import GROUP_RULES, Evicting
+from engine.methods.evict.shared.store import Part, Rows, Sequence, best, reduce_group, worst
+from engine.model.config.config import ModelConfig
+from engine.plan.layers import LayerPlan
+from engine.plan.needs import Needs
+from kernels.select.column_sums import column_sums
+
+
+@dataclass(frozen=True)
+class Accumulating(Evicting):
+    """Settings of the family. recent_share: part of the budget that is reserved for the newest
+    tokens. gqa_reduce: how the summed scores of a group's query heads become one: "max" | "mean" |
+    "sum". cut: a first prompt is cut at its end ("prefill") or after the first step of the answer,
+    which then sees everything ("first_step"). every: steps between evictions.
+    """
+
+    recent_share: float = 0.5
+    gqa_reduce: str = "max"
+    cut: str = "prefill"
+    every: int = 1
+
+    named = False
+    scored = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fraction("recent_share", self.recent_share, zero=True)
+        one_of("gqa_reduce", self.gqa_reduce, GROUP_RULES)
+        one_of("cut", self.cut, ("prefill", "first_step"))
+        integer("every", self.every, 1)
+
+    def recent(self, budget: int) -> int:
+        """How many of a budget's tokens are the newest ones."""
+        return int(budget * self.recent_share)
+
+    def decay(self, count: int) -> float:
+        """Factor by which `count` more queries shrink the scores."""
+        return 1.0
+
+    def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
+        return replace(super().needs(plan, config, capacity, itemsize), every_query=True)
+
+    def max_rows(self, budget: int) -> int | None:
+        """The budget, and the tokens that come before the next eviction."""
+        return budget + self.every
+
+    def course(self, budget: int, length: int, generated: int) -> tuple[int, int]:
+        if self.cut == "first_step":
+            length, generated = length + 1, generated - 1
+        base = held = min(length, budget)
+        for _ in range(generated):
+            held += 1
+            if held >= budget + self.every:
+                base, held = (base if self.every == 1 else budget), budget
+        return base, held
+
+    def held_bytes(
+        self, plan: LayerPlan, config: ModelConfig, itemsize: int, prompt: int, generated: int = 0
+    ) -> int:
+        """Where nothing is cut yet, the scores of all tokens."""
+        if self.cut == "first_step" and generated == 0:
+            return 4 * config.num_layers * config.num_heads * prompt
+        return super().held_bytes(plan, config, itemsize, prompt, generated)
+
+    def store_bytes(
+        self, plan: LayerPlan, config: ModelConfig, itemsize: int, capacity: int
+    ) -> int:
+        """The store, and twice the scores of a whole prompt."""
+        scores = 8 * config.num_layers * config.num_heads * capacity
+        return super().store_bytes(plan, config, itemsize, capacity) + scores
+
+    def runtime(self, setup: Setup) -> Runtime:
+        return AccumulatingRuntime(self, setup)
+
+
+class AccumulatingRuntime(EvictingRuntime):
+    """One session's stores with their scores."""
+
+    method: Accumulating
+
+    def begin_prompt(self, start: int, stop: int, more: bool = False) -> None:
+        """Allocate scores of everything that this prompt's queries will see: those of the store,
+        those that the prompt's parts before this one have left, and zeros.
+        """
+        sequence, goes_on = self.sequences[0], self.reading or self.sequences[0].layers is None
+        super().begin_prompt(start, stop, more)
+        old, found = sequence.sums if goes_on else None, []
+        for layer in range(self.plan.num_layers):
+            before, held = None if old is None else old[layer], 0
+            if sequence.layers is not None:
+                scores = [rows.part().scores for rows in sequence.layers[layer]]
+                store = torch.cat([t for t in scores if t is not None])
+                before, held = store if before is None else before, store.shape[2]
+            seen = held + sequence.length - sequence.since
+            sums = torch.zeros(
+                self.heads,
+                self.setup.config.group,
+                seen + stop - sequence.length,
+                device=self.setup.device,
+            )
+            if before is not None:
+                # an interrupted call has left room for more than it has read
+                known = min(seen, before.shape[2])
+                sums[:, :, :known] = before[:, :, :known]
+            found.append(sums)
+        sequence.keep_sums(found)
+
+    def end_prompt(self, length: int, step: Step | None = None) -> None:
+        """Tokens that nobody has read (a synthetic bank) have received no attention."""
+        if step is not None and not self.reading:
+            self.begin_prompt(self.sequences[0].length, length)
+        super().end_prompt(length, step)
+
+    def observe(
+        self,
+        b: int,
+        layer: int,
+        number: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        first: int,
+        start: int,
+    ) -> None:
+        """Leave this chunk's or step's column sums pending; a chunk's last query, which comes once
+        more for its output, is in them already.
+        """
+        if not self.reading or (b, layer, number) not in self.pending:
+            self.pending[b, layer, number] = self.added(b, layer, number, q, k, first, start)
+
+    def added(
+        self,
+        b: int,
+        layer: int,
+        number: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        first: int,
+        start: int,
+    ) -> torch.Tensor:
+        """Scores [h, G, T] that queries q [C, H', D] at positions from `start` on add to k [h, T,
+        D]; query j sees rows < first + j + 1.
+        """
+        return column_sums(q, k, first, self.scale)
+
+    def add_scores(self, b: int, sequence: Sequence, count: int) -> None:
+        """Decay the scores and add what is pending."""
+        decay = self.method.decay(count)
+        if sequence.layers is not None and not self.reading:
+            for layer, parts in enumerate(sequence.layers):
+                for number, rows in enumerate(parts):
+                    new = self.pending[b, layer, number]
+                    assert rows.scores is not None
+                    rows.scores[:, :, : new.shape[2]].mul_(decay).add_(new)
+            return
+        sums = sequence.sums
+        if sums is None:
+            none = torch.zeros(self.heads, self.setup.config.group, 0, device=self.setup.device)
+            sums = [none] * self.plan.num_layers
+            sequence.keep_sums(sums)
+        for layer, old in enumerate(sums):
+            new = self.pending[b, layer, 0]
+            if old.shape[2] < new.shape[2]:
+                more = old.new_zeros(*old.shape[:2], new.shape[2] - old.shape[2])
+                old = torch.cat([old, more], 2)
+            old[:, :, : new.shape[2]].mul_(decay).add_(new)
+            sums[layer] = old
+
+    def rank(self, sequence: Sequence, layer: int, part: Part, step: Step | None) -> torch.Tensor:
+        return self.ranked(part, sequence.length, sequence.budgets[layer])
+
+    def ranked(self, part: Part, length: int, budget: int) -> torch.Tensor:
+        """Scores [h, T] reduced over the group, infinite for the newest of `length` tokens."""
+        assert part.scores is not None
+        scores = reduce_group(part.scores, self.method.gqa_reduce)
+        newest = part.positions >= length - self.method.recent(budget)
+        return scores.masked_fill(newest, float("inf"))
+
+    def trim(self, rows: Rows, budget: int, sequence: Sequence) -> Rows:
+        """Drop what is over the budget, every so many steps."""
+        if rows.held < budget + self.method.every:
+            return rows
+        part = rows.part()
+        scores = self.ranked(part, sequence.length, budget)
+        if rows.held == budget + 1:
+            rows.drop(worst(scores, part.positions))
+            return rows
+        index = best(scores, part.positions, budget)
+        return Rows.gather(part, index, self.method.max_rows(budget))

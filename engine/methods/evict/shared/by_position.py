@@ -1,0 +1,231 @@
+"""What window, StreamingLLM and LM-Infinite share: the first `sink` tokens and the newest ones are
+kept, chosen by position alone.
+
+The three differ in how far away the sinks seem. A query sees the newest w tokens at their true
+distance; a sink that is further than the method allows is seen at a clipped distance, by turning
+query and K (engine.model.rope.Rotary.rotate_by) from where they were rotated to. Prompts are read
+in the same way, so a token's K and V are those of a model that never saw more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.bank.base import Step
+from engine.base.checks import integer
+from engine.base.errors import SettingError
+from engine.methods.base import Runtime, Setup
+from engine.methods.evict.shared.runtime import EvictingRuntime
+from engine.methods.evict.shared.settings import Evicting
+from engine.methods.evict.shared.store import Part, Rows, Sequence, worst
+from engine.model.config.config import ModelConfig
+from engine.model.rope import Rotary
+from engine.plan.layers import LayerPlan
+from engine.plan.needs import Needs
+from kernels.prefill.dense import prefill_dense
+from kernels.rows.forms import floats, key_floats
+from kernels.select.column_sums import tile_floats
+
+
+@dataclass(frozen=True)
+class Windowed(Evicting):
+    """Budget tokens | share: sinks and window together, window = budget - sinks."""
+
+    named = False
+
+    @property
+    def own_prefill(self) -> bool:
+        return True
+
+    @property
+    def clips(self) -> bool:
+        """Whether sink distances are clipped, which dynamic rope does not allow."""
+        return True
+
+    def sinks(self, budget: int, length: int) -> int:
+        """How many of a budget's tokens are sinks, where the latest prefill ended at `length`."""
+        return 0
+
+    def clip_from(self, sinks: int, window: int) -> int:
+        """First position at which distances must be clipped; below it plain attention is exact."""
+        raise NotImplementedError
+
+    def sink_logits(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        at: torch.Tensor,
+        sinks: int,
+        window: int,
+        rotary: Rotary,
+    ) -> torch.Tensor:
+        """Unscaled logits float32 [h, G, C, s] of queries q [C, h, G, D] at positions `at` [C] on
+        the K [h, s, D] of the sinks.
+        """
+        raise NotImplementedError
+
+    def plan(self, config: ModelConfig) -> LayerPlan:
+        if self.clips and config.rope.kind == "dynamic":
+            raise SettingError(
+                f"{self.name}: clips distances, which this model's dynamic rope does not allow; "
+                "use another method"
+            )
+        if self.clips and config.layer_ropes:
+            raise SettingError(
+                f"{self.name}: clips distances, found layers with different ropes "
+                f"({config.family}); use another method"
+            )
+        return super().plan(config)
+
+    def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
+        # a budget by share is computed before the prompt is read
+        return replace(super().needs(plan, config, capacity, itemsize), final_call=None)
+
+    def max_rows(self, budget: int) -> int | None:
+        return budget + 1
+
+    def bounds_distances(self, plan: LayerPlan, positions: int, length: int) -> bool:
+        """Prompts too are read within sinks and window, unless full attention reads them."""
+        return self.own_prefill and self.budget(plan, length) <= positions
+
+    def course(self, budget: int, length: int, generated: int) -> tuple[int, int]:
+        """The oldest of the window goes when a new one comes; the store is made once."""
+        base = min(length, budget)
+        return base, min(base + generated, budget)
+
+    def runtime(self, setup: Setup) -> Runtime:
+        return WindowedRuntime(self, setup)
+
+
+class WindowedRuntime(EvictingRuntime):
+    """Attention to sinks and window, query block by query block."""
+
+    method: Windowed
+
+    def __init__(self, method: Windowed, setup: Setup):
+        super().__init__(method, setup)
+        self.rotary = Rotary(setup.config, setup.device)
+
+    def sizes(self, length: float) -> tuple[int, int]:
+        """(sinks, window) after a prompt of `length` tokens."""
+        budget = self.method.budget(self.plan, int(length))
+        sinks = self.method.sinks(budget, int(length))
+        return sinks, budget - sinks
+
+    def attend_rows(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, start: int
+    ) -> torch.Tensor:
+        """Plain attention for queries that see true distances only, blocks of queries for the
+        rest.
+        """
+        sinks, window = self.sizes(self.total)
+        count = min(q.shape[1], max(0, self.method.clip_from(sinks, window) - start))
+        if count == q.shape[1]:
+            return super().attend_rows(layer, q, k, v, first, start)
+        # rows of the store, before those of this prompt
+        kept = first - (start - self.sequences[0].since)
+        positions = torch.arange(self.sequences[0].since, start + q.shape[1], device=q.device)
+        # in order of position, which blocks of rows rely on
+        if kept:
+            stored = self.sequences[0].layers
+            assert stored is not None
+            old, order = torch.sort(stored[layer][0].positions[0, :kept].long())
+            positions = torch.cat([old, positions])
+            k, v = (torch.cat([t[:, order], t[:, kept:]], 1) for t in (k, v))
+        out = (
+            [
+                prefill_dense(
+                    q[:, :count],
+                    k[None, :, : first + count],
+                    v[None, :, : first + count],
+                    first,
+                    self.scale,
+                    backend=self.setup.backend,
+                )
+            ]
+            if count
+            else []
+        )
+        block = max(16, tile_floats(q.device) // (q.shape[2] * (window + sinks + 64)))
+        for at in range(count, q.shape[1], block):
+            part = q[:, at : at + block]
+            low = int(torch.searchsorted(positions, start + at - window, right=True))
+            rows = slice(max(low, sinks), first + at + part.shape[1])
+            out.append(self.attend_window(part, k, v, positions, rows, start + at, sinks, window))
+        return torch.cat(out, 1)
+
+    def attend_step(
+        self,
+        sequence: Sequence,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor | None,
+        at: int,
+    ) -> torch.Tensor:
+        """Plain attention while the query sees true distances only."""
+        if positions is None:
+            return super().attend_step(sequence, layer, q, k, v, positions, at)
+        sinks = self.method.sinks(sequence.budgets[layer], sequence.prompt)
+        window = sequence.budgets[layer] - sinks
+        if at < self.method.clip_from(sinks, window):
+            return super().attend_step(sequence, layer, q, k, v, positions, at)
+        return self.attend_window(
+            q, k, v, positions[0].long(), slice(sinks, k.shape[1]), at, sinks, window
+        )
+
+    def attend_window(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        rows: slice,
+        start: int,
+        sinks: int,
+        window: int,
+    ) -> torch.Tensor:
+        """Softmax over the first rows, the sinks, and `rows`: q [1, C, H', D] at positions from
+        `start`; positions [T] of k, v.
+        """
+        heads, count, dim = k.shape[0], q.shape[1], q.shape[3]
+        folded = q[0].float().view(count, heads, -1, dim)
+        at = torch.arange(start, start + count, device=q.device)
+        near = torch.einsum("chgd,htd->hgct", folded, key_floats(k[:, rows]))
+        age = at.unsqueeze(1) - positions[rows]
+        near = near.masked_fill((age < 0) | (age >= window), float("-inf"))
+        far = self.method.sink_logits(
+            folded, key_floats(k[:, :sinks]), at, sinks, window, self.rotary
+        )
+        far = far.masked_fill(positions[:sinks] > at.unsqueeze(1), float("-inf"))
+        weights = torch.softmax(torch.cat([far, near], -1) * self.scale, -1)
+        values = floats(torch.cat([v[:, :sinks], v[:, rows]], 1))
+        return torch.einsum("hgct,htd->chgd", weights, values).reshape(q.shape).to(q.dtype)
+
+    def rank(self, sequence: Sequence, layer: int, part: Part, step: Step | None) -> torch.Tensor:
+        """The sinks and the newest."""
+        sinks, _ = self.sizes(sequence.length)
+        return part.positions.float().masked_fill(part.positions < sinks, float("inf"))
+
+    def trim(self, rows: Rows, budget: int, sequence: Sequence) -> Rows:
+        """Drop the oldest token that is no sink."""
+        if rows.held <= budget:
+            return rows
+        sinks, positions = self.method.sinks(budget, sequence.prompt), rows.part().positions
+        never = torch.iinfo(positions.dtype).max
+        rows.drop(worst(positions.masked_fill(positions < sinks, never), positions))
+        return rows
+
+
+def validate_sink(value: int, tokens: int | None) -> None:
+    """Raise SettingError unless `sink` is an int >= 0 that leaves a window of at least one
+    token.
+    """
+    integer("sink", value, 0)
+    if tokens is not None and value >= tokens:
+        raise SettingError(
+            f"sink: found {value}, expected fewer than the budget of {tokens} tokens"
+        )

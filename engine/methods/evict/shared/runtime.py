@@ -1,0 +1,344 @@
+"""Methods that give tokens up for good: a store per layer (engine/methods/evict/shared/store.py),
+and attention that reads the store only.
+
+A method writes its settings (an `Evicting`) and one hook, `EvictingRuntime.rank`.
+
+The bank may live in host memory: answers read it while nothing is cut, and going back does.
+
+Until the first cut everything is in the bank: a first prompt is read by full attention, or as the
+method says. The cut makes the store; from then on the bank's older K and V are not read. A later
+prompt's own tokens stay in the bank until that prefill ends and are attended to beside the store. A
+chunk or step changes nothing before `commit`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from engine.bank.base import Bank, Step
+from engine.methods.base import Runtime, Setup
+from engine.methods.evict.shared.settings import Evicting
+from engine.methods.evict.shared.store import Part, Rows, Sequence, best
+from kernels.attention.dense import decode_dense
+from kernels.prefill.dense import prefill_dense
+
+Chooser = Callable[[Sequence, int, list[Part], Any], list[tuple[Part, torch.Tensor]]]
+
+
+class EvictingRuntime(Runtime):
+    """One session's stores. Prefill is for one sequence; decode steps take a ragged batch
+    (`copy_from`), one sequence after the other. No CUDA graph: tokens are counted on the host.
+    """
+
+    method: Evicting
+
+    def __init__(self, method: Evicting, setup: Setup):
+        super().__init__(method, setup)
+        self.heads = setup.config.num_kv_heads
+        self.sequences = [Sequence() for _ in range(setup.batch)]
+        self.reading = False  # whether a prompt is being read
+        self.total: float = 0  # the length at which that prompt ends; infinite while it goes on
+        self.bank: Bank | None = None
+        # (sequence, layer, part number) -> scores of the chunk or step under way
+        self.pending: dict[Any, Any] = {}
+
+    # ---------------------------------------------------------------- what a method says
+
+    def rank(self, sequence: Sequence, layer: int, part: Part, step: Step | None) -> torch.Tensor:
+        """Score every token of a part [h, T], higher is kept longer; inf: always.
+
+        step: the newest token's at a prompt's end; None after a step of the answer.
+        """
+        raise NotImplementedError
+
+    def choose(
+        self, sequence: Sequence, layer: int, parts: list[Part], step: Step | None
+    ) -> list[tuple[Part, torch.Tensor]]:
+        """[(part, index [h, n] of its tokens to keep)], by default those that rank best."""
+        budget = sequence.budgets[layer]
+        return [
+            (part, best(self.rank(sequence, layer, part, step), part.positions, budget))
+            for part in parts
+        ]
+
+    def attend_rows(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, start: int
+    ) -> torch.Tensor:
+        """Attention of a chunk q [1, C, H', D] at positions from `start` on to k, v [h, T, D];
+        query j sees rows < first + j + 1.
+        """
+        return prefill_dense(q, k[None], v[None], first, self.scale, backend=self.setup.backend)
+
+    def attend_step(
+        self,
+        sequence: Sequence,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor | None,
+        at: int,
+    ) -> torch.Tensor:
+        """Attention of one query [1, 1, H', D] at position `at` to k, v [h, T, D], its own last;
+        positions [h, T], None: 0, 1, ...
+        """
+        lengths = torch.full((1,), k.shape[1], dtype=torch.int32, device=q.device)
+        return decode_dense(
+            q,
+            k[None],
+            v[None],
+            lengths,
+            self.scale,
+            scratch=self.setup.scratch,
+            backend=self.setup.backend,
+        )
+
+    def observe(
+        self,
+        b: int,
+        layer: int,
+        number: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        first: int,
+        start: int,
+    ) -> None:
+        """Note that q [C, H', D] at positions from `start` on attended to k [h, T, D] of part
+        `number` of sequence b.
+        """
+
+    def add_scores(self, b: int, sequence: Sequence, count: int) -> None:
+        """Add the scores that a chunk or step of `count` tokens left pending; its tokens are not
+        counted yet.
+        """
+
+    def trim(self, rows: Rows, budget: int, sequence: Sequence) -> Rows:
+        """The store after a step: as it is, or without what is over the budget."""
+        return rows
+
+    # ---------------------------------------------------------------- what is held
+
+    @property
+    def k(self) -> int:
+        """Tokens that a K/V head keeps, mean over layers: the budget of the answer under way."""
+        budgets = self.sequences[0].budgets
+        return sum(budgets) // len(budgets) if budgets else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stores and of a prompt's scores."""
+        total = 0
+        for sequence in self.sequences:
+            total += sum(rows.nbytes for layer in sequence.layers or () for rows in layer)
+            total += sum(t.numel() * t.element_size() for t in sequence.sums or ())
+        return total
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V that the method needs between steps: the stores', and the bank's while
+        nothing is cut.
+        """
+        config = self.setup.config
+        token = config.num_layers * config.kv_bytes(self.setup.dtype.itemsize)
+        uncut = sum(token * s.length for s in self.sequences if s.layers is None)
+        return uncut + sum(
+            rows.kv_bytes for s in self.sequences for layer in s.layers or () for rows in layer
+        )
+
+    def positions(self, layer: int, sequence: int = 0) -> list[list[int]]:
+        """Positions that each K/V head of a layer holds: one ascending list per head."""
+        held = self.sequences[sequence]
+        if held.layers is None:
+            return [list(range(held.length))] * self.heads
+        return [
+            sorted(head[: rows.held].tolist())
+            for rows in held.layers[layer]
+            for head in rows.positions
+        ]
+
+    def rows_read(self, n: int) -> list[int]:
+        """Of the step that made the bank n tokens long, mean over heads."""
+        sequence = self.sequences[0]
+        if sequence.layers is None:
+            return [n] * self.plan.num_layers
+        return [
+            sum(rows.held * len(rows.positions) for rows in layer) // self.heads
+            for layer in sequence.layers
+        ]
+
+    # ---------------------------------------------------------------- a prompt
+
+    def begin_prompt(self, start: int, stop: int, more: bool = False) -> None:
+        self.reading, self.total, self.pending = True, math.inf if more else stop, {}
+
+    def live(
+        self, layer: int, bank: Bank, stop: int, b: int = 0
+    ) -> list[tuple[slice, torch.Tensor, torch.Tensor, int]]:
+        """[(heads, k, v [h, T, D], held)]: what a layer attends to, its store and then the bank's
+        tokens from `since` to `stop`.
+        """
+        sequence = self.sequences[b]
+        if sequence.layers is not None and sequence.since == stop:
+            return [(rows.heads, *rows.kv(), rows.held) for rows in sequence.layers[layer]]
+        k, v = (t[b] for t in bank.rows(layer, sequence.since, stop))
+        if sequence.layers is None:
+            return [(slice(0, self.heads), k, v, 0)]
+        found = []
+        for rows in sequence.layers[layer]:
+            old_k, old_v = rows.kv()
+            new_k, new_v = k[rows.heads], v[rows.heads]
+            found.append(
+                (rows.heads, torch.cat([old_k, new_k], 1), torch.cat([old_v, new_v], 1), rows.held)
+            )
+        return found
+
+    def queries(self, q: torch.Tensor, heads: slice) -> torch.Tensor:
+        """The query heads of a slice of K/V heads: q [B, C, H, D] -> [B, C, G * h, D]."""
+        group = self.setup.config.group
+        return q[:, :, heads.start * group : heads.stop * group]
+
+    def attend_prompt(self, layer: int, q: torch.Tensor, bank: Bank, start: int) -> torch.Tensor:
+        """A chunk attends to the store and to this prompt's tokens."""
+        self.bank, out, since = bank, [], self.sequences[0].since
+        for number, (heads, k, v, held) in enumerate(self.live(layer, bank, start + q.shape[1])):
+            part = self.queries(q, heads)
+            out.append(self.attend_rows(layer, part, k, v, held + start - since, start))
+            self.observe(0, layer, number, part[0], k, held + start - since, start)
+        return out[0] if len(out) == 1 else torch.cat(out, 2)
+
+    def end_prompt(self, length: int, step: Step | None = None) -> None:
+        """Cut, where this is when the method cuts; else add this prompt's tokens to the store."""
+        self.reading, sequence = False, self.sequences[0]
+        if step is None:
+            return
+        self.bank = step.bank
+        sequence.read_to(length, self.method.budgets(self.plan, length))
+        if self.method.cut == "prefill":
+            self.fold(0, step, self.choose)
+        elif sequence.layers is not None:
+            self.fold(0, step, None)
+
+    def fold(self, b: int, step: Step | None, choose: Chooser | None) -> None:
+        """Make a sequence's store again from what it attends to: what `choose` keeps, or (None) all
+        of it.
+        """
+        sequence, layers = self.sequences[b], []
+        assert self.bank is not None
+        for layer in range(self.plan.num_layers):
+            parts = []
+            for number, (heads, k, v, held) in enumerate(
+                self.live(layer, self.bank, sequence.length, b)
+            ):
+                positions = sequence.positions(layer, number, held, len(k), k.device)
+                scores = None
+                if sequence.sums is not None:
+                    scores = sequence.sums[layer][heads, :, : k.shape[1]]
+                parts.append(Part(heads, k, v, positions, scores))
+            if choose is None:
+                chosen = [(part, everything(part)) for part in parts]
+            else:
+                chosen = choose(sequence, layer, parts, step)
+            most = self.method.max_rows(sequence.budgets[layer])
+            layers.append([Rows.gather(part, index, most) for part, index in chosen])
+        sequence.keep(layers)
+
+    # ---------------------------------------------------------------- a step
+
+    def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
+        """One new token per sequence attends to its store and itself."""
+        self.bank, self.reading = step.bank, False
+        return torch.cat(
+            [self._attend(b, layer, q[b : b + 1], step) for b in range(len(self.sequences))]
+        )
+
+    def _attend(self, b: int, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
+        sequence = self.sequences[b]
+        at = sequence.length
+        if sequence.layers is None:
+            k, v = (t[b] for t in step.bank.rows(layer, 0, at + 1))
+            self.observe(b, layer, 0, q[0], k, at, at)
+            return self.attend_step(sequence, layer, q, k, v, None, at)
+        out, (k, v) = [], step.bank.rows(layer, at, at + 1)
+        for number, rows in enumerate(sequence.layers[layer]):
+            rows.put(k[b, rows.heads, 0], v[b, rows.heads, 0], at)
+            part, held = self.queries(q, rows.heads), rows.held + 1
+            mine = rows.k[:, :held], rows.v[:, :held], rows.positions[:, :held]
+            out.append(self.attend_step(sequence, layer, part, *mine, at))
+            self.observe(b, layer, number, part[0], mine[0], rows.held, at)
+        return out[0] if len(out) == 1 else torch.cat(out, 2)
+
+    def commit(self, count: int) -> None:
+        """Count what was read or written, add its scores, and evict."""
+        for b, sequence in enumerate(self.sequences):
+            sequence.lengthen(count)
+            self.add_scores(b, sequence, count)
+            if not self.reading:
+                self._evict(b, sequence)
+        self.pending = {}
+
+    def _evict(self, b: int, sequence: Sequence) -> None:
+        # the first step after a prompt that was not cut, or of a session without one
+        if sequence.layers is None:
+            if not sequence.budgets:
+                sequence.allot(self.method.budgets(self.plan, sequence.length))
+            self.fold(b, None, self.choose if self.method.cut == "first_step" else None)
+            return
+        sequence.stored()
+        for budget, parts in zip(sequence.budgets, sequence.layers):
+            for number, rows in enumerate(parts):
+                rows.held += 1
+                parts[number] = self.trim(rows, budget, sequence)
+                parts[number].make_room(self.method.max_rows(budget))
+
+    # ---------------------------------------------------------------- going back, copies
+
+    def state(self) -> Any:
+        """Positions, scores and budgets, and how far a prompt is that goes on: K and V come back
+        from the bank.
+        """
+        held = self.sequences[0]
+        layers = None
+        if held.layers is not None:
+            layers = [[rows.state() for rows in layer] for layer in held.layers]
+        prompt = held.since, held.prompt, self.reading, self.total
+        return held.length, prompt, list(held.budgets), layers, cloned(held.sums)
+
+    def load(self, state: Any, length: int | None) -> None:
+        """Gather the stores of a state from the bank, bit for bit."""
+        at, (since, prompt, reading, total), budgets, layers, sums = state
+        found = Sequence(at, since, prompt, None, list(budgets), cloned(sums))
+        if layers is not None:
+            assert self.bank is not None
+            found.layers = []
+            for layer, parts in enumerate(layers):
+                k, v = (t[0] for t in self.bank.kv(layer))
+                most = self.method.max_rows(budgets[layer])
+                found.layers.append([Rows.rebuild(part, k, v, most) for part in parts])
+        self.sequences[0], self.pending = found, {}
+        self.reading, self.total = reading, total
+
+    def copy_from(self, other: Any, sequence: int = 0) -> None:
+        theirs: Sequence = other.sequences[0]
+        layers = None
+        if theirs.layers is not None:
+            layers = [[rows.clone() for rows in parts] for parts in theirs.layers]
+        self.sequences[sequence] = replace(
+            theirs, layers=layers, sums=cloned(theirs.sums), budgets=list(theirs.budgets)
+        )
+        self.reading, self.total = other.reading, other.total
+
+
+def everything(part: Part) -> torch.Tensor:
+    """Index [h, T] of all tokens of a part."""
+    heads, count = part.positions.shape
+    return torch.arange(count, device=part.positions.device).expand(heads, -1)
+
+
+def cloned(sums: list[torch.Tensor] | None) -> list[torch.Tensor] | None:
+    """Copies of a prompt's scores, one tensor per layer."""
+    return None if sums is None else [t.clone() for t in sums]

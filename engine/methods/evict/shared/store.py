@@ -1,0 +1,266 @@
+"""The store of an evicting method: K and V that it has kept, really copied, so that what it claims
+to hold is what is allocated.
+
+A layer's store is a list of `Rows`, one per run of K/V heads that keep equally many tokens (one for
+all heads, or one per head where budgets differ: Ada-KV). The session's bank stays while the engine
+runs: it is the peak, and it lets a session go back and continue under another method. Attention
+does not read it; `resident` is the store.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from engine.model.config.config import ModelConfig
+from kernels.rows.forms import as_bytes
+
+# rows by which a store grows: copying it every 16 steps costs an eighth of reading it; small beside
+# 3% of a short text
+ROOM = 16
+
+
+def reserved(base: int, held: int, most: int | None = None) -> int:
+    """Rows of a store that held `base` tokens when it was made and holds `held` now: whole ROOMs on
+    top of base, always with room for one more token, at most `most` (None: no limit).
+    """
+    rows = base + -(-(held - base + 1) // ROOM) * ROOM
+    return rows if most is None else max(held + 1, min(rows, most))
+
+
+def row_bytes(config: ModelConfig, itemsize: int, scored: bool) -> int:
+    """Bytes of one retained token in one K/V head: K, V, position (int32), and a float32 score per
+    query head if `scored`.
+    """
+    row = config.kv_bytes(itemsize) // config.num_kv_heads
+    return row + 4 + (4 * config.group if scored else 0)
+
+
+class Part(NamedTuple):
+    """What some K/V heads of a layer attend to: k, v [h, T, D], positions int32 [h, T], scores
+    float32 [h, G, T] or None. heads: slice of the layer's K/V heads.
+    """
+
+    heads: slice
+    k: torch.Tensor
+    v: torch.Tensor
+    positions: torch.Tensor
+    scores: torch.Tensor | None
+
+    def head(self, i: int) -> Part:
+        """The part of its i-th K/V head."""
+        one, at = slice(i, i + 1), self.heads.start + i
+        scores = None if self.scores is None else self.scores[one]
+        return Part(slice(at, at + 1), self.k[one], self.v[one], self.positions[one], scores)
+
+
+@dataclass
+class Sequence:
+    """What one sequence of a runtime has retained.
+
+    length: tokens so far. since: first position that is in the bank only (a prompt under way).
+    prompt: length at the end of the latest prefill. layers: per layer its list of Rows; None while
+    everything is in the bank. budgets: per layer. sums: per layer the scores [Hkv, G, T] of
+    everything that is attended to while a prompt is read or nothing is cut yet.
+    """
+
+    length: int = 0
+    since: int = 0
+    prompt: int = 0
+    layers: list[list[Rows]] | None = None
+    budgets: list[int] = field(default_factory=list)
+    sums: list[torch.Tensor] | None = None
+
+    def keep_sums(self, sums: list[torch.Tensor]) -> None:
+        """Take these scores, all layers at once: an interrupt leaves the old ones."""
+        self.sums = sums
+
+    def read_to(self, length: int, budgets: list[int]) -> None:
+        """Note a prompt's end and the budgets of the answer that follows."""
+        self.length = self.prompt = length
+        self.budgets = budgets
+
+    def keep(self, layers: list[list[Rows]]) -> None:
+        """Take a store made of all tokens so far, in which their scores are."""
+        self.layers, self.since, self.sums = layers, self.length, None
+
+    def lengthen(self, count: int) -> None:
+        """Count tokens that were read or written."""
+        self.length += count
+
+    def allot(self, budgets: list[int]) -> None:
+        """Set the budgets of a session whose prompt had no end."""
+        self.budgets = budgets
+
+    def stored(self) -> None:
+        """Note that every token so far is in the store."""
+        self.since = self.length
+
+    def positions(
+        self, layer: int, number: int, held: int, heads: int, device: torch.device
+    ) -> torch.Tensor:
+        """Positions int32 [heads, T] of what part `number` of a layer attends to: `held` tokens of
+        its store, then those that are in the bank only.
+        """
+        fresh = torch.arange(self.since, self.length, dtype=torch.int32, device=device)
+        fresh = fresh.expand(heads, -1)
+        if not held:
+            return fresh
+        assert self.layers is not None
+        return torch.cat([self.layers[layer][number].positions[:, :held], fresh], 1)
+
+
+class Rows:
+    """What h K/V heads of one sequence and layer have kept: k, v [h, R, D], positions [h, R] int32,
+    scores [h, G, R] float32 or None.
+
+    heads: slice of the layer's K/V heads; the first `held` rows count; base: `held` when the store
+    was made.
+    """
+
+    def __init__(
+        self,
+        heads: slice,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        scores: torch.Tensor | None,
+        held: int,
+        base: int | None = None,
+    ):
+        self.heads, self.k, self.v = heads, k, v
+        self.positions, self.scores = positions, scores
+        self.held, self.base = held, held if base is None else base
+
+    @classmethod
+    def empty(cls, part: Part, held: int, size: int, base: int | None = None) -> Rows:
+        """Room for `size` rows of a part's heads, `held` of which are about to be written."""
+        scores = part.scores
+        return cls(
+            part.heads,
+            part.k.new_empty(len(part.k), size, part.k.shape[2]),
+            part.v.new_empty(len(part.v), size, part.v.shape[2]),
+            part.positions.new_empty(len(part.positions), size),
+            None if scores is None else scores.new_zeros(*scores.shape[:2], size),
+            held,
+            base,
+        )
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V."""
+        return self.k.nbytes + self.v.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held: K and V, positions, scores."""
+        return self.kv_bytes + sum(
+            t.numel() * t.element_size() for t in (self.positions, self.scores) if t is not None
+        )
+
+    def kv(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V [h, held, D]."""
+        return self.k[:, : self.held], self.v[:, : self.held]
+
+    def part(self) -> Part:
+        """The rows that count, as a Part."""
+        scores = None if self.scores is None else self.scores[:, :, : self.held]
+        return Part(self.heads, *self.kv(), self.positions[:, : self.held], scores)
+
+    @classmethod
+    def gather(cls, part: Part, index: torch.Tensor, most: int | None = None) -> Rows:
+        """New Rows from those of a part at index [h, n] int64."""
+        count, wide = index.shape[1], index.unsqueeze(-1)
+        found = cls.empty(part, count, reserved(count, count, most))
+        for mine, theirs in ((found.k, part.k), (found.v, part.v)):
+            mine[:, :count] = _gathered(theirs, wide)
+        found.positions[:, :count] = part.positions.gather(1, index)
+        if part.scores is not None and found.scores is not None:
+            groups = index.unsqueeze(1).expand(-1, part.scores.shape[1], -1)
+            found.scores[:, :, :count] = part.scores.gather(2, groups)
+        return found
+
+    def put(self, k: torch.Tensor, v: torch.Tensor, position: int) -> None:
+        """Write a new token's k, v [h, D] behind the others; it counts once `held` says so."""
+        self.k[:, self.held], self.v[:, self.held] = k, v
+        self.positions[:, self.held] = position
+        if self.scores is not None:
+            self.scores[:, :, self.held] = 0.0
+
+    def make_room(self, most: int | None = None) -> None:
+        """Grow so that one more token can be put."""
+        more = reserved(self.base, self.held, most) - self.positions.shape[1]
+        if more > 0:
+            self.k, self.v, self.positions = (
+                torch.cat([t, t.new_zeros(len(t), more, *t.shape[2:])], 1)
+                for t in (self.k, self.v, self.positions)
+            )
+            if self.scores is not None:
+                added = self.scores.new_zeros(*self.scores.shape[:2], more)
+                self.scores = torch.cat([self.scores, added], 2)
+
+    def drop(self, slots: torch.Tensor) -> None:
+        """Forget one row per head: slots [h] int64. The last row takes its place."""
+        last, heads = self.held - 1, torch.arange(len(slots), device=slots.device)
+        for tensor in (self.k, self.v, self.positions):
+            tensor[heads, slots] = tensor[:, last].clone()  # one head: the two may be one place
+        if self.scores is not None:
+            self.scores[heads, :, slots] = self.scores[:, :, last].clone()
+        self.held = last
+
+    def state(self) -> Any:
+        """(heads, positions [h, held], scores or None, base): what `rebuild` needs beside the
+        bank.
+        """
+        scores = None if self.scores is None else self.scores[:, :, : self.held].clone()
+        return self.heads, self.positions[:, : self.held].clone(), scores, self.base
+
+    @classmethod
+    def rebuild(cls, state: Any, k: torch.Tensor, v: torch.Tensor, most: int | None = None) -> Rows:
+        """The Rows of a state from the bank's own k, v [Hkv, T, D] of that layer, bit for bit."""
+        heads, positions, scores, base = state
+        count, index = positions.shape[1], positions.long().unsqueeze(-1)
+        part = Part(heads, k[heads], v[heads], positions, scores)
+        found = cls.empty(part, count, reserved(base, count, most), base)
+        for mine, theirs in ((found.k, part.k), (found.v, part.v)):
+            mine[:, :count] = _gathered(theirs, index)
+        found.positions[:, :count] = positions
+        if found.scores is not None:
+            found.scores[:, :, :count] = scores
+        return found
+
+    def clone(self) -> Rows:
+        """A copy that shares nothing."""
+        scores = None if self.scores is None else self.scores.clone()
+        tensors = self.k.clone(), self.v.clone(), self.positions.clone()
+        return Rows(self.heads, *tensors, scores, self.held, self.base)
+
+
+def _gathered(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """The rows [h, n, D] of rows [h, T, D] at index [h, n, 1]."""
+    return as_bytes(rows).gather(1, index.expand(-1, -1, rows.shape[2])).view(rows.dtype)
+
+
+def best(scores: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices int64 [h, count] of the largest scores [h, T], ascending by position [h, T]; of equal
+    scores the newer token's wins.
+    """
+    newest = torch.argsort(positions, dim=1, descending=True)
+    order = torch.sort(scores.gather(1, newest), dim=1, descending=True, stable=True).indices
+    chosen = newest.gather(1, order[:, :count])
+    return chosen.gather(1, torch.argsort(positions.gather(1, chosen), dim=1))
+
+
+def worst(scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Index int64 [h] of the smallest of scores [h, T]; of equal scores the older token's."""
+    least = scores.amin(1, keepdim=True)
+    return positions.masked_fill(scores != least, torch.iinfo(positions.dtype).max).argmin(1)
+
+
+def reduce_group(scores: torch.Tensor, how: str) -> torch.Tensor:
+    """Scores per query head [h, G, T] to one per K/V head [h, T]: "max", "mean" or "sum" over the
+    group.
+    """
+    return scores.amax(1) if how == "max" else scores.mean(1) if how == "mean" else scores.sum(1)

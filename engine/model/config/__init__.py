@@ -1,0 +1,1 @@
+"""config.json, checked: families, blocks, rotation."""

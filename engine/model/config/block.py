@@ -1,0 +1,66 @@
+"""What a family's block does where Llama's does not: the constants that steer the two halves of a
+layer (engine/model/llama.py).
+
+They are facts of a frozen configuration, so torch.compile sees constants and no family pays for
+another's branch. The defaults are Llama.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.model.config.rope_config import Rope
+from engine.model.mixture import Experts
+
+
+@dataclass(frozen=True)
+class Block:
+    """Constants of a family's block.
+
+    qk_norm: RMSNorm of q and k before rotation: "none", "head" (each head) or "width" (all heads at
+    once). norms: where a layer normalises: "before" its halves, "after" them, or "both". wide_norm:
+    a norm's weight multiplies in float32, before the cast. norm_offset: what a norm adds to its
+    stored weight. activation: "silu" or "gelu_tanh". o_bias: whether attention_bias is on o as
+    well. fused: q, k, v are stored as one tensor, and gate, up as one. embedding, residual, logits:
+    factors of the embedding, of what a half adds to the residual, and of the logits. logit_cap:
+    logits become cap * tanh(logits / cap); 0: they stay. score: factor of q . k, None:
+    head_dim ** -0.5. score_cap: as logit_cap, of attention's logits. sinks: whether every query
+    head has a learned logit that counts in its softmax and brings no value.
+    """
+
+    qk_norm: str = "none"
+    norms: str = "before"
+    wide_norm: bool = False
+    norm_offset: float = 0.0
+    activation: str = "silu"
+    o_bias: bool = True
+    fused: bool = False
+    embedding: float = 1.0
+    residual: float = 1.0
+    logits: float = 1.0
+    logit_cap: float = 0.0
+    score: float | None = None
+    score_cap: float = 0.0
+    sinks: bool = False
+
+
+LLAMA = Block()
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a family reads from config.json beside the sizes that all share.
+
+    attention_bias, mlp_bias: as in ModelConfig. windows: tokens that each layer looks back, its own
+    included, 0 for all of them; empty: every layer sees everything. layer_ropes: the rope of each
+    layer; empty: one for all. positions: a limit of the context below max_position_embeddings.
+    experts: the mixture in place of the MLP, None: there is none.
+    """
+
+    block: Block = LLAMA
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    windows: tuple[int, ...] = ()
+    layer_ropes: tuple[Rope, ...] = ()
+    positions: int | None = None
+    experts: Experts | None = None

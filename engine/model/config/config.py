@@ -1,0 +1,379 @@
+"""The only parser of config.json: an untrusted dict in, one frozen typed ModelConfig out.
+
+Nothing else in the project reads config.json or generation_config.json. Every field is checked
+here, before anything is allocated; what only some families have is read in
+engine/model/config/families/. A missing or senseless field raises BadCheckpoint; a sound model
+that this engine cannot run raises UnsupportedCheckpoint. Both messages are one line that names
+file, key, found and expected. Defaults are those of transformers' LlamaConfig. Rope is parsed in
+engine/model/config/rope_config.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.base.errors import BadCheckpoint, UnsupportedCheckpoint
+from engine.model.config import families
+from engine.model.config.block import LLAMA, Block
+from engine.model.config.family import Family, Sizes
+from engine.model.config.fields import Fields
+from engine.model.config.rope_config import MAX_POSITIONS, Rope, parse_rope
+from engine.model.config.rope_override import overridden, pins_long
+from engine.model.mixture import Experts
+from kernels.launch.softmax import PLAIN, Softmax
+from kernels.rows.forms import DTYPES as PACKED
+from kernels.rows.forms import row_widths
+from weights.jsonfile import inside, present, read_object, shown
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+# Upper bounds: ten times any released model, so that no product of two sizes is absurd.
+MAX_VOCAB = 1 << 24
+MAX_WIDTH = 1 << 20  # hidden and intermediate size
+MAX_LAYERS = 4096
+MAX_HEADS = 4096
+MAX_HEAD_DIM = 1024
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes, rope, biases, stored dtype, special tokens and block of a model.
+
+    Immutable and hashable. `dtype` is the stored one ("float32" | "bfloat16" | "float16").
+    `attention_bias` puts a bias on q, k, v and (Block.o_bias) on o; `mlp_bias` on gate, up and
+    down. `max_positions` is the context in tokens that the model was made for. `block`, `windows`,
+    `layer_ropes` and `experts` are the family's (engine/model/config/block.py). `bank` is no
+    file's: how rows of K and V are held, "model" (in the model's dtype) or packed: a name of
+    `kernels.rows.forms`.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_positions: int
+    rope: Rope
+    tied_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    dtype: str
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    model_type: str
+    family: str = "Llama"
+    block: Block = LLAMA
+    windows: tuple[int, ...] = ()
+    layer_ropes: tuple[Rope, ...] = ()
+    experts: Experts | None = None
+    bank: str = "model"
+
+    @property
+    def group(self) -> int:
+        """Query heads per K/V head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def q_size(self) -> int:
+        """Width of the query projection: num_heads * head_dim."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of the key (or value) projection: num_kv_heads * head_dim."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def local_layers(self) -> tuple[int, ...]:
+        """The sliding-window layers, ascending."""
+        return tuple(layer for layer, window in enumerate(self.windows) if window)
+
+    @property
+    def window(self) -> int:
+        """The longest sliding window in tokens; 0 where no layer slides."""
+        return max(self.windows, default=0)
+
+    def rows_seen(self, n: int) -> list[int]:
+        """Return how many of n tokens each layer may see, by its window."""
+        windows = self.windows or (0,) * self.num_layers
+        return [min(n, window) if window else n for window in windows]
+
+    @property
+    def scale(self) -> float:
+        """Factor of q . k before the softmax."""
+        return self.head_dim**-0.5 if self.block.score is None else self.block.score
+
+    def softmax(self, sinks: Sequence[torch.Tensor]) -> tuple[Softmax, ...]:
+        """What is particular in every layer's softmax, PLAIN where nothing is; sinks: [H] of every
+        layer (Llama.sinks).
+        """
+        assert self.block.sinks == bool(sinks), "sinks come with the model's weights"
+        cap = self.block.score_cap
+        if sinks:
+            return tuple(Softmax(cap, some.float()) for some in sinks)
+        return (Softmax(cap) if cap else PLAIN,) * self.num_layers
+
+    @property
+    def o_bias(self) -> bool:
+        """Whether o has a bias."""
+        return self.attention_bias and self.block.o_bias
+
+    def kv_bytes(self, dtype_bytes: int) -> int:
+        """Return the bytes of K and V of one token in one layer, for floats of `dtype_bytes`."""
+        if self.bank == "model":
+            return 2 * self.kv_size * dtype_bytes
+        dtype = PACKED[self.bank]
+        return self.num_kv_heads * sum(row_widths(self.head_dim, dtype)) * dtype.itemsize
+
+    def row_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the bank's rows under a model in `dtype`."""
+        return PACKED.get(self.bank, dtype)
+
+    @property
+    def context_limit(self) -> int:
+        """Most positions that a caller may ask for.
+
+        Linear and dynamic rope stretch max_positions by their factor, yarn the original maximum.
+        Some of these models' files give the trained length and some the stretched one, so the
+        default context stays at max_positions and this is only the limit.
+        """
+        stretched = {
+            "linear": self.max_positions,
+            "dynamic": self.max_positions,
+            "yarn": self.rope.original_max_positions,
+        }
+        return max(self.max_positions, int(stretched.get(self.rope.kind, 0) * self.rope.factor))
+
+    def reaching(self, positions: int) -> ModelConfig:
+        """Return this configuration, made for at least so many positions."""
+        return replace(self, max_positions=max(self.max_positions, positions))
+
+    def at_context(self, tokens: int) -> ModelConfig:
+        """Return this configuration for sessions of up to `tokens` tokens.
+
+        LongRoPE has two sets of frequencies. Which one a model gets is decided here, once for all
+        sessions, because rows that were rotated by one set mean nothing beside rows of the other.
+        """
+        if self.rope.kind != "longrope":
+            return self
+        long = self.rope.long or tokens > self.rope.original_max_positions
+        return replace(self, rope=replace(self.rope, long=long))
+
+    @property
+    def parameters(self) -> int:
+        """Number of stored weights; a tied lm_head counts once."""
+        return self._parameters(read=False)
+
+    @property
+    def step_parameters(self) -> int:
+        """Number of weights that a decode step of one token reads: of a mixture, the experts that a
+        token takes.
+        """
+        return self._parameters(read=True)
+
+    @property
+    def mlp_width(self) -> int:
+        """Width of the MLP that a token goes through: of a mixture, all its experts together."""
+        if self.experts is None:
+            return self.intermediate_size
+        mixed = self.experts.per_token * self.experts.width
+        return max(mixed, self.intermediate_size) if self.experts.dense else mixed
+
+    def experts_of(self, layer: int) -> Experts | None:
+        """The mixture of a layer; None where it has an MLP."""
+        return None if self.experts is None or layer in self.experts.dense else self.experts
+
+    def _parameters(self, read: bool) -> int:
+        attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
+        if self.attention_bias:
+            attention += self.q_size + 2 * self.kv_size
+        if self.o_bias:
+            attention += self.hidden_size
+        if self.block.sinks:
+            attention += self.num_heads
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        if self.mlp_bias:
+            mlp += 2 * self.intermediate_size + self.hidden_size
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
+        norms = self.hidden_size * (4 if self.block.norms == "both" else 2)
+        if self.block.qk_norm != "none":
+            whole = self.block.qk_norm == "width"
+            norms += self.q_size + self.kv_size if whole else 2 * self.head_dim
+        mlps = self.num_layers * mlp
+        if self.experts is not None:
+            dense = len(self.experts.dense)
+            mixture = self.experts.parameters(self.hidden_size, read)
+            mlps = dense * mlp + (self.num_layers - dense) * mixture
+        return embeddings + self.num_layers * (attention + norms) + mlps + self.hidden_size
+
+    @classmethod
+    def from_dict(
+        cls,
+        data: dict[str, Any],
+        source: str = "config.json",
+        generation: dict[str, Any] | None = None,
+        rope: str | None = None,
+        quantised: bool = False,
+    ) -> ModelConfig:
+        """Parse the contents of config.json.
+
+        `source` names the file in messages. `generation` is the content of generation_config.json;
+        its eos wins over config.json's. `rope` overrides config.json's
+        (engine/model/config/rope_override.py). quantised: whether somebody reads its
+        quantization_config; otherwise one is refused. Raises BadCheckpoint (a field is missing or
+        senseless), UnsupportedCheckpoint (a sound model of a kind that this engine cannot run) or
+        SettingError (an override without sense).
+        """
+        fields = Fields(data, source)
+        architecture, family = families.find(fields)
+        if rope is not None:
+            data = overridden(data, rope, family)
+            fields = Fields(data, source)
+        _refuse_unsupported(fields, family, quantised)
+        hidden = fields.integer("hidden_size", 1, MAX_WIDTH)
+        heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
+        kv_heads = fields.integer("num_key_value_heads", 1, MAX_HEADS, default=heads)
+        if heads % kv_heads:
+            fields.refuse(
+                "num_key_value_heads", kv_heads, f"a divisor of num_attention_heads = {heads}"
+            )
+        head_dim = _head_dim(fields, hidden, heads, family.head_dim)
+        layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
+        max_positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
+        vocab = fields.integer("vocab_size", 1, MAX_VOCAB)
+        where = source if rope is None else f"{source} with rope {rope[:60]}"
+        main = parse_rope(data, where, max_positions, head_dim, family.rope)
+        main = replace(main, long=pins_long(rope))
+        facts = family.facts(fields, Sizes(layers, hidden, head_dim, max_positions, main))
+        return cls(
+            architecture=architecture,
+            vocab_size=vocab,
+            hidden_size=hidden,
+            intermediate_size=fields.integer("intermediate_size", 1, MAX_WIDTH),
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=fields.number("rms_norm_eps", above=0.0, below=0.1),
+            max_positions=min(max_positions, facts.positions or max_positions),
+            rope=main,
+            tied_embeddings=fields.flag("tie_word_embeddings", default=family.tied),
+            attention_bias=facts.attention_bias,
+            mlp_bias=facts.mlp_bias,
+            dtype=_dtype(fields),
+            bos_token_id=fields.integer("bos_token_id", 0, vocab - 1, default=None),
+            eos_token_ids=_eos(fields, generation, vocab),
+            model_type=fields.text("model_type", default=family.architectures[architecture]),
+            family=family.name,
+            block=facts.block,
+            windows=facts.windows,
+            layer_ropes=facts.layer_ropes,
+            experts=facts.experts,
+        )
+
+    @classmethod
+    def from_folder(
+        cls, path: str | Path, rope: str | None = None, quantised: bool = False
+    ) -> ModelConfig:
+        """Parse a model folder's config.json, and its generation_config.json if there is one.
+
+        `rope` overrides config.json's; quantised: as `from_dict`. Raises BadCheckpoint,
+        UnsupportedCheckpoint or SettingError.
+        """
+        folder = Path(path)
+        generation_file = folder / "generation_config.json"
+        generation = None
+        if present(generation_file):
+            generation = read_object(inside(folder, generation_file.name))
+        source = inside(folder, "config.json")
+        return cls.from_dict(read_object(source), str(source), generation, rope, quantised)
+
+
+def _refuse_unsupported(fields: Fields, family: Family, quantised_too: bool) -> None:
+    """Refuse what would load but compute something else: quantised weights, another activation."""
+    for key in ("quantization_config", "compression_config"):
+        quantised = fields.data.get(key)
+        if quantised is not None and not quantised_too:
+            method = quantised
+            if _method(quantised) in family.quantised:
+                continue
+            if isinstance(quantised, dict):
+                method = quantised.get("quant_method", "unnamed")
+            raise UnsupportedCheckpoint(
+                f"{fields.source}: {key}: quantised formats not supported yet: {shown(method)}; "
+                "expected float32, bfloat16 or float16 weights"
+            )
+    key, names = family.activation
+    activation = fields.text(key, default=names[0])
+    if activation not in names:  # several names of one function in transformers
+        fields.unsupported(key, activation, names[0])
+
+
+def _method(quantised: object) -> object:
+    return quantised.get("quant_method") if isinstance(quantised, dict) else None
+
+
+def _head_dim(fields: Fields, hidden: int, heads: int, usual: int | None) -> int:
+    """Return the explicit head_dim, else the family's usual one, else hidden_size / heads; even,
+    because rope rotates pairs.
+    """
+    head_dim = fields.integer("head_dim", 1, MAX_HEAD_DIM, default=usual)
+    if head_dim is None:
+        if hidden % heads:
+            fields.refuse(
+                "num_attention_heads",
+                heads,
+                f"a divisor of hidden_size = {hidden}, or an explicit head_dim",
+            )
+        head_dim = hidden // heads
+        if head_dim > MAX_HEAD_DIM:
+            fields.refuse(
+                "hidden_size / num_attention_heads",
+                head_dim,
+                f"a head_dim of at most {MAX_HEAD_DIM}",
+            )
+    if head_dim % 2:
+        fields.refuse("head_dim", head_dim, "an even number: rope rotates pairs")
+    return head_dim
+
+
+def _dtype(fields: Fields) -> str:
+    """Return the stored dtype, from `dtype` (newer) or `torch_dtype`.
+
+    float32 if neither is given, as transformers' own files leave it out.
+    """
+    key = "dtype" if fields.data.get("dtype") is not None else "torch_dtype"
+    name = fields.text(key, default="float32").removeprefix("torch.")
+    if name not in DTYPES:
+        fields.unsupported(key, name, "one of " + ", ".join(DTYPES))
+    return name
+
+
+def _eos(fields: Fields, generation: dict[str, Any] | None, vocab: int) -> tuple[int, ...]:
+    """Return the end-of-sequence ids: generation_config.json's if it has any, else config.json's.
+
+    The field holds an int or a list of ints.
+    """
+    data, source = fields.data, fields.source
+    if generation is not None and generation.get("eos_token_id") is not None:
+        data, source = generation, str(Path(fields.source).with_name("generation_config.json"))
+    found = data.get("eos_token_id")
+    if found is None:
+        return ()
+    ids = found if isinstance(found, list) else [found]
+    for token in ids:
+        if type(token) is not int or not 0 <= token < vocab:
+            raise BadCheckpoint(
+                f"{source}: eos_token_id: found {shown(token)}, "
+                f"expected an id from 0 to {vocab - 1} (vocab_size {vocab})"
+            )
+    return tuple(dict.fromkeys(ids))

@@ -1,0 +1,82 @@
+"""The model families that the engine runs, one file each, and the search for one by name."""
+
+from __future__ import annotations
+
+import difflib
+
+from engine.model.config.families import (
+    gemma,
+    gpt_oss,
+    granite,
+    llama,
+    mistral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
+from engine.model.config.family import Family
+from engine.model.config.fields import Fields
+
+__all__ = [
+    "gemma",
+    "gpt_oss",
+    "granite",
+    "llama",
+    "mistral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+]
+FAMILIES: tuple[Family, ...] = (
+    llama.FAMILY,
+    mistral.FAMILY,
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+    qwen3_moe.FAMILY,
+    smollm3.FAMILY,
+    phi3.FAMILY,
+    granite.FAMILY,
+    olmo2.FAMILY,
+    gemma.GEMMA3,
+    gemma.GEMMA2,
+    gpt_oss.FAMILY,
+)
+BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
+
+
+def find(fields: Fields) -> tuple[str, Family]:
+    """Return (architecture, family) from `architectures` or, if that is missing, model_type.
+
+    Raises UnsupportedCheckpoint for an unknown name, with the nearest known one and all of them.
+    """
+    names = fields.data.get("architectures")
+    if names is None:
+        model_type = fields.text("model_type", default="")
+        for name, family in BY_ARCHITECTURE.items():
+            if model_type.lower() == family.architectures[name].lower():
+                return name, family
+        found = f"model_type {model_type}" if model_type else None
+        fields.unsupported("architectures", found, _expected(model_type))
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        fields.refuse("architectures", names, "a list with one name")
+    if names[0] not in BY_ARCHITECTURE:
+        fields.unsupported("architectures", names[0], _expected(names[0]))
+    return names[0], BY_ARCHITECTURE[names[0]]
+
+
+def _expected(name: str) -> str:
+    """List the known architectures, and name the one nearest to `name`."""
+    known = {architecture.lower(): architecture for architecture in BY_ARCHITECTURE}
+    wanted = name[:100].lower()
+    if "for" not in wanted:
+        wanted += "forcausallm"
+    near = [known[key] for key in difflib.get_close_matches(wanted, known, n=1, cutoff=0.75)]
+    hint = f" (the nearest is {near[0]})" if near else ""
+    shown = (name for name in BY_ARCHITECTURE if not name.startswith("LLaMA"))
+    return "one of " + ", ".join(shown) + hint

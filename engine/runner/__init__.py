@@ -1,0 +1,1 @@
+"""Steps of a session: run, commit, rollback and replay."""

@@ -1,0 +1,140 @@
+"""The history of a session: a savepoint at the end of each prompt, and the replay that a truncate
+or an interrupted commit has left pending.
+
+A record and nothing else: engine/runner/prompt.py ends prompts, engine/runner/rewind.py goes back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Savepoint:
+    """The end of a prompt. start, length: the bank's length before and after it; state: the
+    runtime's state after it.
+
+    logits: float32 [vocab] of the prompt's last token. open: the prompt is continued by the next
+    prefill. switched: another method read the tokens, and this one took them for one prompt.
+    """
+
+    start: int
+    length: int
+    state: Any = field(repr=False, default=None)
+    logits: torch.Tensor | None = field(repr=False, default=None)
+    open: bool = False
+    switched: bool = False
+
+    def ends(self, part: Savepoint) -> bool:
+        """Return whether a decode step added this savepoint to end the open prompt of `part`."""
+        here = (self.start, self.length, self.open)
+        return part.open and here == (part.start, part.length, False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors in `state`."""
+
+        def size(thing: Any) -> int:
+            if isinstance(thing, torch.Tensor):
+                return thing.numel() * thing.element_size()
+            return sum(map(size, thing)) if isinstance(thing, (list, tuple)) else 0
+
+        return size(self.state)
+
+
+@dataclass(frozen=True)
+class PendingReplay:
+    """Work left by a truncate or an interrupted commit: replay `ids`. ends: savepoints before the
+    truncate. open: the last prompt is to be continued. inconsistent: a commit was interrupted.
+    """
+
+    ids: list[int]
+    ends: list[Savepoint]
+    inconsistent: bool = False
+    open: bool = False
+
+
+def reopened(points: list[Savepoint], n: int | None = None) -> list[Savepoint]:
+    """Savepoints without the prompt ends that a decode step added at length n (any length if None).
+    Undoing that step reopens the prompt.
+    """
+    return [
+        point
+        for before, point in zip([None, *points], points, strict=False)
+        if not (before and point.ends(before) and n in (None, point.length))
+    ]
+
+
+class History:
+    """The savepoints of one session, oldest first, and its pending replay."""
+
+    def __init__(self) -> None:
+        self.savepoints: list[Savepoint] = []
+        self.pending: PendingReplay | None = None  # runs before the next step
+        self.initial: Any = None  # the runtime's state before the first prompt
+
+    @property
+    def latest(self) -> Savepoint | None:
+        """The newest savepoint."""
+        return self.savepoints[-1] if self.savepoints else None
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens in the bank at the end of the latest prompt; 0 before the first."""
+        return self.savepoints[-1].length if self.savepoints else 0
+
+    @property
+    def ends(self) -> list[Savepoint]:
+        """The savepoints before the pending replay; without one, those now."""
+        return self.pending.ends if self.pending else self.savepoints
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the savepoints' states."""
+        return sum(point.nbytes for point in self.savepoints)
+
+    def prompt_is_open(self, length: int) -> bool:
+        """Return whether the prompt that ended at `length` is to be continued."""
+        latest = self.latest
+        return latest is not None and latest.open and latest.length == length
+
+    def prompt_begin(self, start: int) -> int:
+        """Return the first position of the prompt that is continued at `start`; `start` if none."""
+        for point in reversed(self.savepoints):
+            if not point.open or point.length != start:
+                break
+            start = point.start
+        return start
+
+    def begin(self, initial: Any, points: list[Savepoint]) -> None:
+        """Record a new runtime's state before its first prompt, and the savepoints under it."""
+        self.initial, self.savepoints = initial, points
+
+    def add(self, point: Savepoint) -> None:
+        """Record the end of a prompt."""
+        self.savepoints = [*self.savepoints, point]  # a new list: a replay may hold the old one
+
+    def keep(self, points: list[Savepoint]) -> None:
+        """Replace the savepoints."""
+        self.savepoints = points
+
+    def postpone(self, pending: PendingReplay | None) -> None:
+        """Set the replay that runs before the next step; None: there is none."""
+        self.pending = pending
+
+    def invalidate(self, ids: list[int], start: int) -> None:
+        """Mark the runtime for rebuilding before the next step. ids: the committed tokens. start:
+        first position of the prompt being read, else the number of ids.
+        """
+        if self.pending is None or self.pending.inconsistent:
+            ends = list(self.savepoints)
+            if self.prompt_length < len(ids) and start < len(ids):
+                ends.append(Savepoint(start, len(ids) + 1))
+            self.pending = PendingReplay(list(ids), ends, inconsistent=True)
+
+    def copy_from(self, other: History) -> None:
+        """Copy another session's savepoints (fork)."""
+        self.savepoints, self.initial = list(other.savepoints), other.initial

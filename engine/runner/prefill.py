@@ -1,0 +1,83 @@
+"""Prefill of a session: chunk by chunk, each committed after it has run."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+
+from engine.bank.row_origins import Span
+from engine.base.device import synchronize
+from engine.forward.prefill import run_chunk
+from engine.methods.requirements import validate_parts
+from engine.plan.prefill_time import Eta, PrefillFlops, Progress
+from engine.runner.prompt import end_prompt
+from engine.runner.rollback import exclusive, reading, rewound_on_error
+from engine.runner.state import SessionState
+
+
+def read(
+    session: SessionState, ids: list[int], progress: Progress | None = None, more: bool = False
+) -> torch.Tensor | None:
+    """Prefill validated ids; float32 logits [vocab] of the last one.
+
+    progress: called after every chunk. more: the prompt is continued by the next call. Raises
+    SettingError if the method cannot read a prompt in parts, or if the last part is too short.
+    """
+    runtime, history = session.runtime, session.history
+    start, stop = len(session.committed), len(session.committed) + len(ids)
+    session.method.validate_prompt(start, stop)
+    goes_on = history.prompt_is_open(start)
+    last = len(ids) if goes_on and not more else None
+    validate_parts(session.method, runtime.needs, more or goes_on, last)
+    runtime.begin_prompt(start, stop, more)
+    flops = partial(runtime.prompt_flops, PrefillFlops.of(session.loaded.config))
+    eta = Eta(flops, start, stop)
+    with reading(session, start, stop):
+        size = len(ids) if runtime.needs.one_chunk else session.planner.chunk
+        for first in range(start, stop, size):
+            last = min(stop, first + size)
+            began = time.perf_counter()
+            where = history.prompt_begin(start), first, last, math.inf if more else stop
+            session.origins.add(first, session.method.prompt_origins(session.plan, *where))
+            logits = _read_chunk(session, ids[first - start : last - start], first, stop)
+            seconds = time.perf_counter() - began
+            eta.add(first, last, seconds)
+            session.counters.count_prefill(last - first, seconds)
+            if logits is not None:
+                end_prompt(session, start, logits[0], more)
+            if progress is not None:
+                progress(eta.progress(last))
+    return session.last_logits
+
+
+def _read_chunk(
+    session: SessionState, ids: list[int], first: int, stop: int
+) -> torch.Tensor | None:
+    """Run a chunk at positions from `first` on and commit it; logits [1, vocab] if it is the last
+    of the prompt, which ends at `stop`.
+    """
+    model, device = session.model, session.model.device
+    tokens = torch.tensor([ids], dtype=torch.int64, device=device)
+    ends, pieces = first + len(ids) == stop, session.runner.prompt_pieces
+    where = (session.loaded.rotary, session.runtime, session.bank, tokens, first, stop)
+    logits, newest = run_chunk(model, *where, last_logits=ends, pieces=pieces)
+    count, length = min(newest.shape[2], len(ids)), first + len(ids)
+    session.query_ring.reserve(length)
+    session.query_ring.write_chunk(newest[:, :, -count:], length)
+    session.commit(ids, count)
+    # A chunk is seconds of work: its time must be true for the time left.
+    synchronize(device)
+    return logits
+
+
+def adopt(session: SessionState, ids: list[int], origins: Iterable[Span] = ()) -> None:
+    """Adopt validated ids whose rows are in the bank already. origins: of these rows; unknown if
+    empty.
+    """
+    with exclusive(session.loaded), rewound_on_error(session):
+        session.take_over(ids, origins)
+        end_prompt(session, 0, None)

@@ -1,0 +1,167 @@
+"""The decode steps of a session: the method's own or full attention's, eager or as CUDA graphs.
+
+The step itself is one function (engine/forward/decode.py). On a GPU it is captured once per
+capacity bucket: kernels read the length on the device, so a graph replays at any length within its
+bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from engine.bank.base import Attends, Bank, Step
+from engine.bank.query_ring import QueryRing
+from engine.forward.decode import Decoder
+from engine.forward.graphs import GraphedStep
+from engine.forward.halves import FusedHalves, PlainHalves
+from engine.forward.prompt_halves import prompt_pieces
+from engine.load.loaded import Loaded
+from engine.methods.base import Method, Setup
+from engine.methods.full import Full
+from engine.plan.layers import LayerPlan
+from engine.plan.needs import Needs
+from engine.sampling.greedy import DeviceArgmax
+
+
+class StepKind(NamedTuple):
+    """The kind of a step. own: the method's, not full attention's. sparse: some layer reads a part
+    of the bank.
+    """
+
+    own: bool
+    sparse: bool
+
+
+class StepRunner:
+    """Two kinds of step over one bank. A session that changes its method or backend gets a new one.
+
+    runtime, dense_runtime: the method's Runtime and full attention's. initial: the state of
+    `runtime` before its first prompt. dense_below: tokens of context below which full attention
+    runs. fused: whether steps run on our own kernels. token int64 [1, 1], length int32 [1]: inputs
+    of a captured graph, filled by `feed`. batchable: whether its step may join a batched step
+    (engine/batch/step.py).
+    """
+
+    batchable = True
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        method: Method,
+        plan: LayerPlan,
+        capacity: int,
+        backend: str,
+        bank: Bank,
+        query_ring: QueryRing,
+    ):
+        config, model = loaded.config, loaded.model
+        device, dtype = model.device, model.dtype
+        self.method, self.plan, self.backend, self.bank = method, plan, backend, bank
+        self._loaded, self._query_ring, self._rotary = loaded, query_ring, loaded.rotary
+        self.model = model
+        self._plain = backend == "reference"
+        # The reference is the oracle: plain launchers, pieces uncompiled, no graph.
+        self.halves = PlainHalves(model, alone=True) if self._plain else loaded.halves(backend)
+        setup = Setup.of(
+            config,
+            method,
+            capacity,
+            plan=plan,
+            device=device,
+            dtype=dtype,
+            backend=backend,
+            sinks=model.sinks,
+        )
+        self.fused = isinstance(self.halves, FusedHalves)
+        self.prompt_pieces = prompt_pieces(self.halves)
+        if not self.fused:
+            setup = replace(setup, scratch=setup.scratch.merging_apart())
+        full = Full()
+        self.runtime = method.runtime(setup)
+        self.initial = self.runtime.state()
+        self.dense_runtime = full.runtime(replace(setup, plan=full.plan(config)))
+        self.scratch_bytes = sum(t.nbytes for t in vars(setup.scratch).values())
+        self.dense_below = method.dense_below_tokens(
+            plan, config, dtype.itemsize, device.type, capacity
+        )
+        self._partial = bool(plan.partial_layers)
+        # a method that stages whole layers starts copies, whatever its layers read
+        self._differs = self._partial or self.runtime.needs.staged_layers > 0
+        self.argmax = DeviceArgmax(device)
+        self.token = self.argmax.token
+        self.length = torch.zeros(1, dtype=torch.int32, device=device)
+
+        self._own_step = self.issued_by(self.runtime, self.runtime.needs, self.token)
+        self._dense_step = self.issued_by(self.dense_runtime, self.dense_runtime.needs, self.token)
+
+    def issued_by(self, attends: Attends, needs: Needs, token: torch.Tensor) -> GraphedStep:
+        """A step of `attends` on token int64 [1, Q] and this runner's length."""
+        loaded = self._loaded
+        decoder = Decoder(loaded.model, loaded.rotary, attends, self._query_ring, self.halves)
+        graphs = loaded.graphs and not self._plain
+        return GraphedStep(decoder, needs, token, self.length, self.bank, graphs)
+
+    def rows_read(self, n: int, sparse: bool) -> list[int]:
+        """Return the bank rows that each layer read in the step to length n."""
+        return (self.runtime if sparse else self.dense_runtime).rows_read(n)
+
+    def kind(self, n: int) -> StepKind:
+        """Return the kind of the step to length n."""
+        own = n >= self.dense_below and self._differs
+        return StepKind(own, own and self._partial)
+
+    def runs_ahead(self, n: int) -> bool:
+        """Return whether the step to length n is launched before the host knows its token: if it
+        replays a graph. An eager step would keep the host as long anyway.
+        """
+        return self.step_of(self.kind(n).own).captures
+
+    def step_of(self, own: bool) -> GraphedStep:
+        """Return the method's step, or full attention's."""
+        return self._own_step if own else self._dense_step
+
+    def left_selection(self, kind: StepKind) -> bool:
+        """Return whether the step that ran, of this kind, left a selection."""
+        return kind.sparse
+
+    def feed(self, token_id: int, n: int) -> None:
+        """Write the n-th token to the input of the next step."""
+        self.token.fill_(token_id)
+        self.length.fill_(n - 1)
+
+    def feed_argmax(self, logits: torch.Tensor | None, n: int) -> None:
+        """Write the argmax of the session's `logits` [vocab] to the input of the next step. The
+        host reads that token by `argmax.read`.
+        """
+        assert logits is not None, (
+            "no logits to choose from: see engine.session.generate.runs_ahead"
+        )
+        self.argmax.choose(logits)
+        self.length.fill_(n - 1)
+
+    def run(self, n: int, own: bool) -> torch.Tensor:
+        """Run a step of the fed token; float32 logits [vocab]."""
+        return self.step_of(own)(n)[0, -1]
+
+    def run_with(self, decoder: Decoder) -> torch.Tensor:
+        """Run another decoder's step, eager, of the fed token; float32 logits [vocab]."""
+        return decoder.step(self.token, self.length, self.bank)[0, -1]
+
+    def at(self, length: int) -> Step:
+        """Return the Step of the newest of `length` tokens, as a decode step would build it."""
+        device = self.token.device
+        positions = torch.full((1, 1), length - 1, device=device)
+        visible = torch.full((1,), length, dtype=torch.int32, device=device)
+        bank = self.bank
+        return Step(positions, visible, bank, bank.capacity, self._query_ring, self._rotary)
+
+    def newest(self, length: int, count: int) -> Iterator[Step]:
+        """Yield the Steps of the newest `count` of `length` tokens that have their queries in the
+        ring, oldest first.
+        """
+        for n in range(max(1, length - count + 1, self._query_ring.low + 1), length + 1):
+            yield self.at(n)

@@ -1,0 +1,1 @@
+"""Connections: the port, limits in time and number, clients that leave."""

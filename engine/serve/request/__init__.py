@@ -1,0 +1,1 @@
+"""A request's body: its fields, prompts, tools and formats, checked."""

@@ -1,0 +1,1 @@
+"""The thread that owns the model: slots, mailboxes of answers, metrics."""

@@ -1,0 +1,1 @@
+"""One conversation: the public face, its answers, checks and changes of method."""

@@ -1,0 +1,86 @@
+"""Switch of a session to another method or other launchers. The new runner and bank are built
+beside the old ones and taken at the end, so an interrupt or an error leaves the session unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from engine.bank.base import Bank
+from engine.base.checks import callables
+from engine.base.interrupts import complete
+from engine.exact.runner import runner_of
+from engine.methods.base import Method
+from engine.plan.layers import LayerPlan
+from engine.plan.placement import Placement
+from engine.plan.prefill_time import Progress
+from engine.runner.rewind import replay, switched
+from engine.runner.state import SessionState
+from engine.runner.step_runner import StepRunner
+
+S = TypeVar("S", bound=SessionState)
+
+
+def new_runner(
+    session: SessionState, method: Method, plan: LayerPlan, backend: str, bank: Bank
+) -> StepRunner:
+    """The runner of a session's steps under a method, over `bank`."""
+    runner = runner_of(session, method, plan, backend, bank)
+    runner.runtime.bank = bank
+    return runner
+
+
+def switch(
+    session: SessionState,
+    method: Method,
+    plan: LayerPlan,
+    backend: str,
+    placement: Placement | None,
+    progress: Progress | None = None,
+) -> None:
+    """Make a session go on with a method, its layer plan, a backend and a placement of the bank."""
+    callables(progress=progress)
+    # not exclusive(): tensors that are made here are written to outside inference mode too
+    with session.loaded.busy():
+        replay(session, progress)
+        old = session.bank
+        bank = old.relayout(plan, placement)
+        try:
+            runner = new_runner(session, method, plan, backend, bank)
+            points = switched(session, runner, progress)
+        except BaseException:
+            complete(bank.close if bank is not old else partial(old.relayout, session.plan))
+            raise
+
+        def take() -> None:
+            session.go_on(runner, points)
+            if bank is not old:
+                old.close()
+
+        complete(take)
+
+
+def fork(session: SessionState, open_session: Callable[..., S]) -> S:
+    """Copy a session's rows and state into a new one of the same capacity, backend and watch.
+
+    open_session: makes it, as engine.session.session.open_session.
+    """
+    loaded, planner = session.loaded, session.planner
+    # not exclusive(): tensors that are made here are written to outside inference mode too
+    with loaded.busy():
+        replay(session)
+        copy = open_session(loaded, planner, session.method, session.capacity, session.offload)
+        try:
+            if copy.backend != session.backend:
+                switch(copy, copy.method, copy.plan, session.backend, copy.bank.placement)
+            with torch.inference_mode():
+                copy.bank.copy_from(session.bank, len(session.committed))
+            copy.copy_state(session)
+        except BaseException:
+            copy.close()
+            raise
+    return copy

@@ -1,0 +1,1 @@
+"""What a program on a terminal needs: arguments, display, documents, interrupts."""

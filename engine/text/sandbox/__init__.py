@@ -1,0 +1,1 @@
+"""Processes that run templates and expressions of untrusted folders."""

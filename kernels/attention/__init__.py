@@ -1,0 +1,1 @@
+"""Decode attention: dense, sparse, split and merged."""

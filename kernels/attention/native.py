@@ -1,0 +1,261 @@
+"""Attention of a decode step by the C++ kernels: rows of K and V are read once, where they lie."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import torch
+
+from kernels.attention.reference import attend_alone, head_max
+from kernels.launch.softmax import PLAIN, Softmax
+from kernels.native.kinds import FLOATS, ROWS
+from kernels.native.library import Binding, Case, check, loaded
+from kernels.rows.forms import FORMS
+from kernels.rows.native import stored_queries
+
+LANES = 16  # a head's dimensions are whole vectors
+SPLIT = 4096  # rows that one thread takes; sums do not depend on the number of threads
+
+
+class _Call(ctypes.Structure):
+    """`Call` of attention.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v")),
+        *((name, ctypes.c_long) for name in ("key_head", "key_row", "value_head", "value_row")),
+        ("index", ctypes.c_void_p),
+        ("index_head", ctypes.c_long),
+        *((name, ctypes.c_void_p) for name in ("out", "lse", "parts", "logits")),
+        ("ahead", ctypes.c_long),
+        *(
+            (name, ctypes.c_int)
+            for name in (
+                "heads",
+                "queries",
+                "group",
+                "dim",
+                "kept",
+                "start",
+                "visited",
+                "split",
+                "threads",
+            )  # fmt: skip
+        ),
+        *((name, ctypes.c_float) for name in ("scale", "cap")),
+    ]
+
+
+_FLOATS = Binding("attention", omnikv_sizeof_attention_call=_Call)
+_PACKED = Binding("attention to packed rows", omnikv_sizeof_attention_call=_Call)
+
+
+def attends(k: torch.Tensor, v: torch.Tensor, dim: int) -> bool:
+    """Whether the C++ kernel attends to such rows under heads of `dim`."""
+    binding = _FLOATS if k.dtype in FLOATS else _PACKED
+    return k.dtype == v.dtype and reads(k.dtype, dim) and binding.usable()
+
+
+def reads(dtype: torch.dtype, dim: int) -> bool:
+    """Whether the C++ kernel, where there is one, knows rows of a dtype under heads of `dim`."""
+    return dtype in ROWS and not dim % LANES
+
+
+def part_floats(kv_heads: int, rows: int, dim: int, visited: int) -> int:
+    """Count the float32 elements of `parts` in `attend`: rows are queries times group."""
+    return kv_heads * -(-visited // SPLIT) * rows * (dim + 2)
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    index: torch.Tensor | None = None,
+    kept: int = 0,
+    start: int = 0,
+    logits: torch.Tensor | None = None,
+    softmax: Softmax = PLAIN,
+    parts: torch.Tensor | None = None,
+    narrow: bool = False,
+    stop: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend with Q <= 8 new queries to `kept` rows of an index and then to the rows from `start`.
+
+    q [Q, H, D]; k, v [Hkv, n, D] of any strides, last dim contiguous, or packed int8 rows; index
+    int32 [1 or Hkv, >= kept], ascending, or None with kept = 0. Query j sees Q-1-j rows fewer than
+    the last. logits: float32 of at least H * visited elements, or None: takes the scaled and capped
+    logits of the last query, [H, visited]. parts: float32 of at least `part_floats` elements, or
+    None, which allocates. stop: rows that there are, all by default. Returns (out [Q, H, D], lse
+    [Q, H]), float32, both with the sinks; a query that sees nothing gets 0 and -inf. narrow: out is
+    rounded to q's dtype.
+    """
+    library = loaded()
+    queries, heads, dim = q.shape
+    kv_heads, rows = len(k), k.shape[1] if stop is None else stop
+    group, size = heads // kv_heads, k.element_size()
+    visited = kept + rows - start
+    # else something happens to q before or to the result after, in float32
+    alike = narrow and softmax.sinks is None and k.dtype in FLOATS and q.is_contiguous()
+    if alike:
+        folded, out = q, torch.empty_like(q)
+    else:
+        folded, out = _folded(q, k), torch.empty(kv_heads, queries * group, dim)
+    lse = torch.empty(kv_heads, queries * group)
+    needed = part_floats(kv_heads, queries * group, dim, visited)
+    if parts is None or parts.numel() < needed:
+        parts = torch.empty(needed)
+    call = _Call(
+        folded.data_ptr(), k.data_ptr(), v.data_ptr(),
+        k.stride(0) * size, k.stride(1) * size, v.stride(0) * size, v.stride(1) * size,
+        None if index is None else index.data_ptr(),
+        0 if index is None or len(index) == 1 else index.stride(0),
+        out.data_ptr(), lse.data_ptr(), parts.data_ptr(),
+        None if logits is None else logits.data_ptr(), visited,
+        kv_heads, queries, group, dim, kept, start, visited, SPLIT, torch.get_num_threads(),
+        scale, softmax.cap,
+    )  # fmt: skip
+    if alike:
+        pointers = ctypes.c_void_p(q.data_ptr()), ctypes.c_void_p(out.data_ptr())
+        given = ROWS[k.dtype], *pointers, ROWS[q.dtype]
+        check(library.omnikv_attend_heads(ctypes.byref(call), *given), f"attention to {k.dtype}")
+        return out, _of_queries(lse[..., None], queries)[..., 0]
+    check(library.omnikv_attend(ctypes.byref(call), ROWS[k.dtype]), f"attention to {k.dtype}")
+    out = _of_queries(out, queries)
+    out, lse = softmax.sunk(out, _of_queries(lse[..., None], queries)[..., 0])
+    return out.to(q.dtype) if narrow else out, lse
+
+
+def _of_queries(found: torch.Tensor, queries: int) -> torch.Tensor:
+    """[Hkv, Q * group, D] as [Q, H, D]."""
+    if queries > 1:
+        found = found.unflatten(1, (queries, -1)).transpose(0, 1)
+    return found.reshape(queries, -1, found.shape[-1])
+
+
+def _folded(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Queries [Q, H, D] as the kernel takes them: float32 [Hkv, Q * group, D]."""
+    queries, heads, dim = q.shape
+    wide = stored_queries(q.float(), k)
+    if queries > 1:
+        wide = wide.view(queries, len(k), heads // len(k), dim).transpose(0, 1)
+    return wide.contiguous()
+
+
+def attend_everything(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    softmax: Softmax = PLAIN,
+    parts: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`decode_dense` (kernels/attention/dense.py) without scores, arguments as there."""
+    found = [
+        attend(q[b], k[b], v[b], scale, softmax=softmax, parts=parts, narrow=True, stop=n)[0]
+        for b, n in enumerate(lengths.tolist())
+    ]
+    return found[0][None] if len(found) == 1 else torch.stack(found)
+
+
+def attend_chosen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    index: torch.Tensor,
+    counts: torch.Tensor,
+    tail_start: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    softmax: Softmax = PLAIN,
+    parts: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`decode_sparse` (kernels/attention/sparse.py), arguments as there: chosen rows are read where
+    they lie.
+    """
+    found, sizes = [], zip(counts.tolist(), tail_start.tolist(), lengths.tolist())
+    for b, (kept, start, n) in enumerate(sizes):
+        some = q[b], k[b], v[b], scale, index[b] if kept else None, kept, start
+        found.append(attend(*some, softmax=softmax, parts=parts, narrow=True, stop=n)[0])
+    return found[0][None] if len(found) == 1 else torch.stack(found)
+
+
+def attend_scored_natively(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    scores: torch.Tensor,
+    kind: str,
+    held: torch.Tensor | None = None,
+    softmax: Softmax = PLAIN,
+    parts: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`attend_scored` of kernels/attention/cpu.py, arguments as there; parts: as in `attend`."""
+    heads, rows = q.shape[1], k.shape[1]
+    if held is None or held.numel() < heads * rows:
+        held = torch.empty(heads * rows)
+    found, lse = attend(q, k, v, scale, logits=held, softmax=softmax, parts=parts, narrow=True)
+    logits = held[: heads * rows].view(heads, rows)
+    head_most(logits, lse if kind == "softmax" else None, scores)
+    return found
+
+
+def head_most(logits: torch.Tensor, lse: torch.Tensor | None, scores: torch.Tensor) -> None:
+    """Set scores [n] to the maximum over heads of exp(logits - lse), or of logits without lse.
+
+    logits [H, n] and lse [H] float32, contiguous.
+    """
+    library = loaded()
+    heads, rows = logits.shape
+    library.omnikv_head_most(
+        ctypes.c_void_p(logits.data_ptr()),
+        ctypes.c_void_p(None if lse is None else lse.data_ptr()),
+        heads,
+        ctypes.c_long(rows),
+        rows,
+        torch.get_num_threads(),
+        ctypes.c_void_p(scores.data_ptr()),
+    )
+
+
+def _some_rows(queries: int) -> list[torch.Tensor]:
+    """Queries, K and V of a self-test: more rows than a block has, and a rest."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = (queries, 6, 64), (2, 300, 64), (2, 300, 64)
+    return [torch.randn(*size, generator=generator) for size in sizes]
+
+
+@_FLOATS.self_test
+def _attention() -> Iterator[Case]:
+    for dtype in FLOATS:
+        q, k, v = (t.to(dtype) for t in _some_rows(2))
+        held = torch.empty(6 * 300)
+        found, lse = attend(q, k, v, 0.125, logits=held)
+        wide_q, wide_k, wide_v = q.float(), k.float(), v.float()
+        expected, logits = attend_alone(wide_q, wide_k, wide_v, [299, 300], 0.125, True)
+        yield f"attention in {dtype}", found, expected, dtype
+        assert logits is not None
+        scores = torch.empty(300)
+        head_most(held.view(6, 300), lse[1], scores)
+        yield f"scores in {dtype}", scores, head_max(logits, "softmax")[0], dtype
+        index = torch.arange(0, 100, 3, dtype=torch.int32)
+        chosen = torch.cat([index, torch.arange(150, 300)])
+        found, _ = attend(q, k, v, 0.125, index[None], len(index), 150)
+        visible = [len(chosen) - 1, len(chosen)]
+        some = wide_k[:, chosen], wide_v[:, chosen]
+        expected, _ = attend_alone(wide_q, *some, visible, 0.125)
+        yield f"attention to chosen rows in {dtype}", found, expected, dtype
+
+
+@_PACKED.self_test
+def _packed_attention() -> Iterator[Case]:
+    q, k, v = _some_rows(2)
+    for name, form in FORMS.items():
+        rows = form.keys.pack(k), form.values.pack(v)
+        # no multiple of 16: what a list of rows is filled up with
+        for count in (300, 27):
+            some = rows[0][:, :count], rows[1][:, :count]
+            expected, _ = attend_alone(q, *some, [count - 1, count], 0.125)
+            yield f"attention to {name} rows", attend(q, *some, 0.125)[0], expected, q.dtype

@@ -1,0 +1,235 @@
+"""Scratch memory of the decode kernels: made once per session, reused by every layer of every step,
+and counted in bytes before it exists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from kernels.attention.cpu import WINDOW_BLOCK, block_floats, chunk_rows, widened_floats
+from kernels.attention.native import part_floats, reads
+from kernels.attention.split import (
+    MERGE_CHUNK,
+    TAIL_ROOM,
+    dense_splits,
+    most_sparse_splits,
+    tickets,
+)
+from kernels.launch.dispatch import choose_for
+from kernels.launch.radix import BINS
+from kernels.native.library import runs
+from kernels.rows.forms import row_widths
+
+SELECT_PROGRAMS = 128  # most programs per row of the top-k
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Flat buffers that launchers slice by their own shapes.
+
+    Between calls they may hold anything, except that `hist` and `tickets` are zero. The Triton
+    backend uses, all float32: part [B, Hkv, splits, rows, D] and lse [B, Hkv, splits, rows], the
+    results of the splits; chunk_part and chunk_lse, the same per chunk of splits; out_lse
+    [B, Q, H]; logits [B, H, capacity] of the last query, if layers are scored. And int32: for the
+    top-k hist [B, 256 + 4096 + 4096] and ranks [B, 8 + 2 * programs]; for the merge tickets (none:
+    merges are launches of their own). The CPU backend uses, of one sequence, part (of its C++
+    kernel), logits, blocks (float32: a chunk of K or V, or a block of a window's K and logits) and
+    rows (in the bank's dtype: the K and V that a sparse layer gathers).
+    """
+
+    part: torch.Tensor
+    lse: torch.Tensor
+    chunk_part: torch.Tensor
+    chunk_lse: torch.Tensor
+    out_lse: torch.Tensor
+    logits: torch.Tensor
+    hist: torch.Tensor
+    ranks: torch.Tensor
+    tickets: torch.Tensor
+    blocks: torch.Tensor
+    rows: torch.Tensor
+
+    @property
+    def merges_last(self) -> bool:
+        """Whether the attention kernels merge their own splits."""
+        return self.tickets.numel() > 0
+
+    def partial(self, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return what an attention kernel writes and merges, in the order of its arguments."""
+        parts = self.part, self.lse, self.chunk_part, self.chunk_lse
+        return *parts, out, self.out_lse, self.tickets
+
+    def merging_apart(self) -> Scratch:
+        """The same buffers for attention kernels that leave merging to launches of their own."""
+        return replace(self, tickets=self.tickets[:0])
+
+    def clear(self) -> None:
+        """Zero what must be zero between calls, after a call that broke off."""
+        self.hist.zero_()
+        self.tickets.zero_()
+
+    def require(self, **elements: int) -> None:
+        """Raise ValueError if a buffer is too small for a call: kernels would write past it."""
+        for name, count in elements.items():
+            found = getattr(self, name).numel()
+            if found < count:
+                raise ValueError(f"scratch.{name}: found {found} elements, this call needs {count}")
+
+
+def _sizes(
+    batch: int,
+    queries: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    capacity: int,
+    budget: int,
+    device: torch.device | str,
+    scored: bool,
+    window: int,
+    backend: str,
+    dtype: torch.dtype,
+    capped: bool,
+) -> dict[str, tuple[int, torch.dtype]]:
+    """Size every field of the Scratch that `make_scratch` allocates: {name: (elements, dtype)}."""
+    chosen = choose_for(backend, torch.device(device))
+    sizes = {name: (0, torch.float32) for name in Scratch.__dataclass_fields__}
+    if chosen == "cpu":
+        return sizes | _cpu_sizes(
+            queries, heads, kv_heads, head_dim, capacity, budget, scored, window, dtype, capped
+        )
+    if chosen != "triton":
+        return sizes
+    group = heads // kv_heads
+    dense = dense_splits(capacity)
+    splits = max(dense, most_sparse_splits(budget, kv_heads) if budget else 0)
+    chunks = -(-splits // MERGE_CHUNK)
+    rows = batch * kv_heads * queries * group
+    floats = {
+        "part": rows * splits * head_dim,
+        "lse": max(rows * splits, batch * heads * window * dense),
+        "chunk_part": rows * chunks * head_dim if chunks > 1 else 0,
+        "chunk_lse": rows * chunks if chunks > 1 else 0,
+        "out_lse": batch * max(queries, window) * heads,
+        "logits": batch * heads * capacity if scored else 0,
+    }
+    ints = {
+        "hist": batch * BINS if scored or window else 0,
+        # a query tile holds one query or more
+        "tickets": tickets(batch, kv_heads * queries, splits, MERGE_CHUNK),
+        "ranks": batch * (8 + 2 * SELECT_PROGRAMS) if scored or window else 0,
+    }
+    sizes |= {name: (count, torch.float32) for name, count in floats.items()}
+    return sizes | {name: (count, torch.int32) for name, count in ints.items()}
+
+
+def _cpu_sizes(
+    queries: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    capacity: int,
+    budget: int,
+    scored: bool,
+    window: int,
+    dtype: torch.dtype,
+    capped: bool,
+) -> dict[str, tuple[int, torch.dtype]]:
+    """The part of `_sizes` that the CPU backend uses, in the form that runs."""
+    group = heads // kv_heads
+    sizes = {
+        "blocks": block_floats(heads, head_dim, window, min(WINDOW_BLOCK, capacity))
+        if window
+        else 0,
+        "logits": heads * capacity if scored else 0,
+    }
+    if runs() and reads(dtype, head_dim):
+        sizes["part"] = part_floats(kv_heads, queries * group, head_dim, capacity)
+        return {name: (count, torch.float32) for name, count in sizes.items()}
+    chunk = chunk_rows(kv_heads * head_dim, capacity) * kv_heads * head_dim if scored else 0
+    wide = widened_floats(kv_heads, queries * group, head_dim, capacity, dtype, capped)
+    sizes["blocks"] = max(sizes["blocks"], chunk, wide)
+    gathered = min(budget + TAIL_ROOM, capacity) if budget else 0
+    rows = gathered * kv_heads * sum(row_widths(head_dim, dtype))
+    return {name: (count, torch.float32) for name, count in sizes.items()} | {"rows": (rows, dtype)}
+
+
+def make_scratch(
+    batch: int,
+    queries: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    capacity: int,
+    budget: int,
+    device: torch.device | str,
+    scored: bool,
+    window: int,
+    backend: str = "auto",
+    dtype: torch.dtype = torch.float32,
+    capped: bool = False,
+) -> Scratch:
+    """Allocate scratch for decode steps of up to these sizes.
+
+    capacity: rows of the bank; budget: the most tokens that a sparse layer reads (0: no sparse
+    layer); scored: filter layers leave scores, and the top-k runs; window: queries of a windowed
+    selector (0: none); backend: as in the launchers; dtype: the bank's; capped:
+    logits have a cap.
+    """
+    sizes = _sizes(
+        batch,
+        queries,
+        heads,
+        kv_heads,
+        head_dim,
+        capacity,
+        budget,
+        device,
+        scored,
+        window,
+        backend,
+        dtype,
+        capped,
+    )
+    buffers = {
+        name: torch.empty(count, dtype=kind, device=device) for name, (count, kind) in sizes.items()
+    }
+    scratch = Scratch(**buffers)
+    scratch.clear()
+    return scratch
+
+
+def scratch_bytes(
+    batch: int,
+    queries: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    capacity: int,
+    budget: int,
+    device: torch.device | str,
+    scored: bool,
+    window: int,
+    backend: str = "auto",
+    dtype: torch.dtype = torch.float32,
+    capped: bool = False,
+) -> int:
+    """Count the bytes that `make_scratch` of the same arguments allocates."""
+    sizes = _sizes(
+        batch,
+        queries,
+        heads,
+        kv_heads,
+        head_dim,
+        capacity,
+        budget,
+        device,
+        scored,
+        window,
+        backend,
+        dtype,
+        capped,
+    )
+    return sum(count * kind.itemsize for count, kind in sizes.values())

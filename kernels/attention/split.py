@@ -1,0 +1,154 @@
+"""Shared by the dense and the sparse decode kernel (split-K flash-decoding): launch shapes, the
+softmax step of a tile. kernels/attention/merge.py merges the splits.
+
+K and V are visited in fixed-length splits at absolute boundaries and merged in a fixed order. An
+output, and the log-sum-exp that a selection hangs on, then depends on the rows alone: not on the
+capacity, the grid or the number of SMs.
+"""
+
+from __future__ import annotations
+
+from kernels.launch.shapes import DENSE_SPLIT, FILL, Config, power_of_two
+from kernels.launch.triton import tl, triton
+
+# splits merged by one program; more merge in two levels. A dense layer has hundreds: all chunks but
+# the last merge while others still attend
+MERGE_CHUNK = 16
+# a sparse layer's 37 (2048 tokens, 8 kv heads) merge in one level
+SPARSE_CHUNK = 64
+# floats of a program's tile while it merges
+MERGE_TILE = 4096
+# tail rows that the sparse grid is sized for (default tail: below 320); longer ones still work
+TAIL_ROOM = 512
+
+
+def decode_config(
+    queries: int,
+    group: int,
+    head_dim: int,
+    itemsize: int,
+    tile_bytes: int,
+    packed_rows: bool = False,
+) -> Config:
+    """Choose the launch shape of a decode kernel.
+
+    One K tile holds `tile_bytes`. Two tiles of K and V in flight take four times that in shared
+    memory: 64 KB of 16 KB tiles leaves three programs on an H100 or H200 and one on sm_89 with its
+    99 KB. Queries are packed up to 64 rows and 16 KB (the accumulator then stays at 64 registers a
+    thread); past that, a second program reads the same rows, from L2. In float32 the products run
+    in registers, not in tensor cores: 32 rows. packed_rows: tiles are half as long, because packed
+    rows become floats in registers.
+    """
+    dim = max(16, power_of_two(head_dim))
+    most = min(64 if itemsize < 4 else 32, 16384 // (dim * itemsize))
+    packed = max(1, min(queries, most // group))
+    tile_bytes //= 2 if packed_rows else 1
+    block = min(64 if packed * group > 32 else 128, max(16, tile_bytes // (dim * itemsize)))
+    return Config(
+        block, max(16, power_of_two(packed * group)), dim, warps=4, stages=3, queries=packed
+    )
+
+
+def gathered_config(group: int, head_dim: int, itemsize: int, packed: bool = False) -> Config:
+    """Choose the launch shape of prefill over rows in any order: tiles of 128 (query, head) rows
+    and 64 bank rows in 16 bits at head_dim 128.
+
+    That is 64 accumulator registers under 8 warps, and K and V twice in flight in 64 KB, so that it
+    also runs on sm_89 with its 99 KB. Wider rows make smaller tiles.
+    """
+    dim = max(16, power_of_two(head_dim))
+    # packed rows become floats in registers: at 128 by 64 sm_80 spills
+    most = 64 if packed and dim > 64 else 128
+    rows = max(16, power_of_two(group), min(most, 32768 // (dim * itemsize)))
+    block = max(16, min(64, 16384 // (dim * itemsize)) // (2 if packed else 1))
+    return Config(
+        block, rows, dim, warps=8 if rows * dim >= 8192 else 4, stages=2, queries=rows // group
+    )
+
+
+def sparse_split(budget: int, kv_heads: int) -> int:
+    """Rows of one program of the sparse kernel: the longest of 256, 128, 64, 32 that still makes
+    FILL programs for one sequence.
+    """
+    for split in (256, 128, 64):
+        if kv_heads * -(-(budget + TAIL_ROOM) // split) >= FILL:
+            return split
+    return 32
+
+
+def dense_splits(capacity: int) -> int:
+    """Count the splits of a dense bank."""
+    return max(1, -(-capacity // DENSE_SPLIT))
+
+
+def sparse_splits(budget: int, kv_heads: int) -> int:
+    """Count the splits of `budget` chosen tokens and TAIL_ROOM tail rows."""
+    return -(-(budget + TAIL_ROOM) // sparse_split(budget, kv_heads))
+
+
+def most_sparse_splits(budget: int, kv_heads: int) -> int:
+    """Bound `sparse_splits` for every budget up to this one.
+
+    A shorter split is only taken while the longer one misses FILL.
+    """
+    return max(-(-(budget + TAIL_ROOM) // 256), 2 * -(-FILL // kv_heads))
+
+
+@triton.jit
+def query_tile(
+    q,
+    first,
+    queries,
+    h,
+    sqq,
+    sqh,
+    QT: tl.constexpr,
+    G: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+):
+    """Load QT queries from `first` on under the G heads of kv head h, as M packed rows.
+
+    Returns (r, d, j, head, live, rows [M, DP]): row numbers, dims, the query and the head of each
+    row, and whether the row is one at all.
+    """
+    r = tl.arange(0, M)
+    d = tl.arange(0, DP)
+    j = first + r // G
+    head = h * G + r % G
+    live = (r < QT * G) & (j < queries)
+    at = j[:, None] * sqq + head[:, None] * sqh + d[None, :]
+    return r, d, j, head, live, tl.load(q + at, mask=live[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def store_partial(part, lse, slot, r, d, live, m, total, acc, D: tl.constexpr):
+    """Write one split's normalised output [M, D] and log-sum-exp [M] to scratch row `slot` + r."""
+    safe = tl.where(total > 0, total, 1.0)
+    at = slot + r
+    tl.store(
+        part + at[:, None] * D + d[None, :],
+        acc / safe[:, None],
+        mask=live[:, None] & (d < D)[None, :],
+    )
+    tl.store(lse + at, tl.where(total > 0, m + tl.log(safe), float("-inf")), mask=live)
+
+
+@triton.jit
+def sparse_extent(counts, tail_start, lengths, b, splits, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
+    """Measure sequence b: (chosen rows, first tail row, all rows, rows per split).
+
+    A tail beyond TAIL_ROOM lengthens the splits.
+    """
+    kept = tl.load(counts + b)
+    start = tl.load(tail_start + b)
+    rows = kept + tl.load(lengths + b) - start
+    return kept, start, rows, tl.maximum(SPLIT, tl.cdiv(tl.cdiv(rows, splits), BLOCK) * BLOCK)
+
+
+def tickets(batch: int, tiles: int, splits: int, chunk: int) -> int:
+    """Count the tickets of a launch of (splits, tiles, batch) programs: one per chunk of splits,
+    and one for the chunks.
+    """
+    return batch * tiles * (1 + -(-splits // chunk))

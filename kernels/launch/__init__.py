@@ -1,0 +1,1 @@
+"""Who runs a kernel and with which launch shapes."""

@@ -1,0 +1,77 @@
+"""Launch shapes of Triton kernels: tiles, warps, registers, index widths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels.launch.triton import tl, triton
+
+# rows of one program: partial results are 1.6 % of the bytes (group 4, bf16), with 256 3.1 %
+DENSE_SPLIT = 512
+# with them an SM holds three programs of 128 threads, as many as its shared memory does
+MOST_REGISTERS = 168
+# programs that fill 132 SMs twice: the sparse kernel's split is the longest that reaches it
+FILL = 264
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch shape of one kernel: tile and padded sizes, warps and software-pipeline stages."""
+
+    block: int  # bank rows of one tile
+    # packed (query, head of the group) rows, a power of two >= 16 (the tensor cores' least)
+    rows: int
+    dim: int  # head_dim padded to a power of two >= 16
+    warps: int
+    stages: int
+    queries: int  # queries packed in one tile
+
+    def launch(self, group: int, head_dim: int) -> dict[str, int]:
+        """Return what a launch takes of this shape, for `group` heads per kv head.
+
+        For one query at most MOST_REGISTERS a thread: told so, ptxas takes what it needs up to
+        there. Left alone it aims at 96 and spills 24 bytes of some kernels (head_dim 64, group 8).
+        """
+        few = self.queries == 1 and torch.version.hip is None
+        return dict(
+            QT=self.queries,
+            G=group,
+            M=self.rows,
+            D=head_dim,
+            DP=self.dim,
+            num_warps=self.warps,
+            num_stages=self.stages,
+            **(dict(maxnreg=MOST_REGISTERS) if few else {}),
+        )
+
+
+def power_of_two(x: int) -> int:
+    """Round x >= 1 up to a power of two."""
+    return 1 << (x - 1).bit_length()
+
+
+def needs_wide(*strides: int) -> bool:
+    """Tell whether offsets inside one split of DENSE_SPLIT rows pass 31 bits.
+
+    strides: elements from row to row. The engine's own banks never need it.
+    """
+    return max(strides) * DENSE_SPLIT >= 2**31
+
+
+@triton.jit
+def softmax_step(scores, values, m, total, acc, scale=None):
+    """Take one tile into an online softmax.
+
+    scores [M, N], -inf where masked; values [N, D], to be multiplied by scale [N] or None; m and
+    total [M] and acc [M, D] are carried.
+    """
+    top = tl.maximum(m, tl.max(scores, 1))
+    # a row that has seen nothing yet must not make NaN
+    base = tl.where(top == float("-inf"), 0.0, top)
+    p = tl.exp2((scores - base[:, None]) * 1.4426950408889634)
+    shrink = tl.exp2((m - base) * 1.4426950408889634)
+    weights = p if scale is None else p * scale[None, :]
+    acc = acc * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return top, total * shrink + tl.sum(p, 1), acc

@@ -1,0 +1,1 @@
+"""A layer beside attention: products, norms, rotation, the store."""

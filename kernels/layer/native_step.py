@@ -1,0 +1,128 @@
+"""What a layer of a decode step does beside its products and attention, by the C++ kernels: the
+norm, and the rotation of queries and keys with the store of the new rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterator
+
+import torch
+
+from kernels.layer.norm import normalize_rows_ref
+from kernels.layer.rotate_store import rotate_store_ref
+from kernels.native.kinds import FLOATS
+from kernels.native.library import Binding, Case, loaded
+
+
+class _Call(ctypes.Structure):
+    """`Call` of step.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("qkv", "cos", "sin", "out", "k", "v")),
+        *((f"{side}_{step}", ctypes.c_long) for side in "kv" for step in ("batch", "head", "row")),
+        *((name, ctypes.c_void_p) for name in ("ring", "positions")),
+        *(
+            (name, ctypes.c_int)
+            for name in (
+                "batch",
+                "queries",
+                "heads",
+                "kv_heads",
+                "dim",
+                "pairs",
+                "slots",
+                "first",
+                "count",
+            )  # fmt: skip
+        ),
+        ("eps", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm")),
+    ]
+
+
+_BINDING = Binding("norm and rotation", omnikv_sizeof_step_call=_Call)
+
+
+def usable() -> bool:
+    """Whether these kernels run in this thread."""
+    return _BINDING.usable()
+
+
+def normalize_rows(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Divide each row of x [..., N] by its root mean square and scale it by weight [N], both of one
+    float dtype: as kernels/layer/norm.py does, on a CPU.
+    """
+    x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    size = x.shape[-1]
+    given = x.data_ptr(), weight.data_ptr(), out.data_ptr(), FLOATS[x.dtype]
+    _functions()[0](*given, x.numel() // size, size, eps)
+    return out
+
+
+def rotate_store(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    bank_k: torch.Tensor,
+    bank_v: torch.Tensor,
+    ring: torch.Tensor,
+    positions: torch.Tensor,
+    twice: tuple[int, int] | None = None,
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 0.0,
+) -> torch.Tensor:
+    """Rotate the pairs (i, i + R/2) of q and k and store the step, as kernels/layer/rotate_store.py
+    does.
+
+    qkv [B, Q, H + 2 Hkv, D] contiguous; cos, sin float32 [B, Q, R/2] contiguous, R <= D: dimensions
+    from R on stay; the bank's views, of qkv's dtype, ring, positions and twice as in
+    kernels/layer/store.py. norms ([D], [D]): every head of q and of k is divided by its root mean
+    square and scaled first. Returns rotated q [B, Q, H, D], new. Mutates bank_k, bank_v and ring,
+    and qkv where there are norms.
+    """
+    batch, queries, _, dim = qkv.shape
+    kv_heads, slots, heads = bank_k.shape[1], ring.shape[1], ring.shape[2]
+    out = torch.empty(batch, queries, heads, dim, dtype=qkv.dtype)
+    size = qkv.element_size()
+    call = _Call(
+        qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr(),
+        bank_k.data_ptr(), bank_v.data_ptr(),
+        *(step * size for rows in (bank_k, bank_v) for step in rows.stride()[:3]),
+        ring.data_ptr(), positions.data_ptr(),
+        batch, queries, heads, kv_heads, dim, cos.shape[-1], slots, *(twice or (0, 0)),
+        eps, *((None, None) if norms is None else (norm.data_ptr() for norm in norms)),
+    )  # fmt: skip
+    _functions()[1](ctypes.byref(call), FLOATS[qkv.dtype])
+    return out
+
+
+@functools.cache
+def _functions() -> tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer]:
+    library = loaded()
+    norm, rotate = library.omnikv_normalize, library.omnikv_rotate_store
+    norm.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int] * 3 + [ctypes.c_float]
+    return norm, rotate
+
+
+@_BINDING.self_test
+def _steps() -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(1)
+    x, weight, cos, sin = (
+        torch.randn(*size, generator=generator)
+        for size in ((1, 2, 8, 64), (64,), (1, 2, 32), (1, 2, 32))
+    )
+    positions = torch.tensor([[3, 4]])
+    for dtype in FLOATS:
+        narrow, by = x.to(dtype), weight.to(dtype)
+        expected = normalize_rows_ref(narrow, by, 1e-5)
+        yield f"a norm in {dtype}", normalize_rows(narrow, by, 1e-5), expected, dtype
+        results = []
+        for turn in (rotate_store, rotate_store_ref):
+            k, v, ring = torch.zeros(3, 1, 4, 8, 64, dtype=dtype).unbind()
+            k, v, ring = k[:, :2], v[:, :2], ring.transpose(1, 2)[:, :, :4].contiguous()
+            q = turn(narrow.clone(), cos, sin, k, v, ring, positions)
+            results.append((q, k, v, ring))
+        for name, found, expected in zip(("query", "K", "V", "query ring"), *results):
+            yield f"a rotated {name} in {dtype}", found, expected, dtype

@@ -1,0 +1,1 @@
+"""A prompt's attention: dense, windowed, sparse, block-sparse."""

@@ -1,0 +1,155 @@
+"""Attention of a prompt by the C++ kernel: one pass over the rows that a chunk of queries sees."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import torch
+
+from kernels.attention.native import LANES
+from kernels.attention.reference import attend_alone
+from kernels.launch.isa import isa
+from kernels.launch.softmax import PLAIN, Softmax
+from kernels.native.kinds import FLOATS, PACKED, ROWS
+from kernels.native.library import Binding, Case, check, loaded
+from kernels.rows.forms import FORMS
+from kernels.rows.native import stored_queries
+
+
+class _Call(ctypes.Structure):
+    """`Call` of prefill.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v")),
+        *(
+            (name, ctypes.c_long)
+            for name in (
+                "query",
+                "query_head",
+                "key_head",
+                "key_row",
+                "value_head",
+                "value_row",
+            )  # fmt: skip
+        ),
+        ("index", ctypes.c_void_p),
+        ("index_head", ctypes.c_long),
+        *((name, ctypes.c_void_p) for name in ("out", "lse")),
+        *(
+            (name, ctypes.c_int)
+            for name in (
+                "kv_heads",
+                "group",
+                "dim",
+                "queries",
+                "kept",
+                "start",
+                "visited",
+                "causal",
+                "high",
+                "window",
+                "threads",
+            )  # fmt: skip
+        ),
+        *((name, ctypes.c_float) for name in ("scale", "cap")),
+    ]
+
+
+_BINDING = Binding("a prompt's attention", omnikv_sizeof_prefill_call=_Call)
+
+
+def attends_prompt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the C++ kernel is there for q [.., D] and rows k, v, and the fastest: torch's is on a
+    CPU with AMX.
+    """
+    rows = k.dtype in (q.dtype, torch.int8)
+    return (
+        q.device.type == "cpu"
+        and rows
+        and k.dtype == v.dtype
+        and q.dtype in FLOATS
+        and not q.shape[-1] % LANES
+        and isa() != "amx"
+        and _BINDING.usable()
+    )
+
+
+def attend_prompt(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    first: int | None,
+    window: int = 0,
+    index: torch.Tensor | None = None,
+    kept: int = 0,
+    start: int = 0,
+    softmax: Softmax = PLAIN,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend with queries [C, H, D] to `kept` rows of an index and to the rows from `start`.
+
+    k, v [Hkv, n, D] of any strides, last dim contiguous, or packed int8 rows; index int32 [1 or
+    Hkv, >= kept] or None with kept = 0. first: position of query 0, so that query c sees rows up to
+    first + c; None: every query sees all n rows. window: rows that a query sees at most, its own
+    among them (0: all), with kept = 0. softmax: its cap; sinks are left to whoever merges. Returns
+    (out [C, H, D] in q.dtype, lse [C, H] float32).
+    """
+    library = loaded()
+    queries, heads, dim = q.shape
+    kv_heads, rows, _ = k.shape
+    dtype = q.dtype
+    if k.dtype in PACKED:
+        # transformed queries rounded to bfloat16 are a rounding more than the model's own
+        q = stored_queries(q.float(), k)
+    if q.stride(2) != 1:
+        q = q.contiguous()
+    out, lse = torch.empty(queries, heads, dim), torch.empty(queries, heads)
+    size = k.element_size()
+    call = _Call(
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(0), q.stride(1),
+        k.stride(0) * size, k.stride(1) * size, v.stride(0) * size, v.stride(1) * size,
+        None if index is None else index.data_ptr(),
+        0 if index is None or len(index) == 1 else index.stride(0),
+        out.data_ptr(), lse.data_ptr(),
+        kv_heads, heads // kv_heads, dim, queries, kept, start, kept + rows - start,
+        first is not None, kept + (first or 0) - start, window, torch.get_num_threads(),
+        scale, softmax.cap,
+    )  # fmt: skip
+    code = library.omnikv_prefill(ctypes.byref(call), FLOATS[q.dtype], ROWS[k.dtype])
+    check(code, f"a prompt's attention of q {q.dtype}, rows {k.dtype}")
+    return out.to(dtype), lse
+
+
+def attend_prompts(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    first: int | None,
+    window: int = 0,
+    softmax: Softmax = PLAIN,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend_prompt` over all rows of each sequence: q [B, C, H, D]; k, v [B, Hkv, n, D]."""
+    found = [attend_prompt(*one, scale, first, window, softmax=softmax) for one in zip(q, k, v)]
+    if len(found) == 1:
+        return found[0][0][None], found[0][1][None]
+    return torch.stack([out for out, _ in found]), torch.stack([lse for _, lse in found])
+
+
+@_BINDING.self_test
+def _prompt_attention() -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(1)
+    sizes = (20, 6, 64), (2, 300, 64), (2, 300, 64)
+    q, k, v = (torch.randn(*size, generator=generator) for size in sizes)
+    visible = [281 + i for i in range(20)]
+    for dtype in FLOATS:
+        q_, k_, v_ = q.to(dtype), k.to(dtype), v.to(dtype)
+        expected, _ = attend_alone(q_.float(), k_.float(), v_.float(), visible, 0.125)
+        found, _ = attend_prompt(q_, k_, v_, 0.125, 280)
+        yield f"a prompt's attention in {dtype}", found, expected, dtype
+    form = FORMS[torch.int8]
+    rows = form.keys.pack(k), form.values.pack(v)
+    expected, _ = attend_alone(q, *rows, visible, 0.125)
+    found, _ = attend_prompt(q, *rows, 0.125, 280)
+    yield "a prompt's attention to int8 rows", found, expected, q.dtype

@@ -1,0 +1,161 @@
+"""Products of many rows with weights of few bits: a tile of the weight is dequantised in registers
+and multiplied by tensor cores in the activations' dtype, so that no dequantised copy of the weight
+is ever in memory.
+
+A product does not care in which order it sums columns. So part i of all words of a tile is one
+product with the columns that belong to it, and nothing is shuffled.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from kernels.launch.shapes import power_of_two
+from kernels.launch.triton import tl, triton
+from kernels.quant.gemv import SIXTEEN, block_scales, blocks_of_group, unpacked
+from kernels.quant.words import PARTS, WORDS, Words
+
+MANY = 64  # rows from which a tile is as large as prefill wants it
+# programs that occupy each of 132 SMs
+ENOUGH_PROGRAMS = 132
+
+
+class TileConfig(NamedTuple):
+    """Rows and outputs of a program, blocks of a round, warps and stages of its loads."""
+
+    rows: int
+    outputs: int
+    blocks: int
+    warps: int
+    stages: int
+
+
+def tile_config(rows: int, outputs: int, kind: str) -> TileConfig:
+    """The tile for a number of rows of x and outputs of a weight of `kind`."""
+    if rows > MANY:
+        wide = 128 if -(-rows // 128) * (outputs // 128) >= ENOUGH_PROGRAMS else 64
+        # int4 reads 32 KB of x a round: two rounds at a time fit the 99 KB of sm_89
+        return TileConfig(128, wide, 4, 8, 2 if kind == "int4" else 3)
+    padded = max(16, power_of_two(rows))
+    return TileConfig(padded, 32, 8, 4, 4)
+
+
+def multiply_tiles_ref(
+    x: torch.Tensor, weight: Words, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Reference of `multiply_tiles`, same arguments."""
+    return F.linear(x, weight.rows(slice(None), x.dtype), bias)
+
+
+def multiply_tiles(
+    x: torch.Tensor, weight: Words, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Multiply the rows of x [..., I] by a weight of few bits [O, I] by the Triton kernel of this
+    file.
+
+    x contiguous, in 16 bits; any number of rows. The weight is rounded to x's dtype, sums are
+    float32, and bias [O] is added before they are rounded. Returns [..., O].
+    """
+    outputs, inputs = weight.shape
+    rows = x.numel() // inputs
+    out = torch.empty(*x.shape[:-1], outputs, dtype=x.dtype, device=x.device)
+    config = tile_config(rows, outputs, weight.kind)
+    # programs of the same outputs follow each other, so that their weights come from the cache
+    grid = -(-rows // config.rows), -(-outputs // config.outputs)
+    tiles_kernel[grid](
+        x,
+        weight.values,
+        weight.scales,
+        weight.scales if weight.offsets is None else weight.offsets,
+        weight.scales if bias is None else bias,
+        out,
+        rows,
+        outputs,
+        inputs,
+        weight.values.shape[1] // WORDS,
+        weight.scales.shape[1],
+        blocks_of_group(weight),
+        SIXTEEN,
+        ROWS=config.rows,
+        OUTPUTS=config.outputs,
+        BLOCKS=config.blocks,
+        PARTS=PARTS[weight.kind],
+        OFFSETS=weight.offsets is not None,
+        BIAS=bias is not None,
+        EVEN=inputs % (config.blocks * weight.columns_of_block) == 0,
+        STAGES=config.stages,
+        num_warps=config.warps,
+        # of 32 rows: left alone ptxas aims at 72 for sm_89, and spills 8 bytes
+        **(dict(maxnreg=128) if config.warps == 4 else {}),
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["sixteen"])
+def tiles_kernel(
+    x,
+    words,
+    scales,
+    offsets,
+    bias,
+    out,
+    rows,
+    outputs,
+    inputs,
+    blocks,
+    groups,
+    per_group,
+    sixteen,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Compute OUTPUTS outputs of ROWS rows: grid (tiles of rows, tiles of outputs).
+
+    Rows and outputs beyond the last ones read the last ones again, and are not stored.
+    """
+    kind = x.dtype.element_ty
+    WIDTH: tl.constexpr = 4 * BLOCKS
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    n = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    row = x + tl.minimum(r, rows - 1).to(tl.int64)[:, None] * inputs
+    first = words + tl.minimum(n, outputs - 1).to(tl.int64)[:, None] * (blocks * 4)
+    acc = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    for start in tl.range(0, blocks, BLOCKS, num_stages=STAGES):
+        at = start * 4 + tl.arange(0, WIDTH)
+        b = start + tl.arange(0, BLOCKS)
+        if EVEN:
+            tile = tl.load(first + at[None, :])
+        else:
+            tile = tl.load(first + at[None, :], mask=(at < blocks * 4)[None, :], other=0)
+        inside = (n < outputs)[:, None] & (b < blocks)[None, :]
+        scale, offset = block_scales(
+            scales, offsets, n, b // per_group, groups, inside, PARTS, OFFSETS, False
+        )
+        scale = tl.broadcast_to(scale[:, :, None], [OUTPUTS, BLOCKS, 4])
+        scale = tl.reshape(scale, [OUTPUTS, WIDTH])
+        if OFFSETS or PARTS == 8:
+            offset = tl.broadcast_to(offset[:, :, None], [OUTPUTS, BLOCKS, 4])
+            offset = tl.reshape(offset, [OUTPUTS, WIDTH])
+        for part in tl.static_range(PARTS):
+            k = (at // 4) * (4 * PARTS) + 4 * part + at % 4
+            if EVEN:
+                columns = tl.load(row + k[None, :])
+            else:
+                columns = tl.load(row + k[None, :], mask=(k < inputs)[None, :], other=0.0)
+            weight = unpacked(tile, sixteen, part, PARTS, False) * scale
+            if OFFSETS or PARTS == 8:
+                weight += offset
+            acc = tl.dot(columns, tl.trans(weight.to(kind)), acc)
+    if BIAS:
+        acc += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
+    to = out + r.to(tl.int64)[:, None] * outputs + n[None, :]
+    tl.store(to, acc.to(kind), mask=(r < rows)[:, None] & (n < outputs)[None, :])

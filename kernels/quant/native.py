@@ -1,0 +1,285 @@
+"""Products with weights of few bits by the C++ kernels: a few rows of floats meet weights that are
+widened in registers, many rows meet pieces of the weight that are floats in a core's cache.
+
+Activations are never rounded. Sums are float32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from kernels.native.kinds import FLOATS
+from kernels.native.library import Binding, Case, loaded
+from kernels.quant.matrix import Quantised
+
+LANES = 16  # outputs of a panel
+PARTS = {"int8": 4, "int4": 8}  # columns of a 32-bit word
+ZERO = {"int8": 0, "int4": 8}  # what is taken from a value, so that a part has a sign
+MOST_ROWS = 8  # rows that are multiplied in registers
+FOLD = 64  # columns that are summed before their scale, at most
+TILE = 6  # rows of a tile, where there are many
+
+
+class _Product(ctypes.Structure):
+    """`Product` of few_bits.cpp."""
+
+    _fields_ = [
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "x", "values", "scales", "offsets", "bias", "residual", "out", "scratch"
+            )  # fmt: skip
+        ),
+        *(
+            (name, ctypes.c_int)
+            for name in (
+                "rows", "outputs", "inputs", "words", "group", "fold", "bits", "zero",
+                "kind", "scale_kind", "bias_kind", "out_kind", "gated", "threads",
+            )  # fmt: skip
+        ),
+    ]  # fmt: skip
+
+
+_BINDING = Binding("products with weights of few bits", omnikv_sizeof_few_bits=_Product)
+
+
+def usable() -> bool:
+    """Whether the C++ products with weights of few bits run in this thread."""
+    return _BINDING.usable()
+
+
+def held_as_panels(kind: str, group: int, columns: int, plain: bool = True) -> bool:
+    """Whether panels can hold a matrix: int8 or int4 whose groups are whole words, or whole rows.
+
+    plain: without a table and outliers.
+    """
+    return plain and kind in PARTS and (group >= columns or group % PARTS[kind] == 0)
+
+
+def panel_bytes(kind: str, shape: tuple[int, int], group: int, offsets: bool) -> int:
+    """Count the bytes of a matrix [O, I] in panels."""
+    rows, columns = shape
+    groups = -(-columns // group)
+    scales = (4 if kind == "int8" and groups == 1 else 2) * groups * (2 if offsets else 1)
+    return -(-rows // LANES) * LANES * (4 * -(-columns // PARTS[kind]) + scales)
+
+
+@dataclass(frozen=True)
+class Panels:
+    """A matrix [O, I] of int8 or int4 as few_bits.cpp reads it.
+
+    values: int32 [panels, words, LANES], a word of PARTS columns, the first in its lowest bits,
+    int4 less 8. scales, offsets: [panels, groups, LANES], or no offsets. Rows are filled up
+    to whole panels.
+    """
+
+    kind: str
+    shape: tuple[int, int]
+    group: int
+    values: torch.Tensor
+    scales: torch.Tensor
+    offsets: torch.Tensor | None
+
+    @classmethod
+    def of(cls, weight: Quantised) -> Panels:
+        """Lay a matrix [O, I] out, its permutation aside. Scales of int8 rows are float32, all
+        others 16 bits: where they are not, float16 if that can, else bfloat16. Raises ValueError
+        unless `held_as_panels`.
+        """
+        plain = weight.table is None and weight.outliers is None
+        if not held_as_panels(weight.kind, weight.group, weight.shape[1], plain):
+            raise ValueError(f"{weight.kind} in groups of {weight.group}: no panels hold that")
+        rows, columns = weight.shape
+        panels, words = -(-rows // LANES), -(-columns // PARTS[weight.kind])
+        values = torch.zeros(panels, words, LANES, dtype=torch.int32)
+        step = max(1, (1 << 20) // columns // LANES)  # panels at a time
+        for start in range(0, panels, step):
+            part = weight.values[start * LANES : (start + step) * LANES].view(torch.uint8)
+            whole = part ^ 0x88 if weight.kind == "int4" else part
+            count = -(-len(whole) // LANES)
+            short = 0, 4 * words - whole.shape[1], 0, count * LANES - len(whole)
+            whole = F.pad(whole, short).contiguous().view(torch.int32).view(count, LANES, words)
+            values[start : start + count] = whole.transpose(1, 2)
+        kept = _scale_dtype(weight)
+        scales = _paneled((_spoken(weight) if weight.kind == "int4" else weight.scales).to(kept))
+        offsets = None if weight.offsets is None else _paneled(weight.offsets.to(kept))
+        group = min(weight.group, columns)
+        return cls(weight.kind, weight.shape, group, values, scales, offsets)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of values, scales and offsets."""
+        held = (self.values, self.scales, self.offsets)
+        return sum(t.numel() * t.element_size() for t in held if t is not None)
+
+    def quantised(self, rows: slice | torch.Tensor) -> Quantised:
+        """Some rows, a slice or int64 indices, as they came: values [rows, I] in few bits."""
+        if isinstance(rows, slice):
+            rows = torch.arange(*rows.indices(self.shape[0]))
+        panel, lane = rows // LANES, rows % LANES
+        bytes_ = self.values[panel, :, lane].view(torch.uint8)  # [rows, 4 * words]
+        if self.kind == "int8":
+            values = bytes_[:, : self.shape[1]].view(torch.int8)
+        else:
+            values = bytes_[:, : self.shape[1] // 2] ^ 0x88
+        offsets = None if self.offsets is None else self.offsets[panel, :, lane]
+        return Quantised(self.kind, values, self.scales[panel, :, lane], self.group, offsets)
+
+    def rows(self, rows: slice | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Dequantise some rows, a slice or int64 indices: [rows, I] of `dtype`."""
+        return self.quantised(rows).rows(slice(None), dtype)
+
+
+def product(
+    x: torch.Tensor,
+    weight: Panels,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Multiply the rows of x [..., I] by a weight [O, I]; any number of rows.
+
+    x in float32, bfloat16 or float16, contiguous. bias [O] is added, then residual [..., O] of x's
+    dtype. gated: the first half of the outputs goes through SiLU and scales the second (SwiGLU,
+    arXiv 2002.05202), so there are O / 2. Sums are float32 and rounded to the dtype of x after the
+    product, after SiLU and at the end, where torch's operators round. out_dtype: of the result,
+    x's by default. Returns [..., O or O / 2], new.
+    """
+    library = loaded()
+    outputs, inputs = weight.shape
+    rows = x.numel() // inputs
+    if gated and rows > MOST_ROWS:
+        gate, up = product(x, weight, bias).chunk(2, -1)
+        y = F.silu(gate).mul_(up)
+        y = y if residual is None else y.add_(residual)
+        return y.to(out_dtype or x.dtype)
+    out = torch.empty(*x.shape[:-1], outputs // 2 if gated else outputs, dtype=out_dtype or x.dtype)
+    words, parts = weight.values.shape[1], PARTS[weight.kind]
+    fold = _fold(weight.group, inputs, parts)
+    if rows <= MOST_ROWS:
+        padded = -(-words * parts // LANES) * LANES
+        scratch = torch.empty(rows, padded + -(-padded // fold) + len(weight.values) * LANES)
+    else:
+        scratch = torch.empty(-(-rows // TILE) * TILE * words * parts)
+    call = _Product(
+        x.data_ptr(), weight.values.data_ptr(), weight.scales.data_ptr(), _at(weight.offsets),
+        _at(bias), _at(residual), out.data_ptr(), scratch.data_ptr(),
+        rows, outputs, inputs, words, weight.group, fold, 32 // parts, ZERO[weight.kind],
+        FLOATS[x.dtype], FLOATS[weight.scales.dtype], 0 if bias is None else FLOATS[bias.dtype],
+        FLOATS[out.dtype], gated, torch.get_num_threads(),
+    )  # fmt: skip
+    library.omnikv_few_bits(ctypes.byref(call), rows > MOST_ROWS)
+    return out
+
+
+def multiply_panels(
+    x: torch.Tensor, weight: Panels, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Multiply the rows of x [R, I] by a weight [O, I]: `product`, as one operator where
+    torch.compile looks.
+    """
+    if not torch.compiler.is_compiling():
+        return product(x, weight, bias)
+    held = weight.values, weight.scales, weight.offsets
+    return multiply_panels_op(x, *held, bias, weight.kind, weight.group, *weight.shape)
+
+
+@torch.library.custom_op("omnikv::multiply_panels", mutates_args=())
+def multiply_panels_op(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    offsets: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    kind: str,
+    group: int,
+    outputs: int,
+    inputs: int,
+) -> torch.Tensor:
+    """`multiply_panels` in plain tensors."""
+    return product(x, Panels(kind, (outputs, inputs), group, values, scales, offsets), bias)
+
+
+@multiply_panels_op.register_fake
+def _(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    offsets: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    kind: str,
+    group: int,
+    outputs: int,
+    inputs: int,
+) -> torch.Tensor:
+    return x.new_empty(x.shape[0], outputs)
+
+
+def _at(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _fold(group: int, inputs: int, parts: int) -> int:
+    """Columns that are summed before their scale: all of a short group, else whole words of it."""
+    if group <= 2 * FOLD and group % parts == 0:
+        return group
+    if group >= inputs:
+        return FOLD
+    return next(size for size in (64, 32, 16, 8, 4) if group % size == 0)
+
+
+def _spoken(weight: Quantised) -> torch.Tensor:
+    """The scales of an int4 matrix, 0 where a group's values are all 0: it says nothing there, and
+    8 of it less 8 of it would leave rounding errors of any size.
+    """
+    rows, columns = weight.shape
+    group = min(weight.group, columns)
+    whole = F.pad(weight.values, (0, -columns % group // 2))
+    some = whole.reshape(rows, -1, group // 2).amax(2) != 0
+    return torch.where(some, weight.scales, torch.zeros_like(weight.scales))
+
+
+def _scale_dtype(weight: Quantised) -> torch.dtype:
+    """The dtype in which panels keep scales and offsets."""
+    if weight.kind == "int8" and weight.scales.shape[1] == 1:
+        return torch.float32
+    if weight.scales.dtype != torch.float32:
+        return weight.scales.dtype
+    held = weight.scales.abs()
+    least, most = held.masked_fill(held == 0, 1.0).min(), held.max()
+    if weight.offsets is not None:
+        most = torch.maximum(most, weight.offsets.abs().max())
+    limits = torch.finfo(torch.float16)
+    # below its normal numbers float16 loses bits, where bfloat16 does not
+    fits = bool(least >= limits.smallest_normal and most <= limits.max)
+    return torch.float16 if fits else torch.bfloat16
+
+
+def _paneled(scales: torch.Tensor) -> torch.Tensor:
+    """[O, groups] as [panels, groups, LANES], 0 beyond the last row."""
+    short = -len(scales) % LANES
+    whole = F.pad(scales, (0, 0, 0, short)).view(-1, LANES, scales.shape[1])
+    return whole.transpose(1, 2).contiguous()
+
+
+@_BINDING.self_test
+def _products() -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(1)
+    for kind, columns in (("int8", 64), ("int4", 32)):
+        values = torch.randint(-127, 128, (40, columns), generator=generator).to(torch.int8)
+        values = values if kind == "int8" else values.view(torch.uint8)
+        # as panels hold them
+        scales = torch.rand(40, 2, generator=generator).half().float() + 0.5
+        weight = Quantised(kind, values, scales.half().float(), 32)
+        whole = weight.dense(torch.float32).double()
+        # in registers, and in tiles
+        for dtype, rows in ((torch.float32, 3), (torch.float32, 20), (torch.bfloat16, 20)):
+            x = torch.randn(rows, 64, generator=generator).to(dtype)
+            name = f"a product of {rows} rows with {kind} in {dtype}"
+            yield name, product(x, Panels.of(weight)), x.double() @ whole.t(), dtype

@@ -1,0 +1,1 @@
+"""A bank's rows in every form."""

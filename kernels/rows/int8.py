@@ -1,0 +1,91 @@
+"""Rows of K and V in 8 bits: a number per element and one scale per token and head.
+
+A packed row is int8 [D + 4]: D values, then the bytes of a float32 scale; an element is value *
+scale. D is a multiple of 4, so a scale is aligned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from kernels.native.kinds import Kind
+from kernels.native.library import Case
+from kernels.rows import native
+from kernels.rows.hadamard import transformed_rows
+
+SCALE = 4  # bytes of a scale
+TOP = 127  # the largest value; -128 is never used
+# below this a scale is subnormal, and some devices flush its reciprocal: such a row is zero
+LEAST = 2.0**-126
+
+
+def width(head_dim: int) -> int:
+    """Count the bytes of a head's row."""
+    return head_dim + SCALE
+
+
+def dim(row: int) -> int:
+    """Return the head dimension of rows of so many bytes."""
+    return row - SCALE
+
+
+def pack(x: torch.Tensor) -> torch.Tensor:
+    """Round x [.., D] of any float dtype to packed rows, int8 [.., D + 4].
+
+    The scale is the largest magnitude / 127, so an element is off by half a scale at most, 1/254 of
+    the row's largest. A row whose scale would be below 2^-126 becomes zero; one with an infinity or
+    NaN unpacks to values that are not finite.
+    """
+    out = torch.empty(*x.shape[:-1], x.shape[-1] + SCALE, dtype=torch.int8, device=x.device)
+    if native.takes(native.INT8, x):
+        return native.pack(x, out, Kind.INT8)
+    return _packed(x, out)
+
+
+def _packed(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """`pack` into out, by torch's operators."""
+    wide = x.float()
+    # a division would be rounded differently by a compiler that multiplies by 1/127
+    scale = wide.abs().amax(-1, keepdim=True) * (1.0 / TOP)
+    scale = torch.where(scale < LEAST, 0.0, scale)
+    inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
+    # half-way cases go up: `store_row` has no other rounding
+    out[..., :-SCALE] = (wide * inverse).add_(0.5).floor_()
+    out[..., -SCALE:] = scale.contiguous().view(torch.int8)
+    return out
+
+
+@native.INT8.self_test
+def _rounding() -> Iterator[Case]:
+    x = native.rows_to_try()
+    found, expected = (x.new_empty(40, width(64), dtype=torch.int8) for _ in range(2))
+    yield "int8 rows", native.pack(x, found, Kind.INT8), _packed(x, expected), torch.int8
+
+
+def pack_keys(k: torch.Tensor) -> torch.Tensor:
+    """Round rows of K [.., D] of any float dtype to packed rows, int8 [.., D + 4]: `pack` of the
+    transformed rows.
+    """
+    return pack(transformed_rows(k))
+
+
+def pack_values(v: torch.Tensor) -> torch.Tensor:
+    """Round rows of V [.., D] of any float dtype to packed rows: `pack` of them as they are."""
+    return pack(v)
+
+
+def values(rows: torch.Tensor) -> torch.Tensor:
+    """View the values of packed rows: int8 [.., D]."""
+    return rows[..., :-SCALE]
+
+
+def scales(rows: torch.Tensor) -> torch.Tensor:
+    """View the scales of packed rows: float32 [..]."""
+    return rows[..., -SCALE:].view(torch.float32).squeeze(-1)
+
+
+def widen(rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Write the values of packed rows into out [.., D] float32, and return it."""
+    return out.copy_(values(rows))

@@ -1,0 +1,81 @@
+"""Rows of K and V rounded to few bits, and transformed, by the C++ kernels.
+
+The bits are those of the forms in torch (kernels/rows/int8.py, rows_int4.py, rows_fp8.py,
+hadamard.py), in a tenth of their time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from kernels.native.kinds import PACKED, Kind
+from kernels.native.library import Binding, loaded
+from kernels.rows.transform_size import query_factor, run_length
+
+LANES = 16  # rows are whole vectors
+LONGEST = 1024  # elements of a row
+
+
+# each module that rounds or transforms adds what its own operators give
+INT8, INT4, FP8 = Binding("int8 rows"), Binding("int4 rows"), Binding("fp8 rows")
+TRANSFORM = Binding("the Hadamard transform")
+
+
+def takes(binding: Binding, x: torch.Tensor) -> bool:
+    """Whether the C++ kernels of a binding run, and take rows like x [.., D]."""
+    dim = x.shape[-1]
+    fits = x.device.type == "cpu" and not dim % LANES and dim <= LONGEST
+    return fits and binding.usable()
+
+
+def rows_to_try() -> torch.Tensor:
+    """Rows [40, 64] for self-tests: large, small and zero ones."""
+    x = torch.randn(40, 64, generator=torch.Generator().manual_seed(1))
+    return x * 10.0 ** torch.arange(-30, 10, 1)[:, None] * (torch.arange(40) > 0)[:, None]
+
+
+def pack(x: torch.Tensor, out: torch.Tensor, kind: Kind) -> torch.Tensor:
+    """Round rows x [.., D] of any float dtype into out [.., bytes of a row], contiguous, and return
+    it. int4 takes a D of 256 at most.
+    """
+    library = loaded()
+    assert out.is_contiguous()
+    wide = x.float().contiguous()
+    library.omnikv_pack(
+        ctypes.c_void_p(wide.data_ptr()),
+        ctypes.c_long(wide.numel() // max(1, wide.shape[-1])),
+        wide.shape[-1],
+        out.shape[-1],
+        kind,
+        torch.get_num_threads(),
+        ctypes.c_void_p(out.data_ptr()),
+    )
+    return out
+
+
+def transform(x: torch.Tensor, run: int, factor: int) -> torch.Tensor:
+    """Transform rows [.., D] of any float dtype: the Hadamard transform of runs of `run` elements
+    and of the halves, divided by `factor`. Returns float32; sums are float64.
+    """
+    library = loaded()
+    wide = x.float().contiguous()
+    out = torch.empty_like(wide)
+    library.omnikv_transform(
+        ctypes.c_void_p(wide.data_ptr()),
+        ctypes.c_long(wide.numel() // max(1, wide.shape[-1])),
+        wide.shape[-1],
+        run,
+        ctypes.c_double(factor),
+        torch.get_num_threads(),
+        ctypes.c_void_p(out.data_ptr()),
+    )
+    return out
+
+
+def stored_queries(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Return float32 queries [.., D] for products with the rows of K as k holds them."""
+    if k.dtype not in PACKED:
+        return q
+    return transform(q, run_length(q.shape[-1]), query_factor(q.shape[-1]))

@@ -1,0 +1,210 @@
+"""Tiles of a bank's rows in Triton: what a kernel that reads or writes rows of any form
+(kernels/rows/forms.py) calls. The element type of a pointer says the form, so that a kernel has one
+text.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.launch.shapes import softmax_step
+from kernels.launch.triton import tl, triton
+from kernels.rows.hadamard import row_factor, run_length, transformed_halves
+from kernels.rows.int4_tiles import (
+    load_odd_keys,
+    load_odd_values,
+    odd_value_scales,
+    store_odd_key,
+    store_odd_value,
+)
+
+
+@triton.jit
+def load_tile(rows, at, stride, d, inside, like):
+    """Load elements d of rows of floats, or values of a byte each in the dtype of `like`:
+    [BLOCK, DP], 0 where not inside.
+    """
+    place = rows + at[:, None] * stride + d[None, :]
+    if rows.dtype.element_ty == tl.float8e4nv:
+        # as bytes: the interpreter knows no zero of 8 bits
+        tile = tl.load(place.to(tl.pointer_type(tl.uint8)), mask=inside, other=0)
+        tile = tile.to(tl.float8e4nv, bitcast=True)
+    else:
+        tile = tl.load(place, mask=inside, other=0)
+    if packed(rows.dtype):
+        # by way of float32: the interpreter knows no other road to bfloat16
+        tile = tile.to(tl.float32).to(like.dtype)
+    return tile
+
+
+@triton.jit
+def load_keys(rows, at, stride, d, live, like, D: tl.constexpr):
+    """Load a tile [BLOCK, DP] of K rows at [BLOCK], of `stride` elements each, for the product with
+    the queries, which `stored_queries` has transformed; of packed rows the values, exact in 16
+    bits, whose scales `scaled_logits` applies.
+
+    rows: pointer to the first row of a head; d [DP]; live: mask [BLOCK], rows beyond it are any
+    finite values; like: a tensor of the queries' dtype, in which packed rows are returned.
+    """
+    inside = live[:, None] & (d < D)[None, :]
+    if rows.dtype.element_ty == tl.uint8:
+        tile = load_odd_keys(rows, at, stride, d, inside, D).to(tl.float32).to(like.dtype)
+    else:
+        tile = load_tile(rows, at, stride, d, inside, like)
+    return tile
+
+
+@triton.jit
+def key_product(rows, tile):
+    """Multiply queries [M, DP] by a tile of `load_keys` [BLOCK, DP]: float32 [M, BLOCK]. float32
+    queries of a tile in 16 bits go in as two numbers of 16 bits each, their value and what it
+    leaves, so that tensor cores multiply them.
+    """
+    if rows.dtype == tl.float32 and tile.dtype != tl.float32:
+        high = rows.to(tile.dtype)
+        low = (rows - high.to(tl.float32)).to(tile.dtype)
+        found = tl.dot(high, tl.trans(tile), input_precision="ieee")
+        found += tl.dot(low, tl.trans(tile), input_precision="ieee")
+    else:
+        found = tl.dot(rows, tl.trans(tile), input_precision="ieee")
+    return found
+
+
+@triton.constexpr_function
+def packed(dtype):
+    """Whether rows of a pointer's dtype are packed: a constant of the compiled kernel."""
+    return dtype.element_ty in (tl.int8, tl.uint8, tl.float8e4nv)
+
+
+@triton.jit
+def key_scales(rows, at, stride, live, D: tl.constexpr):
+    """Load the scales [BLOCK] of packed rows of K; 0 where not live."""
+    place = rows + at * stride + D
+    if rows.dtype.element_ty == tl.uint8:
+        place -= D // 2 - D // 8
+    return tl.load(place.to(tl.pointer_type(tl.float32)), mask=live, other=0.0)
+
+
+@triton.jit
+def value_scales(rows, at, stride, live, D: tl.constexpr):
+    """Load the scales [BLOCK] of packed rows of V; 0 where not live."""
+    if rows.dtype.element_ty == tl.uint8:
+        scale = odd_value_scales(rows, at, stride, live, D)
+    else:
+        place = (rows + at * stride + D).to(tl.pointer_type(tl.float32))
+        scale = tl.load(place, mask=live, other=0.0)
+    return scale
+
+
+@triton.jit
+def scaled_logits(logits, rows, at, stride, live, D: tl.constexpr):
+    """Apply the scales of the K rows at [BLOCK] to their logits [M, BLOCK], if they are packed."""
+    if packed(rows.dtype):
+        logits = logits * key_scales(rows, at, stride, live, D)[None, :]
+    return logits
+
+
+@triton.jit
+def load_values(rows, at, stride, d, live, like, D: tl.constexpr, SCALED: tl.constexpr):
+    """Load a tile of V rows, arguments as `load_keys`. Packed rows come as their values, for
+    `softmax_tile`; with SCALED, and in float16, as value * scale, rounded once: weights times a
+    scale would be subnormal in float16.
+    """
+    inside = live[:, None] & (d < D)[None, :]
+    if rows.dtype.element_ty == tl.uint8:
+        tile = load_odd_values(rows, at, stride, d, live, inside, D).to(tl.float32).to(like.dtype)
+    else:
+        tile = load_tile(rows, at, stride, d, inside, like)
+    if packed(rows.dtype) and (SCALED or like.dtype == tl.float16):
+        scale = value_scales(rows, at, stride, live, D)[:, None]
+        tile = (tile.to(tl.float32) * scale).to(like.dtype)
+    return tile
+
+
+@triton.jit
+def softmax_tile(scores, values, rows, at, stride, live, m, total, acc, D: tl.constexpr):
+    """Take a tile of `load_values` without SCALED into an online softmax, as `softmax_step` does:
+    scales of packed rows go with the weights. Of few queries those are fewer than the values.
+    """
+    if packed(rows.dtype) and values.dtype != tl.float16:
+        scale = value_scales(rows, at, stride, live, D)
+        m, total, acc = softmax_step(scores, values, m, total, acc, scale)
+    else:
+        m, total, acc = softmax_step(scores, values, m, total, acc)
+    return m, total, acc
+
+
+@triton.jit
+def row_scale(most, TOP: tl.constexpr):
+    """Return (scale, its reciprocal) of a row whose largest magnitude is `most`, which becomes TOP:
+    see `pack`.
+    """
+    scale = most.to(tl.float32) * (1.0 / TOP)
+    scale = tl.where(scale < 1.1754943508222875e-38, 0.0, scale)
+    return scale, tl.where(scale > 0, 1.0 / tl.where(scale > 0, scale, 1.0), 0.0)
+
+
+@triton.jit
+def float8_bits(x):
+    """Round x, at most 448 in magnitude, to float8_e4m3fn, halves to even: its bits, int32. As
+    whole numbers, since the interpreter rounds otherwise than torch and the hardware do.
+    """
+    bits = tl.abs(x).to(tl.int32, bitcast=True)
+    # four bits of the mantissa are left, and the exponent begins at -7 instead of -127
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
+    # below 2^-6 in steps of 2^-9, which the sum with 2^23 rounds to
+    small = (tl.abs(x) * 512.0 + 8388608.0).to(tl.int32, bitcast=True) & 255
+    return tl.where(tl.abs(x) < 0.015625, small, normal) | tl.where(x < 0, 128, 0)
+
+
+@triton.jit
+def store_row(
+    to,
+    first,
+    second,
+    h,
+    HALF: tl.constexpr,
+    B: tl.constexpr,
+    FACTOR: tl.constexpr,
+    ODD: tl.constexpr = 0,
+):
+    """Store one head's new row in the form of the bank `to`, given its halves [HP], which are zero
+    beyond HALF; h [HP]: 0, 1, ... B, FACTOR: those of `transform_of` for a row of K, 0 for a row
+    that is stored as it is. ODD: 1 where the second half of a row of floats is one shorter.
+    """
+    if (to.dtype.element_ty == tl.int8) | (to.dtype.element_ty == tl.float8e4nv):
+        low, high = first.to(tl.float32), second.to(tl.float32)
+        if B > 0:
+            low, high = transformed_halves(first, second, B, FACTOR)
+        most = tl.maximum(tl.max(tl.abs(low), 0), tl.max(tl.abs(high), 0))
+        whole: tl.constexpr = to.dtype.element_ty == tl.int8
+        scale, inverse = row_scale(most, 127 if whole else 448)
+        if whole:
+            low, high = tl.floor(low * inverse + 0.5), tl.floor(high * inverse + 0.5)
+        else:
+            low, high = float8_bits(low * inverse), float8_bits(high * inverse)
+        values = to.to(tl.pointer_type(tl.int8 if whole else tl.uint8))
+        tl.store(values + h, low.to(values.dtype.element_ty), mask=h < HALF)
+        tl.store(values + HALF + h, high.to(values.dtype.element_ty), mask=h < HALF)
+        tl.store((to + 2 * HALF).to(tl.pointer_type(tl.float32)), scale)
+    elif to.dtype.element_ty == tl.uint8:
+        if B > 0:
+            low, high = transformed_halves(first, second, B, FACTOR)
+            store_odd_key(to, low, high, h, HALF)
+        else:
+            store_odd_value(to, first.to(tl.float32), second.to(tl.float32), h, HALF)
+    else:
+        tl.store(to + h, first.to(to.dtype.element_ty), mask=h < HALF)
+        tl.store(to + HALF + h, second.to(to.dtype.element_ty), mask=h < HALF - ODD)
+
+
+def store_warps(dtype: torch.dtype) -> int:
+    """Choose the warps of a program that stores one row: the search for a scale of
+    kernels/rows/int4.py takes 255 registers of one warp, and spills.
+    """
+    return 4 if dtype == torch.uint8 else 1
+
+
+def transform_of(head_dim: int) -> dict[str, int]:
+    """What a kernel that stores rows of K takes to transform them."""
+    return dict(B=run_length(head_dim), FACTOR=row_factor(head_dim))

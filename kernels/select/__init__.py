@@ -1,0 +1,1 @@
+"""Scores of tokens and the k largest."""

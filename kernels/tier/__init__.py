@@ -1,0 +1,1 @@
+"""The host tier: slots of a working set, gathering from pinned memory."""

@@ -1,0 +1,138 @@
+"""Documents that a chat is given: in other formats than text, and several of them.
+
+Stops: a document's source read as its text, a document dropped or cut without a word, a passage
+said to be of another file.
+"""
+
+import gzip
+import json
+
+import pytest
+
+from engine.chat.cli import main
+from tests.engine.chat.typed_chat import chat
+from tests.engine.text.papers_made import docx, epub, odt, paragraph, pdf
+
+HTML = (
+    b"<!DOCTYPE html><html><head><title>T</title><style>p { color: red }</style>"
+    b"<script>alert(1)</script></head><body><h1>Lily</h1><p>She &amp; I<br>ran.</p></body></html>"
+)
+READ = {
+    "a.pdf": (pdf("Once there was Lily.", "She ran."), "PDF, 2 pages, read as text"),
+    "a.docx": (docx(paragraph("Once there ", "was Lily.") + paragraph("She ran.")), "DOCX, read"),
+    "a.odt": (odt("<text:p>Once there was Lily.</text:p><text:p>She ran.</text:p>"), "ODT, read"),
+    "a.epub": (epub("<p>Once there was Lily.</p>", "<p>She ran.</p>"), "EPUB, 2 chapters, read"),
+    "a.txt.gz": (gzip.compress(b"Once there was Lily.\n\nShe ran.\n"), "gzip, read as text"),
+    "utf16.txt": ("Once there was Lily.\n\nShe ran.".encode("utf-16"), "UTF-16, read as text"),
+    "a.html": (
+        b"<html><script>alert(1)</script><p>Once there was <b>Lily</b>.<p>She ran.",
+        "HTML, read as text",
+    ),
+}
+
+
+def held(llm):
+    return llm.tokenizer.backend.decode(llm.sessions[0].ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("renamed", [False, True])
+def test_a_document_is_read_as_text_by_its_first_bytes(fake, capsys, tmp_path, name, renamed):
+    if name.endswith("pdf"):
+        pytest.importorskip("pypdf")
+    llm, (data, said) = fake("Lily."), READ[name]
+    path = tmp_path / ("renamed.txt" if renamed else name)
+    path.write_bytes(data)
+    assert main(["--model", "x", "-f", str(path), "-p", "Who?"]) == 0
+    assert "user: Once there was Lily.\n\nShe ran.\n\nWho?<|end|>" in held(llm)
+    assert f"{path.name}: {said}" in capsys.readouterr().err
+
+
+def test_several_documents_are_read_in_order_with_their_names(fake, capsys, tmp_path):
+    llm = fake("Lily.")
+    for name, text in (("b.txt", "Lily ran."), ("a.txt", "Tom sat.")):
+        (tmp_path / name).write_text(text + "\n")
+    flags = [part for name in ("b.txt", "a.txt") for part in ("-f", str(tmp_path / name))]
+    assert main(["--model", "x", *flags, "-p", "Who?", "--json"]) == 0
+    out = capsys.readouterr().out
+    assert "user: b.txt:\n\nLily ran.\n\na.txt:\n\nTom sat.\n\nWho?<|end|>" in held(llm)
+    assert json.loads(out)["documents"] == [
+        {"name": "b.txt", "characters": 9},
+        {"name": "a.txt", "characters": 8},
+    ]
+
+
+def test_a_document_given_twice_is_read_once_and_of_one_name_two_are_told_apart(
+    fake, capsys, tmp_path
+):
+    llm = fake("Lily.")
+    (tmp_path / "d").mkdir()
+    for place in (tmp_path / "a.txt", tmp_path / "d" / "a.txt"):
+        place.write_text(f"In {place.parent.name}.")
+    given = [tmp_path / "a.txt", tmp_path / "d" / "a.txt", tmp_path / "d" / ".." / "a.txt"]
+    flags = [part for path in given for part in ("-f", str(path))]
+    assert main(["--model", "x", *flags, "-p", "Who?"]) == 0
+    assert held(llm).count("In ") == 2 and f"{given[1]}:\n\nIn d." in held(llm)
+    assert f"{given[2]}: given twice, read once" in capsys.readouterr().err
+
+
+def test_several_documents_alone_are_no_message(fake, capsys, tmp_path):
+    """One document without a question is the message itself; of several none is."""
+    fake("Lily.")
+    for name in "ab":
+        (tmp_path / name).write_text("Lily ran.")
+    assert main(["--model", "x", "-f", str(tmp_path / "a"), "-f", str(tmp_path / "b")]) == 2
+    assert "-f: found 2 documents and no question, expected -p" in capsys.readouterr().err
+
+
+def test_read_takes_the_same_formats(fake, monkeypatch, capsys, tmp_path):
+    (tmp_path / "a.docx").write_bytes(READ["a.docx"][0])
+    llm = fake("Lily.")
+    code, out, err = chat(llm, monkeypatch, capsys, f"/read {tmp_path / 'a.docx'}", "Who?")
+    assert code == 0 and "a.docx: DOCX, read as text" in err
+    assert "Once there was Lily.\n\nShe ran.\n\nWho?" in held(llm)
+
+
+def begun(fake, monkeypatch, capsys, tmp_path, *lines):
+    """(model, stderr) of a chat over two documents that begins with a question."""
+    llm = fake("Lily.")
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(f"The text of {name} is a long one.")
+    flags = ["-i", "-f", str(tmp_path / "a.txt"), "-f", str(tmp_path / "b.txt")]
+    code, _, err = chat(llm, monkeypatch, capsys, "Who?", *lines, flags=flags)
+    assert code == 0
+    return llm, err
+
+
+def test_reset_goes_back_to_the_end_of_the_documents(fake, monkeypatch, capsys, tmp_path):
+    llm, err = begun(fake, monkeypatch, capsys, tmp_path, "/reset", "What?")
+    spelled, log = held(llm), llm.sessions[0].log
+    assert "text of b.txt is a long one.\n\nWhat?<|end|>" in spelled and "Who?" not in spelled
+    assert "a new conversation begins: a.txt, b.txt stay read (/reset all drops)" in err
+    assert not any(entry[0] == "truncate" and entry[2] == 0 for entry in log)
+
+
+def test_a_document_read_behind_a_question_is_dropped_by_name(fake, monkeypatch, capsys, tmp_path):
+    (tmp_path / "c.txt").write_text("The last one.")
+    lines = (f"/read {tmp_path / 'c.txt'}", "/reset", "What?")
+    llm, err = begun(fake, monkeypatch, capsys, tmp_path, *lines)
+    assert "b.txt stay read (/reset all drops); c.txt is no longer read: /read it again" in err
+    assert "The last one." not in held(llm)
+
+
+def test_reset_all_and_a_system_prompt_say_what_they_drop(fake, monkeypatch, capsys, tmp_path):
+    said = "a.txt, b.txt are no longer read: /read them again"
+    llm, err = begun(fake, monkeypatch, capsys, tmp_path, "/reset all", "What?")
+    assert f"the context is empty; {said}" in err and "a.txt" not in held(llm)
+    llm, err = begun(fake, monkeypatch, capsys, tmp_path, "/system Be brief.", "/reset")
+    assert f"since the prompt stands at its start; {said}" in err
+    assert "the context is empty; the system prompt stays" in err
+    _, err = begun(fake, monkeypatch, capsys, tmp_path, "/reset some")
+    assert "/reset: found 'some', expected nothing or all" in err
+
+
+def test_a_question_to_the_shipped_model_is_about_its_own_document(capsys):
+    flags = ["--threads", "1", "-n", "16", "-p", "What is the pass key of Alice?"]
+    assert main(flags) == 0
+    out, err = capsys.readouterr()
+    assert "66160" in out and "this model's own, welcome.txt, is read" in err

@@ -1,0 +1,68 @@
+"""What the chat says where there is nothing to show or to compare: in its own words, with a command
+that helps, and without a ranking that is none.
+"""
+
+import io
+
+import pytest
+
+from engine.chat.cli import main
+from tests.builders import POCKET, ROOT
+
+ASKED = "What is the pass key of Alice?"
+
+
+@pytest.fixture
+def said(monkeypatch, capsys):
+    """Standard error of the shipped model's chat over these lines."""
+
+    def run(*lines, flags=()):
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        assert main(["--threads", "1", "-n", "12", *flags]) == 0
+        return capsys.readouterr().err
+
+    return run
+
+
+def test_below_the_crossover_the_chat_says_from_where_on_a_method_is_sparse(said):
+    err = said("/method omnikv tokens=2048", ASKED, "/check", "/sources")
+    assert "nothing is read again; full attention until then: sparse from " in err
+    told = "tokens on; this context has 1,6"
+    assert err.count(told) == 2 and "tokens on; this context has 1,586" in err
+    assert "nothing to compare: " in err and "checking" not in err
+    assert err.count("/method omnikv dense_below=0") == 2 and "--" not in err.split("nothing to")[1]
+
+
+def test_the_setting_that_it_names_works(said):
+    err = said("/method omnikv dense_below=0 tokens=64", ASKED, "/check 4", "/sources 1")
+    assert "checked 4 steps" in err and "welcome.txt, line 61" in err and "sparse from" not in err
+
+
+@pytest.mark.parametrize("name", ["full", "h2o"])
+def test_check_under_a_method_that_chooses_nothing_is_in_the_chats_words(said, name):
+    err = said(f"/method {name}", ASKED, "/check", "/sources")
+    assert "nothing to compare: " in err and "method=OmniKV(" not in err and "checking" not in err
+    assert "/method omnikv dense_below=0" in err and "--dense-below" not in err
+
+
+def test_pages_that_tie_are_not_ranked(said, tmp_path):
+    path = tmp_path / "read.html"
+    err = said("/method quest", ASKED, "/sources", f"/sources {path}")
+    assert "quest does not rank them" in err and "% of" not in err
+    assert "alike: the page shows none of them" in err
+    assert '"totals": [0.0, 0.0' in path.read_text()
+
+
+def test_drafts_that_were_looked_up_are_said_to_be(said):
+    flags = ["--model", str(POCKET), "-i", "-f", str(POCKET / "hint.txt"), "--dense-below", "0"]
+    flags += ["--tokens", "32", "--tail", "64"]
+    err = said("/method exact draft=3", "Hello", "/sources", flags=flags)
+    assert "drafts were copied from where the same words stood before" in err
+    assert "/method exact lookup=False" in err and "--draft" not in err
+
+
+def test_a_file_that_is_no_session_is_not_to_be_deleted(said):
+    for name in ("README.md", "weights/pocket/model.safetensors", "Makefile"):
+        err = said(f"/load {ROOT / name}")
+        assert "found no saved session, expected a file that /save wrote" in err
+        assert "delete" not in err

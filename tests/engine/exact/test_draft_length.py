@@ -1,0 +1,237 @@
+"""How many tokens exact mode drafts, and that what it writes keeps full attention's distribution.
+
+Stops: drafting that goes on where nothing is accepted, a length that never changes or always does,
+an acceptance rule that bends the distribution.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine import Exact, Full, OmniKV, SamplingParams
+from engine.exact.draft_length import PROBE, Acceptance, DraftLength
+from engine.exact.prompt_lookup import PromptLookup
+from engine.plan.exact_costs import ExactCosts
+from engine.sampling.sampler import Sampler
+from tests.builders import session_config, tiny_llm
+from tools.bench.shapes import shape_config, shape_filters
+
+VOCAB = 5
+
+
+def long_context(drafts):
+    """Costs at a long context: a draft reads little."""
+    return 1.0 + 0.12 * drafts + (0.1 if drafts else 0.0)
+
+
+def short_context(drafts):
+    """Costs where reading the weights is all: a draft costs nearly a step."""
+    return 1.0 + 0.9 * drafts + (0.1 if drafts else 0.0)
+
+
+def after(length, cycles, cost):
+    """Feed (accepted, rejected) to a DraftLength; the lengths that it chose."""
+    chosen = []
+    for accepted in cycles:
+        drafts = length.choose(7, cost)
+        chosen.append(drafts)
+        length.acceptance.learn(min(accepted, drafts), accepted < drafts)
+    return chosen
+
+
+def test_the_length_follows_what_is_accepted():
+    assert after(DraftLength(), [7] * 30, long_context)[-1] == 7
+    few = after(DraftLength(), [2] * 40, long_context)[-10:]
+    assert set(few) <= {2, 3}
+    assert after(DraftLength(), [7] * 30, short_context) == [0] * 30
+
+
+def test_drafting_stops_where_nothing_is_accepted_and_is_tried_again():
+    length = DraftLength()
+    chosen = after(length, [0] * 400, long_context)
+    started = next(i for i, drafts in enumerate(chosen) if drafts == 0)
+    assert started < 12, "a bad drafter costs a few cycles"
+    rest = chosen[started:]
+    assert 3 <= sum(map(bool, rest)) <= 400 // PROBE + 1
+    assert set(rest) <= {0, 1}
+    # what a bad drafter costs in the long run: under 3%
+    spent = sum(map(long_context, chosen))
+    assert spent < 1.03 * len(chosen) + 12
+    assert after(length, [7] * 400, long_context)[-1] == 7, "and it comes back"
+
+
+def test_a_length_stays_for_a_small_promise():
+    """Hysteresis: acceptance that swings a little does not swing the length."""
+    length = DraftLength()
+    after(length, [4] * 30, long_context)
+    settled = after(length, [4, 3, 4, 5] * 10, long_context)
+    assert sum(a != b for a, b in zip(settled, settled[1:])) <= 4
+
+
+def test_a_fixed_length_is_kept_and_cut_to_the_room():
+    length = DraftLength(fixed=4)
+    assert length.choose(7, short_context) == 4 and length.choose(2, short_context) == 2
+
+
+def test_an_unjudged_draft_is_not_counted():
+    seen = Acceptance()
+    seen.learn(0, False)
+    assert seen.tried == [0.0] * 7
+    seen.learn(2, True)
+    assert seen.tried[:4] == [1.0, 1.0, 1.0, 0.0] and seen.kept[:3] == [1.0, 1.0, 0.0]
+
+
+def test_costs_grow_with_the_context_and_promise_more():
+    """Counted, the deep shape in bfloat16 on a GPU: nothing at 2K, 2x and more at 256K."""
+    config = shape_config("deep")
+    plan = OmniKV(filter_layers=shape_filters("deep")).plan(config)
+    costs = ExactCosts.of(config, plan, 2, "cuda")
+    gains = [costs.predicted(n, 2304, 7)[1] for n in (4096, 32768, 262144)]
+    assert gains == sorted(gains) and gains[-1] > 2
+    far = ExactCosts.of(config, plan, 2, "cuda", offloaded=plan.sparse_layers)
+    assert far.alone(262144, 2304) > far.predicted(262144, 2304, 7)[1], "the link decides"
+
+
+def test_the_plan_says_what_to_expect():
+    method = Exact(OmniKV(filter_layers=(1,), tokens=64))
+    config = session_config(layers=12, hidden=32, max_positions=65536)
+    text = str(tiny_llm(method, config, max_context=65536).plan())
+    assert "exact     full attention's text" in text and "times as fast" in text
+    short = str(tiny_llm(method, config, max_context=128).plan())
+    assert "drafts do not pay at 128 tokens" in short
+
+
+@pytest.mark.parametrize("most", [1, 4])
+def test_lookup_finds_the_latest_occurrence(most):
+    generator = torch.Generator().manual_seed(most)
+    lookup = PromptLookup()
+    for n in (2, 3, 50, 700, 300, 1500):
+        if n == 300:
+            lookup.forget(0)
+        ids = torch.randint(4, (n,), generator=generator).tolist()
+        lookup.forget(0)
+        token = ids[-1]
+        text = [*ids, token]
+        want = next(
+            (text[i + 1 :][:most] for i in range(n - 1, 1, -1) if text[i - 2 : i + 1] == text[-3:]),
+            [],
+        )
+        assert lookup.drafts(ids, token, most) == want
+
+
+# ------------------------------------------------------------------ the distribution
+
+
+def tables(seed, far):
+    """Logits of full attention and of a drafter after every prefix of three tokens or fewer."""
+    generator = torch.Generator().manual_seed(seed)
+    full, draft = {}, {}
+    prefixes = [()]
+    for _ in range(4):
+        for prefix in prefixes:
+            full[prefix] = torch.randn(VOCAB, generator=generator)
+            draft[prefix] = full[prefix] + far * torch.randn(VOCAB, generator=generator)
+        prefixes = [(*p, t) for p in prefixes for t in range(VOCAB)]
+    return full, draft
+
+
+class Stub:
+    """An exact session's runner whose steps look their logits up."""
+
+    def __init__(self, session, full, draft, sampler):
+        self.runner, self.shown, self.given = session.runner, [], []
+        session.sampler, self.runner._cycle = sampler, None
+
+        def one(table):
+            def step(n):
+                self.given[n - 1 :] = [int(self.runner.token)]
+                return table[tuple(self.given)].view(1, 1, -1)
+
+            return step
+
+        self.runner._own_draft = self.runner._kept_draft = one(draft)
+        self.runner._dense_step = one(full)
+        self.runner._verify_step = lambda width: Wide(
+            width, lambda tokens: [full[(*self.shown, *tokens[: j + 1])] for j in range(width)]
+        )
+
+    def logits(self, token):
+        """Full attention's logits after one more token."""
+        self.runner.feed(token, len(self.shown) + 1)
+        found = self.runner.run(len(self.shown) + 1, False)
+        self.shown.append(token)
+        return found
+
+
+class Wide(SimpleNamespace):
+    """A verification of so many tokens."""
+
+    def __init__(self, width, look):
+        super().__init__(token=torch.zeros(1, width, dtype=torch.int64), look=look)
+
+    def __call__(self, n):
+        return torch.stack(self.look(self.token[0].tolist()))[None]
+
+
+def counts(samples, keep_drafts):
+    """(how often each continuation of three tokens came, drafts accepted by each one's last
+    verification). keep_drafts: the broken rule, by which a draft is kept as it is.
+    """
+    full, draft = tables(1, far=0.7)
+    found, accepted = torch.zeros(VOCAB**3), 0
+    config = session_config(layers=2, hidden=32, vocab_size=VOCAB)
+    method = Exact(OmniKV(filter_layers=(0,), tokens=1), draft=3, lookup=False)
+    session = tiny_llm(Full(), config, max_context=64).session(method)
+    for seed in range(samples):
+        params = SamplingParams(max_tokens=3, temperature=0.9, seed=seed)
+        sampler = Sampler(params, VOCAB)
+        stub, logits, number = Stub(session, full, draft, sampler), full[()], 0
+        for _ in range(3):
+            token, cycle = sampler.sample(logits)[0], stub.runner._cycle
+            if keep_drafts and cycle is not None and cycle.accepted < len(cycle.drafts):
+                token = cycle.drafts[cycle.accepted]
+            number = number * VOCAB + token
+            logits = stub.logits(token)
+        found[number] += 1
+        accepted += stub.runner._cycle.accepted if stub.runner._cycle else 0
+    return found, accepted
+
+
+def expected():
+    """The plain loop's probability of every continuation of three tokens."""
+    full, _ = tables(1, far=0.7)
+    params = SamplingParams(temperature=0.9)
+    everything = torch.zeros(VOCAB**3, dtype=torch.float64)
+    for number in range(VOCAB**3):
+        tokens = (number // VOCAB**2, number // VOCAB % VOCAB, number % VOCAB)
+        p = 1.0
+        for i, token in enumerate(tokens):
+            p *= float(Sampler(params, VOCAB).probabilities(full[tokens[:i]])[token])
+        everything[number] = p
+    return everything / everything.sum()
+
+
+def chi_square(found, wanted):
+    """Standard deviations by which the statistic exceeds its expectation; cells of fewer than five
+    expected samples are one.
+    """
+    n = found.sum()
+    large = wanted * n >= 5
+    if found[wanted == 0].any():  # what full attention never says
+        return float("inf")
+    seen = torch.cat([found[large].double(), found[~large].sum().double()[None]])
+    want = torch.cat([wanted[large] * n, (wanted[~large].sum() * n)[None]]).clamp(min=1e-9)
+    freedom = len(seen) - 1
+    return float((((seen - want) ** 2 / want).sum() - freedom) / (2 * freedom) ** 0.5)
+
+
+SAMPLES = 500
+
+
+def test_samples_follow_full_attention_and_a_broken_rule_does_not():
+    found, accepted = counts(SAMPLES, False)
+    assert abs(chi_square(found, expected())) < 4
+    assert 0.2 * SAMPLES < accepted < 1.9 * SAMPLES, "some drafts were right, and some wrong"
+    found, _ = counts(SAMPLES, True)
+    assert chi_square(found, expected()) > 8

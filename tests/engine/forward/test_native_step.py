@@ -1,0 +1,86 @@
+"""A session whose steps run on the C++ kernels, against the same on torch's operators: the same
+tokens in float32, logits within rounding. Which models they serve.
+"""
+
+import pytest
+import torch
+
+from engine import Full, OmniKV, SamplingParams
+from engine.forward.halves import PlainHalves
+from engine.forward.native_halves import NativeHalves
+from engine.methods.exact import Exact
+from kernels.native.library import missing, torch_only
+from tests.builders import random_ids, session_config, tiny_llm
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+SPARSE = OmniKV(filter_layers=(1, 4), tokens=24, dense_below=0)
+QWEN3 = dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3")
+QWEN2 = dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", tie_word_embeddings=True)
+PHI3 = dict(architectures=["Phi3ForCausalLM"], model_type="phi3", partial_rotary_factor=0.5)
+MISTRAL = dict(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=40)
+GRANITE = dict(architectures=["GraniteForCausalLM"], model_type="granite", residual_multiplier=0.5)
+CASES = {
+    "full": (Full(), {}, {}),
+    "sparse": (SPARSE, {}, {}),
+    "sparse, host": (SPARSE, {}, {"offload": "host"}),
+    "exact": (Exact(SPARSE), {}, {}),
+    "int8 rows": (SPARSE, {}, {"bank": "int8"}),
+    "biases, a tied head": (SPARSE, QWEN2, {}),
+    "norms of heads": (SPARSE, QWEN3, {}),
+    "norms of heads, int8 rows": (SPARSE, QWEN3, {"bank": "int8"}),
+    "a part rotates": (SPARSE, PHI3, {}),
+    "windows": (Full(), MISTRAL, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_session_says_what_it_says_on_torchs_operators(case):
+    """Greedy answers, and logits of a step that follows them."""
+    method, fields, settings = CASES[case]
+    llm = tiny_llm(method, session_config(**fields), **settings)
+    session = llm.session()
+    assert type(session.runner.halves) is NativeHalves and not session.runner.fused
+    session.prefill(random_ids(90))
+    told, twin = [], session.fork()
+    for one in (session, twin):
+        with torch_only() if one is twin else torch.no_grad():
+            pieces = one.generate([], SamplingParams(max_tokens=24, ignore_eos=True))
+            told.append([piece.token_id for piece in pieces])
+    assert told[0] == told[1] and len(told[0]) == 24
+    if method is SPARSE:
+        assert session.selections and session.stats.sparse_steps
+    found = session.decode(7)
+    with torch_only():
+        torch.testing.assert_close(found, twin.decode(7), rtol=2e-4, atol=2e-4)
+
+
+def test_sessions_of_a_batch_say_what_they_say_alone():
+    llm = tiny_llm(SPARSE, max_context=256)
+    batch, alone, steps = llm.batch(slots=3), [], []
+    for number in range(3):
+        ids = random_ids(70 + 9 * number, seed=number)
+        alone.append(llm.session())
+        mine = batch.session()
+        for one in (alone[-1], mine):
+            one.prefill(ids)
+        steps.append(mine)
+    for token in (5, 6):
+        for mine in steps:
+            batch.feed(mine, token)
+        found = batch.step()
+        for mine, one in zip(steps, alone):
+            torch.testing.assert_close(found[mine], one.decode(token), rtol=2e-4, atol=2e-4)
+
+
+def test_who_runs_on_the_kernels():
+    """Blocks that they know, on a CPU, unless something else is asked for."""
+    config = session_config()
+    assert type(tiny_llm(config=config).session().runner.halves) is NativeHalves
+    plain = {
+        "another block": tiny_llm(config=session_config(**GRANITE)),
+        "step": tiny_llm(config=config, step="plain"),
+        "compile": tiny_llm(config=config, compile=True),
+        "reference": tiny_llm(config=config, backend="reference"),
+    }
+    for name, llm in plain.items():
+        assert type(llm.session().runner.halves) is PlainHalves, name

@@ -1,0 +1,135 @@
+"""One list of flags for chat and server: each ends in the same settings and the same method.
+
+Stops: a setting that the chat has and the server lacks, or that the server takes and drops.
+"""
+
+import pytest
+
+from engine.base.errors import UsageError
+from engine.chat import cli as chat
+from engine.chat import flags as chat_flags
+from engine.methods.exact import Exact
+from engine.methods.full import Full
+from engine.methods.select.quest import Quest
+from engine.serve import cli as serve
+from engine.terminal.display import Display
+
+SHARED = ("context and placement", "method")  # groups of flags that describe what runs
+# flags -> what they must end in: fields of Options, or of the method
+ASKED = [
+    ("--ctx 4K", {"max_context": 4096}),
+    ("--max-model-len 4096", {"max_context": 4096}),
+    ("--rope linear:2", {"rope": "linear:2"}),
+    ("--beyond --ctx 64K", {"beyond": True, "max_context": 65536}),
+    ("--device cpu", {"device": "cpu"}),
+    ("--dtype float32", {"dtype": "float32"}),
+    ("--weights int4", {"weights": "int4"}),
+    ("--bank int8", {"bank": "int8"}),
+    ("--threads 2", {"threads": 2}),
+    ("--chunk 128", {"chunk": 128}),
+    ("--compile off", {"compile": False}),
+    ("--offload host", {"offload": "host"}),
+    ("--vram-budget 3", {"vram_budget": 3 * 10**9}),
+    ("--ram-budget 2", {"ram_budget": 2 * 10**9}),
+    ("--method full", {"method": Full()}),
+    ("--attention full", {"method": Full()}),
+    ("--method omnikv --tail 128", {"tail": 128}),
+    ("--filter-layers 1,3", {"filter_layers": (1, 3)}),
+    ("--wait-layers 1", {"wait_layers": 1}),
+    ("--dense-below 0", {"dense_below": 0}),
+    ("--prefill-ratio 2", {"prefill_ratio": 2}),
+    ("--method quest --set page=32 --set tokens=256", {"method": Quest(page=32, tokens=256)}),
+    ("--tokens 64", {"tokens": 64}),
+    ("--budget 64", {"tokens": 64}),
+    ("--share 0.25", {"share": 0.25}),
+    ("--mem 0.5 --filter-layers 1", {"mem": 0.5}),
+    ("--selector uniform --window 8", {"selector": "uniform", "window": 8}),
+    ("--tail 64", {"tail": 64}),
+    ("--sink 4", {"sink": 4}),
+    ("--exact --tokens 64", {"draft": "auto"}),
+    ("--exact --draft 3 --dense-below 0", {"draft": 3}),
+    ("--no-calibrate", {}),
+]
+
+
+def flags_of(parser, titles=None):
+    """All spellings of the flags of these groups; None: of all."""
+    groups = [g for g in parser._action_groups if titles is None or g.title in titles]
+    return {flag for g in groups for a in g._group_actions for flag in a.option_strings}
+
+
+def test_every_flag_that_says_what_runs_is_in_both_programs_and_in_this_table():
+    shared = flags_of(chat_flags.parser(), SHARED)
+    assert len(shared) > 30 and not shared - flags_of(serve.parser())
+    tried = {word for flags, _ in ASKED for word in flags.split() if word.startswith("--")}
+    assert shared - tried == {"--calibrate"}  # refused: see below
+    helps = [
+        {a.dest: (a.help, a.choices) for a in parser._actions if set(a.option_strings) & shared}
+        for parser in (chat_flags.parser(), serve.parser())
+    ]
+    assert helps[0] == helps[1]
+
+
+@pytest.mark.filterwarnings("ignore:.*beyond the")
+@pytest.mark.parametrize("flags, fields", ASKED, ids=[flags for flags, _ in ASKED])
+def test_a_flag_ends_in_the_same_settings_in_both(flags, fields):
+    words = flags.split()
+    talking = chat.open_model(chat_flags.parser().parse_args(words), Display(quiet=True))
+    serving = serve.open_model(serve.parser().parse_args(words))
+    assert talking.options == serving.options
+    assert talking.method == serving.method and talking.plan().layers == serving.plan().layers
+    for field, value in fields.items():
+        options, method = serving.options, serving.options.method
+        holder = options if hasattr(options, field) else method
+        if isinstance(method, Exact) and not hasattr(holder, field):
+            holder = method.method
+        assert getattr(holder, field) == value, field
+    assert isinstance(serving.method, Exact) == ("--exact" in words)
+
+
+def test_no_flag_at_all_is_the_same_method_too():
+    talking = chat.open_model(chat_flags.parser().parse_args([]), Display(quiet=True))
+    assert serve.open_model(serve.parser().parse_args([])).options == talking.options
+
+
+def test_the_server_says_where_to_calibrate(capsys):
+    args = serve.parser().parse_args(["--calibrate"])
+    with pytest.raises(UsageError, match="--calibrate: .* engine.chat --calibrate -f FILE"):
+        serve.open_model(args)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--draft 3", "--draft: belongs to --exact"),
+        ("--method quest --set colour=blue", "--set colour: quest has no such setting"),
+        ("--tokens 64 --share 0.5", "expected at most one of"),
+        ("--selector best", "expected one of last, exponential, uniform"),
+        ("--bank int2", "expected one of auto, model, int8, int4, fp8"),
+        ("--filter-layers one", "expected layer numbers"),
+        ("--prefil-ratio 2", "did you mean --prefill-ratio?"),
+        ("--wait-layers -1", "--wait-layers: found -1"),
+    ],
+)
+def test_a_wrong_value_is_one_line_by_the_flags_name(capsys, flags, words):
+    try:
+        code = serve.main(["--plan", *flags.split()])
+    except SystemExit as end:
+        code = end.code
+    said = capsys.readouterr().err
+    assert code == 2 and words in said and said.count("\n") == 1
+
+
+def test_both_programs_say_first_in_which_form_weights_and_bank_are_held(capsys, monkeypatch):
+    pytest.importorskip("uvicorn")
+    monkeypatch.setattr(serve, "listen", lambda *_: [])
+    monkeypatch.setattr(serve, "_run", lambda *_: 0)
+    flags = ["--ctx", "2K", "--weights", "int8", "--bank", "int8"]
+    assert serve.main(flags) == 0
+    assert ", weights int8, bank int8, OmniKV(" in capsys.readouterr().err
+    assert chat.main(["-p", "hi", "-n", "1", *flags]) == 0
+    assert ", weights int8, bank int8, OmniKV(" in capsys.readouterr().err
+    assert chat.main(["-p", "hi", "-n", "1", "--ctx", "2K"]) == 0
+    assert ", weights bfloat16, bank bfloat16, OmniKV(" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="--fits: found no --plan beside it"):
+        serve.open_model(serve.parser().parse_args(["--fits", "80"]))

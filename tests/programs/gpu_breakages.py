@@ -1,0 +1,214 @@
+"""Would the tests have failed on the code before? Takes back what was mended without a GPU at hand,
+one mend at a time, as tests/programs/breakages.py does with its own table. F1 to F18 are the
+findings of the desk check of which docs/LOG.md tells.
+
+    python -m tests.programs.gpu_breakages [--only WORDS ...] [--match]
+"""
+
+from __future__ import annotations
+
+import sys
+
+from tests.programs.breakages import Breakage, main
+
+CARD = "tests/engine/runner/test_current_device.py"
+CHECK = "tests/tools/test_check_gpu.py"
+CAPTURE = "tests/engine/forward/test_capture.py"
+AHEAD = "tests/engine/sampling/test_runs_ahead.py"
+
+FINDINGS = (
+    Breakage(
+        "F1 nobody makes the LLM's card current",
+        "engine/llm.py",
+        r"self\._lock\.held\(\), current\(self\.device\):",
+        "self._lock.held():",
+        (f"{CARD}::test_every_request_makes_the_llms_card_current",),
+    ),
+    Breakage(
+        "F1 a wait holds back the stream of whatever card is current",
+        "engine/bank/host/streams.py",
+        r"current_stream\(device\)\.wait_event",
+        "current_stream().wait_event",
+        (f"{CARD}::test_a_wait_holds_back_the_stream_of_its_own_card",),
+    ),
+    Breakage(
+        "F2 tokens per second are the time of a launch",
+        "engine/base/device.py",
+        r'self\._gpu = device\.type == "cuda"',
+        "self._gpu = False",
+        ("tests/engine/base/test_step_clock.py::test_an_answers_rate_is_the_devices",),
+    ),
+    Breakage(
+        "F3a a capture lies inside the window in which memory is flat",
+        "tools/gpu/sections.py",
+        r"for token in fed:\n        session\.decode\(token\)",
+        "for token in fed:\n        pass",
+        (f"{CHECK}::test_the_graph_section_measures_after_every_capture",),
+    ),
+    Breakage(
+        "F3b tokens of random weights must be equal without a tolerance",
+        "tools/gpu/sections.py",
+        r"ties \+= said != expected and .*",
+        "ties += 0",
+        (f"{CHECK}::test_captured_tokens_may_tie_within_rounding_and_no_further",),
+    ),
+    Breakage(
+        "F3c CUDA tests that were stopped count as done",
+        "tools/gpu/sections.py",
+        r'"summary": stopped, "error": stopped,',
+        '"summary": stopped,',
+        (f"{CHECK}::test_cuda_tests_that_are_stopped_are_run_again",),
+    ),
+    Breakage(
+        "F3d every card has the milliseconds of an H200",
+        "tools/gpu/verdict.py",
+        r"scaled = limit and .*",
+        "scaled = limit",
+        (f"{CHECK}::test_limits_in_milliseconds_follow_the_cards_rate",),
+    ),
+    Breakage(
+        "F5 the ring's rows are computed for every layer",
+        "engine/bank/base.py",
+        r"if known is None or known\[0\] is not tail_start:",
+        "if True:",
+        (
+            "tests/engine/forward/test_launches.py"
+            "::test_the_host_tier_adds_its_plans_and_its_gathers_and_four_kernels",
+        ),
+    ),
+    Breakage(
+        "F6 the past is read by the flash kernel on every card",
+        "kernels/prefill/dense.py",
+        r"whole = start // CUDNN_BLOCK \* CUDNN_BLOCK if .*",
+        "whole = 0",
+        ("tests/kernels_cpu/test_prefill.py::test_the_past_is_read_once_and_cudnn_sees_one_shape",),
+    ),
+    Breakage(
+        "F8 every token copies the host tier's counters from the device",
+        "engine/session/generate.py",
+        r"stats\.count\(session\.counters, start\)",
+        "stats.count(session.stats, start)",
+        (
+            "tests/engine/forward/test_generate_reads.py"
+            "::test_no_counter_is_read_from_the_device_while_an_answer_is_written",
+        ),
+    ),
+    Breakage(
+        "F9 a step that broke off leaves counts in the top-k's histogram",
+        "engine/runner/rollback.py",
+        r"session\.runtime\.setup\.scratch\.clear\(\)",
+        "pass",
+        ("tests/kernels/test_broken_step.py::test_a_step_that_broke_off_leaves_no_counts",),
+    ),
+    Breakage(
+        "F13 a draw waits for the device three times",
+        "engine/sampling/sampler.py",
+        r"return torch\.cat\(.* for t in \(drawn, best, mass\)\]\)\.tolist\(\)",
+        "return [float(t) for t in (drawn, best, mass)]",
+        ("tests/engine/sampling/test_sampling.py::test_a_draw_reads_the_device_once",),
+    ),
+    Breakage(
+        "F14 every capture runs on a stream of its own",
+        "engine/forward/graphs.py",
+        r", capture_stream\(device\)\n",
+        ", capture_stream.__wrapped__(device)\n",
+        (f"{CAPTURE}::test_every_capture_runs_on_one_stream_of_its_card",),
+    ),
+    Breakage(
+        "F14 a lane may be the capturing stream",
+        "engine/bank/host/streams.py",
+        r"priority=-1",
+        "priority=0",
+        (f"{CAPTURE}::test_a_lane_is_never_the_capturing_stream",),
+    ),
+    Breakage(
+        "F15 a finalizer runs while a step is captured",
+        "engine/forward/graphs.py",
+        r"with garbage_kept\(\), capture:",
+        "with capture:",
+        (f"{CAPTURE}::test_no_finalizer_runs_while_a_step_is_captured",),
+    ),
+    Breakage(
+        "F15 another thread's call spoils a capture",
+        "engine/forward/graphs.py",
+        r', capture_error_mode="thread_local"',
+        "",
+        (f"{CAPTURE}::test_other_threads_may_call_the_driver_meanwhile",),
+    ),
+    Breakage(
+        "F16 a chunk's table takes the way that waits",
+        "kernels/prefill/sparse.py",
+        r"on_device\(rows, torch\.int32, q\.device\)",
+        "torch.tensor(rows, dtype=torch.int32).to(q.device)",
+        ("tests/kernels_cpu/test_host_values.py::test_no_table_takes_the_way_that_waits",),
+    ),
+    Breakage(
+        "F18 blocks go back under a replayed graph's fetches",
+        "engine/bank/host/tiered.py",
+        r"(on none of these streams\n    )synchronize\(device\)",
+        r"\1pass",
+        (
+            "tests/engine/bank/test_end.py"
+            "::test_a_bank_waits_for_its_card_before_its_blocks_go_back",
+        ),
+    ),
+    Breakage(
+        "F18 pages are unlocked under a copy",
+        "engine/bank/pool/pinned_memory.py",
+        r"(would read or write pages that are gone\n    )synchronize_all\(\)",
+        r"\1pass",
+        (
+            "tests/engine/bank/test_end.py"
+            "::test_a_pool_waits_for_every_card_in_use_before_it_unlocks",
+        ),
+    ),
+)
+STEP = (
+    Breakage(
+        "the scores of the tail are counted too",
+        "kernels/attention/dense.py",
+        r"ordered\(best\), t < stop\)",
+        "ordered(best), t < n)",
+        ("tests/kernels/test_first_digit.py::test_lengths_around_a_tile_of_either_kernel",),
+    ),
+    Breakage(
+        "where nothing is wanted the first histogram stays",
+        "kernels/select/topk.py",
+        r"if LEVEL == 2 and pid == 0:",
+        "if LEVEL == 2 and pid == 0 and wanted > 0:",
+        ("tests/kernels/test_first_digit.py::test_nothing_wanted_leaves_no_counts_behind",),
+    ),
+    Breakage(
+        "a token is read before its copy has landed",
+        "engine/sampling/greedy.py",
+        r"self\._copied\.synchronize\(\)",
+        "pass",
+        (f"{AHEAD}::test_an_answer_ends_alike[length-full]",),
+    ),
+    Breakage(
+        "an end token is fed twice where its step was issued ahead",
+        "engine/session/generate.py",
+        r"(\n +)if not ahead and len\(session\) < session\.capacity:\n +yield DecodeRequest",
+        r"\1if True:\1    yield DecodeRequest",
+        (f"{AHEAD}::test_an_answer_ends_alike[eos-full]",),
+    ),
+    Breakage(
+        "a step is committed before its token is known",
+        "engine/runner/step.py",
+        r"( +)token_id = (runner\.argmax\.read\(\))[\s\S]*?\.commit\(\[token_id\](.*)",
+        r"\1session.commit([0]\3\n\1session.committed[-1] = \2",
+        (f"{AHEAD}::test_a_step_that_is_given_up_has_not_run[waiting-full]",),
+    ),
+    Breakage(
+        "exact mode issues steps ahead",
+        "engine/exact/runner.py",
+        r"return False(\n\n    def feed)",
+        r"return True\1",
+        (f"{AHEAD}::test_exact_mode_reads_first",),
+    ),
+)
+
+TABLE = FINDINGS + STEP
+
+if __name__ == "__main__":
+    sys.exit(main(table=TABLE))

@@ -1,0 +1,186 @@
+"""Count what one decode step launches, on a machine without a GPU.
+
+The step runs on CPU tensors with the Triton launchers, whose kernels are replaced by counters that
+do nothing: a step reads nothing back, so it takes the same path whatever they leave. torch's
+operators are counted where they would launch a kernel. Of the plain form of a step (step="plain")
+the two compiled halves of a layer are not run by op: what Inductor makes of them was read from its
+code for a GPU.
+
+    python -m tests.programs.launches         the table of docs/PERFORMANCE.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import pkgutil
+from collections import Counter
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import engine.load.planner
+import kernels
+from engine import LLM, Full, OmniKV
+from engine.forward.decode import Decoder
+from engine.model.tensors import random_stream
+from engine.sampling.params import SamplingParams
+from engine.sampling.sampler import Sampler
+from tests.builders import VOCAB, session_config, tiny_llm
+
+# Llama-3-8B's layers, the bucket of 128K tokens, filters of the published setting
+SHAPE = dict(layers=32, heads=32, kv_heads=8, hidden=512, head_dim=16, max_positions=131072)
+FILTERS = dict(filter_layers=(2, 8, 18), tokens=2048, dense_below=0)
+STEPS = {
+    "Full": (Full(), "device"),
+    "OmniKV w1": (OmniKV(wait_layers=1, **FILTERS), "device"),
+    "OmniKV w0": (OmniKV(wait_layers=0, **FILTERS), "device"),
+    "w1, host tier": (OmniKV(wait_layers=1, **FILTERS), "host"),
+}
+# before: 2 fused kernels and 1 product; after: 3 fused and 3 products, two of them with split-K
+BEFORE, AFTER = 3, 8
+VIEWS = (
+    "view", "reshape", "expand", "permute", "transpose", "slice", "select", "unsqueeze", "squeeze",
+    "split", "detach", "alias", "as_strided", "unbind", "chunk", "empty", "empty_strided",
+    "empty_like", "new_empty", "lift_fresh", "t", "_unsafe_view", "unflatten", "narrow",
+)  # fmt: skip
+
+
+class Launches(TorchDispatchMode):
+    """by: {operator or kernel: how often it was launched}."""
+
+    def __init__(self):
+        super().__init__()
+        self.by, self.off = Counter(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.split("::")[1]
+        if not self.off and name not in VIEWS:
+            self.by[name] += 1
+        return func(*args, **(kwargs or {}))
+
+    def piece(self, function, launches, name):
+        """A half of a layer as one entry of `launches` kernels."""
+
+        def run(*arguments):
+            self.by[name] += launches
+            self.off += 1
+            try:
+                return function(*arguments)
+            finally:
+                self.off -= 1
+
+        return run
+
+    @contextlib.contextmanager
+    def kernels_counted(self):
+        """Triton kernels that do nothing but count."""
+        with contextlib.ExitStack() as stack:
+            always = mock.patch(
+                "kernels.launch.dispatch.choose_for", lambda backend, device: "triton"
+            )
+            stack.enter_context(always)
+            for module in pkgutil.walk_packages(kernels.__path__, "kernels."):
+                found = importlib.import_module(module.name)
+                for name in [name for name in vars(found) if name.endswith("_kernel")]:
+                    stack.enter_context(mock.patch.object(found, name, _Counted(self.by, name)))
+            yield
+
+
+class _Counted:
+    def __init__(self, by, name):
+        self.by, self.name = by, name
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **named):
+            self.by[self.name] += 1
+
+        return launch
+
+
+def launches(method, offload, step="fused", weights="auto") -> Counter:
+    """{operator or kernel: launches} of one decode step of a session of 300 tokens in a bank for
+    128K.
+    """
+    real, record = engine.load.planner.full_placement, Launches()
+
+    def by_layer(*arguments, **named):  # as on a GPU
+        placement = real(*arguments, **named)
+        return None if placement is None else dataclasses.replace(placement, by_layer=True)
+
+    with (
+        mock.patch.object(engine.load.planner, "full_placement", by_layer),
+        record.kernels_counted(),
+    ):
+        llm = LLM.from_stream(
+            session_config(**SHAPE),
+            random_stream,
+            method=method,
+            device="cpu",
+            chunk=64,
+            max_context=SHAPE["max_positions"],
+            offload=offload,
+            backend="triton",
+            dtype="bfloat16",
+            ram_budget=1 << 40,
+            step=step,
+            weights=weights,
+        )
+        with llm.session() as session:
+            session.adopt([1] * 300)
+            decoder = session.runner._own_step._decoder
+            if offload == "device" and isinstance(method, Full):
+                decoder = session.runner._dense_step._decoder
+            assert isinstance(decoder, Decoder)
+            if step == "plain":
+                halves = decoder.halves
+                halves._pre_attention = record.piece(halves._pre_attention, BEFORE, "before")
+                halves._post_attention = record.piece(halves._post_attention, AFTER, "after")
+            session.bank.before_step(301)
+            session.runner.feed(1, 301)
+            record.by.clear()
+            with torch.no_grad(), record:
+                decoder.step(session.runner.token, session.runner.length, session.bank)
+    return record.by
+
+
+def token_launches(ahead: bool) -> Counter:
+    """{operator: launches} between two steps of a greedy answer, the copy to the host included."""
+    record = Launches()
+    with tiny_llm(Full(), session_config(layers=1)).session() as session:
+        session.prefill([1, 2, 3])
+        with torch.no_grad(), record:
+            if ahead:
+                session.runner.feed_argmax(session.last_logits, 4)
+            else:
+                token, _, _ = Sampler(SamplingParams(), VOCAB).sample(session.last_logits)
+                record.by["tolist"] += 1  # a copy and a wait
+                session.runner.feed(token, 4)
+    del record.by["to"]  # of float32 to float32: nothing
+    return record.by
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.programs.launches",
+        description="Count what one decode step launches, on a machine without a GPU.",
+    )
+    parser.parse_args()
+    for name, (method, offload) in STEPS.items():
+        for step in ("plain", "fused"):
+            found = launches(method, offload, step)
+            parts = ", ".join(f"{k} {n}" for k, n in found.most_common())
+            print(f"{name}, {step}: {found.total()}  {parts}")
+    for ahead in (False, True):
+        found = token_launches(ahead)
+        parts = ", ".join(f"{k} {n}" for k, n in found.most_common())
+        way = "issued ahead" if ahead else "read first"
+        print(f"between two steps, {way}: {found.total()}  {parts}")
+
+
+if __name__ == "__main__":
+    main()

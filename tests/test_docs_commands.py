@@ -1,0 +1,109 @@
+"""Every command of README.md and docs/*.md is known to tools.repo.docs_check, and the quick ones
+run.
+
+Stops: a page that shows a command nobody tried, a flag that is gone, a program whose --help says
+nothing. `make docs-check` runs the slow ones too.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tools.__main__ import programs
+from tools.repo import docs_check
+from tools.repo.docs_check import Command, all_commands, check, commands, help_of
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMANDS = all_commands()
+QUICK = [c for c in COMMANDS if c.rule and (c.rule.fast or c.rule.way in ("target", "extras"))]
+SHARED = ("documents", "planted_selection", "program", "synthetic_bank")
+
+
+def runnable():
+    """Modules of tools that `python -m` runs, by name."""
+    for path in sorted((ROOT / "tools").rglob("*.py")):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        if path.name == "__main__.py" or re.search(r"^if __name__", path.read_text(), re.MULTILINE):
+            yield module.removesuffix(".__main__")
+
+
+PROGRAMS = [m for m in runnable() if m != "tools" and not m.startswith("tools.common.")]
+
+
+def test_every_command_of_the_pages_has_its_rule():
+    assert [c for c in COMMANDS if c.rule is None] == []
+    assert len(COMMANDS) > 60
+    assert all(c.rule.why for c in COMMANDS if c.rule.way == "skip")
+
+
+@pytest.mark.parametrize("command", QUICK, ids=lambda command: command.text[:60])
+def test_quick_commands_work(command, tmp_path):
+    assert check(command, tmp_path) == ""
+
+
+def test_what_is_no_command_any_more_fails(tmp_path):
+    """A program, a flag, a target, an extra, a model that is not there."""
+    for text, said in (
+        ("python -m tools.bench --shapes 160m", "tools.bench has no flag --shapes"),
+        ("python -m tools.nothing --x 1", "--help exits 1"),
+        ("make nothing", "no rule knows it"),
+        ("make bench ARGS=--nothing", "tools.bench has no flag --nothing"),
+        ("pip install '.[nothing]'", "no extra nothing"),
+        ("python -m engine.chat --list-modles", "exit 2: "),
+    ):
+        assert said in check(Command("page", text), tmp_path), text
+
+
+def test_commands_are_found_in_blocks_and_sentences():
+    page = "Run `make quick`,\nor `python -m\ntools.bench -t 1`.\n\n```\n$ make chat   # it talks\n"
+    page += "python -m tools.eval \\\n    --model X\nnot a command\n```\n`make` alone, `a | b`"
+    found = [command.text for command in commands(page)]
+    assert found == ["make chat", "python -m tools.eval --model X", "make quick"] + [
+        "python -m tools.bench -t 1"
+    ]
+
+
+@pytest.mark.parametrize("module", PROGRAMS)
+def test_every_program_of_tools_says_what_it_is(module):
+    """usage: python -m MODULE, then a sentence; never the shell's line again."""
+    said, code = help_of(module)
+    assert code == 0 and said.startswith(f"usage: python -m {module} "), said[:200]
+    about = re.sub(r"\s+", " ", said.split("\n\n")[1])
+    assert re.match(r"[A-Z][^`]*[A-Za-z)][.:]", about), about
+
+
+def test_every_program_is_in_the_list_with_a_sentence():
+    assert programs().keys() == set(PROGRAMS)
+    assert all(re.match(r"[A-Z]\w*[ ,]", about) for about in programs().values())
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_what_is_no_program_says_so(name, capsys):
+    said, code = help_of(f"tools.common.{name}")
+    assert code == 2 and "is no program" in said
+
+
+def test_counting_launches_begins_with_its_help():
+    said, code = help_of("tests.programs.launches")
+    assert code == 0 and said.startswith("usage: python -m tests.programs.launches")
+
+
+def test_the_readmes_comparison_fits_the_model_that_it_proposes():
+    """SmolLM2-135M holds 8,192 tokens; a comparison needs 512 beside the longest document."""
+    (text,) = [c.text for c in COMMANDS if c.page == "README.md" and "tools.compare" in c.text]
+    lengths = re.search(r"--lengths ([\d ]+)", text)[1].split()
+    assert max(map(int, lengths)) + 512 <= 8192
+
+
+def test_examples_say_first_how_they_are_run():
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        assert (ast.get_docstring(ast.parse(path.read_text())) or "").startswith("Run `python -m ")
+
+
+def test_no_page_hides_its_commands_from_the_check():
+    """Pages of PAGES are all that there are."""
+    read = {str(path.relative_to(ROOT)) for path in docs_check.pages()}
+    there = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")}
+    assert there <= read | set(docs_check.DATED)

@@ -1,0 +1,1 @@
+"""Shared by the tools: documents, synthetic banks, planted selections, argument parsing."""

@@ -1,0 +1,164 @@
+"""What weights in few bits cost, token by token.
+
+Real texts are read by the model in float32 and by the same model with `weights=` int8 and int4, all
+step by step over the same tokens, so that what is measured is what a decode step runs. The table
+has, for every form: the mean and the 99th percentile of the KL divergence from the float32
+distribution (nats per token), the share of tokens whose likeliest next token is the same, and the
+difference of perplexity.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine import LLM, Full
+from engine.base.errors import UsageError
+from tools.common.documents import KINDS, REAL, texts
+from tools.common.program import (
+    POCKET,
+    guarded,
+    model_label,
+    progress,
+    replace_json,
+    require_writable,
+    say,
+)
+
+WORDS = ("auto", "int8", "int4", "int4:64", "int4:128")
+
+
+@dataclass
+class Tally:
+    """What one form of the weights did over the tokens."""
+
+    weights: str
+    dtype: str
+    bytes: int
+    note: str
+    divergences: list[float] = field(default_factory=list)
+    agreed: int = 0
+    surprise: float = 0.0  # of the texts' own tokens, nats in all
+    reference_surprise: float = 0.0
+
+    def add(self, reference: torch.Tensor, logits: torch.Tensor, token: int) -> None:
+        """Count one position. reference, logits: [vocab]; token: what the text says next."""
+        p, q = reference.double().log_softmax(-1), logits.double().log_softmax(-1)
+        self.divergences.append(float((p.exp() * (p - q)).sum().clamp_min(0.0)))
+        self.agreed += int(p.argmax() == q.argmax())
+        self.surprise -= float(q[token])
+        self.reference_surprise -= float(p[token])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row of the table."""
+        count, ordered = len(self.divergences), sorted(self.divergences)
+        return {
+            "weights": self.weights,
+            "dtype": self.dtype,
+            "bytes": self.bytes,
+            "note": self.note,
+            "tokens": count,
+            "kl": sum(ordered) / count,
+            "kl_99": ordered[min(count - 1, int(0.99 * count))],
+            "agreement": self.agreed / count,
+            "perplexity": math.exp(self.surprise / count),
+            "reference_perplexity": math.exp(self.reference_surprise / count),
+        }
+
+
+def measure(
+    model: str, words: Sequence[str], dtype: str, tokens: int, kinds: Sequence[str], length: int
+) -> list[dict[str, Any]]:
+    """Rows of Tally.to_dict, one for each of `words`, over `tokens` tokens of texts of `length`.
+
+    Raises EngineError where the model or a form of its weights does.
+    """
+    settings: dict[str, Any] = dict(device="cpu", max_context=length, method=Full())
+    reference = LLM(model, dtype="float32", **settings)
+    others = [LLM(model, dtype=dtype, weights=word, **settings) for word in words]
+    rows = []
+    for word, llm in zip(words, others):
+        note = next(note for name, _, note in llm.plan().items if name == "weights")
+        assert llm.model is not None
+        rows.append(Tally(word, dtype, llm.model.nbytes, note))
+    assert reference.tokenizer is not None
+    count, left = -(-tokens // (length - 1)), tokens
+    for text in texts(reference.tokenizer, "held-out", length, count, kinds):
+        left -= _follow(reference, others, rows, list(text.ids[: left + 1]))
+        progress(f"{tokens - left} of {tokens} tokens")
+    say("")
+    return [row.to_dict() for row in rows]
+
+
+def _follow(reference: LLM, others: Sequence[LLM], rows: Sequence[Tally], tokens: list[int]) -> int:
+    """Read one text with all models in step; return the positions counted."""
+    sessions = [llm.session() for llm in (reference, *others)]
+    for number, token in enumerate(tokens[:-1]):
+        if number == 0:
+            logits = [session.prefill([token]) for session in sessions]
+        else:
+            logits = [session.decode(token) for session in sessions]
+        for row, found in zip(rows, logits[1:]):
+            row.add(logits[0].flatten(), found.flatten(), tokens[number + 1])
+    for session in sessions:
+        session.close()
+    return len(tokens) - 1
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """A Markdown table of the rows."""
+    lines = [
+        "| weights | dtype | MB | KL, nats a token | 99% below | same likeliest | perplexity |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row['weights']} | {row['dtype']} | {row['bytes'] / 1e6:.0f} | {row['kl']:.5f} | "
+            f"{row['kl_99']:.4f} | {row['agreement']:.2%} | {row['perplexity']:.3f} "
+            f"({row['reference_perplexity']:.3f}) |"
+        )
+    return "\n".join(lines)
+
+
+def add_text_arguments(parser: argparse.ArgumentParser, length: int) -> None:
+    """Add what a program that reads texts token by token takes. length: its default, in tokens."""
+    parser.add_argument("model", nargs="?", default=str(POCKET), metavar="MODEL")
+    parser.add_argument("--tokens", type=int, default=2000, help="positions in all")
+    parser.add_argument("--length", type=int, default=length, help="tokens of a text")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(REAL))
+    parser.add_argument("--json", type=Path, metavar="FILE")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0, 1 (the model does not load) or 2 (usage)."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.eval.weight_quality", description=__doc__
+    )
+    add_text_arguments(parser, length=512)
+    parser.add_argument("--weights", nargs="+", choices=WORDS, default=["int8", "int4"])
+    parser.add_argument("--dtype", default="auto", help="of the activations beside few bits")
+    args = parser.parse_args(argv)
+
+    def work() -> None:
+        if args.json:
+            require_writable("--json", args.json)
+        if args.tokens < 1 or args.length < 2:
+            raise UsageError("--tokens: expected at least 1, --length: at least 2")
+        rows = measure(args.model, args.weights, args.dtype, args.tokens, args.kinds, args.length)
+        print(f"{model_label(args.model)}, against float32, {rows[0]['tokens']} tokens\n")
+        print(table(rows))
+        if args.json:
+            replace_json(args.json, rows)
+
+    return guarded(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

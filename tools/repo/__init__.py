@@ -1,0 +1,1 @@
+"""Programs about this repository: its structure, its API page, its answers."""

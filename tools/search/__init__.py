@@ -1,0 +1,1 @@
+"""Searches for the settings of single methods."""

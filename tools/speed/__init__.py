@@ -1,0 +1,1 @@
+"""Programs that time one part each."""

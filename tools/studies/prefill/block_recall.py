@@ -1,0 +1,133 @@
+"""Recall of attention mass against density of the block estimators,
+on one document.
+
+Per FULL and WAIT layer, head and block of 128 queries: density = key blocks kept / causal blocks,
+recall = true mass in them. The oracle chooses by the true mass: nothing can keep more with as few
+blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from engine import LLM, Full, OmniKV
+from engine.methods.base import Runtime
+from engine.plan.layers import Role
+from kernels.prefill.block_sparse import BLOCK, block_mass, choose_blocks, exact_mass
+from tools.common.program import POCKET, guarded
+from tools.eval.prompts import token_counter
+from tools.tasks import TASKS, make_sample
+
+Layers = dict[int, tuple[torch.Tensor, torch.Tensor]]  # q and k of every layer
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.studies.prefill.block_recall",
+        description="Recall of attention mass against density of the block estimators.",
+    )
+    parser.add_argument(
+        "--model", default=str(POCKET), help="alias, hub id or folder (default: the shipped model)"
+    )
+    parser.add_argument("--task", default="mixed", choices=tuple(TASKS), help="of the document")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of the document")
+    parser.add_argument(
+        "--thresholds",
+        type=float,
+        nargs="+",
+        default=[0.5, 0.7, 0.8, 0.9, 0.95],
+        help="attention mass that the kept blocks should hold",
+    )
+    parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--seed", type=int, default=0, help="of the document")
+    return parser.parse_args(argv)
+
+
+def captured(llm: LLM, ids: Sequence[int]) -> Layers:
+    """{layer: (q [1, n, H, D], k [1, Hkv, n, D])} of a prompt, of the layers that
+    dense_layers="block_sparse" would touch.
+    """
+    plan, found = llm.resolve_method(OmniKV())[1], {}
+    with llm.session(Full()) as session:
+        attend = Runtime.attend_prompt
+
+        def keep(runtime, layer, q, bank, start):
+            if plan.roles[layer] in (Role.FULL, Role.WAIT):
+                found[layer] = q.clone(), bank.kv(layer)[0][:, :, : len(ids)].clone()
+            return attend(runtime, layer, q, bank, start)
+
+        session.runtime.attend_prompt = keep.__get__(session.runtime)
+        session.prefill(ids)
+    return found
+
+
+def rows(
+    layers: Layers, thresholds: Sequence[float]
+) -> list[tuple[str, float, float, float, float]]:
+    """[(estimator, threshold, density, mean recall, 1st percentile of recall)] over all layers,
+    heads and blocks past the first 4.
+    """
+    first, table = 4 * BLOCK, []
+    scale = next(iter(layers.values()))[0].shape[-1] ** -0.5
+    true = {layer: exact_mass(q[:, first:], k, first, scale) for layer, (q, k) in layers.items()}
+    estimators: dict[str, Callable[..., Any]] = {"oracle": lambda layer, q, k: true[layer]}
+    for stride in (8, 16):
+        for name in ("antidiagonal", "pooled"):
+            estimators[f"{name} S={stride}"] = lambda layer, q, k, stride=stride, name=name: (
+                block_mass(q, k, first, stride, scale, name)
+            )
+    for name, estimate in estimators.items():
+        masses = {layer: estimate(layer, q[:, first:], k) for layer, (q, k) in layers.items()}
+        for threshold in thresholds:
+            recall, density = [], []
+            for layer, mass in masses.items():
+                keep = choose_blocks(mass, first, threshold)
+                causal = first // BLOCK + 1 + torch.arange(keep.shape[2])
+                recall.append((true[layer] * keep).sum(-1).flatten())
+                density.append((keep.sum(-1) / causal).flatten())
+            recall, density = torch.cat(recall), torch.cat(density)
+            table.append(
+                (
+                    name,
+                    threshold,
+                    float(density.mean()),
+                    float(recall.mean()),
+                    float(recall.quantile(0.01)),
+                )
+            )
+    return table
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure and print the table."""
+    llm = LLM(
+        args.model, device="cpu", dtype="float32", threads=args.threads, method=Full(), chunk=2**20
+    )
+    count = token_counter(llm.tokenizer)
+    sample = make_sample(args.task, args.length, count, args.seed, 1)
+    ids = llm.tokenizer.encode(sample.document, special=False)
+    ids = ids[: len(ids) // BLOCK * BLOCK]
+    layers = captured(llm, ids)
+    print(f"layers {sorted(layers)}, {len(ids)} tokens of {args.task}\n")
+    print("| estimator | mass wanted | density | recall, mean | recall, 1st percentile |")
+    print("|---|---|---|---|---|")
+    for name, threshold, density, mean, low in rows(layers, args.thresholds):
+        print(f"| {name} | {threshold} | {density:.2f} | {mean:.3f} | {low:.3f} |")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0, 1 (the run failed), 2 (usage) or 130 (Ctrl-C)."""
+    args = arguments(argv)
+    warnings.simplefilter("ignore", UserWarning)
+    return guarded(lambda: run(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
