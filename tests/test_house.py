@@ -243,6 +243,15 @@ def test_every_pin_lies_in_its_range_and_every_range_has_a_pin():
     assert all(version in ranges[name] for name, version in pinned.items())
 
 
+def test_a_clock_is_set_for_one_thread():
+    """A server's event loop in another thread asks the same `time` (tests/clocks.py)."""
+    patched = re.compile(r"""setattr\(\s*(?:"[\w.]*\btime\.\w+"|[\w.]*\btime,)""")
+    for file in sorted((ROOT / "tests").rglob("*.py")):
+        if file.name != "clocks.py":
+            found = patched.search(file.read_text(encoding="utf-8"))
+            assert not found, f"{file.relative_to(ROOT)}: {found and found[0]}: use set_clock"
+
+
 def test_the_readmes_tree_and_targets_are_on_disk():
     readme, make = (ROOT / "README.md").read_text(encoding="utf-8"), (ROOT / "Makefile").read_text()
     tree = readme[readme.index("## The tree") :]

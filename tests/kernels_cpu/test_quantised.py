@@ -2,7 +2,6 @@
 holds, and holds the bytes that it says. The oracle is float64.
 """
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -20,6 +19,7 @@ from kernels.quant.linear import (
 from kernels.quant.matrix import Quantised, joined, nibbles, packed_nibbles
 from kernels.quant.rounding import to_int4, to_int8
 from kernels.quant.torch_forms.int4_tiles import tile_rows
+from tests.clocks import set_clock
 
 ROWS = (1, 3, 8, 270)  # below and above what each form multiplies itself
 
@@ -235,7 +235,7 @@ def test_forms_are_chosen_by_what_the_machine_has_and_by_shape(monkeypatch):
 
 def test_no_clock_is_read_where_a_form_is_chosen(monkeypatch):
     for name in ("thread_time", "perf_counter", "monotonic", "time", "process_time"):
-        monkeypatch.setattr(time, name, None)
+        set_clock(monkeypatch, name, None)  # TypeError where it is read
     for kind, group in (("int8", 64), ("int8", 32), ("int4", 32)):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             form = choose_quantised_form(kind, (64, 64), group, dtype, torch.device("cpu"))

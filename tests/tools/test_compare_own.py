@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.clocks import set_clock
 from tools.compare import cli as compare
-from tools.compare import work
 from tools.compare.methods import REGISTRY
 from tools.fidelity import cli as fidelity
 
@@ -110,8 +110,7 @@ def test_an_unknown_name_says_what_to_do(tiny, tmp_path, capsys):
 def test_the_warm_up_ends_with_the_minutes(tiny, tmp_path, capsys, monkeypatch):
     """After the method under way; a line for each; nothing is answered."""
     now = iter(range(0, 10_000, 7))
-    monkeypatch.setattr(work.time, "monotonic", lambda: next(now))
-    monkeypatch.setattr(compare.time, "monotonic", lambda: next(now))
+    set_clock(monkeypatch, "monotonic", lambda: next(now))
     names = ["h2o@10", "h2o@30", "snapkv@10", "snapkv@30", "quest@30", "tidaldecode@30"]
     assert run(tiny, tmp_path, "--minutes", "0.5", "--methods", *names) == 0
     said = capsys.readouterr().err

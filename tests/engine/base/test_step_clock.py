@@ -9,7 +9,6 @@ import dataclasses
 import pytest
 import torch
 
-import engine.base.device
 import tools.compare.run as compare
 from engine import Full
 from engine.base.device import StepClock
@@ -18,6 +17,7 @@ from engine.runner.step_runner import StepRunner
 from engine.sampling.params import SamplingParams
 from engine.session.generate import generate
 from tests.builders import random_ids, tiny_llm
+from tests.clocks import set_clock
 from tests.fake_gpu import FakeGPU
 
 STEP = 0.006  # seconds that the fake card works on a step
@@ -29,7 +29,7 @@ def session(monkeypatch):
     session = tiny_llm(Full(), max_context=512).session()
     gpu = FakeGPU(monkeypatch)
     session.clock = StepClock(torch.device("cuda:0"))
-    monkeypatch.setattr(engine.base.device.time, "perf_counter", lambda: 0.0)
+    set_clock(monkeypatch, "perf_counter", lambda: 0.0)
     real = StepRunner.run
 
     def run(runner, n, own):

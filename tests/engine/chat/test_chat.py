@@ -25,6 +25,7 @@ from engine.methods.full import Full
 from engine.methods.omnikv.method import OmniKV
 from engine.methods.select.quest import Quest
 from engine.terminal.display import Display, printable
+from tests.clocks import set_clock
 from tests.engine.chat.typed_chat import chat
 
 # ---------------------------------------------------------------- once
@@ -650,7 +651,7 @@ def progress_of(done, total=1000):
 
 def test_a_terminal_gets_one_line_that_is_written_over(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("engine.terminal.display.time.monotonic", lambda: now[0])
+    set_clock(monkeypatch, "monotonic", lambda: now[0])
     display = Display(Screen())
     show = display.reading()
     for done in (100, 500, 900, 1000):
@@ -664,7 +665,7 @@ def test_a_terminal_gets_one_line_that_is_written_over(monkeypatch):
 
 def test_no_terminal_gets_a_line_every_few_seconds(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("engine.terminal.display.time.monotonic", lambda: now[0])
+    set_clock(monkeypatch, "monotonic", lambda: now[0])
     display = Display(io.StringIO())
     show = display.reading()
     for done in range(0, 1001, 10):
@@ -681,7 +682,7 @@ def test_short_readings_show_nothing_and_loading_tells_shards(monkeypatch):
     show(progress_of(1000))
     assert display.stream.getvalue() == ""
     now = [0.0]
-    monkeypatch.setattr("engine.terminal.display.time.monotonic", lambda: now[0])
+    set_clock(monkeypatch, "monotonic", lambda: now[0])
     load = display.loading()
     now[0] = 2.0
     load(SimpleNamespace(shard=1, shards=4, bytes_done=4e9, bytes_total=16e9, seconds=2.0))

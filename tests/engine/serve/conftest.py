@@ -68,7 +68,8 @@ def serving(
         running.openai.close()
         service.stop(5.0)
         server.should_exit = True
-        thread.join()
+        thread.join(60.0)
+        assert not thread.is_alive(), "the server does not end"
 
 
 @pytest.fixture(scope="session")

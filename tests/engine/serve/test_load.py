@@ -4,6 +4,7 @@ sees.
 
 import pytest
 
+from tests.clocks import set_clock
 from tests.programs import server_load
 from tests.programs.server_load import run
 
@@ -23,7 +24,7 @@ def test_an_answer_that_is_another_one_is_a_fault():
 
 @pytest.mark.parametrize("status", [200, 429, 500])
 def test_a_refusal_that_the_server_does_not_mean_is_a_fault(status, monkeypatch):
-    monkeypatch.setattr(server_load.time, "sleep", lambda seconds: None)
+    set_clock(monkeypatch, "sleep", lambda seconds: None)
     headers = {"retry-after": "1"} if status == 429 else {}
     reply = server_load.httpx.Response(status, headers=headers, text="no")
     load = server_load.Load("", {}, 0.0)
