@@ -21,7 +21,7 @@ def test_a_fused_step_of_several():
         alone = [session.fork() for session in sessions]
         for session in sessions:
             session.set_backend("triton")
-            assert session.runner.fused and session.runner.shares
+            assert session.runner.fused and session.runner.batchable
         for token in (5,):
             for session in sessions:
                 batch.feed(session, token)
