@@ -87,8 +87,6 @@ def _sampling_flags(add: Callable) -> None:
     )
     add(
         "--temp",
-        "--temperature",
-        dest="temp",
         type=float,
         default=0.0,
         metavar="T",
@@ -169,8 +167,6 @@ def _proof_flags(add: Callable) -> None:
 def _output_flags(add: Callable) -> None:
     add(
         "--plan",
-        "--dry-run",
-        dest="plan",
         action="store_true",
         help="print the memory and layer plan, load nothing, and end",
     )

@@ -146,8 +146,6 @@ def fits_flag(add: Callable, about: str) -> None:
 def _placement_flags(add: Callable) -> None:
     add(
         "--ctx",
-        "--max-model-len",
-        dest="ctx",
         type=scaled,
         metavar="N",
         help="reserve a context of N tokens, such as 131072, 128K or 1M "
@@ -209,8 +207,6 @@ def _method_flags(add: Callable) -> None:
     names = tuple(methods())
     add(
         "--method",
-        "--attention",
-        dest="method",
         choices=names,
         metavar="NAME",
         help="omnikv, full, or a baseline to compare with: "
@@ -263,8 +259,6 @@ def _method_flags(add: Callable) -> None:
 def _budget_flags(add: Callable) -> None:
     add(
         "--tokens",
-        "--budget",
-        dest="tokens",
         type=int,
         metavar="K",
         help="let a sparse layer read K chosen tokens per step (default 2048)",

@@ -10,6 +10,19 @@ from typing import NoReturn
 
 from engine.terminal.display import Display
 
+# Flags by the names that other engines give them, or that ours had: there are no aliases, but the
+# error says ours.
+OURS = {
+    "--attention": "--method",
+    "--budget": "--tokens",
+    "--ctx-size": "--ctx",
+    "--dry-run": "--plan",
+    "--kv-cache-dtype": "--bank",
+    "--max-model-len": "--ctx",
+    "--quantization": "--weights",
+    "--temperature": "--temp",
+}
+
 
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that prints each error as one line, with the nearest flag or value."""
@@ -31,9 +44,7 @@ class Parser(argparse.ArgumentParser):
             message = f"{choice[1]}: found {choice[2]}, expected one of {', '.join(known)}{hint}"
         elif unknown and unknown[1].startswith("-"):
             flags = [flag for action in self._actions for flag in action.option_strings]
-            near = difflib.get_close_matches(unknown[1].split("=")[0], flags, 1)
-            hint = f"did you mean {near[0]}?" if near else "--help lists the flags"
-            message = f"{unknown[1]}: no such flag; {hint}"
+            message = f"{unknown[1]}: no such flag; {_hint(unknown[1].split('=')[0], flags)}"
         elif unknown:
             message = (
                 f"{unknown[1]!r}: not expected here; name a model with --model, "
@@ -41,3 +52,11 @@ class Parser(argparse.ArgumentParser):
             )
         Display().error(message)
         sys.exit(2)
+
+
+def _hint(unknown: str, flags: list[str]) -> str:
+    """Say which of a program's flags an unknown one may have meant."""
+    if OURS.get(unknown) in flags:
+        return f"use {OURS[unknown]}"
+    near = [] if unknown in OURS else difflib.get_close_matches(unknown, flags, 1)
+    return f"did you mean {near[0]}?" if near else "--help lists the flags"

@@ -155,13 +155,8 @@ class Options:
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> Options:
-        """Options from keyword arguments; SettingError names the nearest one where one is unknown.
-
-        `kernels` is the former name of `backend` and still means it.
-        """
+        """Make Options of keyword arguments; SettingError names the nearest to an unknown one."""
         settings: dict[str, Any] = dict(given)
-        if "kernels" in settings:
-            settings.setdefault("backend", settings.pop("kernels"))
         known = [field.name for field in dataclasses.fields(cls)]
         for name in settings:
             if name not in known:

@@ -98,7 +98,7 @@ def test_flags_reach_the_model_and_the_sampler(fake, monkeypatch):
         main(
             "--model x -p hi --ctx 32K --device cpu --dtype float32 --threads 2 --chunk 7 "
             "--compile off --offload device --vram-budget 24 --ram-budget 512M "
-            "--attention omnikv --filter-layers 2,8,18 --share 0.1 --selector uniform "
+            "--method omnikv --filter-layers 2,8,18 --share 0.1 --selector uniform "
             "--window 8 --wait-layers 0 --dense-below 4K "
             "--temp 0.5 --top-p 0.9 --top-k 40 --min-p 0.05 --seed 7 "
             "--repeat-penalty 1.1 --presence-penalty 0.5 --frequency-penalty -1 --stop END "
@@ -166,12 +166,8 @@ def test_the_method_follows_the_flags():
     assert (
         method() is None
         and method("--method", "full") == Full()
-        and method("--attention", "omnikv") == OmniKV()
-    )
-    assert (
-        method("--tokens", "64")
-        == method("--budget", "64", "--method", "omnikv")
-        == OmniKV(tokens=64)
+        and method("--method", "omnikv") == OmniKV()
+        and method("--tokens", "64") == OmniKV(tokens=64)
     )
     assert (
         method(pocket=True) == OmniKV(share=0.067, dense_below=0)
@@ -219,6 +215,11 @@ def test_plan_goes_to_stdout_and_nothing_is_loaded(fake, capsys):
 BAD = [
     (["--tmp", "1"], "--tmp: no such flag; did you mean --temp?"),
     (["--zzzzzz"], "--zzzzzz: no such flag"),
+    (["--temperature", "1"], "--temperature: no such flag; use --temp"),
+    (["--max-model-len=4096"], "--max-model-len=4096: no such flag; use --ctx"),
+    (["--attention", "full"], "--attention: no such flag; use --method"),
+    (["--budget", "64"], "--budget: no such flag; use --tokens"),
+    (["--dry-run"], "--dry-run: no such flag; use --plan"),
     (["--max-token", "3"], "--max-token: no such flag; did you mean --max-tokens?"),
     (["extra"], "'extra': not expected here"),
     (["--ctx", "lots"], "--ctx"),
@@ -228,7 +229,7 @@ BAD = [
     (["--ctx"], "--ctx"),
     (["--temp", "-1"], "--temp: found -1.0"),
     (["--temp", "nan"], "--temp: found nan"),
-    (["--temp", "hot"], "--temp/--temperature: found 'hot', expected a number"),
+    (["--temp", "hot"], "--temp: found 'hot', expected a number"),
     (["--top-p", "1.5"], "--top-p: found 1.5"),
     (["--top-k", "-2"], "--top-k: found -2"),
     (["--top-k", "1.5"], "--top-k"),
@@ -248,7 +249,7 @@ BAD = [
     (["--window", "0"], "--window: found 0"),
     (["--wait-layers", "-1"], "--wait-layers: found -1"),
     (["--dense-below", "x"], "--dense-below"),
-    (["--method", "magic"], "--method/--attention: found 'magic', expected one of a2sf, "),
+    (["--method", "magic"], "--method: found 'magic', expected one of a2sf, "),
     (["--method", "quets"], "did you mean quest?"),
     (["--set", "page"], "--set: found 'page', expected KEY=VALUE such as page=32"),
     (["--set", "page=3"], "--set page: omnikv has no such setting; it takes "),

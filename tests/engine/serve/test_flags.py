@@ -8,6 +8,7 @@ import pytest
 from engine.base.errors import UsageError
 from engine.chat import cli as chat
 from engine.chat import flags as chat_flags
+from engine.cli.parser import OURS
 from engine.methods.exact import Exact
 from engine.methods.full import Full
 from engine.methods.select.quest import Quest
@@ -18,7 +19,6 @@ SHARED = ("context and placement", "method")  # groups of flags that describe wh
 # flags -> what they must end in: fields of Options, or of the method
 ASKED = [
     ("--ctx 4K", {"max_context": 4096}),
-    ("--max-model-len 4096", {"max_context": 4096}),
     ("--rope linear:2", {"rope": "linear:2"}),
     ("--beyond --ctx 64K", {"beyond": True, "max_context": 65536}),
     ("--device cpu", {"device": "cpu"}),
@@ -32,7 +32,6 @@ ASKED = [
     ("--vram-budget 3", {"vram_budget": 3 * 10**9}),
     ("--ram-budget 2", {"ram_budget": 2 * 10**9}),
     ("--method full", {"method": Full()}),
-    ("--attention full", {"method": Full()}),
     ("--method omnikv --tail 128", {"tail": 128}),
     ("--filter-layers 1,3", {"filter_layers": (1, 3)}),
     ("--wait-layers 1", {"wait_layers": 1}),
@@ -40,7 +39,6 @@ ASKED = [
     ("--prefill-ratio 2", {"prefill_ratio": 2}),
     ("--method quest --set page=32 --set tokens=256", {"method": Quest(page=32, tokens=256)}),
     ("--tokens 64", {"tokens": 64}),
-    ("--budget 64", {"tokens": 64}),
     ("--share 0.25", {"share": 0.25}),
     ("--mem 0.5 --filter-layers 1", {"mem": 0.5}),
     ("--selector uniform --window 8", {"selector": "uniform", "window": 8}),
@@ -60,7 +58,7 @@ def flags_of(parser, titles=None):
 
 def test_every_flag_that_says_what_runs_is_in_both_programs_and_in_this_table():
     shared = flags_of(chat_flags.parser(), SHARED)
-    assert len(shared) > 30 and not shared - flags_of(serve.parser())
+    assert len(shared) == 30 and not shared - flags_of(serve.parser())
     tried = {word for flags, _ in ASKED for word in flags.split() if word.startswith("--")}
     assert shared - tried == {"--calibrate"}  # refused: see below
     helps = [
@@ -98,6 +96,11 @@ def test_the_server_says_where_to_calibrate(capsys):
         serve.open_model(args)
 
 
+def test_flags_of_other_engines_are_no_aliases_and_ours_exist():
+    flags = flags_of(chat_flags.parser())
+    assert not flags & set(OURS) and set(OURS.values()) <= flags
+
+
 @pytest.mark.parametrize(
     "flags, words",
     [
@@ -109,6 +112,8 @@ def test_the_server_says_where_to_calibrate(capsys):
         ("--filter-layers one", "expected layer numbers"),
         ("--prefil-ratio 2", "did you mean --prefill-ratio?"),
         ("--wait-layers -1", "--wait-layers: found -1"),
+        ("--max-model-len 4096", "--max-model-len: no such flag; use --ctx"),
+        ("--temperature 1", "--temperature: no such flag; --help lists the flags"),
     ],
 )
 def test_a_wrong_value_is_one_line_by_the_flags_name(capsys, flags, words):
