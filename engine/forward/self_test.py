@@ -26,7 +26,7 @@ from engine.model.llama import Llama
 from engine.model.rope import Rotary
 from engine.plan.layers import layer_plan
 from kernels.attention.dense import decode_dense
-from kernels.attention.scratch import make_scratch
+from kernels.attention.scratch import ScratchShape, make_scratch
 from kernels.launch.dispatch import choose_for
 from kernels.launch.tolerance import differs
 from kernels.layer.gemv import MOST_ROWS
@@ -214,7 +214,7 @@ def _merge_failure(model: Llama) -> str:
     k, v = torch.randn(2, 1, kv_heads, ROWS, dim, generator=generator, device=device).to(dtype)
     q = torch.randn(1, 1, heads, dim, generator=generator, device=device).to(dtype)
     lengths = torch.full((1,), ROWS, dtype=torch.int32, device=device)
-    scratch = make_scratch(1, 1, heads, kv_heads, dim, ROWS, 0, device, False, 0, "triton")
+    scratch = make_scratch(ScratchShape(1, 1, heads, kv_heads, dim, ROWS), device, "triton")
     apart = scratch.merging_apart()
     want = decode_dense(q, k, v, lengths, dim**-0.5, scratch=apart, backend="triton")
     for _ in range(TIMES):

@@ -16,12 +16,11 @@ from engine.bank.query_ring import SLOTS as RING
 from engine.base.figures import human
 from engine.load.link_bytes import prompt_link_bytes, step_link_bytes
 from engine.load.report import OFFLOAD_CHUNK, ROUND, Item, Plan
-from engine.methods.base import Method
+from engine.methods.base import Method, scratch_shape
 from engine.model.config.config import ModelConfig
 from engine.model.low_bits import FewBits
 from engine.plan.free_memory import HEADROOM, free_bytes
 from engine.plan.layers import LayerPlan
-from engine.plan.needs import scratch_sizes
 from engine.plan.placement import (
     SLOTS,
     Placement,
@@ -75,9 +74,7 @@ def memory_items(
     bank = kept * context * config.kv_bytes(size)
     rings = window_bytes(config, size, chunk, context)
     needs = method.needs(layers, config, context, size)
-    scratch = scratch_bytes(
-        **scratch_sizes(config, needs, context, device=device, dtype=dtype, backend=backend)
-    )
+    scratch = scratch_bytes(scratch_shape(config, needs, context, dtype), device, backend)
     ring = config.num_layers * RING * config.q_size * size
     store = needs.store_bytes
     if needs.one_chunk:

@@ -20,10 +20,10 @@ from engine.model.config.config import ModelConfig
 from engine.model.low_bits import FewBits
 from engine.plan.filter_layers import FilterLayers
 from engine.plan.layers import LayerPlan, layer_plan
-from engine.plan.needs import Needs, scratch_sizes
+from engine.plan.needs import Needs
 from engine.plan.prefill_time import PrefillFlops
 from kernels.attention.dense import decode_dense
-from kernels.attention.scratch import Scratch, make_scratch
+from kernels.attention.scratch import Scratch, ScratchShape, make_scratch
 from kernels.attention.sparse import decode_sparse
 from kernels.launch.softmax import Softmax
 from kernels.prefill.dense import prefill_dense
@@ -135,6 +135,33 @@ class Method:
         return Runtime(self, setup)
 
 
+def scratch_shape(
+    config: ModelConfig,
+    needs: Needs,
+    capacity: int,
+    dtype: torch.dtype,
+    batch: int = 1,
+    queries: int = 1,
+) -> ScratchShape:
+    """Return the shape of the kernels' scratch for a session of a method with these needs.
+
+    capacity: rows of the bank; dtype: the model's; queries: the most tokens of one step.
+    """
+    return ScratchShape(
+        batch=batch,
+        queries=max(queries, needs.queries),
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        capacity=capacity,
+        budget=max(needs.selected, config.window),
+        scored=needs.selected > 0,
+        window=needs.window,
+        dtype=config.row_dtype(dtype),
+        capped=config.block.score_cap > 0,
+    )
+
+
 @dataclass(frozen=True)
 class Setup:
     """The inputs of a runtime: one session's fixed facts.
@@ -175,17 +202,8 @@ class Setup:
         """
         device, plan = torch.device(device), plan or method.plan(config)
         needs = method.needs(plan, config, capacity, dtype.itemsize)
-        sizes = scratch_sizes(
-            config,
-            needs,
-            capacity,
-            device=device,
-            dtype=dtype,
-            backend=backend,
-            batch=batch,
-            queries=queries,
-        )
-        scratch = make_scratch(**sizes)
+        shape = scratch_shape(config, needs, capacity, dtype, batch, queries)
+        scratch = make_scratch(shape, device, backend)
         softmax = config.softmax(sinks)
         return cls(config, plan, capacity, device, dtype, batch, backend, scratch, softmax)
 

@@ -1,4 +1,4 @@
-"""The needs of a method in one session, and the kernels' scratch that they imply.
+"""The needs of a method in one session.
 
 Methods fill in a `Needs`; the memory plan, the placement, the step runner and the session read it.
 """
@@ -6,11 +6,8 @@ Methods fill in a `Needs`; the memory plan, the placement, the step runner and t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-import torch
-
-from engine.model.config.config import ModelConfig
 from engine.plan.layers import TAIL_BLOCK
 
 MOST_WINDOW = 64  # past queries that a selection or a prompt's end may read
@@ -67,34 +64,3 @@ class Needs:
     queries: int = 1
     sliding: bool = False
     capped: bool = False
-
-
-def scratch_sizes(
-    config: ModelConfig,
-    needs: Needs,
-    capacity: int,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    backend: str,
-    batch: int = 1,
-    queries: int = 1,
-) -> dict[str, Any]:
-    """Arguments of kernels.attention.scratch.make_scratch and scratch_bytes for a session of a
-    method.
-    """
-    return dict(
-        batch=batch,
-        queries=max(queries, needs.queries),
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        capacity=capacity,
-        budget=max(needs.selected, config.window),
-        device=device,
-        scored=needs.selected > 0,
-        window=needs.window,
-        backend=backend,
-        dtype=config.row_dtype(dtype),
-        capped=config.block.score_cap > 0,
-    )

@@ -19,7 +19,7 @@ from kernels.attention.native import (
     attends,
 )
 from kernels.attention.reference import attend_alone, head_max
-from kernels.attention.scratch import Scratch, make_scratch
+from kernels.attention.scratch import Scratch, ScratchShape, make_scratch
 from kernels.attention.split import (
     MERGE_CHUNK,
     decode_config,
@@ -350,8 +350,10 @@ def decode_dense_triton(
     batch, queries, heads, head_dim = q.shape
     kv_heads, capacity, group = k.shape[1], k.shape[2], heads // k.shape[1]
     if scratch is None:
-        sizes = batch, queries, heads, kv_heads, head_dim, capacity, 0
-        scratch = make_scratch(*sizes, q.device, scores is not None, 0, backend="triton")
+        largest = ScratchShape(
+            batch, queries, heads, kv_heads, head_dim, capacity, scored=scores is not None
+        )
+        scratch = make_scratch(largest, q.device, "triton")
     splits = dense_splits(capacity)
     config = dense_config(queries, group, head_dim, q.itemsize, is_packed(k))
     slots = batch * heads * queries * splits

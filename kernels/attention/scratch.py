@@ -26,6 +26,33 @@ SELECT_PROGRAMS = 128  # most programs per row of the top-k
 
 
 @dataclass(frozen=True)
+class ScratchShape:
+    """The largest decode step that a Scratch serves.
+
+    capacity: rows of the bank; budget: the most tokens that a sparse layer reads (0: no sparse
+    layer); scored: filter layers leave scores, and the top-k runs; window: queries of a windowed
+    selector (0: none); dtype: the bank's; capped: logits have a cap.
+    """
+
+    batch: int
+    queries: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    capacity: int
+    budget: int = 0
+    scored: bool = False
+    window: int = 0
+    dtype: torch.dtype = torch.float32
+    capped: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Query rows of one K/V head."""
+        return self.queries * (self.heads // self.kv_heads)
+
+
+@dataclass(frozen=True)
 class Scratch:
     """Flat buffers that launchers slice by their own shapes.
 
@@ -78,121 +105,9 @@ class Scratch:
                 raise ValueError(f"scratch.{name}: found {found} elements, this call needs {count}")
 
 
-def _sizes(
-    batch: int,
-    queries: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    capacity: int,
-    budget: int,
-    device: torch.device | str,
-    scored: bool,
-    window: int,
-    backend: str,
-    dtype: torch.dtype,
-    capped: bool,
-) -> dict[str, tuple[int, torch.dtype]]:
-    """Size every field of the Scratch that `make_scratch` allocates: {name: (elements, dtype)}."""
-    chosen = choose_for(backend, torch.device(device))
-    sizes = {name: (0, torch.float32) for name in Scratch.__dataclass_fields__}
-    if chosen == "cpu":
-        return sizes | _cpu_sizes(
-            queries, heads, kv_heads, head_dim, capacity, budget, scored, window, dtype, capped
-        )
-    if chosen != "triton":
-        return sizes
-    group = heads // kv_heads
-    dense = dense_splits(capacity)
-    splits = max(dense, most_sparse_splits(budget, kv_heads) if budget else 0)
-    chunks = -(-splits // MERGE_CHUNK)
-    rows = batch * kv_heads * queries * group
-    floats = {
-        "part": rows * splits * head_dim,
-        "lse": max(rows * splits, batch * heads * window * dense),
-        "chunk_part": rows * chunks * head_dim if chunks > 1 else 0,
-        "chunk_lse": rows * chunks if chunks > 1 else 0,
-        "out_lse": batch * max(queries, window) * heads,
-        "logits": batch * heads * capacity if scored else 0,
-    }
-    ints = {
-        "hist": batch * BINS if scored or window else 0,
-        # a query tile holds one query or more
-        "tickets": tickets(batch, kv_heads * queries, splits, MERGE_CHUNK),
-        "ranks": batch * (8 + 2 * SELECT_PROGRAMS) if scored or window else 0,
-    }
-    sizes |= {name: (count, torch.float32) for name, count in floats.items()}
-    return sizes | {name: (count, torch.int32) for name, count in ints.items()}
-
-
-def _cpu_sizes(
-    queries: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    capacity: int,
-    budget: int,
-    scored: bool,
-    window: int,
-    dtype: torch.dtype,
-    capped: bool,
-) -> dict[str, tuple[int, torch.dtype]]:
-    """The part of `_sizes` that the CPU backend uses, in the form that runs."""
-    group = heads // kv_heads
-    sizes = {
-        "blocks": block_floats(heads, head_dim, window, min(WINDOW_BLOCK, capacity))
-        if window
-        else 0,
-        "logits": heads * capacity if scored else 0,
-    }
-    if runs() and reads(dtype, head_dim):
-        sizes["part"] = part_floats(kv_heads, queries * group, head_dim, capacity)
-        return {name: (count, torch.float32) for name, count in sizes.items()}
-    chunk = chunk_rows(kv_heads * head_dim, capacity) * kv_heads * head_dim if scored else 0
-    wide = widened_floats(kv_heads, queries * group, head_dim, capacity, dtype, capped)
-    sizes["blocks"] = max(sizes["blocks"], chunk, wide)
-    gathered = min(budget + TAIL_ROOM, capacity) if budget else 0
-    rows = gathered * kv_heads * sum(row_widths(head_dim, dtype))
-    return {name: (count, torch.float32) for name, count in sizes.items()} | {"rows": (rows, dtype)}
-
-
-def make_scratch(
-    batch: int,
-    queries: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    capacity: int,
-    budget: int,
-    device: torch.device | str,
-    scored: bool,
-    window: int,
-    backend: str = "auto",
-    dtype: torch.dtype = torch.float32,
-    capped: bool = False,
-) -> Scratch:
-    """Allocate scratch for decode steps of up to these sizes.
-
-    capacity: rows of the bank; budget: the most tokens that a sparse layer reads (0: no sparse
-    layer); scored: filter layers leave scores, and the top-k runs; window: queries of a windowed
-    selector (0: none); backend: as in the launchers; dtype: the bank's; capped:
-    logits have a cap.
-    """
-    sizes = _sizes(
-        batch,
-        queries,
-        heads,
-        kv_heads,
-        head_dim,
-        capacity,
-        budget,
-        device,
-        scored,
-        window,
-        backend,
-        dtype,
-        capped,
-    )
+def make_scratch(shape: ScratchShape, device: torch.device | str, backend: str = "auto") -> Scratch:
+    """Allocate scratch for decode steps of up to this shape; backend: as in the launchers."""
+    sizes = _sizes(shape, choose_for(backend, torch.device(device)))
     buffers = {
         name: torch.empty(count, dtype=kind, device=device) for name, (count, kind) in sizes.items()
     }
@@ -201,35 +116,56 @@ def make_scratch(
     return scratch
 
 
-def scratch_bytes(
-    batch: int,
-    queries: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    capacity: int,
-    budget: int,
-    device: torch.device | str,
-    scored: bool,
-    window: int,
-    backend: str = "auto",
-    dtype: torch.dtype = torch.float32,
-    capped: bool = False,
-) -> int:
+def scratch_bytes(shape: ScratchShape, device: torch.device | str, backend: str = "auto") -> int:
     """Count the bytes that `make_scratch` of the same arguments allocates."""
-    sizes = _sizes(
-        batch,
-        queries,
-        heads,
-        kv_heads,
-        head_dim,
-        capacity,
-        budget,
-        device,
-        scored,
-        window,
-        backend,
-        dtype,
-        capped,
-    )
+    sizes = _sizes(shape, choose_for(backend, torch.device(device)))
     return sum(count * kind.itemsize for count, kind in sizes.values())
+
+
+def _sizes(s: ScratchShape, chosen: str) -> dict[str, tuple[int, torch.dtype]]:
+    """Size every field of the Scratch of a backend: {name: (elements, dtype)}."""
+    sizes = {name: (0, torch.float32) for name in Scratch.__dataclass_fields__}
+    if chosen == "cpu":
+        return sizes | _cpu_sizes(s)
+    if chosen != "triton":
+        return sizes
+    dense = dense_splits(s.capacity)
+    splits = max(dense, most_sparse_splits(s.budget, s.kv_heads) if s.budget else 0)
+    chunks = -(-splits // MERGE_CHUNK)
+    rows = s.batch * s.kv_heads * s.rows
+    ranked = s.scored or s.window
+    floats = {
+        "part": rows * splits * s.head_dim,
+        "lse": max(rows * splits, s.batch * s.heads * s.window * dense),
+        "chunk_part": rows * chunks * s.head_dim if chunks > 1 else 0,
+        "chunk_lse": rows * chunks if chunks > 1 else 0,
+        "out_lse": s.batch * max(s.queries, s.window) * s.heads,
+        "logits": s.batch * s.heads * s.capacity if s.scored else 0,
+    }
+    ints = {
+        "hist": s.batch * BINS if ranked else 0,
+        # a query tile holds one query or more
+        "tickets": tickets(s.batch, s.kv_heads * s.queries, splits, MERGE_CHUNK),
+        "ranks": s.batch * (8 + 2 * SELECT_PROGRAMS) if ranked else 0,
+    }
+    sizes |= {name: (count, torch.float32) for name, count in floats.items()}
+    return sizes | {name: (count, torch.int32) for name, count in ints.items()}
+
+
+def _cpu_sizes(s: ScratchShape) -> dict[str, tuple[int, torch.dtype]]:
+    """The part of `_sizes` that the CPU backend uses, in the form that runs."""
+    block = min(WINDOW_BLOCK, s.capacity)
+    sizes = {
+        "blocks": block_floats(s.heads, s.head_dim, s.window, block) if s.window else 0,
+        "logits": s.heads * s.capacity if s.scored else 0,
+    }
+    if runs() and reads(s.dtype, s.head_dim):
+        sizes["part"] = part_floats(s.kv_heads, s.rows, s.head_dim, s.capacity)
+        return {name: (count, torch.float32) for name, count in sizes.items()}
+    width = s.kv_heads * s.head_dim
+    chunk = chunk_rows(width, s.capacity) * width if s.scored else 0
+    wide = widened_floats(s.kv_heads, s.rows, s.head_dim, s.capacity, s.dtype, s.capped)
+    sizes["blocks"] = max(sizes["blocks"], chunk, wide)
+    gathered = min(s.budget + TAIL_ROOM, s.capacity) if s.budget else 0
+    rows = gathered * s.kv_heads * sum(row_widths(s.head_dim, s.dtype))
+    return {name: (n, torch.float32) for name, n in sizes.items()} | {"rows": (rows, s.dtype)}

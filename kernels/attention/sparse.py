@@ -10,7 +10,7 @@ from kernels.attention.cpu import attend_sequence, split_rows, token_rows
 from kernels.attention.merge import merge, merge_when_last, merging
 from kernels.attention.native import attend_chosen, attends
 from kernels.attention.reference import attend_alone
-from kernels.attention.scratch import Scratch, make_scratch
+from kernels.attention.scratch import Scratch, ScratchShape, make_scratch
 from kernels.attention.split import (
     SPARSE_CHUNK,
     decode_config,
@@ -300,8 +300,8 @@ def decode_sparse_triton(
     kv_heads, budget = k.shape[1], index.shape[2]
     group = heads // kv_heads
     if scratch is None:
-        sizes = batch, queries, heads, kv_heads, head_dim, 1, max(1, budget)
-        scratch = make_scratch(*sizes, q.device, False, 0, backend="triton")
+        largest = ScratchShape(batch, queries, heads, kv_heads, head_dim, 1, max(1, budget))
+        scratch = make_scratch(largest, q.device, "triton")
     split, splits = sparse_split(budget, kv_heads), sparse_splits(budget, kv_heads)
     config = sparse_config(queries, group, head_dim, q.element_size(), is_packed(k))
     block = min(config.block, split)

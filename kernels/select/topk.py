@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from kernels.attention.scratch import SELECT_PROGRAMS, Scratch, make_scratch
+from kernels.attention.scratch import SELECT_PROGRAMS, Scratch, ScratchShape, make_scratch
 from kernels.launch.dispatch import choose
 from kernels.launch.pdl import dependent, wait_for_last_kernel
 from kernels.launch.radix import count_first_digit, ordered
@@ -392,7 +392,8 @@ def select_topk_triton(
             raise ValueError(
                 "scratch: found none, expected the one that the scores were counted in"
             )
-        scratch = make_scratch(batch, 1, 1, 1, 16, 1, 0, scores.device, True, 0, backend="triton")
+        largest = ScratchShape(batch, 1, 1, 1, 16, 1, scored=True)
+        scratch = make_scratch(largest, scores.device, "triton")
     scratch.require(hist=batch * 8448, ranks=batch * (8 + 2 * SELECT_PROGRAMS))
     rows = (scores, lo, hi, k, scratch.hist, scratch.ranks)
     sizes = (out.shape[1], capacity, span)

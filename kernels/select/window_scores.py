@@ -8,7 +8,7 @@ import torch
 
 from kernels.attention.cpu import WINDOW_BLOCK, logit_blocks
 from kernels.attention.reference import head_max
-from kernels.attention.scratch import Scratch, make_scratch
+from kernels.attention.scratch import Scratch, ScratchShape, make_scratch
 from kernels.attention.split import dense_splits
 from kernels.launch.dispatch import choose
 from kernels.launch.shapes import Config, power_of_two
@@ -245,8 +245,8 @@ def window_scores_triton(
     kv_heads, capacity, group = k.shape[1], k.shape[2], heads // k.shape[1]
     narrow, q = q, wide_stored_queries(q, k)
     if scratch is None:
-        sizes = batch, 1, heads, kv_heads, head_dim, capacity, 0
-        scratch = make_scratch(*sizes, q.device, False, window, backend="triton")
+        largest = ScratchShape(batch, 1, heads, kv_heads, head_dim, capacity, window=window)
+        scratch = make_scratch(largest, q.device, "triton")
     config = window_config(window, group, head_dim, q.element_size(), is_packed(k))
     padded, splits = power_of_two(group), dense_splits(capacity)
     shape = dict(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.attention.dense import decode_dense
-from kernels.attention.scratch import make_scratch
+from kernels.attention.scratch import ScratchShape, make_scratch
 from kernels.attention.sparse import decode_sparse
 from kernels.select.topk import select_topk
 from kernels.select.window_scores import window_scores
@@ -98,7 +98,7 @@ def test_bits_do_not_depend_on_the_capacity():
 def test_topk(name, n, k):
     generator = torch.Generator().manual_seed(2)
     rows = [hostile_row(name, n, generator) for _ in range(2)]
-    scratch = make_scratch(2, 1, 1, 1, 16, n, 0, "cuda", True, 0)
+    scratch = make_scratch(ScratchShape(2, 1, 1, 1, 16, n, scored=True), "cuda")
     for _ in range(2):
         check_topk("cuda", "auto", rows, [0, 70], [n, n - 400], [k, k // 3], k, scratch=scratch)
         assert not scratch.hist.any()
@@ -153,7 +153,8 @@ def test_a_captured_step_follows_lengths_and_allocates_nothing():
         torch.randn(1, 16, heads, dim, device="cuda").bfloat16(),
         torch.ones(16, device="cuda"),
     )
-    scratch = make_scratch(1, 1, heads, kv_heads, dim, capacity, room, "cuda", True, 16)
+    largest = ScratchShape(1, 1, heads, kv_heads, dim, capacity, room, True, 16)
+    scratch = make_scratch(largest, "cuda")
     lengths, start, zero, wanted = (
         ints([5000], "cuda"),
         ints([4700], "cuda"),

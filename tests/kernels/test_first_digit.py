@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.attention.dense import SCORE_TILE, decode_dense, launch_head_max
-from kernels.attention.scratch import make_scratch
+from kernels.attention.scratch import ScratchShape, make_scratch
 from kernels.select.topk import select_topk, select_topk_ref
 from tests.kernels.support.kernel_checks import HOSTILE_ROWS, hostile_row, ints
 
@@ -33,7 +33,8 @@ def check(rows, lengths, ranked, k):
     """Rows [B, H, T] of logits become scores, which are counted on the way and chosen from."""
     batch, heads, capacity = rows.shape
     lengths, ranked, k = (ints(x, "cpu") for x in (lengths, ranked, k))
-    scratch = make_scratch(batch, 1, heads, 1, 16, capacity, 0, "cpu", True, 0, backend="triton")
+    largest = ScratchShape(batch, 1, heads, 1, 16, capacity, scored=True)
+    scratch = make_scratch(largest, "cpu", "triton")
     scratch.logits[: rows.numel()] = rows.flatten()
     scores = torch.full((batch, capacity), math.inf)
     launch_head_max(scratch, lengths, scores, capacity, heads, 1, "raw", ranked)
@@ -77,7 +78,7 @@ def test_a_filter_layer_counts_the_scores_of_its_attention(generator):
     k, v = torch.randn(2, 1, 2, 700, 16, generator=generator)
     n, ranked, most = ints([601], "cpu"), ints([577], "cpu"), ints([60], "cpu")
     for kind in ("softmax", "raw"):
-        scratch = make_scratch(1, 1, 4, 2, 16, 700, 0, "cpu", True, 0, backend="triton")
+        scratch = make_scratch(ScratchShape(1, 1, 4, 2, 16, 700, scored=True), "cpu", "triton")
         scores = torch.full((2, 1, 700), -1.0)
         out = decode_dense(q, k, v, n, 2.0, scores[0], kind, scratch, "triton", ranked)
         assert int(scratch.hist.sum()) == 577

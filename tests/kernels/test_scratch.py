@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.attention.dense import decode_dense
-from kernels.attention.scratch import Scratch, make_scratch, scratch_bytes
+from kernels.attention.scratch import Scratch, ScratchShape, make_scratch, scratch_bytes
 from kernels.attention.sparse import decode_sparse
 from kernels.launch.dispatch import choose
 from kernels.select.topk import select_topk
@@ -16,19 +16,19 @@ from tests.kernels.support.kernel_checks import ints
 
 @pytest.mark.parametrize("backend", ["cpu", "triton"])
 @pytest.mark.parametrize(
-    "sizes",
+    "shape",
     [
-        (1, 1, 32, 8, 128, 131072, 2048, "meta", True, 0),
-        (2, 8, 8, 8, 96, 1000, 1, "meta", False, 0),
-        (3, 3, 8, 2, 64, 50000, 900, "meta", True, 16),
+        ScratchShape(1, 1, 32, 8, 128, 131072, 2048, scored=True),
+        ScratchShape(2, 8, 8, 8, 96, 1000, 1),
+        ScratchShape(3, 3, 8, 2, 64, 50000, 900, scored=True, window=16),
     ],
 )
-def test_bytes_are_what_is_allocated(sizes, backend):
-    scratch = make_scratch(*sizes, backend=backend)
+def test_bytes_are_what_is_allocated(shape, backend):
+    scratch = make_scratch(shape, "meta", backend)
     found = sum(
         t.numel() * t.element_size() for t in vars(scratch).values() if isinstance(t, torch.Tensor)
     )
-    assert found == scratch_bytes(*sizes, backend=backend)
+    assert found == scratch_bytes(shape, "meta", backend)
 
 
 def step(
@@ -70,7 +70,7 @@ def test_one_scratch_for_a_step_whatever_it_held():
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 2, 2, 32), torch.randn(2, 1, 700, 32), torch.randn(2, 1, 700, 32)
     alone = step(None, q, k, v)
-    scratch = make_scratch(2, 2, 2, 1, 32, 1300, 64, "cpu", True, 16, backend="triton")
+    scratch = make_scratch(ScratchShape(2, 2, 2, 1, 32, 1300, 64, True, 16), "cpu", "triton")
     for name, buffer in vars(scratch).items():
         if name not in ("hist", "tickets") and isinstance(buffer, torch.Tensor):
             buffer.fill_(float("nan") if buffer.is_floating_point() else -1)
@@ -80,7 +80,7 @@ def test_one_scratch_for_a_step_whatever_it_held():
 
 def test_too_small_a_scratch_is_refused():
     """A bank of 1300 rows with scratch for 600: an error, not a write past its end."""
-    scratch = make_scratch(1, 1, 4, 2, 32, 600, 0, "cpu", True, 0, backend="triton")
+    scratch = make_scratch(ScratchShape(1, 1, 4, 2, 32, 600, scored=True), "cpu", "triton")
     q, kv, scores = torch.randn(1, 1, 4, 32), torch.randn(2, 1, 2, 1300, 32), torch.zeros(1, 1300)
     with pytest.raises(ValueError, match="scratch.part: found 256 elements, this call needs 384"):
         decode_dense(q, kv[0], kv[1], ints([1300], "cpu"), 0.2, scratch=scratch, backend="triton")

@@ -143,8 +143,8 @@ def test_the_last_program_merges_what_a_launch_merges(check, arguments, shape, m
     used, results = [], []
     for lasts in (True, False):
 
-        def scratch_made(*sizes, lasts=lasts, **named):
-            scratch = make_scratch(*sizes, **named)
+        def scratch_made(*given, lasts=lasts):
+            scratch = make_scratch(*given)
             if not lasts:
                 scratch = dataclasses.replace(scratch, tickets=torch.empty(0, dtype=torch.int32))
             used.append(scratch)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kernels.select.topk
-from kernels.attention.scratch import SELECT_PROGRAMS, make_scratch
+from kernels.attention.scratch import SELECT_PROGRAMS, ScratchShape, make_scratch
 from kernels.select.topk import select_span
 from tests.kernels.support.kernel_checks import HOSTILE_ROWS, check_topk, hostile_row
 
@@ -23,7 +23,7 @@ def test_hostile_rows(name, generator):
 
 
 def test_histograms_are_left_zero_and_scratch_is_reused(generator):
-    scratch = make_scratch(2, 1, 1, 1, 16, 3000, 0, "cpu", True, 0, backend="triton")
+    scratch = make_scratch(ScratchShape(2, 1, 1, 1, 16, 3000, scored=True), "cpu", "triton")
     for name in ("equal", "normal", "nan", "normal"):
         check_topk(
             "cpu",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kernels.attention.cpu import token_rows
 from kernels.attention.dense import decode_dense
-from kernels.attention.scratch import make_scratch
+from kernels.attention.scratch import ScratchShape, make_scratch
 from kernels.attention.sparse import decode_sparse
 from kernels.select.topk import select_topk
 from kernels.select.window_scores import window_scores
@@ -98,7 +98,7 @@ def test_a_tail_alone_is_read_in_place(form):
     generator = torch.Generator().manual_seed(3)
     k, v = make_bank(1, 2, 300, 64, torch.float32, "heads", "cpu", generator)
     q = torch.randn(1, 1, 8, 64, generator=generator)
-    scratch = make_scratch(1, 1, 8, 2, 64, 300, 300, "cpu", False, 0, dtype=torch.float32)
+    scratch = make_scratch(ScratchShape(1, 1, 8, 2, 64, 300, 300), "cpu")
     scratch.rows.fill_(7.0)
     none, ends = torch.zeros(1, 1, 0, dtype=torch.int32), (ints([40], "cpu"), ints([290], "cpu"))
     out = decode_sparse(q, k, v, none, ints([0], "cpu"), *ends, 0.1, scratch)
@@ -170,7 +170,8 @@ def test_nothing_that_grows_with_the_context_is_created(dtype, layout, ties):
         generator = torch.Generator().manual_seed(0)
         k, v = make_bank(1, 2, n + 64, 64, dtype, layout, "cpu", generator)
         q = torch.randn(1, 16, 8, 64).to(dtype)
-        scratch = make_scratch(1, 1, 8, 2, 64, n + 64, 128, "cpu", True, 16, dtype=dtype)
+        largest = ScratchShape(1, 1, 8, 2, 64, n + 64, 128, True, 16, dtype)
+        scratch = make_scratch(largest, "cpu")
         scores, out, counts = (
             torch.zeros(1, n + 64),
             torch.zeros(1, 128, dtype=torch.int32),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.attention.dense import decode_dense
-from kernels.attention.scratch import make_scratch
+from kernels.attention.scratch import ScratchShape, make_scratch
 from kernels.attention.sparse import decode_sparse
 from kernels.launch.softmax import PLAIN, Softmax
 from kernels.layer.gemv import multiply_rows
@@ -82,8 +82,8 @@ def call(case: Case) -> None:
     scores = meta(1, CAPACITY, dtype=torch.float32)
     scratch, softmax = None, softmax_of(case)
     if case.launcher == "apart":
-        sizes = 1, queries, heads, 8, case.head_dim, CAPACITY, BUDGET
-        scratch = make_scratch(*sizes, "meta", False, 0, "triton").merging_apart()
+        largest = ScratchShape(1, queries, heads, 8, case.head_dim, CAPACITY, BUDGET)
+        scratch = make_scratch(largest, "meta", "triton").merging_apart()
     # gathered layers are token-major, the others head-major
     if case.launcher in ("sparse", "apart"):
         k, v = by_token(case, CAPACITY)
@@ -104,9 +104,8 @@ def call(case: Case) -> None:
             window_scores(*given, backend="triton", softmax=softmax)
     elif case.launcher == "scored":
         for kind in ("softmax", "raw"):
-            scratch = make_scratch(
-                1, queries, heads, 8, case.head_dim, CAPACITY, 0, "meta", True, 0, "triton"
-            )
+            largest = ScratchShape(1, queries, heads, 8, case.head_dim, CAPACITY, scored=True)
+            scratch = make_scratch(largest, "meta", "triton")
             for ranked in (None, meta(1)):
                 decode_dense(
                     q, k, v, meta(1), scale, scores, kind, scratch, "triton", ranked, softmax

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.attention.dense import decode_dense
-from kernels.attention.scratch import make_scratch
+from kernels.attention.scratch import ScratchShape, make_scratch
 from kernels.attention.sparse import decode_sparse
 from kernels.prefill.block_sparse import BLOCK, attend_blocks
 from kernels.prefill.dense import prefill_dense
@@ -68,9 +68,8 @@ class Bench:
         self.first = (n - self.whole) // BLOCK * BLOCK
         shape = 1, s.heads, self.whole // BLOCK, (self.first + self.whole) // BLOCK
         self.keep = torch.rand(shape, **options) < KEPT
-        self.scratch = make_scratch(
-            1, 1, s.heads, s.kv_heads, s.head_dim, n, s.budget, self.device, True, 16
-        )
+        largest = ScratchShape(1, 1, s.heads, s.kv_heads, s.head_dim, n, s.budget, True, 16)
+        self.scratch = make_scratch(largest, self.device)
 
     def int(self, value):
         """One int32 on the device."""
@@ -163,7 +162,9 @@ def selecting(scores, k, backend="auto"):
     one = torch.ones(1, dtype=torch.int32, device=scores.device)
     lo, hi, count, kept = one * 0, one * scores.shape[1], one * k, one.clone()
     out = torch.empty(1, k, dtype=torch.int32, device=scores.device)
-    scratch = make_scratch(1, 1, 1, 1, 16, scores.shape[1], 0, scores.device, True, 0)
+    scratch = make_scratch(
+        ScratchShape(1, 1, 1, 1, 16, scores.shape[1], scored=True), scores.device
+    )
 
     def run():
         select_topk(scores, lo, hi, count, out, kept, scratch=scratch, backend=backend)

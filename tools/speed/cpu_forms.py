@@ -29,7 +29,7 @@ from engine.base.errors import UsageError
 from engine.methods.select.minference_patterns import line_sums
 from engine.methods.select.quest import AT_ONCE, page_bounds
 from kernels.attention.dense import decode_dense
-from kernels.attention.scratch import make_scratch
+from kernels.attention.scratch import ScratchShape, make_scratch
 from kernels.attention.sparse import decode_sparse
 from kernels.launch.isa import SETS, isa
 from kernels.layer.linear import pack_linear
@@ -72,9 +72,8 @@ def _decode(dtype: torch.dtype, shape: tuple[int, int, int], rows: int) -> dict[
     heads, scale, kept = kv_heads * group, dim**-0.5, min(2048, rows // 2)
     k, v = torch.randn(2, 1, kv_heads, rows + 64, dim).to(dtype).unbind(0)
     q = torch.randn(1, 16, heads, dim).to(dtype)
-    scratch = make_scratch(
-        1, 4, heads, kv_heads, dim, rows + 64, kept, "cpu", True, 16, dtype=dtype
-    )
+    largest = ScratchShape(1, 4, heads, kv_heads, dim, rows + 64, kept, True, 16, dtype)
+    scratch = make_scratch(largest, "cpu")
     scores, alpha = torch.empty(1, rows + 64), torch.ones(16)
     length, start = (torch.tensor([n], dtype=torch.int32) for n in (rows, rows - 256))
     count = torch.tensor([kept], dtype=torch.int32)
@@ -119,8 +118,7 @@ def _prefill(dtype: torch.dtype, shape: tuple[int, int, int]) -> dict[str, Case]
             q, k, lse, [(PAST, rows, PAST - 512)], PAST, 1, scale, sums
         ),
         "column sums": lambda: column_sums(q[0, -32:], k[0], rows - 32, scale),
-        "block mass, pooled": lambda: block_mass(q, k, PAST, 8, scale, "pooled"),
-        "block mass, antidiagonal": lambda: block_mass(q, k, PAST, 8, scale, "antidiagonal"),
+        "block mass": lambda: block_mass(q, k, PAST, 8, scale),
         "kept blocks": lambda: attend_blocks(q, k, v, keep, PAST, scale),
         "rows streamed back": lambda: attend_rows(q, k, v, scale),
     }

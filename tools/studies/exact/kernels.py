@@ -19,7 +19,7 @@ import torch
 from engine.methods.exact import MOST_DRAFTS
 from engine.model.config.config import ModelConfig
 from kernels.attention.dense import decode_dense
-from kernels.attention.scratch import make_scratch
+from kernels.attention.scratch import ScratchShape, make_scratch
 from kernels.launch.isa import isa
 from kernels.layer.linear import Linear, pack_linear
 from kernels.quant.linear import QuantisedLinear, choose_quantised_form
@@ -67,9 +67,10 @@ def attention(shape: str, config: ModelConfig, dtype: torch.dtype, rows: int, tu
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
     k, v = torch.randn(2, 1, kv_heads, rows + 64, dim).to(dtype).unbind(0)
     length = torch.tensor([rows], dtype=torch.int32)
-    scratch = make_scratch(
-        1, WIDTHS[-1], heads, kv_heads, dim, rows + 64, 0, "cpu", True, 16, dtype=dtype
+    largest = ScratchShape(
+        1, WIDTHS[-1], heads, kv_heads, dim, rows + 64, scored=True, window=16, dtype=dtype
     )
+    scratch = make_scratch(largest, "cpu")
     queries = [torch.randn(1, width, heads, dim).to(dtype) for width in WIDTHS]
 
     def call(q: torch.Tensor) -> Callable[[], object]:
