@@ -42,6 +42,8 @@ from engine.saved.values import decode, encode
 
 VERSION = 1
 VALUE_BYTES = 1 << 30  # most bytes of one tensor that is no row
+# {field that methods had: the value that is now the only one}: earlier files hold them
+GONE = {"dense_estimator": "pooled"}
 S = TypeVar("S", bound=SessionState)
 Progress = Callable[[int, int], None]  # (tokens done, tokens in all)
 
@@ -182,7 +184,7 @@ def _rebuilt(name: str, fields: dict[str, Any]) -> Method:
     """The method that `_described` named. Raises SettingError or TypeError for no such one."""
     if name == "exact":
         return Exact(**{**fields, "method": _rebuilt(*fields["method"])})
-    return make(name, fields)
+    return make(name, {k: v for k, v in fields.items() if k not in GONE or v != GONE[k]})
 
 
 def _checked_facts(reader: Reader, loaded: Loaded) -> dict[str, Any]:

@@ -1,14 +1,12 @@
 """Block-sparse prefill attention of dense layers: a block of queries attends, per head, to the key
 blocks that carry its attention mass.
 
-The mass is estimated from few products: a softmax over one number per S x S tile, summed over the
-tiles of a block pair. "pooled" (as in SpargeAttn, thu-ml/SpargeAttn, without its quantised part)
-multiplies the mean query of S rows by the mean K of S rows. "antidiagonal" (XAttention,
-mit-han-lab/x-attention, xattn/src/Xattention.py) lays S queries in reverse beside S rows of K in
-order: one product of width S x D is the sum of the tile's antidiagonal. docs/PREFILL.md compares
-the two. Each head chooses its own blocks: the union over a group's heads would keep nearly
-everything. Blocks lie at absolute multiples of BLOCK, so cutting a prompt into other chunks of
-whole blocks does not change a result.
+The mass is estimated from few products: a softmax over one number per S x S tile, the product of
+the mean query of S rows and the mean K of S rows, summed over the tiles of a block pair (as in
+SpargeAttn, thu-ml/SpargeAttn, without its quantised part; docs/PREFILL.md says how near it comes).
+Each head chooses its own blocks: the union over a group's heads would keep nearly everything.
+Blocks lie at absolute multiples of BLOCK, so cutting a prompt into other chunks of whole blocks
+does not change a result.
 """
 
 from __future__ import annotations
@@ -26,23 +24,17 @@ from kernels.rows.tiles import load_keys, load_values, scaled_logits
 BLOCK = 128
 ROWS = 1024  # tiles of K that are float32 at a time: 4 MB of 8 rows of 128
 MASS_FLOATS = 1 << 23  # logits of tiles at a time: 32 MB, twice while their softmax is taken
-ESTIMATORS = ("antidiagonal", "pooled")
 
 
 def block_mass(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    first: int,
-    stride: int,
-    scale: float,
-    estimator: str = "antidiagonal",
+    q: torch.Tensor, k: torch.Tensor, first: int, stride: int, scale: float
 ) -> torch.Tensor:
     """Estimate the share of attention mass of every (head, query block, key block).
 
     q [B, C, H, D] at positions first .. first+C-1, first and C multiples of BLOCK; k
-    [B, Hkv, >= first+C, D] view; stride: S, a divisor of BLOCK; estimator: one of ESTIMATORS.
-    Returns float32 [B, H, C / BLOCK, (first + C) / BLOCK]: a row sums to one, key blocks after the
-    query block are zero. Memory: `kept_bytes`.
+    [B, Hkv, >= first+C, D] view; stride: S, a divisor of BLOCK. Returns float32
+    [B, H, C / BLOCK, (first + C) / BLOCK]: a row sums to one, key blocks after the query block are
+    zero. Memory: `kept_bytes`.
     """
     batch, chunk, heads, dim = q.shape
     kv_heads, stop = k.shape[1], first + chunk
@@ -55,17 +47,12 @@ def block_mass(
             own = slice(h * group, (h + 1) * group)
             queries = q[b, :, own].transpose(0, 1).reshape(group, chunk // stride, stride, dim)
             rows_k = unpack_keys(k[b, h, :stop], q.dtype).reshape(stop // stride, stride, dim)
-            if estimator == "pooled":
-                # means in float32 are 1.3 times as fast as in 16 bits, and rounded once
-                queries = queries.mean(2, dtype=torch.float32).to(q.dtype)
-                rows_k = rows_k.mean(1, dtype=torch.float32).to(q.dtype)
-            else:
-                queries, rows_k = queries.flip(2).flatten(2), rows_k.flatten(1)
+            # means in float32 are 1.3 times as fast as in 16 bits, and rounded once
+            queries = queries.mean(2, dtype=torch.float32).to(q.dtype)
+            rows_k = rows_k.mean(1, dtype=torch.float32).to(q.dtype)
             for low in range(0, chunk // BLOCK, at_once):
                 high = min(chunk // BLOCK, low + at_once)
                 logits = _product(queries[:, low * per : high * per], rows_k)
-                if estimator != "pooled":
-                    logits.div_(stride)
                 newest = column[first // stride :][low * per : high * per].unsqueeze(1)
                 logits.mul_(scale).masked_fill_(column > newest, float("-inf"))
                 tiles = torch.softmax(logits, -1).view(group, high - low, per, stop // BLOCK, per)
@@ -112,14 +99,7 @@ def choose_blocks(mass: torch.Tensor, first: int, threshold: float) -> torch.Ten
 
 
 def kept_bytes(
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    itemsize: int,
-    chunk: int,
-    stop: int,
-    stride: int,
-    estimator: str,
+    heads: int, kv_heads: int, dim: int, itemsize: int, chunk: int, stop: int, stride: int
 ) -> int:
     """Return the most bytes that `block_mass` and `choose_blocks` hold at a time for a chunk of so
     many tokens that ends at `stop`, and `block_lists` after them. (A sort's own workspace and what
@@ -129,10 +109,9 @@ def kept_bytes(
     pairs = heads * (chunk // BLOCK) * (stop // BLOCK)
     blocks = min(chunk // BLOCK, blocks_at_once(group * per * (stop // stride)))
     tiles = blocks * per * (stop // stride)
-    rows = stop // stride * dim * itemsize if estimator == "pooled" else 0
+    rows = stop // stride * dim * itemsize
     copied = group * chunk * dim * itemsize
-    queries = copied // stride if estimator == "pooled" else copied
-    made = queries + rows + max(copied, 8 * group * tiles)
+    made = copied // stride + rows + max(copied, 8 * group * tiles)
     # mass, its order (values and int64), the sum before each, what is wanted
     return max(4 * pairs + 8 * (stop // stride) + made, (4 + 12 + 4 + 1) * pairs)
 

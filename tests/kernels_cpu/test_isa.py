@@ -134,7 +134,6 @@ def products(dtype):
             q, k, torch.zeros(1, 128, 8), [(172, 300, 100)], 172, 1, 0.2, scores[None]
         ),
         "mass": lambda: block_mass(q, long, 128, 8, 0.2),
-        "pooled": lambda: block_mass(q, long, 128, 8, 0.2, "pooled"),
         "weights": lambda: pack_linear(torch.randn(16, 32).to(dtype))(q[0, :64].flatten(1)[:, :32]),
         "weights, 8 rows": lambda: pack_linear(torch.randn(16, 32).to(dtype))(k[0, 0, :8]),
     }
@@ -197,7 +196,7 @@ def test_a_cpu_with_bfloat16_products_uses_them(monkeypatch):
     monkeypatch.setattr(kernels.launch.isa, "isa", lambda: "amx")
     monkeypatch.setattr("kernels.layer.linear.isa", lambda: "amx")
     seen = products(BF16)
-    for name in ("filter", "columns", "mass", "pooled", "weights"):
+    for name in ("filter", "columns", "mass", "weights"):
         assert ("product", BF16) in seen[name], name
     for name in ("dense", "sparse", "prefill"):
         assert seen[name] == {("fused", BF16)}, name

@@ -68,9 +68,7 @@ class BlockSparse:
                     q[:, part], k, v, low, self.scale, backend=self.setup.backend
                 )
         part = slice(first - start, last - start)
-        mass = block_mass(
-            q[:, part], k, first, self.method.dense_stride, self.scale, self.method.dense_estimator
-        )
+        mass = block_mass(q[:, part], k, first, self.method.dense_stride, self.scale)
         keep = choose_blocks(mass, first, self.method.dense_mass)
         out[:, part] = attend_blocks(
             q[:, part], k, v, keep, first, self.scale, backend=self.setup.backend
@@ -91,13 +89,11 @@ class BlockSparse:
             )
 
     def saved(self, flops: PrefillFlops, start: int, stop: int, total: float) -> float:
-        """Attention operations of one layer that are expected to be saved, less those of the
-        estimate: with stride S, half of one in S products of the attention's width
-        ("antidiagonal"), or of one in S x S ("pooled").
+        """Count the attention operations of one layer that are expected to be saved, less those of
+        the estimate: with stride S, half of one in S x S products of the attention's width.
         """
         first, last = self.span(start, stop, total)
         if first == last:
             return 0.0
-        power = 2 if self.method.dense_estimator == "pooled" else 1
-        estimate = 0.5 / self.method.dense_stride**power
+        estimate = 0.5 / self.method.dense_stride**2
         return flops.pairs(first, last) * (1 - EXPECTED_DENSITY - estimate)

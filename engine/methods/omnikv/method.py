@@ -112,7 +112,6 @@ class OmniKV(Settings):
                 chunk,
                 capacity,
                 self.dense_stride,
-                self.dense_estimator,
             )
         return found
 

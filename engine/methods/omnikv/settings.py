@@ -40,8 +40,8 @@ class Settings(Method):
     r * prefill_block past tokens that every `prefill_stride`-th query of the block scores highest;
     the prompt's last `prefill_dense_end` tokens are read densely. dense_layers: "block_sparse"
     makes FULL and WAIT layers read, in prefill, only the key blocks that carry `dense_mass` of the
-    attention as `dense_estimator` ("pooled" | "antidiagonal") estimates it from `dense_stride`
-    tokens at a time (engine/methods/omnikv/block_sparse.py).
+    attention, estimated from the means of `dense_stride` tokens
+    (engine/methods/omnikv/block_sparse.py).
     """
 
     named = False
@@ -65,7 +65,6 @@ class Settings(Method):
     dense_layers: str = "dense"
     dense_mass: float = 0.9
     dense_stride: int = 8
-    dense_estimator: str = "pooled"
 
     def __post_init__(self) -> None:
         if self.filter_layers is not None:
@@ -165,7 +164,6 @@ def _validate_prefill(method: Settings) -> None:
     integer("prefill_stride", method.prefill_stride, 1)
     integer("prefill_dense_end", method.prefill_dense_end, 0)
     one_of("dense_layers", method.dense_layers, ("dense", "block_sparse"))
-    one_of("dense_estimator", method.dense_estimator, ("pooled", "antidiagonal"))
     one_of("dense_stride", method.dense_stride, (4, 8, 16, 32))
     fraction("dense_mass", method.dense_mass)
 

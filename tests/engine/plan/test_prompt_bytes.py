@@ -59,9 +59,8 @@ def planned(method, context, chunk):
     return method.prompt_bytes(CONFIG, context, chunk, 2)
 
 
-@pytest.mark.parametrize("estimator", ["pooled", "antidiagonal"])
 @pytest.mark.parametrize("most", [1 << 23, 1 << 17, 1 << 14])
-def test_block_estimates(estimator, most, monkeypatch):
+def test_block_estimates(most, monkeypatch):
     """The logits of all blocks at once, of some, and of so few that the sort holds more."""
     monkeypatch.setattr("kernels.prefill.block_sparse.MASS_FLOATS", most)
     monkeypatch.setattr(
@@ -73,12 +72,10 @@ def test_block_estimates(estimator, most, monkeypatch):
     k = torch.randn(1, 16, stop, D).to(BF16)
 
     def choose():
-        mass = partial(block_mass, q, k, stop - chunk, 8, D**-0.5, estimator)
+        mass = partial(block_mass, q, k, stop - chunk, 8, D**-0.5)
         block_lists(choose_blocks(mass(), stop - chunk, 0.9), stop - chunk)
 
-    method = OmniKV(
-        filter_layers=(1, 4), dense_layers="block_sparse", dense_stride=8, dense_estimator=estimator
-    )
+    method = OmniKV(filter_layers=(1, 4), dense_layers="block_sparse", dense_stride=8)
     expected = method.prompt_bytes(config, stop, chunk, 2)
     assert peak_of(choose) == pytest.approx(expected, rel=0.02)
 

@@ -5,6 +5,7 @@ Stops: rows of another tier or layout, a lost query ring or budget, a restore th
 an altered byte that becomes an answer, a killed process that leaves half a file.
 """
 
+import dataclasses
 import os
 import re
 import resource
@@ -22,8 +23,6 @@ from hypothesis import strategies as st
 
 from engine import Exact, Full, InfLLM, MInference, OmniKV, PodUntrained, Quest, SnapKV, TidalDecode
 from engine.base.errors import ContextTooLong, SavedFileError, SettingError
-from engine.sampling.params import SamplingParams
-from engine.sampling.sampler import Sampler
 from engine.saved import rows
 from engine.saved.ahead import ahead
 from engine.saved.container import Reader
@@ -153,21 +152,17 @@ def test_a_damaged_piece_ends_the_threads_that_read_ahead():
 
 
 def test_what_a_program_adds_comes_back(tmp_path):
-    """Also a sampler's state: the answer goes on as it would have gone on."""
-    params = SamplingParams(temperature=1.0, seed=5)
+    """Also a generator's state: what is drawn goes on as it would have gone on."""
+    random, again = torch.Generator().manual_seed(5), torch.Generator()
+    torch.rand(4, generator=random)
     with saved(tmp_path / "s") as session:
-        sampler = Sampler(params, 97)
-        drawn = [sampler.sample(session.last_logits)[0] for _ in range(4)]
-        state = sampler.snapshot()
-        extra = {"random": state.random, "text": "é\udc80" * 9000, "list": [1, (2.5, None)]}
+        extra = {"random": random.get_state(), "text": "é\udc80" * 9000, "list": [1, (2.5, None)]}
         session.save(tmp_path / "s", extra)
         restored, found = llm_of().restore(tmp_path / "s")
         with restored:
-            other = Sampler(params, 97)
-            other._random.set_state(found.pop("random"))
+            again.set_state(found.pop("random"))
             assert found == {"text": extra["text"], "list": extra["list"]}
-            more = [sampler.sample(session.last_logits)[0] for _ in range(6)]
-            assert [other.sample(restored.last_logits)[0] for _ in range(6)] == more != drawn
+            assert torch.equal(torch.rand(6, generator=again), torch.rand(6, generator=random))
         with pytest.raises(SettingError, match="extra: found a object"):
             session.save(tmp_path / "s", object())
 
@@ -261,6 +256,24 @@ def test_a_header_that_lies_under_right_checksums_is_refused(tmp_path):
             for name, tensor in tensors.items():
                 writer.write(name, tensor)
         refused(tmp_path / "lie", "makes no session|not there", llm_of("share"))
+
+
+def test_a_field_that_methods_no_longer_have_is_read_past_where_its_value_is_todays(
+    tmp_path, monkeypatch
+):
+    def earlier(estimator):
+        def described(method):
+            return method.name, dataclasses.asdict(method) | {"dense_estimator": estimator}
+
+        monkeypatch.setattr("engine.saved.session_file._described", described)
+        with saved(tmp_path / estimator, length=40, made=2) as session:
+            return list(session.ids)
+
+    ids = earlier("pooled")
+    with llm_of().restore(tmp_path / "pooled")[0] as session:
+        assert session.method == METHODS["omnikv"] and list(session.ids) == ids
+    earlier("antidiagonal")
+    refused(tmp_path / "antidiagonal", "makes no session", llm_of())
 
 
 def test_a_full_disk_leaves_the_old_file(tmp_path):

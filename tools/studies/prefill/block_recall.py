@@ -1,5 +1,4 @@
-"""Recall of attention mass against density of the block estimators,
-on one document.
+"""Recall of attention mass against density of the block estimate, on one document.
 
 Per FULL and WAIT layer, head and block of 128 queries: density = key blocks kept / causal blocks,
 recall = true mass in them. The oracle chooses by the true mass: nothing can keep more with as few
@@ -31,7 +30,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.studies.prefill.block_recall",
-        description="Recall of attention mass against density of the block estimators.",
+        description="Recall of attention mass against density of the block estimate.",
     )
     parser.add_argument(
         "--model", default=str(POCKET), help="alias, hub id or folder (default: the shipped model)"
@@ -79,10 +78,9 @@ def rows(
     true = {layer: exact_mass(q[:, first:], k, first, scale) for layer, (q, k) in layers.items()}
     estimators: dict[str, Callable[..., Any]] = {"oracle": lambda layer, q, k: true[layer]}
     for stride in (8, 16):
-        for name in ("antidiagonal", "pooled"):
-            estimators[f"{name} S={stride}"] = lambda layer, q, k, stride=stride, name=name: (
-                block_mass(q, k, first, stride, scale, name)
-            )
+        estimators[f"pooled S={stride}"] = lambda layer, q, k, stride=stride: block_mass(
+            q, k, first, stride, scale
+        )
     for name, estimate in estimators.items():
         masses = {layer: estimate(layer, q[:, first:], k) for layer, (q, k) in layers.items()}
         for threshold in thresholds:
