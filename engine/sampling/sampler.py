@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -22,14 +21,6 @@ from engine.sampling.penalties import Penalties
 
 # top-p candidates tried before a full sort of the vocabulary, which costs several times as much
 TOP_P_HEAD = 1024
-
-
-@dataclass(frozen=True)
-class SamplerState:
-    """A sampler's state: its random generator's, and how many tokens were sampled."""
-
-    random: torch.Tensor
-    sampled: int
 
 
 class Sampler:
@@ -155,25 +146,6 @@ class Sampler:
         ids, kept, _ = self._filter(scores, self.vocab_size)
         everything = torch.zeros(self.vocab_size, dtype=torch.float32, device=logits.device)
         return everything.index_put((ids,), kept) if ids is not None else kept
-
-    def snapshot(self) -> SamplerState:
-        """Return the state now, for restore() when tokens are taken back."""
-        return SamplerState(self._random.get_state(), len(self._sampled))
-
-    def restore(self, state: SamplerState) -> None:
-        """Go back to an earlier snapshot of this sampler; forget the tokens sampled since."""
-        if state.sampled > len(self._sampled):
-            raise SettingError(
-                f"restore: found a snapshot of {state.sampled} tokens, expected at most "
-                f"{len(self._sampled)}"
-            )
-        self._random.set_state(state.random)
-        self._penalties.uncounted(self._sampled[state.sampled :])
-        del self._sampled[state.sampled :]
-        if self.params.grammar is not None:
-            self._matcher = self.params.grammar.begin()
-            for token in self._sampled:
-                self._matcher.took(token)
 
     def _greedy(self, scores: torch.Tensor) -> int:
         best = scores.argmax().view(1)

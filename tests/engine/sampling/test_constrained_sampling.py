@@ -92,7 +92,7 @@ def test_every_answer_follows_its_schema(grammars, settings):
     assert len(texts) > 1
 
 
-def test_drafts_and_restored_samplers_stand_where_they_stood(grammars):
+def test_drafts_leave_a_grammar_where_it_was(grammars):
     tokenizer, made, end = grammars
     params = SamplingParams(grammar=made.json(SCHEMA))
 
@@ -101,16 +101,12 @@ def test_drafts_and_restored_samplers_stand_where_they_stood(grammars):
 
     plain = Sampler(params, VOCAB)
     expected = [plain.sample(logits(step))[0] for step in range(12)]
-    sampler, found, state = Sampler(params, VOCAB), [], None
+    sampler, found = Sampler(params, VOCAB), []
     for step in range(12):
-        if step == 4:
-            state = sampler.snapshot()
         with sampler.drafting() as guess:
             drafts = [guess(logits(step + ahead)) for ahead in range(3)]
         found.append(sampler.sample(logits(step))[0])
         assert drafts[0] == found[-1] == expected[step]
-    sampler.restore(state)
-    assert [sampler.sample(logits(step))[0] for step in range(4, 12)] == expected[4:]
 
 
 def test_schemas_that_cannot_be_used_are_one_line(grammars):

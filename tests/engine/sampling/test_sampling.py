@@ -193,7 +193,7 @@ def test_a_seed_repeats_an_answer_and_no_seed_does_not():
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_a_restored_sampler_draws_the_same_again():
+def test_drafts_are_what_is_drawn_and_leave_a_sampler_where_it_was():
     random = torch.Generator().manual_seed(3)
     steps = [torch.randn(300, generator=random) for _ in range(12)]
     params = SamplingParams(
@@ -206,18 +206,13 @@ def test_a_restored_sampler_draws_the_same_again():
     sampler = Sampler(params, 300, [1, 2, 3])
     for logits in steps[:4]:
         sampler.sample(logits)
-    state = sampler.snapshot()
-    once = [sampler.sample(logits)[0] for logits in steps[4:]]
-    sampler.restore(state)
-    assert [sampler.sample(logits)[0] for logits in steps[4:]] == once
-    sampler.restore(state)
+    with sampler.drafting() as guess:
+        once = [guess(logits) for logits in steps[4:]]
     with sampler.drafting() as guess:
         assert [guess(logits) for logits in steps[4:]] == once
     assert [sampler.sample(logits)[0] for logits in steps[4:]] == once
-    later = sampler.snapshot()
-    sampler.restore(state)
-    with pytest.raises(SettingError, match="restore"):
-        sampler.restore(later)
+    with sampler.drafting() as guess:
+        assert [guess(logits) for logits in steps[4:]] != once
 
 
 def test_logprobs_are_those_of_the_raw_distribution():
