@@ -425,7 +425,7 @@ def judge(folder: Path, number: int) -> str:
     from engine.base.device import NO_MEMORY
     from engine.base.errors import EngineError
     from engine.chat.cli import main
-    from tools.search.pod_groups import read_blocks
+    from tools.calibrate.pod_groups import read_blocks
 
     flags = ["--model", str(folder), "-p", PROMPT, "-n", "2", "--threads", "1", "--device", "cpu"]
     flags += [["--quiet"], ["--method", "omnikv"], ["--plan"], ["--json"]][number % 4]
@@ -502,7 +502,7 @@ def child(
 
 def run(seed: int, numbers: list[int], say: bool = True) -> tuple[list[str], float, int]:
     """Run cases; (failures, longest case in seconds, peak bytes of a child)."""
-    import tools.search.pod_groups  # noqa: F401  (children are forked with everything imported)
+    import tools.calibrate.pod_groups  # noqa: F401  (children are forked with everything imported)
 
     sound, failures, longest, peak = bases(), [], 0.0, 0
     left, began = list(numbers), time.monotonic()

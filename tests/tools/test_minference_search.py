@@ -9,7 +9,7 @@ import json
 import pytest
 
 from engine.methods.select.minference import MInference
-from tools.search.minference import LEAST, main
+from tools.calibrate.minference import LEAST, main
 
 
 @pytest.fixture

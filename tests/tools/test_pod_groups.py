@@ -13,7 +13,7 @@ from engine import Full, PodUntrained
 from engine.base.errors import BadCheckpoint, UsageError
 from engine.model.rope import apply_rope
 from tests.builders import random_ids, tiny_llm
-from tools.search.pod_groups import (
+from tools.calibrate.pod_groups import (
     divergence,
     greedy_blocks,
     group,
@@ -132,7 +132,7 @@ def test_the_command_writes_blocks_that_a_session_takes(tiny, tmp_path, capsys):
     assert saving(data["blocks"], 6) >= 0.2 and PodUntrained(blocks=data["blocks"]).blocks == tuple(
         map(tuple, data["blocks"])
     )
-    with pytest.raises(BadCheckpoint, match="tools.search.pod_groups --model"):
+    with pytest.raises(BadCheckpoint, match="tools.calibrate.pod_groups --model"):
         read_blocks(tiny)
     (tiny / "pod.json").write_text(out.read_text())
     try:

@@ -14,8 +14,8 @@ import pytest
 from engine.base.errors import BadCheckpoint, UsageError
 from engine.evidence.provenance import Run
 from tools.calibrate import cli
+from tools.calibrate.pod_groups import read_blocks
 from tools.common.program import guarded, one_at_a_time, replace_json, replace_text
-from tools.search.pod_groups import read_blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,7 +10,7 @@ import torch
 
 from engine import LLM, Full, SamplingParams
 from tests.builders import POCKET
-from tools.search.pod_groups import read_blocks, saving
+from tools.calibrate.pod_groups import read_blocks, saving
 from tools.tasks import make_sample
 from tools.tasks.talk import REFUSAL
 from weights.fingerprint import fingerprint

@@ -16,8 +16,8 @@ from engine.methods.evict.h2o_plus import H2OPlus
 from engine.methods.omnikv.method import OmniKV
 from engine.methods.select.infllm import InfLLM
 from engine.methods.select.pod import PodUntrained
+from tools.calibrate.pod_groups import read_blocks
 from tools.compare.bytes import device_share
-from tools.search.pod_groups import read_blocks
 
 # (facts, share or part) -> the method, or a text why there is none
 Build = Callable[..., Any]

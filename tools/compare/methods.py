@@ -191,7 +191,7 @@ REGISTRY: dict[str, Entry] = {
         sink=LMInfinite.sink,
     ),
     "pod_untrained": Entry(
-        "PoD without its training; blocks from pod.json beside the model (tools.search.pod_groups)",
+        "PoD without its training; blocks from pod.json (tools.calibrate.pod_groups)",
         pod,
         keeps_all,
         group="others",

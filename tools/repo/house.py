@@ -28,7 +28,7 @@ FLOORS = (
     ("tools.check_gpu",),
     ("tools.fidelity",),
     ("tools.compare", "tools.gpu", "tools.families", "tools.speed"),
-    ("tools.banks", "tools.bench", "tools.real_model", "tools.search"),
+    ("tools.banks", "tools.bench", "tools.real_model"),
     ("tools.calibrate",),
     ("tools.convert", "tools.eval", "tools.compile_kernels", "tools.repo"),
     ("tools.tasks",),

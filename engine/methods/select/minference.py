@@ -5,7 +5,7 @@ Source: MInference 1.0 (Jiang et al., NeurIPS 2024), section 3, and microsoft/MI
 (minference_forward.py). Patterns: engine/methods/select/minference_patterns.py. Published defaults:
 ("vertical_slash", 1000, 6096) for heads that no table names, lines ranked by the last 64 queries,
 the first 30 columns and the nearest 100 diagonals always among them; a table per model from an
-offline search by the attention mass kept (tools/search/minference.py), or a published one
+offline search by the attention mass kept (tools/calibrate/minference.py), or a published one
 (engine/methods/select/minference_table.py). Every query head chooses for itself, so nothing is
 reduced over a group. Lines are ranked once per prompt, by its last 64 queries: a prompt is one
 chunk, whatever the plan's, with the activations that this takes.
@@ -128,7 +128,7 @@ class MInference(Method):
             raise SettingError(
                 f"patterns: found a table of {len(self.patterns)} layers with "
                 f"{len(self.patterns[0])} heads, expected {layers} layers with {heads} query heads "
-                "(this model); search again (tools.search.minference)"
+                "(this model); search again (tools.calibrate.minference)"
             )
         return self.patterns
 

@@ -1,5 +1,5 @@
 """Files of MInference's patterns: the tables that its authors publish, and those of
-tools/search/minference.py.
+tools/calibrate/minference.py.
 
 Source: microsoft/MInference (minference/configs/*_best_pattern*.json, read in
 minference_forward.py): a list with an object per layer, {"head": [kind, size, size, score]}. Its
@@ -68,7 +68,7 @@ def _heads(path: Path, number: int, layer: Any) -> dict[int, Pattern]:
 
 
 def _searched(path: Path, rows: Any) -> tuple[tuple[Pattern, ...], ...]:
-    """The table of tools/search/minference.py."""
+    """The table of tools/calibrate/minference.py."""
     if not (isinstance(rows, list) and rows and all(isinstance(r, list) and r for r in rows)):
         raise _unknown(path, 'expected "patterns", a list of heads per layer')
     if len(rows) > MOST or max(map(len, rows)) > MOST:
@@ -79,5 +79,5 @@ def _searched(path: Path, rows: Any) -> tuple[tuple[Pattern, ...], ...]:
 def _unknown(path: Path, what: str) -> SettingError:
     return SettingError(
         f"patterns: {path} is no table of MInference: {what}; make one with "
-        "tools.search.minference, or take one from microsoft/MInference"
+        "tools.calibrate.minference, or take one from microsoft/MInference"
     )

@@ -7,8 +7,8 @@ query; 16 and 4080 published) are attended by the layer's own queries and K. For
 between them, the logits of the block's lowest layer serve, with the layer's own V; the two parts
 are merged by the exact gate g = sum exp(proximal) / sum exp(all). Distant K of the layers above a
 block's lowest are never read. Published models are trained so; this one is measured without, hence
-the name. Which layers make a block: `python -m tools.search.pod_groups`. Prompts are read the same
-way, chunk by chunk, and the result does not depend on the chunks.
+the name. `python -m tools.calibrate.pod_groups` finds the layers of a block. Prompts are read the
+same way, chunk by chunk, and the result does not depend on the chunks.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class PodUntrained(Method):
             raise SettingError(
                 f"blocks: found {len(blocks)} heads and layers up to {max(map(max, blocks))}, "
                 f"expected {heads} K/V heads and layers below {layers} (this model); group it "
-                "again: python -m tools.search.pod_groups, in a clone of the engine"
+                "again: python -m tools.calibrate.pod_groups, in a clone of the engine"
             )
         return [
             tuple(max(low for low in firsts if low <= layer) for firsts in blocks)

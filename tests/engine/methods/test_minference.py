@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import tools.search.minference
+import tools.calibrate.minference
 from engine.base.errors import SettingError
 from engine.methods.full import Full
 from engine.methods.select.minference import MInference, causal_pairs
@@ -22,7 +22,7 @@ from kernels.prefill.dense import prefill_dense_lse
 from tests.builders import GROUPS, World, random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.engine.methods.official_simulation import Model, Shape
 from tests.kernels.support.kernel_checks import assert_close
-from tools.search.minference import SPACE, search_patterns
+from tools.calibrate.minference import SPACE, search_patterns
 
 KINDS = (
     ("vertical_slash", 30, 100),
@@ -310,7 +310,7 @@ def test_the_search_gives_each_head_its_pattern(monkeypatch):
                 )
             )
 
-    monkeypatch.setattr(tools.search.minference, "run_chunk", chunk)
+    monkeypatch.setattr(tools.calibrate.minference, "run_chunk", chunk)
     found = search_patterns(llm, list(range(97))[:97] * 5, space)
     kinds = {"near": "a_shape", "columns": "vertical_slash", "blocks": "block_sparse"}
     assert all(seen) and [[pattern[0] for pattern in row] for row in found] == [

@@ -102,7 +102,7 @@ def search_patterns(
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.search.minference",
+        prog="python -m tools.calibrate.minference",
         description="Find the pattern of every query head for MInference(patterns=...).",
     )
     parser.add_argument(
@@ -168,7 +168,7 @@ def run(args: argparse.Namespace) -> None:
             "fingerprint": fingerprint(llm.folder),
             "patterns": found,
             "tokens": len(ids),
-            "made_by": f"tools.search.minference {VERSION}",
+            "made_by": f"tools.calibrate.minference {VERSION}",
         }
         try:
             replace_json(args.json, data)

@@ -148,12 +148,12 @@ def read_blocks(folder: str | Path) -> Blocks:
     except (BadCheckpoint, KeyError, TypeError) as error:
         raise BadCheckpoint(
             f"{path}: found no blocks ({shown(str(error), 120)}); "
-            f"make them: python -m tools.search.pod_groups --model {folder}"
+            f"make them: python -m tools.calibrate.pod_groups --model {folder}"
         ) from error
     if data.get("format") != FORMAT or made_for != fingerprint(folder):
         raise BadCheckpoint(
             f"{path}: made for other weights, or by another version; "
-            "make it anew: python -m tools.search.pod_groups"
+            "make it anew: python -m tools.calibrate.pod_groups"
         )
     return blocks
 
@@ -186,7 +186,7 @@ def run(args: argparse.Namespace) -> None:
         "blocks": blocks,
         "delta": delta,
         "positions": args.positions,
-        "made_by": f"tools.search.pod_groups {VERSION}",
+        "made_by": f"tools.calibrate.pod_groups {VERSION}",
     }
     if not args.dry_run:
         path = Path(args.out or llm.folder / NAME)
@@ -202,7 +202,7 @@ def run(args: argparse.Namespace) -> None:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = argparse.ArgumentParser(
-        prog="python -m tools.search.pod_groups",
+        prog="python -m tools.calibrate.pod_groups",
         description="Group a model's layers for PodUntrained.",
     )
     add_flags(p)

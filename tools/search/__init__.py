@@ -1,1 +1,0 @@
-"""Searches for the settings of single methods."""
