@@ -17,7 +17,7 @@ from engine.base.errors import SettingError
 from engine.base.lock import Request, RequestLock
 from engine.batch.batch import Batch
 from engine.load.files import model_files
-from engine.load.loaded import Loaded, host_tier, trim_while_loading
+from engine.load.loaded import Loaded, trim_while_loading
 from engine.load.options import LLMSettings, Options
 from engine.load.planner import Planner
 from engine.load.report import Plan
@@ -87,7 +87,6 @@ class LLM:
         options = planner.options
         if options.threads is not None:
             torch.set_num_threads(options.threads)
-        self._host_tier = host_tier(planner)
         self._lock = RequestLock(options.wait)
 
     @classmethod
@@ -124,11 +123,10 @@ class LLM:
         of `other`. The plan counts the weights, which are there, so it is not required to fit.
         """
         kept = {name: getattr(other, name) for name in ("method", "max_context", "chunk")}
-        planner = other.planner.asked(**{**kept, **settings})
+        planner = other.planner.asked(other.planner.host_tier, **{**kept, **settings})
         self = cls.__new__(cls)
         self._progress, self._download_progress = None, None
         self._begin(planner)
-        self._host_tier = other._host_tier
         self._lock = RequestLock(planner.options.wait, other._lock)
         self.loaded = other.load().planned_as(planner, self._lock)
         return self
@@ -154,7 +152,7 @@ class LLM:
 
     def _load(self, stream: Iterable[tuple[str, Any]], tokenizer: Tokenizer | None) -> Loaded:
         with current(self.device), typed_errors():
-            shared = self._host_tier, self._lock
+            shared = self.planner.host_tier, self._lock
             self.loaded = Loaded.of(self.planner, stream, tokenizer, *shared)
         return self.loaded
 
@@ -254,12 +252,12 @@ class LLM:
     @property
     def host_pool(self) -> Any:
         """The HostPool of this LLM's sessions, made when first needed."""
-        return self._host_tier.pool
+        return self.planner.host_tier.pool
 
     @property
     def link(self) -> Any:
         """The Link: how rows travel between host memory and this device, measured when asked."""
-        return self._host_tier.link
+        return self.planner.host_tier.link
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:

@@ -10,6 +10,19 @@ import contextlib
 from types import SimpleNamespace
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class _Operators(TorchDispatchMode):
+    """count: operators of torch so far."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 class FakeGPU:
@@ -48,6 +61,7 @@ class FakeGPU:
 
             def __init__(self, device=None, priority=0):
                 self.device, self.priority = torch.device("cuda", fake.index(device)), priority
+                self.cuda_stream = 0
                 fake.note("stream", self.device)
 
             def wait_stream(self, other):
@@ -64,7 +78,26 @@ class FakeGPU:
             def synchronize(self):
                 fake.note("synchronize a stream", self.device)
 
+        class Graph:
+            """A CUDA graph: a replay is noted and costs `launch` seconds and `kernel` for each
+            operator that it captured.
+            """
+
+            operators = 0
+
+            def replay(self):
+                fake.note("replay")
+                fake.clock += fake.launch + self.operators * fake.kernel
+
+        @contextlib.contextmanager
+        def graph(graph, pool=None, stream=None, **named):
+            fake.captures.append({"pool": pool, **named})
+            with _Operators() as seen:
+                yield
+            graph.operators = seen.count
+
         self.Event, self.Stream = Event, Stream
+        self.captures, self.launch, self.kernel = [], 7e-6, 1e-6
         self.memory = [(70 << 30, 80 << 30)] * cards
         self.capability = (9, 0)
         for name, stand_in in {
@@ -84,6 +117,9 @@ class FakeGPU:
             "is_initialized": lambda: bool(self.used),
             "Event": Event,
             "Stream": Stream,
+            "CUDAGraph": Graph,
+            "graph": graph,
+            "graph_pool_handle": lambda: (0, fake.note("graph_pool_handle") or len(fake.asked)),
         }.items():
             monkeypatch.setattr(torch.cuda, name, stand_in)
         has_context = lambda card: card in self.used  # noqa: E731

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,6 +14,7 @@ from engine.forward.decode import Decoder, SequenceStep
 from engine.model.llama import post_attention, pre_attention
 from engine.plan.needs import Needs
 
+T = TypeVar("T")
 Captured = tuple[torch.cuda.CUDAGraph, torch.Tensor]
 FIRST_BUCKET = 4096
 WARM_UP = 3  # eager steps before a capture: compilation, autotuning and first allocations
@@ -60,8 +63,12 @@ class GraphedStep:
         )
 
 
-def captured(device: torch.device, step: Callable[[], torch.Tensor]) -> Captured:
-    """Capture a step that reads static tensors: (the graph, the logits that a replay writes)."""
+def captured(device: torch.device, step: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    """Capture a step that reads static tensors: (the graph, the results that a replay writes).
+
+    All graphs of a stream share one pool of memory: they run one after the other. So a result is
+    good until the next replay of any of them, and is copied before.
+    """
     main, side = torch.cuda.current_stream(device), capture_stream(device)
     # race: the side stream would warm up on tokens that are still being written
     side.wait_stream(main)
@@ -71,10 +78,19 @@ def captured(device: torch.device, step: Callable[[], torch.Tensor]) -> Captured
     main.wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     # thread_local: another thread's CUDA calls do not spoil the capture
-    capture = torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local")
+    pool = _graph_pool(device, main.cuda_stream)
+    capture = torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local")
     with garbage_kept(), capture:
-        logits = step()
-    return graph, logits
+        results = step()
+    return graph, results
+
+
+@functools.cache
+def _graph_pool(device: torch.device, stream: int) -> Any:
+    """Return the memory that graphs replayed on a stream of a device share: 4 to 24 MB, which each
+    of a batch's 32 graphs would else have for itself.
+    """
+    return torch.cuda.graph_pool_handle()
 
 
 def bucket_for(n: int, capacity: int) -> int:
@@ -88,13 +104,29 @@ def bucket_for(n: int, capacity: int) -> int:
 
 
 def compiled_pieces() -> tuple[Callable, Callable]:
-    """The two halves of a layer under torch.compile: one small static graph each, for all layers
-    and lengths.
+    """The two halves of a layer under torch.compile: one small static graph each for one token, and
+    one for several, whatever layer, length and number of tokens.
 
     Attention and selection stay outside: they are our own kernels, and a fork of streams must not
     cross a compiled region.
     """
-    return (
-        torch.compile(pre_attention, fullgraph=True, dynamic=False),
-        torch.compile(post_attention, fullgraph=True, dynamic=False),
+    return tuple(  # type: ignore[return-value]
+        _of_any_width(torch.compile(piece, fullgraph=True, dynamic=False))
+        for piece in (pre_attention, post_attention)
     )
+
+
+def _of_any_width(piece: Callable) -> Callable:
+    """Let one compiled graph serve every number of tokens above one in a step, [1, Q, ...].
+
+    A batch has a width for each number of its sessions, and torch.compile gives up after eight
+    shapes (recompile_limit).
+    """
+
+    def run(*arguments: object) -> object:
+        for argument in arguments:
+            if isinstance(argument, torch.Tensor) and argument.shape[1] > 1:
+                torch._dynamo.maybe_mark_dynamic(argument, 1)
+        return piece(*arguments)
+
+    return run

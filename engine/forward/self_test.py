@@ -3,7 +3,9 @@ device; else the plain form does.
 
 A kernel that is right on paper may not compile with another triton, or compute something else on an
 untried card. The self-test finds that before the first answer. It costs one compilation, which the
-first token would have cost, and reports its finding in one line.
+first token would have cost, and reports its finding in one line. Our kernels are compared with
+torch's operators uncompiled: torch.compile runs only where the plain form is chosen, since it would
+add 15 to 30 seconds (estimated) to every first answer on a fresh machine.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ import torch
 from engine.bank.base import Step
 from engine.bank.device import DeviceBank
 from engine.bank.query_ring import QueryRing
-from engine.base.errors import SettingError
+from engine.base.device import synchronize
+from engine.base.errors import DeviceFailed, SettingError
 from engine.base.figures import first_line
+from engine.forward.graphs import captured
 from engine.forward.halves import FusedHalves, Halves, PlainHalves, fusable
 from engine.forward.native_backend import require_native
 from engine.forward.native_halves import NativeHalves, natively
@@ -28,7 +32,8 @@ from engine.plan.layers import layer_plan
 from kernels.attention.dense import decode_dense
 from kernels.attention.scratch import ScratchShape, make_scratch
 from kernels.launch.dispatch import choose_for
-from kernels.launch.tolerance import differs
+from kernels.launch.pdl import refuse, supported
+from kernels.launch.tolerance import OVERALL, differs, differs_overall
 from kernels.layer.gemv import MOST_ROWS
 from kernels.native.library import try_all
 from kernels.quant.linear import QuantisedLinear
@@ -37,6 +42,9 @@ from kernels.rows.forms import floats, key_floats
 ROWS = 16 * 512 + 700  # of the tested bank: splits that merge in two levels
 CHUNK = 70  # tokens of the tested prompt
 TIMES = 3  # results must not depend on who ends last
+STEP_ROWS = (1, 3, MOST_ROWS)  # tokens of the tested steps
+REPLAYS = 2  # of a tested graph: a replay must not live on what the one before left
+COARSE = 0.1  # of the norm of rows in four bits: an eighth of them a step apart
 
 
 class StepForms:
@@ -80,7 +88,7 @@ def step_halves(
     if step == "plain" or not possible or not is_tested(model.device):
         torchs = step == "plain" or pieces != PLAIN or choose_for(backend, model.device) != "cpu"
         return plain if torchs or not natively(model) else NativeHalves(model)
-    why = failure(model, rotary, plain)
+    why = failure(model, rotary)
     if why:
         warnings.warn(
             f"decode steps run on torch's operators: {why} (step='plain' asks for that)",
@@ -97,17 +105,66 @@ def is_tested(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def failure(model: Llama, rotary: Rotary, plain: Halves) -> str:
-    """Run a layer both ways on this device. Returns the reason against our own kernels, or ""."""
+def failure(model: Llama, rotary: Rotary) -> str:
+    """Run a layer both ways on this device. Returns the reason against our own kernels, or "".
+
+    Where they only fail under programmatic dependent launch, that is off for the rest of the
+    process, and a warning says so. Raises DeviceFailed if a kernel has left the device unusable.
+    """
+    why = _failure(model, rotary)
+    if not why or not supported(model.device):
+        return why
+    refuse(model.device)
+    still = _failure(model, rotary)
+    if not still:
+        warnings.warn(
+            f"kernels of a decode step are launched one after the other on this GPU: {why}",
+            stacklevel=3,
+        )
+    return still
+
+
+def _failure(model: Llama, rotary: Rotary) -> str:
+    return _reason(
+        model.device,
+        lambda: (
+            _halves_failure(model, rotary)
+            or _prompt_failure(model, rotary)
+            or _merge_failure(model)
+        ),
+        "step='plain'",
+    )
+
+
+def _reason(device: torch.device, test: Callable[[], str], remedy: str) -> str:
+    """Return what `test` says, or what it raises: whatever a compiler or a driver says is the
+    finding. remedy: the setting that does without the tested kernels.
+    """
     try:
         with torch.inference_mode():
-            reason = _halves_failure(model, rotary, plain) or _prompt_failure(model, rotary)
-            return reason or _merge_failure(model)
+            why = test()
     except torch.OutOfMemoryError as error:
         return f"no memory for a self-test: {first_line(error)}"
-    # whatever a compiler or a driver says is the finding
     except Exception as error:
-        return f"a kernel fails: {type(error).__name__}: {first_line(error)}"
+        why = f"a kernel fails: {type(error).__name__}: {first_line(error)}"
+    if why:
+        _require_alive(device, why, remedy)
+    return why
+
+
+def _require_alive(device: torch.device, why: str, remedy: str) -> None:
+    """Raise DeviceFailed if a device takes no more work: after an illegal access every later launch
+    of the process fails, torch's operators too.
+    """
+    try:
+        synchronize(device)
+        torch.ones(1, device=device).add_(1)
+        synchronize(device)
+    except Exception as error:
+        raise DeviceFailed(
+            f"a kernel broke this process's GPU context in its self-test ({why}): "
+            f"{first_line(error)}; start anew with {remedy}"
+        ) from error
 
 
 def _check_few_bits(model: Llama) -> None:
@@ -117,14 +174,7 @@ def _check_few_bits(model: Llama) -> None:
     held = [m for m in matrices(model) if m.words is not None and not m.dequantises]
     if not held:
         return
-    try:
-        with torch.inference_mode():
-            why = _few_bits_failure(held, model)
-    except torch.OutOfMemoryError as error:
-        why = f"no memory for a self-test: {first_line(error)}"
-    # whatever a compiler or a driver says is the finding
-    except Exception as error:
-        why = f"a kernel fails: {type(error).__name__}: {first_line(error)}"
+    why = _reason(model.device, lambda: _few_bits_failure(held, model), "backend='reference'")
     if why:
         for matrix in held:
             matrix.dequantises = True
@@ -154,33 +204,78 @@ def _few_bits_failure(held: list[QuantisedLinear], model: Llama) -> str:
             want = matrix(x)
             matrix.dequantises = False
             name = f"{matrix.kind} {matrix.shape[0]} x {matrix.shape[1]}, {rows} rows,"
-            if why := differs(name, found, want, model.dtype):
+            if why := differs(name, found, want, model.dtype) or differs_overall(name, found, want):
                 return why
     return ""
 
 
-def _halves_failure(model: Llama, rotary: Rotary, plain: Halves) -> str:
-    config, device, dtype = model.config, model.device, model.dtype
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 1, config.hidden_size, generator=generator).to(device, dtype)
-    positions = torch.full((1, 1), 5, device=device)
-    cos, sin = rotary.at(positions)
-    results = []
-    for form in (plain, FusedHalves(model)):
+class _Layer:
+    """A decode step of some tokens through one layer in one form, over a bank and a query ring of
+    its own.
+    """
+
+    RESULTS = ("query", "K", "V", "query ring", "layer", "logits")
+
+    def __init__(self, form: Halves, model: Llama, rotary: Rotary, number: int, rows: int) -> None:
+        config, device, dtype = model.config, model.device, model.dtype
+        generator = torch.Generator().manual_seed(rows)
+        x = torch.randn(1, rows, config.hidden_size, generator=generator)
+        self._form, self._number, self._x = form, number, x.to(device, dtype)
+        positions = torch.arange(5, 5 + rows, device=device)[None]
+        self._turns = rotary.of_layers(positions)[number]
         bank = DeviceBank(config, layer_plan(config.num_layers), 64, dtype, device)
-        ring = QueryRing(config, 1, dtype, device)
-        for rows in (*bank.kv(0), ring.slots):
+        self._ring = QueryRing(config, 1, dtype, device)
+        self._k, self._v, _ = bank.step_rows(number)
+        visible = torch.full((1,), 5 + rows, dtype=torch.int32, device=device)
+        self._step = Step(positions, visible, bank, 64, self._ring, rotary)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what a run has stored."""
+        for rows in (self._k, self._v, self._ring.slots):
             rows.zero_()
-        visible = torch.full((1,), 6, dtype=torch.int32, device=device)
-        (q,) = form.before(0, x, cos, sin, [Step(positions, visible, bank, 64, ring, rotary)])
-        found = form.after(0, x, q)
-        k, v = bank.kv(0)
-        stored = key_floats(k), floats(v)
-        results.append([q, *stored, ring.slots, found, form.logits(found)])
-    for name, one, other in zip(
-        ("query", "K", "V", "query ring", "layer", "logits"), *results, strict=True
-    ):
-        if why := differs(name, other, one, dtype):
+
+    def run(self) -> list[torch.Tensor]:
+        """Run it: what RESULTS names, K and V as floats."""
+        (q,) = self._form.before(self._number, self._x, *self._turns, [self._step])
+        found = self._form.after(self._number, self._x, q)
+        stored = key_floats(self._k), floats(self._v)
+        return [q, *stored, self._ring.slots, found, self._form.logits(found)]
+
+
+def _halves_failure(model: Llama, rotary: Rotary) -> str:
+    """Test a step's halves in the first layer and the last, for one token and for several; and one
+    token's once more as a graph, as an answer will run it.
+    """
+    coarse = model.config.bank == "int4"
+    for number in sorted({0, model.config.num_layers - 1}):
+        for rows in STEP_ROWS:
+            sizes = model, rotary, number, rows
+            wanted = _Layer(PlainHalves(model), *sizes).run()
+            layer = _Layer(FusedHalves(model), *sizes)
+            if why := _unlike(layer.run(), wanted, model.dtype, coarse):
+                return f"{why} ({rows} rows, layer {number})"
+            if rows > 1 or number or not torch.cuda.is_available():
+                continue
+            graph, results = captured(model.device, layer.run)
+            for _ in range(REPLAYS):
+                layer.clear()
+                graph.replay()
+                if why := _unlike(results, wanted, model.dtype, coarse):
+                    return f"replayed as a graph, {why}"
+    return ""
+
+
+def _unlike(
+    found: list[torch.Tensor], wanted: list[torch.Tensor], dtype: torch.dtype, coarse: bool
+) -> str:
+    """Say which result of a `_Layer` differs. coarse: rows of so few bits that a sum's last bit may
+    be a step of theirs.
+    """
+    for name, one, other in zip(_Layer.RESULTS, found, wanted, strict=True):
+        stored = coarse and name in ("K", "V")
+        why = "" if stored else differs(name, one, other, dtype)
+        if why := why or differs_overall(name, one, other, COARSE if stored else OVERALL):
             return why
     return ""
 
@@ -201,7 +296,8 @@ def _prompt_failure(model: Llama, rotary: Rotary) -> str:
         for before, after in (PLAIN, FUSED)
     ]
     for name, one, other in zip(("query", "K", "V", "query", "layer"), *results, strict=True):
-        if why := differs(f"a prompt's {name}", other, one, model.dtype):
+        name = f"a prompt's {name}"
+        if why := differs(name, other, one, model.dtype) or differs_overall(name, other, one):
             return why
     return ""
 
@@ -217,8 +313,18 @@ def _merge_failure(model: Llama) -> str:
     scratch = make_scratch(ScratchShape(1, 1, heads, kv_heads, dim, ROWS), device, "triton")
     apart = scratch.merging_apart()
     want = decode_dense(q, k, v, lengths, dim**-0.5, scratch=apart, backend="triton")
+
+    def run() -> torch.Tensor:
+        return decode_dense(q, k, v, lengths, dim**-0.5, scratch=scratch, backend="triton")
+
     for _ in range(TIMES):
-        found = decode_dense(q, k, v, lengths, dim**-0.5, scratch=scratch, backend="triton")
-        if why := differs("merge", found, want, dtype):
+        found = run()
+        if why := differs("merge", found, want, dtype) or differs_overall("merge", found, want):
             return why
+    if torch.cuda.is_available():
+        graph, found = captured(device, run)
+        for _ in range(REPLAYS):
+            graph.replay()
+            if why := differs("merge", found, want, dtype):
+                return f"replayed as a graph, {why}"
     return "a ticket is left over" if bool(scratch.tickets.any()) else ""

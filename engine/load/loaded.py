@@ -24,7 +24,6 @@ from engine.load.planner import Planner
 from engine.model.config.config import ModelConfig
 from engine.model.llama import Llama, assemble, post_attention, pre_attention
 from engine.model.rope import Rotary
-from engine.plan.free_memory import HEADROOM
 from engine.text.tokenizer import Tokenizer
 from kernels.launch.dispatch import ON_CPU
 
@@ -137,16 +136,6 @@ class Loaded:
         """Hold the model and its device for one call. The thread may nest, another gets Busy."""
         with self.lock.held(), current(self.device):
             yield
-
-
-def host_tier(planner: Planner) -> HostTier:
-    """The host memory of a planned model's sessions, within the limits of its options."""
-    limit = planner.options.ram_budget
-    if planner.device.type == "cuda":
-        limit = limit or int(planner.plan().host_free * HEADROOM)
-    elif limit is not None:
-        limit = planner.plan(offload="host").left_for_host(limit)
-    return HostTier(planner.device, limit, planner.options.host_pool)
 
 
 class WeightsDigest:

@@ -344,17 +344,18 @@ def plan_at(
     weights: FewBits | None = None,
     imagined: int | None = None,
     imagined_host: int | None = None,
+    idle_host: int = 0,
 ) -> Plan:
     """Plan a model with chunks of `chunk` tokens (None: the device's default).
 
     max_context None: the model's own length or what fits. budget, host_budget: bytes of device and
-    host memory to stay within. imagined, imagined_host: as in `free_bytes`. offload: "auto"
-    offloads on a GPU what does not fit, "host" all that can be, "device" nothing. slots: per
+    host memory to stay within. imagined, imagined_host, idle_host: as in `free_bytes`. offload:
+    "auto" offloads on a GPU what does not fit, "host" all that can be, "device" nothing. slots: per
     selected token. weights: see `memory_items`.
     """
     chunk = chunk or default_chunk(device.type, config)
     free, free_name, host_free, host_name = free_bytes(
-        device, budget, host_budget, imagined, imagined_host
+        device, budget, host_budget, imagined, imagined_host, idle_host
     )
     asked = backend, offload, slots
     search = _Search(config, method, layers, dtype, device, chunk, *asked, free, host_free, weights)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from engine.bank.pool.host_tier import HostTier
 from engine.base.errors import SettingError
 from engine.forward.native_backend import require_native
 from engine.load.files import ModelFiles, rounding
@@ -22,6 +23,7 @@ from engine.methods.requirements import require_windows
 from engine.model.config.config import ModelConfig
 from engine.plan import filter_layers
 from engine.plan.filter_layers import FilterLayers
+from engine.plan.free_memory import HEADROOM
 from engine.plan.layers import LayerPlan
 from engine.plan.placement import Placement, full_placement, reserved_rows
 from weights.resolve import Resolved
@@ -33,6 +35,7 @@ class Planner:
     name: as the model was asked for. config: at the planned context. folder, resolved, files: where
     the model lies; None for one that comes from a stream. few_bits: bytes of its weights where they
     are held in few bits. hint: what to say of a model without filter layers of its own, or "".
+    host_tier: the host memory of its sessions, whose idle bytes are free to a plan; None: its own.
     Raises SettingError for options that do not fit together or the model.
     """
 
@@ -44,10 +47,12 @@ class Planner:
         folder: Path | None = None,
         resolved: Resolved | None = None,
         files: ModelFiles | None = None,
+        host_tier: HostTier | None = None,
     ) -> None:
         self.name, self.config, self.options = name, options.holding(config), options
         self.folder, self.resolved, self.files = folder, resolved, files
         self.device = options.resolved_device()
+        self.host_tier = host_tier or HostTier(self.device, self._host_limit, options.host_pool)
         self.dtype = options.resolved_dtype(config.dtype, self.device)
         self.rounding = rounding(files, options, config, self.dtype, self.device)
         require_native(options.backend, self.device)
@@ -59,10 +64,18 @@ class Planner:
         self._plan = self._make_plan(self.method, layers, options.max_context, options.chunk)
         self.config = self.config.at_context(self._plan.max_context)
 
-    def asked(self, **settings: Any) -> Planner:
-        """A planner of the same model with other settings."""
+    def asked(self, host_tier: HostTier | None = None, **settings: Any) -> Planner:
+        """A planner of the same model with other settings, over host memory of its own or this."""
         options = Options.of({**vars(self.options), **settings})
-        return Planner(self.name, self.config, options, self.folder, self.resolved, self.files)
+        known = self.folder, self.resolved, self.files
+        return Planner(self.name, self.config, options, *known, host_tier)
+
+    def _host_limit(self) -> int | None:
+        """The most bytes of host memory that sessions may take; None: no limit."""
+        limit = self.options.ram_budget
+        if self.device.type == "cuda":
+            return limit or int(self._plan.host_free * HEADROOM)
+        return None if limit is None else self.plan(offload="host").left_for_host(limit)
 
     def _make_plan(
         self,
@@ -87,6 +100,7 @@ class Planner:
             weights=self.few_bits,
             imagined=options.imagined_gpu,
             imagined_host=options.imagined_host,
+            idle_host=self.host_tier.idle,
         )
 
     def _filter_layers(self) -> FilterLayers:

@@ -59,9 +59,11 @@ def free_bytes(
     host_budget: int | None = None,
     imagined: int | None = None,
     imagined_host: int | None = None,
+    idle_host: int = 0,
 ) -> Free:
     """Return what is free. imagined, imagined_host: bytes of a GPU and its host that are not here;
-    without the second its host memory is host_budget, or this machine's.
+    without the second its host memory is host_budget, or this machine's. idle_host: bytes of a
+    GPU's host memory that are taken for sessions and that none of them uses.
     """
     host_name = "free host memory"
     if imagined is None:
@@ -73,7 +75,8 @@ def free_bytes(
     if imagined_host is not None:
         host, host_name = imagined_host, "free imagined host memory"
     else:
-        host = free if device.type == "cpu" else available_bytes(torch.device("cpu"))[0]
+        on_cpu = device.type == "cpu"
+        host = free if on_cpu else available_bytes(torch.device("cpu"))[0] + idle_host
         if imagined is not None and host_budget is None:
             host_name = "free host memory of this machine"
     if host_budget is not None:

@@ -1,6 +1,6 @@
 """Would the tests have failed on the code before? Takes back what was mended without a GPU at hand,
 one mend at a time, as tests/programs/breakages.py does with its own table. F1 to F18 are the
-findings of the desk check of which docs/LOG.md tells.
+findings of the first desk check of which docs/LOG.md tells, C4 to L3 those of the second.
 
     python -m tests.programs.gpu_breakages [--only WORDS ...] [--match]
 """
@@ -15,6 +15,9 @@ CARD = "tests/engine/runner/test_current_device.py"
 CHECK = "tests/tools/test_check_gpu.py"
 CAPTURE = "tests/engine/forward/test_capture.py"
 AHEAD = "tests/engine/sampling/test_runs_ahead.py"
+FREE = "tests/engine/plan/test_free_memory.py"
+TIMES = "tests/tools/test_gpu_times.py"
+SELF = "tests/engine/forward/test_self_test.py"
 
 FINDINGS = (
     Breakage(
@@ -208,7 +211,108 @@ STEP = (
     ),
 )
 
-TABLE = FINDINGS + STEP
+SECOND = (
+    Breakage(
+        "C4 a pool's idle slabs are taken for used",
+        "engine/load/planner.py",
+        r"idle_host=self\.host_tier\.idle,",
+        "idle_host=0,",
+        (f"{FREE}::test_what_a_pool_holds_idle_is_free_to_the_next_plan",),
+    ),
+    Breakage(
+        "C4 blocks in use are taken for free",
+        "engine/bank/pool/host_pool.py",
+        r"for slab in self\._slabs if slab\.used == 0\)",
+        "for slab in self._slabs)",
+        (f"{FREE}::test_what_a_pool_holds_idle_is_free_to_the_next_plan",),
+    ),
+    Breakage(
+        "C5 a step's split does not know our products",
+        "tools/bench/split.py",
+        r'    \("product_kernel", "linear"\),\n',
+        "",
+        (f"{TIMES}::test_every_kernel_of_a_step_has_its_stage",),
+    ),
+    Breakage(
+        "C5 kernels that overlap count twice",
+        "tools/bench/split.py",
+        r"end - max\(start, ended\)",
+        "end - start",
+        (f"{TIMES}::test_kernels_that_overlap_count_once",),
+    ),
+    Breakage(
+        "C6 a kernel's time holds a graph's launch",
+        "tools/gpu/kernels.py",
+        r"_replay_seconds\(function, repeats or 20\) - _launch_seconds\(\)",
+        "_replay_seconds(function, repeats or 20)",
+        (f"{TIMES}::test_a_kernels_time_has_no_graphs_launch_in_it[1]",),
+    ),
+    Breakage(
+        "C7 every number of tokens compiles anew",
+        "engine/forward/graphs.py",
+        r"torch\._dynamo\.maybe_mark_dynamic\(argument, 1\)",
+        "pass",
+        ("tests/engine/batch/test_batch_widths.py::test_a_batch_grows_beyond_eight_sessions",),
+    ),
+    Breakage(
+        "L1 plain is chosen on a device that takes no more work",
+        "engine/forward/self_test.py",
+        r"    if why:\n        _require_alive\(device, why, remedy\)\n",
+        "",
+        (f"{SELF}::test_a_device_that_takes_no_more_work_is_said_before_plain_is_chosen",),
+    ),
+    Breakage(
+        "L2 no graph is tested before an answer runs one",
+        "engine/forward/self_test.py",
+        r"if rows > 1 or number or not torch\.cuda\.is_available\(\):",
+        "if True:",
+        (f"{SELF}::test_a_replay_that_is_wrong_either_way_leaves_the_plain_form",),
+    ),
+    Breakage(
+        "L2 our kernels are given up before dependent launch is",
+        "engine/forward/self_test.py",
+        r"if not why or not supported\(model\.device\):",
+        "if True:",
+        (f"{SELF}::test_dependent_launch_is_given_up_before_our_kernels_are[capture fails]",),
+    ),
+    Breakage(
+        "L3 the form that will not run is compiled",
+        "engine/forward/self_test.py",
+        r"wanted = _Layer\(PlainHalves\(model\), \*sizes\)",
+        "wanted = _Layer(PlainHalves(model, tuple(map(torch.compile, PLAIN))), *sizes)",
+        (f"{SELF}::test_a_self_test_that_passes_compiles_nothing",),
+    ),
+    Breakage(
+        "a kernel that drops its last columns passes",
+        "kernels/launch/tolerance.py",
+        r"OVERALL = 1e-2",
+        "OVERALL = 0.2",
+        (f"{SELF}::test_a_kernel_that_drops_its_last_columns_is_found",),
+    ),
+    Breakage(
+        "only one row is tested",
+        "engine/forward/self_test.py",
+        r"STEP_ROWS = \(1, 3, MOST_ROWS\)",
+        "STEP_ROWS = (1,)",
+        (f"{SELF}::test_several_rows_and_the_last_layer_are_tested[three rows]",),
+    ),
+    Breakage(
+        "only the first layer is tested",
+        "engine/forward/self_test.py",
+        r"sorted\(\{0, model\.config\.num_layers - 1\}\)",
+        "[0]",
+        (f"{SELF}::test_several_rows_and_the_last_layer_are_tested[last layer]",),
+    ),
+    Breakage(
+        "every graph has memory of its own",
+        "engine/forward/graphs.py",
+        r"torch\.cuda\.graph\(graph, pool=pool, ",
+        "torch.cuda.graph(graph, ",
+        (f"{CAPTURE}::test_all_graphs_of_a_card_share_one_pool",),
+    ),
+)
+
+TABLE = FINDINGS + STEP + SECOND
 
 if __name__ == "__main__":
     sys.exit(main(table=TABLE))

@@ -272,9 +272,9 @@ MEMORY = (
     ),
     Breakage(
         "M3 no budget limits the pool on a CPU",
-        "engine/load/loaded.py",
-        r'limit = planner\.plan\(offload="host"\)\.left_for_host\(limit\)',
-        "limit = None",
+        "engine/load/planner.py",
+        r'return None if limit is None else self\.plan\(offload="host"\)\.left_for_host\(limit\)',
+        "return None",
         (f"{FAULTS}::test_ram_budget_limits_the_host_tier_on_a_cpu",),
     ),
     Breakage(

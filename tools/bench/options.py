@@ -31,6 +31,7 @@ class Options:
     append: bool = True  # read tokens onto every depth
     chunk: int | None = None
     rates_bytes: int | None = None
+    rates_again: bool = True  # measure them once more at the end
     backend: str = "auto"
     # decode steps by the process's CPU time, not by the wall's: for a machine that others use
     cpu_time: bool = False

@@ -8,7 +8,7 @@ import json
 
 from engine.base.figures import human
 from tools.bench import gather as bench_gather
-from tools.bench.split import STAGES
+from tools.bench.split import SMALL, STAGES
 
 
 def summary(result, head, warnings):
@@ -222,7 +222,8 @@ def _split_rows(result):
     rows = []
     for row in result.splits:
         found = _split_dict(row)
-        names = [*STAGES, "idle"] if any("idle" in r["stages"] for r in result.splits) else STAGES
+        on_gpu = any("idle" in r["stages"] for r in result.splits)
+        names = [*STAGES, SMALL, "idle"] if on_gpu else STAGES
         rows.append(
             [
                 row["name"],

@@ -18,6 +18,8 @@ import engine.methods.base
 import engine.methods.omnikv.runtime
 from kernels.layer.linear import Linear
 
+# of a GPU's split only: kernels that neither multiply weights nor read the bank
+SMALL = "norm, rotation, store"
 STAGES = ("linear", "dense attention", "scoring", "top-k", "gather", "sparse attention", "other")
 _LAUNCHERS = (
     (engine.methods.base, "decode_dense", "dense attention"),
@@ -44,6 +46,14 @@ _KERNELS = (
     ("victims_kernel", "gather"),
     ("assign_kernel", "gather"),
     ("HtoD", "gather"),
+    ("product_kernel", "linear"),
+    ("few_bits_kernel", "linear"),
+    ("tiles_kernel", "linear"),
+    ("norm_kernel", SMALL),
+    ("rotate_store_kernel", SMALL),
+    ("store_kernel", SMALL),
+    ("query_kernel", SMALL),
+    ("triton_", SMALL),  # Inductor's, of the plain form's compiled pieces
     ("gemv", "linear"),
     ("gemm", "linear"),
     ("cutlass", "linear"),
@@ -145,17 +155,27 @@ def _split_cuda(contestant, steps):
         whole = (time.perf_counter() - start) / steps
     contestant.rewind()
     events = [
-        (e.time_range.start, e.name, e.time_range.elapsed_us())
+        (e.time_range.start, e.time_range.end, e.name)
         for e in profile.events()
         if e.device_type == torch.autograd.DeviceType.CUDA
     ]
-    found, last = dict.fromkeys(STAGES, 0.0), "other"
-    for _, name, micros in sorted(events):
+    found = stages_of(events, steps)
+    return found | {"step": whole, "idle": whole - sum(found.values()), "dense_layer": None}
+
+
+def stages_of(events, steps):
+    """Seconds per stage and step of kernels (start, end, name), in microseconds on one clock.
+
+    A kernel counts from where the ones before it have ended: under programmatic dependent launch it
+    is on the card while it waits for them, and a lane's runs beside the others.
+    """
+    found, last, ended = dict.fromkeys((*STAGES, SMALL), 0.0), "other", float("-inf")
+    for start, end, name in sorted(events):
         stage = next((stage for part, stage in _KERNELS if part in name), None)
         if stage is None:
             stage = last if "merge" in name else "other"
         elif stage in ("dense attention", "sparse attention"):
             last = stage
-        found[stage] += micros * 1e-6 / steps
-    busy = sum(found.values())
-    return found | {"step": whole, "idle": max(0.0, whole - busy), "dense_layer": None}
+        found[stage] += max(0.0, end - max(start, ended)) * 1e-6 / steps
+        ended = max(ended, end)
+    return found

@@ -53,10 +53,17 @@ def sharp_stream(
 
 
 class Suite:
-    """Runs Options into a Result. `say` gets one line of progress at a time."""
+    """Runs Options into a Result. `say` gets one line of progress at a time. model: an LLM whose
+    weights are taken; None: one is made.
+    """
 
-    def __init__(self, options: Options, say: Callable[[str], None] = lambda line: None):
-        self.options, self.say, self.result = options, say, Result()
+    def __init__(
+        self,
+        options: Options,
+        say: Callable[[str], None] = lambda line: None,
+        model: LLM | None = None,
+    ):
+        self.options, self.say, self.result, self._model = options, say, Result(), model
         # makers of contestants beside the peers of Options: LLM -> peer, as in tools/bench/peers.py
         self.others: Sequence[Callable[[LLM], Any]] = ()
         # called after every depth, for programs that write as they go
@@ -68,7 +75,8 @@ class Suite:
         o = self.options
         if o.threads is not None:
             torch.set_num_threads(o.threads)
-        self.llm = self._build()
+        self.llm = self._build() if self._model is None else self._model
+        self._describe()
         self.device = self.llm.device
         if self.result.rates is None:
             self.say("measuring memory bandwidth")
@@ -87,7 +95,8 @@ class Suite:
         finally:
             for peer in self._peers:
                 peer.close()
-        self.result.rates_after = measure_rates(self.device, o.rates_bytes, seconds=1.0)
+        if o.rates_again:
+            self.result.rates_after = measure_rates(self.device, o.rates_bytes, seconds=1.0)
         return self.result
 
     def left(self) -> float:
@@ -127,24 +136,28 @@ class Suite:
         self.result.memory.append(
             {"name": "weights", "n": 0, "planned": planned, "measured": held(llm.device) - before}
         )
-        self.result.model = {
+        self.result.model["seconds_to_make"] = time.perf_counter() - began
+        # first use of every library: not a session's memory
+        with llm.session(max_context=min(64, llm.max_context)) as session:
+            session.prefill([0, 1])
+            session.decode(2)
+        return llm
+
+    def _describe(self) -> None:
+        """Note the model's shape."""
+        llm = self.llm
+        self.result.model |= {
             "name": llm.name,
             "parameters": llm.config.parameters,
-            "weight_bytes": planned,
+            "weight_bytes": llm.plan().bytes_of("weights"),
             "dtype": str(llm.dtype)[6:],
             "layers": llm.config.num_layers,
             "heads": llm.config.num_heads,
             "kv_heads": llm.config.num_kv_heads,
             "head_dim": llm.config.head_dim,
             "kv_bytes_per_token": llm.config.num_layers * llm.config.kv_bytes(llm.dtype.itemsize),
-            "seconds_to_make": time.perf_counter() - began,
             "device": str(llm.device),
         }
-        # first use of every library: not a session's memory
-        with llm.session(max_context=min(64, llm.max_context)) as session:
-            session.prefill([0, 1])
-            session.decode(2)
-        return llm
 
     def _make_peers(self) -> list[Any]:
         from tools.bench.peers import make_peer
@@ -234,7 +247,7 @@ class Suite:
     def _compete(self, n: int, entrants: list[Entrant], cells: dict[str, Cell]) -> None:
         o = self.options
         free = available_bytes(self.device)[0]
-        host_free = available_bytes(torch.device("cpu"))[0]
+        host_free = available_bytes(torch.device("cpu"))[0] + self.llm.planner.host_tier.idle
         clock = time.process_time if o.cpu_time else time.perf_counter
         match = Match(
             entrants, self.device, 0.8 * free, lambda: held(self.device), 0.8 * host_free, clock

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -82,6 +83,26 @@ def replace_text(path: Path, text: str) -> Path:
         beside.unlink(missing_ok=True)
         raise
     return path
+
+
+GRACE = 10.0  # seconds that a killed process gets to be reaped
+
+
+def ended(process: subprocess.Popen, seconds: float) -> str:
+    """Wait for a process, kill it after `seconds`: "" where it ended well, else how it ended.
+
+    One that is stuck in a driver cannot be reaped: it is left behind, and nobody waits for it.
+    """
+    try:
+        status = process.wait(max(0.0, seconds))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        try:
+            process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            return f"stopped after {seconds:.0f} s, and still there {GRACE:.0f} s after that"
+        return f"stopped after {seconds:.0f} s"
+    return f"its process ended with status {status}" if status else ""
 
 
 def _umask() -> int:

@@ -14,7 +14,6 @@ import torch
 from torch.nn.functional import linear
 
 from engine import LLM, Full
-from engine.forward.halves import PlainHalves
 from engine.forward.self_test import failure
 from kernels.layer.gemv import multiply_rows
 from tools.bench.shapes import shape_config
@@ -79,11 +78,10 @@ def step_form(ctx: Context) -> dict[str, Any]:
     if ctx.small:
         return {**found, "fused": "needs a GPU"}
     assert llm.model is not None
-    plain = PlainHalves(llm.model)
     ways = {"fused": contextlib.nullcontext(), "fused, launched in turn": None}
     for name in ways:
         with ways[name] or _without_dependent_launch():
-            found[f"fault, {name}"] = why = failure(llm.model, llm.rotary, plain)
+            found[f"fault, {name}"] = why = failure(llm.model, llm.rotary)
             if not why:
                 fused = LLM.sharing(llm, step="fused")
                 steps[name] = _step_ms(fused, n)

@@ -102,6 +102,13 @@ class HostPool:
         return sum(slab.memory.numel() for slab in self._slabs)
 
     @property
+    def idle(self) -> int:
+        """Bytes of the slabs without holders. The system counts them as used; new blocks of any
+        size come from them before the pool grows.
+        """
+        return sum(slab.memory.numel() for slab in self._slabs if slab.used == 0)
+
+    @property
     def slabs(self) -> list[torch.Tensor]:
         """The slabs' memory (uint8), for copies without a GPU."""
         return [slab.memory for slab in self._slabs]

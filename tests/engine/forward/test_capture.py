@@ -14,7 +14,7 @@ import torch
 
 from engine.bank.host.streams import SideStream
 from engine.base.device import capture_stream
-from engine.forward.graphs import WARM_UP, GraphedStep
+from engine.forward.graphs import WARM_UP, GraphedStep, _graph_pool
 from engine.plan.needs import Needs
 from tests.fake_gpu import FakeGPU
 
@@ -48,7 +48,7 @@ def gpu(monkeypatch):
 
     @contextlib.contextmanager
     def graph(graph, stream=None, **named):
-        gpu.captures.append(named)
+        gpu.captures.append(named)  # pool among them
         with entered(stream):
             yield
 
@@ -111,4 +111,14 @@ def test_the_collector_is_back_after_a_capture_that_broke_off(gpu):
 def test_other_threads_may_call_the_driver_meanwhile(gpu):
     _, step = graphed(gpu)
     step(100)
-    assert gpu.captures == [{"capture_error_mode": "thread_local"}]
+    assert [named["capture_error_mode"] for named in gpu.captures] == ["thread_local"]
+
+
+def test_all_graphs_of_a_card_share_one_pool(gpu):
+    """A batch keeps 32 of them; each had 4 to 24 MB for itself, which no plan counts."""
+    _graph_pool.cache_clear()
+    for _ in range(2):
+        _, step = graphed(gpu)
+        step(100), step(5000)
+    pools = [named["pool"] for named in gpu.captures]
+    assert len(pools) == 4 and None not in pools and len(set(pools)) == 1

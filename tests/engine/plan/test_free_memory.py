@@ -6,7 +6,13 @@ import pytest
 import torch
 
 import engine.plan.free_memory as freemem
+from engine import OmniKV
+from engine.bank.pool.host_pool import HostPool
+from engine.load.options import Options
+from engine.load.planner import Planner
 from engine.plan.free_memory import available_bytes, container_memory
+from tests.builders import session_config
+from tests.fake_gpu import FakeGPU
 
 GB = 10**9
 V2 = {
@@ -61,3 +67,31 @@ def test_the_smaller_of_machine_and_container_counts(monkeypatch):
 def test_this_machine():
     free, what = available_bytes(torch.device("cpu"))
     assert free > 1e6 and what
+
+
+def test_what_a_pool_holds_idle_is_free_to_the_next_plan(monkeypatch):
+    """A GPU's pool keeps its slabs, which the system counts as used. A context of a million tokens
+    was refused wherever a shallower one had been read before it.
+    """
+    FakeGPU(monkeypatch)
+    machine, slab = 64 << 20, 40 << 20
+    pool = HostPool(slab_bytes=slab, pin=False)
+    monkeypatch.setattr(freemem, "_meminfo", lambda: machine - pool.reserved)
+    monkeypatch.setattr(freemem, "container_memory", lambda: None)
+    monkeypatch.setattr(freemem, "address_space_left", lambda: None)
+    settings = dict(
+        method=OmniKV(filter_layers=(1, 4), tokens=64, dense_below=0),
+        device="cuda", offload="host", host_pool=pool, max_context=1024,
+    )  # fmt: skip
+    planner = Planner("tiny", session_config(), Options.of(settings))
+    assert planner.plan().host_free == machine
+    blocks = pool.take(4096, 3)
+    context = 8192  # what a plan is made for anew
+    assert planner.plan(max_context=context).host_free == machine - slab
+    pool.release(blocks)
+    assert pool.reserved == pool.idle == slab
+    assert planner.plan(max_context=context).host_free == machine
+    # within the limit of the pool itself, as before
+    budget = Options.of({**settings, "ram_budget": 8 << 20})
+    found = Planner("tiny", session_config(), budget).plan().host_free
+    assert found == pytest.approx((8 << 20) / freemem.HEADROOM, abs=1)
