@@ -92,6 +92,7 @@ def test_the_rules_find_what_they_forbid():
     assert TEST.findall("`tests/test_docs.py::test_none` (a case)") == [
         ("tests/test_docs.py", "test_none")
     ]
+    assert LINK.findall("see [a](b.md#c) and [d](e).") == ["b.md#c", "e"]
     assert not MENTION.findall("tools/pocket_*.py, /engine/x.py, https://a.b/tests/x.py")
 
 

@@ -98,7 +98,9 @@ def test_the_readmes_comparison_fits_the_model_that_it_proposes():
 
 
 def test_examples_say_first_how_they_are_run():
-    for path in sorted((ROOT / "examples").glob("*.py")):
+    paths = sorted((ROOT / "examples").glob("*.py"))
+    assert paths
+    for path in paths:
         assert (ast.get_docstring(ast.parse(path.read_text())) or "").startswith("Run `python -m ")
 
 

@@ -2,7 +2,7 @@
 
 A bank holds K and V of every layer for every token. DeviceBank keeps all of them on one device.
 TieredBank keeps some layers in host memory and brings their rows to the device as they are read.
-Some hooks below exist for the second only; on a DeviceBank they do nothing. Callers call them
+Some hooks below exist for the second only; as they stand here they do nothing. Callers call them
 always and never ask which bank they have, so placement cannot change an answer.
 
 Shapes: B sequences, Q new tokens, T positions, H query heads, Hkv K/V heads, D head dimension. Rows
@@ -76,8 +76,7 @@ class PromptRows(NamedTuple):
 
 class Bank(ABC):
     """K and V of `batch` sequences of up to `capacity` tokens (on a GPU rounded up to whole blocks
-    of 64). Callers pass lengths: rows at and
-    beyond a sequence's length are undefined.
+    of 64). Callers pass lengths: rows at and beyond a sequence's length are undefined.
     """
 
     tiered = False  # whether some layers live in host memory
@@ -258,21 +257,21 @@ class Bank(ABC):
 
     # ---------------------------------------------------------------- where layers live
 
-    @abstractmethod
     def on_host(self, layer: int) -> bool:
         """Whether a layer's K and V live in host memory."""
+        return False
 
-    @abstractmethod
     def must_stream(self, layer: int, backend: str) -> bool:
         """Whether dense decode attention must read a layer block by block
         (engine/bank/host/streamed_attention.py).
         """
+        return False
 
-    @abstractmethod
     def capturable(self, *, fetches: bool) -> bool:
         """Whether a decode step over this bank can be captured into a CUDA graph. fetches: the
         step's sparse layers read fetched selections.
         """
+        return True
 
     @abstractmethod
     def relayout(self, plan: LayerPlan, placement: Placement | None = None) -> Bank:
@@ -295,7 +294,6 @@ class Bank(ABC):
         anything has changed.
         """
 
-    @abstractmethod
     def after_step(self, n: int) -> None:
         """Note that the step that makes the bank n tokens long has been issued."""
 
@@ -305,17 +303,14 @@ class Bank(ABC):
         afterwards, also after an exception.
         """
 
-    @abstractmethod
     def stage_layer(self, layer: int) -> None:
         """Start copying a whole layer to the device; `kv` will wait for it."""
 
-    @abstractmethod
     def fetch(self, layers: Sequence[int], index: torch.Tensor, counts: torch.Tensor) -> None:
         """Start fetching a selection, index int32 [B, 1, K] and counts [B], for the sparse layers
         of one group.
         """
 
-    @abstractmethod
     def wait_fetched(self, layers: Sequence[int]) -> None:
         """Make the current stream wait for the last `fetch` of a group. Its index tensors may be
         written again afterwards.

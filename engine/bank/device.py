@@ -9,7 +9,7 @@ memory. Callers see [B, Hkv, T, D] views of either and never learn which.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import torch
@@ -187,23 +187,11 @@ class DeviceBank(Bank):
     def close(self) -> None:
         self._layers, self._rings = [], {}
 
-    # ---------------------------------------------------------------- hooks of the host tier
-
-    def on_host(self, layer: int) -> bool:
-        return False
-
-    def must_stream(self, layer: int, backend: str) -> bool:
-        return False
-
-    def capturable(self, *, fetches: bool) -> bool:
-        return True
+    # ---------------------------------------------------------------- around a step
 
     def before_step(self, n: int) -> None:
         for ring in self._rings.values():
             ring.note(n)
-
-    def after_step(self, n: int) -> None:
-        pass
 
     @contextlib.contextmanager
     def replaying(self, n: int) -> Iterator[None]:
@@ -224,12 +212,3 @@ class DeviceBank(Bank):
     def rewind(self, n: int, broken: bool = False) -> None:
         for ring in self._rings.values():
             ring.rewind(n)
-
-    def stage_layer(self, layer: int) -> None:
-        pass
-
-    def fetch(self, layers: Sequence[int], index: torch.Tensor, counts: torch.Tensor) -> None:
-        pass
-
-    def wait_fetched(self, layers: Sequence[int]) -> None:
-        pass

@@ -25,7 +25,7 @@ PROGRAMS = (
 
 @pytest.mark.parametrize("name", MODULES)
 def test_every_study_imports(name):
-    importlib.import_module(name)
+    assert importlib.import_module(name).__doc__
 
 
 def test_every_program_is_named_here():

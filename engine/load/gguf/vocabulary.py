@@ -101,7 +101,14 @@ def read_vocabulary(keys: dict[str, Any], source: str, context: int) -> Vocabula
     bos, ends = ident("bos"), [i for i in (ident("eos"), ident("eot")) if i is not None]
     begins = fields.flag(KEY + "add_bos_token", way.bos) and bos is not None
     if begins and bos is not None:
-        _put_in_front(fields, tokenizer, tokens[bos], bos)
+        try:
+            tokenizer.post_processor = _begin_with(tokens[bos], bos)
+            sound = tokenizer.encode("").ids == [bos]
+        except ValueError:
+            sound = False
+        if not sound:
+            found = f"the token {shown(tokens[bos])}"
+            fields.refuse(KEY + "bos_token_id", found, "a token to begin with")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
@@ -155,19 +162,13 @@ def _types(fields: Fields, tokens: list[str]) -> array[int]:
     return types
 
 
-def _put_in_front(fields: Fields, tokenizer: Tokenizer, name: str, bos: int) -> None:
-    """Put the bos in front of every text. A name that the template's language reads otherwise
-    ("$A", "a:1") is refused.
+def _begin_with(name: str, bos: int) -> processors.TemplateProcessing:
+    """Put the bos in front of every text. Raises ValueError for a name that the template's language
+    reads otherwise ("$A"); others ("a:1") are read as something else.
     """
-    try:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=[name, "$A"], pair=[name, "$A", name, "$B"], special_tokens=[(name, bos)]
-        )
-        sound = tokenizer.encode("").ids == [bos]
-    except ValueError:
-        sound = False
-    if not sound:
-        fields.refuse(KEY + "bos_token_id", f"the token {shown(name)}", "a token to begin with")
+    return processors.TemplateProcessing(
+        single=[name, "$A"], pair=[name, "$A", name, "$B"], special_tokens=[(name, bos)]
+    )
 
 
 def _template(fields: Fields) -> str:

@@ -90,8 +90,9 @@ def test_a_file_without_growing_parts_is_not_parsed_here(tmp_path, monkeypatch):
     path = folder / "tokenizer.json"
     data = json.loads(path.read_text()) | {"post_processor": None}
     path.write_text(json.dumps(data, ensure_ascii=False))
-    monkeypatch.setattr(growth, "require_bounded", None)
-    Tokenizer(folder)
+    parsed = []
+    monkeypatch.setattr(growth, "require_bounded", lambda *given: parsed.append(given))
+    assert Tokenizer(folder).encode("a b") and not parsed
 
 
 def test_an_expression_without_end_that_no_trial_finds_is_one_typed_error(tmp_path):
