@@ -146,20 +146,23 @@ class Bank(ABC):
         v: torch.Tensor,
         q_pre_rope: torch.Tensor,
         step: Step,
+        backend: str = "auto",
     ) -> None:
         """Store the results of one layer of a decode step: k, v [B, Q, Hkv, D] at the step's
-        positions, and q_pre_rope [B, Q, H, D] in the layer's query ring.
+        positions, and q_pre_rope [B, Q, H, D] in the layer's query ring. backend: of the launcher.
 
         The query goes along because one kernel stores all three. On a GPU no position visits the
         host.
         """
         ring, (bank_k, bank_v, twice) = step.query_ring.slots[layer], self.step_rows(layer)
-        store_step(k, v, q_pre_rope, bank_k, bank_v, ring, step.positions, twice)
+        store_step(k, v, q_pre_rope, bank_k, bank_v, ring, step.positions, twice, backend)
 
     @abstractmethod
-    def write_chunk(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
+    def write_chunk(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int, backend: str = "auto"
+    ) -> None:
         """Store k, v [B, C, Hkv, D], floats or packed, of a prefill chunk at positions start ..
-        start + C - 1.
+        start + C - 1. backend: that rounds floats, where rows are packed.
 
         Raises OutOfHostMemory before anything has changed.
         """

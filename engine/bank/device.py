@@ -117,15 +117,17 @@ class DeviceBank(Bank):
             return StepRows(ring.k, ring.v, (0, ring.size))
         return StepRows(*self.kv(layer))
 
-    def write_chunk(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
+    def write_chunk(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int, backend: str = "auto"
+    ) -> None:
         ring = self._rings.get(layer)
         if ring is not None:
-            ring.write_chunk(k, v, start)
+            ring.write_chunk(k, v, start, backend)
             return
         bank_k, bank_v = self.kv(layer)
         stop = start + k.shape[1]
-        bank_k[:, :, start:stop] = stored_keys(k, bank_k).transpose(1, 2)
-        bank_v[:, :, start:stop] = stored(v, bank_v).transpose(1, 2)
+        bank_k[:, :, start:stop] = stored_keys(k, bank_k, backend).transpose(1, 2)
+        bank_v[:, :, start:stop] = stored(v, bank_v, backend).transpose(1, 2)
 
     def kv(self, layer: int, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         held = self._layers[layer]

@@ -36,11 +36,15 @@ class RowLayout:
         k, v = (part.unflatten(1, (self.kv_heads, -1)) for part in self._parts(rows))
         return k.transpose(0, 1)[None], v.transpose(0, 1)[None]
 
-    def fill(self, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write k, v [T, Hkv, D], floats or packed, into rows [T, elements]."""
+    def fill(
+        self, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: str = "auto"
+    ) -> None:
+        """Write k, v [T, Hkv, D], floats or packed, into rows [T, elements]. backend: as in
+        Bank.write_chunk.
+        """
         part_k, part_v = self._parts(rows)
-        part_k.copy_(stored_keys(k, rows).flatten(1))
-        part_v.copy_(stored(v, rows).flatten(1))
+        part_k.copy_(stored_keys(k, rows, backend).flatten(1))
+        part_v.copy_(stored(v, rows, backend).flatten(1))
 
     def _parts(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = (self.kv_heads * width for width in self.widths)

@@ -43,15 +43,19 @@ class WindowRing:
         """Bytes of K and V."""
         return self.k.nbytes + self.v.nbytes
 
-    def write_chunk(self, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
-        """Store k, v [B, C, Hkv, D] at positions start .. start+C-1; C is at most `size`."""
+    def write_chunk(
+        self, k: torch.Tensor, v: torch.Tensor, start: int, backend: str = "auto"
+    ) -> None:
+        """Store k, v [B, C, Hkv, D] at positions start .. start+C-1; C is at most `size`. backend:
+        as in Bank.write_chunk.
+        """
         first, stop = start, start + k.shape[1]
         self.note(stop)
         while first < stop:
             # up to the ring's end, then from its beginning
             count, at = min(stop - first, self.size - first % self.size), first % self.size
             part = slice(first - start, first - start + count)
-            rows = stored_keys(k[:, part], self.k), stored(v[:, part], self.v)
+            rows = stored_keys(k[:, part], self.k, backend), stored(v[:, part], self.v, backend)
             for held, new in zip((self.k, self.v), rows):
                 for copy in (at, at + self.size):
                     held[:, :, copy : copy + count] = new.transpose(1, 2)

@@ -9,7 +9,6 @@ with the residual. Both round where torch's operators round; only the order of s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Protocol
 
@@ -18,10 +17,10 @@ import torch
 from engine.bank.base import Step
 from engine.model.config.block import LLAMA
 from engine.model.llama import Llama, Matrix, post_attention, pre_attention
+from kernels.launch.dispatch import NATIVE
 from kernels.layer.gemv import MOST_ROWS, multiply_rows
 from kernels.layer.norm import normalize_rows
 from kernels.layer.rotate_store import rotate_store
-from kernels.native.library import torch_only
 from kernels.quant.gemv import multiply_few_bits
 from kernels.quant.linear import QuantisedLinear
 
@@ -32,6 +31,7 @@ class Halves(Protocol):
     """
 
     most_rows: int  # B * Q at most
+    model: Llama  # as its backend multiplies it
 
     def before(
         self,
@@ -76,7 +76,7 @@ def one_by_one(piece: Callable) -> Callable:
     return run
 
 
-def shares(steps: Sequence[Step], *tensors: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:
+def split_rows(steps: Sequence[Step], *tensors: torch.Tensor) -> Iterable[tuple[torch.Tensor, ...]]:
     """Tensors [B, Q, ...] cut along their second dimension into what each step's tokens have."""
     if len(steps) == 1:
         return [tensors]
@@ -85,8 +85,9 @@ def shares(steps: Sequence[Step], *tensors: torch.Tensor) -> Iterable[tuple[torc
 
 
 class PlainHalves:
-    """torch's operators. pieces: the two halves of a layer, plain or compiled. alone: each token of
-    a step goes through the products by itself, and none of them by a C++ kernel: the reference.
+    """torch's operators. pieces: the two halves of a layer, plain or compiled. backend: of what is
+    stored, and of the products: few rows are C++'s under "auto" and "native". Under "reference"
+    each token of a step goes through the products by itself.
     """
 
     most_rows = 1 << 30
@@ -95,13 +96,13 @@ class PlainHalves:
         self,
         model: Llama,
         pieces: tuple[Callable, Callable] = (pre_attention, post_attention),
-        alone: bool = False,
+        backend: str = "auto",
     ) -> None:
-        self._model = model
+        self.model = model = model if backend in NATIVE else model.on_torch()
+        self._backend = backend
         whole = (*pieces, model.logits)
-        pre, post, logits = map(one_by_one, whole) if alone else whole
+        pre, post, logits = map(one_by_one, whole) if backend == "reference" else whole
         self._pre_attention, self._post_attention, self._logits = pre, post, logits
-        self._operators = torch_only if alone else nullcontext
         config = model.config
         self._eps = config.rms_norm_eps
         self._sizes = config.num_heads, config.num_kv_heads, config.head_dim, self._eps
@@ -114,21 +115,18 @@ class PlainHalves:
         sin: torch.Tensor,
         steps: Sequence[Step],
     ) -> list[torch.Tensor]:
-        with self._operators():
-            found = self._pre_attention(self._model.layers[number], x, cos, sin, *self._sizes)
+        found = self._pre_attention(self.model.layers[number], x, cos, sin, *self._sizes)
         queries = []
-        for step, (q, k, v, q_pre_rope) in zip(steps, shares(steps, *found)):
-            step.bank.write_step(number, k, v, q_pre_rope, step)
+        for step, (q, k, v, q_pre_rope) in zip(steps, split_rows(steps, *found)):
+            step.bank.write_step(number, k, v, q_pre_rope, step, self._backend)
             queries.append(q)
         return queries
 
     def after(self, number: int, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        with self._operators():
-            return self._post_attention(self._model.layers[number], x, attended, self._eps)
+        return self._post_attention(self.model.layers[number], x, attended, self._eps)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        with self._operators():
-            return self._logits(x)
+        return self._logits(x)
 
 
 class FusedHalves:
@@ -138,7 +136,7 @@ class FusedHalves:
 
     def __init__(self, model: Llama) -> None:
         assert fusable(model), "a block that our own kernels do not know"
-        self._model, self._eps = model, model.config.rms_norm_eps
+        self.model, self._eps = model, model.config.rms_norm_eps
 
     def before(
         self,
@@ -148,14 +146,14 @@ class FusedHalves:
         sin: torch.Tensor,
         steps: Sequence[Step],
     ) -> list[torch.Tensor]:
-        layer, config = self._model.layers[number], self._model.config
+        layer, config = self.model.layers[number], self.model.config
         assert layer.input_norm is not None  # as in every block like Llama's
         normed = normalize_rows(x, layer.input_norm, self._eps)
         qkv = _product(normed, layer.qkv).view(
             *x.shape[:2], config.num_heads + 2 * config.num_kv_heads, config.head_dim
         )
         queries = []
-        for step, parts in zip(steps, shares(steps, qkv, cos, sin)):
+        for step, parts in zip(steps, split_rows(steps, qkv, cos, sin)):
             mine, c, s = (part.contiguous() for part in parts)
             k, v, twice = step.bank.step_rows(number)
             ring = step.query_ring.slots[number]
@@ -163,7 +161,7 @@ class FusedHalves:
         return queries
 
     def after(self, number: int, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        layer = self._model.layers[number]
+        layer = self.model.layers[number]
         attended = attended.flatten(2).contiguous()
         x = _product(attended, layer.o, residual=x)
         assert layer.post_norm is not None and layer.gate_up is not None
@@ -173,8 +171,8 @@ class FusedHalves:
         return _product(mixed, layer.down, residual=x)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        normed = normalize_rows(x, self._model.norm, self._eps)
-        return _product(normed, self._model.lm_head, out_dtype=torch.float32)
+        normed = normalize_rows(x, self.model.norm, self._eps)
+        return _product(normed, self.model.lm_head, out_dtype=torch.float32)
 
 
 def fusable(model: Llama) -> bool:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.bank.base import Step
-from engine.forward.halves import PlainHalves, shares
+from engine.forward.halves import PlainHalves, split_rows
 from engine.model.config.block import LLAMA
 from engine.model.llama import Llama, Matrix, normed_heads
 from engine.model.rope import apply_rope
@@ -23,7 +23,6 @@ from kernels.layer.linear import Linear
 from kernels.layer.native_step import normalize_rows, rotate_store, usable
 from kernels.quant.linear import QuantisedLinear
 from kernels.quant.native import product as multiply_few_bits
-from kernels.quant.native import usable as multiplies_few_bits
 
 
 def natively(model: Llama) -> bool:
@@ -57,7 +56,7 @@ class NativeHalves:
 
     def __init__(self, model: Llama) -> None:
         assert natively(model), "a block that the C++ kernels do not know"
-        self._model, self._eps = model, model.config.rms_norm_eps
+        self.model, self._eps = model, model.config.rms_norm_eps
         self._plain = PlainHalves(model)
         config = model.config
         self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
@@ -72,16 +71,14 @@ class NativeHalves:
         sin: torch.Tensor,
         steps: Sequence[Step],
     ) -> list[torch.Tensor]:
-        if not usable():
-            return self._plain.before(number, x, cos, sin, steps)
-        layer = self._model.layers[number]
+        layer = self.model.layers[number]
         qkv = multiply(x, layer.qkv, norm=layer.input_norm, eps=self._eps)
         qkv = qkv.view(*x.shape[:2], *self._per_row)
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = layer.q_norm, layer.k_norm
         queries = []
-        for step, parts in zip(steps, shares(steps, qkv, cos, sin)):
+        for step, parts in zip(steps, split_rows(steps, qkv, cos, sin)):
             mine, c, s = (part.contiguous() for part in parts)
             k, v, twice = step.bank.step_rows(number)
             ring = step.query_ring.slots[number]
@@ -99,18 +96,16 @@ class NativeHalves:
         return queries
 
     def after(self, number: int, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        if not usable():
-            return self._plain.after(number, x, attended)
-        layer = self._model.layers[number]
+        layer = self.model.layers[number]
         assert layer.gate_up is not None and layer.down is not None
         x = multiply(attended.flatten(2), layer.o, residual=x)
         mixed = multiply(x, layer.gate_up, norm=layer.post_norm, eps=self._eps, gated=True)
         return multiply(mixed, layer.down, residual=x)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        if not usable() or not self._own_logits:
+        if not self._own_logits:
             return self._plain.logits(x)
-        model = self._model
+        model = self.model
         return multiply(x, model.lm_head, norm=model.norm, eps=self._eps, wide=True)
 
 
@@ -129,7 +124,8 @@ def multiply(
         return product(x, norm, eps, residual, gated, wide)
     if norm is not None:
         x = normalize_rows(x, norm, eps)
-    if isinstance(matrix, QuantisedLinear) and matrix.panels is not None and multiplies_few_bits():
+    if isinstance(matrix, QuantisedLinear) and matrix.native:
+        assert matrix.panels is not None
         x, kept = matrix.ordered(x).contiguous(), torch.float32 if wide else None
         return multiply_few_bits(x, matrix.panels, matrix.bias, residual, gated, kept)
     y = matrix(x)

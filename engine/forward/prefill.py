@@ -24,13 +24,15 @@ def run_chunk(
     write: bool = True,
     last_logits: bool = False,
     pieces: Pieces = PLAIN,
+    backend: str = "auto",
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Run one chunk through all layers: tokens int64 [B, C] at positions start .. start+C-1 of a
     prompt that ends at `total`.
 
     Returns (logits float32 [B, vocab] or None, newest pre-RoPE queries [layers, B, min(C,
     MOST_WINDOW), H, D]). write=False leaves the bank as it is: it holds this chunk already, and the
-    caller wants its queries or logits. pieces: the two halves of a layer.
+    caller wants its queries or logits. pieces: the two halves of a layer. backend: that rounds rows
+    for a bank in fewer bits.
     """
     config = model.config
     positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
@@ -44,7 +46,7 @@ def run_chunk(
         newest.append(q_pre_rope[:, -MOST_WINDOW:].clone())
         del q_pre_rope
         if write:
-            bank.write_chunk(number, k, v, start)
+            bank.write_chunk(number, k, v, start, backend)
         del k, v
         first, slides = start, bool(config.windows and config.windows[number])
         if number == config.num_layers - 1:

@@ -1,7 +1,7 @@
 """The two halves of a layer for a prompt's chunk, in the form that a model's steps have: torch's
 operators, or our own kernels between the products.
 
-One form for both, chosen in one place (engine/forward/self_test.py): where a rehearsal on this very
+One form for both, chosen in one place (engine/forward/self_test.py): where a self-test on this very
 GPU found our kernels right, they serve chunks too. There torch's operators read and write 1.5 GB a
 layer and chunk of 2,048 tokens of an 8B model beside the products, in 30 launches; five launches
 read and write 0.37 (counted, not measured). They compile once, for every length: torch.compile

@@ -31,7 +31,7 @@ from engine.model.rope import Rotary
 from engine.plan.layers import layer_plan
 from kernels.attention.dense import decode_dense
 from kernels.attention.scratch import ScratchShape, make_scratch
-from kernels.launch.dispatch import choose_for
+from kernels.launch.dispatch import NATIVE, choose_for
 from kernels.launch.pdl import refuse, supported
 from kernels.launch.tolerance import OVERALL, differs, differs_overall
 from kernels.layer.gemv import MOST_ROWS
@@ -71,10 +71,10 @@ def step_halves(
     """Return the form of a model's decode steps. step: "auto" runs the self-test on a GPU and warns
     if it fails; "fused" and "plain" run none. Raises SettingError if "fused" is impossible.
     """
-    if choose_for(backend, model.device) == "cpu":
+    if backend in NATIVE and model.device.type == "cpu":
         try_all()  # compiles now rather than in the first answer
     require_native(backend, model.device, compile=True)
-    plain = PlainHalves(model, pieces)
+    plain = PlainHalves(model, pieces, backend)
     if is_tested(model.device):
         _check_few_bits(model)
     possible = choose_for(backend, model.device) == "triton" and fusable(model)
@@ -86,7 +86,7 @@ def step_halves(
             )
         return FusedHalves(model)
     if step == "plain" or not possible or not is_tested(model.device):
-        torchs = step == "plain" or pieces != PLAIN or choose_for(backend, model.device) != "cpu"
+        torchs = step == "plain" or pieces != PLAIN or backend not in NATIVE
         return plain if torchs or not natively(model) else NativeHalves(model)
     why = failure(model, rotary)
     if why:

@@ -30,7 +30,7 @@ from engine.plan.placement import (
     ring_size,
 )
 from kernels.attention.scratch import scratch_bytes
-from kernels.launch.dispatch import ON_CPU, choose_for
+from kernels.launch.dispatch import NATIVE, ON_CPU
 from kernels.layer.linear import packs
 from kernels.native.library import missing
 
@@ -389,7 +389,7 @@ def plan_at(
         step_link_bytes=step_link_bytes(config, needs, placement, size, context),
         offload=offload,
         head_copy=search.head_twice * config.vocab_size * config.hidden_size * size,
-        kernels=missing() if choose_for(backend, device) == "cpu" else "",
+        kernels=missing() if backend in NATIVE and device.type == "cpu" else "",
     )
 
 

@@ -255,8 +255,8 @@ class Runtime:
         if bank.on_host(layer) and self.setup.backend != "reference":
             # the model's last layer attends in the last chunk only: no block of it comes unasked
             ahead = any(bank.on_host(i) for i in range(layer + 1, bank.num_layers - 1))
-            softmax = self.softmax[layer]
-            return attend_stream(q, bank, layer, start, self.scale, ahead=ahead, softmax=softmax)
+            given = self.scale, None, ahead, self.softmax[layer], self.setup.backend
+            return attend_stream(q, bank, layer, start, *given)
         k, v = bank.kv(layer)
         return prefill_dense(
             q, k, v, start, self.scale, self.setup.backend, softmax=self.softmax[layer]
@@ -307,7 +307,8 @@ class Runtime:
         if scores is None and step.bank.must_stream(layer, self.setup.backend):
             first = step.bank.length - q.shape[1]
             softmax = self.softmax[layer]
-            return attend_stream(q, step.bank, layer, first, self.scale, softmax=softmax)
+            given = self.scale, None, True, softmax, self.setup.backend
+            return attend_stream(q, step.bank, layer, first, *given)
         k, v = step.bank.kv(layer, step.bucket)
         return decode_dense(
             q,

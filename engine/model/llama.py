@@ -9,7 +9,7 @@ model from the tensors that engine/model/tensors.py lists.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +56,17 @@ class Layer:
         experts = [] if self.mixture is None else self.mixture.matrices
         return [matrix for matrix in found if matrix is not None] + experts
 
+    def on_torch(self) -> Layer:
+        """Return the same layer, multiplied by torch's operators alone."""
+        return replace(
+            self,
+            qkv=self.qkv.on_torch(),
+            o=self.o.on_torch(),
+            gate_up=None if self.gate_up is None else self.gate_up.on_torch(),
+            down=None if self.down is None else self.down.on_torch(),
+            mixture=None if self.mixture is None else self.mixture.on_torch(),
+        )
+
 
 @dataclass
 class Llama:
@@ -91,6 +102,18 @@ class Llama:
             + sum(t.numel() * t.element_size() for t in plain)
             + sum(m.nbytes for m in packed)
         )
+
+    def on_torch(self) -> Llama:
+        """Return the same model, of the same memory, multiplied by torch's operators alone: for
+        backends without C++ kernels. Itself where it has none.
+        """
+        if not any(m.native for m in (self.lm_head, *(m for x in self.layers for m in x.matrices))):
+            return self
+        head = self.lm_head.on_torch()
+        embed = head if self.lm_head is self.embed else self.embed
+        assert not isinstance(embed, Linear)
+        layers = [layer.on_torch() for layer in self.layers]
+        return replace(self, embed=embed, layers=layers, lm_head=head)
 
     def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         """Map tokens int64 [...] to the first layer's x [..., hidden]."""

@@ -8,7 +8,7 @@ one after the other; their products are those of every other matrix (kernels/lay
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -81,6 +81,11 @@ class Mixture:
     def matrices(self) -> list[Matrix]:
         """The experts' matrices."""
         return [*self.gate_up, *self.down]
+
+    def on_torch(self) -> Mixture:
+        """Return the same mixture, multiplied by torch's operators alone."""
+        gate_up, down = ([m.on_torch() for m in held] for held in (self.gate_up, self.down))
+        return replace(self, gate_up=gate_up, down=down)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Run the experts that x [B, S, hidden] chooses: [B, S, hidden]."""

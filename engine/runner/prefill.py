@@ -60,11 +60,13 @@ def _read_chunk(
     """Run a chunk at positions from `first` on and commit it; logits [1, vocab] if it is the last
     of the prompt, which ends at `stop`.
     """
-    model, device = session.model, session.model.device
+    runner, device = session.runner, session.runner.model.device
     tokens = torch.tensor([ids], dtype=torch.int64, device=device)
-    ends, pieces = first + len(ids) == stop, session.runner.prompt_pieces
+    ends, pieces = first + len(ids) == stop, runner.prompt_pieces
     where = (session.loaded.rotary, session.runtime, session.bank, tokens, first, stop)
-    logits, newest = run_chunk(model, *where, last_logits=ends, pieces=pieces)
+    logits, newest = run_chunk(
+        runner.model, *where, last_logits=ends, pieces=pieces, backend=runner.backend
+    )
     count, length = min(newest.shape[2], len(ids)), first + len(ids)
     session.query_ring.reserve(length)
     session.query_ring.write_chunk(newest[:, :, -count:], length)

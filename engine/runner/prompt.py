@@ -85,7 +85,7 @@ def chunk_again(
     session: SessionState, runner: StepRunner, first: int, stop: int, last_logits: bool = False
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Run tokens first .. stop-1 through the model with full attention, without writing rows."""
-    model = session.model
+    model = runner.model
     tokens = torch.tensor([session.committed[first:stop]], dtype=torch.int64, device=model.device)
     return run_chunk(
         model,

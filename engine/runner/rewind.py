@@ -115,7 +115,7 @@ def _step_again(session: SessionState, n: int) -> torch.Tensor:
     ring = session.query_ring
     have_queries(session, session.runner, session.runtime.needs.window)
     slots = ring.slots.clone()
-    decoder = Decoder(session.model, session.loaded.rotary, session.runtime, ring)
+    decoder = Decoder(session.runner.model, session.loaded.rotary, session.runtime, ring)
     try:
         session.runner.feed(session.committed[n - 1], n)
         with session.bank.replaying(n):
@@ -288,7 +288,7 @@ def _one_prompt(
 
 def _show_every_query(session: SessionState, runner: StepRunner, progress: Progress | None) -> None:
     """Run the queries of all tokens over the bank again; rows do not change."""
-    runtime, model = runner.runtime, session.model
+    runtime, model = runner.runtime, runner.model
     n, eta = len(session.committed), _eta(session, runner, 0, len(session.committed))
     runtime.begin_prompt(0, n)
     for first in range(0, n, session.planner.chunk):

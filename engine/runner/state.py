@@ -163,7 +163,7 @@ class SessionState:
         self.watch: Watch | None = None  # a running estimate of the attention mass kept
         self.sampler: Sampler | None = None  # of the answer being generated: drafts are sampled too
         self.counters = SessionStats()  # `stats` is a copy
-        self.model, self.clock = loaded.model, StepClock(loaded.model.device)
+        self.clock = StepClock(loaded.model.device)
         config, dtype, device = loaded.config, loaded.dtype, loaded.model.device
         self.row_bytes = config.kv_bytes(dtype.itemsize)
         self.query_ring = QueryRing(config, 1, dtype, device)

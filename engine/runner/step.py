@@ -95,7 +95,7 @@ def metered(session: SessionState, watch: Watch) -> torch.Tensor:
     mass that it keeps; float32 logits [vocab].
     """
     meter = MassMeter(session.runtime)
-    decoder = Decoder(session.model, session.loaded.rotary, meter, session.query_ring)
+    decoder = Decoder(session.runner.model, session.loaded.rotary, meter, session.query_ring)
     logits = session.runner.run_with(decoder)
     watch.saw(meter.mass)
     return logits

@@ -58,14 +58,15 @@ class StepRunner:
         bank: Bank,
         query_ring: QueryRing,
     ):
-        config, model = loaded.config, loaded.model
-        device, dtype = model.device, model.dtype
+        config = loaded.config
         self.method, self.plan, self.backend, self.bank = method, plan, backend, bank
         self._loaded, self._query_ring, self._rotary = loaded, query_ring, loaded.rotary
-        self.model = model
         self._plain = backend == "reference"
         # The reference is the oracle: plain launchers, pieces uncompiled, no graph.
-        self.halves = PlainHalves(model, alone=True) if self._plain else loaded.halves(backend)
+        oracle = PlainHalves(loaded.model, backend=backend) if self._plain else None
+        self.halves = oracle or loaded.halves(backend)
+        self.model = model = self.halves.model
+        device, dtype = model.device, model.dtype
         setup = Setup.of(
             config,
             method,
@@ -101,7 +102,7 @@ class StepRunner:
     def issued_by(self, attends: Attends, needs: Needs, token: torch.Tensor) -> GraphedStep:
         """A step of `attends` on token int64 [1, Q] and this runner's length."""
         loaded = self._loaded
-        decoder = Decoder(loaded.model, loaded.rotary, attends, self._query_ring, self.halves)
+        decoder = Decoder(self.model, loaded.rotary, attends, self._query_ring, self.halves)
         graphs = loaded.graphs and not self._plain
         return GraphedStep(decoder, needs, token, self.length, self.bank, graphs)
 

@@ -184,14 +184,14 @@ class Pair:
 
     def __init__(self, session: SessionState):
         self.session = session
-        model, rotary, ring = session.model, session.loaded.rotary, session.query_ring
+        model, rotary, ring = session.runner.model, session.loaded.rotary, session.query_ring
         self.meter = MassMeter(session.runtime)
         self.full = Decoder(model, rotary, session.dense_runtime, ring)
         self.sparse = Decoder(model, rotary, self.meter, ring)
 
     def _token(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The token at `position` [1, 1] and the bank's length before it [1]."""
-        device = self.session.model.device
+        device = self.session.runner.model.device
         token = torch.tensor([[self.session.ids[position]]], device=device)
         return token, torch.tensor([position], dtype=torch.int32, device=device)
 

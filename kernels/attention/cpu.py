@@ -55,15 +55,16 @@ def attend_sequence(
     """Attend with Q <= 8 new queries to n rows of K and V; query j sees the first n - (Q-1-j).
 
     q [Q, H, D]; k, v [Hkv, n, D] of any strides, last dim contiguous. Returns (out [Q, H, D] in
-    q.dtype, lse [Q, H] float32); a query that sees nothing gets 0 and -inf. The rows that all
-    queries see need no mask. The last Q-1 rows are a separate small product, merged by log-sum-exp.
-    buffer: as in `attend_widened`.
+    q.dtype, lse [Q, H] float32), both with the sinks; a query that sees nothing gets 0 and -inf.
+    The rows that all queries see need no mask. The last Q-1 rows are a separate small product,
+    merged by log-sum-exp. k, v may be packed (kernels/rows/forms.py). scale: of the logits,
+    1/sqrt(D). buffer: as in `attend_widened`, which overwrites it.
     """
     queries, heads, dim = q.shape
     kv_heads, rows, _ = k.shape
     group, dtype = heads // kv_heads, q.dtype
     shared = max(0, rows - (queries - 1))
-    q = stored_queries(q.float(), k) if is_packed(k) else q
+    q = stored_queries(q.float(), k, "cpu") if is_packed(k) else q
     packed = (
         q.view(queries, kv_heads, group, dim)
         .transpose(0, 1)
@@ -117,7 +118,7 @@ def _attend_newest(
 
 
 def block_floats(heads: int, head_dim: int, queries: int, block: int) -> int:
-    """Size the buffer of `logit_blocks` in float32 elements."""
+    """Size the buffer of `logit_blocks` in float32 elements. block: rows of K at a time."""
     return block * (head_dim + queries * heads)
 
 
@@ -128,14 +129,17 @@ def logit_blocks(
     buffer: torch.Tensor | None = None,
     block: int = WINDOW_BLOCK,
     softmax: Softmax = PLAIN,
+    backend: str = "cpu",
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Yield the scaled and capped logits of q [Q, H, D] on k [Hkv, n, D], one block of rows after
     another.
 
-    Yields (start, stop, logits [Hkv, Q, G, stop - start] float32, contiguous). A block of K is
+    k: floats or packed, last dim contiguous; block: rows at a time. Yields (start, stop, logits
+    [Hkv, Q, G, stop - start] float32, contiguous). A block of K is
     converted to float32 once, in cache: a bfloat16 product would round its scores to 8 bits and
     fill the selector's scores with ties. buffer: float32 of at least `block_floats` elements, or
-    None (allocates); a yielded tensor lies in it until the next block.
+    None (allocates); a yielded tensor lies in it until the next block. backend: of the queries'
+    transform for packed rows.
     """
     queries, heads, dim = q.shape
     kv_heads, rows, _ = k.shape
@@ -145,7 +149,7 @@ def logit_blocks(
     if buffer is None or buffer.numel() < needed:
         buffer = torch.empty(needed)
     packed = (
-        (stored_queries(q.float(), k) * scale)
+        (stored_queries(q.float(), k, backend) * scale)
         .view(queries, kv_heads, group, dim)
         .transpose(0, 1)
         .reshape(kv_heads, -1, dim)
@@ -204,7 +208,7 @@ def attend_scored(
     size = chunk_rows(kv_heads * dim, rows)
     if buffer is None or buffer.numel() < size * kv_heads * dim:
         buffer = torch.empty(size * kv_heads * dim)
-    packed = (stored_queries(q[0].float(), k) * scale).view(kv_heads, -1, dim)
+    packed = (stored_queries(q[0].float(), k, "cpu") * scale).view(kv_heads, -1, dim)
     parts = _parts(held, packed.shape[:2], rows, size)
     for weights, at in _chunks(parts):
         rows_k = _widened(k[:, at], buffer, dim, copied=dim >= COPIED)
@@ -291,9 +295,9 @@ def _scale(weights: torch.Tensor, scales: torch.Tensor) -> None:
 
 
 def in_float32(rows: torch.Tensor) -> torch.Tensor:
-    """Convert a slice of rows of K [Hkv, n, D] (or packed) to float32, head by head
-    on a CPU whose torch converts what is not one contiguous run element by element (float16
-    without AVX2: 7 times slower).
+    """Convert a slice of rows of K [Hkv, n, D] of floats or packed to float32 [Hkv, n, D], head by
+    head on a CPU whose torch converts element by element where rows are not one contiguous run
+    (float16 without AVX2: 7 times slower).
     """
     if is_packed(rows) or rows.device.type != "cpu" or vectorises(rows.dtype):
         return key_floats(rows)
@@ -331,7 +335,10 @@ def _head_maxima(parts: list[Part], scores: torch.Tensor) -> None:
 def widened_floats(
     kv_heads: int, packed: int, dim: int, rows: int, dtype: torch.dtype, capped: bool = False
 ) -> int:
-    """Size the buffer of `attend_widened` in float32 elements; 0 where the fused kernel attends."""
+    """Size the buffer of `attend_widened` in float32 elements; 0 where the fused kernel attends.
+
+    packed: queries * group; rows, dtype: of K and V; capped: whether logits have a cap.
+    """
     if dtype not in FORMS and not capped and fuses(dtype, packed):
         return 0
     size = chunk_rows(kv_heads * dim, rows)
@@ -430,7 +437,9 @@ def token_rows(k: torch.Tensor, v: torch.Tensor, b: int) -> torch.Tensor | None:
 def split_rows(
     rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """View rows [n, ..] of `token_rows` as those of k and of v: [1, Hkv, n, D] each."""
+    """View rows [n, 2 * Hkv * D] of `token_rows` as those of k and of v [B, Hkv, T, D], whose
+    shapes alone count: [1, Hkv, n, D] each.
+    """
     heads, at = k.shape[1], k.shape[1] * k.shape[3]
     one, other = rows[:, :at].unflatten(1, (heads, -1)), rows[:, at:].unflatten(1, (heads, -1))
     return one.transpose(0, 1)[None], other.transpose(0, 1)[None]

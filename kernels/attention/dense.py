@@ -47,7 +47,9 @@ def decode_dense_ref(
     kind: str = "softmax",
     softmax: Softmax = PLAIN,
 ) -> torch.Tensor:
-    """Reference of `decode_dense`, same arguments; loops over the batch and the queries."""
+    """Reference of `decode_dense`, same arguments and result; loops over the batch and the queries,
+    in float32.
+    """
     batch, queries, _, _ = q.shape
     out = torch.empty_like(q)
     for b in range(batch):
@@ -108,7 +110,10 @@ def decode_dense_native(
     scratch: Scratch | None = None,
     softmax: Softmax = PLAIN,
 ) -> torch.Tensor:
-    """`decode_dense` by the C++ kernel, same arguments: the last query leaves its logits."""
+    """`decode_dense` by the C++ kernel, same arguments and result: the last query leaves its
+    logits. Mutates scores, scratch.part and scratch.logits. Raises ValueError for a dtype that this
+    build lacks, MemoryError where the kernel finds no room for its queries.
+    """
     parts, held = (None, None) if scratch is None else (scratch.part, scratch.logits)
     if scores is None:
         return attend_everything(q, k, v, lengths, scale, softmax, parts)
@@ -136,7 +141,8 @@ def decode_dense_cpu(
     scratch: Scratch | None = None,
     softmax: Softmax = PLAIN,
 ) -> torch.Tensor:
-    """`decode_dense` on CPU tensors, same arguments.
+    """`decode_dense` on CPU tensors by torch's operators, same arguments and result. Mutates
+    scores, scratch.blocks and scratch.logits.
 
     With scores, plain products attend for one query, since its logits are needed anyway; else the
     fused kernel does.
@@ -323,7 +329,7 @@ def dense_config(
     queries: int, group: int, head_dim: int, itemsize: int, packed: bool = False
 ) -> Config:
     """Choose 16 KB tiles, 64 rows of 128 bf16 (see `decode_config`); half of it in float32, where
-    products take registers.
+    products take registers. itemsize: bytes of an element of q; packed: whether K and V are.
     """
     tile = 16384 if itemsize < 4 else 8192
     return decode_config(queries, group, head_dim, itemsize, tile, packed)
@@ -341,7 +347,7 @@ def decode_dense_triton(
     ranked: torch.Tensor | None = None,
     softmax: Softmax = PLAIN,
 ) -> torch.Tensor:
-    """`decode_dense` by the Triton kernels of this file, same arguments.
+    """`decode_dense` by the Triton kernels of this file, same arguments, result and errors.
 
     Launches: decode, which also merges (with a scratch without tickets a launch per level more),
     and with scores the head maxima. Bytes beyond K and V, written and read: 4 * (D + 1) * Q * G per
@@ -406,8 +412,13 @@ def launch_head_max(
     kind: str,
     ranked: torch.Tensor | None = None,
 ) -> None:
-    """Launch the last pass: scores [B, T] take the maxima over heads of what `dense_kernel` left in
-    scratch.logits, and scratch.hist the first digits of the `ranked` first of them.
+    """Launch the last pass: scores [B, T] float32 take the maxima over heads of what `dense_kernel`
+    left in scratch.logits [B, heads, capacity], and scratch.hist the first digits of the `ranked`
+    first of them.
+
+    lengths, ranked [B] int32 on the device, ranked None for no digits; kind "softmax" reads
+    scratch.out_lse [B, queries, heads], "raw" does not. Raises ValueError for too small a
+    scratch.hist.
     """
     if ranked is not None:
         scratch.require(hist=len(scores) * BINS)

@@ -51,18 +51,24 @@ _PACKED = Binding("attention to packed rows", omnikv_sizeof_attention_call=_Call
 
 
 def attends(k: torch.Tensor, v: torch.Tensor, dim: int) -> bool:
-    """Whether the C++ kernel attends to such rows under heads of `dim`."""
+    """Whether the C++ kernel runs here and attends to rows k, v [.., n, >= dim] of one dtype, on a
+    CPU, under heads of `dim` elements. The first call compiles it and runs its self-test.
+    """
     binding = _FLOATS if k.dtype in FLOATS else _PACKED
     return k.dtype == v.dtype and reads(k.dtype, dim) and binding.usable()
 
 
 def reads(dtype: torch.dtype, dim: int) -> bool:
-    """Whether the C++ kernel, where there is one, knows rows of a dtype under heads of `dim`."""
+    """Whether the C++ kernel, where there is one, knows rows of a dtype (floats of 16 and 32 bits,
+    and every packed form) under heads of `dim` elements: a multiple of LANES.
+    """
     return dtype in ROWS and not dim % LANES
 
 
 def part_floats(kv_heads: int, rows: int, dim: int, visited: int) -> int:
-    """Count the float32 elements of `parts` in `attend`: rows are queries times group."""
+    """Count the float32 elements of `parts` in `attend`. rows: queries * group; visited: rows of K
+    that the last query reads.
+    """
     return kv_heads * -(-visited // SPLIT) * rows * (dim + 2)
 
 
@@ -82,13 +88,15 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with Q <= 8 new queries to `kept` rows of an index and then to the rows from `start`.
 
-    q [Q, H, D]; k, v [Hkv, n, D] of any strides, last dim contiguous, or packed int8 rows; index
-    int32 [1 or Hkv, >= kept], ascending, or None with kept = 0. Query j sees Q-1-j rows fewer than
-    the last. logits: float32 of at least H * visited elements, or None: takes the scaled and capped
-    logits of the last query, [H, visited]. parts: float32 of at least `part_floats` elements, or
-    None, which allocates. stop: rows that there are, all by default. Returns (out [Q, H, D], lse
-    [Q, H]), float32, both with the sinks; a query that sees nothing gets 0 and -inf. narrow: out is
-    rounded to q's dtype.
+    q [Q, H, D] float32, bfloat16 or float16; k, v [Hkv, n, D] of any strides, last dim contiguous,
+    floats or packed, as `reads` says; index int32 [1 or Hkv, >= kept], ascending, or None with kept
+    = 0. Query j sees Q-1-j rows fewer than the last. scale: of the logits, 1/sqrt(D). logits:
+    float32 of at least H * visited elements, or None: takes the scaled and capped logits of the
+    last query, [H, visited]. parts: float32 of at least `part_floats` elements, or None, which
+    allocates. stop: rows that there are, all by default. Returns (out [Q, H, D], lse [Q, H]),
+    float32, both with the sinks; a query that sees nothing gets 0 and -inf. narrow: out is rounded
+    to q's dtype. Mutates logits and parts. Raises ValueError for a dtype that this build lacks, and
+    MemoryError where the kernel finds no room for its queries.
     """
     library = loaded()
     queries, heads, dim = q.shape
@@ -151,7 +159,9 @@ def attend_everything(
     softmax: Softmax = PLAIN,
     parts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`decode_dense` (kernels/attention/dense.py) without scores, arguments as there."""
+    """`decode_dense` (kernels/attention/dense.py) without scores, arguments as there; parts: as in
+    `attend`. Returns out [B, Q, H, D] in q.dtype. Raises what `attend` does.
+    """
     found = [
         attend(q[b], k[b], v[b], scale, softmax=softmax, parts=parts, narrow=True, stop=n)[0]
         for b, n in enumerate(lengths.tolist())
@@ -172,7 +182,7 @@ def attend_chosen(
     parts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`decode_sparse` (kernels/attention/sparse.py), arguments as there: chosen rows are read where
-    they lie.
+    they lie. parts: as in `attend`. Returns out [B, Q, H, D] in q.dtype. Raises what `attend` does.
     """
     found, sizes = [], zip(counts.tolist(), tail_start.tolist(), lengths.tolist())
     for b, (kept, start, n) in enumerate(sizes):
@@ -192,7 +202,11 @@ def attend_scored_natively(
     softmax: Softmax = PLAIN,
     parts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`attend_scored` of kernels/attention/cpu.py, arguments as there; parts: as in `attend`."""
+    """`attend_scored` of kernels/attention/cpu.py: q [1, H, D]; k, v [Hkv, n, D], n >= 1; scores
+    [n] float32 takes the head maxima (`kind` "softmax" or "raw"). held: float32 of at least H * n
+    elements for the logits, or None (allocates); parts: as in `attend`. Returns out [1, H, D] in
+    q.dtype. Mutates scores, held and parts. Raises what `attend` does.
+    """
     heads, rows = q.shape[1], k.shape[1]
     if held is None or held.numel() < heads * rows:
         held = torch.empty(heads * rows)
@@ -203,9 +217,10 @@ def attend_scored_natively(
 
 
 def head_most(logits: torch.Tensor, lse: torch.Tensor | None, scores: torch.Tensor) -> None:
-    """Set scores [n] to the maximum over heads of exp(logits - lse), or of logits without lse.
+    """Set scores [n] float32 to the maximum over heads of exp(logits - lse), or of logits without
+    lse.
 
-    logits [H, n] and lse [H] float32, contiguous.
+    logits [H, n] and lse [H] float32; all contiguous.
     """
     library = loaded()
     heads, rows = logits.shape

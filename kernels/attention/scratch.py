@@ -17,9 +17,9 @@ from kernels.attention.split import (
     most_sparse_splits,
     tickets,
 )
-from kernels.launch.dispatch import choose_for
+from kernels.launch.dispatch import NATIVE, choose_for
 from kernels.launch.radix import BINS
-from kernels.native.library import runs
+from kernels.native.library import missing
 from kernels.rows.forms import row_widths
 
 SELECT_PROGRAMS = 128  # most programs per row of the top-k
@@ -107,7 +107,7 @@ class Scratch:
 
 def make_scratch(shape: ScratchShape, device: torch.device | str, backend: str = "auto") -> Scratch:
     """Allocate scratch for decode steps of up to this shape; backend: as in the launchers."""
-    sizes = _sizes(shape, choose_for(backend, torch.device(device)))
+    sizes = _sizes(shape, torch.device(device), backend)
     buffers = {
         name: torch.empty(count, dtype=kind, device=device) for name, (count, kind) in sizes.items()
     }
@@ -118,15 +118,19 @@ def make_scratch(shape: ScratchShape, device: torch.device | str, backend: str =
 
 def scratch_bytes(shape: ScratchShape, device: torch.device | str, backend: str = "auto") -> int:
     """Count the bytes that `make_scratch` of the same arguments allocates."""
-    sizes = _sizes(shape, choose_for(backend, torch.device(device)))
+    sizes = _sizes(shape, torch.device(device), backend)
     return sum(count * kind.itemsize for count, kind in sizes.values())
 
 
-def _sizes(s: ScratchShape, chosen: str) -> dict[str, tuple[int, torch.dtype]]:
+def _sizes(
+    s: ScratchShape, device: torch.device, backend: str
+) -> dict[str, tuple[int, torch.dtype]]:
     """Size every field of the Scratch of a backend: {name: (elements, dtype)}."""
+    chosen = choose_for(backend, device)
     sizes = {name: (0, torch.float32) for name in Scratch.__dataclass_fields__}
     if chosen == "cpu":
-        return sizes | _cpu_sizes(s)
+        native = backend in NATIVE and reads(s.dtype, s.head_dim) and not missing()
+        return sizes | _cpu_sizes(s, native)
     if chosen != "triton":
         return sizes
     dense = dense_splits(s.capacity)
@@ -152,14 +156,14 @@ def _sizes(s: ScratchShape, chosen: str) -> dict[str, tuple[int, torch.dtype]]:
     return sizes | {name: (count, torch.int32) for name, count in ints.items()}
 
 
-def _cpu_sizes(s: ScratchShape) -> dict[str, tuple[int, torch.dtype]]:
-    """The part of `_sizes` that the CPU backend uses, in the form that runs."""
+def _cpu_sizes(s: ScratchShape, native: bool) -> dict[str, tuple[int, torch.dtype]]:
+    """The part of `_sizes` that a CPU's kernels use: C++ ones if `native`, else torch's."""
     block = min(WINDOW_BLOCK, s.capacity)
     sizes = {
         "blocks": block_floats(s.heads, s.head_dim, s.window, block) if s.window else 0,
         "logits": s.heads * s.capacity if s.scored else 0,
     }
-    if runs() and reads(s.dtype, s.head_dim):
+    if native:
         sizes["part"] = part_floats(s.kv_heads, s.rows, s.head_dim, s.capacity)
         return {name: (count, torch.float32) for name, count in sizes.items()}
     width = s.kv_heads * s.head_dim

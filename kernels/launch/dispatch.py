@@ -10,17 +10,20 @@ from kernels.launch.triton import HAVE_TRITON
 
 # those under which a CPU's weights take the form that runs fastest
 ON_CPU = ("auto", "cpu", "native")
+# those under which C++ kernels run where they can
+NATIVE = ("auto", "native")
 BACKENDS = ("auto", "reference", "cpu", "native", "triton")
 
 
 def choose(backend: str, tensor: torch.Tensor, native: Callable[[], bool] | None = None) -> str:
-    """Resolve a launcher's `backend` for a tensor, see `choose_for`.
+    """Resolve a launcher's `backend` for a tensor to "reference", "cpu", "native" or "triton".
 
-    native: whether the launcher's C++ kernel takes this call; asked at most once, and only where
-    tensors are on a CPU. The answer is "native" then, for "auto", "cpu" and "native" alike.
+    native: whether the launcher's C++ kernel takes this call, None without such a kernel. Asked at
+    most once, and only under "auto" and "native" with a tensor on a CPU; the answer is "native"
+    then. "cpu" is torch's operators alone. Raises ValueError as `choose_for` does.
     """
     chosen = choose_for(backend, tensor.device)
-    on_cpu = chosen == "cpu" and tensor.device.type == "cpu"
+    on_cpu = backend in NATIVE and tensor.device.type == "cpu"
     return "native" if on_cpu and native is not None and native() else chosen
 
 

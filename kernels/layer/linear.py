@@ -11,11 +11,13 @@ is bound by arithmetic: there `F.linear` is as good as any.
 
 from __future__ import annotations
 
+from copy import copy as shallow
+
 import torch
 import torch.nn.functional as F
 
 from kernels.launch.isa import isa, multiplies, vectorises
-from kernels.layer.native_product import Product, reads, usable
+from kernels.layer.native_product import Product, reads
 
 # bfloat16 with AMX: weight-left products win up to here; from 64 rows on all forms are equal
 FEW_ROWS = 32
@@ -143,9 +145,20 @@ class Linear:
             return self._narrow(flat).view(*x.shape[:-1], self.shape[0])
         return self._left(flat, x)
 
+    @property
+    def native(self) -> bool:
+        """Whether the C++ kernels multiply few rows by it: decided when it was packed."""
+        return self.product is not None
+
+    def on_torch(self) -> Linear:
+        """Return the same weight, of the same memory, multiplied by torch's operators alone."""
+        twin = shallow(self)
+        twin.product = None
+        return twin
+
     def own(self, x: torch.Tensor) -> Product | None:
         """Return the C++ kernels' product where it is the fastest for x [..., I]."""
-        if self.product is None or torch.compiler.is_compiling() or not usable():
+        if self.product is None or torch.compiler.is_compiling():
             return None
         ours = 0 < x.numel() <= self.product.most_rows * self.shape[1]
         return self.product if ours and x.dtype == self.dtype else None

@@ -37,12 +37,7 @@ _BINDING = Binding("products", omnikv_sizeof_matrix=_Matrix)
 def reads(weight: torch.Tensor) -> bool:
     """Tell whether the C++ kernels multiply a weight as it lies."""
     ours = weight.device.type == "cpu" and weight.dtype in FLOATS and weight.is_contiguous()
-    return ours and usable()
-
-
-def usable() -> bool:
-    """Whether the C++ products run in this thread."""
-    return _BINDING.usable()
+    return ours and _BINDING.usable()
 
 
 class Product:

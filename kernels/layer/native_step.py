@@ -46,7 +46,7 @@ _BINDING = Binding("norm and rotation", omnikv_sizeof_step_call=_Call)
 
 
 def usable() -> bool:
-    """Whether these kernels run in this thread."""
+    """Whether these kernels run on this machine."""
     return _BINDING.usable()
 
 

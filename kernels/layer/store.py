@@ -29,7 +29,7 @@ def store_step_ref(
     twice: tuple[int, int] | None = None,
 ) -> None:
     """Reference of `store_step`, same arguments: indexed assignments."""
-    k, v = stored_keys(k, bank_k), stored(v, bank_v)
+    k, v = stored_keys(k, bank_k, "reference"), stored(v, bank_v, "reference")
     rows = torch.arange(positions.shape[0], device=positions.device).unsqueeze(1)
     for at in _rows(positions, twice):
         bank_k.transpose(1, 2)[rows, at] = k
@@ -70,9 +70,12 @@ def store_step_cpu(
     ring: torch.Tensor,
     positions: torch.Tensor,
     twice: tuple[int, int] | None = None,
+    backend: str = "cpu",
 ) -> None:
-    """`store_step` on CPU tensors, same arguments: slice copies, as positions are consecutive."""
-    k, v = stored_keys(k, bank_k), stored(v, bank_v)
+    """`store_step` on CPU tensors, same arguments: slice copies, as positions are consecutive.
+    backend: that rounds packed rows.
+    """
+    k, v = stored_keys(k, bank_k, backend), stored(v, bank_v, backend)
     for b, position in enumerate(positions[:, 0].tolist()):
         for start, new in _runs(position, k.shape[1], twice):
             at = slice(start, start + new.stop - new.start)
@@ -109,9 +112,13 @@ def store_step(
     share one dtype. Mutates bank_k, bank_v and ring. On a GPU no position visits the host. Raises
     ValueError for an unknown backend.
     """
-    chosen = choose(backend, k)
-    run = {"reference": store_step_ref, "cpu": store_step_cpu, "triton": store_step_triton}[chosen]
-    run(k, v, q_pre_rope, bank_k, bank_v, ring, positions, twice)
+    given, chosen = (k, v, q_pre_rope, bank_k, bank_v, ring, positions, twice), choose(backend, k)
+    if chosen == "triton":
+        store_step_triton(*given)
+    elif chosen == "cpu":
+        store_step_cpu(*given, backend)
+    else:
+        store_step_ref(*given)
 
 
 @triton.jit

@@ -20,8 +20,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -72,18 +72,6 @@ class _Missing(Exception):
 _reason: str | None = None  # of the first attempt; None before it
 _library: ctypes.CDLL | None = None
 _lock = threading.Lock()
-_thread = threading.local()
-
-
-@contextmanager
-def torch_only() -> Iterator[None]:
-    """Run torch's operators inside, in this thread: for comparison, and for the reference."""
-    before = getattr(_thread, "off", False)
-    _thread.off = True
-    try:
-        yield
-    finally:
-        _thread.off = before
 
 
 def native() -> ctypes.CDLL | None:
@@ -91,8 +79,6 @@ def native() -> ctypes.CDLL | None:
     the cache has none: some seconds. Whether its functions are right, `Binding.usable` says.
     """
     global _reason, _library
-    if getattr(_thread, "off", False):
-        return None
     if _reason is None:
         with _lock:
             if _reason is None:
@@ -128,7 +114,7 @@ class Binding:
         return cases
 
     def usable(self) -> bool:
-        """Whether its functions run in this thread; the first call compiles and tries them."""
+        """Whether its functions run on this machine; the first call compiles and tries them."""
         library = native()
         if library is None:
             return False
@@ -190,11 +176,6 @@ def missing() -> str:
     except _Missing as error:
         return str(error)
     return ""
-
-
-def runs() -> bool:
-    """Whether the C++ kernels run where they can: compiles nothing."""
-    return not getattr(_thread, "off", False) and not missing()
 
 
 def to_compile() -> bool:

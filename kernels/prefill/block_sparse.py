@@ -16,6 +16,7 @@ import torch
 from kernels.launch.dispatch import choose
 from kernels.launch.isa import multiplies
 from kernels.launch.shapes import Config, power_of_two, softmax_step
+from kernels.launch.softmax import PLAIN
 from kernels.launch.triton import tl, triton
 from kernels.prefill.dense import attend_chunk, attend_rows, merge
 from kernels.rows.forms import key_floats, stored_queries, unpack_keys
@@ -32,9 +33,9 @@ def block_mass(
     """Estimate the share of attention mass of every (head, query block, key block).
 
     q [B, C, H, D] at positions first .. first+C-1, first and C multiples of BLOCK; k
-    [B, Hkv, >= first+C, D] view; stride: S, a divisor of BLOCK. Returns float32
-    [B, H, C / BLOCK, (first + C) / BLOCK]: a row sums to one, key blocks after the query block are
-    zero. Memory: `kept_bytes`.
+    [B, Hkv, >= first+C, D] view; stride: S, a divisor of BLOCK; scale: of the logits, 1/sqrt(D).
+    Returns float32 [B, H, C / BLOCK, (first + C) / BLOCK]: a row sums to one, key blocks after the
+    query block are zero. Memory: `kept_bytes`.
     """
     batch, chunk, heads, dim = q.shape
     kv_heads, stop = k.shape[1], first + chunk
@@ -64,7 +65,7 @@ def block_mass(
 
 
 def blocks_at_once(tiles: int) -> int:
-    """Query blocks whose logits, so many for each, exist at a time."""
+    """Count the query blocks whose logits exist at a time, 1 at least; tiles: logits of a block."""
     return max(1, MASS_FLOATS // tiles)
 
 
@@ -128,14 +129,14 @@ def attend_blocks(
     """Attend causally to the kept key blocks.
 
     q [B, C, H, D] at positions first .. first+C-1, first and C multiples of BLOCK; k, v
-    [B, Hkv, >= first+C, D] views of any strides, last dim contiguous; keep
+    [B, Hkv, >= first+C, D] views of any strides, last dim contiguous, floats or packed; keep
     [B, H, C / BLOCK, (first + C) / BLOCK] bool; every query block's own key block counts as kept.
     Returns (out [B, C, H, D] in q.dtype, lse [B, C, H] float32). Raises ValueError for an unknown
     backend.
     """
     if choose(backend, q) == "triton":
         return attend_blocks_triton(q, k, v, keep, first, scale)
-    return attend_blocks_ref(q, k, v, keep, first, scale)
+    return attend_blocks_ref(q, k, v, keep, first, scale, backend)
 
 
 def attend_blocks_ref(
@@ -145,11 +146,12 @@ def attend_blocks_ref(
     keep: torch.Tensor,
     first: int,
     scale: float,
+    backend: str = "cpu",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend_blocks` in plain torch on every other backend, same arguments.
+    """`attend_blocks` on every other backend, same arguments.
 
     Gathers the kept past blocks per head, attends causally to the own block, and merges the two by
-    log-sum-exp.
+    log-sum-exp. backend: of the two parts.
     """
     batch, chunk, heads, dim = q.shape
     group = heads // k.shape[1]
@@ -164,9 +166,8 @@ def attend_blocks_ref(
         ]
         for n in range(chunk // BLOCK):
             part = slice(n * BLOCK, (n + 1) * BLOCK)
-            own = attend_chunk(
-                q[b : b + 1, part], k[b : b + 1], v[b : b + 1], first + n * BLOCK, scale
-            )
+            chunk_rows = k[b : b + 1], v[b : b + 1], first + n * BLOCK
+            own = attend_chunk(q[b : b + 1, part], *chunk_rows, scale, PLAIN, backend)
             past_out, past_lse = torch.zeros_like(own[0]), torch.full_like(own[1], float("-inf"))
             for head in range(heads):
                 if not len(lists[head][n]):
@@ -175,8 +176,9 @@ def attend_blocks_ref(
                     t[head // group].index_select(0, lists[head][n]).view(1, 1, -1, t.shape[-1])
                     for t in (rows_k, rows_v)
                 )
-                past_out[:, :, head : head + 1], past_lse[:, :, head : head + 1] = attend_rows(
-                    q[b : b + 1, part, head : head + 1], past_k, past_v, scale
+                one = slice(head, head + 1)
+                past_out[:, :, one], past_lse[:, :, one] = attend_rows(
+                    q[b : b + 1, part, one], past_k, past_v, scale, False, PLAIN, backend
                 )
             out[b : b + 1, part], lse[b : b + 1, part] = merge([own, (past_out, past_lse)], q.dtype)
     return out, lse
@@ -283,7 +285,8 @@ def blocks_kernel(
 
 
 def blocks_config(head_dim: int, itemsize: int) -> Config:
-    """Choose a whole block of 128 queries and 64 rows in 16 bits at head_dim 128.
+    """Choose a whole block of 128 queries and 64 rows in 16 bits at head_dim 128. itemsize: bytes
+    of an element of q.
 
     That is 64 accumulator registers under 8 warps, and K and V twice in flight in 64 KB beside
     32 KB of queries, within the 99 KB of sm_89. Wider rows make smaller tiles. Rows of at most 128

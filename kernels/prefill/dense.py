@@ -102,7 +102,9 @@ def prefill_dense_ref(
     scale: float,
     softmax: Softmax = PLAIN,
 ) -> torch.Tensor:
-    """Reference of `prefill_dense`, same arguments; loops over the batch and holds every score."""
+    """Reference of `prefill_dense`, same arguments and result; loops over the batch and holds every
+    score in float32.
+    """
     out = torch.empty_like(q)
     stop = start + q.shape[1]
     visible = torch.arange(start + 1, stop + 1, device=q.device)
@@ -123,8 +125,9 @@ def prefill_dense(
     """Attend with a chunk at positions start .. start+C-1, each query to rows 0 .. its position.
 
     q [B, C, H, D]; k, v [B, Hkv, T, D] views of any strides, last dim contiguous, the chunk already
-    written; all sequences begin at `start`. softmax: a cap on logits, and sinks. Returns out [B, C,
-    H, D] in q.dtype. Raises ValueError for an unknown backend.
+    written, floats or packed; all sequences begin at `start`. scale: of the logits, 1/sqrt(D).
+    softmax: a cap on logits, and sinks. Returns out [B, C, H, D] in q.dtype. Raises ValueError for
+    an unknown backend.
     """
     chosen = choose(backend, q)
     if chosen == "reference":
@@ -140,8 +143,8 @@ def prefill_dense(
 def prefill_dense_cuda(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, scale: float
 ) -> torch.Tensor:
-    """`prefill_dense` by torch's fused attention in 16 bits, same arguments: its bottom-right
-    causal mask is a flag of the kernel, not a tensor.
+    """`prefill_dense` by torch's fused attention in 16 bits, same arguments and result: its
+    bottom-right causal mask is a flag of the kernel, not a tensor. Floats only.
     """
     # imported here: it pulls in torch.compile's machinery, 1.3 s
     from torch.nn.attention.bias import causal_lower_right
@@ -169,17 +172,22 @@ def prefill_dense_lse(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`prefill_dense` with the log-sum-exp of every query's logits, same arguments.
 
-    Returns (out [B, C, H, D] in q.dtype, lse [B, C, H] float32).
+    Returns (out [B, C, H, D] in q.dtype, lse [B, C, H] float32). Raises ValueError for an unknown
+    backend.
     """
     rows = slice(0, start + q.shape[1])
-    if choose(backend, q, lambda: attends_prompt(q, k, v)) == "native":
+    chosen = choose(backend, q, lambda: attends_prompt(q, k, v))
+    if chosen == "native":
         whole = attend_prompts(q, k[:, :, rows], v[:, :, rows], scale, start, softmax=softmax)
         return softmax.sunk(*whole)
     if softmax.cap:
-        tiles = attend_tiles(q, k[:, :, rows], v[:, :, rows], scale, softmax, start, 0, backend)
+        tiles = attend_tiles(q, k[:, :, rows], v[:, :, rows], scale, softmax, start, 0, chosen)
         return softmax.sunk(*tiles)
-    chunk = attend_chunk(q, k, v, start, scale)
-    found = attend_past(q, k[:, :, :start], v[:, :, :start], scale, chunk)
+    # packed rows are unpacked first, and those floats may be C++'s
+    backend = backend if is_packed(k) else chosen
+    chunk = attend_chunk(q, k, v, start, scale, backend=backend)
+    past = k[:, :, :start], v[:, :, :start]
+    found = attend_past(q, *past, scale, chunk, backend=backend)
     assert found is not None
     found = softmax.sunk(*found)
     return found[0].to(q.dtype), found[1]
@@ -195,18 +203,24 @@ def attend_past(
     scale: float,
     so_far: Part | None,
     softmax: Softmax = PLAIN,
+    backend: str = "auto",
 ) -> Part | None:
     """Attend to rows that every query sees, in the parts of `past_parts`, and merge them with
-    `so_far`. Arguments and result as `attend_rows`; None without any row.
+    `so_far`, (out [B, C, H, D], lse [B, C, H] float32) or None.
+
+    Arguments and errors as `attend_rows`. Returns (out, float32 if anything was merged, lse);
+    `so_far` without any row.
     """
     cudnn = has_cudnn(q.device, q.dtype, q.shape[-1])
     on_cpu = q.device.type == "cpu"
-    if k.shape[2] and not is_packed(k) and attends_prompt(q, k, v):
-        part = attend_prompts(q, k, v, scale, None, softmax=softmax)
-        return part if so_far is None else merge([so_far, part], torch.float32)
+    if not is_packed(k):
+        backend = choose(backend, q, lambda: k.shape[2] > 0 and attends_prompt(q, k, v))
+        if backend == "native":
+            part = attend_prompts(q, k, v, scale, None, softmax=softmax)
+            return part if so_far is None else merge([so_far, part], torch.float32)
     for first, stop, by_cudnn in past_parts(k.shape[2], on_cpu, cudnn, is_packed(k)):
         rows = slice(first, stop)
-        part = attend_rows(q, k[:, :, rows], v[:, :, rows], scale, by_cudnn, softmax)
+        part = attend_rows(q, k[:, :, rows], v[:, :, rows], scale, by_cudnn, softmax, backend)
         so_far = part if so_far is None else merge([so_far, part], torch.float32)
     return so_far
 
@@ -218,23 +232,26 @@ def attend_rows(
     scale: float,
     cudnn: bool = False,
     softmax: Softmax = PLAIN,
+    backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend without a mask: every query sees every row.
 
-    q [B, C, H, D]; k, v [B, Hkv, n, D]; cudnn: by cuDNN's kernel (`has_cudnn`); softmax: its cap,
-    while sinks are left to whoever merges the parts. Returns (out [B, C, H, D] in q.dtype, lse
-    [B, C, H] float32).
+    q [B, C, H, D]; k, v [B, Hkv, n, D], floats of q's dtype or packed, last dim contiguous; cudnn:
+    by cuDNN's kernel (`has_cudnn`); softmax: its cap, while sinks are left to whoever merges the
+    parts. Returns (out [B, C, H, D] in q.dtype, lse [B, C, H] float32). Raises ValueError for an
+    unknown backend.
     """
     if is_packed(k) and q.device.type == "cpu":
         # in 16 bits the values would be rounded once more
         wide = torch.promote_types(q.dtype, torch.float32)
         rows = unpack_keys(k, wide), unpack(v, wide)
-        out, lse = attend_rows(q.to(wide), *rows, scale, cudnn, softmax)
+        out, lse = attend_rows(q.to(wide), *rows, scale, cudnn, softmax, backend)
         return out.to(q.dtype), lse
-    if attends_prompt(q, k, v):
+    chosen = choose(backend, q, lambda: attends_prompt(q, k, v))
+    if chosen == "native":
         return attend_prompts(q, k, v, scale, None, softmax=softmax)
     if softmax.cap:
-        return attend_tiles(q, k, v, scale, softmax)
+        return attend_tiles(q, k, v, scale, softmax, backend=chosen)
     batch, chunk, heads, dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
@@ -261,28 +278,31 @@ def attend_chunk(
     start: int,
     scale: float,
     softmax: Softmax = PLAIN,
+    backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend causally with a chunk to itself: rows start .. start+C-1 of k and v.
 
-    Arguments and result as `attend_rows`. K/V heads are repeated here, for the rows of the chunk
-    only: the fused CPU kernel wants as many as there are query heads.
+    k, v [B, Hkv, >= start + C, D]; else arguments, result and errors as `attend_rows`. K/V heads
+    are repeated here, for the rows of the chunk only: the fused CPU kernel wants as many as there
+    are query heads.
     """
     group = q.shape[2] // k.shape[1]
     rows = slice(start, start + q.shape[1])
     own = k[:, :, rows], v[:, :, rows]
     if softmax.cap and q.device.type != "cpu":
-        return attend_tiles(q, *own, scale, softmax, 0)
+        return attend_tiles(q, *own, scale, softmax, 0, backend=backend)
     if is_packed(k) and q.device.type == "cpu":
         # in 16 bits the values would be rounded once more
         wide = torch.promote_types(q.dtype, torch.float32)
         own = unpack_keys(own[0], wide), unpack(own[1], wide)
-        out, lse = attend_chunk(q.to(wide), *own, 0, scale, softmax)
+        out, lse = attend_chunk(q.to(wide), *own, 0, scale, softmax, backend)
         return out.to(q.dtype), lse
     own = unpack_keys(own[0], q.dtype), unpack(own[1], q.dtype)
-    if attends_prompt(q, *own):
+    chosen = choose(backend, q, lambda: attends_prompt(q, *own))
+    if chosen == "native":
         return attend_prompts(q, *own, scale, 0, softmax=softmax)
     if softmax.cap:
-        return attend_tiles(q, *own, scale, softmax, 0)
+        return attend_tiles(q, *own, scale, softmax, 0, backend=chosen)
     rows_k, rows_v = (t.repeat_interleave(group, dim=1) if group > 1 else t for t in own)
     out, lse = _fused(q.transpose(1, 2), rows_k, rows_v, True, scale)
     return out.transpose(1, 2), lse.float().view(q.shape[0], q.shape[2], q.shape[1]).transpose(1, 2)

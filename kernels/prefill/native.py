@@ -60,8 +60,9 @@ _BINDING = Binding("a prompt's attention", omnikv_sizeof_prefill_call=_Call)
 
 
 def attends_prompt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the C++ kernel is there for q [.., D] and rows k, v, and the fastest: torch's is on a
-    CPU with AMX.
+    """Whether the C++ kernel runs here for q [.., D] and rows k, v of q's dtype or int8, all on a
+    CPU, D a multiple of LANES, and is the fastest: torch's is on a CPU with AMX. The first call
+    compiles it and runs its self-test.
     """
     rows = k.dtype in (q.dtype, torch.int8)
     return (
@@ -87,13 +88,15 @@ def attend_prompt(
     start: int = 0,
     softmax: Softmax = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with queries [C, H, D] to `kept` rows of an index and to the rows from `start`.
+    """Attend with queries [C, H, D], float32, bfloat16 or float16, to `kept` rows of an index and
+    to the rows from `start`.
 
-    k, v [Hkv, n, D] of any strides, last dim contiguous, or packed int8 rows; index int32 [1 or
-    Hkv, >= kept] or None with kept = 0. first: position of query 0, so that query c sees rows up to
-    first + c; None: every query sees all n rows. window: rows that a query sees at most, its own
-    among them (0: all), with kept = 0. softmax: its cap; sinks are left to whoever merges. Returns
-    (out [C, H, D] in q.dtype, lse [C, H] float32).
+    scale: of the logits, 1/sqrt(D). k, v [Hkv, n, D] of any strides, last dim contiguous, or packed
+    int8 rows; index int32 [1 or Hkv, >= kept] or None with kept = 0. first: position of query 0, so
+    that query c sees rows up to first + c; None: every query sees all n rows. window: rows that a
+    query sees at most, its own among them (0: all), with kept = 0. softmax: its cap; sinks are left
+    to whoever merges. Returns (out [C, H, D] in q.dtype, lse [C, H] float32). Raises ValueError for
+    a dtype that this build lacks.
     """
     library = loaded()
     queries, heads, dim = q.shape
@@ -130,7 +133,9 @@ def attend_prompts(
     window: int = 0,
     softmax: Softmax = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend_prompt` over all rows of each sequence: q [B, C, H, D]; k, v [B, Hkv, n, D]."""
+    """`attend_prompt` over all rows of each sequence: q [B, C, H, D]; k, v [B, Hkv, n, D]. Returns
+    (out [B, C, H, D] in q.dtype, lse [B, C, H] float32). Raises what `attend_prompt` does.
+    """
     found = [attend_prompt(*one, scale, first, window, softmax=softmax) for one in zip(q, k, v)]
     if len(found) == 1:
         return found[0][0][None], found[0][1][None]

@@ -4,6 +4,9 @@ band and, causally, to themselves.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from kernels.attention.cpu import split_rows, token_rows
@@ -36,16 +39,22 @@ def prefill_sparse(
     to each query's own.
 
     q [B, C, H, D]: queries at positions start .. start+C-1; k, v [B, Hkv, T, D] views of any
-    strides, last dim contiguous; index [B, N, K] int32; blocks: N tuples (first, last, local,
-    count). Queries first .. last-1 see the first `count` entries of index[:, n], which are distinct
-    and below `local`, and every row from `local` <= first up to their own. The blocks tile the
-    queries in order. softmax: a cap on logits, and sinks. Returns out [B, C, H, D] in q.dtype.
-    Raises ValueError for an unknown backend.
+    strides, last dim contiguous, floats or packed; index [B, N, K] int32; blocks: N tuples (first,
+    last, local, count). Queries first .. last-1 see the first `count` entries of index[:, n], which
+    are distinct and below `local`, and every row from `local` <= first up to their own. The blocks
+    tile the queries in order. softmax: a cap on logits, and sinks. Returns out [B, C, H, D] in
+    q.dtype. Raises ValueError for an unknown backend.
     """
-    if choose(backend, q) == "triton":
+    chosen = choose(backend, q, lambda: attends_prompt(q, k, v))
+    if chosen == "triton":
         return prefill_sparse_triton(q, k, v, index, blocks, start, scale, softmax)
-    attend_block = prefill_sparse_ref if backend == "reference" else prefill_sparse_cpu
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    forms: dict[str, Callable[..., torch.Tensor]] = {
+        "reference": prefill_sparse_ref,
+        "native": prefill_sparse_native,
+        # packed rows are unpacked there, and those floats may be C++'s
+        "cpu": partial(prefill_sparse_cpu, backend=backend if is_packed(k) else chosen),
+    }
+    attend_block, out = forms[chosen], torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for n, (first, last, local, count) in enumerate(blocks):
         part = slice(first - start, last - start)
         out[:, part] = attend_block(
@@ -65,7 +74,10 @@ def prefill_sparse_ref(
     scale: float,
     softmax: Softmax = PLAIN,
 ) -> torch.Tensor:
-    """Reference of one block: q [B, C, H, D] from position start on, index [B, K]."""
+    """Reference of one block: q [B, C, H, D] at positions start .. start+C-1; k, v as
+    `prefill_sparse`; index [B, >= count] int32, its first `count` entries distinct and below
+    `local` <= start. Returns out [B, C, H, D] in q.dtype.
+    """
     batch, chunk, _, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     stop = start + chunk
@@ -79,7 +91,7 @@ def prefill_sparse_ref(
     return out
 
 
-def prefill_sparse_cpu(
+def prefill_sparse_native(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -90,29 +102,44 @@ def prefill_sparse_cpu(
     scale: float,
     softmax: Softmax = PLAIN,
 ) -> torch.Tensor:
-    """One block on a CPU, arguments as `prefill_sparse_ref`.
-
-    The C++ kernel reads chosen rows where they lie. Without it, gathers them once per block of
-    queries and merges three parts by log-sum-exp.
+    """One block by the C++ kernel, which reads chosen rows where they lie; arguments as
+    `prefill_sparse_ref`.
     """
     outs = []
     for b in range(q.shape[0]):
-        if attends_prompt(q, k, v):
-            rows_k, rows_v = (t[b, :, : start + q.shape[1]] for t in (k, v))
-            at = index[b : b + 1]
-            whole = attend_prompt(
-                q[b], rows_k, rows_v, scale, start, 0, at, count, local, softmax=softmax
-            )
-            outs.append(softmax.sunk(*whole)[0][None])
-            continue
+        rows_k, rows_v = (t[b, :, : start + q.shape[1]] for t in (k, v))
+        given = scale, start, 0, index[b : b + 1], count, local, softmax
+        outs.append(softmax.sunk(*attend_prompt(q[b], rows_k, rows_v, *given))[0])
+    return torch.stack(outs) if len(outs) > 1 else outs[0][None]
+
+
+def prefill_sparse_cpu(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    index: torch.Tensor,
+    count: int,
+    local: int,
+    start: int,
+    scale: float,
+    softmax: Softmax = PLAIN,
+    backend: str = "cpu",
+) -> torch.Tensor:
+    """One block on a CPU by torch's operators, arguments as `prefill_sparse_ref`.
+
+    Gathers the chosen rows once per block of queries and merges three parts by log-sum-exp.
+    backend: of the parts.
+    """
+    outs = []
+    for b in range(q.shape[0]):
         one, k_b, v_b = q[b : b + 1], k[b : b + 1], v[b : b + 1]
-        parts = [attend_chunk(one, k_b, v_b, start, scale, softmax)]
+        parts = [attend_chunk(one, k_b, v_b, start, scale, softmax, backend)]
         if local < start:
             band = k_b[:, :, local:start], v_b[:, :, local:start]
-            parts.append(attend_rows(one, *band, scale, softmax=softmax))
+            parts.append(attend_rows(one, *band, scale, False, softmax, backend))
         if count:
             chosen = gather(k_b, v_b, index[b, :count])
-            parts.append(attend_rows(one, *chosen, scale, softmax=softmax))
+            parts.append(attend_rows(one, *chosen, scale, False, softmax, backend))
         whole = merge(parts, q.dtype) if len(parts) > 1 else parts[0]
         outs.append(softmax.sunk(*whole)[0])
     return torch.cat(outs) if len(outs) > 1 else outs[0]
@@ -121,7 +148,7 @@ def prefill_sparse_cpu(
 def gather(
     k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copy rows `chosen` of k and v [1, Hkv, T, D]: two [1, Hkv, n, D] views.
+    """Copy rows `chosen` [n] int32 or int64 of k and v [1, Hkv, T, D]: two [1, Hkv, n, D] views.
 
     A token-major bank copies whole rows (`token_rows`), any other layout head by head.
     """

@@ -55,7 +55,9 @@ def attend_tiles_torch(
     first: int | None,
     window: int,
 ) -> Part:
-    """`attend_tiles` in plain torch on every other backend, same arguments: float32 throughout."""
+    """`attend_tiles` in plain torch on every other backend, same arguments and result: float32
+    throughout.
+    """
     batch, chunk, heads, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, chunk, heads, dtype=torch.float32, device=q.device)

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kernels.launch.dispatch import choose
 from kernels.launch.isa import fuses
 from kernels.launch.softmax import PLAIN, Softmax
-from kernels.prefill.native import attends_prompt
+from kernels.prefill.native import attend_prompts, attends_prompt
 from kernels.prefill.tiled import attend_tiles
 from kernels.rows.forms import unpack, unpack_keys
 
@@ -33,14 +33,17 @@ def prefill_window(
 ) -> torch.Tensor:
     """Attend with a chunk whose K and V follow `past` older rows.
 
-    q [B, C, H, D]; k, v [B, Hkv, past + C, D] views of any strides, last dim contiguous. Query i
-    sees rows max(0, past + i - window + 1) .. past + i. softmax: a cap on logits, and sinks.
+    q [B, C, H, D]; k, v [B, Hkv, past + C, D] views of any strides, last dim contiguous, floats or
+    packed; window >= 1. Query i sees rows max(0, past + i - window + 1) .. past + i. scale: of the
+    logits, 1/sqrt(D). softmax: a cap on logits, and sinks.
     Returns out [B, C, H, D] in q.dtype. The reference computes in float32. Raises ValueError for an
     unknown backend.
     """
     chosen, chunk = choose(backend, q, lambda: attends_prompt(q, k, v)), q.shape[1]
-    if softmax is not PLAIN or chosen == "native":
-        whole = attend_tiles(q, k, v, scale, softmax, past, window, backend)
+    if chosen == "native":
+        return softmax.sunk(*attend_prompts(q, k, v, scale, past, window, softmax))[0]
+    if softmax is not PLAIN:
+        whole = attend_tiles(q, k, v, scale, softmax, past, window, chosen)
         return softmax.sunk(*whole)[0]
     wide = chosen == "reference" or (q.device.type == "cpu" and not fuses(q.dtype, chunk))
     out = torch.empty_like(q)

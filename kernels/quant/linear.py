@@ -25,6 +25,7 @@ products stay: fbgemm takes 6 ns a weight to unpack, as long as it multiplies 40
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 
 import torch
@@ -181,8 +182,8 @@ class QuantisedLinear:
 
     `.form` is one of FORMS, `.shape` is (O, I), `.dtype` that of activations, `.nbytes` counts the
     weight and its bias. `.panels` is what the form "native" holds and `.words` what "words" does,
-    else None; words with `.dequantises` multiply in blocks all the same. Raises ValueError where
-    the form cannot hold the weight.
+    else None; words with `.dequantises` and panels without `.native`, the C++ kernels, multiply in
+    blocks all the same. Raises ValueError where the form cannot hold the weight.
     """
 
     def __init__(
@@ -199,6 +200,7 @@ class QuantisedLinear:
         self.tiles: tuple[Tiles, ...] = ()
         self.words: Words | None = None
         self.panels: Panels | None = None
+        self.native = form == "native" and usable()
         self.dequantises = False
         self.sparse: SparseRows | None = None
         outliers = 0 if weight.outliers is None else weight.outliers.shape[1]
@@ -248,7 +250,8 @@ class QuantisedLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply x [..., I]: [..., O] of x's dtype, contiguous."""
         flat = self.ordered(x.reshape(-1, self.shape[1]))
-        if self.panels is not None and usable():
+        if self.native:
+            assert self.panels is not None
             out = multiply_panels(flat.contiguous(), self.panels, self.bias)
             return out.view(*x.shape[:-1], self.shape[0])
         if self.words is not None and not self.dequantises:
@@ -276,6 +279,12 @@ class QuantisedLinear:
         if self.bias is not None:
             out = out + self.bias
         return out.to(x.dtype).view(*x.shape[:-1], self.shape[0])
+
+    def on_torch(self) -> QuantisedLinear:
+        """Return the same weight, of the same memory, multiplied by torch's operators alone."""
+        twin = copy(self)
+        twin.native = False
+        return twin
 
     def ordered(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., I] with its columns in the order in which the weight holds them."""

@@ -49,20 +49,23 @@ _BINDING = Binding("products with weights of few bits", omnikv_sizeof_few_bits=_
 
 
 def usable() -> bool:
-    """Whether the C++ products with weights of few bits run in this thread."""
+    """Whether the C++ products with weights of few bits run on this machine."""
     return _BINDING.usable()
 
 
 def held_as_panels(kind: str, group: int, columns: int, plain: bool = True) -> bool:
-    """Whether panels can hold a matrix: int8 or int4 whose groups are whole words, or whole rows.
+    """Whether panels can hold a matrix of `columns` inputs: kind "int8" or "int4" whose groups are
+    whole words of 32 bits, or whole rows.
 
-    plain: without a table and outliers.
+    group: columns under one scale; plain: without a table and outliers.
     """
     return plain and kind in PARTS and (group >= columns or group % PARTS[kind] == 0)
 
 
 def panel_bytes(kind: str, shape: tuple[int, int], group: int, offsets: bool) -> int:
-    """Count the bytes of a matrix [O, I] in panels."""
+    """Count the bytes of a matrix, shape (O, I), in panels. group: columns under one scale;
+    offsets: whether groups have one.
+    """
     rows, columns = shape
     groups = -(-columns // group)
     scales = (4 if kind == "int8" and groups == 1 else 2) * groups * (2 if offsets else 1)
@@ -74,8 +77,8 @@ class Panels:
     """A matrix [O, I] of int8 or int4 as few_bits.cpp reads it.
 
     values: int32 [panels, words, LANES], a word of PARTS columns, the first in its lowest bits,
-    int4 less 8. scales, offsets: [panels, groups, LANES], or no offsets. Rows are filled up
-    to whole panels.
+    int4 less 8. scales, offsets: [panels, groups, LANES] of one dtype, float32 for int8 rows and 16
+    bits else, or no offsets. Rows are filled up to whole panels. group: columns under one scale.
     """
 
     kind: str
@@ -143,13 +146,14 @@ def product(
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Multiply the rows of x [..., I] by a weight [O, I]; any number of rows.
+    """Multiply the rows of x [..., I] by a weight [O, I]; any number of rows, on a CPU.
 
-    x in float32, bfloat16 or float16, contiguous. bias [O] is added, then residual [..., O] of x's
-    dtype. gated: the first half of the outputs goes through SiLU and scales the second (SwiGLU,
-    arXiv 2002.05202), so there are O / 2. Sums are float32 and rounded to the dtype of x after the
-    product, after SiLU and at the end, where torch's operators round. out_dtype: of the result,
-    x's by default. Returns [..., O or O / 2], new.
+    x in float32, bfloat16 or float16, contiguous; another dtype is a KeyError. bias [O] of such a
+    dtype is added, then residual [..., O or O / 2] of x's dtype, contiguous. gated: the first half
+    of the outputs goes through SiLU and scales the second (SwiGLU, arXiv 2002.05202), so there are
+    O / 2. Sums are float32 and rounded to the dtype of x after the product, after SiLU and at the
+    end, where torch's operators round. out_dtype: of the result, x's by default. Returns [..., O or
+    O / 2], new. Results do not depend on the number of threads.
     """
     library = loaded()
     outputs, inputs = weight.shape
@@ -181,8 +185,8 @@ def product(
 def multiply_panels(
     x: torch.Tensor, weight: Panels, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Multiply the rows of x [R, I] by a weight [O, I]: `product`, as one operator where
-    torch.compile looks.
+    """Multiply the rows of x [R, I], contiguous, by a weight [O, I] and add bias [O] or None:
+    `product`, as one operator where torch.compile looks. Returns [R, O] in x.dtype, new.
     """
     if not torch.compiler.is_compiling():
         return product(x, weight, bias)
@@ -202,7 +206,7 @@ def multiply_panels_op(
     outputs: int,
     inputs: int,
 ) -> torch.Tensor:
-    """`multiply_panels` in plain tensors."""
+    """`multiply_panels` in plain tensors: those of Panels, and its shape (outputs, inputs)."""
     return product(x, Panels(kind, (outputs, inputs), group, values, scales, offsets), bias)
 
 

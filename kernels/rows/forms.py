@@ -31,13 +31,13 @@ Rows = Callable[[torch.Tensor], torch.Tensor]
 
 class Side(NamedTuple):
     """How rows of K, or of V, are packed. width: elements of a row of a head dimension; dim: the
-    reverse; pack: from floats [.., D]; values: [.., D] of 8 bits each; widen: those as float32 into
-    a tensor; scales: float32 [..].
+    reverse; pack: from floats [.., D], by a backend's kernels ("auto"); values: [.., D] of 8 bits
+    each; widen: those as float32 into a tensor; scales: float32 [..].
     """
 
     width: Callable[[int], int]
     dim: Callable[[int], int]
-    pack: Rows
+    pack: Callable[..., torch.Tensor]
     values: Rows
     widen: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     scales: Rows
@@ -172,21 +172,21 @@ def key_floats(rows: torch.Tensor) -> torch.Tensor:
     return unpack_keys(rows, torch.float32) if is_packed(rows) else rows.float()
 
 
-def stored(x: torch.Tensor, bank: torch.Tensor) -> torch.Tensor:
+def stored(x: torch.Tensor, bank: torch.Tensor, backend: str = "auto") -> torch.Tensor:
     """Return new rows of V, x [.., D], as `bank` holds rows: packed or as they are; packed rows
     stay.
     """
-    return FORMS[bank.dtype].values.pack(x) if is_packed(bank) and not is_packed(x) else x
+    return FORMS[bank.dtype].values.pack(x, backend) if is_packed(bank) and not is_packed(x) else x
 
 
-def stored_keys(k: torch.Tensor, bank: torch.Tensor) -> torch.Tensor:
+def stored_keys(k: torch.Tensor, bank: torch.Tensor, backend: str = "auto") -> torch.Tensor:
     """Return new rows of K, k [.., D], as `stored` returns those of V."""
-    return FORMS[bank.dtype].keys.pack(k) if is_packed(bank) and not is_packed(k) else k
+    return FORMS[bank.dtype].keys.pack(k, backend) if is_packed(bank) and not is_packed(k) else k
 
 
-def stored_queries(q: torch.Tensor, bank: torch.Tensor) -> torch.Tensor:
+def stored_queries(q: torch.Tensor, bank: torch.Tensor, backend: str = "auto") -> torch.Tensor:
     """Return queries [.., D] for products with the rows of K as `bank` holds them."""
-    return transformed_queries(q) if is_packed(bank) else q
+    return transformed_queries(q, backend) if is_packed(bank) else q
 
 
 def wide_stored_queries(q: torch.Tensor, bank: torch.Tensor) -> torch.Tensor:

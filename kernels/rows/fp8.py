@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
+from kernels.launch.dispatch import choose
 from kernels.native.kinds import Kind
 from kernels.native.library import Case
 from kernels.rows import native
@@ -23,14 +24,16 @@ TOP = 448  # the largest finite value
 KIND = torch.float8_e4m3fn
 
 
-def pack(x: torch.Tensor) -> torch.Tensor:
-    """Round x [.., D] of any float dtype to packed rows, float8_e4m3fn [.., D + 4].
+def pack(x: torch.Tensor, backend: str = "auto") -> torch.Tensor:
+    """Round x [.., D] of any float dtype to packed rows, float8_e4m3fn [.., D + 4]: the same bits
+    under every backend.
 
     The scale is the largest magnitude / 448. A row whose scale would be below 2^-126 becomes zero;
-    one with an infinity or NaN unpacks to values that are not finite.
+    one with an infinity or NaN unpacks to values that are not finite. Raises ValueError for an
+    unknown backend.
     """
     out = torch.empty(*x.shape[:-1], x.shape[-1] + SCALE, dtype=KIND, device=x.device)
-    if native.takes(native.FP8, x):
+    if choose(backend, x, lambda: native.takes(native.FP8, x)) == "native":
         return native.pack(x, out, Kind.FP8)
     return _packed(x, out)
 
@@ -53,9 +56,9 @@ def _rounding() -> Iterator[Case]:
     yield "fp8 rows", native.pack(x, found, Kind.FP8), _packed(x, expected), KIND
 
 
-def pack_keys(k: torch.Tensor) -> torch.Tensor:
+def pack_keys(k: torch.Tensor, backend: str = "auto") -> torch.Tensor:
     """Round rows of K [.., D] to packed rows: `pack` of the transformed rows."""
-    return pack(transformed_rows(k))
+    return pack(transformed_rows(k, backend), backend)
 
 
 def values(rows: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 
 import torch
 
+from kernels.launch.dispatch import choose
 from kernels.launch.pdl import dependent, wait_for_last_kernel
 from kernels.launch.shapes import power_of_two
 from kernels.launch.triton import tl, triton
@@ -47,10 +48,12 @@ def _doubled(matrix: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
 
 
-def transformed_rows(k: torch.Tensor) -> torch.Tensor:
-    """Transform rows of K [.., D] of any float dtype: float32, the same bits on every device."""
+def transformed_rows(k: torch.Tensor, backend: str = "auto") -> torch.Tensor:
+    """Transform rows of K [.., D] of any float dtype: float32, the same bits on every device and
+    under every backend. Raises ValueError for an unknown backend.
+    """
     dim = k.shape[-1]
-    if takes(TRANSFORM, k):
+    if choose(backend, k, lambda: takes(TRANSFORM, k)) == "native":
         return transform(k, run_length(dim), row_factor(dim))
     return _transformed(k, row_factor(dim))
 
@@ -68,10 +71,13 @@ def _transform() -> Iterator[Case]:
             yield "the Hadamard transform", found, _transformed(x, factor), x.dtype
 
 
-def transformed_queries(q: torch.Tensor) -> torch.Tensor:
-    """Transform queries [.., D] for products with transformed rows, in q's dtype."""
+def transformed_queries(q: torch.Tensor, backend: str = "auto") -> torch.Tensor:
+    """Transform queries [.., D] for products with transformed rows, in q's dtype. Raises ValueError
+    for an unknown backend.
+    """
     dim = q.shape[-1]
-    if q.dtype == torch.float32 and takes(TRANSFORM, q):
+    taken = q.dtype == torch.float32
+    if choose(backend, q, lambda: taken and takes(TRANSFORM, q)) == "native":
         return transform(q, run_length(dim), query_factor(dim))
     return q @ signs(dim, q.dtype, q.device, query_factor(dim))
 

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 
 import torch
 
+from kernels.launch.dispatch import choose
 from kernels.native.kinds import Kind
 from kernels.native.library import Case
 from kernels.rows import native
@@ -65,20 +66,22 @@ def value_dim(row: int) -> int:
     return next(d for d in range(GROUP, MOST + 1, GROUP) if value_width(d) == row)
 
 
-def key_pack(k: torch.Tensor) -> torch.Tensor:
-    """Round rows of K [.., D] of any float dtype: uint8 [.., D/2 + D/8 + 4]."""
+def key_pack(k: torch.Tensor, backend: str = "auto") -> torch.Tensor:
+    """Round rows of K [.., D] of any float dtype: uint8 [.., D/2 + D/8 + 4], the same bits under
+    every backend. Raises ValueError for an unknown one.
+    """
     out = k.new_empty(*k.shape[:-1], key_width(k.shape[-1]), dtype=torch.uint8)
-    if native.takes(native.INT4, k):
-        return native.pack(transformed_rows(k), out, Kind.INT4_KEYS)
+    if choose(backend, k, lambda: native.takes(native.INT4, k)) == "native":
+        return native.pack(transformed_rows(k, backend), out, Kind.INT4_KEYS)
     for rows, held in _pieces(k, out):
-        _pack_keys(transformed_rows(rows), held)
+        _pack_keys(transformed_rows(rows, backend), held)
     return out
 
 
-def value_pack(v: torch.Tensor) -> torch.Tensor:
-    """Round rows of V [.., D] of any float dtype: uint8 [.., D/2 + P]."""
+def value_pack(v: torch.Tensor, backend: str = "auto") -> torch.Tensor:
+    """Round rows of V [.., D] of any float dtype: uint8 [.., D/2 + P], as `key_pack`."""
     out = v.new_empty(*v.shape[:-1], value_width(v.shape[-1]), dtype=torch.uint8)
-    if native.takes(native.INT4, v):
+    if choose(backend, v, lambda: native.takes(native.INT4, v)) == "native":
         return native.pack(v, out, Kind.INT4_VALUES)
     for rows, held in _pieces(v, out):
         _pack_values(rows.float(), held)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
+from kernels.launch.dispatch import choose
 from kernels.native.kinds import Kind
 from kernels.native.library import Case
 from kernels.rows import native
@@ -31,15 +32,16 @@ def dim(row: int) -> int:
     return row - SCALE
 
 
-def pack(x: torch.Tensor) -> torch.Tensor:
-    """Round x [.., D] of any float dtype to packed rows, int8 [.., D + 4].
+def pack(x: torch.Tensor, backend: str = "auto") -> torch.Tensor:
+    """Round x [.., D] of any float dtype to packed rows, int8 [.., D + 4]: the same bits under
+    every backend.
 
     The scale is the largest magnitude / 127, so an element is off by half a scale at most, 1/254 of
     the row's largest. A row whose scale would be below 2^-126 becomes zero; one with an infinity or
-    NaN unpacks to values that are not finite.
+    NaN unpacks to values that are not finite. Raises ValueError for an unknown backend.
     """
     out = torch.empty(*x.shape[:-1], x.shape[-1] + SCALE, dtype=torch.int8, device=x.device)
-    if native.takes(native.INT8, x):
+    if choose(backend, x, lambda: native.takes(native.INT8, x)) == "native":
         return native.pack(x, out, Kind.INT8)
     return _packed(x, out)
 
@@ -64,16 +66,16 @@ def _rounding() -> Iterator[Case]:
     yield "int8 rows", native.pack(x, found, Kind.INT8), _packed(x, expected), torch.int8
 
 
-def pack_keys(k: torch.Tensor) -> torch.Tensor:
+def pack_keys(k: torch.Tensor, backend: str = "auto") -> torch.Tensor:
     """Round rows of K [.., D] of any float dtype to packed rows, int8 [.., D + 4]: `pack` of the
     transformed rows.
     """
-    return pack(transformed_rows(k))
+    return pack(transformed_rows(k, backend), backend)
 
 
-def pack_values(v: torch.Tensor) -> torch.Tensor:
+def pack_values(v: torch.Tensor, backend: str = "auto") -> torch.Tensor:
     """Round rows of V [.., D] of any float dtype to packed rows: `pack` of them as they are."""
-    return pack(v)
+    return pack(v, backend)
 
 
 def values(rows: torch.Tensor) -> torch.Tensor:

@@ -24,10 +24,11 @@ TRANSFORM = Binding("the Hadamard transform")
 
 
 def takes(binding: Binding, x: torch.Tensor) -> bool:
-    """Whether the C++ kernels of a binding run, and take rows like x [.., D]."""
+    """Whether the C++ kernels of a binding run, and take rows like x [.., D], on a CPU: a D of
+    whole vectors, LONGEST at most.
+    """
     dim = x.shape[-1]
-    fits = x.device.type == "cpu" and not dim % LANES and dim <= LONGEST
-    return fits and binding.usable()
+    return not dim % LANES and dim <= LONGEST and binding.usable()
 
 
 def rows_to_try() -> torch.Tensor:
@@ -37,8 +38,9 @@ def rows_to_try() -> torch.Tensor:
 
 
 def pack(x: torch.Tensor, out: torch.Tensor, kind: Kind) -> torch.Tensor:
-    """Round rows x [.., D] of any float dtype into out [.., bytes of a row], contiguous, and return
-    it. int4 takes a D of 256 at most.
+    """Round rows x [.., D] of any float dtype into out [.., bytes of a row], of one byte an
+    element, contiguous, and return it. kind: INT8, FP8, INT4_KEYS or INT4_VALUES. D is as `takes`
+    says, of int4 256 at most. K is transformed before. Mutates out.
     """
     library = loaded()
     assert out.is_contiguous()
@@ -57,7 +59,8 @@ def pack(x: torch.Tensor, out: torch.Tensor, kind: Kind) -> torch.Tensor:
 
 def transform(x: torch.Tensor, run: int, factor: int) -> torch.Tensor:
     """Transform rows [.., D] of any float dtype: the Hadamard transform of runs of `run` elements
-    and of the halves, divided by `factor`. Returns float32; sums are float64.
+    and of the halves, divided by `factor` (kernels/rows/transform_size.py). Returns float32
+    [.., D], new; sums are float64.
     """
     library = loaded()
     wide = x.float().contiguous()
@@ -75,7 +78,9 @@ def transform(x: torch.Tensor, run: int, factor: int) -> torch.Tensor:
 
 
 def stored_queries(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Return float32 queries [.., D] for products with the rows of K as k holds them."""
+    """Return queries [.., D] float32 for products with the rows of K as k holds them: transformed
+    for packed rows, else q itself.
+    """
     if k.dtype not in PACKED:
         return q
     return transform(q, run_length(q.shape[-1]), query_factor(q.shape[-1]))

@@ -12,7 +12,9 @@ BINDING = Binding("the top-k")
 
 
 def selects(scores: torch.Tensor, out: torch.Tensor) -> bool:
-    """Whether the C++ kernel selects from such scores [B, T] into out [B, K]."""
+    """Whether the C++ kernel runs here and selects from scores [B, T] float32, last dim contiguous,
+    into out [B, K] int32, contiguous, on a CPU.
+    """
     return scores.dtype == torch.float32 and out.is_contiguous() and BINDING.usable()
 
 
@@ -25,7 +27,7 @@ def select(
     counts: torch.Tensor,
 ) -> None:
     """`select_topk` of kernels/select/topk.py: scores [B, T] float32, last dim contiguous; lo, hi,
-    k, counts int32 [B]; out int32 [B, K], contiguous.
+    k [B] of whole numbers; out int32 [B, K] and counts int32 [B], contiguous, which it mutates.
     """
     library = loaded()
     assert scores.stride(1) == 1

@@ -77,7 +77,7 @@ def window_scores(
     if chosen == "triton":
         window_scores_triton(q, k, lengths, scale, alpha, kind, scores, scratch, softmax)
     elif chosen == "cpu":
-        window_scores_cpu(q, k, lengths, scale, alpha, kind, scores, scratch, softmax)
+        window_scores_cpu(q, k, lengths, scale, alpha, kind, scores, scratch, softmax, backend)
     else:
         window_scores_ref(q, k, lengths, scale, alpha, kind, scores, softmax)
 
@@ -92,6 +92,7 @@ def window_scores_cpu(
     scores: torch.Tensor,
     scratch: Scratch | None = None,
     softmax: Softmax = PLAIN,
+    backend: str = "cpu",
 ) -> None:
     """`window_scores` on CPU tensors, same arguments: one product per block of rows and kv head for
     all queries.
@@ -109,7 +110,7 @@ def window_scores_cpu(
         buffer = None if scratch is None else scratch.blocks
         limit = n - (live - 1) + torch.arange(live).view(-1, 1, 1)
         total = None
-        given = late, rows, scale, buffer, WINDOW_BLOCK, softmax
+        given = late, rows, scale, buffer, WINDOW_BLOCK, softmax, backend
         for start, stop, logits in logit_blocks(*given) if kind == "softmax" else ():
             part = torch.logsumexp(_mask_late(logits, start, stop, limit), -1, keepdim=True)
             total = part if total is None else torch.logaddexp(total, part)

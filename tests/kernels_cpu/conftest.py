@@ -4,7 +4,8 @@ from contextlib import nullcontext
 
 import pytest
 
-from kernels.native.library import missing, torch_only
+from kernels.native.library import missing
+from tests.no_compiler import no_compiler
 
 
 @pytest.fixture(params=["native", "torch"], scope="module")
@@ -12,12 +13,12 @@ def form(request):
     """Run a module's tests in each form."""
     if request.param == "native" and missing():
         pytest.skip(missing())
-    with torch_only() if request.param == "torch" else nullcontext():
+    with no_compiler() if request.param == "torch" else nullcontext():
         yield request.param
 
 
 @pytest.fixture
 def torch_form():
     """Run a test in torch's form."""
-    with torch_only():
+    with no_compiler():
         yield

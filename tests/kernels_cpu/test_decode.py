@@ -44,11 +44,11 @@ pytestmark = pytest.mark.usefixtures("form")
     kind=st.sampled_from([None, "softmax", "raw"]),
 )
 def test_dense(lengths, group, queries, kv_heads, head_dim, dtype, layout, kind):
-    check_dense("cpu", "cpu", lengths, kv_heads, group, queries, head_dim, dtype, layout, kind)
+    check_dense("cpu", "auto", lengths, kv_heads, group, queries, head_dim, dtype, layout, kind)
 
 
 def test_dense_of_an_empty_sequence():
-    check_dense("cpu", "cpu", [0, 5], queries=3, kind="softmax")
+    check_dense("cpu", "auto", [0, 5], queries=3, kind="softmax")
 
 
 @FEW
@@ -62,7 +62,7 @@ def test_dense_of_an_empty_sequence():
     layout=st.sampled_from(["heads", "tokens"]),
 )
 def test_window(lengths, group, window, dtype, head_dim, kind, layout):
-    check_window("cpu", "cpu", lengths, window, 2, group, head_dim, dtype, kind, layout)
+    check_window("cpu", "auto", lengths, window, 2, group, head_dim, dtype, kind, layout)
 
 
 @FEW
@@ -80,7 +80,7 @@ def test_window(lengths, group, window, dtype, head_dim, kind, layout):
 def test_sparse(counts, tail, group, queries, kv_heads, head_dim, dtype, layout, per_head):
     check_sparse(
         "cpu",
-        "cpu",
+        "auto",
         counts,
         [tail] * len(counts),
         kv_heads,
@@ -116,7 +116,7 @@ def test_topk(name):
     for n, k in ((1, 1), (64, 64), (65, 64), (997, 1), (997, 200), (9001, 2048), (9001, 9000)):
         check_topk(
             "cpu",
-            "cpu",
+            "auto",
             [hostile_row(name, n, generator), hostile_row(name, n, generator)],
             [0, min(3, n)],
             [n, n - 5],

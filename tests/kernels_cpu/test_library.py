@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -135,28 +134,6 @@ def test_what_a_compiler_made_wrong_is_not_used_and_all_else_is(monkeypatch, pla
     assert not binding.usable() and all(one.usable() for one in others)
     said = library.missing()
     assert "differs" in said and said.endswith("as compiled here")
-
-
-def test_a_thread_that_runs_torchs_operators_leaves_the_others_alone():
-    """A step of the reference once switched the kernels off under another session's step."""
-    if library.native() is None:
-        pytest.skip(library.missing())
-    inside, seen = threading.Event(), []
-    leave = threading.Event()
-
-    def reference():
-        with library.torch_only():
-            inside.set()
-            leave.wait(10)
-            seen.append(library.native())
-
-    thread = threading.Thread(target=reference)
-    thread.start()
-    inside.wait(10)
-    assert library.native() is not None and library.runs()
-    leave.set()
-    thread.join()
-    assert seen == [None]
 
 
 def test_a_compiler_that_never_ends_is_stopped(fresh, monkeypatch):

@@ -33,7 +33,7 @@ SEAMS = [1, 15, 17, 255, 256, 257, SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT + 3]
     kind=st.sampled_from([None, "softmax", "raw"]),
 )
 def test_dense_at_seams(length, group, queries, head_dim, dtype, layout, kind):
-    check_dense("cpu", "cpu", [length], 1, group, queries, head_dim, dtype, layout, kind)
+    check_dense("cpu", "auto", [length], 1, group, queries, head_dim, dtype, layout, kind)
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
@@ -47,7 +47,8 @@ def test_dense_at_seams(length, group, queries, head_dim, dtype, layout, kind):
 )
 def test_sparse_at_seams(count, tail, group, queries, dtype, per_head):
     check_sparse(
-        "cpu", "cpu", [count], [max(tail, queries)], 2, group, queries, 32, dtype, "heads", per_head
+        "cpu", "auto", [count], [max(tail, queries)], 2, group, queries, 32, dtype, "heads",
+        per_head,
     )  # fmt: skip
 
 
@@ -68,7 +69,7 @@ def test_results_do_not_depend_on_threads():
 def test_dimensions_that_are_no_whole_vectors_are_left_to_torch():
     k = v = torch.randn(1, 9, 24)
     assert not attends(k, v, 24) and attends(k[..., :16], v[..., :16], 16)
-    check_dense("cpu", "cpu", [9, 300], head_dim=24, kind="softmax")
+    check_dense("cpu", "auto", [9, 300], head_dim=24, kind="softmax")
 
 
 @pytest.mark.parametrize("what", [math.nan, math.inf, -math.inf])

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from kernels.attention.dense import decode_dense
 from kernels.attention.native import SPLIT, attend, attends
-from kernels.native.library import missing, torch_only
+from kernels.native.library import missing
 from kernels.rows import hadamard
 from kernels.rows.forms import DTYPES, FORMS, floats, stored_key_floats
 from tests.kernels.support import kernel_checks
 from tests.kernels.support.kernel_checks import ints
 from tests.kernels.support.packed_rows import over_packed_rows, scales_of
+from tests.no_compiler import no_compiler
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 BANKS = st.sampled_from(list(DTYPES.values()))
@@ -54,7 +55,7 @@ def test_rows_are_packed_to_the_bit(bank, dim, dtype, seed):
         return
     for side in (form.keys, form.values):
         found = side.pack(rows)
-        with torch_only():
+        with no_compiler():
             assert torch.equal(found.view(torch.uint8), side.pack(rows).view(torch.uint8))
     # in place of a row: as one of many
     assert torch.equal(
@@ -90,7 +91,7 @@ def test_queries_are_transformed_with_less_rounding_than_a_product():
     q = torch.randn(3, 5, 96) * torch.logspace(-3, 3, 96)
     exact = q.double() @ hadamard.signs(96, torch.float64, q.device, hadamard.query_factor(96))
     found = hadamard.transformed_queries(q)
-    with torch_only():
+    with no_compiler():
         plain = hadamard.transformed_queries(q)
     error, allowed = (t.double().sub(exact).abs().max() for t in (found, plain))
     assert found.dtype == torch.float32 and error <= allowed
@@ -111,7 +112,7 @@ def test_dense(bank, length, group, queries, head_dim, dtype, layout, kind):
     with pytest.MonkeyPatch.context() as patch:
         over_packed_rows(patch, kernel_checks, "decode_dense", form=bank)
         kernel_checks.check_dense(
-            "cpu", "cpu", [length], 2, group, queries, head_dim, dtype, layout, kind
+            "cpu", "auto", [length], 2, group, queries, head_dim, dtype, layout, kind
         )  # fmt: skip
 
 
@@ -129,7 +130,7 @@ def test_sparse(bank, count, tail, group, queries, head_dim, per_head):
     with pytest.MonkeyPatch.context() as patch:
         over_packed_rows(patch, kernel_checks, "decode_sparse", form=bank)
         kernel_checks.check_sparse(
-            "cpu", "cpu", [count], [max(tail, queries)], 2, group, queries, head_dim,
+            "cpu", "auto", [count], [max(tail, queries)], 2, group, queries, head_dim,
             torch.float32, "tokens", per_head,
         )  # fmt: skip
 
@@ -149,7 +150,7 @@ def test_error_is_at_most_twice_that_of_torch(bank, group, queries, size):
     wide = stored_key_floats(k).double(), floats(v).double()
     visible = [n - (queries - 1 - j) for j in range(queries)]
     expected, logits = kernel_checks.plain(turned, *wide, visible, 0.125, torch.float64)
-    with torch_only():
+    with no_compiler():
         plain = decode_dense(q[None], k[None], v[None], ints([n], "cpu"), 0.125)[0]
     error, allowed = ((t.double() - expected).abs().max() for t in (found, plain))
     assert error <= 2 * allowed + 1e-8

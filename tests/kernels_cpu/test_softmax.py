@@ -19,7 +19,7 @@ FORMS = [(torch.float32, "heads"), (torch.bfloat16, "tokens")]
 pytestmark = pytest.mark.usefixtures("form")
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("dtype, layout", FORMS)
 @pytest.mark.parametrize("cap, sinks", CASES)
 def test_every_launcher(backend, dtype, layout, cap, sinks):
@@ -33,4 +33,4 @@ def test_every_launcher(backend, dtype, layout, cap, sinks):
 def test_capped_float32_rows_in_several_runs(sinks, monkeypatch):
     """700 rows in runs of 640, which are merged: fewer would be one product."""
     monkeypatch.setattr("kernels.attention.cpu.CHUNK", 64 * 64)
-    check_steps("cpu", softmax_of(True, sinks), torch.float32, "heads")
+    check_steps("auto", softmax_of(True, sinks), torch.float32, "heads")

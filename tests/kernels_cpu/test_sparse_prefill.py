@@ -12,7 +12,7 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 pytestmark = pytest.mark.usefixtures("form")
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 @pytest.mark.parametrize(
     "chunk, count, band, shape",

@@ -13,7 +13,8 @@ from kernels.layer.native_product import Product, reads
 from kernels.layer.native_step import normalize_rows, rotate_store
 from kernels.layer.norm import normalize_rows_ref
 from kernels.layer.rotate_store import rotate_store_ref
-from kernels.native.library import missing, torch_only
+from kernels.native.library import missing
+from tests.no_compiler import no_compiler
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -74,7 +75,7 @@ def test_a_product_is_within_twice_torchs_own_error(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_weight_is_read_where_it_lies_and_as_often_as_it_is_faster(dtype):
-    """Rows beyond those, other dtypes and torch_only() are torch's; one tensor is held."""
+    """Rows beyond those, other dtypes and the twin on torch are torch's; one tensor is held."""
     torch.manual_seed(0)
     weight, x = torch.randn(24, 40).to(dtype), torch.randn(1, 3, 40).to(dtype)
     linear = pack_linear(weight)
@@ -86,8 +87,10 @@ def test_a_weight_is_read_where_it_lies_and_as_often_as_it_is_faster(dtype):
     assert linear.own(x.new_empty(most, 40)) and not linear.own(x.new_empty(most + 1, 40))
     assert not linear.own(x[:, :0]) and linear(x[:, :0]).shape == (1, 0, 24)
     assert not reads(weight.t())
-    with torch_only():
-        assert not linear.own(x) and pack_linear(weight).product is None
+    twin = linear.on_torch()
+    assert twin.weight is weight and not twin.native and not twin.own(x) and linear.native
+    with no_compiler():
+        assert not pack_linear(weight).native
 
 
 def test_products_do_not_depend_on_the_threads():

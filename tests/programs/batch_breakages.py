@@ -45,8 +45,8 @@ TABLE = (
     Breakage(
         "rows go to another's bank",
         "engine/forward/halves.py",
-        r"zip\(steps, shares\(steps, \*found\)\)",
-        "zip(steps[::-1], shares(steps, *found))",
+        r"zip\(steps, split_rows\(steps, \*found\)\)",
+        "zip(steps[::-1], split_rows(steps, *found))",
         (ALONE,),
     ),
     Breakage(
@@ -59,8 +59,8 @@ TABLE = (
     Breakage(
         "the bits of a product depend on who else is in it",
         "engine/runner/step_runner.py",
-        r"PlainHalves\(model, alone=True\)",
-        "PlainHalves(model)",
+        r"PlainHalves\(loaded.model, backend=backend\)",
+        'PlainHalves(loaded.model, backend="cpu")',
         (f"{BATCH}::test_the_weights_are_read_once",),
     ),
     Breakage(

@@ -11,8 +11,8 @@ from engine.base.errors import BadCheckpoint, EngineError, SettingError
 from engine.chat import main
 from engine.llm import LLM
 from engine.methods.full import Full
-from kernels.native.library import torch_only
 from tests.builders import tiny_llm
+from tests.no_compiler import no_compiler
 from tests.tiny_model import tokenizer
 from tests.weights.quantised_files import FORMATS, words, write
 
@@ -53,7 +53,7 @@ def test_a_format_computes_what_its_tensors_mean(tmp_path, name):
     assert relative(logits(fast), expected) < max(3 * error, 0.04)
     note = next(note for part, _, note in fast.plan().items if part == "weights")
     assert "products" in note
-    with torch_only():
+    with no_compiler():
         alone = opened(tmp_path / "m", backend="auto", dtype="bfloat16")
         assert alone.plan().bytes_of("weights") == alone.model.nbytes
         assert alone.model.layers[0].down.form != "native"

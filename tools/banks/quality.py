@@ -151,7 +151,9 @@ def every_logits(session: Session, ids: list[int]) -> torch.Tensor:
     """
     kept: list[torch.Tensor] = []
 
-    def run(*where: Any, pieces: Pieces, last_logits: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(
+        *where: Any, pieces: Pieces, last_logits: bool, backend: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         logits, newest = run_every(*where, pieces=pieces)
         kept.append(logits)
         return logits[-1:], newest

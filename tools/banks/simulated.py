@@ -74,11 +74,13 @@ class SimulatedBank(DeviceBank):
         self._begun = [False] * self.num_layers
         yield
 
-    def write_chunk(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
+    def write_chunk(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int, backend: str = "auto"
+    ) -> None:
         if not self._begun[layer]:  # the prompt's first chunk: the past ends where it begins
             self._begun[layer] = True
             self._settle(layer, start)
-        super().write_chunk(layer, k, v, start)
+        super().write_chunk(layer, k, v, start, backend)
 
     def before_step(self, n: int) -> None:
         for layer in range(self.num_layers):

@@ -46,7 +46,15 @@ def passage_of(
     session.prefill(ids[:head])
     choose = choose or MaxOverHeads(max(1, round(share * len(ids))))
     return Passage(
-        session.model, llm.rotary, session.bank, list(ids), head, len(ids), tail, choose, lend
+        session.runner.model,
+        llm.rotary,
+        session.bank,
+        list(ids),
+        head,
+        len(ids),
+        tail,
+        choose,
+        lend,
     )
 
 

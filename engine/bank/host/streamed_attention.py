@@ -20,24 +20,25 @@ def attend_stream(
     begin: int | None = None,
     ahead: bool = True,
     softmax: Softmax = PLAIN,
+    backend: str = "auto",
 ) -> torch.Tensor:
     """Causal attention of q [B, C, H, D] at positions first .. first+C-1, whose K and V were
     written just before. Returns [B, C, H, D] in q.dtype.
 
     begin: where the chunk that was written begins (None: at `first`). ahead: as in Bank.blocks.
-    softmax: of the layer. Blocks begin at multiples of the stream block, so the result depends on
-    the rows alone. Partial results are merged as they come: merged at the end, one per block, they
-    would take half a gigabyte at a million tokens of an 8B model.
+    softmax: of the layer. backend: of the launchers. Blocks begin at multiples of the stream block,
+    so the result depends on the rows alone. Partial results are merged as they come: merged at the
+    end, one per block, they would take half a gigabyte at a million tokens of an 8B model.
     """
     begin = first if begin is None else begin
     so_far = None
     for _, k, v in bank.blocks(layer, 0, begin, ahead=ahead):
-        so_far = attend_past(q, k, v, scale, so_far, softmax)
+        so_far = attend_past(q, k, v, scale, so_far, softmax, backend)
     k, v = bank.newest_rows(layer, begin, first + q.shape[1])
-    newest = attend_chunk(q, k, v, first - begin, scale, softmax)
+    newest = attend_chunk(q, k, v, first - begin, scale, softmax, backend)
     if begin < first:
         own = slice(0, first - begin)
-        older = attend_rows(q, k[:, :, own], v[:, :, own], scale, softmax=softmax)
+        older = attend_rows(q, k[:, :, own], v[:, :, own], scale, False, softmax, backend)
         newest = merge([older, newest], torch.float32)
     whole = newest if so_far is None else merge([so_far, newest], q.dtype)
     return softmax.sunk(*whole)[0].to(q.dtype)

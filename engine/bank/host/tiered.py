@@ -193,14 +193,16 @@ class TieredBank(Bank):
         ws = self._set_of.get(layer)
         return self._resident.step_rows(layer) if ws is None else ws.step_rows(layer)
 
-    def write_chunk(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
+    def write_chunk(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int, backend: str = "auto"
+    ) -> None:
         if not self.on_host(layer):
-            self._resident.write_chunk(layer, k, v, start)
+            self._resident.write_chunk(layer, k, v, start, backend)
             return
         self._writer.begin_chunk(start, start + k.shape[1])
         # a chunk does not pass through the ring: it is read back when decode begins
         self._ring_stop = 0
-        self._writer.write_chunk(layer, k[0], v[0], start)
+        self._writer.write_chunk(layer, k[0], v[0], start, backend)
 
     def write_back(self, stop: int) -> None:
         """Write positions host_length .. stop-1 back to the host from the rings."""

@@ -66,15 +66,19 @@ class WriteBack:
         self.reserve(start, stop)
         self.host_length = max(self.host_length, stop)
 
-    def write_chunk(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
+    def write_chunk(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int, backend: str = "auto"
+    ) -> None:
         """Write k, v [C, Hkv, D] of a chunk back from position `start` on, one staging buffer after
-        the other.
+        the other. backend: as in Bank.write_chunk.
         """
         for first in range(0, len(k), self._chunk):
             piece = slice(first, first + self._chunk)
-            self._write_piece(layer, k[piece], v[piece], start + first)
+            self._write_piece(layer, k[piece], v[piece], start + first, backend)
 
-    def _write_piece(self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
+    def _write_piece(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int, backend: str
+    ) -> None:
         turn, count = self._turn, len(k)
         self._turn = 1 - turn
         free = self._staging_free[turn]
@@ -83,7 +87,7 @@ class WriteBack:
         # race: the rows staged two layers ago may still be on their way to the host
         wait(free, self._layout.device)
         buffer = self._staging[turn]
-        self._layout.fill(buffer[:count], k, v)
+        self._layout.fill(buffer[:count], k, v, backend)
         # race: the copy would read the buffer before it is written
         with self._stream.after_main():
             self._host.write(layer, start, buffer, 0, count)

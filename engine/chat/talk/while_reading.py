@@ -160,5 +160,5 @@ def passage(session: Session, end: int, positions: int = POSITIONS) -> Passage:
     ids, start = session.committed[:end], end - positions
     choose = MaxOverHeads(budget(end))
     return Passage(
-        session.model, session.loaded.rotary, session.bank, ids, start, end, TAIL, choose
+        session.runner.model, session.loaded.rotary, session.bank, ids, start, end, TAIL, choose
     )

@@ -221,7 +221,8 @@ class PrefillSelector:
         later = range(layer + 1, bank.num_layers - 1)  # those that attend in every chunk
         ahead = alone and any(bank.on_host(i) for i in later)
         begin = self.blocks_now[0][0]
-        return attend_stream(q, bank, layer, first, self.scale, begin, ahead, softmax)
+        given = self.scale, begin, ahead, softmax, self.setup.backend
+        return attend_stream(q, bank, layer, first, *given)
 
     def _named(self, group: int, bank: Bank, start: int) -> list[list[Named]]:
         """Per run of the chunk, what its cuts read; worked out once for all layers of a group."""

@@ -193,7 +193,8 @@ class Selecting(Runtime):
                 out[b], _ = attend(q[b], *chosen, seen, self.scale, softmax=softmax)
             else:
                 rows_k, rows_v = (t[None] for t in chosen)
-                found = attend_rows(q[b : b + 1], rows_k, rows_v, self.scale, softmax=softmax)
+                given = self.scale, False, softmax, self.setup.backend
+                found = attend_rows(q[b : b + 1], rows_k, rows_v, *given)
                 out[b : b + 1] = softmax.sunk(*found)[0]
         return out
 

@@ -42,6 +42,7 @@ from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
 from engine.plan.prefill_time import PrefillFlops
+from kernels.launch.softmax import PLAIN
 from kernels.prefill.dense import attend_chunk, attend_rows, merge, prefill_dense, prefill_dense_lse
 
 
@@ -165,9 +166,9 @@ class MInferenceRuntime(Runtime):
         if q.shape[1] > 1 or self._newest is None or self._newest[:2] != (layer, stop):
             out, lse = self.attend_patterns(patterns, q, k, v, start)
             if self.meter is not None:
-                recall = torch.exp(lse - prefill_dense_lse(q, k, v, start, self.scale)[1]).mean(
-                    (0, 1)
-                )
+                given = self.scale, PLAIN, self.setup.backend
+                dense = prefill_dense_lse(q, k, v, start, *given)[1]
+                recall = torch.exp(lse - dense).mean((0, 1))
                 self.meter.append({"layer": layer, "start": start, "recall": recall})
             self._newest = layer, stop, out[:, -1:]
             return out
@@ -201,9 +202,8 @@ class MInferenceRuntime(Runtime):
             shown = self._shown(patterns, q[b], k[b], start)
             for first, last in zip(edges, edges[1:]):
                 part = slice(first - start, last - start)
-                own = attend_chunk(
-                    q[b : b + 1, part], k[b : b + 1], v[b : b + 1], first, self.scale
-                )
+                given = self.scale, PLAIN, self.setup.backend
+                own = attend_chunk(q[b : b + 1, part], k[b : b + 1], v[b : b + 1], first, *given)
                 past = torch.zeros_like(own[0]), torch.full_like(own[1], float("-inf"))
                 for head, lines in enumerate(shown):
                     rows = lines.past(first, last)
@@ -214,7 +214,7 @@ class MInferenceRuntime(Runtime):
                         )
                         one = slice(head, head + 1)
                         past[0][:, :, one], past[1][:, :, one] = attend_rows(
-                            q[b : b + 1, part, one], own_k, own_v, self.scale
+                            q[b : b + 1, part, one], own_k, own_v, self.scale, False, *given[1:]
                         )
                 out[b : b + 1, part], lse[b : b + 1, part] = merge([own, past], q.dtype)
                 self.pairs_read += causal_pairs(0, last - first) * len(shown)

@@ -9,7 +9,7 @@ from engine import Full, OmniKV, SamplingParams
 from engine.forward.halves import PlainHalves
 from engine.forward.native_halves import NativeHalves
 from engine.methods.exact import Exact
-from kernels.native.library import missing, torch_only
+from kernels.native.library import missing
 from tests.builders import random_ids, session_config, tiny_llm
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
@@ -42,16 +42,15 @@ def test_a_session_says_what_it_says_on_torchs_operators(case):
     assert type(session.runner.halves) is NativeHalves and not session.runner.fused
     session.prefill(random_ids(90))
     told, twin = [], session.fork()
+    twin.set_backend("cpu")
+    assert type(twin.runner.halves) is PlainHalves
     for one in (session, twin):
-        with torch_only() if one is twin else torch.no_grad():
-            pieces = one.generate([], SamplingParams(max_tokens=24, ignore_eos=True))
-            told.append([piece.token_id for piece in pieces])
+        pieces = one.generate([], SamplingParams(max_tokens=24, ignore_eos=True))
+        told.append([piece.token_id for piece in pieces])
     assert told[0] == told[1] and len(told[0]) == 24
     if method is SPARSE:
         assert session.selections and session.stats.sparse_steps
-    found = session.decode(7)
-    with torch_only():
-        torch.testing.assert_close(found, twin.decode(7), rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(session.decode(7), twin.decode(7), rtol=2e-4, atol=2e-4)
 
 
 def test_sessions_of_a_batch_say_what_they_say_alone():
@@ -81,6 +80,7 @@ def test_who_runs_on_the_kernels():
         "step": tiny_llm(config=config, step="plain"),
         "compile": tiny_llm(config=config, compile=True),
         "reference": tiny_llm(config=config, backend="reference"),
+        "torch": tiny_llm(config=config, backend="cpu"),
     }
     for name, llm in plain.items():
         assert type(llm.session().runner.halves) is PlainHalves, name

@@ -16,10 +16,11 @@ from engine.chat import main
 from engine.llm import LLM
 from engine.methods.full import Full
 from engine.text.tokenizer import Tokenizer
-from kernels.native.library import native, torch_only
+from kernels.native.library import native
 from kernels.quant.linear import QuantisedLinear
 from kernels.quant.torch_forms.int4_tiles import tile_rows
 from tests.builders import tiny_config, tiny_llm, tiny_weights
+from tests.no_compiler import no_compiler
 from tests.tools.gguf_files import TOKENS, llama_config, write_llama
 from tools.convert.to_gguf import convert
 from weights.fingerprint import fingerprint, weights_digest
@@ -77,7 +78,7 @@ def test_every_type_computes_what_its_blocks_mean(tmp_path, kind):
     if kind not in KINDS[:3] and tile_rows():
         tiled = "int4pack" if kind[:2] == "Q4" else "pair"
         assert layer.form == ("native" if native() is not None else tiled)
-        with torch_only():
+        with no_compiler():
             alone = opened(tmp_path / "m.gguf", dtype="auto", backend="auto")
             assert planned(alone) and alone.model.layers[1].down.form == tiled
             assert relative(logits(alone), expected) < max(2.5 * error, 0.03)

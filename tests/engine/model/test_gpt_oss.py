@@ -72,7 +72,7 @@ def test_experts_in_mxfp4_are_those_of_transformers(tmp_path):
     assert (before - wanted).abs().max() > 0.1
     llm = LLM(tmp_path, device="cpu", max_context=64, weights="float")
     with llm.session() as session:
-        assert session.model.nbytes == 4 * llm.config.parameters
+        assert session.runner.model.nbytes == 4 * llm.config.parameters
     # rounded again: what is held in few bits multiplies nearly as what was stored
     near = LLM(tmp_path, device="cpu", max_context=64, weights="int8")
     near.load()

@@ -12,10 +12,11 @@ from engine import LLM, Exact, OmniKV
 from engine.base.errors import SavedFileError, SettingError
 from engine.model.low_bits import OnTheWay
 from engine.model.tensors import random_stream
-from kernels.native.library import native, torch_only
+from kernels.native.library import native
 from kernels.quant.linear import QuantisedLinear
 from kernels.quant.matrix import Quantised
 from tests.builders import POCKET, tiny_config
+from tests.no_compiler import no_compiler
 
 SETTINGS = dict(device="cpu", max_context=256)
 
@@ -59,7 +60,7 @@ def test_the_plan_counts_what_is_held_and_the_answer_stays(word, tied):
 def test_without_a_compiler_torchs_products_run(word, held):
     """int8 then keeps a few weights of a row beside its one scale."""
     expected = logits(model("auto"))
-    with torch_only():
+    with no_compiler():
         alone = model(word)
         assert alone.model.nbytes == alone.plan().bytes_of("weights")
         layer = alone.model.layers[1].qkv

@@ -17,8 +17,8 @@ from engine.base.errors import OutOfMemoryPlan, SettingError
 from engine.model.config.config import ModelConfig
 from engine.model.llama import assemble
 from engine.model.tensors import random_stream, targets
-from kernels.native.library import torch_only
 from tests.builders import random_ids, session_config, tiny_llm
+from tests.no_compiler import no_compiler
 from tools.families.models import word_tokenizer
 
 LLAMA_3_8B_262K = dict(
@@ -233,7 +233,7 @@ def test_a_head_is_packed_while_there_is_room_for_both(first, form):
     parts = list(random_stream(config, torch.float32, torch.device("cpu")))
     parts.sort(key=lambda part: (part[0] == "lm_head") != first)
     head = dict(parts)["lm_head"]
-    with torch_only():
+    with no_compiler():
         model = assemble(config, torch.float32, "cpu", parts)
     assert model.lm_head.form == form
     x = torch.randn(2, config.hidden_size)

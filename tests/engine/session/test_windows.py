@@ -124,17 +124,17 @@ def test_a_chunk_that_breaks_off_spoils_nothing(layer):
     with llm.session() as plain, llm.session() as session:
         for one in (plain, session):
             one.prefill(ids[: chunk * 2])
-        before = session.model.layers[layer].down
+        before = session.runner.model.layers[layer].down
 
         def broken(x):
             raise KeyboardInterrupt
 
-        session.model.layers[layer].down = broken
+        session.runner.model.layers[layer].down = broken
         try:
             with pytest.raises(KeyboardInterrupt):
                 session.prefill(ids[chunk * 2 :])
         finally:
-            session.model.layers[layer].down = before
+            session.runner.model.layers[layer].down = before
         assert len(session) == chunk * 2 and session.bank.holds(len(session))
         assert torch.equal(answer(session, more), answer(plain, more))
 
@@ -145,7 +145,7 @@ def test_several_queries_in_one_step_see_their_own_windows(llm):
         session.prefill(random_ids(200))
         tokens = random_ids(3, seed=1)
         runtime = session.dense_runtime
-        decoder = Decoder(session.model, llm.rotary, runtime, session.query_ring)
+        decoder = Decoder(session.runner.model, llm.rotary, runtime, session.query_ring)
         length = torch.tensor([200], dtype=torch.int32)
         with torch.no_grad():
             session.bank.before_step(203)
