@@ -93,8 +93,9 @@ class Options:
     HostPool to share with other LLMs. vram_budget, ram_budget: bytes for the weights, one session
     and the host tier of all sessions. rope: another rope than config.json's, such as "yarn:4"
     (engine/model/config/rope_override.py). beyond: allow a max_context beyond the model's own
-    positions, with a warning. backend: "auto", or the launchers to force: "reference", "cpu",
-    "triton". step: how a decode step multiplies and normalizes: "fused" (our own kernels), "plain"
+    positions, with a warning. backend: "auto" ("triton" on a GPU, "native" on a CPU), or the
+    launchers to force: "reference" (the oracle), "cpu" (torch's operators; weights in few bits are
+    dequantised for every product), "native" (C++), "triton". step: how a decode step multiplies and normalizes: "fused" (our own kernels), "plain"
     (torch's operators), or "auto": on a GPU fused, if a self-test on the device agrees with plain.
     weights: "auto" (as stored), "int8" or "int4" to round float weights as they are read (int4 has
     a scale for every 32 columns, "int4:64" and "int4:128" for as many as they say), "float" to

@@ -111,7 +111,9 @@ class Session(SessionState):
         """Continue with other launchers ("auto", "reference", "cpu", "native", "triton") over the
         same bank; no token is read again.
 
-        "reference" runs eagerly on the plain launchers: the oracle of the fast backends.
+        "reference" runs eagerly on the plain launchers: the oracle of the fast backends. "cpu" is
+        torch's operators, "native" the C++ kernels, "auto" on a CPU those where they run. Raises
+        SettingError for another name, and for "native" where it cannot run.
         """
         self.require_open()
         one_of("backend", backend, BACKENDS)

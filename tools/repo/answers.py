@@ -26,7 +26,13 @@ from engine.methods.registry import make, methods
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "weights" / "pocket"
 ANSWER = 20  # tokens decoded per turn
-TIMES = ("prefill_seconds", "decode_seconds", "pin_seconds", "staging_stalls")
+TIMES = (
+    "prefill_seconds",
+    "decode_seconds",
+    "rerun_seconds",
+    "pin_seconds",
+    "staging_stalls",
+)
 
 OMNIKV = dict(filter_layers=(0, 3), tokens=64, tail=64, dense_below=0, wait_layers=1)
 SETTINGS = {
