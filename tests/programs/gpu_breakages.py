@@ -1,6 +1,6 @@
 """Would the tests have failed on the code before? Takes back what was mended without a GPU at hand,
 one mend at a time, as tests/programs/breakages.py does with its own table. F1 to F18 are the
-findings of the first desk check of which docs/LOG.md tells, C4 to L3 those of the second.
+findings of the first desk check of which docs/LOG.md tells, C3 to L5 those of the second.
 
     python -m tests.programs.gpu_breakages [--only WORDS ...] [--match]
 """
@@ -57,9 +57,9 @@ FINDINGS = (
     ),
     Breakage(
         "F3c CUDA tests that were stopped count as done",
-        "tools/gpu/sections.py",
-        r'"summary": stopped, "error": stopped,',
-        '"summary": stopped,',
+        "tools/gpu/jobs.py",
+        r'"summary": how, "error": how,',
+        '"summary": how,',
         (f"{CHECK}::test_cuda_tests_that_are_stopped_are_run_again",),
     ),
     Breakage(
@@ -302,6 +302,48 @@ SECOND = (
         r"sorted\(\{0, model\.config\.num_layers - 1\}\)",
         "[0]",
         (f"{SELF}::test_several_rows_and_the_last_layer_are_tested[last layer]",),
+    ),
+    Breakage(
+        "L4 a killed child is waited for without a limit",
+        "tools/common/program.py",
+        r"process\.wait\(GRACE\)",
+        "process.wait()",
+        (f"{CHECK}::test_a_child_that_cannot_be_ended_is_left_behind",),
+    ),
+    Breakage(
+        "L5 results of another tree are taken for this one's",
+        "tools/check_gpu.py",
+        r"same = \{name: f for name, f in results\.items\(\) if .*\}",
+        "same = dict(results)",
+        (f"{CHECK}::test_results_of_other_sources_are_run_again",),
+    ),
+    Breakage(
+        "L5 a carried file is not read",
+        "tools/check_gpu.py",
+        r"results \|= carried",
+        "pass",
+        (f"{CHECK}::test_results_that_were_carried_here_are_taken",),
+    ),
+    Breakage(
+        "C3 a kill loses what was found before it",
+        "tools/check_gpu.py",
+        r'(found\["sources"\] = sources\(\)\n +)write\(args\.out, results\)',
+        r"\1pass",
+        (f"{CHECK}::test_a_call_killed_at_any_boundary_goes_on_there[1]",),
+    ),
+    Breakage(
+        "C3 the sections together take longer than a command has",
+        "tools/check_gpu.py",
+        r'"step": \(sections\.step, 150\)',
+        '"step": (sections.step, 200)',
+        (f"{CHECK}::test_every_command_fits_ten_minutes_and_the_most_valuable_comes_first",),
+    ),
+    Breakage(
+        "C3 the process that measures runs a form that was found broken",
+        "tools/gpu/context.py",
+        r'return "plain" if found and found\.get\("fault"\) else "auto"',
+        'return "auto"',
+        (f"{CHECK}::test_a_form_that_a_process_found_broken_is_not_run",),
     ),
     Breakage(
         "every graph has memory of its own",

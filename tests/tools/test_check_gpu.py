@@ -1,10 +1,13 @@
-"""`make check-gpu` rehearsed on a CPU: every section runs, results are written as they come, a
-second call goes on where one stopped.
+"""`make check-gpu` rehearsed on a CPU: every section of its three commands runs, results are
+written as they come, a later call goes on where one stopped, with results of the same sources only.
 """
 
 import json
+import os
+import signal
 import subprocess
-from unittest import mock
+import sys
+import time
 
 import pytest
 import torch
@@ -15,11 +18,12 @@ from engine.sampling.greedy import DeviceArgmax
 from tests.builders import session_config, tiny_llm
 from tools import check_gpu
 from tools.bench.floor import Rates
+from tools.common import program
 from tools.gpu import context as gpu_context
+from tools.gpu import jobs as gpu_jobs
 from tools.gpu import kernels as gpu_kernels
 from tools.gpu import probe as gpu_probe
 from tools.gpu import sections as gpu_sections
-from tools.gpu import step_form as gpu_step_form
 from tools.gpu import verdict as gpu_verdict
 from tools.gpu.few_bits import few_bits
 
@@ -28,31 +32,53 @@ def call(tmp_path, *arguments):
     return check_gpu.main(["--cpu-rehearsal", "--out", str(tmp_path), *arguments])
 
 
-def test_every_section_runs_on_a_cpu(tmp_path, capsys):
+def kept(tmp_path):
+    return json.loads((tmp_path / "results.json").read_text())["sections"]
+
+
+@pytest.fixture
+def jobs_here(monkeypatch):
+    """Jobs run in this process: their imports alone take longer than they do."""
+
+    def facts(name, ctx, seconds):
+        return {**gpu_jobs.JOBS[name](ctx), "seconds": 0.0}
+
+    monkeypatch.setattr(gpu_jobs, "job_facts", facts)
+    monkeypatch.setattr(gpu_jobs, "WORKERS", 1)
+
+
+def test_the_first_command_runs_on_a_cpu(tmp_path, capsys, jobs_here):
     assert call(tmp_path, "--in-process") == 0
     last = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert last["failed_sections"] == []
-    kept = json.loads((tmp_path / "results.json").read_text())
-    assert list(kept["sections"]) == list(gpu_sections.SECTIONS)
-    assert all(
-        "error" not in found and "unfinished" not in found for found in kept["sections"].values()
+    sections = kept(tmp_path)
+    assert list(sections) == list(check_gpu.COMMANDS[1])
+    assert all("error" not in found and "unfinished" not in found for found in sections.values())
+    forms, checks = sections["compile"]["forms"], sections["compile"]["checks"]
+    assert set(forms) == set(gpu_jobs.FORMS) and len(checks) == 9
+    assert all(row["ok"] for row in {**checks, **sections["kernels"]["checks"]}.values())
+    assert {name: facts.get("fault", "") for name, facts in forms.items()} == dict.fromkeys(
+        forms, ""
     )
-    assert all(row["ok"] for row in kept["sections"]["kernels"]["checks"].values())
+    assert [name for name, facts in forms.items() if "skipped" in facts] == [
+        "fused", "fused, launched in turn",
+    ]  # fmt: skip
     text = (tmp_path / "results.md").read_text()
     assert "| gather kernel | 70 x 256 (768) |" in text
     assert (
         "PASS      kernels equal their references" in text
+        and "PASS      int4 bank: agrees with the reference" in text
         and "Attack next" in text
         and "| full | tg @ d4096 |" in text
     )
-    _at_the_gpus_own_budgets(kept["sections"])
+    _at_the_gpus_own_budgets(sections)
 
 
 def _at_the_gpus_own_budgets(sections):
     """What dies for a budget, a context or a dtype dies in the rehearsal: it had 64 of 512 tokens
     in float32, where the bench of the host tier could not run at more than 64.
     """
-    for name in ("decode", "crossover", "peers"):
+    for name in ("step", "crossover"):
         cells = [c for c in sections[name]["cells"] if c["test"] == "tg"]
         assert {c["n"] for c in cells if c["n"] > 2048} and sections[name]["model"]["dtype"] == (
             "bfloat16"
@@ -60,22 +86,197 @@ def _at_the_gpus_own_budgets(sections):
         assert [c["name"] for c in cells if c["why"]] == []
         chosen = [c for c in cells if c["name"].startswith("omnikv")]
         assert chosen and all("tokens=2048" in c["settings"] for c in chosen)
-    host = [c for c in sections["decode"]["cells"] if c["name"].startswith("omnikv-host")]
-    assert {c["n"] for c in host if c["test"] == "tg"} >= {4096, 32768}
-    assert {c["n"] for c in sections["prefill"]["cells"]} == {4096}
-    assert sections["graph"]["omnikv"]["steps"] == 100
+    timed = [(c["name"], c["n"]) for c in sections["step"]["cells"]]
+    # the deepest of the host tier comes first of its rows
+    assert [n for name, n in timed if "host" in name] == [32768, 4096]
+    assert {c["test"] for c in sections["prefill"]["cells"]} == {"pp4096"}
+    assert {facts["steps"] for facts in sections["step"]["tokens"].values()} == {100}
+    rows = {c["name"] for c in sections["forms"]["cells"]}
+    assert {"full, int4 weights", "full, batch of 8", "omnikv w1, int8 bank"} <= rows
+    assert sections["forms"]["exact"]["same"] == sections["forms"]["exact"]["tokens"] == 8
 
 
-def test_a_section_of_its_own_process_and_resuming(tmp_path, capsys):
-    assert call(tmp_path, "--sections", "facts") == 0
-    first = json.loads((tmp_path / "results.json").read_text())
-    assert first["sections"]["facts"]["rates"]["read"] > 0
-    # nothing left to do, so no time is needed
-    assert call(tmp_path, "--sections", "facts", "--seconds", "1") == 0
-    assert "done before" in capsys.readouterr().err
-    # forgotten, and no time to begin
-    assert call(tmp_path, "--sections", "facts", "--seconds", "1", "--fresh") == 1
-    assert "left for another call" in capsys.readouterr().err
+def test_the_second_and_third_command_run_on_a_cpu(tmp_path, jobs_here, monkeypatch):
+    monkeypatch.setattr(gpu_probe, "STEPS", 3)
+    assert call(tmp_path, "--in-process", "--command", "2") == 0
+    assert call(tmp_path, "--in-process", "--command", "3") == 0
+    sections = kept(tmp_path)
+    assert list(sections) == [*check_gpu.COMMANDS[2], *check_gpu.COMMANDS[3]]
+    assert [name for name, found in sections.items() if "error" in found] == []
+    names = {c["name"] for c in sections["depth"]["cells"]}
+    reuses = {f"omnikv-host w1 reuse {reuse}" for reuse in ("0", "0.7", "0.9")}
+    assert names >= reuses | {"full", "omnikv w1", "brutal", "omnikv r=2"}
+    assert {"transformers", "published", "published, offloaded"} <= {
+        c["name"] for c in sections["rivals"]["cells"]
+    }
+    assert {row["name"] for row in sections["split"]["splits"]} >= {"full", "omnikv w1"}
+    assert sections["tests"]["ok"] and "sanitize" in sections
+    whole = sections["whole"]
+    assert whole["exact"]["same"] == whole["exact"]["tokens"] and whole["prompt"]["seconds"] > 0
+    assert all(facts["equal"] for facts in whole["saved"].values())
+
+
+# ---------------------------------------------------------------- the plan, kills, going on
+
+
+def test_every_command_fits_ten_minutes_and_the_most_valuable_comes_first():
+    for command in check_gpu.COMMANDS.values():
+        assert sum(seconds for _, seconds in command.values()) <= check_gpu.SECONDS < 600
+    assert list(check_gpu.COMMANDS[1]) == [
+        "facts", "compile", "step", "prefill", "forms", "kernels", "crossover",
+    ]  # fmt: skip
+    together = sum(len(command) for command in check_gpu.COMMANDS.values())
+    assert together == len(check_gpu.SECTIONS), "a section stands in one command"
+
+
+class Machine:
+    """Sections that compute nothing and are killed where they are told to. ran: their names."""
+
+    def __init__(self, monkeypatch, names):
+        self.ran, self.kill, self.seen = [], None, {}
+        for name in names:
+            section = (lambda ctx, name=name: self.section(name, ctx), 30)
+            monkeypatch.setitem(check_gpu.SECTIONS, name, section)
+
+    def section(self, name, ctx):
+        if name == self.kill:
+            raise KeyboardInterrupt
+        self.ran.append(name)
+        self.seen[name] = list(ctx.results)
+        return {"found": name}
+
+
+@pytest.mark.parametrize("command", [1, 2, 3])
+def test_a_call_killed_at_any_boundary_goes_on_there(tmp_path, monkeypatch, command):
+    names = list(check_gpu.COMMANDS[command])
+    machine = Machine(monkeypatch, names)
+    for at, name in enumerate(names):
+        machine.kill = name
+        assert call(tmp_path, "--in-process", "--command", str(command)) == 130
+        # the kill of this boundary lost nothing, and what ran once does not run again
+        assert machine.ran == names[:at]
+        assert list(kept(tmp_path)) == names[:at] if at else True
+        machine.kill = None
+        machine_stops_after = names[at]
+        monkeypatch.setattr(check_gpu, "LEAST", 0)
+        assert call(tmp_path, "--in-process", "--sections", machine_stops_after) == 0
+    assert machine.ran == names
+    assert call(tmp_path, "--in-process", "--command", str(command)) == 0
+    assert machine.ran == names and list(kept(tmp_path)) == names
+    assert machine.seen[names[-1]] == names[:-1], "a section sees those before it"
+
+
+def test_results_of_other_sources_are_run_again(tmp_path, monkeypatch, capsys):
+    machine = Machine(monkeypatch, ("facts", "step"))
+    monkeypatch.setattr(check_gpu.bench_header, "commit", lambda: "unknown")  # a bare tree
+    assert call(tmp_path, "--in-process", "--sections", "facts,step") == 0
+    assert call(tmp_path, "--in-process", "--sections", "facts,step") == 0
+    assert machine.ran == ["facts", "step"]
+    monkeypatch.setattr(check_gpu, "sources", lambda: "another tree")
+    assert call(tmp_path, "--in-process", "--sections", "facts") == 0
+    assert machine.ran == ["facts", "step", "facts"]
+    assert "of other sources, and run again: facts, step" in capsys.readouterr().err
+    assert list(kept(tmp_path)) == ["facts"]
+
+
+def test_results_that_were_carried_here_are_taken(tmp_path, monkeypatch):
+    """A borrowed machine empties its output folder before every command."""
+    machine = Machine(monkeypatch, ("facts", "step"))
+    assert call(tmp_path / "first", "--in-process", "--sections", "facts") == 0
+    carried = tmp_path / "first" / "results.json"
+    arguments = ("--in-process", "--sections", "facts,step", "--resume", str(carried))
+    assert call(tmp_path / "second", *arguments) == 0
+    assert machine.ran == ["facts", "step"]
+    assert list(kept(tmp_path / "second")) == ["facts", "step"]
+    assert call(tmp_path / "third", "--resume", str(tmp_path / "nothing.json")) == 2
+
+
+def test_the_hash_follows_every_source_and_nothing_else(tmp_path):
+    for name, text in {
+        "engine/a.py": "1", "kernels/native/b.cpp": "2", "tests/cuda/test_c.py": "3",
+        "docs/page.md": "4", "tests/tools/test_d.py": "5",
+    }.items():  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    def found():
+        check_gpu.sources.cache_clear()
+        return check_gpu.sources(tmp_path)
+
+    try:
+        before = found()
+        for name, changes in (
+            ("engine/a.py", True), ("kernels/native/b.cpp", True), ("tests/cuda/test_c.py", True),
+            ("docs/page.md", False), ("tests/tools/test_d.py", False),
+        ):  # fmt: skip
+            (tmp_path / name).write_text("changed")
+            now = found()
+            assert (now != before) == changes, name
+            before = now
+    finally:
+        check_gpu.sources.cache_clear()
+
+
+def test_a_worker_keeps_one_process_and_a_killed_one_has_a_successor(tmp_path, capsys):
+    args = check_gpu.parser().parse_args(["--cpu-rehearsal", "--out", str(tmp_path)])
+    worker = check_gpu.Worker(args)
+    try:
+        first = worker.run("facts", 60.0, {})
+        process = worker._process
+        assert first["rates"]["read"] > 0 and "error" not in first
+        assert worker.run("facts", 60.0, {})["rates"] == first["rates"], "measured once"
+        assert worker._process is process
+        os.kill(process.pid, signal.SIGKILL)
+        broken = worker.run("facts", 60.0, {})
+        assert "its process ended" in broken["error"]
+        assert "error" not in worker.run("facts", 60.0, {}) and worker._process is not process
+    finally:
+        worker.end()
+
+
+def test_a_child_that_cannot_be_ended_is_left_behind(monkeypatch):
+    """One that is stuck in a driver is not reaped when it is killed."""
+    line = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", line])
+    began = time.perf_counter()
+    assert program.ended(process, 0.5) == "stopped after 0 s"
+    assert process.poll() is not None and time.perf_counter() - began < 30
+
+    class Stuck:
+        """A process that no signal ends."""
+
+        waits: list = []
+
+        def wait(self, seconds=None):
+            assert seconds is not None, "waits without a limit"
+            self.waits.append(seconds)
+            raise subprocess.TimeoutExpired("stuck", seconds)
+
+        def kill(self):
+            self.waits.append("kill")
+
+    assert "still there 10 s after" in program.ended(Stuck(), 3.0)
+    assert Stuck.waits == [3.0, "kill", 10.0]
+
+
+def test_a_late_section_is_ended_and_its_facts_stay(tmp_path, monkeypatch):
+    """A part that was noted, from a worker that then says nothing more."""
+    args = check_gpu.parser().parse_args(["--cpu-rehearsal", "--out", str(tmp_path)])
+    worker = check_gpu.Worker(args)
+    monkeypatch.setattr(check_gpu, "AFTER", 0.0)
+
+    def started():
+        code = "import sys, time; sys.stdin.readline(); time.sleep(60)"
+        worker._process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, text=True
+        )
+        check_gpu.note(tmp_path, "facts", {"half": 1, "unfinished": True})
+        return worker._process
+
+    monkeypatch.setattr(worker, "_start", started)
+    found = worker.run("facts", 1.0, {})
+    assert found["half"] == 1 and "stopped after 1 s" in found["error"]
+    assert not check_gpu._done(found) and worker._process is None
 
 
 def test_a_fault_keeps_what_was_noted(tmp_path, monkeypatch):
@@ -83,15 +284,22 @@ def test_a_fault_keeps_what_was_noted(tmp_path, monkeypatch):
         ctx.note({"half": 1})
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setitem(gpu_sections.SECTIONS, "facts", (faulty, 10))
-    assert call(tmp_path, "--in-process", "--sections", "facts,graph") == 1
-    kept = json.loads((tmp_path / "results.json").read_text())["sections"]
+    Machine(monkeypatch, ("step",))
+    monkeypatch.setitem(check_gpu.SECTIONS, "facts", (faulty, 10))
+    assert call(tmp_path, "--in-process", "--sections", "facts,step") == 1
+    found = kept(tmp_path)
     assert (
-        kept["facts"]["half"] == 1
-        and "illegal memory access" in kept["facts"]["error"]
-        and kept["graph"]["full"]["flat"]
+        found["facts"]["half"] == 1
+        and "illegal memory access" in found["facts"]["error"]
+        and found["step"]["found"] == "step"
     )
     assert "illegal memory access" in (tmp_path / "results.md").read_text()
+
+
+def test_no_time_to_begin_leaves_a_section_for_another_call(tmp_path, monkeypatch, capsys):
+    Machine(monkeypatch, ("facts",))
+    assert call(tmp_path, "--in-process", "--sections", "facts", "--seconds", "1") == 1
+    assert "left for another call" in capsys.readouterr().err
 
 
 def test_no_gpu_and_bad_sections_are_usage_errors(tmp_path, monkeypatch, capsys):
@@ -99,6 +307,44 @@ def test_no_gpu_and_bad_sections_are_usage_errors(tmp_path, monkeypatch, capsys)
     assert check_gpu.main(["--out", str(tmp_path)]) == 2
     assert "--cpu-rehearsal" in capsys.readouterr().err
     assert call(tmp_path, "--sections", "facts,nothing") == 2
+
+
+def test_a_form_that_a_process_found_broken_is_not_run(monkeypatch):
+    """The process that measures would lose its context to it, and with it every later section."""
+    made = []
+    monkeypatch.setattr(gpu_context.LLM, "from_stream", lambda *a, **named: made.append(named))
+    for fault, step in (("query differs by 3", "plain"), ("", "auto")):
+        results = {"compile": {"forms": {"fused": {"fault": fault}}}}
+        gpu_context.Context("cpu", True, 1.0, results=results).made()
+        assert made[-1]["step"] == step
+
+
+def test_a_job_that_dies_is_a_fault_of_its_own(monkeypatch):
+    ctx = gpu_context.Context("cpu", True, 30.0)
+    broken = [sys.executable, "-c", "print('CUDA error: misaligned address'); raise SystemExit(3)"]
+    monkeypatch.setattr(gpu_jobs, "command", lambda name, ctx: broken)
+    found = gpu_jobs.job_facts("fused", ctx, 30.0)
+    assert found["fault"] == "its process ended with status 3"
+    assert found["tail"] == ["CUDA error: misaligned address"]
+    forms = {"fused": found, "int8 bank": {"fault": ""}}
+    verdicts = {v.goal: v.status for v in gpu_verdict.verdicts({"compile": {"forms": forms}})}
+    assert verdicts["fused: agrees with the reference"] == "FAIL"
+    assert verdicts["int8 bank: agrees with the reference"] == "PASS"
+
+
+def test_metrics_are_read_behind_what_the_profiler_says():
+    text = (
+        '==PROF== Connected to process 5\n"ID","Kernel Name","Metric Name","Metric Unit",'
+        '"Metric Value"\n"0","product_kernel","dram__bytes_read.sum","Mbyte","234.9"\n'
+        '"0","product_kernel","gpu__time_duration.sum","us","60"\n'
+        '"1","dense_kernel","dram__bytes_read.sum","Mbyte","134"\n'
+    )
+    one, other = gpu_jobs.metric_rows(text)
+    assert one == {
+        "kernel": "product_kernel", "dram__bytes_read.sum": "234.9 Mbyte",
+        "gpu__time_duration.sum": "60 us",
+    }  # fmt: skip
+    assert other["kernel"] == "dense_kernel" and gpu_jobs.metric_rows("==ERROR== no") == []
 
 
 def test_a_wrong_kernel_fails_its_check(monkeypatch):
@@ -128,7 +374,7 @@ def test_verdicts_follow_the_figures():
         "splits": [],
         "header": {"measured": {"read": 4300.0}},
     }
-    found = {v.goal: v.status for v in gpu_verdict.verdicts({"decode": decode})}
+    found = {v.goal: v.status for v in gpu_verdict.verdicts({"step": decode})}
     assert found["full >= 85% of its floor at 131072 and <= 8.8 ms"] == "PASS"
     assert found["omnikv w1 >= 80% of its floor at 131072 and <= 5.7 ms"] == "FAIL"
     assert found["omnikv w1 over full >= 1.48x at 131072 (or >= 85% of its floor)"] == "PASS"
@@ -143,7 +389,7 @@ def test_limits_in_milliseconds_follow_the_cards_rate():
         "splits": [],
         "header": {"measured": {"read": 3000.0}},
     }
-    found = {v.goal: v.status for v in gpu_verdict.verdicts({"decode": decode})}
+    found = {v.goal: v.status for v in gpu_verdict.verdicts({"step": decode})}
     assert found["full >= 85% of its floor at 131072 and <= 12.6 ms"] == "PASS"
 
 
@@ -160,7 +406,7 @@ def test_captured_tokens_may_tie_within_rounding_and_no_further():
     facts = {"steps": 20, "grown_bytes": 0, "flat": True}
     for logits, status in (([right, near], "PASS"), ([right, swapped], "FAIL")):
         graph = {"full": facts | gpu_sections.same_tokens(logits, [right] * 2)}
-        verdicts = gpu_verdict.verdicts({"graph": graph})
+        verdicts = gpu_verdict.verdicts({"step": {"tokens": graph}})
         line = next(v for v in verdicts if v.goal.startswith("captured step of full"))
         assert line.status == status
 
@@ -204,17 +450,14 @@ def test_tokens_that_differ_when_issued_ahead_fail_the_captured_step(monkeypatch
         monkeypatch.setattr(DeviceArgmax, "read", lambda self: 7)
         assert not gpu_sections.same_ahead(session, 5) and session.ids == [1, 2, 3]
     facts = dict(steps=3, grown_bytes=0, flat=True, equal_to_reference=10, ties=0, compared=10)
-    found = gpu_verdict.verdicts({"graph": {"full": {**facts, "same_ahead": False}}})
+    found = gpu_verdict.verdicts({"step": {"tokens": {"full": {**facts, "same_ahead": False}}}})
     (verdict,) = [v for v in found if v.goal.startswith("captured step of full")]
     assert verdict.status == "FAIL" and "ahead the same False" in verdict.figure
 
 
-def test_cuda_tests_that_are_stopped_are_run_again(monkeypatch, tmp_path):
-    def stopped(command, **named):
-        raise subprocess.TimeoutExpired(command, named["timeout"], output=b"...F")
-
-    monkeypatch.setattr(gpu_sections.subprocess, "run", stopped)
-    found = gpu_sections.tests(gpu_context.Context("cuda", False, 70.0))
+def test_cuda_tests_that_are_stopped_are_run_again(monkeypatch):
+    monkeypatch.setattr(gpu_jobs, "run", lambda *a, **named: ("stopped after 70 s", "...F"))
+    found = gpu_jobs.tests(gpu_context.Context("cuda", False, 70.0))
     assert "stopped after 70 s" in found["error"] and not check_gpu._done(found)
     verdict = next(v for v in gpu_verdict.verdicts({"tests": found}) if v.goal == "CUDA tests")
     assert verdict.status == "no figure"
@@ -247,14 +490,10 @@ def test_targets_are_gaps_to_the_bytes():
         "stages_ms": {"linear": 3.0, "dense attention": 1.5, "other": 0.5},
     }
     found = gpu_verdict.next_targets(
-        {"decode": {"cells": [c], "splits": [split], "header": {"measured": {"read": 1.0}}}}
+        {"split": {"cells": [c], "splits": [split], "header": {"measured": {"read": 1.0}}}}
     )
     assert [text.split(" ms to gain")[0] for text in found] == ["1.000", "0.500", "0.500"]
     assert "linear takes 3.000 ms, its bytes allow 2.000 ms" in found[0]
-
-
-def test_sections_fit_the_nine_minutes():
-    assert sum(seconds for _, seconds in gpu_sections.SECTIONS.values()) <= check_gpu.SECONDS
 
 
 def test_kernel_speed_rows_have_floors():
@@ -297,12 +536,12 @@ def test_gather_goals_follow_the_figures():
 
 
 def test_the_head_to_head_with_the_published_form_follows_the_figures():
-    """On the device within the peers, offloaded against the decode table's own row."""
-    peers = [cell("omnikv w1", 32768, 4.0, 0.9), cell("omnikv w1", 131072, 6.0, 0.9)]
-    peers += [cell("published", 32768, 30.0, 0), cell("published", 131072, 5.0, 0)]
-    peers += [cell("published, offloaded", 131072, 150.0, 0)]
-    decode = [cell("omnikv-host w1 reuse 0", 131072, 7.5, 0.9)]
-    results = {"peers": {"cells": peers}, "decode": {"cells": decode, "splits": []}}
+    """On the device and offloaded, each within one run."""
+    rows = [cell("omnikv w1", 32768, 4.0, 0.9), cell("omnikv w1", 131072, 6.0, 0.9)]
+    rows += [cell("published", 32768, 30.0, 0), cell("published", 131072, 5.0, 0)]
+    rows += [cell("published, offloaded", 131072, 150.0, 0)]
+    rows += [cell("omnikv-host w1 reuse 0", 131072, 7.5, 0.9)]
+    results = {"rivals": {"cells": rows}}
     found = {v.goal: v for v in gpu_verdict.verdicts(results) if "published" in v.goal}
     inside, away = "the published form of a step", "the published, offloaded form of a step"
     host = "omnikv-host w1 reuse 0 not slower than"
@@ -337,7 +576,7 @@ def test_offload_goals_follow_the_figures():
             "header": {"measured": {"read": 4300.0, "h2d": link}},
         }
 
-    found = {v.goal: v.status for v in gpu_verdict.verdicts({"decode": decode(54.0)})}
+    found = {v.goal: v.status for v in gpu_verdict.verdicts({"step": decode(54.0)})}
     assert found["offload costs <= 1.10x at 131072 (reuse 0.7)"] == "FAIL"
     assert found["offload costs <= 1.05x at 450000 (reuse 0.7)"] == "PASS"
     assert (
@@ -348,7 +587,7 @@ def test_offload_goals_follow_the_figures():
     )
     assert found["a million tokens at >= 70 tokens/s (omnikv-host, reuse 0.9)"] == "PASS"
     assert found["a session holds at most 34 KiB of device memory per token at 1048576"] == "PASS"
-    slow = {v.goal: v.status for v in gpu_verdict.verdicts({"decode": decode(25.0)})}
+    slow = {v.goal: v.status for v in gpu_verdict.verdicts({"step": decode(25.0)})}
     assert (
         slow[
             "offload costs <= 1.35x at 131072 (reuse 0, as without slots; link of at least 45 GB/s)"
@@ -357,16 +596,12 @@ def test_offload_goals_follow_the_figures():
     )
 
 
-def test_the_probe_rehearses_the_step_and_a_twin_takes_its_own_form():
-    """On a CPU the plain form alone is timed; a twin with another `step` does not keep the form of
-    the LLM whose weights it shares.
-    """
-    found = gpu_step_form.step_form(gpu_context.Context("cpu", True, 30.0, lambda facts: None))
-    assert found["step_ms"]["plain"] > 0 and found["fused"] == "needs a GPU"
+def test_a_twin_takes_its_own_form(monkeypatch):
+    """An LLM with another `step` does not keep the form of the one whose weights it shares."""
     llm = tiny_llm(Full(), session_config(layers=1), max_context=256, backend="reference")
-    with mock.patch("engine.forward.self_test.choose_for", lambda backend, device: "triton"):
-        assert not isinstance(llm.load().halves("reference"), FusedHalves)
-        assert isinstance(LLM.sharing(llm, step="fused").load().halves("reference"), FusedHalves)
+    monkeypatch.setattr("engine.forward.self_test.choose_for", lambda backend, device: "triton")
+    assert not isinstance(llm.load().halves("reference"), FusedHalves)
+    assert isinstance(LLM.sharing(llm, step="fused").load().halves("reference"), FusedHalves)
 
 
 def test_products_with_weights_of_few_bits_are_checked_and_judged():

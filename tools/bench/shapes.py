@@ -29,6 +29,8 @@ _SHAPES = {
     "yi-9b": ((48, 4096, 11008, 32, 4, 128), (6, 11, 30), {"vocab_size": 64000}),
     "llama-3.1-70b": ((80, 8192, 28672, 64, 8, 128), (4, 19, 41), _LLAMA3),
     "tiny": ((6, 64, 96, 4, 2, 16), (1, 3), {"vocab_size": 256}),
+    # heads that a packed bank takes, for rehearsals
+    "small": ((6, 128, 192, 4, 2, 32), (1, 3), {"vocab_size": 256}),
 }
 SHAPES = tuple(_SHAPES)
 

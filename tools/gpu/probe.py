@@ -1,5 +1,5 @@
-"""`make check-gpu`, its probe: the constants that a decode step's time is made of and that no
-desk check can know, each part standing alone.
+"""`make check-gpu`, the probe of its second command: the constants that a decode step's time is
+made of and that no desk check can know, each part standing alone.
 
 In a rehearsal on a CPU the parts run on small shapes and by the clock; those that ask about a
 driver or a graph say that they need a GPU.
@@ -7,12 +7,14 @@ driver or a graph say that they need a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.nn.functional import linear
@@ -20,15 +22,13 @@ from torch.nn.functional import linear
 from engine import LLM, Full
 from engine.bank.pool.host_pool import HostPool
 from engine.bank.pool.pinned_memory import cuda_driver
+from kernels.layer.gemv import multiply_rows
 from kernels.prefill.dense import CUDNN_BLOCK, attend_rows, has_cudnn
 from tools.bench.floor import sync
 from tools.bench.gather import Rows
-from tools.bench.shapes import shape_config
-from tools.bench.suite import sharp_stream
 from tools.common.synthetic_bank import synthesize
 from tools.gpu.context import Context
 from tools.gpu.kernels import GPU, SMALL, Bench, median_time, selecting
-from tools.gpu.step_form import step_form
 
 Facts = dict[str, Any]
 # [out, in] of Llama-3-8B's products, and how many of each a step has
@@ -41,6 +41,7 @@ PRODUCTS = {
 }
 NODES = (290, 330, 500)  # of a step: on the device, over the host tier, on torch's operators
 GATHERED = 2048  # rows of a packed load
+STEPS = 20
 PINNED = 1 << 30  # bytes that are locked, once in each way
 
 
@@ -103,6 +104,69 @@ def products(ctx: Context) -> Facts:
         found[name] = {"us": us, "floor_us": least, "share": least / us}
         total, floor = total + us * times, floor + least * times
     return {"products": found, "step_ms": total / 1e3, "floor_ms": floor / 1e3}
+
+
+def products_by_rows(ctx: Context) -> Facts:
+    """Microseconds of each product of a layer with 1, 2, 4 and 8 rows: the library's and our own
+    kernel's, over all layers in turn, so that no weight is in a cache.
+    """
+    assert ctx.llm.model is not None
+    found: Facts = {}
+    for name in ("qkv", "o", "gate_up", "down"):
+        weights = [getattr(layer, name).weight for layer in ctx.llm.model.layers]
+        for rows in (1, 2, 4, 8):
+            x = torch.randn(rows, weights[0].shape[1], device=ctx.device, dtype=weights[0].dtype)
+            ways: dict[str, Callable] = {"library": linear}
+            if not ctx.small:
+                ways["ours"] = multiply_rows
+
+            def us(way: Callable, x: torch.Tensor = x, weights: list = weights) -> float:
+                all_layers = lambda: [way(x, w) for w in weights]  # noqa: E731
+                return 1e6 * median_time(all_layers, ctx.device) / len(weights)
+
+            found[f"{name}, {rows} rows"] = {way: us(run) for way, run in ways.items()}
+    return found
+
+
+FORMS = {
+    "plain": dict(step="plain"),
+    "fused": dict(step="fused"),
+    "fused, launched in turn": dict(step="fused"),
+}
+
+
+def step_form(ctx: Context) -> Facts:
+    """Milliseconds of a step at 8,192 tokens in each form, its token read before the next one is
+    issued and after. On a CPU the plain form alone.
+    """
+    n, steps = 8192, {}
+    for name, settings in FORMS.items():
+        if ctx.small and name != "plain":
+            continue
+        in_turn = mock.patch("kernels.launch.pdl.supported", lambda device: False)
+        with in_turn if "in turn" in name else contextlib.nullcontext():
+            llm = ctx.shared(Full(), n + 64, **settings)
+            steps[name] = _step_ms(llm, n)
+            steps[f"{name}, issued ahead"] = _step_ms(llm, n, ahead=True)
+    return {"step_ms": steps, **({"fused": "needs a GPU"} if ctx.small else {})}
+
+
+def _step_ms(llm: LLM, n: int, ahead: bool = False) -> float:
+    """Median milliseconds of a decode step at n tokens whose token is read before the next one is
+    issued, or (ahead) after, as in a greedy answer on a GPU.
+    """
+    with llm.session() as session:
+        synthesize(session, n)
+        int(session.decode(5).argmax())
+        steps = []
+        for _ in range(STEPS):
+            start = time.perf_counter()
+            if ahead:
+                session.step(None)
+            else:
+                int(session.decode(5).argmax())
+            steps.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(steps)
 
 
 def contention(ctx: Context) -> Facts:
@@ -223,10 +287,8 @@ def capture(ctx: Context) -> Facts:
     """What a captured step leaves allocated per bucket, how long the first step of a bucket takes,
     and whether the session's own clock agrees with the wall's.
     """
-    shape, found = shape_config(ctx.shape), []
-    lengths = (1000, 4090, 8186, 16378)
-    settings = dict(device=ctx.device, dtype=ctx.dtype, max_context=lengths[-1] + 64)
-    llm = LLM.from_stream(shape, sharp_stream, **settings, method=Full())
+    lengths, found = (1000, 4090, 8186, 16378), []
+    llm = ctx.shared(Full(), lengths[-1] + 64)
     cuda = torch.device(ctx.device).type == "cuda"
     with llm.session() as session:
         for n in lengths:

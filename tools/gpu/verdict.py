@@ -43,17 +43,34 @@ def cell(section, name, n, test="tg"):
     return None
 
 
+# sections with cells of decode steps, in the order in which a cell is looked for
+DECODE = ("step", "depth", "split", "rivals")
+
+
+def decode_facts(results):
+    """Cells, splits and memory of every section that timed decode steps, and the first header."""
+    found = {"cells": [], "splits": [], "memory": []}
+    for facts in (results.get(name) or {} for name in DECODE):
+        for kind in ("cells", "splits", "memory"):
+            found[kind] += facts.get(kind, ())
+        if "header" in facts:
+            found.setdefault("header", facts["header"])
+    return found
+
+
 def verdicts(results):
     """All verdicts of a results dict (section name -> facts)."""
+    decode = decode_facts(results)
     return [
         *_correct(results),
-        *_decode(results.get("decode")),
+        *_forms(results),
+        *_decode(decode),
         *_peers(results),
-        *_kernels(results),
+        *_kernels(results, decode),
         *_few_bits(results.get("kernels")),
         *_gather(results.get("kernels")),
-        *_offload(results.get("decode")),
-        *_prefill(results.get("prefill")),
+        *_offload(decode),
+        *_prefill(results),
     ]
 
 
@@ -69,7 +86,8 @@ def _correct(results):
     found = []
     tests = results.get("tests")
     found.append(_line("CUDA tests", (tests or {}).get("ok"), (tests or {}).get("summary", "")))
-    checks = (results.get("kernels") or {}).get("checks")
+    parts = ((results.get(name) or {}).get("checks") or {} for name in ("compile", "kernels"))
+    checks = {name: row for part in parts for name, row in part.items()}
     bad = [name for name, row in (checks or {}).items() if not row["ok"]]
     found.append(
         _line(
@@ -78,8 +96,8 @@ def _correct(results):
             ", ".join(bad) or f"{len(checks or ())} kernels",
         )
     )
-    for name in ("full", "omnikv"):
-        facts = (results.get("graph") or {}).get(name)
+    for name in ("full", "omnikv", "omnikv-host"):
+        facts = ((results.get("step") or {}).get("tokens") or {}).get(name)
         ok = (
             facts
             and facts["equal_to_reference"] + facts["ties"] == facts["compared"]
@@ -99,6 +117,52 @@ def _correct(results):
                 f"{facts.get('same_ahead', 'not asked')}, {facts['grown_bytes']} B "
                 f"grown in {facts['steps']} steps",
             )
+        )
+    return found
+
+
+def _forms(results):
+    """Which forms of a step live on this card, and what those beside the table's rows take."""
+    found = []
+    for name, facts in ((results.get("compile") or {}).get("forms") or {}).items():
+        fault = facts.get("fault")
+        ok = None if "skipped" in facts else not fault
+        found.append(_line(f"{name}: agrees with the reference", ok, fault or "yes"))
+    for kind, facts in (results.get("sanitize") or {}).items():
+        if isinstance(facts, dict) and kind in ("memcheck", "racecheck"):
+            fault = facts["fault"]
+            found.append(
+                _line(f"compute-sanitizer {kind} finds nothing", not fault, fault or "yes")
+            )
+    forms, step = results.get("forms"), results.get("step")
+    for kind in ("int4", "int8"):
+        goal = f"full, {kind} weights >= 75% of its floor at 8192"
+        found.append(_bound(goal, cell(forms, f"full, {kind} weights", 8192), 0.75, None))
+    for name in ("full", "omnikv w1"):
+        wide, packed = cell(step, name, 131072), cell(forms, f"{name}, int8 bank", 131072)
+        ratio = wide and packed and wide["ms_median"] / packed["ms_median"]
+        goal = f"{name} at 131072 not slower with an int8 bank"
+        found.append(_line(goal, None if not ratio else ratio >= 1.0, f"{ratio or 0:.2f}x"))
+    one, eight = cell(step, "full", 8192), cell(forms, "full, batch of 8", 8192)
+    ratio = one and eight and 8 * one["ms_median"] / eight["ms_median"]
+    found.append(
+        _line(
+            "a batch of 8 at 8192 writes at least 4 times as many tokens",
+            None if not ratio else ratio >= 4,
+            f"{ratio or 0:.2f}x",
+        )
+    )
+    for place, facts in (
+        ("", (forms or {}).get("exact")),
+        (" over the host tier", (results.get("whole") or {}).get("exact")),
+    ):
+        share = facts and facts["same"] / facts["tokens"]
+        goal = f"exact mode{place} writes full attention's tokens (ties within rounding apart)"
+        figure = "" if not facts else f"{facts['same']}/{facts['tokens']}"
+        found.append(_line(goal, None if share is None else share >= 0.9, figure))
+    for tier, facts in ((results.get("whole") or {}).get("saved") or {}).items():
+        found.append(
+            _line(f"a restored session says the same ({tier})", facts["equal"], str(facts["equal"]))
         )
     return found
 
@@ -142,11 +206,11 @@ def _bound(goal, c, share, limit):
     )
 
 
-def _published(results, ours, section, theirs):
+def _published(results, ours, theirs):
     """Head-to-head with the published OmniKV code's form of a step (tools/gpu/published.py)."""
     found = []
     for n in (32768, 131072):
-        mine, other = cell(results.get(section), ours, n), cell(results.get("peers"), theirs, n)
+        mine, other = (cell(results.get("rivals"), name, n) for name in (ours, theirs))
         ratio = mine and other and other["ms_median"] / mine["ms_median"]
         found.append(
             _line(
@@ -160,8 +224,8 @@ def _published(results, ours, section, theirs):
 
 def _peers(results):
     found = []
-    for n in (4096, 32768, 131072):
-        c = cell(results.get("peers"), "full", n)
+    for n in (32768, 131072):
+        c = cell(results.get("rivals"), "full", n)
         ratio = c and c.get("vs_transformers")
         found.append(
             _line(
@@ -171,8 +235,8 @@ def _peers(results):
             )
         )
     found += [
-        *_published(results, "omnikv w1", "peers", "published"),
-        *_published(results, "omnikv-host w1 reuse 0", "decode", "published, offloaded"),
+        *_published(results, "omnikv w1", "published"),
+        *_published(results, "omnikv-host w1 reuse 0", "published, offloaded"),
     ]
     for n in (4096, 16384, 32768):
         c = cell(results.get("crossover"), "omnikv w1", n)
@@ -182,7 +246,7 @@ def _peers(results):
     return found
 
 
-def _kernels(results):
+def _kernels(results, decode):
     found, rows = [], (results.get("kernels") or {}).get("speed", ())
     for n, limit in ((131072, 25), (1048576, 60)):
         row = next((r for r in rows if r["kernel"] == "top-k" and r["n"] == n), None)
@@ -193,7 +257,7 @@ def _kernels(results):
                 "" if not row else f"{row['us']:.0f} us, torch.topk {row['torch_topk_us']:.0f} us",
             )
         )
-    for row in (results.get("decode") or {}).get("splits", ()):
+    for row in decode["splits"]:
         if row["name"] == "omnikv w1" and row["n"] == 131072:
             spent = row["stages_ms"]["scoring"] + row["stages_ms"]["top-k"]
             found.append(
@@ -308,14 +372,21 @@ def _offload(decode):
     return found
 
 
-def _prefill(prefill):
-    c = cell(prefill, "full", 131072, "pp131072")
+def _prefill(results):
+    dense = cell(results.get("prefill"), "full", 131072, "pp131072")
+    pair = [cell(results.get("depth"), n, 262144, "pp262144") for n in ("full", "omnikv r=2")]
+    ratio = pair[0]["ms_median"] / pair[1]["ms_median"] if all(pair) else None
     return [
         _line(
             "prompt of 131072 tokens <= 12 s",
-            None if not c else c["ms_median"] <= 12000,
-            "" if not c else f"{c['ms_median'] / 1000:.1f} s",
-        )
+            None if not dense else dense["ms_median"] <= 12000,
+            "" if not dense else f"{dense['ms_median'] / 1000:.1f} s",
+        ),
+        _line(
+            "OmniKV-prefill >= 2.3x dense at 262144",
+            None if ratio is None else ratio >= 2.3,
+            f"{ratio or 0:.2f}x",
+        ),
     ]
 
 
@@ -326,7 +397,7 @@ def wrong(results):
 
 def next_targets(results, count=5):
     """Lines: the largest gaps between a stage of a decode step and the time of its bytes, in ms."""
-    decode, found = results.get("decode") or {}, []
+    decode, found = decode_facts(results), []
     rate = (decode.get("header") or {}).get("measured", {}).get("read")
     for row in decode.get("splits", ()):
         c = cell(decode, row["name"], row["n"])
@@ -381,7 +452,7 @@ def markdown(results):
         parts = {k: v for k, v in results["probe"].items() if isinstance(v, dict)}
         lines += ["", "## probe", ""]
         lines += [f"- {part}: {json.dumps(_rounded(facts))}" for part, facts in parts.items()]
-    for name in ("decode", "crossover", "peers", "prefill"):
+    for name in ("step", "prefill", "forms", "crossover", "depth", "rivals", "split"):
         rows = [_row(c) for c in (results.get(name) or {}).get("cells", ())]
         if rows:
             lines += [
@@ -436,7 +507,7 @@ def _markdown(columns, rows):
 def _row(c):
     test = f"tg @ d{c['n']}" if c["test"] == "tg" else c["test"]
     if "ms_median" not in c:
-        return f"| {c['name']} | {test} | {c['why'] or 'no figure'} | | | |"
+        return f"| {c['name']} | {test} | {c.get('why') or 'no figure'} | | | |"
     share = f"{c['share_of_floor']:.0%}" if "share_of_floor" in c else ""
     ratios = [f"{c[key]:.2f}" if key in c else "" for key in ("vs_full", "vs_transformers")]
     return f"| {c['name']} | {test} | {c['ms_median']:.2f} | {share} | {ratios[0]} | {ratios[1]} |"
