@@ -7,7 +7,6 @@ spread over the depth that says that it is a guess.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import warnings
@@ -29,16 +28,8 @@ NAME = "omnikv.json"
 LIMIT = 1 << 20  # bytes; one of 100 layers with every figure of its search has 50 KB
 
 
-def _tools_here() -> bool:
-    """Whether this engine's tools can be imported: those of a clone; a wheel has none."""
-    spec, home = importlib.util.find_spec("tools"), Path(__file__).resolve().parents[2] / "tools"
-    # in site-packages that folder may be somebody else's
-    mine = spec is not None and str(home) in (spec.submodule_search_locations or ())
-    return mine and any(home.glob("calibrate*"))
-
-
-FINDERS = "python -m engine.chat --calibrate -f FILE while it reads" + (
-    ", or by python -m tools.calibrate" if _tools_here() else ""
+FINDERS = (
+    "python -m engine.chat --calibrate -f FILE while it reads, or by python -m tools.calibrate"
 )
 UNCALIBRATED = (
     "OmniKV is off: nobody has calibrated this model, so it runs full attention; its filter layers "

@@ -129,7 +129,7 @@ class MInference(Method):
             raise SettingError(
                 f"patterns: found a table of {len(self.patterns)} layers with "
                 f"{len(self.patterns[0])} heads, expected {layers} layers with {heads} query heads "
-                "(this model); search again (tools.calibrate.minference)"
+                "(this model); search again (python -m tools.calibrate.minference)"
             )
         return self.patterns
 

@@ -79,5 +79,5 @@ def _searched(path: Path, rows: Any) -> tuple[tuple[Pattern, ...], ...]:
 def _unknown(path: Path, what: str) -> SettingError:
     return SettingError(
         f"patterns: {path} is no table of MInference: {what}; make one with "
-        "tools.calibrate.minference, or take one from microsoft/MInference"
+        "python -m tools.calibrate.minference, or take one from microsoft/MInference"
     )

@@ -77,7 +77,7 @@ class PodUntrained(Method):
             raise SettingError(
                 f"blocks: found {len(blocks)} heads and layers up to {max(map(max, blocks))}, "
                 f"expected {heads} K/V heads and layers below {layers} (this model); group it "
-                "again: python -m tools.calibrate.pod_groups, in a clone of the engine"
+                "again: python -m tools.calibrate.pod_groups"
             )
         return [
             tuple(max(low for low in firsts if low <= layer) for firsts in blocks)

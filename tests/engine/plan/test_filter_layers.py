@@ -6,9 +6,6 @@ not say that it is one.
 
 import json
 import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +15,7 @@ from engine.base.errors import BadCheckpoint, SettingError
 from engine.cli.figures import start_note
 from engine.plan.filter_layers import cache_file, filter_layers, read
 from engine.serve import cli as serve
-from tests.builders import POCKET, session_config
+from tests.builders import session_config
 from tests.tiny_model import sound
 from tools.real_model import real_model_folder
 from weights.aliases import ALIASES
@@ -232,43 +229,3 @@ def test_reading_keeps_every_field(model, tmp_path):
     path = tmp_path / "omnikv.json"
     path.write_text(json.dumps(calibration(model)))
     assert read(path, session_config())["k"] == 64
-
-
-HINTS = """
-import sys, warnings
-warnings.showwarning = lambda message, *rest, **more: print("HINT", message)
-from engine import LLM, OmniKV
-for method in (None, OmniKV()):
-    print(LLM(sys.argv[1], method=method, max_context=1024, load=False).plan().note)
-"""
-
-
-@pytest.mark.parametrize("clone", [True, False])
-def test_a_hint_names_what_is_there(clone, tmp_path):
-    """A wheel has no tools: its hints named `python -m tools.calibrate`, which it cannot run."""
-    model = tmp_path / "model"
-    shutil.copytree(POCKET, model)
-    (model / "omnikv.json").unlink()
-    home = ROOT
-    if not clone:  # what a wheel holds, beside a package of that name which is somebody else's
-        home = tmp_path / "site"
-        for package in ("engine", "kernels", "weights"):
-            ignored = shutil.ignore_patterns("__pycache__", "pocket")
-            shutil.copytree(ROOT / package, home / package, ignore=ignored)
-        (home / "tools").mkdir()
-        (home / "tools" / "__init__.py").write_text("raise RuntimeError('not ours')")
-        home = home.rename(tmp_path / "site-packages")
-    environment = {**os.environ, "PYTHONPATH": str(home)}
-    # an empty cache would have the C++ kernels compiled, which takes 15 s and is not asked here
-    environment |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), "OMNIKV_NATIVE": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", HINTS, str(model)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    hints = done.stdout.splitlines()
-    assert len(hints) == 2 and all("--calibrate" in hint for hint in hints)
-    assert all(("python -m tools.calibrate" in hint) == clone for hint in hints), hints
