@@ -2,7 +2,8 @@
 
 Every CPU launcher asks this file. An instruction set is one word, least first: "default" (no AVX2),
 "avx2", "avx512", "avx512_bf16", "amx"; "other" is a CPU of another make, such as ARM. Emulated
-sets count: ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA take instructions away
+sets count: ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA take instructions away, and
+FBGEMM_ENABLE_INSTRUCTIONS=AVX2 from the integer products of kernels/quant/torch_forms
 (`python -m tools.speed.cpu_forms` measures each choice under each of them, docs/PERFORMANCE.md).
 """
 

@@ -3,10 +3,11 @@ model's own dtype, in turns.
 
 Random weights of a shape, random rows in the bank (tools/common/synthetic_bank.py), one thread,
 full attention. Figures are medians of thread CPU seconds, which other programs on the machine
-disturb less than the clock. An instruction set that torch and oneDNN read when they start is set
-outside:
+disturb less than the clock. An instruction set that torch, oneDNN and fbgemm read when they start
+is set outside:
 
-  ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 python -m tools.speed.weights
+  ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 FBGEMM_ENABLE_INSTRUCTIONS=AVX2 \\
+      python -m tools.speed.weights
 """
 
 from __future__ import annotations
