@@ -165,10 +165,10 @@ class LLM:
         offload: str | None = None,
         **settings: Any,
     ) -> Plan:
-        """Layer plan and memory plan: str() is for people, to_dict() for programs.
+        """Return the layer plan and the memory plan: str() is for people, to_dict() for programs.
 
-        Of this LLM as it is, or of a session with another method, capacity or offload; with
-        settings, of an LLM made with these. Allocates nothing and requires nothing to fit.
+        They are of this LLM, or of a session with another method, capacity or offload. With
+        settings they are of an LLM made with these. Nothing is allocated, and nothing has to fit.
         """
         if "rope" in settings:
             raise SettingError("rope: found in plan(), expected in LLM(...), which applies it")

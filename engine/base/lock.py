@@ -14,17 +14,17 @@ LOOK = 0.002  # seconds between two looks of one who waits; a step takes about a
 
 
 class RequestLock:
-    """Refuses a second request while one runs. wait: it waits for its turn instead, in the order
-    in which requests came. beside: a lock whose holders count too, and the other way round.
+    """Refuses a second request while one runs. wait: the second request waits for its turn
+    instead, in order of arrival. beside: another lock, whose holders exclude this one's.
 
-    A call holds the lock in its own thread, which may nest others in it. A streamed answer (a
+    A call holds the lock in its own thread and may nest other calls. A streamed answer (a
     `Request`) holds it from its first piece to its last, but runs in whichever thread asks for the
     next piece, as the thread pool of a web framework does. Between two pieces only the thread that
-    took the last one may begin something else.
+    took the last one may begin another request.
 
-    Who holds it is entered first and looks for others then, so that two never run at once. Entries
-    are weak: one that an interrupt keeps from leaving goes with its frame. Nobody tells of that, so
-    those who wait look again and again.
+    A holder is entered before it looks for others, so that two never run at once. Entries are weak:
+    if an interrupt leaves one behind, it goes with its frame. That wakes no one, so waiting threads
+    look again at intervals.
     """
 
     def __init__(self, wait: bool = False, beside: RequestLock | None = None) -> None:

@@ -19,7 +19,7 @@ from weights.fingerprint import fingerprint, weights_digest
 def calibration(
     folder: Path, filters: tuple[int, ...], k: int, maker: str = "engine.chat"
 ) -> dict[str, Any]:
-    """The content of a calibration without wait layers, for these weights only."""
+    """Return the content of a calibration without wait layers, for these weights only."""
     return {
         "format": FORMAT,
         "fingerprint": fingerprint(folder),

@@ -158,7 +158,7 @@ class Search:
         return self.measurements_left() * 1.5  # the first size settles more than once
 
     def measurements_left(self) -> float:
-        """About how many texts are still to be measured."""
+        """Estimate the number of texts still to be measured."""
 
         def moves(size: int) -> int:
             full = even(self.layers, size)
@@ -182,9 +182,10 @@ class Search:
     # ---------------------------------------------------------------- searches
 
     def down(self, most: int, least: int = 2) -> dict[int, Found]:
-        """{number of full layers: the best set found}: `most` layers spread evenly, settled until
-        none moves; then again and again the layer is taken away that costs least, and the others
-        settle.
+        """Return {number of full layers: the best set found}.
+
+        The search spreads `most` layers evenly and settles them until none moves. Then it removes
+        the layer that costs least and settles the others, again and again.
         """
         start = even(self.layers, most)
         self._ahead = list(range(least, most))

@@ -9,7 +9,7 @@ from engine.terminal.display import Display
 
 
 def introduce(planner: Planner, display: Display) -> None:
-    """Say what was chosen, before the weights are read."""
+    """Print model, dtype, device, method and memory before the weights are read."""
     plan, found = planner.plan().to_dict(), planner.resolved
     assert found is not None  # the command line always names a model
     revision = f" at {found.revision[:12]}" if found.revision else ""

@@ -223,7 +223,7 @@ def _method_flags(add: Callable) -> None:
     add(
         "--calibrate",
         action=argparse.BooleanOptionalAction,
-        help="find the filter layers of a model that nobody has calibrated on the first document "
+        help="find the filter layers of an uncalibrated model on the first document "
         "that is read, and keep them (default: ask, on a terminal)",
     )
     add(

@@ -151,7 +151,7 @@ def _second(pair: tuple[int, float]) -> float:
 
 
 class Owners:
-    """The passage of every token, so that what one step chose is scored without a search.
+    """The passage of every token, so that the tokens of one step are scored without a search.
 
     ends: per token the position in the text where it ends, ascending. passages: (start, stop),
     ascending and apart. A token over a border belongs to the passage before it.

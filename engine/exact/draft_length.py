@@ -21,9 +21,9 @@ PROBE = 64  # steps of full attention between two looks at whether drafting pays
 
 @dataclass
 class Acceptance:
-    """Share of drafts accepted, by position in the draft, given that those before were.
+    """Share of drafts accepted, by position in the draft, if all earlier ones were accepted.
 
-    tried, kept: faded counts per position.
+    tried, kept: counts per position, of which older ones weigh less.
     """
 
     prior: float = PRIOR

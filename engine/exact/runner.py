@@ -36,10 +36,10 @@ LOOKUP_PRIOR = 0.5  # acceptance that is assumed of a text that occurred before
 
 @dataclass
 class Cycle:
-    """What one verification has left: the drafts, logits [1 + drafts, vocab] after the fed token
-    and after each of them, and how many were accepted so far.
+    """The rest of one verification: the drafts, logits [1 + drafts, vocab] after the fed token and
+    after each draft, and the number of drafts accepted so far.
 
-    length: tokens in the session when the next draft would be fed. changes: the query ring's then.
+    length: tokens in the session when the next draft is fed. changes: the query ring's, then.
     """
 
     drafts: list[int]
@@ -124,8 +124,8 @@ class ExactRunner(StepRunner):
         return bool(self.runtime.selections())
 
     def rows_read(self, n: int, sparse: bool) -> list[int]:
-        """Of the whole cycle that computed the n-th token's logits, drafts included; 0 where they
-        were there already.
+        """Return the rows that the cycle read which computed the n-th token's logits, drafts
+        included. They are 0 if an earlier cycle computed them.
         """
         return self._rows
 

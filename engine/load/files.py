@@ -174,7 +174,7 @@ def rounding(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Rounding:
-    """How the weights of a model are held; files: None for float weights from a stream."""
+    """Return the form of a model's weights. files: None for float weights from a stream."""
     if files is None:
         grouped = device.type != "cpu" or options.backend == "triton"
         return OnTheWay.of(options.weights, config, grouped)

@@ -194,7 +194,7 @@ def _sample(tensor: torch.Tensor) -> bytes:
 
 
 def trim_heap() -> None:
-    """Return pages that the allocator holds but nobody uses (glibc; elsewhere nothing happens).
+    """Return the allocator's unused pages to the system (glibc; elsewhere nothing happens).
 
     Weights that are re-laid while loading leave holes of their size: 8% of a float32 160M model,
     measured.

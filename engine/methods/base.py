@@ -125,8 +125,8 @@ class Method:
     def prompt_origins(
         self, plan: LayerPlan, begin: int, first: int, stop: int, total: float
     ) -> list[Span]:
-        """How the rows of tokens first .. stop-1, read in one chunk, come about (row_origins.py of
-        engine/bank), in a prompt at positions begin .. total-1; total is infinite while it goes on.
+        """Return the origins (engine/bank/row_origins.py) of the rows first .. stop-1, which one
+        chunk reads, of a prompt at positions begin .. total-1; total is infinite while it goes on.
         """
         return [(stop, FULL if vars(type(self)).get("full_prompts", False) else None)]
 

@@ -32,7 +32,7 @@ FINDERS = (
     "python -m engine.chat --calibrate -f FILE while it reads, or by python -m tools.calibrate"
 )
 UNCALIBRATED = (
-    "OmniKV is off: nobody has calibrated this model, so it runs full attention; its filter layers "
+    "OmniKV is off: this model is uncalibrated, so it runs full attention; its filter layers "
     f"are found by {FINDERS}"
 )
 LONG = 4096  # tokens of a prompt from which filter layers are worth a hint
@@ -99,7 +99,7 @@ def filter_layers(
         return FilterLayers(listed.layers, source, hint or said, listed.wait)
     layers = spread_over(config.num_layers, config.local_layers)
     guess = (
-        f"hint: nobody has calibrated this model; filter layers {layers} are a guess spread over "
+        f"hint: this model is uncalibrated; filter layers {layers} are a guess spread over "
         f"the depth (its own are found by {FINDERS})"
     )
     return FilterLayers(layers, "spread", hint or guess)

@@ -26,7 +26,7 @@ _NO_LIMIT = 1 << 62  # version 1 writes a number of this size for "no limit"
 
 
 def available_bytes(device: torch.device) -> tuple[int, str]:
-    """Return the free bytes of a device and the name of what was asked.
+    """Return the free bytes of a device and the name of their source.
 
     On a GPU this is CUDA's own figure; on a CPU the least of MemAvailable and what the limits of
     the container and of the address space leave.

@@ -214,9 +214,9 @@ def spread_filter_layers(num_layers: int) -> tuple[int, ...]:
     """Return filter layers for an uncalibrated model, for use without wait layers.
 
     The published sets lie near 6%, 25% and 56% of the depth ({2, 8, 18} of 32), with one wait layer
-    each. Here as many layers read everything, and what waited there is a filter in the middle of
-    each group ({2, 5, 8, 13, 18, 25}). Shallow models get fewer, so that sparse layers remain; a
-    model of fewer than 4 layers has none.
+    each. In this set as many layers read everything: for each wait layer a filter stands in the
+    middle of its group ({2, 5, 8, 13, 18, 25}). Shallow models get fewer, so that sparse layers
+    remain; a model of fewer than 4 layers has none.
     """
     if num_layers < 4:
         return ()

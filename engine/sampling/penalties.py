@@ -16,7 +16,7 @@ from engine.sampling.params import SamplingParams
 
 
 class Penalties:
-    """The penalties of one answer, whose tokens so far `counted` and `uncounted` follow."""
+    """The penalties of one answer. `counted` and `uncounted` keep track of its tokens."""
 
     def __init__(self, params: SamplingParams, vocab_size: int, prompt_ids: Sequence[int]) -> None:
         self._params, self._vocab_size = params, vocab_size

@@ -56,7 +56,7 @@ def windows(bank: Bank, stop: int) -> dict[int, tuple[int, torch.Tensor]]:
 
 
 def write_windows(bank: Bank, held: dict[int, tuple[int, torch.Tensor]], stop: int) -> None:
-    """Store the rows that `windows` returned. Raises ValueError for rows of no such bank."""
+    """Store the rows that `windows` returned. Raises ValueError for rows of another bank."""
     rings = {layer: bank.window_ring(layer) for layer in range(bank.num_layers)}
     rings = {layer: ring for layer, ring in rings.items() if ring is not None}
     if set(held) != set(rings):

@@ -15,7 +15,7 @@ LONG = 4096  # characters; a longer text is no part of the header
 
 
 def encode(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """`value` as JSON; tensors in it are appended to `tensors`. Raises TypeError for anything but
+    """Encode `value` as JSON and append its tensors to `tensors`. Raises TypeError for anything but
     None, bool, int, float, str, list, tuple, dict and tensors.
     """
     if value is None or isinstance(value, (bool, int, float)):

@@ -257,7 +257,7 @@ class Routes:
         return await self._answer(request, Asked(ask, Prompt(prompt)), "prompt", reply)
 
     async def messages(self, request: Request) -> Response:
-        """POST /v1/messages, Anthropic's form."""
+        """Answer POST /v1/messages, in Anthropic's form."""
         body = anthropic.chat_of(await self.guard.body(request))
         self._named(body)
         asked = await self._asked(request, body, anthropic.NAMES)

@@ -188,8 +188,8 @@ class Session(SessionState):
     ) -> None:
         """Write this session to one file, for LLM.restore: checksummed, renamed into place.
 
-        extra: anything of numbers, texts, lists, dicts and tensors, to come back with it. Raises
-        SavedFileError where the disk refuses, SettingError for a method that evicts.
+        extra: a value of numbers, texts, lists, dicts and tensors that LLM.restore returns. Raises
+        SavedFileError if the disk refuses the file, SettingError for a method that evicts.
         """
         self.require_open()
         save_session(self, path, extra, progress)

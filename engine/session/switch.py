@@ -28,7 +28,7 @@ S = TypeVar("S", bound=SessionState)
 def new_runner(
     session: SessionState, method: Method, plan: LayerPlan, backend: str, bank: Bank
 ) -> StepRunner:
-    """The runner of a session's steps under a method, over `bank`."""
+    """Make the runner of a session's steps under a method, over `bank`."""
     runner = runner_of(session, method, plan, backend, bank)
     runner.runtime.bank = bank
     return runner

@@ -125,7 +125,7 @@ class Display:
         return show
 
     def working(self, text: str) -> Callable[[int, int], None]:
-        """Return a progress callback (done, total) for other work, after the words `text`."""
+        """Return a progress callback (done, total) that writes `text` before the figures."""
         started = time.monotonic()
 
         def show(done: int, total: int) -> None:

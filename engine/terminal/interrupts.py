@@ -81,7 +81,7 @@ class Interrupts:
         return self.stopped
 
     def watched(self, show: Callable[..., None]) -> Callable[..., None]:
-        """Wrap a progress callback so that it ends the work after the part of a Ctrl-C."""
+        """Wrap a progress callback so that Ctrl-C ends the work after the current part."""
 
         def progress(*figures: Any) -> None:
             show(*figures)

@@ -159,8 +159,8 @@ def merge_when_last(
     D: tl.constexpr,
     DP: tl.constexpr,
 ):
-    """Called by a program that has stored split s of `used`: merge what it completes, in MERGES
-    levels.
+    """Merge the splits that split s of `used` completes, in MERGES levels. The program that has
+    stored it calls this.
 
     The barrier puts the stores of all threads before the arrival, and the arrival's acquire and
     release put them before the loads of whoever arrives last. That program sets the ticket back to

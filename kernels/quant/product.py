@@ -17,7 +17,7 @@ def multiply_words(
 ) -> torch.Tensor:
     """Multiply the rows of x [R, I] by a weight of few bits [O, I]: [R, O], in x's dtype.
 
-    x in 16 bits, or at most few_rows.MOST_ROWS rows in float32. bias [O] is added.
+    x in 16 bits, or at most gemv.MOST_ROWS rows in float32. bias [O] is added.
     """
     if torch.compiler.is_compiling():
         held = weight.values, weight.scales, weight.offsets

@@ -143,8 +143,8 @@ DEFAULTS = {"loss": (32, 0.0667, 8), "reads": (24, 0.067, 10), "mass": (24, 0.06
 
 
 def checked_length(args: argparse.Namespace, llm: LLM) -> int:
-    """Tokens per text, and the defaults of the measure in `args`; UsageError where the numbers of
-    the command line cannot be meant.
+    """Return the tokens per text, and set the measure's defaults in `args`. Raises UsageError for
+    numbers out of range.
     """
     on_cpu, on_gpu = LENGTHS[args.by]
     length = args.length or (on_cpu if llm.device.type == "cpu" else on_gpu)

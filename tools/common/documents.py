@@ -55,7 +55,7 @@ AGAIN = "\n\nThe same once more:\n\n"
 
 
 class Encodes(Protocol):
-    """What is asked of a tokenizer."""
+    """The interface of a tokenizer to this module."""
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids of a text."""

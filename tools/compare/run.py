@@ -30,10 +30,10 @@ class Answer:
 
     compared, same, kl: positions with full attention's history, how many of them say its token, and
     the sum of KL(full || method) in nats there. bytes_read: keys and values read in decode steps;
-    bytes_link: those that crossed from host memory. rows, context: summed over the steps, the rows
-    that a layer read which reads less than everything (mean over those layers and over heads; all
-    rows where there is none) and the tokens that there were. chosen: rows of those that the budget
-    chose or kept; the others are the tail.
+    bytes_link: those that crossed from host memory. rows: rows that a layer read, summed over the
+    steps: the mean over heads and over the layers that read less than everything, or all rows if
+    there is no such layer. chosen: those of `rows` that the budget chose or kept; the others are
+    the tail. context: tokens in the session, summed over the steps.
     """
 
     tokens: list[int] = field(default_factory=list)

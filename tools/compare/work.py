@@ -218,7 +218,7 @@ class Clock:
         )
 
     def done(self, job: Job, seconds: float) -> None:
-        """A document took so long."""
+        """Note the seconds of a document."""
         self.took.setdefault((job.task, job.length), []).append(seconds / job.conversations)
         self.ratio.append((seconds, self.guess(job)))
 

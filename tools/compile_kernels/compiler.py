@@ -38,7 +38,7 @@ def depends(target: str) -> bool:
 
 @dataclass
 class Report:
-    """What the compiler made of one variant for one target. Sizes in bytes; instructions counts
+    """The compiler's result for one variant and target. Sizes in bytes; instructions counts
     those in the code; warnings are ptxas's about serialised wgmma.
     """
 

@@ -150,8 +150,8 @@ BYTES = {"I32": 4, "BF16": 2, "F16": 2, "F32": 4, "I64": 8}
 def quantise(
     folder: Path, out: Path, word: str, group: int | None, report: Report | None = None
 ) -> dict[str, float]:
-    """Write `out`; returns {matrix: relative error}. Raises EngineError, in one line; nothing is
-    left behind then.
+    """Write `out` and return {matrix: relative error}. Raises EngineError, in one line, and leaves
+    nothing behind then.
     """
     if present(out):
         raise UsageError(f"{out}: exists; delete it or name another folder")

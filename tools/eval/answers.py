@@ -15,7 +15,7 @@ Record = dict[str, Any]
 
 
 class AnswerFile:
-    """The answers there are. key(record): equal for two answers to the same question by the same
+    """The answers in a file. key(record) is equal for two answers to the same question by the same
     method.
     """
 

@@ -193,7 +193,7 @@ def _item(line: str) -> str:
 
 
 def refusals() -> Iterator[str]:
-    """What the parser says of well-known models that are not supported."""
+    """Return the parser's errors for well-known models that are not supported."""
     sizes = dict(SMALL, architectures=["LlamaForCausalLM"], hidden_activation="gelu_pytorch_tanh")
     lines = []
     for name, changes in REFUSED:

@@ -102,8 +102,8 @@ def _known(llm: LLM, name: str) -> FilterSet:
 
 
 def published(config: ModelConfig) -> tuple[int, ...]:
-    """{2, 8, 18} of 32 layers at this model's depth, which is also what the engine guesses for a
-    model that nobody has calibrated.
+    """Return {2, 8, 18} of 32 layers at this model's depth, the engine's guess for an uncalibrated
+    model.
     """
     numbers = seeing(config.num_layers, config.local_layers)
     depth = len(numbers)

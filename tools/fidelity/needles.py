@@ -33,7 +33,7 @@ LONGEST = 24  # tokens of an answer: a whole sentence of it
 
 @dataclass(frozen=True)
 class Job:
-    """What run_document asks of a document."""
+    """One document for run_document."""
 
     task: str
     length: int

@@ -192,8 +192,8 @@ def people(rng: Random, count: int, taken: list[str] = ()) -> list[str]:
 
 
 def prose(rng: Random, sentences: int) -> str:
-    """Sentences of any words, sense aside, as the rest of a user's document may be: they answer
-    nothing and ask nothing.
+    """Make sentences of random words, in place of a user's other text: they answer nothing and
+    ask nothing.
     """
 
     def word() -> str:

@@ -33,7 +33,7 @@ class GGUFCheckpoint:
     """The tensors of one file, not read yet.
 
     places: the model's name of a tensor -> its Place. family: of the model, for messages. spare:
-    names that a file may hold beside.
+    further names that a file may hold.
     """
 
     def __init__(

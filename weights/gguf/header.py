@@ -53,7 +53,7 @@ TYPES = dict(
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a file: shape slowest dimension first, its type, where its bytes are."""
+    """One tensor of a file: its shape, slowest dimension first, its type, its bytes' place."""
 
     name: str
     shape: tuple[int, ...]

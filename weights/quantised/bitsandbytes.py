@@ -24,7 +24,7 @@ BLOCK, NESTED = 64, 256  # elements under one absmax, absmaxes under one of thei
 
 
 class NF4:
-    """4 bits."""
+    """4 bits, nf4 or fp4: indices into a table of 16 floats, one absmax per block."""
 
     def __init__(self, settings: Settings) -> None:
         self.kind = settings.one("bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
@@ -111,7 +111,7 @@ class Int8:
     described = "bitsandbytes int8"
 
     def parts(self, base: str, shape: tuple[int, int], has: Any) -> dict[str, Part] | None:
-        """As Format."""
+        """As Format.parts."""
         if not has(base + ".SCB"):
             return None
         return {".weight": Part(("I8",), shape), ".SCB": Part(("F32",), (shape[0],))}

@@ -133,7 +133,7 @@ class WriteBack:
     # ---------------------------------------------------------------- going back, end
 
     def forget_staged(self) -> None:
-        """Let nobody read the staging buffers: positions were dropped."""
+        """Make the staging buffers unreadable: positions were dropped."""
         self._staged = [None, None]
 
     def close(self) -> None:

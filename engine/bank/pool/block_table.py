@@ -10,11 +10,11 @@ from kernels.tier.gather import BLOCK_TOKENS
 
 
 class BlockTable:
-    """blocks[i] holds tokens 64 i .. 64 i + 63. addresses int64 [blocks of `capacity` tokens], on
-    the device, tells kernels where.
+    """The host blocks of one group. blocks[i] holds tokens 64 i .. 64 i + 63. addresses, int64
+    [blocks of `capacity` tokens] on the device, tells kernels where they lie.
 
-    A block changes its place by way of _loose: those held that have none. An interrupt leaves them
-    there, and the next call gives them back.
+    A block on its way to another place is in _loose, the blocks without a place. An interrupt
+    leaves it there, and the next call gives it back.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The offer to calibrate a model that nobody has calibrated, on a document while the chat reads it.
+"""The offer to calibrate an uncalibrated model, on a document while the chat reads it.
 
 Asked once, on a terminal only; --calibrate does it unasked, --no-calibrate never.
 """
@@ -44,7 +44,7 @@ class Calibrating:
         self.wish = wish
 
     def begin(self, chat: Talk, text: str) -> WhileReading | None:
-        """Ask if need be, before a document is read; None: it is not to be calibrated on."""
+        """Ask, if necessary, before a document is read. None: do not calibrate on this one."""
         llm, display, asked = chat.llm, chat.display, self.wish is None
         person = sys.stdin is not None and sys.stdin.isatty() and display.tty
         if self.wish is False or asked and (chat.as_json or not person):
@@ -75,7 +75,7 @@ class Calibrating:
 
     def _agreed(self, chat: Talk, cost: str) -> bool:
         chat.display.line(
-            "nobody has calibrated this model, so that all layers read everything. Its filter "
+            "this model is uncalibrated, so that all layers read everything. Its filter "
             f"layers can be found on this document, once: about {cost} after the reading."
         )
         chat.display.prompt("calibrate? [y/N] ")

@@ -127,8 +127,8 @@ def named_rows(
 def read_by_blocks(
     method: Settings, plan: LayerPlan, spans: list[Span], first: int, total: float
 ) -> list[Span]:
-    """`spans` of a chunk from `first` on, where a prefill_ratio or block-sparse layers read blocks
-    of it by what they choose. total: the prompt's length.
+    """Return the spans of a chunk that begins at `first`, cut into the blocks that choose rows of
+    their own (prefill_ratio, block-sparse layers). total: the prompt's length.
     """
     stop, origin = spans[-1]
     if origin is None:

@@ -68,7 +68,7 @@ class Watch:
         return True
 
     def forget(self, gone: Connection) -> None:
-        """A connection has ended."""
+        """Drop a connection that has ended."""
         self.held.discard(gone)
         self.waiting.pop(gone, None)
 

@@ -65,7 +65,7 @@ class Mailbox:
         self._bell.ring(self, self._loop)
 
     def wake(self) -> None:
-        """Let the reader look again; in the event loop."""
+        """Wake the reader. To be called in the event loop."""
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 

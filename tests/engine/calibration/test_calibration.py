@@ -207,7 +207,7 @@ def talk(model, monkeypatch, wish, typed="", person=True, method=None):
 
 def test_a_person_is_asked_once_and_the_choice_is_used(model, monkeypatch):
     chat, shown = talk(model, monkeypatch, None, "y\n")
-    assert "nobody has calibrated this model" in shown and "calibrate? [y/N]" in shown
+    assert "this model is uncalibrated" in shown and "calibrate? [y/N]" in shown
     session = chat.conversation.session
     if "not kept" in shown:  # random weights may prefer the spread
         assert not (model / "omnikv.json").exists() and session.method == Full()
@@ -252,7 +252,7 @@ def test_the_flag_wants_a_document(capsys):
 def test_a_program_that_reads_much_gets_one_hint(model, recwarn):
     """The library: through warnings, where the prompt is long and the method was left to it."""
     llm = LLM(model, device="cpu", max_context=6000)
-    assert "nobody has calibrated this model" in str(llm.plan())
+    assert "this model is uncalibrated" in str(llm.plan())
     for method, tokens, hints in ((None, LONG, 1), (None, LONG - 1, 0), (Full(), LONG, 0)):
         recwarn.clear()
         llm = LLM(model, device="cpu", max_context=6000, method=method)
