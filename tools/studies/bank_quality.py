@@ -53,8 +53,8 @@ def coarser(bank: str) -> Iterator[None]:
     form = FORMS[dtype]
 
     def control(side: Side) -> Side:
-        def pack(x: torch.Tensor) -> torch.Tensor:
-            rows = side.pack(x)
+        def pack(x: torch.Tensor, backend: str = "auto") -> torch.Tensor:
+            rows = side.pack(x, backend)
             if dtype == torch.int8:
                 held = side.values(rows)
                 held.copy_((held.float() / STEP).round() * STEP)

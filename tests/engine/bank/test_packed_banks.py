@@ -48,12 +48,12 @@ def simulated(monkeypatch, packed):
     """Every bank of floats rounds what is written as a packed bank does."""
     form = FORMS[DTYPES[packed]]
 
-    def rounded(x, bank):
-        return unpack(form.values.pack(x), bank.dtype)
+    def rounded(x, bank, backend="auto"):
+        return unpack(form.values.pack(x, backend), bank.dtype)
 
-    def rounded_keys(k, bank):
+    def rounded_keys(k, bank, backend="auto"):
         """Packed rows hold K transformed."""
-        return unpack_keys(form.keys.pack(k), bank.dtype)
+        return unpack_keys(form.keys.pack(k, backend), bank.dtype)
 
     for module in WRITERS:
         monkeypatch.setattr(module, "stored", rounded)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import numpy as np
 import torch
 
-from kernels.rows.forms import FORMS, Rows
+from kernels.rows.forms import FORMS
 
 # largest difference of two rows' elements that counts as rounding: sessions that hold the same
 # differ by 1e-5, and a step of the scale is 1e-2 or more
@@ -31,15 +31,15 @@ class Rounding:
     each with what it was packed to. shared: rows packed as an earlier one from which they differ.
     """
 
-    def __init__(self, exact: Rows) -> None:
+    def __init__(self, exact: Callable[..., torch.Tensor]) -> None:
         self.exact = exact
         self.known: list[tuple[np.ndarray, np.ndarray]] = []
         self.cells: dict[int, list[int]] = {}  # numbers of the rows in and next to a cell
         self.shared = 0
 
-    def pack(self, x: torch.Tensor) -> torch.Tensor:
+    def pack(self, x: torch.Tensor, backend: str = "auto") -> torch.Tensor:
         """Round rows [.., D] to packed rows, those next to a row packed before as that row."""
-        packed = self.exact(x)
+        packed = self.exact(x, backend)
         rows, out = (
             x.float().flatten(0, -2).numpy(),
             packed.view(torch.uint8).flatten(0, -2).numpy(),
