@@ -34,7 +34,14 @@ from kernels.launch.shapes import DENSE_SPLIT, Config, needs_wide
 from kernels.launch.softmax import PLAIN, Softmax, capped
 from kernels.launch.triton import tl, triton
 from kernels.rows.forms import is_packed, wide_stored_queries
-from kernels.rows.tiles import key_product, load_keys, load_values, scaled_logits, softmax_tile
+from kernels.rows.tiles import (
+    load_step_keys,
+    load_values,
+    scaled_logits,
+    softmax_tile,
+    step_logits,
+    step_queries,
+)
 
 
 def decode_dense_ref(
@@ -248,6 +255,7 @@ def dense_kernel(
         if SCORED:
             left = logits + (wide * heads + head[:, None]) * capacity + first
             newest = (live & (j == queries - 1))[:, None]
+        rows = step_queries(rows, k, scale)
         like = tl.zeros([1], out.dtype.element_ty)
         m = tl.full([M], float("-inf"), tl.float32)
         total = tl.zeros([M], tl.float32)
@@ -255,9 +263,9 @@ def dense_kernel(
         for start in range(0, stop, BLOCK):
             t = start + tl.arange(0, BLOCK)
             at = t.to(tl.int64) if WIDE else t
-            k_tile = load_keys(k, at, skt, d, t < stop, like, D)
+            k_tile = load_step_keys(k, at, skt, d, t < stop, like, D)
             values = load_values(v, at, svt, d, t < stop, like, D, False)
-            scores = key_product(rows, k_tile) * scale
+            scores = step_logits(rows, k_tile, scale)
             scores = capped(scaled_logits(scores, k, at, skt, t < stop, D), CAP)
             if SCORED:
                 tl.store(left + t[None, :], scores, mask=newest & (t < stop)[None, :])

@@ -26,7 +26,14 @@ from kernels.launch.shapes import Config
 from kernels.launch.softmax import PLAIN, Softmax, capped
 from kernels.launch.triton import tl, triton
 from kernels.rows.forms import is_packed, wide_stored_queries
-from kernels.rows.tiles import key_product, load_keys, load_values, scaled_logits, softmax_tile
+from kernels.rows.tiles import (
+    load_step_keys,
+    load_values,
+    scaled_logits,
+    softmax_tile,
+    step_logits,
+    step_queries,
+)
 
 
 def decode_sparse_ref(
@@ -241,6 +248,7 @@ def sparse_kernel(
         k += wide * skb + h.to(tl.int64) * skh
         v += wide * svb + h.to(tl.int64) * svh
         index += wide * sib + h.to(tl.int64) * sih
+        rows = step_queries(rows, k, scale)
         like = tl.zeros([1], out.dtype.element_ty)
         m = tl.full([M], float("-inf"), tl.float32)
         total = tl.zeros([M], tl.float32)
@@ -248,9 +256,9 @@ def sparse_kernel(
         t = first + tl.arange(0, BLOCK)
         row = bank_rows(index, t, stop, kept, start)
         for _ in range(first, stop, BLOCK):
-            k_tile = load_keys(k, row, skt, d, t < stop, like, D)
+            k_tile = load_step_keys(k, row, skt, d, t < stop, like, D)
             values = load_values(v, row, svt, d, t < stop, like, D, False)
-            scores = key_product(rows, k_tile) * scale
+            scores = step_logits(rows, k_tile, scale)
             scores = capped(scaled_logits(scores, k, row, skt, t < stop, D), CAP)
             scores = tl.where(t[None, :] < tl.minimum(limit, stop)[:, None], scores, float("-inf"))
             m, total, acc = softmax_tile(scores, values, v, row, svt, t < stop, m, total, acc, D)

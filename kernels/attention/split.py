@@ -36,13 +36,12 @@ def decode_config(
     memory: 64 KB of 16 KB tiles leaves three programs on an H100 or H200 and one on sm_89 with its
     99 KB. Queries are packed up to 64 rows and 16 KB (the accumulator then stays at 64 registers a
     thread); past that, a second program reads the same rows, from L2. In float32 the products run
-    in registers, not in tensor cores: 32 rows. packed_rows: tiles are half as long, because packed
-    rows become floats in registers.
+    in registers, not in tensor cores: 32 rows. packed_rows: 8-bit numbers are multiplied 32 at a
+    time.
     """
-    dim = max(16, power_of_two(head_dim))
+    dim = max(32 if packed_rows else 16, power_of_two(head_dim))
     most = min(64 if itemsize < 4 else 32, 16384 // (dim * itemsize))
     packed = max(1, min(queries, most // group))
-    tile_bytes //= 2 if packed_rows else 1
     block = min(64 if packed * group > 32 else 128, max(16, tile_bytes // (dim * itemsize)))
     return Config(
         block, max(16, power_of_two(packed * group)), dim, warps=4, stages=3, queries=packed

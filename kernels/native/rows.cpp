@@ -41,6 +41,11 @@ INLINE void put(uint8_t *out, Ints x) {
 #endif
 }
 
+INLINE void put_tail(uint8_t *out, float scale) {  // and four bytes of zero
+    memset(out, 0, 8);
+    memcpy(out, &scale, 4);
+}
+
 static void pack_int8(const float *x, int dim, uint8_t *out) {
     const float scale = normal(reach_of(x, dim) * (float)(1.0 / 127)), inverse = inverse_of(scale);
     for (int i = 0; i < dim; i += W) {
@@ -48,7 +53,7 @@ static void pack_int8(const float *x, int dim, uint8_t *out) {
         const Ints cut = __builtin_convertvector(y, Ints);  // towards 0
         put(out + i, cut + (Ints)(__builtin_convertvector(cut, Floats) > y));
     }
-    memcpy(out + dim, &scale, 4);
+    put_tail(out + dim, scale);
 }
 
 static void pack_fp8(const float *x, int dim, uint8_t *out) {
@@ -63,7 +68,7 @@ static void pack_fp8(const float *x, int dim, uint8_t *out) {
         bits = size >= 1087 << 20 ? bits * 0 + 0x7F : bits;
         put(out + i, bits | ((Ints)y >> 24 & 0x80));
     }
-    memcpy(out + dim, &scale, 4);
+    put_tail(out + dim, scale);
 }
 
 // Fixed-point steps of |x| in units of a scale, 128 to one, cut off; 0 for what is not finite.

@@ -63,7 +63,7 @@ _INT8, _FP8 = _side(int8), _side(fp8)
 FORMS = {
     torch.int8: Form(
         "int8",
-        4,
+        int8.ALIGNED,
         1024,
         _INT8._replace(pack=int8.pack_keys),
         _INT8._replace(pack=int8.pack_values),
@@ -75,7 +75,7 @@ FORMS = {
         _side(int4, "key_"),
         _side(int4, "value_"),
     ),
-    fp8.KIND: Form("fp8", 4, 1024, _FP8._replace(pack=fp8.pack_keys), _FP8),
+    fp8.KIND: Form("fp8", int8.ALIGNED, 1024, _FP8._replace(pack=fp8.pack_keys), _FP8),
 }
 DTYPES = {form.name: dtype for dtype, form in FORMS.items()}  # of packed rows, by the bank's name
 

@@ -8,27 +8,60 @@ from kernels.launch.triton import tl, triton
 
 
 @triton.jit
-def load_odd_keys(rows, at, stride, d, inside, D: tl.constexpr):
+def load_odd_keys(rows, at, stride, d, live, D: tl.constexpr):
     """Load the numbers of rows of K at [BLOCK], `stride` bytes apart: int32 [BLOCK, DP].
 
-    rows: pointer to the first row of a head; d [DP]; inside: mask [BLOCK, DP], numbers beyond it
-    are -31. Elements d and d + D/2 share a byte, which the second load finds in L1.
+    rows: pointer to the first row of a head; d [DP]; live: mask [BLOCK], numbers beyond it and
+    beyond D are -31. Where D is a power of two a byte is loaded once for both of its elements.
     """
-    number = _nibbles(rows, at, stride, d, inside, D)
-    place = D // 2 + d % (D // 8)
-    upper = tl.load(_starts(rows, at, stride) + place[None, :], mask=inside, other=0)
-    return number + ((upper.to(tl.int32) >> (d // (D // 8))[None, :]) & 1) * 32 - 31
+    row = starts(rows, at, stride)[:, None]
+    run: tl.constexpr = D // 8
+    if D == d.shape[0]:
+        h = tl.arange(0, D // 2)
+        code = tl.load(row + h[None, :], mask=live[:, None], other=0).to(tl.int32)
+        upper = tl.load(row + (D // 2 + h % run)[None, :], mask=live[:, None], other=0)
+        upper = upper.to(tl.int32) >> (h // run)[None, :]
+        number = halves((code & 15) | (upper & 1) << 4, (code >> 4) | (upper & 16))
+    else:
+        inside = live[:, None] & (d < D)[None, :]
+        upper = tl.load(row + (D // 2 + d % run)[None, :], mask=inside, other=0)
+        upper = (upper.to(tl.int32) >> (d // run)[None, :]) & 1
+        number = _nibbles(row, d, inside, D) | upper << 4
+    return number * 2 - 31
 
 
 @triton.jit
-def load_odd_values(rows, at, stride, d, live, inside, D: tl.constexpr):
-    """Load number * factor of rows of V: int32 [BLOCK, DP], arguments as `load_odd_keys`; live
-    [BLOCK].
-    """
-    number = _nibbles(rows, at, stride, d, inside, D) - 15
+def load_odd_values(rows, at, stride, d, live, D: tl.constexpr):
+    """Load number * factor of rows of V: int32 [BLOCK, DP], arguments as `load_odd_keys`."""
+    row = starts(rows, at, stride)[:, None]
     # all factors of a row are one word; behind those of D <= 128 it holds the scale
     factors = tl.load(_words(rows, at, stride, D // 2), mask=live, other=0)
-    return number * (((factors[:, None] >> (d // 32 * 4)[None, :]) & 15) + 1)
+    if D == d.shape[0] and D > 32:
+        groups: tl.constexpr = D // 64
+        g = tl.arange(0, groups)
+        place = g[:, None] * 32 + tl.arange(0, 32)[None, :]
+        code = tl.load(row[:, :, None] + place[None], mask=live[:, None, None], other=0)
+        code = code.to(tl.int32)
+        one = ((factors[:, None] >> (g * 4)[None, :]) & 15) + 1
+        other = ((factors[:, None] >> ((g + groups) * 4)[None, :]) & 15) + 1
+        low = (code & 15) * (2 * one)[:, :, None] - (15 * one)[:, :, None]
+        high = (code >> 4) * (2 * other)[:, :, None] - (15 * other)[:, :, None]
+        number = halves(low, high)
+    else:
+        number = _nibbles(row, d, live[:, None] & (d < D)[None, :], D) * 2 - 15
+        number = number * (((factors[:, None] >> (d // 32 * 4)[None, :]) & 15) + 1)
+    return number
+
+
+@triton.jit
+def halves(low, high):
+    """Put the elements of `high` [BLOCK, ..] behind those of `low`: [BLOCK, 2 N]."""
+    both = tl.join(low, high)
+    if len(both.shape) == 3:
+        both = tl.permute(both, [0, 2, 1])
+    else:
+        both = tl.permute(both, [0, 3, 1, 2])
+    return tl.reshape(both, [both.shape[0], both.numel // both.shape[0]])
 
 
 @triton.jit
@@ -42,22 +75,24 @@ def odd_value_scales(rows, at, stride, live, D: tl.constexpr):
 
 
 @triton.jit
-def _starts(rows, at, stride):
-    # rows are multiples of 4 bytes, which the compiler cannot know
-    return rows + tl.multiple_of(at * stride, 4)[:, None]
+def starts(rows, at, stride):
+    """Point to the packed rows at [BLOCK]. All are multiples of 4 bytes, those of 8 bits a value of
+    8, which the compiler cannot know.
+    """
+    return tl.multiple_of(rows + at * stride, 4 if rows.dtype.element_ty == tl.uint8 else 8)
 
 
 @triton.jit
 def _words(rows, at, stride, place):
-    return (rows + at * stride + place).to(tl.pointer_type(tl.int32))
+    return (starts(rows, at, stride) + place).to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
-def _nibbles(rows, at, stride, d, inside, D: tl.constexpr):
-    """Twice the nibble of every element: int32 [BLOCK, DP]."""
-    packed = tl.load(_starts(rows, at, stride) + (d % (D // 2))[None, :], mask=inside, other=0)
+def _nibbles(row, d, inside, D: tl.constexpr):
+    """The nibble of every element: int32 [BLOCK, DP]."""
+    packed = tl.load(row + (d % (D // 2))[None, :], mask=inside, other=0)
     shift = tl.where(d < D // 2, 0, 4)
-    return ((packed.to(tl.int32) >> shift[None, :]) & 15) * 2
+    return (packed.to(tl.int32) >> shift[None, :]) & 15
 
 
 # ---------------------------------------------------------------- rounding

@@ -1,7 +1,8 @@
 """Rows of K and V in 8 bits: a number per element and one scale per token and head.
 
-A packed row is int8 [D + 4]: D values, then the bytes of a float32 scale; an element is value *
-scale. D is a multiple of 4, so a scale is aligned.
+A packed row is int8 [D + 8]: D values, the bytes of a float32 scale, four bytes of zero; an element
+is value * scale. D is a multiple of 8, and so are rows: a GPU loads 8 bytes at a time, of rows of
+D + 4 only 4 (docs/LOG.md, 2026-11-24).
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from kernels.native.library import Case
 from kernels.rows import native
 from kernels.rows.hadamard import transformed_rows
 
-SCALE = 4  # bytes of a scale
+TAIL = 8  # bytes behind the values: a scale, and zeros
+ALIGNED = 8  # bytes that a row is a multiple of
 TOP = 127  # the largest value; -128 is never used
 # below this a scale is subnormal, and some devices flush its reciprocal: such a row is zero
 LEAST = 2.0**-126
@@ -24,23 +26,23 @@ LEAST = 2.0**-126
 
 def width(head_dim: int) -> int:
     """Count the bytes of a head's row."""
-    return head_dim + SCALE
+    return head_dim + TAIL
 
 
 def dim(row: int) -> int:
     """Return the head dimension of rows of so many bytes."""
-    return row - SCALE
+    return row - TAIL
 
 
 def pack(x: torch.Tensor, backend: str = "auto") -> torch.Tensor:
-    """Round x [.., D] of any float dtype to packed rows, int8 [.., D + 4]: the same bits under
+    """Round x [.., D] of any float dtype to packed rows, int8 [.., D + 8]: the same bits under
     every backend.
 
     The scale is the largest magnitude / 127, so an element is off by half a scale at most, 1/254 of
     the row's largest. A row whose scale would be below 2^-126 becomes zero; one with an infinity or
     NaN unpacks to values that are not finite. Raises ValueError for an unknown backend.
     """
-    out = torch.empty(*x.shape[:-1], x.shape[-1] + SCALE, dtype=torch.int8, device=x.device)
+    out = torch.empty(*x.shape[:-1], width(x.shape[-1]), dtype=torch.int8, device=x.device)
     if choose(backend, x, lambda: native.takes(native.INT8, x)) == "native":
         return native.pack(x, out, Kind.INT8)
     return _packed(x, out)
@@ -54,8 +56,8 @@ def _packed(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     scale = torch.where(scale < LEAST, 0.0, scale)
     inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
     # half-way cases go up: `store_row` has no other rounding
-    out[..., :-SCALE] = (wide * inverse).add_(0.5).floor_()
-    out[..., -SCALE:] = scale.contiguous().view(torch.int8)
+    out[..., :-TAIL] = (wide * inverse).add_(0.5).floor_()
+    out[..., -TAIL:] = tail(scale).view(torch.int8)
     return out
 
 
@@ -67,7 +69,7 @@ def _rounding() -> Iterator[Case]:
 
 
 def pack_keys(k: torch.Tensor, backend: str = "auto") -> torch.Tensor:
-    """Round rows of K [.., D] of any float dtype to packed rows, int8 [.., D + 4]: `pack` of the
+    """Round rows of K [.., D] of any float dtype to packed rows, int8 [.., D + 8]: `pack` of the
     transformed rows.
     """
     return pack(transformed_rows(k, backend), backend)
@@ -80,12 +82,12 @@ def pack_values(v: torch.Tensor, backend: str = "auto") -> torch.Tensor:
 
 def values(rows: torch.Tensor) -> torch.Tensor:
     """View the values of packed rows: int8 [.., D]."""
-    return rows[..., :-SCALE]
+    return rows[..., :-TAIL]
 
 
 def scales(rows: torch.Tensor) -> torch.Tensor:
     """View the scales of packed rows: float32 [..]."""
-    return rows[..., -SCALE:].view(torch.float32).squeeze(-1)
+    return rows[..., -TAIL:].view(torch.float32)[..., 0]
 
 
 def widen(rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

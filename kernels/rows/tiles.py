@@ -14,6 +14,7 @@ from kernels.rows.int4_tiles import (
     load_odd_keys,
     load_odd_values,
     odd_value_scales,
+    starts,
     store_odd_key,
     store_odd_value,
 )
@@ -24,13 +25,19 @@ def load_tile(rows, at, stride, d, inside, like):
     """Load elements d of rows of floats, or values of a byte each in the dtype of `like`:
     [BLOCK, DP], 0 where not inside.
     """
-    place = rows + at[:, None] * stride + d[None, :]
+    if packed(rows.dtype):
+        place = starts(rows, at, stride)[:, None] + d[None, :]
+    else:
+        place = rows + at[:, None] * stride + d[None, :]
     if rows.dtype.element_ty == tl.float8e4nv:
         # as bytes: the interpreter knows no zero of 8 bits
         tile = tl.load(place.to(tl.pointer_type(tl.uint8)), mask=inside, other=0)
         tile = tile.to(tl.float8e4nv, bitcast=True)
     else:
         tile = tl.load(place, mask=inside, other=0)
+    if rows.dtype.element_ty == tl.int8:
+        # by way of int32: I2F takes a byte of a register, the compiler's own road five operations
+        tile = tile.to(tl.int32)
     if packed(rows.dtype):
         # by way of float32: the interpreter knows no other road to bfloat16
         tile = tile.to(tl.float32).to(like.dtype)
@@ -48,7 +55,7 @@ def load_keys(rows, at, stride, d, live, like, D: tl.constexpr):
     """
     inside = live[:, None] & (d < D)[None, :]
     if rows.dtype.element_ty == tl.uint8:
-        tile = load_odd_keys(rows, at, stride, d, inside, D).to(tl.float32).to(like.dtype)
+        tile = load_odd_keys(rows, at, stride, d, live, D).to(tl.float32).to(like.dtype)
     else:
         tile = load_tile(rows, at, stride, d, inside, like)
     return tile
@@ -68,6 +75,65 @@ def key_product(rows, tile):
     else:
         found = tl.dot(rows, tl.trans(tile), input_precision="ieee")
     return found
+
+
+@triton.jit
+def step_queries(rows, keys, scale):
+    """Prepare queries [M, DP] of a step for `step_logits` with rows of K like `keys`. Where those
+    are whole numbers, a query becomes three digits of 8 bits, a number of 24 bits of which its
+    largest element is the top, and a unit that has `scale` in it: nothing is lost beside float32.
+    """
+    if whole(keys.dtype):
+        reach = tl.maximum(tl.max(tl.abs(rows), 1), 1e-30)
+        number = tl.floor(rows * (8323072.0 / reach)[:, None] + 0.5)
+        # an element that is not finite: its sum, and so every logit, is NaN
+        broken = tl.sum(rows * 0.0, 1)
+        number = tl.where(tl.abs(number) <= 8330000.0, number, 0.0).to(tl.int32)
+        low = (number << 24) >> 24
+        number = (number - low) >> 8
+        middle = (number << 24) >> 24
+        high = (number - middle) >> 8
+        unit = reach * (scale / 127) + broken
+        queries = high.to(tl.int8), middle.to(tl.int8), low.to(tl.int8), unit
+    else:
+        queries = rows
+    return queries
+
+
+@triton.jit
+def load_step_keys(rows, at, stride, d, live, like, D: tl.constexpr):
+    """Load a tile as `load_keys` does; of whole numbers as int8, for `step_logits`."""
+    inside = live[:, None] & (d < D)[None, :]
+    if rows.dtype.element_ty == tl.uint8:
+        tile = load_odd_keys(rows, at, stride, d, live, D).to(tl.int8)
+    elif rows.dtype.element_ty == tl.int8:
+        tile = tl.load(starts(rows, at, stride)[:, None] + d[None, :], mask=inside, other=0)
+    else:
+        tile = load_tile(rows, at, stride, d, inside, like)
+    return tile
+
+
+@triton.jit
+def step_logits(queries, tile, scale):
+    """Multiply queries of `step_queries` by a tile of `load_step_keys`, and by the same scale:
+    float32 [M, BLOCK]. Sums of digits are whole numbers below 2^31, for heads of up to 256.
+    """
+    if tile.dtype == tl.int8:
+        high, middle, low, unit = queries
+        turned = tl.trans(tile)
+        first = tl.dot(high, turned, out_dtype=tl.int32).to(tl.float32)
+        rest = tl.dot(middle, turned, out_dtype=tl.int32) * 256
+        rest += tl.dot(low, turned, out_dtype=tl.int32)
+        found = (first + rest.to(tl.float32) * (1.0 / 65536)) * unit[:, None]
+    else:
+        found = key_product(queries, tile) * scale
+    return found
+
+
+@triton.constexpr_function
+def whole(dtype):
+    """Whether rows of a pointer's dtype are whole numbers: a constant of the compiled kernel."""
+    return dtype.element_ty in (tl.int8, tl.uint8)
 
 
 @triton.constexpr_function
@@ -112,7 +178,7 @@ def load_values(rows, at, stride, d, live, like, D: tl.constexpr, SCALED: tl.con
     """
     inside = live[:, None] & (d < D)[None, :]
     if rows.dtype.element_ty == tl.uint8:
-        tile = load_odd_values(rows, at, stride, d, live, inside, D).to(tl.float32).to(like.dtype)
+        tile = load_odd_values(rows, at, stride, d, live, D).to(tl.float32).to(like.dtype)
     else:
         tile = load_tile(rows, at, stride, d, inside, like)
     if packed(rows.dtype) and (SCALED or like.dtype == tl.float16):
@@ -186,7 +252,9 @@ def store_row(
         values = to.to(tl.pointer_type(tl.int8 if whole else tl.uint8))
         tl.store(values + h, low.to(values.dtype.element_ty), mask=h < HALF)
         tl.store(values + HALF + h, high.to(values.dtype.element_ty), mask=h < HALF)
-        tl.store((to + 2 * HALF).to(tl.pointer_type(tl.float32)), scale)
+        tail = (to + 2 * HALF).to(tl.pointer_type(tl.float32))
+        tl.store(tail, scale)
+        tl.store(tail + 1, 0.0)
     elif to.dtype.element_ty == tl.uint8:
         if B > 0:
             low, high = transformed_halves(first, second, B, FACTOR)

@@ -19,7 +19,7 @@ def scales_of(held: torch.Tensor, side: int) -> torch.Tensor:
     """View the scales of packed rows of K (side 0) or of V (1), to be overwritten."""
     if side and held.dtype == torch.uint8:
         return held[..., -2:].view(torch.bfloat16).squeeze(-1)
-    return held[..., -4:].view(torch.float32).squeeze(-1)
+    return FORMS[held.dtype].keys.scales(held)
 
 
 def over_packed_rows(
