@@ -3,7 +3,8 @@ the beginning of its file.
 
 A piece is [layers, tokens, 2, Hkv, D] in the bank's dtype, K before V, whatever tier and layout the
 bank has; of the layers that hold all tokens. What sliding-window layers hold is kept apart. Where
-packed rows of K and of V differ in length it is [layers, tokens, K of every head and then V].
+packed rows of K and of V differ in length it is [layers, tokens, K of every head and then V]. Zeros
+behind a packed row are left out, and put back when it is read.
 """
 
 from __future__ import annotations
@@ -16,21 +17,29 @@ import torch
 
 from engine.bank.base import Bank
 from engine.saved.ahead import DEPTH, ahead
+from kernels.rows.forms import ZEROS, with_zeros
 
 PIECE = 256  # tokens
 
 
 def piece_shape(bank: Bank, tokens: int) -> tuple[int, ...]:
     """Shape of a piece of this bank."""
-    one, other = bank.widths
+    one, other = _widths(bank)
     row = (2, bank.kv_heads, one) if one == other else (bank.kv_heads * (one + other),)
     return len(_whole(bank)), tokens, *row
+
+
+def _widths(bank: Bank) -> tuple[int, int]:
+    """Elements of a head's row of K and of V in a piece."""
+    one, other = bank.widths
+    zeros = ZEROS.get(bank.dtype, 0)
+    return one - zeros, other - zeros
 
 
 def _sides(bank: Bank, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """View rows of one layer of a piece as K and V [tokens, Hkv, D]."""
     rows = rows.view(len(rows), -1)
-    at = bank.kv_heads * bank.widths[0]
+    at = bank.kv_heads * _widths(bank)[0]
     return rows[:, :at].unflatten(1, (bank.kv_heads, -1)), rows[:, at:].unflatten(
         1, (bank.kv_heads, -1)
     )
@@ -45,12 +54,12 @@ def windows(bank: Bank, stop: int) -> dict[int, tuple[int, torch.Tensor]]:
     """{sliding-window layer: (first position held, its K and V up to stop-1 [2, B, Hkv, n, D])}, on
     the CPU; [B, Hkv, n, K and then V] where packed rows differ in length.
     """
-    found = {}
+    found, kept = {}, _widths(bank)
     for layer in range(bank.num_layers):
         ring = bank.window_ring(layer)
         if ring is not None:
-            views = ring.views(ring.low, stop)
-            same = bank.widths[0] == bank.widths[1]
+            views = [view[..., :width] for view, width in zip(ring.views(ring.low, stop), kept)]
+            same = kept[0] == kept[1]
             found[layer] = ring.low, (torch.stack(views) if same else torch.cat(views, -1)).cpu()
     return found
 
@@ -64,14 +73,15 @@ def write_windows(bank: Bank, held: dict[int, tuple[int, torch.Tensor]], stop: i
     for layer, ring in rings.items():
         assert ring is not None
         low, rows = held[layer]
-        one, other = bank.widths
+        one, other = _widths(bank)
         shape: tuple[int, ...] = bank.batch, bank.kv_heads, stop - low, one + other
         if one == other:
             shape = 2, *shape[:-1], one
         enough = type(low) is int and 0 <= low <= max(0, stop - ring.window)
         if not enough or tuple(rows.shape) != shape or rows.dtype != bank.dtype:
             raise ValueError("windows")
-        k, v = rows.to(bank.device) if one == other else rows.to(bank.device).split(bank.widths, -1)
+        rows = rows.to(bank.device)
+        k, v = map(with_zeros, rows if one == other else rows.split((one, other), -1))
         ring.load(k, v, low, stop)
 
 
@@ -86,8 +96,8 @@ def read_piece(bank: Bank, first: int, stop: int) -> torch.Tensor:
     for number, layer in enumerate(_whole(bank)):
         for at, k, v in bank.blocks(layer, first, stop, PIECE):
             rows = _sides(bank, piece[number, at - first : at - first + k.shape[2]])
-            rows[0].copy_(k[0].transpose(0, 1))
-            rows[1].copy_(v[0].transpose(0, 1))
+            for held, side in zip(rows, (k, v)):
+                held.copy_(side[0, ..., : held.shape[-1]].transpose(0, 1))
     return piece
 
 
@@ -97,7 +107,7 @@ def write_piece(bank: Bank, piece: torch.Tensor, first: int, skip: int = 0) -> N
     """
     for number, layer in enumerate(_whole(bank)):
         k, v = _sides(bank, piece[number, skip:].to(bank.device))
-        bank.write_chunk(layer, k[None], v[None], first + skip)
+        bank.write_chunk(layer, with_zeros(k[None]), with_zeros(v[None]), first + skip)
 
 
 def pieces(bank: Bank, tokens: int) -> Iterator[tuple[int, torch.Tensor]]:

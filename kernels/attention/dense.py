@@ -264,12 +264,12 @@ def dense_kernel(
             t = start + tl.arange(0, BLOCK)
             at = t.to(tl.int64) if WIDE else t
             k_tile = load_step_keys(k, at, skt, d, t < stop, like, D)
-            values = load_values(v, at, svt, d, t < stop, like, D, False)
             scores = step_logits(rows, k_tile, scale)
             scores = capped(scaled_logits(scores, k, at, skt, t < stop, D), CAP)
             if SCORED:
                 tl.store(left + t[None, :], scores, mask=newest & (t < stop)[None, :])
             scores = tl.where(t[None, :] < tl.minimum(limit, stop)[:, None], scores, float("-inf"))
+            values = load_values(v, at, svt, d, t < stop, like, D, False)
             m, total, acc = softmax_tile(scores, values, v, at, svt, t < stop, m, total, acc, D)
         pair = b * (heads // G) + h
         begin = first_query * G
@@ -334,13 +334,13 @@ SCORE_TILE = 512  # 256 programs at 128K rows, each reading 2 KB lines per head
 
 
 def dense_config(
-    queries: int, group: int, head_dim: int, itemsize: int, packed: bool = False
+    queries: int, group: int, head_dim: int, itemsize: int, rows: torch.dtype | None = None
 ) -> Config:
     """Choose 16 KB tiles, 64 rows of 128 bf16 (see `decode_config`); half of it in float32, where
     products take registers. itemsize: bytes of an element of q; packed: whether K and V are.
     """
     tile = 16384 if itemsize < 4 else 8192
-    return decode_config(queries, group, head_dim, itemsize, tile, packed)
+    return decode_config(queries, group, head_dim, itemsize, tile, rows)
 
 
 def decode_dense_triton(
@@ -369,7 +369,7 @@ def decode_dense_triton(
         )
         scratch = make_scratch(largest, q.device, "triton")
     splits = dense_splits(capacity)
-    config = dense_config(queries, group, head_dim, q.itemsize, is_packed(k))
+    config = dense_config(queries, group, head_dim, q.itemsize, k.dtype if is_packed(k) else None)
     slots = batch * heads * queries * splits
     scratch.require(
         part=slots * head_dim,

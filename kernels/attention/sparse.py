@@ -277,12 +277,12 @@ def sparse_kernel(
 
 
 def sparse_config(
-    queries: int, group: int, head_dim: int, itemsize: int, packed: bool = False
+    queries: int, group: int, head_dim: int, itemsize: int, rows: torch.dtype | None = None
 ) -> Config:
     """Choose 8 KB tiles, 32 rows of 128 bf16: a split of 64 rows then is two tiles, both in flight
     from the start.
     """
-    return decode_config(queries, group, head_dim, itemsize, 8192, packed)
+    return decode_config(queries, group, head_dim, itemsize, 8192, rows)
 
 
 def decode_sparse_triton(
@@ -311,7 +311,9 @@ def decode_sparse_triton(
         largest = ScratchShape(batch, queries, heads, kv_heads, head_dim, 1, max(1, budget))
         scratch = make_scratch(largest, q.device, "triton")
     split, splits = sparse_split(budget, kv_heads), sparse_splits(budget, kv_heads)
-    config = sparse_config(queries, group, head_dim, q.element_size(), is_packed(k))
+    config = sparse_config(
+        queries, group, head_dim, q.element_size(), k.dtype if is_packed(k) else None
+    )
     block = min(config.block, split)
     slots = batch * heads * queries * splits
     scratch.require(part=slots * head_dim, lse=slots, out_lse=batch * queries * heads)

@@ -19,7 +19,7 @@ from kernels.launch.shapes import Config, power_of_two, softmax_step
 from kernels.launch.softmax import PLAIN
 from kernels.launch.triton import tl, triton
 from kernels.prefill.dense import attend_chunk, attend_rows, merge
-from kernels.rows.forms import key_floats, stored_queries, unpack_keys
+from kernels.rows.forms import is_packed, key_floats, stored_queries, unpack_keys
 from kernels.rows.tiles import load_keys, load_values, scaled_logits
 
 BLOCK = 128
@@ -284,9 +284,9 @@ def blocks_kernel(
     tl.store(lse + (b * (blocks * BLOCK) + c) * heads + head, m + tl.log(total))
 
 
-def blocks_config(head_dim: int, itemsize: int) -> Config:
-    """Choose a whole block of 128 queries and 64 rows in 16 bits at head_dim 128. itemsize: bytes
-    of an element of q.
+def blocks_config(head_dim: int, itemsize: int, packed: bool = False) -> Config:
+    """Choose a whole block of 128 queries and 64 rows in 16 bits at head_dim 128, 32 packed rows.
+    itemsize: bytes of an element of q.
 
     That is 64 accumulator registers under 8 warps, and K and V twice in flight in 64 KB beside
     32 KB of queries, within the 99 KB of sm_89. Wider rows make smaller tiles. Rows of at most 128
@@ -294,7 +294,7 @@ def blocks_config(head_dim: int, itemsize: int) -> Config:
     """
     dim = max(16, power_of_two(head_dim))
     rows = max(16, min(BLOCK, 32768 // (dim * itemsize)))
-    tile = max(16, min(64, 16384 // (dim * itemsize)))
+    tile = max(16, min(64, 16384 // (dim * itemsize)) // (2 if packed else 1))
     return Config(
         tile,
         rows,
@@ -320,7 +320,8 @@ def attend_blocks_triton(
     Operations: 4 * 128 * 128 * D per kept block and head; own blocks count whole.
     """
     batch, chunk, heads, head_dim = q.shape
-    config, q = blocks_config(head_dim, q.element_size()), stored_queries(q, k)
+    config = blocks_config(head_dim, q.element_size(), is_packed(k))
+    q = stored_queries(q, k)
     lists, counts = block_lists(keep, first)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, chunk, heads, dtype=torch.float32, device=q.device)

@@ -77,6 +77,7 @@ FORMS = {
     ),
     fp8.KIND: Form("fp8", int8.ALIGNED, 1024, _FP8._replace(pack=fp8.pack_keys), _FP8),
 }
+ZEROS = {torch.int8: int8.ZEROS, fp8.KIND: int8.ZEROS}  # bytes at the end of a row that say nothing
 DTYPES = {form.name: dtype for dtype, form in FORMS.items()}  # of packed rows, by the bank's name
 
 
@@ -86,6 +87,14 @@ def row_widths(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
     if form is None:
         return head_dim, head_dim
     return form.keys.width(head_dim), form.values.width(head_dim)
+
+
+def with_zeros(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows [.., width] that came without the zeros at their end as rows of a bank."""
+    zeros = ZEROS.get(rows.dtype, 0)
+    if not zeros:
+        return rows
+    return torch.nn.functional.pad(rows.view(torch.uint8), (0, zeros)).view(rows.dtype)
 
 
 def as_bytes(rows: torch.Tensor) -> torch.Tensor:

@@ -8,15 +8,16 @@ from kernels.launch.triton import tl, triton
 
 
 @triton.jit
-def load_odd_keys(rows, at, stride, d, live, D: tl.constexpr):
+def load_odd_keys(rows, at, stride, d, live, D: tl.constexpr, STEP: tl.constexpr):
     """Load the numbers of rows of K at [BLOCK], `stride` bytes apart: int32 [BLOCK, DP].
 
     rows: pointer to the first row of a head; d [DP]; live: mask [BLOCK], numbers beyond it and
-    beyond D are -31. Where D is a power of two a byte is loaded once for both of its elements.
+    beyond D are -31. STEP, where D is a power of two: a byte is loaded once for both of its
+    elements, which takes registers that a prompt's kernel has not.
     """
     row = starts(rows, at, stride)[:, None]
     run: tl.constexpr = D // 8
-    if D == d.shape[0]:
+    if STEP and D == d.shape[0]:
         h = tl.arange(0, D // 2)
         code = tl.load(row + h[None, :], mask=live[:, None], other=0).to(tl.int32)
         upper = tl.load(row + (D // 2 + h % run)[None, :], mask=live[:, None], other=0)
@@ -31,12 +32,12 @@ def load_odd_keys(rows, at, stride, d, live, D: tl.constexpr):
 
 
 @triton.jit
-def load_odd_values(rows, at, stride, d, live, D: tl.constexpr):
+def load_odd_values(rows, at, stride, d, live, D: tl.constexpr, STEP: tl.constexpr):
     """Load number * factor of rows of V: int32 [BLOCK, DP], arguments as `load_odd_keys`."""
     row = starts(rows, at, stride)[:, None]
     # all factors of a row are one word; behind those of D <= 128 it holds the scale
     factors = tl.load(_words(rows, at, stride, D // 2), mask=live, other=0)
-    if D == d.shape[0] and D > 32:
+    if STEP and D == d.shape[0] and D > 32:
         groups: tl.constexpr = D // 64
         g = tl.arange(0, groups)
         place = g[:, None] * 32 + tl.arange(0, 32)[None, :]

@@ -17,7 +17,7 @@ from kernels.native.library import Case
 from kernels.rows import native
 from kernels.rows.hadamard import transformed_rows
 
-TAIL = 8  # bytes behind the values: a scale, and zeros
+TAIL, ZEROS = 8, 4  # bytes behind the values: a scale, and of those the zeros
 ALIGNED = 8  # bytes that a row is a multiple of
 TOP = 127  # the largest value; -128 is never used
 # below this a scale is subnormal, and some devices flush its reciprocal: such a row is zero

@@ -21,7 +21,7 @@ from kernels.rows.int4_tiles import (
 
 
 @triton.jit
-def load_tile(rows, at, stride, d, inside, like):
+def load_tile(rows, at, stride, d, inside, like, STEP: tl.constexpr = False):
     """Load elements d of rows of floats, or values of a byte each in the dtype of `like`:
     [BLOCK, DP], 0 where not inside.
     """
@@ -35,8 +35,9 @@ def load_tile(rows, at, stride, d, inside, like):
         tile = tile.to(tl.float8e4nv, bitcast=True)
     else:
         tile = tl.load(place, mask=inside, other=0)
-    if rows.dtype.element_ty == tl.int8:
-        # by way of int32: I2F takes a byte of a register, the compiler's own road five operations
+    if STEP and rows.dtype.element_ty == tl.int8:
+        # 1.5 instructions for an element; by the compiler's own road, which takes fewer registers,
+        # 3.75
         tile = tile.to(tl.int32)
     if packed(rows.dtype):
         # by way of float32: the interpreter knows no other road to bfloat16
@@ -55,7 +56,7 @@ def load_keys(rows, at, stride, d, live, like, D: tl.constexpr):
     """
     inside = live[:, None] & (d < D)[None, :]
     if rows.dtype.element_ty == tl.uint8:
-        tile = load_odd_keys(rows, at, stride, d, live, D).to(tl.float32).to(like.dtype)
+        tile = load_odd_keys(rows, at, stride, d, live, D, False).to(tl.float32).to(like.dtype)
     else:
         tile = load_tile(rows, at, stride, d, inside, like)
     return tile
@@ -105,7 +106,7 @@ def load_step_keys(rows, at, stride, d, live, like, D: tl.constexpr):
     """Load a tile as `load_keys` does; of whole numbers as int8, for `step_logits`."""
     inside = live[:, None] & (d < D)[None, :]
     if rows.dtype.element_ty == tl.uint8:
-        tile = load_odd_keys(rows, at, stride, d, live, D).to(tl.int8)
+        tile = load_odd_keys(rows, at, stride, d, live, D, True).to(tl.int8)
     elif rows.dtype.element_ty == tl.int8:
         tile = tl.load(starts(rows, at, stride)[:, None] + d[None, :], mask=inside, other=0)
     else:
@@ -178,9 +179,10 @@ def load_values(rows, at, stride, d, live, like, D: tl.constexpr, SCALED: tl.con
     """
     inside = live[:, None] & (d < D)[None, :]
     if rows.dtype.element_ty == tl.uint8:
-        tile = load_odd_values(rows, at, stride, d, live, D).to(tl.float32).to(like.dtype)
+        tile = load_odd_values(rows, at, stride, d, live, D, not SCALED)
+        tile = tile.to(tl.float32).to(like.dtype)
     else:
-        tile = load_tile(rows, at, stride, d, inside, like)
+        tile = load_tile(rows, at, stride, d, inside, like, not SCALED)
     if packed(rows.dtype) and (SCALED or like.dtype == tl.float16):
         scale = value_scales(rows, at, stride, live, D)[:, None]
         tile = (tile.to(tl.float32) * scale).to(like.dtype)

@@ -6,6 +6,7 @@ configuration; this is a part.
 """
 
 import os
+import re
 from unittest import mock
 
 import pytest
@@ -76,6 +77,24 @@ def test_no_spills_and_shared_memory_in_bounds(part):
         # loads are pipelined through shared memory
         if report.kernel in ("dense_kernel", "sparse_kernel"):
             assert report.instructions["LDGSTS"] >= 16, report
+
+
+def test_packed_rows_are_loaded_by_words_and_k_is_multiplied_by_whole_numbers():
+    """A layout or a stride whose alignment the compiler cannot see is loaded a byte at a time."""
+    cases = [Case("dense", packed=form) for form in ("int8", "int4", "fp8")]
+    cases += [Case("sparse", packed="int8"), Case("dense", head_dim=64, packed="int8")]
+    for launch in variants(cases, True):
+        name = launch.function.__name__, launch.case
+        if name[0] == "query_kernel":
+            continue
+        report = examine(launch, "sm_90")
+        assert report.fault() == "" and report.spill == 0
+        code = compiler.compile_for(launch, "sm_90").asm["ptx"]
+        assert not re.findall(r"ld\.global(?:\.\w+)*\.[bsu]8\b", code), name
+        width = re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?\], (\w+)[,;]", code)
+        assert width and set(width) <= {"0x4", "0x8", "0x10"}, (name, set(width))
+        assert ("0x8" in width) == (launch.case.packed != "int4"), name
+        assert ("mma.sync.aligned.m16n8k32" in code) == (launch.case.packed != "fp8"), name
 
 
 def test_the_recorder_sees_what_a_launcher_launches():

@@ -27,7 +27,7 @@ DEFAULT_TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
 FORMS = (
     "LEVEL", "LAST", "SOFTMAX", "COUNTED", "ADD", "SPARSE", "MERGES", "GATED", "RESIDUAL", "BIAS",
 )  # fmt: skip
-INSTRUCTIONS = ("HMMA", "HGMMA", "IMMA", "LDGSTS", "LDG", "LDG.U8", "LDL", "STL")
+INSTRUCTIONS = ("HMMA", "HGMMA", "LDGSTS", "LDG", "LDL", "STL")
 
 
 def depends(target: str) -> bool:

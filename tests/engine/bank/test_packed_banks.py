@@ -18,6 +18,7 @@ from engine import LLM, Exact, Full, OmniKV
 from engine.base.errors import SavedFileError, SettingError
 from engine.load.options import Options
 from engine.methods.controls.brutal_offload import BrutalOffload
+from engine.saved.rows import piece_shape, read_piece, write_piece
 from kernels.rows.forms import DTYPES, FORMS, as_bytes, row_widths, unpack, unpack_keys
 from tests.builders import POCKET, random_ids, session_config, tiny_config, tiny_llm
 from tests.engine.methods.method_table import TABLE, every
@@ -219,15 +220,33 @@ def test_a_saved_session_comes_back_and_other_rows_are_refused(tmp_path, packed)
         assert "\n" not in str(found.value)
 
 
-@pytest.mark.parametrize("former", ["kv-1", "kv-2"])
-def test_rows_of_a_former_form_are_refused(tmp_path, monkeypatch, former):
-    """kv-1: before K was transformed; kv-2: rows of D + 4 bytes."""
+def test_a_file_holds_no_zeros_and_a_bank_puts_them_back(packed):
+    """Before 2026-11-24 a row of 8-bit values had none: files of then and of now are the same."""
+    llm = llm_of(Full(), packed)
+    dtype, dim = DTYPES[packed], HEAD_DIM
+    k, v = torch.randn(2, 40, llm.config.num_kv_heads, dim)
+    packs = FORMS[dtype].keys.pack(k), FORMS[dtype].values.pack(v)
+    kept = [dim + 4] * 2 if packed != "int4" else row_widths(dim, dtype)
+    piece = torch.cat([as_bytes(x)[..., :n].flatten(1) for x, n in zip(packs, kept)], 1)
+    with llm.session() as session:
+        bank = session.bank
+        shape = piece_shape(bank, 40)
+        rows = piece.expand(shape[0], -1, -1).reshape(shape).view(dtype)
+        write_piece(bank, rows, 0)
+        for layer in range(bank.num_layers):
+            for held, made in zip(bank.kv(layer, 40), packs):
+                assert torch.equal(as_bytes(held[0]), as_bytes(made).transpose(0, 1))
+        assert torch.equal(as_bytes(read_piece(bank, 0, 40)), as_bytes(rows))
+
+
+def test_rows_of_the_former_form_are_refused(tmp_path, monkeypatch):
+    """Before K was transformed, a file of the same sizes said kv-1."""
     llm = llm_of(Full(), "int8")
     with llm.session() as session, monkeypatch.context() as patch:
         session.prefill(random_ids(20))
-        patch.setitem(engine.saved.model_key.BANK_FORMATS, "int8", f"{former}, int8")
+        patch.setitem(engine.saved.model_key.BANK_FORMATS, "int8", "kv-1, int8")
         session.save(tmp_path / "old")
-    with pytest.raises(SavedFileError, match=f"bank format.*{former}, int8.*kv-3, int8.*read") as found:
+    with pytest.raises(SavedFileError, match="bank format.*kv-1, int8.*kv-2, int8") as found:
         llm.restore(tmp_path / "old")
     assert "\n" not in str(found.value)
 
