@@ -68,6 +68,11 @@ def _rounding() -> Iterator[Case]:
     yield "int8 rows", native.pack(x, found, Kind.INT8), _packed(x, expected), torch.int8
 
 
+def tail(scale: torch.Tensor) -> torch.Tensor:
+    """Return what stands behind a row's values, of scales float32 [.., 1]: float32 [.., 2]."""
+    return torch.cat((scale, torch.zeros_like(scale)), -1)
+
+
 def pack_keys(k: torch.Tensor, backend: str = "auto") -> torch.Tensor:
     """Round rows of K [.., D] of any float dtype to packed rows, int8 [.., D + 8]: `pack` of the
     transformed rows.
