@@ -16,7 +16,7 @@ from kernels.launch.on_device import on_device
 from kernels.launch.shapes import Config, power_of_two
 from kernels.launch.softmax import PLAIN, Softmax, capped
 from kernels.launch.triton import tl, triton
-from kernels.rows.forms import key_floats, stored_queries, unpack_keys
+from kernels.rows.forms import is_packed, key_floats, stored_queries, unpack_keys
 from kernels.rows.tiles import load_keys, scaled_logits
 
 # rows per block on a CPU: the block's logits (4 B x C x G x ROWS, 3 MB at C = 256, G = 3) stay near
@@ -199,12 +199,12 @@ def column_kernel(
 WIDE_REGISTERS = 224
 
 
-def column_config(head_dim: int, itemsize: int) -> Config:
+def column_config(head_dim: int, itemsize: int, packed: bool = False) -> Config:
     """Choose 64 queries x 128 rows in 16 bits under 8 warps.
 
     Two score tiles (best and new) take 64 registers; with 128 queries sm_80 and sm_89 spill up to
-    200 bytes. Tiles are smaller in float32, where products take registers. At group 4 a product of
-    2.1 MFLOP reads 24 KB.
+    200 bytes. Tiles are smaller in float32, where products take registers, and of packed rows, of
+    which 128 spill on sm_89 and sm_100. At group 4 a product of 2.1 MFLOP reads 24 KB.
     """
     dim = max(16, power_of_two(head_dim))
     if itemsize == 4 or dim > 128:
@@ -212,7 +212,7 @@ def column_config(head_dim: int, itemsize: int) -> Config:
         # heads of 256 under 4 warps and a cap: 80 bytes of spills on sm_100
         warps = 4 if itemsize == 4 else 8
         return Config(side, side, dim, warps=warps, stages=2, queries=side)
-    return Config(128, 64, dim, warps=8, stages=2, queries=64)
+    return Config(64 if packed else 128, 64, dim, warps=8, stages=2, queries=64)
 
 
 def column_scores_triton(
@@ -233,7 +233,8 @@ def column_scores_triton(
     """
     batch, _, heads, head_dim = q.shape
     kv_heads = k.shape[1]
-    config, q = column_config(head_dim, q.element_size()), stored_queries(q, k)
+    config = column_config(head_dim, q.element_size(), is_packed(k))
+    q = stored_queries(q, k)
     table = on_device(
         [(first - start, last - start, stop) for first, last, stop in blocks], torch.int32, q.device
     )
