@@ -16,7 +16,7 @@ import torch
 
 from engine.forward.decode import step_together
 from engine.forward.graphs import Captured, bucket_for, captured
-from engine.forward.halves import PlainHalves
+from engine.forward.layer import TorchLayer
 from engine.runner.step import DecodeStep
 from engine.runner.step_runner import StepRunner
 
@@ -86,5 +86,5 @@ class BatchedStep:
         runner = parts[0][0]
         halves = runner.halves
         if len(sequences) > halves.most_rows:
-            halves = PlainHalves(runner.model)
+            halves = TorchLayer(runner.model)
         return step_together(runner.model, halves, sequences)

@@ -15,7 +15,7 @@ import torch
 
 from engine.bank.base import Attends, Bank, Step
 from engine.bank.query_ring import QueryRing
-from engine.forward.halves import Halves, PlainHalves
+from engine.forward.layer import LayerForm, TorchLayer
 from engine.model.llama import Llama
 from engine.model.rope import Rotary
 
@@ -28,7 +28,9 @@ class SequenceStep(NamedTuple):
     step: Step
 
 
-def step_together(model: Llama, halves: Halves, sequences: Sequence[SequenceStep]) -> torch.Tensor:
+def step_together(
+    model: Llama, halves: LayerForm, sequences: Sequence[SequenceStep]
+) -> torch.Tensor:
     """Run one step of independent sequences: float32 logits [B, Q, vocab], Q being the tokens of
     all sequences, in order.
 
@@ -69,10 +71,10 @@ class Decoder:
         rotary: Rotary,
         runtime: Attends,
         query_ring: QueryRing,
-        halves: Halves | None = None,
+        halves: LayerForm | None = None,
     ):
         self.model, self.rotary, self.runtime, self.query_ring = model, rotary, runtime, query_ring
-        self._plain = PlainHalves(model)
+        self._plain = TorchLayer(model)
         self.halves = halves or self._plain
 
     def step(

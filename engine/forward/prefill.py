@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from engine.bank.base import AttendsPrompt, Bank
-from engine.forward.prompt_halves import PLAIN, Pieces
+from engine.forward.prompt_layer import PLAIN, Pieces
 from engine.model.llama import Llama
 from engine.model.rope import Rotary
 from engine.plan.needs import MOST_WINDOW

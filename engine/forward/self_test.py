@@ -22,10 +22,10 @@ from engine.base.device import synchronize
 from engine.base.errors import DeviceFailed, SettingError
 from engine.base.figures import first_line
 from engine.forward.graphs import captured
-from engine.forward.halves import FusedHalves, Halves, PlainHalves, fusable
+from engine.forward.layer import FusedLayer, LayerForm, TorchLayer, fusable
 from engine.forward.native_backend import require_native
-from engine.forward.native_halves import NativeHalves, natively
-from engine.forward.prompt_halves import FUSED, PLAIN
+from engine.forward.native_layer import NativeLayer, natively
+from engine.forward.prompt_layer import FUSED, PLAIN
 from engine.model.llama import Llama
 from engine.model.rope import Rotary
 from engine.plan.layers import layer_plan
@@ -53,28 +53,28 @@ class StepForms:
     def __init__(
         self, model: Llama, rotary: Rotary, pieces: tuple[Callable, Callable], step: str
     ) -> None:
-        self._sizes, self._known = (model, rotary, pieces, step), dict[str, Halves]()
+        self._sizes, self._known = (model, rotary, pieces, step), dict[str, LayerForm]()
 
     def asked_for(self, step: str) -> StepForms:
         """Return the forms of the same model for another `step`."""
         return StepForms(*self._sizes[:-1], step)
 
-    def __call__(self, backend: str) -> Halves:
+    def __call__(self, backend: str) -> LayerForm:
         if backend not in self._known:
-            self._known[backend] = step_halves(*self._sizes, backend)
+            self._known[backend] = step_layer(*self._sizes, backend)
         return self._known[backend]
 
 
-def step_halves(
+def step_layer(
     model: Llama, rotary: Rotary, pieces: tuple[Callable, Callable], step: str, backend: str
-) -> Halves:
+) -> LayerForm:
     """Return the form of a model's decode steps. step: "auto" runs the self-test on a GPU and warns
     if it fails; "fused" and "plain" run none. Raises SettingError if "fused" is impossible.
     """
     if backend in NATIVE and model.device.type == "cpu":
         try_all()  # compiles now rather than in the first answer
     require_native(backend, model.device, compile=True)
-    plain = PlainHalves(model, pieces, backend)
+    plain = TorchLayer(model, pieces, backend)
     if is_tested(model.device):
         _check_few_bits(model)
     possible = choose_for(backend, model.device) == "triton" and fusable(model)
@@ -84,10 +84,10 @@ def step_halves(
                 "step: found 'fused', expected 'auto' or 'plain': it needs a GPU, triton, a layer "
                 "as Llama's and weights as they are stored"
             )
-        return FusedHalves(model)
+        return FusedLayer(model)
     if step == "plain" or not possible or not is_tested(model.device):
         torchs = step == "plain" or pieces != PLAIN or backend not in NATIVE
-        return plain if torchs or not natively(model) else NativeHalves(model)
+        return plain if torchs or not natively(model) else NativeLayer(model)
     why = failure(model, rotary)
     if why:
         warnings.warn(
@@ -95,7 +95,7 @@ def step_halves(
             stacklevel=2,
         )
         return plain
-    return FusedHalves(model)
+    return FusedLayer(model)
 
 
 def is_tested(device: torch.device) -> bool:
@@ -128,9 +128,7 @@ def _failure(model: Llama, rotary: Rotary) -> str:
     return _reason(
         model.device,
         lambda: (
-            _halves_failure(model, rotary)
-            or _prompt_failure(model, rotary)
-            or _merge_failure(model)
+            _layer_failure(model, rotary) or _prompt_failure(model, rotary) or _merge_failure(model)
         ),
         "step='plain'",
     )
@@ -216,7 +214,9 @@ class _Layer:
 
     RESULTS = ("query", "K", "V", "query ring", "layer", "logits")
 
-    def __init__(self, form: Halves, model: Llama, rotary: Rotary, number: int, rows: int) -> None:
+    def __init__(
+        self, form: LayerForm, model: Llama, rotary: Rotary, number: int, rows: int
+    ) -> None:
         config, device, dtype = model.config, model.device, model.dtype
         generator = torch.Generator().manual_seed(rows)
         x = torch.randn(1, rows, config.hidden_size, generator=generator)
@@ -243,7 +243,7 @@ class _Layer:
         return [q, *stored, self._ring.slots, found, self._form.logits(found)]
 
 
-def _halves_failure(model: Llama, rotary: Rotary) -> str:
+def _layer_failure(model: Llama, rotary: Rotary) -> str:
     """Test a step's halves in the first layer and the last, for one token and for several; and one
     token's once more as a graph, as an answer will run it.
     """
@@ -251,8 +251,8 @@ def _halves_failure(model: Llama, rotary: Rotary) -> str:
     for number in sorted({0, model.config.num_layers - 1}):
         for rows in STEP_ROWS:
             sizes = model, rotary, number, rows
-            wanted = _Layer(PlainHalves(model), *sizes).run()
-            layer = _Layer(FusedHalves(model), *sizes)
+            wanted = _Layer(TorchLayer(model), *sizes).run()
+            layer = _Layer(FusedLayer(model), *sizes)
             if why := _unlike(layer.run(), wanted, model.dtype, coarse):
                 return f"{why} ({rows} rows, layer {number})"
             if rows > 1 or number or not torch.cuda.is_available():

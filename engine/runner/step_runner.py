@@ -17,8 +17,8 @@ from engine.bank.base import Attends, Bank, Step
 from engine.bank.query_ring import QueryRing
 from engine.forward.decode import Decoder
 from engine.forward.graphs import GraphedStep
-from engine.forward.halves import FusedHalves, PlainHalves
-from engine.forward.prompt_halves import prompt_pieces
+from engine.forward.layer import FusedLayer, TorchLayer
+from engine.forward.prompt_layer import prompt_pieces
 from engine.load.loaded import Loaded
 from engine.methods.base import Method, Setup
 from engine.methods.full import Full
@@ -63,7 +63,7 @@ class StepRunner:
         self._loaded, self._query_ring, self._rotary = loaded, query_ring, loaded.rotary
         self._plain = backend == "reference"
         # The reference is the oracle: plain launchers, pieces uncompiled, no graph.
-        oracle = PlainHalves(loaded.model, backend=backend) if self._plain else None
+        oracle = TorchLayer(loaded.model, backend=backend) if self._plain else None
         self.halves = oracle or loaded.halves(backend)
         self.model = model = self.halves.model
         device, dtype = model.device, model.dtype
@@ -77,7 +77,7 @@ class StepRunner:
             backend=backend,
             sinks=model.sinks,
         )
-        self.fused = isinstance(self.halves, FusedHalves)
+        self.fused = isinstance(self.halves, FusedLayer)
         self.prompt_pieces = prompt_pieces(self.halves)
         if not self.fused:
             setup = replace(setup, scratch=setup.scratch.merging_apart())

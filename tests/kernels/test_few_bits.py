@@ -12,8 +12,8 @@ import torch
 
 import engine.forward.self_test
 from engine import LLM, Full
-from engine.forward.halves import FusedHalves
-from engine.forward.self_test import matrices, step_halves
+from engine.forward.layer import FusedLayer
+from engine.forward.self_test import matrices, step_layer
 from engine.model.tensors import random_stream
 from kernels.layer.gemv import multiply_rows_ref
 from kernels.quant.gemm import multiply_tiles, tile_config
@@ -231,7 +231,7 @@ def test_a_kernel_that_fails_or_lies_is_not_used(monkeypatch):
     monkeypatch.setattr(engine.forward.self_test, "is_tested", lambda device: True)
     llm = model("int4", step="auto")
     sizes = llm.model, llm.rotary, llm.load().pieces, "auto", "triton"
-    assert isinstance(step_halves(*sizes), FusedHalves)
+    assert isinstance(step_layer(*sizes), FusedLayer)
 
     def lies(x, weight, bias=None):
         return multiply_words(x, weight, bias) * 1.5
@@ -243,8 +243,8 @@ def test_a_kernel_that_fails_or_lies_is_not_used(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr("kernels.quant.linear.multiply_words", planted)
             with pytest.warns(UserWarning, match=f"dequantised for every product.*{said}"):
-                found = step_halves(*sizes)
-        assert not isinstance(found, FusedHalves)
+                found = step_layer(*sizes)
+        assert not isinstance(found, FusedLayer)
         for one in matrices(llm.model):
             assert one.dequantises
             one.dequantises = False

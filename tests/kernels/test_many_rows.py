@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine.forward.self_test
 from engine import Full, OmniKV
-from engine.forward.halves import FusedHalves
-from engine.forward.prompt_halves import FUSED, PLAIN, prompt_pieces
-from engine.forward.self_test import step_halves
+from engine.forward.layer import FusedLayer
+from engine.forward.prompt_layer import FUSED, PLAIN, prompt_pieces
+from engine.forward.self_test import step_layer
 from kernels.layer.prompt_fused import (
     add_normalize_rows,
     add_normalize_rows_ref,
@@ -116,7 +116,7 @@ def test_a_layer_of_a_chunk_is_four_products_one_sum_and_four_kernels(monkeypatc
             launched.append(name)
             return launch(*arguments)
 
-        monkeypatch.setattr(f"engine.forward.prompt_halves.{name}", counted)
+        monkeypatch.setattr(f"engine.forward.prompt_layer.{name}", counted)
     counts = []
     for before, after in (PLAIN, FUSED):
         with Ops() as ops:
@@ -150,11 +150,9 @@ def test_a_kernel_that_lies_in_a_prompt_leaves_torchs_operators(monkeypatch):
     monkeypatch.setattr(engine.forward.self_test, "ROWS", 700)
     monkeypatch.setattr(engine.forward.self_test, "is_tested", lambda device: True)
     sizes = llm.model, llm.rotary, llm.load().pieces
-    found = step_halves(*sizes, "auto", "triton")
-    assert isinstance(found, FusedHalves) and prompt_pieces(found) is FUSED
-    monkeypatch.setattr(
-        "engine.forward.prompt_halves.swiglu_rows", lambda g: swiglu_rows_ref(g) * 2
-    )
+    found = step_layer(*sizes, "auto", "triton")
+    assert isinstance(found, FusedLayer) and prompt_pieces(found) is FUSED
+    monkeypatch.setattr("engine.forward.prompt_layer.swiglu_rows", lambda g: swiglu_rows_ref(g) * 2)
     with pytest.warns(UserWarning, match="on torch's operators: a prompt's layer differs by"):
-        found = step_halves(*sizes, "auto", "triton")
+        found = step_layer(*sizes, "auto", "triton")
     assert prompt_pieces(found) is PLAIN

@@ -13,8 +13,8 @@ import torch
 import engine.forward.self_test
 from engine import Full, OmniKV
 from engine.base.errors import SettingError
-from engine.forward.halves import FusedHalves, fusable
-from engine.forward.self_test import step_halves
+from engine.forward.layer import FusedLayer, fusable
+from engine.forward.self_test import step_layer
 from kernels.attention.scratch import make_scratch
 from kernels.layer.gemv import multiply_rows, multiply_rows_ref, outputs_of
 from kernels.layer.norm import normalize_rows, normalize_rows_ref
@@ -189,8 +189,8 @@ def test_a_kernel_that_fails_or_lies_leaves_the_plain_form(monkeypatch):
     monkeypatch.setattr(engine.forward.self_test, "ROWS", 700)
     monkeypatch.setattr(engine.forward.self_test, "is_tested", lambda device: True)
     sizes = llm.model, llm.rotary, llm.load().pieces
-    assert isinstance(step_halves(*sizes, "auto", "triton"), FusedHalves)
-    assert not isinstance(step_halves(*sizes, "plain", "triton"), FusedHalves)
+    assert isinstance(step_layer(*sizes, "auto", "triton"), FusedLayer)
+    assert not isinstance(step_layer(*sizes, "plain", "triton"), FusedLayer)
 
     def lies(x, weight, *arguments, **named):
         return multiply_rows_ref(x, weight, *arguments, **named) * 1.5
@@ -203,12 +203,12 @@ def test_a_kernel_that_fails_or_lies_leaves_the_plain_form(monkeypatch):
         (fails, "a kernel fails: RuntimeError: PassManager::run failed"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr("engine.forward.halves.multiply_rows", planted)
+            patch.setattr("engine.forward.layer.multiply_rows", planted)
             with pytest.warns(UserWarning, match=f"on torch's operators: .*{said}"):
-                found = step_halves(*sizes, "auto", "triton")
-        assert not isinstance(found, FusedHalves)
+                found = step_layer(*sizes, "auto", "triton")
+        assert not isinstance(found, FusedLayer)
     with pytest.raises(SettingError, match="step: found 'fused', expected 'auto' or 'plain'"):
-        step_halves(*sizes, "fused", "cpu")
+        step_layer(*sizes, "fused", "cpu")
 
 
 @pytest.mark.parametrize("family", ["qk_norm", "activation", "residual", "logits"])

@@ -44,7 +44,7 @@ TABLE = (
     ),
     Breakage(
         "rows go to another's bank",
-        "engine/forward/halves.py",
+        "engine/forward/layer.py",
         r"zip\(steps, split_rows\(steps, \*found\)\)",
         "zip(steps[::-1], split_rows(steps, *found))",
         (ALONE,),
@@ -59,8 +59,8 @@ TABLE = (
     Breakage(
         "the bits of a product depend on who else is in it",
         "engine/runner/step_runner.py",
-        r"PlainHalves\(loaded.model, backend=backend\)",
-        'PlainHalves(loaded.model, backend="cpu")',
+        r"TorchLayer\(loaded.model, backend=backend\)",
+        'TorchLayer(loaded.model, backend="cpu")',
         (f"{BATCH}::test_the_weights_are_read_once",),
     ),
     Breakage(
@@ -129,7 +129,7 @@ TABLE = (
     ),
     Breakage(
         "a fused step stores every sequence's rows at the first one's position",
-        "engine/forward/halves.py",
+        "engine/forward/layer.py",
         r"rotate_store\(mine, c, s, k, v, ring, step\.positions",
         "rotate_store(mine, c, s, k, v, ring, steps[0].positions",
         ("tests/kernels/test_shared_step.py::test_a_fused_step_of_several",),

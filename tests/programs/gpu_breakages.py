@@ -278,8 +278,8 @@ SECOND = (
     Breakage(
         "L3 the form that will not run is compiled",
         "engine/forward/self_test.py",
-        r"wanted = _Layer\(PlainHalves\(model\), \*sizes\)",
-        "wanted = _Layer(PlainHalves(model, tuple(map(torch.compile, PLAIN))), *sizes)",
+        r"wanted = _Layer\(TorchLayer\(model\), \*sizes\)",
+        "wanted = _Layer(TorchLayer(model, tuple(map(torch.compile, PLAIN))), *sizes)",
         (f"{SELF}::test_a_self_test_that_passes_compiles_nothing",),
     ),
     Breakage(

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from engine import LLM, Full
-from engine.forward.halves import FusedHalves
+from engine.forward.layer import FusedLayer
 from engine.sampling.greedy import DeviceArgmax
 from tests.builders import session_config, tiny_llm
 from tools import check_gpu
@@ -600,8 +600,8 @@ def test_a_twin_takes_its_own_form(monkeypatch):
     """An LLM with another `step` does not keep the form of the one whose weights it shares."""
     llm = tiny_llm(Full(), session_config(layers=1), max_context=256, backend="reference")
     monkeypatch.setattr("engine.forward.self_test.choose_for", lambda backend, device: "triton")
-    assert not isinstance(llm.load().halves("reference"), FusedHalves)
-    assert isinstance(LLM.sharing(llm, step="fused").load().halves("reference"), FusedHalves)
+    assert not isinstance(llm.load().halves("reference"), FusedLayer)
+    assert isinstance(LLM.sharing(llm, step="fused").load().halves("reference"), FusedLayer)
 
 
 def test_products_with_weights_of_few_bits_are_checked_and_judged():

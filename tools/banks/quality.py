@@ -23,7 +23,7 @@ import engine.runner.prefill
 from engine import LLM, Full, OmniKV
 from engine.bank.base import Bank
 from engine.base.errors import UsageError
-from engine.forward.prompt_halves import Pieces
+from engine.forward.prompt_layer import Pieces
 from engine.methods.base import Method, Runtime
 from engine.model.llama import Llama
 from engine.model.rope import Rotary

@@ -13,7 +13,7 @@ import torch
 
 import engine.bank.host.host_rows
 import engine.bank.host.working_set
-import engine.forward.native_halves
+import engine.forward.native_layer
 import engine.methods.base
 import engine.methods.omnikv.runtime
 from kernels.layer.linear import Linear
@@ -24,7 +24,7 @@ STAGES = ("linear", "dense attention", "scoring", "top-k", "gather", "sparse att
 _LAUNCHERS = (
     (engine.methods.base, "decode_dense", "dense attention"),
     (engine.methods.omnikv.runtime, "decode_sparse", "sparse attention"),
-    (engine.forward.native_halves, "multiply", "linear"),  # with norm, SwiGLU and residual
+    (engine.forward.native_layer, "multiply", "linear"),  # with norm, SwiGLU and residual
     (engine.methods.omnikv.runtime, "select_topk", "top-k"),
     (engine.methods.omnikv.runtime, "window_scores", "scoring"),
     (engine.methods.base, "attend_stream", "dense attention"),

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from engine import Full, OmniKV, SamplingParams
-from engine.forward.halves import PlainHalves
-from engine.forward.native_halves import NativeHalves
+from engine.forward.layer import TorchLayer
+from engine.forward.native_layer import NativeLayer
 from engine.methods.exact import Exact
 from kernels.native.library import missing
 from tests.builders import random_ids, session_config, tiny_llm
@@ -39,11 +39,11 @@ def test_a_session_says_what_it_says_on_torchs_operators(case):
     method, fields, settings = CASES[case]
     llm = tiny_llm(method, session_config(**fields), **settings)
     session = llm.session()
-    assert type(session.runner.halves) is NativeHalves and not session.runner.fused
+    assert type(session.runner.halves) is NativeLayer and not session.runner.fused
     session.prefill(random_ids(90))
     told, twin = [], session.fork()
     twin.set_backend("cpu")
-    assert type(twin.runner.halves) is PlainHalves
+    assert type(twin.runner.halves) is TorchLayer
     for one in (session, twin):
         pieces = one.generate([], SamplingParams(max_tokens=24, ignore_eos=True))
         told.append([piece.token_id for piece in pieces])
@@ -74,7 +74,7 @@ def test_sessions_of_a_batch_say_what_they_say_alone():
 def test_who_runs_on_the_kernels():
     """Blocks that they know, on a CPU, unless something else is asked for."""
     config = session_config()
-    assert type(tiny_llm(config=config).session().runner.halves) is NativeHalves
+    assert type(tiny_llm(config=config).session().runner.halves) is NativeLayer
     plain = {
         "another block": tiny_llm(config=session_config(**GRANITE)),
         "step": tiny_llm(config=config, step="plain"),
@@ -83,4 +83,4 @@ def test_who_runs_on_the_kernels():
         "torch": tiny_llm(config=config, backend="cpu"),
     }
     for name, llm in plain.items():
-        assert type(llm.session().runner.halves) is PlainHalves, name
+        assert type(llm.session().runner.halves) is TorchLayer, name

@@ -19,7 +19,7 @@ import engine.forward.self_test as self_test
 from engine import Full
 from engine.base.errors import DeviceFailed
 from engine.forward.graphs import compiled_pieces
-from engine.forward.halves import PlainHalves
+from engine.forward.layer import TorchLayer
 from kernels.launch.tolerance import differs, differs_overall
 from tests.builders import session_config, tiny_llm
 from tests.fake_gpu import FakeGPU
@@ -27,7 +27,7 @@ from tests.fake_gpu import FakeGPU
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
 
 
-class Fused(PlainHalves):
+class Fused(TorchLayer):
     """Stands in for our own kernels; `wrong(rows, layer)` says where they are off by 4%."""
 
     def __init__(self, model, wrong=lambda rows, layer: False):
@@ -47,7 +47,7 @@ def llm(monkeypatch):
     )
     monkeypatch.setattr(self_test, "is_tested", lambda device: True)
     monkeypatch.setattr(self_test, "choose_for", lambda backend, device: "triton")
-    monkeypatch.setattr(self_test, "FusedHalves", Fused)
+    monkeypatch.setattr(self_test, "FusedLayer", Fused)
     for part in ("_prompt_failure", "_merge_failure"):
         monkeypatch.setattr(self_test, part, lambda *arguments: "")
     return made
@@ -63,7 +63,7 @@ def dependent(monkeypatch):
 
 
 def halves(llm, pieces=None):
-    return self_test.step_halves(llm.model, llm.rotary, pieces or llm.load().pieces, "auto", "auto")
+    return self_test.step_layer(llm.model, llm.rotary, pieces or llm.load().pieces, "auto", "auto")
 
 
 def test_a_device_that_takes_no_more_work_is_said_before_plain_is_chosen(llm, monkeypatch):
@@ -145,9 +145,9 @@ def test_a_self_test_that_passes_compiles_nothing(llm, monkeypatch):
     ids=["one row", "three rows", "most rows", "last layer"],
 )
 def test_several_rows_and_the_last_layer_are_tested(llm, wrong, monkeypatch):
-    monkeypatch.setattr(self_test, "FusedHalves", lambda model: Fused(model, wrong))
+    monkeypatch.setattr(self_test, "FusedLayer", lambda model: Fused(model, wrong))
     with pytest.warns(UserWarning, match=r"is off by 0\.0[34]\d* of its norm"):
-        assert type(halves(llm)) is PlainHalves
+        assert type(halves(llm)) is TorchLayer
 
 
 def test_a_kernel_that_drops_its_last_columns_is_found():

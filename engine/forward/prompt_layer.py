@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from engine.forward.halves import FusedHalves, Halves
+from engine.forward.layer import FusedLayer, LayerForm
 from engine.model.llama import Layer, post_attention, pre_attention
 from kernels.layer.norm import normalize_rows
 from kernels.layer.prompt_fused import add_normalize_rows, rotate_rows, swiglu_rows
@@ -24,9 +24,9 @@ Pieces = tuple[Callable, Callable]
 PLAIN: Pieces = pre_attention, post_attention
 
 
-def prompt_pieces(halves: Halves) -> Pieces:
+def prompt_pieces(halves: LayerForm) -> Pieces:
     """The halves of a layer for a chunk, in the form of a step's `halves`."""
-    return FUSED if isinstance(halves, FusedHalves) else PLAIN
+    return FUSED if isinstance(halves, FusedLayer) else PLAIN
 
 
 def fused_pre_attention(

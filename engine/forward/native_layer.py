@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.bank.base import Step
-from engine.forward.halves import PlainHalves, split_rows
+from engine.forward.layer import TorchLayer, split_rows
 from engine.model.config.block import LLAMA
 from engine.model.llama import Llama, Matrix, normed_heads
 from engine.model.rope import apply_rope
@@ -47,17 +47,17 @@ def natively(model: Llama) -> bool:
     return on_cpu and alike and block == LLAMA and config.experts is None
 
 
-class NativeHalves:
+class NativeLayer:
     """The C++ kernels. Matrices that they do not read, or not for so many rows, are multiplied by
     torch's operators, with the kernels around them.
     """
 
-    most_rows = PlainHalves.most_rows
+    most_rows = TorchLayer.most_rows
 
     def __init__(self, model: Llama) -> None:
         assert natively(model), "a block that the C++ kernels do not know"
         self.model, self._eps = model, model.config.rms_norm_eps
-        self._plain = PlainHalves(model)
+        self._plain = TorchLayer(model)
         config = model.config
         self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
         self._per_row = config.num_heads + 2 * config.num_kv_heads, config.head_dim

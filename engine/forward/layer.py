@@ -25,9 +25,9 @@ from kernels.quant.gemv import multiply_few_bits
 from kernels.quant.linear import QuantisedLinear
 
 
-class Halves(Protocol):
-    """What a decode step asks of a form; x [B, Q, hidden], Q being the tokens of all sequences that
-    share the step, one after the other.
+class LayerForm(Protocol):
+    """The interface of a form to a decode step. x [B, Q, hidden]: Q is the tokens of all sequences
+    that share the step, one after the other.
     """
 
     most_rows: int  # B * Q at most
@@ -84,7 +84,7 @@ def split_rows(steps: Sequence[Step], *tensors: torch.Tensor) -> Iterable[tuple[
     return zip(*(tensor.split(sizes, dim=1) for tensor in tensors))
 
 
-class PlainHalves:
+class TorchLayer:
     """torch's operators. pieces: the two halves of a layer, plain or compiled. backend: of what is
     stored, and of the products: few rows are C++'s under "auto" and "native". Under "reference"
     each token of a step goes through the products by itself.
@@ -129,7 +129,7 @@ class PlainHalves:
         return self._logits(x)
 
 
-class FusedHalves:
+class FusedLayer:
     """Our own kernels, for weights that are held as they were stored or as words of few bits."""
 
     most_rows = MOST_ROWS
