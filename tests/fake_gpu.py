@@ -100,6 +100,7 @@ class FakeGPU:
         self.captures, self.launch, self.kernel = [], 7e-6, 1e-6
         self.memory = [(70 << 30, 80 << 30)] * cards
         self.capability = (9, 0)
+        self.integrated = False  # whether the cards have no memory of their own
         for name, stand_in in {
             "is_available": lambda: cards > 0,
             "device_count": lambda: cards,
@@ -112,7 +113,9 @@ class FakeGPU:
             "get_device_name": lambda device=None: "Fake GPU",
             "get_device_capability": lambda device=None: self.capability,
             "get_device_properties": lambda device=None: SimpleNamespace(
-                total_memory=self.memory[self.index(device)][1], name="Fake GPU"
+                total_memory=self.memory[self.index(device)][1],
+                name="Fake GPU",
+                is_integrated=self.integrated,
             ),
             "is_initialized": lambda: bool(self.used),
             "Event": Event,

@@ -61,12 +61,14 @@ def memory_items(
     placement: Placement | None = None,
     weights: FewBits | None = None,
     head_twice: bool = False,
+    shared: bool = False,
 ) -> tuple[Item, ...]:
     """Return the plan's parts at a context of so many tokens: (name, bytes, note).
 
     Everything but the bank and a few buffers is O(1) in context. placement: what lives in host
     memory. On a CPU that is the same memory, so the host tier is an item too. weights: in few
-    bits; None: all of them in `dtype`. head_twice: a tied lm_head has a copy of its own.
+    bits; None: all of them in `dtype`. head_twice: a tied lm_head has a copy of its own. shared: a
+    GPU whose memory is the host's.
     """
     size, context = dtype.itemsize, reserved_rows(context, device.type)
     kept = config.num_layers - len(config.local_layers)
@@ -85,7 +87,7 @@ def memory_items(
         ("weights", *(weights[:2] if weights else _plain_weights(config, size, head_twice))),
         ("context bank", bank, f"{kept} layers x {_bank_note(config, size, device)}"),
         *((("sliding windows", rings, _window_note(config)),) if rings else ()),
-        *_tier_items(config, placement, size, context, device),
+        *_tier_items(config, placement, size, context, device.type == "cpu" or shared),
         ("query ring", ring, f"last {RING} queries of every layer"),
         ("decode scratch", scratch, ""),
         ("selection", needs.device_bytes, "scores and indices" if needs.selected else ""),
@@ -147,7 +149,7 @@ def _tier_items(
     placement: Placement | None,
     size: int,
     context: int,
-    device: torch.device,
+    one_memory: bool,
 ) -> tuple[Item, ...]:
     if placement is None:
         return ()
@@ -160,7 +162,7 @@ def _tier_items(
         ),
         ("streaming", parts["staging"], f"blocks of {placement.block} tokens"),
     )
-    if device.type == "cpu":
+    if one_memory:
         host = placement.host_bytes(config, size, context)
         items += (("host tier", host, "in ordinary memory"),)
     return items
@@ -193,7 +195,8 @@ def prefill_bytes(config: ModelConfig, size: int, chunk: int, device_type: str) 
 class _Search:
     """Which placements of one model under one method fit on one machine.
 
-    free, host_free: bytes of the device and of host memory; the other fields are as in `plan_at`.
+    free, host_free: bytes of the device and of host memory, the same ones on a CPU and where
+    `shared`; the other fields are as in `plan_at`.
     """
 
     config: ModelConfig
@@ -209,6 +212,12 @@ class _Search:
     host_free: int
     weights: FewBits | None = None
     head_twice: bool = False
+    shared: bool = False
+
+    @property
+    def one_memory(self) -> bool:
+        """Whether rows in host memory take the device's bytes."""
+        return self.device.type == "cpu" or self.shared
 
     def items(self, context: int, placement: Placement | None) -> tuple[Item, ...]:
         """Return the memory items at a context with this placement."""
@@ -224,6 +233,7 @@ class _Search:
             placement,
             self.weights,
             self.head_twice,
+            self.shared,
         )
 
     def packing_head(self, context: int) -> _Search:
@@ -245,7 +255,7 @@ class _Search:
 
     def fits(self, context: int, placement: Placement | None) -> bool:
         """Say whether a context with this placement fits on the device and in host memory."""
-        if placement is not None and self.device.type != "cpu":
+        if placement is not None and not self.one_memory:
             host = placement.host_bytes(self.config, self.dtype.itemsize, context)
             if host > self.host_free * HEADROOM:
                 return False
@@ -260,7 +270,7 @@ class _Search:
 
         "auto" returns as much to the device as fits.
         """
-        if self.offload == "device" or (self.offload == "auto" and self.device.type == "cpu"):
+        if self.offload == "device" or (self.offload == "auto" and self.one_memory):
             return None
         context = reserved_rows(context, self.device.type)
         full = full_placement(
@@ -354,11 +364,9 @@ def plan_at(
     selected token. weights: see `memory_items`.
     """
     chunk = chunk or default_chunk(device.type, config)
-    free, free_name, host_free, host_name = free_bytes(
-        device, budget, host_budget, imagined, imagined_host, idle_host
-    )
-    asked = backend, offload, slots
-    search = _Search(config, method, layers, dtype, device, chunk, *asked, free, host_free, weights)
+    found = free_bytes(device, budget, host_budget, imagined, imagined_host, idle_host)
+    known = config, method, layers, dtype, device, chunk, backend, offload, slots
+    search = _Search(*known, found.bytes, found.host, weights, shared=found.shared)
     size, largest = dtype.itemsize, search.largest_context(max_context)
     context = max_context or max(min(ROUND, config.context_limit), largest)
     search = search.packing_head(context)
@@ -374,13 +382,14 @@ def plan_at(
         chunk=context if needs.one_chunk else min(chunk, context),
         dense_below=method.dense_below_tokens(layers, config, size, device.type, context),
         items=search.items(context, placement),
-        free=free,
-        free_name=free_name,
+        free=found.bytes,
+        free_name=found.name,
         note=note,
         placement=placement,
         host_bytes=placement.host_bytes(config, size, context) if placement else 0,
-        host_free=host_free,
-        host_name=host_name,
+        host_free=found.host,
+        host_name=found.host_name,
+        shared=found.shared,
         full_bank=_full_bank(config, size, chunk, context),
         budget=needs.retained or needs.selected,
         kept=needs.retained_bytes,

@@ -73,8 +73,10 @@ class Planner:
     def _host_limit(self) -> int | None:
         """The most bytes of host memory that sessions may take; None: no limit."""
         limit = self.options.ram_budget
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not self._plan.shared:
             return limit or int(self._plan.host_free * HEADROOM)
+        if self._plan.shared and limit is None:
+            limit = int(self._plan.free * HEADROOM)
         return None if limit is None else self.plan(offload="host").left_for_host(limit)
 
     def _make_plan(
@@ -161,7 +163,7 @@ class Planner:
         on_gpu = self.device.type == "cuda"
         capacity = reserved_rows(capacity, self.device.type)
         needs = method.needs(layers, self.config, capacity, self.dtype.itemsize)
-        staged = needs.staged_layers and offload == "auto" and on_gpu
+        staged = needs.staged_layers and offload == "auto" and on_gpu and not self._plan.shared
         if offload == "device" or (planned is None and offload != "host" and not staged):
             return None
         chunk, slots = min(self.chunk, capacity), self.options.slots

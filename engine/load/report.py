@@ -28,14 +28,15 @@ class Plan:
     max_context, chunk: tokens; largest_context: most tokens that fit. dense_below: tokens of
     context below which every layer reads everything. items: device memory at max_context. free,
     host_free: bytes found on the device and in host memory; free_name and host_name say what was
-    asked. placement: what lives in host memory; None: nothing. host_bytes: host tier of one session
-    (on a CPU it is part of the total). full_bank: bytes of K and V of all layers. budget: selected
-    or retained tokens. kept: bytes of K and V that an evicting method keeps after a prompt of
-    max_context; 0 for other methods. outlook: what exact mode promises at max_context.
-    prompt_link_bytes, step_link_bytes: the most that reading max_context tokens, and a step after
-    them, brings from host memory. offload: what was asked: "auto", "host" or "device". head_copy:
-    bytes of a tied lm_head that is held a second time, packed for products. kernels: why a CPU's
-    steps run torch's operators; "" where they run our kernels.
+    asked; shared: it is a GPU's and the host's at once. placement: what lives in host memory; None:
+    nothing. host_bytes: host tier of one session (on a CPU it is part of the total). full_bank:
+    bytes of K and V of all layers. budget: selected or retained tokens. kept: bytes of K and V that
+    an evicting method keeps after a prompt of max_context; 0 for other methods. outlook: what exact
+    mode promises at max_context. prompt_link_bytes, step_link_bytes: the most that reading
+    max_context tokens, and a step after them, brings from host memory. offload: what was asked:
+    "auto", "host" or "device". head_copy: bytes of a tied lm_head that is held a second time,
+    packed for products. kernels: why a CPU's steps run torch's operators; "" where they run our
+    kernels.
     """
 
     model: str
@@ -55,6 +56,7 @@ class Plan:
     host_bytes: int = 0
     host_free: int = 0
     host_name: str = "free host memory"
+    shared: bool = False
     full_bank: int = 0
     budget: int = 0
     kept: int = 0
@@ -106,11 +108,14 @@ class Plan:
     def where(self) -> str:
         """One line on what lives where."""
         if self.placement is None:
-            return f"everything on the device{self.unheeded and f'; {self.unheeded}'}"
+            whose = ", whose memory is the host's" if self.shared else ""
+            return f"everything on the device{whose}{self.unheeded and f'; {self.unheeded}'}"
         line = (
             f"{self.placement.describe()}; {human(self.host_bytes)} of {human(self.host_free)} "
             f"{self.host_name}"
         )
+        if self.shared:
+            line += "; it is the device's memory too: offload=auto reads those rows in place"
         if getattr(self.method, "wait_layers", None) == 0 and self.placement.budget:
             line += "; no wait layers: wait_layers=1 hides more of each load where the link is slow"
         if self.device != "cpu" and self.chunk < OFFLOAD_CHUNK:

@@ -42,15 +42,25 @@ def available_bytes(device: torch.device) -> tuple[int, str]:
     return min(found)
 
 
+def shares_memory(device: torch.device) -> bool:
+    """Return whether a GPU's memory is the host's: Jetson, DGX Spark, GPUs within a processor. What
+    is pinned there lies where everything else does.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return False  # a plan may be of a card that is not here
+    return bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", False))
+
+
 class Free(NamedTuple):
     """Free bytes of a device and of host memory, within budgets, each with the name of what was
-    asked.
+    asked. shared: the device is a GPU and both are the same bytes.
     """
 
     bytes: int
     name: str
     host: int
     host_name: str
+    shared: bool = False
 
 
 def free_bytes(
@@ -66,7 +76,11 @@ def free_bytes(
     GPU's host memory that are taken for sessions and that none of them uses.
     """
     host_name = "free host memory"
-    if imagined is None:
+    shared = imagined is None and shares_memory(device)
+    if shared:
+        # CUDA's own figure counts the page cache as used there
+        free, name = available_bytes(torch.device("cpu"))[0] + idle_host, "free, GPU and CPU share"
+    elif imagined is None:
         free, name = available_bytes(device)
     else:
         free, name = imagined, "free on an imagined GPU"
@@ -75,15 +89,15 @@ def free_bytes(
     if imagined_host is not None:
         host, host_name = imagined_host, "free imagined host memory"
     else:
-        on_cpu = device.type == "cpu"
-        host = free if on_cpu else available_bytes(torch.device("cpu"))[0] + idle_host
+        one = device.type == "cpu" or shared
+        host = free if one else available_bytes(torch.device("cpu"))[0] + idle_host
         if imagined is not None and host_budget is None:
             host_name = "free host memory of this machine"
     if host_budget is not None:
         allowed = int(host_budget / HEADROOM)
         # a budget beside an imagined GPU is all that is known of its host
         host = allowed if imagined is not None and imagined_host is None else min(host, allowed)
-    return Free(free, name, host, host_name)
+    return Free(free, name, host, host_name, shared)
 
 
 def _meminfo(path: Path = Path("/proc/meminfo")) -> int | None:

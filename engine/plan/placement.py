@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import TAIL_BLOCK
 from engine.plan.needs import RING, Needs
-from kernels.prefill.dense import CUDNN_BLOCK
+from kernels.prefill.dense import COPIED_BLOCK
 from kernels.tier.lru_slots import slots_bytes
 
 # tokens a session can be truncated by without re-reading, on top of one aborted chunk
@@ -28,7 +28,7 @@ ROUND = 64
 # 4 KB a row. As many as cuDNN's attention reads at a time (kernels/prefill/dense.py). With 65536 an
 # 8B model took 34.07 KiB of device memory per token at 2^20 tokens; smaller blocks mean more
 # partial results to merge.
-STREAM_BLOCK = CUDNN_BLOCK
+STREAM_BLOCK = COPIED_BLOCK
 # slots per selected token: hit rates saturate near four times a step's selection
 SLOTS = 4
 ROW_ALIGN = 64  # bytes: a host sector

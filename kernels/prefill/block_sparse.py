@@ -18,7 +18,8 @@ from kernels.launch.isa import multiplies
 from kernels.launch.shapes import Config, power_of_two, softmax_step
 from kernels.launch.softmax import PLAIN
 from kernels.launch.triton import tl, triton
-from kernels.prefill.dense import attend_chunk, attend_rows, merge
+from kernels.prefill.dense import attend_chunk, attend_rows
+from kernels.prefill.merge import merge
 from kernels.rows.forms import is_packed, key_floats, stored_queries, unpack_keys
 from kernels.rows.tiles import load_keys, load_values, scaled_logits
 

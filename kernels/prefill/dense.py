@@ -1,8 +1,8 @@
 """Dense prefill: a chunk of queries attends causally to all K and V before it and to itself.
 
-Two parts are merged by their log-sum-exp. The past needs no mask, so the queries of a group are
-folded into one long run of queries and no K/V head is repeated. Only the chunk itself is causal. No
-mask of any size is built, and activations are O(chunk).
+Parts are merged by their log-sum-exp (kernels/prefill/merge.py). The past needs no mask, so the
+queries of a group are folded into one long run of queries and no K/V head is repeated. Only the
+chunk itself is causal. No mask of any size is built, and activations are O(chunk).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from kernels.attention.reference import attend
 from kernels.launch.dispatch import choose
 from kernels.launch.isa import fuses
 from kernels.launch.softmax import PLAIN, Softmax
+from kernels.prefill.merge import Part, take_part
 from kernels.prefill.native import attend_prompts, attends_prompt
 from kernels.prefill.tiled import attend_tiles
 from kernels.rows.forms import is_packed, unpack, unpack_keys
@@ -27,10 +28,13 @@ _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_cuda = torch.ops.aten._scaled_dot_product_flash_attention
 _efficient_cuda = torch.ops.aten._scaled_dot_product_efficient_attention
 _cudnn_cuda = torch.ops.aten._scaled_dot_product_cudnn_attention
-# rows of the past that cuDNN reads at a time, always as many: it builds a plan per new shape, which
-# takes tenths of a second. Published for an H100 at 16K rows of 128: cuDNN 595 TFLOP/s, torch's
-# flash kernel (FlashAttention-2) 370.
-CUDNN_BLOCK = 32768
+# rows of a GPU's smallest block of the past. cuDNN builds a plan per new shape, which takes tenths
+# of a second, so it reads blocks of this times a power of two: 7 shapes up to a million tokens.
+# Published for an H100 at 16K rows of 128: cuDNN 595 TFLOP/s, torch's flash kernel 370.
+CUDNN_BLOCK = 8192
+LARGEST_BLOCK = CUDNN_BLOCK << 6
+# of rows that become floats in memory, and of an offloaded layer's stream
+COPIED_BLOCK = CUDNN_BLOCK << 2
 
 
 @functools.cache
@@ -55,15 +59,22 @@ def past_parts(
 ) -> list[tuple[int, int, bool]]:
     """Cut the rows 0 .. start-1 of the past: [(first, stop, whether cuDNN reads them)].
 
-    A CPU reads blocks of PAST_BLOCK. A GPU reads whole blocks of CUDNN_BLOCK by cuDNN where it has
-    it, and the rest, which packs nothing, in one pass of the flash kernel. packed: rows become
-    floats in memory, on a GPU too in blocks of CUDNN_BLOCK.
+    A CPU reads blocks of PAST_BLOCK. A GPU reads blocks of CUDNN_BLOCK times a power of two by
+    cuDNN where it has it, largest first, one for each binary digit of the past; the rest, below
+    CUDNN_BLOCK, in one pass of the flash kernel. packed: rows become floats in memory, on any GPU
+    at most COPIED_BLOCK at a time.
     """
     if on_cpu:
         return [(i, min(start, i + PAST_BLOCK), False) for i in range(0, start, PAST_BLOCK)]
-    whole = start // CUDNN_BLOCK * CUDNN_BLOCK if cudnn or packed else 0
-    parts = [(i, i + CUDNN_BLOCK, cudnn) for i in range(0, whole, CUDNN_BLOCK)]
-    return parts + ([(whole, start, False)] if whole < start else [])
+    parts, first = [], 0
+    block = COPIED_BLOCK if packed else LARGEST_BLOCK
+    while (cudnn or packed) and block >= CUDNN_BLOCK:
+        if start - first >= block:
+            parts.append((first, first + block, cudnn))
+            first += block
+        else:
+            block //= 2
+    return parts + ([(first, start, False)] if first < start else [])
 
 
 def _fused(
@@ -132,7 +143,7 @@ def prefill_dense(
     chosen = choose(backend, q)
     if chosen == "reference":
         return prefill_dense_ref(q, k, v, start, scale, softmax)
-    # in float32 torch would build the mask, and every score; cuDNN reads whole blocks of the past
+    # in float32 torch would build the mask, and every score; cuDNN reads blocks of the past
     blocks = start >= CUDNN_BLOCK and has_cudnn(q.device, q.dtype, q.shape[-1])
     whole = chosen == "triton" and q.dtype != torch.float32 and not blocks and not is_packed(k)
     if whole and softmax is PLAIN:
@@ -193,9 +204,6 @@ def prefill_dense_lse(
     return found[0].to(q.dtype), found[1]
 
 
-Part = tuple[torch.Tensor, torch.Tensor]  # out and log-sum-exp
-
-
 def attend_past(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -217,11 +225,11 @@ def attend_past(
         backend = choose(backend, q, lambda: k.shape[2] > 0 and attends_prompt(q, k, v))
         if backend == "native":
             part = attend_prompts(q, k, v, scale, None, softmax=softmax)
-            return part if so_far is None else merge([so_far, part], torch.float32)
+            return part if so_far is None else take_part(so_far, part, backend)
     for first, stop, by_cudnn in past_parts(k.shape[2], on_cpu, cudnn, is_packed(k)):
         rows = slice(first, stop)
         part = attend_rows(q, k[:, :, rows], v[:, :, rows], scale, by_cudnn, softmax, backend)
-        so_far = part if so_far is None else merge([so_far, part], torch.float32)
+        so_far = part if so_far is None else take_part(so_far, part, backend)
     return so_far
 
 
@@ -306,21 +314,3 @@ def attend_chunk(
     rows_k, rows_v = (t.repeat_interleave(group, dim=1) if group > 1 else t for t in own)
     out, lse = _fused(q.transpose(1, 2), rows_k, rows_v, True, scale)
     return out.transpose(1, 2), lse.float().view(q.shape[0], q.shape[2], q.shape[1]).transpose(1, 2)
-
-
-def merge(
-    parts: list[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge attention over disjoint sets of rows: the same pair over all of them.
-
-    parts: [(out [.., D], lse [..])], float32 or narrower out and float32 lse; a part weighs
-    exp(lse) / their sum. Returns (out in `dtype`, lse float32). A part without rows has lse -inf
-    and adds nothing; a query that no part shows a row keeps out 0 and lse -inf.
-    """
-    lse = torch.logsumexp(torch.stack([part[1] for part in parts]), dim=0)
-    # a finite base: -inf - -inf would be NaN
-    base = lse.clamp(min=torch.finfo(lse.dtype).min)
-    out = functools.reduce(
-        torch.add, (part[0].float() * torch.exp(part[1] - base).unsqueeze(-1) for part in parts)
-    )
-    return out.to(dtype), lse

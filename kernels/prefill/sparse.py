@@ -18,7 +18,8 @@ from kernels.launch.on_device import on_device
 from kernels.launch.shapes import softmax_step
 from kernels.launch.softmax import PLAIN, Softmax, add_sink, capped
 from kernels.launch.triton import tl, triton
-from kernels.prefill.dense import attend_chunk, attend_rows, merge
+from kernels.prefill.dense import attend_chunk, attend_rows
+from kernels.prefill.merge import merge
 from kernels.prefill.native import attend_prompt, attends_prompt
 from kernels.rows.forms import is_packed, stored_queries
 from kernels.rows.tiles import load_keys, load_values, scaled_logits

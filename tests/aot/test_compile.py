@@ -1,5 +1,5 @@
-"""The kernels compiled ahead of time for four NVIDIA architectures, without a GPU: no spills in
-decode, shared memory in bounds.
+"""The kernels compiled ahead of time for every NVIDIA architecture that is known here, without a
+GPU: no spills in decode, shared memory in bounds.
 
 Compiling needs a process without TRITON_INTERPRET. `make kernels` compiles every shipped
 configuration; this is a part.
@@ -51,6 +51,11 @@ def cases(target):
             Case("tiles"),
         ],
         "sm_100": [Case("dense", softmax="cap"), Case("columns"), Case("blocks", head_dim=64)],
+        # boards: Jetson, RTX 50, DGX Spark
+        "sm_87": [Case("product")],
+        "sm_110": [Case("blocks")],
+        "sm_120": [Case("gathered")],
+        "sm_121": [Case("rotate"), Case("parts")],
     }
     return [*least, *others[target]]
 

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 import kernels.prefill.dense
@@ -53,11 +55,46 @@ def test_chunk_and_past(dtype, layout, chunk, start, monkeypatch):
             )
 
 
-@pytest.mark.parametrize("start", [0, 1, 127, 128, 129, 1000, 1024])
-def test_the_past_is_read_once_and_cudnn_sees_one_shape(start, monkeypatch):
-    """On sm_90 (faked): whole blocks by cuDNN, the rest and the chunk by the flash kernel."""
-    monkeypatch.setattr(kernels.prefill.dense, "CUDNN_BLOCK", 128)
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks of 128 to 512 rows of a GPU with cuDNN (faked)."""
+    for name, rows in (("CUDNN_BLOCK", 128), ("COPIED_BLOCK", 256), ("LARGEST_BLOCK", 512)):
+        monkeypatch.setattr(kernels.prefill.dense, name, rows)
     monkeypatch.setattr(kernels.prefill.dense, "has_cudnn", lambda *_: True)
+
+
+def cut(start, cudnn=True, packed=False):
+    return kernels.prefill.dense.past_parts(start, False, cudnn, packed)
+
+
+@settings(max_examples=200)
+@given(st.integers(0, 1 << 20), st.booleans(), st.booleans())
+def test_a_past_of_a_million_has_seven_shapes_and_few_parts(start, cudnn, packed):
+    parts = cut(start, cudnn, packed)
+    # every row once, in order
+    assert [stop for _, stop, _ in parts[:-1]] == [first for first, _, _ in parts[1:]]
+    assert (parts[0][0], parts[-1][1]) == (0, start) if start else parts == []
+    sizes = [stop - first for first, stop, by_cudnn in parts if by_cudnn]
+    assert set(sizes) <= {8192 << i for i in range(3 if packed else 7)}
+    assert sizes == sorted(sizes, reverse=True)
+    if packed:
+        assert all(stop - first <= 32768 for first, stop, _ in parts)
+    elif cudnn:
+        assert start - sum(sizes) < 8192, "the flash kernel reads less than the smallest block"
+        # a million itself is the largest block twice
+        assert len(parts) <= (start // 8192).bit_count() + 1 + (start == 1 << 20)
+    else:
+        assert len(parts) == bool(start)
+
+
+def test_deeper_pasts_repeat_the_largest_block():
+    sizes = [stop - first for first, stop, _ in cut((4 << 20) + 8192 + 5)]
+    assert sizes == [8192 << 6] * 8 + [8192, 5]
+
+
+@pytest.mark.parametrize("start", [0, 1, 127, 128, 129, 1000, 1024])
+def test_the_past_is_read_once_and_cudnn_sees_few_shapes(start, monkeypatch, small_blocks):
+    """On sm_90 (faked): blocks by cuDNN, the rest and the chunk by the flash kernel."""
     calls = []
 
     def cudnn(q, k, v, bias, wants_lse, dropout, causal, mask, scale):
@@ -75,16 +112,15 @@ def test_the_past_is_read_once_and_cudnn_sees_one_shape(start, monkeypatch):
     k, v = torch.empty(2, 1, 2, start + 64, 64, dtype=torch.bfloat16, device="meta")
     out, lse = prefill_dense_lse(q, k, v, start, 0.125)
     assert out.shape == q.shape and lse.shape == q.shape[:3]
-    whole, rest = divmod(start, 128)
-    expected = [("flash causal", 64)] + whole * [("cudnn", 128)] + [("flash", rest)] * (rest > 0)
-    assert calls == expected
+    blocks = {0: [], 1: [], 127: [], 128: [128], 129: [128], 1000: [512, 256, 128]}
+    expected = [("cudnn", rows) for rows in blocks.get(start, [512, 512])]
+    rest = start % 128
+    assert calls == [("flash causal", 64), *expected, *[("flash", rest)] * (rest > 0)]
 
 
-def test_a_stream_block_is_one_call_of_cudnn(monkeypatch):
+def test_a_stream_block_is_one_call_of_cudnn(monkeypatch, small_blocks):
     """An offloaded layer's past comes in blocks that cuDNN reads whole; the last one is flash's."""
-    assert STREAM_BLOCK == kernels.prefill.dense.CUDNN_BLOCK
-    monkeypatch.setattr(kernels.prefill.dense, "CUDNN_BLOCK", 128)
-    monkeypatch.setattr(kernels.prefill.dense, "has_cudnn", lambda *_: True)
+    assert STREAM_BLOCK == 32768
     calls = []
 
     def fused(q, k, v, causal, scale, cudnn=False):

@@ -16,6 +16,9 @@ CHECK = "tests/tools/test_check_gpu.py"
 CAPTURE = "tests/engine/forward/test_capture.py"
 AHEAD = "tests/engine/sampling/test_runs_ahead.py"
 FREE = "tests/engine/plan/test_free_memory.py"
+PAST = "tests/kernels_cpu/test_prefill.py"
+MERGED = "tests/kernels/test_merge_parts.py"
+INTEGRATED = "tests/engine/plan/test_integrated_gpu.py"
 TIMES = "tests/tools/test_gpu_times.py"
 SELF = "tests/engine/forward/test_self_test.py"
 
@@ -82,9 +85,9 @@ FINDINGS = (
     Breakage(
         "F6 the past is read by the flash kernel on every card",
         "kernels/prefill/dense.py",
-        r"whole = start // CUDNN_BLOCK \* CUDNN_BLOCK if .*",
-        "whole = 0",
-        ("tests/kernels_cpu/test_prefill.py::test_the_past_is_read_once_and_cudnn_sees_one_shape",),
+        r"while \(cudnn or packed\) and block >= CUDNN_BLOCK:",
+        "while False:",
+        (f"{PAST}::test_the_past_is_read_once_and_cudnn_sees_few_shapes",),
     ),
     Breakage(
         "F8 every token copies the host tier's counters from the device",
@@ -344,6 +347,41 @@ SECOND = (
         r'return "plain" if found and found\.get\("fault"\) else "auto"',
         'return "auto"',
         (f"{CHECK}::test_a_form_that_a_process_found_broken_is_not_run",),
+    ),
+    Breakage(
+        "P3 the past has a block for every 32,768 rows",
+        "kernels/prefill/dense.py",
+        r"LARGEST_BLOCK = CUDNN_BLOCK << 6",
+        "LARGEST_BLOCK = CUDNN_BLOCK << 2",
+        (f"{PAST}::test_a_past_of_a_million_has_seven_shapes_and_few_parts",),
+    ),
+    Breakage(
+        "P3 parts weigh alike",
+        "kernels/prefill/merge.py",
+        r"theirs = tl\.exp\(other - base\)",
+        "theirs = mine",
+        (f"{MERGED}::test_parts_are_attention_over_all_rows",),
+    ),
+    Breakage(
+        "P3 a part without rows makes NaN",
+        "kernels/prefill/merge.py",
+        r'base = tl\.where\(top == float\("-inf"\), 0\.0, top\)',
+        "base = top",
+        (f"{MERGED}::test_a_part_may_show_a_query_no_row",),
+    ),
+    Breakage(
+        "rows move to the host where that is the same memory",
+        "engine/load/memory.py",
+        r'self\.offload == "auto" and self\.one_memory\)',
+        'self.offload == "auto" and self.device.type == "cpu")',
+        (f"{INTEGRATED}::test_a_card_without_one_reads_all_rows_in_place",),
+    ),
+    Breakage(
+        "one memory is counted twice",
+        "engine/load/memory.py",
+        r"    if one_memory:\n",
+        "    if False:\n",
+        (f"{INTEGRATED}::test_what_is_asked_to_be_on_the_host_is_counted_once_with_the_rest",),
     ),
     Breakage(
         "every graph has memory of its own",

@@ -14,6 +14,7 @@ from kernels.layer.prompt_fused import add_normalize_rows, rotate_rows, swiglu_r
 from kernels.layer.rotate_store import rotate_store
 from kernels.layer.store import store_step
 from kernels.prefill.block_sparse import BLOCK, attend_blocks
+from kernels.prefill.merge import take_part
 from kernels.prefill.sparse import prefill_sparse
 from kernels.prefill.tiled import attend_tiles
 from kernels.quant.gemm import multiply_tiles
@@ -250,6 +251,11 @@ def call_prefill(case: Case) -> None:
         k, v = by_head(case)
         for first, window in ((start, 0), (start, 4096), (None, 0)):
             attend_tiles(q, k, v, scale, softmax_of(case), first, window, "triton")
+        return
+    if case.launcher == "parts":
+        part = q, meta(*q.shape[:3], dtype=torch.float32)
+        for so_far in (part, (q.float(), part[1])):  # the chunk itself, then what was merged
+            take_part(so_far, part, "triton")
         return
     if case.launcher == "blocks":
         k, v = by_head(case)

@@ -14,7 +14,7 @@ TYPES = {
     "int32": "i32",
     "int64": "i64",
 }
-PREFILL_LAUNCHERS = ("columns", "gathered", "blocks", "capped")
+PREFILL_LAUNCHERS = ("columns", "gathered", "blocks", "capped", "parts")
 # those that know a cap on logits, or sinks
 SOFTMAX_LAUNCHERS = ("dense", "scored", "sparse", "window", "gathered", "capped")
 HOST_LAUNCHERS = ("slots", "fetch", "home", "store")
@@ -91,7 +91,7 @@ def shipped(everything: bool = False) -> list[Case]:
         cases += [
             Case(name, "bfloat16", d, g)
             for name in PREFILL_LAUNCHERS
-            if name != "capped"
+            if name not in ("capped", "parts")
             for d, g in ((64, 4), (128, 1), (128, 4), (128, 8))
         ]
         return [
@@ -99,10 +99,7 @@ def shipped(everything: bool = False) -> list[Case]:
             *_particular(),
             Case("dense", "bfloat16", 128, 4, 8),
             Case("sparse", "bfloat16", 128, 4, 8),
-            Case("apart"),
-            Case("topk"),
-            *(Case(name) for name in HOST_LAUNCHERS),
-            *(Case(name) for name in STEP_LAUNCHERS),
+            *(Case(name) for name in ("apart", "parts", "topk", *HOST_LAUNCHERS, *STEP_LAUNCHERS)),
             Case("product", queries=8),
             Case("few_bits", queries=8),
             Case("tiles", queries=32),
@@ -115,7 +112,7 @@ def shipped(everything: bool = False) -> list[Case]:
     cases = [
         Case(name, dtype, d, g, q)
         for name in ("dense", "scored", "sparse", "window", *PREFILL_LAUNCHERS)
-        if name != "capped"
+        if name not in ("capped", "parts")
         for dtype in TYPES
         if dtype[0] in "bf"
         for d in (32, 64, 80, 96, 128, 256)
@@ -131,7 +128,13 @@ def shipped(everything: bool = False) -> list[Case]:
         for d, g in ((64, 1), (64, 4), (80, 4), (128, 4), (128, 8))
         for q in (1, 2, 3, 8)
     ]
-    return [*cases, Case("apart"), Case("topk"), *(Case(name) for name in HOST_LAUNCHERS)]
+    return [
+        *cases,
+        Case("apart"),
+        Case("parts"),
+        Case("topk"),
+        *(Case(name) for name in HOST_LAUNCHERS),
+    ]
 
 
 def _particular() -> list[Case]:

@@ -17,9 +17,13 @@ from tools.compile_kernels.variants import Launch
 # name: (backend, architecture, warp size, bytes of shared memory one program may have)
 TARGETS: dict[str, tuple] = {
     "sm_80": ("cuda", 80, 32, 166912),
+    "sm_87": ("cuda", 87, 32, 166912),  # Jetson Orin
     "sm_89": ("cuda", 89, 32, 101376),
     "sm_90": ("cuda", 90, 32, 232448),
     "sm_100": ("cuda", 100, 32, 232448),
+    "sm_110": ("cuda", 110, 32, 232448),  # Jetson Thor
+    "sm_120": ("cuda", 120, 32, 101376),  # RTX 50
+    "sm_121": ("cuda", 121, 32, 101376),  # DGX Spark
     "gfx942": ("hip", "gfx942", 64, 65536),
 }
 DEFAULT_TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")

@@ -23,7 +23,7 @@ from engine import LLM, Full
 from engine.bank.pool.host_pool import HostPool
 from engine.bank.pool.pinned_memory import cuda_driver
 from kernels.layer.gemv import multiply_rows
-from kernels.prefill.dense import CUDNN_BLOCK, attend_rows, has_cudnn
+from kernels.prefill.dense import COPIED_BLOCK, attend_rows, has_cudnn
 from tools.bench.floor import sync
 from tools.bench.gather import Rows
 from tools.common.synthetic_bank import synthesize
@@ -209,7 +209,7 @@ def past_attention(ctx: Context) -> Facts:
     call at a shape apart, and how far they differ.
     """
     s, found = SMALL if ctx.small else GPU, {}
-    rows = 512 if ctx.small else CUDNN_BLOCK
+    rows = 512 if ctx.small else COPIED_BLOCK
     q = torch.randn(1, s.chunk, s.heads, s.head_dim, device=ctx.device, dtype=s.dtype)
     k, v = torch.randn(2, 1, s.kv_heads, rows, s.head_dim, device=ctx.device, dtype=s.dtype)
     operations = 4 * s.heads * s.chunk * rows * s.head_dim

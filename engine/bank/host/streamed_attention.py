@@ -8,7 +8,8 @@ import torch
 
 from engine.bank.base import Bank
 from kernels.launch.softmax import PLAIN, Softmax
-from kernels.prefill.dense import attend_chunk, attend_past, attend_rows, merge
+from kernels.prefill.dense import attend_chunk, attend_past, attend_rows
+from kernels.prefill.merge import merge
 
 
 def attend_stream(

@@ -43,7 +43,8 @@ from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
 from engine.plan.prefill_time import PrefillFlops
 from kernels.launch.softmax import PLAIN
-from kernels.prefill.dense import attend_chunk, attend_rows, merge, prefill_dense, prefill_dense_lse
+from kernels.prefill.dense import attend_chunk, attend_rows, prefill_dense, prefill_dense_lse
+from kernels.prefill.merge import merge
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from engine.methods.base import Method, Runtime, Setup
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan, single_layer_groups
 from engine.plan.needs import Needs
-from kernels.prefill.dense import merge
+from kernels.prefill.merge import merge
 from kernels.rows.forms import floats, key_floats
 
 # tiles of logits in attend_span: of 8 heads 16 MB

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from engine.base.errors import SettingError
 from engine.methods.full import Full
 from engine.methods.select.pod import PodUntrained, attend_span, proximal_spans
-from kernels.prefill.dense import merge
+from kernels.prefill.merge import merge
 from tests.builders import GROUPS, World, random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.kernels.support.kernel_checks import assert_close, plain
 
