@@ -34,10 +34,6 @@ class Softmax:
         """Return this for some of the query heads."""
         return self if self.sinks is None else replace(self, sinks=self.sinks[heads])
 
-    def without_sinks(self) -> Softmax:
-        """Return this for a part of the rows, where sinks must wait for the merge."""
-        return self if self.sinks is None else replace(self, sinks=None)
-
     def sunk(self, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Let the sinks join attention over all rows: out [.., H, D] and its log-sum-exp [.., H]
         float32 -> the same with them.
