@@ -1,6 +1,6 @@
 """Would the tests have failed on the code before? Takes back what was mended without a GPU at hand,
 one mend at a time, as tests/programs/breakages.py does with its own table. F1 to F18 are the
-findings of the first desk check of which docs/LOG.md tells, C3 to L5 those of the second.
+findings of the first desk check of which docs/LOG.md tells, C2 to L5 those of the second.
 
     python -m tests.programs.gpu_breakages [--only WORDS ...] [--match]
 """
@@ -215,6 +215,16 @@ STEP = (
 )
 
 SECOND = (
+    Breakage(
+        "C2 a step waits for an event of another capture",
+        "engine/bank/host/working_set.py",
+        r"wait\(self\._fetched\.pop\(layer, None\), ",
+        "wait(self._fetched.get(layer), ",
+        (
+            "tests/engine/forward/test_captured_events.py"
+            "::test_a_captured_step_waits_for_its_own_events_only",
+        ),
+    ),
     Breakage(
         "C4 a pool's idle slabs are taken for used",
         "engine/load/planner.py",
