@@ -384,7 +384,7 @@ SECOND = (
         "engine/load/memory.py",
         r'self\.offload == "auto" and self\.one_memory\)',
         'self.offload == "auto" and self.device.type == "cpu")',
-        (f"{INTEGRATED}::test_a_card_without_one_reads_all_rows_in_place",),
+        (f"{INTEGRATED}::test_a_context_that_does_not_fit_there_fits_on_no_host_either",),
     ),
     Breakage(
         "one memory is counted twice",

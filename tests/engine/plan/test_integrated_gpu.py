@@ -57,6 +57,16 @@ def test_a_card_without_one_reads_all_rows_in_place(gpu):
     assert made.placement(*made.resolve_method(brutal), CONTEXT) is None
 
 
+def test_a_context_that_does_not_fit_there_fits_on_no_host_either(gpu, monkeypatch):
+    """With a memory of its own a card of as many bytes has room beside the host's."""
+    monkeypatch.setattr(freemem, "_meminfo", lambda: MACHINE // 2)
+    gpu.memory = [(MACHINE // 2, MACHINE)]
+    assert planner().plan().fits and planner().plan().host_bytes > 0
+    gpu.integrated = True
+    plan = planner().plan()
+    assert plan.placement is None and plan.host_bytes == 0 and not plan.fits
+
+
 def test_what_is_asked_to_be_on_the_host_is_counted_once_with_the_rest(gpu):
     gpu.integrated = True
     made = planner(offload="host")
