@@ -48,18 +48,18 @@ def wait_for_last_kernel(DEPENDENT: tl.constexpr):
         gdc_launch_dependents()
 
 
-# devices on which a self-test found that such launches fail or compute something else
-_REFUSED: set[torch.device] = set()
+# cards on which a self-test found that such launches fail or compute something else
+_REFUSED: set[int] = set()
 
 
 def refuse(device: torch.device) -> None:
     """Launch the kernels of a device one after the other from now on, in this process."""
-    _REFUSED.add(device)
+    _REFUSED.add(device.index or 0)
 
 
 def supported(device: torch.device) -> bool:
     """Whether kernels on a device may be launched before the ones in front of them have ended."""
-    return device not in _REFUSED and _possible(device)
+    return (device.index or 0) not in _REFUSED and _possible(device)
 
 
 @functools.cache

@@ -354,8 +354,8 @@ SECOND = (
     Breakage(
         "C3 the process that measures runs a form that was found broken",
         "tools/gpu/context.py",
-        r'return "plain" if found and found\.get\("fault"\) else "auto"',
-        'return "auto"',
+        r'if not fused\.get\("fault"\):',
+        "if True:",
         (f"{CHECK}::test_a_form_that_a_process_found_broken_is_not_run",),
     ),
     Breakage(

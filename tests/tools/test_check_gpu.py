@@ -15,6 +15,7 @@ import torch
 from engine import LLM, Full
 from engine.forward.layer import FusedLayer
 from engine.sampling.greedy import DeviceArgmax
+from kernels.launch import pdl
 from tests.builders import session_config, tiny_llm
 from tools import check_gpu
 from tools.bench.floor import Rates
@@ -316,6 +317,19 @@ def test_a_form_that_a_process_found_broken_is_not_run(monkeypatch):
         results = {"compile": {"forms": {"fused": {"fault": fault}}}}
         gpu_context.Context("cpu", True, 1.0, results=results).made()
         assert made[-1]["step"] == step
+
+
+def test_a_form_that_only_breaks_when_launched_early_is_launched_in_turn(monkeypatch):
+    """The process that measures gives up dependent launch, not our kernels."""
+    monkeypatch.setattr(pdl, "_REFUSED", set())
+    monkeypatch.setattr(pdl, "_possible", lambda device: True)
+    card, other = torch.device("cuda", 0), torch.device("cuda", 1)
+    forms = {"fused": {"fault": "its process ended with status 6"}}
+    results = {"compile": {"forms": forms}}
+    ctx = gpu_context.Context("cuda", False, 1.0, results=results)
+    assert ctx.step == "plain" and pdl.supported(card)
+    forms["fused, launched in turn"] = {"fault": ""}
+    assert ctx.step == "auto" and not pdl.supported(card) and pdl.supported(other)
 
 
 def test_a_job_that_dies_is_a_fault_of_its_own(monkeypatch):

@@ -8,8 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from engine import LLM, Full
 from engine.methods.base import Method
+from kernels.launch.pdl import refuse
 from tools.bench.floor import Rates, measure_rates
 from tools.bench.shapes import shape_config, shape_filters
 from tools.bench.suite import SMALL, sharp_stream
@@ -70,10 +73,17 @@ class Context:
     @property
     def step(self) -> str:
         """The form of decode steps: "plain" where a process of its own found our kernels wrong,
-        so that this one does not break over them.
+        so that this one does not break over them. Where only dependent launch broke them, that is
+        off in this process.
         """
-        found = (self.results.get("compile") or {}).get("forms", {}).get("fused")
-        return "plain" if found and found.get("fault") else "auto"
+        forms = (self.results.get("compile") or {}).get("forms", {})
+        fused, in_turn = (forms.get(name, {}) for name in ("fused", "fused, launched in turn"))
+        if not fused.get("fault"):
+            return "auto"
+        if in_turn.get("fault") == "":
+            refuse(torch.device(self.device))
+            return "auto"
+        return "plain"
 
     def depth(self, n: int) -> int:
         """The context that is run here for one of n tokens: in a rehearsal a smaller one, beyond
