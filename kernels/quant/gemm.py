@@ -2,8 +2,8 @@
 and multiplied by tensor cores in the activations' dtype, so that no dequantised copy of the weight
 is ever in memory.
 
-A product does not care in which order it sums columns. So part i of all words of a tile is one
-product with the columns that belong to it, and nothing is shuffled.
+A product does not care in which order it sums columns. So half of all words of a tile is one
+product with the columns that belong to it, 16 neighbours of each block, and nothing is shuffled.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from kernels.launch.shapes import power_of_two
 from kernels.launch.triton import tl, triton
-from kernels.quant.gemv import SIXTEEN, block_scales, blocks_of_group, unpacked
+from kernels.quant.gemv import added_to_values, scales_at, units_of_group, unpacked
 from kernels.quant.words import PARTS, WORDS, Words
 
 MANY = 64  # rows from which a tile is as large as prefill wants it
@@ -40,7 +40,7 @@ def tile_config(rows: int, outputs: int, kind: str) -> TileConfig:
         # int4 reads 32 KB of x a round: two rounds at a time fit the 99 KB of sm_89
         return TileConfig(128, wide, 4, 8, 2 if kind == "int4" else 3)
     padded = max(16, power_of_two(rows))
-    return TileConfig(padded, 32, 8, 4, 4)
+    return TileConfig(padded, 32, 4, 4, 4)
 
 
 def multiply_tiles_ref(
@@ -77,12 +77,12 @@ def multiply_tiles(
         inputs,
         weight.values.shape[1] // WORDS,
         weight.scales.shape[1],
-        blocks_of_group(weight),
-        SIXTEEN,
+        units_of_group(weight, weight.columns_of_block),
         ROWS=config.rows,
         OUTPUTS=config.outputs,
         BLOCKS=config.blocks,
         PARTS=PARTS[weight.kind],
+        ADDED=added_to_values(weight, x.dtype),
         OFFSETS=weight.offsets is not None,
         BIAS=bias is not None,
         EVEN=inputs % (config.blocks * weight.columns_of_block) == 0,
@@ -94,7 +94,7 @@ def multiply_tiles(
     return out
 
 
-@triton.jit(do_not_specialize=["sixteen"])
+@triton.jit
 def tiles_kernel(
     x,
     words,
@@ -108,11 +108,11 @@ def tiles_kernel(
     blocks,
     groups,
     per_group,
-    sixteen,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCKS: tl.constexpr,
     PARTS: tl.constexpr,
+    ADDED: tl.constexpr,
     OFFSETS: tl.constexpr,
     BIAS: tl.constexpr,
     EVEN: tl.constexpr,
@@ -122,12 +122,14 @@ def tiles_kernel(
 
     Rows and outputs beyond the last ones read the last ones again, and are not stored.
     """
-    kind = x.dtype.element_ty
+    kind: tl.constexpr = x.dtype.element_ty
     WIDTH: tl.constexpr = 4 * BLOCKS
+    SHIFTED: tl.constexpr = OFFSETS or ADDED > 0
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     row = x + tl.minimum(r, rows - 1).to(tl.int64)[:, None] * inputs
-    first = words + tl.minimum(n, outputs - 1).to(tl.int64)[:, None] * (blocks * 4)
+    held = tl.minimum(n, outputs - 1)[:, None]
+    first = words + held.to(tl.int64) * (blocks * 4)
     acc = tl.zeros([ROWS, OUTPUTS], tl.float32)
     for start in tl.range(0, blocks, BLOCKS, num_stages=STAGES):
         at = start * 4 + tl.arange(0, WIDTH)
@@ -136,25 +138,22 @@ def tiles_kernel(
             tile = tl.load(first + at[None, :])
         else:
             tile = tl.load(first + at[None, :], mask=(at < blocks * 4)[None, :], other=0)
-        inside = (n < outputs)[:, None] & (b < blocks)[None, :]
-        scale, offset = block_scales(
-            scales, offsets, n, b // per_group, groups, inside, PARTS, OFFSETS, False
+        scale, offset = scales_at(
+            scales, offsets, held, (b // per_group)[None, :], groups, ADDED, OFFSETS
         )
-        scale = tl.broadcast_to(scale[:, :, None], [OUTPUTS, BLOCKS, 4])
-        scale = tl.reshape(scale, [OUTPUTS, WIDTH])
-        if OFFSETS or PARTS == 8:
-            offset = tl.broadcast_to(offset[:, :, None], [OUTPUTS, BLOCKS, 4])
-            offset = tl.reshape(offset, [OUTPUTS, WIDTH])
-        for part in tl.static_range(PARTS):
-            k = (at // 4) * (4 * PARTS) + 4 * part + at % 4
+        tile = tl.reshape(tile, [OUTPUTS, BLOCKS, 4])
+        side = tl.arange(0, 4 * WIDTH)
+        for half in tl.static_range(PARTS // 4):
+            k = (start + side // 16) * (4 * PARTS) + 16 * half + side % 16
             if EVEN:
                 columns = tl.load(row + k[None, :])
             else:
                 columns = tl.load(row + k[None, :], mask=(k < inputs)[None, :], other=0.0)
-            weight = unpacked(tile, sixteen, part, PARTS, False) * scale
-            if OFFSETS or PARTS == 8:
-                weight += offset
-            acc = tl.dot(columns, tl.trans(weight.to(kind)), acc)
+            weight = unpacked(tile, half, PARTS, kind).to(tl.float32) * scale[:, :, None]
+            if SHIFTED:
+                weight += offset[:, :, None]
+            weight = tl.reshape(weight.to(kind), [OUTPUTS, 4 * WIDTH])
+            acc = tl.dot(columns, tl.trans(weight), acc)
     if BIAS:
         acc += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
     to = out + r.to(tl.int64)[:, None] * outputs + n[None, :]

@@ -1,11 +1,12 @@
 """Products of a decode step with weights of few bits: kernels/layer/gemv.py's, where a weight is a
-byte or a nibble that becomes a float in a register.
+byte or a nibble that becomes a number of 16 bits in a register.
 
-Each weight is read once, as 32-bit words (kernels/quant/words.py). At one row a card that reads
-3.35 TB/s hands 30 nibbles to each of 132 SMs in a clock, and an SM issues 128 operations: 4.3 for a
-weight. So a nibble takes one shift, one mask that also sets the exponent (the float 16 + q, without
-a conversion), and one multiplication; scale and offset come once for the 32 weights of a block:
-sum(w x) = scale * sum((16 + q) x) + (offset - 16 scale) * sum(x).
+Each weight is read once, as 32-bit words (kernels/quant/words.py). A card that reads 3.35 TB/s
+hands 30 nibbles to each of 132 SMs in a clock, and an SM issues 128 operations: 4.3 for a weight.
+Nibbles are unpacked as Marlin does it (arXiv 2408.11743): a mask and an `or` make two of them
+128 + q in bfloat16 (1024 + q in float16), without a conversion. Tensor cores multiply them by 8
+rows at a time; scale and offset come once for the sum of a unit of 16 to 64 columns:
+sum(w x) = scale * sum((128 + q) x) + (offset - 128 scale) * sum(x).
 """
 
 from __future__ import annotations
@@ -13,24 +14,21 @@ from __future__ import annotations
 import torch
 
 from kernels.launch.pdl import dependent, wait_for_last_kernel
-from kernels.launch.shapes import power_of_two
 from kernels.launch.triton import tl, triton
 from kernels.layer.gemv import (
-    MOST_ROWS,
-    finished,
+    HELD,
     multiply_rows_ref,
-    opened,
-    outputs_of,
+    outputs_of_program,
+    rows_of,
     store_rows,
 )
-from kernels.quant.words import PARTS, WORDS, Words
+from kernels.quant.words import PARTS, Words
 
-# blocks of one output that a program holds at a time: with 4 outputs 8 KB, and as much in flight
-STEP = 128
-# a thread's, of one row of int4 with a residual: what it takes elsewhere; left alone ptxas aims at
-# 80 for sm_100, and spills 24 bytes
-REGISTERS = 96
-SIXTEEN = 0x41800000  # the bits of 16.0
+ROWS = 8  # of a program, the least that tensor cores take beside 16 outputs
+UNITS = 16  # of a round, shared out among the warps
+MOST_UNIT = 64  # columns
+# the number whose last bits a nibble takes; float32 takes nibbles as they are
+CARRIERS = {torch.bfloat16: 128.0, torch.float16: 1024.0}
 
 
 def multiply_few_bits_ref(
@@ -57,19 +55,14 @@ def multiply_few_bits(
     """Multiply the rows of x [..., I] by a weight of few bits [O, I], by the Triton kernel of this
     file.
 
-    x contiguous, at most few_rows.MOST_ROWS rows; everything else as in few_rows.multiply_rows.
-    Returns [..., O or O / 2]. Raises ValueError for more rows.
+    x contiguous, at most MOST_ROWS rows of kernels/layer/gemv.py; everything else as in its
+    `multiply_rows`. Returns [..., O or O / 2]. Raises ValueError for more rows.
     """
     inputs, outputs = weight.shape[1], weight.shape[0] // (2 if gated else 1)
-    rows = x.numel() // inputs
-    if not 1 <= rows <= MOST_ROWS:
-        raise ValueError(f"x: found {rows} rows, expected 1 to {MOST_ROWS}")
+    rows = rows_of(x, inputs)
     out = torch.empty(*x.shape[:-1], outputs, dtype=out_dtype or x.dtype, device=x.device)
-    padded, blocks = power_of_two(rows), weight.values.shape[1] // WORDS
-    step = max(8, min(STEP // padded, power_of_two(blocks)))
-    held = outputs_of(outputs, 2 if gated or rows > 2 else 4)
-    bounded = rows == 1 and residual is not None and weight.kind == "int4"
-    few_bits_kernel[(-(-outputs // held),)](
+    unit, held = unit_of(weight), HELD // (2 if gated else 1)
+    few_bits_kernel[(-(-outputs // held), -(-rows // ROWS))](
         x,
         weight.values,
         weight.scales,
@@ -77,185 +70,154 @@ def multiply_few_bits(
         weight.scales if bias is None else bias,
         x if residual is None else residual,
         out,
+        rows,
         outputs,
         inputs,
-        blocks,
+        weight.values.shape[1],
         weight.scales.shape[1],
-        # blocks under one scale; a row with one scale is one group, however long
-        blocks_of_group(weight),
-        SIXTEEN,
-        ROWS=rows,
-        PADDED=padded,
+        units_of_group(weight, unit),
         HELD=held,
-        BLOCKS=step,
+        ROWS=ROWS,
+        UNIT=unit,
+        UNITS=UNITS,
         PARTS=PARTS[weight.kind],
+        ADDED=added_to_values(weight, x.dtype),
         OFFSETS=weight.offsets is not None,
+        STAGES=3 if unit > 32 else 4,
         GATED=gated,
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
-        EVEN=inputs % (step * weight.columns_of_block) == 0,
+        EVEN=inputs % (UNITS * unit) == 0,
         num_warps=4,
-        **(dict(maxnreg=REGISTERS) if bounded else {}),
         **dependent(x),
     )
     return out
 
 
-def blocks_of_group(weight: Words) -> int:
-    """Blocks of a row of `weight` [O, I] under one scale, all of it where the row has one."""
+def unit_of(weight: Words) -> int:
+    """Columns that are summed before their scale is applied: a power of two, whole blocks."""
     if weight.scales.shape[1] == 1:
-        return weight.values.shape[1] // WORDS
-    return weight.group // weight.columns_of_block
+        return MOST_UNIT
+    return min(MOST_UNIT, weight.group & -weight.group)
+
+
+def units_of_group(weight: Words, unit: int) -> int:
+    """Units of a row of `weight` [O, I] under one scale, all of it where the row has one."""
+    if weight.scales.shape[1] == 1:
+        return -(-weight.values.shape[1] * PARTS[weight.kind] // unit)
+    return weight.group // unit
+
+
+def added_to_values(weight: Words, dtype: torch.dtype) -> float:
+    """The number that `unpacked` adds to a weight's values for activations of a dtype."""
+    return CARRIERS.get(dtype, 0.0) if weight.kind == "int4" else 0.0
 
 
 @triton.jit
-def unpacked(words, sixteen, part: tl.constexpr, PARTS: tl.constexpr, EXACT: tl.constexpr):
-    """Part `part` of every word as float32: a signed byte, or 16 + a nibble. EXACT: a nibble as it
-    is, for rows in float32, where the 16 would cost two bits.
-
-    sixteen: the bits of 16.0, as an argument of the kernel: with two literals `and` and `or` are
-    two instructions, with one they are one.
+def pair(words, number: tl.constexpr, PARTS: tl.constexpr, kind: tl.constexpr):
+    """Unpack pair `number` of every word: its two values, of `kind`. Signed bytes; nibbles in the
+    last bits of one of CARRIERS, or as they are in float32.
     """
     if PARTS == 4:
-        return ((words << (24 - 8 * part)) >> 24).to(tl.float32)
-    if EXACT:
-        return ((words >> (4 * part)) & 15).to(tl.float32)
-    # the exponent of 16, and q in the four highest bits of the mantissa
-    if part < 5:
-        shifted = words << (19 - 4 * part)
+        low = ((words << (24 - 8 * number)) >> 24).to(tl.float32).to(kind)
+        high = ((words << (8 - 8 * number)) >> 24).to(tl.float32).to(kind)
+    elif kind == tl.float32:
+        low = ((words >> (4 * number)) & 15).to(tl.float32)
+        high = ((words >> (4 * number + 16)) & 15).to(tl.float32)
     else:
-        shifted = words >> (4 * part - 19)
-    return ((shifted & 0x780000) | sixteen).to(tl.float32, bitcast=True)
+        carriers: tl.constexpr = 0x43004300 if kind == tl.bfloat16 else 0x64006400
+        both = ((words >> (4 * number)) & 0x000F000F) | carriers
+        low = both.to(tl.int16).to(kind, bitcast=True)
+        high = (both >> 16).to(tl.int16).to(kind, bitcast=True)
+    return low, high
 
 
 @triton.jit
-def block_scales(
-    scales,
-    offsets,
-    n,
-    g,
-    groups,
-    inside,
-    PARTS: tl.constexpr,
-    OFFSETS: tl.constexpr,
-    EXACT: tl.constexpr,
-):
-    """Scale and offset of groups g of outputs n, for what `unpacked` gives: float32, two times
-    [outputs, groups].
+def unpacked(words, half: tl.constexpr, PARTS: tl.constexpr, kind: tl.constexpr):
+    """Unpack half of words [A, B, C], all of those of bytes: [A, B, 4 C] of `kind`, 16 neighbouring
+    columns of every block.
     """
-    at = n.to(tl.int64)[:, None] * groups + g[None, :]
-    scale = tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)
-    if OFFSETS:
-        offset = tl.load(offsets + at, mask=inside, other=0.0).to(tl.float32)
+    low, high = pair(words, 2 * half, PARTS, kind)
+    next_low, next_high = pair(words, 2 * half + 1, PARTS, kind)
+    values = tl.join(tl.join(low, next_low), tl.join(high, next_high))
+    return tl.reshape(values, [words.shape[0], words.shape[1], 4 * words.shape[2]])
+
+
+@triton.jit
+def word_tile(words, m, u, width, SIZE: tl.constexpr, EVEN: tl.constexpr):
+    """Load the SIZE words of units u of outputs m: [units, outputs, words], 0 beyond a row."""
+    at = u[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    place = words + m.to(tl.int64)[None, :, None] * width + at[:, None, :]
+    if EVEN:
+        tile = tl.load(place)
     else:
-        offset = tl.zeros_like(scale)
-    if PARTS == 8 and not EXACT:
-        offset -= 16.0 * scale
+        tile = tl.load(place, mask=(at < width)[:, None, :], other=0)
+    return tile
+
+
+@triton.jit
+def scales_at(scales, offsets, m, g, groups, ADDED: tl.constexpr, OFFSETS: tl.constexpr):
+    """Load scale and offset of groups g of outputs m, two indices that broadcast, for what
+    `unpacked` gives: float32, 0 outside.
+    """
+    at, inside = m.to(tl.int64) * groups + g, g < groups
+    scale = tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)
+    offset = scale * -ADDED
+    if OFFSETS:
+        offset += tl.load(offsets + at, mask=inside, other=0.0).to(tl.float32)
     return scale, offset
 
 
 @triton.jit
-def word_tile(
-    words,
-    scales,
-    offsets,
-    n,
-    b,
-    outputs,
-    blocks,
-    groups,
-    per_group,
-    PARTS: tl.constexpr,
-    OFFSETS: tl.constexpr,
-    EXACT: tl.constexpr,
-):
-    """Load blocks b of outputs n: words [HELD, BLOCKS, 4], scales and offsets [HELD, BLOCKS]; 0
-    outside.
-    """
-    inside = (n < outputs)[:, None] & (b < blocks)[None, :]
-    first = (n.to(tl.int64)[:, None] * blocks + b[None, :]) * 4
-    tile = tl.load(
-        words + first[:, :, None] + tl.arange(0, 4)[None, None, :],
-        mask=inside[:, :, None],
-        other=0,
-        eviction_policy="evict_first",
-    )
-    scale, offset = block_scales(
-        scales, offsets, n, b // per_group, groups, inside, PARTS, OFFSETS, EXACT
-    )
-    return tile, scale, offset
-
-
-@triton.jit
-def loaded(at, inside, EVEN: tl.constexpr):
-    """Load activations as float32; 0 outside, where there is an outside."""
-    if EVEN:
-        found = tl.load(at)
-    else:
-        found = tl.load(at, mask=inside, other=0.0)
-    return found.to(tl.float32)
-
-
-@triton.jit
-def block_sums(
-    tile,
-    scale,
-    offset,
+def unit_rows(
     x,
-    b,
+    r,
+    u,
+    rows,
     inputs,
-    sixteen,
-    ROWS: tl.constexpr,
-    PADDED: tl.constexpr,
+    half: tl.constexpr,
+    SIZE: tl.constexpr,
     PARTS: tl.constexpr,
-    OFFSETS: tl.constexpr,
     EVEN: tl.constexpr,
-    EXACT: tl.constexpr,
 ):
-    """Multiply a tile of blocks by every row of x at its columns, summed within a block:
-    [HELD, BLOCKS] for one row, [HELD, PADDED, BLOCKS] for several.
+    """Load the columns of units u that a half of their SIZE words holds, of rows r of x:
+    [units, rows, columns], 0 outside.
     """
-    # rows beyond the last read the last one again, and are not stored
-    r = tl.minimum(tl.arange(0, PADDED), ROWS - 1)
-    for part in tl.static_range(PARTS):
-        k = (b * (4 * PARTS) + 4 * part)[:, None] + tl.arange(0, 4)[None, :]
-        u = unpacked(tile, sixteen, part, PARTS, EXACT)
-        if ROWS == 1:
-            row = loaded(x + k, k < inputs, EVEN)
-            product = u * row[None, :, :]
-        else:
-            at = x + r[:, None, None] * inputs + k[None, :, :]
-            row = loaded(at, (k < inputs)[None, :, :], EVEN)
-            product = u[:, None, :, :] * row[None, :, :, :]
-        if part == 0:
-            products = product
-            total = row
-        else:
-            products += product
-            total += row
-    SHIFTED: tl.constexpr = OFFSETS or (PARTS == 8 and not EXACT)
-    if ROWS == 1:
-        sums = tl.sum(products, 2) * scale
-        if SHIFTED:
-            sums += tl.sum(total, 1)[None, :] * offset
-    else:
-        sums = tl.sum(products, 3) * scale[:, None, :]
-        if SHIFTED:
-            sums += tl.sum(total, 2)[None, :, :] * offset[:, None, :]
-    return sums
+    side = tl.arange(0, 4 * SIZE)
+    inner = (side // 16) * (4 * PARTS) + 16 * half + side % 16
+    k = u[:, None] * (SIZE * PARTS) + inner[None, :]
+    inside = (r < rows)[None, :, None]
+    if not EVEN:
+        inside = inside & (k < inputs)[:, None, :]
+    return tl.load(x + r[None, :, None] * inputs + k[:, None, :], mask=inside, other=0.0)
 
 
 @triton.jit
-def gate_and_up(outputs, HELD: tl.constexpr):
-    """Rows of the weight that a program of a gated product takes: HELD of the first half, then the
-    same of the second; one past the last row for what lies beyond the half.
+def add_units(acc, tile, columns, more, scale, offset, PARTS: tl.constexpr, SHIFTED: tl.constexpr):
+    """Add a tile's products, summed within units, to acc [units, outputs, rows]. more: columns of
+    words' second halves.
     """
-    i = tl.arange(0, 2 * HELD)
-    n = tl.program_id(0) * HELD + i % HELD
-    return tl.where(n < outputs, n + (i // HELD) * outputs, 2 * outputs)
+    kind: tl.constexpr = columns.dtype
+    weights = unpacked(tile, 0, PARTS, kind)
+    columns = tl.permute(columns, [0, 2, 1])
+    sums = tl.dot(weights, columns, input_precision="ieee")
+    if PARTS == 8:
+        more = tl.permute(more, [0, 2, 1])
+        sums = tl.dot(unpacked(tile, 1, PARTS, kind), more, sums, input_precision="ieee")
+    acc += sums * scale[:, :, None]
+    if SHIFTED:
+        # the sum of x beside every output, as the sums of products lie; joined as weights are
+        side: tl.constexpr = [weights.shape[0], weights.shape[1], weights.shape[2] // 2]
+        one = tl.full(side, 1.0, tl.float32).to(kind)
+        ones = tl.reshape(tl.join(one, one), weights.shape)
+        total = tl.dot(ones, columns, input_precision="ieee")
+        if PARTS == 8:
+            total = tl.dot(ones, more, total, input_precision="ieee")
+        acc += total * offset[:, :, None]
+    return acc
 
 
-@triton.jit(do_not_specialize=["sixteen"])
+@triton.jit(do_not_specialize=["rows"])
 def few_bits_kernel(
     x,
     words,
@@ -264,59 +226,64 @@ def few_bits_kernel(
     bias,
     residual,
     out,
+    rows,
     outputs,
     inputs,
-    blocks,
+    width,
     groups,
     per_group,
-    sixteen,
-    ROWS: tl.constexpr,
-    PADDED: tl.constexpr,
     HELD: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNIT: tl.constexpr,
+    UNITS: tl.constexpr,
     PARTS: tl.constexpr,
+    ADDED: tl.constexpr,
     OFFSETS: tl.constexpr,
+    STAGES: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     EVEN: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Compute HELD outputs of every row: grid (tiles of outputs). Loads run ahead of products as in
-    few_rows.product_kernel. GATED: a program takes HELD rows of the first half of the weight, and
-    the same of the second.
+    """Compute HELD outputs of ROWS rows: grid (tiles of outputs, tiles of rows).
+
+    Warps share the units of a round, and their sums stay apart until the end. The first round's
+    words are loaded before the kernel waits for x and multiplied last, as in kernels/layer/gemv.py;
+    scales are loaded a round ahead.
     """
-    kind = x.dtype.element_ty
-    EXACT: tl.constexpr = kind == tl.float32
-    n = tl.program_id(0) * HELD + tl.arange(0, HELD)
-    b = tl.arange(0, BLOCKS)
-    if GATED:
-        m, stored = gate_and_up(outputs, HELD), 2 * outputs
-    else:
-        m, stored = n, outputs
-    tile, scale, offset = word_tile(
-        words, scales, offsets, m, b, stored, blocks, groups, per_group, PARTS, OFFSETS, EXACT
+    kind: tl.constexpr = x.dtype.element_ty
+    SIZE: tl.constexpr = UNIT // PARTS
+    SHIFTED: tl.constexpr = OFFSETS or ADDED > 0
+    n, m, stored = outputs_of_program(outputs, HELD, GATED)
+    r = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    u = tl.arange(0, UNITS)
+    # rows beyond the last read the last one again, and are not stored
+    held = tl.minimum(m, stored - 1)
+    of, each = held[None, :], u[:, None]
+    first = word_tile(words, held, u, width, SIZE, EVEN)
+    first_scale, first_offset = scales_at(
+        scales, offsets, of, each // per_group, groups, ADDED, OFFSETS
+    )
+    scale, offset = scales_at(
+        scales, offsets, of, (each + UNITS) // per_group, groups, ADDED, OFFSETS
     )
     wait_for_last_kernel(DEPENDENT)
-    if ROWS == 1:
-        acc = tl.zeros([m.shape[0], BLOCKS], tl.float32)
-    else:
-        acc = tl.zeros([m.shape[0], PADDED, BLOCKS], tl.float32)
-    for start in range(0, blocks, BLOCKS):
-        now, now_scale, now_offset = tile, scale, offset
-        ahead = start + BLOCKS + b
-        tile, scale, offset = word_tile(
-            words, scales, offsets, m, ahead, stored, blocks, groups, per_group, PARTS, OFFSETS,
-            EXACT,
-        )  # fmt: skip
-        acc += block_sums(
-            now, now_scale, now_offset, x, start + b, inputs, sixteen, ROWS, PADDED, PARTS,
-            OFFSETS, EVEN, EXACT,
-        )  # fmt: skip
-    y = finished(acc, bias, m, stored, kind, ROWS, BIAS)
-    if GATED:
-        gate, up = tl.split(tl.trans(tl.reshape(y, [2, HELD * PADDED])))
-        y = opened(gate, up, kind)
-        if ROWS > 1:
-            y = tl.reshape(y, [HELD, PADDED])
-    store_rows(y, residual, out, n, outputs, kind, ROWS, PADDED, RESIDUAL)
+    first_columns = unit_rows(x, r, u, rows, inputs, 0, SIZE, PARTS, EVEN)
+    first_more = unit_rows(x, r, u, rows, inputs, PARTS // 8, SIZE, PARTS, EVEN)
+    acc = tl.zeros([UNITS, m.shape[0], ROWS], tl.float32)
+    for start in tl.range(UNITS, tl.cdiv(width, SIZE), UNITS, num_stages=STAGES):
+        now_scale, now_offset = scale, offset
+        ahead = (start + UNITS + each) // per_group
+        scale, offset = scales_at(scales, offsets, of, ahead, groups, ADDED, OFFSETS)
+        tile = word_tile(words, held, start + u, width, SIZE, EVEN)
+        columns = unit_rows(x, r, start + u, rows, inputs, 0, SIZE, PARTS, EVEN)
+        more = unit_rows(x, r, start + u, rows, inputs, PARTS // 8, SIZE, PARTS, EVEN)
+        acc = add_units(acc, tile, columns, more, now_scale, now_offset, PARTS, SHIFTED)
+    acc = add_units(
+        acc, first, first_columns, first_more, first_scale, first_offset, PARTS, SHIFTED
+    )
+    store_rows(
+        tl.sum(acc, 0), bias, residual, out, n, m, r, rows, outputs, stored, kind, GATED, BIAS,
+        RESIDUAL,
+    )  # fmt: skip

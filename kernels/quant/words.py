@@ -1,10 +1,11 @@
-"""Weights of few bits as the kernels of few_bits.py read them: 32-bit words whose parts are columns
-that lie apart.
+"""Weights of few bits as kernels/quant/gemv.py and gemm.py read them: 32-bit words whose parts are
+unpacked two at a time.
 
-A block is 4 words, 16 bytes that one thread loads at once: 16 columns of int8 or 32 of int4. Part i
-of word w, the i-th byte or nibble from below, belongs to column 4 i + w. So what a thread unpacks
-with one shift and mask from each of its 4 words belongs to 4 columns that lie side by side, and
-rows of x are read 4 values at a time.
+A block is 4 words: 16 columns of int8 or 32 of int4. Part i of a word is its i-th byte or nibble
+from below. One shift and one mask leave parts i and i + P / 2 of P in a word's two halves, as two
+numbers of 16 bits: the values of two neighbouring columns, as one register of a tensor core's
+operand holds them (Marlin's idea, arXiv 2408.11743). Word w has columns 4 w to 4 w + 3 of a block's
+first 16 columns, which are its pairs 0 and 1, and the same of the other 16, which are 2 and 3.
 """
 
 from __future__ import annotations
@@ -64,15 +65,11 @@ class Words:
     def quantised(self, rows: slice | torch.Tensor) -> Quantised:
         """Some rows, a slice or int64 indices, as they came: values [rows, I] in few bits."""
         found = self.values[rows].contiguous().view(torch.uint8)
-        count = len(found)
-        if self.kind == "int8":
-            # bytes of a word lie in the order of its parts
-            apart = found.view(count, -1, WORDS, 4).transpose(2, 3).reshape(count, -1)
-            values = apart.view(torch.int8)[:, : self.shape[1]]
-        else:
-            apart = nibbles(found.view(count, -1, 1)).view(count, -1, WORDS, 8)
-            whole = apart.transpose(2, 3).reshape(count, -1)[:, : self.shape[1]]
-            values = packed_nibbles(whole)
+        parts = found if self.kind == "int8" else nibbles(found)
+        # [rows, blocks, word, one of a pair, half, pair of it] to columns side by side
+        apart = parts.view(len(found), -1, WORDS, 2, PARTS[self.kind] // 4, 2)
+        whole = apart.permute(0, 1, 4, 2, 5, 3).reshape(len(found), -1)[:, : self.shape[1]]
+        values = whole.view(torch.int8) if self.kind == "int8" else packed_nibbles(whole)
         offsets = None if self.offsets is None else self.offsets[rows]
         return Quantised(self.kind, values, self.scales[rows], self.group, offsets)
 
@@ -104,7 +101,9 @@ def _laid_out(kind: str, values: torch.Tensor, words: int) -> torch.Tensor:
     """Values as Quantised holds them, to int32 [rows, words]."""
     whole = values.view(torch.uint8) if kind == "int8" else nibbles(values)
     short = words * PARTS[kind] - whole.shape[1]
-    whole = torch.nn.functional.pad(whole, (0, short)).view(len(whole), -1, PARTS[kind], WORDS)
+    whole = torch.nn.functional.pad(whole, (0, short))
+    whole = whole.view(len(whole), -1, PARTS[kind] // 4, WORDS, 2, 2).permute(0, 1, 3, 5, 2, 4)
+    parts = whole.reshape(len(whole), -1)
     if kind == "int4":
-        whole = whole[:, :, 0::2] | (whole[:, :, 1::2] << 4)
-    return whole.transpose(2, 3).contiguous().view(torch.int32).view(len(whole), words)
+        parts = packed_nibbles(parts)
+    return parts.contiguous().view(torch.int32)

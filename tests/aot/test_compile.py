@@ -23,7 +23,7 @@ from tools.compile_kernels.variants import variants  # noqa: E402
 
 NVIDIA = [name for name in TARGETS if name.startswith("sm_")]
 LARGE = ("sm_80", "sm_89", "sm_100")  # the boards have a kernel each
-MOST = 86  # variants of this file: two minutes on one core
+MOST = 90  # variants of this file: two minutes on one core
 
 
 def cases(target):
@@ -55,7 +55,7 @@ def cases(target):
         # boards: Jetson, RTX 50, DGX Spark
         "sm_87": [Case("sparse", group=4)],
         "sm_110": [Case("blocks")],
-        "sm_120": [Case("gathered")],
+        "sm_120": [Case("gathered"), Case("few_bits", packed="int8")],
         "sm_121": [Case("parts")],
     }
     return [*(least if target in LARGE else ()), *others[target]]
@@ -175,6 +175,33 @@ def test_a_dependent_kernel_waits_before_it_reads():
             assert bool(loads) == early and "st.global" not in before, (case, loads)
     launch = variants([Case("norm")])[0]
     assert "griddepcontrol" not in compiler.compile_for(launch, "sm_80").asm["ptx"]
+
+
+def test_loads_of_one_byte_and_functions_are_faults():
+    """Two for a map of booleans are meant so."""
+    report = compiler.Report("dense_kernel", "a case", "sm_90", True)
+    for name, said in (
+        ("LDG.U8", "has 3 loads of one byte"),
+        ("CALL", "calls a function in its longest loop"),
+    ):
+        report.instructions = {name: 0}
+        assert report.fault() == ""
+        report.instructions = {name: 3}
+        assert report.fault() == f"dense_kernel (a case) for sm_90 {said}"
+    report = compiler.Report("blocks_kernel", "a case", "sm_90", True, instructions={"LDG.U8": 2})
+    assert report.fault() == ""
+    lines = "LDG.E.EF.U8.CONSTANT R2, [R2]", "LDG.E.128 R2, [R2]"
+    assert [bool(compiler.INSTRUCTIONS["LDG.U8"].search(line)) for line in lines] == [True, False]
+
+
+def test_the_longest_loop_is_one_without_another_inside():
+    """Machine code with a loop of two instructions and one of three inside one of seven."""
+    jumps = {0x20: 0x10, 0x60: 0x40, 0x70: 0x10}
+    code = "".join(
+        f"/*{at:04x}*/  {f'@P0 BRA {jumps[at]:#x}' if at in jumps else 'FADD R1, R1, R1'} ;\n"
+        for at in range(0, 0x80, 16)
+    )
+    assert len(compiler.longest_loop(code)) == 3
 
 
 def test_wrong_target_is_refused(capsys):

@@ -101,11 +101,12 @@ def test_words_refuse_what_they_cannot_hold():
         ("int8", 4, 18, 300, 0, BF16, ("bias", "wide")),
         ("int8", 5, 6, 384, 32, F16, ("gated", "residual")),
         ("int8", 8, 5, 640, 128, F32, ()),
+        ("int4", 16, 17, 1600, 32, BF16, ("bias", "residual")),
+        ("int8", 11, 9, 336, 48, BF16, ("gated",)),
     ],
 )
-def test_few_rows(kind, rows, outputs, inputs, group, dtype, extras, monkeypatch):
+def test_few_rows(kind, rows, outputs, inputs, group, dtype, extras):
     """Sizes that fill no tile, every epilogue, every group."""
-    monkeypatch.setattr("kernels.layer.gemv.ENOUGH_PROGRAMS", 3)  # several outputs a program
     stored = outputs * (2 if "gated" in extras else 1)
     weight = matrix(kind[:4], stored, inputs, group, offsets="without" not in kind, scales=dtype)
     generator = torch.Generator().manual_seed(rows)
@@ -127,6 +128,19 @@ def test_few_rows(kind, rows, outputs, inputs, group, dtype, extras, monkeypatch
     exact = multiply_rows_ref(x.double(), dense64(weight), **wide)
     assert found.dtype == plain.dtype and found.shape == plain.shape
     assert_close(found, exact, plain, dtype, kind)
+
+
+@pytest.mark.parametrize("kind, group", [("int4", 32), ("int8", 64), ("int8", 0)])
+@pytest.mark.parametrize("gated, dtype", [(False, F32), (True, BF16)])
+def test_a_rows_bits_do_not_depend_on_its_neighbours(kind, group, gated, dtype):
+    """A row alone, at any place and among any number of rows."""
+    words = Words.of(matrix(kind, 42, 1152, group, scales=BF16))
+    x = torch.randn(16, 1152, generator=torch.Generator().manual_seed(1)).to(dtype)
+    alone = torch.cat([multiply_few_bits(x[j : j + 1], words, gated=gated) for j in range(16)])
+    for count in (2, 3, 4, 5, 8, 16):
+        found = multiply_few_bits(x[:count], words, gated=gated)
+        assert torch.equal(found, alone[:count]), f"{count} rows"
+    assert torch.equal(multiply_few_bits(x[7:12], words, gated=gated), alone[7:12])
 
 
 @pytest.mark.parametrize("kind, group", [("int4", 32), ("int4", 128), ("int8", 64), ("int8", 0)])
@@ -158,7 +172,7 @@ HOSTILE = ("zeros", "outlier", "subnormal", "constant")
 
 @pytest.mark.parametrize("which", HOSTILE)
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("rows", [1, 9, 17])
 def test_hostile_values(which, kind, rows):
     """As our own rounding makes them of such weights; nothing becomes NaN or infinite."""
     wide = torch.randn(12, 128, generator=torch.Generator().manual_seed(1)) / 11
@@ -205,9 +219,8 @@ def model(word, step="fused", **changes):
 
 
 @pytest.mark.parametrize("word", ["int8", "int4"])
-def test_a_fused_step_multiplies_words(word, monkeypatch):
+def test_a_fused_step_multiplies_words(word):
     """A whole session: the step on our own kernels is the step that dequantises."""
-    monkeypatch.setattr("kernels.layer.gemv.ENOUGH_PROGRAMS", 1)
     llm = model(word, attention_bias=True)
     assert llm.model.nbytes == llm.plan().bytes_of("weights")
     note = next(note for name, _, note in llm.plan().items if name == "weights")
@@ -226,7 +239,6 @@ def test_a_fused_step_multiplies_words(word, monkeypatch):
 
 def test_a_kernel_that_fails_or_lies_is_not_used(monkeypatch):
     """As on a GPU: a warning that says why, and products that dequantise."""
-    monkeypatch.setattr("kernels.layer.gemv.ENOUGH_PROGRAMS", 1)
     monkeypatch.setattr(engine.forward.self_test, "ROWS", 700)
     monkeypatch.setattr(engine.forward.self_test, "is_tested", lambda device: True)
     llm = model("int4", step="auto")

@@ -146,7 +146,6 @@ def test_a_prompt_on_our_own_kernels_is_a_prompt_on_torchs():
 def test_a_kernel_that_lies_in_a_prompt_leaves_torchs_operators(monkeypatch):
     """The self-test runs a chunk too, and its form follows the step's."""
     llm = tiny_llm(Full(), session_config(layers=1), max_context=256, backend="triton")
-    monkeypatch.setattr("kernels.layer.gemv.ENOUGH_PROGRAMS", 1)
     monkeypatch.setattr(engine.forward.self_test, "ROWS", 700)
     monkeypatch.setattr(engine.forward.self_test, "is_tested", lambda device: True)
     sizes = llm.model, llm.rotary, llm.load().pieces

@@ -16,7 +16,7 @@ from engine.base.errors import SettingError
 from engine.forward.layer import FusedLayer, fusable
 from engine.forward.self_test import step_layer
 from kernels.attention.scratch import make_scratch
-from kernels.layer.gemv import multiply_rows, multiply_rows_ref, outputs_of
+from kernels.layer.gemv import multiply_rows, multiply_rows_ref
 from kernels.layer.norm import normalize_rows, normalize_rows_ref
 from kernels.layer.rotate_store import rotate_store, rotate_store_ref
 from tests.builders import random_ids, session_config, tiny_llm
@@ -55,11 +55,12 @@ def close(found, run, dtype, *arguments, **named):
         (2, 9, 700, F16, ("residual",)),
         (3, 11, 130, BF16, ("gated", "residual", "bias")),
         (8, 18, 300, BF16, ("bias", "wide")),
+        (16, 33, 523, BF16, ("residual",)),
+        (13, 16, 256, F32, ("gated",)),
     ],
 )
-def test_products(rows, outputs, inputs, dtype, extras, monkeypatch):
+def test_products(rows, outputs, inputs, dtype, extras):
     """Outputs and inputs that fill no tile; every epilogue with one row and with several."""
-    monkeypatch.setattr("kernels.layer.gemv.ENOUGH_PROGRAMS", 3)  # several outputs a program
     stored = outputs * (2 if "gated" in extras else 1)
     x, weight, bias, residual = made(
         rows * outputs, (1, rows, inputs), (stored, inputs), (stored,), (1, rows, outputs),
@@ -76,14 +77,35 @@ def test_products(rows, outputs, inputs, dtype, extras, monkeypatch):
     close(found, multiply_rows_ref, dtype, x, weight, **named)
 
 
-def test_a_product_has_programs_enough_or_one_output_each():
-    for outputs, most in ((4096, 4), (6144, 4), (2048, 4), (14336, 2), (128256, 4), (7, 4)):
-        held = outputs_of(outputs, most)
-        assert held == 1 or -(-outputs // held) >= 528
-        assert held == most or -(-outputs // (2 * held)) < 528
-    x, weight = made(0, (9, 16), (16, 16))
-    with pytest.raises(ValueError, match="found 9 rows, expected 1 to 8"):
+def test_a_product_refuses_more_rows():
+    x, weight = made(0, (17, 16), (16, 16))
+    with pytest.raises(ValueError, match="found 17 rows, expected 1 to 16"):
         multiply_rows(x, weight)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("extras", [(), ("gated", "bias"), ("residual",)])
+def test_a_rows_bits_do_not_depend_on_its_neighbours(dtype, extras):
+    """A row alone, at any place and among any number of rows."""
+    outputs, inputs = 21, 1100
+    stored = outputs * (2 if "gated" in extras else 1)
+    x, weight, bias, residual = made(
+        3, (1, 16, inputs), (stored, inputs), (stored,), (1, 16, outputs), dtype=dtype
+    )
+
+    def run(rows):
+        return multiply_rows(
+            x[:, rows].contiguous(),
+            weight,
+            bias if "bias" in extras else None,
+            residual[:, rows].contiguous() if "residual" in extras else None,
+            "gated" in extras,
+        )
+
+    alone = torch.cat([run(slice(j, j + 1)) for j in range(16)], 1)
+    for count in (2, 3, 4, 5, 8, 16):
+        assert torch.equal(run(slice(count)), alone[:, :count]), f"{count} rows"
+    assert torch.equal(run(slice(7, 12)), alone[:, 7:12])
 
 
 @pytest.mark.parametrize(
@@ -160,11 +182,10 @@ def test_the_last_program_merges_what_a_launch_merges(check, arguments, shape, m
     assert first[1] is None or torch.equal(first[1], second[1])
 
 
-def test_a_fused_step_is_the_plain_step(monkeypatch):
+def test_a_fused_step_is_the_plain_step():
     """A whole session on our own kernels, against the reference launchers: sparse steps, biases,
     weights of the embedding itself.
     """
-    monkeypatch.setattr("kernels.layer.gemv.ENOUGH_PROGRAMS", 1)
     method = OmniKV(filter_layers=(0,), tokens=16, tail=64, dense_below=0)
     config = session_config(layers=2)
     answers = []
@@ -185,7 +206,6 @@ def test_a_kernel_that_fails_or_lies_leaves_the_plain_form(monkeypatch):
     torch's. A self-test that agrees gives our own kernels.
     """
     llm = tiny_llm(Full(), session_config(layers=1), max_context=256, backend="triton")
-    monkeypatch.setattr("kernels.layer.gemv.ENOUGH_PROGRAMS", 1)
     monkeypatch.setattr(engine.forward.self_test, "ROWS", 700)
     monkeypatch.setattr(engine.forward.self_test, "is_tested", lambda device: True)
     sizes = llm.model, llm.rotary, llm.load().pieces

@@ -24,6 +24,20 @@ SELF = "tests/engine/forward/test_self_test.py"
 
 FINDINGS = (
     Breakage(
+        "C8 a product's sums follow the number of rows",
+        "kernels/layer/gemv.py",
+        r"STEP=STEPS\[x\.itemsize\],",
+        "STEP=STEPS[x.itemsize] // (1 if x.numel() == inputs else 2),",
+        ("tests/kernels/test_step_kernels.py::test_a_rows_bits_do_not_depend_on_its_neighbours",),
+    ),
+    Breakage(
+        "C8 a product's sums follow the number of rows, with weights of few bits",
+        "kernels/quant/gemv.py",
+        r"UNITS=UNITS,",
+        "UNITS=UNITS // (1 if rows == 1 else 2),",
+        ("tests/kernels/test_few_bits.py::test_a_rows_bits_do_not_depend_on_its_neighbours",),
+    ),
+    Breakage(
         "F1 nobody makes the LLM's card current",
         "engine/llm.py",
         r"self\._lock\.held\(\), current\(self\.device\):",

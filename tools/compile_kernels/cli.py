@@ -4,7 +4,8 @@ compiler made of it.
     python -m tools.compile_kernels [--targets sm_80,sm_90] [--all] [--kernels dense,topk]
 
 Exit status 1 with one line per fault: a decode kernel that spills at head_dim 64 or 128 with groups
-1, 4 or 8, shared memory beyond the target's, or wgmma products that ptxas serialises.
+1, 4 or 8, shared memory beyond the target's, loads of one byte, calls, or wgmma products that ptxas
+serialises.
 Needs triton, not CUDA.
 """
 
@@ -22,8 +23,8 @@ from kernels.launch.triton import HAVE_TRITON, triton
 from tools.common.program import progress, replace_text
 from tools.compile_kernels.cases import shipped
 from tools.compile_kernels.compiler import (
+    COUNTED,
     DEFAULT_TARGETS,
-    INSTRUCTIONS,
     TARGETS,
     Report,
     depends,
@@ -67,12 +68,12 @@ def table(reports: Sequence[Report], timed: bool = True) -> str:
         "spill",
         "static",
         "dynamic",
-        *INSTRUCTIONS,
+        *COUNTED,
         *(["s"] if timed else []),
     )
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     for r in reports:
-        counts = [r.instructions.get(name, 0) for name in INSTRUCTIONS]
+        counts = [r.instructions.get(name, 0) for name in COUNTED]
         cells = (
             r.kernel,
             r.case,
@@ -96,7 +97,8 @@ def write_table(path: Path, reports: Sequence[Report], faults: int) -> None:
         "# What the compiler makes of the kernels\n\n"
         "Written by `python -m tools.compile_kernels --table FILE` with triton "
         f"{triton.__version__}, no GPU: {len(reports)} variants, {faults} faults. Sizes in bytes; "
-        "shared memory static and dynamic; counts are of instructions in the code. "
+        "shared memory static and dynamic; counts are of instructions in the code, and in its "
+        "longest loop. "
         "How fast any of it runs is not measured here.\n\n"
     )
     path.parent.mkdir(parents=True, exist_ok=True)

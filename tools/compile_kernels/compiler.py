@@ -26,12 +26,29 @@ TARGETS: dict[str, tuple] = {
     "sm_121": ("cuda", 121, 32, 101376),  # DGX Spark
     "gfx942": ("hip", "gfx942", 64, 65536),
 }
-DEFAULT_TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
+DEFAULT_TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 # constants that tell one kernel's launches apart
 FORMS = (
     "LEVEL", "LAST", "SOFTMAX", "COUNTED", "ADD", "SPARSE", "MERGES", "GATED", "RESIDUAL", "BIAS",
 )  # fmt: skip
-INSTRUCTIONS = ("HMMA", "HGMMA", "LDGSTS", "LDG", "LDL", "STL")
+# what is counted in the code of a kernel: instructions by name; "loop": those of the longest loop,
+# and "CALL" the functions called there
+INSTRUCTIONS = {
+    name: re.compile(pattern)
+    for name, pattern in {
+        "HMMA": r"\bHMMA\b",
+        "HGMMA": r"\bHGMMA\b",
+        "LDGSTS": r"\bLDGSTS\b",
+        "LDG": r"\bLDG\b",
+        "LDG.U8": r"\bLDG\.(?:\w+\.)*[US]8\b",
+        "LDL": r"\bLDL\b",
+        "STL": r"\bSTL\b",
+    }.items()
+}
+COUNTED = (*INSTRUCTIONS, "loop", "CALL")
+
+# loads of one byte that are meant so: a map of booleans, one for a block of the past
+BYTEWISE = {"blocks_kernel": 2}
 
 
 def depends(target: str) -> bool:
@@ -72,6 +89,11 @@ class Report:
         spills = self.spill or self.instructions.get("LDL", 0) or self.instructions.get("STL", 0)
         if self.bounded and spills and not optional:
             return f"{what} spills {self.spill} bytes"
+        if self.instructions.get("CALL", 0) and not optional:
+            return f"{what} calls a function in its longest loop"
+        bytewise = self.instructions.get("LDG.U8", 0)
+        if bytewise > BYTEWISE.get(self.kernel, 0):
+            return f"{what} has {bytewise} loads of one byte"
         if self.warnings:
             return f"{what}: ptxas warns: {self.warnings[0]}"
         return ""
@@ -115,8 +137,35 @@ def measure(kernel: Any, report: Report) -> None:
     report.spill = _figure(r"STACK:(\d+)", said)
     report.static_shared = _figure(r"SHARED:(\d+)", said)
     report.instructions = {
-        name: len(re.findall(rf"\b{name}[.\s]", code.stdout)) for name in INSTRUCTIONS
+        name: len(pattern.findall(code.stdout)) for name, pattern in INSTRUCTIONS.items()
     }
+    loop = longest_loop(code.stdout)
+    report.instructions["loop"] = len(loop)
+    report.instructions["CALL"] = sum(_calls(at, said) for at, said in loop)
+
+
+def longest_loop(code: str) -> list[tuple[int, str]]:
+    """Return places and instructions of the longest loop without another inside in machine code."""
+    places, jumps = [], []
+    for place, said in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code):
+        places.append((int(place, 16), said))
+        target = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", said)
+        if target and int(target[1], 16) < places[-1][0]:
+            jumps.append((int(target[1], 16), places[-1][0]))
+    inner = [
+        [(at, said) for at, said in places if start <= at <= stop]
+        for start, stop in jumps
+        if not any(start <= first and last < stop for first, last in jumps)
+    ]
+    return max(inner, key=len, default=[])
+
+
+def _calls(place: int, said: str) -> bool:
+    """Tell whether an instruction calls a function. ptxas also writes CALL for a jump over the next
+    instruction.
+    """
+    target = re.search(r"\bCALL\b.*?(0x[0-9a-f]+)", said)
+    return target is not None and int(target[1], 16) - place != 32
 
 
 def nvidia_tool(name: str) -> str:
