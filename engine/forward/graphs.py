@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -77,20 +78,27 @@ def captured(device: torch.device, step: Callable[[], T]) -> tuple[torch.cuda.CU
             step()
     main.wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    # thread_local: another thread's CUDA calls do not spoil the capture
-    pool = _graph_pool(device, main.cuda_stream)
-    capture = torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local")
+    capture = _capturing(graph, side, _anchor(device, main.cuda_stream).pool())
     with garbage_kept(), capture:
         results = step()
     return graph, results
 
 
+def _capturing(graph: torch.cuda.CUDAGraph, side: torch.cuda.Stream, pool: Any) -> torch.cuda.graph:
+    # thread_local: another thread's CUDA calls do not spoil the capture
+    return torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local")
+
+
 @functools.cache
-def _graph_pool(device: torch.device, stream: int) -> Any:
-    """Return the memory that graphs replayed on a stream of a device share: 4 to 24 MB, which each
-    of a batch's 32 graphs would else have for itself.
+def _anchor(device: torch.device, stream: int) -> torch.cuda.CUDAGraph:
+    """Return an empty graph that keeps the memory which graphs replayed on a stream of a device
+    share: 4 to 24 MB, which each of a batch's 32 graphs would else have for itself. torch refuses
+    to capture into a pool whose last graph is gone while a result of one lives.
     """
-    return torch.cuda.graph_pool_handle()
+    graph = torch.cuda.CUDAGraph()
+    with warnings.catch_warnings(), _capturing(graph, capture_stream(device), None):
+        warnings.simplefilter("ignore")  # "the CUDA graph is empty"
+    return graph
 
 
 def bucket_for(n: int, capacity: int) -> int:
