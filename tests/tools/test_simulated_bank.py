@@ -287,7 +287,7 @@ def test_the_program_measures_banks_beside_floats(tmp_path, capsys):
     found = {row["bank"]: row for row in json.loads(path.read_text())}
     page = capsys.readouterr().out
     assert found["kivi16"]["kl"] < 1e-9 and found["kivi16"]["share"] == 1.0
-    assert found["int8"]["share"] == 68 / 128 and not found["int8"]["simulated"]
+    assert found["int8"]["share"] == 72 / 128 and not found["int8"]["simulated"]
     assert found["int8"]["kl"] < found["kivi4"]["kl"] < found["sign"]["kl"] / 20
     assert [row["tokens"] for row in found.values()] == [100] * 4
     assert (

@@ -1,4 +1,4 @@
-"""`make check-gpu`, what runs in processes of its own: forms of a step that are tested before
+"""Jobs of check_gpu that run in processes of their own: forms of a step that are tested before
 anything relies on them, kernels that compile side by side, the CUDA tests, and NVIDIA's own tools.
 
     python -m tools.gpu.jobs NAME [--cpu]      one job; its facts are the last line, as JSON
@@ -287,8 +287,10 @@ def metric_rows(text: str) -> list[Facts]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one job and print its facts. Exit code 0, or 2 for an unknown name."""
-    parser = argparse.ArgumentParser(prog="python -m tools.gpu.jobs")
-    parser.add_argument("name")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.gpu.jobs", description=(__doc__ or "").split("\n\n")[0]
+    )
+    parser.add_argument("name", help="of the job; an unknown one is answered with the list")
     parser.add_argument("--cpu", action="store_true", help="small shapes on the CPU")
     args = parser.parse_args(argv)
 
