@@ -34,11 +34,9 @@ def setup_module_of_the_clone():
     return module
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """A wheel of this tree, made in a copy of it: setuptools writes beside the sources."""
-    pytest.importorskip("setuptools", minversion="77")
-    home = tmp_path_factory.mktemp("wheel")
+def build(home: Path) -> Path:
+    """A wheel of this tree, made of a copy in `home`: setuptools writes beside the sources."""
+    home.mkdir(exist_ok=True)
     for name in NAMES:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, home / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -48,6 +46,12 @@ def wheel(tmp_path_factory):
     subprocess.run([*command, "-q", "-w", str(home / "made")], cwd=home, check=True)
     (made,) = (home / "made").iterdir()
     return made
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    pytest.importorskip("setuptools", minversion="77")
+    return build(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
