@@ -337,9 +337,8 @@ def dense_config(
     queries: int, group: int, head_dim: int, itemsize: int, rows: torch.dtype | None = None
 ) -> Config:
     """Choose 16 KB tiles, 64 rows of 128 bf16 (see `decode_config`); half of it in float32, where
-    products take registers. itemsize: bytes of an element of q; packed: whether K and V are.
-    """
-    # of int8 whole tiles spill on sm_100, outside their loop
+    products take registers, and of int8 rows, which spill on sm_100. itemsize: bytes of an element
+    of q; rows: the dtype of K and V where they are packed."""
     tile = 16384 if itemsize < 4 and rows != torch.int8 else 8192
     return decode_config(queries, group, head_dim, itemsize, tile, rows)
 
