@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from kernels.launch.shapes import power_of_two
 from kernels.launch.triton import tl, triton
@@ -41,13 +40,6 @@ def tile_config(rows: int, outputs: int, kind: str) -> TileConfig:
         return TileConfig(128, wide, 4, 8, 2 if kind == "int4" else 3)
     padded = max(16, power_of_two(rows))
     return TileConfig(padded, 32, 4, 4, 4)
-
-
-def multiply_tiles_ref(
-    x: torch.Tensor, weight: Words, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Reference of `multiply_tiles`, same arguments."""
-    return F.linear(x, weight.rows(slice(None), x.dtype), bias)
 
 
 def multiply_tiles(

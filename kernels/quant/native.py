@@ -206,7 +206,7 @@ def multiply_panels_op(
     outputs: int,
     inputs: int,
 ) -> torch.Tensor:
-    """`multiply_panels` in plain tensors: those of Panels, and its shape (outputs, inputs)."""
+    """`multiply_panels` of x [R, I] in plain tensors: [R, O]. outputs, inputs: O, I."""
     return product(x, Panels(kind, (outputs, inputs), group, values, scales, offsets), bias)
 
 

@@ -113,7 +113,7 @@ def widen_keys(rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 def widen_values(rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Write rows of V into out, as `widen_keys` writes those of K."""
+    """Write rows of V [.., width] into out [.., D] float32, as `widen_keys` those of K."""
     return FORMS[rows.dtype].values.widen(rows, out) if is_packed(rows) else out.copy_(rows)
 
 
