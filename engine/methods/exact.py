@@ -118,6 +118,13 @@ class Exact(Method):
         return line
 
     def validate(self, plan: LayerPlan) -> None:
+        """Raise SettingError where the inner method has no sparse layer: nothing could draft."""
+        if not plan.sparse_layers:
+            raise SettingError(
+                f"method: {self.method.name} has no sparse layer among this model's "
+                f"{plan.num_layers}, so nothing can draft for exact mode; use full attention, or "
+                "other filter_layers and wait_layers"
+            )
         self.method.validate(plan)
 
     def validate_prompt(self, start: int, stop: int) -> None:

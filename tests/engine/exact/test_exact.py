@@ -320,6 +320,14 @@ def test_settings_that_exact_mode_refuses(make, words):
     assert words in str(refused.value) and "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("wait", [0, 1])
+def test_filter_layers_that_leave_no_sparse_layer_cannot_draft(wait):
+    drafter = OmniKV(filter_layers=(1 - wait,), wait_layers=wait, dense_below=0)
+    with pytest.raises(SettingError) as refused:
+        tiny_llm(Exact(drafter), session_config(layers=2, hidden=32), max_context=128).session()
+    assert "omnikv has no sparse layer among this model's 2" in str(refused.value)
+
+
 def test_a_model_without_sparse_layers_runs_full_attention():
     llm = tiny_llm(Exact(OmniKV()), session_config(layers=2, hidden=32), max_context=128)
     assert llm.method == Full()
