@@ -47,7 +47,7 @@ def fits(options: Options) -> str:
     """Return the table as text. options: what the models would run with; max_context: the context
     that they must reach, else as much as fits.
     """
-    machine = _Machine.of(options)
+    machine = Machine.of(options)
     rows: list[tuple[str, ...]] = []
     others: list[tuple[str, ...]] = []
     none, short = [], []
@@ -82,8 +82,12 @@ def _aligned(table: list[tuple[str, ...]]) -> Iterable[str]:
         yield "  ".join(cells).rstrip()
 
 
+def _tokens(text: str) -> int:
+    return int(text.replace(",", ""))
+
+
 @dataclass(frozen=True)
-class _Machine:
+class Machine:
     """Where the models would run, and the line that says so."""
 
     device: torch.device
@@ -91,7 +95,7 @@ class _Machine:
     heading: str
 
     @classmethod
-    def of(cls, options: Options) -> _Machine:
+    def of(cls, options: Options) -> Machine:
         device = options.resolved_device()
         imagined = options.imagined_gpu, options.imagined_host
         on_gpu, ram = device.type == "cuda", options.ram_budget
@@ -147,6 +151,17 @@ class _Machine:
         if known.source == "spread" and isinstance(method, OmniKV):
             settings.append("not calibrated")
         return f"{found.context:,}", human(found.bytes), "; ".join(settings)
+
+    def best(self, alias: Alias, options: Options) -> tuple[dict[str, str], str, str] | None:
+        """Return (form, tokens that fit, settings) of the form of the longest context, and among
+        those of equal contexts of the one that changes answers least. None where no form fits.
+        """
+        found: tuple[dict[str, str], str, str] | None = None
+        for form in ({}, *FORMS):
+            row = self.row(alias, replace(options, **form))  # type: ignore[arg-type]
+            if row and (found is None or _tokens(row[0]) > _tokens(found[1])):
+                found = form, row[0], row[2]
+        return found
 
     def other(self, alias: Alias, options: Options) -> tuple[str, str, str] | None:
         """Return (flags, tokens that fit, bytes needed) of the first form that fits."""
