@@ -152,6 +152,23 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     ),
     "olmo2": ("Olmo2", {}),
     "olmo2-bias": ("Olmo2", dict(attention_bias=True, num_key_value_heads=4)),
+    "olmo3": (
+        "Olmo3",
+        dict(
+            num_hidden_layers=6,
+            layer_types=[SLIDING, FULL] * 3,
+            sliding_window=60,
+            rope_parameters={
+                SLIDING: dict(rope_type="default", rope_theta=5e5),
+                FULL: dict(
+                    rope_type="yarn",
+                    rope_theta=5e5,
+                    factor=4.0,
+                    original_max_position_embeddings=512,
+                ),
+            },
+        ),
+    ),
 }
 
 

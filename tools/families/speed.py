@@ -53,6 +53,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "logits_scaling": 8.0,
     },
     "Olmo2ForCausalLM": {},
+    "Olmo3ForCausalLM": {"sliding_window": 1024},
     "Gemma2ForCausalLM": {"attn_logit_softcapping": 50.0, "sliding_window": 1024},
     "Gemma3ForCausalLM": {"sliding_window": 512, "sliding_window_pattern": 6},
     "Qwen3MoeForCausalLM": {

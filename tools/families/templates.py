@@ -83,6 +83,14 @@ TEMPLATES = {
         "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
         "{% endfor %}"
     ),
+    "OLMo 3": (
+        "{%- set asked = messages | selectattr('role', 'equalto', 'system') | list -%}"
+        "{%- if not asked -%}{{ '<|im_start|>system\nYou are helpful.<|im_end|>\n' }}{%- endif -%}"
+        "{%- for m in messages -%}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
+        "{%- if m['role'] == 'assistant' and loop.last -%}{{ eos_token }}{%- else -%}"
+        "{{ '<|im_end|>\n' }}{%- endif -%}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+    ),
     "Gemma 3": _TURNS,
     "Gemma 2": _TURNS,
     "gpt-oss": (

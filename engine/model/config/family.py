@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from engine.model.config.block import Facts
 from engine.model.config.fields import Fields
-from engine.model.config.rope_config import Rope, RopeRules
+from engine.model.config.rope_config import MAX_THETA, Rope, RopeRules, parse_rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -78,3 +78,22 @@ def windows(
     if size >= sizes.positions:
         return ()
     return tuple(size if name == SLIDING else 0 for name in types)
+
+
+def sliding_rope(fields: Fields, sizes: Sizes, key: str, theta: float) -> Rope:
+    """Return the rope of the sliding layers: that of `rope_parameters` for their type, else an
+    unscaled one of base `key` (theta where it is missing).
+    """
+    nested = fields.data.get("rope_parameters")
+    if isinstance(nested, dict) and SLIDING in nested:
+        rules = RopeRules(theta=theta, nested=SLIDING)
+        data = {"rope_parameters": nested}
+        return parse_rope(data, fields.source, sizes.positions, sizes.head_dim, rules)
+    return Rope("default", fields.number(key, 1.0, MAX_THETA, default=theta))
+
+
+def layer_ropes(types: tuple[str, ...], sliding: Rope, full: Rope) -> tuple[Rope, ...]:
+    """Return the rope of each layer by its type; () where both are one."""
+    if sliding == full:
+        return ()
+    return tuple(sliding if name == SLIDING else full for name in types)

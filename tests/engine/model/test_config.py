@@ -526,3 +526,22 @@ def test_any_rope_junk_parses_or_raises_one_line(kind, values):
         assert (
             math.isfinite(rope.attention_factor) and rope.attention_factor > 0 and rope.factor >= 1
         )
+
+
+def test_olmo3_stretches_the_rope_of_layers_that_see_all_only():
+    # the form of released checkpoints: one rope_theta, one rope_scaling, every fourth layer full
+    found = config(
+        architectures=["Olmo3ForCausalLM"],
+        model_type="olmo3",
+        num_hidden_layers=8,
+        max_position_embeddings=65536,
+        sliding_window=4096,
+        rope_theta=5e5,
+        rope_scaling=dict(
+            rope_type="yarn", factor=8.0, original_max_position_embeddings=8192, beta_fast=32
+        ),
+    )
+    assert found.windows == (4096, 4096, 4096, 0) * 2
+    kinds = [rope.kind for rope in found.layer_ropes]
+    assert kinds == ["default", "default", "default", "yarn"] * 2
+    assert {rope.theta for rope in found.layer_ropes} == {5e5}

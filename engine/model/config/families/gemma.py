@@ -10,9 +10,19 @@ The embedding is multiplied by sqrt(hidden_size). Gemma 2 caps attention scores 
 from __future__ import annotations
 
 from engine.model.config.block import Block, Facts
-from engine.model.config.family import FULL, SLIDING, Family, Sizes, layer_types, window, windows
+from engine.model.config.family import (
+    FULL,
+    SLIDING,
+    Family,
+    Sizes,
+    layer_ropes,
+    layer_types,
+    sliding_rope,
+    window,
+    windows,
+)
 from engine.model.config.fields import Fields
-from engine.model.config.rope_config import MAX_THETA, Rope, RopeRules, parse_rope
+from engine.model.config.rope_config import RopeRules
 
 
 def _facts(fields: Fields, sizes: Sizes, pattern: int, gemma3: bool) -> Facts:
@@ -33,30 +43,18 @@ def _facts(fields: Fields, sizes: Sizes, pattern: int, gemma3: bool) -> Facts:
         score=fields.number("query_pre_attn_scalar", 0.0, 1e6, default=256.0) ** -0.5,
         score_cap=_cap(fields, "attn_logit_softcapping", 0.0 if gemma3 else 50.0),
     )
-    local = _local_rope(fields, sizes) if gemma3 else sizes.rope
+    local = sliding_rope(fields, sizes, "rope_local_base_freq", 1e4) if gemma3 else sizes.rope
     return Facts(
         block,
         attention_bias=fields.flag("attention_bias", default=False),
         windows=windows(fields, sizes, types, window(fields) or 4096),
-        layer_ropes=tuple(local if name == SLIDING else sizes.rope for name in types)
-        if local != sizes.rope
-        else (),
+        layer_ropes=layer_ropes(types, local, sizes.rope),
     )
 
 
 def _cap(fields: Fields, key: str, missing: float) -> float:
     """Return a cap on logits; 0 where it is null."""
     return fields.number(key, 0.0, 1e6, default=0.0) if key in fields.data else missing
-
-
-def _local_rope(fields: Fields, sizes: Sizes) -> Rope:
-    """Return the rope of the sliding layers."""
-    nested = fields.data.get("rope_parameters")
-    if isinstance(nested, dict) and SLIDING in nested:
-        rules = RopeRules(nested=SLIDING)
-        data = {"rope_parameters": nested}
-        return parse_rope(data, fields.source, sizes.positions, sizes.head_dim, rules)
-    return Rope("default", fields.number("rope_local_base_freq", 1.0, MAX_THETA, default=1e4))
 
 
 _ACTIVATION = ("hidden_activation", ("gelu_pytorch_tanh",))
