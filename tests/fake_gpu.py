@@ -8,21 +8,41 @@ from __future__ import annotations
 
 import contextlib
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
+# operators that wait for the device: their results' sizes or values are the host's
+READS = ("_local_scalar_dense", "nonzero", "_unique2", "bincount", "masked_select", "equal")
+
+
 class _Operators(TorchDispatchMode):
-    """count: operators of torch so far."""
+    """A capture. count: operators of torch so far. One that waits for the device is refused."""
 
     def __init__(self):
         super().__init__()
         self.count = 0
 
+    def __enter__(self):
+        self._tolist = mock.patch.object(torch.Tensor, "tolist", self._refused)
+        self._tolist.start()
+        return super().__enter__()
+
+    def __exit__(self, *raised):
+        self._tolist.stop()
+        return super().__exit__(*raised)
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += 1
+        if func._schema.name.split("::")[1] in READS:
+            self._refused()
         return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _refused(*given):
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
 
 class FakeGPU:

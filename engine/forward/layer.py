@@ -17,7 +17,7 @@ import torch
 from engine.bank.base import Step
 from engine.model.config.block import LLAMA
 from engine.model.llama import Llama, Matrix, post_attention, pre_attention
-from kernels.launch.dispatch import NATIVE
+from kernels.launch.dispatch import NATIVE, choose_for
 from kernels.layer.gemv import MOST_ROWS, multiply_rows
 from kernels.layer.norm import normalize_rows
 from kernels.layer.rotate_store import rotate_store
@@ -86,8 +86,9 @@ def split_rows(steps: Sequence[Step], *tensors: torch.Tensor) -> Iterable[tuple[
 
 class TorchLayer:
     """torch's operators. pieces: the two halves of a layer, plain or compiled. backend: of what is
-    stored, and of the products: few rows are C++'s under "auto" and "native". Under "reference"
-    each token of a step goes through the products by itself.
+    stored, and of the products: few rows are C++'s under "auto" and "native", experts are chosen on
+    the device under "triton". Under "reference" each token of a step goes through the products by
+    itself.
     """
 
     most_rows = 1 << 30
@@ -98,8 +99,12 @@ class TorchLayer:
         pieces: tuple[Callable, Callable] = (pre_attention, post_attention),
         backend: str = "auto",
     ) -> None:
-        self.model = model = model if backend in NATIVE else model.on_torch()
-        self._backend = backend
+        model = model if backend in NATIVE else model.on_torch()
+        if choose_for(backend, model.device) != "triton":
+            model = model.on_host()
+        if not model.capturable:  # a compiler would look into what the host chooses
+            pieces = pre_attention, post_attention
+        self.model, self._backend = model, backend
         whole = (*pieces, model.logits)
         pre, post, logits = map(one_by_one, whole) if backend == "reference" else whole
         self._pre_attention, self._post_attention, self._logits = pre, post, logits

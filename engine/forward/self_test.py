@@ -27,14 +27,18 @@ from engine.forward.native_backend import require_native
 from engine.forward.native_layer import NativeLayer, natively
 from engine.forward.prompt_layer import FUSED, PLAIN
 from engine.model.llama import Llama
+from engine.model.mixture import Mixture
 from engine.model.rope import Rotary
 from engine.plan.layers import layer_plan
 from kernels.attention.dense import decode_dense
 from kernels.attention.scratch import ScratchShape, make_scratch
+from kernels.experts.choose import Choice, choose_experts, choose_experts_ref
+from kernels.experts.open import open_experts, open_experts_ref
+from kernels.experts.sum import sum_experts, sum_experts_ref
 from kernels.launch.dispatch import NATIVE, choose_for
 from kernels.launch.pdl import refuse, supported
 from kernels.launch.tolerance import OVERALL, differs, differs_overall
-from kernels.layer.gemv import MOST_ROWS
+from kernels.layer.gemv import MOST_ROWS, multiply_rows
 from kernels.native.library import try_all
 from kernels.quant.linear import QuantisedLinear
 from kernels.rows.forms import floats, key_floats
@@ -74,9 +78,10 @@ def step_layer(
     if backend in NATIVE and model.device.type == "cpu":
         try_all()  # compiles now rather than in the first answer
     require_native(backend, model.device, compile=True)
-    plain = TorchLayer(model, pieces, backend)
     if is_tested(model.device):
         _check_few_bits(model)
+        _check_mixtures(model)
+    plain = TorchLayer(model, pieces, backend)
     possible = choose_for(backend, model.device) == "triton" and fusable(model)
     if step == "fused":
         if not possible:
@@ -107,19 +112,24 @@ def is_tested(device: torch.device) -> bool:
 
 def failure(model: Llama, rotary: Rotary) -> str:
     """Run a layer both ways on this device. Returns the reason against our own kernels, or "".
-
-    Where they only fail under programmatic dependent launch, that is off for the rest of the
-    process, and a warning says so. Raises DeviceFailed if a kernel has left the device unusable.
+    Raises DeviceFailed if a kernel has left the device unusable.
     """
-    why = _failure(model, rotary)
-    if not why or not supported(model.device):
+    return _either_way(model.device, lambda: _failure(model, rotary))
+
+
+def _either_way(device: torch.device, test: Callable[[], str]) -> str:
+    """Return what `test` says. Where kernels only fail under programmatic dependent launch, that is
+    off for the rest of the process, and a warning says so.
+    """
+    why = test()
+    if not why or not supported(device):
         return why
-    refuse(model.device)
-    still = _failure(model, rotary)
+    refuse(device)
+    still = test()
     if not still:
         warnings.warn(
             f"kernels of a decode step are launched one after the other on this GPU: {why}",
-            stacklevel=3,
+            stacklevel=4,
         )
     return still
 
@@ -204,6 +214,67 @@ def _few_bits_failure(held: list[QuantisedLinear], model: Llama) -> str:
             name = f"{matrix.kind} {matrix.shape[0]} x {matrix.shape[1]}, {rows} rows,"
             if why := differs(name, found, want, model.dtype) or differs_overall(name, found, want):
                 return why
+    return ""
+
+
+def _check_mixtures(model: Llama) -> None:
+    """Let the host choose a mixture's experts if those that the device chooses say something else
+    on this device; warn once.
+    """
+    mixtures = [m for m in (layer.mixture for layer in model.layers) if m is not None and m.stacks]
+    if not mixtures:
+        return
+    why = _either_way(
+        model.device,
+        lambda: _reason(
+            model.device, lambda: _mixture_failure(model, mixtures), "backend='reference'"
+        ),
+    )
+    if why:
+        for mixture in mixtures:
+            mixture.choose_on_host()
+        warnings.warn(
+            f"the host chooses a mixture's experts, and no step is captured: {why}", stacklevel=4
+        )
+
+
+def _mixture_failure(model: Llama, mixtures: list[Mixture]) -> str:
+    """Test the mixtures of the first layer and the last that have one, part by part over the same
+    logits, since others in their last place may choose other experts; and one row's as a graph.
+    """
+    device, dtype = model.device, model.dtype
+    for number, mixture in {0: mixtures[0], -1: mixtures[-1]}.items():
+        assert mixture.stacks is not None
+        (gate_up, down), experts = mixture.stacks, mixture.experts
+        for rows in STEP_ROWS:
+            generator = torch.Generator().manual_seed(rows)
+            x = torch.randn(rows, model.config.hidden_size, generator=generator).to(device, dtype)
+            logits = torch.nn.functional.linear(x, mixture.router, mixture.bias)
+            if why := differs("router", multiply_rows(x, mixture.router, mixture.bias), logits):
+                return why
+            given = logits, experts.per_token, experts.normalise
+            choice, wanted = choose_experts(*given), choose_experts_ref(*given)
+            for name, one, other in zip(Choice._fields, choice, wanted, strict=True):
+                listed = slice(None if name == "listed" else int(wanted.listed))
+                if why := differs(f"choice of {name}", one[listed], other[listed]):
+                    return f"{why} ({rows} rows)"
+            want = open_experts_ref(x, gate_up, wanted, experts.clamp)
+            want = sum_experts_ref(want, down, wanted)
+
+            def run(x=x, choice=choice, clamp=experts.clamp, up=gate_up, down=down) -> torch.Tensor:
+                return sum_experts(open_experts(x, up, choice, clamp), down, choice)
+
+            name, found = "sum of experts", run()
+            if why := differs(name, found, want, dtype) or differs_overall(name, found, want):
+                return f"{why} ({rows} rows)"
+            if rows > 1 or number or not torch.cuda.is_available():
+                continue
+            graph, found = captured(device, run)
+            for _ in range(REPLAYS):
+                found.zero_()
+                graph.replay()
+                if why := differs(name, found, want, dtype):
+                    return f"replayed as a graph, {why}"
     return ""
 
 

@@ -25,7 +25,7 @@ from engine.model.config.config import ModelConfig
 from engine.model.llama import Llama, assemble, post_attention, pre_attention
 from engine.model.rope import Rotary
 from engine.text.tokenizer import Tokenizer
-from kernels.launch.dispatch import ON_CPU
+from kernels.launch.dispatch import ON_CPU, choose_for
 
 SAMPLES = 4096  # elements of a weight that are hashed, evenly spread
 
@@ -72,12 +72,14 @@ class Loaded:
         # a forced backend compares plain products; otherwise weights take their fastest form
         form = "auto" if planner.backend in ON_CPU else "plain"
         words = "words" if planner.backend == "triton" else form
-        held = form, words, planner.plan().head_copy > 0
+        stacked = choose_for(planner.backend, planner.device) == "triton"
+        held = form, words, planner.plan().head_copy > 0, stacked
         digest = WeightsDigest()
         tied, stream = config.tied_embeddings, digest.watch(stream)
         stream = digest.made(planner.rounding.stream(stream, tied))
         model = assemble(config, planner.dtype, planner.device, stream, *held)
         trim_heap()
+        compiled = compiled and model.capturable
         rotary = Rotary(config, planner.device)
         pieces = compiled_pieces() if compiled else (pre_attention, post_attention)
         return cls(

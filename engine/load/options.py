@@ -20,7 +20,7 @@ from engine.methods.base import Method
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from engine.plan.placement import SLOTS
-from kernels.launch.dispatch import BACKENDS
+from kernels.launch.dispatch import BACKENDS, choose_for
 from kernels.rows.forms import DTYPES as PACKED
 from kernels.rows.forms import FORMS
 
@@ -191,15 +191,16 @@ class Options:
         )
 
     def compiles(self, config: ModelConfig, device: torch.device) -> bool:
-        """Whether the step is compiled: on a GPU unless told otherwise, and never for a mixture."""
-        if config.experts is not None and self.compile:
+        """Whether the step is compiled: on a GPU unless told otherwise, and of mixtures those whose
+        experts the device chooses.
+        """
+        possible = config.experts is None or choose_for(self.backend, device) == "triton"
+        if self.compile and not possible:
             raise SettingError(
-                "compile: found True, but the experts of a mixture are chosen on the host; leave "
-                "it out"
+                "compile: found True, but here the host chooses the experts of a mixture; leave it "
+                "out"
             )
-        if self.compile is None:
-            return device.type == "cuda" and config.experts is None
-        return self.compile
+        return device.type == "cuda" and possible if self.compile is None else self.compile
 
     def resolved_device(self) -> torch.device:
         """The torch.device that `device` names here; SettingError where there is none, or where it

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from engine.model.config.block import LLAMA, Block
 from engine.model.config.config import ModelConfig
-from engine.model.mixture import Mixture
+from engine.model.mixture import Mixture, Stacks
 from engine.model.rope import apply_rope
 from kernels.layer.linear import Linear, pack_linear
 from kernels.quant.linear import QuantisedLinear, pack_quantised
@@ -102,6 +102,21 @@ class Llama:
             + sum(t.numel() * t.element_size() for t in plain)
             + sum(m.nbytes for m in packed)
         )
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a step asks nothing of the host: not where it chooses a mixture's experts."""
+        mixtures = [layer.mixture for layer in self.layers if layer.mixture is not None]
+        return all(mixture.stacks is not None for mixture in mixtures)
+
+    def on_host(self) -> Llama:
+        """Return the same model, of the same memory, whose experts the host chooses: itself where
+        there is no mixture, or the host chooses anyway.
+        """
+        if not any(x.mixture is not None and x.mixture.stacks is not None for x in self.layers):
+            return self
+        layers = [replace(x, mixture=x.mixture and x.mixture.on_host()) for x in self.layers]
+        return replace(self, layers=layers)
 
     def on_torch(self) -> Llama:
         """Return the same model, of the same memory, multiplied by torch's operators alone: for
@@ -220,6 +235,8 @@ def post_attention(
     y = x if layer.post_norm is None else rms_norm(x, layer.post_norm, eps, block)
     if layer.gate_up is None or layer.down is None:
         assert layer.mixture is not None
+        if layer.down_norm is None and block.residual == 1.0:
+            return layer.mixture(y, residual=x)
         return _added(x, layer.mixture(y), layer.down_norm, eps, block)
     gate, up = layer.gate_up(y).chunk(2, dim=-1)
     gate = F.silu(gate) if block.activation == "silu" else F.gelu(gate, approximate="tanh")
@@ -247,14 +264,19 @@ def assemble(
     form: str = "auto",
     few_bits: str = "auto",
     head_twice: bool = False,
+    stacked: bool = False,
 ) -> Llama:
     """Build a Llama from (target name, tensor) pairs in any order.
 
     Each matrix is packed as soon as it and its bias have arrived, so that only one copy of it
     lives. A tied lm_head may come all the same, in few bits; before an embedding in few bits. form,
     few_bits: how floats and few bits are held, as pack_linear and pack_quantised (kernels/) say.
-    head_twice: hold a tied lm_head beside the embedding, in the form that is fastest.
+    head_twice: hold a tied lm_head beside the embedding, in the form that is fastest. stacked: hold
+    the experts of a layer in one tensor, from which the device chooses.
     """
+    stacks = None
+    if stacked and config.experts is not None:
+        stacks = Stacks(config.experts, config.hidden_size, dtype)
     coming = config.parameters * dtype.itemsize
     plain: dict[str, torch.Tensor] = {}
     waiting: dict[str, dict[str, torch.Tensor | Quantised]] = {}
@@ -284,7 +306,9 @@ def assemble(
             del waiting[base]
             weight, bias = parts.pop("weight"), parts.pop("bias", None)
             assert not isinstance(bias, Quantised)
-            if isinstance(weight, Quantised):
+            if stacks is not None and ".experts." in base:
+                packed[base] = stacks.take(base, weight, bias, form, few_bits)
+            elif isinstance(weight, Quantised):
                 packed[base] = pack_quantised(weight, bias, dtype, few_bits)
             else:
                 packed[base] = pack_linear(weight, bias, form=form)
@@ -292,12 +316,15 @@ def assemble(
     embed = packed.get("embed", plain.get("embed"))
     assert embed is not None and not isinstance(embed, Linear)
     lm_head = packed.get("lm_head") or _head(config, embed, plain, form, head_twice)
-    layers = _layers(config, plain, packed)
+    layers = _layers(config, plain, packed, stacks)
     return Llama(config, dtype, torch.device(device), embed, layers, plain["norm"], lm_head)
 
 
 def _layers(
-    config: ModelConfig, plain: dict[str, torch.Tensor], packed: dict[str, Matrix]
+    config: ModelConfig,
+    plain: dict[str, torch.Tensor],
+    packed: dict[str, Matrix],
+    stacks: Stacks | None,
 ) -> list[Layer]:
     """Put each layer together from what has arrived."""
     return [
@@ -313,7 +340,7 @@ def _layers(
             plain.get(f"{i}.k_norm"),
             plain.get(f"{i}.o_norm"),
             plain.get(f"{i}.down_norm"),
-            _mixture(config, i, plain, packed),
+            _mixture(config, i, plain, packed, stacks),
             plain.get(f"{i}.sinks"),
         )
         for i in range(config.num_layers)
@@ -347,7 +374,11 @@ def _head(
 
 
 def _mixture(
-    config: ModelConfig, layer: int, plain: dict[str, torch.Tensor], packed: dict[str, Matrix]
+    config: ModelConfig,
+    layer: int,
+    plain: dict[str, torch.Tensor],
+    packed: dict[str, Matrix],
+    stacks: Stacks | None,
 ) -> Mixture | None:
     """Make a layer's mixture of what has arrived; None where it has none."""
     experts = config.experts_of(layer)
@@ -358,4 +389,5 @@ def _mixture(
         for part in ("gate_up", "down")
     )
     bias = plain.get(f"{layer}.router.bias")
-    return Mixture(experts, plain[f"{layer}.router"], gate_up, down, bias)
+    both = None if stacks is None else stacks.of(layer)
+    return Mixture(experts, plain[f"{layer}.router"], gate_up, down, bias, both)

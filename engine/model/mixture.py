@@ -1,40 +1,42 @@
 """A mixture of experts in place of a layer's MLP: a router scores all experts for every token, the
 best few of them run, and their outputs are added with the router's weights.
 
-A decode step reads its token's own experts, per_token in each layer. The host decides which run,
-one after the other; their products are those of every other matrix (kernels/layer/linear.py).
+A decode step reads its token's own experts, per_token in each layer. On a GPU the device chooses
+them, and one launch multiplies by all of them (kernels/experts): so the step asks the host for
+nothing and is captured. Elsewhere the host runs the chosen ones one after the other; their products
+are those of every other matrix (kernels/layer/linear.py). A prompt's chunk is sorted by expert, and
+the host reads once a layer how many rows each has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
-from kernels.layer.linear import Linear
-from kernels.quant.linear import QuantisedLinear
+from kernels.experts.choose import best_experts
+from kernels.experts.mix import mix_experts, mixes
+from kernels.experts.open import activated
+from kernels.experts.stack import Stack
+from kernels.layer.gemv import MOST_ROWS
+from kernels.layer.linear import Linear, pack_linear
+from kernels.quant.linear import QuantisedLinear, pack_quantised
+from kernels.quant.matrix import Quantised
+from kernels.quant.words import Words
 
 if TYPE_CHECKING:
     Matrix = Linear | QuantisedLinear
 
 
-@dataclass(frozen=True)
-class Clamp:
-    """gpt-oss's activation: (up + 1) * gate * sigmoid(alpha * gate), gate at most `limit` and up
-    within it. Gate and up take turns in an expert's outputs.
+class Clamp(NamedTuple):
+    """gpt-oss's activation (kernels/experts/open.py): gate at most `limit` and up within it. Gate
+    and up take turns in an expert's outputs.
     """
 
     limit: float
     alpha: float
-
-    def __call__(self, both: torch.Tensor) -> torch.Tensor:
-        """[T, 2 * width] -> [T, width]."""
-        gate = both[..., ::2].clamp(max=self.limit)
-        up = both[..., 1::2].clamp(-self.limit, self.limit)
-        return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,18 @@ class Experts:
 
 @dataclass(eq=False)
 class Mixture:
-    """One layer's router, and the two matrices of every expert."""
+    """One layer's router, and the two matrices of every expert.
+
+    stacks: those of all experts in one tensor each, gate and up first, of which `gate_up` and
+    `down` are views: where the device chooses. None: the host does.
+    """
 
     experts: Experts
     router: torch.Tensor  # [count, hidden]
     gate_up: Sequence[Matrix]  # [2 * width, hidden]
     down: Sequence[Matrix]  # [hidden, width]
     bias: torch.Tensor | None = None  # of the router, [count]
+    stacks: tuple[Stack, Stack] | None = None
 
     @property
     def routers(self) -> list[torch.Tensor]:
@@ -87,38 +94,117 @@ class Mixture:
         gate_up, down = ([m.on_torch() for m in held] for held in (self.gate_up, self.down))
         return replace(self, gate_up=gate_up, down=down)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the experts that x [B, S, hidden] chooses: [B, S, hidden]."""
-        flat = x.flatten(0, 1)
-        weights, chosen = self.route(flat)
-        if len(flat) == 1:  # a decode step: one activation and one sum for its experts
-            numbers = chosen[0].tolist()
-            both = torch.cat([self.gate_up[number](flat) for number in numbers])
-            mixed = zip(numbers, self._activated(both).split(1))
-            parts = torch.cat([self.down[number](part) for number, part in mixed])
-            return torch.mm(weights, parts).view_as(x)
-        out = torch.zeros_like(flat)
-        for number in torch.unique(chosen).tolist():
-            rows, place = torch.where(chosen == number)
-            part = self.down[number](self._activated(self.gate_up[number](flat[rows])))
-            out.index_add_(0, rows, part * weights[rows, place, None])
-        return out.view_as(x)
+    def on_host(self) -> Mixture:
+        """Return the same mixture, of the same memory, whose experts the host chooses."""
+        return self if self.stacks is None else replace(self, stacks=None)
 
-    def _activated(self, both: torch.Tensor) -> torch.Tensor:
-        if self.experts.clamp is not None:
-            return self.experts.clamp(both)
-        gate, up = both.chunk(2, dim=-1)
-        return F.silu(gate) * up
+    def choose_on_host(self) -> None:
+        """Let the host choose from now on. The memory stays: an expert's matrices are its views."""
+        self.stacks = None
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Run the experts that x [B, S, hidden] chooses and add `residual`: [B, S, hidden]."""
+        flat = x.flatten(0, 1)
+        if self.stacks is not None and (torch.compiler.is_compiling() or len(flat) <= MOST_ROWS):
+            experts, router = self.experts, (self.router, self.bias)
+            chosen = router, self.stacks, experts.per_token, experts.normalise, experts.clamp
+            added = None if residual is None else residual.flatten(0, 1)
+            return mix_experts(flat, *chosen, added).view_as(x)
+        routed = self.route(flat)
+        out = (self._one_row if len(flat) == 1 else self._sorted)(flat, *routed).view_as(x)
+        return out if residual is None else residual + out
+
+    def _one_row(
+        self, flat: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
+    ) -> torch.Tensor:
+        """Run a decode step's experts: one activation and one sum for all of them."""
+        numbers = chosen[0].tolist()
+        both = torch.cat([self.gate_up[number](flat) for number in numbers])
+        mixed = zip(numbers, activated(both, self.experts.clamp).split(1))
+        parts = torch.cat([self.down[number](part) for number, part in mixed])
+        return torch.mm(weights, parts)
+
+    def _sorted(
+        self, flat: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
+    ) -> torch.Tensor:
+        """Run many rows' experts, ascending, each with all of its rows at once. The host waits once
+        for the device, for the rows of each.
+        """
+        out, ids = torch.zeros_like(flat), chosen.flatten()
+        counts = ids.new_zeros(self.experts.count).scatter_add_(0, ids, torch.ones_like(ids))
+        order = torch.argsort(ids, stable=True)
+        rows, shares = order // chosen.shape[1], weights.flatten()[order, None]
+        start = 0
+        for number, count in enumerate(counts.tolist()):
+            if not count:
+                continue
+            mine, start = slice(start, start + count), start + count
+            both = self.gate_up[number](flat[rows[mine]])
+            part = self.down[number](activated(both, self.experts.clamp))
+            out.index_add_(0, rows[mine], part * shares[mine])
+        return out
 
     def route(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose experts for rows [T, hidden]: (weights in their dtype, numbers int64), both
-        [T, per_token]. The softmax runs in float32, as in transformers.
+        [T, per_token].
         """
-        best = self.experts.per_token
-        logits = F.linear(flat, self.router, self.bias)
-        if self.experts.normalise:  # the chosen alone: the same as all, made to sum to one
-            logits, chosen = torch.topk(logits, best, dim=-1)
-        shares = torch.softmax(logits, dim=-1, dtype=torch.float32)
-        if not self.experts.normalise:
-            shares, chosen = torch.topk(shares, best, dim=-1)
+        logits = torch.nn.functional.linear(flat, self.router, self.bias)
+        shares, chosen = best_experts(logits, self.experts.per_token, self.experts.normalise)
         return shares.to(flat.dtype), chosen
+
+
+class Stacks:
+    """The experts of a model's layers while they arrive, each put into its place of the tensor that
+    holds all of its layer.
+    """
+
+    def __init__(self, experts: Experts, hidden: int, dtype: torch.dtype) -> None:
+        self._count, self._dtype = experts.count, dtype
+        self._possible = mixes(experts.count, max(2 * experts.width, hidden))
+        self._held: dict[str, Stack] = {}
+        self._apart: set[str] = set()
+
+    def take(
+        self,
+        name: str,
+        weight: torch.Tensor | Quantised,
+        bias: torch.Tensor | None,
+        form: str,
+        few_bits: str,
+    ) -> Matrix:
+        """Return an expert's matrix in the memory of its layer. name: "LAYER.experts.NUMBER.PART";
+        form, few_bits: as `assemble` has them. One of another form than the first of its layer
+        stays apart, and the host chooses there.
+        """
+        layer, _, number, part = name.split(".")
+        key = f"{layer}.{part}"
+        own: Matrix
+        if isinstance(weight, Quantised):
+            own = pack_quantised(weight, bias, self._dtype, few_bits)
+            held: torch.Tensor | Words | None = _words(own)
+        else:
+            own, held = pack_linear(weight, bias, form=form), weight
+        stack = self._held.get(key)
+        if held is not None and self._possible and stack is None:
+            stack = self._held[key] = Stack.like(self._count, held, bias)
+        if held is None or stack is None or not stack.takes(held, bias):
+            self._apart.add(key)
+            return own
+        stack.put(int(number), held, bias)
+        mine, bias = stack.expert(int(number))
+        if isinstance(mine, torch.Tensor):
+            return pack_linear(mine, bias, form=form)
+        assert isinstance(own, QuantisedLinear)
+        return own.lying_in(mine, bias)
+
+    def of(self, layer: int) -> tuple[Stack, Stack] | None:
+        """The two tensors of a layer, where both hold all of its experts."""
+        keys = f"{layer}.gate_up", f"{layer}.down"
+        if self._apart & set(keys):
+            return None
+        return self._held[keys[0]], self._held[keys[1]]
+
+
+def _words(matrix: QuantisedLinear) -> Words | None:
+    """The words of a matrix that a kernel can index; None where inputs are permuted."""
+    return None if matrix.permutation is not None else matrix.words

@@ -103,7 +103,7 @@ class StepRunner:
         """A step of `attends` on token int64 [1, Q] and this runner's length."""
         loaded = self._loaded
         decoder = Decoder(self.model, loaded.rotary, attends, self._query_ring, self.halves)
-        graphs = loaded.graphs and not self._plain
+        graphs = loaded.graphs and not self._plain and self.model.capturable
         return GraphedStep(decoder, needs, token, self.length, self.bank, graphs)
 
     def rows_read(self, n: int, sparse: bool) -> list[int]:

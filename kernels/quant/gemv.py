@@ -217,6 +217,64 @@ def add_units(acc, tile, columns, more, scale, offset, PARTS: tl.constexpr, SHIF
     return acc
 
 
+@triton.jit
+def sums_of_units(
+    x,
+    words,
+    scales,
+    offsets,
+    held,
+    r,
+    rows,
+    inputs,
+    width,
+    groups,
+    per_group,
+    ROWS: tl.constexpr,
+    UNIT: tl.constexpr,
+    UNITS: tl.constexpr,
+    PARTS: tl.constexpr,
+    ADDED: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Multiply rows r of x by rows `held` of the weight: sums [outputs, ROWS], float32.
+
+    Warps share the units of a round, and their sums stay apart until the end. The first round's
+    words are loaded before the kernel waits for x and multiplied last, as in kernels/layer/gemv.py;
+    scales are loaded a round ahead.
+    """
+    SIZE: tl.constexpr = UNIT // PARTS
+    SHIFTED: tl.constexpr = OFFSETS or ADDED > 0
+    u = tl.arange(0, UNITS)
+    of, each = held[None, :], u[:, None]
+    first = word_tile(words, held, u, width, SIZE, EVEN)
+    first_scale, first_offset = scales_at(
+        scales, offsets, of, each // per_group, groups, ADDED, OFFSETS
+    )
+    scale, offset = scales_at(
+        scales, offsets, of, (each + UNITS) // per_group, groups, ADDED, OFFSETS
+    )
+    wait_for_last_kernel(DEPENDENT)
+    first_columns = unit_rows(x, r, u, rows, inputs, 0, SIZE, PARTS, EVEN)
+    first_more = unit_rows(x, r, u, rows, inputs, PARTS // 8, SIZE, PARTS, EVEN)
+    acc = tl.zeros([UNITS, held.shape[0], ROWS], tl.float32)
+    for start in tl.range(UNITS, tl.cdiv(width, SIZE), UNITS, num_stages=STAGES):
+        now_scale, now_offset = scale, offset
+        ahead = (start + UNITS + each) // per_group
+        scale, offset = scales_at(scales, offsets, of, ahead, groups, ADDED, OFFSETS)
+        tile = word_tile(words, held, start + u, width, SIZE, EVEN)
+        columns = unit_rows(x, r, start + u, rows, inputs, 0, SIZE, PARTS, EVEN)
+        more = unit_rows(x, r, start + u, rows, inputs, PARTS // 8, SIZE, PARTS, EVEN)
+        acc = add_units(acc, tile, columns, more, now_scale, now_offset, PARTS, SHIFTED)
+    acc = add_units(
+        acc, first, first_columns, first_more, first_scale, first_offset, PARTS, SHIFTED
+    )
+    return tl.sum(acc, 0)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def few_bits_kernel(
     x,
@@ -246,44 +304,16 @@ def few_bits_kernel(
     EVEN: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Compute HELD outputs of ROWS rows: grid (tiles of outputs, tiles of rows).
-
-    Warps share the units of a round, and their sums stay apart until the end. The first round's
-    words are loaded before the kernel waits for x and multiplied last, as in kernels/layer/gemv.py;
-    scales are loaded a round ahead.
-    """
+    """Compute HELD outputs of ROWS rows: grid (tiles of outputs, tiles of rows)."""
     kind: tl.constexpr = x.dtype.element_ty
-    SIZE: tl.constexpr = UNIT // PARTS
-    SHIFTED: tl.constexpr = OFFSETS or ADDED > 0
     n, m, stored = outputs_of_program(outputs, HELD, GATED)
     r = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    u = tl.arange(0, UNITS)
     # rows beyond the last read the last one again, and are not stored
     held = tl.minimum(m, stored - 1)
-    of, each = held[None, :], u[:, None]
-    first = word_tile(words, held, u, width, SIZE, EVEN)
-    first_scale, first_offset = scales_at(
-        scales, offsets, of, each // per_group, groups, ADDED, OFFSETS
-    )
-    scale, offset = scales_at(
-        scales, offsets, of, (each + UNITS) // per_group, groups, ADDED, OFFSETS
-    )
-    wait_for_last_kernel(DEPENDENT)
-    first_columns = unit_rows(x, r, u, rows, inputs, 0, SIZE, PARTS, EVEN)
-    first_more = unit_rows(x, r, u, rows, inputs, PARTS // 8, SIZE, PARTS, EVEN)
-    acc = tl.zeros([UNITS, m.shape[0], ROWS], tl.float32)
-    for start in tl.range(UNITS, tl.cdiv(width, SIZE), UNITS, num_stages=STAGES):
-        now_scale, now_offset = scale, offset
-        ahead = (start + UNITS + each) // per_group
-        scale, offset = scales_at(scales, offsets, of, ahead, groups, ADDED, OFFSETS)
-        tile = word_tile(words, held, start + u, width, SIZE, EVEN)
-        columns = unit_rows(x, r, start + u, rows, inputs, 0, SIZE, PARTS, EVEN)
-        more = unit_rows(x, r, start + u, rows, inputs, PARTS // 8, SIZE, PARTS, EVEN)
-        acc = add_units(acc, tile, columns, more, now_scale, now_offset, PARTS, SHIFTED)
-    acc = add_units(
-        acc, first, first_columns, first_more, first_scale, first_offset, PARTS, SHIFTED
-    )
-    store_rows(
-        tl.sum(acc, 0), bias, residual, out, n, m, r, rows, outputs, stored, kind, GATED, BIAS,
-        RESIDUAL,
+    sums = sums_of_units(
+        x, words, scales, offsets, held, r, rows, inputs, width, groups, per_group,
+        ROWS, UNIT, UNITS, PARTS, ADDED, OFFSETS, STAGES, EVEN, DEPENDENT,
     )  # fmt: skip
+    store_rows(
+        sums, bias, residual, out, n, m, r, rows, outputs, stored, kind, GATED, BIAS, RESIDUAL
+    )

@@ -286,6 +286,12 @@ class QuantisedLinear:
         twin.native = False
         return twin
 
+    def lying_in(self, words: Words, bias: torch.Tensor | None) -> QuantisedLinear:
+        """Return the same weight, whose words and bias have been copied to other memory."""
+        twin = copy(self)
+        twin.words, twin.bias = words, bias
+        return twin
+
     def ordered(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., I] with its columns in the order in which the weight holds them."""
         return x if self.permutation is None else x[..., self.permutation]

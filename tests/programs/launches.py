@@ -30,6 +30,7 @@ from engine.model.tensors import random_stream
 from engine.sampling.params import SamplingParams
 from engine.sampling.sampler import Sampler
 from tests.builders import VOCAB, session_config, tiny_llm
+from tests.fake_gpu import READS
 
 # Llama-3-8B's layers, the bucket of 128K tokens, filters of the published setting
 SHAPE = dict(layers=32, heads=32, kv_heads=8, hidden=512, head_dim=16, max_positions=131072)
@@ -39,6 +40,25 @@ STEPS = {
     "OmniKV w1": (OmniKV(wait_layers=1, **FILTERS), "device"),
     "OmniKV w0": (OmniKV(wait_layers=0, **FILTERS), "device"),
     "w1, host tier": (OmniKV(wait_layers=1, **FILTERS), "host"),
+}
+# layers, experts and experts of a token, of two mixtures; hidden sizes do not change a count
+_GPT_OSS = dict(
+    architectures=["GptOssForCausalLM"],
+    num_local_experts=32,
+    num_experts_per_tok=4,
+    rope_scaling=dict(rope_type="yarn", factor=32.0, original_max_position_embeddings=4096),
+)
+_QWEN3_MOE = dict(
+    architectures=["Qwen3MoeForCausalLM"],
+    num_experts=128,
+    num_experts_per_tok=8,
+    moe_intermediate_size=32,
+    norm_topk_prob=True,
+)
+_SMALL = dict(heads=16, kv_heads=4, hidden=64, head_dim=16, max_positions=131072)
+MIXTURES = {
+    "gpt-oss-20b": dict(layers=24, intermediate_size=32, **_SMALL, **_GPT_OSS),
+    "qwen3-30b-a3b": dict(layers=48, **_SMALL, **_QWEN3_MOE),
 }
 # before: 2 fused kernels and 1 product; after: 3 fused and 3 products, two of them with split-K
 BEFORE, AFTER = 3, 8
@@ -50,14 +70,33 @@ VIEWS = (
 
 
 class Launches(TorchDispatchMode):
-    """by: {operator or kernel: how often it was launched}."""
+    """by: {operator or kernel: how often it was launched}; reads: {operator: how often the host
+    waited for it}.
+    """
 
     def __init__(self):
         super().__init__()
-        self.by, self.off = Counter(), 0
+        self.by, self.reads, self.off = Counter(), Counter(), 0
+
+    def __enter__(self):
+        real = torch.Tensor.tolist
+
+        def tolist(tensor):
+            self.reads["tolist"] += 1
+            return real(tensor)
+
+        self._patch = mock.patch.object(torch.Tensor, "tolist", tolist)
+        self._patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *raised):
+        self._patch.stop()
+        return super().__exit__(*raised)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name.split("::")[1]
+        if name in READS:
+            self.reads[name] += 1
         if not self.off and name not in VIEWS:
             self.by[name] += 1
         return func(*args, **(kwargs or {}))
@@ -111,40 +150,64 @@ def launches(method, offload, step="fused", weights="auto") -> Counter:
         placement = real(*arguments, **named)
         return None if placement is None else dataclasses.replace(placement, by_layer=True)
 
-    with (
-        mock.patch.object(engine.load.planner, "full_placement", by_layer),
-        record.kernels_counted(),
-    ):
-        llm = LLM.from_stream(
-            session_config(**SHAPE),
-            random_stream,
-            method=method,
-            device="cpu",
-            chunk=64,
-            max_context=SHAPE["max_positions"],
-            offload=offload,
-            backend="triton",
-            dtype="bfloat16",
-            ram_budget=1 << 40,
-            step=step,
-            weights=weights,
-        )
-        with llm.session() as session:
-            session.adopt([1] * 300)
-            decoder = session.runner._own_step._decoder
-            if offload == "device" and isinstance(method, Full):
-                decoder = session.runner._dense_step._decoder
-            assert isinstance(decoder, Decoder)
-            if step == "plain":
-                halves = decoder.halves
-                halves._pre_attention = record.piece(halves._pre_attention, BEFORE, "before")
-                halves._post_attention = record.piece(halves._post_attention, AFTER, "after")
-            session.bank.before_step(301)
-            session.runner.feed(1, 301)
-            record.by.clear()
-            with torch.no_grad(), record:
-                decoder.step(session.runner.token, session.runner.length, session.bank)
+    by_group = mock.patch.object(engine.load.planner, "full_placement", by_layer)
+    with by_group, record.kernels_counted():
+        llm = _model(session_config(**SHAPE), method, offload, step, weights)
+        _step(llm, record, plain=step == "plain")
     return record.by
+
+
+def mixture_launches(name, chosen="device", weights="auto") -> Launches:
+    """The launches and the waits of one decode step of one of MIXTURES, whose experts `chosen`
+    ("device" or "host") chooses; both halves of a layer are torch's operators, uncompiled.
+    """
+    record, config = Launches(), session_config(**MIXTURES[name])
+    with record.kernels_counted():
+        llm = _model(config, Full(), "device", "plain", weights)
+        for layer in llm.model.layers:
+            assert layer.mixture.stacks is not None
+            if chosen == "host":
+                layer.mixture.choose_on_host()
+        _step(llm, record, plain=False)
+    return record
+
+
+def _model(config, method, offload, step, weights) -> LLM:
+    llm = LLM.from_stream(
+        config,
+        random_stream,
+        method=method,
+        device="cpu",
+        chunk=64,
+        max_context=SHAPE["max_positions"],
+        offload=offload,
+        backend="triton",
+        dtype="bfloat16",
+        ram_budget=1 << 40,
+        step=step,
+        weights=weights,
+    )
+    llm.load()
+    return llm
+
+
+def _step(llm, record, plain) -> None:
+    """Run one decode step of a session of 300 tokens under `record`."""
+    with llm.session() as session:
+        session.adopt([1] * 300)
+        decoder = session.runner._own_step._decoder
+        if isinstance(session.method, Full):
+            decoder = session.runner._dense_step._decoder
+        assert isinstance(decoder, Decoder)
+        if plain:
+            halves = decoder.halves
+            halves._pre_attention = record.piece(halves._pre_attention, BEFORE, "before")
+            halves._post_attention = record.piece(halves._post_attention, AFTER, "after")
+        session.bank.before_step(301)
+        session.runner.feed(1, 301)
+        record.by.clear(), record.reads.clear()
+        with torch.no_grad(), record:
+            decoder.step(session.runner.token, session.runner.length, session.bank)
 
 
 def token_launches(ahead: bool) -> Counter:
@@ -175,6 +238,12 @@ def main() -> None:
             found = launches(method, offload, step)
             parts = ", ".join(f"{k} {n}" for k, n in found.most_common())
             print(f"{name}, {step}: {found.total()}  {parts}")
+    for name in MIXTURES:
+        for chosen in ("host", "device"):
+            record = mixture_launches(name, chosen)
+            parts = ", ".join(f"{k} {n}" for k, n in record.by.most_common(12))
+            waits = record.reads.total()
+            print(f"{name}, chosen on the {chosen}: {record.by.total()}, {waits} waits  {parts}")
     for ahead in (False, True):
         found = token_launches(ahead)
         parts = ", ".join(f"{k} {n}" for k, n in found.most_common())

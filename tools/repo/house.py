@@ -49,6 +49,7 @@ FLOORS = (
     ("engine.plan", "engine.sampling"),
     ("engine.model", "engine.text", "engine.evidence"),
     ("engine.base",),
+    ("kernels.experts",),
     ("kernels.select", "kernels.prefill", "kernels.quant"),
     ("kernels.attention", "kernels.layer"),
     ("kernels.rows",),

@@ -148,5 +148,5 @@ def test_omnikv_and_few_bits_run_over_a_mixture(llm):
 
 
 def test_a_mixture_is_not_compiled():
-    with pytest.raises(SettingError, match="compile: found True, but the experts"):
+    with pytest.raises(SettingError, match="compile: found True, but here the host chooses"):
         tiny_llm(Full(), CONFIG, compile=True)

@@ -1,0 +1,1 @@
+"""A mixture of experts in a decode step: chosen, opened and summed on the device."""

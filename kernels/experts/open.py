@@ -1,0 +1,263 @@
+"""Gate and up of the experts that a decode step's rows chose, with the activation: every expert is
+read once for all of its rows.
+
+The grid has a place for each expert that could have been chosen; programs beyond the list leave. A
+program multiplies all rows of the step, of which those that did not choose its expert are zero and
+are not read: tensor cores take 16 rows at a time whether one is wanted or all.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from kernels.experts.choose import Choice
+from kernels.experts.stack import Stack
+from kernels.launch.pdl import dependent, wait_for_last_kernel
+from kernels.launch.triton import tl, triton
+from kernels.layer.gemv import HELD, STEPS, row_tile, rows_of, weight_tile
+from kernels.quant.gemv import (
+    ROWS,
+    UNITS,
+    added_to_values,
+    sums_of_units,
+    unit_of,
+    units_of_group,
+)
+from kernels.quant.words import PARTS, Words
+
+Clamp = tuple[float, float]  # (limit, alpha) of gpt-oss's activation
+
+
+def activated(both: torch.Tensor, clamp: Clamp | None = None) -> torch.Tensor:
+    """Apply an expert's activation to gate and up [..., 2 W]: [..., W].
+
+    None: SwiGLU (arXiv 2002.05202), gate in the first half. Else gpt-oss's: gate and up take turns,
+    gate is at most `limit` and up within it, and (up + 1) * gate * sigmoid(alpha * gate) is left.
+    """
+    if clamp is None:
+        gate, up = both.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    limit, alpha = clamp
+    gate, up = both[..., ::2].clamp(max=limit), both[..., 1::2].clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
+def open_experts_ref(
+    x: torch.Tensor, stack: Stack, choice: Choice, clamp: Clamp | None = None
+) -> torch.Tensor:
+    """Reference of `open_experts`, same arguments; 0 where that writes nothing."""
+    out = x.new_zeros(*choice.shares.shape, stack.outputs // 2)
+    listed = range(int(choice.listed))
+    for slot, number, bits in zip(listed, choice.experts.tolist(), choice.members.tolist()):
+        weight, bias = stack.expert(number)
+        dense = weight if isinstance(weight, torch.Tensor) else weight.rows(slice(None), x.dtype)
+        for row in range(len(x)):
+            if bits >> row & 1:
+                out[slot, row] = activated(F.linear(x[row], dense, bias), clamp)
+    return out
+
+
+def open_experts(
+    x: torch.Tensor, stack: Stack, choice: Choice, clamp: Clamp | None = None
+) -> torch.Tensor:
+    """Multiply the rows of x [R, I], contiguous, by gate and up of the experts that they chose, by
+    the Triton kernels of this file: [D, R, W] in x's dtype.
+
+    stack: gate and up, [2 W, I] of each expert; choice: of these rows, at most MOST_ROWS. clamp: as
+    `activated` says. Only rows of listed experts that chose them are written. Sums are float32,
+    rounded to the dtype after the bias, after SiLU and at the end. A row's bits do not depend on
+    the other rows.
+    """
+    width, inputs = stack.outputs // 2, stack.inputs
+    rows, (room, _) = rows_of(x, inputs), choice.shares.shape
+    out = torch.empty(room, rows, width, dtype=x.dtype, device=x.device)
+    limit, alpha = clamp or (0.0, 0.0)
+    weight, bias = stack.weight, x if stack.bias is None else stack.bias
+    chosen = choice.experts, choice.members, choice.listed
+    named = dict(CLAMPED=clamp is not None, BIAS=stack.bias is not None, num_warps=4)
+    if isinstance(weight, torch.Tensor):
+        open_kernel[(-(-width // HELD), room)](
+            x, weight, bias, *chosen, out, rows, width, inputs, weight.shape[0], limit, alpha,
+            HELD=HELD,
+            STEP=STEPS[x.itemsize],
+            STAGES=3,
+            **named,
+            **dependent(x),
+        )  # fmt: skip
+        return out
+    unit, held = unit_of(weight), HELD // 2
+    open_words_kernel[(-(-width // held), room, -(-rows // ROWS))](
+        x, weight.values, weight.scales,
+        weight.scales if weight.offsets is None else weight.offsets,
+        bias, *chosen, out, rows, width, inputs,
+        weight.values.shape[1], weight.scales.shape[1], units_of_group(weight, unit), limit, alpha,
+        HELD=held,
+        **words_launch(weight, x, unit),
+        **named,
+        **dependent(x),
+    )  # fmt: skip
+    return out
+
+
+def words_launch(weight: Words, x: torch.Tensor, unit: int) -> dict[str, int | float | bool]:
+    """Return what a launch takes of weights in words, as kernels/quant/gemv.py sets it."""
+    return dict(
+        ROWS=ROWS,
+        UNIT=unit,
+        UNITS=UNITS,
+        PARTS=PARTS[weight.kind],
+        ADDED=added_to_values(weight, x.dtype),
+        OFFSETS=weight.offsets is not None,
+        STAGES=3 if unit > 32 else 4,
+        EVEN=weight.shape[1] % (UNITS * unit) == 0,
+    )
+
+
+@triton.jit
+def outputs_of_expert(width, HELD: tl.constexpr, CLAMPED: tl.constexpr):
+    """Number the outputs of a program, and the rows of an expert's matrix that make them: gates,
+    then ups, whether they take turns or lie in halves. Outputs beyond the last have the last row.
+    """
+    n = tl.program_id(0) * HELD + tl.arange(0, HELD)
+    i = tl.arange(0, 2 * HELD)
+    first = tl.minimum(tl.program_id(0) * HELD + i % HELD, width - 1)
+    if CLAMPED:
+        m = 2 * first + i // HELD
+    else:
+        m = first + (i // HELD) * width
+    return n, m
+
+
+@triton.jit
+def store_opened(
+    sums,
+    bias,
+    out,
+    n,
+    m,
+    r,
+    rows,
+    width,
+    limit,
+    alpha,
+    kind: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """Store the activation of sums [gates and ups, rows] as outputs n of rows r."""
+    if BIAS:
+        sums += tl.load(bias + m).to(tl.float32)[:, None]
+    y = sums.to(kind).to(tl.float32)
+    gate, up = tl.split(tl.permute(tl.reshape(y, [2, n.shape[0], r.shape[0]]), [1, 2, 0]))
+    if CLAMPED:
+        # comparisons that leave NaN as it is
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        y = (up + 1.0) * (gate / (1.0 + tl.exp(-alpha * gate)))
+    else:
+        y = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32) * up
+    at = r[None, :] * width + n[:, None]
+    tl.store(out + at, y.to(kind), mask=(n < width)[:, None] & (r < rows)[None, :])
+
+
+@triton.jit
+def rows_of_expert(members, rows, first, COUNT: tl.constexpr):
+    """Number COUNT rows from `first` on; `rows`, one past the last, where one is no member."""
+    r = first + tl.arange(0, COUNT)
+    return tl.where(((members >> r) & 1) != 0, r, rows)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def open_kernel(
+    x,
+    weight,
+    bias,
+    experts,
+    members,
+    listed,
+    out,
+    rows,
+    width,
+    inputs,
+    stored,
+    limit,
+    alpha,
+    HELD: tl.constexpr,
+    STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    BIAS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Compute HELD outputs of every row of one expert: grid (tiles of outputs, experts)."""
+    wait_for_last_kernel(DEPENDENT)
+    slot = tl.program_id(1)
+    if slot >= tl.load(listed):
+        return
+    n, m = outputs_of_expert(width, HELD, CLAMPED)
+    m += tl.load(experts + slot) * (2 * width)
+    r = rows_of_expert(tl.load(members + slot), rows, 0, 16)
+    k = tl.arange(0, STEP)
+    acc = tl.zeros([2 * HELD, 16], tl.float32)
+    for start in tl.range(0, inputs, STEP, num_stages=STAGES):
+        tile = weight_tile(weight, m, start + k, stored, inputs)
+        columns = row_tile(x, r, start + k, rows, inputs)
+        acc = tl.dot(tile, tl.trans(columns), acc, input_precision="ieee")
+    out += slot.to(tl.int64) * rows * width
+    kind: tl.constexpr = x.dtype.element_ty
+    store_opened(acc, bias, out, n, m, r, rows, width, limit, alpha, kind, CLAMPED, BIAS)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def open_words_kernel(
+    x,
+    words,
+    scales,
+    offsets,
+    bias,
+    experts,
+    members,
+    listed,
+    out,
+    rows,
+    width,
+    inputs,
+    row_words,
+    groups,
+    per_group,
+    limit,
+    alpha,
+    HELD: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNIT: tl.constexpr,
+    UNITS: tl.constexpr,
+    PARTS: tl.constexpr,
+    ADDED: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    BIAS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Compute HELD outputs of ROWS rows of one expert in few bits: grid (tiles of outputs, experts,
+    tiles of rows).
+    """
+    wait_for_last_kernel(DEPENDENT)
+    slot, first = tl.program_id(1), tl.program_id(2) * ROWS
+    if slot >= tl.load(listed):
+        return
+    mine = tl.load(members + slot)
+    if ((mine >> first) & ((1 << ROWS) - 1)) == 0:
+        return
+    n, m = outputs_of_expert(width, HELD, CLAMPED)
+    m += tl.load(experts + slot) * (2 * width)
+    r = rows_of_expert(mine, rows, first, ROWS)
+    sums = sums_of_units(
+        x, words, scales, offsets, m, r, rows, inputs, row_words, groups, per_group,
+        ROWS, UNIT, UNITS, PARTS, ADDED, OFFSETS, STAGES, EVEN, False,
+    )  # fmt: skip
+    out += slot.to(tl.int64) * rows * width
+    kind: tl.constexpr = x.dtype.element_ty
+    store_opened(sums, bias, out, n, m, r, rows, width, limit, alpha, kind, CLAMPED, BIAS)

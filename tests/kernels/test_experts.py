@@ -1,0 +1,274 @@
+"""A mixture of experts chosen, opened and summed on the device, interpreted, against a loop over
+tokens and experts in float64.
+
+Stops: a row that gets another one's experts or shares, an expert that is left out or read for rows
+that did not choose it, ties that go to the higher id, NaN that spreads to other rows, a row whose
+bits follow its neighbours.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels.experts.choose import best_experts, choose_experts, choose_experts_ref
+from kernels.experts.mix import mix_experts, mixes
+from kernels.experts.open import activated, open_experts, open_experts_ref
+from kernels.experts.stack import Stack
+from kernels.experts.sum import sum_experts, sum_experts_ref
+from kernels.quant.rounding import to_int4, to_int8
+from kernels.quant.words import Words
+from tests.kernels.support.kernel_checks import assert_close
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+CLAMP = (0.7, 1.702)  # a limit that random numbers reach
+# rows, experts, chosen of each
+SHAPES = [
+    (1, 4, 1), (1, 32, 4), (1, 128, 8), (2, 4, 4), (2, 128, 1), (7, 32, 4), (7, 128, 8), (16, 4, 1),
+    (16, 32, 8), (16, 128, 8), (3, 5, 2),
+]  # fmt: skip
+
+
+def noise(seed, *shape, dtype=F32, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * scale).to(dtype)
+
+
+def made(count, outputs, inputs, dtype=F32, kind="floats", bias=False, seed=0):
+    """A stack of random matrices, and the same in float64 [E, O, I] with its biases [E, O]."""
+    dense, stack, given = [], None, noise(seed + 1, count, outputs, dtype=dtype)
+    for number in range(count):
+        weight = noise(100 * seed + number, outputs, inputs, scale=inputs**-0.5)
+        if kind == "floats":
+            held, exact = weight.to(dtype), weight.to(dtype).double()
+        else:
+            few = to_int4(weight, 32) if kind == "int4" else to_int8(weight, 64, 0, BF16)
+            held, exact = Words.of(few), few.dense(torch.float64)
+        one = given[number] if bias else None
+        stack = stack or Stack.like(count, held, one)
+        assert stack.takes(held, one)
+        stack.put(number, held, one)
+        dense.append(exact)
+    return stack, torch.stack(dense), given.double() if bias else torch.zeros(count, outputs)
+
+
+def oracle(x, logits, up, down, per_token, normalise, clamp):
+    """Every token and every expert by itself in float64; up and down: (matrices, biases)."""
+    out = torch.zeros(len(x), down[0].shape[1], dtype=torch.float64)
+    for row in range(len(x)):
+        order = sorted(range(logits.shape[1]), key=lambda e: (-float(logits[row, e]), e))
+        best = sorted(order[:per_token])
+        shares = torch.softmax(logits[row].double(), 0)
+        total = shares[best].sum() if normalise else 1.0
+        for e in best:
+            both = up[0][e] @ x[row].double() + up[1][e]
+            part = down[0][e] @ activated(both, clamp) + down[1][e]
+            out[row] += part * shares[e] / total
+    return out
+
+
+def in_torch(x, logits, up, down, per_token, normalise, clamp):
+    """The same by torch's operators, in the dtype of x."""
+    shares, ids = best_experts(logits, per_token, normalise)
+    out = torch.zeros(len(x), down[0].shape[1], dtype=x.dtype)
+    matrices = [t.to(x.dtype) for t in (*up, *down)]
+    for row in range(len(x)):
+        for place, e in enumerate(ids[row].tolist()):
+            both = F.linear(x[row], matrices[0][e], matrices[1][e])
+            part = F.linear(activated(both, clamp), matrices[2][e], matrices[3][e])
+            out[row] += part * shares[row, place].to(x.dtype)
+    return out
+
+
+def same_choice(found, wanted, **close):
+    """Everything that is listed; what lies beyond is not written."""
+    count = int(wanted.listed)
+    assert int(found.listed) == count
+    for name in ("experts", "members"):
+        assert torch.equal(getattr(found, name)[:count], getattr(wanted, name)[:count]), name
+    torch.testing.assert_close(found.shares[:count], wanted.shares[:count], **close)
+
+
+@pytest.mark.parametrize("rows, count, best", SHAPES)
+@pytest.mark.parametrize("dtype, normalise", [(F32, True), (F32, False), (BF16, True)])
+def test_a_choice(rows, count, best, dtype, normalise):
+    """In bfloat16 many logits are equal."""
+    logits = noise(rows, rows, count, dtype=dtype)
+    found = choose_experts(logits, best, normalise)
+    close = dict(rtol=1e-5, atol=1e-7)
+    same_choice(found, choose_experts_ref(logits, best, normalise), **close)
+    assert found.shares.shape == (min(count, rows * best), rows)
+    if normalise:
+        listed = found.shares[: int(found.listed)]
+        torch.testing.assert_close(listed.sum(0), torch.ones(rows), **close)
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 3.5, -1e30])
+def test_equal_logits_go_to_the_lower_id(value):
+    logits = torch.full((3, 32), value)
+    logits[1, 20:25] = 4.0
+    logits[2, ::2] = -logits[2, ::2] if value == 0 else value
+    found = choose_experts(logits, 4, True)
+    assert found.experts[: int(found.listed)].tolist() == [0, 1, 2, 3, 20, 21, 22, 23]
+    assert found.members[:8].tolist() == [0b101] * 4 + [0b010] * 4
+    same_choice(found, choose_experts_ref(logits, 4, True), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+def test_a_router_that_is_not_a_number_spoils_its_own_rows(normalise):
+    """A whole row and one logit of a row, infinities, and rows beside them."""
+    logits = noise(5, 6, 32)
+    logits[1] = float("nan")
+    logits[2, 31] = float("nan")
+    logits[3, 7] = float("inf")
+    logits[4, :30] = float("-inf")
+    found = choose_experts(logits, 4, normalise)
+    listed = found.shares[: int(found.listed)]
+    chosen = (found.members[: int(found.listed), None] >> torch.arange(6)) & 1
+    assert (chosen.sum(0) == 4).all()
+    assert found.experts[: int(found.listed)].max() < 32
+    bad = listed.isnan().any(0)
+    assert bad.tolist() == [False, True, True, True, False, False]
+    alone = choose_experts(logits[5:].contiguous(), 4, normalise)
+    mine = chosen[:, 5].bool()
+    assert torch.equal(listed[mine, 5], alone.shares[:, 0])
+
+
+def mixture(count, hidden, width, dtype, kind="floats", bias=False):
+    up, *wide_up = made(count, 2 * width, hidden, dtype, kind, bias, seed=1)
+    down, *wide_down = made(count, hidden, width, dtype, kind, bias, seed=2)
+    router = noise(9, count, hidden, dtype=dtype, scale=hidden**-0.5)
+    return (up, down), (wide_up, wide_down), router
+
+
+@pytest.mark.parametrize("rows, count, best", SHAPES)
+@pytest.mark.parametrize(
+    "dtype, normalise, clamp", [(F32, False, None), (BF16, True, CLAMP), (F16, True, None)]
+)
+def test_a_mixture_is_that_of_a_loop_in_float64(rows, count, best, dtype, normalise, clamp):
+    """Widths that fill no tile, biases under the clamped activation."""
+    hidden, width = (300, 37) if (rows, count) == (3, 5) else (20, 12)
+    bias = clamp is not None
+    stacks, wide, router = mixture(count, hidden, width, dtype, bias=bias)
+    x = noise(rows, rows, hidden, dtype=dtype)
+    router_bias = noise(3, count, dtype=dtype) if bias else None
+    logits = F.linear(x, router, router_bias)
+    given = logits, *wide, best, normalise, clamp
+    exact, plain = oracle(x, *given), in_torch(x, *given)
+    choice = choose_experts(logits, best, normalise)
+    found = sum_experts(open_experts(x, stacks[0], choice, clamp), stacks[1], choice)
+    assert found.dtype == dtype and found.shape == x.shape
+    assert_close(found, exact, plain, dtype, f"{rows} rows, {best} of {count}")
+    assert torch.isfinite(found).all()
+    if dtype == F32:  # else a router's logit in another last place may choose another expert
+        whole = mix_experts(x, (router, router_bias), stacks, best, normalise, clamp)
+        torch.testing.assert_close(whole, found, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("rows, count, best", [(1, 32, 4), (7, 4, 4), (16, 8, 2)])
+@pytest.mark.parametrize("dtype, clamp", [(F16, None), (BF16, CLAMP)])
+def test_experts_of_few_bits(kind, rows, count, best, dtype, clamp):
+    """Groups of 32 and 64; columns that fill no round, and some that do."""
+    hidden, width = (64, 1088) if rows == 7 else (64, 64)
+    stacks, wide, router = mixture(count, hidden, width, dtype, kind, bias=clamp is not None)
+    x = noise(rows, rows, hidden, dtype=dtype)
+    logits = F.linear(x, router)
+    given = logits, *wide, best, True, clamp
+    choice = choose_experts(logits, best, True)
+    found = sum_experts(open_experts(x, stacks[0], choice, clamp), stacks[1], choice)
+    assert_close(found, oracle(x, *given), in_torch(x, *given), dtype, kind)
+
+
+@pytest.mark.parametrize("kind", ["floats", "int4"])
+def test_the_references_are_the_kernels(kind):
+    """Each launcher's own, what is written and nothing else; with a residual."""
+    stacks, _, router = mixture(8, 96, 64, F32, kind, bias=True)
+    x = noise(4, 5, 96)
+    choice = choose_experts(F.linear(x, router), 2, True)
+    opened = open_experts(x, stacks[0], choice, CLAMP)
+    wanted = open_experts_ref(x, stacks[0], choice, CLAMP)
+    for slot in range(int(choice.listed)):
+        for row in range(5):
+            if choice.members[slot] >> row & 1:
+                torch.testing.assert_close(opened[slot, row], wanted[slot, row])
+    residual = noise(6, 5, 96)
+    found = sum_experts(opened, stacks[1], choice, residual)
+    torch.testing.assert_close(found, sum_experts_ref(wanted, stacks[1], choice, residual))
+
+
+def test_all_rows_choose_the_same_expert():
+    """One expert is listed, with sixteen rows; nothing of the others is read."""
+    (up, down), wide, _ = mixture(32, 40, 24, F32)
+    for stack in (up, down):
+        for number in set(range(32)) - {31}:
+            stack.expert(number)[0].fill_(float("nan"))
+    logits = noise(1, 16, 32)
+    logits[:, 31] = 9.0
+    x = noise(2, 16, 40)
+    choice = choose_experts(logits, 1, True)
+    assert int(choice.listed) == 1 and choice.experts[0] == 31 and choice.members[0] == 0xFFFF
+    found = sum_experts(open_experts(x, up, choice), down, choice)
+    wide = [(m.nan_to_num(), b) for m, b in wide]
+    torch.testing.assert_close(
+        found.double(), oracle(x, logits, *wide, 1, True, None), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_what_is_not_a_number_stays_in_its_row_and_in_its_expert():
+    """A row of NaN, a router of NaN for one row, and an expert of NaN that two rows chose."""
+    (up, down), _, _ = mixture(8, 40, 24, F32)
+    logits = noise(1, 6, 8)
+    logits[:, 3] = torch.tensor([9.0, -9, -9, 9, -9, -9])
+    logits[1] = float("nan")
+    x = noise(2, 6, 40)
+    x[2] = float("nan")
+    up.expert(3)[0].fill_(float("nan"))
+    choice = choose_experts(logits, 2, True)
+    for clamp in (None, CLAMP):
+        found = sum_experts(open_experts(x, up, choice, clamp), down, choice)
+        assert found.isnan().any(1).tolist() == [True, True, True, True, False, False]
+
+
+@pytest.mark.parametrize("kind, dtype", [("floats", BF16), ("floats", F32), ("int4", BF16)])
+def test_a_rows_bits_do_not_depend_on_its_neighbours(kind, dtype):
+    """A row alone, at any place and among any number of rows."""
+    stacks, _, router = mixture(6, 64, 64, dtype, kind, bias=True)
+    x = noise(3, 16, 64, dtype=dtype)
+
+    def run(rows):
+        return mix_experts(rows, (router, None), stacks, 3, True, CLAMP, rows)
+
+    alone = torch.cat([run(x[j : j + 1]) for j in range(16)])
+    for count in (3, 16):
+        assert torch.equal(run(x[:count]), alone[:count]), f"{count} rows"
+    assert torch.equal(run(x[7:12]), alone[7:12])
+    # more rows than a launch takes
+    more = torch.cat([x, x[:5]])
+    assert torch.equal(run(more), torch.cat([alone, alone[:5]]))
+
+
+def test_torch_compile_takes_a_mixture_as_one_operator():
+    """Of floats with biases, and of few bits: one graph, for any number of rows."""
+    for kind, clamp in (("floats", CLAMP), ("int4", None)):
+        stacks, _, router = mixture(5, 64, 32, F32, kind, bias=clamp is not None)
+        calls = []
+
+        def run(x, stacks=stacks, router=router, clamp=clamp, calls=calls):
+            calls.append(None)
+            return mix_experts(x + 1, (router, None), stacks, 2, True, clamp, x)
+
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+        for rows in (1, 3, 18):
+            x = noise(rows, rows, 64)
+            assert torch.equal(compiled(x), run(x))
+        torch._dynamo.reset()
+
+
+def test_what_the_kernels_take():
+    assert mixes(512, 1 << 20) and not mixes(513, 8) and not mixes(512, 1 << 22)
+    with pytest.raises(ValueError, match="found 17 rows, expected 1 to 16"):
+        choose_experts(noise(0, 17, 4), 1, True)
+    stack, *_ = made(3, 4, 64, kind="int4")
+    other, *_ = made(1, 4, 64, kind="int8")
+    assert not stack.takes(other.weight, None)
+    assert not stack.takes(stack.expert(0)[0], noise(0, 4))
