@@ -13,7 +13,6 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-
 # operators that wait for the device: their results' sizes or values are the host's
 READS = ("_local_scalar_dense", "nonzero", "_unique2", "bincount", "masked_select", "equal")
 

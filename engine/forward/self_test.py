@@ -267,7 +267,7 @@ def _mixture_failure(model: Llama, mixtures: list[Mixture]) -> str:
             name, found = "sum of experts", run()
             if why := differs(name, found, want, dtype) or differs_overall(name, found, want):
                 return f"{why} ({rows} rows)"
-            if rows > 1 or number or not torch.cuda.is_available():
+            if number or rows > 1 or not torch.cuda.is_available():
                 continue
             graph, found = captured(device, run)
             for _ in range(REPLAYS):

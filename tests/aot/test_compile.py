@@ -38,7 +38,7 @@ def cases(target):
         ]
         prefill = [Case("columns"), Case("gathered"), Case("blocks"), Case("blocks", head_dim=64)]
         step = [Case("product"), Case("few_bits", queries=3), Case("norm"), Case("rotate")]
-        step += [Case("tiles")]
+        step += [Case("tiles"), Case("experts"), Case("experts", packed="int4")]
         others = [Case("dense", dtype="float32"), Case("window"), Case("topk"), Case("apart")]
         return [*decode, *prefill, *step, *others]
     least = [Case("dense", head_dim=64, group=1), Case("sparse", group=4)]

@@ -10,82 +10,27 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels.experts.choose import best_experts, choose_experts, choose_experts_ref
+from kernels.experts.choose import choose_experts, choose_experts_ref
 from kernels.experts.mix import mix_experts, mixes
-from kernels.experts.open import activated, open_experts, open_experts_ref
-from kernels.experts.stack import Stack
+from kernels.experts.open import open_experts, open_experts_ref
 from kernels.experts.sum import sum_experts, sum_experts_ref
-from kernels.quant.rounding import to_int4, to_int8
-from kernels.quant.words import Words
-from tests.kernels.support.kernel_checks import assert_close
+from tests.kernels.support.expert_checks import (
+    CLAMP,
+    assert_rows_alone,
+    assert_same_choice,
+    check_mixture,
+    made,
+    mixture,
+    noise,
+    oracle,
+)
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-CLAMP = (0.7, 1.702)  # a limit that random numbers reach
 # rows, experts, chosen of each
 SHAPES = [
     (1, 4, 1), (1, 32, 4), (1, 128, 8), (2, 4, 4), (2, 128, 1), (7, 32, 4), (7, 128, 8), (16, 4, 1),
     (16, 32, 8), (16, 128, 8), (3, 5, 2),
 ]  # fmt: skip
-
-
-def noise(seed, *shape, dtype=F32, scale=1.0):
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(shape, generator=generator) * scale).to(dtype)
-
-
-def made(count, outputs, inputs, dtype=F32, kind="floats", bias=False, seed=0):
-    """A stack of random matrices, and the same in float64 [E, O, I] with its biases [E, O]."""
-    dense, stack, given = [], None, noise(seed + 1, count, outputs, dtype=dtype)
-    for number in range(count):
-        weight = noise(100 * seed + number, outputs, inputs, scale=inputs**-0.5)
-        if kind == "floats":
-            held, exact = weight.to(dtype), weight.to(dtype).double()
-        else:
-            few = to_int4(weight, 32) if kind == "int4" else to_int8(weight, 64, 0, BF16)
-            held, exact = Words.of(few), few.dense(torch.float64)
-        one = given[number] if bias else None
-        stack = stack or Stack.like(count, held, one)
-        assert stack.takes(held, one)
-        stack.put(number, held, one)
-        dense.append(exact)
-    return stack, torch.stack(dense), given.double() if bias else torch.zeros(count, outputs)
-
-
-def oracle(x, logits, up, down, per_token, normalise, clamp):
-    """Every token and every expert by itself in float64; up and down: (matrices, biases)."""
-    out = torch.zeros(len(x), down[0].shape[1], dtype=torch.float64)
-    for row in range(len(x)):
-        order = sorted(range(logits.shape[1]), key=lambda e: (-float(logits[row, e]), e))
-        best = sorted(order[:per_token])
-        shares = torch.softmax(logits[row].double(), 0)
-        total = shares[best].sum() if normalise else 1.0
-        for e in best:
-            both = up[0][e] @ x[row].double() + up[1][e]
-            part = down[0][e] @ activated(both, clamp) + down[1][e]
-            out[row] += part * shares[e] / total
-    return out
-
-
-def in_torch(x, logits, up, down, per_token, normalise, clamp):
-    """The same by torch's operators, in the dtype of x."""
-    shares, ids = best_experts(logits, per_token, normalise)
-    out = torch.zeros(len(x), down[0].shape[1], dtype=x.dtype)
-    matrices = [t.to(x.dtype) for t in (*up, *down)]
-    for row in range(len(x)):
-        for place, e in enumerate(ids[row].tolist()):
-            both = F.linear(x[row], matrices[0][e], matrices[1][e])
-            part = F.linear(activated(both, clamp), matrices[2][e], matrices[3][e])
-            out[row] += part * shares[row, place].to(x.dtype)
-    return out
-
-
-def same_choice(found, wanted, **close):
-    """Everything that is listed; what lies beyond is not written."""
-    count = int(wanted.listed)
-    assert int(found.listed) == count
-    for name in ("experts", "members"):
-        assert torch.equal(getattr(found, name)[:count], getattr(wanted, name)[:count]), name
-    torch.testing.assert_close(found.shares[:count], wanted.shares[:count], **close)
 
 
 @pytest.mark.parametrize("rows, count, best", SHAPES)
@@ -95,7 +40,7 @@ def test_a_choice(rows, count, best, dtype, normalise):
     logits = noise(rows, rows, count, dtype=dtype)
     found = choose_experts(logits, best, normalise)
     close = dict(rtol=1e-5, atol=1e-7)
-    same_choice(found, choose_experts_ref(logits, best, normalise), **close)
+    assert_same_choice(found, choose_experts_ref(logits, best, normalise), **close)
     assert found.shares.shape == (min(count, rows * best), rows)
     if normalise:
         listed = found.shares[: int(found.listed)]
@@ -110,7 +55,7 @@ def test_equal_logits_go_to_the_lower_id(value):
     found = choose_experts(logits, 4, True)
     assert found.experts[: int(found.listed)].tolist() == [0, 1, 2, 3, 20, 21, 22, 23]
     assert found.members[:8].tolist() == [0b101] * 4 + [0b010] * 4
-    same_choice(found, choose_experts_ref(logits, 4, True), rtol=1e-6, atol=0)
+    assert_same_choice(found, choose_experts_ref(logits, 4, True), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("normalise", [True, False])
@@ -133,35 +78,14 @@ def test_a_router_that_is_not_a_number_spoils_its_own_rows(normalise):
     assert torch.equal(listed[mine, 5], alone.shares[:, 0])
 
 
-def mixture(count, hidden, width, dtype, kind="floats", bias=False):
-    up, *wide_up = made(count, 2 * width, hidden, dtype, kind, bias, seed=1)
-    down, *wide_down = made(count, hidden, width, dtype, kind, bias, seed=2)
-    router = noise(9, count, hidden, dtype=dtype, scale=hidden**-0.5)
-    return (up, down), (wide_up, wide_down), router
-
-
 @pytest.mark.parametrize("rows, count, best", SHAPES)
 @pytest.mark.parametrize(
     "dtype, normalise, clamp", [(F32, False, None), (BF16, True, CLAMP), (F16, True, None)]
 )
 def test_a_mixture_is_that_of_a_loop_in_float64(rows, count, best, dtype, normalise, clamp):
-    """Widths that fill no tile, biases under the clamped activation."""
+    """Widths that fill no tile, and several rounds of columns; biases under the clamp."""
     hidden, width = (300, 37) if (rows, count) == (3, 5) else (20, 12)
-    bias = clamp is not None
-    stacks, wide, router = mixture(count, hidden, width, dtype, bias=bias)
-    x = noise(rows, rows, hidden, dtype=dtype)
-    router_bias = noise(3, count, dtype=dtype) if bias else None
-    logits = F.linear(x, router, router_bias)
-    given = logits, *wide, best, normalise, clamp
-    exact, plain = oracle(x, *given), in_torch(x, *given)
-    choice = choose_experts(logits, best, normalise)
-    found = sum_experts(open_experts(x, stacks[0], choice, clamp), stacks[1], choice)
-    assert found.dtype == dtype and found.shape == x.shape
-    assert_close(found, exact, plain, dtype, f"{rows} rows, {best} of {count}")
-    assert torch.isfinite(found).all()
-    if dtype == F32:  # else a router's logit in another last place may choose another expert
-        whole = mix_experts(x, (router, router_bias), stacks, best, normalise, clamp)
-        torch.testing.assert_close(whole, found, rtol=1e-4, atol=1e-5)
+    check_mixture("cpu", rows, count, best, hidden, width, dtype, normalise, clamp)
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8"])
@@ -170,13 +94,7 @@ def test_a_mixture_is_that_of_a_loop_in_float64(rows, count, best, dtype, normal
 def test_experts_of_few_bits(kind, rows, count, best, dtype, clamp):
     """Groups of 32 and 64; columns that fill no round, and some that do."""
     hidden, width = (64, 1088) if rows == 7 else (64, 64)
-    stacks, wide, router = mixture(count, hidden, width, dtype, kind, bias=clamp is not None)
-    x = noise(rows, rows, hidden, dtype=dtype)
-    logits = F.linear(x, router)
-    given = logits, *wide, best, True, clamp
-    choice = choose_experts(logits, best, True)
-    found = sum_experts(open_experts(x, stacks[0], choice, clamp), stacks[1], choice)
-    assert_close(found, oracle(x, *given), in_torch(x, *given), dtype, kind)
+    check_mixture("cpu", rows, count, best, hidden, width, dtype, True, clamp, kind)
 
 
 @pytest.mark.parametrize("kind", ["floats", "int4"])
@@ -231,20 +149,8 @@ def test_what_is_not_a_number_stays_in_its_row_and_in_its_expert():
 
 @pytest.mark.parametrize("kind, dtype", [("floats", BF16), ("floats", F32), ("int4", BF16)])
 def test_a_rows_bits_do_not_depend_on_its_neighbours(kind, dtype):
-    """A row alone, at any place and among any number of rows."""
     stacks, _, router = mixture(6, 64, 64, dtype, kind, bias=True)
-    x = noise(3, 16, 64, dtype=dtype)
-
-    def run(rows):
-        return mix_experts(rows, (router, None), stacks, 3, True, CLAMP, rows)
-
-    alone = torch.cat([run(x[j : j + 1]) for j in range(16)])
-    for count in (3, 16):
-        assert torch.equal(run(x[:count]), alone[:count]), f"{count} rows"
-    assert torch.equal(run(x[7:12]), alone[7:12])
-    # more rows than a launch takes
-    more = torch.cat([x, x[:5]])
-    assert torch.equal(run(more), torch.cat([alone, alone[:5]]))
+    assert_rows_alone(stacks, router, noise(3, 16, 64, dtype=dtype), (3, 16))
 
 
 def test_torch_compile_takes_a_mixture_as_one_operator():
@@ -268,7 +174,7 @@ def test_what_the_kernels_take():
     assert mixes(512, 1 << 20) and not mixes(513, 8) and not mixes(512, 1 << 22)
     with pytest.raises(ValueError, match="found 17 rows, expected 1 to 16"):
         choose_experts(noise(0, 17, 4), 1, True)
-    stack, *_ = made(3, 4, 64, kind="int4")
-    other, *_ = made(1, 4, 64, kind="int8")
+    stack, _ = made(3, 4, 64, kind="int4")
+    other, _ = made(1, 4, 64, kind="int8")
     assert not stack.takes(other.weight, None)
     assert not stack.takes(stack.expert(0)[0], noise(0, 4))

@@ -298,7 +298,7 @@ SECOND = (
     Breakage(
         "L2 our kernels are given up before dependent launch is",
         "engine/forward/self_test.py",
-        r"if not why or not supported\(model\.device\):",
+        r"if not why or not supported\(device\):",
         "if True:",
         (f"{SELF}::test_dependent_launch_is_given_up_before_our_kernels_are[capture fails]",),
     ),
@@ -416,7 +416,104 @@ SECOND = (
     ),
 )
 
-TABLE = FINDINGS + STEP + SECOND
+EXPERTS = "tests/kernels/test_experts.py"
+MIXTURE = "tests/engine/forward/test_mixture_step.py"
+MIXTURES = (
+    Breakage(
+        "equal logits go to the higher id",
+        "kernels/experts/choose.py",
+        r"\(BLOCK - e\)\[None, :\]",
+        "(e + 1)[None, :]",
+        (f"{EXPERTS}::test_equal_logits_go_to_the_lower_id[0.0]",),
+    ),
+    Breakage(
+        "a logit that is not a number is never chosen",
+        "kernels/experts/choose.py",
+        r"tl\.where\(x != x, 0xFFFFFFFF, ordered\(x\)\)",
+        "ordered(x)",
+        (f"{EXPERTS}::test_a_router_that_is_not_a_number_spoils_its_own_rows[True]",),
+    ),
+    Breakage(
+        "shares are of all experts where they are to sum to one",
+        "kernels/experts/choose.py",
+        r"over = inside if ALL else taken",
+        "over = inside",
+        (f"{EXPERTS}::test_a_choice[dtype0-True-7-32-4]",),
+    ),
+    Breakage(
+        "an expert runs for rows that did not choose it",
+        "kernels/experts/open.py",
+        r"tl\.where\(\(\(members >> r\) & 1\) != 0, r, rows\)",
+        "r",
+        (
+            f"{EXPERTS}::test_a_mixture_is_that_of_a_loop_in_float64[dtype0-False-None-2-4-4]",
+            f"{EXPERTS}::test_a_mixture_is_that_of_a_loop_in_float64[dtype0-False-None-3-5-2]",
+        ),
+    ),
+    Breakage(
+        "gate and up of the clamped activation lie in halves",
+        "kernels/experts/open.py",
+        r"m = 2 \* first \+ i // HELD",
+        "m = first + (i // HELD) * width",
+        (f"{EXPERTS}::test_the_references_are_the_kernels[floats]",),
+    ),
+    Breakage(
+        "an expert's sum begins with that of the one before",
+        "kernels/experts/sum.py",
+        r"acc = tl\.zeros\(\[HELD, 16\], tl\.float32\)(\n +# the next)",
+        r"acc = acc\1",
+        (f"{EXPERTS}::test_the_references_are_the_kernels[floats]",),
+    ),
+    Breakage(
+        "an expert of few bits has the scales of another",
+        "kernels/experts/sum.py",
+        r"m\[None, :\], at\[:, None\] // per_group",
+        "held[None, :], at[:, None] // per_group",
+        (f"{EXPERTS}::test_the_references_are_the_kernels[int4]",),
+    ),
+    Breakage(
+        "an expert's sums follow the number of rows",
+        "kernels/experts/open.py",
+        r"STEP=STEPS\[x\.itemsize\],",
+        "STEP=STEPS[x.itemsize] // (2 if rows == 1 else 1),",
+        (f"{EXPERTS}::test_a_rows_bits_do_not_depend_on_its_neighbours[floats-dtype1]",),
+    ),
+    Breakage(
+        "the host chooses a step's experts",
+        "engine/model/mixture.py",
+        r"if self\.stacks is not None and \(",
+        "if False and (",
+        (
+            f"{MIXTURE}::test_a_step_waits_for_nothing_and_launches_four_kernels_a_layer[gpt-oss-20b]",
+        ),
+    ),
+    Breakage(
+        "a step whose experts the host chooses is captured",
+        "engine/runner/step_runner.py",
+        r" and self\.model\.capturable\n",
+        "\n",
+        (f"{MIXTURE}::test_a_step_is_captured_unless_the_host_chooses[True]",),
+    ),
+    Breakage(
+        "a chunk waits for every expert",
+        "engine/model/mixture.py",
+        r"mine, start = slice\(start, start \+ count\), start \+ count",
+        "mine = torch.where(ids[order] == number)[0]",
+        (f"{MIXTURE}::test_a_chunk_waits_once_a_layer",),
+    ),
+    Breakage(
+        "a mixture's kernels are not tested before an answer",
+        "engine/forward/self_test.py",
+        r"\n        _check_mixtures\(model\)",
+        "",
+        (
+            "tests/kernels/test_mixture_sessions.py"
+            "::test_the_self_test_finds_a_kernel_that_fails_or_lies",
+        ),
+    ),
+)
+
+TABLE = FINDINGS + STEP + SECOND + MIXTURES
 
 if __name__ == "__main__":
     sys.exit(main(table=TABLE))

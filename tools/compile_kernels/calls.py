@@ -7,6 +7,9 @@ import torch
 from kernels.attention.dense import decode_dense
 from kernels.attention.scratch import ScratchShape, make_scratch
 from kernels.attention.sparse import decode_sparse
+from kernels.experts.mix import mix_experts
+from kernels.experts.open import Clamp
+from kernels.experts.stack import Stack
 from kernels.launch.softmax import PLAIN, Softmax
 from kernels.layer.gemv import multiply_rows
 from kernels.layer.norm import normalize_rows
@@ -30,6 +33,11 @@ from tools.compile_kernels.cases import HOST_LAUNCHERS, PREFILL_LAUNCHERS, STEP_
 
 # grids do not enter a kernel: any long bank compiles the same code
 CAPACITY, BUDGET = 131072, 2048
+# experts, those of a row, hidden size, width and activation of gpt-oss-20b and of Qwen3-30B-A3B
+MIXTURES: tuple[tuple[int, int, int, int, Clamp | None], ...] = (
+    (32, 4, 2880, 2880, (7.0, 1.702)),
+    (128, 8, 2048, 768, None),
+)
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -59,6 +67,14 @@ def words(kind: str, outputs: int, inputs: int) -> Words:
     scales = meta(outputs, inputs // group, dtype=torch.bfloat16)
     values = meta(outputs, row_words(kind, inputs))
     return Words(kind, (outputs, inputs), values, scales, scales if offsets else None, group)
+
+
+def experts(case: Case, count: int, outputs: int, inputs: int, bias: bool) -> Stack:
+    """A matrix of every expert, in what a case packs its weights; with biases, as gpt-oss has."""
+    rows, dtype = count * outputs, getattr(torch, case.dtype)
+    floats = meta(rows, inputs, dtype=dtype)
+    weight = words(case.packed, rows, inputs) if case.packed else floats
+    return Stack(count, weight, meta(rows, dtype=dtype) if bias else None)
 
 
 def softmax_of(case: Case) -> Softmax:
@@ -143,6 +159,13 @@ def call_step(case: Case) -> None:
         multiply_few_bits(x, words(kind, 2 * inner, hidden), gated=True)
         wide = meta(1, queries, inner, dtype=dtype)
         multiply_few_bits(wide, words(kind, hidden, inner), residual=x)
+    elif case.launcher == "experts":
+        for count, best, width, inner, clamp in MIXTURES:
+            own, bias = meta(queries, width, dtype=dtype), clamp is not None
+            router = meta(count, width, dtype=dtype), meta(count, dtype=dtype) if bias else None
+            up = experts(case, count, 2 * inner, width, bias)
+            down = experts(case, count, width, inner, bias)
+            mix_experts(own, router, (up, down), best, bias, clamp, own)
     elif case.launcher == "tiles":
         chunk = meta(512 if queries == 1 else queries, hidden, dtype=dtype)
         multiply_tiles(chunk, words(case.packed or "int4", hidden, hidden))

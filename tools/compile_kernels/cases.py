@@ -18,7 +18,7 @@ PREFILL_LAUNCHERS = ("columns", "gathered", "blocks", "capped", "parts")
 # those that know a cap on logits, or sinks
 SOFTMAX_LAUNCHERS = ("dense", "scored", "sparse", "window", "gathered", "capped")
 HOST_LAUNCHERS = ("slots", "fetch", "home", "store")
-STEP_LAUNCHERS = ("product", "norm", "rotate", "few_bits", "tiles")
+STEP_LAUNCHERS = ("product", "norm", "rotate", "few_bits", "tiles", "experts")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Case:
     sparse, topk, window, or one of PREFILL_LAUNCHERS, HOST_LAUNCHERS and STEP_LAUNCHERS. group:
     query heads per K/V head, of which there are 8. queries: of a step; for tiles the rows of a
     prompt's chunk, 512 by default. packed: what the bank's rows are held in, int8 or int4; of
-    few_bits and tiles "int8" for the weights, which else are int4. softmax: "cap" (on logits),
+    few_bits and tiles "int8" for the weights, which else are int4; of experts for their weights,
+    which else are floats. softmax: "cap" (on logits),
     "sinks" or "".
     """
 
@@ -60,7 +61,7 @@ class Case:
     @property
     def what_is_packed(self) -> str:
         """What `packed` says it of."""
-        return "weights" if self.launcher in ("few_bits", "tiles") else "rows"
+        return "weights" if self.launcher in ("few_bits", "tiles", "experts") else "rows"
 
     def __str__(self) -> str:
         if self.launcher in ("topk", *HOST_LAUNCHERS):
@@ -106,7 +107,8 @@ def shipped(everything: bool = False) -> list[Case]:
             *(Case(name, packed="int8") for name in ("few_bits", "tiles")),
             Case("few_bits", queries=8, packed="int8"),
             Case("tiles", queries=32, packed="int8"),
-            Case("product", "float32"),
+            *(Case("experts", packed=form) for form in ("int8", "int4")),
+            *(Case(name, "float32") for name in ("product", "experts")),
             *_packed(),
         ]
     cases = [

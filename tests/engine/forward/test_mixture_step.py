@@ -38,6 +38,15 @@ def test_a_step_waits_for_nothing_and_launches_four_kernels_a_layer(name):
     assert device.by.total() <= most[name] < host.by.total() - 8 * layers
 
 
+def test_a_chunk_waits_once_a_layer():
+    """For the rows that each expert has; it was once for each expert that any row chose."""
+    config, record = session_config(**SMALL), Launches()
+    mixture = tiny_llm(Full(), config, max_context=64).load().model.layers[0].mixture
+    with record:
+        mixture(torch.randn(1, 100, config.hidden_size))
+    assert record.reads == {"tolist": 1}
+
+
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_experts_of_few_bits_launch_what_floats_launch(weights):
     found = mixture_launches("gpt-oss-20b", weights=weights)
