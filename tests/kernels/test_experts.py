@@ -149,23 +149,23 @@ def test_what_is_not_a_number_stays_in_its_row_and_in_its_expert():
 
 @pytest.mark.parametrize("kind, dtype", [("floats", BF16), ("floats", F32), ("int4", BF16)])
 def test_a_rows_bits_do_not_depend_on_its_neighbours(kind, dtype):
-    stacks, _, router = mixture(6, 64, 64, dtype, kind, bias=True)
-    assert_rows_alone(stacks, router, noise(3, 16, 64, dtype=dtype), (3, 16))
+    stacks, _, router = mixture(4, 64, 32, dtype, kind, bias=True)
+    assert_rows_alone(stacks, router, noise(3, 16, 64, dtype=dtype), (16,))
 
 
 def test_torch_compile_takes_a_mixture_as_one_operator():
-    """Of floats with biases, and of few bits: one graph, for any number of rows."""
+    """Of floats with biases, and of few bits: one graph, for one row and for more than a launch
+    takes.
+    """
     for kind, clamp in (("floats", CLAMP), ("int4", None)):
-        stacks, _, router = mixture(5, 64, 32, F32, kind, bias=clamp is not None)
-        calls = []
+        stacks, _, router = mixture(3, 32, 32, F32, kind, bias=clamp is not None)
 
-        def run(x, stacks=stacks, router=router, clamp=clamp, calls=calls):
-            calls.append(None)
+        def run(x, stacks=stacks, router=router, clamp=clamp):
             return mix_experts(x + 1, (router, None), stacks, 2, True, clamp, x)
 
         compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-        for rows in (1, 3, 18):
-            x = noise(rows, rows, 64)
+        for rows in (1, 18):
+            x = noise(rows, rows, 32)
             assert torch.equal(compiled(x), run(x))
         torch._dynamo.reset()
 

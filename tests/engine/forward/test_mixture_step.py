@@ -13,11 +13,12 @@ import pytest
 import torch
 
 import engine.forward.graphs as graphs
-from engine import Full
+from engine import LLM, Full
 from engine.base.device import capture_stream
 from engine.base.errors import DeviceFailed, SettingError
 from engine.load.options import Options
-from engine.model.config.config import ModelConfig
+from engine.model.llama import post_attention
+from engine.model.tensors import random_stream
 from tests.builders import random_ids, session_config, tiny_llm
 from tests.fake_gpu import FakeGPU
 from tests.programs.launches import MIXTURES, Launches, mixture_launches
@@ -79,6 +80,26 @@ def test_a_step_is_captured_unless_the_host_chooses(on_host, monkeypatch):
     capture_stream.cache_clear(), graphs._anchor.cache_clear()
 
 
+@pytest.mark.parametrize("weights", ["float", "int4"])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_layers_half_is_one_graph_for_all_layers(name, weights):
+    """With the mixture as one operator; a graph for one token and one for any number of them."""
+    config, record = session_config(**MIXTURES[name] | dict(layers=3)), Launches()
+    torch._dynamo.reset(), torch._dynamo.utils.counters.clear()
+    with record.kernels_counted(), torch.no_grad():
+        given = dict(backend="triton", device="cpu", max_context=512, dtype="bfloat16")
+        llm = LLM.from_stream(config, random_stream, weights=weights, **given)
+        half = torch.compile(post_attention, fullgraph=True, dynamic=False, backend="aot_eager")
+        half = graphs._of_any_width(half)
+        for width in (1, 5, 17, 3):
+            x = torch.randn(1, width, config.hidden_size).bfloat16()
+            attended = torch.randn(1, width, config.num_heads, config.head_dim).bfloat16()
+            for layer in llm.load().model.layers:
+                assert half(layer, x, attended, 1e-5).shape == x.shape
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    torch._dynamo.reset()
+
+
 def test_a_mixture_is_compiled_where_the_device_chooses():
     config, gpu = session_config(**SMALL), torch.device("cuda", 0)
     cpu = torch.device("cpu")
@@ -91,4 +112,3 @@ def test_a_mixture_is_compiled_where_the_device_chooses():
     with pytest.raises(SettingError, match="here the host chooses the experts of a mixture"):
         Options(compile=True).compiles(config, cpu)
     assert Options(compile=True, backend="triton").compiles(config, cpu)
-    assert isinstance(config, ModelConfig) and config.experts is not None

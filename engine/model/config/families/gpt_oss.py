@@ -4,7 +4,8 @@ experts with a clamped activation, stored stacked, as floats or in MXFP4 (docs/Q
 Reads `attention_bias` (q, k, v and o), `layer_types` or every second layer from the first on,
 `sliding_window`, `num_local_experts`, `num_experts_per_tok`, `swiglu_limit`, `swiglu_alpha` and
 `quantization_config` of method mxfp4. Its rope is YaRN and must be named. Expects self_attn.sinks,
-mlp.router with a bias, and the stacked experts with theirs.
+mlp.router with a bias, and the stacked experts with theirs. On a GPU the device chooses a decode
+step's experts (kernels/experts), else the host.
 """
 
 from __future__ import annotations

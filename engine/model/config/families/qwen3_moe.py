@@ -2,7 +2,8 @@
 
 Reads `num_experts` (or num_local_experts), `num_experts_per_tok`, `moe_intermediate_size` (width of
 an expert), `norm_topk_prob`, and which layers keep Qwen3's MLP: `mlp_only_layers`, and those that
-`decoder_sparse_step` passes over. Expects mlp.gate and every expert's three matrices.
+`decoder_sparse_step` passes over. Expects mlp.gate and every expert's three matrices. On a GPU the
+device chooses a decode step's experts (kernels/experts), else the host.
 """
 
 from __future__ import annotations
