@@ -25,8 +25,10 @@ __all__ = [
     "SessionClosed",
     "SettingError",
     "TemplateError",
+    "TimedOut",
     "UnsupportedCheckpoint",
     "UsageError",
+    "WorkerClosed",
 ]
 
 
@@ -74,7 +76,7 @@ class OutputFailed(EngineError):
 
 
 class Busy(EngineError):
-    """Another request is running on this LLM; wait=True makes callers wait."""
+    """Another request is running on this LLM (wait=True makes callers wait), or too many wait."""
 
 
 class SavedFileError(EngineError):
@@ -90,3 +92,11 @@ class SessionClosed(EngineError):
 
 class TemplateError(EngineError):
     """The model's chat template is missing, unsafe or too slow, or it raises an error."""
+
+
+class TimedOut(EngineError):
+    """The time of a request was over before its answer began; what was read stays."""
+
+
+class WorkerClosed(EngineError):
+    """The thread that answers requests ends or has ended: the server, or AsyncLLM.close()."""

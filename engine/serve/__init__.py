@@ -8,8 +8,7 @@ tools.py     tools and the turns in which they were called
 calls.py     tool calls in what a model writes
 formats.py   response_format, and a call that must come
 prompts.py   messages to token ids, a user's special tokens as text
-worker.py    the one thread that owns the model and serves several sessions in turn
-slots.py     the sessions that are held, and the longest common prefix among them
+worker.py    what the thread that owns the model (engine/batch/worker.py) does for HTTP
 replies.py   what clients of chat/completions and completions get back
 streaming.py the events of a stream
 anthropic.py, anthropic_reply.py    /v1/messages

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from engine.base.checks import is_integer
+from engine.batch.worker import Ended, Reading
 from engine.serve.anthropic import request as anthropic
 from engine.serve.anthropic.reply import MessagesReply
 from engine.serve.documents import Documents
@@ -33,7 +34,7 @@ from engine.serve.responses import request as responses
 from engine.serve.responses.reply import ResponsesReply
 from engine.serve.service import Service, client_error
 from engine.serve.worker.evidence import Evidence, Wanted, wanted_of
-from engine.serve.worker.worker import Ended, Reading, Wrote
+from engine.serve.worker.worker import Wrote
 
 Handler = Callable[[Request], Awaitable[Response]]
 PROGRESS = 0.2  # seconds between two comments about a prompt, where a request asks for more of them

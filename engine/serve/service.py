@@ -11,12 +11,17 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from engine.base.errors import (
+    Busy,
     EngineError,
     OutOfDeviceMemory,
     OutOfHostMemory,
     OutOfMemoryPlan,
     SettingError,
+    TimedOut,
+    WorkerClosed,
 )
+from engine.batch.mailbox import Bell, Mailbox
+from engine.batch.worker import Ended
 from engine.llm import LLM
 from engine.methods.base import Method
 from engine.methods.exact import Exact
@@ -29,8 +34,7 @@ from engine.serve.request.fields import Ask
 from engine.serve.request.prompts import Prompt, Prompts
 from engine.serve.texts import SIZE, Texts
 from engine.serve.worker.evidence import Evidence, places
-from engine.serve.worker.mailbox import Bell, Mailbox
-from engine.serve.worker.worker import Ended, Event, Job, Worker
+from engine.serve.worker.worker import Event, HttpJob, HttpWorker
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -65,7 +69,7 @@ class Service:
     def __init__(self, llm: LLM, settings: Settings, cache: BlockCache | None = None) -> None:
         self.llm, self.settings, self.started = llm, settings, int(time.time())
         self.ready, self.ending = False, False
-        self.worker = Worker(
+        self.worker = HttpWorker(
             llm, settings.slots, settings.waiting, settings.timeout, cache, settings.pause
         )
         self._texts = Texts(settings.slots + settings.waiting)
@@ -146,7 +150,10 @@ class Service:
             slots = self.worker.slots
             loop.call_soon_threadsafe(tell, sum(slots.forget(ids, owner) for ids in forms))
 
-        self.worker.between(close)
+        try:
+            self.worker.between(close)
+        except EngineError as error:
+            raise client_error(error) from None
         sessions, blocks, cache = await closed, 0, self.worker.cache
         if cache is not None:
             for ids in forms:
@@ -188,7 +195,7 @@ class Service:
         evidence: Evidence | None = None,
         method: str | None = None,
         owner: bytes = b"",
-    ) -> tuple[Job, Mailbox]:
+    ) -> tuple[HttpJob, Mailbox]:
         """Queue a request. Raises ApiError where the prompt does not fit or the queue is full."""
         capacity = self.llm.max_context
         if not ids:
@@ -213,12 +220,24 @@ class Service:
         params = replace(ask.params, max_tokens=min(ask.max_tokens or room, room))
         mailbox = Mailbox(self._bell)
         own = self.methods[method or self.own]
-        job = Job(ids, params, ask.choices, mailbox.post, evidence, own, mailbox.full, owner)
-        self.worker.submit(job)
+        job = HttpJob(
+            ids,
+            params,
+            mailbox.post,
+            own,
+            mailbox.full,
+            owner,
+            choices=ask.choices,
+            evidence=evidence,
+        )
+        try:
+            self.worker.submit(job)
+        except EngineError as error:
+            raise client_error(error) from None
         return job, mailbox
 
     async def events(
-        self, job: Job, mailbox: Mailbox, left: Callable[[], Awaitable[bool]]
+        self, job: HttpJob, mailbox: Mailbox, left: Callable[[], Awaitable[bool]]
     ) -> AsyncIterator[Event | None]:
         """The events of a job, and None where nothing happened for a while. Ends early where the
         client has left; the job ends with this iterator.
@@ -253,6 +272,12 @@ def client_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, FULL):
         return ApiError(503, str(error), code="out_of_memory", headers={"Retry-After": "30"})
+    if isinstance(error, Busy):
+        return ApiError(429, str(error), code="queue_full", headers={"Retry-After": "5"})
+    if isinstance(error, WorkerClosed):
+        return ApiError(503, "the server is ending", code="shutting_down")
+    if isinstance(error, TimedOut):
+        return ApiError(503, str(error), code="timeout")
     if isinstance(error, EngineError):
         return ApiError(400, str(error))
     return ApiError(500, "the server failed; its log says why", code="internal_error")

@@ -7,10 +7,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, Protocol
 
+from engine.batch.worker import Ended, Reading
 from engine.serve.errors import ApiError
 from engine.serve.openai.replies import Line
 from engine.serve.service import client_error
-from engine.serve.worker.worker import Ended, Reading, Wrote
+from engine.serve.worker.worker import Wrote
 
 
 class Shape(Protocol):

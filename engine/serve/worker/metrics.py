@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from engine.serve.worker.slots import Slots
+from engine.batch.slots import Slots
 
 
 class Metrics:

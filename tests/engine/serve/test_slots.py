@@ -12,14 +12,14 @@ import torch
 
 from engine import H2O, LLM, Full, OmniKV, SamplingParams, SnapKV
 from engine.bank.row_origins import FULL
+from engine.batch.slots import Slots
 from engine.methods.evict.h2o_plus import H2OPlus
 from engine.methods.evict.scissorhands import Scissorhands
 from engine.methods.evict.streaming_llm import StreamingLLM
 from engine.methods.select.infllm import InfLLM
 from engine.methods.select.minference import MInference
 from engine.saved.cache import BlockCache
-from engine.serve.worker.slots import Slots
-from engine.serve.worker.worker import Worker
+from engine.serve.worker.worker import HttpWorker
 from tests.builders import random_ids, session_config, tiny_llm
 from tests.engine.serve.test_worker import Client
 
@@ -73,7 +73,7 @@ class Talk:
     """One worker, and clients one after the other: (tokens of the answer, tokens held before)."""
 
     def __init__(self, llm, slots=2, **settings):
-        self.worker = Worker(llm, slots=slots, **settings)
+        self.worker = HttpWorker(llm, slots=slots, **settings)
 
     def __enter__(self):
         self.worker.start()

@@ -18,9 +18,12 @@ import httpx
 import pytest
 
 from engine import OmniKV, SamplingParams
+from engine.base.errors import Busy, WorkerClosed
+from engine.batch.mailbox import UNREAD, Mailbox
+from engine.batch.worker import Ended, Reading
 from engine.saved.cache import BlockCache
-from engine.serve.worker.mailbox import UNREAD, Mailbox
-from engine.serve.worker.worker import Ended, Job, Reading, Worker, Wrote
+from engine.serve.service import client_error
+from engine.serve.worker.worker import HttpJob, HttpWorker, Wrote
 from tests.builders import ROOT, random_ids, tiny_llm
 
 SPARSE = OmniKV(filter_layers=(1, 4), tokens=24, dense_below=0)
@@ -32,7 +35,7 @@ class Client:
     def __init__(self, worker, ids, tokens=6, full=bool, **settings):
         self.events, self.ended = [], threading.Event()
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, **settings)
-        self.job = Job(list(ids), params, 1, self.take, full=full)
+        self.job = HttpJob(list(ids), params, self.take, full=full)
         worker.submit(self.job)
 
     def take(self, event):
@@ -57,7 +60,7 @@ def llm():
 
 @pytest.fixture
 def worker(llm):
-    made = Worker(llm, slots=2, waiting=3)
+    made = HttpWorker(llm, slots=2, waiting=3)
     made.start()
     yield made
     made.stop(5.0)
@@ -100,7 +103,7 @@ def test_an_answer_that_nobody_reads_pauses_and_stops_no_other(llm, worker):
 
 
 def test_a_paused_answer_ends_with_its_client_and_with_its_time(llm):
-    worker = Worker(llm, slots=2, waiting=3, timeout=1.0)
+    worker = HttpWorker(llm, slots=2, waiting=3, timeout=1.0)
     worker.start()
     try:
         leaves, late = Dawdler(worker, random_ids(30), 12), Dawdler(worker, random_ids(31), 12)
@@ -141,7 +144,7 @@ def test_a_mailbox_says_when_it_is_full_until_half_of_it_is_read():
 def test_neighbours_change_nothing_and_nobody_waits_for_a_whole_prompt(llm):
     prompts = [random_ids(n, seed=n) for n in (60, 500, 130, 300)]
     wanted = [alone(llm, ids) for ids in prompts]
-    worker = Worker(llm, slots=4)
+    worker = HttpWorker(llm, slots=4)
     order = []
     clients = [Client(worker, ids) for ids in prompts]
     for number, client in enumerate(clients):
@@ -186,7 +189,7 @@ def test_a_common_beginning_is_read_once(llm, worker):
 
 def alone_later(ids):
     """What a fresh session says: run by the worker, which owns the model."""
-    other = Worker(tiny_llm(SPARSE, backend="reference", max_context=1024), slots=1)
+    other = HttpWorker(tiny_llm(SPARSE, backend="reference", max_context=1024), slots=1)
     other.start()
     try:
         return Client(other, ids).answer()
@@ -214,13 +217,12 @@ def test_one_that_leaves_frees_its_slot_in_the_middle_of_anything(llm, worker):
 
 
 def test_the_queue_is_bounded_and_ending_is_orderly(llm):
-    from engine.serve.errors import ApiError
-
-    worker = Worker(llm, slots=1, waiting=2)
+    worker = HttpWorker(llm, slots=1, waiting=2)
     waiting = [Client(worker, [1, 2, 3], tokens=4) for _ in range(2)]
-    with pytest.raises(ApiError) as full:
+    with pytest.raises(Busy) as full:
         Client(worker, [1])
-    assert full.value.status == 429 and full.value.headers["Retry-After"]
+    refused = client_error(full.value)
+    assert refused.status == 429 and refused.headers["Retry-After"]
     worker.start()
     assert [len(c.answer()) for c in waiting] == [4, 4]
     long = Client(worker, random_ids(20), tokens=900)
@@ -229,8 +231,8 @@ def test_the_queue_is_bounded_and_ending_is_orderly(llm):
     queued = Client(worker, [1, 2, 3])
     worker.stop(0.0)
     assert long.events[-2].finish == "interrupted" and long.events[-1].error is None
-    assert queued.events[-1].error.status == 503
-    with pytest.raises(ApiError):
+    assert client_error(queued.events[-1].error).status == 503
+    with pytest.raises(WorkerClosed):
         Client(worker, [1])
     assert not worker._thread.is_alive()
 
@@ -239,7 +241,7 @@ def test_what_was_read_is_found_after_a_restart(llm, tmp_path):
     ids = random_ids(600, seed=8)
     answers, cached = [], []
     for _ in range(2):
-        worker = Worker(llm, slots=1, cache=BlockCache(tmp_path))
+        worker = HttpWorker(llm, slots=1, cache=BlockCache(tmp_path))
         worker.start()
         client = Client(worker, ids)
         answers.append(client.answer())

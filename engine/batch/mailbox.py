@@ -1,11 +1,10 @@
-"""Events of one job on their way from the model's thread into the event loop."""
+"""Events of one job on their way from the model's thread into an event loop."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-
-from engine.serve.worker.worker import Event
+from typing import Any
 
 UNREAD = 256  # events that may wait for their reader before the answer pauses
 
@@ -46,7 +45,7 @@ class Mailbox:
 
     def __init__(self, bell: Bell | None = None) -> None:
         self._loop, self._bell = asyncio.get_running_loop(), bell or Bell()
-        self._events: deque[Event] = deque()
+        self._events: deque[Any] = deque()
         self._reader: asyncio.Future[None] | None = None
         self._behind = False
 
@@ -59,7 +58,7 @@ class Mailbox:
         """Events that nobody has read."""
         return len(self._events)
 
-    def post(self, event: Event) -> None:
+    def post(self, event: Any) -> None:
         """Leave an event."""
         self._events.append(event)
         self._bell.ring(self, self._loop)
@@ -69,15 +68,18 @@ class Mailbox:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
-    async def next(self, seconds: float) -> Event | None:
+    async def next(self, seconds: float | None = None) -> Any:
         """The next event; None where none comes within so many seconds."""
-        if not self._events:
+        while not self._events:
             # race: whoever posts from here on wakes after this future is there
             self._reader = self._loop.create_future()
-            timer = self._loop.call_later(seconds, self.wake)
+            timer = None if seconds is None else self._loop.call_later(seconds, self.wake)
             try:
                 await self._reader
             finally:
-                timer.cancel()
+                if timer is not None:
+                    timer.cancel()
                 self._reader = None
+            if seconds is not None:
+                break
         return self._events.popleft() if self._events else None

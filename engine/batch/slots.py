@@ -1,4 +1,4 @@
-"""The sessions that a server holds. A request gets the one whose tokens begin as its own do; what
+"""The sessions that a worker holds. A request gets the one whose tokens begin as its own do; what
 they share is not read again.
 """
 
