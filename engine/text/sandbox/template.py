@@ -43,6 +43,7 @@ class ChatTemplate:
     def __init__(self, source: str, variables: Mapping[str, str] | None = None):
         self.source, self.variables = source, dict(variables or {})
         self._worker: _Worker | None = None
+        self._turn = threading.Lock()  # the child answers one thread at a time
 
     @classmethod
     def load(cls, folder: Path, settings: Mapping[str, Any]) -> ChatTemplate | None:
@@ -102,26 +103,35 @@ class ChatTemplate:
                 "variables": variables,
             }
         )
-        if self._worker is None or not self._worker.alive:
-            self._worker = _Worker()
         size = sum(len(str(m.get("content", ""))) for m in messages)
         calls = [m["tool_calls"] for m in messages if "tool_calls" in m]
         size += len(json.dumps([tools, calls])) if tools or calls else 0
-        try:
-            answer = self._worker.ask(
-                request, RENDER_SECONDS + size / 2e6, 4 * size + SPARE_CHARACTERS
-            )
-        # a timeout, or Ctrl-C while waiting: the next render starts a new child
-        except BaseException:
-            self._worker.kill()
-            self._worker = None
-            raise
+        with self._turn:
+            answer = self._answer(request, RENDER_SECONDS + size / 2e6, 4 * size + SPARE_CHARACTERS)
         if "error" in answer:
             raise TemplateError(one_line(f"the model's chat template {answer['error']}"))
         try:
             return valid(answer["text"], "the model's chat template's output")
         except UsageError as error:
             raise TemplateError(str(error)) from None
+
+    def _answer(self, request: str, seconds: float, max_characters: int) -> dict[str, str]:
+        """The child's answer to one request. Linux ends a child with the thread that started it, a
+        thread of some pool perhaps: then one more is started, once.
+        """
+        while True:
+            old = self._worker is not None and self._worker.alive
+            if not old:
+                self._worker = _Worker()
+            assert self._worker is not None
+            try:
+                return self._worker.ask(request, seconds, max_characters)
+            # a timeout, or Ctrl-C while waiting: the next render starts a new child
+            except BaseException as error:
+                self._worker.kill()
+                self._worker = None
+                if not (old and isinstance(error, _ChildEnded)):
+                    raise
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -178,6 +188,10 @@ def child_environment() -> dict[str, str]:
     return {**found, "PYTHONPATH": os.pathsep.join(paths)}
 
 
+class _ChildEnded(TemplateError):
+    """The child ended without an answer."""
+
+
 class _Worker:
     """The child process. It reads and answers one line of JSON per request."""
 
@@ -232,7 +246,7 @@ class _Worker:
                 f"the model's chat template did not end within {seconds:.0f} s and was stopped"
             ) from None
         if not line:
-            raise TemplateError(
+            raise _ChildEnded(
                 "the model's chat template ended its process "
                 "(it may have asked for too much memory)"
             )

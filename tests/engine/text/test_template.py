@@ -4,6 +4,7 @@ reach this process.
 
 import json
 import os
+import threading
 import time
 
 import pytest
@@ -124,6 +125,45 @@ def test_the_child_is_reused_and_ends_with_its_template():
     assert template._worker._process is process and process.poll() is None
     del template
     assert process.poll() is not None
+
+
+def test_threads_get_their_own_text():
+    """Two threads of a server once got each other's prompt."""
+    template, wrong = ChatTemplate("{{ messages[0].content }}"), []
+
+    def render(name):
+        for number in range(60):
+            text = f"{name} {number}"
+            if template.render([{"role": "user", "content": text}]) != text:
+                wrong.append(text)
+
+    threads = [threading.Thread(target=render, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong and not any(thread.is_alive() for thread in threads)
+
+
+def test_a_child_that_ends_with_the_thread_that_started_it_is_replaced():
+    """As Linux ends it: also where it ends between the look at it and the question."""
+    template = ChatTemplate("{{ messages | length }}")
+    first = threading.Thread(target=template.render, args=(TALK,))
+    first.start()
+    first.join()
+    assert template.render(TALK) == "3"
+    ask, asked = type(template._worker).ask, []
+
+    def killed(self, *arguments):
+        asked.append(self)
+        if len(asked) == 1:
+            self._process.kill()
+        return ask(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(template._worker), "ask", killed)
+        assert template.render(TALK) == "3"
+    assert len(asked) == 2 and asked[0] is not asked[1]
 
 
 def test_a_document_of_millions_of_characters_passes():
