@@ -18,7 +18,7 @@ from engine.base.lock import Request, RequestLock
 from engine.batch.batch import Batch
 from engine.load.files import model_files
 from engine.load.loaded import Loaded, trim_while_loading
-from engine.load.options import LLMSettings, Options
+from engine.load.options import LLMSettings, Options, PlanSettings
 from engine.load.planner import Planner
 from engine.load.report import Plan
 from engine.methods.base import Method
@@ -38,6 +38,7 @@ from engine.session.generate import generate
 from engine.session.results import Completion, Piece
 from engine.session.session import Session, open_session
 from engine.text.tokenizer import Tokenizer
+from weights.checkpoint import LoadProgress
 from weights.resolve import Resolved, resolve, shipped
 
 if TYPE_CHECKING:
@@ -63,8 +64,8 @@ class LLM:
         model: str | Path | None = None,
         *,
         load: bool = True,
-        progress: Callable[[Any], None] | None = None,
-        download_progress: Callable[[Any], None] | None = None,
+        progress: Callable[[LoadProgress], None] | None = None,
+        download_progress: Callable[[str], None] | None = None,
         **settings: Unpack[LLMSettings],
     ):
         callables(progress=progress, download_progress=download_progress)
@@ -163,7 +164,7 @@ class LLM:
         method: Method | None = None,
         max_context: int | None = None,
         offload: str | None = None,
-        **settings: Any,
+        **settings: Unpack[PlanSettings],
     ) -> Plan:
         """Return the layer plan and the memory plan: str() is for people, to_dict() for programs.
 
@@ -339,9 +340,7 @@ class LLM:
         """Completion of a conversation of {"role", "content"}; control tokens in it are text.
         TemplateError where the model has no chat template.
         """
-        tokenizer = self._needed_tokenizer()
-        ids, _ = tokenizer.encode_spans(tokenizer.write(messages), special=False)
-        return Completion.join(self.stream(ids, params))
+        return Completion.join(self.stream(self.chat_ids(messages), params))
 
     def check(
         self, prompt: Prompt, params: SamplingParams | None = None, steps: int = 32
@@ -359,6 +358,14 @@ class LLM:
         if not isinstance(prompt, str):
             return listed_ids(prompt)
         return self._needed_tokenizer().encode(prompt)
+
+    def chat_ids(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation of {"role", "content"} up to where the answer begins; control
+        tokens in its contents are text. TemplateError where the model has no chat template.
+        """
+        tokenizer = self._needed_tokenizer()
+        ids, _ = tokenizer.encode_spans(tokenizer.write(messages), special=False)
+        return ids
 
     def _needed_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -135,17 +135,21 @@ class Worker(Generic[J]):
         """Queue a job. Raises Busy where too many wait, and WorkerClosed."""
         with self._changed:
             self._require_open()
-            if self.most_waiting is not None and len(self._waiting) >= self.most_waiting:
+            if self._full():
                 # the model's thread takes from the left meanwhile
                 for left in [job for job in list(self._waiting) if job.gone]:
                     with contextlib.suppress(ValueError):
                         self._waiting.remove(left)
-                if len(self._waiting) >= self.most_waiting:
-                    raise Busy(
-                        f"{len(self._waiting)} requests are waiting already; try again later"
-                    )
+                if self._full():
+                    raise Busy(f"{self.most_waiting} requests are waiting already; try again later")
             self._waiting.append(job)
             self._changed.notify()
+
+    def _full(self) -> bool:
+        """Whether as many wait as may, beside those for whom there are slots."""
+        if self.most_waiting is None:
+            return False
+        return len(self._waiting) >= self.most_waiting + self.slots.count - self.running
 
     def between(self, call: Callable[[], None]) -> None:
         """Run a short call on this thread, between two rounds. It must not raise. Raises

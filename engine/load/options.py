@@ -52,22 +52,18 @@ def unfit(card: int) -> str:
     return ""
 
 
-class LLMSettings(TypedDict, total=False):
-    """The fields of Options as keyword arguments, for type checkers."""
+class PlanSettings(TypedDict, total=False):
+    """The keyword arguments of LLM.plan beside its own: settings of another LLM."""
 
     device: str
     dtype: str
-    max_context: int | None
     threads: int | None
     chunk: int | None
     compile: bool | None
-    method: Method | None
-    offload: str
     slots: float
     host_pool: HostPool | None
     vram_budget: int | None
     ram_budget: int | None
-    rope: str | None
     beyond: bool
     backend: str
     step: str
@@ -77,6 +73,15 @@ class LLMSettings(TypedDict, total=False):
     imagined_gpu: int | None
     imagined_host: int | None
     wait: bool
+
+
+class LLMSettings(PlanSettings, total=False):
+    """The fields of Options as keyword arguments, for type checkers."""
+
+    max_context: int | None
+    method: Method | None
+    offload: str
+    rope: str | None
 
 
 @dataclass(frozen=True)

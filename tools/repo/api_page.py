@@ -27,9 +27,9 @@ HEAD = """
 
 Written by `python -m tools.repo.api_page` from signatures and docstrings; do not edit it by hand.
 
-The public names are those of `from engine import ...`: `LLM`, `SamplingParams`, `EngineError` and
-the methods. The other classes here are what their calls return. Everything else may move. For
-runnable programs see [examples/](../examples/README.md).
+The public names are those of `from engine import ...`: `LLM`, `AsyncLLM`, `SamplingParams`,
+`EngineError` and the methods. The other classes here are what their calls return. Everything else
+may move. For runnable programs see [examples/](../examples/README.md).
 """
 # (section, sentence under it, classes as module:name)
 SECTIONS = (
@@ -38,6 +38,7 @@ SECTIONS = (
         "",
         (
             "engine.llm:LLM",
+            "engine.async_llm:AsyncLLM",
             "engine.load.options:Options",
             "engine.session.session:Session",
             "engine.batch.batch:Batch",

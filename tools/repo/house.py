@@ -37,6 +37,7 @@ FLOORS = (
     ("engine.serve", "engine.chat"),
     ("engine.cli",),
     ("engine",),
+    ("engine.async_llm",),
     ("engine.llm",),
     ("engine.batch",),
     ("engine.session",),

@@ -67,7 +67,7 @@ def test_without_a_shipped_model_the_name_says_so(tmp_path, monkeypatch):
 
 
 def test_the_typed_settings_are_the_options():
-    assert list(LLMSettings.__annotations__) == [field.name for field in fields(Options)]
+    assert sorted(LLMSettings.__annotations__) == sorted(field.name for field in fields(Options))
     hints = {name: str(hint) for name, hint in LLMSettings.__annotations__.items()}
     assert all(field.type in hints[field.name] for field in fields(Options))
 
@@ -80,12 +80,14 @@ def test_a_type_checker_sees_an_unknown_setting_and_a_wrong_type(tmp_path):
         "LLM('pocket', threads=2, method=Full(), bank='int8', load=False)\n"
         "LLM(treads=2)\n"
         "LLM(max_context='long')\n"
+        "LLM(load=False).plan(None, 512, weights='int8')\n"
+        "LLM(load=False).plan(wieghts='int8')\n"
     )
     command = [sys.executable, "-m", "mypy", "--no-incremental", "--follow-imports=silent"]
     command += ["--python-version", "3.10", str(program)]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     lines = [line for line in found.stdout.splitlines() if "program.py" in line and "error" in line]
-    assert [line.split(":")[1] for line in lines] == ["3", "4"], found.stdout
+    assert [line.split(":")[1] for line in lines] == ["3", "4", "6"], found.stdout
     assert "treads" in lines[0] and "max_context" in lines[1]
 
 
