@@ -78,7 +78,7 @@ def layout(editable: bool) -> dict:
             "engine": ["py.typed", "*.pyi"],
             "engine.evidence": ["*.html"],
             "engine.serve.page": ["*.html", "*.css", "*.js"],
-            f"{inside}kernels.native": ["*.h", "*.cpp"],
+            f"{inside}kernels.native": ["*.h", "*.cpp", "prebuilt/*.so"],
             f"{inside}weights": ["pocket/*"],
         },
     }

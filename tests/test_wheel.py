@@ -34,14 +34,19 @@ def setup_module_of_the_clone():
     return module
 
 
-def build(home: Path) -> Path:
-    """A wheel of this tree, made of a copy in `home`: setuptools writes beside the sources."""
+def build(home: Path, **carried: bytes) -> Path:
+    """A wheel of this tree, made of a copy in `home`: setuptools writes beside the sources.
+    carried: libraries of kernels by instruction set.
+    """
     home.mkdir(exist_ok=True)
     for name in NAMES:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, home / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, home / name)
+    for name, library in carried.items():
+        (home / "kernels" / "native" / "prebuilt").mkdir(exist_ok=True)
+        (home / "kernels" / "native" / "prebuilt" / f"{name}.so").write_bytes(library)
     command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation"]
     subprocess.run([*command, "-q", "-w", str(home / "made")], cwd=home, check=True)
     (made,) = (home / "made").iterdir()
@@ -51,7 +56,7 @@ def build(home: Path) -> Path:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     pytest.importorskip("setuptools", minversion="77")
-    return build(tmp_path_factory.mktemp("wheel"))
+    return build(tmp_path_factory.mktemp("wheel"), none=b"a library")
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +89,7 @@ def test_it_has_one_name(wheel):
     assert {name.split("/")[0] for name in names} == {"engine", Path(top).parts[0]}
     suffixes = (".cpp", ".h", ".html", ".css", ".js", ".pyi", ".safetensors", "py.typed")
     assert all(any(name.endswith(suffix) for name in names) for suffix in suffixes)
+    assert "engine/kernels/native/prebuilt/none.so" in names
     assert not any("studies" in name or "/tests" in name for name in names)
 
 

@@ -27,23 +27,23 @@ OLD = 3600  # seconds after which nobody compiles in a folder any more
 MAKING = ".making-"
 
 
-def seal(path: Path) -> None:
-    """Append the digest of a library and bring it to the disk. Raises OSError."""
+def seal(path: Path, stamp: bytes = b"") -> None:
+    """Append a stamp and the digest of a library and bring it to the disk. Raises OSError."""
     with path.open("r+b") as file:
-        found = _digest(file.read())
-        file.write(SEAL + found)
+        body = file.read() + stamp
+        file.write(stamp + SEAL + _digest(body))
         file.flush()
         os.fsync(file.fileno())
 
 
-def whole(path: Path) -> bool:
-    """Whether a library is there and ends in the digest of the bytes before it."""
+def whole(path: Path, stamp: bytes = b"") -> bool:
+    """Whether a library is there and ends in a stamp and the digest of the bytes before it."""
     try:
         data = path.read_bytes()
     except OSError:
         return False
     body, end = data[: -len(SEAL) - 32], data[-len(SEAL) - 32 :]
-    return end == SEAL + _digest(body)
+    return end == SEAL + _digest(body) and body.endswith(stamp)
 
 
 def _digest(data: bytes) -> bytes:

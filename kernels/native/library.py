@@ -2,9 +2,10 @@
 the user's cache.
 
 A GPU's kernels are compiled by Triton, these by the machine's own C++ compiler, in 10 to 20 seconds
-and once: the file's name is a digest of sources, flags and compiler. Where there is no compiler, or
-some of what it made computes something else, torch's operators run instead, and `missing()` says
-why. OMNIKV_NATIVE=0 forbids them.
+and once: the file's name is a digest of sources, flags and compiler. A wheel may carry libraries,
+made by `prebuild`, for which no compiler is needed. Where there is neither, or some of what was
+compiled computes something else, torch's operators run instead, and `missing()` says why.
+OMNIKV_NATIVE=0 forbids them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from kernels.launch.tolerance import differs
 from kernels.native import cache
 
 FOLDER = Path(__file__).parent
+PREBUILT = FOLDER / "prebuilt"  # ISA.so: of a wheel; a clone has none
 SOURCES = (
     "attention.cpp",
     "packed.cpp",
@@ -172,7 +174,8 @@ def missing() -> str:
     if _reason is not None:
         return _reason or "; ".join(filter(None, (binding.fault for binding in BINDINGS)))
     try:
-        _compiler()
+        if not _prebuilt():
+            _compiler()
     except _Missing as error:
         return str(error)
     return ""
@@ -180,27 +183,64 @@ def missing() -> str:
 
 def to_compile() -> bool:
     """Whether the first `native()` of this process will compile."""
-    if _reason is not None or missing():
+    if _reason is not None or missing() or _prebuilt():
         return False
     compiler, flags = _compiler()
     return not any(cache.whole(folder / _name(compiler, flags)) for folder in cache.kept())
 
 
-def _compiler() -> tuple[str, tuple[str, ...]]:
-    """The compiler and its flags. Raises _Missing."""
+def prebuild(folder: Path, *sets: str) -> None:
+    """Compile a library for each of these instruction sets, all without any, into `folder`, which
+    a wheel has as PREBUILT. The compiler's own machine does not matter. Raises RuntimeError where
+    it fails.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        compiler = _found_compiler()
+        for name in sets or SETS:
+            flags = *FLAGS, *SETS[name]
+            _compile(compiler, flags, folder / f"{name}.so", _stamp(flags))
+    except _Missing as error:
+        raise RuntimeError(str(error)) from None
+
+
+def _prebuilt() -> Path | None:
+    """The library of a wheel for this machine, of these very sources. Raises _Missing where there
+    can be none.
+    """
+    flags = _flags()
+    path = PREBUILT / f"{isa()}.so"
+    return path if cache.whole(path, _stamp(flags)) else None
+
+
+def _flags() -> tuple[str, ...]:
+    """The flags of this machine's library. Raises _Missing where it can have none."""
     if os.environ.get("OMNIKV_NATIVE", "1") == "0":
         raise _Missing("OMNIKV_NATIVE=0")
     if os.name != "posix":
         raise _Missing(f"no kernels for {sys.platform}")
     if isa() not in SETS:
         raise _Missing(f"no kernels for instruction set {isa()!r}")
+    return *FLAGS, *SETS[isa()]
+
+
+def _compiler() -> tuple[str, tuple[str, ...]]:
+    """The compiler and its flags. Raises _Missing."""
+    flags = _flags()
+    return _found_compiler(), flags
+
+
+def _found_compiler() -> str:
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise _Missing(f"no C++ compiler ({', '.join(COMPILERS)})")
-    return compiler, (*FLAGS, *SETS[isa()])
+    return compiler
 
 
 def _loaded() -> ctypes.CDLL:
+    if ready := _prebuilt():
+        with suppress(OSError):  # of another C library, or without OpenMP's: compile one
+            return ctypes.CDLL(str(ready))
     compiler, flags = _compiler()
     name, last = _name(compiler, flags), "no folder to compile in"
     for folder in cache.folders():
@@ -221,13 +261,23 @@ def _name(compiler: str, flags: tuple[str, ...]) -> str:
     """Name the file that a compiler will make."""
     state = os.stat(os.path.realpath(compiler))
     parts = [os.path.realpath(compiler), str(state.st_size), str(state.st_mtime_ns), *flags]
+    return f"kernels-{_digest(parts).hex()[:24]}.so"
+
+
+def _stamp(flags: tuple[str, ...]) -> bytes:
+    """What a library of a wheel says it was made of."""
+    return b"omnikv sha256 of sources and flags:" + _digest(flags)
+
+
+def _digest(parts: Iterable[str]) -> bytes:
+    """The sha256 of these words and of all sources."""
     found = hashlib.sha256("\0".join(parts).encode())
     for path in sorted(FOLDER.glob("*.h")) + sorted(FOLDER.glob("*.cpp")):
         found.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return f"kernels-{found.hexdigest()[:24]}.so"
+    return found.digest()
 
 
-def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
+def _compile(compiler: str, flags: tuple[str, ...], path: Path, stamp: bytes = b"") -> None:
     """Compile the sources to `path`, side by side, in a folder beside it, and rename: two processes
     may do so at a time. Raises OSError where this folder will not do, _Missing where the compiler
     will not.
@@ -247,7 +297,7 @@ def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
         )
         _run([[compiler, *flags, "-shared", *objects, "-o", str(whole)]], folder)
         os.chmod(whole, 0o700)
-        cache.seal(whole)
+        cache.seal(whole, stamp)
         os.replace(whole, path)
         cache.bring_to_disk(path.parent)
 

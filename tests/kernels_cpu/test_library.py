@@ -318,3 +318,87 @@ def test_it_shares_torchs_openmp():
         pytest.skip("no library, no /proc, or a torch that hides its OpenMP under its own name")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "1", done.stderr
+
+
+# ---------------------------------------------------------------- the libraries of a wheel
+
+
+@pytest.fixture
+def carried(fresh, monkeypatch):
+    """`fresh`, with a library that a wheel carries, and no compiler."""
+    monkeypatch.setattr(library, "PREBUILT", fresh / "prebuilt")
+    library.prebuild(fresh / "prebuilt", library.isa())
+    monkeypatch.setattr(library, "COMPILERS", ("no-such-compiler",))
+    return fresh
+
+
+def test_a_wheels_library_needs_no_compiler(carried):
+    assert library.missing() == "" and not library.to_compile()
+    assert library.native().answer() == 42
+    assert not kept(carried)  # nothing was compiled
+
+
+def test_a_wheels_library_of_other_sources_or_flags_is_not_taken(carried, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "FLAGS", (*library.FLAGS, "-DOTHER"))
+        assert library.native() is None and "no C++ compiler" in library.missing()
+    again(monkeypatch)
+    (carried / "source" / "one.cpp").write_text(GOOD.replace("42", "43"))
+    assert library.native() is None
+    again(monkeypatch)
+    monkeypatch.setattr(library, "COMPILERS", ("c++", "g++", "clang++"))
+    assert library.to_compile() and library.native().answer() == 43
+
+
+@pytest.mark.parametrize("damage", ["short", "flipped", "gone", "elsewhere"])
+def test_a_damaged_library_of_a_wheel_is_not_taken(carried, monkeypatch, damage):
+    path = carried / "prebuilt" / f"{library.isa()}.so"
+    data = path.read_bytes()
+    flipped = data[:5000] + bytes([data[5000] ^ 1]) + data[5001:]
+    if damage in ("short", "flipped"):
+        path.write_bytes({"short": data[:-1], "flipped": flipped}[damage])
+    elif damage == "gone":
+        path.unlink()
+    else:  # another instruction set's
+        path.rename(path.with_name("other.so"))
+    assert library.native() is None and "no C++ compiler" in library.missing()
+
+
+def test_a_wheels_library_that_does_not_load_is_compiled_instead(carried, monkeypatch):
+    """One of another C library, or that finds no OpenMP."""
+    path = carried / "prebuilt" / f"{library.isa()}.so"
+    path.write_bytes(b"no library")
+    library.cache.seal(path, library._stamp(library._flags()))
+    assert library.native() is None
+    again(monkeypatch)
+    monkeypatch.setattr(library, "COMPILERS", ("c++", "g++", "clang++"))
+    assert library.native().answer() == 42 and len(kept(carried)) == 1
+
+
+def test_a_wheels_library_is_forbidden_as_any_other(carried, monkeypatch):
+    monkeypatch.setenv("OMNIKV_NATIVE", "0")
+    assert library.native() is None and library.missing() == "OMNIKV_NATIVE=0"
+
+
+def test_nothing_is_compiled_for_the_compilers_own_machine():
+    """A library that a wheel carries runs on every machine of its instruction set."""
+    for flags in (library.FLAGS, *library.SETS.values()):
+        assert not any(flag.startswith(("-march", "-mtune", "-mcpu")) for flag in flags)
+
+
+def test_prebuild_makes_every_instruction_set(fresh):
+    library.prebuild(fresh / "all")
+    made = sorted(path.stem for path in (fresh / "all").iterdir())
+    assert made == sorted(library.SETS)
+    stamps = {library._stamp((*library.FLAGS, *flags)) for flags in library.SETS.values()}
+    for name, flags in library.SETS.items():
+        path = fresh / "all" / f"{name}.so"
+        assert cache.whole(path, library._stamp((*library.FLAGS, *flags)))
+        assert not cache.whole(path, b"other") and cache.whole(path)
+    assert len(stamps) == 3  # amx runs what avx512_bf16 runs
+
+
+def test_prebuild_says_what_is_missing(fresh, monkeypatch):
+    monkeypatch.setattr(library, "COMPILERS", ("no-such-compiler",))
+    with pytest.raises(RuntimeError, match="no C\\+\\+ compiler"):
+        library.prebuild(fresh / "all")
