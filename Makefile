@@ -82,7 +82,7 @@ $(READY): requirements.txt | .venv/bin/python
 
 $(READY_SERVE): pyproject.toml $(READY)
 	@echo 'installing starlette, uvicorn and llguidance into .venv (once)' >&2
-	@$(PIP) install 'starlette>=1.0.1' 'uvicorn>=0.34' 'llguidance>=1.0'
+	@$(PIP) install 'starlette>=1.0.1' 'uvicorn>=0.34' 'llguidance>=1.7'
 	@touch $@
 
 $(READY_DEV): requirements-dev.txt $(READY)

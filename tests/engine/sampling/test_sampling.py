@@ -7,13 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from engine.base.errors import EngineError, SettingError
 from engine.sampling.params import SamplingParams
@@ -78,17 +71,18 @@ def test_unknown_fields_raise_and_lists_become_tuples():
 
 def hf_probabilities(logits, params, context):
     """What transformers' generate() would sample from."""
+    hf = pytest.importorskip("transformers")
     scores, ids = logits.clone()[None], torch.tensor([context or [0]])
     if params.repetition_penalty != 1.0:
-        scores = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(ids, scores)
+        scores = hf.RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(ids, scores)
     if params.temperature != 1.0:
-        scores = TemperatureLogitsWarper(params.temperature)(ids, scores)
+        scores = hf.TemperatureLogitsWarper(params.temperature)(ids, scores)
     if params.top_k:
-        scores = TopKLogitsWarper(params.top_k)(ids, scores)
+        scores = hf.TopKLogitsWarper(params.top_k)(ids, scores)
     if params.top_p < 1.0:
-        scores = TopPLogitsWarper(params.top_p)(ids, scores)
+        scores = hf.TopPLogitsWarper(params.top_p)(ids, scores)
     if params.min_p > 0.0:
-        scores = MinPLogitsWarper(params.min_p)(ids, scores)
+        scores = hf.MinPLogitsWarper(params.min_p)(ids, scores)
     return torch.softmax(scores, -1)[0]
 
 
