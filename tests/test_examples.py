@@ -29,15 +29,20 @@ PROMISED = {
     "web_handler": [r"Alice -> .*66160(.|\n)*Bob -> .*41213(.|\n)*Alice -> .*66160"],
     # four readings of 1,500 tokens at most, not a hundred
     "batch_job": [r"66160\. x 50", r"84872 x 50", r"100 answers: [1-7],\d{3} tokens read, 15"],
+    "with_transformers": [
+        r"sdpa: .*66160\.",
+        r"omnikv: .*66160\.",
+        r"layer 2 chose 64 of 1,6\d\d tokens",
+    ],
     "compare_methods": [r"full +100% +100% .*66160", r"omnikv .*66160", r"h2o (?!.*66160)"],
 }
+NEEDS = {"web_handler": ("starlette", "httpx"), "with_transformers": ("transformers",)}
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
 def test_an_example_runs_and_keeps_its_promise(path, capsys, monkeypatch):
-    if path.stem == "web_handler":
-        pytest.importorskip("starlette")
-        pytest.importorskip("httpx")
+    for package in NEEDS.get(path.stem, ()):
+        pytest.importorskip(package)
     monkeypatch.chdir(ROOT)
     runpy.run_module(f"examples.{path.stem}", run_name="__main__")
     printed = capsys.readouterr().out

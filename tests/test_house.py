@@ -22,6 +22,8 @@ ALLOWED = {
     "weights": {"weights", "torch", "huggingface_hub", "safetensors"},
 }
 FORBIDDEN = {"engine": {"tools", "tests", "transformers"}, "tools": {"tests"}}
+# the module that is for transformers; nobody here imports it
+BUT = {"engine.integrations.transformers": {"transformers"}}
 MOST_LINES = 65  # of a function; it may only go down
 TYPES_ONLY = {"typing_extensions"}  # of annotations that Python 3.10 cannot spell
 # empty: transformers looks for a package of this name, and signal handling imports nothing
@@ -59,7 +61,13 @@ def test_a_package_imports_what_it_may(package):
         found -= set(sys.stdlib_module_names)
         found -= TYPES_ONLY
         assert found <= ALLOWED.get(package, found), f"{path}: {found - ALLOWED[package]}"
+        found -= BUT.get(name, set())
         assert not found & FORBIDDEN.get(package, set()), f"{path}: {found & FORBIDDEN[package]}"
+
+
+def test_nobody_imports_the_module_that_is_for_transformers():
+    for name in BUT:
+        assert not [module for module, targets in ARROWS.items() if name in targets]
 
 
 def test_every_room_has_a_floor():

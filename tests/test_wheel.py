@@ -90,12 +90,14 @@ def test_it_has_one_name(wheel):
     suffixes = (".cpp", ".h", ".html", ".css", ".js", ".pyi", ".safetensors", "py.typed")
     assert all(any(name.endswith(suffix) for name in names) for suffix in suffixes)
     assert "engine/kernels/native/prebuilt/none.so" in names
+    assert "engine/integrations/transformers.py" in names
     assert not any("studies" in name or "/tests" in name for name in names)
 
 
 EVERYTHING = """
 import importlib, pkgutil, sys, engine
 skipped = ("engine.text.sandbox.", "engine.text.papers.worker", "engine.serve.__main__")
+skipped += ("engine.integrations.transformers",)  # transformers would import the stranger `kernels`
 for found in pkgutil.walk_packages(engine.__path__, "engine."):
     if not found.name.endswith("__main__") and not found.name.startswith(skipped):
         importlib.import_module(found.name)

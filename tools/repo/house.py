@@ -36,6 +36,7 @@ FLOORS = (
     ("tools",),
     ("engine.serve", "engine.chat"),
     ("engine.cli",),
+    ("engine.integrations",),
     ("engine",),
     ("engine.async_llm",),
     ("engine.llm",),

@@ -1,0 +1,1 @@
+"""OmniKV inside other libraries' models, to try it there; slow, and imported by nobody here."""
