@@ -218,13 +218,14 @@ def test_one_that_leaves_frees_its_slot_in_the_middle_of_anything(llm, worker):
 
 def test_the_queue_is_bounded_and_ending_is_orderly(llm):
     worker = HttpWorker(llm, slots=1, waiting=2)
-    waiting = [Client(worker, [1, 2, 3], tokens=4) for _ in range(2)]
+    # one for the slot, two that wait for it
+    waiting = [Client(worker, [1, 2, 3], tokens=4) for _ in range(3)]
     with pytest.raises(Busy) as full:
         Client(worker, [1])
     refused = client_error(full.value)
     assert refused.status == 429 and refused.headers["Retry-After"]
     worker.start()
-    assert [len(c.answer()) for c in waiting] == [4, 4]
+    assert [len(c.answer()) for c in waiting] == [4, 4, 4]
     long = Client(worker, random_ids(20), tokens=900)
     while not any(isinstance(e, Wrote) for e in long.events):
         time.sleep(0.001)
