@@ -15,7 +15,20 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 # in this order one script
-SCRIPTS = ("base", "document", "files", "reading", "answers", "words", "saved", "main")
+SCRIPTS = (
+    "base",
+    "document",
+    "files",
+    "reading",
+    "markdown",
+    "words",
+    "answers",
+    "conversation",
+    "saved",
+    "export",
+    "settings",
+    "main",
+)
 
 
 def joined(folder: Path) -> str:
@@ -57,6 +70,7 @@ HEADERS = {
     "Content-Security-Policy": policy(TEXT),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
+    "X-DNS-Prefetch-Control": "off",  # a browser would look up the hosts of an answer's links
     "Cache-Control": "no-cache",
 }
 

@@ -1,16 +1,27 @@
 "use strict";
 const $ = (id) => document.getElementById(id);
 const state = {
-  key: "", model: null, sparse: true, running: null, turns: [], last: null,
-  text: "", name: "", told: null, // of the document; told: when which time left was said
+  key: "", model: null, sparse: true, running: null, entry: null, // entry: of the shelf, once there is something to keep
+  documents: [], text: "", // text: of all documents, as it is sent
+  turns: [], // {question, answer, reasoning, figures, asked, article}
+  system: "", temperature: 0, most: null,
+  told: null, why: "", // told: when which time left was said; why: what made the documents be read
 };
 const number = (n) => n.toLocaleString("en");
+const counted = (n, one, many = one + "s") => number(n) + " " + (n === 1 ? one : many);
 
 function made(tag, kind, text) {
   const element = document.createElement(tag);
   if (kind) element.className = kind;
   if (text !== undefined) element.textContent = text;
   return element;
+}
+
+function pressed(text, kind, work) {
+  const button = made("button", kind, text);
+  button.type = "button";
+  button.addEventListener("click", work);
+  return button;
 }
 
 async function call(path, body, signal) {
@@ -31,7 +42,7 @@ async function connect() {
     $("unlock").hidden = true;
     $("methods").hidden = !state.sparse;
     document.querySelector(`[name=method][value=${state.model.meta.method}]`).checked = true;
-    if (!blocks.length) clear();
+    if (!state.turns.length) greet();
     $("follow").parentElement.hidden = !state.sparse;
     await Promise.all([openShelf(), offerExample()]);
   } catch (error) {
@@ -47,5 +58,32 @@ async function offerExample() {
   const found = await (await call("/example")).json();
   $("example").textContent = "Read the example, " + found.name;
   $("example").hidden = false;
-  $("example").onclick = () => begin(found.text, found.name, found.questions);
+  $("example").onclick = () => begin([{ name: found.name, text: found.text }], found.questions);
+}
+
+// ---------------------------------------------------------------- what is said
+
+// What happens stands in a line; a screen reader hears of it, of progress every ten seconds.
+function tell(text, quiet = false) {
+  $("state").textContent = text;
+  if (!quiet || performance.now() - tell.when > 10000) { tell.when = performance.now(); $("spoken").textContent = text; }
+}
+tell.when = 0;
+
+// An answer is heard while it is written: what is whole of it, a sentence or a line, at most every
+// two seconds, politely, and without taking the focus.
+class Spoken {
+  constructor() { this.text = ""; this.said = 0; this.when = 0; }
+
+  add(text, end = false) {
+    this.text += text;
+    const now = performance.now(), rest = this.text.slice(this.said);
+    if (!end && now - this.when < 2000) return;
+    const whole = end ? rest.length : Math.max(...[". ", "! ", "? ", "\n"].map((mark) => rest.lastIndexOf(mark) + mark.length * rest.includes(mark)), 0);
+    const next = rest.slice(0, whole).replace(/[*_`#|~>]+/g, " ").trim();
+    if (!next) return;
+    this.said += whole;
+    this.when = now;
+    $("spoken").textContent = next;
+  }
 }

@@ -6,39 +6,72 @@ const BLOCK = 4000; // characters, cut at the end of a line, else of a word
 let blocks = []; // {start, stop, element, marked}
 let unread = 0; // the first block that is not read yet
 
-function show(text, name, note = "") {
-  Object.assign(state, { text, name, turns: [], last: null });
-  clear();
-  const all = document.createDocumentFragment();
+// The text of documents as it is sent, each with its place in it. The name of one that did not come
+// alone stands before it.
+function joined(documents) {
+  let text = "";
+  for (const one of documents) {
+    text += (text ? "\n\n" : "") + (one.titled ? one.name + ":\n\n" : "");
+    one.start = text.length;
+    text += one.text;
+  }
+  return text;
+}
+
+function show(documents) {
+  const text = joined(documents);
+  Object.assign(state, { documents, text });
+  blocks = [];
+  choose(null);
+  $("ruler").replaceChildren();
+  const all = document.createDocumentFragment(), top = $("document").scrollTop;
   for (let start = 0; start < text.length;) {
-    const stop = cut(text, start), element = made("div", "", text.slice(start, stop));
+    const stop = splitAt(text, start), element = made("div", "", text.slice(start, stop));
     blocks.push({ start, stop, element, marked: false });
     all.append(element);
     start = stop;
   }
   $("document").replaceChildren(all);
-  $("document").scrollTop = 0;
-  $("name").textContent = name + " · " + number(text.length) + " characters" + (note ? " · " + note : "");
-  $("start").hidden = $("open").hidden = $("read").hidden = true;
-  $("reader").hidden = $("other").hidden = false;
-  $("readout").hidden = !state.sparse;
+  $("document").scrollTop = top;
   $("readout").textContent = "";
-  $("retry").disabled = true;
   units.points = null;
   unread = blocks.length;
+  drawDocuments();
+  look(!documents.length);
   guessHeights();
 }
 
-function clear() {
-  blocks = [];
-  chosen = null;
-  $("document").replaceChildren();
-  $("ruler").replaceChildren();
-  $("log").replaceChildren(made("p", "empty", "Read a document, then ask about it." +
-    (state.sparse ? " While an answer is written, each of its words shows which passages it read." : "")));
+// the place to read something new, or the documents
+function look(start) {
+  $("start").hidden = $("open").hidden = $("read").hidden = !start;
+  $("reader").hidden = start;
+  $("readout").hidden = start || !state.sparse;
+  $("back").hidden = !start || !state.documents.length;
+  $("list").setAttribute("aria-expanded", String(start));
 }
 
-function cut(text, start) {
+// the list of them: each leads to its place, and can be taken away
+function drawDocuments() {
+  const sum = state.documents.every(({ tokens }) => tokens) && state.documents.reduce((all, { tokens }) => all + tokens, 0);
+  $("name").textContent = state.documents.length ? counted(state.documents.length, "document") + " · " + (sum ? counted(sum, "token") : counted(state.text.length, "character")) : "";
+  $("documents").hidden = !state.documents.length;
+  $("documents").replaceChildren(...state.documents.map((one) => {
+    const item = made("li"), remove = pressed("×", "", () => removeDocument(one)), about = one.tokens ? counted(one.tokens, "token") : counted(one.text.length, "character");
+    const go = pressed("", "", () => { look(false); $("document").scrollTop = 0; reach(one.start, true); });
+    go.append(made("span", "", one.name), " ", made("span", "soft", about + (one.note ? " · " + one.note : "")));
+    remove.setAttribute("aria-label", "Remove " + one.name);
+    item.append(go, remove);
+    return item;
+  }), ...(state.documents.length ? [made("li")] : []));
+  if (state.documents.length) {
+    const add = pressed("Add", "", () => { look(true); $("paste").focus(); });
+    add.id = "add";
+    add.setAttribute("aria-label", "Add a document");
+    $("documents").lastChild.append(add);
+  }
+}
+
+function splitAt(text, start) {
   const most = start + BLOCK;
   if (most >= text.length) return text.length;
   const line = text.lastIndexOf("\n", most - 1) + 1;
@@ -130,15 +163,26 @@ function rule(spans) {
 }
 
 // bring a marked place into view, without moving anything but the document
-function reach(place) {
+function reach(place, top = false) {
   const view = $("document");
   const centre = () => {
-    const found = blocks[blockAt(place)].element.querySelector('mark[data-at="' + place + '"]') || blocks[blockAt(place)].element;
-    const seen = found.getBoundingClientRect(), frame = view.getBoundingClientRect();
-    if (seen.top < frame.top + 20 || seen.bottom > frame.bottom - 20) view.scrollTop += seen.top - frame.top - frame.height / 3;
+    const block = blocks[blockAt(place)], found = block.element.querySelector('mark[data-at="' + place + '"]') || block.element;
+    const seen = (found === block.element ? placeOf(block, place) : found).getBoundingClientRect(), frame = view.getBoundingClientRect();
+    if (top || seen.top < frame.top + 20 || seen.bottom > frame.bottom - 20) view.scrollTop += seen.top - frame.top - (top ? 4 : frame.height / 3);
   };
   centre();
   requestAnimationFrame(centre); // what came into view may measure more than was guessed
+}
+
+// a range at a place of a block
+function placeOf(block, place) {
+  const range = document.createRange(), walker = document.createTreeWalker(block.element, NodeFilter.SHOW_TEXT);
+  let left = place - block.start, node = walker.nextNode();
+  while (node && node.length < left) { left -= node.length; node = walker.nextNode(); }
+  if (!node) return block.element;
+  range.setStart(node, left);
+  range.setEnd(node, Math.min(node.length, left + 1));
+  return range;
 }
 
 // the server counts code points, this page UTF-16 units; points: units at every 1024th code point

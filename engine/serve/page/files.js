@@ -15,14 +15,18 @@ function base64(bytes) {
   return parts.join("");
 }
 
+// Read files, in their order. One that is refused is named, and the others are read.
 async function take(files) {
-  const file = files[0];
-  if (!file) return;
-  $("state").textContent = file.name + " is looked at";
-  try {
-    if (files.length > 1) throw new Error("Found " + files.length + " files; this page reads one document, the chat several (-f ONE -f OTHER).");
-    const bytes = new Uint8Array(await file.arrayBuffer()), text = plain(bytes);
-    const found = text !== null ? { text, note: "" } : await (await call("/v1/text", { name: file.name, data: base64(bytes) })).json();
-    begin(found.text, file.name, [], found.note);
-  } catch (error) { $("state").textContent = error.name === "NotFoundError" || error.name === "NotReadableError" ? file.name + ": cannot be read; is it a folder?" : error.message; }
+  const found = [], refused = [];
+  for (const file of files) {
+    tell(file.name + " is looked at");
+    try {
+      const bytes = new Uint8Array(await file.arrayBuffer()), text = plain(bytes);
+      found.push({ name: file.name, ...(text !== null ? { text, note: "" } : await (await call("/v1/text", { name: file.name, data: base64(bytes) })).json()) });
+    } catch (error) {
+      refused.push(error.name === "NotFoundError" || error.name === "NotReadableError" ? file.name + ": cannot be read; is it a folder?" : error.message);
+    }
+  }
+  const done = found.length ? begin(found) : null;
+  if (refused.length) { await done; tell([...refused, ...(found.length ? ["The others were read."] : [])].join(" ")); }
 }

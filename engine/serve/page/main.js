@@ -12,19 +12,12 @@ $("question").addEventListener("keydown", (event) => {
 });
 $("stop").addEventListener("click", () => { if (state.running) state.running.abort(); });
 document.addEventListener("keydown", (event) => {
-  if (event.key !== "Escape") return;
+  if (event.key !== "Escape") { shortcut(event); return; }
+  if (document.querySelector("dialog[open]")) return; // it closes
   if (state.running) state.running.abort();
   else choose(null);
 });
-$("retry").addEventListener("click", () => {
-  const last = state.last;
-  if (!last || state.running) return;
-  choose(null);
-  last.asked.remove();
-  last.article.remove();
-  state.turns = last.before;
-  ask(last.question);
-});
+$("retry").addEventListener("click", askAnew);
 $("unlock").addEventListener("submit", (event) => {
   event.preventDefault();
   state.key = $("key").value;

@@ -1,17 +1,22 @@
-// ---------------------------------------------------------------- documents read before
-// The page remembers what it has read until it is closed. Where its user says so the texts are kept
-// in the browser's own storage, on a server with a key encrypted with a key that follows from it, so
-// that neither another user of this server nor whoever opens this browser without the key can list
-// them. The server keeps no list: it knows a text by its content alone.
+// ---------------------------------------------------------------- conversations
+// The page remembers conversations until it is closed. Where its user says so they are kept, with
+// their documents, in the browser's own storage, on a server with a key encrypted with a key that
+// follows from it, so that neither another user of this server nor whoever opens this browser
+// without the key can list them. The server keeps no list: it knows a text by its content alone.
 
-let shelf = []; // {id, name, characters, tokens, seconds, when, sum, questions, text (once loaded), kept}
+// {id, title, names, characters, tokens, seconds, when, sum, questions, turns (how many), kept,
+// documents and talk (once loaded)}
+let shelf = [];
 let cipher = null; // CryptoKey; null: the server has no key
-const store = { name: "documents", tables: ["facts", "texts"] };
+const store = { name: "documents", version: 2, tables: ["facts", "texts", "talks"] };
 
 function opened() {
   return new Promise((resolve, reject) => {
-    const asked = indexedDB.open(store.name, 1);
-    asked.onupgradeneeded = () => store.tables.forEach((table) => asked.result.createObjectStore(table));
+    const asked = indexedDB.open(store.name, store.version);
+    asked.onupgradeneeded = () => {
+      for (const table of asked.result.objectStoreNames) asked.result.deleteObjectStore(table); // of another form
+      for (const table of store.tables) asked.result.createObjectStore(table);
+    };
     asked.onsuccess = () => resolve(asked.result);
     asked.onerror = () => reject(asked.error);
   });
@@ -69,7 +74,7 @@ async function openShelf() {
     if (!reason) {
       for (const facts of await within("readonly", (table) => table("facts").getAll())) {
         const found = await unsealed(facts);
-        if (found && !shelf.some(({ id }) => id === found.id)) shelf.push({ ...found, text: null, kept: true });
+        if (found && !shelf.some(({ id }) => id === found.id)) shelf.push({ ...found, documents: null, talk: null, kept: true });
       }
     }
   } catch (error) { $("kept").textContent = error.message; }
@@ -83,13 +88,13 @@ function drawShelf(reason = cannotKeep()) {
   $("saved").hidden = !shelf.length;
   shelf.sort((a, b) => b.when - a.when);
   $("shelf").replaceChildren(...shelf.map((entry) => {
-    const item = made("li"), open = made("button"), remove = made("button", "", "Remove");
+    const item = made("li"), open = pressed("", "", () => reopen(entry)), remove = pressed("Remove", "", () => forget(entry));
     const when = new Date(entry.when).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
-    open.type = remove.type = "button";
-    open.append(made("span", "", entry.name), " ", made("span", "soft", number(entry.tokens) + " tokens, read in " + entry.seconds.toFixed(1) + " s · " + when));
-    remove.setAttribute("aria-label", "Remove " + entry.name);
-    open.addEventListener("click", () => reopen(entry));
-    remove.addEventListener("click", () => forget(entry));
+    const about = [entry.names.length && entry.names.join(", ") !== entry.title ? entry.names.join(", ") : "", entry.turns ? counted(entry.turns, "question") : "",
+      entry.tokens ? counted(entry.tokens, "token") + ", read in " + entry.seconds.toFixed(1) + " s" : "", when];
+    open.append(made("span", "", entry.title), " ", made("span", "soft", about.filter(Boolean).join(" · ")));
+    if (entry === state.entry) open.setAttribute("aria-current", "true");
+    remove.setAttribute("aria-label", "Remove " + entry.title);
     item.append(open, remove);
     return item;
   }));
@@ -101,57 +106,95 @@ const summed = (text) => {
   return sum;
 };
 
-async function shelve(text, name, tokens, seconds, questions) {
-  const sum = summed(text), same = shelf.find((entry) => entry.characters === text.length && entry.sum === sum);
-  const id = same ? same.id : [...crypto.getRandomValues(new Uint8Array(8))].map((n) => n.toString(16).padStart(2, "0")).join("");
-  const entry = same || { id, name, characters: text.length, tokens, seconds, sum, questions };
-  Object.assign(entry, { when: Date.now(), text });
-  if (!same) shelf.push(entry);
-  if ($("keep").checked) await keep(entry);
+// what a conversation is called: its first question, else its documents
+function titled() {
+  const first = state.turns.find(({ answer }) => answer);
+  const text = first ? first.question.trim().replace(/\s+/g, " ") : state.documents.map(({ name }) => name).join(", ");
+  return (text.length > 80 ? text.slice(0, 79) + "…" : text) || "conversation";
 }
 
-async function keep(entry) {
-  const { text, kept, ...facts } = entry, [sealedFacts, sealedText] = [await sealed(facts), await sealed(text)];
+// note what this conversation is now
+async function shelve() {
+  const turns = state.turns.filter(({ answer }) => answer), sum = summed(state.text);
+  if (!turns.length && !state.documents.length) return;
+  // the same documents, read anew, make no second entry while nothing was asked
+  const same = state.entry || shelf.find((entry) => !entry.turns && !turns.length && entry.characters === state.text.length && entry.sum === sum);
+  const id = same ? same.id : [...crypto.getRandomValues(new Uint8Array(8))].map((n) => n.toString(16).padStart(2, "0")).join("");
+  const entry = same || { id, kept: false }, documents = state.documents.map(({ name, note, text, tokens, titled: named }) => ({ name, note, text, tokens, titled: named }));
+  const known = entry.sum === sum && entry.documents && entry.documents.every(({ tokens }, n) => tokens === documents[n]?.tokens);
+  Object.assign(entry, {
+    title: titled(), names: documents.map(({ name }) => name), characters: state.text.length, sum, when: Date.now(), turns: turns.length, documents,
+    tokens: documents.length ? state.total || 0 : 0, seconds: state.seconds || 0, questions: [...$("ideas").lastElementChild.children].map((button) => button.textContent),
+    talk: { system: state.system, temperature: state.temperature, most: state.most, turns: turns.map(({ question, answer, reasoning, figures: told }) => ({ question, answer, reasoning, figures: told })) },
+  });
+  if (!shelf.includes(entry)) shelf.push(entry);
+  state.entry = entry;
+  if ($("keep").checked) await keep(entry, known && entry.kept);
+  if (!$("start").hidden) drawShelf();
+}
+
+// write an entry; known: its documents are written already
+async function keep(entry, known = false) {
+  const { documents, talk, kept, ...facts } = entry, held = { facts: await sealed(facts), talks: await sealed(talk), ...(known ? {} : { texts: await sealed(documents) }) };
+  if (!shelf.includes(entry)) return; // removed meanwhile
   try {
-    await within("readwrite", (table) => { table("facts").put(sealedFacts, entry.id); return table("texts").put(sealedText, entry.id); });
+    await within("readwrite", (table) => { for (const [name, value] of Object.entries(held)) table(name).put(value, entry.id); });
     entry.kept = true;
-  } catch (error) { $("state").textContent = entry.name + " is not kept: " + error.message; }
+  } catch (error) { tell(entry.title + " is not kept: " + error.message); }
 }
 
 async function load(entry) {
-  if (entry.text === null) entry.text = await unsealed(await within("readonly", (table) => table("texts").get(entry.id)));
-  return entry.text;
+  for (const [name, table] of [["documents", "texts"], ["talk", "talks"]]) {
+    if (!entry[name]) entry[name] = await unsealed(await within("readonly", (all) => all(table).get(entry.id)));
+  }
+  return entry.documents && entry.talk ? entry : null;
 }
 
 async function drop(entry) {
   if (!entry.kept) return;
-  await within("readwrite", (table) => { table("facts").delete(entry.id); table("texts").delete(entry.id); });
+  await within("readwrite", (table) => { for (const name of store.tables) table(name).delete(entry.id); });
   entry.kept = false;
 }
 
 async function reopen(entry) {
-  const text = await load(entry);
-  if (text) begin(text, entry.name, entry.questions);
-  else $("state").textContent = entry.name + " cannot be read from this browser any more.";
+  if (entry === state.entry) { look(!state.documents.length); $("question").focus(); return; }
+  if (!await load(entry)) { tell(entry.title + " cannot be read from this browser any more."); return; }
+  await renew();
+  const { turns, ...settings } = entry.talk;
+  Object.assign(state, { entry, ...settings });
+  show(entry.documents.map((one) => ({ ...one })));
+  suggest(entry.questions);
+  if (turns.length) $("ideas").open = false;
+  drawTurns(turns);
+  look(false);
+  if (entry.documents.length) await readAll("");
+  else { tell("The next question sends this conversation again."); $("question").focus(); }
 }
 
 async function forget(entry) {
-  const at = shelf.indexOf(entry), text = await load(entry);
+  const at = shelf.indexOf(entry), found = await load(entry);
   shelf.splice(at, 1);
   await drop(entry);
+  if (entry === state.entry) await renew();
   drawShelf();
   ($("shelf").querySelectorAll("li button:first-child")[Math.min(at, shelf.length - 1)] || $("paste")).focus();
-  $("state").textContent = entry.name + " is removed from this browser.";
-  if (!text) return;
+  tell(entry.title + " is removed from this browser.");
+  if (!found) return;
   try {
-    const { sessions, blocks } = await (await call("/v1/forget", { messages: [{ role: "user", content: text }] })).json();
-    $("state").textContent = entry.name + " is removed from this browser and the server (" + sessions + (sessions === 1 ? " session, " : " sessions, ") + blocks + (blocks === 1 ? " block)." : " blocks).");
-  } catch (error) { $("state").textContent += " The server keeps what it holds of it: " + error.message; }
+    const { sessions, blocks: dropped } = await (await call("/v1/forget", { messages: forgotten(found) })).json();
+    tell(entry.title + " is removed from this browser and the server (" + counted(sessions, "session") + ", " + counted(dropped, "block") + ").");
+  } catch (error) { tell($("state").textContent + " The server keeps what it holds of it: " + error.message); }
+}
+
+// the messages with which all that was read of a conversation begins: its documents, else all of it
+function forgotten({ documents, talk: { system, turns } }) {
+  const text = joined(documents);
+  return text ? messagesOf(text, { system, turns: [], text: "" }) : messagesOf(turns.at(-1).question, { system, turns: turns.slice(0, -1), text: "" });
 }
 
 $("keep").addEventListener("change", async () => {
   localStorage.setItem("keep", $("keep").checked ? "yes" : "no");
-  for (const entry of shelf) {
+  for (const entry of [...shelf]) {
     await load(entry);
     await ($("keep").checked ? keep(entry) : drop(entry));
   }

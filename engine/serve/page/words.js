@@ -3,53 +3,96 @@
 let chosen = null; // {words, at, held}: the word that is looked at; held: by a click or the keyboard
 
 class Words {
-  constructor(article) {
+  // message: the one that has the documents
+  constructor(article, message) {
     this.text = "";
-    this.spans = []; // per word {element, reads: start -> [start, stop, share], steps}
+    this.spans = []; // per word {start, stop, elements, reads: start -> [start, stop, share], steps}
     this.all = []; // what the whole answer read
     this.open = false; // whether the last word may go on
     this.early = []; // reads of steps that wrote no letter yet
-    this.moved = 0;
-    this.element = made("p", "words");
+    this.moved = this.later = 0;
+    this.message = message;
+    this.element = made("div", "words");
     this.element.words = this;
+    this.markdown = new Markdown(this.element, (parent, text, at) => this.put(parent, text, at));
     article.append(this.element);
   }
 
-  get count() { return this.spans.filter(({ steps }) => steps).length; }
+  get count() { return this.spans.filter(({ steps, elements }) => steps && elements.length).length; }
 
-  add(text, reads) {
+  add(text, reads = []) {
     if (!text && !reads.length) return;
+    let at = this.text.length;
     this.text += text;
     if (reads.length) this.early.push(reads);
     for (const piece of text.split(/(\s+)/)) {
       if (!piece) continue;
-      if (/^\s/.test(piece)) { this.element.append(piece); this.open = false; continue; }
-      if (!this.open) {
-        this.spans.push({ element: this.element.appendChild(made("span")), reads: new Map(), steps: 0 });
-        this.open = true;
-      }
+      at += piece.length;
+      if (/^\s/.test(piece)) { this.open = false; continue; }
+      if (!this.open) this.spans.push({ start: at - piece.length, stop: 0, elements: [], reads: new Map(), steps: 0 });
+      this.open = true;
       const word = this.spans[this.spans.length - 1];
-      word.element.textContent += piece;
+      word.stop = at;
       for (const step of this.early) this.give(word, step);
     }
     if (/\S/.test(text)) this.early = [];
+    this.later ||= requestAnimationFrame(() => this.draw());
     this.follow();
+  }
+
+  // the Markdown, from its last block on
+  draw() {
+    cancelAnimationFrame(this.later);
+    this.later = 0;
+    const bottom = $("log").scrollHeight - $("log").scrollTop - $("log").clientHeight < 60;
+    for (let n = this.spans.length - 1; n >= 0 && this.spans[n].stop > this.markdown.from; n -= 1) this.spans[n].elements = [];
+    this.markdown.draw(this.text);
+    if (bottom && state.running) $("log").scrollTop = $("log").scrollHeight;
+  }
+
+  // append a text that stands at a place of the answer, each word in an element of its own
+  put(parent, text, at) {
+    for (const { 0: piece, index } of text.matchAll(/\s+|\S+/g)) {
+      if (/^\s/.test(piece)) { parent.append(piece); continue; }
+      let low = 0, high = this.spans.length - 1;
+      while (low < high) {
+        const middle = (low + high + 1) >> 1;
+        if (this.spans[middle].start <= at + index) low = middle; else high = middle - 1;
+      }
+      const word = this.spans[low], element = made("span", word.reads.size ? "read" : "", piece);
+      element.word = low;
+      if (chosen && chosen.words === this && chosen.at === low) element.classList.add("now");
+      word.elements.push(element);
+      parent.append(element);
+    }
   }
 
   give(word, step) {
     word.steps += 1;
     for (const [message, start, stop, share] of step) {
-      if (message !== 0) continue;
+      if (message !== this.message) continue;
       const from = units(start), to = units(stop), held = word.reads.get(from) || [from, to, 0];
       if (to <= state.text.length) word.reads.set(from, [from, to, held[2] + share]);
     }
-    word.element.classList.toggle("read", word.reads.size > 0);
     if (!this.element.hasAttribute("tabindex")) {
       this.element.tabIndex = 0;
       this.element.setAttribute("role", "group");
       this.element.setAttribute("aria-label", "the answer's words; the left and right arrow keys say what each read");
     }
     if (chosen && chosen.words === this && this.spans[chosen.at] === word) this.look(chosen.at, chosen.held);
+  }
+
+  // the next word that is seen, from one on
+  near(at, step) {
+    while (this.spans[at] && !this.spans[at].elements.length) at += step;
+    return this.spans[at] ? at : -1;
+  }
+
+  // the documents are others now: places in them mean nothing any more
+  unread() {
+    for (const word of this.spans) { word.reads.clear(); word.steps = 0; for (const element of word.elements) element.classList.remove("read"); }
+    this.all = [];
+    for (const name of ["tabindex", "role", "aria-label"]) this.element.removeAttribute(name);
   }
 
   // while it writes, show what the newest word read, unless somebody looks at another
@@ -71,28 +114,33 @@ class Words {
   look(at, held) {
     const word = this.spans[at];
     if (!word) return;
-    chosen?.words.spans[chosen.at].element.classList.remove("now");
+    if (this.later) this.draw();
+    if (chosen) chosen.words.now(chosen.at, false);
     chosen = { words: this, at, held };
-    word.element.classList.add("now");
+    this.now(at, true);
     const spans = this.read(word);
     mark(spans);
     if (spans.length) reach(spans[0][0]);
-    $("readout").textContent = "“" + word.element.textContent + "” read " + (spans.length ? this.told(word) : "nothing in particular: its step read everything, or more passages alike than can be listed");
+    $("readout").textContent = "“" + this.text.slice(word.start, word.stop) + "” read " + (spans.length ? this.told(word) : "nothing in particular: its step read everything, or more passages alike than can be listed");
   }
 
   told(word) {
     const found = [...word.reads.values()].sort((a, b) => b[2] - a[2]), whole = found.reduce((sum, [, , share]) => sum + share, 0);
-    return found.slice(0, 3).map(([start, stop, share]) => Math.round(100 * share / whole) + "% line " + lineOf(start) + ": " +
+    return found.slice(0, 3).map(([start, stop, share]) => Math.round(100 * share / whole) + "% " + placed(start) + ": " +
       state.text.slice(start, stop).replace(/\s+/g, " ").slice(0, 90)).join(" · ");
   }
 
-  end() { this.open = false; }
+  now(at, on) { for (const element of this.spans[at].elements) element.classList.toggle("now", on); }
+
+  end() { this.open = false; this.draw(); }
 }
 
-function lineOf(place) {
+// where a place is, in words
+function placed(place) {
+  const inside = state.documents.filter(({ start }) => start <= place).at(-1), from = inside ? inside.start : 0;
   let line = 1;
-  for (let at = state.text.indexOf("\n"); at >= 0 && at < place; at = state.text.indexOf("\n", at + 1)) line += 1;
-  return line;
+  for (let at = state.text.indexOf("\n", from); at >= 0 && at < place; at = state.text.indexOf("\n", at + 1)) line += 1;
+  return (state.documents.length > 1 && inside ? inside.name + ", " : "") + "line " + line;
 }
 
 // null: look at no word, but at what the whole answer read
@@ -101,14 +149,14 @@ function choose(found) {
   if (!chosen) return;
   const { words, at } = chosen;
   chosen = null;
-  words.spans[at].element.classList.remove("now");
+  words.now(at, false);
   $("readout").textContent = "";
   mark(words.all);
 }
 
 function wordAt(event) {
-  const element = event.target.closest(".words span"), words = element?.parentElement.words;
-  return words ? { words, at: words.spans.findIndex((word) => word.element === element), held: event.type === "click" } : null;
+  const element = event.target.closest(".words span");
+  return element ? { words: element.closest(".words").words, at: element.word, held: event.type === "click" } : null;
 }
 
 $("log").addEventListener("pointerover", (event) => {
@@ -126,16 +174,17 @@ $("log").addEventListener("click", (event) => {
 });
 $("log").addEventListener("focusin", (event) => {
   const words = event.target.words;
-  if (words?.spans.length && event.target.matches(":focus-visible") && chosen?.words !== words) choose({ words, at: 0, held: true });
+  if (words?.spans.length && event.target.matches(":focus-visible") && chosen?.words !== words) choose({ words, at: words.near(0, 1), held: true });
 });
 $("log").addEventListener("focusout", (event) => { if (event.target.words && chosen?.held) choose(null); });
 $("log").addEventListener("keydown", (event) => {
-  const words = event.target.words, last = words ? words.spans.length - 1 : -1;
+  const words = event.target.words, last = words ? words.near(words.spans.length - 1, -1) : -1;
   if (last < 0 || event.altKey || event.ctrlKey || event.metaKey) return;
   const at = chosen?.words === words ? chosen.at : -1;
-  const next = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: last }[event.key];
-  if (next === undefined) return;
+  const ways = { ArrowRight: [at + 1, 1], ArrowLeft: [at - 1, -1], Home: [0, 1], End: [last, -1] }, way = ways[event.key];
+  if (!way) return;
   event.preventDefault();
-  choose({ words, at: Math.max(0, Math.min(last, next)), held: true });
-  words.spans[chosen.at].element.scrollIntoView({ block: "nearest" });
+  const next = words.near(...way);
+  choose({ words, at: next < 0 ? Math.max(at, words.near(0, 1)) : next, held: true });
+  words.spans[chosen.at].elements[0].scrollIntoView({ block: "nearest" });
 });
