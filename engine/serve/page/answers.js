@@ -146,15 +146,16 @@ function sources(article, listed, words, result) {
   const found = listed.filter((source) => source.message === words.message && state.text)
     .map((source) => ({ ...source, start: units(source.start), stop: units(source.stop) }))
     .filter((source) => source.stop <= state.text.length);
-  article.append(made("p", "soft", found.length ? "What " + (result.method === "exact" ? "its drafts" : "it") + " read most in the documents" + (words.count ? "; point at a word, or step through them with the arrow keys, for what each read" : "") + ":"
+  const box = article.appendChild(made("div", "sources"));
+  box.append(made("p", "soft", found.length ? "What " + (result.method === "exact" ? "its drafts" : "it") + " read most in the documents" + (words.count ? "; point at a word, or step through them with the arrow keys, for what each read" : "") + ":"
     : listed.length ? "What it read most stands in the conversation, not in the documents." : nothing(result)));
   const top = Math.max(...found.map(({ share }) => share), 1e-9);
-  const spans = found.map(({ start, stop, share }) => [start, stop, share / top]), list = made("ol", "sources");
+  const spans = found.map(({ start, stop, share }) => [start, stop, share / top]), list = made("ol");
   for (const { start, share, text } of found) {
     const about = Math.round(100 * share) + "% · " + placed(start) + " · " + text.replace(/\s+/g, " ").slice(0, 120);
     list.appendChild(made("li")).append(pressed(about, "", () => { choose(null); mark(spans); reach(start); }));
   }
-  article.append(list);
+  box.append(list);
   words.all = spans;
   if (!chosen) { mark(spans); if (found.length) reach(found[0].start); }
 }

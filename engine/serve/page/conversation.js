@@ -7,11 +7,10 @@ function greet() {
 
 // the articles of a turn: its question, with Edit, and a place for its answer
 function shown(turn) {
-  const asked = made("article", "asked"), article = made("article", "answer"), row = made("div", "row acts");
+  const asked = made("article", "asked"), article = made("article", "answer");
   asked.setAttribute("aria-label", "question");
   article.setAttribute("aria-label", "answer");
-  row.append(pressed("Edit", "small", () => edit(turn)));
-  asked.append(made("p", "", turn.question), row);
+  asked.append(made("p", "", turn.question), pressed("Edit", "small", () => edit(turn)));
   $("log").querySelector(".empty")?.remove();
   $("log").append(asked, article);
   return Object.assign(turn, { asked, article });
@@ -32,14 +31,13 @@ function reason(turn, text) {
 
 // what stands under an answer that has ended
 function finish(turn) {
-  if (turn.figures) turn.article.append(made("p", "soft figures", turn.figures));
   if (!turn.answer) return;
   const row = made("div", "row acts"), copy = pressed("Copy", "small", async () => {
     copy.textContent = await copied(turn.answer) ? "Copied" : "Not copied";
     $("spoken").textContent = copy.textContent;
     setTimeout(() => { copy.textContent = "Copy"; }, 2000);
   });
-  row.append(copy);
+  row.append(made("p", "soft figures", turn.figures), copy);
   turn.article.append(row);
 }
 

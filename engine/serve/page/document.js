@@ -11,7 +11,9 @@ let unread = 0; // the first block that is not read yet
 function joined(documents) {
   let text = "";
   for (const one of documents) {
-    text += (text ? "\n\n" : "") + (one.titled ? one.name + ":\n\n" : "");
+    if (text) text += "\n\n";
+    one.head = text.length;
+    if (one.titled) text += one.name + ":\n\n";
     one.start = text.length;
     text += one.text;
   }
@@ -57,7 +59,7 @@ function drawDocuments() {
   $("documents").hidden = !state.documents.length;
   $("documents").replaceChildren(...state.documents.map((one) => {
     const item = made("li"), remove = pressed("×", "", () => removeDocument(one)), about = one.tokens ? counted(one.tokens, "token") : counted(one.text.length, "character");
-    const go = pressed("", "", () => { look(false); $("document").scrollTop = 0; reach(one.start, true); });
+    const go = pressed("", "", () => { look(false); $("document").scrollTop = 0; reach(one.head, true); });
     go.append(made("span", "", one.name), " ", made("span", "soft", about + (one.note ? " · " + one.note : "")));
     remove.setAttribute("aria-label", "Remove " + one.name);
     item.append(go, remove);

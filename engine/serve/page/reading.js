@@ -33,7 +33,7 @@ async function begin(given, questions = []) {
   for (const { words } of state.turns) if (!held.length) words.unread();
   show([...held, ...found]);
   if (questions.length || !held.length) suggest(questions);
-  const error = await readAll("", held.length ? found[0].start / state.text.length : 0);
+  const error = await readAll("", held.length ? found[0].head / state.text.length : 0);
   if (error && error.name !== "AbortError") {
     if (state.documents.includes(found[0])) show(held); // too long, most often
     return false;

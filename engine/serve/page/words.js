@@ -137,7 +137,8 @@ class Words {
 
 // where a place is, in words
 function placed(place) {
-  const inside = state.documents.filter(({ start }) => start <= place).at(-1), from = inside ? inside.start : 0;
+  const inside = state.documents.filter(({ head }) => head <= place).at(-1), from = inside ? inside.start : 0;
+  if (place < from) return "the name of a document";
   let line = 1;
   for (let at = state.text.indexOf("\n", from); at >= 0 && at < place; at = state.text.indexOf("\n", at + 1)) line += 1;
   return (state.documents.length > 1 && inside ? inside.name + ", " : "") + "line " + line;
