@@ -10,7 +10,7 @@ class Words {
     this.all = []; // what the whole answer read
     this.open = false; // whether the last word may go on
     this.early = []; // reads of steps that wrote no letter yet
-    this.moved = this.later = 0;
+    this.moved = this.later = this.took = 0; // later: a timer; took: ms of the latest drawing
     this.message = message;
     this.element = made("div", "words");
     this.element.words = this;
@@ -36,17 +36,19 @@ class Words {
       for (const step of this.early) this.give(word, step);
     }
     if (/\S/.test(text)) this.early = [];
-    this.later ||= requestAnimationFrame(() => this.draw());
+    this.later ||= setTimeout(() => this.draw(), Math.max(30, 4 * this.took)); // a long block leaves time for others
     this.follow();
   }
 
   // the Markdown, from its last block on
   draw() {
-    cancelAnimationFrame(this.later);
+    clearTimeout(this.later);
     this.later = 0;
+    const began = performance.now();
     const bottom = $("log").scrollHeight - $("log").scrollTop - $("log").clientHeight < 60;
     for (let n = this.spans.length - 1; n >= 0 && this.spans[n].stop > this.markdown.from; n -= 1) this.spans[n].elements = [];
     this.markdown.draw(this.text);
+    this.took = performance.now() - began;
     if (bottom && state.running) $("log").scrollTop = $("log").scrollHeight;
   }
 

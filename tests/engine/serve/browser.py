@@ -10,6 +10,8 @@ import shutil
 import subprocess
 import time
 
+import pytest
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
@@ -18,17 +20,22 @@ def found():
     return next((path for path in map(shutil.which, NAMES) if path), None)
 
 
+browser_needed = pytest.mark.skipif(found() is None, reason="no Chromium on this machine")
+
+
 class Tab:
-    """One page. errors: exceptions of its scripts and what its security policy refused."""
+    """One page. errors: exceptions of its scripts and what its security policy refused. requests:
+    the addresses that it has asked for.
+    """
 
     def __init__(self, read, write):
         self._read, self._write, self._held = read, write, b""
-        self._numbers, self.errors = itertools.count(1), []
+        self._numbers, self.errors, self.requests = itertools.count(1), [], []
         self._session = None
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = attached["sessionId"]
-        for domain in ("Page", "Runtime", "Log"):
+        for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
     def call(self, method, **params):
@@ -52,6 +59,8 @@ class Tab:
             elif event.get("method") == "Log.entryAdded":
                 if event["params"]["entry"]["level"] == "error":
                     self.errors.append(event["params"]["entry"])
+            elif event.get("method") == "Network.requestWillBeSent":
+                self.requests.append(event["params"]["request"]["url"])
             if event.get("id") == number:
                 assert "error" not in event, event
                 return event["result"]
@@ -84,8 +93,8 @@ class Tab:
         x, y = self.js(box + "[b.left + b.width / 2, b.top + b.height / 2]; })()")
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
-    def key(self, name):
-        """Press and release a key."""
+    def key(self, name, modifiers=0):
+        """Press and release a key. modifiers: 1 for Alt, 8 for Shift."""
         codes = {"Enter": 13, "Escape": 27, "Tab": 9, "ArrowLeft": 37, "ArrowRight": 39, "End": 35}
         text = {"text": "\r"} if name == "Enter" else {}
         for kind in ("keyDown", "keyUp"):
@@ -94,8 +103,9 @@ class Tab:
                 "Input.dispatchKeyEvent",
                 type=kind,
                 key=name,
-                code=name,
-                windowsVirtualKeyCode=codes[name],
+                code=f"Key{name.upper()}" if len(name) == 1 else name,
+                windowsVirtualKeyCode=codes.get(name) or ord(name.upper()),
+                modifiers=modifiers,
                 **more,
             )
 
@@ -111,6 +121,14 @@ class Tab:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 
+    def ended(self, seconds=20):
+        """Wait until the browser has closed its pipe."""
+        end = time.monotonic() + seconds
+        while select.select([self._read], [], [], max(0, end - time.monotonic()))[0]:
+            if not os.read(self._read, 1 << 20):
+                return
+        raise AssertionError("the browser does not end")
+
     def shot(self, path):
         """Write what is seen as PNG."""
         data = self.call("Page.captureScreenshot", format="png")["data"]
@@ -118,8 +136,8 @@ class Tab:
 
 
 @contextlib.contextmanager
-def tab(folder):
-    """A Tab of a fresh browser, whose profile lies in `folder`."""
+def tab(folder, *flags):
+    """A Tab of a fresh browser, whose profile lies in `folder`. flags: of the browser, more."""
     theirs_in, ours_out = os.pipe()
     ours_in, theirs_out = os.pipe()
 
@@ -136,9 +154,14 @@ def tab(folder):
             "--no-sandbox",
             "--disable-gpu",
             "--disable-dev-shm-usage",
+            "--disable-quic",
             "--no-first-run",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-sync",
             "--remote-debugging-pipe",
             f"--user-data-dir={folder}",
+            *flags,
         ],
         preexec_fn=fds,
         close_fds=False,

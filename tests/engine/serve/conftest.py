@@ -15,12 +15,13 @@ import httpx
 import openai
 import uvicorn
 
-from engine import LLM
+from engine import LLM, OmniKV
 from engine.serve.app import make_app
 from engine.serve.guards import LOOPBACK, Guard
 from engine.serve.http.connections import Limits, bounded
 from engine.serve.service import Service, Settings
 from tests.builders import POCKET
+from tests.engine.serve.browser import tab
 
 
 class Running:
@@ -82,3 +83,27 @@ def pocket():
 def server(pocket):
     with serving(pocket, slots=3, waiting=4) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def sparse():
+    method = OmniKV(filter_layers=(1, 4), wait_layers=1, tokens=64, dense_below=0)
+    llm = LLM(POCKET, method=method, max_context=2048, threads=1, chunk=128, load=False)
+    with serving(llm, slots=2, ping=0.01) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    with tab(tmp_path_factory.mktemp("profile")) as page:
+        yield page
+
+
+@pytest.fixture
+def page(chromium, sparse):
+    """The page of the sparse server, connected; whatever its scripts or its policy report fails."""
+    chromium.look(1200, 760)
+    chromium.open(sparse.url)
+    chromium.until("state.model !== null")
+    yield chromium
+    assert chromium.errors == []

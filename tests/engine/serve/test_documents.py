@@ -70,19 +70,20 @@ def test_a_document_needs_the_key(pocket):
 
 
 DRIVE = """
-const shown = { state: { textContent: "" } }, log = [];
-const $ = (id) => shown[id];
+const log = [];
+let said = "";
+function tell(text) { said = text; }
 async function call(path, body) { log.push([path, body]); return { json: async () => ({ text: "taken", note: "PDF" }) }; }
-function begin(...all) { log.push(["begin", ...all]); }
+function begin(all) { log.push(["begin", ...all]); }
 SCRIPT
 (async () => {
   for (const [name, bytes] of FILES) {
     const file = { name, arrayBuffer: async () => new Uint8Array(bytes).buffer };
     await take([file]);
   }
-  await take([{ name: "a" }, { name: "b" }]);
-  await take([{ name: "folder", arrayBuffer: async () => { throw Object.assign(new Error("x"), { name: "NotFoundError" }); } }]);
-  console.log(JSON.stringify([log, shown.state.textContent]));
+  const folder = { name: "folder", arrayBuffer: async () => { throw Object.assign(new Error("x"), { name: "NotFoundError" }); } };
+  await take([folder, ...["one", "two"].map((name) => ({ name, arrayBuffer: async () => new Uint8Array([65]).buffer }))]);
+  console.log(JSON.stringify([log, said]));
 })();
 """  # noqa: E501
 
@@ -96,13 +97,16 @@ def test_the_page_sends_what_is_not_plainly_text():
     done = subprocess.run(["node", "-"], input=program, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     log, state = json.loads(done.stdout)
-    assert log[0] == ["begin", text.decode(), "plain.txt", [], ""]
+    assert log[0] == ["begin", {"name": "plain.txt", "text": text.decode(), "note": ""}]
     for at, (name, data) in enumerate(FILES.items()):
         address, body = log[1 + 2 * at]
         assert address == "/v1/text" and body["name"] == name
         assert base64.b64decode(body["data"]) == data
-        assert log[2 + 2 * at] == ["begin", "taken", name, [], "PDF"]
-    assert len(log) == 1 + 2 * len(FILES) and state == "folder: cannot be read; is it a folder?"
+        assert log[2 + 2 * at] == ["begin", {"name": name, "text": "taken", "note": "PDF"}]
+    # of several, one that is refused keeps no other from being read
+    several = [{"name": name, "text": "A", "note": ""} for name in ("one", "two")]
+    assert log[1 + 2 * len(FILES) :] == [["begin", *several]]
+    assert state == "folder: cannot be read; is it a folder? The others were read."
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no Node on this machine")

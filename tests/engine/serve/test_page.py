@@ -10,12 +10,9 @@ import os
 import re
 from pathlib import Path
 
-import pytest
-
-from engine import LLM, OmniKV
 from engine.serve.page import TEXT, policy
 from tests.builders import POCKET
-from tests.engine.serve.browser import found, tab
+from tests.engine.serve.browser import browser_needed
 from tests.engine.serve.conftest import serving
 from tests.engine.serve.scripted import saying
 
@@ -26,7 +23,6 @@ DOCUMENT = HOSTILE + FILLER * 15 + FACT + "\n" + FILLER * 30
 IDLE = "!state.running && $('retry').disabled === false"
 MARKS = "[...document.querySelectorAll('#document mark')].map((m) => m.textContent)"
 SHOTS = os.environ.get("OMNIKV_SHOTS")  # a folder for screenshots
-browser_needed = pytest.mark.skipif(found() is None, reason="no Chromium on this machine")
 js = json.dumps
 
 
@@ -58,30 +54,6 @@ def test_a_model_without_a_document_offers_none(server, pocket, monkeypatch):
     monkeypatch.setattr(pocket, "folder", None)
     assert server.http.get("/example").status_code == 404
     assert server.http.get("/v1/models").json()["data"][0]["meta"]["example"] is False
-
-
-@pytest.fixture(scope="module")
-def sparse():
-    method = OmniKV(filter_layers=(1, 4), wait_layers=1, tokens=64, dense_below=0)
-    llm = LLM(POCKET, method=method, max_context=2048, threads=1, chunk=128, load=False)
-    with serving(llm, slots=2, ping=0.01) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory):
-    with tab(tmp_path_factory.mktemp("profile")) as page:
-        yield page
-
-
-@pytest.fixture
-def page(chromium, sparse):
-    """The page of the sparse server, connected; whatever its scripts or its policy report fails."""
-    chromium.look(1200, 760)
-    chromium.open(sparse.url)
-    chromium.until("state.model !== null")
-    yield chromium
-    assert chromium.errors == []
 
 
 def read(page, text=DOCUMENT):
@@ -154,14 +126,7 @@ def test_each_word_shows_what_it_read(page):
     assert max(page.js("lit")) > 0  # while it was written
     page.js("$('log').querySelector('.words').focus(); 0")
     page.key("Tab")
-    page.call(
-        "Input.dispatchKeyEvent",
-        type="keyDown",
-        key="Tab",
-        code="Tab",
-        modifiers=8,
-        windowsVirtualKeyCode=9,
-    )  # and back, by the keyboard
+    page.key("Tab", 8)  # and back, by the keyboard
     assert page.js("document.activeElement.className") == "words"
     words = page.js(
         "$('log').querySelector('.words').words.spans.map((w) => w.elements[0].textContent)"
