@@ -83,7 +83,12 @@ def main() -> None:
         page.open(server.url)
         page.until("state.model !== null")
         page.js(f"window.big = {document(size)!r}; 0")
-        print(shown("show the document", page.js(f"({TIMED})(5, () => show([{{ name: 'big', text: big }}]))")))
+        print(
+            shown(
+                "show the document",
+                page.js(f"({TIMED})(5, () => show([{{ name: 'big', text: big }}]))"),
+            )
+        )
         for step in (100, 1000, 10_000):
             print(shown(f"frames, {step} px each", page.js(f"({SCROLL})({step})")))
         spans = (

@@ -288,7 +288,9 @@ def test_it_is_named_seen_and_narrow(page):
 @browser_needed
 def test_a_megabyte_is_marked_by_its_blocks_alone(page):
     lines = "\\u0041 line of text that is long enough, and another one.\\n".replace("\\\\", "\\")
-    page.js(f"show([{{ name: 'big', text: Array.from({{ length: 20000 }}, (_, n) => n + ' {lines}').join('') }}]); 0")
+    page.js(
+        f"show([{{ name: 'big', text: Array.from({{ length: 20000 }}, (_, n) => n + ' {lines}').join('') }}]); 0"  # noqa: E501
+    )
     size = page.js("state.text.length")
     assert size > 1_000_000 and page.js("$('document').textContent === state.text")
     guessed = page.js("$('document').scrollHeight")

@@ -34,7 +34,7 @@ DRAWN = """(pieces) => {
   };
   $("log").replaceChildren();
   return found;
-}"""
+}"""  # noqa: E501
 TAGS = set(
     "p h3 h4 h5 h6 ul ol li blockquote hr pre code table thead tbody tr th td strong em del a span "
     "div".split()
@@ -55,39 +55,72 @@ LINK = '<a href="{0}" target="_blank" rel="noopener noreferrer" title="{0}">{1}<
 CASES = [
     ("One.\nTwo.\n\nThree.", "<p>One.\nTwo.</p><p>Three.</p>"),
     ("# A\n## B #\n####### no", "<h3>A</h3><h4>B </h4><p>####### no</p>"),
-    ("**a** *b* ***c*** __d__ _e_ ~~f~~",
-     "<p><strong>a</strong> <em>b</em> <em><strong>c</strong></em> <strong>d</strong> <em>e</em> "
-     "<del>f</del></p>"),
-    ("2 * 3 * 4, snake_case_name, a~b~c, **open", "<p>2 * 3 * 4, snake_case_name, a~b~c, **open</p>"),
+    (
+        "**a** *b* ***c*** __d__ _e_ ~~f~~",
+        "<p><strong>a</strong> <em>b</em> <em><strong>c</strong></em> <strong>d</strong> <em>e</em> "  # noqa: E501
+        "<del>f</del></p>",
+    ),
+    (
+        "2 * 3 * 4, snake_case_name, a~b~c, **open",
+        "<p>2 * 3 * 4, snake_case_name, a~b~c, **open</p>",
+    ),
     ("*a **b** c* and **a*b**", "<p><em>a <strong>b</strong> c</em> and <strong>a*b</strong></p>"),
     (r"\*no\* \[x\](y) \\", "<p>*no* [x](y) \\</p>"),
     ("`a*b*` ``c`d`` `open", "<p><code>a*b*</code> <code>c`d</code> `open</p>"),
-    ("[a *b*](https://x.example/p?q=1 \"t\") (see [c](mailto:a@x.example))",
-     "<p>" + LINK.format("https://x.example/p?q=1", "a <em>b</em>") + " (see "
-     + LINK.format("mailto:a@x.example", "c") + ")</p>"),
-    ("https://x.example/a_b_c. [no](/etc) [1] [](https://x.example/)",
-     "<p>" + LINK.format("https://x.example/a_b_c", "https://x.example/a_b_c") + ". [no](/etc) [1] "
-     "[](" + LINK.format("https://x.example/", "https://x.example/") + ")</p>"),
-    ("![a chart](https://x.example/c.png)", "<p>" + LINK.format("https://x.example/c.png", "a chart") + "</p>"),
-    ("- a\n- b\n  - c\n    more\n- d\n\nend", "<ul><li><p>a</p></li><li><p>b</p><ul><li><p>c\nmore</p></li></ul></li>"
-     "<li><p>d</p></li></ul><p>end</p>"),
-    ("3. a\n4. b\n\n   c\n\n5) d", '<ol start="3"><li><p>a</p></li><li><p>b</p><p>c</p></li></ol>'
-     '<ol start="5"><li><p>d</p></li></ol>'),
+    (
+        '[a *b*](https://x.example/p?q=1 "t") (see [c](mailto:a@x.example))',
+        "<p>"
+        + LINK.format("https://x.example/p?q=1", "a <em>b</em>")
+        + " (see "
+        + LINK.format("mailto:a@x.example", "c")
+        + ")</p>",
+    ),
+    (
+        "https://x.example/a_b_c. [no](/etc) [1] [](https://x.example/)",
+        "<p>"
+        + LINK.format("https://x.example/a_b_c", "https://x.example/a_b_c")
+        + ". [no](/etc) [1] "
+        "[](" + LINK.format("https://x.example/", "https://x.example/") + ")</p>",
+    ),
+    (
+        "![a chart](https://x.example/c.png)",
+        "<p>" + LINK.format("https://x.example/c.png", "a chart") + "</p>",
+    ),
+    (
+        "- a\n- b\n  - c\n    more\n- d\n\nend",
+        "<ul><li><p>a</p></li><li><p>b</p><ul><li><p>c\nmore</p></li></ul></li>"
+        "<li><p>d</p></li></ul><p>end</p>",
+    ),
+    (
+        "3. a\n4. b\n\n   c\n\n5) d",
+        '<ol start="3"><li><p>a</p></li><li><p>b</p><p>c</p></li></ol>'
+        '<ol start="5"><li><p>d</p></li></ol>',
+    ),
     ("It was\n1986. A year\n- yes", "<p>It was\n1986. A year</p><ul><li><p>yes</p></li></ul>"),
     ("48213. is the key", "<p>48213. is the key</p>"),
-    ("> a\n> > b\n\n---\nc", "<blockquote><p>a</p><blockquote><p>b</p></blockquote></blockquote><hr><p>c</p>"),
-    ("```py\n*a*\n\n<b>\n```\nend",
-     '<pre tabindex="0" role="region" aria-label="code, py"><code>*a*\n\n&lt;b&gt;\n</code></pre><p>end</p>'),
-    ("1. Do:\n   ```\n   x\n     y\n   ```\n2. Done", "<ol><li><p>Do:</p>"
-     '<pre tabindex="0" role="region" aria-label="code"><code>x\n  y\n</code></pre></li><li><p>Done</p></li></ol>'),
+    (
+        "> a\n> > b\n\n---\nc",
+        "<blockquote><p>a</p><blockquote><p>b</p></blockquote></blockquote><hr><p>c</p>",
+    ),
+    (
+        "```py\n*a*\n\n<b>\n```\nend",
+        '<pre tabindex="0" role="region" aria-label="code, py"><code>*a*\n\n&lt;b&gt;\n</code></pre><p>end</p>',  # noqa: E501
+    ),
+    (
+        "1. Do:\n   ```\n   x\n     y\n   ```\n2. Done",
+        "<ol><li><p>Do:</p>"
+        '<pre tabindex="0" role="region" aria-label="code"><code>x\n  y\n</code></pre></li><li><p>Done</p></li></ol>',  # noqa: E501
+    ),
     ("~~~\nopen", '<pre tabindex="0" role="region" aria-label="code"><code>open\n</code></pre>'),
-    ("Keys:\n| a | b |\n|:--|--:|\n| `x` | **y** |\n| p \\| q |\nend",
-     '<p>Keys:</p><div class="table" tabindex="0" role="region" aria-label="table"><table><thead><tr>'
-     '<th scope="col">a</th><th class="right" scope="col">b</th></tr></thead><tbody><tr><td>'
-     '<code>x</code></td><td class="right"><strong>y</strong></td></tr><tr><td>p | q</td></tr></tbody>'
-     "</table></div><p>end</p>"),
+    (
+        "Keys:\n| a | b |\n|:--|--:|\n| `x` | **y** |\n| p \\| q |\nend",
+        '<p>Keys:</p><div class="table" tabindex="0" role="region" aria-label="table"><table><thead><tr>'  # noqa: E501
+        '<th scope="col">a</th><th class="right" scope="col">b</th></tr></thead><tbody><tr><td>'
+        '<code>x</code></td><td class="right"><strong>y</strong></td></tr><tr><td>p | q</td></tr></tbody>'  # noqa: E501
+        "</table></div><p>end</p>",
+    ),
     ("a | b\nno table", "<p>a | b\nno table</p>"),
-]  # fmt: skip
+]
 
 
 @browser_needed
@@ -111,7 +144,7 @@ MARKUP = [
     f"<iframe srcdoc='<script>parent.{RUNS}</script>'>",
     f"<a href='javascript:{RUNS}' onclick={RUNS}>go</a>",
     f"<style>@import 'https://style.{EVIL}/s.css'; body{{display:none}}</style>",
-    f"<link rel=dns-prefetch href=//dns.{EVIL}><link rel=preload href=https://pre.{EVIL}/a as=image>",
+    f"<link rel=dns-prefetch href=//dns.{EVIL}><link rel=preload href=https://pre.{EVIL}/a as=image>",  # noqa: E501
     f"<meta http-equiv=refresh content='0;url=https://meta.{EVIL}/'>",
     f"<base href=https://base.{EVIL}/>",
     f"<form action=https://form.{EVIL}/><input autofocus onfocus={RUNS}>",
@@ -150,21 +183,63 @@ FOLLOWED = [
     f"HTTPS://CASE.{EVIL}/<img/onerror={RUNS}>",
 ]
 AROUND = [
-    "{}", "# {}", "- {}\n  - {}", "> {}", "1. {}", "**{}**", "*a _{}_ b*", "`{}`", "``` {}\n{}\n```",
-    "```\n{}\n```", "|{}|b|\n|--|--|\n|{}|c|", "~~{}~~ {}", "[{}](https://text." + EVIL + "/)",
-    "![{}](https://alt." + EVIL + "/i.png)", "[t](https://title." + EVIL + '/ "{}")',
-]  # fmt: skip
+    "{}",
+    "# {}",
+    "- {}\n  - {}",
+    "> {}",
+    "1. {}",
+    "**{}**",
+    "*a _{}_ b*",
+    "`{}`",
+    "``` {}\n{}\n```",
+    "```\n{}\n```",
+    "|{}|b|\n|--|--|\n|{}|c|",
+    "~~{}~~ {}",
+    "[{}](https://text." + EVIL + "/)",
+    "![{}](https://alt." + EVIL + "/i.png)",
+    "[t](https://title." + EVIL + '/ "{}")',
+]
 LINKED = [
-    "[go]({})", "[go](<{}>)", "![go]({})", "<{}>", "{}", "[![go]({})]({})", "- [go]({})",
-    "|[go]({})|b|\n|--|--|\n", "[go]: {}\n\n[go]", "[go]( {} \"title\")", "> **[go]({})**",
-]  # fmt: skip
+    "[go]({})",
+    "[go](<{}>)",
+    "![go]({})",
+    "<{}>",
+    "{}",
+    "[![go]({})]({})",
+    "- [go]({})",
+    "|[go]({})|b|\n|--|--|\n",
+    "[go]: {}\n\n[go]",
+    '[go]( {} "title")',
+    "> **[go]({})**",
+]
 BOMBS = [
-    "*a **b " * 6000, "**a *" * 4000 + "b*" * 4000, "[" * 30000, "[a](b" * 6000, "![" * 9000 + "](x)" * 9000,
-    "`" * 9999 + " a " + "`" * 9998, "".join("`" * n + " " for n in range(1, 250)), ">" * 20000 + "x",
-    "- " * 8000 + "x", "".join("  " * n + "- x\n" for n in range(300)), "|" * 20000 + "\n|-\n", "|a" * 5000 + "\n" + "|-" * 5000 + "\n",
-    "https://(" * 6000, "(https://x." + EVIL + "/" + "(" * 20000, "#" * 20000 + " x", "# " + " #" * 9000, " " * 30000 + "x", "\n" * 30000 + "x",
-    "-" * 30000 + "x", "~" * 30000 + "`", "\\" * 30000, "_a_" * 9000, "1. a\n" * 5000, "\t- x\n" * 5000, "x" * 200000, "```\n" * 5001,
-]  # fmt: skip
+    "*a **b " * 6000,
+    "**a *" * 4000 + "b*" * 4000,
+    "[" * 30000,
+    "[a](b" * 6000,
+    "![" * 9000 + "](x)" * 9000,
+    "`" * 9999 + " a " + "`" * 9998,
+    "".join("`" * n + " " for n in range(1, 250)),
+    ">" * 20000 + "x",
+    "- " * 8000 + "x",
+    "".join("  " * n + "- x\n" for n in range(300)),
+    "|" * 20000 + "\n|-\n",
+    "|a" * 5000 + "\n" + "|-" * 5000 + "\n",
+    "https://(" * 6000,
+    "(https://x." + EVIL + "/" + "(" * 20000,
+    "#" * 20000 + " x",
+    "# " + " #" * 9000,
+    " " * 30000 + "x",
+    "\n" * 30000 + "x",
+    "-" * 30000 + "x",
+    "~" * 30000 + "`",
+    "\\" * 30000,
+    "_a_" * 9000,
+    "1. a\n" * 5000,
+    "\t- x\n" * 5000,
+    "x" * 200000,
+    "```\n" * 5001,
+]
 
 
 def words_of(text):
