@@ -78,7 +78,11 @@ def main() -> None:
     )
     print(f"{version}, headless, software rendering, 1200x760, {cpu}, {size / 1e6:g} MB")
     llm = LLM(POCKET, max_context=1024, threads=1, load=False)
-    with serving(llm) as server, tempfile.TemporaryDirectory() as folder, tab(folder) as page:
+    with (
+        serving(llm) as server,
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        tab(folder) as page,
+    ):
         page.look(1200, 760)
         page.open(server.url)
         page.until("state.model !== null")

@@ -168,7 +168,9 @@ function rule(spans) {
 function reach(place, top = false) {
   const view = $("document");
   const centre = () => {
-    const block = blocks[blockAt(place)], found = block.element.querySelector('mark[data-at="' + place + '"]') || block.element;
+    const block = blocks[blockAt(place)];
+    if (!block) return; // the documents are gone meanwhile
+    const found = block.element.querySelector('mark[data-at="' + place + '"]') || block.element;
     const seen = (found === block.element ? placeOf(block, place) : found).getBoundingClientRect(), frame = view.getBoundingClientRect();
     if (top || seen.top < frame.top + 20 || seen.bottom > frame.bottom - 20) view.scrollTop += seen.top - frame.top - (top ? 4 : frame.height / 3);
   };

@@ -6,9 +6,7 @@ an answer that cannot be stopped, a page that needs another host, a text that is
 """
 
 import json
-import os
 import re
-from pathlib import Path
 
 from engine.serve.page import TEXT, policy
 from tests.builders import POCKET
@@ -22,13 +20,7 @@ HOSTILE = "<img src=x onerror=document.title='forged'><script>document.title='fo
 DOCUMENT = HOSTILE + FILLER * 15 + FACT + "\n" + FILLER * 30
 IDLE = "!state.running && $('retry').disabled === false"
 MARKS = "[...document.querySelectorAll('#document mark')].map((m) => m.textContent)"
-SHOTS = os.environ.get("OMNIKV_SHOTS")  # a folder for screenshots
 js = json.dumps
-
-
-def shot(page, name):
-    if SHOTS:
-        page.shot(Path(SHOTS) / f"{name}.png")
 
 
 def test_the_page_needs_nobody_else_and_its_policy_allows_no_more(server):
@@ -39,6 +31,8 @@ def test_the_page_needs_nobody_else_and_its_policy_allows_no_more(server):
     assert len(re.findall(r"'sha256-[A-Za-z0-9+/]{43}='", rules)) == 2
     assert "require-trusted-types-for 'script'" in rules
     assert reply.headers["x-content-type-options"] == "nosniff"
+    # else a browser looks up the hosts of an answer's links, and their owners hear of it
+    assert reply.headers["x-dns-prefetch-control"] == "off"
     elsewhere = r"""src=|href=(?!"#)|https?://|\son\w+=|innerHTML|insertAdjacent|style="|eval\("""
     assert not re.findall(elsewhere, TEXT)
     assert policy(TEXT.replace("use strict", "use  strict")) != rules
@@ -70,7 +64,6 @@ def ask(page, question="What is the pass key of Alice?"):
 @browser_needed
 def test_a_person_reads_asks_and_sees(page, sparse):
     assert "pocket" in page.js("$('about').textContent")
-    shot(page, "page-empty")
     seen = (
         "window.heard = []; new MutationObserver(() => heard.push($('state').textContent))"
         ".observe($('state'), { childList: true }); window.dimmed = 0; "
@@ -143,7 +136,6 @@ def test_each_word_shows_what_it_read(page):
     seen += "d = $('document').getBoundingClientRect(); return m.top > d.top && m.bottom < d.bottom"
     seen += "; })()"
     assert page.js(seen) and page.js("document.querySelectorAll('#ruler i').length") >= 1
-    shot(page, "page-word")
     page.key("ArrowLeft")
     assert page.js("chosen.at") == at - 1
     page.key("End")
@@ -205,7 +197,6 @@ def test_documents_are_kept_when_asked_and_opened_without_being_read_again(page,
     page.js("$('other').click(); $('keep').click(); 0")
     page.until("shelf[0].kept")
     assert "grass" in page.js(stored)
-    shot(page, "page-saved")
     page.js("window.before = true; 0")
     page.call("Page.reload")
     page.until("!window.before && document.readyState === 'complete' && shelf.length === 1")
@@ -278,11 +269,9 @@ def test_it_is_named_seen_and_narrow(page):
     for dark in (False, True):
         page.look(1200, 760, dark=dark)
         assert page.js(CONTRAST) == []
-        shot(page, "page-dark" if dark else "page-sources")
     page.look(360, 800)
     assert page.js("document.documentElement.scrollWidth <= innerWidth")
     assert page.js("document.documentElement.scrollHeight <= innerHeight")
-    shot(page, "page-narrow")
 
 
 @browser_needed

@@ -12,7 +12,7 @@ import json
 import pytest
 
 from tests.engine.serve.browser import browser_needed
-from tests.engine.serve.test_page import CONTRAST, MARKS, shot
+from tests.engine.serve.test_page import CONTRAST, MARKS
 from tests.engine.text.papers_made import docx, paragraph
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go.\n"
@@ -233,7 +233,6 @@ def test_a_conversation_is_kept_and_comes_back_whole(page, sparse):
     page.until("state.model !== null && $('shelf').querySelector('button') !== null")
     said = page.js("$('shelf').querySelector('button').textContent")
     assert ALICE in said and "may.docx, june.txt · 2 questions · " in said
-    shot(page, "page-saved")
     page.js("$('shelf').querySelector('button').click(); 0")
     page.until("!state.running && $('state').textContent.includes('nothing was read again')")
     assert page.js("state.turns.map((turn) => turn.answer)") == [answer, second]
