@@ -54,7 +54,7 @@ async function stream(messages, settings, wrote, what) {
 }
 
 function said(error, what, usage, seconds) {
-  if (error) return error.name === "AbortError" ? "Stopped." : what === "read" ? error.message : "";
+  if (error) return error.name !== "AbortError" ? (what === "read" ? error.message : "") : what === "read" ? "Stopped. The next question reads the rest." : "Stopped.";
   const held = usage.prompt_tokens_details.cached_tokens, all = usage.prompt_tokens;
   if (what !== "read") return "Prompt: " + number(all) + " tokens" + (held ? ", " + number(held) + " of them held already" : "");
   if (all - held < 32) return state.why + "Read " + number(all) + " tokens: held already, nothing was read again";
@@ -103,6 +103,7 @@ async function ask(question) {
   turn.article.classList.remove("writing");
   spoken.add("", true);
   turn.answer = words.text;
+  if (result.first) dim(1); // also what a stopped reading had left
   if (!state.turns.includes(turn)) return; // a new conversation has begun
   $("retry").disabled = false;
   if (result.error && result.error.name !== "AbortError") {

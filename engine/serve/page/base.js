@@ -27,7 +27,10 @@ function pressed(text, kind, work) {
 async function call(path, body, signal) {
   const headers = { "Content-Type": "application/json" };
   if (state.key) headers.Authorization = "Bearer " + state.key;
-  const reply = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal });
+  let reply = null;
+  try { reply = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal }); } catch (error) {
+    throw error.name === "AbortError" ? error : new Error("The server cannot be reached. Is it running?");
+  }
   if (reply.ok) return reply;
   let text = "the server answered " + reply.status;
   try { text = (await reply.json()).error.message; } catch (none) { /* no JSON */ }

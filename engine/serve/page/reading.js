@@ -65,8 +65,8 @@ async function readAll(why, share = 0) {
   const { error, usage, seconds } = await stream(messagesOf("?"), { max_tokens: 1, temperature: 0 }, () => {}, "read");
   state.why = "";
   if (state.text !== text) return error;
-  dim(1);
   if (!error) {
+    dim(1);
     Object.assign(state, { total: usage.prompt_tokens, seconds });
     await shelve();
     measure();

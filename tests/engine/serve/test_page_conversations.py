@@ -129,6 +129,24 @@ def test_a_document_that_does_not_fit_leaves_the_others(page):
 
 
 @browser_needed
+def test_a_reading_that_is_stopped_is_done_by_the_next_question(page, sparse):
+    page.js(WATCH)
+    page.js(f"$('paste').value = {js(JUNE + FILLER * 60)}; $('read').click(); 0")
+    page.until("/Reading: [1-9]/.test($('state').textContent)")
+    page.key("Escape")
+    page.until("!state.running && $('state').textContent.startsWith('Stopped. The next question')")
+    assert page.js("document.querySelector('.unread') !== null && state.documents.length === 1")
+    assert "90754" in ask(page, BEN)
+    assert page.js("document.querySelector('.unread')") is None
+    # and a server that has gone is said to have
+    page.js("window.fetch = () => Promise.reject(new TypeError('Failed to fetch')); 0")
+    page.js("$('retry').click(); 0")
+    page.until("!state.running && $('log').querySelector('[role=alert]') !== null")
+    assert "cannot be reached" in page.js("$('log').textContent")
+    assert page.js("$('retry').disabled") is False
+
+
+@browser_needed
 def test_questions_are_edited_and_asked_anew(page):
     both(page)
     page.js(WATCH)
