@@ -133,14 +133,19 @@ async function shelve() {
   if (!$("start").hidden) drawShelf();
 }
 
-// write an entry; known: its documents are written already
-async function keep(entry, known = false) {
+// Write an entry as it is then; known: its documents are written already. One at a time: an older
+// state must not come after a newer.
+let writes = Promise.resolve();
+function keep(entry, known = false) {
+  writes = writes.then(() => write(entry, known)).catch((error) => tell(entry.title + " is not kept: " + error.message));
+  return writes;
+}
+
+async function write(entry, known) {
   const { documents, talk, kept, ...facts } = entry, held = { facts: await sealed(facts), talks: await sealed(talk), ...(known ? {} : { texts: await sealed(documents) }) };
   if (!shelf.includes(entry)) return; // removed meanwhile
-  try {
-    await within("readwrite", (table) => { for (const [name, value] of Object.entries(held)) table(name).put(value, entry.id); });
-    entry.kept = true;
-  } catch (error) { tell(entry.title + " is not kept: " + error.message); }
+  await within("readwrite", (table) => { for (const [name, value] of Object.entries(held)) table(name).put(value, entry.id); });
+  entry.kept = true;
 }
 
 async function load(entry) {
@@ -151,6 +156,7 @@ async function load(entry) {
 }
 
 async function drop(entry) {
+  await writes;
   if (!entry.kept) return;
   await within("readwrite", (table) => { for (const name of store.tables) table(name).delete(entry.id); });
   entry.kept = false;
