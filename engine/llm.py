@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from engine.base.checks import callables, is_one_prompt, listed_ids
+from engine.base.checks import callables, checked_ids, integer, is_one_prompt, listed_ids
 from engine.base.device import current, typed_errors
 from engine.base.errors import SettingError
 from engine.base.lock import Request, RequestLock
 from engine.batch.batch import Batch
+from engine.forward.scores import PromptScores
 from engine.load.files import model_files
 from engine.load.loaded import Loaded, trim_while_loading
 from engine.load.options import LLMSettings, Options, PlanSettings
@@ -350,6 +351,25 @@ class LLM:
             for _ in generate(session, self.encode(prompt), params):
                 pass
             return session.check(steps)
+
+    def score(
+        self,
+        prompt: Prompt,
+        top_logprobs: int = 0,
+        progress: Callable[[PrefillProgress], None] | None = None,
+    ) -> PromptScores:
+        """How likely a prompt's own tokens are: log probabilities of a text or ids, the first None.
+
+        top_logprobs: likeliest alternatives to each. The method reads the prompt as it reads every
+        prompt: most by full attention, those with a sparse prefill by that. Logits are held for a
+        few tokens at a time.
+        """
+        integer("top_logprobs", top_logprobs, 0, 1000)
+        ids = checked_ids(self.encode(prompt), self.config.vocab_size)
+        with self.session() as session:
+            scores = PromptScores(self.load().model, ids, top_logprobs)
+            session.prefill(ids, progress, every=scores.take)
+        return scores
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a text, start tokens and the control tokens that it spells included, as in

@@ -20,6 +20,7 @@ from engine.base.errors import SessionClosed, SettingError
 from engine.batch.chunking import ChunkBudget, WaitForTurn, prefill_in_chunks
 from engine.batch.scheduler import Scheduler, Task, Work
 from engine.batch.step import BatchedStep
+from engine.forward.prefill import Outputs
 from engine.load.loaded import Loaded
 from engine.load.planner import Planner
 from engine.methods.base import Method
@@ -257,10 +258,11 @@ class Batch:
         session: Session,
         ids: Sequence[int],
         progress: Callable[[int, float], None] | None = None,
+        every: Outputs | None = None,
     ) -> Iterator[WaitForTurn]:
         """Read a prompt, as a part of a task's work (see engine/batch/chunking.py)."""
         others = partial(self.scheduler.writing, but=session)
-        return prefill_in_chunks(session, ids, self.chunk_budget, others, progress)
+        return prefill_in_chunks(session, ids, self.chunk_budget, others, progress, every)
 
     def _answer(
         self,

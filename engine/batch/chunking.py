@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from engine.base.checks import is_number
 from engine.base.errors import SettingError
+from engine.forward.prefill import Outputs
 from engine.session.session import Session
 
 LEAST = 64  # tokens of a chunk; below, a product of few rows costs about as much
@@ -58,10 +59,11 @@ def prefill_in_chunks(
     budget: ChunkBudget,
     others: Callable[[], bool],
     progress: Callable[[int, float], None] | None = None,
+    every: Outputs | None = None,
 ) -> Iterator[WaitForTurn]:
     """Prefill a prompt, one chunk after each WAIT_FOR_TURN that is yielded. others() returns
     whether other answers are being generated. progress(tokens read so far, seconds of this chunk)
-    is called after every chunk.
+    is called after every chunk. every: as of Session.prefill.
     """
     done, total = 0, len(ids)
     needs = session.runtime.needs
@@ -72,7 +74,7 @@ def prefill_in_chunks(
             size = total - done
         stop = min(total, done + size)
         began = budget.clock()
-        session.prefill(ids[done:stop], more=stop < total)
+        session.prefill(ids[done:stop], more=stop < total, every=every)
         seconds = budget.clock() - began
         budget.took(stop - done, seconds)
         done = stop

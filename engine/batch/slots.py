@@ -88,12 +88,14 @@ class Slots:
         """Whether a request could begin."""
         return len(self.slots) < self.count or any(not slot.busy for slot in self.slots)
 
-    def take(self, ids: list[int], method: Method | None = None) -> tuple[Slot, int]:
+    def take(
+        self, ids: list[int], method: Method | None = None, anew: bool = False
+    ) -> tuple[Slot, int]:
         """(a slot, how many first tokens of `ids` its session holds now). method: what the rest
-        will be read with; None: as the session is.
+        will be read with; None: as the session is. anew: hold none, all are read.
         """
         self._turn += 1
-        shared = {id(slot): common(slot.session.ids, ids) for slot in self.slots}
+        shared = {id(slot): 0 if anew else common(slot.session.ids, ids) for slot in self.slots}
         idle = [slot for slot in self.slots if not slot.busy]
         best = max(self.slots, key=lambda slot: shared[id(slot)], default=None)
         mine = max(idle, key=lambda slot: shared[id(slot)], default=None)
@@ -112,7 +114,10 @@ class Slots:
             source = best.session if best is not None and best is not slot else None
             if source is not None and source.method != slot.session.method:
                 source = None  # another method may keep its rows in another layout
-            return slot, self._prepare(slot, ids, method, shared, source, best)
+            held = self._prepare(slot, ids, method, shared, source, best)
+            if self.cache is not None and not anew:
+                held = self.cache.fill(slot.session, ids)
+            return slot, held
         except BaseException:
             self.drop(slot)
             raise
@@ -143,8 +148,6 @@ class Slots:
             session.truncate(held)
         if method is not None and session.method != method:
             session.set_method(method)
-        if self.cache is not None:
-            held = self.cache.fill(session, ids)
         return held
 
     def release(self, slot: Slot) -> None:

@@ -22,6 +22,7 @@ from engine.batch.batch import Batch
 from engine.batch.chunking import WaitForTurn
 from engine.batch.scheduler import Task, Work
 from engine.batch.slots import Slot, Slots
+from engine.forward.scores import PromptScores
 from engine.methods.base import Method
 from engine.plan.prefill_time import Eta, PrefillFlops, PrefillProgress
 from engine.sampling.params import SamplingParams
@@ -70,7 +71,7 @@ class Job:
 
     method: what the answer is read and written with; None: as the session is.
     full: whether the client is behind with reading, so that the answer should pause.
-    owner: whose key asked.
+    owner: whose key asked. scores: takes log probabilities of all of `ids`, which are read anew.
     gone: the client has left. cut: the worker ends and the answer with it.
     """
 
@@ -80,6 +81,7 @@ class Job:
     method: Method | None = None
     full: Callable[[], bool] = bool
     owner: bytes = b""
+    scores: PromptScores | None = None
     gone: bool = False
     cut: bool = False
     since: float = field(default_factory=time.monotonic)
@@ -271,7 +273,7 @@ class Worker(Generic[J]):
                 continue
             try:
                 with self._lock.held():
-                    slot, cached = self.slots.take(job.ids, job.method)
+                    slot, cached = self.slots.take(job.ids, job.method, job.scores is not None)
                 slot.owner = job.owner
             except Exception as error:
                 self.failed(job, error)
@@ -318,7 +320,8 @@ class Worker(Generic[J]):
             held, last = cached + done, now
             job.post(Reading(cached, eta.progress(held)))
 
-        for chunk in self.batch.reading(session, job.ids[cached:], read):
+        every = job.scores.take if job.scores is not None else None
+        for chunk in self.batch.reading(session, job.ids[cached:], read, every):
             yield chunk
             if job.gone:
                 return False

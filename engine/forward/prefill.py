@@ -1,8 +1,10 @@
 """Chunked prefill: the prompt goes through the model chunk by chunk. Activations are O(chunk);
-logits are computed for the last token only.
+logits are computed for the last token only, unless the caller wants every token's output.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -11,6 +13,10 @@ from engine.forward.prompt_layer import PLAIN, Pieces
 from engine.model.llama import Llama
 from engine.model.rope import Rotary
 from engine.plan.needs import MOST_WINDOW
+
+# called with the last layer's output [B, C, hidden] of every token of a chunk, and the position of
+# the first
+Outputs = Callable[[torch.Tensor, int], None]
 
 
 def run_chunk(
@@ -25,6 +31,7 @@ def run_chunk(
     last_logits: bool = False,
     pieces: Pieces = PLAIN,
     backend: str = "auto",
+    every: Outputs | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Run one chunk through all layers: tokens int64 [B, C] at positions start .. start+C-1 of a
     prompt that ends at `total`.
@@ -32,7 +39,8 @@ def run_chunk(
     Returns (logits float32 [B, vocab] or None, newest pre-RoPE queries [layers, B, min(C,
     MOST_WINDOW), H, D]). write=False leaves the bank as it is: it holds this chunk already, and the
     caller wants its queries or logits. pieces: the two halves of a layer. backend: that rounds rows
-    for a bank in fewer bits.
+    for a bank in fewer bits. every: takes the output of all tokens, for which the last layer is
+    computed whole.
     """
     config = model.config
     positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
@@ -49,7 +57,7 @@ def run_chunk(
             bank.write_chunk(number, k, v, start, backend)
         del k, v
         first, slides = start, bool(config.windows and config.windows[number])
-        if number == config.num_layers - 1:
+        if number == config.num_layers - 1 and every is None:
             if runtime.needs.every_query and not slides:
                 runtime.attend_prompt(number, q, bank, first)
             if not last_logits:
@@ -63,4 +71,6 @@ def run_chunk(
             attended = runtime.attend_prompt(number, q, bank, first)
         del q
         x = pieces[1](layer, x, attended, config.rms_norm_eps)
+    if every is not None:
+        every(x, start)
     return model.logits(x[:, -1]) if last_logits else None, torch.stack(newest)

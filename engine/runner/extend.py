@@ -8,6 +8,7 @@ import torch
 
 from engine.base.checks import callables, checked_ids
 from engine.base.errors import SettingError
+from engine.forward.prefill import Outputs
 from engine.plan.prefill_time import Progress
 from engine.runner.prefill import read
 from engine.runner.rewind import refresh_logits, replay
@@ -21,14 +22,15 @@ def prefill(
     token_ids: Iterable[int],
     progress: Progress | None = None,
     more: bool = False,
+    every: Outputs | None = None,
 ) -> torch.Tensor | None:
     """As Session.prefill."""
     session.require_open()
-    callables(progress=progress)
+    callables(progress=progress, every=every)
     ids = checked_ids(token_ids, session.loaded.config.vocab_size)
     session.require_room(len(session.ids) + len(ids))
     replay(session, progress)
-    return read(session, ids, progress, more)
+    return read(session, ids, progress, more, every)
 
 
 def decode(session: SessionState, token_id: int) -> torch.Tensor:

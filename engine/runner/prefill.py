@@ -11,7 +11,7 @@ import torch
 
 from engine.bank.row_origins import Span
 from engine.base.device import synchronize
-from engine.forward.prefill import run_chunk
+from engine.forward.prefill import Outputs, run_chunk
 from engine.methods.requirements import validate_parts
 from engine.plan.prefill_time import Eta, PrefillFlops, Progress
 from engine.runner.prompt import end_prompt
@@ -20,12 +20,17 @@ from engine.runner.state import SessionState
 
 
 def read(
-    session: SessionState, ids: list[int], progress: Progress | None = None, more: bool = False
+    session: SessionState,
+    ids: list[int],
+    progress: Progress | None = None,
+    more: bool = False,
+    every: Outputs | None = None,
 ) -> torch.Tensor | None:
     """Prefill validated ids; float32 logits [vocab] of the last one.
 
-    progress: called after every chunk. more: the prompt is continued by the next call. Raises
-    SettingError if the method cannot read a prompt in parts, or if the last part is too short.
+    progress: called after every chunk. more: the prompt is continued by the next call. every: takes
+    the last layer's output of every chunk. Raises SettingError if the method cannot read a prompt
+    in parts, or if the last part is too short.
     """
     runtime, history = session.runtime, session.history
     start, stop = len(session.committed), len(session.committed) + len(ids)
@@ -43,7 +48,7 @@ def read(
             began = time.perf_counter()
             where = history.prompt_begin(start), first, last, math.inf if more else stop
             session.origins.add(first, session.method.prompt_origins(session.plan, *where))
-            logits = _read_chunk(session, ids[first - start : last - start], first, stop)
+            logits = _read_chunk(session, ids[first - start : last - start], first, stop, every)
             seconds = time.perf_counter() - began
             eta.add(first, last, seconds)
             session.counters.count_prefill(last - first, seconds)
@@ -55,7 +60,7 @@ def read(
 
 
 def _read_chunk(
-    session: SessionState, ids: list[int], first: int, stop: int
+    session: SessionState, ids: list[int], first: int, stop: int, every: Outputs | None
 ) -> torch.Tensor | None:
     """Run a chunk at positions from `first` on and commit it; logits [1, vocab] if it is the last
     of the prompt, which ends at `stop`.
@@ -65,7 +70,12 @@ def _read_chunk(
     ends, pieces = first + len(ids) == stop, runner.prompt_pieces
     where = (session.loaded.rotary, session.runtime, session.bank, tokens, first, stop)
     logits, newest = run_chunk(
-        runner.model, *where, last_logits=ends, pieces=pieces, backend=runner.backend
+        runner.model,
+        *where,
+        last_logits=ends,
+        pieces=pieces,
+        backend=runner.backend,
+        every=every,
     )
     count, length = min(newest.shape[2], len(ids)), first + len(ids)
     session.query_ring.reserve(length)

@@ -12,12 +12,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from engine.base.checks import is_integer
 from engine.batch.worker import Ended, Reading
+from engine.forward.scores import PromptScores
 from engine.serve.anthropic import request as anthropic
 from engine.serve.anthropic.reply import MessagesReply
 from engine.serve.documents import Documents
 from engine.serve.errors import ApiError
+from engine.serve.facts import Facts
 from engine.serve.guards import OPEN, Guard
 from engine.serve.http.leaving import HALF, left
 from engine.serve.openai.replies import Reply
@@ -29,7 +30,6 @@ from engine.serve.request.fields import Ask, ask_of, prompt_of
 from engine.serve.request.formats import grammar_of
 from engine.serve.request.prompts import Prompt, usable_tools
 from engine.serve.request.tools import messages_of
-from engine.serve.request.values import refuse, text_of
 from engine.serve.responses import request as responses
 from engine.serve.responses.reply import ResponsesReply
 from engine.serve.service import Service, client_error
@@ -37,20 +37,23 @@ from engine.serve.worker.evidence import Evidence, Wanted, wanted_of
 from engine.serve.worker.worker import Wrote
 
 Handler = Callable[[Request], Awaitable[Response]]
+NO_VECTORS = ("/v1/embeddings", "/v1/rerank", "/v1/score", "/rerank")
 PROGRESS = 0.2  # seconds between two comments about a prompt, where a request asks for more of them
 NO_STORE = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
 def make_app(service: Service, guard: Guard) -> Starlette:
     """The ASGI application."""
-    routes = Routes(service, guard)
+    routes, facts = Routes(service, guard), Facts(service, guard)
     table: list[tuple[str, str, Handler]] = [
         ("/", "GET", page),
         ("/example", "GET", routes.example),
         ("/health", "GET", routes.health),
         ("/metrics", "GET", routes.metrics),
-        ("/v1/models", "GET", routes.models),
-        ("/v1/models/{name:path}", "GET", routes.model),
+        ("/v1/models", "GET", facts.models),
+        ("/v1/models/{name:path}", "GET", facts.model),
+        ("/props", "GET", facts.props),
+        ("/tokenizer_info", "GET", facts.tokenizer_info),
         ("/v1/chat/completions", "POST", routes.chat),
         ("/v1/completions", "POST", routes.complete),
         ("/v1/messages", "POST", routes.messages),
@@ -58,8 +61,9 @@ def make_app(service: Service, guard: Guard) -> Starlette:
         ("/v1/responses", "POST", routes.responses),
         ("/v1/forget", "POST", routes.forget),
         ("/v1/text", "POST", Documents(guard, service.llm.max_context).text),
-        ("/v1/tokenize", "POST", routes.tokenize),
-        ("/v1/detokenize", "POST", routes.detokenize),
+        *((f"{root}/tokenize", "POST", facts.tokenize) for root in ("", "/v1")),
+        *((f"{root}/detokenize", "POST", facts.detokenize) for root in ("", "/v1")),
+        *((path, "POST", facts.no_vectors) for path in NO_VECTORS),
     ]
     app = Starlette(
         routes=[
@@ -85,7 +89,8 @@ def _refused(error: ApiError, path: str = "") -> JSONResponse:
 @dataclass(frozen=True)
 class Asked:
     """A request whose fields are checked. scanner: finds tool calls, where there are tools.
-    progress: whether its stream says often how much of the prompt is read.
+    progress: whether its stream says often how much of the prompt is read. scores: takes the log
+    probabilities of the prompt's tokens.
     """
 
     ask: Ask
@@ -94,6 +99,7 @@ class Asked:
     scanner: Callable[[], CallScanner] | None = None
     method: str | None = None
     progress: bool = False
+    scores: PromptScores | None = None
 
 
 class Routes:
@@ -143,54 +149,7 @@ class Routes:
             media_type="text/plain; version=0.0.4",
         )
 
-    def _model(self) -> dict[str, Any]:
-        llm = self.service.llm
-        return {
-            "id": self.service.settings.alias,
-            "object": "model",
-            "created": self.service.started,
-            "owned_by": "omnikv-engine",
-            "meta": {
-                "n_ctx": llm.max_context,
-                "n_ctx_train": llm.config.max_positions,
-                "sparse": self.service.sparse,
-                "method": self.service.own,
-                "example": example_of(llm.folder) is not None,
-            },
-        }
-
-    async def models(self, request: Request) -> Response:
-        """The one model."""
-        return JSONResponse({"object": "list", "data": [self._model()]})
-
-    async def model(self, request: Request) -> Response:
-        """The model of a name."""
-        self._named({"model": request.path_params["name"]})
-        return JSONResponse(self._model())
-
-    def _named(self, body: Mapping[str, Any]) -> None:
-        """Raise ApiError where a request means another model."""
-        name, alias = body.get("model"), self.service.settings.alias
-        if name is None:
-            return
-        if text_of(name, "model") != alias:
-            raise ApiError(
-                404, f"model: found another name, expected {alias}", "model", "model_not_found"
-            )
-
     # ---------------------------------------------------------------- texts
-
-    async def tokenize(self, request: Request) -> Response:
-        """Token ids of a text."""
-        body = await self.guard.body(request)
-        name = next((n for n in ("text", "content", "prompt") if n in body), "text")
-        special = body.get("special", False)
-        if not isinstance(special, bool):
-            raise refuse("special", special, "true or false")
-        text = text_of(body.get(name), name)
-        self.service.may_fit([text], name)
-        ids = await self.service.text(request, self.service.prompts.text, text, special)
-        return JSONResponse({"tokens": ids, "count": len(ids)})
 
     async def forget(self, request: Request) -> Response:
         """Drop what is held of a text: sessions in memory, blocks on disk."""
@@ -200,21 +159,12 @@ class Routes:
         )
         return JSONResponse({"sessions": sessions, "blocks": blocks})
 
-    async def detokenize(self, request: Request) -> Response:
-        """The text of token ids."""
-        body = await self.guard.body(request)
-        ids, vocab = body.get("tokens"), self.service.llm.config.vocab_size
-        if not isinstance(ids, list) or not all(is_integer(i) and 0 <= i < vocab for i in ids):
-            raise refuse("tokens", "something else", f"a list of ids from 0 to {vocab - 1}")
-        text = await self.service.text(request, self.service.prompts.tokenizer.decode, ids)
-        return JSONResponse({"text": text})
-
     # ---------------------------------------------------------------- answers
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         body = await self.guard.body(request)
-        self._named(body)
+        self.service.named(body)
         asked = await self._asked(request, body)
         ask = asked.ask
         top = (body.get("top_logprobs") or 0) if ask.logprobs else None
@@ -232,35 +182,35 @@ class Routes:
     async def complete(self, request: Request) -> Response:
         """POST /v1/completions."""
         body = await self.guard.body(request)
-        self._named(body)
+        self.service.named(body)
         ask = ask_of(body, chat=False)
         if ask.max_tokens is None:
             body["max_tokens"] = 16  # OpenAI's default here
             ask = ask_of(body, chat=False)
-        prompt = prompt_of(body, self.service.llm.config.vocab_size)
-        prompts, echoed = self.service.prompts, ""
-        if isinstance(prompt, str):
-            echoed = prompt if ask.echo else ""
-            self.service.may_fit([prompt], "prompt")
-            prompt = await self.service.text(request, prompts.text, prompt, True)
-        elif ask.echo:
-            echoed = await self.service.text(request, prompts.tokenizer.decode, prompt)
+        given = prompt_of(body, self.service.llm.config.vocab_size)
+        if isinstance(given, str):
+            self.service.may_fit([given], "prompt")
+        prompts, scores = self.service.prompts, None
+        prompt = await self.service.text(request, prompts.completion, given, ask.echo)
         top = body["logprobs"] if ask.logprobs else None
+        if ask.scores:
+            scores = PromptScores(self.service.llm.load().model, prompt.ids, top or 0)
         reply = Reply(
             self.service.settings.alias,
             False,
-            len(prompt),
+            len(prompt.ids),
             top,
             prompts.tokenizer,
             include_usage=ask.include_usage,
-            echoed=echoed,
+            echoed=prompt if ask.echo else None,
+            scores=scores,
         )
-        return await self._answer(request, Asked(ask, Prompt(prompt)), "prompt", reply)
+        return await self._answer(request, Asked(ask, prompt, scores=scores), "prompt", reply)
 
     async def messages(self, request: Request) -> Response:
         """Answer POST /v1/messages, in Anthropic's form."""
         body = anthropic.chat_of(await self.guard.body(request))
-        self._named(body)
+        self.service.named(body)
         asked = await self._asked(request, body, anthropic.NAMES)
         reply = MessagesReply(
             self.service.settings.alias,
@@ -275,7 +225,7 @@ class Routes:
     async def count_tokens(self, request: Request) -> Response:
         """POST /v1/messages/count_tokens."""
         body = anthropic.chat_of(await self.guard.body(request), counting=True)
-        self._named(body)
+        self.service.named(body)
         asked = await self._asked(request, body, anthropic.NAMES)
         return JSONResponse({"input_tokens": len(asked.prompt.ids)})
 
@@ -283,7 +233,7 @@ class Routes:
         """POST /v1/responses."""
         body = await self.guard.body(request)
         chat = responses.chat_of(body)
-        self._named(chat)
+        self.service.named(chat)
         asked = await self._asked(request, chat, responses.NAMES)
         alias = self.service.settings.alias
         reply = ResponsesReply(alias, len(asked.prompt.ids), body, asked.scanner)
@@ -324,7 +274,7 @@ class Routes:
             return Response(status_code=499)
         owner = self.guard.owner(request)
         job, mailbox = service.begin(
-            asked.prompt.ids, ask, param, asked.evidence, asked.method, owner
+            asked.prompt.ids, ask, param, asked.evidence, asked.method, owner, asked.scores
         )
         events = service.events(job, mailbox, partial(left, request))
         if ask.stream:
@@ -345,5 +295,10 @@ class Routes:
             elif isinstance(event, Ended):
                 if event.error is not None:
                     raise client_error(event.error)
-                return JSONResponse(reply.whole(wrote, ask.choices))
+                if asked.scores is None:
+                    return JSONResponse(reply.whole(wrote, ask.choices))
+                # a row for each of the prompt's tokens: seconds of work for a long one
+                return await service.text(
+                    request, lambda: JSONResponse(reply.whole(wrote, ask.choices))
+                )
         return Response(status_code=499)  # the client has left: nobody reads this

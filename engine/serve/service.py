@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from engine.base.errors import (
 )
 from engine.batch.mailbox import Bell, Mailbox
 from engine.batch.worker import Ended
+from engine.forward.scores import PromptScores
 from engine.llm import LLM
 from engine.methods.base import Method
 from engine.methods.exact import Exact
@@ -32,6 +33,7 @@ from engine.serve.errors import ApiError
 from engine.serve.http.leaving import left
 from engine.serve.request.fields import Ask
 from engine.serve.request.prompts import Prompt, Prompts
+from engine.serve.request.values import text_of
 from engine.serve.texts import SIZE, Texts
 from engine.serve.worker.evidence import Evidence, places
 from engine.serve.worker.worker import Event, HttpJob, HttpWorker
@@ -103,6 +105,16 @@ class Service:
             return await self._texts.run(size, partial(left, request), lambda: call(*arguments))
         except EngineError as error:
             raise ApiError(400, str(error)) from None
+
+    def named(self, body: Mapping[str, Any]) -> None:
+        """Raise ApiError where a request means another model."""
+        name, alias = body.get("model"), self.settings.alias
+        if name is None:
+            return
+        if text_of(name, "model") != alias:
+            raise ApiError(
+                404, f"model: found another name, expected {alias}", "model", "model_not_found"
+            )
 
     def may_fit(self, texts: Iterable[str], param: str) -> None:
         """Raise ApiError where texts are surely too long for the context, without reading them."""
@@ -195,6 +207,7 @@ class Service:
         evidence: Evidence | None = None,
         method: str | None = None,
         owner: bytes = b"",
+        scores: PromptScores | None = None,
     ) -> tuple[HttpJob, Mailbox]:
         """Queue a request. Raises ApiError where the prompt does not fit or the queue is full."""
         capacity = self.llm.max_context
@@ -227,7 +240,8 @@ class Service:
             own,
             mailbox.full,
             owner,
-            choices=ask.choices,
+            scores,
+            choices=0 if ask.max_tokens == 0 else ask.choices,
             evidence=evidence,
         )
         try:

@@ -18,6 +18,7 @@ from engine.base.checks import (
 )
 from engine.base.device import current
 from engine.forward.native_backend import require_native
+from engine.forward.prefill import Outputs
 from engine.load.loaded import Loaded
 from engine.load.options import OFFLOADS
 from engine.load.planner import Planner
@@ -127,16 +128,19 @@ class Session(SessionState):
         token_ids: Iterable[int],
         progress: Progress | None = None,
         more: bool = False,
+        every: Outputs | None = None,
     ) -> torch.Tensor | None:
         """Append tokens to the bank, chunk by chunk; float32 logits [vocab] of the last one.
 
         progress is called after every chunk; if it (or Ctrl-C) raises, whole chunks stay in the
         session. more: the prompt goes on in the next prefill, so that what a method does at a
         prompt's end (a budget by its length, an eviction) waits for that; a decode step ends it
-        too. Raises ContextTooLong where the tokens do not fit, and SettingError where the method
-        cannot read a prompt in parts or the last part is too short; nothing has been read then.
+        too. every(x, start): takes each chunk's output of the last layer, [1, C, hidden], of tokens
+        start .. start+C-1, before the chunk is committed. Raises ContextTooLong where the tokens do
+        not fit, and SettingError where the method cannot read a prompt in parts or the last part is
+        too short; nothing has been read then.
         """
-        return prefill(self, token_ids, progress, more)
+        return prefill(self, token_ids, progress, more, every)
 
     def adopt(self, ids: Iterable[int], origins: Iterable[Span] = ()) -> None:
         """Take `ids` as read: their rows are in the bank already (a synthetic bank, blocks of a

@@ -15,19 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 
-import engine.runner.prefill
 from engine import LLM, Full, OmniKV
-from engine.bank.base import Bank
 from engine.base.errors import UsageError
-from engine.forward.prompt_layer import Pieces
-from engine.methods.base import Method, Runtime
-from engine.model.llama import Llama
-from engine.model.rope import Rotary
-from engine.plan.needs import MOST_WINDOW
+from engine.methods.base import Method
 from engine.session.session import Session
 from tools.banks.base import WINDOW
 from tools.banks.registry import FAMILIES, REAL, checked, quantiser, shown
@@ -147,47 +140,13 @@ def _decisions(session: Session, ids: list[int]) -> Iterator[Decision]:
 
 def every_logits(session: Session, ids: list[int]) -> torch.Tensor:
     """Read `ids` as a prompt, at most a chunk, under full attention: logits float32 [T, vocab] of
-    every one of them, where the engine computes the last one's.
+    every one of them.
     """
     kept: list[torch.Tensor] = []
-
-    def run(
-        *where: Any, pieces: Pieces, last_logits: bool, backend: str
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits, newest = run_every(*where, pieces=pieces)
-        kept.append(logits)
-        return logits[-1:], newest
-
-    with mock.patch.object(engine.runner.prefill, "run_chunk", run):
-        session.prefill(ids)
+    model = session.loaded.model
+    session.prefill(ids, every=lambda x, start: kept.append(model.logits(x[0])))
     (logits,) = kept
     return logits
-
-
-def run_every(
-    model: Llama,
-    rotary: Rotary,
-    runtime: Runtime,
-    bank: Bank,
-    tokens: torch.Tensor,
-    start: int,
-    total: int,
-    pieces: Pieces,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As engine.forward.prefill.run_chunk of a prompt's only chunk, with the logits [T, vocab] of
-    all.
-    """
-    config, newest = model.config, []
-    sizes = config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
-    turns = rotary.of_layers(torch.arange(start, total).unsqueeze(0), total)
-    x = model.embedded(tokens)
-    for number, layer in enumerate(model.layers):
-        q, k, v, q_pre_rope = pieces[0](layer, x, *turns[number], *sizes)
-        newest.append(q_pre_rope[:, -MOST_WINDOW:].clone())
-        bank.write_chunk(number, k, v, start)
-        attended = runtime.attend_prompt(number, q, bank, start)
-        x = pieces[1](layer, x, attended, config.rms_norm_eps)
-    return model.logits(x[0]), torch.stack(newest)
 
 
 def _follow(

@@ -52,6 +52,7 @@ SECTIONS = (
             "engine.session.results:Completion",
             "engine.session.generate:Piece",
             "engine.session.generate:GenerationStats",
+            "engine.forward.scores:PromptScores",
             "engine.runner.state:SessionStats",
             "engine.load.memory:Plan",
             "engine.session.check:Report",

@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from engine.forward.scores import PromptScores
 from engine.serve.errors import ApiError
 from engine.serve.request.calls import Call, CallScanner, Part
+from engine.serve.request.prompts import Prompt
 from engine.serve.worker.worker import Wrote
 from engine.text.tokenizer import Tokenizer
 
@@ -63,7 +65,7 @@ def _call(call: Call) -> dict[str, Any]:
 
 class Reply:
     """One answer's shape. chat: chat/completions, else completions, each of whose choices begins
-    with the text `echoed`.
+    with the text of `echoed`, and its log probabilities with `scores`.
     """
 
     def __init__(
@@ -75,9 +77,11 @@ class Reply:
         tokenizer: Tokenizer,
         scanner: Callable[[], CallScanner] | None = None,
         include_usage: bool = False,
-        echoed: str = "",
+        echoed: Prompt | None = None,
+        scores: PromptScores | None = None,
     ) -> None:
-        self._include_usage, self._echoed = include_usage, echoed
+        self._include_usage, self._echoed = include_usage, echoed.text if echoed else ""
+        self._scored_prompt = (echoed, scores) if echoed and scores else None
         self._spoken: set[int] = set()  # choices that have begun
         self.chat, self.prompt, self.logprobs, self.tokenizer = chat, prompt, logprobs, tokenizer
         self.answers = Answers(scanner, chat)
@@ -133,6 +137,8 @@ class Reply:
             else:
                 choice["text"] = self._echoed + text
             choice["logprobs"] = self._logprobs(mine)
+            if self._scored_prompt is not None:
+                choice["logprobs"] = self._with_prompt(choice["logprobs"], *self._scored_prompt)
             for event in mine:
                 if event.evidence is not None:
                     choice["omnikv"] = event.evidence
@@ -213,7 +219,7 @@ class Reply:
             return None
         if self.chat:
             return {"content": [self._scored(event) for event in scored], "refusal": None}
-        offsets, at = [], self._offsets.get(scored[0].choice, 0)
+        offsets, at = [], self._offsets.get(scored[0].choice, len(self._echoed))
         for event in scored:
             offsets.append(at)
             at += len(event.text)
@@ -225,6 +231,20 @@ class Reply:
             ],
             "text_offset": offsets,
         }
+
+    def _with_prompt(
+        self, written: dict[str, Any] | None, prompt: Prompt, scores: PromptScores
+    ) -> dict[str, Any]:
+        """Log probabilities of a prompt, and behind them those of what was written."""
+        assert self.logprobs is not None
+        every = [{self._spelled(i): p for i, p in top} for top in scores.top_logprobs]
+        found: dict[str, list[Any]] = {
+            "tokens": [self._spelled(token_id) for token_id in prompt.ids],
+            "token_logprobs": list(scores.logprobs),
+            "top_logprobs": [None, *every[1:]],
+            "text_offset": [0, *prompt.ends[:-1]],
+        }
+        return {name: values + (written or {}).get(name, []) for name, values in found.items()}
 
     def _scored(self, event: Wrote) -> dict[str, Any]:
         top = [self._named(i, p) for i, p in event.top[: self.logprobs]]

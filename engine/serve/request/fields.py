@@ -53,7 +53,7 @@ CHAT_ONLY = ("omnikv", "parallel_tool_calls", "response_format", "tool_choice", 
 @dataclass(frozen=True)
 class Ask:
     """What a request asks for, beside its prompt. max_tokens: None where the client sets none.
-    echo: the prompt's text stands before each answer.
+    0: only the prompt is read. echo: the prompt's text stands before each answer.
     """
 
     params: SamplingParams
@@ -63,6 +63,11 @@ class Ask:
     include_usage: bool
     logprobs: bool
     echo: bool = False
+
+    @property
+    def scores(self) -> bool:
+        """Whether log probabilities of the prompt's own tokens are asked for."""
+        return self.echo and self.logprobs
 
 
 def ask_of(body: Mapping[str, Any], chat: bool) -> Ask:
@@ -80,15 +85,10 @@ def ask_of(body: Mapping[str, Any], chat: bool) -> Ask:
     if options is not None and not isinstance(options, Mapping):
         raise refuse("stream_options", options, "an object")
     logprobs, top = _logprobs(body, chat)
-    echo = _boolean(body, "echo")
-    if echo and logprobs:
-        raise ApiError(
-            400,
-            "echo: not supported together with logprobs: those of a prompt are not computed",
-            "echo",
-            "unsupported_parameter",
-        )
-    limit = _limit(body)
+    echo, streams = _boolean(body, "echo"), _boolean(body, "stream")
+    if echo and logprobs and streams:
+        raise refuse("stream", True, "false beside echo and logprobs")
+    limit = _limit(body, 0 if echo else 1)
     settings: dict[str, Any] = {
         "max_tokens": limit or 1,
         "temperature": _number(body, "temperature", 1.0, 0, 2),
@@ -118,17 +118,17 @@ def ask_of(body: Mapping[str, Any], chat: bool) -> Ask:
         params,
         limit,
         _integer(body, "n", 1, 1, MOST_CHOICES),
-        _boolean(body, "stream"),
+        streams,
         _boolean(options or {}, "include_usage", "stream_options.include_usage"),
         logprobs,
         echo,
     )
 
 
-def _limit(body: Mapping[str, Any]) -> int | None:
+def _limit(body: Mapping[str, Any], least: int) -> int | None:
     for name in ("max_completion_tokens", "max_tokens"):
         if body.get(name) is not None:
-            return _integer(body, name, 1, 1, 1 << 30)
+            return _integer(body, name, 1, least, 1 << 30)
     return None
 
 

@@ -94,14 +94,33 @@ class Prompts:
         ids, ends = self.tokenizer.encode_spans(written, special=False)
         return Prompt(ids, written.text, ends)
 
-    def text(self, text: str, special: bool) -> list[int]:
-        """Ids of a text. special: special tokens written in it are recognised, and the model's
-        start tokens go in front.
+    def text(self, text: str, start: bool, known: bool) -> list[int]:
+        """Ids of a text. start: the model's start tokens go in front. known: special tokens written
+        in it are recognised.
         """
         self._bounded(text, "text")
-        if special:
-            return self.tokenizer.encode(text)
+        if known:
+            return self.tokenizer.encode(text, special=start)
         return self.tokenizer.encode_by(self._plain, text)
+
+    def completion(self, prompt: str | list[int], echo: bool) -> Prompt:
+        """A completion's prompt; echo: with its text. Special tokens written in it are recognised,
+        and those of ids are not shown.
+        """
+        if isinstance(prompt, str):
+            self._bounded(prompt, "prompt")
+            if not echo:
+                return Prompt(self.tokenizer.encode(prompt))
+            ids, where = self.tokenizer.encode_spans(prompt)
+            return Prompt(ids, prompt, where)
+        if not echo:
+            return Prompt(prompt)
+        words, parts, ends = self.tokenizer.stream(), list[str](), list[int]()
+        for token_id in prompt:
+            parts.append(words.push(token_id))
+            ends.append((ends[-1] if ends else 0) + len(parts[-1]))
+        parts.append(words.flush())
+        return Prompt(prompt, "".join(parts), ends)
 
     def _bounded(self, text: str, param: str) -> None:
         """Raise ApiError where a long text has more than twice the tokens that the context holds,
