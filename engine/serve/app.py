@@ -21,11 +21,11 @@ from engine.serve.errors import ApiError
 from engine.serve.facts import Facts
 from engine.serve.guards import OPEN, Guard
 from engine.serve.http.leaving import HALF, left
+from engine.serve.openai.answers import Answers
 from engine.serve.openai.replies import Reply
 from engine.serve.openai.streaming import Shape, stream
 from engine.serve.page import page
 from engine.serve.page.example import example_of
-from engine.serve.request.calls import CallScanner
 from engine.serve.request.fields import Ask, ask_of, prompt_of
 from engine.serve.request.formats import grammar_of
 from engine.serve.request.prompts import Prompt, usable_tools
@@ -88,15 +88,15 @@ def _refused(error: ApiError, path: str = "") -> JSONResponse:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request whose fields are checked. scanner: finds tool calls, where there are tools.
+    """A request whose fields are checked. answers: takes thoughts and calls out of what is written.
     progress: whether its stream says often how much of the prompt is read. scores: takes the log
     probabilities of the prompt's tokens.
     """
 
     ask: Ask
     prompt: Prompt
+    answers: Answers
     evidence: Evidence | None = None
-    scanner: Callable[[], CallScanner] | None = None
     method: str | None = None
     progress: bool = False
     scores: PromptScores | None = None
@@ -174,7 +174,7 @@ class Routes:
             len(asked.prompt.ids),
             top,
             self.service.prompts.tokenizer,
-            asked.scanner,
+            asked.answers,
             ask.include_usage,
         )
         return await self._answer(request, asked, "messages", reply)
@@ -195,17 +195,21 @@ class Routes:
         top = body["logprobs"] if ask.logprobs else None
         if ask.scores:
             scores = PromptScores(self.service.llm.load().model, prompt.ids, top or 0)
+        answers = Answers(False)
         reply = Reply(
             self.service.settings.alias,
             False,
             len(prompt.ids),
             top,
             prompts.tokenizer,
+            answers,
             include_usage=ask.include_usage,
             echoed=prompt if ask.echo else None,
             scores=scores,
         )
-        return await self._answer(request, Asked(ask, prompt, scores=scores), "prompt", reply)
+        return await self._answer(
+            request, Asked(ask, prompt, answers, scores=scores), "prompt", reply
+        )
 
     async def messages(self, request: Request) -> Response:
         """Answer POST /v1/messages, in Anthropic's form."""
@@ -218,7 +222,7 @@ class Routes:
             self.service.prompts.tokenizer,
             asked.ask.params.stop,
             self.service.llm.end_token_ids,
-            asked.scanner,
+            asked.answers,
         )
         return await self._answer(request, asked, "messages", reply)
 
@@ -236,7 +240,7 @@ class Routes:
         self.service.named(chat)
         asked = await self._asked(request, chat, responses.NAMES)
         alias = self.service.settings.alias
-        reply = ResponsesReply(alias, len(asked.prompt.ids), body, asked.scanner)
+        reply = ResponsesReply(alias, len(asked.prompt.ids), body, asked.answers)
         return await self._answer(request, asked, "input", reply)
 
     async def _asked(
@@ -262,8 +266,11 @@ class Routes:
         if wanted.evidence:
             contents = [message["content"] for message in messages]
             evidence = await text(Evidence, wanted, prompt, contents)
-        scanner = partial(prompts.scanner, tools) if tools else None
-        return Asked(ask, prompt, evidence, scanner, wanted.method, wanted.progress)
+        scanner, thinker = partial(prompts.scanner, tools) if tools else None, None
+        if prompts.marks is not None and grammar is None and not ask.raw:
+            thinker = partial(prompts.marks.scanner, prompt.text)
+        answers = Answers(True, scanner, thinker)
+        return Asked(ask, prompt, answers, evidence, wanted.method, wanted.progress)
 
     def _wanted(self, body: Mapping[str, Any]) -> Wanted:
         return wanted_of(body, self.service.sparse, self.service.methods)

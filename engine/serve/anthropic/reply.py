@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from engine.serve.anthropic.request import error_body
 from engine.serve.errors import ApiError
-from engine.serve.openai.replies import Answers, Line
-from engine.serve.request.calls import Call, CallScanner
+from engine.serve.openai.answers import Answers
+from engine.serve.openai.replies import Line
+from engine.serve.request.calls import Call
+from engine.serve.request.thoughts import Thought
 from engine.serve.worker.worker import Wrote
 from engine.text.tokenizer import Tokenizer
+
+SIGNATURE = "unsigned"  # clients want one in a block of thinking, and send it back
 
 
 class MessagesReply:
@@ -25,16 +29,16 @@ class MessagesReply:
         tokenizer: Tokenizer,
         stops: Sequence[str],
         ends: Collection[int],
-        scanner: Callable[[], CallScanner] | None = None,
+        answers: Answers,
     ) -> None:
         self.prompt, self.cached, self.written = prompt, 0, 0
-        self.answers = Answers(scanner, True)
+        self.answers = answers
         self._model, self._tokenizer = model, tokenizer
         self._stops, self._ends = stops, frozenset(ends)
         self._id = "msg_" + secrets.token_hex(12)
         self._ids: list[int] = []
         self._blocks = 0  # content blocks begun
-        self._text = False  # whether the last is a text that goes on
+        self._open = ""  # the type of the last, where it goes on
 
     def found(self, tokens: int) -> None:
         """Note how many tokens of the prompt were held before."""
@@ -89,6 +93,10 @@ class MessagesReply:
             for part in self.answers.parts(last):
                 if isinstance(part, Call):
                     content.append(_tool_use(part, json.loads(part.arguments)))
+                elif isinstance(part, Thought) and content and content[-1]["type"] == "thinking":
+                    content[-1]["thinking"] += part.text
+                elif isinstance(part, Thought):
+                    content.append(_thinking(part.text, SIGNATURE))
                 elif content and content[-1]["type"] == "text":
                     content[-1]["text"] += part
                 else:
@@ -115,10 +123,15 @@ class MessagesReply:
                 delta = {"type": "input_json_delta", "partial_json": part.arguments}
                 found += [self._delta(delta), self._stop_block()]
                 continue
-            if not self._text:
-                found.append(self._block({"type": "text", "text": ""}))
-                self._text = True
-            found.append(self._delta({"type": "text_delta", "text": part}))
+            thinks = isinstance(part, Thought)
+            kind = "thinking" if thinks else "text"
+            if self._open != kind:
+                found += self._ended()
+                begun = _thinking("", "") if thinks else {"type": "text", "text": ""}
+                found.append(self._block(begun))
+                self._open = kind
+            text = part.text if isinstance(part, Thought) else part
+            found.append(self._delta({"type": f"{kind}_delta", kind: text}))
         if event.finish:
             found += self._ended()
             usage = {"output_tokens": self.written}
@@ -144,13 +157,18 @@ class MessagesReply:
         return _event("content_block_stop", index=self._blocks - 1)
 
     def _ended(self) -> list[Line]:
-        """The end of a text that goes on."""
-        text, self._text = self._text, False
-        return [self._stop_block()] if text else []
+        """The end of a block that goes on."""
+        kind, self._open = self._open, ""
+        signed = [self._delta({"type": "signature_delta", "signature": SIGNATURE})]
+        return [*(signed if kind == "thinking" else []), self._stop_block()] if kind else []
 
 
 def _event(name: str, **fields: Any) -> Line:
     return name, {"type": name, **fields}
+
+
+def _thinking(text: str, signature: str) -> dict[str, Any]:
+    return {"type": "thinking", "thinking": text, "signature": signature}
 
 
 def _tool_use(call: Call, arguments: Any) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """POST /v1/messages: Anthropic's form of a request, brought into that of a chat, and its errors.
 
 What Claude Code sends is accepted or refused by name. Accepted without effect, since nothing here
-could follow it: metadata, service_tier, cache_control (prefixes are found anyway), thinking and
-output_config.effort (models here do not think apart).
+could follow it: metadata, service_tier, cache_control (prefixes are found anyway) and
+output_config.effort.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.serve.errors import ApiError
+from engine.serve.request.thoughts import FIELD
 from engine.serve.request.values import refuse, text_of
 
 ERRORS = {
@@ -93,7 +94,7 @@ def _known(body: Mapping[str, Any]) -> None:
         listed = edits.get("edits") if isinstance(edits, Mapping) else None
         listed = [] if listed is None else listed if isinstance(listed, list) else [None]
         kinds = [e.get("type") if isinstance(e, Mapping) else None for e in listed]
-        # there is no thinking to clear
+        # the template decides which thoughts stay
         if not all(isinstance(k, str) and k.startswith("clear_thinking") for k in kinds):
             raise _unsupported("context_management")
 
@@ -135,21 +136,29 @@ def _turns(message: object, where: str) -> list[dict[str, Any]]:
     texts: list[str] = []
     calls: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
+    thoughts: list[str] = []
     for number, block in enumerate(content):
         here = f"{where}.content[{number}]"
         kind = block.get("type") if isinstance(block, Mapping) else None
         if kind == "text":
             texts.append(text_of(block.get("text"), f"{here}.text"))
+        elif kind == "thinking" and role == "assistant":
+            thoughts.append(text_of(block.get("thinking"), f"{here}.thinking"))
+        elif kind == "redacted_thinking" and role == "assistant":
+            continue  # another model's, which nobody here can read
         elif kind == "tool_use" and role == "assistant":
             calls.append(_call(block, here))
         elif kind == "tool_result" and role == "user":
             results.append(_result(block, here))
         else:
-            raise refuse(f"{here}.type", kind, "text, tool_use (assistant) or tool_result (user)")
+            kinds = "text, thinking or tool_use (assistant), tool_result (user)"
+            raise refuse(f"{here}.type", kind, kinds)
     if role == "user":
         more = [{"role": "user", "content": "\n".join(texts)}] if texts or not results else []
         return results + more
     turn: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
+    if thoughts:
+        turn[FIELD] = "\n".join(thoughts)
     return [turn | {"tool_calls": calls}] if calls else [turn]
 
 

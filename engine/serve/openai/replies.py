@@ -4,58 +4,20 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from engine.forward.scores import PromptScores
 from engine.serve.errors import ApiError
-from engine.serve.request.calls import Call, CallScanner, Part
+from engine.serve.openai.answers import Answers
+from engine.serve.request.calls import Call
 from engine.serve.request.prompts import Prompt
+from engine.serve.request.thoughts import Thought
 from engine.serve.worker.worker import Wrote
 from engine.text.tokenizer import Tokenizer
 
-FINISH = {"stop": "stop", "length": "length", "context": "length", "interrupted": "length"}
-
 # an event of a stream: its name, if it has one, and its data
 Line = tuple[str | None, Any]
-
-
-class Answers:
-    """The parts of a request's answers. scanner: makes what finds the calls in one; None where the
-    request offers no tools. chat: white space in front of an answer is not shown.
-    """
-
-    def __init__(self, scanner: Callable[[], CallScanner] | None, chat: bool) -> None:
-        self._scanner, self._chat = scanner, chat
-        self._scanners: dict[int, CallScanner] = {}
-        self._begun: set[int] = set()
-        self.called: dict[int, list[Call]] = {}  # choice -> its calls so far
-
-    def parts(self, event: Wrote) -> list[Part]:
-        """What a step adds: texts, none of them empty, and calls."""
-        parts: list[Part] = [event.text]
-        if self._scanner is not None:
-            scanner = self._scanners.setdefault(event.choice, self._scanner())
-            parts = scanner.push(event.text, event.token_id)
-            if event.finish:
-                parts += scanner.end()
-        found: list[Part] = []
-        for part in parts:
-            if isinstance(part, Call):
-                self.called.setdefault(event.choice, []).append(part)
-            elif self._chat and event.choice not in self._begun:
-                # a template ends where the answer's first space begins
-                part = part.lstrip()
-            if part:
-                self._begun.add(event.choice)
-                found.append(part)
-        return found
-
-    def finish(self, choice: int, reason: str) -> str:
-        """OpenAI's finish_reason."""
-        if reason == "stop" and self.called.get(choice):
-            return "tool_calls"
-        return FINISH[reason]
 
 
 def _call(call: Call) -> dict[str, Any]:
@@ -75,7 +37,7 @@ class Reply:
         prompt: int,
         logprobs: int | None,
         tokenizer: Tokenizer,
-        scanner: Callable[[], CallScanner] | None = None,
+        answers: Answers,
         include_usage: bool = False,
         echoed: Prompt | None = None,
         scores: PromptScores | None = None,
@@ -84,7 +46,7 @@ class Reply:
         self._scored_prompt = (echoed, scores) if echoed and scores else None
         self._spoken: set[int] = set()  # choices that have begun
         self.chat, self.prompt, self.logprobs, self.tokenizer = chat, prompt, logprobs, tokenizer
-        self.answers = Answers(scanner, chat)
+        self.answers = answers
         self.cached = self.written = 0
         self._model, self._made = model, int(time.time())
         self._id = ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12)
@@ -97,6 +59,7 @@ class Reply:
             "completion_tokens": self.written,
             "total_tokens": self.prompt + self.written,
             "prompt_tokens_details": {"cached_tokens": self.cached},
+            "completion_tokens_details": {"reasoning_tokens": self.answers.thinking},
         }
 
     def head(self, chunk: bool) -> dict[str, Any]:
@@ -130,6 +93,8 @@ class Reply:
             choice["finish_reason"] = self.answers.finish(index, finish)
             if self.chat:
                 message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+                if thought := "".join(part.text for part in parts if isinstance(part, Thought)):
+                    message["reasoning_content"] = thought
                 if calls := [call for call in parts if isinstance(call, Call)]:
                     message["content"] = text or None
                     message["tool_calls"] = [_call(call) for call in calls]
@@ -184,6 +149,8 @@ class Reply:
             if isinstance(part, Call):
                 number = self.answers.called[event.choice].index(part)
                 delta: Any = {"tool_calls": [{"index": number, **_call(part)}]}
+            elif isinstance(part, Thought):
+                delta = {"reasoning_content": part.text}
             else:
                 delta = {"content": part} if self.chat else part
                 self._offsets[event.choice] = self._offsets.get(event.choice, 0) + len(part)

@@ -13,7 +13,7 @@ async function stream(messages, settings, wrote, what) {
   let usage = null, error = null, evidence = null, finish = null, first = 0;
   const omnikv = { progress: true, figures: what === "ask", method: state.sparse ? document.querySelector("[name=method]:checked").value : "sparse" };
   if (state.sparse && what === "ask" && omnikv.method !== "full" && state.text) Object.assign(omnikv, { sources: 8, live: true });
-  const body = { messages, stream: true, stream_options: { include_usage: true }, omnikv, ...settings };
+  const body = { messages, stream: true, stream_options: { include_usage: true }, reasoning_format: "none", omnikv, ...settings };
   try {
     const reply = await call("/v1/chat/completions", body, running.signal);
     const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();

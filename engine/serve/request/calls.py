@@ -107,6 +107,10 @@ class CallScanner:
         self._held += text + marker
         return self._kept(self._tags(False) if self.form == "tags" else self._rest())
 
+    def marks(self, token_id: int | None) -> bool:
+        """Whether a token is a marker that the text does not show."""
+        return token_id in self._hidden
+
     def end(self) -> list[Part]:
         """The parts that remain."""
         if self.form == "tags":
@@ -146,7 +150,7 @@ class CallScanner:
         while True:
             at = self._held.find(OPEN)
             if at < 0:
-                keep = 0 if last else _overlap(self._held, OPEN)
+                keep = 0 if last else overlap(self._held, OPEN)
                 found.append(self._shown(self._held[: len(self._held) - keep]))
                 self._held = self._held[len(self._held) - keep :]
                 return found
@@ -204,7 +208,7 @@ class CallScanner:
             self._inside = True
             text, self._held = self._held[:at], self._held[at:]
             return [self._shown(text)]
-        keep = _overlap(self._held, marker)
+        keep = overlap(self._held, marker)
         text, self._held = (
             self._held[: len(self._held) - keep],
             self._held[len(self._held) - keep :],
@@ -224,7 +228,7 @@ class CallScanner:
         return calls if calls and len(calls) == len(values) else None
 
 
-def _overlap(text: str, marker: str) -> int:
+def overlap(text: str, marker: str) -> int:
     """Length of the longest end of a text that begins a marker."""
     return next((n for n in range(len(marker) - 1, 0, -1) if text.endswith(marker[:n])), 0)
 

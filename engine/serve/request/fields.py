@@ -22,6 +22,7 @@ MOST_STOPS = 16
 LONGEST_STOP = 256  # characters
 MOST_TOP = 20  # alternatives per token
 MOST_BIASES = 1024
+REASONING = ("auto", "none", "deepseek")  # the last is the first's other name
 # known, not supported: the values that ask for nothing
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
@@ -53,7 +54,8 @@ CHAT_ONLY = ("omnikv", "parallel_tool_calls", "response_format", "tool_choice", 
 @dataclass(frozen=True)
 class Ask:
     """What a request asks for, beside its prompt. max_tokens: None where the client sets none.
-    0: only the prompt is read. echo: the prompt's text stands before each answer.
+    0: only the prompt is read. echo: the prompt's text stands before each answer. raw: what the
+    model thinks is text of its answer.
     """
 
     params: SamplingParams
@@ -63,6 +65,7 @@ class Ask:
     include_usage: bool
     logprobs: bool
     echo: bool = False
+    raw: bool = False
 
     @property
     def scores(self) -> bool:
@@ -122,7 +125,16 @@ def ask_of(body: Mapping[str, Any], chat: bool) -> Ask:
         _boolean(options or {}, "include_usage", "stream_options.include_usage"),
         logprobs,
         echo,
+        _raw(body),
     )
+
+
+def _raw(body: Mapping[str, Any]) -> bool:
+    """reasoning_format, as llama.cpp names its values."""
+    value = body.get("reasoning_format")
+    if value is not None and value not in REASONING:
+        raise refuse("reasoning_format", value, f"one of {', '.join(REASONING)}")
+    return value == "none"
 
 
 def _limit(body: Mapping[str, Any], least: int) -> int | None:

@@ -16,6 +16,7 @@ import tokenizers
 from engine.base.errors import EngineError
 from engine.serve.errors import ApiError
 from engine.serve.request.calls import MARKERS, CallScanner, Form, form_of
+from engine.serve.request.thoughts import FIELD, marks_of
 from engine.serve.request.tools import NO_TOOLS, Tools, tools_of
 from engine.text.characters import most_characters
 from engine.text.grammar import Grammars
@@ -50,6 +51,7 @@ class Prompts:
         self._vocab_size, self._ends, self._capacity = vocab_size, ends, capacity
         self._grammars: Grammars | None = None
         self._lock = threading.Lock()  # templates take turns
+        self.marks = marks_of(tokenizer)
         tokenizer.let_others_run()
         self.characters = most_characters(tokenizer)
         self._plain = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
@@ -85,6 +87,8 @@ class Prompts:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Prompt:
         """A conversation, ready for the answer. tools: what the model may call."""
+        given = self.marks.given_back if self.marks else _without_thought
+        messages = [given(message) for message in messages]
         try:
             with self._lock:
                 written = self.tokenizer.write(messages, add_generation_prompt=True, tools=tools)
@@ -140,6 +144,11 @@ class Prompts:
                     param,
                     "context_length_exceeded",
                 )
+
+
+def _without_thought(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message for a template that knows no thoughts: another model's, from an earlier turn."""
+    return {name: value for name, value in message.items() if name != FIELD}
 
 
 def usable_tools(body: Mapping[str, Any], prompts: Prompts) -> Tools | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.serve.errors import ApiError
+from engine.serve.request.thoughts import FIELD
 from engine.serve.request.values import content_of, refuse, text_of
 
 MOST_TOOLS = 128
@@ -170,8 +171,18 @@ def messages_of(body: Mapping[str, Any], tools: bool) -> list[dict[str, Any]]:
                 raise refuse(f"{where}.tool_calls", role, "them in a message of the assistant")
             found.append(_calling(message, calls, where, called))
         else:
-            found.append({"role": ROLES[role], "content": content_of(message, where)})
+            thought = _thought(message, where) if role == "assistant" else {}
+            given = {"content": ""} if thought and message.get("content") is None else message
+            found.append({"role": ROLES[role], "content": content_of(given, where)} | thought)
     return found
+
+
+def _thought(message: Mapping[str, Any], where: str) -> dict[str, str]:
+    """What the assistant thought before a turn, as this server returned it; {} without."""
+    value = message.get(FIELD)
+    if value is None or value == "":
+        return {}
+    return {FIELD: text_of(value, f"{where}.{FIELD}")}
 
 
 NO_TOOLS = "this model's chat template has no tools, or calls of a form that is not known here"
@@ -206,7 +217,8 @@ def _calling(
             {"id": key, "type": "function", "function": {"name": name, "arguments": arguments}}
         )
     content = "" if message.get("content") is None else content_of(message, where)
-    return {"role": "assistant", "content": content, "tool_calls": written}
+    turn = {"role": "assistant", "content": content, "tool_calls": written}
+    return turn | _thought(message, where)
 
 
 def arguments_of(value: object, param: str) -> dict[str, Any]:

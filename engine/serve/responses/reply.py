@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from engine.serve.errors import ApiError
-from engine.serve.openai.replies import Answers, Line
-from engine.serve.request.calls import Call, CallScanner
+from engine.serve.openai.answers import Answers
+from engine.serve.openai.replies import Line
+from engine.serve.request.calls import Call
+from engine.serve.request.thoughts import Thought
+from engine.serve.responses.request import INCLUDED, sealed
 from engine.serve.worker.worker import Wrote
 
+PARTS = {"message": "output_text", "reasoning": "reasoning_text"}  # of an item's content
 ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p")
 
 
@@ -23,14 +27,14 @@ class ResponsesReply:
         model: str,
         prompt: int,
         body: Mapping[str, Any],
-        scanner: Callable[[], CallScanner] | None = None,
+        answers: Answers,
     ) -> None:
         self.prompt, self.cached, self.written = prompt, 0, 0
-        self.answers = Answers(scanner, True)
+        self.answers = answers
         self._model, self._body, self._made = model, body, int(time.time())
         self._id = "resp_" + secrets.token_hex(12)
         self._items: list[dict[str, Any]] = []
-        self._text = False  # whether the last is a message that goes on
+        self._open = ""  # the type of the last, where it goes on
         self._number = 0
         self._reason = "length"
 
@@ -68,7 +72,7 @@ class ResponsesReply:
             "input_tokens": self.prompt,
             "input_tokens_details": {"cached_tokens": self.cached},
             "output_tokens": self.written,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self.answers.thinking},
             "total_tokens": self.prompt + self.written,
         }
 
@@ -99,10 +103,13 @@ class ResponsesReply:
             if isinstance(part, Call):
                 found += [*self._ended(), *self._called(part)]
                 continue
-            if not self._text:
-                found += self._message()
-            self._items[-1]["content"][0]["text"] += part
-            found.append(self._event("response.output_text.delta", **self._part(), delta=part))
+            thinks = isinstance(part, Thought)
+            if self._open != (kind := "reasoning" if thinks else "message"):
+                found += [*self._ended(), *self._begun(kind)]
+            text = part.text if isinstance(part, Thought) else part
+            self._items[-1]["content"][0]["text"] += text
+            event_of = f"response.{PARTS[kind]}.delta"
+            found.append(self._event(event_of, **self._part(), delta=text))
         if event.finish:
             self._reason = self.answers.finish(0, event.finish)
             found += self._ended()
@@ -127,32 +134,42 @@ class ResponsesReply:
         where = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
         return {**where, "content_index": 0}
 
-    def _message(self) -> list[Line]:
-        """Begin a message."""
-        item = {"id": "msg_" + secrets.token_hex(12), "type": "message", "status": "in_progress"}
-        self._items.append({**item, "role": "assistant", "content": []})
-        self._text = True
+    def _begun(self, kind: str) -> list[Line]:
+        """Begin a message or a thought."""
+        name = "msg_" if kind == "message" else "rs_"
+        item = dict[str, Any](id=name + secrets.token_hex(12), type=kind)
+        if kind == "message":
+            item |= {"status": "in_progress", "role": "assistant"}
+        else:
+            item["summary"] = []
+        self._items.append({**item, "content": []})
+        self._open = kind
         added = self._event(
             "response.output_item.added",
             output_index=len(self._items) - 1,
             item=dict(self._items[-1], content=[]),
         )
-        text: dict[str, Any] = {"type": "output_text", "text": "", "annotations": []}
+        text: dict[str, Any] = {"type": PARTS[kind], "text": ""}
+        if kind == "message":
+            text["annotations"] = []
         self._items[-1]["content"].append(text)
         part = self._event("response.content_part.added", **self._part(), part=dict(text))
         return [added, part]
 
     def _ended(self) -> list[Line]:
-        """The end of a message that goes on."""
-        if not self._text:
+        """The end of a message or a thought that goes on."""
+        kind, self._open = self._open, ""
+        if not kind:
             return []
-        self._text = False
         item = self._items[-1]
-        item["status"] = "completed"
         text = item["content"][0]
+        if kind == "message":
+            item["status"] = "completed"
+        elif INCLUDED in (self._body.get("include") or []):
+            item["encrypted_content"] = sealed(text["text"])
         where = self._part()
         return [
-            self._event("response.output_text.done", **where, text=text["text"]),
+            self._event(f"response.{PARTS[kind]}.done", **where, text=text["text"]),
             self._event("response.content_part.done", **where, part=text),
             self._event("response.output_item.done", output_index=where["output_index"], item=item),
         ]

@@ -8,10 +8,12 @@ runs are left out: the model cannot call what it is not told of. Nothing is stor
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from typing import Any
 
 from engine.serve.errors import ApiError
+from engine.serve.request.thoughts import FIELD
 from engine.serve.request.values import refuse, text_of
 
 SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "seed", "user")
@@ -34,6 +36,7 @@ NAMES = {
     "max_tokens": "max_output_tokens",
 }
 INCLUDED = "reasoning.encrypted_content"
+SEAL = "omnikv:"
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
@@ -78,12 +81,14 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _append(found: list[dict[str, Any]], turn: dict[str, Any]) -> None:
-    last = found[-1] if found else {"role": None}
+    last: dict[str, Any] = found[-1] if found else {"role": None}
     if turn["role"] == "tool" or last["role"] != turn["role"]:
         found.append(turn)
         return
     between = "\n\n" if last["content"] and turn["content"] else ""
     last["content"] += between + turn["content"]
+    if thought := turn.get(FIELD):
+        last[FIELD] = f"{last[FIELD]}\n{thought}" if FIELD in last else thought
     if calls := turn.get("tool_calls"):
         last["tool_calls"] = last.get("tool_calls", []) + calls
 
@@ -107,8 +112,33 @@ def _turn(item: object, where: str) -> list[dict[str, Any]]:
         text = _text(item.get("output"), f"{where}.output")
         return [{"role": "tool", "tool_call_id": key, "content": text}]
     if kind == "reasoning":
-        return []  # another model's; none is written here
+        thought = _thought(item, where)
+        return [{"role": "assistant", "content": "", FIELD: thought}] if thought else []
     raise refuse(f"{where}.type", kind, "message, function_call, function_call_output or reasoning")
+
+
+def sealed(thought: str) -> str:
+    """A thought as `encrypted_content`: what a client keeps and sends back unread. It is no secret
+    of this server's.
+    """
+    return SEAL + base64.b64encode(thought.encode()).decode()
+
+
+def _thought(item: Mapping[str, Any], where: str) -> str:
+    """What this server's model thought: in the content, or sealed; "" for another's."""
+    parts = item.get("content")
+    if parts:
+        if not isinstance(parts, list):
+            raise refuse(f"{where}.content", parts, "a list of parts")
+        texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
+        return "".join(text_of(text, f"{where}.content") for text in texts)
+    given = item.get("encrypted_content")
+    if not isinstance(given, str) or not given.startswith(SEAL):
+        return ""
+    try:
+        return base64.b64decode(given[len(SEAL) :], validate=True).decode()
+    except ValueError:
+        raise refuse(f"{where}.encrypted_content", given, "it as it was returned") from None
 
 
 def _text(value: object, where: str) -> str:
