@@ -16,18 +16,19 @@ from engine.text.grammar import Grammar
 class SamplingParams:
     """How an answer is sampled and when it ends. A field out of its range raises SettingError.
 
-    max_tokens: most tokens written. temperature: 0 is greedy (top_k, top_p and min_p then do
-    nothing). top_k: 0 is off. top_p: sample from the smallest set of tokens with this probability.
-    min_p: least probability relative to the likeliest token. repetition_penalty: divides positive
-    and multiplies negative logits of tokens already in the prompt or the answer, each once.
-    presence_penalty is subtracted from the logits of tokens already in the answer,
+    max_tokens: most tokens written. min_tokens: before so many are written, no token that would end
+    the answer is drawn; a stop string ends it all the same. temperature: 0 is greedy (top_k, top_p
+    and min_p then do nothing). top_k: 0 is off. top_p: sample from the smallest set of tokens with
+    this probability. min_p: least probability relative to the likeliest token. repetition_penalty:
+    divides positive and multiplies negative logits of tokens already in the prompt or the answer,
+    each once. presence_penalty is subtracted from the logits of tokens already in the answer,
     frequency_penalty as often as they are in it (negative: they come more often). seed: None draws
-    a new one. stop: one or several strings that end the answer and are not shown.
-    stop_token_ids: ids that end it, in addition to the model's end tokens. ignore_eos: continue
-    past the model's end tokens. logprobs: n > 0 gives each piece its log probability and the n
-    likeliest alternatives, under the model's own distribution (before penalty, temperature and
-    filters). logit_bias: (token id, number added to its logit) pairs. grammar: what the answer must
-    follow (engine/text/grammar.py); tokens that it forbids are never drawn.
+    a new one. stop: one or several strings that end the answer and are not shown. stop_token_ids:
+    ids that end it, in addition to the model's end tokens. ignore_eos: continue past the model's
+    end tokens. logprobs: n > 0 gives each piece its log probability and the n likeliest
+    alternatives, under the model's own distribution (before penalty, temperature and filters).
+    logit_bias: (token id, number added to its logit) pairs. grammar: what the answer must follow
+    (engine/text/grammar.py); tokens that it forbids are never drawn.
     """
 
     max_tokens: int = 64
@@ -45,9 +46,11 @@ class SamplingParams:
     logprobs: int = 0
     logit_bias: tuple[tuple[int, float], ...] = ()
     grammar: Grammar | None = None
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
         integer("max_tokens", self.max_tokens, 1)
+        integer("min_tokens", self.min_tokens, 0)
         _number("temperature", self.temperature, 0.0, math.inf)
         integer("top_k", self.top_k, 0)
         _number("top_p", self.top_p, 0.0, 1.0, above=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -26,13 +26,21 @@ TOP_P_HEAD = 1024
 class Sampler:
     """Draws the tokens of one answer.
 
-    vocab_size: length of the logits. prompt_ids: read by the repetition penalty only.
+    vocab_size: length of the logits. prompt_ids: read by the repetition penalty only. ends: ids
+    that end the answer, for params.min_tokens.
     """
 
-    def __init__(self, params: SamplingParams, vocab_size: int, prompt_ids: Sequence[int] = ()):
+    def __init__(
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        prompt_ids: Sequence[int] = (),
+        ends: Iterable[int] = (),
+    ):
         self.params, self.vocab_size = params, vocab_size
         self._penalties = Penalties(params, vocab_size, prompt_ids)
         self._sampled: list[int] = []
+        self._ends = sorted(i for i in ends if i < vocab_size)
         self._matcher = params.grammar.begin() if params.grammar is not None else None
         if any(i >= vocab_size for i, _ in params.logit_bias):
             raise SettingError(
@@ -74,10 +82,15 @@ class Sampler:
     def greedy(self) -> bool:
         """Whether sample() does no more than take the greatest logit."""
         params = self.params
-        plain = self._matcher is None and not params.logit_bias
+        plain = self._matcher is None and not params.logit_bias and not self._goes_on
         return (
             params.temperature == 0 and plain and not self._penalties.active and not params.logprobs
         )
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether the next token may not end the answer."""
+        return len(self._sampled) < self.params.min_tokens
 
     def took(self, token: int) -> None:
         """Note a token that was chosen elsewhere."""
@@ -105,6 +118,9 @@ class Sampler:
         scores = raw
         if self._matcher is not None:
             scores = scores.masked_fill(~self._matcher.allowed().to(scores.device), float("-inf"))
+        if self._goes_on and self._ends:
+            ends = torch.tensor(self._ends, device=scores.device)
+            scores = scores.index_fill(0, ends, float("-inf"))
         if self.params.logit_bias:
             if self._bias is None or self._bias.device != scores.device:
                 ids, values = zip(*self.params.logit_bias)

@@ -30,6 +30,7 @@ from engine.serve.request.fields import Ask, ask_of, prompt_of
 from engine.serve.request.formats import grammar_of
 from engine.serve.request.prompts import Prompt, usable_tools
 from engine.serve.request.tools import messages_of
+from engine.serve.request.variables import variables_of
 from engine.serve.responses import request as responses
 from engine.serve.responses.reply import ResponsesReply
 from engine.serve.service import Service, client_error
@@ -176,6 +177,7 @@ class Routes:
             self.service.prompts.tokenizer,
             asked.answers,
             ask.include_usage,
+            ask.usage_always,
         )
         return await self._answer(request, asked, "messages", reply)
 
@@ -204,6 +206,7 @@ class Routes:
             prompts.tokenizer,
             answers,
             include_usage=ask.include_usage,
+            usage_always=ask.usage_always,
             echoed=prompt if ask.echo else None,
             scores=scores,
         )
@@ -261,7 +264,8 @@ class Routes:
         tools, wanted = usable_tools(body, prompts), self._wanted(body)
         grammar = await text(grammar_of, body, tools, prompts)
         ask = replace(ask, params=replace(ask.params, grammar=grammar))
-        prompt = await text(prompts.chat, messages, tools.offered if tools else None)
+        more = variables_of(body, prompts.tokenizer.template)
+        prompt = await text(prompts.chat, messages, tools.offered if tools else None, more)
         evidence = None
         if wanted.evidence:
             contents = [message["content"] for message in messages]

@@ -98,10 +98,12 @@ def written(
     """Generate an answer without running steps. Yields Pieces and DecodeRequests; the driver must
     decode the requested token before resuming the generator.
     """
-    sampler = Sampler(params, session.loaded.config.vocab_size, session.ids)
+    loaded = session.loaded
+    ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(loaded.end_token_ids))
+    sampler = Sampler(params, loaded.config.vocab_size, session.ids, ends)
     session.write_with(sampler)
     try:
-        yield from _loop(session, params, sampler, stats, should_stop)
+        yield from _loop(session, params, sampler, ends, stats, should_stop)
     finally:
         session.write_with(None)
 
@@ -110,11 +112,11 @@ def _loop(
     session: SessionState,
     params: SamplingParams,
     sampler: Sampler,
+    ends: set[int],
     stats: GenerationStats,
     should_stop: Callable[[], bool] | None,
 ) -> Iterator[Piece | DecodeRequest]:
     loaded = session.loaded
-    ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(loaded.end_token_ids))
     words = loaded.tokenizer.stream(session.ids) if loaded.tokenizer else None
     scanner = StopScanner(params.stop)
     start = replace(session.counters)

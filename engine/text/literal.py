@@ -19,6 +19,9 @@ from typing import Any
 MARKS = tuple(map(chr, chain(range(0xFDD0, 0xFDF0), range(0x100000, 0x10FFFE))))
 
 
+OWN = ("content", "reasoning_content", "thinking")  # what a model wrote of an assistant's message
+
+
 @dataclass(frozen=True)
 class Written:
     """A text for the tokenizer. literal: the start of every control-token spelling that must be
@@ -53,7 +56,8 @@ class Controls:
     def marked(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], str]:
         """(messages with a mark in every control token that they spell, the mark or "").
 
-        An answer may hold tokens that the template names (</think>): there they are the model's.
+        An answer, and a thought of it, may hold tokens that the template names (</think>): there
+        they are the model's.
         Names and arguments of tools are marked as contents are, keys too; a role is not.
         """
         texts = [
@@ -69,7 +73,7 @@ class Controls:
         for message in messages:
             marked = {}
             for key, value in message.items():
-                own = key == "content" and message.get("role") == "assistant"
+                own = key in OWN and message.get("role") == "assistant"
                 pattern = self.special if own else self.every
                 marked[key] = value if key == "role" else _marked(value, pattern, mark)
             found.append(marked)

@@ -247,9 +247,11 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        more: Mapping[str, Any] | None = None,
     ) -> str:
         """Write a dialogue as the model's text, to be encoded with special=False, as transformers
         does: control tokens that a message spells look like the template's own (see `write`).
+        more: variables of the template.
 
         Raises TemplateError if the model has no chat template.
         """
@@ -257,23 +259,26 @@ class Tokenizer:
             raise TemplateError(
                 "this model has no chat template (it is a base model): give it text to complete"
             )
-        return self.template.render(messages, add_generation_prompt, tools)
+        return self.template.render(messages, add_generation_prompt, tools, more)
 
     def write(
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        more: Mapping[str, Any] | None = None,
     ) -> Written:
-        """Write a dialogue for `encode_spans`: control tokens that a message or a tool spells stay
-        text.
+        """Write a dialogue for `encode_spans`: control tokens that a message, a tool or a variable
+        spells stay text.
 
         Raises TemplateError as `render`.
         """
         listed = checked_messages(messages)
-        marked, mark = self.controls.marked([*listed, {"tools": list(tools or ())}])
-        found = marked.pop()["tools"]
-        return self.controls.written(self.render(marked, add_generation_prompt, found), mark)
+        beside = {"tools": list(tools or ()), "more": dict(more or {})}
+        marked, mark = self.controls.marked([*listed, beside])
+        found = marked.pop()
+        text = self.render(marked, add_generation_prompt, found["tools"], found["more"])
+        return self.controls.written(text, mark)
 
     def token(self, token_id: int) -> str | None:
         """Return the vocabulary's spelling of an id; None if it has none (a padded row)."""

@@ -1,8 +1,7 @@
 """POST /v1/messages: Anthropic's form of a request, brought into that of a chat, and its errors.
 
 What Claude Code sends is accepted or refused by name. Accepted without effect, since nothing here
-could follow it: metadata, service_tier, cache_control (prefixes are found anyway) and
-output_config.effort.
+could follow it: metadata, service_tier and cache_control (prefixes are found anyway).
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ SAME = ("temperature", "top_p", "top_k", "stream", "model")
 # how a chat names fields, and how this interface does
 NAMES = {
     "stop": "stop_sequences",
+    "reasoning_effort": "output_config.effort",
     ".function.parameters": ".input_schema",
     ".function": "",
 }
@@ -76,7 +76,19 @@ def chat_of(body: Mapping[str, Any], counting: bool = False) -> dict[str, Any]:
             "unsupported_parameter",
         )
     chat["messages"] = found
-    return chat | _tools(body)
+    return chat | _tools(body) | _effort(body)
+
+
+def _effort(body: Mapping[str, Any]) -> dict[str, Any]:
+    """thinking and output_config.effort, as a chat has them."""
+    thinking, output = body.get("thinking"), body.get("output_config")
+    for name, value in (("thinking", thinking), ("output_config", output)):
+        if value is not None and not isinstance(value, Mapping):
+            raise refuse(name, value, "an object")
+    if thinking and thinking.get("type") == "disabled":
+        return {"reasoning_effort": "none"}
+    effort = output.get("effort") if output else None
+    return {} if effort is None else {"reasoning_effort": effort}
 
 
 def _known(body: Mapping[str, Any]) -> None:

@@ -39,10 +39,12 @@ class Reply:
         tokenizer: Tokenizer,
         answers: Answers,
         include_usage: bool = False,
+        usage_always: bool = False,
         echoed: Prompt | None = None,
         scores: PromptScores | None = None,
     ) -> None:
-        self._include_usage, self._echoed = include_usage, echoed.text if echoed else ""
+        self._include_usage, self._usage_always = include_usage, usage_always
+        self._echoed = echoed.text if echoed else ""
         self._scored_prompt = (echoed, scores) if echoed and scores else None
         self._spoken: set[int] = set()  # choices that have begun
         self.chat, self.prompt, self.logprobs, self.tokenizer = chat, prompt, logprobs, tokenizer
@@ -174,7 +176,8 @@ class Reply:
     ) -> dict[str, Any]:
         choice = {"index": index, "finish_reason": finish, "logprobs": scores}
         choice["delta" if self.chat else "text"] = delta
-        return {**self.head(True), "choices": [choice]}
+        usage = {"usage": self.usage()} if self._usage_always else {}
+        return {**self.head(True), "choices": [choice], **usage}
 
     # ---------------------------------------------------------------- log probabilities
 

@@ -26,9 +26,7 @@ REASONING = ("auto", "none", "deepseek")  # the last is the first's other name
 # known, not supported: the values that ask for nothing
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
-    "best_of": (1,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "function_call": ("none",),
     "functions": ([],),
     "grammar": ("",),
@@ -37,7 +35,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "json_schema": (),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "prediction": (),
     "structured_outputs": (),
@@ -48,14 +45,21 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 # of a completion alone, of a chat alone
 COMPLETION_ONLY: dict[str, tuple[Any, ...]] = {"echo": (False,)}
-CHAT_ONLY = ("omnikv", "parallel_tool_calls", "response_format", "tool_choice", "tools")
+CHAT_ONLY = (
+    "chat_template_kwargs",
+    "omnikv",
+    "parallel_tool_calls",
+    "response_format",
+    "tool_choice",
+    "tools",
+)
 
 
 @dataclass(frozen=True)
 class Ask:
     """What a request asks for, beside its prompt. max_tokens: None where the client sets none.
     0: only the prompt is read. echo: the prompt's text stands before each answer. raw: what the
-    model thinks is text of its answer.
+    model thinks is text of its answer. usage_always: every chunk of a stream says the usage.
     """
 
     params: SamplingParams
@@ -66,6 +70,7 @@ class Ask:
     logprobs: bool
     echo: bool = False
     raw: bool = False
+    usage_always: bool = False
 
     @property
     def scores(self) -> bool:
@@ -111,21 +116,26 @@ def ask_of(body: Mapping[str, Any], chat: bool) -> Ask:
         "ignore_eos": _boolean(body, "ignore_eos"),
         "logprobs": max(top, 1) if logprobs else 0,
         "logit_bias": _biases(body),
+        "min_tokens": _least(body, limit),
     }
     try:
         params = SamplingParams(**settings)
     except EngineError as error:
         name = str(error).partition(":")[0]
         raise ApiError(400, str(error), name, "invalid_value") from None
+    choices = _integer(body, "n", 1, 1, MOST_CHOICES)
+    if (best := body.get("best_of")) is not None and best != choices:
+        raise refuse("best_of", best, f"{choices}, as n: every choice is returned")
     return Ask(
         params,
         limit,
-        _integer(body, "n", 1, 1, MOST_CHOICES),
+        choices,
         streams,
         _boolean(options or {}, "include_usage", "stream_options.include_usage"),
         logprobs,
         echo,
         _raw(body),
+        _boolean(options or {}, "continuous_usage_stats", "stream_options.continuous_usage_stats"),
     )
 
 
@@ -142,6 +152,16 @@ def _limit(body: Mapping[str, Any], least: int) -> int | None:
         if body.get(name) is not None:
             return _integer(body, name, 1, least, 1 << 30)
     return None
+
+
+def _least(body: Mapping[str, Any], limit: int | None) -> int:
+    """min_tokens."""
+    found = _integer(body, "min_tokens", 0, 0, 1 << 30 if limit is None else limit)
+    for name, free in (("response_format", {"type": "text"}), ("tool_choice", "auto")):
+        value = body.get(name)
+        if found and value is not None and value not in (free, "none"):
+            raise refuse("min_tokens", found, f"0 beside this {name}, which says where it ends")
+    return found
 
 
 def _logprobs(body: Mapping[str, Any], chat: bool) -> tuple[bool, int]:

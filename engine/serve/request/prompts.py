@@ -85,13 +85,16 @@ class Prompts:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
+        more: Mapping[str, Any] | None = None,
     ) -> Prompt:
-        """A conversation, ready for the answer. tools: what the model may call."""
+        """A conversation, ready for the answer. tools: what the model may call. more: variables of
+        the template.
+        """
         given = self.marks.given_back if self.marks else _without_thought
         messages = [given(message) for message in messages]
         try:
             with self._lock:
-                written = self.tokenizer.write(messages, add_generation_prompt=True, tools=tools)
+                written = self.tokenizer.write(messages, True, tools, more)
         except EngineError as error:
             raise ApiError(400, str(error), "messages", "template_error") from None
         self._bounded(written.text, "messages")

@@ -1,9 +1,9 @@
 """POST /v1/responses: OpenAI's newer form of a request, brought into that of a chat.
 
 What Codex CLI sends is accepted or refused by name. Accepted without effect, since nothing here
-could follow it: reasoning, text.verbosity, include of reasoning.encrypted_content, metadata,
-prompt_cache_key (prefixes are found anyway), service_tier, user. Kinds of tools that only OpenAI
-runs are left out: the model cannot call what it is not told of. Nothing is stored.
+could follow it: reasoning.summary, text.verbosity, metadata, prompt_cache_key (prefixes are found
+anyway), service_tier, user. Kinds of tools that only OpenAI runs are left out: the model cannot
+call what it is not told of. Nothing is stored.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ NAMES = {
     "response_format": "text.format",
     ".function": "",
     "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
 }
 INCLUDED = "reasoning.encrypted_content"
 SEAL = "omnikv:"
@@ -59,6 +60,11 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
             raise refuse("max_output_tokens", most, "an integer of at least 1")
         chat["max_tokens"] = most
     chat["messages"] = _messages(body)
+    reasoning = body.get("reasoning")
+    if reasoning is not None and not isinstance(reasoning, Mapping):
+        raise refuse("reasoning", reasoning, "an object")
+    if reasoning and reasoning.get("effort") is not None:
+        chat["reasoning_effort"] = reasoning["effort"]
     return chat | _tools(body) | _format(body)
 
 

@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from queue import Empty, Queue
 from typing import IO, Any
@@ -34,6 +36,15 @@ KEPT_VARIABLES = frozenset(
     "PATH HOME LANG LC_ALL LC_CTYPE TZ TMPDIR TEMP TMP LD_LIBRARY_PATH DYLD_LIBRARY_PATH "
     "PYTHONHOME PYTHONDONTWRITEBYTECODE SYSTEMROOT".split()
 )
+BLOCKS = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
+QUOTED = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
+READ = re.compile(r"(?<![.\w])[a-z][a-z0-9_]{0,63}\b(?!\s*\()")
+# what a template is given with its messages, and the words of its language
+RESERVED = frozenset(
+    "messages tools documents add_generation_prompt and block break call continue elif else endfor "
+    "endgeneration endif endmacro endset false filter for generation if import in include is loop "
+    "macro namespace none not or raw recursive scoped self set true".split()
+)
 SPARE_CHARACTERS = 1 << 20  # a template may write four times its messages and this
 
 
@@ -44,6 +55,15 @@ class ChatTemplate:
         self.source, self.variables = source, dict(variables or {})
         self._worker: _Worker | None = None
         self._turn = threading.Lock()  # the child answers one thread at a time
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Names that stand in its expressions, without those that it is always given: what a caller
+        may set. A name that it sets for itself is one of them; that it then has its own value.
+        """
+        code = (QUOTED.sub("''", block) for block in BLOCKS.findall(self.source))
+        found = {name for block in code for name in READ.findall(block)}
+        return frozenset(found - RESERVED - self.variables.keys())
 
     @classmethod
     def load(cls, folder: Path, settings: Mapping[str, Any]) -> ChatTemplate | None:
@@ -85,14 +105,16 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        more: Mapping[str, Any] | None = None,
     ) -> str:
         """Write a dialogue as the model's text; messages are {"role": ..., "content": ...}. tools:
         the functions that the model may call, as transformers' apply_chat_template takes them.
+        more: variables among `names`.
 
         Raises TemplateError if the template is not valid, refuses the messages, or takes too much
         time or memory.
         """
-        variables: dict[str, Any] = dict(self.variables)
+        variables: dict[str, Any] = {**(more or {}), **self.variables}
         variables["add_generation_prompt"] = bool(add_generation_prompt)
         if tools:
             variables["tools"] = checked_messages(tools)

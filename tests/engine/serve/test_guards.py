@@ -250,6 +250,7 @@ FIELDS = [
     *("min_p", "repetition_penalty", "repeat_penalty", "seed", "stop", "n", "logprobs", "stream"),
     *("top_logprobs", "stop_token_ids", "ignore_eos", "stream_options", "logit_bias", "tools"),
     *("response_format", "presence_penalty", "best_of", "omnikv", "prompt", "tokens", "text"),
+    *("reasoning_format", "chat_template_kwargs", "reasoning_effort", "min_tokens"),
     *("echo", "content", "special", "add_special", "add_special_tokens"),
 ]
 
@@ -257,7 +258,7 @@ FIELDS = [
 def test_random_requests_get_answers_of_their_own_kind(server):
     """No 500, no traceback: each is served or refused with a sentence."""
     rng = random.Random(3)
-    for _ in range(250):
+    for _ in range(300):
         path = rng.choice([CHAT, "/v1/completions", "/tokenize", "/detokenize"])
         body = {"max_tokens": 1} | ({"messages": ASK["messages"]} if path == CHAT else {})
         for name in rng.sample(FIELDS, rng.randint(1, 3)):

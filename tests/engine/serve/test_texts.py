@@ -94,9 +94,9 @@ def test_clients_that_left_cost_the_others_nothing(server, monkeypatch):
     read, prompts = [], server.service.prompts
     text = prompts.text
 
-    def slowly(content, special):
+    def slowly(content, *how):
         read.append(len(content))
-        return text(content[:100], special)
+        return text(content[:100], *how)
 
     monkeypatch.setattr(prompts, "text", slowly)
     monkeypatch.setattr(texts.Texts, "run", slower(texts.Texts.run))
