@@ -145,10 +145,9 @@ class Routes:
     async def metrics(self, request: Request) -> Response:
         """Counters in Prometheus' text form."""
         worker = self.service.worker
-        return PlainTextResponse(
-            worker.metrics.text(worker.running, worker.paused, worker.waiting, worker.slots),
-            media_type="text/plain; version=0.0.4",
-        )
+        counts = worker.running, worker.paused, worker.waiting
+        text = worker.metrics.text(*counts, worker.slots, self.service.settings.alias)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     # ---------------------------------------------------------------- texts
 

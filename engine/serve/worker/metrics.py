@@ -1,10 +1,20 @@
-"""Counters of the server, in Prometheus' text form."""
+"""Counters of the server, in Prometheus' text form: under its own names, and those that others
+have under vLLM's, which routers and dashboards ask for.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 
 from engine.batch.slots import Slots
+
+# vLLM's, seconds; a first token behind a long prompt takes minutes
+BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+Row = tuple[str, str, str, float]  # name, kind, meaning, value
 
 
 class Metrics:
@@ -14,6 +24,8 @@ class Metrics:
         self.requests: Counter[tuple[str, int]] = Counter()  # (path, status)
         self.prompt_tokens = self.cached_tokens = self.read_tokens = self.written_tokens = 0
         self.read_seconds = self.decode_seconds = 0.0
+        self._first = [0] * (len(BUCKETS) + 1)  # answers by the seconds to their first token
+        self._first_seconds = 0.0
 
     def began(self, prompt: int, cached: int) -> None:
         """A request of `prompt` tokens got a slot that held `cached` of them."""
@@ -29,12 +41,17 @@ class Metrics:
         """A piece was written, with a token or without. Its seconds are shared with others'."""
         self.written_tokens += token
 
-    def text(self, running: int, paused: int, waiting: int, slots: Slots) -> str:
-        """All figures; the sessions' are those of now."""
+    def first(self, seconds: float) -> None:
+        """A request's first token came so long after it was queued."""
+        self._first[bisect_left(BUCKETS, seconds)] += 1
+        self._first_seconds += seconds
+
+    def text(self, running: int, paused: int, waiting: int, slots: Slots, model: str) -> str:
+        """All figures; the sessions' are those of now. model: the name that clients know."""
         sessions = [slot.session for slot in list(slots.slots)]
         device = sum(s.bank.nbytes for s in sessions if not s.closed)
         host = sum(s.bank.host_nbytes for s in sessions if not s.closed)
-        rows: list[tuple[str, str, str, float]] = [
+        rows: list[Row] = [
             ("prompt_tokens_total", "counter", "tokens of prompts", self.prompt_tokens),
             ("cached_tokens_total", "counter", "of those, held already", self.cached_tokens),
             ("read_tokens_total", "counter", "tokens read by prefill", self.read_tokens),
@@ -55,13 +72,41 @@ class Metrics:
             ("bank_device_bytes", "gauge", "K and V on the device", device),
             ("bank_host_bytes", "gauge", "K and V in host memory", host),
         ]
-        lines = []
-        for name, kind, about, value in rows:
-            lines += [f"# HELP omnikv_{name} {about}", f"# TYPE omnikv_{name} {kind}"]
-            lines.append(f"omnikv_{name} {value:.17g}")
+        lines = [line for row in rows for line in _lines("omnikv_", "", row)]
         lines += ["# HELP omnikv_requests_total requests", "# TYPE omnikv_requests_total counter"]
         lines += [
             f'omnikv_requests_total{{path="{path}",status="{status}"}} {count}'
             for (path, status), count in sorted(self.requests.items())
         ]
-        return "\n".join(lines) + "\n"
+        return "\n".join([*lines, *self._others(running, waiting, slots, model)]) + "\n"
+
+    def _others(self, running: int, waiting: int, slots: Slots, model: str) -> list[str]:
+        """The lines under vLLM's names."""
+        escaped = model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        label, busy = f'model_name="{escaped}"', [s.session for s in list(slots.slots) if s.busy]
+        room = slots.count * slots.batch.planner.max_context
+        used = sum(len(session) for session in busy) / room
+        rows: list[Row] = [
+            ("num_requests_running", "gauge", "answers under way", running),
+            ("num_requests_waiting", "gauge", "requests in the queue", waiting),
+            ("kv_cache_usage_perc", "gauge", "tokens of answers under way, of 1", used),
+            ("prefix_cache_queries_total", "counter", "tokens of prompts", self.prompt_tokens),
+            ("prefix_cache_hits_total", "counter", "of those, held already", self.cached_tokens),
+            ("prompt_tokens_total", "counter", "tokens of prompts", self.prompt_tokens),
+            ("generation_tokens_total", "counter", "tokens sampled", self.written_tokens),
+        ]
+        lines = [line for row in rows for line in _lines("vllm:", f"{{{label}}}", row)]
+        name, below = "vllm:time_to_first_token_seconds", 0
+        lines += [f"# HELP {name} from the queue to the first token", f"# TYPE {name} histogram"]
+        for edge, count in zip((*BUCKETS, "+Inf"), list(self._first), strict=True):
+            below += count
+            lines.append(f'{name}_bucket{{{label},le="{edge}"}} {below}')
+        total = f"{name}_sum{{{label}}} {self._first_seconds:.17g}"
+        return [*lines, total, f"{name}_count{{{label}}} {below}"]
+
+
+def _lines(prefix: str, label: str, row: Row) -> list[str]:
+    """A figure with what Prometheus wants to know of it."""
+    name, kind, about, value = row
+    name = prefix + name
+    return [f"# HELP {name} {about}", f"# TYPE {name} {kind}", f"{name}{label} {value:.17g}"]

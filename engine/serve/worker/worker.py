@@ -157,7 +157,7 @@ class HttpWorker(Worker[HttpJob]):
             params = replace(params, seed=(params.seed + choice) % 2**63)
         if session.last_logits is None:
             session.refresh_logits()
-        stats = GenerationStats(cached_tokens=len(session))
+        stats, begun = GenerationStats(cached_tokens=len(session)), False
         if job.evidence is not None:
             job.evidence.begin(session)
         with closing(written(session, params, stats, job.over)) as answer:
@@ -165,6 +165,9 @@ class HttpWorker(Worker[HttpJob]):
                 if isinstance(part, DecodeRequest):
                     yield part
                     continue
+                if not (choice or begun):
+                    self.metrics.first(time.monotonic() - job.since)
+                begun = True
                 self.metrics.wrote(part.token_id is not None)
                 top, evidence = tuple(part.top_logprobs), None
                 reads: Sequence[Read] = ()
