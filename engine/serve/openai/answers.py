@@ -53,8 +53,8 @@ class Answers:
         if self._thinker is None:
             if calls is None:
                 return [event.text]
-            ended = calls.end() if event.finish else []
-            return [*calls.push(event.text, event.token_id), *ended]
+            plain: list[Part] = [*calls.push(event.text, event.token_id)]
+            return plain + (calls.end() if event.finish else [])
         thoughts = self._thinkers.setdefault(event.choice, self._thinker())
         before = thoughts.inside
         parts = thoughts.push(event.text, event.token_id)

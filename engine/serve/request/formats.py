@@ -12,10 +12,12 @@ from engine.serve.request.calls import CALLS, CLOSE, OPEN, Form
 from engine.serve.request.prompts import Prompts
 from engine.serve.request.tools import Tools, schema_of
 from engine.serve.request.values import refuse
-from engine.text.grammar import MISSING, WRITING, Grammar
+from engine.text.grammar import MISSING, Grammar
 
 # the time to make a grammar grows with their square: 0.1 s of one core
 MOST_NAMES = 2000
+# white space as templates write a call (Jinja's tojson), so that the next prompt holds it as it was
+AS_TEMPLATES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 KINDS = ("text", "json_object", "json_schema")
 
 
@@ -136,5 +138,5 @@ def forced(form: Form, tools: Tools, hidden: Mapping[int, str]) -> str:
         "list": f'{marker(CALLS)} "[" call "]"',
         "bare": "call",
     }
-    schema = json.dumps({"anyOf": calls, "x-guidance": WRITING})
+    schema = json.dumps({"anyOf": calls, "x-guidance": AS_TEMPLATES})
     return f"start: {around[form]}\ncall: %json {schema}\n"
