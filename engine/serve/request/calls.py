@@ -17,6 +17,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from engine.base.errors import EngineError
+from engine.text.tokenizer import Tokenizer
+
 Form = Literal["tags", "list", "bare"]
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -40,6 +43,21 @@ def form_of(template: str) -> Form | None:
     if PYTHON in template or '"parameters"' in template:
         return "bare"
     return None
+
+
+def space_before(tokenizer: Tokenizer) -> str:
+    """White space that the chat template writes between a text and a call behind it. The model
+    writes it too: in its text it would stand twice when the text goes back to the template.
+    """
+    answer = "0answer0"
+    call = {"id": "0" * ID, "type": "function", "function": {"name": "f", "arguments": {}}}
+    turn = {"role": "assistant", "content": answer, "tool_calls": [call]}
+    try:
+        text = tokenizer.render([{"role": "user", "content": "0"}, turn], False)
+    except EngineError:
+        return ""
+    between, found, _ = text.partition(answer)[2].partition(OPEN)
+    return between if found and between.isspace() else ""
 
 
 def new_id() -> str:

@@ -25,8 +25,10 @@ MOST_BIASES = 1024
 REASONING = ("auto", "none", "deepseek")  # the last is the first's other name
 # known, not supported: the values that ask for nothing
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
     "audio": (),
     "chat_template": (),
+    "continue_final_message": (False,),
     "function_call": ("none",),
     "functions": ([],),
     "grammar": ("",),

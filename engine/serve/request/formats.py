@@ -18,6 +18,9 @@ from engine.text.grammar import MISSING, Grammar
 MOST_NAMES = 2000
 # white space as templates write a call (Jinja's tojson), so that the next prompt holds it as it was
 AS_TEMPLATES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+COMBINED = frozenset(
+    "allOf anyOf oneOf not if $ref $dynamicRef patternProperties unevaluatedProperties".split()
+)
 KINDS = ("text", "json_object", "json_schema")
 
 
@@ -113,6 +116,21 @@ def _made(
         raise ApiError(400, f"{param}: {error}", param, code) from None
 
 
+def closed(schema: Any) -> Any:
+    """A schema whose objects hold the properties that it names and no others, where it does not say
+    and nothing is combined: a weak model that may add properties adds them without end.
+    """
+    if not isinstance(schema, Mapping) or COMBINED & schema.keys():
+        return schema
+    found = dict(schema)
+    if isinstance(schema.get("properties"), Mapping) and schema["properties"]:
+        found["properties"] = {name: closed(v) for name, v in schema["properties"].items()}
+        found.setdefault("additionalProperties", False)
+    if "items" in schema:
+        found["items"] = closed(schema["items"])
+    return found
+
+
 def forced(form: Form, tools: Tools, hidden: Mapping[int, str]) -> str:
     """A grammar, in llguidance's form of Lark, of exactly one call. hidden: as of CallScanner."""
     arguments = "parameters" if form == "bare" else "arguments"
@@ -121,7 +139,7 @@ def forced(form: Form, tools: Tools, hidden: Mapping[int, str]) -> str:
             "type": "object",
             "properties": {
                 "name": {"const": tool["function"]["name"]},
-                arguments: tool["function"]["parameters"],
+                arguments: closed(tool["function"]["parameters"]),
             },
             "required": ["name", arguments],
             "additionalProperties": False,

@@ -15,7 +15,7 @@ import tokenizers
 
 from engine.base.errors import EngineError
 from engine.serve.errors import ApiError
-from engine.serve.request.calls import MARKERS, CallScanner, Form, form_of
+from engine.serve.request.calls import MARKERS, CallScanner, Form, form_of, space_before
 from engine.serve.request.thoughts import FIELD, marks_of
 from engine.serve.request.tools import NO_TOOLS, Tools, tools_of
 from engine.text.characters import most_characters
@@ -51,11 +51,24 @@ class Prompts:
         self._vocab_size, self._ends, self._capacity = vocab_size, ends, capacity
         self._grammars: Grammars | None = None
         self._lock = threading.Lock()  # templates take turns
-        self.marks = marks_of(tokenizer)
+        self.learn_template()
         tokenizer.let_others_run()
         self.characters = most_characters(tokenizer)
         self._plain = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
         self._plain.encode_special_tokens = True  # the tokenizers' name for: do not recognise them
+
+    def learn_template(self) -> None:
+        """Find out how the chat template writes thoughts and calls."""
+        self.marks = marks_of(self.tokenizer)
+        self._space = space_before(self.tokenizer) if self.form == "tags" else ""
+
+    def _given_back(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message such that the template writes an answer as the model wrote it."""
+        given = self.marks.given_back if self.marks else _without_thought
+        found = given(message)
+        if found.get("tool_calls") and self._space:
+            found["content"] = found["content"].removesuffix(self._space)
+        return found
 
     @property
     def form(self) -> Form | None:
@@ -90,8 +103,7 @@ class Prompts:
         """A conversation, ready for the answer. tools: what the model may call. more: variables of
         the template.
         """
-        given = self.marks.given_back if self.marks else _without_thought
-        messages = [given(message) for message in messages]
+        messages = [self._given_back(message) for message in messages]
         try:
             with self._lock:
                 written = self.tokenizer.write(messages, True, tools, more)

@@ -12,6 +12,7 @@ import types
 import openai
 import pytest
 
+from engine.serve.request.formats import closed
 from tests.engine.serve.scripted import templated
 from tests.engine.serve.test_tools import TOOLS
 
@@ -167,3 +168,28 @@ def test_without_the_extra_one_line_names_it(server, monkeypatch):
     monkeypatch.setattr(server.service.prompts, "_grammars", None)
     with pytest.raises(openai.BadRequestError, match="pip install llguidance"):
         ask(server, response_format={"type": "json_object"})
+
+
+def test_a_demanded_calls_objects_are_closed_where_the_schema_does_not_say():
+    inner = {"type": "object", "properties": {"b": {"type": "integer"}}}
+    schema = {
+        "type": "object",
+        "properties": {
+            "a": inner,
+            "list": {"type": "array", "items": inner},
+            "said": {**inner, "additionalProperties": True},
+            "either": {"anyOf": [inner, {"type": "null"}]},
+            "free": {"type": "object"},
+        },
+    }
+    shut = {**inner, "additionalProperties": False}
+    kept = schema["properties"]
+    found = closed(schema)
+    assert found["additionalProperties"] is False and "additionalProperties" not in schema
+    assert found["properties"] == {
+        **kept,
+        "a": shut,
+        "list": {"type": "array", "items": shut},
+    }
+    for odd in (True, [], {"properties": 3}, {"items": [inner]}, {"properties": {}}):
+        assert closed(odd) == odd

@@ -4,6 +4,7 @@ Stops: a thought that is shown as an answer or an answer taken for a thought, a 
 doubled at a border, white space that another turn writes otherwise, a tag that a user wrote.
 """
 
+import contextlib
 import json
 import random
 from types import SimpleNamespace
@@ -144,21 +145,18 @@ ASKED = [{"role": "user", "content": "Is the red door open?"}]
 
 
 @pytest.fixture
-def thinking(server, monkeypatch):
+def thinking(server):
     """Gives the model another template, and what follows from it."""
     llm, prompts = server.service.llm, server.service.prompts
-    with monkeypatch.context() as patch:
-        held = []
+    with contextlib.ExitStack() as held:
 
         def give(source):
-            held.append(templated(llm, source))
-            held[-1].__enter__()
-            patch.setattr(prompts, "marks", marks_of(llm.tokenizer))
+            held.enter_context(templated(llm, source))
+            prompts.learn_template()
             return prompts.marks
 
         yield give
-        for one in reversed(held):
-            one.__exit__(None, None, None)
+    prompts.learn_template()
 
 
 def test_marks_follow_from_the_template(server, thinking):

@@ -30,7 +30,6 @@ TOOLS = [
                     "keys": {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2},
                 },
                 "required": ["door", "keys"],
-                "additionalProperties": False,
             },
         },
     }
