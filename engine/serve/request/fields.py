@@ -39,8 +39,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "json_schema": (),
     "modalities": (["text"],),
     "prediction": (),
+    "prompt_logprobs": (),
     "structured_outputs": (),
     "suffix": ("",),
+    "truncate_prompt_tokens": (),
     "web_search_options": (),
 }
 

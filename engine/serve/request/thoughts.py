@@ -55,6 +55,8 @@ class Marks:
         written = prompt[at + len(self.open) :]
         if at < 0 or written.strip():
             return TagScanner(self, False, self.lead)
+        if not self.name:
+            return TagScanner(self, True, "", written)  # it goes back as it stands
         lead = self.lead[len(written) :] if self.lead.startswith(written) else ""
         return TagScanner(self, True, lead)
 
@@ -121,12 +123,12 @@ class TagScanner:
     """Splits an answer that is still being written into a thought at its beginning and the rest.
 
     inside: the prompt has begun the thought. lead: white space that is still to come in front of
-    it.
+    it. written: what of the thought the prompt has.
     """
 
-    def __init__(self, marks: Marks, inside: bool, lead: str) -> None:
+    def __init__(self, marks: Marks, inside: bool, lead: str, written: str = "") -> None:
         self._marks, self._lead = marks, lead
-        self._held = ""
+        self._held = written
         self._state = "lead" if inside else "before"  # then thought, gap, answer
 
     @property

@@ -54,7 +54,7 @@ CASES = [
     (QWEN, "x<think>\n\n</think>\n\n", "Yes.", "", "Yes."),
     (QWEN, "say <think> to me", "Yes.", "", "Yes."),
     (PLAIN, "", "<think> a </think> b", " a ", " b"),
-    (PLAIN, "<think>\n", "a\n</think>b", "a\n", "b"),
+    (PLAIN, "<think>\n", "a\n</think>b", "\na\n", "b"),
     (PLAIN, "", "", "", ""),
 ]
 
@@ -134,7 +134,8 @@ KEEPS = """{{ bos_token }}{% for message in messages %}{% if message.role == 'as
 {% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""  # noqa: E501
 # knows a thought as a part of the content alone, and begins one itself
 WITHIN = """{{ bos_token }}{% for message in messages %}{% if message.role == 'assistant' %}<|assistant|>{{ message.content }}{# </think> stays #}<|end|>{% else %}<|user|>{{ message.content }}
-{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|><think>{% endif %}"""  # noqa: E501
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|><think>
+{% endif %}"""  # noqa: E501
 # writes a thought without white space around it
 TIGHT = KEEPS.replace(
     "<think>\n{{ message.reasoning_content.strip('\\n') }}\n</think>\n\n",
@@ -206,7 +207,7 @@ def test_a_thought_comes_apart_whole_and_streamed(server, thinking, monkeypatch)
 def test_no_token_is_read_again_where_a_thought_goes_back(server, thinking, monkeypatch, source):
     """Counted over four turns, and the same without what was thought, which must cost more."""
     thinking(source)
-    said = (SAID.removeprefix("<think>") if source is WITHIN else SAID) + " Go in and see." * 8
+    said = (SAID.removeprefix("<think>\n") if source is WITHIN else SAID) + " Go in and see." * 8
 
     def turns(key, keep):
         messages, read = [], []
