@@ -25,8 +25,8 @@ from typing import Any
 import pytest
 
 from engine import LLM, Full, OmniKV
+from engine.batch.slots import common
 from engine.serve.request.tools import messages_of, tools_of
-from engine.serve.worker.slots import common
 from tests.engine.serve.conftest import Running, serving
 from tests.engine.serve.scripted import saying
 from tests.engine.serve.tool_checkpoint import tool_checkpoint

@@ -10,8 +10,8 @@ import json
 import pytest
 
 from engine import LLM
+from engine.batch.slots import common
 from engine.serve.request.tools import messages_of, tools_of
-from engine.serve.worker.slots import common
 from tests.engine.serve.conftest import serving
 from tests.engine.serve.tool_checkpoint import tool_checkpoint
 
