@@ -107,6 +107,7 @@ class Scratch:
 
 def make_scratch(shape: ScratchShape, device: torch.device | str, backend: str = "auto") -> Scratch:
     """Allocate scratch for decode steps of up to this shape; backend: as in the launchers."""
+    choose_for(backend, torch.device(device))  # raises where it cannot run
     sizes = _sizes(shape, torch.device(device), backend)
     buffers = {
         name: torch.empty(count, dtype=kind, device=device) for name, (count, kind) in sizes.items()
@@ -117,7 +118,9 @@ def make_scratch(shape: ScratchShape, device: torch.device | str, backend: str =
 
 
 def scratch_bytes(shape: ScratchShape, device: torch.device | str, backend: str = "auto") -> int:
-    """Count the bytes that `make_scratch` of the same arguments allocates."""
+    """Count the bytes that `make_scratch` of the same arguments allocates; for "triton" also where
+    it is not installed, since a plan may be another machine's.
+    """
     sizes = _sizes(shape, torch.device(device), backend)
     return sum(count * kind.itemsize for count, kind in sizes.values())
 
@@ -126,7 +129,7 @@ def _sizes(
     s: ScratchShape, device: torch.device, backend: str
 ) -> dict[str, tuple[int, torch.dtype]]:
     """Size every field of the Scratch of a backend: {name: (elements, dtype)}."""
-    chosen = choose_for(backend, device)
+    chosen = backend if backend == "triton" else choose_for(backend, device)
     sizes = {name: (0, torch.float32) for name in Scratch.__dataclass_fields__}
     if chosen == "cpu":
         native = backend in NATIVE and reads(s.dtype, s.head_dim) and not missing()

@@ -17,7 +17,7 @@ from engine.base.errors import OutOfMemoryPlan, SettingError
 from engine.model.config.config import ModelConfig
 from engine.model.llama import assemble
 from engine.model.tensors import random_stream, targets
-from tests.builders import random_ids, session_config, tiny_llm
+from tests.builders import POCKET, random_ids, session_config, tiny_llm
 from tests.no_compiler import no_compiler
 from tools.families.models import word_tokenizer
 
@@ -238,3 +238,11 @@ def test_a_head_is_packed_while_there_is_room_for_both(first, form):
     assert model.lm_head.form == form
     x = torch.randn(2, config.hidden_size)
     torch.testing.assert_close(model.lm_head(x), x @ head.T, rtol=1e-5, atol=1e-5)
+
+
+def test_a_plan_for_a_gpu_needs_no_triton(monkeypatch):
+    """A CPU's installation has none, and is asked which card a model fits."""
+    settings = dict(max_context=4096, load=False, imagined_gpu=8 << 30, imagined_host=8 << 30)
+    wanted = LLM(str(POCKET), **settings).plan().to_dict()
+    monkeypatch.setattr("kernels.launch.dispatch.HAVE_TRITON", False)
+    assert LLM(str(POCKET), **settings).plan().to_dict() == wanted
