@@ -17,6 +17,7 @@ from engine.base.errors import SettingError
 from engine.base.lock import Request, RequestLock
 from engine.batch.batch import Batch
 from engine.forward.scores import PromptScores
+from engine.forward.ahead.children import compiled_meanwhile
 from engine.load.files import model_files
 from engine.load.loaded import Loaded, trim_while_loading
 from engine.load.options import LLMSettings, Options, PlanSettings
@@ -153,9 +154,10 @@ class LLM:
         return self._load(trim_while_loading(stream), tokenizer)
 
     def _load(self, stream: Iterable[tuple[str, Any]], tokenizer: Tokenizer | None) -> Loaded:
-        with current(self.device), typed_errors():
-            shared = self.planner.host_tier, self._lock
-            self.loaded = Loaded.of(self.planner, stream, tokenizer, *shared)
+        planner = self.planner
+        shared = planner.host_tier, self._lock
+        with current(self.device), typed_errors(), compiled_meanwhile(planner.first_answer):
+            self.loaded = Loaded.of(planner, stream, tokenizer, *shared)
         return self.loaded
 
     # ---------------------------------------------------------------- facts

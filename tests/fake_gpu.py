@@ -13,6 +13,8 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernels.launch import shapes
+
 # operators that wait for the device: their results' sizes or values are the host's
 READS = ("_local_scalar_dense", "nonzero", "_unique2", "bincount", "masked_select", "equal")
 
@@ -122,6 +124,7 @@ class FakeGPU:
         self.captures, self.launch, self.kernel = [], 7e-6, 1e-6
         self.memory = [(70 << 30, 80 << 30)] * cards
         self.capability = (9, 0)
+        self.processors = 132
         self.integrated = False  # whether the cards have no memory of their own
         for name, stand_in in {
             "is_available": lambda: cards > 0,
@@ -138,6 +141,7 @@ class FakeGPU:
                 total_memory=self.memory[self.index(device)][1],
                 name="Fake GPU",
                 is_integrated=self.integrated,
+                multi_processor_count=self.processors,
             ),
             "is_initialized": lambda: bool(self.used),
             "Event": Event,
@@ -146,6 +150,7 @@ class FakeGPU:
             "graph": graph,
         }.items():
             monkeypatch.setattr(torch.cuda, name, stand_in)
+        shapes._asked.cache_clear()
         has_context = lambda card: card in self.used  # noqa: E731
         monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", has_context, raising=False)
 

@@ -25,13 +25,13 @@ from engine.forward.graphs import captured
 from engine.forward.layer import FusedLayer, LayerForm, TorchLayer, fusable
 from engine.forward.native_backend import require_native
 from engine.forward.native_layer import NativeLayer, natively
-from engine.forward.prompt_layer import FUSED, PLAIN
+from engine.forward.prompt_layer import FUSED, PLAIN, Pieces
 from engine.model.llama import Llama
 from engine.model.mixture import Mixture
 from engine.model.rope import Rotary
 from engine.plan.layers import layer_plan
 from kernels.attention.dense import decode_dense
-from kernels.attention.scratch import ScratchShape, make_scratch
+from kernels.attention.scratch import Scratch, ScratchShape, make_scratch
 from kernels.experts.choose import Choice, choose_experts, choose_experts_ref
 from kernels.experts.open import open_experts, open_experts_ref
 from kernels.experts.sum import sum_experts, sum_experts_ref
@@ -337,6 +337,18 @@ def _layer_failure(model: Llama, rotary: Rotary) -> str:
     return ""
 
 
+def launch_tested(model: Llama, rotary: Rotary) -> None:
+    """Launch the kernels that the self-test launches and compare nothing: for a model without
+    memory, so that they are compiled before.
+    """
+    for rows in STEP_ROWS:
+        _Layer(FusedLayer(model), model, rotary, 0, rows).run()
+    _prompt_halves(model, rotary, FUSED)
+    whole, apart, merge = _merges(model)
+    merge(whole)
+    merge(apart)
+
+
 def _unlike(
     found: list[torch.Tensor], wanted: list[torch.Tensor], dtype: torch.dtype, coarse: bool
 ) -> str:
@@ -353,7 +365,18 @@ def _unlike(
 
 def _prompt_failure(model: Llama, rotary: Rotary) -> str:
     """Test the halves of a layer for a prompt's chunk."""
+    results = [_prompt_halves(model, rotary, pieces) for pieces in (PLAIN, FUSED)]
+    for name, one, other in zip(("query", "K", "V", "query", "layer"), *results, strict=True):
+        name = f"a prompt's {name}"
+        if why := differs(name, other, one, model.dtype) or differs_overall(name, other, one):
+            return why
+    return ""
+
+
+def _prompt_halves(model: Llama, rotary: Rotary, pieces: Pieces) -> list[torch.Tensor]:
+    """Run both halves of the first layer for a prompt's chunk: query, K, V, query, layer."""
     config, layer = model.config, model.layers[0]
+    before, after = pieces
     generator = torch.Generator().manual_seed(1)
     x, attended = (
         torch.randn(1, CHUNK, width, generator=generator).to(model.device, model.dtype)
@@ -362,31 +385,39 @@ def _prompt_failure(model: Llama, rotary: Rotary) -> str:
     cos, sin = rotary.at(torch.arange(CHUNK, device=model.device)[None])
     sizes = config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
     attended = attended.unflatten(2, (config.num_heads, config.head_dim))
-    results = [
-        [*before(layer, x, cos, sin, *sizes), after(layer, x, attended, config.rms_norm_eps)]
-        for before, after in (PLAIN, FUSED)
-    ]
-    for name, one, other in zip(("query", "K", "V", "query", "layer"), *results, strict=True):
-        name = f"a prompt's {name}"
-        if why := differs(name, other, one, model.dtype) or differs_overall(name, other, one):
-            return why
-    return ""
+    found = before(layer, x, cos, sin, *sizes)
+    return [*found, after(layer, x, attended, config.rms_norm_eps)]
+
+
+def _merges(model: Llama) -> tuple[Scratch, Scratch, Callable[[Scratch], torch.Tensor]]:
+    """Scratch whose splits the last program merges, and whose splits launches of their own do; and
+    attention to ROWS rows over either.
+    """
+    config, device, dtype = model.config, model.device, model.dtype
+    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+    where = torch.device("cpu") if device.type == "meta" else device
+    generator = torch.Generator(where).manual_seed(0)
+    k, v, q = (
+        torch.randn(shape, generator=generator, device=where).to(device, dtype)
+        for shape in (*[(1, kv_heads, ROWS, dim)] * 2, (1, 1, heads, dim))
+    )
+    lengths = torch.full((1,), ROWS, dtype=torch.int32, device=device)
+    scratch = make_scratch(ScratchShape(1, 1, heads, kv_heads, dim, ROWS), device, "triton")
+
+    def attend(merged: Scratch) -> torch.Tensor:
+        return decode_dense(q, k, v, lengths, dim**-0.5, scratch=merged, backend="triton")
+
+    return scratch, scratch.merging_apart(), attend
 
 
 def _merge_failure(model: Llama) -> str:
     """Test merging by the program that ends last against merging in separate launches."""
-    config, device, dtype = model.config, model.device, model.dtype
-    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-    generator = torch.Generator(device).manual_seed(0)
-    k, v = torch.randn(2, 1, kv_heads, ROWS, dim, generator=generator, device=device).to(dtype)
-    q = torch.randn(1, 1, heads, dim, generator=generator, device=device).to(dtype)
-    lengths = torch.full((1,), ROWS, dtype=torch.int32, device=device)
-    scratch = make_scratch(ScratchShape(1, 1, heads, kv_heads, dim, ROWS), device, "triton")
-    apart = scratch.merging_apart()
-    want = decode_dense(q, k, v, lengths, dim**-0.5, scratch=apart, backend="triton")
+    device, dtype = model.device, model.dtype
+    scratch, apart, attend = _merges(model)
+    want = attend(apart)
 
     def run() -> torch.Tensor:
-        return decode_dense(q, k, v, lengths, dim**-0.5, scratch=scratch, backend="triton")
+        return attend(scratch)
 
     for _ in range(TIMES):
         found = run()

@@ -11,6 +11,7 @@ from typing import Any
 
 from engine.bank.pool.host_tier import HostTier
 from engine.base.errors import SettingError
+from engine.forward.ahead.launches import FirstAnswer
 from engine.forward.native_backend import require_native
 from engine.load.files import ModelFiles, rounding
 from engine.load.memory import make_plan
@@ -26,6 +27,8 @@ from engine.plan.filter_layers import FilterLayers
 from engine.plan.free_memory import HEADROOM
 from engine.plan.layers import LayerPlan
 from engine.plan.placement import Placement, full_placement, reserved_rows
+from kernels.launch.dispatch import choose_for
+from kernels.launch.shapes import card
 from weights.resolve import Resolved
 
 
@@ -175,6 +178,26 @@ class Planner:
         ):
             return placement
         return placement.keeping(planned.offload_groups)
+
+    def first_answer(self) -> FirstAnswer | None:
+        """What decides about the launches of the first answer; None where Triton launches nothing
+        on a GPU.
+        """
+        found = card(self.device)
+        if found is None or choose_for(self.backend, self.device) != "triton":
+            return None
+        return FirstAnswer(
+            config=self.config,
+            method=self.method,
+            layers=self.layers,
+            dtype=self.dtype,
+            rounding=self.rounding,
+            capacity=self.max_context,
+            chunk=self.chunk,
+            placement=self.placement(self.method, self.layers, self.max_context),
+            fused=self.options.step != "plain",
+            card=found,
+        )
 
     @property
     def backend(self) -> str:

@@ -121,7 +121,7 @@ def container_memory(
     kernel drops idle ones first, so they are counted as free here.
     """
     found = []
-    groups = _control_groups(process) if folder is None else _tops(folder)
+    groups = control_groups(process) if folder is None else _tops(folder)
     for kind, group in groups:
         limit, used, idle = _GROUPS[kind]
         try:
@@ -141,7 +141,7 @@ def _tops(folder: Path) -> list[tuple[str, Path]]:
     return [("cgroup2", folder), ("cgroup", folder / "memory")]
 
 
-def _control_groups(process: Path) -> Iterator[tuple[str, Path]]:
+def control_groups(process: Path) -> Iterator[tuple[str, Path]]:
     """Yield (kind, folder) of this process's memory groups and of all above them, that are visible
     here. The process says which group it is in, the mounts where groups are.
     """

@@ -19,6 +19,7 @@ from kernels.attention.split import (
 )
 from kernels.launch.dispatch import NATIVE, choose_for
 from kernels.launch.radix import BINS
+from kernels.launch.shapes import processors
 from kernels.native.library import missing
 from kernels.rows.forms import row_widths
 
@@ -136,8 +137,8 @@ def _sizes(
         return sizes | _cpu_sizes(s, native)
     if chosen != "triton":
         return sizes
-    dense = dense_splits(s.capacity)
-    splits = max(dense, most_sparse_splits(s.budget, s.kv_heads) if s.budget else 0)
+    dense, sms = dense_splits(s.capacity), processors(device)
+    splits = max(dense, most_sparse_splits(s.budget, s.kv_heads, sms) if s.budget else 0)
     chunks = -(-splits // MERGE_CHUNK)
     rows = s.batch * s.kv_heads * s.rows
     ranked = s.scored or s.window

@@ -22,7 +22,7 @@ from kernels.attention.split import (
 )
 from kernels.launch.dispatch import choose
 from kernels.launch.pdl import dependent, wait_for_last_kernel
-from kernels.launch.shapes import Config
+from kernels.launch.shapes import Config, processors
 from kernels.launch.softmax import PLAIN, Softmax, capped
 from kernels.launch.triton import tl, triton
 from kernels.rows.forms import is_packed, wide_stored_queries
@@ -310,7 +310,8 @@ def decode_sparse_triton(
     if scratch is None:
         largest = ScratchShape(batch, queries, heads, kv_heads, head_dim, 1, max(1, budget))
         scratch = make_scratch(largest, q.device, "triton")
-    split, splits = sparse_split(budget, kv_heads), sparse_splits(budget, kv_heads)
+    sized = budget, kv_heads, processors(q.device)
+    split, splits = sparse_split(*sized), sparse_splits(*sized)
     config = sparse_config(
         queries, group, head_dim, q.element_size(), k.dtype if is_packed(k) else None
     )

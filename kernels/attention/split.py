@@ -2,15 +2,15 @@
 softmax step of a tile. kernels/attention/merge.py merges the splits.
 
 K and V are visited in fixed-length splits at absolute boundaries and merged in a fixed order. An
-output, and the log-sum-exp that a selection hangs on, then depends on the rows alone: not on the
-capacity, the grid or the number of SMs.
+output, and the log-sum-exp that a selection hangs on, then depends on the rows and the card alone:
+not on the capacity or the grid. A dense layer's depends on no card either.
 """
 
 from __future__ import annotations
 
 import torch
 
-from kernels.launch.shapes import DENSE_SPLIT, FILL, Config, power_of_two
+from kernels.launch.shapes import DENSE_SPLIT, PROCESSORS, Config, power_of_two
 from kernels.launch.triton import tl, triton
 
 # splits merged by one program; more merge in two levels. A dense layer has hundreds: all chunks but
@@ -20,6 +20,8 @@ MERGE_CHUNK = 16
 SPARSE_CHUNK = 64
 # floats of a program's tile while it merges
 MERGE_TILE = 4096
+# programs of the sparse kernel for each SM
+PER_PROCESSOR = 2
 # tail rows that the sparse grid is sized for (default tail: below 320); longer ones still work
 TAIL_ROOM = 512
 
@@ -69,12 +71,12 @@ def gathered_config(group: int, head_dim: int, itemsize: int, packed: bool = Fal
     )
 
 
-def sparse_split(budget: int, kv_heads: int) -> int:
+def sparse_split(budget: int, kv_heads: int, processors: int = PROCESSORS) -> int:
     """Rows of one program of the sparse kernel: the longest of 256, 128, 64, 32 that still makes
-    FILL programs for one sequence.
+    PER_PROCESSOR programs for each SM of a card from one sequence.
     """
     for split in (256, 128, 64):
-        if kv_heads * -(-(budget + TAIL_ROOM) // split) >= FILL:
+        if kv_heads * -(-(budget + TAIL_ROOM) // split) >= PER_PROCESSOR * processors:
             return split
     return 32
 
@@ -84,17 +86,18 @@ def dense_splits(capacity: int) -> int:
     return max(1, -(-capacity // DENSE_SPLIT))
 
 
-def sparse_splits(budget: int, kv_heads: int) -> int:
+def sparse_splits(budget: int, kv_heads: int, processors: int = PROCESSORS) -> int:
     """Count the splits of `budget` chosen tokens and TAIL_ROOM tail rows."""
-    return -(-(budget + TAIL_ROOM) // sparse_split(budget, kv_heads))
+    return -(-(budget + TAIL_ROOM) // sparse_split(budget, kv_heads, processors))
 
 
-def most_sparse_splits(budget: int, kv_heads: int) -> int:
+def most_sparse_splits(budget: int, kv_heads: int, processors: int = PROCESSORS) -> int:
     """Bound `sparse_splits` for every budget up to this one.
 
-    A shorter split is only taken while the longer one misses FILL.
+    A shorter split is only taken while the longer one makes too few programs.
     """
-    return max(-(-(budget + TAIL_ROOM) // 256), 2 * -(-FILL // kv_heads))
+    enough = -(-PER_PROCESSOR * processors // kv_heads)
+    return max(-(-(budget + TAIL_ROOM) // 256), 2 * enough)
 
 
 @triton.jit

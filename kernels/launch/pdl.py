@@ -9,10 +9,9 @@ product also loads its first weights before it waits, since no kernel of a step 
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
+from kernels.launch.shapes import card
 from kernels.launch.triton import tl, triton
 
 LEAST_CAPABILITY = (9, 0)
@@ -62,14 +61,11 @@ def supported(device: torch.device) -> bool:
     return (device.index or 0) not in _REFUSED and _possible(device)
 
 
-@functools.cache
 def _possible(device: torch.device) -> bool:
-    return (
-        HAVE_DEPENDENT
-        and device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
-    )
+    if not HAVE_DEPENDENT or torch.version.hip is not None:
+        return False
+    found = card(device)
+    return found is not None and found.capability >= LEAST_CAPABILITY
 
 
 def dependent(tensor: torch.Tensor) -> dict[str, bool]:

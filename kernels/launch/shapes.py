@@ -1,8 +1,14 @@
-"""Launch shapes of Triton kernels: tiles, warps, registers, index widths."""
+"""Launch shapes of Triton kernels: tiles, warps, registers, index widths, and the card that they
+are for.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -12,8 +18,48 @@ from kernels.launch.triton import tl, triton
 DENSE_SPLIT = 512
 # with them an SM holds three programs of 128 threads, as many as its shared memory does
 MOST_REGISTERS = 168
-# programs that fill 132 SMs twice: the sparse kernel's split is the longest that reaches it
-FILL = 264
+PROCESSORS = 132  # SMs of an H100 or H200, taken where no card is there to ask
+
+
+class Card(NamedTuple):
+    """The facts of a GPU that launches depend on. capability: such as (9, 0); processors: SMs."""
+
+    capability: tuple[int, int]
+    processors: int = PROCESSORS
+
+
+_IMAGINED: list[Card] = []
+
+
+def card(device: torch.device) -> Card | None:
+    """Return the card of a CUDA device of this machine; for any other device the one that is
+    `imagined`, or None.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return _IMAGINED[-1] if _IMAGINED else None
+    return _asked(device)
+
+
+@functools.cache
+def _asked(device: torch.device) -> Card:
+    found = torch.cuda.get_device_properties(device)
+    return Card(torch.cuda.get_device_capability(device), found.multi_processor_count)
+
+
+def processors(device: torch.device) -> int:
+    """Count a card's SMs; PROCESSORS for a device that is no card."""
+    found = card(device)
+    return PROCESSORS if found is None else found.processors
+
+
+@contextlib.contextmanager
+def imagined(which: Card) -> Iterator[None]:
+    """Launch on tensors without memory as on this card, to see what would be launched."""
+    _IMAGINED.append(which)
+    try:
+        yield
+    finally:
+        _IMAGINED.pop()
 
 
 @dataclass(frozen=True)

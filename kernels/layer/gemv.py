@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.launch.pdl import dependent, wait_for_last_kernel
+from kernels.launch.shapes import processors
 from kernels.launch.triton import tl, triton
 
 MOST_ROWS = 16
@@ -23,8 +24,9 @@ HELD = 16  # outputs of a program
 # columns of a round by bytes of an element: 8 KB of weights in 16 bits. Products of float32 run in
 # registers, which a round's columns have to fit
 STEPS = {2: 256, 4: 32}
-# programs that give each of 132 SMs two; fewer have more rounds in flight instead
-ENOUGH_PROGRAMS = 256
+# programs for each SM under which they have more rounds in flight instead: 4096 outputs are 1.94 for
+# each of 132
+ENOUGH = 1.9
 
 
 def multiply_rows_ref(
@@ -76,7 +78,7 @@ def multiply_rows(
         inputs,
         HELD=HELD,
         STEP=STEPS[x.itemsize],
-        STAGES=3 if gated else 4 if programs >= ENOUGH_PROGRAMS else 6,
+        STAGES=3 if gated else 4 if programs >= ENOUGH * processors(x.device) else 6,
         GATED=gated,
         BIAS=bias is not None,
         RESIDUAL=residual is not None,

@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kernels.attention.reference import attend
 from kernels.launch.dispatch import choose
 from kernels.launch.isa import fuses
+from kernels.launch.shapes import card
 from kernels.launch.softmax import PLAIN, Softmax
 from kernels.prefill.merge import Part, take_part
 from kernels.prefill.native import attend_prompts, attends_prompt
@@ -37,15 +38,18 @@ LARGEST_BLOCK = CUDNN_BLOCK << 6
 COPIED_BLOCK = CUDNN_BLOCK << 2
 
 
-@functools.cache
 def has_cudnn(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether cuDNN's attention runs here and is the faster one: sm_90 and later, 16 bits, heads of
     at most 128. It is tried once, since a driver or a build may lack it.
     """
-    if device.type != "cuda" or dtype == torch.float32 or head_dim > 128:
+    found = card(device)
+    if found is None or found.capability < (9, 0) or dtype == torch.float32 or head_dim > 128:
         return False
-    if torch.cuda.get_device_capability(device) < (9, 0):
-        return False
+    return _runs_cudnn(device, dtype, head_dim)
+
+
+@functools.cache
+def _runs_cudnn(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     rows = torch.zeros(1, 1, 128, head_dim, device=device, dtype=dtype)
     try:
         _cudnn_cuda(rows, rows, rows, None, True, 0.0, False, False, scale=1.0)

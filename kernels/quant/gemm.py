@@ -12,14 +12,12 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.launch.shapes import power_of_two
+from kernels.launch.shapes import PROCESSORS, power_of_two, processors
 from kernels.launch.triton import tl, triton
 from kernels.quant.gemv import added_to_values, scales_at, units_of_group, unpacked
 from kernels.quant.words import PARTS, WORDS, Words
 
 MANY = 64  # rows from which a tile is as large as prefill wants it
-# programs that occupy each of 132 SMs
-ENOUGH_PROGRAMS = 132
 
 
 class TileConfig(NamedTuple):
@@ -32,10 +30,14 @@ class TileConfig(NamedTuple):
     stages: int
 
 
-def tile_config(rows: int, outputs: int, kind: str) -> TileConfig:
-    """The tile for a number of rows of x and outputs of a weight of `kind`."""
+def tile_config(
+    rows: int, outputs: int, kind: str, processors: int = PROCESSORS
+) -> TileConfig:
+    """The tile for a number of rows of x and outputs of a weight of `kind`: one that gives every SM
+    of a card a program.
+    """
     if rows > MANY:
-        wide = 128 if -(-rows // 128) * (outputs // 128) >= ENOUGH_PROGRAMS else 64
+        wide = 128 if -(-rows // 128) * (outputs // 128) >= processors else 64
         # int4 reads 32 KB of x a round: two rounds at a time fit the 99 KB of sm_89
         return TileConfig(128, wide, 4, 8, 2 if kind == "int4" else 3)
     padded = max(16, power_of_two(rows))
@@ -54,7 +56,7 @@ def multiply_tiles(
     outputs, inputs = weight.shape
     rows = x.numel() // inputs
     out = torch.empty(*x.shape[:-1], outputs, dtype=x.dtype, device=x.device)
-    config = tile_config(rows, outputs, weight.kind)
+    config = tile_config(rows, outputs, weight.kind, processors(x.device))
     # programs of the same outputs follow each other, so that their weights come from the cache
     grid = -(-rows // config.rows), -(-outputs // config.outputs)
     tiles_kernel[grid](

@@ -9,6 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import kernels.prefill.dense
 from engine.bank.host.streamed_attention import attend_stream
 from engine.plan.placement import STREAM_BLOCK
+from kernels.launch.shapes import Card, imagined
 from kernels.prefill.dense import prefill_dense, prefill_dense_lse
 from tests.kernels.support.kernel_checks import EPSILON, make_bank, plain
 
@@ -146,21 +147,21 @@ def test_a_stream_block_is_one_call_of_cudnn(monkeypatch, small_blocks):
 
 
 def test_no_cudnn_without_a_new_card_or_in_float32(monkeypatch):
-    has = kernels.prefill.dense.has_cudnn.__wrapped__
-    card = torch.device("cuda", 0)
-    tried = []
+    has, card, tried = kernels.prefill.dense.has_cudnn, torch.device("cuda", 0), []
+    fresh = kernels.prefill.dense._runs_cudnn.__wrapped__
+    monkeypatch.setattr(kernels.prefill.dense, "_runs_cudnn", fresh)
     monkeypatch.setattr(kernels.prefill.dense, "_cudnn_cuda", lambda *a, **b: tried.append(a))
     monkeypatch.setattr(torch, "zeros", lambda *a, **b: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert has(card, torch.bfloat16, 128) and len(tried) == 1
-    assert not has(card, torch.float32, 128) and not has(card, torch.bfloat16, 256)
-    assert not has(torch.device("cpu"), torch.bfloat16, 128)
+    assert not has(card, torch.bfloat16, 128)
+    with imagined(Card((9, 0))):
+        assert has(card, torch.bfloat16, 128) and len(tried) == 1
+        assert not has(card, torch.float32, 128) and not has(card, torch.bfloat16, 256)
 
     def missing(*a, **b):
         raise RuntimeError("cuDNN: no engine for this operation")
 
+    with imagined(Card((8, 9))):
+        assert not has(card, torch.bfloat16, 128) and len(tried) == 1
     monkeypatch.setattr(kernels.prefill.dense, "_cudnn_cuda", missing)
-    assert not has(card, torch.bfloat16, 128)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    monkeypatch.setattr(kernels.prefill.dense, "_cudnn_cuda", lambda *a, **b: None)
-    assert not has(card, torch.bfloat16, 128)
+    with imagined(Card((9, 0))):
+        assert not has(card, torch.bfloat16, 128)

@@ -4,5 +4,6 @@ cases.py     the shipped configurations
 calls.py     runs a configuration's launcher on meta tensors (shapes without memory)
 variants.py  records what a launcher would launch: what is compiled is what is launched
 compiler.py  compiles a variant for a GPU and reads registers, spills and shared memory off the code
+store.py     keeps reports from run to run
 cli.py       the command line and the table
 """

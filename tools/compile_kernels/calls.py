@@ -62,8 +62,11 @@ def by_token(case: Case, tokens: int, layers: int = 1) -> tuple[torch.Tensor, ..
 
 
 def words(kind: str, outputs: int, inputs: int) -> Words:
-    """A weight as the engine rounds it for a GPU: int4 in groups of 32 with offsets, int8 of 64."""
-    group, offsets = (32, True) if kind == "int4" else (64, False)
+    """A weight as the engine rounds it for a GPU: int4 in groups of 32 (or those named) with
+    offsets, int8 of 64.
+    """
+    kind, _, said = kind.partition(":")
+    group, offsets = (int(said or 32), True) if kind == "int4" else (64, False)
     scales = meta(outputs, inputs // group, dtype=torch.bfloat16)
     values = meta(outputs, row_words(kind, inputs))
     return Words(kind, (outputs, inputs), values, scales, scales if offsets else None, group)

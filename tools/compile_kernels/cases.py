@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-TYPES = {
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "float32": "fp32",
-    "int8": "i8",
-    "uint8": "u8",
-    "float8_e4m3fn": "fp8e4nv",
-    "int32": "i32",
-    "int64": "i64",
-}
+from engine.forward.ahead.recording import TYPES
+from weights.aliases import ALIASES
+from weights.shapes import config_of
+
 PREFILL_LAUNCHERS = ("columns", "gathered", "blocks", "capped", "parts")
 # those that know a cap on logits, or sinks
 SOFTMAX_LAUNCHERS = ("dense", "scored", "sparse", "window", "gathered", "capped")
 HOST_LAUNCHERS = ("slots", "fetch", "home", "store")
 STEP_LAUNCHERS = ("product", "norm", "rotate", "few_bits", "tiles", "experts")
+FLOATS = ("bfloat16", "float16", "float32")
+ROW_FORMS = ("int8", "int4", "fp8")  # of a bank
+MOST_QUERIES = 8  # tokens of a step that exact mode checks
 
 
 @dataclass(frozen=True)
@@ -28,9 +25,9 @@ class Case:
     launcher: dense, scored (dense with scores), apart (dense and sparse with merges of their own),
     sparse, topk, window, or one of PREFILL_LAUNCHERS, HOST_LAUNCHERS and STEP_LAUNCHERS. group:
     query heads per K/V head, of which there are 8. queries: of a step; for tiles the rows of a
-    prompt's chunk, 512 by default. packed: what the bank's rows are held in, int8 or int4; of
-    few_bits and tiles "int8" for the weights, which else are int4; of experts for their weights,
-    which else are floats. softmax: "cap" (on logits),
+    prompt's chunk, 512 by default. packed: what the bank's rows are held in, one of ROW_FORMS; of
+    few_bits and tiles the weights' kind, "int8", "int4" (the default, in groups of 32) or "int4:N"
+    for groups of N; of experts their weights', which else are floats. softmax: "cap" (on logits),
     "sinks" or "".
     """
 
@@ -73,8 +70,9 @@ class Case:
 
 
 def shipped(everything: bool = False) -> list[Case]:
-    """The configurations compiled by default, or with `everything` every supported dtype, head
-    size, group and number of queries.
+    """What users can reach: the published shapes, every dtype, form of rows and of weights, caps,
+    sinks and windows, steps of several tokens. With `everything` every dtype, head size, group and
+    number of queries.
     """
     if not everything:
         cases = [
@@ -85,38 +83,17 @@ def shipped(everything: bool = False) -> list[Case]:
         ]
         cases += [Case("window", "bfloat16", d, g) for d, g in ((64, 4), (128, 4), (128, 8))]
         cases += [
-            Case(name, dtype, 128, 4)
-            for name in ("dense", "sparse")
-            for dtype in ("float16", "float32")
-        ]
-        cases += [
             Case(name, "bfloat16", d, g)
             for name in PREFILL_LAUNCHERS
             if name not in ("capped", "parts")
             for d, g in ((64, 4), (128, 1), (128, 4), (128, 8))
         ]
-        return [
-            *cases,
-            *_particular(),
-            Case("dense", "bfloat16", 128, 4, 8),
-            Case("sparse", "bfloat16", 128, 4, 8),
-            *(Case(name) for name in ("apart", "parts", "topk", *HOST_LAUNCHERS, *STEP_LAUNCHERS)),
-            Case("product", queries=8),
-            Case("few_bits", queries=8),
-            Case("tiles", queries=32),
-            *(Case(name, packed="int8") for name in ("few_bits", "tiles")),
-            Case("few_bits", queries=8, packed="int8"),
-            Case("tiles", queries=32, packed="int8"),
-            *(Case("experts", packed=form) for form in ("int8", "int4")),
-            *(Case(name, "float32") for name in ("product", "experts")),
-            *_packed(),
-        ]
+        return [*cases, *_particular(), *_others(), *_steps(), *_packed(), *_published()]
     cases = [
         Case(name, dtype, d, g, q)
         for name in ("dense", "scored", "sparse", "window", *PREFILL_LAUNCHERS)
         if name not in ("capped", "parts")
-        for dtype in TYPES
-        if dtype[0] in "bf"
+        for dtype in FLOATS
         for d in (32, 64, 80, 96, 128, 256)
         for g in (1, 4, 8, 16)
         for q in (1, 8)
@@ -125,8 +102,7 @@ def shipped(everything: bool = False) -> list[Case]:
     cases += [
         Case(name, dtype, d, g, q)
         for name in STEP_LAUNCHERS
-        for dtype in TYPES
-        if dtype[0] in "bf"
+        for dtype in FLOATS
         for d, g in ((64, 1), (64, 4), (80, 4), (128, 4), (128, 8))
         for q in (1, 2, 3, 8)
     ]
@@ -149,15 +125,68 @@ def _particular() -> list[Case]:
     ]
 
 
+def _others() -> list[Case]:
+    """The other dtypes of a model, and steps of 2 to 8 tokens, as exact mode checks them."""
+    prefill = [name for name in PREFILL_LAUNCHERS if name != "capped"]
+    return [
+        *(
+            Case(name, dtype)
+            for dtype in ("float16", "float32")
+            for name in ("dense", "scored", "sparse", "window", *prefill, "product", "norm")
+        ),
+        *(Case(name, dtype) for dtype in ("float16", "float32") for name in ("rotate", "few_bits")),
+        *(
+            Case(name, queries=queries)
+            for name in ("dense", "sparse")
+            for queries in range(2, MOST_QUERIES + 1)
+        ),
+    ]
+
+
+def _steps() -> list[Case]:
+    """The kernels around attention, the host tier's, and products with weights of few bits. The
+    kernel of a product of 16 rows knows that they are a multiple of 16.
+    """
+    kinds = ("int4", "int4:64", "int4:128", "int8")
+    return [
+        *(Case(name) for name in ("apart", "parts", "topk", *HOST_LAUNCHERS, *STEP_LAUNCHERS)),
+        *(Case(name, queries=8) for name in ("product", "norm", "rotate", "few_bits")),
+        *(Case(name, queries=16) for name in ("product", "few_bits")),
+        *(Case(name, packed=kind) for name in ("few_bits", "tiles") for kind in kinds),
+        Case("few_bits", queries=8, packed="int8"),
+        *(Case("tiles", queries=32, packed=kind) for kind in ("int4", "int8")),
+        *(Case("experts", packed=form) for form in ("int8", "int4")),
+    ]
+
+
 def _packed() -> list[Case]:
     """Rows of the bank in 8 bits, and in 5 and 4."""
     prefill = ("columns", "gathered", "blocks")
     names = ("dense", "scored", "sparse", *prefill, "window", "rotate")
     return [
-        *(Case(name, packed=form) for form in ("int8", "int4") for name in names),
-        *(
-            Case(name, "bfloat16", 64, 8, packed=form)
-            for form in ("int8", "int4")
-            for name in ("dense", "sparse", "blocks")
-        ),
+        *(Case(name, packed=form) for form in ROW_FORMS for name in names),
+        *(Case(name, "bfloat16", 64, 8, packed=form) for form in ROW_FORMS for name in names),
+        *(Case(name, "float16", packed="int8") for name in ("dense", "scored", "sparse", "rotate")),
     ]
+
+
+def _published() -> list[Case]:
+    """Head sizes and groups of the models that have a name (weights/aliases.py), as far as no list
+    above has them.
+    """
+    return [
+        Case(name, "bfloat16", d, g)
+        for d, g in sorted(published_heads())
+        for name in ("dense", "scored", "sparse", "rotate")
+    ]
+
+
+def published_heads() -> set[tuple[int, int]]:
+    """Return (head size, query heads per K/V head) of the models that have a name."""
+    found = set()
+    for alias in ALIASES.values():
+        sizes = config_of(alias)
+        heads = sizes["num_attention_heads"]
+        head_dim = sizes["head_dim"] or sizes["hidden_size"] // heads
+        found.add((head_dim, heads // sizes["num_key_value_heads"]))
+    return found

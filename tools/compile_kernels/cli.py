@@ -2,7 +2,11 @@
 compiler made of it.
 
     python -m tools.compile_kernels [--targets sm_80,sm_90] [--all] [--kernels dense,topk]
+    python -m tools.compile_kernels --targets all --table FILE --store FILE [--triton FOLDER]
 
+The second is a table of every variant that a user can reach, for every known target; it goes on
+where it was stopped. --triton compiles with another triton than the installed one:
+`pip install --no-deps --target FOLDER triton==3.6.0` puts one there.
 Exit status 1 with one line per fault: a decode kernel that spills at head_dim 64 or 128 with groups
 1, 4 or 8, shared memory beyond the target's, loads of one byte, calls, or wgmma products that ptxas
 serialises.
@@ -18,18 +22,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from time import strftime
 
 from kernels.launch.triton import HAVE_TRITON, triton
 from tools.common.program import progress, replace_text
-from tools.compile_kernels.cases import shipped
+from tools.compile_kernels.cases import Case, shipped
 from tools.compile_kernels.compiler import (
     COUNTED,
     DEFAULT_TARGETS,
     TARGETS,
     Report,
     depends,
-    examine,
+    known,
+    possible,
 )
+from tools.compile_kernels.store import Store
 from tools.compile_kernels.variants import variants
 
 
@@ -39,7 +46,12 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m tools.compile_kernels",
         description="Compile the Triton kernels without a GPU.",
     )
-    p.add_argument("--targets", default=",".join(DEFAULT_TARGETS), help="of " + ", ".join(TARGETS))
+    said = "all, or of " + ", ".join(TARGETS)
+    p.add_argument("--targets", default=",".join(DEFAULT_TARGETS), help=said)
+    p.add_argument("--triton", metavar="FOLDER", help="the triton in this folder compiles")
+    p.add_argument(
+        "--store", metavar="FILE", type=Path, help="keep reports there, and compile what is not"
+    )
     p.add_argument(
         "--all", action="store_true", help="every dtype, head size, group and Q (a long run)"
     )
@@ -91,28 +103,51 @@ def table(reports: Sequence[Report], timed: bool = True) -> str:
     return "\n".join(lines)
 
 
-def write_table(path: Path, reports: Sequence[Report], faults: int) -> None:
-    """The table as a document, replaced in one move: a run that is stopped leaves the old one."""
+def write_table(path: Path, reports: Sequence[Report], faults: int, left: Sequence[str]) -> None:
+    """The table as a document, replaced in one move: a run that is stopped leaves the old one.
+    left: targets that this triton does not know.
+    """
+    kernels = {(report.kernel, report.case) for report in reports}
+    targets = dict.fromkeys(report.target for report in reports)
+    unknown = f" Its assembler does not know {', '.join(left)}." if left else ""
     text = (
         "# What the compiler makes of the kernels\n\n"
         "Written by `python -m tools.compile_kernels --table FILE` with triton "
-        f"{triton.__version__}, no GPU: {len(reports)} variants, {faults} faults. Sizes in bytes; "
+        f"{triton.__version__}, no GPU, {strftime('%Y-%m-%d')}: {len(reports)} variants "
+        f"({len(kernels)} forms of kernels) for {', '.join(targets)}, {faults} faults.{unknown} "
+        "Sizes in bytes; "
         "shared memory static and dynamic; counts are of instructions in the code, and in its "
-        "longest loop. "
+        "longest loop, none where the tools do not read a target's code. "
         "How fast any of it runs is not measured here.\n\n"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, text + table(reports, timed=False) + "\n")
 
 
+def compiled(cases: Sequence[Case], targets: Sequence[str], store: Store) -> list[Report]:
+    """The reports of all variants of these cases, target by target."""
+    forms = {form: variants(cases, form) for form in {depends(target) for target in targets}}
+    reports = []
+    for target in targets:
+        launches = [launch for launch in forms[depends(target)] if possible(launch, target)]
+        for number, launch in enumerate(launches):
+            if sys.stderr.isatty():
+                progress(f"{target} {number + 1}/{len(launches)}")
+            reports.append(store.report(launch, target))
+    return reports
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Compile, print the table and the faults. Exit code 0, 1 (a fault) or 2 (usage, no triton)."""
     command = parser()
     options = command.parse_args(argv)
-    targets = [name for name in options.targets.split(",") if name]
+    asked = ",".join(TARGETS) if options.targets == "all" else options.targets
+    targets = [name for name in asked.split(",") if name]
     unknown = [name for name in targets if name not in TARGETS]
     if unknown:
         command.error(f"--targets: found {unknown[0]}, expected some of {', '.join(TARGETS)}")
+    if options.triton and Path(options.triton).resolve() not in Path(triton.__file__).parents:
+        command.error(f"--triton: found no triton in {options.triton}")
     if not HAVE_TRITON:
         print("compile_kernels: triton is not installed here, nothing to compile", file=sys.stderr)
         return 2
@@ -123,25 +158,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not wanted or case.launcher.startswith(wanted)
         if case.softmax or not options.softmax
     ]
-    forms = {form: variants(cases, form) for form in {depends(target) for target in targets}}
     start = time.monotonic()
-    reports = []
-    for target in targets:
-        launches = forms[depends(target)]
-        for number, launch in enumerate(launches):
-            if sys.stderr.isatty():
-                progress(f"{target} {number + 1}/{len(launches)}")
-            reports.append(examine(launch, target))
+    left = [target for target in targets if not known(target)]
+    targets = [target for target in targets if target not in left]
+    reports = compiled(cases, targets, Store(options.store))
     print(table(reports))
     faults = [fault for fault in (report.fault() for report in reports) if fault]
     print(
         f"\n{len(reports)} variants for {len(targets)} targets with triton "
         f"{triton.__version__} in {time.monotonic() - start:.0f} s, {len(faults)} faults"
     )
+    for target in left:
+        print(f"{target}: this triton's assembler does not know it, nothing was compiled for it")
     for fault in faults:
         print(f"FAULT: {fault}")
     if options.table:
-        write_table(options.table, reports, len(faults))
+        write_table(options.table, reports, len(faults), left)
     if options.json:
         with open(options.json, "w") as file:
             json.dump(

@@ -100,6 +100,27 @@ class Report:
         return ""
 
 
+def known(target: str) -> bool:
+    """Whether this triton's assembler knows a target: that of 3.6.0 has no sm_110."""
+    backend, architecture, *_ = TARGETS[target]
+    if backend == "hip":
+        return True
+    tool = "ptxas" if architecture < 100 else "ptxas-blackwell"
+    empty = ".version 8.0\n.target sm_80\n.address_size 64\n"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(empty)
+        file.flush()
+        line = [nvidia_tool(tool), f"-arch=sm_{architecture}", "-o", os.devnull, file.name]
+        return not subprocess.run(line, capture_output=True).returncode
+
+
+def possible(launch: Launch, target: str) -> bool:
+    """Whether a variant is launched on a target: 8-bit floats are refused before sm_89."""
+    backend, architecture, *_ = TARGETS[target]
+    eight_bits = any("fp8" in kind for kind in launch.signature.values())
+    return not (eight_bits and backend == "cuda" and architecture < 89)
+
+
 def compile_for(launch: Launch, target: str) -> Any:
     """The compiled kernel of a variant for a target name (triton's CompiledKernel). Raises the
     compiler's errors.
@@ -129,18 +150,18 @@ def measure(kernel: Any, report: Report) -> None:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        usage, code = (
-            subprocess.run([tool, flag, file.name], capture_output=True, text=True)
-            for flag in ("-res-usage", "-sass")
-        )
-    said = usage.stdout + usage.stderr
+        line = [tool, "-res-usage", "-sass", file.name]
+        ran = subprocess.run(line, capture_output=True, text=True)
+    said = ran.stdout + ran.stderr
     report.registers = _figure(r"REG:(\d+)", said)
     report.spill = _figure(r"STACK:(\d+)", said)
     report.static_shared = _figure(r"SHARED:(\d+)", said)
+    if "Cannot decode" in said:  # as the tool of triton 3.6.0 says of sm_121
+        return
     report.instructions = {
-        name: len(pattern.findall(code.stdout)) for name, pattern in INSTRUCTIONS.items()
+        name: len(pattern.findall(ran.stdout)) for name, pattern in INSTRUCTIONS.items()
     }
-    loop = longest_loop(code.stdout)
+    loop = longest_loop(ran.stdout)
     report.instructions["loop"] = len(loop)
     report.instructions["CALL"] = sum(_calls(at, said) for at, said in loop)
 
