@@ -31,6 +31,7 @@ from engine.forward.ahead.recording import recorded, specialise  # noqa: E402
 from engine.forward.self_test import launch_tested  # noqa: E402
 from engine.model.tensors import random_stream  # noqa: E402
 from kernels.launch.shapes import Card, imagined  # noqa: E402
+from kernels.layer.gemv import multiply_rows  # noqa: E402
 from tests.builders import session_config  # noqa: E402
 
 HOPPER, SMALL = Card((9, 0), 132), Card((8, 7), 8)
@@ -267,3 +268,17 @@ def test_there_are_no_more_processes_than_cores_and_memory_hold(
     monkeypatch.setattr(children, "free_cores", lambda: cores)
     monkeypatch.setattr(children, "available_bytes", lambda device: (gigabytes << 30, "here"))
     assert children.number() == wanted
+
+
+def test_launch_shapes_follow_the_cards_size(monkeypatch):
+    """Few programs for an SM have more rounds in flight: 4096 outputs are enough of them for 132
+    SMs, and not for the 160 of a B300. On 8 and 48 all products have enough.
+    """
+    stages = {}
+    for sms in (8, 48, 132, 160):
+        x, weight = (torch.empty(n, 4096, dtype=torch.bfloat16, device="meta") for n in (1, 4096))
+        with imagined(Card((9, 0), sms)), recorded() as found:
+            multiply_rows(x, weight)
+            multiply_rows(x, weight[:1536])
+        stages[sms] = [launch.arguments["STAGES"] for launch in found]
+    assert stages == {8: [4, 4], 48: [4, 4], 132: [4, 6], 160: [6, 6]}

@@ -10,6 +10,7 @@ import kernels.attention.scratch
 from kernels.attention.dense import decode_dense
 from kernels.attention.sparse import decode_sparse
 from kernels.attention.split import TAIL_ROOM, most_sparse_splits, sparse_split, sparse_splits
+from kernels.launch.shapes import Card, imagined
 from kernels.select.window_scores import window_scores
 from tests.kernels.support.kernel_checks import check_dense, check_sparse, check_window, ints
 
@@ -75,6 +76,29 @@ def test_dense_two_merge_levels_give_the_same_bits(monkeypatch):
 )
 def test_sparse(counts, tails, shape):
     check_sparse("cpu", "triton", counts, tails, **shape)
+
+
+@pytest.mark.parametrize("sms", [8, 48, 132, 160])
+def test_sparse_on_cards_of_any_size(sms):
+    """Boards have 8 SMs (Jetson Orin Nano) or 48 (DGX Spark): their splits are longer, and scratch
+    is sized for them. Results are right on each.
+    """
+    with imagined(Card((8, 0), sms)):
+        check_sparse("cpu", "triton", [1200], [100], kv_heads=1, head_dim=32, budget=1300)
+    for kv_heads in (1, 2, 8, 32):
+        for budget in (64, 500, 2048, 8192):
+            split = sparse_split(budget, kv_heads, sms)
+            splits = sparse_splits(budget, kv_heads, sms)
+            assert kv_heads * splits >= 2 * sms or split == 32
+            assert split == 256 or kv_heads * -(-(budget + TAIL_ROOM) // (2 * split)) < 2 * sms
+            assert splits <= most_sparse_splits(8192, kv_heads, sms)
+    shape = kernels.attention.scratch.ScratchShape(1, 1, 8, 8, 64, 1, 2048)
+    sizes = {}
+    for count in (8, sms):
+        with imagined(Card((8, 0), count)):
+            made = kernels.attention.scratch.make_scratch(shape, "meta", "triton")
+            sizes[count] = made.part.numel()
+    assert (sizes[sms] > sizes[8]) == (sms > 8)
 
 
 def test_sparse_grid_fills_a_gpu_and_scratch_covers_every_budget():

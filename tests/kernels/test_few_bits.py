@@ -161,6 +161,9 @@ def test_the_tiles_of_a_prompt_are_those_of_few_rows(monkeypatch):
     """More rows than one tile has, in tiles as prefill launches them."""
     assert tile_config(512, 4096, "int4")[:2] == (128, 64)
     assert tile_config(17, 4096, "int8")[:2] == (32, 32)
+    # a card of fewer SMs has enough programs of wide tiles
+    wide = [tile_config(512, 4096, "int4", sms).outputs for sms in (8, 48, 132)]
+    assert wide == [128, 128, 64]
     weight = matrix("int4", 130, 256, 64, scales=BF16)
     x = torch.randn(140, 256, generator=torch.Generator().manual_seed(0)).half()
     exact, plain = rows_of(x, weight, F16)

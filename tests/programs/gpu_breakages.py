@@ -21,6 +21,7 @@ MERGED = "tests/kernels/test_merge_parts.py"
 INTEGRATED = "tests/engine/plan/test_integrated_gpu.py"
 TIMES = "tests/tools/test_gpu_times.py"
 SELF = "tests/engine/forward/test_self_test.py"
+COMPILED = "tests/aot/test_ahead.py"
 
 FINDINGS = (
     Breakage(
@@ -510,7 +511,76 @@ MIXTURES = (
     ),
 )
 
-TABLE = FINDINGS + STEP + SECOND + MIXTURES
+AHEAD_OF_LAUNCH = (
+    Breakage(
+        "C1 a branch on the form of rows is taken while the kernel runs",
+        "kernels/rows/tiles.py",
+        r"@triton\.constexpr_function\ndef packed",
+        "@triton.jit\ndef packed",
+        (
+            "tests/kernels_cpu/test_static_branches.py"
+            "::test_no_branch_of_a_kernel_asks_a_jitted_function",
+        ),
+    ),
+    Breakage(
+        "P5 what the self-test launches is not compiled before",
+        "engine/forward/ahead/launches.py",
+        r"        launch_tested\(model, rotary\)\n",
+        "        pass\n",
+        (f"{COMPILED}::test_every_launch_of_a_first_step_is_among_those_compiled_ahead",),
+    ),
+    Breakage(
+        "P5 weights of few bits are compiled as floats",
+        "engine/forward/ahead/launches.py",
+        r"replace\(model, layers=layers, lm_head=held\(.*\)\)",
+        "model",
+        (f"{COMPILED}::test_every_launch_of_a_first_step_is_among_those_compiled_ahead",),
+    ),
+    Breakage(
+        "P5 processes outlive an interrupt",
+        "engine/forward/ahead/children.py",
+        r"        for process in processes:\n            end\(process\)",
+        "        pass",
+        (f"{COMPILED}::test_an_interrupt_or_a_failed_load_ends_the_processes[KeyboardInterrupt]",),
+    ),
+    Breakage(
+        "P5 processes outlive a parent that was killed",
+        "engine/forward/ahead/__main__.py",
+        r"os\.killpg\(0, signal\.SIGKILL\)",
+        "pass",
+        (f"{COMPILED}::test_no_process_outlives_a_parent_that_was_killed",),
+    ),
+    Breakage(
+        "P5 a container of two cores is taken for its machine",
+        "engine/plan/free_cores.py",
+        r'found \+= _quota\(group / "cpu\.max"\)',
+        "pass",
+        ("tests/engine/plan/test_free_cores.py::test_a_quota_bounds_it",),
+    ),
+    Breakage(
+        "P5 a warm cache starts processes all the same",
+        "engine/forward/ahead/children.py",
+        r"count = 0 if mark\.exists\(\) else number\(\)",
+        "count = number()",
+        (f"{COMPILED}::test_a_process_that_launches_later_compiles_nothing",),
+    ),
+    Breakage(
+        "every card has 132 SMs for the sparse kernel's splits",
+        "kernels/attention/sparse.py",
+        r"sized = budget, kv_heads, processors\(q\.device\)",
+        "sized = budget, kv_heads, 132",
+        ("tests/kernels/test_attention.py::test_sparse_on_cards_of_any_size",),
+    ),
+    Breakage(
+        "every card has 132 SMs for a product's rounds",
+        "kernels/layer/gemv.py",
+        r"ENOUGH \* processors\(x\.device\)",
+        "ENOUGH * 132",
+        (f"{COMPILED}::test_launch_shapes_follow_the_cards_size",),
+    ),
+)
+
+TABLE = FINDINGS + STEP + SECOND + MIXTURES + AHEAD_OF_LAUNCH
 
 if __name__ == "__main__":
     sys.exit(main(table=TABLE))
