@@ -26,6 +26,7 @@ from tools.gpu import kernels as gpu_kernels
 from tools.gpu import probe as gpu_probe
 from tools.gpu import sections as gpu_sections
 from tools.gpu import verdict as gpu_verdict
+from tools.gpu.depth import MIXTURES
 from tools.gpu.few_bits import few_bits
 
 
@@ -41,7 +42,7 @@ def kept(tmp_path):
 def jobs_here(monkeypatch):
     """Jobs run in this process: their imports alone take longer than they do."""
 
-    def facts(name, ctx, seconds):
+    def facts(name, ctx, seconds, **environment):
         return {**gpu_jobs.JOBS[name](ctx), "seconds": 0.0}
 
     monkeypatch.setattr(gpu_jobs, "job_facts", facts)
@@ -112,6 +113,12 @@ def test_the_second_and_third_command_run_on_a_cpu(tmp_path, jobs_here, monkeypa
     }
     assert {row["name"] for row in sections["split"]["splits"]} >= {"full", "omnikv w1"}
     assert sections["tests"]["ok"] and "sanitize" in sections
+    mixed = sections["mixtures"]
+    assert {c["n"] for c in mixed["cells"]} == {4096} and set(mixed["tokens"]) == set(MIXTURES)
+    for facts in mixed["tokens"].values():
+        assert facts["equal_to_reference"] + facts["ties"] == facts["compared"] == 4
+    answers = sections["start"]
+    assert answers["ahead"]["answer"] > answers["ahead"]["load"] > 0 == answers["ahead"]["later"]
     whole = sections["whole"]
     assert whole["exact"]["same"] == whole["exact"]["tokens"] and whole["prompt"]["seconds"] > 0
     assert all(facts["equal"] for facts in whole["saved"].values())
@@ -637,3 +644,28 @@ def test_products_with_weights_of_few_bits_are_checked_and_judged():
     assert found["int8 weights: products of one row at >= 80% of the byte floor"] == "FAIL"
     assert found["int4 weights: products of 512 rows at least as fast as bfloat16's"] == "FAIL"
     assert found["int8 weights: products of 512 rows at least as fast as bfloat16's"] == "no figure"
+
+
+def test_a_first_answer_that_compiles_late_fails_its_verdict():
+    goal = "no kernel of a first answer is compiled after its weights are there"
+
+    def status(ahead, late):
+        results = {"start": {"ahead": ahead, "at the first launch": late}}
+        return [(v.goal, v.status) for v in gpu_verdict.verdicts(results) if "first answer" in v.goal]
+
+    early = dict(load=4.0, answer=5.0, before=25, later=0)
+    late = dict(load=1.0, answer=20.0, before=0, later=25)
+    sooner = "a first answer comes sooner where kernels are compiled ahead"
+    assert status(early, late) == [(goal, "PASS"), (sooner, "PASS")]
+    assert status({**early, "later": 1}, late)[0] == (goal, "FAIL")
+    assert status({**early, "answer": 21.0}, late)[1] == (sooner, "FAIL")
+    assert status({"fault": "its process ended"}, late) == [(goal, "no figure")]
+    # a CPU compiles none
+    assert {s for _, s in status({**early, "before": 0}, late)} == {"no figure"}
+
+
+def test_mixtures_have_verdicts():
+    tokens = {"equal_to_reference": 3, "ties": 1, "compared": 4, "captured": False}
+    found = gpu_verdict.verdicts({"mixtures": {"tokens": {"a": tokens, "b": {**tokens, "ties": 0}}}})
+    said = {v.goal: v.status for v in found if v.goal[:2] in ("a:", "b:")}
+    assert list(said.values()) == ["PASS", "FAIL", "FAIL", "FAIL"]

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from tools.gpu import depth
 from tools.repo import gpu_table
 
 MARKED = "before\n<!-- gpu: python -m tools.repo.gpu_table -->\nold\n<!-- /gpu -->\nafter\n"
@@ -23,6 +24,8 @@ def results(tmp_path, hardware="NVIDIA H200, 141 GiB, 132 SMs, CUDA 13.0", name=
         "facts": {"hardware": hardware},
         "step": {"cells": cells},
         "prefill": {"cells": [prompt]},
+        "mixtures": {"cells": [dict(name="gpt-oss-20b, 4 layers", n=8192, test="tg", ms_median=1.9)]},
+        "start": {"ahead": {"load": 4.12, "answer": 5.2}, "at the first launch": {"fault": "ended"}},
     }
     path = tmp_path / name
     path.write_text(json.dumps({"sections": found}))
@@ -58,6 +61,9 @@ def test_figures_come_from_the_files(tmp_path):
     assert "Measured on NVIDIA H200" in text
     assert line(text, "**full: measured")[2] == "8.51 (88%)"
     assert line(text, "**full: measured")[3] == "not measured"
+    assert line(text, "while weights are read")[1:] == ["4.1", "5.2"]
+    assert line(text, "at their first launch")[1:] == ["not measured"] * 2
+    assert line(text, "**gpt-oss-20b, 4 layers: measured")[1] == "1.90"
     assert line(text, "**omnikv w1: measured")[2] == "not measured", (
         "a cell that failed has no time"
     )
@@ -73,3 +79,7 @@ def test_a_rehearsal_is_refused(tmp_path, hardware, capsys):
     assert gpu_table.main([str(path), "--page", str(page)]) == 2
     assert "without the facts of a GPU" in capsys.readouterr().err and page.read_text() == MARKED
     assert gpu_table.main([str(tmp_path / "none.json"), "--page", str(page)]) == 2
+
+
+def test_the_rows_of_mixtures_are_those_that_are_timed():
+    assert gpu_table.MIXTURES == depth.MIXTURES

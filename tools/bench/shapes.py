@@ -3,6 +3,8 @@ sizes.
 """
 
 from engine.model.config.config import ModelConfig
+from weights.aliases import ALIASES
+from weights.shapes import config_of
 
 # room for a bank of a million tokens and the steps after it, whatever the released model was
 # trained for
@@ -55,6 +57,20 @@ def shape_config(name):
         **more,
     }
     return ModelConfig.from_dict(data, source=f"shape {name}")
+
+
+def mixture_config(alias, layers=4, small=False):
+    """ModelConfig of a few layers of a named mixture of experts, its weights as floats. small: for
+    rehearsals, with the same number of experts that a token takes.
+    """
+    data = {**config_of(ALIASES[alias]), "num_hidden_layers": layers, "vocab_size": 8192}
+    data.pop("quantization_config", None)
+    if small:
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+        experts = {"num_local_experts": 8, "num_experts": 8, "moe_intermediate_size": 64}
+        known = {name: value for name, value in experts.items() if name in data}
+        data |= {"hidden_size": 128, "intermediate_size": 64, "vocab_size": 256, **heads, **known}
+    return ModelConfig.from_dict(data, source=f"{alias}, {layers} layers")
 
 
 def shape_filters(name):

@@ -5,9 +5,12 @@ a changed kernel alone is compiled again.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from kernels.launch.triton import triton
 from tools.compile_kernels.compiler import COUNTED, Report, describe, examine
@@ -47,7 +50,25 @@ class Store:
 
 def digest(launch: Launch, target: str) -> str:
     """What decides about a variant's code: the source of the kernel and of all that it calls, its
-    specialisation, the target and the compiler.
+    specialisation, the target and the compiler. Where it stands in its file does not, which
+    Triton's own key counts too.
     """
-    known = triton.__version__, COUNTED, target, launch.function.cache_key, launch.key
+    sources = sorted(set(_sources(launch.function, set())))
+    known = triton.__version__, COUNTED, target, sources, launch.key
     return hashlib.sha256(repr(known).encode()).hexdigest()
+
+
+def _sources(function: Any, seen: set[int]) -> Iterator[str]:
+    """The text of a kernel, and of every function and constant of ours that it names."""
+    inner = getattr(function, "fn", function)
+    if id(inner) in seen:
+        return
+    seen.add(id(inner))
+    yield inspect.getsource(inner)
+    for name in inner.__code__.co_names:
+        value = inner.__globals__.get(name)
+        ours = getattr(getattr(value, "fn", value), "__module__", "") or ""
+        if hasattr(value, "fn") and ours.startswith("kernels."):
+            yield from _sources(value, seen)
+        elif isinstance(value, (int, float, str, tuple)) or hasattr(value, "value"):
+            yield f"{name} = {getattr(value, 'value', value)!r}"

@@ -12,6 +12,7 @@ import torch
 
 from engine import LLM, Full
 from engine.methods.base import Method
+from engine.model.config.config import ModelConfig
 from kernels.launch.pdl import refuse
 from tools.bench.floor import Rates, measure_rates
 from tools.bench.shapes import shape_config, shape_filters
@@ -61,9 +62,13 @@ class Context:
 
     def made(self, **settings: Any) -> LLM:
         """A model of this shape of its own, out of random weights."""
+        return self.made_of(shape_config(self.shape), self.shape, **settings)
+
+    def made_of(self, config: ModelConfig, name: str, **settings: Any) -> LLM:
+        """A model of another shape."""
         named = dict(device=self.device, dtype=self.dtype, step=self.step, offload="device")
         named = {**named, "max_context": SMALL, "method": Full(), **settings}
-        return LLM.from_stream(shape_config(self.shape), sharp_stream, name=self.shape, **named)
+        return LLM.from_stream(config, sharp_stream, name=name, **named)
 
     def shared(self, method: Method, room: int, offload: str = "device", **more: Any) -> LLM:
         """An LLM over the weights of `llm`."""

@@ -12,15 +12,26 @@ from typing import Any
 import torch
 
 from engine import Exact, Full, SamplingParams
+from tools.bench.run import Engine
+from tools.bench.shapes import mixture_config
 from tools.bench.suite import ROOM
 from tools.common.synthetic_bank import synthesize
 from tools.gpu.context import Context
 from tools.gpu.published import published_peers
-from tools.gpu.sections import join, omnikv, read_seconds, suite
+from tools.gpu.sections import (
+    STEPS,
+    join,
+    omnikv,
+    read_seconds,
+    same_tokens,
+    step_seconds,
+    suite,
+)
 
 Facts = dict[str, Any]
 # the million first: it needs most of the host's memory
 DEPTHS = (1048576, 262144, 450000)
+MIXTURES = ("gpt-oss-20b", "qwen3-30b-a3b-2507")
 LONG = 450000  # tokens of the longest prompt that is read
 
 
@@ -62,6 +73,34 @@ def split(ctx: Context) -> Facts:
     n = ctx.depth(131072)
     names = ("full", "omnikv", "omnikv-host")
     return suite(ctx, (n,), names, reuses=(0.7,), split=True, append=True, verify=False)
+
+
+def mixtures(ctx: Context) -> Facts:
+    """A step of a few layers of named mixtures of experts: whether it is captured, says the
+    reference's tokens, and its time.
+    """
+    found: Facts = {"cells": [], "tokens": {}}
+    for alias in MIXTURES:
+        config, n = mixture_config(alias, small=ctx.small), ctx.depth(8192)
+        llm = ctx.made_of(config, alias, max_context=n + ROOM)
+        with llm.session() as session:
+            synthesize(session, n)
+            steps = [session.decode(token).float().cpu() for token in (1, 2, 3, 4)]
+            captured = session.runner.runs_ahead(n + 4)
+            session.truncate(n)
+            session.set_backend("reference")
+            right = [session.decode(token).float().cpu() for token in (1, 2, 3, 4)]
+        found["tokens"][alias] = {**same_tokens(steps, right), "captured": captured}
+        contestant = Engine(alias, llm, n)
+        try:
+            seconds = step_seconds(contestant, 2 if ctx.small else STEPS)
+        finally:
+            contestant.close()
+        name = f"{alias}, {config.num_layers} layers"
+        found["cells"].append({"name": name, "n": n, "test": "tg", "ms_median": 1e3 * seconds})
+        ctx.note(found)
+        del llm, contestant
+    return found
 
 
 def whole(ctx: Context) -> Facts:

@@ -30,6 +30,7 @@ import torch
 
 from engine import LLM, OmniKV
 from engine.base.errors import SettingError, UsageError
+from engine.forward.ahead.children import SWITCH
 from engine.forward.self_test import failure
 from kernels.launch.pdl import refuse, supported
 from kernels.layer.gemv import multiply_rows
@@ -141,6 +142,26 @@ def _profiled(ctx: Context) -> Facts:
     return {"launched": True}
 
 
+def _first_answer(ctx: Context) -> Facts:
+    """Seconds to the first token of a model of two layers, and how many kernels were compiled
+    before and after its weights were there. Its caller gives it an empty cache.
+    """
+    from triton import knobs
+
+    def compiled() -> int:
+        return len(list(Path(knobs.cache.dir).rglob("*.cubin")))
+
+    method = OmniKV(filter_layers=(0,), tokens=64, tail=64, dense_below=0, wait_layers=0)
+    began = time.perf_counter()
+    llm = _two_layers(ctx, method=method)
+    loaded, before = time.perf_counter() - began, compiled()
+    with llm.session() as session:
+        session.prefill([i % 256 for i in range(TOKENS)])
+        int(session.decode(1).argmax())
+    seconds = time.perf_counter() - began
+    return {"load": loaded, "answer": seconds, "before": before, "later": compiled() - before}
+
+
 FORMS: dict[str, Callable[[Context], Facts]] = {
     "fused": partial(_fused, False),
     "fused, launched in turn": partial(_fused, True),
@@ -150,6 +171,7 @@ FORMS: dict[str, Callable[[Context], Facts]] = {
 JOBS: dict[str, Callable[[Context], Facts]] = {
     **FORMS,
     **{f"check {group}": partial(_checked, group) for group in gpu_kernels.CHECKS},
+    "first answer": _first_answer,
     "launches": _launches,
     "profiled": _profiled,
 }
@@ -174,10 +196,10 @@ def run(line: list[str], seconds: float, **environment: str) -> tuple[str, str]:
         return how, said.read()
 
 
-def job_facts(name: str, ctx: Context, seconds: float) -> Facts:
+def job_facts(name: str, ctx: Context, seconds: float, **environment: str) -> Facts:
     """Facts of a job, its seconds among them. One that dies has them as its fault."""
     began = time.perf_counter()
-    how, text = run(command(name, ctx), seconds)
+    how, text = run(command(name, ctx), seconds, **environment)
     lines = text.strip().splitlines()
     try:
         found = {} if how else json.loads(lines[-1])
@@ -213,6 +235,19 @@ def compile_forms(ctx: Context) -> Facts:
             checks = facts.pop("checks", {name: {"ok": False, **facts}})
             found["checks"] |= checks
             found["check_jobs"][name] = facts
+        ctx.note(found)
+    return found
+
+
+def start(ctx: Context) -> Facts:
+    """The first answer of a fresh machine, whose kernels are compiled by other processes while
+    weights are read, or by the first launches.
+    """
+    found: Facts = {}
+    for name, switch in (("ahead", "1"), ("at the first launch", "0")):
+        with tempfile.TemporaryDirectory() as folder:
+            given = {"TRITON_CACHE_DIR": folder, SWITCH: switch}
+            found[name] = job_facts("first answer", ctx, ctx.seconds / 2, **given)
         ctx.note(found)
     return found
 

@@ -160,11 +160,46 @@ def _forms(results):
         goal = f"exact mode{place} writes full attention's tokens (ties within rounding apart)"
         figure = "" if not facts else f"{facts['same']}/{facts['tokens']}"
         found.append(_line(goal, None if share is None else share >= 0.9, figure))
+    found += [*_mixtures(results.get("mixtures")), *_start(results.get("start"))]
     for tier, facts in ((results.get("whole") or {}).get("saved") or {}).items():
         found.append(
             _line(f"a restored session says the same ({tier})", facts["equal"], str(facts["equal"]))
         )
     return found
+
+
+def _mixtures(section):
+    """Steps of mixtures of experts."""
+    found = []
+    for name, facts in ((section or {}).get("tokens") or {}).items():
+        right = facts["equal_to_reference"] + facts["ties"] == facts["compared"]
+        figure = f"{facts['equal_to_reference']}/{facts['compared']} tokens, {facts['ties']} ties"
+        found.append(_line(f"{name}: a step says the reference's tokens", right, figure))
+        goal = f"{name}: a step is a captured graph"
+        found.append(_line(goal, facts["captured"], str(facts["captured"])))
+    return found
+
+
+def _start(section):
+    """The first answer of a fresh machine."""
+    ahead, late = ((section or {}).get(n) for n in ("ahead", "at the first launch"))
+    if not ahead or not late or "answer" not in ahead or "answer" not in late:
+        return [_line("no kernel of a first answer is compiled after its weights are there", None, "")]
+    figure = f"{ahead['before']} before, {ahead['later']} after"
+    times = f"{ahead['answer']:.1f} s, at the first launch {late['answer']:.1f} s"
+    whole = ahead["before"] + ahead["later"] > 0
+    return [
+        _line(
+            "no kernel of a first answer is compiled after its weights are there",
+            ahead["later"] == 0 if whole else None,
+            figure,
+        ),
+        _line(
+            "a first answer comes sooner where kernels are compiled ahead",
+            ahead["answer"] < late["answer"] if whole else None,
+            times,
+        ),
+    ]
 
 
 def _decode(decode):
@@ -452,7 +487,7 @@ def markdown(results):
         parts = {k: v for k, v in results["probe"].items() if isinstance(v, dict)}
         lines += ["", "## probe", ""]
         lines += [f"- {part}: {json.dumps(_rounded(facts))}" for part, facts in parts.items()]
-    for name in ("step", "prefill", "forms", "crossover", "depth", "rivals", "split"):
+    for name in ("step", "prefill", "forms", "crossover", "depth", "rivals", "split", "mixtures"):
         rows = [_row(c) for c in (results.get(name) or {}).get("cells", ())]
         if rows:
             lines += [

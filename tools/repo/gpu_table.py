@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "PERFORMANCE.md"
 KEPT = ROOT / "benchmarks" / "results" / "check-gpu" / "results.json"
 NONE = "not measured"
+MIXTURES = ("gpt-oss-20b", "qwen3-30b-a3b-2507")  # tools/gpu/depth.py times four layers of each
 DEPTHS = (8192, 131072, 262144, 450000, 1048576)
 # (row, names of cells in the order they are looked for, floor at 4.3 TB/s or "", goal) by depth
 ROWS: tuple[tuple[str, tuple[str, ...], dict[int, str], dict[int, str]], ...] = (
@@ -49,7 +50,10 @@ ROWS: tuple[tuple[str, tuple[str, ...], dict[int, str], dict[int, str]], ...] = 
     ("full, int8 bank", ("full, int8 bank",), {131072: "5.6"}, {}),
     ("omnikv w1, int8 bank", ("omnikv w1, int8 bank",), {131072: "4.0"}, {}),
     ("full, batch of 8 (a step)", ("full, batch of 8",), {}, {}),
+    *((name, (name,), {}, {}) for name in (f"{alias}, 4 layers" for alias in MIXTURES)),
 )
+# (row, name of check_gpu's figure)
+STARTS = (("while weights are read", "ahead"), ("at their first launch", "at the first launch"))
 PROMPTS = (("full", 131072, "<= 12"), ("omnikv r=2", 131072, ""), ("omnikv r=2", 262144, ""))
 
 
@@ -105,7 +109,16 @@ def table(found: dict[str, Any]) -> str:
         one = cell(found, (name,), f"pp{n}", n)
         seconds = NONE if one is None else f"{one['ms_median'] / 1e3:.1f}"
         lines.append(_row(f"{name}, {n} tokens", goal, seconds))
+    lines += ["", _row("first answer of a fresh machine, kernels compiled", "load, s", "token, s")]
+    lines.append(_row("---", "---:", "---:"))
+    for label, name in STARTS:
+        facts = (found.get("start") or {}).get(name, {})
+        lines.append(_row(label, *(_seconds(facts, key) for key in ("load", "answer"))))
     return "\n".join(lines) + "\n"
+
+
+def _seconds(facts: dict[str, Any], key: str) -> str:
+    return f"{facts[key]:.1f}" if key in facts else NONE
 
 
 def _time(found: dict[str, Any], names: Sequence[str], n: int, asked: bool) -> str:
