@@ -24,8 +24,8 @@ HELD = 16  # outputs of a program
 # columns of a round by bytes of an element: 8 KB of weights in 16 bits. Products of float32 run in
 # registers, which a round's columns have to fit
 STEPS = {2: 256, 4: 32}
-# programs for each SM under which they have more rounds in flight instead: 4096 outputs are 1.94 for
-# each of 132
+# programs for each SM, with fewer of which they have more rounds in flight instead: 4096 outputs
+# are 1.94 for each of 132
 ENOUGH = 1.9
 
 

@@ -30,9 +30,7 @@ class TileConfig(NamedTuple):
     stages: int
 
 
-def tile_config(
-    rows: int, outputs: int, kind: str, processors: int = PROCESSORS
-) -> TileConfig:
+def tile_config(rows: int, outputs: int, kind: str, processors: int = PROCESSORS) -> TileConfig:
     """The tile for a number of rows of x and outputs of a weight of `kind`: one that gives every SM
     of a card a program.
     """

@@ -29,10 +29,14 @@ from engine.bank.device import DeviceBank  # noqa: E402
 from engine.forward.ahead.launches import launches  # noqa: E402
 from engine.forward.ahead.recording import recorded, specialise  # noqa: E402
 from engine.forward.self_test import launch_tested  # noqa: E402
+from engine.load.options import Options  # noqa: E402
+from engine.load.planner import Planner  # noqa: E402
 from engine.model.tensors import random_stream  # noqa: E402
+from kernels.attention.split import sparse_split  # noqa: E402
 from kernels.launch.shapes import Card, imagined  # noqa: E402
 from kernels.layer.gemv import multiply_rows  # noqa: E402
 from tests.builders import session_config  # noqa: E402
+from tests.fake_gpu import FakeGPU  # noqa: E402
 
 HOPPER, SMALL = Card((9, 0), 132), Card((8, 7), 8)
 METHOD = OmniKV(filter_layers=(1,), tokens=64, tail=64, dense_below=0, wait_layers=0)
@@ -252,6 +256,19 @@ def test_it_is_off_where_it_is_switched_off_or_kernels_are_interpreted(monkeypat
     monkeypatch.setenv(children.SWITCH, "1")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert not children.possible()
+
+
+def test_a_gpus_plan_says_what_its_card_is(monkeypatch):
+    """A card that is made up, whose launches depend on its SMs."""
+    gpu = FakeGPU(monkeypatch, cards=1)
+    gpu.processors, gpu.capability = 48, (12, 1)
+    options = Options.of(dict(device="cuda", dtype="bfloat16", max_context=4096, method=METHOD))
+    answer = Planner("tiny", session_config(**SHAPE), options).first_answer()
+    assert answer.card == Card((12, 1), 48) and answer.fused and answer.placement is None
+    (sparse,) = [x for x in launches(answer) if x.function.__name__ == "sparse_kernel"]
+    assert sparse.arguments["SPLIT"] == sparse_split(64, 2, 48) != sparse_split(64, 2, 8)
+    plain = replace(options, backend="reference")
+    assert Planner("tiny", session_config(**SHAPE), plain).first_answer() is None
 
 
 def test_a_cpu_has_nothing_to_compile(monkeypatch):

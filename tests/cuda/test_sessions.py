@@ -3,6 +3,11 @@ families with caps, windows, sinks and experts. Skipped without a GPU;
 tests/engine/session/test_cuda_bodies.py runs the bodies on a CPU.
 """
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -52,3 +57,12 @@ def test_saved_sessions(offload, bank, tmp_path):
 def test_families(name, tmp_path):
     pytest.importorskip("transformers")
     check_family("cuda", name, tmp_path)
+
+
+def test_a_first_answer_compiles_nothing_after_its_weights_are_there(tmp_path):
+    """What was compiled while weights were read is all that a fresh machine launches."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    line = [sys.executable, "-m", "tools.gpu.jobs", "first answer"]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, check=True)
+    facts = json.loads(done.stdout.splitlines()[-1])
+    assert facts["before"] >= 15 and facts["later"] == 0, facts

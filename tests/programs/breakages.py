@@ -304,6 +304,7 @@ def run_tests(root: Path, tests: tuple[str, ...]) -> subprocess.CompletedProcess
     command += ["-p", "no:cacheprovider", "-rf", *tests]
     interpreted = str(int(all("tests/kernels/" in test for test in tests)))
     environment = {**os.environ, "TRITON_INTERPRET": interpreted, "OMP_NUM_THREADS": "1"}
+    environment["COLUMNS"] = "240"  # pytest cuts its summary there
     environment["PYTHONDONTWRITEBYTECODE"] = "1"  # a source that changes within a second
     return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
 
@@ -319,7 +320,7 @@ def copy_tree(root: Path, target: Path) -> None:
 
 
 def main(arguments: list[str] | None = None, table: tuple[Breakage, ...] = TABLE) -> int:
-    """Print one line per breakage; 1 where one was not noticed."""
+    """Print a line per breakage, and what its test said; 1 where one was not noticed."""
     parser = argparse.ArgumentParser(prog="python -m tests.programs.breakages", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--only", nargs="+", metavar="WORDS", help="names that hold one of these")
@@ -348,12 +349,13 @@ def main(arguments: list[str] | None = None, table: tuple[Breakage, ...] = TABLE
             path, text = break_tree(root, breakage)
             done = run_tests(root, breakage.tests)
             path.write_text(text, encoding="utf-8")
-            seen = re.search(r"^FAILED (\S+)", done.stdout, re.MULTILINE)
+            seen = re.search(r"^FAILED (\S+)(.*)", done.stdout, re.MULTILINE)
             verdict = f"noticed by {seen[1]}" if seen else f"NOT NOTICED ({done.returncode})"
             if done.returncode != FAILED or not seen:
                 missed.append(breakage.name)
             spent = time.monotonic() - start
             print(f"{breakage.name:66} {path.relative_to(root)!s:34} {verdict} {spent:.0f}s")
+            print(f"    {seen[2].removeprefix(' - ')}" if seen else "", flush=True)
     print(f"{len(wanted) - len(missed)} of {len(wanted)} breakages noticed")
     return 1 if missed else 0
 

@@ -651,7 +651,9 @@ def test_a_first_answer_that_compiles_late_fails_its_verdict():
 
     def status(ahead, late):
         results = {"start": {"ahead": ahead, "at the first launch": late}}
-        return [(v.goal, v.status) for v in gpu_verdict.verdicts(results) if "first answer" in v.goal]
+        return [
+            (v.goal, v.status) for v in gpu_verdict.verdicts(results) if "first answer" in v.goal
+        ]
 
     early = dict(load=4.0, answer=5.0, before=25, later=0)
     late = dict(load=1.0, answer=20.0, before=0, later=25)
@@ -666,6 +668,8 @@ def test_a_first_answer_that_compiles_late_fails_its_verdict():
 
 def test_mixtures_have_verdicts():
     tokens = {"equal_to_reference": 3, "ties": 1, "compared": 4, "captured": False}
-    found = gpu_verdict.verdicts({"mixtures": {"tokens": {"a": tokens, "b": {**tokens, "ties": 0}}}})
+    found = gpu_verdict.verdicts(
+        {"mixtures": {"tokens": {"a": tokens, "b": {**tokens, "ties": 0}}}}
+    )
     said = {v.goal: v.status for v in found if v.goal[:2] in ("a:", "b:")}
     assert list(said.values()) == ["PASS", "FAIL", "FAIL", "FAIL"]

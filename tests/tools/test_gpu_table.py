@@ -24,8 +24,13 @@ def results(tmp_path, hardware="NVIDIA H200, 141 GiB, 132 SMs, CUDA 13.0", name=
         "facts": {"hardware": hardware},
         "step": {"cells": cells},
         "prefill": {"cells": [prompt]},
-        "mixtures": {"cells": [dict(name="gpt-oss-20b, 4 layers", n=8192, test="tg", ms_median=1.9)]},
-        "start": {"ahead": {"load": 4.12, "answer": 5.2}, "at the first launch": {"fault": "ended"}},
+        "mixtures": {
+            "cells": [dict(name="gpt-oss-20b, 4 layers", n=8192, test="tg", ms_median=1.9)]
+        },
+        "start": {
+            "ahead": {"load": 4.12, "answer": 5.2},
+            "at the first launch": {"fault": "ended"},
+        },
     }
     path = tmp_path / name
     path.write_text(json.dumps({"sections": found}))

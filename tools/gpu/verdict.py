@@ -184,7 +184,9 @@ def _start(section):
     """The first answer of a fresh machine."""
     ahead, late = ((section or {}).get(n) for n in ("ahead", "at the first launch"))
     if not ahead or not late or "answer" not in ahead or "answer" not in late:
-        return [_line("no kernel of a first answer is compiled after its weights are there", None, "")]
+        return [
+            _line("no kernel of a first answer is compiled after its weights are there", None, "")
+        ]
     figure = f"{ahead['before']} before, {ahead['later']} after"
     times = f"{ahead['answer']:.1f} s, at the first launch {late['answer']:.1f} s"
     whole = ahead["before"] + ahead["later"] > 0

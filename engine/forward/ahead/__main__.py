@@ -68,7 +68,10 @@ def end_with_parent() -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code 0, also where something did not compile."""
+    """Exit code 0, also where something did not compile; 2 where nobody who loads started this."""
+    if len(arguments) != 2:
+        print("engine.forward.ahead is started by a load and is no program", file=sys.stderr)
+        return 2
     part, parts = map(int, arguments)
     with contextlib.suppress(OSError):
         os.nice(NICENESS)

@@ -26,7 +26,7 @@ from engine.forward.layer import FusedLayer, LayerForm, TorchLayer, fusable
 from engine.forward.prefill import run_chunk
 from engine.forward.prompt_layer import Pieces, prompt_pieces
 from engine.forward.self_test import launch_tested
-from engine.methods.base import Method, Setup
+from engine.methods.base import Method, Runtime, Setup
 from engine.methods.full import Full
 from engine.model.config.config import ModelConfig
 from engine.model.llama import Llama, Matrix, assemble
@@ -41,7 +41,6 @@ from kernels.quant.linear import pack_quantised
 from kernels.quant.matrix import Quantised
 
 META = torch.device("meta")
-MATRICES = ("qkv", "o", "gate_up", "down")  # of a layer
 ODD = 37  # tokens of a chunk: no multiple of 16, as a prompt's last chunk has them
 
 
@@ -100,7 +99,7 @@ def _run(answer: FirstAnswer) -> None:
         with contextlib.suppress(Exception):
             _step(decoder, bank)
         with contextlib.suppress(Exception):
-            _prompt(answer, model, rotary, decoder, bank, pieces)
+            _prompt(answer, model, rotary, runtime, bank, pieces)
 
 
 def _step(decoder: Decoder, bank: Bank) -> None:
@@ -110,7 +109,7 @@ def _step(decoder: Decoder, bank: Bank) -> None:
 
 
 def _prompt(
-    answer: FirstAnswer, model: Llama, rotary: Rotary, decoder: Decoder, bank: Bank, pieces: Pieces
+    answer: FirstAnswer, model: Llama, rotary: Rotary, runtime: Runtime, bank: Bank, pieces: Pieces
 ) -> None:
     """A first chunk, one behind blocks of the past and a remainder, and a last one."""
     chunk = answer.chunk
@@ -119,9 +118,9 @@ def _prompt(
         if start + count <= answer.capacity:
             tokens = torch.zeros(1, count, dtype=torch.int64, device=META)
             stop = start + count
-            decoder.runtime.begin_prompt(0, stop)
+            runtime.begin_prompt(0, stop)
             run_chunk(
-                model, rotary, decoder.runtime, bank, tokens, start, stop,
+                model, rotary, runtime, bank, tokens, start, stop,
                 last_logits=True, pieces=pieces, backend="triton",
             )  # fmt: skip
 
@@ -135,8 +134,8 @@ def _bank(answer: FirstAnswer) -> Bank:
 
 
 def _model(answer: FirstAnswer) -> Llama:
-    """The model without memory. Matrices that are held alike are one: laying the blocks of thousands
-    out takes seconds even so.
+    """The model without memory. Matrices that are held alike are one: laying out the blocks of
+    thousands takes seconds even so.
     """
     config, dtype, rounding = answer.config, answer.dtype, answer.rounding
     weights = (
@@ -146,8 +145,8 @@ def _model(answer: FirstAnswer) -> Llama:
     model = assemble(config, dtype, META, weights, "plain")
     made: dict[Any, Matrix] = {}
 
-    def held(name: str, matrix: Matrix | None) -> Matrix | None:
-        if matrix is None or (form := held_as(rounding, name, matrix.shape)) is None:
+    def held(name: str, matrix: Matrix) -> Matrix:
+        if (form := held_as(rounding, name, matrix.shape)) is None:
             return matrix
         key = form, matrix.shape, matrix.bias is None
         if key not in made:
@@ -155,7 +154,13 @@ def _model(answer: FirstAnswer) -> Llama:
         return made[key]
 
     layers = [
-        replace(layer, **{name: held(f"{i}.{name}", getattr(layer, name)) for name in MATRICES})
+        replace(
+            layer,
+            qkv=held(f"{i}.qkv", layer.qkv),
+            o=held(f"{i}.o", layer.o),
+            gate_up=layer.gate_up and held(f"{i}.gate_up", layer.gate_up),
+            down=layer.down and held(f"{i}.down", layer.down),
+        )
         for i, layer in enumerate(model.layers)
     ]
     return replace(model, layers=layers, lm_head=held("lm_head", model.lm_head))

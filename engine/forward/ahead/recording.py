@@ -99,7 +99,7 @@ def recorded() -> Iterator[list[Launch]]:
 
     def record(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
         arguments = dict(zip([parameter.name for parameter in self.params], args, strict=False))
-        options = {}
+        options: dict[str, Any] = {}
         for name, value in named.items():
             (arguments if name in self.arg_names else options)[name] = value
         launches.append(Launch(self, arguments, options))
