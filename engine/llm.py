@@ -17,7 +17,7 @@ from engine.base.errors import SettingError
 from engine.base.lock import Request, RequestLock
 from engine.batch.batch import Batch
 from engine.forward.scores import PromptScores
-from engine.forward.ahead.children import compiled_meanwhile
+from engine.load.ahead.children import compiled_meanwhile
 from engine.load.files import model_files
 from engine.load.loaded import Loaded, trim_while_loading
 from engine.load.options import LLMSettings, Options, PlanSettings

@@ -11,8 +11,8 @@ from typing import Any
 
 from engine.bank.pool.host_tier import HostTier
 from engine.base.errors import SettingError
-from engine.forward.ahead.launches import FirstAnswer
 from engine.forward.native_backend import require_native
+from engine.load.ahead.launches import FirstAnswer
 from engine.load.files import ModelFiles, rounding
 from engine.load.memory import make_plan
 from engine.load.options import Options

@@ -22,13 +22,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import torch  # noqa: E402
 
-import engine.forward.ahead.children as children  # noqa: E402
+import engine.load.ahead.children as children  # noqa: E402
 import engine.load.planner  # noqa: E402
 from engine import LLM, Full, OmniKV  # noqa: E402
 from engine.bank.device import DeviceBank  # noqa: E402
-from engine.forward.ahead.launches import launches  # noqa: E402
-from engine.forward.ahead.recording import recorded, specialise  # noqa: E402
 from engine.forward.self_test import launch_tested  # noqa: E402
+from engine.load.ahead.launches import launches  # noqa: E402
+from engine.load.ahead.recording import recorded, specialise  # noqa: E402
 from engine.load.options import Options  # noqa: E402
 from engine.load.planner import Planner  # noqa: E402
 from engine.model.tensors import random_stream  # noqa: E402
@@ -121,9 +121,9 @@ def test_a_prompts_kernels_are_among_them(monkeypatch):
 LATER = """
 import sys, pickle
 from triton.runtime.driver import driver
-from engine.forward.ahead.__main__ import Driver
+from engine.load.ahead.__main__ import Driver
 from engine.bank.device import DeviceBank  # noqa: E402
-from engine.forward.ahead.launches import launches
+from engine.load.ahead.launches import launches
 answer = pickle.load(sys.stdin.buffer)
 driver.set_active(Driver(answer.card))
 for launch in launches(answer):
@@ -195,7 +195,7 @@ def test_an_interrupt_or_a_failed_load_ends_the_processes(raised, answer, monkey
 
 PARENT = """
 import pickle, sys, time
-import engine.forward.ahead.children as children
+import engine.load.ahead.children as children
 answer = pickle.load(sys.stdin.buffer)
 children.number = lambda: 2
 real = children.start

@@ -349,13 +349,13 @@ def main(arguments: list[str] | None = None, table: tuple[Breakage, ...] = TABLE
             path, text = break_tree(root, breakage)
             done = run_tests(root, breakage.tests)
             path.write_text(text, encoding="utf-8")
-            seen = re.search(r"^FAILED (\S+)(.*)", done.stdout, re.MULTILINE)
+            seen = re.search(r"^FAILED (.+?)(?: - (.*))?$", done.stdout, re.MULTILINE)
             verdict = f"noticed by {seen[1]}" if seen else f"NOT NOTICED ({done.returncode})"
             if done.returncode != FAILED or not seen:
                 missed.append(breakage.name)
             spent = time.monotonic() - start
             print(f"{breakage.name:66} {path.relative_to(root)!s:34} {verdict} {spent:.0f}s")
-            print(f"    {seen[2].removeprefix(' - ')}" if seen else "", flush=True)
+            print(f"    {seen[2] or ''}" if seen else "", flush=True)
     print(f"{len(wanted) - len(missed)} of {len(wanted)} breakages noticed")
     return 1 if missed else 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.forward.ahead.recording import TYPES
+from engine.load.ahead.recording import TYPES
 from weights.aliases import ALIASES
 from weights.shapes import config_of
 

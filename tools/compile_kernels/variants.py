@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from engine.forward.ahead.recording import Variant, recorded, specialise
+from engine.load.ahead.recording import Variant, recorded, specialise
 from kernels.launch.shapes import Card, imagined
 from tools.compile_kernels.calls import call
 from tools.compile_kernels.cases import Case

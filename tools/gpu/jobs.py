@@ -30,8 +30,8 @@ import torch
 
 from engine import LLM, OmniKV
 from engine.base.errors import SettingError, UsageError
-from engine.forward.ahead.children import SWITCH
 from engine.forward.self_test import failure
+from engine.load.ahead.children import SWITCH
 from kernels.launch.pdl import refuse, supported
 from kernels.layer.gemv import multiply_rows
 from kernels.layer.rotate_store import rotate_store

@@ -19,13 +19,13 @@ from engine.bank.host.tiered import TieredBank
 from engine.bank.pool.host_pool import HostPool
 from engine.bank.pool.pinned_memory import Allocator, ordinary
 from engine.bank.query_ring import QueryRing
-from engine.forward.ahead.recording import Launch, recorded, specialise
 from engine.forward.decode import Decoder
 from engine.forward.graphs import FIRST_BUCKET
 from engine.forward.layer import FusedLayer, LayerForm, TorchLayer, fusable
 from engine.forward.prefill import run_chunk
 from engine.forward.prompt_layer import Pieces, prompt_pieces
 from engine.forward.self_test import launch_tested
+from engine.load.ahead.recording import Launch, recorded, specialise
 from engine.methods.base import Method, Runtime, Setup
 from engine.methods.full import Full
 from engine.model.config.config import ModelConfig

@@ -1,6 +1,6 @@
-"""One process of engine/forward/ahead/children.py: compiles every n-th launch of a first answer.
+"""One process of engine/load/ahead/children.py: compiles every n-th launch of a first answer.
 
-    python -m engine.forward.ahead PART PARTS < (a pickled FirstAnswer, then nothing until the end)
+    python -m engine.load.ahead PART PARTS < (a pickled FirstAnswer, then nothing until the end)
 
 It looks at no GPU: the card is part of what it is told, and Triton is given a driver that knows no
 more. What fails to compile is left to the self-test, which says so. It ends with its parent.
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from engine.forward.ahead.launches import FirstAnswer, launches
+from engine.load.ahead.launches import FirstAnswer, launches
 from kernels.launch.shapes import Card
 
 NICENESS = 5  # behind whoever reads the weights
@@ -70,7 +70,7 @@ def end_with_parent() -> None:
 def main(arguments: list[str]) -> int:
     """Exit code 0, also where something did not compile; 2 where nobody who loads started this."""
     if len(arguments) != 2:
-        print("engine.forward.ahead is started by a load and is no program", file=sys.stderr)
+        print("engine.load.ahead is started by a load and is no program", file=sys.stderr)
         return 2
     part, parts = map(int, arguments)
     with contextlib.suppress(OSError):
