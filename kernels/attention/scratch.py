@@ -119,10 +119,12 @@ def make_scratch(shape: ScratchShape, device: torch.device | str, backend: str =
 
 
 def scratch_bytes(shape: ScratchShape, device: torch.device | str, backend: str = "auto") -> int:
-    """Count the bytes that `make_scratch` of the same arguments allocates; for "triton" also where
-    it is not installed, since a plan may be another machine's.
+    """Count the bytes that `make_scratch` of the same arguments allocates; on a GPU as if triton
+    were installed, since a plan may be another machine's.
     """
-    sizes = _sizes(shape, torch.device(device), backend)
+    device = torch.device(device)
+    backend = "triton" if backend == "auto" and device.type == "cuda" else backend
+    sizes = _sizes(shape, device, backend)
     return sum(count * kind.itemsize for count, kind in sizes.values())
 
 
