@@ -28,6 +28,7 @@ from kernels.rows.forms import (
     stored_key_floats,
     stored_queries,
     value_scales,
+    value_sums,
     widen_keys,
     widen_values,
 )
@@ -229,7 +230,7 @@ def attend_scored(
             if is_packed(v):
                 _scale(weights, value_scales(v[:, at]))
             out.baddbmm_(weights, _widened(v[:, at], buffer, dim, widen_values))
-    return out.view(1, heads, dim).to(q.dtype)
+    return value_sums(out, v, "cpu").view(1, heads, dim).to(q.dtype)
 
 
 def _parts(held: torch.Tensor, shape: tuple[int, ...], rows: int, size: int) -> list[Part]:
@@ -399,7 +400,7 @@ def attend_widened(
         out.mul_(torch.exp(lse - total).view(kv_heads, -1, 1))
         out.add_(part.mul_(torch.exp(new - total).view(kv_heads, -1, 1)))
         lse = total
-    return out, lse.view(kv_heads, -1)
+    return value_sums(out, v, "cpu"), lse.view(kv_heads, -1)
 
 
 def _attend_floats(

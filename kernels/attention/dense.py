@@ -33,7 +33,8 @@ from kernels.launch.radix import BINS, count_first_digit, ordered
 from kernels.launch.shapes import DENSE_SPLIT, Config, needs_wide
 from kernels.launch.softmax import PLAIN, Softmax, capped
 from kernels.launch.triton import tl, triton
-from kernels.rows.forms import is_packed, wide_stored_queries
+from kernels.rows.forms import is_packed, step_value_sums, wide_stored_queries
+from kernels.rows.int4_tiles import columns
 from kernels.rows.tiles import (
     load_step_keys,
     load_values,
@@ -243,9 +244,7 @@ def dense_kernel(
     used = tl.maximum(tl.cdiv(n, SPLIT), 1)
     if s < used:
         wide = b.to(tl.int64)
-        r, d, j, head, live, rows = query_tile(
-            q + wide * sqb, first_query, queries, h, sqq, sqh, QT, G, M, D, DP
-        )
+        r, j, head, live, place = query_tile(first_query, queries, h, sqq, sqh, QT, G, M)
         # rows of this split that query j may see
         limit = n - (queries - 1 - j) - first
         stop = tl.minimum(n - first, SPLIT)
@@ -255,7 +254,8 @@ def dense_kernel(
         if SCORED:
             left = logits + (wide * heads + head[:, None]) * capacity + first
             newest = (live & (j == queries - 1))[:, None]
-        rows = step_queries(rows, k, scale)
+        d = columns(k, D, DP)
+        rows = step_queries(q + wide * sqb, place, live, d, k, scale, D)
         like = tl.zeros([1], out.dtype.element_ty)
         m = tl.full([M], float("-inf"), tl.float32)
         total = tl.zeros([M], tl.float32)
@@ -264,13 +264,13 @@ def dense_kernel(
             t = start + tl.arange(0, BLOCK)
             at = t.to(tl.int64) if WIDE else t
             k_tile = load_step_keys(k, at, skt, d, t < stop, like, D)
-            scores = step_logits(rows, k_tile, scale)
+            scores = step_logits(rows, k_tile, k, scale)
             scores = capped(scaled_logits(scores, k, at, skt, t < stop, D), CAP)
             if SCORED:
                 tl.store(left + t[None, :], scores, mask=newest & (t < stop)[None, :])
             scores = tl.where(t[None, :] < tl.minimum(limit, stop)[:, None], scores, float("-inf"))
             values = load_values(v, at, svt, d, t < stop, like, D, False)
-            m, total, acc = softmax_tile(scores, values, v, at, svt, t < stop, m, total, acc, D)
+            m, total, acc = softmax_tile(scores, values, v, at, svt, t < stop, m, total, acc, like, D)
         pair = b * (heads // G) + h
         begin = first_query * G
         slot = (pair.to(tl.int64) * tl.num_programs(0) + s) * (queries * G) + begin
@@ -407,7 +407,7 @@ def decode_dense_triton(
     merge(scratch, out, lengths, *shape, sinks=softmax.sinks)
     if scores is not None:
         launch_head_max(scratch, lengths, scores, capacity, heads, queries, kind, ranked)
-    return out
+    return step_value_sums(out, v)
 
 
 def launch_head_max(

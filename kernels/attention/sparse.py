@@ -25,7 +25,8 @@ from kernels.launch.pdl import dependent, wait_for_last_kernel
 from kernels.launch.shapes import Config, processors
 from kernels.launch.softmax import PLAIN, Softmax, capped
 from kernels.launch.triton import tl, triton
-from kernels.rows.forms import is_packed, wide_stored_queries
+from kernels.rows.forms import is_packed, step_value_sums, wide_stored_queries
+from kernels.rows.int4_tiles import columns
 from kernels.rows.tiles import (
     load_step_keys,
     load_values,
@@ -240,15 +241,14 @@ def sparse_kernel(
     used = tl.maximum(tl.cdiv(visited, per), 1)
     if s < used:
         wide = b.to(tl.int64)
-        r, d, j, _, live, rows = query_tile(
-            q + wide * sqb, first_query, queries, h, sqq, sqh, QT, G, M, D, DP
-        )
+        r, j, _, live, place = query_tile(first_query, queries, h, sqq, sqh, QT, G, M)
         limit = visited - (queries - 1 - j)
         stop = tl.minimum(first + per, visited)
         k += wide * skb + h.to(tl.int64) * skh
         v += wide * svb + h.to(tl.int64) * svh
         index += wide * sib + h.to(tl.int64) * sih
-        rows = step_queries(rows, k, scale)
+        d = columns(k, D, DP)
+        rows = step_queries(q + wide * sqb, place, live, d, k, scale, D)
         like = tl.zeros([1], out.dtype.element_ty)
         m = tl.full([M], float("-inf"), tl.float32)
         total = tl.zeros([M], tl.float32)
@@ -258,10 +258,10 @@ def sparse_kernel(
         for _ in range(first, stop, BLOCK):
             k_tile = load_step_keys(k, row, skt, d, t < stop, like, D)
             values = load_values(v, row, svt, d, t < stop, like, D, False)
-            scores = step_logits(rows, k_tile, scale)
+            scores = step_logits(rows, k_tile, k, scale)
             scores = capped(scaled_logits(scores, k, row, skt, t < stop, D), CAP)
             scores = tl.where(t[None, :] < tl.minimum(limit, stop)[:, None], scores, float("-inf"))
-            m, total, acc = softmax_tile(scores, values, v, row, svt, t < stop, m, total, acc, D)
+            m, total, acc = softmax_tile(scores, values, v, row, svt, t < stop, m, total, acc, like, D)
             t += BLOCK
             row = bank_rows(index, t, stop, kept, start)
         pair = b * kv_heads + h
@@ -348,4 +348,4 @@ def decode_sparse_triton(
     )
     shape = kv_heads, splits, split, block, SPARSE_CHUNK
     merge(scratch, out, lengths, *shape, counts, tail_start, softmax.sinks)
-    return out
+    return step_value_sums(out, v)

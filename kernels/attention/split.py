@@ -44,8 +44,7 @@ def decode_config(
     bits are half as long: decoded in registers, whole ones spill at head_dim 64.
     """
     # tensor cores take 32 numbers of 8 bits at a time
-    dim = max(16 if rows is None else 32, power_of_two(head_dim))
-    tile_bytes //= 2 if rows == torch.uint8 else 1
+    dim = max(16 if rows is None else 128 if rows == torch.uint8 else 32, power_of_two(head_dim))
     most = min(64 if itemsize < 4 else 32, 16384 // (dim * itemsize))
     packed = max(1, min(queries, most // group))
     block = min(64 if packed * group > 32 else 128, max(16, tile_bytes // (dim * itemsize)))
@@ -102,30 +101,18 @@ def most_sparse_splits(budget: int, kv_heads: int, processors: int = PROCESSORS)
 
 @triton.jit
 def query_tile(
-    q,
-    first,
-    queries,
-    h,
-    sqq,
-    sqh,
-    QT: tl.constexpr,
-    G: tl.constexpr,
-    M: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
+    first, queries, h, sqq, sqh, QT: tl.constexpr, G: tl.constexpr, M: tl.constexpr
 ):
-    """Load QT queries from `first` on under the G heads of kv head h, as M packed rows.
+    """Place QT queries from `first` on under the G heads of kv head h, as M packed rows.
 
-    Returns (r, d, j, head, live, rows [M, DP]): row numbers, dims, the query and the head of each
-    row, and whether the row is one at all.
+    Returns (r, j, head, live, at), [M] each: row numbers, the query and the head of each row, whether
+    the row is one at all, and where it lies.
     """
     r = tl.arange(0, M)
-    d = tl.arange(0, DP)
     j = first + r // G
     head = h * G + r % G
     live = (r < QT * G) & (j < queries)
-    at = j[:, None] * sqq + head[:, None] * sqh + d[None, :]
-    return r, d, j, head, live, tl.load(q + at, mask=live[:, None] & (d < D)[None, :], other=0.0)
+    return r, j, head, live, j * sqq + head * sqh
 
 
 @triton.jit

@@ -113,11 +113,20 @@ def softmax_step(scores, values, m, total, acc, scale=None):
     scores [M, N], -inf where masked; values [N, D], to be multiplied by scale [N] or None; m and
     total [M] and acc [M, D] are carried.
     """
+    top, total, p, shrink = softmax_weights(scores, m, total)
+    weights = p if scale is None else p * scale[None, :]
+    acc = acc * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return top, total, acc
+
+
+@triton.jit
+def softmax_weights(scores, m, total):
+    """Take the scores [M, N] of one tile into an online softmax: returns the new m and total [M],
+    the weights [M, N] and what to multiply sums so far by [M].
+    """
     top = tl.maximum(m, tl.max(scores, 1))
     # a row that has seen nothing yet must not make NaN
     base = tl.where(top == float("-inf"), 0.0, top)
     p = tl.exp2((scores - base[:, None]) * 1.4426950408889634)
     shrink = tl.exp2((m - base) * 1.4426950408889634)
-    weights = p if scale is None else p * scale[None, :]
-    acc = acc * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-    return top, total * shrink + tl.sum(p, 1), acc
+    return top, total * shrink + tl.sum(p, 1), p, shrink

@@ -140,12 +140,14 @@ struct Block {
 template <class R>
 struct Decoded {
     using Rows = R;
+    static constexpr bool turned = false;  // whether rows hold the transformed row
     const float *take(const char **, int, int) { return nullptr; }
 };
 
 template <class R>
 struct DecodedInt8 {
     using Rows = Int8;
+    static constexpr bool turned = R::turned;
     alignas(64) int8_t values[BLOCK * WIDEST];
     float scales[BLOCK];
     // Points rows to their values; returns their scales.
@@ -293,7 +295,25 @@ static void attend_split(const Call &c, int head, int s) {
     }
 }
 
+// Transforms a sum of transformed rows back (kernels/rows/hadamard.py): [dim], in place.
+INLINE void turn_back(float *x, int dim) {
+    const int half = dim / 2, run = half & -half;
+    float factor = 1;  // `query_factor` of transform_size.py
+    for (int n = 2 * run; n > 1; n >>= 2) factor *= 2;
+    for (int size = 1; size < run; size *= 2)
+        for (int at = 0; at < dim; at += 2 * size)
+            for (int i = at; i < at + size; i++) {
+                const float one = x[i], other = x[i + size];
+                x[i] = one + other, x[i + size] = one - other;
+            }
+    for (int i = 0; i < half; i++) {
+        const float one = x[i], other = x[i + half];
+        x[i] = (one + other) / factor, x[i + half] = (one - other) / factor;
+    }
+}
+
 // Merge the splits of one head: out and the log-sum-exps.
+template <class V>
 static void merge(const Call &c, int head) {
     const int rows = c.queries * c.group, splits = (c.visited + c.split - 1) / c.split;
     const long size = (long)rows * (c.dim + 2);
@@ -316,6 +336,7 @@ static void merge(const Call &c, int head) {
         }
         c.lse[(long)head * rows + r] = top + logf(sum);
         for (int d = 0; d < c.dim; d++) out[d] = sum > 0 || sum != sum ? out[d] / sum : 0;
+        if (Decoded<V>::turned) turn_back(out, c.dim);
     }
 }
 
@@ -324,7 +345,7 @@ static void attend(const Call &c) {
     const int splits = (c.visited + c.split - 1) / c.split, work = splits * c.heads;
 #pragma omp parallel for schedule(dynamic) num_threads(c.threads) if (c.threads > 1 && work > 1)
     for (int i = 0; i < work; i++) attend_split<K, V>(c, i / splits, i % splits);
-    for (int head = 0; head < c.heads; head++) merge(c, head);
+    for (int head = 0; head < c.heads; head++) merge<V>(c, head);
 }
 
 }  // namespace

@@ -4,113 +4,96 @@
 
 namespace {
 
-INLINE float bfloat16_at(const char *p) {
-    uint16_t half;
-    memcpy(&half, p, 2);
-    const uint32_t bits = (uint32_t)half << 16;
-    float found;
-    memcpy(&found, &bits, 4);
-    return found;
-}
-
-struct Int4Keys {  // 5 bits c + 16 of a number 2 c + 1: twice the bits, less 31
-    INLINE int length(int dim) { return dim / 2 + dim / 8 + 4; }
-    INLINE float scale(const char *row, int dim) { return Float32::first(row + dim / 2 + dim / 8); }
+struct Int4Keys {  // three planes of six bits, and the fourth number in the upper two of each
+    static constexpr bool turned = true;
+    INLINE int length(int dim) { return dim / 4 * 3 + 4; }
+    INLINE float scale(const char *row, int dim) { return Float32::first(row + dim / 4 * 3); }
 
     INLINE void decode(const char *row, int dim, int8_t *out) {
-        const int half = dim / 2, run = dim / 8;  // byte i of the upper bits: elements i, i + run ..
-        const char *upper = row + half;
+        const int half = dim / 2, quarter = dim / 4;
+        int i = 0;
 #if defined(__AVX2__)
-        if (run == 8 || run == 16 || run == 32) {
-            const __m256i even = _mm256_set1_epi8(30), less = _mm256_set1_epi8(31);
-            for (int at = 0; at < half; at += 32) {
-                const __m256i x = _mm256_loadu_si256((const __m256i *)(row + at));
-                const __m256i low = _mm256_and_si256(_mm256_add_epi8(x, x), even);
-                const __m256i high = _mm256_and_si256(_mm256_srli_epi16(x, 3), even);
-                const __m256i above = upper_bits(upper, run, at), below = upper_bits(upper, run, half + at);
-                _mm256_storeu_si256((__m256i *)(out + at),
-                                    _mm256_sub_epi8(_mm256_or_si256(low, above), less));
-                _mm256_storeu_si256((__m256i *)(out + half + at),
-                                    _mm256_sub_epi8(_mm256_or_si256(high, below), less));
-            }
-            return;
+        const __m256i six = _mm256_set1_epi8(63), upper = _mm256_set1_epi8((char)192);
+        const __m256i less = _mm256_set1_epi8(32), flipped = _mm256_set1_epi8(42);
+        for (; i + 32 <= quarter; i += 32) {
+            const __m256i x = _mm256_loadu_si256((const __m256i *)(row + i));
+            const __m256i y = _mm256_loadu_si256((const __m256i *)(row + quarter + i));
+            const __m256i z = _mm256_loadu_si256((const __m256i *)(row + half + i));
+            __m256i fourth = _mm256_srli_epi16(_mm256_and_si256(x, upper), 2);
+            fourth = _mm256_or_si256(fourth, _mm256_srli_epi16(_mm256_and_si256(y, upper), 4));
+            fourth = _mm256_or_si256(fourth, _mm256_srli_epi16(_mm256_and_si256(z, upper), 6));
+            fourth = _mm256_xor_si256(fourth, flipped);
+            put_pairs(out + 2 * i, _mm256_sub_epi8(_mm256_and_si256(x, six), less),
+                      _mm256_sub_epi8(_mm256_and_si256(z, six), less));
+            put_pairs(out + half + 2 * i, _mm256_sub_epi8(_mm256_and_si256(y, six), less),
+                      _mm256_sub_epi8(fourth, less));
+        }
+        for (; i + 16 <= quarter; i += 16) {
+            const __m128i six = _mm_set1_epi8(63), upper = _mm_set1_epi8((char)192);
+            const __m128i less = _mm_set1_epi8(32), flipped = _mm_set1_epi8(42);
+            const __m128i x = _mm_loadu_si128((const __m128i *)(row + i));
+            const __m128i y = _mm_loadu_si128((const __m128i *)(row + quarter + i));
+            const __m128i z = _mm_loadu_si128((const __m128i *)(row + half + i));
+            __m128i fourth = _mm_srli_epi16(_mm_and_si128(x, upper), 2);
+            fourth = _mm_or_si128(fourth, _mm_srli_epi16(_mm_and_si128(y, upper), 4));
+            fourth = _mm_or_si128(fourth, _mm_srli_epi16(_mm_and_si128(z, upper), 6));
+            fourth = _mm_xor_si128(fourth, flipped);
+            const __m128i one = _mm_sub_epi8(_mm_and_si128(x, six), less);
+            const __m128i two = _mm_sub_epi8(_mm_and_si128(y, six), less);
+            const __m128i three = _mm_sub_epi8(_mm_and_si128(z, six), less);
+            fourth = _mm_sub_epi8(fourth, less);
+            _mm_storeu_si128((__m128i *)(out + 2 * i), _mm_unpacklo_epi8(one, three));
+            _mm_storeu_si128((__m128i *)(out + 2 * i + 16), _mm_unpackhi_epi8(one, three));
+            _mm_storeu_si128((__m128i *)(out + half + 2 * i), _mm_unpacklo_epi8(two, fourth));
+            _mm_storeu_si128((__m128i *)(out + half + 2 * i + 16), _mm_unpackhi_epi8(two, fourth));
         }
 #endif
-        for (int i = 0; i < half; i++) {
-            out[i] = (row[i] & 15) * 2 - 31;
-            out[half + i] = (row[i] >> 4 & 15) * 2 - 31;
+        for (; i < quarter; i++) {
+            const int x = (uint8_t)row[i], y = (uint8_t)row[quarter + i], z = (uint8_t)row[half + i];
+            out[2 * i] = (int8_t)((x & 63) - 32);
+            out[2 * i + 1] = (int8_t)((z & 63) - 32);
+            out[half + 2 * i] = (int8_t)((y & 63) - 32);
+            out[half + 2 * i + 1] = (int8_t)(((x >> 6 << 4 | y >> 6 << 2 | z >> 6) ^ 42) - 32);
         }
-        for (int i = 0; i < run; i++)
-            for (int bit = 0; bit < 8; bit++) out[bit * run + i] += (upper[i] >> bit & 1) << 5;
     }
 
 #if defined(__AVX2__)
-    // 32 in each of the elements at .. at + 31 whose upper bit is set
-    INLINE __m256i upper_bits(const char *upper, int run, int at) {
-        __m256i bytes, bits;
-        if (run == 8) {
-            int64_t found;
-            memcpy(&found, upper, 8);
-            bytes = _mm256_set1_epi64x(found);
-            bits = _mm256_setr_epi64x(0x0101010101010101, 0x0202020202020202, 0x0404040404040404,
-                                      0x0808080808080808);
-        } else if (run == 16) {
-            bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)upper));
-            bits = _mm256_setr_m128i(_mm_set1_epi8(1), _mm_set1_epi8(2));
-        } else {
-            bytes = _mm256_loadu_si256((const __m256i *)upper);
-            bits = _mm256_set1_epi8(1);
-        }
-        bits = _mm256_slli_epi64(bits, at / run);
-        return _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_and_si256(bytes, bits), bits), _mm256_set1_epi8(32));
+    INLINE void put_pairs(int8_t *out, __m256i even, __m256i odd) {  // 64 elements
+        const __m256i low = _mm256_unpacklo_epi8(even, odd), high = _mm256_unpackhi_epi8(even, odd);
+        _mm256_storeu_si256((__m256i *)out, _mm256_permute2x128_si256(low, high, 0x20));
+        _mm256_storeu_si256((__m256i *)(out + 32), _mm256_permute2x128_si256(low, high, 0x31));
     }
 #endif
 };
 
-// number times factor, by the factor less 1 and the 4 bits c + 8 of a number 2 c + 1
-struct Products {
-    alignas(16) int8_t of[16][16];
-    constexpr Products() : of() {
-        for (int factor = 0; factor < 16; factor++)
-            for (int code = 0; code < 16; code++) of[factor][code] = (int8_t)((2 * code - 15) * (factor + 1));
-    }
-};
-static constexpr Products PRODUCTS;
-
-struct Int4Values {
-    INLINE int length(int dim) { return dim / 2 + ((dim / 32 + 1) / 2 + 5) / 4 * 4; }
-    INLINE float scale(const char *row, int dim) { return bfloat16_at(row + length(dim) - 2); }
+struct Int4Values {  // a nibble of an element's number and 8
+    static constexpr bool turned = true;
+    INLINE int length(int dim) { return dim / 2 + 4; }
+    // weights times scales are digits without a sign: that of a scale goes with the numbers
+    INLINE float scale(const char *row, int dim) { return fabsf(Float32::first(row + dim / 2)); }
 
     INLINE void decode(const char *row, int dim, int8_t *out) {
         const int half = dim / 2;
-        uint32_t factors;
-        memcpy(&factors, row + half, 4);  // of 32 elements a nibble each
+        const bool less = Float32::first(row + half) < 0;
+        int i = 0;
 #if defined(__AVX2__)
-        if (dim % 64 == 0) {
-            const __m256i nibble = _mm256_set1_epi8(15);
-            for (int at = 0; at < half; at += 32) {
-                const __m256i x = _mm256_loadu_si256((const __m256i *)(row + at));
-                const __m256i low = _mm256_and_si256(x, nibble);
-                const __m256i high = _mm256_and_si256(_mm256_srli_epi16(x, 4), nibble);
-                _mm256_storeu_si256((__m256i *)(out + at), _mm256_shuffle_epi8(table(factors, at), low));
-                _mm256_storeu_si256((__m256i *)(out + half + at),
-                                    _mm256_shuffle_epi8(table(factors, half + at), high));
-            }
-            return;
+        const __m256i nibble = _mm256_set1_epi8(15), sign = _mm256_set1_epi8(less ? -1 : 1);
+        const __m256i eight = _mm256_set1_epi8(8);
+        for (; i + 32 <= half; i += 32) {
+            const __m256i x = _mm256_loadu_si256((const __m256i *)(row + i));
+            const __m256i low = _mm256_sub_epi8(_mm256_and_si256(x, nibble), eight);
+            const __m256i high = _mm256_and_si256(_mm256_srli_epi16(x, 4), nibble);
+            _mm256_storeu_si256((__m256i *)(out + i), _mm256_sign_epi8(low, sign));
+            _mm256_storeu_si256((__m256i *)(out + half + i),
+                                _mm256_sign_epi8(_mm256_sub_epi8(high, eight), sign));
         }
 #endif
-        for (int i = 0; i < half; i++) {
-            out[i] = PRODUCTS.of[factors >> i / 32 * 4 & 15][row[i] & 15];
-            out[half + i] = PRODUCTS.of[factors >> (half + i) / 32 * 4 & 15][row[i] >> 4 & 15];
+        for (; i < half; i++) {
+            const int low = (row[i] & 15) - 8, high = (row[i] >> 4 & 15) - 8;
+            out[i] = (int8_t)(less ? -low : low);
+            out[half + i] = (int8_t)(less ? -high : high);
         }
     }
-
-#if defined(__AVX2__)
-    INLINE __m256i table(uint32_t factors, int at) {
-        const int8_t *found = PRODUCTS.of[factors >> at / 32 * 4 & 15];
-        return _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i *)found));
-    }
-#endif
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Attention over packed rows: of 8 bits, of 5 and 4, and of 8-bit floats.
+// Attention over packed rows: of 8 bits, of 6 and 4, and of 8-bit floats.
 #include "attention.h"
 
 // kind: INT8, INT4 or FP8. Returns 0, or 1 for a kind that this build lacks.

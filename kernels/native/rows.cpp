@@ -71,21 +71,22 @@ static void pack_fp8(const float *x, int dim, uint8_t *out) {
     put_tail(out + dim, scale);
 }
 
-// Fixed-point steps of |x| in units of a scale, 128 to one, cut off; 0 for what is not finite.
-INLINE Ints steps_of(Floats x, float inverse) {
-    const Floats y = rounded((Floats)size_bits(x) * inverse) * 128.f;
-    return __builtin_convertvector(y == y ? y : Floats{}, Ints);
-}
+constexpr int LONGEST = 256;
 
-// Levels of elements, the numbers 2 level + 1 nearest to them: out. Returns the squared error in steps.
-INLINE int levels(const float *x, int count, float inverse, int most, int32_t *out) {
+// Numbers nearest to elements, from -low to low - 1: out. Returns the squared error in fixed-point
+// steps, 128 to a number, cut off; what is not finite is 0.
+INLINE int numbers(const float *x, int dim, float inverse, int low, int32_t *out) {
     Ints sum = {};
-    for (int i = 0; i < count; i += W) {
-        const Ints steps = steps_of(load(x + i), inverse);
-        Ints level = steps >> 8;
-        level = level > most ? level * 0 + most : level;
-        memcpy(out + i, &level, sizeof level);
-        const Ints off = steps - (level * 256 + 128);
+    const Ints least = Ints{} - low, most = Ints{} + (low - 1);
+    for (int i = 0; i < dim; i += W) {
+        const Floats y = rounded(load(x + i) * inverse) * 128.f;
+        const Ints finite = size_bits(y) < 0x7F800000;
+        const Ints steps = __builtin_convertvector((Floats)((Ints)y & finite), Ints);
+        Ints number = (steps + 64) >> 7;
+        number = number < least ? least : number;
+        number = number > most ? most : number;
+        memcpy(out + i, &number, sizeof number);
+        const Ints off = steps - number * 128;
         sum += off * off;
     }
     int found = 0;
@@ -93,72 +94,51 @@ INLINE int levels(const float *x, int count, float inverse, int most, int32_t *o
     return found;
 }
 
-constexpr int LONGEST = 256;
-
-// nibbles [dim/2] of codes [dim]: element i low, element i + dim/2 high
-INLINE void put_nibbles(const int32_t *code, int dim, uint8_t *out) {
-    for (int i = 0; i < dim / 2; i++) out[i] = (uint8_t)((code[i] & 15) | (code[dim / 2 + i] & 15) << 4);
-}
-
-static void pack_int4_keys(const float *x, int dim, uint8_t *out) {
+// Rounds a transformed row: numbers and their scale, whose shares from 16 down to `last` are tried.
+// tried: room for two rows. Returns the numbers.
+INLINE const int32_t *best_numbers(const float *x, int dim, int low, int last, int32_t (*tried)[LONGEST],
+                                   float &scale) {
     const float reach = reach_of(x, dim);
-    int32_t tried[2][LONGEST], *best = tried[0], *next = tried[1];
-    float scale = 0, cost = 0;
-    for (int share = 16; share > 12; share--) {
-        const float now = normal(reach * (float)(share / 16.0 / 31));
-        const float found = (float)levels(x, dim, inverse_of(now), 15, next) * (float)(share * share);
+    Floats top = load(x), bottom = load(x);
+    for (int i = W; i < dim; i += W) {
+        const Floats y = load(x + i);
+        top = most(top, y), bottom = -most(-bottom, -y);
+    }
+    const float sign = largest(top) > largest(-bottom) ? -1 : 1;
+    int32_t *best = tried[0], *next = tried[1];
+    float cost = 0;
+    for (int share = 16; share >= last; share--) {
+        const float now = normal(reach * (float)(share / 16.0 / low)) * sign;
+        const float inverse = now != 0 && now == now ? 1 / now : 0;
+        const float found = (float)numbers(x, dim, inverse, low, next) * (float)(share * share);
         if (share < 16 && !(found < cost)) continue;
         int32_t *const other = best;
         best = next, next = other, cost = found, scale = now;
     }
-    for (int i = 0; i < dim; i++) best[i] = x[i] < 0 ? 15 - best[i] : best[i] + 16;
-    put_nibbles(best, dim, out);
-    const int run = dim / 8;
-    for (int i = 0; i < run; i++) {
-        int bits = 0;
-        for (int j = 0; j < 8; j++) bits |= (best[j * run + i] >> 4) << j;
-        out[dim / 2 + i] = (uint8_t)bits;
-    }
-    memcpy(out + dim / 2 + run, &scale, 4);
+    return best;
 }
 
-// x >= 0 as bfloat16, halves up
-INLINE float bfloat16_up(float x) {
-    if (!(x < INFINITY)) return x;
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    bits = (bits + 0x8000) & 0xFFFF0000;
-    float found;
-    memcpy(&found, &bits, 4);
-    return x < LEAST ? 0 : found;
+static void pack_int4_keys(const float *x, int dim, uint8_t *out) {
+    int32_t tried[2][LONGEST];
+    float scale = 0;
+    const int half = dim / 2, quarter = dim / 4;
+    const int32_t *low = best_numbers(x, dim, 32, 16, tried, scale), *high = low + half;
+    for (int i = 0; i < quarter; i++) {
+        const int fourth = (high[2 * i + 1] + 32) ^ 42;
+        out[i] = (uint8_t)(low[2 * i] + 32 | fourth >> 4 << 6);
+        out[quarter + i] = (uint8_t)(high[2 * i] + 32 | (fourth >> 2 & 3) << 6);
+        out[half + i] = (uint8_t)(low[2 * i + 1] + 32 | (fourth & 3) << 6);
+    }
+    memcpy(out + half + quarter, &scale, 4);
 }
 
-static void pack_int4_values(const float *x, int dim, uint8_t *out, int width) {
-    constexpr int GROUP = 32;
-    const int groups = dim / GROUP;
-    const float scale = bfloat16_up(reach_of(x, dim) * (float)(1.0 / 120)), inverse = inverse_of(scale);
-    int32_t code[LONGEST];
-    memset(out + dim / 2, 0, width - dim / 2);
-    for (int g = 0; g < groups; g++) {
-        const float *of = x + g * GROUP;
-        int32_t tried[2][GROUP], *best = tried[0], *next = tried[1];
-        const float most = rounded(reach_of(of, GROUP) * inverse) * 128.f;
-        const int reach = most == most ? (int)most : 0;
-        int first = (reach + 1919) / 1920, factor = 1;
-        first = first < 1 ? 1 : first > 8 ? 8 : first;
-        float cost = 0;
-        for (int less = 0; less < 3; less++) {
-            const int now = first - less < 1 ? 1 : first - less;
-            const float found = (float)levels(of, GROUP, inverse / (float)now, 7, next) * (float)(now * now);
-            if (less && !(found < cost)) continue;
-            int32_t *const other = best;
-            best = next, next = other, cost = found, factor = now;
-        }
-        for (int i = 0; i < GROUP; i++) code[g * GROUP + i] = of[i] < 0 ? 7 - best[i] : best[i] + 8;
-        out[dim / 2 + g / 2] |= (factor - 1) << g % 2 * 4;
-    }
-    put_nibbles(code, dim, out);
-    memcpy(out + width - 2, (const char *)&scale + 2, 2);
+static void pack_int4_values(const float *x, int dim, uint8_t *out) {
+    int32_t tried[2][LONGEST];
+    float scale = 0;
+    const int half = dim / 2;
+    const int32_t *number = best_numbers(x, dim, 8, 13, tried, scale);
+    for (int i = 0; i < half; i++) out[i] = (uint8_t)(number[i] + 8 | (number[half + i] + 8) << 4);
+    memcpy(out + half, &scale, 4);
 }
 
 }  // namespace
@@ -172,7 +152,7 @@ extern "C" void omnikv_pack(const float *x, long rows, int dim, int width, int k
         uint8_t *const to = out + i * width;
         if (kind == INT8) pack_int8(from, dim, to);
         else if (kind == INT4_KEYS) pack_int4_keys(from, dim, to);
-        else if (kind == INT4_VALUES) pack_int4_values(from, dim, to, width);
+        else if (kind == INT4_VALUES) pack_int4_values(from, dim, to);
         else pack_fp8(from, dim, to);
     }
 }

@@ -20,7 +20,8 @@ from kernels.launch.softmax import PLAIN
 from kernels.launch.triton import tl, triton
 from kernels.prefill.dense import attend_chunk, attend_rows
 from kernels.prefill.merge import merge
-from kernels.rows.forms import is_packed, key_floats, stored_queries, unpack_keys
+from kernels.rows.forms import is_packed, key_floats, stored_queries, unpack_keys, value_sums
+from kernels.rows.int4_tiles import columns
 from kernels.rows.tiles import load_keys, load_values, scaled_logits
 
 BLOCK = 128
@@ -248,7 +249,7 @@ def blocks_kernel(
     n = blocks - 1 - tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     r = tl.arange(0, M)
-    d = tl.arange(0, DP)
+    d = columns(k, D, DP)
     t = tl.arange(0, TILE)
     c = n * BLOCK + tile * M + r
     at = b * sqb + c.to(tl.int64)[:, None] * sqc + head * sqh + d[None, :]
@@ -351,7 +352,7 @@ def attend_blocks_triton(
         num_warps=config.warps,
         num_stages=config.stages,
     )
-    return out, lse
+    return value_sums(out, v), lse
 
 
 def exact_mass(q: torch.Tensor, k: torch.Tensor, first: int, scale: float) -> torch.Tensor:

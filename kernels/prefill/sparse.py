@@ -21,7 +21,8 @@ from kernels.launch.triton import tl, triton
 from kernels.prefill.dense import attend_chunk, attend_rows
 from kernels.prefill.merge import merge
 from kernels.prefill.native import attend_prompt, attends_prompt
-from kernels.rows.forms import is_packed, stored_queries
+from kernels.rows.forms import is_packed, stored_queries, value_sums
+from kernels.rows.int4_tiles import columns
 from kernels.rows.tiles import load_keys, load_values, scaled_logits
 
 
@@ -214,7 +215,7 @@ def gathered_kernel(
     tile = first + tl.program_id(0) * (M // G)
     if tile < last:
         r = tl.arange(0, M)
-        d = tl.arange(0, DP)
+        d = columns(k, D, DP)
         c = tile + r // G
         head = h * G + r % G
         live = (r < M // G * G) & (c < last)
@@ -303,4 +304,4 @@ def prefill_sparse_triton(
         num_warps=config.warps,
         num_stages=config.stages,
     )
-    return out
+    return value_sums(out, v)

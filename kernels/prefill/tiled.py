@@ -13,7 +13,8 @@ from kernels.launch.shapes import softmax_step
 from kernels.launch.softmax import PLAIN, Softmax, capped
 from kernels.launch.triton import tl, triton
 from kernels.prefill.native import attend_prompts, attends_prompt
-from kernels.rows.forms import floats, is_packed, stored_queries
+from kernels.rows.forms import floats, is_packed, stored_queries, value_sums
+from kernels.rows.int4_tiles import columns
 from kernels.rows.tiles import load_keys, load_values, scaled_logits
 
 Part = tuple[torch.Tensor, torch.Tensor]  # out and log-sum-exp
@@ -149,7 +150,7 @@ def capped_tiles_kernel(
     heads = tl.num_programs(1) * G
     tile = tl.program_id(0) * (M // G)
     r = tl.arange(0, M)
-    d = tl.arange(0, DP)
+    d = columns(k, D, DP)
     c = tile + r // G
     head = h * G + r % G
     live = (r < M // G * G) & (c < chunk)
@@ -235,4 +236,4 @@ def attend_tiles_triton(
         num_warps=config.warps,
         num_stages=config.stages,
     )
-    return out, lse
+    return value_sums(out, v), lse

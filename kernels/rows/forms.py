@@ -5,12 +5,14 @@ float8_e4m3fn kernels/rows/fp8.py, any wider float dtype rows as they are. A pac
 of bytes that ends with a scale, so that whatever moves a row (a gather, a write-back, a file) need
 not know what is in it; rows of K and of V may differ in length. An element is value * scale, where
 a value has 8 bits at most and is exact in 16-bit floats. Rows of K hold the elements of the
-transformed row (kernels/rows/hadamard.py), rows of V their own.
+transformed row (kernels/rows/hadamard.py), rows of V their own, in 4 bits those of the transformed
+row too.
 
 A reader takes rows by `floats` and `unpack` (of K `key_floats` and `unpack_keys`, which transform
 back), or values and scales apart: a product over D is scaled per row afterwards, one over rows has
 its weights scaled before. Readers that multiply K as it is stored transform their queries first, by
-`stored_queries`. Kernels in Triton read and write rows by kernels/rows/tiles.py.
+`stored_queries`, and those that add up V as it is stored transform the sums back, by `value_sums`.
+Kernels in Triton read and write rows by kernels/rows/tiles.py.
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ from typing import NamedTuple
 import torch
 
 from kernels.rows import fp8, int4, int8
-from kernels.rows.hadamard import query_factor, signs, transformed_queries, wide_queries
+from kernels.rows.hadamard import (
+    query_factor,
+    signs,
+    transformed_queries,
+    turn_back,
+    wide_queries,
+)
 
 # elements of K that are float32 before they are transformed back: 1 MB stays in a core's cache
 AT_ONCE = {"cpu": 2**18, "cuda": 2**24}
@@ -45,7 +53,7 @@ class Side(NamedTuple):
 
 class Form(NamedTuple):
     """A form of packed rows. name: of a bank that holds them; D is a multiple of `multiple`, and
-    `most` at most.
+    `most` at most; turned: rows of V hold the transformed row, as those of K do.
     """
 
     name: str
@@ -53,6 +61,7 @@ class Form(NamedTuple):
     most: int
     keys: Side
     values: Side
+    turned: bool = False
 
 
 def _side(module: ModuleType, side: str = "") -> Side:
@@ -70,10 +79,11 @@ FORMS = {
     ),
     torch.uint8: Form(
         "int4",
-        int4.GROUP,
+        int4.MULTIPLE,
         int4.MOST,
         _side(int4, "key_"),
         _side(int4, "value_"),
+        turned=True,
     ),
     fp8.KIND: Form("fp8", int8.ALIGNED, 1024, _FP8._replace(pack=fp8.pack_keys), _FP8),
 }
@@ -133,20 +143,25 @@ def unpack(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
     if not is_packed(rows):
         return rows
-    side = FORMS[rows.dtype].values
-    return side.values(rows).float().mul_(side.scales(rows).unsqueeze(-1)).to(dtype)
+    form = FORMS[rows.dtype]
+    if form.turned:
+        return _turned_back(rows, form.values, dtype)
+    return _stored_floats(rows, form.values).to(dtype)
 
 
 def unpack_keys(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return packed rows of K as floats [.., D] in `dtype`, transformed back and rounded once; rows
     of floats as they are.
+    """
+    return _turned_back(rows, FORMS[rows.dtype].keys, dtype) if is_packed(rows) else rows
+
+
+def _turned_back(rows: torch.Tensor, side: Side, dtype: torch.dtype) -> torch.Tensor:
+    """Unpack rows that hold the transformed row.
 
     The sums are whole numbers below 2^24, so float32 holds them in whatever order they are taken;
     those of values in 8-bit floats span more and are taken in float64.
     """
-    if not is_packed(rows):
-        return rows
-    side = FORMS[rows.dtype].keys
     dim, wide = side.dim(rows.shape[-1]), torch.float32
     if rows.dtype == fp8.KIND:
         wide = torch.float64
@@ -161,6 +176,10 @@ def unpack_keys(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
+def _stored_floats(rows: torch.Tensor, side: Side) -> torch.Tensor:
+    return side.values(rows).float().mul_(side.scales(rows).unsqueeze(-1))
+
+
 def floats(rows: torch.Tensor) -> torch.Tensor:
     """Return rows of V of any form in float32 [.., D]."""
     return unpack(rows, torch.float32) if is_packed(rows) else rows.float()
@@ -170,10 +189,7 @@ def stored_key_floats(rows: torch.Tensor) -> torch.Tensor:
     """Return rows of K of any form in float32 [.., D] as they are stored: for products with
     `stored_queries`.
     """
-    if not is_packed(rows):
-        return rows.float()
-    side = FORMS[rows.dtype].keys
-    return side.values(rows).float().mul_(side.scales(rows).unsqueeze(-1))
+    return _stored_floats(rows, FORMS[rows.dtype].keys) if is_packed(rows) else rows.float()
 
 
 def key_floats(rows: torch.Tensor) -> torch.Tensor:
@@ -196,6 +212,19 @@ def stored_keys(k: torch.Tensor, bank: torch.Tensor, backend: str = "auto") -> t
 def stored_queries(q: torch.Tensor, bank: torch.Tensor, backend: str = "auto") -> torch.Tensor:
     """Return queries [.., D] for products with the rows of K as `bank` holds them."""
     return transformed_queries(q, backend) if is_packed(bank) else q
+
+
+def value_sums(out: torch.Tensor, bank: torch.Tensor, backend: str = "auto") -> torch.Tensor:
+    """Return weighted sums [.., D] of the rows of V as `bank` holds them as sums of V itself."""
+    if is_packed(bank) and FORMS[bank.dtype].turned:
+        return transformed_queries(out, backend)
+    return out
+
+
+def step_value_sums(out: torch.Tensor, bank: torch.Tensor) -> torch.Tensor:
+    """Return `value_sums` of a step's out [B, Q, H, D] contiguous, in place and by a Triton kernel.
+    """
+    return turn_back(out) if is_packed(bank) and FORMS[bank.dtype].turned else out
 
 
 def wide_stored_queries(q: torch.Tensor, bank: torch.Tensor) -> torch.Tensor:

@@ -86,8 +86,18 @@ def wide_queries(q: torch.Tensor) -> torch.Tensor:
     """Transform a step's queries [B, Q, H, D] by one launch of the kernel below: float32, since 16
     bits would round them a second time, and move a selector's scores by half a percent.
     """
+    return _turn(q, torch.empty(q.shape, dtype=torch.float32, device=q.device))
+
+
+def turn_back(out: torch.Tensor) -> torch.Tensor:
+    """Transform sums of transformed rows of V, out [B, Q, H, D] contiguous, back in place, by one
+    launch of the same kernel, and return them.
+    """
+    return _turn(out, out)
+
+
+def _turn(q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     batch, queries, heads, dim = q.shape
-    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     query_kernel[(batch * queries, heads)](
         q,
         out,
@@ -127,8 +137,8 @@ def query_kernel(
     second = tl.load(row + HALF + h, mask=h < HALF, other=0.0)
     low, high = transformed_halves(first, second, B, FACTOR)
     to = out + (token * tl.num_programs(1) + head) * 2 * HALF
-    tl.store(to + h, low, mask=h < HALF)
-    tl.store(to + HALF + h, high, mask=h < HALF)
+    tl.store(to + h, low.to(out.dtype.element_ty), mask=h < HALF)
+    tl.store(to + HALF + h, high.to(out.dtype.element_ty), mask=h < HALF)
 
 
 @triton.jit

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import torch
 
-from kernels.launch.shapes import softmax_step
+from kernels.launch.shapes import softmax_step, softmax_weights
 from kernels.launch.triton import tl, triton
 from kernels.rows.hadamard import row_factor, run_length, transformed_halves
 from kernels.rows.int4_tiles import (
-    load_odd_keys,
-    load_odd_values,
-    odd_value_scales,
+    key_numbers,
+    load_planes,
+    quarter_width,
+    quarters_joined,
     starts,
-    store_odd_key,
-    store_odd_value,
+    store_key,
+    store_value,
+    value_quarter,
+    value_words,
 )
 
 
@@ -51,14 +54,14 @@ def load_keys(rows, at, stride, d, live, like, D: tl.constexpr):
     the queries, which `stored_queries` has transformed; of packed rows the values, exact in 16
     bits, whose scales `scaled_logits` applies.
 
-    rows: pointer to the first row of a head; d [DP]; live: mask [BLOCK], rows beyond it are any
-    finite values; like: a tensor of the queries' dtype, in which packed rows are returned.
+    rows: pointer to the first row of a head; d [DP]: `columns` of these rows; live: mask [BLOCK],
+    rows beyond it are any finite values; like: a tensor of the queries' dtype, in which packed rows
+    are returned.
     """
-    inside = live[:, None] & (d < D)[None, :]
     if rows.dtype.element_ty == tl.uint8:
-        tile = load_odd_keys(rows, at, stride, d, live, D, False).to(tl.float32).to(like.dtype)
+        tile = key_numbers(rows, at, stride, live, D, d.shape[0]).to(tl.float32).to(like.dtype)
     else:
-        tile = load_tile(rows, at, stride, d, inside, like)
+        tile = load_tile(rows, at, stride, d, live[:, None] & (d < D)[None, :], like)
     return tile
 
 
@@ -79,47 +82,83 @@ def key_product(rows, tile):
 
 
 @triton.jit
-def step_queries(rows, keys, scale):
-    """Prepare queries [M, DP] of a step for `step_logits` with rows of K like `keys`. Where those
-    are whole numbers, a query becomes three digits of 8 bits, a number of 24 bits of which its
-    largest element is the top, and a unit that has `scale` in it: nothing is lost beside float32.
+def digits(rows, inverse):
+    """Three digits of 8 bits, the highest first, of numbers of 24 bits: rows [M, N] times inverse
+    [M]; 0 of what is not finite.
     """
+    number = tl.floor(rows * inverse[:, None] + 0.5)
+    number = tl.where(tl.abs(number) <= 8330000.0, number, 0.0).to(tl.int32)
+    low = (number << 24) >> 24
+    number = (number - low) >> 8
+    middle = (number << 24) >> 24
+    return ((number - middle) >> 8).to(tl.int8), middle.to(tl.int8), low.to(tl.int8)
+
+
+@triton.jit
+def step_queries(q, at, live, d, keys, scale, D: tl.constexpr):
+    """Load a step's queries at q + at [M], 0 where not `live`, for `step_logits` with rows of K like
+    `keys`: [M, DP]. d [DP]: `columns` of the keys. Where those are whole numbers, a query becomes
+    three digits of 8 bits, a number of 24 bits of which its largest element is the top, and a unit
+    that has `scale` in it: nothing is lost beside float32.
+    """
+    inside = live[:, None] & (d < D)[None, :]
+    rows = tl.load(q + at[:, None] + d[None, :], mask=inside, other=0.0)
     if whole(keys.dtype):
         reach = tl.maximum(tl.max(tl.abs(rows), 1), 1e-30)
-        number = tl.floor(rows * (8323072.0 / reach)[:, None] + 0.5)
         # an element that is not finite: its sum, and so every logit, is NaN
-        broken = tl.sum(rows * 0.0, 1)
-        number = tl.where(tl.abs(number) <= 8330000.0, number, 0.0).to(tl.int32)
-        low = (number << 24) >> 24
-        number = (number - low) >> 8
-        middle = (number << 24) >> 24
-        high = (number - middle) >> 8
-        unit = reach * (scale / 127) + broken
-        queries = high.to(tl.int8), middle.to(tl.int8), low.to(tl.int8), unit
+        unit = reach * (scale / 127) + tl.sum(rows * 0.0, 1)
+        inverse = 8323072.0 / reach
+        if keys.dtype.element_ty == tl.uint8:
+            quarters = quarter_digits(q, at, live, inverse, D)
+            queries = quarters[0], quarters[1], quarters[2], quarters[3], unit
+        else:
+            high, middle, low = digits(rows, inverse)
+            queries = high, middle, low, unit
     else:
         queries = rows
     return queries
 
 
 @triton.jit
+def quarter_digits(q, at, live, inverse, D: tl.constexpr):
+    """Digits of the columns 4 i, 4 i + 1, 4 i + 2 and 4 i + 3 of queries apart, as planes of K have
+    them.
+    """
+    i = tl.arange(0, quarter_width(D))
+    inside = live[:, None] & (i < D // 4)[None, :]
+    place = q + at[:, None] + 2 * i[None, :]
+    one = tl.load(place, mask=inside, other=0.0)
+    two = tl.load(place + D // 2, mask=inside, other=0.0)
+    three = tl.load(place + 1, mask=inside, other=0.0)
+    four = tl.load(place + D // 2 + 1, mask=inside, other=0.0)
+    return digits(one, inverse), digits(two, inverse), digits(three, inverse), digits(four, inverse)
+
+
+@triton.jit
 def load_step_keys(rows, at, stride, d, live, like, D: tl.constexpr):
     """Load a tile as `load_keys` does; of whole numbers as int8, for `step_logits`."""
-    inside = live[:, None] & (d < D)[None, :]
     if rows.dtype.element_ty == tl.uint8:
-        tile = load_odd_keys(rows, at, stride, d, live, D, True).to(tl.int8)
+        tile = load_planes(rows, at, stride, live, D)
     elif rows.dtype.element_ty == tl.int8:
+        inside = live[:, None] & (d < D)[None, :]
         tile = tl.load(starts(rows, at, stride)[:, None] + d[None, :], mask=inside, other=0)
     else:
-        tile = load_tile(rows, at, stride, d, inside, like)
+        tile = load_tile(rows, at, stride, d, live[:, None] & (d < D)[None, :], like)
     return tile
 
 
 @triton.jit
-def step_logits(queries, tile, scale):
-    """Multiply queries of `step_queries` by a tile of `load_step_keys`, and by the same scale:
-    float32 [M, BLOCK]. Sums of digits are whole numbers below 2^31, for heads of up to 256.
+def step_logits(queries, tile, keys, scale):
+    """Multiply queries of `step_queries` by a tile of `load_step_keys` of rows like `keys`, and by
+    the same scale: float32 [M, BLOCK]. Sums of digits are whole numbers below 2^31, for heads of up
+    to 256.
     """
-    if tile.dtype == tl.int8:
+    if keys.dtype.element_ty == tl.uint8:
+        high = plane_sums(queries, tile, 0).to(tl.float32)
+        middle = plane_sums(queries, tile, 1).to(tl.float32)
+        low = plane_sums(queries, tile, 2).to(tl.float32)
+        found = (high + (middle + low * (1.0 / 256)) * (1.0 / 256)) * (queries[4] / 64)[:, None]
+    elif keys.dtype.element_ty == tl.int8:
         high, middle, low, unit = queries
         turned = tl.trans(tile)
         first = tl.dot(high, turned, out_dtype=tl.int32).to(tl.float32)
@@ -129,6 +168,35 @@ def step_logits(queries, tile, scale):
     else:
         found = key_product(queries, tile) * scale
     return found
+
+
+@triton.jit
+def plane_sums(queries, planes, number: tl.constexpr):
+    """Multiply digit `number` of queries by the numbers of planes of K: 64 times int32 [M, BLOCK].
+    The lower six bits of a byte are a number and 32; the upper two, signed, are digits of the fourth
+    number, less 10.
+    """
+    one, two, three = tl.trans(planes[0]), tl.trans(planes[1]), tl.trans(planes[2])
+    first, second, third, fourth = (
+        queries[0][number],
+        queries[1][number],
+        queries[2][number],
+        queries[3][number],
+    )
+    less = -32 * (row_sums(first) + row_sums(second) + row_sums(third)) + 10 * row_sums(fourth)
+    found = tl.zeros([one.shape[1]], tl.int32)[None, :] + less[:, None]
+    found = tl.dot(first, one & 63, found, out_dtype=tl.int32)
+    found = tl.dot(second, two & 63, found, out_dtype=tl.int32)
+    found = tl.dot(third, three & 63, found, out_dtype=tl.int32)
+    found = tl.dot(fourth, one & -64, found * 4, out_dtype=tl.int32)
+    found = tl.dot(fourth, two & -64, found * 4, out_dtype=tl.int32)
+    return tl.dot(fourth, three & -64, found * 4, out_dtype=tl.int32)
+
+
+@triton.jit
+def row_sums(digits):
+    """Sum whole numbers of 8 bits [M, N] as 32: [M]."""
+    return tl.sum(digits.to(tl.int32), 1)
 
 
 @triton.constexpr_function
@@ -146,21 +214,17 @@ def packed(dtype):
 @triton.jit
 def key_scales(rows, at, stride, live, D: tl.constexpr):
     """Load the scales [BLOCK] of packed rows of K; 0 where not live."""
-    place = rows + at * stride + D
-    if rows.dtype.element_ty == tl.uint8:
-        place -= D // 2 - D // 8
-    return tl.load(place.to(tl.pointer_type(tl.float32)), mask=live, other=0.0)
+    size: tl.constexpr = D // 4 * 3 if rows.dtype.element_ty == tl.uint8 else D
+    place = (starts(rows, at, stride) + size).to(tl.pointer_type(tl.float32))
+    return tl.load(place, mask=live, other=0.0)
 
 
 @triton.jit
 def value_scales(rows, at, stride, live, D: tl.constexpr):
     """Load the scales [BLOCK] of packed rows of V; 0 where not live."""
-    if rows.dtype.element_ty == tl.uint8:
-        scale = odd_value_scales(rows, at, stride, live, D)
-    else:
-        place = (rows + at * stride + D).to(tl.pointer_type(tl.float32))
-        scale = tl.load(place, mask=live, other=0.0)
-    return scale
+    size: tl.constexpr = D // 2 if rows.dtype.element_ty == tl.uint8 else D
+    place = (starts(rows, at, stride) + size).to(tl.pointer_type(tl.float32))
+    return tl.load(place, mask=live, other=0.0)
 
 
 @triton.jit
@@ -175,31 +239,67 @@ def scaled_logits(logits, rows, at, stride, live, D: tl.constexpr):
 def load_values(rows, at, stride, d, live, like, D: tl.constexpr, SCALED: tl.constexpr):
     """Load a tile of V rows, arguments as `load_keys`. Packed rows come as their values, for
     `softmax_tile`; with SCALED, and in float16, as value * scale, rounded once: weights times a
-    scale would be subnormal in float16.
+    scale would be subnormal in float16. Of 4 bits without SCALED four tiles [BLOCK, DP / 4].
     """
-    inside = live[:, None] & (d < D)[None, :]
     if rows.dtype.element_ty == tl.uint8:
-        tile = load_odd_values(rows, at, stride, d, live, D, not SCALED)
-        tile = tile.to(tl.float32).to(like.dtype)
+        words = value_words(rows, at, stride, live, D, d.shape[0])
+        if SCALED:
+            scale = value_scales(rows, at, stride, live, D)
+            tile = quarters_joined(
+                scaled(value_quarter(words, 0, like), scale),
+                scaled(value_quarter(words, 1, like), scale),
+                scaled(value_quarter(words, 2, like), scale),
+                scaled(value_quarter(words, 3, like), scale),
+            )
+        else:
+            tile = words
     else:
-        tile = load_tile(rows, at, stride, d, inside, like, not SCALED)
-    if packed(rows.dtype) and (SCALED or like.dtype == tl.float16):
-        scale = value_scales(rows, at, stride, live, D)[:, None]
-        tile = (tile.to(tl.float32) * scale).to(like.dtype)
+        tile = load_tile(rows, at, stride, d, live[:, None] & (d < D)[None, :], like, not SCALED)
+        if packed(rows.dtype) and (SCALED or like.dtype == tl.float16):
+            tile = scaled(tile, value_scales(rows, at, stride, live, D))
     return tile
 
 
 @triton.jit
-def softmax_tile(scores, values, rows, at, stride, live, m, total, acc, D: tl.constexpr):
+def scaled(values, scale):
+    """Multiply values [N, W] by scales [N] in float32, and round them to their dtype."""
+    return (values.to(tl.float32) * scale[:, None]).to(values.dtype)
+
+
+@triton.jit
+def softmax_tile(scores, values, rows, at, stride, live, m, total, acc, like, D: tl.constexpr):
     """Take a tile of `load_values` without SCALED into an online softmax, as `softmax_step` does:
     scales of packed rows go with the weights. Of few queries those are fewer than the values.
     """
-    if packed(rows.dtype) and values.dtype != tl.float16:
+    if rows.dtype.element_ty == tl.uint8:
+        scale = value_scales(rows, at, stride, live, D)
+        m, total, weights, shrink = softmax_weights(scores, m, total)
+        if like.dtype != tl.float16:
+            weights = weights * scale[None, :]
+        weights = weights.to(like.dtype)
+        acc = acc * shrink[:, None] + quarters_joined(
+            value_sums(weights, values, 0, scale, like),
+            value_sums(weights, values, 1, scale, like),
+            value_sums(weights, values, 2, scale, like),
+            value_sums(weights, values, 3, scale, like),
+        )
+    elif packed(rows.dtype) and values.dtype != tl.float16:
         scale = value_scales(rows, at, stride, live, D)
         m, total, acc = softmax_step(scores, values, m, total, acc, scale)
     else:
         m, total, acc = softmax_step(scores, values, m, total, acc)
     return m, total, acc
+
+
+@triton.jit
+def value_sums(weights, words, number: tl.constexpr, scale, like):
+    """Multiply weights [M, BLOCK] by nibble `number` of words of V [BLOCK, W], in float16 by that
+    times its scale: float32 [M, W].
+    """
+    values = value_quarter(words, number, like)
+    if like.dtype == tl.float16:
+        values = scaled(values, scale)
+    return tl.dot(weights, values, input_precision="ieee")
 
 
 @triton.jit
@@ -237,8 +337,8 @@ def store_row(
     ODD: tl.constexpr = 0,
 ):
     """Store one head's new row in the form of the bank `to`, given its halves [HP], which are zero
-    beyond HALF; h [HP]: 0, 1, ... B, FACTOR: those of `transform_of` for a row of K, 0 for a row
-    that is stored as it is. ODD: 1 where the second half of a row of floats is one shorter.
+    beyond HALF; h [HP]: 0, 1, ... B, FACTOR: those of `transform_of` for a row of K, 0 for one of
+    V. ODD: 1 where the second half of a row of floats is one shorter.
     """
     if (to.dtype.element_ty == tl.int8) | (to.dtype.element_ty == tl.float8e4nv):
         low, high = first.to(tl.float32), second.to(tl.float32)
@@ -258,11 +358,11 @@ def store_row(
         tl.store(tail, scale)
         tl.store(tail + 1, 0.0)
     elif to.dtype.element_ty == tl.uint8:
+        low, high = transformed_halves(first, second, run_of(HALF), factor_of(HALF))
         if B > 0:
-            low, high = transformed_halves(first, second, B, FACTOR)
-            store_odd_key(to, low, high, h, HALF)
+            store_key(to, low, high, HALF)
         else:
-            store_odd_value(to, first.to(tl.float32), second.to(tl.float32), h, HALF)
+            store_value(to, low, high, h, HALF)
     else:
         tl.store(to + h, first.to(to.dtype.element_ty), mask=h < HALF)
         tl.store(to + HALF + h, second.to(to.dtype.element_ty), mask=h < HALF - ODD)
@@ -273,6 +373,18 @@ def store_warps(dtype: torch.dtype) -> int:
     kernels/rows/int4.py takes 255 registers of one warp, and spills.
     """
     return 4 if dtype == torch.uint8 else 1
+
+
+@triton.constexpr_function
+def run_of(half):
+    """`run_length` of a row whose halves are so long."""
+    return run_length(2 * half)
+
+
+@triton.constexpr_function
+def factor_of(half):
+    """`row_factor` of a row whose halves are so long."""
+    return row_factor(2 * half)
 
 
 def transform_of(head_dim: int) -> dict[str, int]:

@@ -17,6 +17,7 @@ from kernels.launch.shapes import Config, power_of_two
 from kernels.launch.softmax import PLAIN, Softmax, capped
 from kernels.launch.triton import tl, triton
 from kernels.rows.forms import is_packed, key_floats, stored_queries, unpack_keys
+from kernels.rows.int4_tiles import columns
 from kernels.rows.tiles import load_keys, scaled_logits
 
 # rows per block on a CPU: the block's logits (4 B x C x G x ROWS, 3 MB at C = 256, G = 3) stay near
@@ -158,7 +159,7 @@ def column_kernel(
     row = tl.program_id(0) * N
     if row < stop:
         t = row + tl.arange(0, N)
-        d = tl.arange(0, DP)
+        d = columns(k, D, DP)
         k += b * skb
         place_k = t.to(tl.int64)
         seen = t < stop

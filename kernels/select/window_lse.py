@@ -11,12 +11,14 @@ from kernels.attention.split import dense_splits
 from kernels.launch.shapes import DENSE_SPLIT, needs_wide
 from kernels.launch.softmax import Softmax, add_sink, capped
 from kernels.launch.triton import tl, triton
+from kernels.rows.int4_tiles import columns
 from kernels.rows.tiles import key_product, load_keys, scaled_logits
 
 
 @triton.jit
 def window_rows(
     q,
+    d,
     b,
     h,
     sqb,
@@ -27,11 +29,11 @@ def window_rows(
     WP: tl.constexpr,
     GP: tl.constexpr,
     D: tl.constexpr,
-    DP: tl.constexpr,
 ):
-    """Load the queries of kv head h as [WP * GP, DP], row j * GP + g; the padding is zero."""
+    """Load the columns d [DP] of the queries of kv head h as [WP * GP, DP], row j * GP + g; the
+    padding is zero.
+    """
     r = tl.arange(0, WP * GP)
-    d = tl.arange(0, DP)
     j = r // GP
     g = r % GP
     at = b.to(tl.int64) * sqb + j[:, None] * sqw + (h * G + g)[:, None] * sqh + d[None, :]
@@ -75,9 +77,9 @@ def window_lse_kernel(
     n = tl.load(lengths + b)
     first = s * SPLIT
     if first < n:
-        rows = window_rows(q, b, h, sqb, sqw, sqh, W, G, WP, GP, D, DP)
+        d = columns(k, D, DP)
+        rows = window_rows(q, d, b, h, sqb, sqw, sqh, W, G, WP, GP, D)
         r = tl.arange(0, WP * GP)
-        d = tl.arange(0, DP)
         limit = n - (ahead - r // GP) - first
         stop = tl.minimum(n - first, SPLIT)
         k += b.to(tl.int64) * skb + h.to(tl.int64) * skh + first.to(tl.int64) * skt

@@ -15,6 +15,7 @@ from kernels.launch.shapes import Config, power_of_two
 from kernels.launch.softmax import PLAIN, Softmax, capped
 from kernels.launch.triton import tl, triton
 from kernels.rows.forms import is_packed, key_floats, wide_stored_queries
+from kernels.rows.int4_tiles import columns
 from kernels.rows.tiles import key_product, load_keys, scaled_logits
 from kernels.select.window_lse import launch_window_lse, window_rows
 
@@ -175,7 +176,7 @@ def window_max_kernel(
     if first < n:
         t = first + tl.arange(0, BLOCK)
         r = tl.arange(0, WP * GP)
-        d = tl.arange(0, DP)
+        d = columns(k, D, DP)
         j = r // GP
         live = (j < W) & (r % GP < G)
         seen = live[:, None] & (t[None, :] < tl.minimum(n - (ahead - j), n)[:, None])
@@ -183,7 +184,7 @@ def window_max_kernel(
         like = tl.zeros([1], narrow.dtype.element_ty)
         best = tl.full([WP, BLOCK], float("-inf"), tl.float32)
         for h in range(0, kv_heads):
-            rows = window_rows(q, b, h, sqb, sqw, sqh, W, G, WP, GP, D, DP)
+            rows = window_rows(q, d, b, h, sqb, sqw, sqh, W, G, WP, GP, D)
             at, head = tl.arange(0, BLOCK).to(tl.int64), k + tl.cast(h, tl.int64) * skh
             tile = load_keys(head, at, skt, d, t < n, like, D)
             x = key_product(rows, tile) * scale
