@@ -10,7 +10,7 @@ import hashlib
 from engine.load.loaded import Loaded
 
 # by kind of bank; a version changes with the layout of its rows or pieces
-BANK_FORMATS = {"model": "kv-1", "int8": "kv-2, int8", "int4": "kv-2, int4", "fp8": "kv-2, fp8"}
+BANK_FORMATS = {"model": "kv-1", "int8": "kv-2, int8", "int4": "kv-3, int4", "fp8": "kv-2, fp8"}
 
 
 def model_key(loaded: Loaded) -> dict[str, str]:

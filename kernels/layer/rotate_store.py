@@ -123,9 +123,10 @@ def rotate_store_kernel(
     second = tl.load(row + HALF + h, mask=h < HALF, other=0.0)
     if head >= H + HKV:
         to = bank_v + b * tvb + (head - H - HKV) * tvh.to(tl.int64) + place * tvt
-        store_row(to, first, second, h, HALF, 0, 1)
+        store_row(to, first, second, h, HALF, B, FACTOR, 0, True)
         if TWICE:
-            store_row(to + count.to(tl.int64) * tvt, first, second, h, HALF, 0, 1)
+            again = to + count.to(tl.int64) * tvt
+            store_row(again, first, second, h, HALF, B, FACTOR, 0, True)
     else:
         c = tl.load(cos + token * HALF + h, mask=h < HALF, other=0.0)
         s = tl.load(sin + token * HALF + h, mask=h < HALF, other=0.0)

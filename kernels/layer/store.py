@@ -183,9 +183,10 @@ def store_kernel(
         first_half = tl.load(row + h, mask=h < HALF, other=0.0)
         second_half = tl.load(row + HALF + h, mask=h < HALF - ODD, other=0.0)
         to = bank_v + b * tvb + head * tvh.to(tl.int64) + place * tvt
-        store_row(to, first_half, second_half, h, HALF, 0, 1, ODD)
+        store_row(to, first_half, second_half, h, HALF, B, FACTOR, ODD, True)
         if TWICE:
-            store_row(to + count.to(tl.int64) * tvt, first_half, second_half, h, HALF, 0, 1, ODD)
+            again = to + count.to(tl.int64) * tvt
+            store_row(again, first_half, second_half, h, HALF, B, FACTOR, ODD, True)
     else:
         head -= 2 * HKV
         row = q_pre_rope + b * srb + j * srq + head * srh

@@ -286,24 +286,26 @@ def blocks_kernel(
     tl.store(lse + (b * (blocks * BLOCK) + c) * heads + head, m + tl.log(total))
 
 
-def blocks_config(head_dim: int, itemsize: int, packed: bool = False) -> Config:
+def blocks_config(head_dim: int, itemsize: int, rows: torch.dtype | None = None) -> Config:
     """Choose a whole block of 128 queries and 64 rows in 16 bits at head_dim 128, 32 packed rows.
-    itemsize: bytes of an element of q.
+    itemsize: bytes of an element of q; rows: the dtype of K and V where they are packed.
 
     That is 64 accumulator registers under 8 warps, and K and V twice in flight in 64 KB beside
     32 KB of queries, within the 99 KB of sm_89. Wider rows make smaller tiles. Rows of at most 128
-    bytes are three times in flight (head_dim 64 with two spilled 8 bytes on sm_100).
+    bytes are three times in flight (head_dim 64 with two spilled 8 bytes on sm_100). Rows of 6 and
+    4 bits are unpacked by every warp: 128 queries spill 64 bytes on sm_80, and 64 of them do not.
     """
     dim = max(16, power_of_two(head_dim))
-    rows = max(16, min(BLOCK, 32768 // (dim * itemsize)))
-    tile = max(16, min(64, 16384 // (dim * itemsize)) // (2 if packed else 1))
+    most = 64 if rows == torch.uint8 and dim > 64 else BLOCK
+    queries = max(16, min(most, 32768 // (dim * itemsize)))
+    tile = max(16, min(64, 16384 // (dim * itemsize)) // (2 if rows is not None else 1))
     return Config(
         tile,
-        rows,
+        queries,
         dim,
-        warps=8 if rows * dim >= 8192 else 4,
+        warps=8 if queries * dim >= 8192 else 4,
         stages=3 if dim * itemsize <= 128 else 2,
-        queries=rows,
+        queries=queries,
     )
 
 
@@ -322,7 +324,7 @@ def attend_blocks_triton(
     Operations: 4 * 128 * 128 * D per kept block and head; own blocks count whole.
     """
     batch, chunk, heads, head_dim = q.shape
-    config = blocks_config(head_dim, q.element_size(), is_packed(k))
+    config = blocks_config(head_dim, q.element_size(), k.dtype if is_packed(k) else None)
     q = stored_queries(q, k)
     lists, counts = block_lists(keep, first)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

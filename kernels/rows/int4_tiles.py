@@ -43,18 +43,22 @@ def quarter_width(head_dim):
 
 
 @triton.jit
-def key_numbers(rows, at, stride, live, D: tl.constexpr, DP: tl.constexpr):
-    """Load the numbers of rows of K: int32 [BLOCK, DP] in the order of `columns`."""
+def key_tile(rows, at, stride, live, like, D: tl.constexpr, DP: tl.constexpr):
+    """Load the numbers of rows of K: [BLOCK, DP] in the order of `columns`, in like's dtype."""
     quarter: tl.constexpr = D // 4
     i = tl.arange(0, DP // 4)
     row = starts(rows, at, stride)[:, None] + i[None, :]
     inside = live[:, None] & (i < quarter)[None, :]
-    one = tl.load(row, mask=inside, other=0).to(tl.int32)
-    two = tl.load(row + quarter, mask=inside, other=0).to(tl.int32)
-    three = tl.load(row + 2 * quarter, mask=inside, other=0).to(tl.int32)
+    one = tl.load(row, mask=inside, other=0).to(tl.int16)
+    two = tl.load(row + quarter, mask=inside, other=0).to(tl.int16)
+    three = tl.load(row + 2 * quarter, mask=inside, other=0).to(tl.int16)
     four = (one >> 6 << 4 | two >> 6 << 2 | three >> 6) ^ 42
-    number = tl.join(tl.join(one & 63, three & 63), tl.join(two & 63, four))
-    return tl.reshape(number, [number.shape[0], DP]) - 32
+    return quarters_joined(
+        carried(one & 63, 32, like),
+        carried(two & 63, 32, like),
+        carried(three & 63, 32, like),
+        carried(four, 32, like),
+    )
 
 
 @triton.jit
@@ -67,16 +71,25 @@ def value_words(rows, at, stride, live, D: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def value_quarter(words, number: tl.constexpr, like):
-    """Unpack nibble `number` of words: its values, whole numbers from -8 to 7, in like's dtype. In 16
-    bits they are the last bits of 128 or 1,024, as in kernels/quant/gemv.py, and less that.
+    """Unpack nibble `number` of words: its values, from -8 to 7, in like's dtype."""
+    return carried((words >> (4 * number)) & 15, 8, like)
+
+
+@triton.jit
+def carried(code, less: tl.constexpr, like):
+    """Convert codes of at most 7 bits, int16, less a whole number, to like's dtype. In 16 bits they
+    become the last bits of 128 or 1,024, as in kernels/quant/gemv.py, and that is taken off again:
+    two at a time, and exact.
     """
-    nibble = (words >> (4 * number)) & 15
+    # by way of float32: the interpreter knows no constant of bfloat16
     if like.dtype == tl.bfloat16:
-        found = (nibble | 0x4300).to(tl.bfloat16, bitcast=True) - tl.full([1], 136.0, tl.bfloat16)
+        found = (code | 0x4300).to(tl.bfloat16, bitcast=True)
+        found -= tl.full([1], 128 + less, tl.float32).to(tl.bfloat16)
     elif like.dtype == tl.float16:
-        found = (nibble | 0x6400).to(tl.float16, bitcast=True) - tl.full([1], 1032.0, tl.float16)
+        found = (code | 0x6400).to(tl.float16, bitcast=True)
+        found -= tl.full([1], 1024 + less, tl.float32).to(tl.float16)
     else:
-        found = (nibble - 8).to(like.dtype)
+        found = (code - less).to(like.dtype)
     return found
 
 

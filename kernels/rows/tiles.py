@@ -11,7 +11,7 @@ from kernels.launch.shapes import softmax_step, softmax_weights
 from kernels.launch.triton import tl, triton
 from kernels.rows.hadamard import row_factor, run_length, transformed_halves
 from kernels.rows.int4_tiles import (
-    key_numbers,
+    key_tile,
     load_planes,
     quarter_width,
     quarters_joined,
@@ -59,7 +59,7 @@ def load_keys(rows, at, stride, d, live, like, D: tl.constexpr):
     are returned.
     """
     if rows.dtype.element_ty == tl.uint8:
-        tile = key_numbers(rows, at, stride, live, D, d.shape[0]).to(tl.float32).to(like.dtype)
+        tile = key_tile(rows, at, stride, live, like, D, d.shape[0])
     else:
         tile = load_tile(rows, at, stride, d, live[:, None] & (d < D)[None, :], like)
     return tile
@@ -335,14 +335,16 @@ def store_row(
     B: tl.constexpr,
     FACTOR: tl.constexpr,
     ODD: tl.constexpr = 0,
+    VALUE: tl.constexpr = False,
 ):
     """Store one head's new row in the form of the bank `to`, given its halves [HP], which are zero
-    beyond HALF; h [HP]: 0, 1, ... B, FACTOR: those of `transform_of` for a row of K, 0 for one of
-    V. ODD: 1 where the second half of a row of floats is one shorter.
+    beyond HALF; h [HP]: 0, 1, ... B, FACTOR: those of `transform_of`, by which rows of K are
+    transformed, and of V in 4 bits. ODD: 1 where the second half of a row of floats is one shorter.
+    VALUE: a row of V.
     """
     if (to.dtype.element_ty == tl.int8) | (to.dtype.element_ty == tl.float8e4nv):
         low, high = first.to(tl.float32), second.to(tl.float32)
-        if B > 0:
+        if not VALUE:
             low, high = transformed_halves(first, second, B, FACTOR)
         most = tl.maximum(tl.max(tl.abs(low), 0), tl.max(tl.abs(high), 0))
         whole: tl.constexpr = to.dtype.element_ty == tl.int8
@@ -358,11 +360,11 @@ def store_row(
         tl.store(tail, scale)
         tl.store(tail + 1, 0.0)
     elif to.dtype.element_ty == tl.uint8:
-        low, high = transformed_halves(first, second, run_of(HALF), factor_of(HALF))
-        if B > 0:
-            store_key(to, low, high, HALF)
-        else:
+        low, high = transformed_halves(first, second, B, FACTOR)
+        if VALUE:
             store_value(to, low, high, h, HALF)
+        else:
+            store_key(to, low, high, HALF)
     else:
         tl.store(to + h, first.to(to.dtype.element_ty), mask=h < HALF)
         tl.store(to + HALF + h, second.to(to.dtype.element_ty), mask=h < HALF - ODD)
@@ -373,18 +375,6 @@ def store_warps(dtype: torch.dtype) -> int:
     kernels/rows/int4.py takes 255 registers of one warp, and spills.
     """
     return 4 if dtype == torch.uint8 else 1
-
-
-@triton.constexpr_function
-def run_of(half):
-    """`run_length` of a row whose halves are so long."""
-    return run_length(2 * half)
-
-
-@triton.constexpr_function
-def factor_of(half):
-    """`row_factor` of a row whose halves are so long."""
-    return row_factor(2 * half)
 
 
 def transform_of(head_dim: int) -> dict[str, int]:

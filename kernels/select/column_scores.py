@@ -200,12 +200,13 @@ def column_kernel(
 WIDE_REGISTERS = 224
 
 
-def column_config(head_dim: int, itemsize: int, packed: bool = False) -> Config:
+def column_config(head_dim: int, itemsize: int, rows: torch.dtype | None = None) -> Config:
     """Choose 64 queries x 128 rows in 16 bits under 8 warps.
 
     Two score tiles (best and new) take 64 registers; with 128 queries sm_80 and sm_89 spill up to
     200 bytes. Tiles are smaller in float32, where products take registers, and of packed rows, of
-    which 128 spill on sm_89 and sm_100. At group 4 a product of 2.1 MFLOP reads 24 KB.
+    which 128 spill on sm_89 and sm_100, and 64 of 6 bits on sm_89. At group 4 a product of 2.1
+    MFLOP reads 24 KB. rows: the dtype of K where it is packed.
     """
     dim = max(16, power_of_two(head_dim))
     if itemsize == 4 or dim > 128:
@@ -213,7 +214,8 @@ def column_config(head_dim: int, itemsize: int, packed: bool = False) -> Config:
         # heads of 256 under 4 warps and a cap: 80 bytes of spills on sm_100
         warps = 4 if itemsize == 4 else 8
         return Config(side, side, dim, warps=warps, stages=2, queries=side)
-    return Config(64 if packed else 128, 64, dim, warps=8, stages=2, queries=64)
+    block = 128 if rows is None else 32 if rows == torch.uint8 else 64
+    return Config(block, 64, dim, warps=8, stages=2, queries=64)
 
 
 def column_scores_triton(
@@ -234,7 +236,7 @@ def column_scores_triton(
     """
     batch, _, heads, head_dim = q.shape
     kv_heads = k.shape[1]
-    config = column_config(head_dim, q.element_size(), is_packed(k))
+    config = column_config(head_dim, q.element_size(), k.dtype if is_packed(k) else None)
     q = stored_queries(q, k)
     table = on_device(
         [(first - start, last - start, stop) for first, last, stop in blocks], torch.int32, q.device

@@ -26,7 +26,7 @@ from tests.engine.methods.method_table import TABLE, every
 WRITERS = engine.bank.device, engine.bank.row_layout, engine.bank.window_ring, kernels.layer.store
 HEAD_DIM = 32  # the least that every form divides
 SPARSE = OmniKV(filter_layers=(1, 4), tokens=24, tail=64, dense_below=0)
-SHARES = {"int8": 40 / 128, "int4": 44 / 256, "fp8": 40 / 128}
+SHARES = {"int8": 40 / 128, "int4": 48 / 256, "fp8": 40 / 128}
 METHODS = every(lambda row: row.sparse)
 # 8-bit floats are read as int8 is: one of each kind of method
 FEW = {"omnikv", "quest", "infllm", "h2o", "snapkv", "pod", "tidaldecode"}
@@ -101,7 +101,7 @@ def test_both_tiers_give_the_same_bits(method, packed):
     device, few = course(llm_of(method, packed))
     host, _ = course(llm_of(method, packed, "host"))
     assert torch.equal(device, host)
-    # of float32 rows of 32 elements: (32 + 8) / 128, or (24 + 20) / 256
+    # of float32 rows of 32 elements: (32 + 8) / 128, or (28 + 20) / 256
     assert few < SHARES[packed] * 1.2 * course(llm_of(method, "model"))[1]
 
 
