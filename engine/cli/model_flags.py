@@ -176,7 +176,7 @@ def _placement_flags(add: Callable) -> None:
         "--bank",
         choices=("auto", "model", "int8", "int4", "fp8"),
         default="auto",
-        help="hold keys and values in the model's dtype, in 8 bits, or keys in 5 bits and values "
+        help="hold keys and values in the model's dtype, in 8 bits, or keys in 6 bits and values "
         "in 4 (int4: a third of a 16-bit bank; fp8: 8-bit floats; auto: as model)",
     )
     add("--threads", type=int, metavar="N", help="use N CPU threads")

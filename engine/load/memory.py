@@ -104,7 +104,7 @@ def _bank_note(config: ModelConfig, size: int, device: torch.device) -> str:
     if config.bank != "int4":
         return note
     slower = ", slower to read than floats" if device.type == "cpu" and missing() else ""
-    return f"{note}, values in 4 bits, keys in 5{slower}"
+    return f"{note}, values in 4 bits, keys in 6{slower}"
 
 
 def _plain_weights(config: ModelConfig, size: int, head_twice: bool) -> tuple[int, str]:

@@ -106,7 +106,7 @@ class Options:
     round float weights as they are read (int4 has a scale for every 32 columns, "int4:64" and
     "int4:128" for as many as they say), "float" to dequantise what is stored in few bits. bank:
     "model" (K and V in the model's dtype; "auto" is that), "int8", "int4" (values in 4 bits, keys
-    in 5) or "fp8" (docs/QUANTISATION.md). check_finite: refuse weights with NaN or infinity.
+    in 6) or "fp8" (docs/QUANTISATION.md). check_finite: refuse weights with NaN or infinity.
     imagined_gpu: with load=False, plan for a GPU with so many free bytes, whether there is one or
     not; imagined_host: and for so many of host memory beside it (None: ram_budget, or this
     machine's). wait: a call while another thread's request runs waits for its turn, in order,

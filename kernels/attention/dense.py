@@ -270,7 +270,9 @@ def dense_kernel(
                 tl.store(left + t[None, :], scores, mask=newest & (t < stop)[None, :])
             scores = tl.where(t[None, :] < tl.minimum(limit, stop)[:, None], scores, float("-inf"))
             values = load_values(v, at, svt, d, t < stop, like, D, False)
-            m, total, acc = softmax_tile(scores, values, v, at, svt, t < stop, m, total, acc, like, D)
+            m, total, acc = softmax_tile(
+                scores, values, v, at, svt, t < stop, m, total, acc, like, D
+            )
         pair = b * (heads // G) + h
         begin = first_query * G
         slot = (pair.to(tl.int64) * tl.num_programs(0) + s) * (queries * G) + begin

@@ -261,7 +261,9 @@ def sparse_kernel(
             scores = step_logits(rows, k_tile, k, scale)
             scores = capped(scaled_logits(scores, k, row, skt, t < stop, D), CAP)
             scores = tl.where(t[None, :] < tl.minimum(limit, stop)[:, None], scores, float("-inf"))
-            m, total, acc = softmax_tile(scores, values, v, row, svt, t < stop, m, total, acc, like, D)
+            m, total, acc = softmax_tile(
+                scores, values, v, row, svt, t < stop, m, total, acc, like, D
+            )
             t += BLOCK
             row = bank_rows(index, t, stop, kept, start)
         pair = b * kv_heads + h

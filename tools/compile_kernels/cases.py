@@ -160,7 +160,7 @@ def _steps() -> list[Case]:
 
 
 def _packed() -> list[Case]:
-    """Rows of the bank in 8 bits, and in 5 and 4."""
+    """Rows of the bank in 8 bits, and in 6 and 4."""
     prefill = ("columns", "gathered", "blocks")
     names = ("dense", "scored", "sparse", *prefill, "window", "rotate")
     return [
