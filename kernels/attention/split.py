@@ -103,8 +103,8 @@ def most_sparse_splits(budget: int, kv_heads: int, processors: int = PROCESSORS)
 def query_tile(first, queries, h, sqq, sqh, QT: tl.constexpr, G: tl.constexpr, M: tl.constexpr):
     """Place QT queries from `first` on under the G heads of kv head h, as M packed rows.
 
-    Returns (r, j, head, live, at), [M] each: row numbers, the query and the head of each row, whether
-    the row is one at all, and where it lies.
+    Returns (r, j, head, live, at), [M] each: row numbers, the query and the head of each row,
+    whether the row is one at all, and where it lies.
     """
     r = tl.arange(0, M)
     j = first + r // G

@@ -125,9 +125,9 @@ static void pack_int4_keys(const float *x, int dim, uint8_t *out) {
     const int32_t *low = best_numbers(x, dim, 32, 16, tried, scale), *high = low + half;
     for (int i = 0; i < quarter; i++) {
         const int fourth = (high[2 * i + 1] + 32) ^ 42;
-        out[i] = (uint8_t)(low[2 * i] + 32 | fourth >> 4 << 6);
-        out[quarter + i] = (uint8_t)(high[2 * i] + 32 | (fourth >> 2 & 3) << 6);
-        out[half + i] = (uint8_t)(low[2 * i + 1] + 32 | (fourth & 3) << 6);
+        out[i] = (uint8_t)((low[2 * i] + 32) | fourth >> 4 << 6);
+        out[quarter + i] = (uint8_t)((high[2 * i] + 32) | (fourth >> 2 & 3) << 6);
+        out[half + i] = (uint8_t)((low[2 * i + 1] + 32) | (fourth & 3) << 6);
     }
     memcpy(out + half + quarter, &scale, 4);
 }
@@ -137,7 +137,7 @@ static void pack_int4_values(const float *x, int dim, uint8_t *out) {
     float scale = 0;
     const int half = dim / 2;
     const int32_t *number = best_numbers(x, dim, 8, 13, tried, scale);
-    for (int i = 0; i < half; i++) out[i] = (uint8_t)(number[i] + 8 | (number[half + i] + 8) << 4);
+    for (int i = 0; i < half; i++) out[i] = (uint8_t)((number[i] + 8) | (number[half + i] + 8) << 4);
     memcpy(out + half, &scale, 4);
 }
 

@@ -222,7 +222,7 @@ def value_sums(out: torch.Tensor, bank: torch.Tensor, backend: str = "auto") -> 
 
 
 def step_value_sums(out: torch.Tensor, bank: torch.Tensor) -> torch.Tensor:
-    """Return `value_sums` of a step's out [B, Q, H, D] contiguous, in place and by a Triton kernel."""
+    """Return `value_sums` of a step's out [B, Q, H, D], contiguous, by a Triton kernel in place."""
     return turn_back(out) if is_packed(bank) and FORMS[bank.dtype].turned else out
 
 

@@ -7,10 +7,11 @@ is number * scale.
 A row of K is uint8 [3 D/4 + 4]: three planes of D/4 bytes, and the bytes of a float32 scale. The
 lower six bits of byte i of the planes are number + 32 of elements 2 i, 2 i + D/2 and 2 i + 1. The
 upper two bits of the three are those of element 2 i + 1 + D/2, the highest first, and each of them
-is flipped in its upper bit: read as numbers of two bits with a sign they say number - 10. A row of
-V is uint8 [D/2 + 4]: byte i holds number + 8 of element i, and of i + D/2 in its high half, and then
-comes the scale. So a mask of whole registers is all that tensor cores' operands take
-(kernels/rows/int4_tiles.py), and a decoded row is one of kernels/rows/int8.py.
+is flipped in its upper bit: read as numbers of two bits with a sign they say number - 10.
+
+A row of V is uint8 [D/2 + 4]: byte i holds number + 8 of element i, and of i + D/2 in its high
+half, and then comes the scale. So tensor cores' operands of K take a mask of whole registers
+(kernels/rows/int4_tiles.py), and a decoded row of either kind is one of kernels/rows/int8.py.
 
 The scale of V is the one of four whose squared error is least; 64 numbers gain nothing from that.
 Errors are summed as whole numbers, and nothing is multiplied and added in one rounding: a row has
@@ -32,7 +33,7 @@ from kernels.rows.hadamard import transformed_rows
 MULTIPLE = 32  # that D is of
 MOST = 256  # the largest D: products of 8-bit digits stay below 2^31
 LOW_K, LOW_V = 32, 8  # the least numbers are -32 and -8
-# scales that are tried, in 16ths of the one under which the row's largest element is the least number
+# scales that are tried, in 16ths of that under which the row's largest element is the least number
 TRIED_K, TRIED_V = (16,), (16, 15, 14, 13)
 STEPS = 128  # fixed-point steps of a number, in which errors are measured
 LEAST = 2.0**-126  # a subnormal scale is zero, as in kernels/rows/int8.py

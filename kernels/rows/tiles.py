@@ -96,10 +96,10 @@ def digits(rows, inverse):
 
 @triton.jit
 def step_queries(q, at, live, d, keys, scale, D: tl.constexpr):
-    """Load a step's queries at q + at [M], 0 where not `live`, for `step_logits` with rows of K like
-    `keys`: [M, DP]. d [DP]: `columns` of the keys. Where those are whole numbers, a query becomes
-    three digits of 8 bits, a number of 24 bits of which its largest element is the top, and a unit
-    that has `scale` in it: nothing is lost beside float32.
+    """Load a step's queries at q + at [M], 0 where not `live`, for `step_logits` with rows of K
+    like `keys`: [M, DP]. d [DP]: `columns` of the keys. Where those are whole numbers, a query
+    becomes three digits of 8 bits, a number of 24 bits of which its largest element is the top, and
+    a unit that has `scale` in it: nothing is lost beside float32.
     """
     inside = live[:, None] & (d < D)[None, :]
     rows = tl.load(q + at[:, None] + d[None, :], mask=inside, other=0.0)
@@ -173,8 +173,8 @@ def step_logits(queries, tile, keys, scale):
 @triton.jit
 def plane_sums(queries, planes, number: tl.constexpr):
     """Multiply digit `number` of queries by the numbers of planes of K: 64 times int32 [M, BLOCK].
-    The lower six bits of a byte are a number and 32; the upper two, signed, are digits of the fourth
-    number, less 10.
+    The lower six bits of a byte are a number and 32; the upper two, signed, are digits of the
+    fourth number, less 10.
     """
     one, two, three = tl.trans(planes[0]), tl.trans(planes[1]), tl.trans(planes[2])
     first, second, third, fourth = (

@@ -239,10 +239,12 @@ def test_a_file_holds_no_zeros_and_a_bank_puts_them_back(packed):
         assert torch.equal(as_bytes(read_piece(bank, 0, 40)), as_bytes(rows))
 
 
-@pytest.mark.parametrize(("bank", "old", "new"), [("int8", "kv-1", "kv-2"), ("int4", "kv-2", "kv-3")])
+@pytest.mark.parametrize(
+    ("bank", "old", "new"), [("int8", "kv-1", "kv-2"), ("int4", "kv-2", "kv-3")]
+)
 def test_rows_of_the_former_form_are_refused(tmp_path, monkeypatch, bank, old, new):
-    """Before K was transformed, a file of the same sizes said kv-1; int4 rows of kv-2 held keys in 5
-    bits and values that were not transformed.
+    """Before K was transformed, a file of the same sizes said kv-1; int4 rows of kv-2 held keys in
+    5 bits and values that were not transformed.
     """
     llm = llm_of(Full(), bank)
     with llm.session() as session, monkeypatch.context() as patch:
