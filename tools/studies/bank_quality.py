@@ -52,20 +52,21 @@ def coarser(bank: str) -> Iterator[None]:
     dtype = DTYPES[bank]
     form = FORMS[dtype]
 
-    def control(side: Side) -> Side:
+    def control(side: Side, kept: int, put: int) -> Side:
         def pack(x: torch.Tensor, backend: str = "auto") -> torch.Tensor:
             rows = side.pack(x, backend)
             if dtype == torch.int8:
                 held = side.values(rows)
                 held.copy_((held.float() / STEP).round() * STEP)
             else:
-                # the lower two bits of every nibble become those of a number near the middle
-                rows[..., : x.shape[-1] // 2].bitwise_and_(0xCC).bitwise_or_(0x22)
+                # the lower bits of every number become those of one near the middle
+                rows[..., :-4].bitwise_and_(kept).bitwise_or_(put)
             return rows
 
         return side._replace(pack=pack)
 
-    changed = form._replace(keys=control(form.keys), values=control(form.values))
+    keys, values = control(form.keys, 0xF8, 0x04), control(form.values, 0xCC, 0x22)
+    changed = form._replace(keys=keys, values=values)
     with mock.patch.dict(FORMS, {dtype: changed}):
         yield
 
