@@ -109,11 +109,9 @@ def step_queries(q, at, live, d, keys, scale, D: tl.constexpr):
         unit = reach * (scale / 127) + tl.sum(rows * 0.0, 1)
         inverse = 8323072.0 / reach
         if keys.dtype.element_ty == tl.uint8:
-            quarters = quarter_digits(q, at, live, inverse, D)
-            queries = quarters[0], quarters[1], quarters[2], quarters[3], unit
+            queries = quarter_digits(q, at, live, inverse, D), unit
         else:
-            high, middle, low = digits(rows, inverse)
-            queries = high, middle, low, unit
+            queries = digits(rows, inverse), unit
     else:
         queries = rows
     return queries
@@ -154,12 +152,14 @@ def step_logits(queries, tile, keys, scale):
     to 256.
     """
     if keys.dtype.element_ty == tl.uint8:
-        high = plane_sums(queries, tile, 0).to(tl.float32)
-        middle = plane_sums(queries, tile, 1).to(tl.float32)
-        low = plane_sums(queries, tile, 2).to(tl.float32)
-        found = (high + (middle + low * (1.0 / 256)) * (1.0 / 256)) * (queries[4] / 64)[:, None]
+        quarters, unit = queries
+        high = plane_sums(quarters, tile, 0).to(tl.float32)
+        middle = plane_sums(quarters, tile, 1).to(tl.float32)
+        low = plane_sums(quarters, tile, 2).to(tl.float32)
+        found = (high + (middle + low * (1.0 / 256)) * (1.0 / 256)) * (unit / 64)[:, None]
     elif keys.dtype.element_ty == tl.int8:
-        high, middle, low, unit = queries
+        parts, unit = queries
+        high, middle, low = parts
         turned = tl.trans(tile)
         first = tl.dot(high, turned, out_dtype=tl.int32).to(tl.float32)
         rest = tl.dot(middle, turned, out_dtype=tl.int32) * 256
@@ -171,17 +171,17 @@ def step_logits(queries, tile, keys, scale):
 
 
 @triton.jit
-def plane_sums(queries, planes, number: tl.constexpr):
-    """Multiply digit `number` of queries by the numbers of planes of K: 64 times int32 [M, BLOCK].
-    The lower six bits of a byte are a number and 32; the upper two, signed, are digits of the
-    fourth number, less 10.
+def plane_sums(quarters, planes, number: tl.constexpr):
+    """Multiply digit `number` of queries' quarters by the numbers of planes of K: 64 times int32
+    [M, BLOCK]. The lower six bits of a byte are a number and 32; the upper two, signed, are digits
+    of the fourth number, less 10.
     """
     one, two, three = tl.trans(planes[0]), tl.trans(planes[1]), tl.trans(planes[2])
     first, second, third, fourth = (
-        queries[0][number],
-        queries[1][number],
-        queries[2][number],
-        queries[3][number],
+        quarters[0][number],
+        quarters[1][number],
+        quarters[2][number],
+        quarters[3][number],
     )
     less = -32 * (row_sums(first) + row_sums(second) + row_sums(third)) + 10 * row_sums(fourth)
     found = tl.zeros([one.shape[1]], tl.int32)[None, :] + less[:, None]
