@@ -40,11 +40,12 @@ def decode_config(
     memory: 64 KB of 16 KB tiles leaves three programs on an H100 or H200 and one on sm_89 with its
     99 KB. Queries are packed up to 64 rows and 16 KB (the accumulator then stays at 64 registers a
     thread); past that, a second program reads the same rows, from L2. In float32 the products run
-    in registers, not in tensor cores: 32 rows. rows: the dtype of packed rows. Tiles of 5 and 4
-    bits are half as long: decoded in registers, whole ones spill at head_dim 64.
+    in registers, not in tensor cores: 32 rows. rows: the dtype of packed rows. Rows of 6 and 4
+    bits are multiplied by quarters, of which all four warps share 32 columns or more.
     """
     # tensor cores take 32 numbers of 8 bits at a time
-    dim = max(16 if rows is None else 128 if rows == torch.uint8 else 32, power_of_two(head_dim))
+    least = 16 if rows is None else 128 if rows == torch.uint8 else 32
+    dim = max(least, power_of_two(head_dim))
     most = min(64 if itemsize < 4 else 32, 16384 // (dim * itemsize))
     packed = max(1, min(queries, most // group))
     block = min(64 if packed * group > 32 else 128, max(16, tile_bytes // (dim * itemsize)))

@@ -10,7 +10,7 @@ from kernels.launch.pdl import dependent, wait_for_last_kernel
 from kernels.launch.shapes import power_of_two
 from kernels.launch.triton import tl, triton
 from kernels.layer.store import store_step_ref
-from kernels.rows.tiles import store_row, store_warps, transform_of
+from kernels.rows.tiles import store_row, transform_of
 
 
 def rotate_store_ref(
@@ -73,7 +73,7 @@ def rotate_store(
         HP=power_of_two(dim // 2),
         **transform_of(dim),
         TWICE=twice is not None,
-        num_warps=store_warps(bank_k.dtype),
+        num_warps=1,
         **dependent(qkv),
     )
     return out

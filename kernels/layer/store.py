@@ -15,7 +15,7 @@ from kernels.launch.dispatch import choose
 from kernels.launch.shapes import power_of_two
 from kernels.launch.triton import tl, triton
 from kernels.rows.forms import stored, stored_keys
-from kernels.rows.tiles import store_row, store_warps, transform_of
+from kernels.rows.tiles import store_row, transform_of
 
 
 def store_step_ref(
@@ -234,5 +234,5 @@ def store_step_triton(
         **transform_of(dim),
         ODD=dim % 2,
         TWICE=twice is not None,
-        num_warps=store_warps(bank_k.dtype),
+        num_warps=1,
     )

@@ -370,13 +370,6 @@ def store_row(
         tl.store(to + HALF + h, second.to(to.dtype.element_ty), mask=h < HALF - ODD)
 
 
-def store_warps(dtype: torch.dtype) -> int:
-    """Choose the warps of a program that stores one row: the search for a scale of
-    kernels/rows/int4.py takes 255 registers of one warp, and spills.
-    """
-    return 4 if dtype == torch.uint8 else 1
-
-
 def transform_of(head_dim: int) -> dict[str, int]:
     """What a kernel that stores rows of K takes to transform them."""
     return dict(B=run_length(head_dim), FACTOR=row_factor(head_dim))
