@@ -5,8 +5,6 @@ text.
 
 from __future__ import annotations
 
-import torch
-
 from kernels.launch.shapes import softmax_step, softmax_weights
 from kernels.launch.triton import tl, triton
 from kernels.rows.hadamard import row_factor, run_length, transformed_halves
