@@ -339,9 +339,10 @@ def dense_config(
     queries: int, group: int, head_dim: int, itemsize: int, rows: torch.dtype | None = None
 ) -> Config:
     """Choose 16 KB tiles, 64 rows of 128 bf16 (see `decode_config`); half of it in float32, where
-    products take registers, and of int8 rows, which spill on sm_100. itemsize: bytes of an element
-    of q; rows: the dtype of K and V where they are packed."""
-    tile = 16384 if itemsize < 4 and rows != torch.int8 else 8192
+    products take registers, and of 8-bit rows: whole tiles of int8 spill on sm_100, those of fp8
+    with scores on sm_90. itemsize: bytes of an element of q; rows: the dtype of K and V where they
+    are packed."""
+    tile = 16384 if itemsize < 4 and rows not in (torch.int8, torch.float8_e4m3fn) else 8192
     return decode_config(queries, group, head_dim, itemsize, tile, rows)
 
 
