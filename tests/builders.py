@@ -71,6 +71,21 @@ def session_config(**changes: Any) -> ModelConfig:
     return tiny_config(**{**SESSION_MODEL, **changes})
 
 
+def hybrid_config(layers: int = 8, **changes: Any) -> ModelConfig:
+    """A model of recurrent layers (Qwen3.5), every fourth one with attention; `changes` are fields
+    of config.json.
+    """
+    fields = {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+    }
+    return tiny_config(layers, hidden=48, head_dim=16, **{**fields, **changes})
+
+
 def tiny_weights(
     config: ModelConfig, seed: int = 0, sharpness: float = 1.5
 ) -> dict[str, torch.Tensor]:

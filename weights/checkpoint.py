@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -38,6 +39,17 @@ CHUNK = 4 << 20
 TURNED, MXFP4 = "turned", "mxfp4"
 
 
+class Rows(NamedTuple):
+    """Rows of a stored tensor that a part is: those `first` .. stop-1 of each of `groups` groups of
+    `size` rows.
+    """
+
+    groups: int
+    size: int
+    first: int
+    stop: int
+
+
 @dataclass(frozen=True)
 class Target:
     """A tensor that the model wants: its name in the model, and the stored parts (name, shape) to
@@ -45,13 +57,15 @@ class Target:
 
     entry: (number, count) of a target that is one of `count` in stacked tensors, whose parts'
     shapes are those of one. form: TURNED, a matrix stored as its transpose; MXFP4, whose parts are
-    blocks and scales (weights/mxfp4.py); "" for neither.
+    blocks and scales (weights/mxfp4.py); "" for neither. rows: of each part's stored tensor, where
+    the part is not all of it; () for a target whose parts all are.
     """
 
     name: str
     parts: tuple[tuple[str, tuple[int, ...]], ...]
     entry: tuple[int, int] | None = None
     form: str = ""
+    rows: tuple[Rows | None, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -67,7 +81,11 @@ class Target:
     def stored(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """(name, shape) of the stored tensors that the parts are, or are entries of."""
         count = () if self.entry is None else (self.entry[1],)
-        return tuple((name, (*count, *shape)) for name, shape in self.parts)
+        rows = self.rows or (None,) * len(self.parts)
+        return tuple(
+            (name, (*count, *(shape if some is None else (some.groups * some.size, *shape[1:]))))
+            for (name, shape), some in zip(self.parts, rows)
+        )
 
 
 @dataclass(frozen=True)
@@ -212,9 +230,22 @@ class Checkpoint:
             turned = target.form == TURNED
             shape = target.parts[0][1] if turned else target.shape
             out, row = torch.empty(shape, dtype=dtype, device=device), 0
-            for (name, info), (_, part) in zip(infos, target.parts):
-                maps[info.file].copy(name, info, out[row : row + part[0]].view(-1), check_finite)
+            whole = target.rows or (None,) * len(infos)
+            for (name, info), (_, part), some in zip(infos, target.parts, whole):
+                below = out[row : row + part[0]]
                 row += part[0]
+                if some is None:
+                    maps[info.file].copy(name, info, below.view(-1), check_finite)
+                    continue
+                # a tensor of its rows' own size at a time: a group
+                one = math.prod(part[1:])
+                for group in range(some.groups):
+                    size = info.nbytes // (some.groups * some.size)  # of a row
+                    start = info.start + (group * some.size + some.first) * size
+                    count = some.stop - some.first
+                    place = replace(info, start=start, stop=start + count * size)
+                    mine = below[group * count : (group + 1) * count].view(count * one)
+                    maps[info.file].copy(name, place, mine, check_finite)
             out = out.t().contiguous() if turned else out
         for _, info in infos:
             read.advance(info)

@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from engine.bank.query_ring import QueryRing
+from engine.bank.recurrent.state import RecurrentState
 from engine.bank.window_ring import WindowRing
 from engine.model.config.config import ModelConfig
 from engine.model.rope import Rotary, apply_rope
@@ -81,6 +82,7 @@ class Bank(ABC):
 
     tiered = False  # whether some layers live in host memory
     placement: Placement | None = None  # which layers do, and what they keep on the device
+    recurrent: RecurrentState | None = None  # of the recurrent layers, where there are some
     room = 0  # rows of an offloaded layer that may be asked for at once (`gathered`)
 
     def __init__(
@@ -91,8 +93,8 @@ class Bank(ABC):
         device: torch.device | str,
         batch: int = 1,
     ) -> None:
-        self.num_layers = config.num_layers
-        self.full_layers = config.num_layers - len(config.local_layers)
+        self.num_layers, self.attending = config.num_layers, config.attending_layers
+        self.full_layers = len(config.seeing_layers)
         self.kv_heads = config.num_kv_heads
         self.dtype, self.device = config.row_dtype(dtype), torch.device(device)
         # elements of a head's row of K, and of V
@@ -126,6 +128,7 @@ class Bank(ABC):
         """Return the bank's part of SessionStats, as keyword arguments."""
         row_bytes = self.kv_heads * sum(self.widths) * self.dtype.itemsize
         everything = self.full_layers * self.capacity * self.batch * row_bytes + self.ring_bytes
+        everything += 0 if self.recurrent is None else self.recurrent.nbytes
         return dict(bank_bytes=self.nbytes, resident=self.nbytes / everything)
 
     @property
@@ -154,7 +157,7 @@ class Bank(ABC):
         The query goes along because one kernel stores all three. On a GPU no position visits the
         host.
         """
-        ring, (bank_k, bank_v, twice) = step.query_ring.slots[layer], self.step_rows(layer)
+        ring, (bank_k, bank_v, twice) = step.query_ring.of(layer), self.step_rows(layer)
         store_step(k, v, q_pre_rope, bank_k, bank_v, ring, step.positions, twice, backend)
 
     @abstractmethod

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from engine.bank.base import Bank, SparseRows, Step, StepRows
+from engine.bank.recurrent.state import RecurrentState
 from engine.bank.window_ring import DEFAULT_CHUNK, WindowRing
 from engine.base.interrupts import complete
 from engine.model.config.config import ModelConfig
@@ -70,9 +71,14 @@ class DeviceBank(Bank):
                 window = config.windows[layer]
                 size = ring_size(window, chunk, self.capacity)
                 self._rings[layer] = WindowRing(window, size, shape, self.dtype, self.device)
+        if donor is not None:
+            self.recurrent = donor.recurrent
+        elif config.recurrent is not None:
+            self.recurrent = RecurrentState(config.recurrent, dtype, self.device, batch)
+        recurrent = set(config.recurrent_layers)
         self._layers: list[LayerRows | None] = [None] * self.num_layers
         for layer in range(self.num_layers):
-            if layer in offloaded or layer in self._rings:
+            if layer in offloaded or layer in self._rings or layer in recurrent:
                 continue
             handed = None if donor is None else donor._layers[layer]
             self._layers[layer] = handed or self._reserve(self._wants_token_major(plan, layer))
@@ -97,7 +103,8 @@ class DeviceBank(Bank):
 
     @property
     def nbytes(self) -> int:
-        return sum(held.nbytes for held in self._layers if held is not None) + self.ring_bytes
+        more = 0 if self.recurrent is None else self.recurrent.nbytes
+        return sum(held.nbytes for held in self._layers if held) + self.ring_bytes + more
 
     @property
     def ring_bytes(self) -> int:
@@ -175,7 +182,14 @@ class DeviceBank(Bank):
 
     def copy_from(self, other: Bank, length: int) -> None:
         for layer in range(self.num_layers):
-            self.copy_layer(layer, other, length)
+            if self._layers[layer] is not None or layer in self._rings:
+                self.copy_layer(layer, other, length)
+        self.copy_recurrent(other)
+
+    def copy_recurrent(self, other: Bank) -> None:
+        """Copy the state of the recurrent layers from another bank."""
+        if self.recurrent is not None and other.recurrent is not None:
+            self.recurrent.copy_from(other.recurrent)
 
     def copy_layer(self, layer: int, other: Bank, length: int) -> None:
         """Copy one layer's first `length` tokens from another bank."""
@@ -187,7 +201,7 @@ class DeviceBank(Bank):
             mine.copy_(theirs)
 
     def close(self) -> None:
-        self._layers, self._rings = [], {}
+        self._layers, self._rings, self.recurrent = [], {}, None
 
     # ---------------------------------------------------------------- around a step
 
@@ -200,6 +214,8 @@ class DeviceBank(Bank):
         at = slice(n - 1, n)
         views = [part[:, :, at] for held in self._layers if held for part in held[:2]]
         views += [view for ring in self._rings.values() for view in ring.rows_of(n - 1)]
+        if self.recurrent is not None and n <= self.recurrent.length:
+            views += self.recurrent.row(n - 1)
         rows = [view.clone() for view in views]
 
         def restore() -> None:
@@ -214,3 +230,5 @@ class DeviceBank(Bank):
     def rewind(self, n: int, broken: bool = False) -> None:
         for ring in self._rings.values():
             ring.rewind(n)
+        if self.recurrent is not None:
+            self.recurrent.rewind(n)

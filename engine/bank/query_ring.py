@@ -17,7 +17,8 @@ SLOTS = RING + 8
 class QueryRing:
     """The newest RING pre-RoPE queries of every layer, position p in slot p % SLOTS.
 
-    slots [layers, B, SLOTS, H, D]. Positions low .. high-1 are valid; other slots hold stale data.
+    slots [attending layers, B, SLOTS, H, D]; `of` finds a layer's. Positions low .. high-1 are
+    valid; other slots hold stale data.
     changes: counts what was written or taken back otherwise than by a step. kept: {length: the
     newest queries there, as `newest` gives them}, which come back where the ring is cut to that
     length.
@@ -26,7 +27,9 @@ class QueryRing:
     def __init__(
         self, config: ModelConfig, batch: int, dtype: torch.dtype, device: torch.device | str
     ):
-        shape = (config.num_layers, batch, SLOTS, config.num_heads, config.head_dim)
+        attending = config.attending_layers
+        self._number = {layer: i for i, layer in enumerate(attending)}
+        shape = (len(attending), batch, SLOTS, config.num_heads, config.head_dim)
         self.slots = torch.zeros(shape, dtype=dtype, device=device)
         self.low = self.high = self.changes = 0
         self.kept: dict[int, torch.Tensor] = {}
@@ -35,6 +38,10 @@ class QueryRing:
     def nbytes(self) -> int:
         """Bytes held."""
         return self.slots.numel() * self.slots.element_size()
+
+    def of(self, layer: int) -> torch.Tensor:
+        """The slots of a layer that attends, [B, SLOTS, H, D]: a view."""
+        return self.slots[self._number[layer]]
 
     def write_chunk(self, newest: torch.Tensor, stop: int) -> None:
         """Store newest [layers, B, W, H, D]: the last W queries of a chunk that ended at `stop`.
@@ -108,6 +115,6 @@ class QueryRing:
 
     def read(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
         """Queries [B, W, H, D] at positions [B, W] int64."""
-        slots = self.slots[layer]
+        slots = self.of(layer)
         rows = torch.arange(slots.shape[0], device=slots.device).unsqueeze(1)
         return slots[rows, positions % SLOTS]

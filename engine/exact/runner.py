@@ -119,6 +119,10 @@ class ExactRunner(StepRunner):
         super().feed_argmax(logits, n)
         self._fed = self.argmax.read()
 
+    def steps_again(self, n: int) -> bool:
+        """Never: every row is full attention's."""
+        return False
+
     def left_selection(self, kind: StepKind) -> bool:
         """Whether the drafter chose anything for the cycle that computed the last logits."""
         return bool(self.runtime.selections())

@@ -16,6 +16,7 @@ import torch
 from engine.bank.base import Attends, Bank, Step
 from engine.bank.query_ring import QueryRing
 from engine.forward.layer import LayerForm, TorchLayer
+from engine.forward.recurrence import recur_step
 from engine.model.llama import Llama
 from engine.model.rope import Rotary
 
@@ -41,7 +42,11 @@ def step_together(
     x = model.embedded(_joined([sequence.tokens for sequence in sequences]))
     turns = [step.rotary.of_layers(step.positions) for step in steps]
     angles: dict[int, list[torch.Tensor]] = {}  # of each rope
+    recurrent = set(model.config.recurrent_layers)
     for number in range(len(model.layers)):
+        if number in recurrent:
+            x = halves.after(number, x, recur_step(halves, number, x, steps))
+            continue
         rope = steps[0].rotary.rope_of(number)
         if rope not in angles:
             angles[rope] = [_joined(same) for same in zip(*(turn[number] for turn in turns))]

@@ -32,6 +32,7 @@ class LayerForm(Protocol):
 
     most_rows: int  # B * Q at most
     model: Llama  # as its backend multiplies it
+    backend: str  # of the launchers that it calls
 
     def before(
         self,
@@ -104,7 +105,7 @@ class TorchLayer:
             model = model.on_host()
         if not model.capturable:  # a compiler would look into what the host chooses
             pieces = pre_attention, post_attention
-        self.model, self._backend = model, backend
+        self.model, self.backend = model, backend
         whole = (*pieces, model.logits)
         pre, post, logits = map(one_by_one, whole) if backend == "reference" else whole
         self._pre_attention, self._post_attention, self._logits = pre, post, logits
@@ -123,7 +124,7 @@ class TorchLayer:
         found = self._pre_attention(self.model.layers[number], x, cos, sin, *self._sizes)
         queries = []
         for step, (q, k, v, q_pre_rope) in zip(steps, split_rows(steps, *found)):
-            step.bank.write_step(number, k, v, q_pre_rope, step, self._backend)
+            step.bank.write_step(number, k, v, q_pre_rope, step, self.backend)
             queries.append(q)
         return queries
 
@@ -137,7 +138,7 @@ class TorchLayer:
 class FusedLayer:
     """Our own kernels, for weights that are held as they were stored or as words of few bits."""
 
-    most_rows = MOST_ROWS
+    most_rows, backend = MOST_ROWS, "auto"
 
     def __init__(self, model: Llama) -> None:
         assert fusable(model), "a block that our own kernels do not know"
@@ -161,7 +162,7 @@ class FusedLayer:
         for step, parts in zip(steps, split_rows(steps, qkv, cos, sin)):
             mine, c, s = (part.contiguous() for part in parts)
             k, v, twice = step.bank.step_rows(number)
-            ring = step.query_ring.slots[number]
+            ring = step.query_ring.of(number)
             queries.append(rotate_store(mine, c, s, k, v, ring, step.positions, twice))
         return queries
 

@@ -52,7 +52,7 @@ class NativeLayer:
     torch's operators, with the kernels around them.
     """
 
-    most_rows = TorchLayer.most_rows
+    most_rows, backend = TorchLayer.most_rows, "auto"
 
     def __init__(self, model: Llama) -> None:
         assert natively(model), "a block that the C++ kernels do not know"
@@ -81,7 +81,7 @@ class NativeLayer:
         for step, parts in zip(steps, split_rows(steps, qkv, cos, sin)):
             mine, c, s = (part.contiguous() for part in parts)
             k, v, twice = step.bank.step_rows(number)
-            ring = step.query_ring.slots[number]
+            ring = step.query_ring.of(number)
             if k.dtype == x.dtype:
                 given = k, v, ring, step.positions, twice, norms, self._eps
                 queries.append(rotate_store(mine, c, s, *given))

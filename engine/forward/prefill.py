@@ -10,6 +10,7 @@ import torch
 
 from engine.bank.base import AttendsPrompt, Bank
 from engine.forward.prompt_layer import PLAIN, Pieces
+from engine.forward.recurrence import recur_chunk
 from engine.model.llama import Llama
 from engine.model.rope import Rotary
 from engine.plan.needs import MOST_WINDOW
@@ -32,23 +33,33 @@ def run_chunk(
     pieces: Pieces = PLAIN,
     backend: str = "auto",
     every: Outputs | None = None,
+    advance: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Run one chunk through all layers: tokens int64 [B, C] at positions start .. start+C-1 of a
     prompt that ends at `total`.
 
-    Returns (logits float32 [B, vocab] or None, newest pre-RoPE queries [layers, B, min(C,
-    MOST_WINDOW), H, D]). write=False leaves the bank as it is: it holds this chunk already, and the
-    caller wants its queries or logits. pieces: the two halves of a layer. backend: that rounds rows
-    for a bank in fewer bits. every: takes the output of all tokens, for which the last layer is
-    computed whole.
+    Returns (logits float32 [B, vocab] or None, newest pre-RoPE queries [attending layers,
+    B, min(C, MOST_WINDOW), H, D]). write=False leaves the bank as it is: it holds this chunk
+    already, and the caller wants its queries, its logits or its recurrent state. pieces: the two
+    halves of a layer. backend: that rounds rows for a bank in fewer bits, and of recurrent layers.
+    every: takes the output of all tokens, for which the last layer is computed whole. advance: the
+    bank's commit takes the state of recurrent layers after the chunk.
     """
     config = model.config
     positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
     turns = rotary.of_layers(positions[:1], total)
     sizes = config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
     x = model.embedded(tokens)
-    newest = []
+    newest, recurrent = [], set(config.recurrent_layers)
     for number, layer in enumerate(model.layers):
+        if number in recurrent:
+            mixed = recur_chunk(model, number, x, bank, start, advance, backend)
+            if number == config.num_layers - 1 and every is None:
+                if not last_logits:
+                    break
+                x, mixed = x[:, -1:], mixed[:, -1:]
+            x = pieces[1](layer, x, mixed, config.rms_norm_eps)
+            continue
         cos, sin = turns[number]
         q, k, v, q_pre_rope = pieces[0](layer, x, cos, sin, *sizes)
         newest.append(q_pre_rope[:, -MOST_WINDOW:].clone())

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from engine.bank.query_ring import SLOTS as RING
+from engine.bank.recurrent.state import snapshot_bytes, state_bytes
 from engine.base.figures import human
 from engine.load.link_bytes import prompt_link_bytes, step_link_bytes
 from engine.load.report import OFFLOAD_CHUNK, ROUND, Item, Plan
@@ -33,6 +34,7 @@ from kernels.attention.scratch import scratch_bytes
 from kernels.launch.dispatch import NATIVE, ON_CPU
 from kernels.layer.linear import packs
 from kernels.native.library import missing
+from kernels.recurrent.delta import CHUNK, SEGMENT
 
 
 def default_chunk(device_type: str, config: ModelConfig) -> int:
@@ -62,22 +64,23 @@ def memory_items(
     weights: FewBits | None = None,
     head_twice: bool = False,
     shared: bool = False,
+    savepoints: int = 0,
 ) -> tuple[Item, ...]:
     """Return the plan's parts at a context of so many tokens: (name, bytes, note).
 
     Everything but the bank and a few buffers is O(1) in context. placement: what lives in host
     memory. On a CPU that is the same memory, so the host tier is an item too. weights: in few
     bits; None: all of them in `dtype`. head_twice: a tied lm_head has a copy of its own. shared: a
-    GPU whose memory is the host's.
+    GPU whose memory is the host's. savepoints: most earlier states of recurrent layers.
     """
     size, context = dtype.itemsize, reserved_rows(context, device.type)
-    kept = config.num_layers - len(config.local_layers)
+    kept = len(config.seeing_layers)
     kept -= len(placement.layers) if placement else 0
     bank = kept * context * config.kv_bytes(size)
     rings = window_bytes(config, size, chunk, context)
     needs = method.needs(layers, config, context, size)
     scratch = scratch_bytes(scratch_shape(config, needs, context, dtype), device, backend)
-    ring = config.num_layers * RING * config.q_size * size
+    ring = len(config.attending_layers) * RING * config.q_size * size
     store = needs.store_bytes
     if needs.one_chunk:
         chunk = context
@@ -87,6 +90,7 @@ def memory_items(
         ("weights", *(weights[:2] if weights else _plain_weights(config, size, head_twice))),
         ("context bank", bank, f"{kept} layers x {_bank_note(config, size, device)}"),
         *((("sliding windows", rings, _window_note(config)),) if rings else ()),
+        *_state_items(config, size, savepoints, device.type == "cpu" or shared),
         *_tier_items(config, placement, size, context, device.type == "cpu" or shared),
         ("query ring", ring, f"last {RING} queries of every layer"),
         ("decode scratch", scratch, ""),
@@ -94,6 +98,26 @@ def memory_items(
         *((("retained rows", store, needs.store_note),) if store else ()),
         *((("sparse prefill", chosen, "what a chunk's queries choose from"),) if chosen else ()),
         ("prefill workspace", workspace, f"activations of one chunk of {chunk} tokens"),
+    )
+
+
+def _state_items(
+    config: ModelConfig, size: int, savepoints: int, one_memory: bool
+) -> tuple[Item, ...]:
+    """Return the bytes of recurrent layers: their state, that of a chunk before it is committed,
+    and savepoints where they take the device's memory.
+    """
+    if config.recurrent is None:
+        return ()
+    held, layers = state_bytes(config.recurrent, size), len(config.recurrent.layers)
+    one = snapshot_bytes(config.recurrent, size)
+    kept = savepoints * one if one_memory else 0
+    note = f"{savepoints} x {human(one)}" + (" in host memory" if not one_memory else "")
+    if not savepoints:
+        note = "none: going back reads again from the beginning"
+    return (
+        ("recurrent state", held, f"of {layers} layers, at any length"),
+        ("state savepoints", kept, note),
     )
 
 
@@ -136,7 +160,7 @@ def window_bytes(config: ModelConfig, size: int, chunk: int, context: int) -> in
 
 def _full_bank(config: ModelConfig, size: int, chunk: int, context: int) -> int:
     """Return the bytes of K and V of all layers."""
-    whole = (config.num_layers - len(config.local_layers)) * context * config.kv_bytes(size)
+    whole = len(config.seeing_layers) * context * config.kv_bytes(size)
     return whole + window_bytes(config, size, chunk, context)
 
 
@@ -178,14 +202,30 @@ def prefill_bytes(config: ModelConfig, size: int, chunk: int, device_type: str) 
     115 for Llama-3.2-1B in bfloat16; planned 43, 80 and 157).
     """
     residual = 4 * config.hidden_size * size + 4 * config.hidden_size
+    pending = recurrent_bytes(config, chunk)
     attention = config.q_size * (2 * size + 8) + 2 * config.kv_size * size + 8 * config.num_heads
     mlp = 3 * config.mlp_width * size
     logits = 4 * config.vocab_size
     if device_type != "cpu":
-        return chunk * (residual + max(attention, mlp)) + logits
+        return chunk * (residual + max(attention, mlp)) + logits + pending
     widest = 2 * config.mlp_width * config.hidden_size * size
     activations = chunk * (residual + attention + mlp + config.mlp_width * size)
-    return activations * 3 // 2 + widest + logits
+    return activations * 3 // 2 + widest + logits + pending
+
+
+def recurrent_bytes(config: ModelConfig, chunk: int) -> int:
+    """Return the bytes of a chunk beside its activations in recurrent layers: each layer's new S
+    until the commit, and in one layer the float32 products of a segment.
+    """
+    sizes = config.recurrent
+    if sizes is None:
+        return 0
+    state = 4 * sizes.value_heads * sizes.key_dim * sizes.value_dim
+    tokens = min(chunk, CHUNK * SEGMENT)
+    # the projection and what becomes of it; decays, scores and the solved system of each head
+    wide = 4 * chunk * 3 * (sizes.channels + 2 * sizes.value_size)
+    among = 4 * tokens * sizes.value_heads * (4 * CHUNK + 4 * (sizes.key_dim + sizes.value_dim))
+    return len(sizes.layers) * state + wide + among
 
 
 # ---------------------------------------------------------------- what fits
@@ -213,6 +253,7 @@ class _Search:
     weights: FewBits | None = None
     head_twice: bool = False
     shared: bool = False
+    savepoints: int = 0
 
     @property
     def one_memory(self) -> bool:
@@ -234,6 +275,7 @@ class _Search:
             self.weights,
             self.head_twice,
             self.shared,
+            self.savepoints,
         )
 
     def packing_head(self, context: int) -> _Search:
@@ -355,6 +397,7 @@ def plan_at(
     imagined: int | None = None,
     imagined_host: int | None = None,
     idle_host: int = 0,
+    savepoints: int = 0,
 ) -> Plan:
     """Plan a model with chunks of `chunk` tokens (None: the device's default).
 
@@ -366,7 +409,7 @@ def plan_at(
     chunk = chunk or default_chunk(device.type, config)
     found = free_bytes(device, budget, host_budget, imagined, imagined_host, idle_host)
     known = config, method, layers, dtype, device, chunk, backend, offload, slots
-    search = _Search(*known, found.bytes, found.host, weights, shared=found.shared)
+    search = _Search(*known, found.bytes, found.host, weights, False, found.shared, savepoints)
     size, largest = dtype.itemsize, search.largest_context(max_context)
     context = max_context or max(min(ROUND, config.context_limit), largest)
     search = search.packing_head(context)

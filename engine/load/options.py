@@ -28,6 +28,8 @@ IMAGINED = ("imagined_gpu", "imagined_host")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MOST_THREADS = 64  # or four for each core: with 10,000 a token takes 20 s
 OFFLOADS = ("auto", "host", "device")
+SAVEPOINTS = 12  # of a session's recurrent state
+MOST_SAVEPOINTS = 1024
 STEPS = ("auto", "fused", "plain")
 WEIGHTS = ("auto", "int8", "int4", "int4:64", "int4:128", "float")
 FP8_SINCE = 8, 9  # the compute capability of the first GPUs that convert 8-bit floats
@@ -69,6 +71,7 @@ class PlanSettings(TypedDict, total=False):
     step: str
     weights: str
     bank: str
+    savepoints: int
     check_finite: bool
     imagined_gpu: int | None
     imagined_host: int | None
@@ -106,11 +109,12 @@ class Options:
     round float weights as they are read (int4 has a scale for every 32 columns, "int4:64" and
     "int4:128" for as many as they say), "float" to dequantise what is stored in few bits. bank:
     "model" (K and V in the model's dtype; "auto" is that), "int8", "int4" (values in 4 bits, keys
-    in 6) or "fp8" (docs/QUANTISATION.md). check_finite: refuse weights with NaN or infinity.
-    imagined_gpu: with load=False, plan for a GPU with so many free bytes, whether there is one or
-    not; imagined_host: and for so many of host memory beside it (None: ram_budget, or this
-    machine's). wait: a call while another thread's request runs waits for its turn, in order,
-    instead of raising Busy.
+    in 6) or "fp8" (docs/QUANTISATION.md). savepoints: earlier states that a session of a model with
+    recurrent layers keeps in host memory, so that going back reads few tokens again (0: none).
+    check_finite: refuse weights with NaN or infinity. imagined_gpu: with load=False, plan for a GPU
+    with so many free bytes, whether there is one or not; imagined_host: and for so many of host
+    memory beside it (None: ram_budget, or this machine's). wait: a call while another thread's
+    request runs waits for its turn, in order, instead of raising Busy.
     """
 
     device: str = "auto"
@@ -131,6 +135,7 @@ class Options:
     step: str = "auto"
     weights: str = "auto"
     bank: str = "auto"
+    savepoints: int = SAVEPOINTS
     check_finite: bool = True
     imagined_gpu: int | None = None
     imagined_host: int | None = None
@@ -143,6 +148,7 @@ class Options:
         if self.threads is not None:
             integer("threads", self.threads, 1, max(MOST_THREADS, 4 * (os.cpu_count() or 1)))
         one_of("compile", self.compile, (None, False, True))
+        integer("savepoints", self.savepoints, 0, MOST_SAVEPOINTS)
         if self.host_pool is not None and not hasattr(self.host_pool, "take"):
             raise SettingError(f"host_pool: found {found(self.host_pool)}, expected a HostPool")
         one_of("backend", self.backend, BACKENDS)

@@ -106,6 +106,7 @@ class Planner:
             imagined=options.imagined_gpu,
             imagined_host=options.imagined_host,
             idle_host=self.host_tier.idle,
+            savepoints=options.savepoints,
         )
 
     def _filter_layers(self) -> FilterLayers:
@@ -203,6 +204,11 @@ class Planner:
     def backend(self) -> str:
         """The launchers that sessions begin with."""
         return self.options.backend
+
+    @property
+    def savepoints(self) -> int:
+        """The most earlier states of recurrent layers that a session keeps."""
+        return self.options.savepoints if self.config.recurrent else 0
 
     @property
     def max_context(self) -> int:

@@ -57,7 +57,8 @@ class Method:
 
     def plan(self, config: ModelConfig) -> LayerPlan:
         """Layer plan for a model; by default all layers attend to everything."""
-        return layer_plan(config.num_layers, local_layers=config.local_layers)
+        others = config.local_layers, config.recurrent_layers
+        return layer_plan(config.num_layers, (), 0, *others)
 
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
         """Return the needs of a session of `capacity` tokens. itemsize: bytes of a bank element."""

@@ -22,4 +22,6 @@ class Full(Method):
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
         # over an offloaded bank a step streams blocks that the host counts: `fetches` forbids a
         # captured graph there
-        return Needs(offload=plan.each_layer, cuda_graph=True, sliding=True, capped=True)
+        return Needs(
+            offload=plan.each_layer, cuda_graph=True, sliding=True, capped=True, recurrent=True
+        )

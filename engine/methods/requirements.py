@@ -1,4 +1,6 @@
-"""Which methods fit a model: not every one knows sliding windows, capped scores or sinks."""
+"""Which methods fit a model: not every one knows sliding windows, recurrent layers, capped scores
+or sinks.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,9 @@ from engine.plan.needs import Needs
 
 
 def require_windows(method: Method, plan: LayerPlan, config: ModelConfig) -> None:
-    """Raise SettingError where a model has sliding-window layers, a cap on attention scores or
-    sinks, and the method, whose layer plan for it is `plan`, knows none (Needs.sliding, capped).
+    """Raise SettingError where a model has sliding-window or recurrent layers, a cap on attention
+    scores or sinks, and the method, whose layer plan for it is `plan`, knows none (Needs.sliding,
+    recurrent, capped).
     """
     needs = method.needs(plan, config, config.max_positions, itemsize=4)
     name = getattr(method, "method", method).name  # in exact mode the drafter's
@@ -19,6 +22,11 @@ def require_windows(method: Method, plan: LayerPlan, config: ModelConfig) -> Non
         raise SettingError(
             f"{name}: does not know the sliding-window layers of this model "
             f"({config.family}); use full or omnikv"
+        )
+    if config.recurrent_layers and not needs.recurrent:
+        raise SettingError(
+            f"{name}: does not know the recurrent layers of this model ({config.family}); use full "
+            "or omnikv" + (" without settings of its own for prompts" if needs.own_prompts else "")
         )
     for has, what in (
         (config.block.score_cap, "the cap on attention scores"),

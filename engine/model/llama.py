@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from engine.model.config.block import LLAMA, Block
 from engine.model.config.config import ModelConfig
 from engine.model.mixture import Mixture, Stacks
+from engine.model.recurrent import DeltaNet, Mixed
 from engine.model.rope import apply_rope
 from kernels.layer.linear import Linear, pack_linear
 from kernels.quant.linear import QuantisedLinear, pack_quantised
@@ -34,15 +35,20 @@ class Layer:
     qkv: Matrix  # [(H + 2 Hkv) * D, hidden]
     o: Matrix  # [hidden, H * D]
     post_norm: torch.Tensor | None  # [hidden], before the MLP
-    gate_up: Matrix | None  # [2 * intermediate, hidden]; None: a mixture of experts
+    # [2 * intermediate, hidden]; None: a mixture; beside one: of the expert that all tokens take
+    gate_up: Matrix | None
     down: Matrix | None  # [hidden, intermediate]
     block: Block = LLAMA
     q_norm: torch.Tensor | None = None  # [D] or [H * D]
     k_norm: torch.Tensor | None = None  # [D] or [Hkv * D]
     o_norm: torch.Tensor | None = None  # [hidden], after attention
     down_norm: torch.Tensor | None = None  # [hidden], after the MLP
-    mixture: Mixture | None = None  # in place of gate_up and down
+    mixture: Mixture | None = None  # in place of gate_up and down, or with `shared` beside them
     sinks: torch.Tensor | None = None  # [H]
+    gate: Matrix | None = None  # [H * D, hidden], of attention's output
+    # of a recurrent layer, whose qkv is [C + Hv * dv, hidden] and whose o is [hidden, Hv * dv]
+    delta: DeltaNet | None = None
+    shared: torch.Tensor | None = None  # [1, hidden], gate of the expert that all tokens take
 
     @property
     def norms(self) -> list[torch.Tensor]:
@@ -52,7 +58,7 @@ class Layer:
     @property
     def matrices(self) -> list[Matrix]:
         """The matrices that this layer has, but for the router of a mixture."""
-        found = [self.qkv, self.o, self.gate_up, self.down]
+        found = [self.qkv, self.o, self.gate, self.gate_up, self.down]
         experts = [] if self.mixture is None else self.mixture.matrices
         return [matrix for matrix in found if matrix is not None] + experts
 
@@ -64,6 +70,7 @@ class Layer:
             o=self.o.on_torch(),
             gate_up=None if self.gate_up is None else self.gate_up.on_torch(),
             down=None if self.down is None else self.down.on_torch(),
+            gate=None if self.gate is None else self.gate.on_torch(),
             mixture=None if self.mixture is None else self.mixture.on_torch(),
         )
 
@@ -93,6 +100,10 @@ class Llama:
             t for layer in self.layers if layer.mixture is not None for t in layer.mixture.routers
         ]
         plain += self.sinks
+        plain += [layer.shared for layer in self.layers if layer.shared is not None]
+        plain += [
+            t for layer in self.layers if layer.delta is not None for t in layer.delta.tensors
+        ]
         packed = [m for layer in self.layers for m in layer.matrices]
         head = self.lm_head
         if head is not self.embed and not (isinstance(head, Linear) and head.weight is self.embed):
@@ -210,6 +221,13 @@ def pre_attention(
     return rotated[:, :, :heads], rotated[:, :, heads:], v, qk[:, :, :heads]
 
 
+def pre_recurrence(layer: Layer, x: torch.Tensor, eps: float) -> Mixed:
+    """Run the first half of a recurrent layer on x [B, S, hidden], up to its convolution."""
+    assert layer.delta is not None and layer.input_norm is not None
+    x = rms_norm(x, layer.input_norm, eps, layer.block)
+    return layer.delta.mixed(x, layer.qkv(x))
+
+
 def normed_heads(layer: Layer, qk: torch.Tensor, heads: int, eps: float) -> torch.Tensor:
     """Norm q and k, qk [B, S, H + Hkv, D]: each head, or all heads of each at once."""
     block = layer.block
@@ -230,8 +248,11 @@ def post_attention(
     layer: Layer, x: torch.Tensor, attended: torch.Tensor, eps: float
 ) -> torch.Tensor:
     """Run the second half of a layer: x [B, S, hidden], attended [B, S, H, D] -> new x."""
-    block = layer.block
-    x = _added(x, layer.o(attended.flatten(2)), layer.o_norm, eps, block)
+    block, attended = layer.block, attended.flatten(2)
+    if layer.gate is not None:
+        assert layer.input_norm is not None
+        attended = attended * torch.sigmoid(layer.gate(rms_norm(x, layer.input_norm, eps, block)))
+    x = _added(x, layer.o(attended), layer.o_norm, eps, block)
     y = x if layer.post_norm is None else rms_norm(x, layer.post_norm, eps, block)
     if layer.gate_up is None or layer.down is None:
         assert layer.mixture is not None
@@ -240,7 +261,11 @@ def post_attention(
         return _added(x, layer.mixture(y), layer.down_norm, eps, block)
     gate, up = layer.gate_up(y).chunk(2, dim=-1)
     gate = F.silu(gate) if block.activation == "silu" else F.gelu(gate, approximate="tanh")
-    return _added(x, layer.down(gate * up), layer.down_norm, eps, block)
+    out = layer.down(gate * up)
+    if layer.mixture is not None:
+        assert layer.shared is not None
+        out = layer.mixture(y) + torch.sigmoid(F.linear(y, layer.shared)) * out
+    return _added(x, out, layer.down_norm, eps, block)
 
 
 def _added(
@@ -252,7 +277,7 @@ def _added(
     return x + part if block.residual == 1.0 else x + part * block.residual
 
 
-_PACKED = ("qkv", "o", "gate_up", "down")
+_PACKED = ("qkv", "o", "gate", "gate_up", "down")
 _FOLDED = (*NORMS, "norm")
 
 
@@ -342,6 +367,9 @@ def _layers(
             plain.get(f"{i}.down_norm"),
             _mixture(config, i, plain, packed, stacks),
             plain.get(f"{i}.sinks"),
+            packed.get(f"{i}.gate"),
+            _delta_net(config, i, plain),
+            plain.get(f"{i}.shared"),
         )
         for i in range(config.num_layers)
     ]
@@ -351,8 +379,21 @@ def _has_bias(config: ModelConfig, name: str) -> bool:
     """Whether the matrix of a target has a bias."""
     if ".experts." in name:
         return config.experts is not None and config.experts.bias
-    kind = name.split(".")[-1]
-    return {"qkv": config.attention_bias, "o": config.o_bias}.get(kind, config.mlp_bias)
+    number, _, kind = name.rpartition(".")
+    if kind in ("qkv", "o", "gate"):
+        attends = int(number) not in config.recurrent_layers
+        return attends and (config.o_bias if kind == "o" else config.attention_bias)
+    return config.mlp_bias
+
+
+def _delta_net(config: ModelConfig, layer: int, plain: dict[str, torch.Tensor]) -> DeltaNet | None:
+    """Make the small weights of a recurrent layer; None for another."""
+    if config.recurrent is None or layer not in config.recurrent.layers:
+        return None
+    conv, *rest = (
+        plain[f"{layer}.delta.{name}"] for name in ("conv", "rates", "decay", "step", "out_norm")
+    )
+    return DeltaNet(config.recurrent, conv.squeeze(1), *rest)
 
 
 def _head(

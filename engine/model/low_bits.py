@@ -6,6 +6,7 @@ before that.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -28,7 +29,7 @@ from weights.quantised.stored import Form, Stored
 GROUP = 32  # columns under one scale of int4, unless its word says more (docs/QUANTISATION.md)
 GPU_GROUP = 64  # of int8 on a GPU, where outliers have no product
 OUTLIER_SHARE = 32  # without a compiler one weight in so many is left out of its row's int8 scale
-MATRICES = ("qkv", "o", "gate_up", "down", "lm_head")
+MATRICES = ("qkv", "o", "gate", "gate_up", "down", "lm_head")
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,9 @@ class OnTheWay:
         if config.experts is None or config.experts.dense:
             widths.add(config.intermediate_size)
         if config.experts is not None:
-            widths.add(config.experts.width)
+            widths |= {config.experts.width, config.experts.shared or config.experts.width}
+        if config.recurrent is not None:
+            widths.add(config.recurrent.value_size)
         width = next((width for width in sorted(widths) if width % group), None)
         if kind == "int4" and width is not None:
             instead = "int4" if all(width % GROUP == 0 for width in widths) else "int8"
@@ -387,7 +390,7 @@ def _counted(
     for name, shape in shapes.items():
         one = held.get(name)
         if one is None or len(shape) == 1:
-            sizes[name] = shape[0] * (shape[1] if len(shape) == 2 else 1) * dtype.itemsize
+            sizes[name] = math.prod(shape) * dtype.itemsize
             continue
         pair, form = (shape[0], shape[1]), "blocks"
         shared = name == "embed" and shared_table

@@ -45,7 +45,8 @@ class Experts:
     `per_token`. normalise: whether the weights of the chosen sum to one. dense: layers that have
     the plain MLP of intermediate_size instead. bias: whether router and experts have biases. clamp:
     gpt-oss's activation in place of SwiGLU. stored: how a checkpoint holds experts, each "apart",
-    "stacked" in one tensor or in "mxfp4" (engine/model/tensors.py).
+    "stacked" in one tensor by input or "rows" by output, or in "mxfp4" (engine/model/tensors.py).
+    shared: width of an expert that every token takes beside its own, 0: there is none.
     """
 
     count: int
@@ -56,12 +57,14 @@ class Experts:
     bias: bool = False
     clamp: Clamp | None = None
     stored: str = "apart"
+    shared: int = 0
 
     def parameters(self, hidden: int, read: bool = False) -> int:
         """Weights of one layer's mixture; `read`: those that one token reads."""
         experts = self.per_token if read else self.count
         biases = self.count + experts * (2 * self.width + hidden) if self.bias else 0
-        return self.count * hidden + experts * 3 * hidden * self.width + biases
+        own = self.count * hidden + experts * 3 * hidden * self.width + biases
+        return own + (3 * hidden * self.shared + hidden if self.shared else 0)
 
 
 @dataclass(eq=False)

@@ -4,55 +4,110 @@ the same shapes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import torch
 
 from engine.model.config.config import ModelConfig
 from engine.model.mixture import Experts
-from weights.checkpoint import MXFP4, TURNED, Target
+from weights.checkpoint import MXFP4, TURNED, Rows, Target
 from weights.mxfp4 import COLUMNS
 
 
 def targets(config: ModelConfig) -> list[Target]:
     """List the fused tensors that the model needs, in file order, with their stored parts."""
     hidden, inter = config.hidden_size, config.intermediate_size
-    q, kv = config.q_size, config.kv_size
-    found = [Target("embed", (("model.embed_tokens.weight", (config.vocab_size, hidden)),))]
-    qkv: tuple[tuple[str, int], ...] = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
+    first = config.prefix
+    found = [Target("embed", ((f"{first}embed_tokens.weight", (config.vocab_size, hidden)),))]
     gate_up: tuple[tuple[str, int], ...] = (("gate_proj", inter), ("up_proj", inter))
     if config.block.fused:
-        qkv, gate_up = (("qkv_proj", q + 2 * kv),), (("gate_up_proj", 2 * inter),)
+        gate_up = (("gate_up_proj", 2 * inter),)
+    recurrent = set(config.recurrent_layers)
     for i in range(config.num_layers):
-        at, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
+        mlp = f"{first}layers.{i}.mlp."
         before, after = (
             [
-                Target(f"{i}.{name}", ((f"model.layers.{i}.{stored}.weight", (width,)),))
+                Target(f"{i}.{name}", ((f"{first}layers.{i}.{stored}.weight", (width,)),))
                 for name, stored, width in norms
             ]
-            for norms in _norms(config)
+            for norms in _norms(config, i in recurrent)
         )
-        found += [
-            *before,
-            Target(f"{i}.qkv", tuple((f"{at}{n}.weight", (rows, hidden)) for n, rows in qkv)),
-            Target(f"{i}.o", ((f"{at}o_proj.weight", (hidden, q)),)),
-            *after,
-            *_mlp(config, i, mlp, gate_up),
-        ]
-        if config.attention_bias:
-            found.append(Target(f"{i}.qkv.bias", tuple((f"{at}{n}.bias", (r,)) for n, r in qkv)))
-        if config.o_bias:
-            found.append(Target(f"{i}.o.bias", ((f"{at}o_proj.bias", (hidden,)),)))
-        if config.block.sinks:
-            found.append(Target(f"{i}.sinks", ((f"{at}sinks", (config.num_heads,)),)))
+        mixer = _delta_net(config, i) if i in recurrent else _attention(config, i)
+        found += [*before, *mixer, *after, *_mlp(config, i, mlp, gate_up)]
         if config.mlp_bias:
             found += [
                 Target(f"{i}.gate_up.bias", tuple((f"{mlp}{n}.bias", (r,)) for n, r in gate_up)),
                 Target(f"{i}.down.bias", ((f"{mlp}down_proj.bias", (hidden,)),)),
             ]
-    found.append(Target("norm", (("model.norm.weight", (hidden,)),)))
+    found.append(Target("norm", ((f"{first}norm.weight", (hidden,)),)))
     if not config.tied_embeddings:
         found.append(Target("lm_head", (("lm_head.weight", (config.vocab_size, hidden)),)))
+    return found
+
+
+def _attention(config: ModelConfig, layer: int) -> list[Target]:
+    """List the weights of a layer's attention, but for its norms."""
+    hidden, q, kv = config.hidden_size, config.q_size, config.kv_size
+    at = f"{config.prefix}layers.{layer}.self_attn."
+    qkv: tuple[tuple[str, int], ...] = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
+    if config.block.fused:
+        qkv = (("qkv_proj", q + 2 * kv),)
+    rows: tuple[Rows | None, ...] = ()
+    heads, width = config.num_heads, config.head_dim
+    if config.block.gated:  # q and its gate take turns, head by head
+        rows = Rows(heads, 2 * width, 0, width), None, None
+    parts = tuple((f"{at}{n}.weight", (count, hidden)) for n, count in qkv)
+    found = [
+        Target(f"{layer}.qkv", parts, rows=rows),
+        Target(f"{layer}.o", ((f"{at}o_proj.weight", (hidden, q)),)),
+    ]
+    gate = (Rows(heads, 2 * width, width, 2 * width),)
+    if config.block.gated:
+        found.append(Target(f"{layer}.gate", ((f"{at}q_proj.weight", (q, hidden)),), rows=gate))
+    if config.attention_bias:
+        biases = tuple((f"{at}{n}.bias", (count,)) for n, count in qkv)
+        found.append(Target(f"{layer}.qkv.bias", biases, rows=rows))
+        if config.block.gated:
+            found.append(Target(f"{layer}.gate.bias", ((f"{at}q_proj.bias", (q,)),), rows=gate))
+    if config.o_bias:
+        found.append(Target(f"{layer}.o.bias", ((f"{at}o_proj.bias", (hidden,)),)))
+    if config.block.sinks:
+        found.append(Target(f"{layer}.sinks", ((f"{at}sinks", (config.num_heads,)),)))
+    return found
+
+
+def _delta_net(config: ModelConfig, layer: int) -> list[Target]:
+    """List the weights of a recurrent layer, but for its input norm. Its two matrices have the
+    names of attention's, so that they are held alike.
+    """
+    sizes, hidden = config.recurrent, config.hidden_size
+    assert sizes is not None
+    at, heads = f"{config.prefix}layers.{layer}.linear_attn.", sizes.value_heads
+    found = [
+        Target(f"{layer}.o", ((f"{at}out_proj.weight", (hidden, sizes.value_size)),)),
+        Target(f"{layer}.delta.conv", ((f"{at}conv1d.weight", (sizes.channels, 1, sizes.taps)),)),
+        Target(f"{layer}.delta.decay", ((f"{at}A_log", (heads,)),)),
+        Target(f"{layer}.delta.step", ((f"{at}dt_bias", (heads,)),)),
+        Target(f"{layer}.delta.out_norm", ((f"{at}norm.weight", (sizes.value_dim,)),)),
+    ]
+    if not sizes.interleaved:
+        qkvz = (("in_proj_qkv", sizes.channels), ("in_proj_z", sizes.value_size))
+        rates = (("in_proj_b", heads), ("in_proj_a", heads))
+        for name, parts in (("qkv", qkvz), ("delta.rates", rates)):
+            stored = tuple((f"{at}{part}.weight", (rows, hidden)) for part, rows in parts)
+            found.append(Target(f"{layer}.{name}", stored))
+        return found
+    # q, k, v and z of a key head lie together, and so do the rates of its value heads
+    keys, group = sizes.key_heads, heads // sizes.key_heads
+    for name, stored_as, widths in (
+        ("qkv", "in_proj_qkvz", [sizes.key_dim] * 2 + [group * sizes.value_dim] * 2),
+        ("delta.rates", "in_proj_ba", [group, group]),
+    ):
+        stops = list(itertools.accumulate(widths))
+        stored = tuple((f"{at}{stored_as}.weight", (keys * width, hidden)) for width in widths)
+        rows = tuple(Rows(keys, stops[-1], b - a, b) for a, b in zip(widths, stops))
+        found.append(Target(f"{layer}.{name}", stored, rows=rows))
     return found
 
 
@@ -65,16 +120,37 @@ def _mlp(
         fused = tuple((f"{at}{name}.weight", (rows, hidden)) for name, rows in gate_up)
         down = ((f"{at}down_proj.weight", (hidden, config.intermediate_size)),)
         return [Target(f"{layer}.gate_up", fused), Target(f"{layer}.down", down)]
-    if experts.stored != "apart":
+    if experts.stored in ("stacked", MXFP4):
         return _stacked(experts, layer, at, hidden)
     width = experts.width
     found = [Target(f"{layer}.router", ((f"{at}gate.weight", (experts.count, hidden)),))]
+    found += _shared(experts, layer, at, hidden)
+    if experts.stored == "rows":
+        shapes = (("gate_up", (2 * width, hidden)), ("down", (hidden, width)))
+        for number in range(experts.count):
+            for part, shape in shapes:
+                name, stored = f"{layer}.experts.{number}.{part}", f"{at}experts.{part}_proj"
+                found.append(Target(name, ((stored, shape),), (number, experts.count)))
+        return found
     for number in range(experts.count):
         mine, name = f"{at}experts.{number}.", f"{layer}.experts.{number}"
         parts = tuple((f"{mine}{n}_proj.weight", (width, hidden)) for n in ("gate", "up"))
         found.append(Target(f"{name}.gate_up", parts))
         found.append(Target(f"{name}.down", ((f"{mine}down_proj.weight", (hidden, width)),)))
     return found
+
+
+def _shared(experts: Experts, layer: int, at: str, hidden: int) -> list[Target]:
+    """List the expert that every token takes, under the names of a plain MLP, and its gate."""
+    width, mine = experts.shared, f"{at}shared_expert."
+    if not width:
+        return []
+    parts = tuple((f"{mine}{name}_proj.weight", (width, hidden)) for name in ("gate", "up"))
+    return [
+        Target(f"{layer}.shared", ((f"{at}shared_expert_gate.weight", (1, hidden)),)),
+        Target(f"{layer}.gate_up", parts),
+        Target(f"{layer}.down", ((f"{mine}down_proj.weight", (hidden, width)),)),
+    ]
 
 
 def _stacked(experts: Experts, layer: int, at: str, hidden: int) -> list[Target]:
@@ -116,13 +192,13 @@ _AROUND = {
 _Norms = list[tuple[str, str, int]]  # (name in Layer, stored name, width)
 
 
-def _norms(config: ModelConfig) -> tuple[_Norms, _Norms]:
+def _norms(config: ModelConfig, recurrent: bool = False) -> tuple[_Norms, _Norms]:
     """List a layer's norms: those before the product of attention, and the others."""
     kind, hidden = config.block.qk_norm, config.hidden_size
     around = [(name, stored, hidden) for name, stored in _AROUND[config.block.norms]]
     before = [norm for norm in around if norm[0] == "input_norm"]
     after = [norm for norm in around if norm[0] != "input_norm"]
-    if kind != "none":
+    if kind != "none" and not recurrent:
         whole = kind == "width"
         before += [
             ("q_norm", "self_attn.q_norm", config.q_size if whole else config.head_dim),
@@ -134,12 +210,16 @@ def _norms(config: ModelConfig) -> tuple[_Norms, _Norms]:
 def ignored(config: ModelConfig) -> Callable[[str], bool]:
     """Return a function that says whether a stored tensor, by name, may be left unread.
 
-    These are the rotary buffers of old exports, and lm_head if it is tied.
+    These are the rotary buffers of old exports, lm_head if it is tied, and what a model has beside
+    its language model: a vision tower, and layers that predict several tokens.
     """
+    beside = ("model.visual.", "mtp.") if config.recurrent else ()
 
     def may_skip(name: str) -> bool:
-        return name.endswith("rotary_emb.inv_freq") or (
-            config.tied_embeddings and name == "lm_head.weight"
+        return (
+            name.endswith("rotary_emb.inv_freq")
+            or name.startswith(beside)
+            or (config.tied_embeddings and name == "lm_head.weight")
         )
 
     return may_skip
@@ -165,6 +245,8 @@ def random_stream(
             t = torch.empty(shape, dtype=dtype, device=device)
             if "norm" in name:
                 t.fill_(1.0)
+            elif name.endswith("A_log"):  # decays of some 80 tokens
+                t.normal_(-4.0, 0.5, generator=generator)
             elif len(shape) == 1:
                 t.normal_(0.0, 0.1, generator=generator)
             else:

@@ -120,6 +120,7 @@ class ExactCosts:
     def _steps(self, context: int, read: int) -> tuple[list[int], float, float]:
         """(rows of a full step by layer, cost of the first draft step, of a later one)."""
         roles = self.layers.roles
-        own = [read if role is Role.SPARSE else context for role in roles]
-        kept = [read] * len(roles)
-        return [context] * len(roles), self.draft(own, True), self.draft(kept, False)
+        rows = [0 if role is Role.RECURRENT else context for role in roles]
+        own = [read if role is Role.SPARSE else n for role, n in zip(roles, rows)]
+        kept = [min(read, n) for n in rows]
+        return rows, self.draft(own, True), self.draft(kept, False)

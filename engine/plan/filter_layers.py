@@ -97,7 +97,7 @@ def filter_layers(
             said += "; --calibrate finds the model's own while it reads a document"
         source = "found" if listed.found_here else "published"
         return FilterLayers(listed.layers, source, hint or said, listed.wait)
-    layers = spread_over(config.num_layers, config.local_layers)
+    layers = spread_over(config.num_layers, config.other_layers)
     guess = (
         f"hint: this model is uncalibrated; filter layers {layers} are a guess spread over "
         f"the depth (its own are found by {FINDERS})"

@@ -30,7 +30,14 @@ class Role(enum.Enum):
     WAIT = "wait"  # attends to everything while its group's selection is fetched
     SPARSE = "sparse"  # attends to its group's selection and the tail
     LOCAL = "local"  # attends to a sliding window, by the model's own design
+    RECURRENT = (
+        "recurrent"  # has a state of constant size in place of attention, by the model's own
+    )
     RETAINED = "retained"  # attends to the tokens that its method kept; the others are gone
+
+
+# roles that the model gives, whatever the method: such layers are no filters and in no group
+BY_DESIGN = (Role.LOCAL, Role.RECURRENT)
 
 
 @dataclass(frozen=True)
@@ -70,8 +77,8 @@ class LayerPlan:
 
     @property
     def seeing_layers(self) -> tuple[int, ...]:
-        """The layers that keep every token: all but the sliding ones, ascending."""
-        return tuple(i for i, role in enumerate(self.roles) if role is not Role.LOCAL)
+        """The layers that keep every token: all but sliding and recurrent ones, ascending."""
+        return tuple(i for i, role in enumerate(self.roles) if role not in BY_DESIGN)
 
     @property
     def each_layer(self) -> tuple[tuple[int], ...]:
@@ -97,22 +104,22 @@ class LayerPlan:
 
     @property
     def dense_share(self) -> float:
-        """Share of the layers that read everything: a in the paper's Mem%
+        """Share of the layers that read everything, of those that attend: a in the paper's Mem%
         (engine/plan/layers.py).
         """
-        return 1.0 - len(self.partial_layers) / self.num_layers
+        return 1.0 - len(self.partial_layers) / (self.num_layers - self.count(Role.RECURRENT))
 
     def describe(self) -> str:
         """Return one line for people: how many layers have each role, and the groups."""
         if self.count(Role.RETAINED):
             return f"{self.num_layers} layers, each reads what it has retained"
         if not self.groups:
-            local = self.count(Role.LOCAL)
-            rest = f"{local} local, the others" if local else "all"
+            others = ", ".join(f"{n} {r.value}" for r in BY_DESIGN if (n := self.count(r)))
+            rest = f"{others}, the others" if others else "all"
             return f"{self.num_layers} layers, {rest} full attention"
         groups = "; ".join(f"{g.filter_layer} -> {_span(g.layers)}" for g in self.groups)
-        roles = (Role.FULL, Role.FILTER, Role.WAIT, Role.SPARSE, Role.LOCAL)
-        shown = (role for role in roles if role is not Role.LOCAL or self.count(role))
+        roles = (Role.FULL, Role.FILTER, Role.WAIT, Role.SPARSE, *BY_DESIGN)
+        shown = (role for role in roles if role not in BY_DESIGN or self.count(role))
         counts = ", ".join(f"{self.count(role)} {role.value}" for role in shown)
         return f"{self.num_layers} layers: {counts} ({groups})"
 
@@ -127,14 +134,15 @@ def layer_plan(
     filter_layers: Sequence[int] = (),
     wait_layers: int = 0,
     local_layers: Sequence[int] = (),
+    recurrent_layers: Sequence[int] = (),
 ) -> LayerPlan:
     """Return the roles and groups of a model's layers.
 
     filter_layers: ascending distinct layer numbers; none means full attention in all layers.
     wait_layers: number of layers after a filter that attend to everything. A group holds the layers
-    after those, up to the next filter. local_layers: the model's sliding-window layers, which are
-    never filters, wait for nothing and belong to no group. Raises SettingError if the model has no
-    such filter layer.
+    after those, up to the next filter. local_layers, recurrent_layers: the model's sliding-window
+    layers and those without attention, which are never filters, wait for nothing and belong to no
+    group. Raises SettingError if the model has no such filter layer.
     """
     filters = tuple(filter_layers)
     if filters and filters[-1] >= num_layers:
@@ -142,22 +150,22 @@ def layer_plan(
             f"filter_layers: found {filters[-1]}, expected numbers from 0 to {num_layers - 1} "
             f"(the model has {num_layers} layers)"
         )
+    others = _by_design(local_layers, recurrent_layers)
     for layer in filters:
-        if layer in local_layers:
-            others = [i for i in range(num_layers) if i not in local_layers]
-            expected = f"layers that see everything ({_some(others)})"
-            if not others:
+        if layer in others:
+            seeing = [i for i in range(num_layers) if i not in others]
+            expected = f"layers that see everything ({_some(seeing)})"
+            if not seeing:
                 expected = "none: every layer of this model slides"
-            raise SettingError(
-                f"filter_layers: found {layer}, a sliding-window layer, expected {expected}"
-            )
+            found = "a recurrent" if others[layer] is Role.RECURRENT else "a sliding-window"
+            raise SettingError(f"filter_layers: found {layer}, {found} layer, expected {expected}")
     roles: list[Role] = []
     group_of: list[int | None] = []
     members: list[list[int]] = []
     since: int | None = None  # layers after the last filter
     for layer in range(num_layers):
-        if layer in local_layers:
-            roles.append(Role.LOCAL)
+        if layer in others:
+            roles.append(others[layer])
             group_of.append(None)
             continue
         if layer in filters:
@@ -182,15 +190,24 @@ def layer_plan(
     return LayerPlan(tuple(roles), groups, tuple(group_of))
 
 
+def _by_design(local_layers: Sequence[int], recurrent_layers: Sequence[int]) -> dict[int, Role]:
+    """{layer: the role that the model gives it}, of the layers that have one."""
+    local = dict.fromkeys(local_layers, Role.LOCAL)
+    return local | dict.fromkeys(recurrent_layers, Role.RECURRENT)
+
+
 def single_layer_groups(
-    num_layers: int, sparse: Iterable[int], local_layers: Sequence[int] = ()
+    num_layers: int,
+    sparse: Iterable[int],
+    local_layers: Sequence[int] = (),
+    recurrent_layers: Sequence[int] = (),
 ) -> LayerPlan:
     """Return the plan in which each of the layers `sparse` is SPARSE in its own group, and all
-    others are FULL; local_layers are LOCAL, whatever `sparse` says.
+    others are FULL; local_layers are LOCAL and recurrent_layers RECURRENT, whatever `sparse` says.
     """
-    chosen = sorted(set(sparse) - set(local_layers))
+    others = _by_design(local_layers, recurrent_layers)
+    chosen = sorted(set(sparse) - set(others))
     number = {layer: i for i, layer in enumerate(chosen)}
-    others = {layer: Role.LOCAL for layer in local_layers}
     roles = tuple(
         Role.SPARSE if layer in number else others.get(layer, Role.FULL)
         for layer in range(num_layers)
@@ -204,10 +221,10 @@ def _some(layers: Sequence[int]) -> str:
     return ", ".join(map(str, layers[:6])) + (", ..." if len(layers) > 6 else "")
 
 
-def spread_over(num_layers: int, local_layers: Sequence[int] = ()) -> tuple[int, ...]:
-    """Return `spread_filter_layers` among the layers that see everything."""
-    others = [layer for layer in range(num_layers) if layer not in local_layers]
-    return tuple(others[i] for i in spread_filter_layers(len(others)))
+def spread_over(num_layers: int, others: Sequence[int] = ()) -> tuple[int, ...]:
+    """Return `spread_filter_layers` among the layers that see everything: all but `others`."""
+    seeing = [layer for layer in range(num_layers) if layer not in others]
+    return tuple(seeing[i] for i in spread_filter_layers(len(seeing)))
 
 
 def spread_filter_layers(num_layers: int) -> tuple[int, ...]:

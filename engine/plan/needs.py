@@ -38,6 +38,7 @@ class Needs:
     truncate goes back: "bank" sets the length, "store" restores an evicting store and re-runs the
     steps since, "rerun" re-runs the steps over the bank. queries: most tokens of one step. sliding:
     it knows sliding-window layers. capped: it knows a cap on attention's logits, and sinks.
+    recurrent: it knows layers without attention, whose state only their tokens lead to.
     """
 
     selected: int = 0
@@ -64,3 +65,4 @@ class Needs:
     queries: int = 1
     sliding: bool = False
     capped: bool = False
+    recurrent: bool = False

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.model.config.config import ModelConfig
+from kernels.recurrent.delta import CHUNK
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,17 @@ class PrefillProgress:
     work: float
     seconds: float
     eta: float | None
+
+
+def _recurrent(config: ModelConfig, attention: int) -> float:
+    """FLOPs of a token in all recurrent layers, less what `attention` weights a layer would be."""
+    sizes = config.recurrent
+    if sizes is None:
+        return 0.0
+    weights = sizes.parameters(config.hidden_size) - attention
+    # chunk-wise: two products with S, and about four with the other tokens of a chunk
+    state = sizes.value_heads * (3 * sizes.key_dim * sizes.value_dim + 4 * CHUNK * sizes.key_dim)
+    return 2.0 * len(sizes.layers) * (weights + state)
 
 
 Progress = Callable[[PrefillProgress], None]  # called with how far a prefill is
@@ -45,10 +57,11 @@ class PrefillFlops:
         layer = rows + config.hidden_size * (config.q_size + 3 * config.mlp_width)
         local = [config.windows[i] for i in config.local_layers]
         seen = 4.0 * config.q_size * sum(local)
+        seen += _recurrent(config, rows + config.hidden_size * config.q_size)
         return cls(
             2.0 * (layer * (config.num_layers - 1) + rows) + seen,
             4.0 * config.q_size,
-            max(1, config.num_layers - 1 - len(local)),
+            max(1, len(config.seeing_layers) - 1),
         )
 
     def parts(self, start: int, stop: int) -> tuple[float, float]:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from engine.bank.recurrent.savepoints import Savepoints
+
 
 @dataclass(frozen=True)
 class Savepoint:
@@ -69,9 +71,12 @@ def reopened(points: list[Savepoint], n: int | None = None) -> list[Savepoint]:
 
 
 class History:
-    """The savepoints of one session, oldest first, and its pending replay."""
+    """The savepoints of one session, oldest first, and its pending replay. states: at most
+    `most_states` earlier states of its recurrent layers.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, most_states: int = 0) -> None:
+        self.states = Savepoints(most_states)
         self.savepoints: list[Savepoint] = []
         self.pending: PendingReplay | None = None  # runs before the next step
         self.initial: Any = None  # the runtime's state before the first prompt
@@ -138,3 +143,4 @@ class History:
     def copy_from(self, other: History) -> None:
         """Copy another session's savepoints (fork)."""
         self.savepoints, self.initial = list(other.savepoints), other.initial
+        self.states.copy_from(other.states)

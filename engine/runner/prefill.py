@@ -39,6 +39,8 @@ def read(
     last = len(ids) if goes_on and not more else None
     validate_parts(session.method, runtime.needs, more or goes_on, last)
     runtime.begin_prompt(start, stop, more)
+    if start:
+        session.keep_state(turn=True)
     flops = partial(runtime.prompt_flops, PrefillFlops.of(session.loaded.config))
     eta = Eta(flops, start, stop)
     with reading(session, start, stop):

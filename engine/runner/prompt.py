@@ -8,6 +8,7 @@ import torch
 
 from engine.forward.prefill import run_chunk
 from engine.runner.history import Savepoint
+from engine.runner.recurrent.catch_up import standing_at
 from engine.runner.state import SessionState
 from engine.runner.step_runner import StepRunner
 
@@ -19,6 +20,7 @@ def end_prompt(
 ) -> None:
     """End a prompt that began at `start`, with its last token's logits. more: it stays open."""
     length = len(session.committed)
+    session.keep_state(turn=True)
     with session.changing():
         session.history.add(ended(session, session.runner, start, length, logits, more))
     session.stand_at(logits)
@@ -76,7 +78,8 @@ def have_queries(session: SessionState, runner: StepRunner, window: int) -> None
     if window == 0 or ring.covers(first, n):
         return
     stop = ring.low if ring.high == n and ring.low > first else n
-    _, newest = chunk_again(session, runner, first, stop)
+    with standing_at(session, first, runner):
+        _, newest = chunk_again(session, runner, first, stop)
     ring.write_chunk(newest, stop)
     ring.set_valid(first, n)
 
@@ -98,4 +101,6 @@ def chunk_again(
         write=False,
         last_logits=last_logits,
         pieces=runner.prompt_pieces,
+        backend=runner.backend,
+        advance=False,
     )

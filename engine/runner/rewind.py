@@ -29,6 +29,7 @@ from engine.plan.prefill_time import Eta, PrefillFlops, Progress
 from engine.runner.history import PendingReplay, Savepoint, reopened
 from engine.runner.prefill import read
 from engine.runner.prompt import chunk_again, ended, have_queries
+from engine.runner.recurrent.catch_up import behind, catch_up
 from engine.runner.rollback import exclusive, rewound_on_error
 from engine.runner.state import SessionState
 from engine.runner.step import step
@@ -126,8 +127,12 @@ def _step_again(session: SessionState, n: int) -> torch.Tensor:
 
 
 def tokens_again(session: SessionState, n: int) -> int:
-    """Return the number of tokens that are replayed if the session is truncated to n."""
+    """Return the number of tokens that are replayed if the session is truncated to n, or that its
+    recurrent layers run over again.
+    """
     needs = session.runtime.needs
+    if session.bank.recurrent is not None:
+        return n - _reach(session, n)
     if n == len(session.ids) and session.history.pending is None:
         return 0
     if needs.history == "bank":
@@ -138,6 +143,15 @@ def tokens_again(session: SessionState, n: int) -> int:
     return n - (kept[-1].length if kept else 0)
 
 
+def _reach(session: SessionState, n: int) -> int:
+    """Return the greatest length up to n at which the recurrent layers' state is known."""
+    state = session.bank.recurrent
+    assert state is not None
+    if state.holds(n):
+        return n
+    return max(session.history.states.reach(n), state.length if state.length <= n else 0)
+
+
 def point_before(session: SessionState, n: int, total: int) -> int:
     """Return the greatest length <= n to which the session can be truncated without a replay, and
     from which a prompt up to `total` can be read. If the method has dropped rows, this is the end
@@ -145,6 +159,8 @@ def point_before(session: SessionState, n: int, total: int) -> int:
     """
     if tokens_again(session, n) == 0:
         return n
+    if session.bank.recurrent is not None:
+        return _reach(session, n)
     least = session.runtime.needs.final_call or 0
     for point in reversed(session.history.ends):
         enough = not point.open or total - point.length >= least
@@ -174,6 +190,9 @@ def replay(session: SessionState, progress: Progress | None = None) -> None:
     history = session.history
     pending = history.pending
     if pending is None:
+        if behind(session):
+            with exclusive(session.loaded), rewound_on_error(session):
+                catch_up(session, progress)
         return
     ids = pending.ids
     kept, cut = _ends_at(session, len(ids), pending.ends)

@@ -37,8 +37,12 @@ class SessionStats:
     tokens: int = 0
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
-    # replay of evicted tokens after a truncate, which no other figure counts
+    # replay of evicted tokens after a truncate, which no other figure counts, and of those that
+    # recurrent layers ran over again
     rerun_seconds: float = 0.0
+    tokens_again: int = 0  # that recurrent layers ran over again after a truncate
+    state_bytes: int = 0  # recurrent layers' state
+    savepoint_bytes: int = 0  # earlier states of recurrent layers, in host memory
     decode_steps: int = 0
     decode_seconds: float = 0.0  # of steps that have ended (engine/base/device.py, StepClock)
     # steps in which the sparse layers read a selection, not everything
@@ -96,6 +100,11 @@ class SessionStats:
         counted when they first ran.
         """
         self.__dict__.update(before.__dict__)
+        self.rerun_seconds += seconds
+
+    def count_again(self, tokens: int, seconds: float) -> None:
+        """Count tokens that recurrent layers ran over again."""
+        self.tokens_again += tokens
         self.rerun_seconds += seconds
 
     def count_prefill(self, tokens: int, seconds: float) -> None:
@@ -167,7 +176,7 @@ class SessionState:
         config, dtype, device = loaded.config, loaded.dtype, loaded.model.device
         self.row_bytes = config.kv_bytes(dtype.itemsize)
         self.query_ring = QueryRing(config, 1, dtype, device)
-        self.history = History()
+        self.history = History(planner.savepoints)
         if placement is None:
             self.bank: Bank = DeviceBank(config, plan, capacity, dtype, device, chunk=planner.chunk)
         else:
@@ -247,6 +256,8 @@ class SessionState:
         n = len(self.committed)
 
         def take() -> None:
+            if self.bank.recurrent is not None:
+                self.bank.recurrent.commit(n + len(ids))
             self.committed[n:] = ids
             self.last_logits, self.selected = logits, selected
             self.inconsistent = False
@@ -256,6 +267,37 @@ class SessionState:
         self.query_ring.extend(n + len(ids), queries)
         # whoever keeps the tokens keeps their logits
         complete(take)
+        self.keep_state()
+
+    def keep_state(self, turn: bool = False) -> None:
+        """Keep a savepoint of the recurrent layers' state where one is due. turn: a prompt begins
+        or ends here.
+        """
+        state, states = self.bank.recurrent, self.history.states
+        if state is None or not states.due(state.length, turn):
+            return
+        queries, window = None, self.runtime.needs.window
+        if window and self.query_ring.high == state.length:
+            queries = self.query_ring.newest(window + state.length - state.base).cpu()
+        states.add(replace(state.snapshot(), turn=turn, queries=queries, end=state.length))
+
+    def stand_back(self, n: int, again: bool = False) -> int:
+        """Have the recurrent layers' state at a length up to n tokens, the nearest that is known;
+        return that length. again: not where it stands, if that is beyond n.
+        """
+        state = self.bank.recurrent
+        if state is None:
+            return n
+        if state.length > n and (again or not state.holds(n)):
+            state.rewind(n)
+        point = self.history.states.best(n)
+        if point is not None and min(point.length, n) > state.length:
+            state.load(point, min(point.length, n))
+            if point.queries is not None:
+                ring, width = self.query_ring, point.queries.shape[2]
+                ring.write_chunk(point.queries.to(ring.slots), point.end)
+                ring.set_valid(point.end - width, state.length)
+        return state.length
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
@@ -289,6 +331,8 @@ class SessionState:
         del self.committed[n:]
         self.bank.rewind(n)
         self.query_ring.truncate(n)
+        self.stand_back(n)
+        self.history.states.cut(n)
 
     def take_over(self, ids: list[int], origins: Iterable[Span]) -> None:
         """Adopt tokens whose rows are in the bank already; the query ring is empty."""
@@ -334,12 +378,14 @@ class SessionState:
 
 def held_figures(session: SessionState) -> dict[str, Any]:
     """Return the fields of SessionStats that are sizes of an open session's memory."""
-    runtime, plan = session.runtime, session.plan
+    runtime, plan, state = session.runtime, session.plan, session.bank.recurrent
     k, prompt = runtime.k, session.history.prompt_length or len(session.ids)
     figures = dict(
         ring_bytes=session.query_ring.nbytes,
         scratch_bytes=session.scratch_bytes,
         selection_bytes=runtime.nbytes,
+        state_bytes=0 if state is None else state.nbytes,
+        savepoint_bytes=session.history.states.nbytes,
         mem=mem_from_budget(k, prompt, plan.dense_share) if k and plan.partial_layers else 1.0,
         **session.bank.figures(),
     )

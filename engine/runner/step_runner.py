@@ -125,6 +125,12 @@ class StepRunner:
         """Return the method's step, or full attention's."""
         return self._own_step if own else self._dense_step
 
+    def steps_again(self, n: int) -> bool:
+        """Return whether the n-th token, which a step decoded, runs as a step again where its state
+        is wanted once more: a chunk of full attention would make another one of it.
+        """
+        return self.kind(n).sparse
+
     def left_selection(self, kind: StepKind) -> bool:
         """Return whether the step that ran, of this kind, left a selection."""
         return kind.sparse

@@ -47,6 +47,10 @@ def unfit(planner: Planner) -> str:
     config = planner.config
     if config.local_layers:
         return f"the sliding-window layers of this model ({config.family}) forget rows"
+    if config.recurrent_layers:
+        return (
+            f"the recurrent layers of this model ({config.family}) have a state that no row gives"
+        )
     if config.rope.kind == "dynamic":
         return "the rope of this model (dynamic) depends on the whole prompt's length"
     return ""

@@ -47,7 +47,7 @@ def _sides(bank: Bank, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _whole(bank: Bank) -> list[int]:
     """The layers that hold all tokens, ascending."""
-    return [layer for layer in range(bank.num_layers) if bank.window_ring(layer) is None]
+    return [layer for layer in bank.attending if bank.window_ring(layer) is None]
 
 
 def windows(bank: Bank, stop: int) -> dict[int, tuple[int, torch.Tensor]]:

@@ -38,6 +38,7 @@ from engine.saved.rows import (
     write_piece,
     write_windows,
 )
+from engine.saved.states import states, write_states
 from engine.saved.values import decode, encode
 
 VERSION = 1
@@ -94,6 +95,7 @@ def _facts(session: SessionState, extra: Any, tensors: list[torch.Tensor]) -> di
         "ring": (ring.low, ring.high),
         "kept": ring.kept,
         "windows": windows(session.bank, len(session)),
+        "recurrent": states(session),
         "last_logits": session.last_logits,
         "state": runtime.state(),
         "savepoints": [
@@ -228,6 +230,7 @@ def _fill(
             ring.set_valid(low, high)
             ring.kept = _kept(session, state.get("kept", {}), len(ids))
             write_windows(bank, state.get("windows", {}), len(ids))
+            write_states(session, state.get("recurrent"), len(ids))
             points = [
                 Savepoint(start, length, saved, _logits(session, logits), bool(open_))
                 for start, length, saved, logits, open_ in state["savepoints"]

@@ -20,6 +20,7 @@ from engine.base.interrupts import complete
 from engine.forward.decode import Decoder
 from engine.methods.mass_meter import MassMeter
 from engine.plan.needs import MOST_WINDOW, RING
+from engine.runner.recurrent.catch_up import standing_at
 from engine.runner.rewind import replay
 from engine.runner.rollback import exclusive, rewound_on_error
 from engine.runner.state import SessionState
@@ -146,7 +147,8 @@ def check(
     with exclusive(session.loaded):
         replay(session)
         pair = Pair(session)
-        with unchanged(session, last - steps), rewound_on_error(session):
+        at_first = standing_at(session, last - steps, session.runner)
+        with at_first, unchanged(session, last - steps), rewound_on_error(session):
             for position in range(last - steps, last):
                 found.append(pair.at(position))
                 if progress is not None:
@@ -201,6 +203,9 @@ class Pair:
         with self.session.bank.replaying(position + 1):
             full = self.full.step(token, length, self.session.bank)[0, -1]
             sparse = self.sparse.step(token, length, self.session.bank)[0, -1]
+        state = self.session.bank.recurrent
+        if state is not None and state.length == position:
+            state.commit(position + 1)  # by the rows of the session's own step
         p, q = torch.log_softmax(full.double(), -1), torch.log_softmax(sparse.double(), -1)
         return StepCheck(
             position,

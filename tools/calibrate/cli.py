@@ -211,6 +211,11 @@ def run(args: argparse.Namespace) -> None:
     llm = LLM(args.model, device=args.device, dtype=args.dtype, method=Full())
     require_numbers(args, llm.config.num_layers)
     local = llm.config.local_layers
+    if llm.config.recurrent_layers:
+        raise UsageError(
+            f"calibrate: does not know the recurrent layers of this model ({llm.config.family}); "
+            "give filter layers by hand"
+        )
     if len(local) > llm.config.num_layers - 3:
         raise UsageError(
             f"calibrate: found {llm.config.num_layers - len(local)} layers that see everything, "

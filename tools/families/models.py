@@ -35,7 +35,16 @@ PHI_ROPE = dict(
     long_factor=[1.0, 1.5, 2.5, 4.0, 7.0, 12.0],
     partial_rotary_factor=0.75,
 )
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+HYBRID = dict(
+    head_dim=16,
+    num_hidden_layers=8,
+    layer_types=([LINEAR] * 3 + [FULL]) * 2,
+    linear_num_key_heads=2,
+    linear_num_value_heads=6,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+)
 GEMMA = dict(
     head_dim=16,
     query_pre_attn_scalar=24,
@@ -49,6 +58,12 @@ GRANITE = dict(
     residual_multiplier=0.22,
     attention_multiplier=0.0625,
     logits_scaling=8.0,
+)
+MIXED = dict(
+    num_experts=6,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    shared_expert_intermediate_size=40,
 )
 # name: (transformers' configuration, changes to it)
 VARIANTS: dict[str, tuple[str, dict]] = {
@@ -68,6 +83,23 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     ),
     "qwen3": ("Qwen3", dict(head_dim=16)),
     "qwen3-bias": ("Qwen3", dict(head_dim=20, attention_bias=True, tie_word_embeddings=True)),
+    "qwen3.5": ("Qwen3_5Text", HYBRID),
+    "qwen3.5-tied": (
+        "Qwen3_5Text",
+        {
+            **HYBRID,
+            "num_hidden_layers": 6,
+            "layer_types": [LINEAR, FULL] * 3,
+            "linear_num_value_heads": 2,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3.5-moe": ("Qwen3_5MoeText", {**HYBRID, **MIXED}),
+    "qwen3-next": (
+        "Qwen3Next",
+        {**HYBRID, **MIXED, "mlp_only_layers": [1], "decoder_sparse_step": 1},
+    ),
     "qwen3-moe": (
         "Qwen3Moe",
         dict(
@@ -195,8 +227,12 @@ def make(folder: Path, name: str, **more: Any) -> Any:
     with torch.no_grad():
         for key, weight in theirs.named_parameters():
             if "norm" in key:
-                offset = 0.0 if kind.startswith("Gemma") else 1.0
-                weight.normal_(offset, 0.2)
+                plain = (
+                    not kind.startswith(("Gemma", "Qwen3_5", "Qwen3Next")) or "linear_attn" in key
+                )
+                weight.normal_(1.0 if plain else 0.0, 0.2)
+            elif key.endswith(("A_log", "dt_bias")):
+                weight.uniform_(-3.0, 0.0)  # decays of 3 to 100 tokens
             elif key.endswith("sinks"):
                 weight.normal_(1.0, 2.0)
             elif key.endswith("bias"):

@@ -54,7 +54,7 @@ def attempts(folder: Path, config: ModelConfig, work: Path) -> list[Attempt]:
     ids = ids_of(TEXT + MORE)
     llm = LLM(folder, device="cpu", method=Full(), chunk=128, max_context=EVERYTHING)
     wanted = _logits(llm, Full(), ids)
-    seeing = [i for i in range(config.num_layers) if i not in config.local_layers]
+    seeing = config.seeing_layers
     first = seeing[0] if seeing else 0
     omni = OmniKV(filter_layers=(first,), tokens=EVERYTHING, tail=64, dense_below=0)
     sparse = OmniKV(filter_layers=(first,), tokens=20, tail=64, dense_below=0)
@@ -142,6 +142,7 @@ def _plan(folder: Path, method: Method) -> None:
     items = {name: size for name, size, _ in llm.plan().items}
     with llm.session() as session:
         held = items["context bank"] + items.get("sliding windows", 0)
+        held += items.get("recurrent state", 0)
         assert session.bank.nbytes == held, (session.bank.nbytes, held)
 
 

@@ -57,6 +57,9 @@ TEMPLATES = {
     "Qwen2": _CHATML,
     "Qwen3": _THINKING,
     "Qwen3-MoE": _THINKING,
+    "Qwen3.5": _THINKING,
+    "Qwen3.5-MoE": _THINKING,
+    "Qwen3-Next": _THINKING,
     "SmolLM3": (
         "{%- set today = strftime_now('%d %B %Y') -%}"
         "{{- '<|im_start|>system\nToday: ' ~ today ~ '\n' -}}"

@@ -53,7 +53,7 @@ FLOORS = (
     ("engine.base",),
     ("kernels.experts",),
     ("kernels.select", "kernels.prefill", "kernels.quant"),
-    ("kernels.attention", "kernels.layer"),
+    ("kernels.attention", "kernels.layer", "kernels.recurrent"),
     ("kernels.rows",),
     ("kernels.tier", "kernels.native"),
     ("kernels.launch",),

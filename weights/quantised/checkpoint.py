@@ -51,7 +51,13 @@ class QuantisedCheckpoint:
         Raises BadCheckpoint for a missing tensor, a wrong shape or dtype, and a tensor that the
         model does not have; what a format raises.
         """
-        known: set[str] = set()
+        known, targets = set[str](), list(targets)
+        if any(target.rows for target in targets):
+            raise UnsupportedCheckpoint(
+                f"{self.folder}: quantised weights of a model with recurrent layers or gated "
+                f"attention: found {self.format.described}, expected floats or a GGUF file (not "
+                "supported)"
+            )
         for name, shape in (part for target in targets for part in target.parts):
             parts = self._parts(name, shape)
             if parts is None:

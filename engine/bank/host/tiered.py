@@ -80,6 +80,7 @@ class TieredBank(Bank):
         # unpinned rows go through the CPU
         readable = pool.pinned or self.device.type == "cpu"
         self._backend = backend if readable else "reference"
+        self.recurrent = self._resident.recurrent
         self._fetch_stream = SideStream(self.device)
         self._write_stream = SideStream(self.device)
 
@@ -384,7 +385,8 @@ class TieredBank(Bank):
             and other.placement.offload_groups == self.placement.offload_groups
             and other.pool is self.pool
         )
-        for layer in range(self.num_layers):
+        self._resident.copy_recurrent(other)
+        for layer in self.attending:
             if not self.on_host(layer) and not other.on_host(layer):
                 self._resident.copy_layer(layer, other, length)
             elif not shared:

@@ -50,7 +50,9 @@ def most_full(layers: int) -> int:
 
 def unable(llm: LLM, tokens: int) -> str:
     """Why a document of so many tokens cannot calibrate a model; "" where it can."""
-    layers = llm.config.num_layers - len(llm.config.local_layers)
+    layers = len(llm.config.seeing_layers)
+    if llm.config.recurrent_layers:
+        return f"a search does not know the recurrent layers of this model ({llm.config.family})"
     if layers < 4:
         return f"{layers} layers see everything, and fewer than 4 leave nothing to choose"
     if tokens < LEAST:

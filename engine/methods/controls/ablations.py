@@ -47,7 +47,8 @@ class OmniKVPerLayer(OmniKV):
         """FULL below the first filter layer; above, every layer is SPARSE in its own group."""
         first, count = (self.filter_layers or (0,))[0], config.num_layers
         OmniKV.plan(replace(self, filter_layers=(first,)), config)  # refuses what it refuses
-        return single_layer_groups(count, range(first, count), config.local_layers)
+        others = config.local_layers, config.recurrent_layers
+        return single_layer_groups(count, range(first, count), *others)
 
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
         """No fetch: scores need every K, so whole layers come over and slots would serve

@@ -49,6 +49,7 @@ class BrutalOffload(Method):
             cuda_graph=True,
             sliding=True,
             capped=True,
+            recurrent=True,
         )
 
     def runtime(self, setup: Setup) -> BrutalRuntime:

@@ -75,10 +75,15 @@ class OmniKV(Settings):
             # the published code's step number decides shapes: it is read on the host
             cuda_graph=not self.official,
             final_call=self._final_call,
-            own_prompts=bool(self.prefill_ratio) or self.dense_layers != "dense",
+            own_prompts=self._own_prompts,
             sliding=True,
             capped=True,
+            recurrent=not self._own_prompts and not self.official,
         )
+
+    @property
+    def _own_prompts(self) -> bool:
+        return bool(self.prefill_ratio) or self.dense_layers != "dense"
 
     @property
     def _prompt_rows(self) -> int:

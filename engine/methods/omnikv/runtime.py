@@ -13,7 +13,7 @@ from engine.methods.base import Runtime, Setup, device_int
 from engine.methods.omnikv.prefill import PrefillSelector
 from engine.methods.omnikv.selector import window_weights
 from engine.methods.omnikv.settings import Settings
-from engine.plan.layers import Role, tail_start
+from engine.plan.layers import BY_DESIGN, Role, tail_start
 from engine.plan.prefill_time import PrefillFlops
 from kernels.attention.sparse import decode_sparse
 from kernels.select.topk import select_topk
@@ -138,7 +138,7 @@ class OmniKVRuntime(Runtime):
         """
         start = tail_start(n, self.method.tail)
         sparse, seen = min(self.k, start) + n - start, self.setup.config.rows_seen(n)
-        return [rows if role is Role.LOCAL else sparse for role, rows in zip(self.plan.roles, seen)]
+        return [rows if role in BY_DESIGN else sparse for role, rows in zip(self.plan.roles, seen)]
 
     def attend_and_select(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
         """A filter layer: attention to everything, and from the same scores the selection of its

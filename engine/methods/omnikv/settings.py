@@ -103,7 +103,8 @@ class Settings(Method):
                 f"model with them ({config.family}); leave {what} out"
             )
         wait = self._default_wait if self.wait_layers is None else self.wait_layers
-        return layer_plan(config.num_layers, self.filter_layers or (), wait, config.local_layers)
+        others = config.local_layers, config.recurrent_layers
+        return layer_plan(config.num_layers, self.filter_layers or (), wait, *others)
 
     def bank_share(self, plan: LayerPlan) -> float | None:
         """Share of the bank that a budget by share or mem means, or None for a budget in tokens."""

@@ -58,7 +58,8 @@ class Quest(Budgeted):
     def plan(self, config: ModelConfig) -> LayerPlan:
         """FULL below `dense_layers`; every layer above is SPARSE and chooses for itself."""
         layers = config.num_layers
-        return single_layer_groups(layers, range(self.dense_layers, layers), config.local_layers)
+        others = config.local_layers, config.recurrent_layers
+        return single_layer_groups(layers, range(self.dense_layers, layers), *others)
 
     def budget(self, length: int) -> int:
         """Whole pages, the newest included."""
@@ -85,7 +86,9 @@ class Quest(Budgeted):
         needs = super().needs(plan, config, capacity, itemsize)
         rows = config.num_kv_heads * needs.selected
         # bounds of capped logits have the order of those of the logits
-        return replace(needs, whole_layer=False, step_rows=rows, sliding=True, capped=True)
+        return replace(
+            needs, whole_layer=False, step_rows=rows, sliding=True, capped=True, recurrent=True
+        )
 
     def runtime(self, setup: Setup) -> Runtime:
         return QuestRuntime(self, setup)

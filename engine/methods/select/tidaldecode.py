@@ -64,7 +64,7 @@ class TidalDecode(Budgeted):
         if correction is None:
             correction = max(self.select_layer + 2, round(layers * 13 / 32))
         choosing = tuple(layer for layer in (self.select_layer, correction) if layer < layers)
-        return layer_plan(layers, choosing, 0, config.local_layers)
+        return layer_plan(layers, choosing, 0, config.local_layers, config.recurrent_layers)
 
     def choices(self, config: ModelConfig) -> int:
         """Choices that one layer makes: one per query head, per K/V head, or one."""
@@ -88,7 +88,9 @@ class TidalDecode(Budgeted):
         needs = super().needs(plan, config, capacity, itemsize)
         rows = self.choices(config) * needs.selected
         # capped logits have the order of the logits
-        return replace(needs, whole_layer=False, step_rows=rows, sliding=True, capped=True)
+        return replace(
+            needs, whole_layer=False, step_rows=rows, sliding=True, capped=True, recurrent=True
+        )
 
     def runtime(self, setup: Setup) -> Runtime:
         return TidalRuntime(self, setup)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from engine.model.config.rope_config import Rope
 from engine.model.mixture import Experts
+from engine.model.recurrent import Recurrent
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class Block:
     factors of the embedding, of what a half adds to the residual, and of the logits. logit_cap:
     logits become cap * tanh(logits / cap); 0: they stay. score: factor of q . k, None:
     head_dim ** -0.5. score_cap: as logit_cap, of attention's logits. sinks: whether every query
-    head has a learned logit that counts in its softmax and brings no value.
+    head has a learned logit that counts in its softmax and brings no value. gated: whether the
+    sigmoid of a product of the layer's input, stored beside q, multiplies attention's output.
     """
 
     qk_norm: str = "none"
@@ -42,6 +44,7 @@ class Block:
     score: float | None = None
     score_cap: float = 0.0
     sinks: bool = False
+    gated: bool = False
 
 
 LLAMA = Block()
@@ -54,7 +57,8 @@ class Facts:
     attention_bias, mlp_bias: as in ModelConfig. windows: tokens that each layer looks back, its own
     included, 0 for all of them; empty: every layer sees everything. layer_ropes: the rope of each
     layer; empty: one for all. positions: a limit of the context below max_position_embeddings.
-    experts: the mixture in place of the MLP, None: there is none.
+    experts: the mixture in place of the MLP, None: there is none. recurrent: the layers that have a
+    recurrent state in place of attention, None: there are none.
     """
 
     block: Block = LLAMA
@@ -64,3 +68,4 @@ class Facts:
     layer_ropes: tuple[Rope, ...] = ()
     positions: int | None = None
     experts: Experts | None = None
+    recurrent: Recurrent | None = None

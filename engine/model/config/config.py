@@ -11,7 +11,7 @@ engine/model/config/rope_config.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from engine.model.config.fields import Fields
 from engine.model.config.rope_config import MAX_POSITIONS, Rope, parse_rope
 from engine.model.config.rope_override import overridden, pins_long
 from engine.model.mixture import Experts
+from engine.model.recurrent import Recurrent
 from kernels.launch.softmax import PLAIN, Softmax
 from kernels.rows.forms import DTYPES as PACKED
 from kernels.rows.forms import row_widths
@@ -47,9 +48,9 @@ class ModelConfig:
     Immutable and hashable. `dtype` is the stored one ("float32" | "bfloat16" | "float16").
     `attention_bias` puts a bias on q, k, v and (Block.o_bias) on o; `mlp_bias` on gate, up and
     down. `max_positions` is the context in tokens that the model was made for. `block`, `windows`,
-    `layer_ropes` and `experts` are the family's (engine/model/config/block.py). `bank` is no
-    file's: how rows of K and V are held, "model" (in the model's dtype) or packed: a name of
-    `kernels.rows.forms`.
+    `layer_ropes`, `experts` and `recurrent` are the family's (engine/model/config/block.py).
+    `prefix` begins the stored names of the layers' tensors. `bank` is no file's: how rows of K and
+    V are held, "model" (in the model's dtype) or packed: a name of `kernels.rows.forms`.
     """
 
     architecture: str
@@ -75,6 +76,9 @@ class ModelConfig:
     windows: tuple[int, ...] = ()
     layer_ropes: tuple[Rope, ...] = ()
     experts: Experts | None = None
+    recurrent: Recurrent | None = None
+    # no fact of the model: saved rows outlive a change of names
+    prefix: str = field(default="model.", repr=False)
     bank: str = "model"
 
     @property
@@ -98,14 +102,41 @@ class ModelConfig:
         return tuple(layer for layer, window in enumerate(self.windows) if window)
 
     @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """The layers that have a recurrent state in place of attention, ascending."""
+        return () if self.recurrent is None else self.recurrent.layers
+
+    @property
+    def attending_layers(self) -> tuple[int, ...]:
+        """The layers that attend, ascending: all but the recurrent ones."""
+        recurrent = set(self.recurrent_layers)
+        return tuple(layer for layer in range(self.num_layers) if layer not in recurrent)
+
+    @property
+    def seeing_layers(self) -> tuple[int, ...]:
+        """The layers that see every token and keep its row, ascending."""
+        local = set(self.local_layers)
+        return tuple(layer for layer in self.attending_layers if layer not in local)
+
+    @property
+    def other_layers(self) -> tuple[int, ...]:
+        """The layers that do not see every token, sliding or recurrent, ascending."""
+        return tuple(sorted((*self.local_layers, *self.recurrent_layers)))
+
+    @property
     def window(self) -> int:
         """The longest sliding window in tokens; 0 where no layer slides."""
         return max(self.windows, default=0)
 
     def rows_seen(self, n: int) -> list[int]:
-        """Return how many of n tokens each layer may see, by its window."""
-        windows = self.windows or (0,) * self.num_layers
-        return [min(n, window) if window else n for window in windows]
+        """Return how many of n tokens each layer may see, by its window; a recurrent one sees no
+        row.
+        """
+        windows, recurrent = self.windows or (0,) * self.num_layers, set(self.recurrent_layers)
+        return [
+            0 if layer in recurrent else min(n, window) if window else n
+            for layer, window in enumerate(windows)
+        ]
 
     @property
     def scale(self) -> float:
@@ -185,7 +216,7 @@ class ModelConfig:
         """Width of the MLP that a token goes through: of a mixture, all its experts together."""
         if self.experts is None:
             return self.intermediate_size
-        mixed = self.experts.per_token * self.experts.width
+        mixed = self.experts.per_token * self.experts.width + self.experts.shared
         return max(mixed, self.intermediate_size) if self.experts.dense else mixed
 
     def experts_of(self, layer: int) -> Experts | None:
@@ -195,11 +226,13 @@ class ModelConfig:
     def _parameters(self, read: bool) -> int:
         attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
         if self.attention_bias:
-            attention += self.q_size + 2 * self.kv_size
+            attention += self.q_size * (1 + self.block.gated) + 2 * self.kv_size
         if self.o_bias:
             attention += self.hidden_size
         if self.block.sinks:
             attention += self.num_heads
+        if self.block.gated:
+            attention += self.hidden_size * self.q_size
         mlp = 3 * self.hidden_size * self.intermediate_size
         if self.mlp_bias:
             mlp += 2 * self.intermediate_size + self.hidden_size
@@ -207,13 +240,16 @@ class ModelConfig:
         norms = self.hidden_size * (4 if self.block.norms == "both" else 2)
         if self.block.qk_norm != "none":
             whole = self.block.qk_norm == "width"
-            norms += self.q_size + self.kv_size if whole else 2 * self.head_dim
+            attention += self.q_size + self.kv_size if whole else 2 * self.head_dim
+        attention *= len(self.attending_layers)
+        if self.recurrent is not None:
+            attention += len(self.recurrent.layers) * self.recurrent.parameters(self.hidden_size)
         mlps = self.num_layers * mlp
         if self.experts is not None:
             dense = len(self.experts.dense)
             mixture = self.experts.parameters(self.hidden_size, read)
             mlps = dense * mlp + (self.num_layers - dense) * mixture
-        return embeddings + self.num_layers * (attention + norms) + mlps + self.hidden_size
+        return embeddings + attention + self.num_layers * norms + mlps + self.hidden_size
 
     @classmethod
     def from_dict(
@@ -235,9 +271,9 @@ class ModelConfig:
         """
         fields = Fields(data, source)
         architecture, family = families.find(fields)
-        if rope is not None:
-            data = overridden(data, rope, family)
-            fields = Fields(data, source)
+        data, inner = family.text_part(architecture, fields)
+        data = data if rope is None else overridden(data, rope, family)
+        fields = Fields(data, source, inner)
         _refuse_unsupported(fields, family, quantised)
         hidden = fields.integer("hidden_size", 1, MAX_WIDTH)
         heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
@@ -251,14 +287,14 @@ class ModelConfig:
         max_positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
         vocab = fields.integer("vocab_size", 1, MAX_VOCAB)
         where = source if rope is None else f"{source} with rope {rope[:60]}"
-        main = parse_rope(data, where, max_positions, head_dim, family.rope)
-        main = replace(main, long=pins_long(rope))
+        turns = parse_rope(data, where, max_positions, head_dim, family.rope, inner)
+        main = replace(turns, long=pins_long(rope))
         facts = family.facts(fields, Sizes(layers, hidden, head_dim, max_positions, main))
         return cls(
             architecture=architecture,
             vocab_size=vocab,
             hidden_size=hidden,
-            intermediate_size=fields.integer("intermediate_size", 1, MAX_WIDTH),
+            intermediate_size=fields.integer(family.intermediate, 1, MAX_WIDTH),
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
@@ -278,6 +314,8 @@ class ModelConfig:
             windows=facts.windows,
             layer_ropes=facts.layer_ropes,
             experts=facts.experts,
+            recurrent=facts.recurrent,
+            prefix=family.prefix(architecture),
         )
 
     @classmethod

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from engine.model.config.block import Facts
 from engine.model.config.fields import Fields
 from engine.model.config.rope_config import MAX_THETA, Rope, RopeRules, parse_rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+RECURRENT = "linear_attention"
+# a model with a vision tower: where its config.json has the language model's fields, and where its
+# file has those weights
+TEXT_CONFIG, TEXT_TENSORS = "text_config", "model.language_model."
+# fields that such a file may have outside
+_OUTER = ("tie_word_embeddings", "quantization_config", "compression_config", "architectures")
+_EITHER = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id")
 
 
 @dataclass(frozen=True)
@@ -30,7 +38,8 @@ class Family:
     architectures: architecture -> model_type, for a config.json that names only one of the two.
     tied, head_dim: defaults, those of transformers' configuration. activation: its key and accepted
     names. rope: what its rope may be. quantised: methods of quantization_config that its own
-    tensors know (engine/model/tensors.py).
+    tensors know (engine/model/tensors.py). towers: those of `architectures` that have a vision
+    tower, of which the language model alone is read. intermediate: the key of the MLP's width.
     """
 
     name: str
@@ -41,6 +50,24 @@ class Family:
     activation: tuple[str, tuple[str, ...]] = ("hidden_act", ("silu", "swish"))
     rope: RopeRules = field(default=RopeRules())
     quantised: tuple[str, ...] = ()
+    towers: tuple[str, ...] = ()
+    intermediate: str = "intermediate_size"
+
+    def text_part(self, architecture: str, fields: Fields) -> tuple[dict[str, Any], str]:
+        """Return (the language model's fields, what stands before their keys in messages)."""
+        data = fields.data
+        if architecture not in self.towers:
+            return data, ""
+        inner = data.get(TEXT_CONFIG)
+        if not isinstance(inner, dict):
+            fields.refuse(TEXT_CONFIG, inner, "an object: the language model's fields")
+        outer = {key: data[key] for key in _OUTER if data.get(key) is not None}
+        either = {key: data[key] for key in _EITHER if data.get(key) is not None}
+        return {**either, **inner, **outer}, TEXT_CONFIG + "."
+
+    def prefix(self, architecture: str) -> str:
+        """Return what begins the stored names of the layers' tensors."""
+        return TEXT_TENSORS if architecture in self.towers else "model."
 
 
 def window(fields: Fields) -> int | None:
@@ -48,18 +75,19 @@ def window(fields: Fields) -> int | None:
     return fields.integer("sliding_window", 1, 1 << 31, default=None)
 
 
-def layer_types(fields: Fields, layers: int) -> tuple[str, ...] | None:
-    """Return layer_types, checked: "full_attention" or "sliding_attention" for every layer; None
-    where the field is missing.
+def layer_types(fields: Fields, layers: int, other: str = SLIDING) -> tuple[str, ...] | None:
+    """Return layer_types, checked: "full_attention" or `other` for every layer; None where the
+    field is missing.
     """
     found = fields.data.get("layer_types")
     if found is None:
         return None
     if not isinstance(found, list) or len(found) != layers:
-        fields.refuse("layer_types", found, f"a list of {layers} names, one for each layer")
+        count = f"a list of {len(found)}" if isinstance(found, list) else found
+        fields.refuse("layer_types", count, f"a list of {layers} names, one for each layer")
     for name in found:
-        if name not in (FULL, SLIDING):
-            fields.unsupported("layer_types", name, f"{FULL} or {SLIDING}")
+        if name not in (FULL, other):
+            fields.unsupported("layer_types", name, f"{FULL} or {other}")
     return tuple(found)
 
 

@@ -59,14 +59,16 @@ class Rope:
 @dataclass(frozen=True)
 class RopeRules:
     """What a family's rope may be: the default base, kinds beside KINDS, kinds written for another
-    one, whether a part of a head may stay as it is, and for which type of layer the rope is wanted
-    where `rope_parameters` has one for each type.
+    one, whether a part of a head may stay as it is, the share that rotates where the file names
+    none, and for which type of layer the rope is wanted where `rope_parameters` has one for each
+    type.
     """
 
     theta: float = DEFAULT_THETA
     kinds: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
     partial: bool = False
+    rotates: float = 1.0
     nested: str = ""
 
 
@@ -76,20 +78,22 @@ def parse_rope(
     max_positions: int,
     head_dim: int,
     rules: RopeRules = RopeRules(),
+    prefix: str = "",
 ) -> Rope:
     """Parse the rope that config.json's content `data` describes, in either form.
 
     A non-empty `rope_scaling` wins over `rope_parameters`, an inner rope_theta over the outer one,
-    `rope_type` over `type`. Raises BadCheckpoint or UnsupportedCheckpoint; both name `source`.
+    `rope_type` over `type`. Raises BadCheckpoint or UnsupportedCheckpoint; both name `source`, and
+    keys behind `prefix`.
     """
-    outer = Fields(data, source)
+    outer = Fields(data, source, prefix)
     name = "rope_scaling" if data.get("rope_scaling") else "rope_parameters"
     inside = data.get(name) or {}
     if not isinstance(inside, dict):
         outer.refuse(name, inside, "an object or null")
     if rules.nested and isinstance(inside.get(rules.nested), dict):
         inside, name = inside[rules.nested], f"{name}.{rules.nested}"
-    inner = Fields(inside, source, name + ".")
+    inner = Fields(inside, source, f"{prefix}{name}.")
     kind_key = "rope_type" if inside.get("rope_type") is not None else "type"
     nested = [key for key, value in inside.items() if isinstance(value, dict)]
     if nested:
@@ -146,8 +150,8 @@ def _parse_kind(
 def _partial(outer: Fields, inner: Fields, head_dim: int, rules: RopeRules) -> float:
     """Return the share of a head that rotates; the inner field wins."""
     partial = 1.0
-    for fields in (outer, inner):
-        found = fields.number("partial_rotary_factor", 0.0, 1.0, default=None, closed=True)
+    for fields, usual in ((outer, rules.rotates), (inner, None)):
+        found = fields.number("partial_rotary_factor", 0.0, 1.0, default=usual, closed=True)
         if found is None:
             continue
         partial = found

@@ -15,7 +15,9 @@ from engine.model.config.families import (
     phi3,
     qwen2,
     qwen3,
+    qwen3_5,
     qwen3_moe,
+    qwen3_next,
     smollm3,
 )
 from engine.model.config.family import Family
@@ -32,7 +34,9 @@ __all__ = [
     "phi3",
     "qwen2",
     "qwen3",
+    "qwen3_5",
     "qwen3_moe",
+    "qwen3_next",
     "smollm3",
 ]
 FAMILIES: tuple[Family, ...] = (
@@ -41,6 +45,9 @@ FAMILIES: tuple[Family, ...] = (
     qwen2.FAMILY,
     qwen3.FAMILY,
     qwen3_moe.FAMILY,
+    qwen3_5.FAMILY,
+    qwen3_5.MOE,
+    qwen3_next.FAMILY,
     smollm3.FAMILY,
     phi3.FAMILY,
     granite.FAMILY,

@@ -23,19 +23,19 @@ WIDEST = 1 << 20
 def _facts(fields: Fields, sizes: Sizes) -> Facts:
     key = "num_local_experts" if "num_experts" not in fields.data else "num_experts"
     count = fields.integer(key, 1, MOST)
-    step = fields.integer("decoder_sparse_step", 1, 1 << 20, default=1)
     experts = Experts(
         count,
         fields.integer("num_experts_per_tok", 1, count),
         fields.integer("moe_intermediate_size", 1, WIDEST),
         fields.flag("norm_topk_prob", default=False),
-        _dense(fields, sizes.layers, step),
+        plain_layers(fields, sizes.layers),
     )
     return replace(qwen3.FAMILY.facts(fields, sizes), experts=experts)
 
 
-def _dense(fields: Fields, layers: int, step: int) -> tuple[int, ...]:
+def plain_layers(fields: Fields, layers: int) -> tuple[int, ...]:
     """Return the layers without experts."""
+    step = fields.integer("decoder_sparse_step", 1, 1 << 20, default=1)
     named = fields.data.get("mlp_only_layers")
     named = [] if named is None else named
     if not isinstance(named, list) or not all(type(n) is int and 0 <= n < layers for n in named):

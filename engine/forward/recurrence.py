@@ -1,0 +1,58 @@
+"""A recurrent layer beside its MLP: a step's tokens, or a prompt's chunk, through the state that
+the bank holds of it.
+
+The products before and after run on the tokens of all sequences together; the convolution and the
+delta rule on each sequence's own, in its own state (engine/bank/recurrent/state.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.bank.base import Bank, Step
+from engine.forward.layer import LayerForm, one_by_one, split_rows
+from engine.model.llama import Llama, pre_recurrence
+from engine.model.recurrent import Mixed
+
+
+def recur_step(
+    form: LayerForm, number: int, x: torch.Tensor, steps: Sequence[Step]
+) -> torch.Tensor:
+    """Return what layer `number` adds in place of attention, before its output projection: x
+    [B, Q, hidden] -> [B, Q, Hv, dv]. The rows of each of `steps` go to its own bank.
+    """
+    model = form.model
+    layer, eps = model.layers[number], model.config.rms_norm_eps
+    assert layer.delta is not None
+    # the reference gives a token the same bits however many others go with it
+    first = one_by_one(pre_recurrence) if form.backend == "reference" else pre_recurrence
+    mixed = Mixed(*first(layer, x, eps))
+    out = []
+    for step, parts in zip(steps, split_rows(steps, *mixed)):
+        state = step.bank.recurrent
+        assert state is not None, "a bank without the state of recurrent layers"
+        given = number, layer.delta, Mixed(*parts), step.positions
+        out.append(state.step(*given, form.backend))
+    joined = out[0] if len(out) == 1 else torch.cat(out, dim=1)
+    return layer.delta.gated(joined, mixed.z, eps)
+
+
+def recur_chunk(
+    model: Llama,
+    number: int,
+    x: torch.Tensor,
+    bank: Bank,
+    start: int,
+    keep: bool,
+    backend: str,
+) -> torch.Tensor:
+    """As `recur_step`, of a prompt's chunk x [B, C, hidden] from position `start` on. keep: the
+    bank's commit takes the state after it.
+    """
+    layer, eps = model.layers[number], model.config.rms_norm_eps
+    assert layer.delta is not None and bank.recurrent is not None
+    mixed = pre_recurrence(layer, x, eps)
+    out = bank.recurrent.chunk(number, layer.delta, mixed, start, keep, backend)
+    return layer.delta.gated(out, mixed.z, eps)

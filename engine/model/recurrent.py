@@ -1,0 +1,104 @@
+"""A recurrent layer: a gated delta net (arXiv 2412.06464) in place of attention, as Qwen3-Next and
+Qwen3.5 have it.
+
+One product makes q, k, v and z of a token, a small one its rate and its decay. q, k and v pass a
+causal convolution over their newest tokens, the delta rule (kernels/recurrent/delta.py) reads and
+changes a state of constant size, and what it reads is normed and gated by z.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """The recurrent layers of a model: their numbers, heads and head dimensions of keys (and
+    queries) and of values, and the tokens that the convolution sees. interleaved: a checkpoint
+    stores the projection's rows key head by key head (Qwen3-Next).
+    """
+
+    layers: tuple[int, ...]
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int = 4
+    interleaved: bool = False
+
+    @property
+    def key_size(self) -> int:
+        """Width of k of all heads."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        """Width of v of all heads."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Width of q, k and v together: the channels of the convolution."""
+        return 2 * self.key_size + self.value_size
+
+    def parameters(self, hidden: int) -> int:
+        """Weights of one recurrent layer beside its norms and its MLP."""
+        projections = hidden * (self.channels + 2 * self.value_size + 2 * self.value_heads)
+        return projections + self.channels * self.taps + 2 * self.value_heads + self.value_dim
+
+
+class Mixed(NamedTuple):
+    """What a recurrent layer makes of tokens before its convolution: q, k, v joined [B, S, C] and z
+    [B, S, Hv, dv] in the model's dtype, log decays g and rates beta float32 [B, S, Hv].
+    """
+
+    qkv: torch.Tensor
+    z: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+
+
+@dataclass
+class DeltaNet:
+    """The small weights of one recurrent layer; its two matrices are Layer.qkv and Layer.o."""
+
+    sizes: Recurrent
+    conv: torch.Tensor  # [C, taps]
+    rates: torch.Tensor  # [2 * Hv, hidden]: beta's rows, then the decay's
+    decay: torch.Tensor  # [Hv], A_log
+    bias: torch.Tensor  # [Hv], dt_bias
+    norm: torch.Tensor  # [dv]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them."""
+        return [self.conv, self.rates, self.decay, self.bias, self.norm]
+
+    def mixed(self, x: torch.Tensor, projected: torch.Tensor) -> Mixed:
+        """Split the product `projected` [B, S, C + Hv * dv] of the normed x [B, S, hidden], and
+        compute rates and decays.
+        """
+        sizes = self.sizes
+        qkv, z = projected.split([sizes.channels, sizes.value_size], -1)
+        beta, a = F.linear(x, self.rates).chunk(2, -1)
+        # as in transformers: beta in x's dtype, g in float32
+        g = -self.decay.float().exp() * F.softplus(a.float() + self.bias)
+        z = z.unflatten(-1, (sizes.value_heads, sizes.value_dim))
+        return Mixed(qkv, z, g, beta.sigmoid().float())
+
+    def heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Split convolved qkv [B, S, C] into q, k [B, S, Hk, dk] and v [B, S, Hv, dv]."""
+        sizes = self.sizes
+        q, k, v = qkv.split([sizes.key_size, sizes.key_size, sizes.value_size], -1)
+        q, k = (t.unflatten(-1, (sizes.key_heads, sizes.key_dim)) for t in (q, k))
+        return q, k, v.unflatten(-1, (sizes.value_heads, sizes.value_dim))
+
+    def gated(self, out: torch.Tensor, z: torch.Tensor, eps: float) -> torch.Tensor:
+        """Norm each head of out [B, S, Hv, dv] and gate it by z, in z's dtype."""
+        out = out.to(z.dtype).float()
+        normed = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + eps)
+        return (self.norm * normed.to(z.dtype) * F.silu(z.float())).to(z.dtype)

@@ -1,0 +1,1 @@
+"""A session's recurrent layers on the way back: from a savepoint on to where the session stands."""

@@ -1,0 +1,1 @@
+"""The inner loops of a recurrent layer: the causal convolution and the gated delta rule."""

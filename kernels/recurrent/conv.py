@@ -1,0 +1,60 @@
+"""The causal convolution of a recurrent layer: each channel over its newest few inputs, then silu.
+
+    conv_step(x, inputs, positions, weight, backend) -> y
+    conv_chunk(x, before, weight, backend) -> y
+
+Inputs of the newest tokens are kept, in the model's dtype, in row position % T of a ring.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from kernels.launch.dispatch import choose
+
+
+def conv_step(
+    x: torch.Tensor,
+    inputs: torch.Tensor,
+    positions: torch.Tensor,
+    weight: torch.Tensor,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Convolve the Q tokens x [B, Q, C] at `positions` int64 [B, Q], which follow each other, with
+    weight [C, K], and apply silu: [B, Q, C] in x's dtype.
+
+    inputs [B, T, C]: a ring that holds the K - 1 inputs before, and gets x. T is at least
+    K - 1 + Q. Inputs before position 0 are zeros. No index visits the host.
+    """
+    width, size = weight.shape[1], inputs.shape[1]
+    rows = torch.arange(len(x), device=x.device)[:, None]
+    back = positions[:, :1] + torch.arange(1 - width, 0, device=x.device)
+    before = inputs[rows, back % size] * (back >= 0)[..., None]
+    inputs[rows, positions % size] = x
+    return conv_chunk(x, before, weight, backend)
+
+
+def conv_chunk(
+    x: torch.Tensor, before: torch.Tensor, weight: torch.Tensor, backend: str = "auto"
+) -> torch.Tensor:
+    """Convolve x [B, N, C] with weight [C, K] and apply silu: [B, N, C] in x's dtype. before
+    [B, K - 1, C]: the inputs before x.
+    """
+    wide = torch.cat((before, x), 1)
+    if choose(backend, x) == "reference":
+        return conv_ref(wide, weight)
+    if x.shape[1] > 1:
+        out = F.conv1d(wide.transpose(1, 2), weight[:, None], groups=weight.shape[0])
+        return F.silu(out).transpose(1, 2)
+    # one token: a product and a sum, where a convolution would set up more than it computes
+    return F.silu((wide.float() * weight.float().T).sum(1, keepdim=True).to(x.dtype))
+
+
+def conv_ref(wide: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Reference of `conv_chunk`, on the inputs and those before them, wide [B, K - 1 + N, C]."""
+    taps = weight.shape[1]
+    count = wide.shape[1] - taps + 1
+    out = sum(wide[:, i : i + count].float() * weight[:, i].float() for i in range(taps))
+    assert isinstance(out, torch.Tensor)
+    return F.silu(out.to(wide.dtype))
