@@ -16,7 +16,7 @@ import torch
 from engine.bank.base import Attends, Bank, Step
 from engine.bank.query_ring import QueryRing
 from engine.forward.layer import LayerForm, TorchLayer
-from engine.forward.recurrence import recur_step
+from engine.forward.recurrent.mixer import recur_step
 from engine.model.llama import Llama
 from engine.model.rope import Rotary
 

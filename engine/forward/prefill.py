@@ -10,7 +10,7 @@ import torch
 
 from engine.bank.base import AttendsPrompt, Bank
 from engine.forward.prompt_layer import PLAIN, Pieces
-from engine.forward.recurrence import recur_chunk
+from engine.forward.recurrent.mixer import recur_chunk
 from engine.model.llama import Llama
 from engine.model.rope import Rotary
 from engine.plan.needs import MOST_WINDOW
