@@ -5,10 +5,12 @@ back, a step that changed the state before the session committed it, a savepoint
 """
 
 import dataclasses
+import json
 import random
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine import LLM, Full, OmniKV
 from engine.bank.recurrent.savepoints import SPACING, Savepoints, Snapshot
@@ -256,3 +258,53 @@ def test_the_language_model_of_a_vision_checkpoint_is_its_text_config():
     assert dataclasses.replace(found, **names) == plain
     with pytest.raises(BadCheckpoint, match="text_config.hidden_size: found 0"):
         type(plain).from_dict({**tower, "text_config": {**inner, "hidden_size": 0}})
+
+
+def test_a_vision_tower_and_further_heads_are_never_read(tmp_path):
+    """Bytes read are those of the language model; its logits are transformers'."""
+    theirs, ids = make(tmp_path, "qwen3.5"), ids_of(90)
+    stored = load_file(tmp_path / "model.safetensors")
+    stored = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in stored.items()
+    }
+    text = sum(tensor.nbytes for tensor in stored.values())
+    stored["model.visual.patch_embed.weight"] = torch.randn(64, 64)
+    stored["mtp.fc.weight"] = torch.randn(64, 64)
+    save_file(stored, tmp_path / "model.safetensors")
+    inner = json.loads((tmp_path / "config.json").read_text())
+    outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": inner}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    read = {}
+    for weights, tolerance in (("auto", 2e-5), ("int8", 0.5)):
+        llm = LLM(
+            tmp_path,
+            device="cpu",
+            method=Full(),
+            max_context=256,
+            weights=weights,
+            progress=lambda p: read.update(done=p.bytes_done, total=p.bytes_total),
+        )
+        with llm.session() as session, torch.inference_mode():
+            wanted = theirs(torch.tensor([ids])).logits[0, -1]
+            assert apart(session.prefill(ids), wanted) < tolerance
+    gated = (
+        2 * 2 * 4 * 16 * 48 * 4
+    )  # q_proj of both attention layers, of which q and gate take half
+    assert read["done"] == read["total"] <= text + gated
+
+
+def test_bytes_per_step_of_the_published_filter_layers_of_27b_at_256k():
+    """Of 64 layers 16 attend; 7 of those are filters, 9 read 2,048 tokens and a tail."""
+    config = dataclasses.replace(
+        hybrid_config(64, max_positions=262144), num_heads=24, num_kv_heads=4, head_dim=256
+    )
+    plan = OmniKV(filter_layers=(3, 11, 23, 31, 35, 47, 59), tokens=2048).plan(config)
+    assert [plan.count(r) for r in (Role.FILTER, Role.SPARSE, Role.RECURRENT)] == [7, 9, 48]
+    row, n = config.kv_bytes(2), 262144
+    full = sum(config.rows_seen(n)) * row
+    sparse = sum(
+        2048 + 256 if i in plan.sparse_layers else r for i, r in enumerate(config.rows_seen(n))
+    )
+    assert full == 16 * 2**30
+    assert round(full / (sparse * row), 2) == 2.26
