@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from engine.base.checks import MOST
 from engine.cli.settings import method_of, setting
+from engine.load.options import SAVEPOINTS
 from engine.methods.registry import methods
 
 # ---------------------------------------------------------------- values
@@ -103,6 +104,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
         "dtype": args.dtype,
         "weights": args.weights,
         "bank": args.bank,
+        "savepoints": args.savepoints,
         "max_context": args.ctx,
         "threads": threads,
         "chunk": args.chunk,
@@ -178,6 +180,13 @@ def _placement_flags(add: Callable) -> None:
         default="auto",
         help="hold keys and values in the model's dtype, in 8 bits, or keys in 6 bits and values "
         "in 4 (int4: a third of a 16-bit bank; fp8: 8-bit floats; auto: as model)",
+    )
+    add(
+        "--savepoints",
+        type=int,
+        default=SAVEPOINTS,
+        metavar="N",
+        help="keep N earlier states of a model's recurrent layers to go back to (0: none)",
     )
     add("--threads", type=int, metavar="N", help="use N CPU threads")
     add("--chunk", type=int, metavar="N", help="read prompts in chunks of N tokens")

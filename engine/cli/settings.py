@@ -131,7 +131,7 @@ def flag_named(message: str, given: Collection[str] = ()) -> str:
         *METHOD_FLAGS,
         *FLAG_OF,
         *("draft", "threads", "chunk", "device", "dtype", "offload", "compile", "weights"),
-        *("bank", "rope", "beyond"),
+        *("bank", "rope", "beyond", "savepoints"),
     }
     if not colon or field not in known:
         return message

@@ -382,8 +382,10 @@ class Conversation:
     def _cut(self, tokens: int, characters: int) -> None:
         """Keep the first `tokens` tokens, which spell the first `characters` characters."""
         if (again := self.session.tokens_again(tokens)) > ANNOUNCED:
-            name = self.session.method.name
-            self.announce(f"{name} has dropped what {again:,} tokens were: they are run again")
+            why = f"{self.session.method.name} has dropped what {again:,} tokens were"
+            if self.session.bank.recurrent is not None:
+                why = f"the recurrent layers stand {again:,} tokens before this place"
+            self.announce(f"{why}: they are run again")
         self.session.truncate(tokens, later=True)
         del self.ends[tokens:]
         self._hold(self._held().cut(characters))
