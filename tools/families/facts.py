@@ -142,6 +142,8 @@ def _differs(configs: list[ModelConfig]) -> list[str]:
                 found.setdefault(field.name, set()).add(shown)
         if config.windows:
             found.setdefault("windows", set()).add("")
+        if config.recurrent:
+            found.setdefault("recurrent", set()).add("")
         if config.layer_ropes:
             found.setdefault("layer_ropes", set()).add("")
     return [name + "".join(sorted(values)) for name, values in found.items()]

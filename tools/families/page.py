@@ -71,6 +71,9 @@ NOTES = {
     "use --by loss": "g",
     "does not know the cap on attention scores": "h",
     "does not know the attention sinks": "i",
+    "give filter layers by hand": "j",
+    "does not know the recurrent layers": "k",
+    "a recurrent layer, expected layers that": "l",
 }
 REFUSED: tuple[tuple[str, dict[str, object]], ...] = (
     ("Gemma 3 with vision (4B and more)", dict(architectures=["Gemma3ForConditionalGeneration"])),
@@ -146,7 +149,9 @@ def notes(results: Mapping[str, Sequence[Attempt]]) -> Iterator[str]:
             if attempt.why:
                 sentence = attempt.why.removeprefix(f"{attempt.name}: ")
                 sentence = re.sub(
-                    r"\((Mistral|Qwen2|SmolLM3|Phi-3|Gemma [23]|gpt-oss)\)", "(...)", sentence
+                    r"\((Mistral|Qwen[23][-.\w]*|SmolLM3|Phi-3|Gemma [23]|gpt-oss)\)",
+                    "(...)",
+                    sentence,
                 )
                 said.setdefault(letter_of(attempt.why), (sentence, {}))[1][attempt.name] = None
     for letter, (sentence, names) in sorted(said.items()):
