@@ -40,6 +40,7 @@ SOURCES = (
     "few_bits.cpp",
     "prefill.cpp",
     "product.cpp",
+    "recurrent.cpp",
     "rows.cpp",
     "step.cpp",
     "topk.cpp",

@@ -8,10 +8,15 @@ Inputs of the newest tokens are kept, in the model's dtype, in row position % T 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 
 from kernels.launch.dispatch import choose
+from kernels.native.kinds import FLOATS
+from kernels.native.library import Case
+from kernels.recurrent import native
 
 
 def conv_step(
@@ -27,6 +32,8 @@ def conv_step(
     inputs [B, T, C]: a ring that holds the K - 1 inputs before, and gets x. T is at least
     K - 1 + Q. Inputs before position 0 are zeros. No index visits the host.
     """
+    if choose(backend, x, lambda: native.takes_conv(x, inputs, weight)) == "native":
+        return native.conv_step(x, inputs, positions, weight)
     width, size = weight.shape[1], inputs.shape[1]
     rows = torch.arange(len(x), device=x.device)[:, None]
     back = positions[:, :1] + torch.arange(1 - width, 0, device=x.device)
@@ -58,3 +65,18 @@ def conv_ref(wide: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     out = sum(wide[:, i : i + count].float() * weight[:, i].float() for i in range(taps))
     assert isinstance(out, torch.Tensor)
     return F.silu(out.to(wide.dtype))
+
+
+@native.CONV.self_test
+def _steps() -> Iterator[Case]:
+    draw = torch.Generator().manual_seed(1)
+    x, weight = torch.randn(2, 3, 40, generator=draw), torch.randn(40, 4, generator=draw)
+    for dtype in FLOATS:
+        for first in (0, 30):  # before position 0 are zeros; the ring has 32 rows
+            rings = torch.ones(2, 2, 32, 40, dtype=dtype).unbind()
+            positions = torch.arange(first, first + 3).expand(2, -1)
+            given = x.to(dtype), positions, weight.to(dtype)
+            found = native.conv_step(given[0], rings[0], *given[1:])
+            expected = conv_step(given[0], rings[1], *given[1:], "reference")
+            yield f"a convolution in {dtype}", found, expected, dtype
+            yield f"a convolution's ring in {dtype}", *rings, dtype

@@ -20,11 +20,15 @@ value heads (head h reads key head h // r), dk and dv their dimensions.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from kernels.launch.dispatch import choose
+from kernels.native.library import Case
+from kernels.recurrent import native
 
 CHUNK = 64  # tokens whose products are taken together (the paper's chunk-wise form)
 SEGMENT = 8  # chunks whose products are held at a time: bounds a long prompt's memory
@@ -65,9 +69,13 @@ def gated_delta_step(
     and gets the rows of `positions`. No other row and no state changes, and no index visits the
     host.
     """
-    if choose(backend, q) == "reference":
-        return gated_delta_step_ref(q, k, v, g, beta, state, tail, base, positions)
-    return gated_delta_step_torch(q, k, v, g, beta, state, tail, base, positions)
+    chosen = choose(backend, q, lambda: native.takes_delta(q, k, v, state))
+    given = q, k, v, g, beta, state, tail, base, positions
+    if chosen == "reference":
+        return gated_delta_step_ref(*given)
+    if chosen == "native":
+        return native.delta_step(*given, EPS)
+    return gated_delta_step_torch(*given)
 
 
 def gated_delta_step_ref(
@@ -332,3 +340,25 @@ def unit(x: torch.Tensor) -> torch.Tensor:
     """x [..., d] divided by its length, float32."""
     x = x.float()
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
+
+
+@native.DELTA.self_test
+def _steps() -> Iterator[Case]:
+    draw = torch.Generator().manual_seed(1)
+    for count, dk, dv in ((1, 32, 64), (3, 20, 80)):
+        q, k, v = (
+            torch.randn(2, count, n, d, generator=draw) for n, d in ((2, dk), (2, dk), (4, dv))
+        )
+        g, beta = -torch.rand(2, count, 4, generator=draw), torch.rand(2, count, 4, generator=draw)
+        state = torch.randn(2, 4, dk, dv, generator=draw)
+        sizes = (2, 2, 16, dk), (2, 4, 16, dv), (2, 4, 16)
+        ring = Tail(*(torch.randn(*size, generator=draw) for size in sizes))
+        ring.decays.neg_().clamp_(max=0)
+        base = torch.tensor([13, 5])
+        positions = base[:, None] + 7 + torch.arange(count)
+        results = []
+        for run in (partial(native.delta_step, eps=EPS), gated_delta_step_ref):
+            rows = Tail(*(part.clone() for part in ring))
+            results.append((run(q, k, v, g, beta, state, rows, base, positions), *rows))
+        for name, found, expected in zip(("output", "key", "delta", "decay"), *results):
+            yield f"a step's {name}", found, expected, torch.float32

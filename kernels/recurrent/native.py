@@ -1,0 +1,113 @@
+"""A decode step of a recurrent layer by the C++ kernels: the convolution and the delta rule."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from kernels.native.kinds import FLOATS
+from kernels.native.library import Binding, check, loaded
+
+LANES = 16  # of the widest vectors: whole ones of a value head
+MOST = 8  # tokens of a step, taps of a convolution
+
+
+class _Delta(ctypes.Structure):
+    """`Call` of recurrent.cpp."""
+
+    _fields_ = [
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("q", "k", "v", "g", "beta", "state", "keys", "deltas", "decays", "out")
+        ),
+        *((name, ctypes.c_void_p) for name in ("base", "positions")),
+        *((f"{side}_{step}", ctypes.c_long) for side in "qkv" for step in ("batch", "row")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("batch", "count", "heads", "group", "dk", "dv", "size", "threads")
+        ),
+        ("eps", ctypes.c_float),
+    ]
+
+
+class _Conv(ctypes.Structure):
+    """`Conv` of recurrent.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "inputs", "out", "positions")),
+        *((name, ctypes.c_long) for name in ("x_batch", "x_row")),
+        *((name, ctypes.c_int) for name in ("batch", "count", "channels", "taps", "size")),
+    ]
+
+
+DELTA = Binding("the delta rule", omnikv_sizeof_delta_call=_Delta)
+CONV = Binding("a step's convolution", omnikv_sizeof_conv_call=_Conv)
+
+
+def takes_delta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: torch.Tensor) -> bool:
+    """Whether the C++ kernel runs here and takes a step of v [B, Q, Hv, dv] on a CPU: at most 8
+    tokens, dv a multiple of 16, heads that follow each other, one float dtype, S contiguous.
+    """
+    dense = all(t.stride()[2:] == (t.shape[3], 1) for t in (q, k, v))
+    alike = q.dtype == k.dtype == v.dtype and v.dtype in FLOATS
+    fits = v.shape[1] <= MOST and v.shape[-1] % LANES == 0 and state.is_contiguous()
+    return dense and alike and fits and DELTA.usable()
+
+
+def delta_step(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    rings: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    base: torch.Tensor,
+    positions: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """`gated_delta_step` of kernels/recurrent/delta.py, same arguments. rings: keys, deltas and
+    decays, contiguous, which it mutates. eps: beside a squared length.
+    """
+    batch, count, heads, dk = k.shape
+    group, dv = v.shape[2] // heads, v.shape[3]
+    g, beta = g.contiguous(), beta.contiguous()
+    assert g.dtype == beta.dtype == state.dtype == torch.float32
+    assert all(ring.is_contiguous() for ring in rings)
+    out = torch.empty(batch, count, heads * group, dv)
+    places = [t.long().contiguous() for t in (base, positions)]
+    call = _Delta(
+        *(t.data_ptr() for t in (q, k, v, g, beta, state, *rings, out, *places)),
+        *(step * t.element_size() for t in (q, k, v) for step in t.stride()[:2]),
+        batch, count, heads, group, dk, dv, rings[0].shape[2], torch.get_num_threads(), eps,
+    )  # fmt: skip
+    check(loaded().omnikv_delta_step(ctypes.byref(call), FLOATS[v.dtype]), "the delta rule")
+    return out
+
+
+def takes_conv(x: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the C++ kernel runs here and takes a step of x [B, Q, C] on a CPU: one float dtype,
+    inputs and weight contiguous, at most 8 taps.
+    """
+    dtypes = {x.dtype, inputs.dtype, weight.dtype}
+    dense = inputs.is_contiguous() and weight.is_contiguous() and x.stride(-1) == 1
+    few = weight.shape[1] <= MOST and len(dtypes) == 1 and x.dtype in FLOATS
+    return dense and few and CONV.usable()
+
+
+def conv_step(
+    x: torch.Tensor, inputs: torch.Tensor, positions: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor:
+    """`conv_step` of kernels/recurrent/conv.py, same arguments."""
+    (batch, count, channels), size = x.shape, x.element_size()
+    out = torch.empty(batch, count, channels, dtype=x.dtype)
+    places = positions.long().contiguous()
+    call = _Conv(
+        x.data_ptr(), weight.data_ptr(), inputs.data_ptr(), out.data_ptr(), places.data_ptr(),
+        x.stride(0) * size, x.stride(1) * size,
+        batch, count, channels, weight.shape[1], inputs.shape[1],
+    )  # fmt: skip
+    code = loaded().omnikv_conv_step(ctypes.byref(call), FLOATS[x.dtype])
+    check(code, "a step's convolution")
+    return out
