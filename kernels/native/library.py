@@ -41,6 +41,7 @@ SOURCES = (
     "prefill.cpp",
     "product.cpp",
     "recurrent.cpp",
+    "recurrent_prompt.cpp",
     "rows.cpp",
     "step.cpp",
     "topk.cpp",

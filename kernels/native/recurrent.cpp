@@ -5,6 +5,7 @@
 #include "kinds.h"
 #include "rounding.h"
 #include "scratch.h"
+#include "unit.h"
 
 namespace {
 
@@ -152,17 +153,6 @@ INLINE void tokens(const Call &c, int b, int head, float *deltas, float *decays,
         }
         decays[slot] = c.g[token];
     }
-}
-
-template <class K>
-INLINE void unit(const char *row, int size, float eps, float factor, float *out) {
-    Floats squares = {};
-    for (int i = 0; i < size; i += W) {
-        const Floats x = read_some<K>(row, i, size - i);
-        squares += x * x;
-    }
-    const float scale = factor / sqrtf(total(squares) + eps);
-    for (int i = 0; i < size; i += W) write_some<Float32>(out, i, size - i, read_some<K>(row, i, size - i) * scale);
 }
 
 template <class K>

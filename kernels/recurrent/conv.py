@@ -79,4 +79,4 @@ def _steps() -> Iterator[Case]:
             found = native.conv_step(given[0], rings[0], *given[1:])
             expected = conv_step(given[0], rings[1], *given[1:], "reference")
             yield f"a convolution in {dtype}", found, expected, dtype
-            yield f"a convolution's ring in {dtype}", *rings, dtype
+            yield f"a convolution's ring in {dtype}", rings[0], rings[1], dtype

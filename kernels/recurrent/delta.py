@@ -35,6 +35,10 @@ SEGMENT = 8  # chunks whose products are held at a time: bounds a long prompt's 
 EPS = 1e-6  # beside a squared length, as in transformers
 
 
+# q, k, v, g, beta and the state before them
+Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
 class Tail(NamedTuple):
     """The rows of tokens that S does not hold yet: float32 keys [B, Hk, T, dk] of length one,
     deltas [B, Hv, T, dv], decays g [B, Hv, T].
@@ -69,7 +73,7 @@ def gated_delta_step(
     and gets the rows of `positions`. No other row and no state changes, and no index visits the
     host.
     """
-    chosen = choose(backend, q, lambda: native.takes_delta(q, k, v, state))
+    chosen = choose(backend, q, lambda: native.takes_step(q, k, v, state))
     given = q, k, v, g, beta, state, tail, base, positions
     if chosen == "reference":
         return gated_delta_step_ref(*given)
@@ -205,8 +209,12 @@ def gated_delta_chunk(
     Arguments as of `gated_delta_step`, with N for Q; 0 <= keep <= N. Nothing is written to.
     """
     given = q, k, v, g, beta, state, keep
-    if choose(backend, q) == "reference":
+    chosen = choose(backend, q, lambda: native.takes_chunk(q, k, v, state))
+    if chosen == "reference":
         return gated_delta_chunk_ref(*given)
+    if chosen == "native":
+        out, after, *rows = native.delta_chunk(*given, EPS)
+        return out, after, Tail(*rows)
     return gated_delta_chunk_torch(*given)
 
 
@@ -342,15 +350,32 @@ def unit(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
 
 
+def _tokens(count: int, dk: int, dv: int) -> Tokens:
+    """(q, k, v, g, beta, state) of random tokens of two sequences, for self-tests."""
+    draw = torch.Generator().manual_seed(1)
+    sizes = (2, count, 2, dk), (2, count, 2, dk), (2, count, 4, dv), (2, 4, dk, dv)
+    q, k, v, state = (torch.randn(*size, generator=draw) for size in sizes)
+    g, beta = torch.rand(2, 2, count, 4, generator=draw).unbind()
+    return q, k, v, -g, beta, state
+
+
+@native.CHUNK.self_test
+def _chunks() -> Iterator[Case]:
+    for count, keep, dk, dv in ((67, 3, 32, 64), (20, 1, 20, 80), (130, 70, 8, 16)):
+        given = _tokens(count, dk, dv)
+        found, expected = native.delta_chunk(*given, keep, EPS), gated_delta_chunk_ref(*given, keep)
+        both = zip(
+            ("output", "state", "key", "delta", "decay"), found, (*expected[:2], *expected[2])
+        )
+        for name, mine, theirs in both:
+            yield f"a prompt's {name}", mine, theirs, torch.float32
+
+
 @native.DELTA.self_test
 def _steps() -> Iterator[Case]:
-    draw = torch.Generator().manual_seed(1)
+    draw = torch.Generator().manual_seed(2)
     for count, dk, dv in ((1, 32, 64), (3, 20, 80)):
-        q, k, v = (
-            torch.randn(2, count, n, d, generator=draw) for n, d in ((2, dk), (2, dk), (4, dv))
-        )
-        g, beta = -torch.rand(2, count, 4, generator=draw), torch.rand(2, count, 4, generator=draw)
-        state = torch.randn(2, 4, dk, dv, generator=draw)
+        q, k, v, g, beta, state = _tokens(count, dk, dv)
         sizes = (2, 2, 16, dk), (2, 4, 16, dv), (2, 4, 16)
         ring = Tail(*(torch.randn(*size, generator=draw) for size in sizes))
         ring.decays.neg_().clamp_(max=0)

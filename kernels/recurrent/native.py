@@ -31,6 +31,21 @@ class _Delta(ctypes.Structure):
     ]
 
 
+class _Chunk(ctypes.Structure):
+    """`Call` of recurrent_prompt.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "g", "beta", "state", "out")),
+        *((name, ctypes.c_void_p) for name in ("after", "keys", "deltas")),
+        *((f"{side}_{step}", ctypes.c_long) for side in "qkv" for step in ("batch", "row")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("batch", "count", "heads", "group", "dk", "dv", "keep", "threads")
+        ),
+        ("eps", ctypes.c_float),
+    ]
+
+
 class _Conv(ctypes.Structure):
     """`Conv` of recurrent.cpp."""
 
@@ -42,17 +57,29 @@ class _Conv(ctypes.Structure):
 
 
 DELTA = Binding("the delta rule", omnikv_sizeof_delta_call=_Delta)
+CHUNK = Binding("the delta rule over a prompt", omnikv_sizeof_delta_chunk_call=_Chunk)
 CONV = Binding("a step's convolution", omnikv_sizeof_conv_call=_Conv)
 
 
-def takes_delta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: torch.Tensor) -> bool:
+def takes_step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: torch.Tensor) -> bool:
     """Whether the C++ kernel runs here and takes a step of v [B, Q, Hv, dv] on a CPU: at most 8
-    tokens, dv a multiple of 16, heads that follow each other, one float dtype, S contiguous.
+    tokens, and as `_takes` says.
+    """
+    return v.shape[1] <= MOST and _takes(q, k, v, state) and DELTA.usable()
+
+
+def takes_chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: torch.Tensor) -> bool:
+    """Whether the C++ kernel runs here and takes a prompt of v [B, N, Hv, dv] on a CPU."""
+    return _takes(q, k, v, state) and CHUNK.usable()
+
+
+def _takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: torch.Tensor) -> bool:
+    """Whether dv is a multiple of 16, heads follow each other, q, k and v have one float dtype, and
+    S is contiguous.
     """
     dense = all(t.stride()[2:] == (t.shape[3], 1) for t in (q, k, v))
     alike = q.dtype == k.dtype == v.dtype and v.dtype in FLOATS
-    fits = v.shape[1] <= MOST and v.shape[-1] % LANES == 0 and state.is_contiguous()
-    return dense and alike and fits and DELTA.usable()
+    return dense and alike and v.shape[-1] % LANES == 0 and state.is_contiguous()
 
 
 def delta_step(
@@ -84,6 +111,36 @@ def delta_step(
     )  # fmt: skip
     check(loaded().omnikv_delta_step(ctypes.byref(call), FLOATS[v.dtype]), "the delta rule")
     return out
+
+
+def delta_chunk(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    keep: int,
+    eps: float,
+) -> tuple[torch.Tensor, ...]:
+    """`gated_delta_chunk` of kernels/recurrent/delta.py, same arguments: (o, S after the first
+    N - keep tokens, the other tokens' keys, deltas and decays). eps: beside a squared length.
+    """
+    batch, count, heads, dk = k.shape
+    group, dv = v.shape[2] // heads, v.shape[3]
+    g, beta = g.contiguous(), beta.contiguous()
+    assert g.dtype == beta.dtype == state.dtype == torch.float32
+    out, after = torch.empty(batch, count, heads * group, dv), torch.empty_like(state)
+    keys = torch.empty(batch, heads, keep, dk)
+    deltas = torch.empty(batch, heads * group, keep, dv)
+    call = _Chunk(
+        *(t.data_ptr() for t in (q, k, v, g, beta, state, out, after, keys, deltas)),
+        *(step * t.element_size() for t in (q, k, v) for step in t.stride()[:2]),
+        batch, count, heads, group, dk, dv, keep, torch.get_num_threads(), eps,
+    )  # fmt: skip
+    code = loaded().omnikv_delta_chunk(ctypes.byref(call), FLOATS[v.dtype])
+    check(code, "the delta rule over a prompt")
+    return out, after, keys, deltas, g[:, count - keep :].transpose(1, 2).contiguous()
 
 
 def takes_conv(x: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -5,6 +5,8 @@ this in a process of its own.
 import torch
 
 import kernels.layer.native_step  # registers its self-test
+import kernels.recurrent.conv
+import kernels.recurrent.delta  # likewise: prompts and steps at seams
 from kernels.attention.native import attend
 from kernels.layer.native_product import Product
 from kernels.native import library
@@ -40,6 +42,7 @@ def main() -> None:
             attend_prompt(some(9, 8, 64).to(dtype), k, v, 0.125, None)
             Product(some(count, 72).to(dtype))(some(3, 72).to(dtype))
     assert kernels.layer.native_step.usable()
+    assert all(binding.usable() for binding in library.BINDINGS)
     print("clean")
 
 

@@ -8,7 +8,7 @@ import torch
 from kernels.native.library import missing
 from kernels.recurrent import native
 from kernels.recurrent.conv import conv_step
-from kernels.recurrent.delta import folded, gated_delta_step
+from kernels.recurrent.delta import folded, gated_delta_chunk, gated_delta_step, unit
 from tests.kernels_cpu.test_recurrent import RING, inputs, loop, off, ring_of
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "compiles")
@@ -30,7 +30,7 @@ def test_steps_of_any_width_are_the_loop(shape, threads):
     given = inputs(90, shape, batch=2)
     out, _, states = loop(*given)
     *tokens, state = given
-    assert native.takes_delta(*(t[:, :1] for t in tokens[:3]), state)
+    assert native.takes_step(*(t[:, :1] for t in tokens[:3]), state)
     tail, base, at = ring_of(shape, 2), 0, 0
     for width in itertools.cycle((1, 3, 8, 2, 1, 7, 1)):
         part = slice(at, min(at + width, 90))
@@ -74,13 +74,42 @@ def test_a_value_that_is_not_finite_stays_in_its_head():
 def test_what_it_does_not_take_runs_on_torch():
     """Nine tokens, and heads that are no whole vectors."""
     *tokens, state = inputs(3, (2, 1, 8, 8))
-    assert not native.takes_delta(*tokens[:3], state)
+    assert not native.takes_step(*tokens[:3], state)
     where = torch.zeros(1, dtype=torch.long), torch.arange(3)[None]
     found = gated_delta_step(*tokens, state, ring_of((2, 1, 8, 8)), *where, "native")
     assert off(found, loop(*tokens, state)[0]) < 5e-6
     long = torch.zeros(1, 9, 2, 16)
-    assert not native.takes_delta(long, long, long, torch.zeros(1, 2, 16, 16))
-    assert native.takes_delta(*(long[:, :8],) * 3, torch.zeros(1, 2, 16, 16))
+    assert not native.takes_step(long, long, long, torch.zeros(1, 2, 16, 16))
+    assert native.takes_step(*(long[:, :8],) * 3, torch.zeros(1, 2, 16, 16))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("count", [1, 2, 7, 63, 64, 65, 128, 131, 200])
+def test_a_prompt_is_the_loop_over_its_tokens(count, shape, threads):
+    given = inputs(count, shape, batch=2)
+    out, deltas, states = loop(*given)
+    assert native.takes_chunk(*given[:3], given[-1])
+    before = given[-1].clone()
+    for keep in {0, 1, min(count, 8), min(count, 66), count}:
+        found, state, tail = gated_delta_chunk(*given, keep, "native")
+        assert off(found, out) < 5e-6
+        assert off(state, states[count - keep]) < 5e-6
+        assert [part.shape[2] for part in tail] == [keep] * 3
+        if keep:
+            assert off(tail.deltas.transpose(1, 2), deltas[:, count - keep :]) < 5e-6
+            assert torch.equal(tail.decays.transpose(1, 2), given[3][:, count - keep :])
+            assert off(tail.keys.transpose(1, 2), unit(given[1])[:, count - keep :]) < 1e-6
+        assert torch.equal(given[-1], before)
+
+
+@pytest.mark.parametrize("decay", [0.02, 60.0])
+def test_slow_and_fast_decays_are_as_near_as_the_recurrent_form(decay):
+    """Slow ones have the most to cancel, fast ones leave nothing of S: exp(p) is 0 then."""
+    given = inputs(320, SHAPES[1], decay=decay)
+    out, _, states = loop(*given)
+    native_form, plain = (gated_delta_chunk(*given, 0, name) for name in ("native", "reference"))
+    for wanted, found, other in zip((out, states[-1]), native_form, plain):
+        assert off(found, wanted) < 8 * off(other, wanted) < 1e-5
 
 
 @pytest.mark.parametrize("channels", [1, 15, 16, 17, 64, 101])

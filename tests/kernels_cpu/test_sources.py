@@ -17,6 +17,8 @@ import kernels.layer.linear
 import kernels.layer.native_step
 import kernels.prefill.dense
 import kernels.quant.linear
+import kernels.recurrent.conv
+import kernels.recurrent.delta
 import kernels.select.topk  # noqa: F401  every binding is known
 from kernels.native import library
 from kernels.native.kinds import Kind
