@@ -97,18 +97,28 @@ def rows_of(x: torch.Tensor, inputs: int) -> int:
 
 
 @triton.jit
-def outputs_of_program(outputs, HELD: tl.constexpr, GATED: tl.constexpr):
-    """Number the outputs of a program, the rows of the weight that make them, and all of those.
+def row_of_place(i, outputs, HELD: tl.constexpr, GATED: tl.constexpr):
+    """Number the rows of the weight at places i of a program: HELD outputs, one past the last row
+    or more for what lies beyond.
 
-    GATED: HELD rows of the weight's first half, then the same of the second; one past the last row
-    for what lies beyond the half.
+    GATED: HELD rows of the weight's first half, then the same of the second.
+    """
+    n = tl.program_id(0) * HELD + i % HELD
+    if GATED:
+        m = tl.where(n < outputs, n + (i // HELD) * outputs, 2 * outputs)
+    else:
+        m = n
+    return m
+
+
+@triton.jit
+def outputs_of_program(outputs, HELD: tl.constexpr, GATED: tl.constexpr):
+    """Number the outputs of a program, the rows of the weight that make them (`row_of_place`), and
+    all of those.
     """
     n = tl.program_id(0) * HELD + tl.arange(0, HELD)
     if GATED:
-        i = tl.arange(0, 2 * HELD)
-        first = tl.program_id(0) * HELD + i % HELD
-        m = tl.where(first < outputs, first + (i // HELD) * outputs, 2 * outputs)
-        stored = 2 * outputs
+        m, stored = row_of_place(tl.arange(0, 2 * HELD), outputs, HELD, GATED), 2 * outputs
     else:
         m, stored = n, outputs
     return n, m, stored

@@ -1,34 +1,48 @@
 """Products of a decode step with weights of few bits: kernels/layer/gemv.py's, where a weight is a
 byte or a nibble that becomes a number of 16 bits in a register.
 
-Each weight is read once, as 32-bit words (kernels/quant/words.py). A card that reads 3.35 TB/s
-hands 30 nibbles to each of 132 SMs in a clock, and an SM issues 128 operations: 4.3 for a weight.
-Nibbles are unpacked as Marlin does it (arXiv 2408.11743): a mask and an `or` make two of them
-128 + q in bfloat16 (1024 + q in float16), without a conversion. Tensor cores multiply them by 8
-rows at a time; scale and offset come once for the sum of a unit of 16 to 64 columns:
+Each weight is read once, as 32-bit words (kernels/quant/words.py), from memory straight into the
+registers in which tensor cores want it: a thread's 16 bytes are the weights of its own place in the
+operand, so nothing passes through shared memory and no warp waits for another before the end. A
+card that reads 3.35 TB/s hands 30 nibbles to each of 132 SMs in a clock, and an SM issues 128
+operations: 4.3 for a weight, of which the loop takes 2.4.
+
+Weights are unpacked as Marlin does it (arXiv 2408.11743): one operation masks two of them and puts
+them into the last bits of 128, in bfloat16, or of 1024, in float16. bfloat16 has room for 7 bits,
+so a byte is two such numbers, its last seven bits and its sign. Tensor cores multiply by 8 rows;
+scale and offset come once for the sum of a unit of 16 to 128 columns:
 sum(w x) = scale * sum((128 + q) x) + (offset - 128 scale) * sum(x).
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from kernels.launch.pdl import dependent, wait_for_last_kernel
 from kernels.launch.triton import tl, triton
 from kernels.layer.gemv import (
-    HELD,
     multiply_rows_ref,
     outputs_of_program,
+    row_of_place,
     rows_of,
     store_rows,
 )
-from kernels.quant.words import PARTS, Words
+from kernels.quant.words import BLOCK_WORDS, PARTS, Words
 
 ROWS = 8  # of a program, the least that tensor cores take beside 16 outputs
-UNITS = 16  # of a round, shared out among the warps
-MOST_UNIT = 64  # columns
-# the number whose last bits a nibble takes; float32 takes nibbles as they are
-CARRIERS = {torch.bfloat16: 128.0, torch.float16: 1024.0}
+HELD = 32  # outputs of a program, 16 of a warp: x is read once for so many
+ALONG = 4  # warps that share out a row's blocks
+SETS = 2  # blocks of a warp that are in registers or on their way there
+# the number whose last bits a weight takes, twice in a word; float32 takes weights as they are
+CARRIERS = {torch.bfloat16: 0x43004300, torch.float16: 0x64006400}
+# what the kernel's numbers are more than the weights, by kind and dtype
+ADDED = {
+    ("int4", torch.bfloat16): 128.0,
+    ("int4", torch.float16): 1024.0,
+    ("int8", torch.bfloat16): 192.0,
+    ("int8", torch.float16): 1152.0,
+}
 
 
 def multiply_few_bits_ref(
@@ -62,220 +76,300 @@ def multiply_few_bits(
     rows = rows_of(x, inputs)
     out = torch.empty(*x.shape[:-1], outputs, dtype=out_dtype or x.dtype, device=x.device)
     unit, held = unit_of(weight), HELD // (2 if gated else 1)
+    if inputs % 4:  # which a lane reads at once
+        x = F.pad(x, (0, -inputs % 4))
+        inputs = x.shape[-1]
+    sets = SETS if x.itemsize == 2 else 1
+    even = inputs % (sets * ALONG * weight.columns_of_block) == 0
     few_bits_kernel[(-(-outputs // held), -(-rows // ROWS))](
         x,
         weight.values,
         weight.scales,
-        weight.scales if weight.offsets is None else weight.offsets,
+        weight.scales if weight.joined or weight.offsets is None else weight.offsets,
         weight.scales if bias is None else bias,
         x if residual is None else residual,
         out,
         rows,
         outputs,
         inputs,
-        weight.values.shape[1],
+        weight.values.shape[1] // BLOCK_WORDS,
         weight.scales.shape[1],
-        units_of_group(weight, unit),
+        CARRIERS.get(x.dtype, 0),
         HELD=held,
         ROWS=ROWS,
-        UNIT=unit,
-        UNITS=UNITS,
+        ALONG=ALONG,
+        SETS=sets,
+        UNITS=weight.columns_of_block // unit,
         PARTS=PARTS[weight.kind],
-        ADDED=added_to_values(weight, x.dtype),
+        PER_GROUP=units_of_group(weight, unit),
+        JOINED=weight.joined,
+        ADDED=ADDED.get((weight.kind, x.dtype), 0.0),
         OFFSETS=weight.offsets is not None,
-        STAGES=3 if unit > 32 else 4,
         GATED=gated,
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
-        EVEN=inputs % (UNITS * unit) == 0,
-        num_warps=4,
+        WHOLE=inputs % weight.columns_of_block == 0,
+        EVEN=even,
+        num_warps=ALONG * HELD // 16,
+        # two programs fill the registers of an SM; left alone ptxas aims at 80 and spills 8 bytes
+        **(dict(maxnreg=128) if even and x.itemsize == 2 and torch.version.hip is None else {}),
         **dependent(x),
     )
     return out
 
 
 def unit_of(weight: Words) -> int:
-    """Columns that are summed before their scale is applied: a power of two, whole blocks."""
+    """Columns that are summed before their scale is applied: a power of two, at most a block."""
     if weight.scales.shape[1] == 1:
-        return MOST_UNIT
-    return min(MOST_UNIT, weight.group & -weight.group)
+        return weight.columns_of_block
+    return min(weight.columns_of_block, weight.group & -weight.group)
 
 
 def units_of_group(weight: Words, unit: int) -> int:
-    """Units of a row of `weight` [O, I] under one scale, all of it where the row has one."""
-    if weight.scales.shape[1] == 1:
-        return -(-weight.values.shape[1] * PARTS[weight.kind] // unit)
-    return weight.group // unit
-
-
-def added_to_values(weight: Words, dtype: torch.dtype) -> float:
-    """The number that `unpacked` adds to a weight's values for activations of a dtype."""
-    return CARRIERS.get(dtype, 0.0) if weight.kind == "int4" else 0.0
+    """Units of a row of `weight` [O, I] under one scale, 0 where the whole row has one."""
+    return 0 if weight.scales.shape[1] == 1 else weight.group // unit
 
 
 @triton.jit
-def pair(words, number: tl.constexpr, PARTS: tl.constexpr, kind: tl.constexpr):
-    """Unpack pair `number` of every word: its two values, of `kind`. Signed bytes; nibbles in the
-    last bits of one of CARRIERS, or as they are in float32.
+def halves(both, kind: tl.constexpr):
+    """The two numbers of `kind`, of 16 bits, that words hold: the lower and the upper one."""
+    return both.to(tl.int16).to(kind, bitcast=True), (both >> 16).to(tl.int16).to(
+        kind, bitcast=True
+    )
+
+
+@triton.jit
+def pair(words, number: tl.constexpr, PARTS: tl.constexpr, kind: tl.constexpr, carrier):
+    """Unpack pair `number` of every word: its two values, of `kind`, with what is ADDED; of bytes
+    in bfloat16 the last seven bits, 128 added.
     """
     if PARTS == 4:
-        low = ((words << (24 - 8 * number)) >> 24).to(tl.float32).to(kind)
-        high = ((words << (8 - 8 * number)) >> 24).to(tl.float32).to(kind)
+        if kind == tl.float32:
+            low = ((words << (24 - 8 * number)) >> 24).to(tl.float32)
+            high = ((words << (8 - 8 * number)) >> 24).to(tl.float32)
+        elif kind == tl.bfloat16:
+            low, high = halves(((words >> (8 * number)) & 0x007F007F) | carrier, kind)
+        else:
+            # the sign's bit turned over adds 128
+            low, high = halves(((words >> (8 * number)) & 0x00FF00FF) ^ (carrier + 0x800080), kind)
     elif kind == tl.float32:
         low = ((words >> (4 * number)) & 15).to(tl.float32)
         high = ((words >> (4 * number + 16)) & 15).to(tl.float32)
     else:
-        carriers: tl.constexpr = 0x43004300 if kind == tl.bfloat16 else 0x64006400
-        both = ((words >> (4 * number)) & 0x000F000F) | carriers
-        low = both.to(tl.int16).to(kind, bitcast=True)
-        high = (both >> 16).to(tl.int16).to(kind, bitcast=True)
+        low, high = halves(((words >> (4 * number)) & 0x000F000F) | carrier, kind)
     return low, high
 
 
 @triton.jit
-def unpacked(words, half: tl.constexpr, PARTS: tl.constexpr, kind: tl.constexpr):
-    """Unpack half of words [A, B, C], all of those of bytes: [A, B, 4 C] of `kind`, 16 neighbouring
-    columns of every block.
-    """
-    low, high = pair(words, 2 * half, PARTS, kind)
-    next_low, next_high = pair(words, 2 * half + 1, PARTS, kind)
+def side_by_side(low, high, next_low, next_high):
+    """Lay two pairs of every word [A, B, C] side by side: [A, B, 4 C]."""
     values = tl.join(tl.join(low, next_low), tl.join(high, next_high))
-    return tl.reshape(values, [words.shape[0], words.shape[1], 4 * words.shape[2]])
+    return tl.reshape(values, [low.shape[0], low.shape[1], 4 * low.shape[2]])
 
 
 @triton.jit
-def word_tile(words, m, u, width, SIZE: tl.constexpr, EVEN: tl.constexpr):
-    """Load the SIZE words of units u of outputs m: [units, outputs, words], 0 beyond a row."""
-    at = u[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    place = words + m.to(tl.int64)[None, :, None] * width + at[:, None, :]
+def unpacked(words, half: tl.constexpr, PARTS: tl.constexpr, kind: tl.constexpr, carrier):
+    """Unpack half of words [A, B, C], all of those of bytes, as `pair` does: [A, B, 4 C] of `kind`,
+    16 neighbouring columns for every 4 words.
+    """
+    low, high = pair(words, 2 * half, PARTS, kind, carrier)
+    next_low, next_high = pair(words, 2 * half + 1, PARTS, kind, carrier)
+    return side_by_side(low, high, next_low, next_high)
+
+
+@triton.jit
+def signs(words, carrier):
+    """What unpacked bytes lack in bfloat16 beside their last seven bits: 64 - 128 s for a sign s,
+    -128 for a negative byte and 64 added.
+    """
+    low, high = halves(((words << 8) & -0x7FFF8000) | (carrier - 0x800080), tl.bfloat16)
+    next_low, next_high = halves((words & -0x7FFF8000) | (carrier - 0x800080), tl.bfloat16)
+    return side_by_side(low, high, next_low, next_high)
+
+
+@triton.jit
+def place_of(a, WARPS: tl.constexpr, TILES: tl.constexpr):
+    """(output, block) of entry a of a load: 8 lanes have 8 outputs, each warp its TILES of 16
+    outputs and its block, and all second 8 outputs follow all first.
+    """
+    warp = a // 8 % WARPS
+    return warp % TILES * 16 + a // (8 * WARPS) * 8 + a % 8, warp // TILES
+
+
+@triton.jit
+def load(places, at, below, EVEN: tl.constexpr):
+    """Load from places, where not EVEN 0 unless at < below."""
     if EVEN:
-        tile = tl.load(place)
+        found = tl.load(places)
     else:
-        tile = tl.load(place, mask=(at < width)[:, None, :], other=0)
-    return tile
+        found = tl.load(places, mask=at < below, other=0)
+    return found
 
 
 @triton.jit
-def scales_at(scales, offsets, m, g, groups, ADDED: tl.constexpr, OFFSETS: tl.constexpr):
-    """Load scale and offset of groups g of outputs m, two indices that broadcast, for what
-    `unpacked` gives: float32, 0 outside.
-    """
-    at, inside = m.to(tl.int64) * groups + g, g < groups
-    scale = tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)
-    offset = scale * -ADDED
-    if OFFSETS:
-        offset += tl.load(offsets + at, mask=inside, other=0.0).to(tl.float32)
-    return scale, offset
-
-
-@triton.jit
-def unit_rows(
-    x,
-    r,
-    u,
-    rows,
-    inputs,
-    half: tl.constexpr,
-    SIZE: tl.constexpr,
-    PARTS: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """Load the columns of units u that a half of their SIZE words holds, of rows r of x:
-    [units, rows, columns], 0 outside.
-    """
-    side = tl.arange(0, 4 * SIZE)
-    inner = (side // 16) * (4 * PARTS) + 16 * half + side % 16
-    k = u[:, None] * (SIZE * PARTS) + inner[None, :]
-    inside = (r < rows)[None, :, None]
-    if not EVEN:
-        inside = inside & (k < inputs)[:, None, :]
-    return tl.load(x + r[None, :, None] * inputs + k[:, None, :], mask=inside, other=0.0)
-
-
-@triton.jit
-def add_units(acc, tile, columns, more, scale, offset, PARTS: tl.constexpr, SHIFTED: tl.constexpr):
-    """Add a tile's products, summed within units, to acc [units, outputs, rows]. more: columns of
-    words' second halves.
-    """
-    kind: tl.constexpr = columns.dtype
-    weights = unpacked(tile, 0, PARTS, kind)
-    columns = tl.permute(columns, [0, 2, 1])
-    sums = tl.dot(weights, columns, input_precision="ieee")
-    if PARTS == 8:
-        more = tl.permute(more, [0, 2, 1])
-        sums = tl.dot(unpacked(tile, 1, PARTS, kind), more, sums, input_precision="ieee")
-    acc += sums * scale[:, :, None]
-    if SHIFTED:
-        # the sum of x beside every output, as the sums of products lie; joined as weights are
-        side: tl.constexpr = [weights.shape[0], weights.shape[1], weights.shape[2] // 2]
-        one = tl.full(side, 1.0, tl.float32).to(kind)
-        ones = tl.reshape(tl.join(one, one), weights.shape)
-        total = tl.dot(ones, columns, input_precision="ieee")
-        if PARTS == 8:
-            total = tl.dot(ones, more, total, input_precision="ieee")
-        acc += total * offset[:, :, None]
-    return acc
-
-
-@triton.jit
-def sums_of_units(
-    x,
+def read_weights(
     words,
     scales,
     offsets,
-    held,
-    r,
-    rows,
-    inputs,
-    width,
+    block,
+    row,
+    unit,
+    blocks,
     groups,
-    per_group,
-    ROWS: tl.constexpr,
-    UNIT: tl.constexpr,
+    UNITS: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    JOINED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Load a block of each warp: its words from places `words`; the scales and the offsets of its
+    UNITS units of rows, as words that hold both where JOINED; 0 outside.
+    """
+    held = load(words, block, blocks, EVEN)
+    g = unit[:, None] + tl.arange(0, UNITS)[None, :]
+    if PER_GROUP == 0:
+        g, unit = g * 0, unit * 0
+    else:
+        g, unit = g // PER_GROUP, unit // PER_GROUP
+    at = row[:, None] * groups + g
+    # one mask for a block leaves its scales one load
+    inside = unit[:, None] if WHOLE else g
+    if JOINED:
+        joined = scales.to(tl.pointer_type(tl.int32), bitcast=True)
+        scale = load(joined + at, inside, groups, EVEN)
+        offset = scale
+    else:
+        scale = load(scales + at, inside, groups, EVEN)
+        offset = load(offsets + at, inside, groups, EVEN)
+    return held, scale, offset
+
+
+@triton.jit
+def read_columns(x, k, width, PARTS: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr):
+    """Load the columns of a block from places `x`, four a lane, of which k is the first: its four
+    parts, of nibbles each part's first 16 columns and the other 16.
+    """
+    found = ()
+    for piece in tl.static_range(PARTS):
+        at = piece * 16 // WIDE
+        found += (load(x + at, (k + at)[:, None], width, EVEN),)  # type: ignore
+    return found
+
+
+@triton.jit
+def apart(joined, kind: tl.constexpr):
+    """Scales and offsets of `kind` that words hold, in float32."""
+    if kind == tl.bfloat16:
+        # the upper half of a float32
+        low = (joined << 16).to(tl.float32, bitcast=True)
+        high = (joined & -65536).to(tl.float32, bitcast=True)
+    else:
+        low, high = halves(joined, kind)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def columns_apart(tile, COUNT: tl.constexpr):
+    """The COUNT columns of a tile [entries, COUNT], 1, 2 or 4, each [entries]."""
+    if COUNT == 1:
+        found = (tl.reshape(tile, [tile.shape[0]]),)
+    elif COUNT == 2:
+        found = tl.split(tile)
+    else:
+        even, odd = tl.split(tl.reshape(tile, [tile.shape[0], 2, 2]))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        found = first, second, third, fourth  # type: ignore
+    return found
+
+
+@triton.jit
+def as_outputs(entries, WARPS: tl.constexpr):
+    """Order entries [2 * WARPS * 8 * 4] of a load by warp, output and lane: [WARPS, 16, 4]."""
+    found = tl.permute(tl.reshape(entries, [2, WARPS, 8, 4]), [1, 0, 2, 3])
+    return tl.reshape(found, [WARPS, 16, 4])
+
+
+@triton.jit
+def beside_sums(scales, WARPS: tl.constexpr):
+    """Lay loaded scales [entries] beside sums [WARPS, 16, 8 rows]: each lane has loaded those of
+    the sums that it holds.
+    """
+    found = as_outputs(scales, WARPS)
+    return tl.reshape(tl.join(found, found), [WARPS, 16, 8])
+
+
+@triton.jit
+def operand(loaded, kind: tl.constexpr, WARPS: tl.constexpr):
+    """Lay 16 loaded columns of x, words of two or float32, as tensor cores take them:
+    [WARPS, 16, 8 rows].
+    """
+    found = tl.reshape(loaded, [WARPS, 8, 4 * loaded.shape[1]])
+    if kind != tl.float32:
+        low, high = halves(found, kind)
+        found = tl.reshape(tl.join(low, high), [WARPS, 8, 16])
+    return tl.permute(found, [0, 2, 1])
+
+
+@triton.jit
+def constant(value: tl.constexpr, like):
+    """A tensor of one value as weights [A, B, C] lie: joined as they are."""
+    side: tl.constexpr = [like.shape[0], like.shape[1], like.shape[2] // 2]
+    half = tl.full(side, value, tl.float32).to(like.dtype)
+    return tl.reshape(tl.join(half, half), like.shape)
+
+
+@triton.jit
+def add_block(
+    acc,
+    weights,
+    columns,
+    carrier,
+    scale_kind: tl.constexpr,
+    kind: tl.constexpr,
+    WARPS: tl.constexpr,
     UNITS: tl.constexpr,
     PARTS: tl.constexpr,
+    JOINED: tl.constexpr,
     ADDED: tl.constexpr,
     OFFSETS: tl.constexpr,
-    STAGES: tl.constexpr,
-    EVEN: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    """Multiply rows r of x by rows `held` of the weight: sums [outputs, ROWS], float32.
+    """Add the products of a block of each warp, summed within units, to acc [WARPS, 16, 8 rows].
 
-    Warps share the units of a round, and their sums stay apart until the end. The first round's
-    words are loaded before the kernel waits for x and multiplied last, as in kernels/layer/gemv.py;
-    scales are loaded a round ahead.
+    weights: its words, scales and offsets; columns: those of x.
     """
-    SIZE: tl.constexpr = UNIT // PARTS
-    SHIFTED: tl.constexpr = OFFSETS or ADDED > 0
-    u = tl.arange(0, UNITS)
-    of, each = held[None, :], u[:, None]
-    first = word_tile(words, held, u, width, SIZE, EVEN)
-    first_scale, first_offset = scales_at(
-        scales, offsets, of, each // per_group, groups, ADDED, OFFSETS
+    EACH: tl.constexpr = 4 // UNITS  # parts of a unit
+    parts = columns_apart(tl.reshape(weights[0], [64 * WARPS, 4]), 4)
+    if JOINED:
+        scale, offset = apart(weights[1], scale_kind)
+    else:
+        scale, offset = weights[1].to(tl.float32), weights[2].to(tl.float32)
+    scale, offset = (
+        columns_apart(scale, UNITS),
+        columns_apart(offset - ADDED * scale, UNITS),
     )
-    scale, offset = scales_at(
-        scales, offsets, of, (each + UNITS) // per_group, groups, ADDED, OFFSETS
-    )
-    wait_for_last_kernel(DEPENDENT)
-    first_columns = unit_rows(x, r, u, rows, inputs, 0, SIZE, PARTS, EVEN)
-    first_more = unit_rows(x, r, u, rows, inputs, PARTS // 8, SIZE, PARTS, EVEN)
-    acc = tl.zeros([UNITS, held.shape[0], ROWS], tl.float32)
-    for start in tl.range(UNITS, tl.cdiv(width, SIZE), UNITS, num_stages=STAGES):
-        now_scale, now_offset = scale, offset
-        ahead = (start + UNITS + each) // per_group
-        scale, offset = scales_at(scales, offsets, of, ahead, groups, ADDED, OFFSETS)
-        tile = word_tile(words, held, start + u, width, SIZE, EVEN)
-        columns = unit_rows(x, r, start + u, rows, inputs, 0, SIZE, PARTS, EVEN)
-        more = unit_rows(x, r, start + u, rows, inputs, PARTS // 8, SIZE, PARTS, EVEN)
-        acc = add_units(acc, tile, columns, more, now_scale, now_offset, PARTS, SHIFTED)
-    acc = add_units(
-        acc, first, first_columns, first_more, first_scale, first_offset, PARTS, SHIFTED
-    )
-    return tl.sum(acc, 0)
+    for unit in tl.static_range(UNITS):
+        sums = tl.zeros(acc.shape, tl.float32)
+        total = tl.zeros(acc.shape, tl.float32)
+        for part in tl.static_range(EACH):
+            words = as_outputs(parts[unit * EACH + part], WARPS)
+            for half in tl.static_range(PARTS // 4):
+                x = operand(columns[(unit * EACH + part) * (PARTS // 4) + half], kind, WARPS)
+                values = unpacked(words, half, PARTS, kind, carrier)
+                if OFFSETS:
+                    total = tl.dot(constant(1.0, values), x, total, input_precision="ieee")
+                elif ADDED > 0:
+                    sums = tl.dot(constant(-ADDED, values), x, sums, input_precision="ieee")
+                sums = tl.dot(values, x, sums, input_precision="ieee")
+                if PARTS == 4 and kind == tl.bfloat16:
+                    sums = tl.dot(signs(words, carrier), x, sums, input_precision="ieee")
+        acc += sums * beside_sums(scale[unit], WARPS)
+        if OFFSETS:
+            acc += total * beside_sums(offset[unit], WARPS)
+    return acc
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "carrier"])
 def few_bits_kernel(
     x,
     words,
@@ -287,33 +381,104 @@ def few_bits_kernel(
     rows,
     outputs,
     inputs,
-    width,
+    blocks,
     groups,
-    per_group,
+    carrier,
     HELD: tl.constexpr,
     ROWS: tl.constexpr,
-    UNIT: tl.constexpr,
+    ALONG: tl.constexpr,
+    SETS: tl.constexpr,
     UNITS: tl.constexpr,
     PARTS: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    JOINED: tl.constexpr,
     ADDED: tl.constexpr,
     OFFSETS: tl.constexpr,
-    STAGES: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    WHOLE: tl.constexpr,
     EVEN: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Compute HELD outputs of ROWS rows: grid (tiles of outputs, tiles of rows)."""
+    """Compute HELD outputs of ROWS rows: grid (tiles of outputs, tiles of rows).
+
+    A warp has 16 outputs and every ALONG-th block. Its loads are two-dimensional, so that a
+    compiler's layout of them is the one that products take. The first SETS of a warp's blocks are
+    loaded before the kernel waits for x.
+    """
     kind: tl.constexpr = x.dtype.element_ty
+    scale_kind: tl.constexpr = scales.dtype.element_ty
     n, m, stored = outputs_of_program(outputs, HELD, GATED)
+    TILES: tl.constexpr = m.shape[0] // 16
+    WARPS: tl.constexpr = ALONG * TILES
+    STEP: tl.constexpr = ALONG * SETS
+    if WHOLE and PER_GROUP == 1:
+        groups = blocks * UNITS  # says that a block's scales are aligned
+    # words: rows beyond the last read the last one again, and are not stored
+    a = tl.arange(0, 16 * WARPS)
+    place, block = place_of(a, WARPS, TILES)
+    row = tl.minimum(row_of_place(place, outputs, HELD, GATED), stored - 1).to(tl.int64)
+    words += row[:, None] * (blocks * 16) + (block * 16)[:, None] + tl.arange(0, 16)[None, :]
+    block = block[:, None]
+    # scales, for each of the four lanes that have sums of an output
+    place, unit = place_of(tl.arange(0, 64 * WARPS) // 4, WARPS, TILES)
+    row = tl.minimum(row_of_place(place, outputs, HELD, GATED), stored - 1).to(tl.int64)
+    unit *= UNITS
+    # columns of x, 16 of each of 8 rows: four a lane
+    WIDE: tl.constexpr = 1 if kind == tl.float32 else 2
+    if WIDE == 2:
+        x = x.to(tl.pointer_type(tl.int32), bitcast=True)
+    BLOCK: tl.constexpr = 16 * PARTS // WIDE
+    width = inputs // WIDE
+    c = tl.arange(0, 32 * WARPS)
+    r = tl.minimum(tl.program_id(1) * ROWS + c // 4 % 8, rows - 1)
+    k = c // 32 // TILES * BLOCK + c % 4 * (4 // WIDE)
+    source = x + (r * width + k)[:, None] + tl.arange(0, 4 // WIDE)[None, :]
+    weights = ()
+    for s in tl.static_range(SETS):
+        at = s * ALONG
+        weights += (  # type: ignore
+            read_weights(
+                words + 16 * at, scales, offsets, at + block, row, at * UNITS + unit, blocks,
+                groups, UNITS, PER_GROUP, JOINED, WHOLE, EVEN,
+            ),
+        )  # fmt: skip
+    wait_for_last_kernel(DEPENDENT)
+    acc = tl.zeros([WARPS, 16, 8], tl.float32)
+    for start in tl.range(STEP, blocks, STEP, num_stages=1):
+        words += STEP * 16
+        more = ()
+        for s in tl.static_range(SETS):
+            at = s * ALONG
+            columns = read_columns(
+                source + at * BLOCK, (start - STEP + at) * BLOCK + k, width, PARTS, WIDE, EVEN
+            )
+            acc = add_block(
+                acc, weights[s], columns, carrier, scale_kind, kind, WARPS, UNITS, PARTS, JOINED,
+                ADDED, OFFSETS,
+            )  # fmt: skip
+            more += (  # type: ignore
+                read_weights(
+                    words + 16 * at, scales, offsets, start + at + block, row,
+                    (start + at) * UNITS + unit, blocks, groups, UNITS, PER_GROUP, JOINED, WHOLE,
+                    EVEN,
+                ),
+            )  # fmt: skip
+        weights = more
+        source += STEP * BLOCK
+    last = (tl.cdiv(blocks, STEP) - 1) * STEP
+    for s in tl.static_range(SETS):
+        at = s * ALONG
+        columns = read_columns(
+            source + at * BLOCK, (last + at) * BLOCK + k, width, PARTS, WIDE, EVEN
+        )
+        acc = add_block(
+            acc, weights[s], columns, carrier, scale_kind, kind, WARPS, UNITS, PARTS, JOINED,
+            ADDED, OFFSETS,
+        )  # fmt: skip
+    sums = tl.sum(tl.reshape(acc, [ALONG, m.shape[0], 8]), 0)
     r = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    # rows beyond the last read the last one again, and are not stored
-    held = tl.minimum(m, stored - 1)
-    sums = sums_of_units(
-        x, words, scales, offsets, held, r, rows, inputs, width, groups, per_group,
-        ROWS, UNIT, UNITS, PARTS, ADDED, OFFSETS, STAGES, EVEN, DEPENDENT,
-    )  # fmt: skip
     store_rows(
         sums, bias, residual, out, n, m, r, rows, outputs, stored, kind, GATED, BIAS, RESIDUAL
     )

@@ -1,22 +1,26 @@
 """Weights of few bits as kernels/quant/gemv.py and gemm.py read them: 32-bit words whose parts are
 unpacked two at a time.
 
-A block is 4 words: 16 columns of int8 or 32 of int4. Part i of a word is its i-th byte or nibble
-from below. One shift and one mask leave parts i and i + P / 2 of P in a word's two halves, as two
-numbers of 16 bits: the values of two neighbouring columns, as one register of a tensor core's
-operand holds them (Marlin's idea, arXiv 2408.11743). Word w has columns 4 w to 4 w + 3 of a block's
-first 16 columns, which are its pairs 0 and 1, and the same of the other 16, which are 2 and 3.
+Part i of a word is its i-th byte or nibble from below. One shift and one mask leave parts i and
+i + P / 2 of P in a word's two halves, as two numbers of 16 bits: the values of two neighbouring
+columns, as one register of a tensor core's operand holds them (Marlin's idea, arXiv 2408.11743).
+
+A block is 16 words: four parts of 16 columns of int8 or 32 of int4. A tensor core's operand has
+its columns on four lanes. Words 4 t to 4 t + 3 are lane t's, 16 bytes at once, one of each part:
+columns 4 t to 4 t + 3 of the part's first 16, which are a word's pairs 0 and 1, and the same of the
+other 16, which are 2 and 3.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from kernels.quant.matrix import Quantised, blocks, nibbles, packed_nibbles
 
-WORDS = 4  # of a block
+BLOCK_WORDS = 16
+LANES = 4
 PARTS = {"int8": 4, "int4": 8}  # of a word
 
 
@@ -24,8 +28,9 @@ PARTS = {"int8": 4, "int4": 8}  # of a word
 class Words:
     """A matrix [O, I] of int8 or int4.
 
-    values: int32 [O, 4 * blocks], the last block of a row filled up with columns that are never
-    multiplied. scales: floating point [O, ceil(I / group)]; offsets: the same shape, or None.
+    values: int32 [O, 16 * blocks], the last block of a row filled up with columns that are never
+    multiplied. scales: floating point [O, ceil(I / group)]; offsets: the same shape, or None. Where
+    `joined`, an offset lies behind its scale, in one word.
     """
 
     kind: str
@@ -49,7 +54,11 @@ class Words:
         scales, offsets = weight.scales.contiguous(), weight.offsets
         if offsets is not None:
             offsets = offsets.contiguous()
-        return cls(weight.kind, weight.shape, values, scales, offsets, weight.group)
+        words = cls(weight.kind, weight.shape, values, scales, offsets, weight.group)
+        if words.joined and offsets is not None:
+            scales, offsets = torch.stack((scales, offsets), -1).unbind(-1)
+            words = replace(words, scales=scales, offsets=offsets)
+        return words
 
     @property
     def nbytes(self) -> int:
@@ -58,17 +67,24 @@ class Words:
         return sum(t.numel() * t.element_size() for t in held if t is not None)
 
     @property
+    def joined(self) -> bool:
+        """Whether an offset lies behind its scale: where both are of one dtype of 16 bits."""
+        if self.offsets is None:
+            return False
+        return self.scales.dtype == self.offsets.dtype and self.scales.itemsize == 2
+
+    @property
     def columns_of_block(self) -> int:
-        """Columns of 4 words."""
-        return WORDS * PARTS[self.kind]
+        """Columns of 16 words."""
+        return BLOCK_WORDS * PARTS[self.kind]
 
     def quantised(self, rows: slice | torch.Tensor) -> Quantised:
         """Some rows, a slice or int64 indices, as they came: values [rows, I] in few bits."""
         found = self.values[rows].contiguous().view(torch.uint8)
         parts = found if self.kind == "int8" else nibbles(found)
-        # [rows, blocks, word, one of a pair, half, pair of it] to columns side by side
-        apart = parts.view(len(found), -1, WORDS, 2, PARTS[self.kind] // 4, 2)
-        whole = apart.permute(0, 1, 4, 2, 5, 3).reshape(len(found), -1)[:, : self.shape[1]]
+        # [rows, blocks, lane, part, one of a pair, half, pair of it] to columns side by side
+        apart = parts.view(len(found), -1, LANES, 4, 2, PARTS[self.kind] // 4, 2)
+        whole = apart.permute(0, 1, 3, 5, 2, 6, 4).reshape(len(found), -1)[:, : self.shape[1]]
         values = whole.view(torch.int8) if self.kind == "int8" else packed_nibbles(whole)
         offsets = None if self.offsets is None else self.offsets[rows]
         return Quantised(self.kind, values, self.scales[rows], self.group, offsets)
@@ -79,18 +95,19 @@ class Words:
 
 
 def held_as_words(kind: str, group: int, columns: int, plain: bool = True) -> bool:
-    """Whether words can hold a matrix: int8 or int4 whose groups are whole blocks, or whole rows.
+    """Whether words can hold a matrix: int8 or int4 whose groups are whole parts of blocks, or
+    whole rows.
 
     plain: without a table and outliers.
     """
     if kind not in PARTS or not plain:
         return False
-    return group >= columns or group % (WORDS * PARTS[kind]) == 0
+    return group >= columns or group % (LANES * PARTS[kind]) == 0
 
 
 def row_words(kind: str, columns: int) -> int:
     """Words of a row."""
-    return -(-columns // (WORDS * PARTS[kind])) * WORDS
+    return -(-columns // (BLOCK_WORDS * PARTS[kind])) * BLOCK_WORDS
 
 
 def _plain(weight: Quantised) -> bool:
@@ -102,7 +119,8 @@ def _laid_out(kind: str, values: torch.Tensor, words: int) -> torch.Tensor:
     whole = values.view(torch.uint8) if kind == "int8" else nibbles(values)
     short = words * PARTS[kind] - whole.shape[1]
     whole = torch.nn.functional.pad(whole, (0, short))
-    whole = whole.view(len(whole), -1, PARTS[kind] // 4, WORDS, 2, 2).permute(0, 1, 3, 5, 2, 4)
+    whole = whole.view(len(whole), -1, 4, PARTS[kind] // 4, LANES, 2, 2)
+    whole = whole.permute(0, 1, 4, 2, 6, 3, 5)
     parts = whole.reshape(len(whole), -1)
     if kind == "int4":
         parts = packed_nibbles(parts)

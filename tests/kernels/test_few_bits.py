@@ -1,8 +1,9 @@
 """Products with weights of few bits, interpreted: words, the few rows of a decode step with what
 follows the product, the tiles of a prompt's chunk.
 
-Stops: a nibble or a scale of another column, padding that is multiplied, a lost sign, cancellation
-against the 16 that nibbles carry, a kernel that lies and is used all the same.
+Stops: a nibble or a scale of another column, a byte that loses its sign or a bit,
+padding that is multiplied, cancellation against the 128 that nibbles carry, a kernel that lies and
+is used all the same.
 """
 
 from dataclasses import replace
@@ -128,6 +129,20 @@ def test_few_rows(kind, rows, outputs, inputs, group, dtype, extras):
     exact = multiply_rows_ref(x.double(), dense64(weight), **wide)
     assert found.dtype == plain.dtype and found.shape == plain.shape
     assert_close(found, exact, plain, dtype, kind)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_every_value_is_unpacked_exactly_at_every_place_of_a_word(kind, dtype):
+    """All 256 bytes and all 16 nibbles, one column at a time: a row of x is a unit vector."""
+    count = 256 if kind == "int8" else 16
+    columns, least = 16 if kind == "int8" else 32, -128 if kind == "int8" else 0
+    values = (torch.arange(count)[:, None] + 37 * torch.arange(columns)) % count + least
+    held = values.to(torch.int8) if kind == "int8" else packed_nibbles(values.to(torch.uint8))
+    words = Words.of(Quantised(kind, held, torch.ones(count, 1), columns))
+    for first in range(0, columns, 16):
+        x = torch.eye(columns, dtype=dtype)[first : first + 16]
+        assert torch.equal(multiply_few_bits(x, words).t().long(), values[:, first : first + 16])
 
 
 @pytest.mark.parametrize("kind, group", [("int4", 32), ("int8", 64), ("int8", 0)])

@@ -35,8 +35,8 @@ FINDINGS = (
     Breakage(
         "C8 a product's sums follow the number of rows, with weights of few bits",
         "kernels/quant/gemv.py",
-        r"UNITS=UNITS,",
-        "UNITS=UNITS // (1 if rows == 1 else 2),",
+        r"ALONG=ALONG,",
+        "ALONG=ALONG // (1 if rows == 1 else 2),",
         ("tests/kernels/test_few_bits.py::test_a_rows_bits_do_not_depend_on_its_neighbours",),
     ),
     Breakage(

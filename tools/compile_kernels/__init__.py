@@ -6,4 +6,5 @@ variants.py  records what a launcher would launch: what is compiled is what is l
 compiler.py  compiles a variant for a GPU and reads registers, spills and shared memory off the code
 store.py     keeps reports from run to run
 cli.py       the command line and the table
+predict.py   times of a model's steps from counted instructions and bytes
 """
