@@ -16,15 +16,18 @@ from kernels.experts.stack import Stack
 from kernels.launch.pdl import dependent, wait_for_last_kernel
 from kernels.launch.triton import tl, triton
 from kernels.layer.gemv import HELD, STEPS, row_tile, rows_of, weight_tile
+from kernels.quant.gemv import HELD as WORDS_HELD
 from kernels.quant.gemv import (
     ROWS,
-    UNITS,
-    added_to_values,
-    sums_of_units,
-    unit_of,
-    units_of_group,
+    counts_of,
+    places_of_scales,
+    places_of_words,
+    rows_of_lanes,
+    sums_of_blocks,
+    whole_lanes,
+    words_launch,
+    words_of,
 )
-from kernels.quant.words import PARTS, Words
 
 Clamp = tuple[float, float]  # (limit, alpha) of gpt-oss's activation
 
@@ -86,32 +89,18 @@ def open_experts(
             **dependent(x),
         )  # fmt: skip
         return out
-    unit, held = unit_of(weight), HELD // 2
+    x, held = whole_lanes(x), WORDS_HELD // 2
+    launch = words_launch(weight, x)
+    if "maxnreg" in launch:
+        launch["maxnreg"] = 168  # under 128 biases of gates and ups in turn spill 16 bytes
     open_words_kernel[(-(-width // held), room, -(-rows // ROWS))](
-        x, weight.values, weight.scales,
-        weight.scales if weight.offsets is None else weight.offsets,
-        bias, *chosen, out, rows, width, inputs,
-        weight.values.shape[1], weight.scales.shape[1], units_of_group(weight, unit), limit, alpha,
+        x, *words_of(weight), bias, *chosen, out, rows, width, x.shape[-1], *counts_of(weight, x),
+        limit, alpha,
         HELD=held,
-        **words_launch(weight, x, unit),
-        **named,
+        **{**named, **launch},
         **dependent(x),
     )  # fmt: skip
     return out
-
-
-def words_launch(weight: Words, x: torch.Tensor, unit: int) -> dict[str, int | float | bool]:
-    """Return what a launch takes of weights in words, as kernels/quant/gemv.py sets it."""
-    return dict(
-        ROWS=ROWS,
-        UNIT=unit,
-        UNITS=UNITS,
-        PARTS=PARTS[weight.kind],
-        ADDED=added_to_values(weight, x.dtype),
-        OFFSETS=weight.offsets is not None,
-        STAGES=3 if unit > 32 else 4,
-        EVEN=weight.shape[1] % (UNITS * unit) == 0,
-    )
 
 
 @triton.jit
@@ -120,13 +109,18 @@ def outputs_of_expert(width, HELD: tl.constexpr, CLAMPED: tl.constexpr):
     then ups, whether they take turns or lie in halves. Outputs beyond the last have the last row.
     """
     n = tl.program_id(0) * HELD + tl.arange(0, HELD)
-    i = tl.arange(0, 2 * HELD)
+    return n, row_of_output(tl.arange(0, 2 * HELD), width, HELD, CLAMPED)
+
+
+@triton.jit
+def row_of_output(i, width, HELD: tl.constexpr, CLAMPED: tl.constexpr):
+    """Number the rows of an expert's matrix at places i of a program, as `outputs_of_expert`."""
     first = tl.minimum(tl.program_id(0) * HELD + i % HELD, width - 1)
     if CLAMPED:
         m = 2 * first + i // HELD
     else:
         m = first + (i // HELD) * width
-    return n, m
+    return m
 
 
 @triton.jit
@@ -209,7 +203,7 @@ def open_kernel(
     store_opened(acc, bias, out, n, m, r, rows, width, limit, alpha, kind, CLAMPED, BIAS)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "carrier"])
 def open_words_kernel(
     x,
     words,
@@ -223,19 +217,22 @@ def open_words_kernel(
     rows,
     width,
     inputs,
-    row_words,
+    blocks,
     groups,
-    per_group,
+    carrier,
     limit,
     alpha,
     HELD: tl.constexpr,
     ROWS: tl.constexpr,
-    UNIT: tl.constexpr,
+    ALONG: tl.constexpr,
+    SETS: tl.constexpr,
     UNITS: tl.constexpr,
     PARTS: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    JOINED: tl.constexpr,
     ADDED: tl.constexpr,
     OFFSETS: tl.constexpr,
-    STAGES: tl.constexpr,
+    WHOLE: tl.constexpr,
     EVEN: tl.constexpr,
     CLAMPED: tl.constexpr,
     BIAS: tl.constexpr,
@@ -251,13 +248,19 @@ def open_words_kernel(
     mine = tl.load(members + slot)
     if ((mine >> first) & ((1 << ROWS) - 1)) == 0:
         return
+    TILES: tl.constexpr = HELD // 8
+    WARPS: tl.constexpr = ALONG * TILES
     n, m = outputs_of_expert(width, HELD, CLAMPED)
-    m += tl.load(experts + slot) * (2 * width)
+    above = tl.load(experts + slot) * (2 * width)
     r = rows_of_expert(mine, rows, first, ROWS)
-    sums = sums_of_units(
-        x, words, scales, offsets, m, r, rows, inputs, row_words, groups, per_group,
-        ROWS, UNIT, UNITS, PARTS, ADDED, OFFSETS, STAGES, EVEN, False,
+    sums = sums_of_blocks(
+        x, words, scales, offsets,
+        above + row_of_output(places_of_words(WARPS, TILES), width, HELD, CLAMPED),
+        above + row_of_output(places_of_scales(WARPS, TILES), width, HELD, CLAMPED),
+        tl.minimum(first + rows_of_lanes(WARPS), rows - 1),
+        inputs, blocks, groups, carrier,
+        TILES, ALONG, SETS, UNITS, PARTS, PER_GROUP, JOINED, ADDED, OFFSETS, WHOLE, EVEN, False,
     )  # fmt: skip
     out += slot.to(tl.int64) * rows * width
     kind: tl.constexpr = x.dtype.element_ty
-    store_opened(sums, bias, out, n, m, r, rows, width, limit, alpha, kind, CLAMPED, BIAS)
+    store_opened(sums, bias, out, n, above + m, r, rows, width, limit, alpha, kind, CLAMPED, BIAS)

@@ -32,13 +32,7 @@ class Stack:
         """Make room for `count` matrices of the form of one [O, I], with its bias [O] or None."""
         if isinstance(weight, torch.Tensor):
             return cls(count, _room(count, weight), None if bias is None else _room(count, bias))
-        whole = replace(
-            weight,
-            shape=(count * weight.shape[0], weight.shape[1]),
-            values=_room(count, weight.values),
-            scales=_room(count, weight.scales),
-            offsets=None if weight.offsets is None else _room(count, weight.offsets),
-        )
+        whole = weight.room(count)
         return cls(count, whole, None if bias is None else _room(count, bias))
 
     @property

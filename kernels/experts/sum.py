@@ -12,19 +12,22 @@ import torch
 import torch.nn.functional as F
 
 from kernels.experts.choose import Choice
-from kernels.experts.open import rows_of_expert, words_launch
+from kernels.experts.open import rows_of_expert
 from kernels.experts.stack import Stack
 from kernels.launch.pdl import dependent, wait_for_last_kernel
 from kernels.launch.triton import tl, triton
 from kernels.layer.gemv import HELD, STEPS, row_tile, weight_tile
+from kernels.quant.gemv import HELD as WORDS_HELD
 from kernels.quant.gemv import (
     ROWS,
-    add_units,
-    scales_at,
-    unit_of,
-    unit_rows,
-    units_of_group,
-    word_tile,
+    counts_of,
+    places_of_scales,
+    places_of_words,
+    rows_of_lanes,
+    sums_of_blocks,
+    whole_lanes,
+    words_launch,
+    words_of,
 )
 
 # 128 to 180 programs for 132 SMs are few, so more rounds are in flight: 5. A round's addresses hang
@@ -76,14 +79,11 @@ def sum_experts(
             **dependent(opened),
         )  # fmt: skip
         return out
-    unit = unit_of(weight)
-    sum_words_kernel[(-(-outputs // HELD), -(-rows // ROWS))](
-        opened, weight.values, weight.scales,
-        weight.scales if weight.offsets is None else weight.offsets,
-        bias, added, *chosen, out, rows, outputs, inputs,
-        weight.values.shape[1], weight.scales.shape[1], units_of_group(weight, unit),
-        **words_launch(weight, opened, unit) | dict(STAGES=5 if unit > 32 else 7),
-        **named,
+    opened = whole_lanes(opened)
+    sum_words_kernel[(-(-outputs // WORDS_HELD), -(-rows // ROWS))](
+        opened, *words_of(weight), bias, added, *chosen, out, rows, outputs, opened.shape[-1],
+        *counts_of(weight, opened),
+        **{**named, **words_launch(weight, opened), "HELD": WORDS_HELD},
         **dependent(opened),
     )  # fmt: skip
     return out
@@ -162,7 +162,7 @@ def sum_kernel(
     store_summed(total, residual, out, n, r, rows, outputs, kind, RESIDUAL)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "carrier"])
 def sum_words_kernel(
     opened,
     words,
@@ -178,16 +178,19 @@ def sum_words_kernel(
     rows,
     outputs,
     inputs,
-    width,
+    blocks,
     groups,
-    per_group,
+    carrier,
     ROWS: tl.constexpr,
-    UNIT: tl.constexpr,
+    ALONG: tl.constexpr,
+    SETS: tl.constexpr,
     UNITS: tl.constexpr,
     PARTS: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    JOINED: tl.constexpr,
     ADDED: tl.constexpr,
     OFFSETS: tl.constexpr,
-    STAGES: tl.constexpr,
+    WHOLE: tl.constexpr,
     EVEN: tl.constexpr,
     HELD: tl.constexpr,
     BIAS: tl.constexpr,
@@ -197,35 +200,31 @@ def sum_words_kernel(
     """Compute HELD outputs of ROWS rows from weights of few bits: grid (tiles of outputs, tiles of
     rows).
     """
-    SIZE: tl.constexpr = UNIT // PARTS
-    SHIFTED: tl.constexpr = OFFSETS or ADDED > 0
+    TILES: tl.constexpr = HELD // 16
+    WARPS: tl.constexpr = ALONG * TILES
     kind: tl.constexpr = opened.dtype.element_ty
-    first = tl.program_id(1) * ROWS
-    n = tl.program_id(0) * HELD + tl.arange(0, HELD)
-    held, u = tl.minimum(n, outputs - 1), tl.arange(0, UNITS)
+    first, start = tl.program_id(1) * ROWS, tl.program_id(0) * HELD
+    n = start + tl.arange(0, HELD)
+    of_words = tl.minimum(start + places_of_words(WARPS, TILES), outputs - 1)
+    of_scales = tl.minimum(start + places_of_scales(WARPS, TILES), outputs - 1)
+    of_x = tl.minimum(first + rows_of_lanes(WARPS), rows - 1)
     wait_for_last_kernel(DEPENDENT)
-    rounds = tl.load(listed) * tl.cdiv(width, SIZE * UNITS)
-    start = 0
-    acc = tl.zeros([UNITS, HELD, ROWS], tl.float32)
     total = tl.zeros([HELD, ROWS], tl.float32)
-    for _ in tl.range(0, rounds, num_stages=STAGES):
-        at = start + u
-        m = tl.load(experts) * outputs + held
-        r = rows_of_expert(tl.load(members), rows, first, ROWS)
-        scale, offset = scales_at(
-            scales, offsets, m[None, :], at[:, None] // per_group, groups, ADDED, OFFSETS
-        )
-        tile = word_tile(words, m, at, width, SIZE, EVEN)
-        columns = unit_rows(opened, r, at, rows, inputs, 0, SIZE, PARTS, EVEN)
-        more = unit_rows(opened, r, at, rows, inputs, PARTS // 8, SIZE, PARTS, EVEN)
-        acc = add_units(acc, tile, columns, more, scale, offset, PARTS, SHIFTED)
-        start += UNITS
-        if start * SIZE >= width:
-            total = weighed(total, tl.sum(acc, 0), bias, shares, m, r, rows, kind, BIAS)
-            acc = tl.zeros([UNITS, HELD, ROWS], tl.float32)
-            # the next of the list
-            experts, members = experts + 1, members + 1
-            shares, opened = shares + rows, opened + rows * inputs
-            start = 0
+    for _ in tl.range(0, tl.load(listed), num_stages=1):
+        mine = tl.load(members)
+        if ((mine >> first) & ((1 << ROWS) - 1)) != 0:
+            above = tl.load(experts) * outputs
+            r = rows_of_expert(mine, rows, first, ROWS)
+            sums = sums_of_blocks(
+                opened, words, scales, offsets,
+                above + of_words, above + of_scales, of_x, inputs, blocks, groups, carrier,
+                TILES, ALONG, SETS, UNITS, PARTS, PER_GROUP, JOINED, ADDED, OFFSETS, WHOLE, EVEN,
+                False,
+            )  # fmt: skip
+            m = above + tl.minimum(n, outputs - 1)
+            total = weighed(total, sums, bias, shares, m, r, rows, kind, BIAS)
+        # the next of the list
+        experts, members = experts + 1, members + 1
+        shares, opened = shares + rows, opened + rows * inputs
     r = first + tl.arange(0, ROWS)
     store_summed(total, residual, out, n, r, rows, outputs, kind, RESIDUAL)

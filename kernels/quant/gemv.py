@@ -75,27 +75,50 @@ def multiply_few_bits(
     inputs, outputs = weight.shape[1], weight.shape[0] // (2 if gated else 1)
     rows = rows_of(x, inputs)
     out = torch.empty(*x.shape[:-1], outputs, dtype=out_dtype or x.dtype, device=x.device)
-    unit, held = unit_of(weight), HELD // (2 if gated else 1)
-    if inputs % 4:  # which a lane reads at once
-        x = F.pad(x, (0, -inputs % 4))
-        inputs = x.shape[-1]
-    sets = SETS if x.itemsize == 2 else 1
-    even = inputs % (sets * ALONG * weight.columns_of_block) == 0
+    held = HELD // (2 if gated else 1)
+    x = whole_lanes(x)
     few_bits_kernel[(-(-outputs // held), -(-rows // ROWS))](
         x,
-        weight.values,
-        weight.scales,
-        weight.scales if weight.joined or weight.offsets is None else weight.offsets,
+        *words_of(weight),
         weight.scales if bias is None else bias,
         x if residual is None else residual,
         out,
         rows,
         outputs,
-        inputs,
-        weight.values.shape[1] // BLOCK_WORDS,
-        weight.scales.shape[1],
-        CARRIERS.get(x.dtype, 0),
+        x.shape[-1],
+        *counts_of(weight, x),
         HELD=held,
+        GATED=gated,
+        BIAS=bias is not None,
+        RESIDUAL=residual is not None,
+        **words_launch(weight, x),
+        **dependent(x),
+    )
+    return out
+
+
+def whole_lanes(x: torch.Tensor) -> torch.Tensor:
+    """x [..., I], or a copy with columns of zeros behind it: a lane reads four at once."""
+    return F.pad(x, (0, -x.shape[-1] % 4)) if x.shape[-1] % 4 else x
+
+
+def words_of(weight: Words) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return words, scales and offsets as `sums_of_blocks` takes them."""
+    apart = weight.offsets is not None and not weight.joined
+    return weight.values, weight.scales, weight.offsets if apart else weight.scales  # type: ignore
+
+
+def counts_of(weight: Words, x: torch.Tensor) -> tuple[int, int, int]:
+    """Return blocks of a row, its scales, and the carrier of x's dtype."""
+    blocks = weight.values.shape[1] // BLOCK_WORDS
+    return blocks, weight.scales.shape[1], CARRIERS.get(x.dtype, 0)
+
+
+def words_launch(weight: Words, x: torch.Tensor) -> dict[str, int | float | bool]:
+    """Return the constants of a launch over HELD rows of `weight` and x of `whole_lanes`."""
+    unit, sets = unit_of(weight), SETS if x.itemsize == 2 else 1
+    even = x.shape[-1] % (sets * ALONG * weight.columns_of_block) == 0
+    return dict(
         ROWS=ROWS,
         ALONG=ALONG,
         SETS=sets,
@@ -105,17 +128,12 @@ def multiply_few_bits(
         JOINED=weight.joined,
         ADDED=ADDED.get((weight.kind, x.dtype), 0.0),
         OFFSETS=weight.offsets is not None,
-        GATED=gated,
-        BIAS=bias is not None,
-        RESIDUAL=residual is not None,
-        WHOLE=inputs % weight.columns_of_block == 0,
+        WHOLE=x.shape[-1] % weight.columns_of_block == 0,
         EVEN=even,
         num_warps=ALONG * HELD // 16,
         # two programs fill the registers of an SM; left alone ptxas aims at 80 and spills 8 bytes
         **(dict(maxnreg=128) if even and x.itemsize == 2 and torch.version.hip is None else {}),
-        **dependent(x),
     )
-    return out
 
 
 def unit_of(weight: Words) -> int:
@@ -369,23 +387,40 @@ def add_block(
     return acc
 
 
-@triton.jit(do_not_specialize=["rows", "carrier"])
-def few_bits_kernel(
+@triton.jit
+def places_of_words(WARPS: tl.constexpr, TILES: tl.constexpr):
+    """Number the outputs of a program for each entry of a load of words."""
+    place, _ = place_of(tl.arange(0, 16 * WARPS), WARPS, TILES)
+    return place
+
+
+@triton.jit
+def places_of_scales(WARPS: tl.constexpr, TILES: tl.constexpr):
+    """Number the outputs of a program for each entry of a load of scales."""
+    place, _ = place_of(tl.arange(0, 64 * WARPS) // 4, WARPS, TILES)
+    return place
+
+
+@triton.jit
+def rows_of_lanes(WARPS: tl.constexpr):
+    """Number the 8 rows of x of a program for each entry of a load of columns."""
+    return tl.arange(0, 32 * WARPS) // 4 % 8
+
+
+@triton.jit
+def sums_of_blocks(
     x,
     words,
     scales,
     offsets,
-    bias,
-    residual,
-    out,
-    rows,
-    outputs,
+    rows_of_words,
+    rows_of_scales,
+    rows_of_x,
     inputs,
     blocks,
     groups,
     carrier,
-    HELD: tl.constexpr,
-    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
     ALONG: tl.constexpr,
     SETS: tl.constexpr,
     UNITS: tl.constexpr,
@@ -394,36 +429,33 @@ def few_bits_kernel(
     JOINED: tl.constexpr,
     ADDED: tl.constexpr,
     OFFSETS: tl.constexpr,
-    GATED: tl.constexpr,
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
     WHOLE: tl.constexpr,
     EVEN: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Compute HELD outputs of ROWS rows: grid (tiles of outputs, tiles of rows).
+    """Sum the products of 8 rows of x and 16 * TILES rows of the weight: [16 * TILES, 8], by the
+    place of a row.
 
-    A warp has 16 outputs and every ALONG-th block. Its loads are two-dimensional, so that a
-    compiler's layout of them is the one that products take. The first SETS of a warp's blocks are
-    loaded before the kernel waits for x.
+    rows_of_words, rows_of_scales, rows_of_x: rows of the weight and of x, for `places_of_words`,
+    `places_of_scales` and `rows_of_lanes`. A row of x has sums of its own, so what another holds is
+    of no matter. DEPENDENT: wait for the kernel before, behind the first loads of weights.
     """
     kind: tl.constexpr = x.dtype.element_ty
     scale_kind: tl.constexpr = scales.dtype.element_ty
-    n, m, stored = outputs_of_program(outputs, HELD, GATED)
-    TILES: tl.constexpr = m.shape[0] // 16
     WARPS: tl.constexpr = ALONG * TILES
     STEP: tl.constexpr = ALONG * SETS
     if WHOLE and PER_GROUP == 1:
         groups = blocks * UNITS  # says that a block's scales are aligned
-    # words: rows beyond the last read the last one again, and are not stored
-    a = tl.arange(0, 16 * WARPS)
-    place, block = place_of(a, WARPS, TILES)
-    row = tl.minimum(row_of_place(place, outputs, HELD, GATED), stored - 1).to(tl.int64)
-    words += row[:, None] * (blocks * 16) + (block * 16)[:, None] + tl.arange(0, 16)[None, :]
+    place, block = place_of(tl.arange(0, 16 * WARPS), WARPS, TILES)
+    words += (
+        rows_of_words.to(tl.int64)[:, None] * (blocks * 16)
+        + (block * 16)[:, None]
+        + tl.arange(0, 16)[None, :]
+    )
     block = block[:, None]
     # scales, for each of the four lanes that have sums of an output
     place, unit = place_of(tl.arange(0, 64 * WARPS) // 4, WARPS, TILES)
-    row = tl.minimum(row_of_place(place, outputs, HELD, GATED), stored - 1).to(tl.int64)
+    row = rows_of_scales.to(tl.int64)
     unit *= UNITS
     # columns of x, 16 of each of 8 rows: four a lane
     WIDE: tl.constexpr = 1 if kind == tl.float32 else 2
@@ -432,9 +464,8 @@ def few_bits_kernel(
     BLOCK: tl.constexpr = 16 * PARTS // WIDE
     width = inputs // WIDE
     c = tl.arange(0, 32 * WARPS)
-    r = tl.minimum(tl.program_id(1) * ROWS + c // 4 % 8, rows - 1)
     k = c // 32 // TILES * BLOCK + c % 4 * (4 // WIDE)
-    source = x + (r * width + k)[:, None] + tl.arange(0, 4 // WIDE)[None, :]
+    source = x + (rows_of_x * width + k)[:, None] + tl.arange(0, 4 // WIDE)[None, :]
     weights = ()
     for s in tl.static_range(SETS):
         at = s * ALONG
@@ -477,7 +508,62 @@ def few_bits_kernel(
             acc, weights[s], columns, carrier, scale_kind, kind, WARPS, UNITS, PARTS, JOINED,
             ADDED, OFFSETS,
         )  # fmt: skip
-    sums = tl.sum(tl.reshape(acc, [ALONG, m.shape[0], 8]), 0)
+    return tl.sum(tl.reshape(acc, [ALONG, 16 * TILES, 8]), 0)
+
+
+@triton.jit(do_not_specialize=["rows", "carrier"])
+def few_bits_kernel(
+    x,
+    words,
+    scales,
+    offsets,
+    bias,
+    residual,
+    out,
+    rows,
+    outputs,
+    inputs,
+    blocks,
+    groups,
+    carrier,
+    HELD: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALONG: tl.constexpr,
+    SETS: tl.constexpr,
+    UNITS: tl.constexpr,
+    PARTS: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    JOINED: tl.constexpr,
+    ADDED: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    WHOLE: tl.constexpr,
+    EVEN: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Compute HELD outputs of ROWS rows: grid (tiles of outputs, tiles of rows).
+
+    A warp has 16 outputs and every ALONG-th block. Its loads are two-dimensional, so that a
+    compiler's layout of them is the one that products take. The first SETS of a warp's blocks are
+    loaded before the kernel waits for x.
+    """
+    kind: tl.constexpr = x.dtype.element_ty
+    n, m, stored = outputs_of_program(outputs, HELD, GATED)
+    TILES: tl.constexpr = m.shape[0] // 16
+    WARPS: tl.constexpr = ALONG * TILES
+    rows_of_words = row_of_place(places_of_words(WARPS, TILES), outputs, HELD, GATED)
+    rows_of_scales = row_of_place(places_of_scales(WARPS, TILES), outputs, HELD, GATED)
+    # rows beyond the last read the last one again, and are not stored
+    sums = sums_of_blocks(
+        x, words, scales, offsets,
+        tl.minimum(rows_of_words, stored - 1),
+        tl.minimum(rows_of_scales, stored - 1),
+        tl.minimum(tl.program_id(1) * ROWS + rows_of_lanes(WARPS), rows - 1),
+        inputs, blocks, groups, carrier,
+        TILES, ALONG, SETS, UNITS, PARTS, PER_GROUP, JOINED, ADDED, OFFSETS, WHOLE, EVEN, DEPENDENT,
+    )  # fmt: skip
     r = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     store_rows(
         sums, bias, residual, out, n, m, r, rows, outputs, stored, kind, GATED, BIAS, RESIDUAL

@@ -78,6 +78,20 @@ class Words:
         """Columns of 16 words."""
         return BLOCK_WORDS * PARTS[self.kind]
 
+    def room(self, count: int) -> Words:
+        """Make room for `count` matrices of this form below each other: uninitialised."""
+        shape = count * self.shape[0], self.shape[1]
+        values = self.values.new_empty(shape[0], self.values.shape[1])
+        scales = self.scales.new_empty(shape[0], self.scales.shape[1], 2 if self.joined else 1)
+        offsets = None
+        if self.joined:
+            scales, offsets = scales.unbind(-1)
+        else:
+            scales = scales[..., 0]
+            if self.offsets is not None:
+                offsets = self.offsets.new_empty(shape[0], self.offsets.shape[1])
+        return replace(self, shape=shape, values=values, scales=scales, offsets=offsets)
+
     def quantised(self, rows: slice | torch.Tensor) -> Quantised:
         """Some rows, a slice or int64 indices, as they came: values [rows, I] in few bits."""
         found = self.values[rows].contiguous().view(torch.uint8)
