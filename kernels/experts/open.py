@@ -91,8 +91,10 @@ def open_experts(
         return out
     x, held = whole_lanes(x), WORDS_HELD // 2
     launch = words_launch(weight, x)
-    if "maxnreg" in launch:
-        launch["maxnreg"] = 168  # under 128 biases of gates and ups in turn spill 16 bytes
+    if x.itemsize == 2 and torch.version.hip is None:
+        # under 128 registers gates and ups in turn spill 16 bytes, under 168 still 8; either way
+        # one program fills an SM
+        launch["maxnreg"] = 255
     open_words_kernel[(-(-width // held), room, -(-rows // ROWS))](
         x, *words_of(weight), bias, *chosen, out, rows, width, x.shape[-1], *counts_of(weight, x),
         limit, alpha,
