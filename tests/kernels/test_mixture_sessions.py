@@ -78,7 +78,7 @@ def test_experts_lie_once_in_memory_and_the_plan_counts_them(name, word):
     """An expert's matrix is a view of its layer's, whatever its weights are held in; a prompt's
     rows and a step's read the same.
     """
-    config = session_config(layers=2, hidden=64, head_dim=16, **FAMILIES[name])
+    config = session_config(layers=3, hidden=64, head_dim=16, **FAMILIES[name])
     stream = lambda *given: random_stream(*given, seed=5)  # noqa: E731
     llm = LLM.from_stream(
         config, stream, weights=word, backend="triton", device="cpu", max_context=256, method=Full()
