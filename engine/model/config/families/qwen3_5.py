@@ -1,31 +1,24 @@
-"""Qwen3.5 and Qwen3.6, dense and with a mixture of experts: three recurrent layers (a gated delta
-net), then one of gated attention, and so on; mostly with a vision tower, of which the language
-model alone is read.
+"""Qwen3.5 and Qwen3.6: three recurrent layers (a gated delta net), then one of gated attention, and
+so on; mostly with a vision tower, of which the language model alone is read.
 
 Reads `layer_types`, or `full_attention_interval` without them; `linear_num_key_heads`,
 `linear_num_value_heads`, `linear_key_head_dim`, `linear_value_head_dim` and
 `linear_conv_kernel_dim`; `attention_bias` (q, k, v and o). A quarter of a head rotates. Of a
 checkpoint with a tower it reads text_config, and the tensors behind model.language_model. Expects
 linear_attn in a recurrent layer and self_attn in another, whose q_proj holds, head by head, q and
-its gate. A mixture has `num_experts`, `num_experts_per_tok`, `moe_intermediate_size` and
-`shared_expert_intermediate_size`; where there is a tower its experts are stacked.
+its gate.
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 from engine.model.config.block import Block, Facts
 from engine.model.config.family import FULL, RECURRENT, Family, Sizes, layer_types
 from engine.model.config.fields import Fields
 from engine.model.config.rope_config import RopeRules
-from engine.model.mixture import Experts
 from engine.model.recurrent import Recurrent
 
 MOST_HEADS = 4096
 MOST_DIM = 1024
-MOST_EXPERTS = 4096  # of a layer; the largest released has 512
-WIDEST = 1 << 20
 MOST_TAPS = 5  # of the convolution: as many as a state's rings hold; released models have 4
 ROPE = RopeRules(partial=True, rotates=0.25)
 BLOCK = Block(qk_norm="head", wide_norm=True, norm_offset=1.0, gated=True)
@@ -74,37 +67,4 @@ FAMILY = Family(
     head_dim=256,
     rope=ROPE,
     towers=("Qwen3_5ForConditionalGeneration",),
-)
-
-
-def experts(fields: Fields, stored: str = "apart", dense: tuple[int, ...] = ()) -> Experts:
-    """Return the mixture, whose shares sum to one, with the expert that every token takes."""
-    count = fields.integer("num_experts", 1, MOST_EXPERTS)
-    return Experts(
-        count,
-        fields.integer("num_experts_per_tok", 1, count),
-        fields.integer("moe_intermediate_size", 1, WIDEST),
-        normalise=True,
-        dense=dense,
-        stored=stored,
-        shared=fields.integer("shared_expert_intermediate_size", 1, WIDEST),
-    )
-
-
-def _moe_facts(fields: Fields, sizes: Sizes) -> Facts:
-    # messages name the key inside text_config where there is a tower
-    stored = "rows" if fields.prefix else "apart"
-    return replace(_facts(fields, sizes), experts=experts(fields, stored))
-
-
-MOE = replace(
-    FAMILY,
-    name="Qwen3.5-MoE",
-    architectures={
-        "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
-        "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
-    },
-    facts=_moe_facts,
-    towers=("Qwen3_5MoeForConditionalGeneration",),
-    intermediate="shared_expert_intermediate_size",
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine.model.config.block import Facts
-from engine.model.config.families import qwen3_5
+from engine.model.config.families import qwen3_5, qwen3_5_moe
 from engine.model.config.families.qwen3_moe import plain_layers
 from engine.model.config.family import Family, Sizes
 from engine.model.config.fields import Fields
@@ -22,7 +22,7 @@ def _facts(fields: Fields, sizes: Sizes) -> Facts:
     return Facts(
         qwen3_5.BLOCK,
         attention_bias=fields.flag("attention_bias", default=False),
-        experts=qwen3_5.experts(fields, dense=plain_layers(fields, sizes.layers)),
+        experts=qwen3_5_moe.experts(fields, dense=plain_layers(fields, sizes.layers)),
         recurrent=qwen3_5.recurrent(fields, sizes, interleaved=True),
     )
 
