@@ -20,6 +20,7 @@ SHARED = ("context and placement", "method")  # groups of flags that describe wh
 ASKED = [
     ("--ctx 4K", {"max_context": 4096}),
     ("--rope linear:2", {"rope": "linear:2"}),
+    ("--savepoints 3", {"savepoints": 3}),
     ("--beyond --ctx 64K", {"beyond": True, "max_context": 65536}),
     ("--device cpu", {"device": "cpu"}),
     ("--dtype float32", {"dtype": "float32"}),

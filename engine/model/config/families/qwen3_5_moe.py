@@ -1,4 +1,4 @@
-"""Qwen3.5 and Qwen3.6 with a mixture of experts, one of which every token takes, instead of the MLP.
+"""Qwen3.5 and Qwen3.6 with a mixture of experts, one of which every token takes.
 
 Reads what Qwen3.5 does, `num_experts`, `num_experts_per_tok`, `moe_intermediate_size` and
 `shared_expert_intermediate_size`. Expects mlp.gate, mlp.shared_expert and its gate; where there is
