@@ -36,14 +36,14 @@ FINDINGS = (
         "C8 a product's sums follow the number of rows, with weights of few bits",
         "kernels/quant/gemv.py",
         r"ALONG=ALONG,",
-        "ALONG=ALONG // (1 if rows == 1 else 2),",
+        "ALONG=ALONG // (1 if x.numel() == x.shape[-1] else 2),",
         ("tests/kernels/test_few_bits.py::test_a_rows_bits_do_not_depend_on_its_neighbours",),
     ),
     Breakage(
         "F1 nobody makes the LLM's card current",
-        "engine/llm.py",
-        r"self\._lock\.held\(\), current\(self\.device\):",
-        "self._lock.held():",
+        "engine/load/loaded.py",
+        r"self\.lock\.held\(\), current\(self\.device\):",
+        "self.lock.held():",
         (f"{CARD}::test_every_request_makes_the_llms_card_current",),
     ),
     Breakage(
