@@ -13,7 +13,7 @@ from typing import Any
 import engine.base.openmp  # noqa: F401  before torch: says how its threads wait
 
 _HOMES = {
-    "AsyncLLM": "engine.async_llm",
+    "AsyncLLM": "engine.asynchronous.llm",
     "EngineError": "engine.base.errors",
     "LLM": "engine.llm",
     "A2SF": "engine.methods.evict.a2sf",

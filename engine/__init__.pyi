@@ -1,6 +1,6 @@
 """The public names, as a type checker sees them; engine/__init__.py imports them lazily."""
 
-from engine.async_llm import AsyncLLM as AsyncLLM
+from engine.asynchronous.llm import AsyncLLM as AsyncLLM
 from engine.base.errors import EngineError as EngineError
 from engine.llm import LLM as LLM
 from engine.methods.evict.a2sf import A2SF as A2SF

@@ -1,7 +1,7 @@
 """The one thread that owns the model and answers everybody's requests, first come, first served.
 Those that write take one step together, and between two steps one of the others reads a chunk of
 its prompt, so that nobody's tokens stop for longer than that. The server (engine/serve/worker) and
-programs (engine/async_llm.py) run it.
+programs (engine/asynchronous/) run it.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ FILES = (  # beside tests/quick.py: what uses the extras, and a library that is 
     "tests/engine/text/test_papers.py",
     "tests/engine/serve/test_openai_client.py",
     "tests/engine/serve/test_guards.py",
-    "tests/engine/batch/test_async_llm.py",
+    "tests/engine/asynchronous/test_async_llm.py",
     "tests/kernels_cpu/test_library.py",
 )
 BOUND = re.compile(r"([A-Za-z0-9_.-]+)\s*>=\s*([\w.]+)\s*(;.*)?$")

@@ -38,7 +38,7 @@ SECTIONS = (
         "",
         (
             "engine.llm:LLM",
-            "engine.async_llm:AsyncLLM",
+            "engine.asynchronous.llm:AsyncLLM",
             "engine.load.options:Options",
             "engine.session.session:Session",
             "engine.batch.batch:Batch",

@@ -38,7 +38,7 @@ FLOORS = (
     ("engine.cli",),
     ("engine.integrations",),
     ("engine",),
-    ("engine.async_llm",),
+    ("engine.asynchronous",),
     ("engine.llm",),
     ("engine.batch",),
     ("engine.session",),
