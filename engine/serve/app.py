@@ -293,7 +293,7 @@ class Routes:
                 often = asked.progress or request.scope.get(HALF)
                 return min(PROGRESS, service.settings.ping) if often else service.settings.ping
 
-            lines = stream(events, reply, ping)
+            lines = stream(events, reply, ping, service.clock)
             return StreamingResponse(lines, media_type="text/event-stream", headers=NO_STORE)
         wrote = []
         async for event in events:

@@ -66,10 +66,20 @@ class Settings:
 
 
 class Service:
-    """What the routes call. `load` must have returned before anything but `ready`."""
+    """What the routes call. `load` must have returned before anything but `ready`.
 
-    def __init__(self, llm: LLM, settings: Settings, cache: BlockCache | None = None) -> None:
+    clock: seconds, by which a stream has been quiet for long enough to get a comment.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        settings: Settings,
+        cache: BlockCache | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.llm, self.settings, self.started = llm, settings, int(time.time())
+        self.clock = clock
         self.ready, self.ending = False, False
         self.worker = HttpWorker(
             llm, settings.slots, settings.waiting, settings.timeout, cache, settings.pause

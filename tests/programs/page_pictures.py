@@ -8,6 +8,7 @@ import base64
 import json
 import struct
 import tempfile
+import time
 import zlib
 from pathlib import Path
 
@@ -110,7 +111,7 @@ def main() -> None:
     method = OmniKV(filter_layers=(1, 4), wait_layers=1, tokens=64, dense_below=0)
     llm = LLM(POCKET, method=method, max_context=8192, threads=1, chunk=128, load=False)
     with (
-        serving(llm, slots=2, ping=0.01) as server,
+        serving(llm, slots=2, ping=0.01, clock=time.monotonic) as server,
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile,
         tab(profile, "--disable-lcd-text") as page,
     ):

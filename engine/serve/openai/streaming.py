@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, Protocol
 
@@ -28,16 +27,19 @@ class Shape(Protocol):
 
 
 async def stream(
-    events: AsyncIterator[Any], reply: Shape, ping: Callable[[], float]
+    events: AsyncIterator[Any],
+    reply: Shape,
+    ping: Callable[[], float],
+    clock: Callable[[], float],
 ) -> AsyncIterator[str]:
     """The text of a streamed answer. While the prompt is read or waits, comments say how far it is,
     so that neither client nor proxy gives up, and the event that the interface has for that.
-    ping: seconds between two of them, now.
+    ping: seconds between two of them, now; clock: seconds that pass.
     """
     begun = False
-    said, where = time.monotonic(), "waiting"
+    said, where = clock(), "waiting"
     async for event in events:
-        now, lines = time.monotonic(), list[Line]()
+        now, lines = clock(), list[Line]()
         if isinstance(event, Reading):
             reply.found(event.cached)
             where = f"reading {event.done}/{event.total}"

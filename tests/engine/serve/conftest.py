@@ -21,6 +21,7 @@ from engine.serve.guards import LOOPBACK, Guard
 from engine.serve.http.connections import Limits, bounded
 from engine.serve.service import Service, Settings
 from tests.builders import POCKET
+from tests.clocks import HeldClock
 from tests.engine.serve.browser import tab
 
 
@@ -30,6 +31,7 @@ class Running:
     def __init__(self, service: Service, protocol: type, port: int) -> None:
         self.protocol = protocol
         self.service, self.worker, self.url = service, service.worker, f"http://127.0.0.1:{port}"
+        self.clock = service.clock
         self.http = httpx.Client(base_url=self.url, timeout=60)
         self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
@@ -47,10 +49,13 @@ class Running:
 @contextlib.contextmanager
 def serving(
     llm, keys=(), hosts=LOOPBACK, most=1 << 20, cache=None, load=True, limits=None, bodies=None,
-    **settings,
+    clock=None, **settings,
 ):  # fmt: skip
-    """A Running server of `llm`."""
-    service = Service(llm, Settings("pocket", **{"ping": 0.2, **settings}), cache)
+    """A Running server of `llm`. Its streams get signs of life as its clock says: none while that
+    stands still.
+    """
+    clock = clock or HeldClock()
+    service = Service(llm, Settings("pocket", **settings), cache, clock)
     app = make_app(service, Guard(keys, hosts, most, bodies))
     protocol = bounded(limits or Limits())
     config = uvicorn.Config(app, port=0, http=protocol, log_level="error", access_log=False)
@@ -89,7 +94,7 @@ def server(pocket):
 def sparse():
     method = OmniKV(filter_layers=(1, 4), wait_layers=1, tokens=64, dense_below=0)
     llm = LLM(POCKET, method=method, max_context=2048, threads=1, chunk=128, load=False)
-    with serving(llm, slots=2, ping=0.01) as running:
+    with serving(llm, slots=2, clock=HeldClock(step=1.0)) as running:
         yield running
 
 

@@ -130,10 +130,12 @@ def test_who_closes_one_side_gets_the_answer(server, stream):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", ["a", "The grass is green. " * 180])
 def test_who_closes_both_ends_the_work(server, stream, prompt):
-    with link(server) as made:
+    """A stream learns it by writing: also while a long prompt is read, a comment now and then."""
+    with server.clock.stepping(1.0), link(server) as made:
         made.sendall(request(prompt=prompt, max_tokens=3000, ignore_eos=True, stream=stream))
         server.until(lambda: server.worker.running == 1)
-    server.until(lambda: server.worker.running == 0, 5)
+        made.close()
+        server.until(lambda: server.worker.running == 0, 5)
 
 
 def test_an_answer_that_nobody_takes_is_given_up(strict):

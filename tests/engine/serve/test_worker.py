@@ -277,9 +277,11 @@ def test_a_client_that_leaves_ends_its_work(server):
 
 def test_a_stream_tells_how_far_the_reading_is(server):
     """Comments before the first byte of the answer, which clients pass over."""
-    server.service.settings.__dict__["ping"] = 0.0
     body = {**LONG, "messages": [{"role": "user", "content": "gate " * 900}], "max_tokens": 1}
-    with server.http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as reply:
+    with (
+        server.clock.stepping(server.service.settings.ping),
+        server.http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as reply,
+    ):
         lines = [line for line in reply.iter_lines() if line]
     first = next(i for i, line in enumerate(lines) if line.startswith("data"))
     said = [line for line in lines[:first] if line.startswith(": reading ")]
@@ -295,16 +297,16 @@ def test_a_stream_tells_how_far_the_reading_is(server):
 
 def test_signs_of_life_are_events_where_the_interface_has_them(server):
     """Those of Anthropic's and OpenAI's own servers; the official client passes over OpenAI's."""
-    server.service.settings.__dict__["ping"] = 0.0
     body = {"model": "pocket", "max_tokens": 1, "stream": True, "temperature": 0}
     body["messages"] = [{"role": "user", "content": "ladder " * 900}]
-    with server.http.stream("POST", "/v1/messages", json=body) as reply:
-        names = [line[7:] for line in reply.iter_lines() if line.startswith("event: ")]
+    with server.clock.stepping(server.service.settings.ping):
+        with server.http.stream("POST", "/v1/messages", json=body) as reply:
+            names = [line[7:] for line in reply.iter_lines() if line.startswith("event: ")]
+        stream = server.openai.responses.create(
+            model="pocket", input="stone " * 900, max_output_tokens=1, stream=True
+        )
+        events = list(stream)
     assert names[0] == "message_start" and names[1] == "ping" and names[-1] == "message_stop"
-    stream = server.openai.responses.create(
-        model="pocket", input="stone " * 900, max_output_tokens=1, stream=True
-    )
-    events = list(stream)
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert [event.type for event in events].count("keepalive") > 1
     assert events[-1].type in ("response.completed", "response.incomplete")
@@ -342,10 +344,11 @@ def test_the_program_starts_serves_and_ends_at_sigterm(tmp_path):
             with httpx.stream(
                 "POST", f"{url}/chat/completions", json=body, headers=headers, timeout=60
             ) as reply:
-                lines = []
+                lines, data = [], 0
                 for line in reply.iter_lines():
                     lines.append(line)
-                    if len(lines) == 4:
+                    data += line.startswith("data")  # a comment is none
+                    if data == 2 and line.startswith("data"):
                         process.send_signal(signal.SIGTERM)
             assert lines[-2] == "data: [DONE]" and '"finish_reason": "' in lines[-4]
             assert process.wait(40) == 0
