@@ -11,7 +11,7 @@ from engine.serve.anthropic.request import error_body
 from engine.serve.errors import ApiError
 from engine.serve.openai.answers import Answers
 from engine.serve.openai.replies import Line
-from engine.serve.request.calls import Call
+from engine.serve.request.calls.scanner import Call
 from engine.serve.request.thoughts import Thought
 from engine.serve.worker.worker import Wrote
 from engine.text.tokenizer import Tokenizer

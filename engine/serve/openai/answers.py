@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine.serve.request.calls import Call, CallScanner
+from engine.serve.request.calls.scanner import Call, CallScanner
 from engine.serve.request.thoughts import ChannelScanner, TagScanner, Thought
 from engine.serve.worker.worker import Wrote
 

@@ -10,7 +10,7 @@ from typing import Any
 from engine.forward.scores import PromptScores
 from engine.serve.errors import ApiError
 from engine.serve.openai.answers import Answers
-from engine.serve.request.calls import Call
+from engine.serve.request.calls.scanner import Call
 from engine.serve.request.prompts import Prompt
 from engine.serve.request.thoughts import Thought
 from engine.serve.worker.worker import Wrote

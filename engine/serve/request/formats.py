@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.base.errors import SettingError
 from engine.serve.errors import ApiError
-from engine.serve.request.calls import CALLS, CLOSE, OPEN, Form
+from engine.serve.request.forced import forced
 from engine.serve.request.prompts import Prompts
 from engine.serve.request.tools import Tools, schema_of
 from engine.serve.request.values import refuse
@@ -16,11 +16,6 @@ from engine.text.grammar import MISSING, Grammar
 
 # the time to make a grammar grows with their square: 0.1 s of one core
 MOST_NAMES = 2000
-# white space as templates write a call (Jinja's tojson), so that the next prompt holds it as it was
-AS_TEMPLATES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-COMBINED = frozenset(
-    "allOf anyOf oneOf not if $ref $dynamicRef patternProperties unevaluatedProperties".split()
-)
 KINDS = ("text", "json_object", "json_schema")
 
 
@@ -114,47 +109,3 @@ def _made(
     except SettingError as error:
         code = "unsupported_parameter" if str(error) == MISSING else "invalid_value"
         raise ApiError(400, f"{param}: {error}", param, code) from None
-
-
-def closed(schema: Any) -> Any:
-    """A schema whose objects hold the properties that it names and no others, where it does not say
-    and nothing is combined: a weak model that may add properties adds them without end.
-    """
-    if not isinstance(schema, Mapping) or COMBINED & schema.keys():
-        return schema
-    found = dict(schema)
-    if isinstance(schema.get("properties"), Mapping) and schema["properties"]:
-        found["properties"] = {name: closed(v) for name, v in schema["properties"].items()}
-        found.setdefault("additionalProperties", False)
-    if "items" in schema:
-        found["items"] = closed(schema["items"])
-    return found
-
-
-def forced(form: Form, tools: Tools, hidden: Mapping[int, str]) -> str:
-    """A grammar, in llguidance's form of Lark, of exactly one call. hidden: as of CallScanner."""
-    arguments = "parameters" if form == "bare" else "arguments"
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": tool["function"]["name"]},
-                arguments: closed(tool["function"]["parameters"]),
-            },
-            "required": ["name", arguments],
-            "additionalProperties": False,
-        }
-        for tool in tools.forced
-    ]
-    ids = {marker: token_id for token_id, marker in hidden.items()}
-
-    def marker(text: str) -> str:
-        return f"<[{ids[text]}]>" if text in ids else json.dumps(text)
-
-    around = {
-        "tags": f'{marker(OPEN)} "\\n" call "\\n" {marker(CLOSE)}',
-        "list": f'{marker(CALLS)} "[" call "]"',
-        "bare": "call",
-    }
-    schema = json.dumps({"anyOf": calls, "x-guidance": AS_TEMPLATES})
-    return f"start: {around[form]}\ncall: %json {schema}\n"

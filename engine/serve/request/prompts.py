@@ -15,7 +15,7 @@ import tokenizers
 
 from engine.base.errors import EngineError
 from engine.serve.errors import ApiError
-from engine.serve.request.calls import MARKERS, CallScanner, Form, form_of, space_before
+from engine.serve.request.calls.scanner import MARKERS, CallScanner, Form, form_of, space_before
 from engine.serve.request.thoughts import FIELD, marks_of
 from engine.serve.request.tools import NO_TOOLS, Tools, tools_of
 from engine.text.characters import most_characters
@@ -60,7 +60,7 @@ class Prompts:
     def learn_template(self) -> None:
         """Find out how the chat template writes thoughts and calls."""
         self.marks = marks_of(self.tokenizer)
-        self._space = space_before(self.tokenizer) if self.form == "tags" else ""
+        self._space = space_before(self.tokenizer) if self.form in ("tags", "functions") else ""
 
     def _given_back(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """A message such that the template writes an answer as the model wrote it."""
@@ -78,7 +78,7 @@ class Prompts:
     def scanner(self, tools: Tools) -> CallScanner:
         """Finds the calls in one answer."""
         assert self.form is not None
-        return CallScanner(self.form, tools.names, self.hidden, not tools.parallel)
+        return CallScanner(self.form, tools.schemas, self.hidden, not tools.parallel)
 
     @property
     def hidden(self) -> dict[int, str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.base.errors import EngineError
-from engine.serve.request.calls import overlap
+from engine.serve.request.calls.scanner import overlap
 from engine.text.tokenizer import Tokenizer
 
 TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))

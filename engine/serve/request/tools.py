@@ -36,9 +36,10 @@ class Tools:
     parallel: bool = True
 
     @property
-    def names(self) -> list[str]:
-        """Names that can be called."""
-        return [tool["function"]["name"] for tool in self.offered]
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """{name that can be called: the schema of its parameters}."""
+        called = [tool["function"] for tool in self.offered]
+        return {function["name"]: function["parameters"] for function in called}
 
     @property
     def forced(self) -> list[dict[str, Any]]:

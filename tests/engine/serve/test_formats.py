@@ -12,7 +12,7 @@ import types
 import openai
 import pytest
 
-from engine.serve.request.formats import closed
+from engine.serve.request.forced import closed
 from tests.engine.serve.scripted import templated
 from tests.engine.serve.test_tools import TOOLS
 

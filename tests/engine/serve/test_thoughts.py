@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from engine.serve.openai.answers import Answers
-from engine.serve.request.calls import Call, CallScanner
+from engine.serve.request.calls.scanner import Call, CallScanner
 from engine.serve.request.thoughts import Marks, Thought, marks_of
 from engine.serve.worker.worker import Wrote
 from tests.engine.serve.scripted import saying, templated
@@ -110,7 +110,9 @@ def test_a_call_behind_a_thought_is_a_call_and_one_inside_is_none(hidden):
     said += [("", "</think>", 2), ("", "\n\n", 0), ("", "Now <", 0), ("", "<tool_call>", 3)]
     said += [("", call, 0), ("", "</tool_call>", 4)]
 
-    answers = Answers(True, lambda: CallScanner("tags", ["say"], calls), lambda: marks.scanner(""))
+    answers = Answers(
+        True, lambda: CallScanner("tags", {"say": {}}, calls), lambda: marks.scanner("")
+    )
     parts = []
     for number, (_, text, token) in enumerate(said):
         shown = "" if hidden and token else text

@@ -11,9 +11,11 @@ import pytest
 
 from engine import LLM
 from engine.batch.slots import common
+from engine.serve.request.calls.scanner import CallScanner
+from engine.serve.request.forced import forced
 from engine.serve.request.tools import messages_of, tools_of
 from tests.engine.serve.conftest import serving
-from tests.engine.serve.tool_checkpoint import tool_checkpoint
+from tests.engine.serve.tool_checkpoint import CODER, QWEN, tool_checkpoint
 
 pytest.importorskip("llguidance")
 
@@ -38,9 +40,11 @@ TOOLS = [
 ASKED = [{"role": "user", "content": "Open the red door."}]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tool_checkpoint(tmp_path_factory.mktemp("tools"))
+@pytest.fixture(scope="module", params=["json", "functions"])
+def model(request, tmp_path_factory):
+    """One that writes each call as JSON, and one that writes <function=...>."""
+    template = {"json": QWEN, "functions": CODER}[request.param]
+    folder = tool_checkpoint(tmp_path_factory.mktemp("tools"), template)
     llm = LLM(str(folder), max_context=2048, threads=1, chunk=128, load=False)
     with serving(llm, slots=2) as running:
         yield running
@@ -75,6 +79,7 @@ def test_a_call_its_result_and_the_answer(model, seed):
     # read again that stand behind one which no tokenizer would choose for this text
     prompts, usage = model.service.prompts, answer.usage
     written = "".join(token.token for token in choice.logprobs.content).removesuffix("<|end|>")
+    written = written.replace("\ufffd\ufffd", "ü")  # of two tokens
     tools = tools_of({"tools": TOOLS}).offered
     prompt = prompts.chat(messages_of({"messages": turns}, True), tools)
     assert f"<|assistant|>{written}<|end|>" in prompt.text
@@ -114,3 +119,84 @@ def test_the_other_interfaces_get_the_call_too(model):
     ).output
     assert [item.type for item in output] == ["function_call"]
     assert json.loads(output[0].arguments)["door"]
+
+
+HARD = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "integer", "minimum": 3, "maximum": 5},
+        "deep": {"type": "object", "properties": {"b": {"enum": [True]}}, "required": ["b"]},
+        "mode": {"enum": ["fast", 2, None]},
+        "either": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+        "extra": {"type": "integer", "maximum": 9, "minimum": 0},
+    },
+    "required": ["a", "deep", "mode", "either"],
+}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_demanded_call_has_the_parameters_of_its_schema(model, seed):
+    """Whatever the form: a small model is made to write values of every kind."""
+    tools = [{"type": "function", "function": {"name": "set", "parameters": HARD}}]
+    choice = ask(model, ASKED, tools=tools, seed=seed, max_tokens=400).choices[0]
+    found = json.loads(choice.message.tool_calls[0].function.arguments)
+    assert 3 <= found["a"] <= 5 and found["deep"] == {"b": True}
+    assert found["either"] in (True, False, None) and found["mode"] in ("fast", 2, None)
+    assert found.get("extra", 0) in range(10) and set(found) - {"extra"} == set(HARD["required"])
+
+
+def test_free_texts_of_a_demanded_function(model):
+    """Any text to the first end of a parameter on a line of its own; nothing is left out."""
+    prompts = model.service.prompts
+    schema = {
+        "type": "object",
+        "properties": {"text": {"type": "string"}, "more": {"type": ["string", "integer"]}},
+        "required": ["text", "unnamed"],
+    }
+    tools = tools_of(
+        {
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}],
+            "tool_choice": "required",
+        }
+    )
+
+    def follows(**values):
+        text = "<tool_call>\n<function=f>\n"
+        for key, value in values.items():
+            text += f"<parameter={key}>\n{value}\n</parameter>\n"
+        grammar = prompts.grammars.lark(forced("functions", tools, {})).begin()
+        for token in prompts.text(f"{text}</function>\n</tool_call>", False, False):
+            if not grammar.allowed()[token]:
+                return False
+            grammar.took(token)
+        (call,) = CallScanner("functions", tools.schemas).push(f"{text}</function>")
+        assert json.loads(call.arguments) == values
+        return bool(grammar.allowed()[prompts.grammars.ends[0]])
+
+    assert follows(text="", unnamed="b") and follows(text="a\n\n</para>\nü", unnamed="{}x")
+    assert follows(text="a </parameter> b", more="c", unnamed="\n")
+    assert not follows(text="a") and not follows(unnamed="b", text="a")
+    assert not follows(text="a", other="b", unnamed="c")
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"type": "object", "anyOf": [{"properties": {"a": {}}}]},
+        {"type": "object", "properties": {"a>": {"type": "string"}}},
+        {"type": "object", "properties": {"a\nb": {"type": "string"}}},
+        {"type": "object", "properties": {"": {"type": "string"}}},
+        {"type": "object", "properties": {"a" * 300: {"type": "string"}}},
+        {"type": "object", "properties": [1]},
+        {"type": "object", "required": "a"},
+        {"type": "object", "required": [1]},
+    ],
+)
+def test_what_functions_cannot_write_cannot_be_demanded(model, parameters):
+    if model.service.prompts.form != "functions":
+        pytest.skip("as JSON it can be written, or llguidance refuses it")
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    body = {"messages": ASKED, "tools": tools, "max_tokens": 8}
+    reply = model.post("/v1/chat/completions", body | {"tool_choice": "required"})
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "tool_choice", reply.text
+    assert model.post("/v1/chat/completions", body).status_code == 200

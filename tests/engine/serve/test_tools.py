@@ -10,7 +10,7 @@ import json
 import openai
 import pytest
 
-from tests.engine.serve.scripted import saying, templated
+from tests.engine.serve.scripted import HERMES, saying, templated
 
 TOOLS = [
     {
@@ -84,6 +84,46 @@ def test_a_stream_brings_a_call_as_one_delta(model, monkeypatch):
         assert len(one.tool_calls) == 1
         cut = ask(model, max_tokens=3).choices[0]
         assert cut.finish_reason == "length" and cut.message.tool_calls is None
+
+
+WRITTEN = """Well. <tool_call>
+<function=look_up>
+<parameter=door>
+5
+</parameter>
+<parameter=near>
+5
+</parameter>
+</function>
+</tool_call>"""
+
+
+def test_functions_between_tags_have_the_types_of_their_schema(server, monkeypatch):
+    """Whole and as events, in all three interfaces: Qwen3-Coder's and Qwen3.5's form."""
+    functions = HERMES.replace('{"name": ..., "arguments": ...}', "<function=a><parameter=b>")
+    offered = json.loads(json.dumps(TOOLS))
+    offered[0]["function"]["parameters"]["properties"]["near"] = {"type": ["integer", "null"]}
+    wanted = {"door": "5", "near": 5}
+    with templated(server.service.llm, functions), saying(server.service.llm, WRITTEN, monkeypatch):
+        choice = ask(server, tools=offered).choices[0]
+        assert choice.finish_reason == "tool_calls" and choice.message.content == "Well. "
+        assert json.loads(choice.message.tool_calls[0].function.arguments) == wanted
+        parts = [chunk.choices[0] for chunk in ask(server, tools=offered, stream=True)]
+        assert "".join(part.delta.content or "" for part in parts) == "Well. "
+        (call,) = [call for part in parts for call in part.delta.tool_calls or []]
+        assert json.loads(call.function.arguments) == wanted
+        function = offered[0]["function"]
+        tool = {"name": function["name"], "input_schema": function["parameters"]}
+        body = {"model": "pocket", "max_tokens": 99, "messages": ASKED, "tools": [tool]}
+        text, use = server.post("/v1/messages", body).json()["content"]
+        assert text["text"] == "Well. " and use["input"] == wanted
+        made = server.openai.responses.create(
+            model="pocket", input="Open it.", tools=[{"type": "function", **function}], store=False
+        )
+        assert json.loads(made.output[1].arguments) == wanted
+        cut = ask(server, tools=offered, max_tokens=20).choices[0]
+        assert cut.finish_reason == "length" and cut.message.tool_calls is None
+        assert cut.message.content and WRITTEN.startswith(cut.message.content)
 
 
 def test_what_only_looks_like_a_call_is_text(model, monkeypatch):

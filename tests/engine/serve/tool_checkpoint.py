@@ -1,5 +1,5 @@
-"""A checkpoint on disk whose chat template has tools, in the form of Qwen and Hermes: the shipped
-model's weights and tokenizer under another template.
+"""A checkpoint on disk whose chat template has tools, in the form of Qwen and Hermes or in that of
+Qwen3-Coder: the shipped model's weights and tokenizer under another template.
 """
 
 import json
@@ -39,7 +39,25 @@ QWEN = """{{- bos_token }}
 {%- endif %}"""
 
 
-def tool_checkpoint(folder):
+CALL = """{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson }}
+            {{- '}\\n</tool_call>' }}"""
+FUNCTION = """{{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+            {%- for key, value in call.function.arguments | items %}
+                {{- '<parameter=' + key + '>\\n' }}
+                {{- value if value is string else value | tojson }}
+                {{- '\\n</parameter>\\n' }}
+            {%- endfor %}
+            {{- '</function>\\n</tool_call>' }}"""
+CODER = QWEN.replace(CALL, FUNCTION).replace(
+    """{{- '{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call>\\n' }}""",
+    """{{- '<function=NAME>\\n<parameter=KEY>\\nVALUE\\n</parameter>\\n</function>\\n' }}
+    {{- '</tool_call>\\n' }}""",
+)
+assert CODER.count("<function=") == 2
+
+
+def tool_checkpoint(folder, template=QWEN):
     """Write it into an empty folder; the folder."""
     for source in POCKET.iterdir():
         if source.name != "tokenizer_config.json":
@@ -47,5 +65,5 @@ def tool_checkpoint(folder):
     settings = json.loads((POCKET / "tokenizer_config.json").read_text())
     del settings["chat_template"]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    (folder / "chat_template.jinja").write_text(QWEN)
+    (folder / "chat_template.jinja").write_text(template)
     return folder

@@ -1,10 +1,10 @@
 """Tool calls in what a model writes, found while it is written.
 
-Three forms, told apart by the chat template: Hermes and Qwen put each call between <tool_call> and
-</tool_call>; Mistral writes [TOOL_CALLS] and then a list, or NAME[ARGS]{...}; Llama 3.1 answers
-with nothing but JSON objects, perhaps behind <|python_tag|>. What only looks like a call stays
-text: JSON that does not parse, a name that the request does not offer, arguments that are no
-object.
+Four forms, told apart by the chat template: Hermes and Qwen put each call between <tool_call> and
+</tool_call>, and Qwen3-Coder and Qwen3.5 write it there as <function=NAME>; Mistral writes
+[TOOL_CALLS] and then a list, or NAME[ARGS]{...}; Llama 3.1 answers with nothing but JSON objects,
+perhaps behind <|python_tag|>. What only looks like a call stays text: JSON that does not parse, a
+name that the request does not offer, arguments that are no object.
 """
 
 from __future__ import annotations
@@ -13,29 +13,32 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from engine.base.errors import EngineError
+from engine.serve.request.calls.functions import CLOSE, FUNCTION, OPEN, PARAMETER, FunctionReader
+from engine.serve.request.calls.typed import DECODER, typed
 from engine.text.tokenizer import Tokenizer
 
-Form = Literal["tags", "list", "bare"]
+Form = Literal["tags", "functions", "list", "bare"]
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
 CALLS, ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 PYTHON = "<|python_tag|>"
 # spellings that a tokenizer may have as special tokens, which are not shown
 MARKERS = (OPEN, CLOSE, CALLS, ARGUMENTS, PYTHON)
 ID = 9  # letters and digits of a call's id: Mistral's templates accept no other length
-DECODER = json.JSONDecoder()
+BEGUN = re.compile(f"{OPEN}|{FUNCTION}")
 WORD = re.compile(r"[-+.\w]*")  # at an end, what may become a value of JSON
 
 
 def form_of(template: str) -> Form | None:
     """How a model with this chat template writes calls; None where that is not known."""
-    if "tools" not in template or "<function=" in template:
+    if "tools" not in template:
         return None
+    if FUNCTION in template:
+        return "functions" if OPEN in template and PARAMETER in template else None
     if CALLS in template:
         return "list"
     if OPEN in template:
@@ -77,41 +80,49 @@ class Call:
 Part = str | Call
 
 
-def call_of(value: Any, names: Collection[str]) -> Call | None:
+def call_of(value: Any, offered: Mapping[str, Any]) -> Call | None:
     """The call that a JSON value is, if it is one."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
-    if value["name"] not in names:
+    if value["name"] not in offered:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = DECODER.decode(arguments)
         except (ValueError, RecursionError):
             return None
-    if not isinstance(arguments, dict):
+    return _call(value["name"], arguments) if isinstance(arguments, dict) else None
+
+
+def _call(name: str, arguments: Mapping[str, Any]) -> Call | None:
+    try:
+        return Call(name, json.dumps(arguments, ensure_ascii=False))
+    except RecursionError:
         return None
-    return Call(value["name"], json.dumps(arguments, ensure_ascii=False))
 
 
 class CallScanner:
     """Splits an answer that is still being written into text and calls.
 
-    hidden: {token id: its marker} of special tokens that the text does not show. single: only the
-    first call counts, and nothing after it.
+    offered: {name of a function: the JSON schema of its parameters}. hidden: {token id: its marker}
+    of special tokens that the text does not show. single: only the first call counts, and nothing
+    after it.
     """
 
     def __init__(
         self,
         form: Form,
-        names: Collection[str],
+        offered: Mapping[str, Any],
         hidden: Mapping[int, str] | None = None,
         single: bool = False,
     ) -> None:
-        self.form, self.names, self.single = form, frozenset(names), single
+        self.form, self.offered, self.single = form, offered, single
         self._hidden = dict(hidden or {})
         self._held = ""  # what may be a call, or the beginning of a marker
         self._inside = False  # whether _held begins at a marker
+        self._reader: FunctionReader | None = None  # of the call that _held begins with
+        self._behind = False  # whether _held begins behind a function, whose tag may yet end
         self._begun = False  # whether anything but white space was shown
         self._called = False
         self._space = ""  # white space behind a call
@@ -123,7 +134,7 @@ class CallScanner:
         if marker:
             self._unseen.add(marker)
         self._held += text + marker
-        return self._kept(self._tags(False) if self.form == "tags" else self._rest())
+        return self._kept(self._certain(False))
 
     def marks(self, token_id: int | None) -> bool:
         """Whether a token is a marker that the text does not show."""
@@ -131,12 +142,17 @@ class CallScanner:
 
     def end(self) -> list[Part]:
         """The parts that remain."""
-        if self.form == "tags":
-            return self._kept(self._tags(True))
+        if self.form in ("tags", "functions"):
+            return self._kept(self._certain(True))
         calls = self._parsed(self._held) if self._inside else None
         found: list[Part] = list(calls) if calls else [self._shown(self._held)]
         self._held = ""
         return self._kept(found)
+
+    def _certain(self, last: bool) -> list[Part]:
+        if self.form == "tags":
+            return self._tags(last)
+        return self._functions(last) if self.form == "functions" else self._rest()
 
     def _kept(self, parts: list[Part]) -> list[Part]:
         """Parts without empty texts, and without what follows a single call."""
@@ -196,11 +212,11 @@ class CallScanner:
             if unfinished and not last:
                 return 0, None  # the close is inside a string
             return len(OPEN) + (close + len(CLOSE) if close >= 0 else len(body)), None
-        except RecursionError:
-            return len(self._held), None
+        except (ValueError, RecursionError):  # NaN, a number of thousands of digits
+            return len(OPEN) + (close + len(CLOSE) if close >= 0 else len(body)), None
         rest = body[stop:]
         behind = len(rest) - len(rest.lstrip())
-        call = call_of(value, self.names)
+        call = call_of(value, self.offered)
         if rest.startswith(CLOSE, behind):
             return len(OPEN) + stop + behind + len(CLOSE), call
         if behind == len(rest) and last:
@@ -209,6 +225,46 @@ class CallScanner:
         if close < 0 and not last:
             return 0, None
         return len(OPEN) + (close + len(CLOSE) if close >= 0 else len(body)), None
+
+    # ---------------------------------------------------------------- functions between tags
+
+    def _functions(self, last: bool) -> list[Part]:
+        found: list[Part] = []
+        while True:
+            if self._behind and not self._closed(last):
+                return found
+            if self._reader is None:
+                begun = BEGUN.search(self._held)
+                keep = 0 if last else max(overlap(self._held, mark) for mark in (OPEN, FUNCTION))
+                at = begun.start() if begun else len(self._held) - keep
+                found.append(self._shown(self._held[:at]))
+                self._held = self._held[at:]
+                if not begun:
+                    return found
+                self._reader = FunctionReader()
+            if not self._reader.over(self._held, last):
+                return found
+            stop, call = self._reader.at, self._read(self._reader)
+            found.append(call or self._shown(self._held[:stop]))
+            self._held, self._reader, self._behind = self._held[stop:], None, call is not None
+
+    def _read(self, reader: FunctionReader) -> Call | None:
+        if reader.name is None or reader.name not in self.offered:
+            return None
+        schema = self.offered[reader.name]
+        return _call(reader.name, {k: typed(v, k, schema) for k, v in reader.values.items()})
+
+    def _closed(self, last: bool) -> bool:
+        """Whether it is known what follows a function; its tag's end, or a part of it at the end of
+        the answer, is nobody's.
+        """
+        rest = self._held.lstrip()
+        if CLOSE.startswith(rest) and rest != CLOSE and not last:
+            return False
+        if rest.startswith(CLOSE) or CLOSE.startswith(rest):
+            self._held = rest[len(CLOSE) :]
+        self._behind = False
+        return True
 
     # ---------------------------------------------------------------- to the answer's end
 
@@ -242,7 +298,7 @@ class CallScanner:
                 values = _objects(text.replace(PYTHON, "", 1), " \t\r\n;")
         except (ValueError, RecursionError):
             return None
-        calls = [call for call in (call_of(value, self.names) for value in values) if call]
+        calls = [call for call in (call_of(value, self.offered) for value in values) if call]
         return calls if calls and len(calls) == len(values) else None
 
 

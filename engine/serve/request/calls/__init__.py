@@ -1,0 +1,1 @@
+"""Tool calls in what a model writes: the forms that templates have, and values by their schema."""
