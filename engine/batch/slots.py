@@ -137,12 +137,14 @@ class Slots:
         session = slot.session
         held = going_back(session, shared[id(slot)], len(ids))
         theirs = min(shared[id(best)], len(ids) - 1) if best is not None else 0
+        if source is not None and source.bank.recurrent is not None:
+            theirs = source.history.states.reach(theirs)
         worth = theirs >= max(held + WORTH, 2 * WORTH)
         if source is not None and worth and copies(source, theirs, len(ids)):
             session.truncate(0)
             with self.batch.loaded.busy(), torch.inference_mode():
                 session.bank.copy_from(source.bank, theirs)
-            session.adopt(ids[:theirs], source.origins.of(0, theirs))
+            session.adopt(ids[:theirs], source.origins.of(0, theirs), source.history.states)
             held = theirs
         else:
             session.truncate(held)

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from engine.bank.recurrent.savepoints import Savepoints
 from engine.bank.row_origins import Span
 from engine.base.device import synchronize
 from engine.forward.prefill import Outputs, run_chunk
@@ -88,10 +89,15 @@ def _read_chunk(
     return logits
 
 
-def adopt(session: SessionState, ids: list[int], origins: Iterable[Span] = ()) -> None:
+def adopt(
+    session: SessionState,
+    ids: list[int],
+    origins: Iterable[Span] = (),
+    states: Savepoints | None = None,
+) -> None:
     """Adopt validated ids whose rows are in the bank already. origins: of these rows; unknown if
-    empty.
+    empty. states: of recurrent layers, as far as they are known.
     """
     with exclusive(session.loaded), rewound_on_error(session):
-        session.take_over(ids, origins)
+        session.take_over(ids, origins, states)
         end_prompt(session, 0, None)

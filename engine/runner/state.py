@@ -13,6 +13,7 @@ from engine.bank.base import Bank
 from engine.bank.device import DeviceBank
 from engine.bank.host.tiered import TieredBank
 from engine.bank.query_ring import QueryRing
+from engine.bank.recurrent.savepoints import Savepoints
 from engine.bank.row_origins import RowOrigins, Span
 from engine.base.device import StepClock, current
 from engine.base.errors import ContextTooLong, SessionClosed
@@ -334,13 +335,23 @@ class SessionState:
         self.stand_back(n)
         self.history.states.cut(n)
 
-    def take_over(self, ids: list[int], origins: Iterable[Span]) -> None:
-        """Adopt tokens whose rows are in the bank already; the query ring is empty."""
+    def take_over(
+        self, ids: list[int], origins: Iterable[Span], states: Savepoints | None = None
+    ) -> None:
+        """Adopt tokens whose rows are in the bank already; the query ring is empty. states: of
+        recurrent layers, which stand at the last of them up to these tokens.
+        """
         self.committed = ids
         self.origins.add(0, origins)
         self.history.keep([])
         self.query_ring.truncate(0)
         self.query_ring.set_valid(len(ids), len(ids))
+        if self.bank.recurrent is not None:
+            if states is not None:
+                self.history.states.copy_from(states)
+                self.history.states.cut(len(ids))
+                self.bank.recurrent.rewind(0)
+            self.stand_back(len(ids))
 
     def restored(self, ids: list[int], points: list[Savepoint]) -> None:
         """Adopt the tokens of a saved session, whose rows and queries are loaded."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from engine.bank.recurrent.savepoints import Savepoints
 from engine.bank.row_origins import Span
 from engine.base.checks import (
     checked_ids,
@@ -142,9 +143,15 @@ class Session(SessionState):
         """
         return prefill(self, token_ids, progress, more, every)
 
-    def adopt(self, ids: Iterable[int], origins: Iterable[Span] = ()) -> None:
+    def adopt(
+        self,
+        ids: Iterable[int],
+        origins: Iterable[Span] = (),
+        states: Savepoints | None = None,
+    ) -> None:
         """Take `ids` as read: their rows are in the bank already (a synthetic bank, blocks of a
-        cache). origins: how they came about; unknown where none are given.
+        cache). origins: how they came about; unknown where none are given. states: of a session
+        that holds these tokens, where layers are recurrent; without them those read again.
 
         The first tokens may have been read by `prefill`. Queries are not known, so that a windowed
         selector recomputes those it needs. Raises ContextTooLong where they do not fit.
@@ -152,7 +159,7 @@ class Session(SessionState):
         self.require_open()
         ids = checked_ids(ids, self.loaded.config.vocab_size)
         self.require_room(len(ids))
-        adopt(self, ids, origins)
+        adopt(self, ids, origins, states)
 
     # ---------------------------------------------------------------- decoding
 
