@@ -257,6 +257,8 @@ class AsStored:
         forms = self.forms.get(name, (None,))
         if self.word == "float" or len(shape) != 2 or not any(forms):
             return None
+        if name.split(".")[-1] not in (*MATRICES, "embed"):
+            return None  # of a router and its like: few weights, multiplied as floats
         first, columns = forms[0], shape[1]
         if self.word == "int8" and name != "embed":
             return whole_bytes(columns, self.gpu)

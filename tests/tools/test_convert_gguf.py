@@ -424,4 +424,5 @@ def test_the_package_is_needed_only_by_this_test(sound, tmp_path, monkeypatch):
 
 
 def test_every_splitting_is_compared_above():
-    assert set(SPLITTINGS) == {"smollm", "llama-bpe", "qwen2"}
+    # qwen35 in tests/engine/model/test_gguf_hybrids.py
+    assert set(SPLITTINGS) == {"smollm", "llama-bpe", "qwen2", "qwen35"}

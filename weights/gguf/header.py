@@ -81,12 +81,16 @@ class GGUF:
     keys: dict[str, Any]
     tensors: dict[str, StoredTensor]
 
-    def raw(self, tensor: StoredTensor) -> bytearray:
-        """The stored bytes of a tensor. Raises BadCheckpoint if the file was cut meanwhile."""
-        data = bytearray(tensor.nbytes)
+    def raw(self, tensor: StoredTensor, rows: slice | None = None) -> bytearray:
+        """The stored bytes of a tensor, or of some of its rows. Raises BadCheckpoint if the file
+        was cut meanwhile.
+        """
+        width = tensor.nbytes // tensor.rows
+        first, stop = (0, tensor.rows) if rows is None else (rows.start, rows.stop)
+        data = bytearray((stop - first) * width)
         with open(self.path, "rb") as file:
-            file.seek(tensor.start)
-            if file.readinto(data) != tensor.nbytes:
+            file.seek(tensor.start + first * width)
+            if file.readinto(data) != len(data):
                 raise BadCheckpoint(f"{self.path}: changed while it was read")
         return data
 

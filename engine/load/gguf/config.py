@@ -3,22 +3,42 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from engine.base.errors import BadCheckpoint, UnsupportedCheckpoint
+from engine.load.gguf import hybrids
 from engine.load.gguf.vocabulary import Vocabulary
 from engine.model.config.config import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ModelConfig
 from engine.model.config.fields import Fields
 from engine.model.config.rope_config import MAX_POSITIONS, MAX_THETA
 from engine.model.tensors import targets
-from weights.gguf.checkpoint import GGUFCheckpoint, Place
+from weights.gguf.checkpoint import ONE_MORE, GGUFCheckpoint, Place
 from weights.gguf.header import GGUF
 
-# general.architecture -> Hugging Face's, and whether rows of q and k are interleaved
+
+@dataclass(frozen=True)
+class Architecture:
+    """name: Hugging Face's. interleaved: rows of q and k are. recurrent: some layers are, and their
+    value heads lie "tiled" or "grouped" (engine/load/gguf/hybrids.py); "": none. experts: whether
+    it is a mixture.
+    """
+
+    name: str
+    interleaved: bool = False
+    recurrent: str = ""
+    experts: bool = False
+
+
+# by general.architecture
 ARCHITECTURES = {
-    "llama": ("LlamaForCausalLM", True),
-    "qwen2": ("Qwen2ForCausalLM", False),
-    "qwen3": ("Qwen3ForCausalLM", False),
+    "llama": Architecture("LlamaForCausalLM", interleaved=True),
+    "qwen2": Architecture("Qwen2ForCausalLM"),
+    "qwen3": Architecture("Qwen3ForCausalLM"),
+    "qwen35": Architecture("Qwen3_5ForCausalLM", recurrent="tiled"),
+    "qwen35moe": Architecture("Qwen3_5MoeForCausalLM", recurrent="tiled", experts=True),
+    "qwen3next": Architecture("Qwen3NextForCausalLM", recurrent="grouped", experts=True),
 }
 # Hugging Face's name -> GGUF's, without "model.layers.N." and "blk.N."
 OUTER = {
@@ -55,17 +75,19 @@ def read_config(
     """
     fields = Fields(file.keys, str(file.path))
     name = architecture(fields)
-    key = name + "."
+    kind, key = ARCHITECTURES[name], name + "."
     heads = fields.integer(key + "attention.head_count", 1, MAX_HEADS)
     hidden = fields.integer(key + "embedding_length", 1, MAX_WIDTH)
     head_dim = fields.integer(key + "attention.key_length", 1, hidden, max(hidden // heads, 1))
     theta = fields.number(key + "rope.freq_base", 1.0, MAX_THETA, default=10000.0)
     config = {
-        "architectures": [ARCHITECTURES[name][0]],
-        "model_type": name,
+        "architectures": [kind.name],
+        "model_type": "" if kind.recurrent else name,
         "vocab_size": vocabulary.size,
         "hidden_size": hidden,
-        "intermediate_size": fields.integer(key + "feed_forward_length", 1, MAX_WIDTH),
+        "intermediate_size": fields.integer(
+            key + "feed_forward_length", 1, MAX_WIDTH, *((None,) if kind.experts else ())
+        ),
         "num_hidden_layers": fields.integer(key + "block_count", 1, MAX_LAYERS),
         "num_attention_heads": heads,
         "num_key_value_heads": fields.integer(key + "attention.head_count_kv", 1, MAX_HEADS, heads),
@@ -84,23 +106,28 @@ def read_config(
         "eos_token_id": vocabulary.eos,
         "torch_dtype": dtype,
     }
-    for part in ("attention.value_length", "rope.dimension_count"):
+    whole = ("attention.value_length", "rope.dimension_count")
+    for part in whole[:1] if kind.recurrent else whole:
         if fields.integer(key + part, 1, MAX_HEAD_DIM, head_dim) != head_dim:
             fields.unsupported(key + part, fields.data[key + part], f"{head_dim}, as key_length")
     scaling = _scaling(file, fields, key, theta, head_dim)
     if scaling:
         config["rope_scaling"] = scaling
-    return config, ModelConfig.from_dict(config, str(file.path), rope=rope)
+    if kind.recurrent:
+        config |= hybrids.sizes(fields, key, head_dim)
+    parsed = ModelConfig.from_dict(config, str(file.path), rope=rope)
+    return config, hybrids.apart(parsed) if parsed.recurrent else parsed
 
 
 def architecture(fields: Fields, known: tuple[str, ...] = tuple(ARCHITECTURES)) -> str:
     """The architecture of a file. Raises UnsupportedCheckpoint for one that is not `known`, for
-    experts and a sliding window.
+    experts where it has none, and for a sliding window.
     """
     name = fields.text("general.architecture", "")
     if name not in known:
         fields.unsupported("general.architecture", name or None, " or ".join(known))
-    for part in ("expert_count", "attention.sliding_window"):
+    experts = () if ARCHITECTURES[name].experts else ("expert_count",)
+    for part in (*experts, "attention.sliding_window"):
         value = fields.data.get(f"{name}.{part}", 0)
         if value != 0:
             fields.unsupported(f"{name}.{part}", value, "0 or nothing")
@@ -162,13 +189,31 @@ def stored_name(name: str) -> str:
 def checkpoint(file: GGUF, config: ModelConfig) -> GGUFCheckpoint:
     """The tensors of a file, found complete: raises as GGUFCheckpoint.require."""
     wanted = targets(config)
-    interleaved = ARCHITECTURES[file.keys["general.architecture"]][1]
-    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if interleaved else {}
+    architecture = ARCHITECTURES[file.keys["general.architecture"]]
     places = {
-        name: Place(stored_name(name), heads.get(name.split(".")[-2], 0))
+        name: _place(file, config, architecture, name)
         for target in wanted
         for name, _ in target.parts
     }
     found = GGUFCheckpoint(file, places, config.family, (FACTORS,))
-    found.require(wanted)
+    if architecture.recurrent:
+        found.require(wanted, partial(hybrids.unread, config))
+    else:
+        found.require(wanted)
     return found
+
+
+def _place(file: GGUF, config: ModelConfig, kind: Architecture, name: str) -> Place:
+    """Where a tensor of Hugging Face's name lies."""
+    if kind.recurrent:
+        if name == "model.norm.weight":
+            return Place(OUTER[name], value=ONE_MORE)
+        number, _, part = name.removeprefix("model.layers.").partition(".")
+        part, _, last = part.rpartition(".")
+        tiled = kind.recurrent == "tiled"
+        if name not in OUTER:
+            found = hybrids.place(file, config, tiled, number, part or last, last)
+            if found is not None:
+                return found
+    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if kind.interleaved else {}
+    return Place(stored_name(name), heads.get(name.split(".")[-2], 0))

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file as tokenizer.json: byte-level BPE ("gpt2") and three ways to split a
+"""The tokenizer of a GGUF file as tokenizer.json: byte-level BPE ("gpt2") and four ways to split a
 text into words, each compared with transformers' own (tests/tools/test_convert_gguf.py).
 """
 
@@ -22,19 +22,26 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
     r"%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# letters with the marks that combine with them
+_MARKED = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|"
+    r"%s| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 @dataclass(frozen=True)
 class Splitting:
     """How a family splits a text. digits: the expression for a number, or None for GPT-2's words
     with every digit alone. ignore_merges: a word that is a token is taken whole. bos: put it in
-    front of every text unless the file says otherwise. nfc: compose characters first.
+    front of every text unless the file says otherwise. nfc: compose characters first. words: the
+    expression for words around it.
     """
 
     digits: str | None
     ignore_merges: bool = False
     bos: bool = False
     nfc: bool = False
+    words: str = _WORDS
 
     def pre_tokenizer(self) -> pre.PreTokenizer:
         """The pre-tokenizer of tokenizer.json."""
@@ -42,7 +49,7 @@ class Splitting:
             return pre.Sequence(
                 [pre.Digits(individual_digits=True), pre.ByteLevel(add_prefix_space=False)]
             )
-        split = pre.Split(Regex(_WORDS % self.digits), "isolated")
+        split = pre.Split(Regex(self.words % self.digits), "isolated")
         return pre.Sequence([split, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
@@ -50,6 +57,7 @@ SPLITTINGS = {
     "smollm": Splitting(None),
     "llama-bpe": Splitting(r"\p{N}{1,3}", ignore_merges=True, bos=True),
     "qwen2": Splitting(r"\p{N}", nfc=True),
+    "qwen35": Splitting(r"\p{N}", nfc=True, words=_MARKED),
 }
 
 
