@@ -201,6 +201,7 @@ static int delta_step(const Call &c) {
 // The causal convolution of a step's tokens, and silu. The ring gets the step's inputs.
 struct Conv {
     const char *x, *weight;  // [batch, count, channels], rows `x_row` bytes apart; [channels, taps]
+    const char *bias;        // [channels]; NULL: there is none
     char *inputs, *out;      // [batch, size, channels]; [batch, count, channels]
     const int64_t *positions;  // [batch, count]
     long x_batch, x_row;
@@ -220,7 +221,7 @@ static int convolve(const Conv &c) {
             float weights[W * MOST] = {};  // of these channels, as they lie: one channel's taps together
             for (int i = 0; i < some * c.taps; i += W)
                 store(weights + i, read_some<K>(c.weight, (long)channel * c.taps + i, some * c.taps - i));
-            Floats sum = {};
+            Floats sum = c.bias ? read_some<K>(c.bias, channel, some) : Floats{};
             for (int tap = 0; tap < c.taps; tap++) {
                 const long from = at - (c.taps - 1 - tap);
                 if (from < 0) continue;

@@ -50,7 +50,10 @@ class _Conv(ctypes.Structure):
     """`Conv` of recurrent.cpp."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "inputs", "out", "positions")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("x", "weight", "bias", "inputs", "out", "positions")
+        ),
         *((name, ctypes.c_long) for name in ("x_batch", "x_row")),
         *((name, ctypes.c_int) for name in ("batch", "count", "channels", "taps", "size")),
     ]
@@ -154,14 +157,20 @@ def takes_conv(x: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor) -> b
 
 
 def conv_step(
-    x: torch.Tensor, inputs: torch.Tensor, positions: torch.Tensor, weight: torch.Tensor
+    x: torch.Tensor,
+    inputs: torch.Tensor,
+    positions: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`conv_step` of kernels/recurrent/conv.py, same arguments."""
+    """`conv_step` of kernels/recurrent/conv.py, same arguments. bias: contiguous, in x's dtype."""
     (batch, count, channels), size = x.shape, x.element_size()
     out = torch.empty(batch, count, channels, dtype=x.dtype)
     places = positions.long().contiguous()
+    assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
     call = _Conv(
-        x.data_ptr(), weight.data_ptr(), inputs.data_ptr(), out.data_ptr(), places.data_ptr(),
+        x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(),
+        inputs.data_ptr(), out.data_ptr(), places.data_ptr(),
         x.stride(0) * size, x.stride(1) * size,
         batch, count, channels, weight.shape[1], inputs.shape[1],
     )  # fmt: skip

@@ -119,6 +119,7 @@ def test_the_convolution_is_the_references(channels, taps, dtype):
     draw = torch.Generator().manual_seed(channels)
     x = torch.randn(2, 40, 2 * channels, generator=draw).to(dtype)[..., :channels]
     weight = torch.randn(channels, taps, generator=draw).to(dtype)
+    bias = torch.randn(channels, generator=draw).to(dtype) if channels % 2 else None
     rings = torch.full((2, 2, RING, channels), 9.0, dtype=dtype).unbind()
     assert native.takes_conv(x, rings[0], weight)
     results: list[list[torch.Tensor]] = [[], []]
@@ -126,11 +127,13 @@ def test_the_convolution_is_the_references(channels, taps, dtype):
     for width in (1, 3, 8, 1, 2, 8, 8, 1, 7, 1):
         positions = torch.arange(at, at + width).expand(2, -1)
         for ring, backend, parts in zip(rings, ("native", "reference"), results):
-            parts.append(conv_step(x[:, at : at + width], ring, positions, weight, backend))
+            given = x[:, at : at + width], ring, positions, weight, backend, bias
+            parts.append(conv_step(*given))
         assert torch.equal(*rings)
         at += width
     wide = torch.cat([torch.zeros(2, taps - 1, channels), x], 1).double()
     wanted = sum(wide[:, tap : tap + 40] * weight[:, tap].double() for tap in range(taps))
+    wanted = wanted + (0 if bias is None else bias.double())
     wanted = wanted * torch.sigmoid(wanted)
     found, plain = (off(torch.cat(parts, 1).double(), wanted) for parts in results)
     assert found <= 2 * plain + 1e-8

@@ -148,12 +148,15 @@ def test_a_step_writes_its_own_rows_and_can_be_taken_back(backend):
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 64, 131])
 def test_the_convolution_is_a_loop_over_taps(count, backend):
     draw = torch.Generator().manual_seed(count)
-    x, weight = (torch.randn(*s, generator=draw) for s in ((2, count, 10), (10, 4)))
+    x, weight, bias = (torch.randn(*s, generator=draw) for s in ((2, count, 10), (10, 4), (10,)))
     before = torch.randn(2, 3, 10, generator=draw)
     wide = torch.cat((before, x), 1).double()
     wanted = torch.zeros(2, count, 10, dtype=torch.float64)
     for i, tap in itertools.product(range(count), range(4)):
         wanted[:, i] += wide[:, i + tap] * weight[:, tap].double()
+    shifted = wanted + bias.double()
+    shifted = shifted * torch.sigmoid(shifted)
+    assert off(conv_chunk(x, before, weight, backend, bias), shifted) < 1e-6
     wanted = wanted * torch.sigmoid(wanted)
     assert off(conv_chunk(x, before, weight, backend), wanted) < 1e-6
     ring, found = torch.full((2, RING, 10), 9.0), []
@@ -161,6 +164,6 @@ def test_the_convolution_is_a_loop_over_taps(count, backend):
         count
     ):  # from position 0 on, where what the ring held before counts for nothing
         positions = torch.full((2, 1), at)
-        found.append(conv_step(x[:, at : at + 1], ring, positions, weight, backend))
-    alone = conv_chunk(x, torch.zeros(2, 3, 10), weight, "reference")
+        found.append(conv_step(x[:, at : at + 1], ring, positions, weight, backend, bias))
+    alone = conv_chunk(x, torch.zeros(2, 3, 10), weight, "reference", bias)
     assert off(torch.cat(found, 1), alone.double()) < 1e-6
