@@ -23,7 +23,6 @@ import torch
 from kernels.launch.dispatch import choose
 from kernels.recurrent.delta import CHUNK, SEGMENT, Tail, folded_ref
 
-
 # ---------------------------------------------------------------- a step
 
 
