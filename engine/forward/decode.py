@@ -16,7 +16,7 @@ import torch
 from engine.bank.base import Attends, Bank, Step
 from engine.bank.query_ring import QueryRing
 from engine.forward.layer import LayerForm, TorchLayer
-from engine.forward.recurrent.mixer import recur_step
+from engine.forward.recurrent.mixer import beside, recur_step
 from engine.model.llama import Llama
 from engine.model.rope import Rotary
 
@@ -42,10 +42,10 @@ def step_together(
     x = model.embedded(_joined([sequence.tokens for sequence in sequences]))
     turns = [step.rotary.of_layers(step.positions) for step in steps]
     angles: dict[int, list[torch.Tensor]] = {}  # of each rope
-    recurrent = set(model.config.recurrent_layers)
-    for number in range(len(model.layers)):
-        if number in recurrent:
-            x = halves.after(number, x, recur_step(halves, number, x, steps))
+    for number, layer in enumerate(model.layers):
+        mixed = recur_step(halves, number, x, steps) if layer.mixer is not None else None
+        if mixed is not None and layer.mixer_out is None:
+            x = halves.after(number, x, mixed)
             continue
         rope = steps[0].rotary.rope_of(number)
         if rope not in angles:
@@ -57,7 +57,10 @@ def step_together(
         for (_, runtime, step), q in zip(sequences, queries):
             attend = runtime.attend_local if slides else runtime.attend
             found.append(attend(number, q, step))
-        x = halves.after(number, x, _joined(found))
+        attended = _joined(found)
+        if mixed is not None:
+            attended = beside(model.config, attended, mixed)
+        x = halves.after(number, x, attended)
     return halves.logits(x)
 
 

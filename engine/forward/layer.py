@@ -192,7 +192,8 @@ def fusable(model: Llama) -> bool:
     whole = all(r.kind != "none" and r.width(config.head_dim) == config.head_dim for r in ropes)
     held = [model.lm_head, *(m for layer in model.layers for m in layer.matrices)]
     ours = all(_ours(matrix) for matrix in held)
-    return block == LLAMA and whole and ours and config.experts is None
+    alike = config.experts is None and not config.bare
+    return block == LLAMA and whole and ours and alike
 
 
 def _ours(matrix: Matrix) -> bool:

@@ -44,7 +44,8 @@ def natively(model: Llama) -> bool:
     norms = [model.norm, *(norm for layer in model.layers for norm in layer.norms)]
     alike = all(norm.dtype == model.dtype and norm.is_contiguous() for norm in norms)
     on_cpu = model.device.type == "cpu" and usable()
-    return on_cpu and alike and block == LLAMA and config.experts is None
+    whole = config.experts is None and not config.bare
+    return on_cpu and alike and block == LLAMA and whole
 
 
 class NativeLayer:

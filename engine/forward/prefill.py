@@ -10,7 +10,7 @@ import torch
 
 from engine.bank.base import AttendsPrompt, Bank
 from engine.forward.prompt_layer import PLAIN, Pieces
-from engine.forward.recurrent.mixer import recur_chunk
+from engine.forward.recurrent.mixer import beside, recur_chunk
 from engine.model.llama import Llama
 from engine.model.rope import Rotary
 from engine.plan.needs import MOST_WINDOW
@@ -50,10 +50,12 @@ def run_chunk(
     turns = rotary.of_layers(positions[:1], total)
     sizes = config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
     x = model.embedded(tokens)
-    newest, recurrent = [], set(config.recurrent_layers)
+    newest = []
     for number, layer in enumerate(model.layers):
-        if number in recurrent:
+        mixed = None
+        if layer.mixer is not None:
             mixed = recur_chunk(model, number, x, bank, start, advance, backend)
+        if mixed is not None and layer.mixer_out is None:
             if number == config.num_layers - 1 and every is None:
                 if not last_logits:
                     break
@@ -81,6 +83,8 @@ def run_chunk(
         else:
             attended = runtime.attend_prompt(number, q, bank, first)
         del q
+        if mixed is not None:
+            attended = beside(config, attended, mixed[:, -x.shape[1] :])
         x = pieces[1](layer, x, attended, config.rms_norm_eps)
     if every is not None:
         every(x, start)

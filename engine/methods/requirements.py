@@ -23,7 +23,7 @@ def require_windows(method: Method, plan: LayerPlan, config: ModelConfig) -> Non
             f"{name}: does not know the sliding-window layers of this model "
             f"({config.family}); use full or omnikv"
         )
-    if config.recurrent_layers and not needs.recurrent:
+    if config.recurrent is not None and not needs.recurrent:
         raise SettingError(
             f"{name}: does not know the recurrent layers of this model ({config.family}); use full "
             "or omnikv" + (" without settings of its own for prompts" if needs.own_prompts else "")

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 
 from engine.model.config.block import LLAMA, Block
 from engine.model.config.config import ModelConfig
+from engine.model.mamba import Mamba2
 from engine.model.mixture import Mixture, Stacks
-from engine.model.recurrent import DeltaNet, Mixed
+from engine.model.recurrent import DeltaNet, Mixed, Mixer
 from engine.model.rope import apply_rope
 from kernels.layer.linear import Linear, pack_linear
 from kernels.quant.linear import QuantisedLinear, pack_quantised
@@ -47,8 +48,11 @@ class Layer:
     sinks: torch.Tensor | None = None  # [H]
     gate: Matrix | None = None  # [H * D, hidden], of attention's output
     # of a recurrent layer, whose qkv is [C + Hv * dv, hidden] and whose o is [hidden, Hv * dv]
-    delta: DeltaNet | None = None
+    mixer: Mixer | None = None
     shared: torch.Tensor | None = None  # [1, hidden], gate of the expert that all tokens take
+    # qkv and o of a mixer beside attention
+    mixer_in: Matrix | None = None
+    mixer_out: Matrix | None = None
 
     @property
     def norms(self) -> list[torch.Tensor]:
@@ -59,6 +63,7 @@ class Layer:
     def matrices(self) -> list[Matrix]:
         """The matrices that this layer has, but for the router of a mixture."""
         found = [self.qkv, self.o, self.gate, self.gate_up, self.down]
+        found += [self.mixer_in, self.mixer_out]
         experts = [] if self.mixture is None else self.mixture.matrices
         return [matrix for matrix in found if matrix is not None] + experts
 
@@ -71,6 +76,8 @@ class Layer:
             gate_up=None if self.gate_up is None else self.gate_up.on_torch(),
             down=None if self.down is None else self.down.on_torch(),
             gate=None if self.gate is None else self.gate.on_torch(),
+            mixer_in=None if self.mixer_in is None else self.mixer_in.on_torch(),
+            mixer_out=None if self.mixer_out is None else self.mixer_out.on_torch(),
             mixture=None if self.mixture is None else self.mixture.on_torch(),
         )
 
@@ -102,7 +109,7 @@ class Llama:
         plain += self.sinks
         plain += [layer.shared for layer in self.layers if layer.shared is not None]
         plain += [
-            t for layer in self.layers if layer.delta is not None for t in layer.delta.tensors
+            t for layer in self.layers if layer.mixer is not None for t in layer.mixer.tensors
         ]
         packed = [m for layer in self.layers for m in layer.matrices]
         head = self.lm_head
@@ -223,9 +230,9 @@ def pre_attention(
 
 def pre_recurrence(layer: Layer, x: torch.Tensor, eps: float) -> Mixed:
     """Run the first half of a recurrent layer on x [B, S, hidden], up to its convolution."""
-    assert layer.delta is not None and layer.input_norm is not None
+    assert layer.mixer is not None and layer.input_norm is not None
     x = rms_norm(x, layer.input_norm, eps, layer.block)
-    return layer.delta.mixed(x, layer.qkv(x))
+    return layer.mixer.mixed(x, (layer.mixer_in or layer.qkv)(x))
 
 
 def normed_heads(layer: Layer, qk: torch.Tensor, heads: int, eps: float) -> torch.Tensor:
@@ -252,20 +259,43 @@ def post_attention(
     if layer.gate is not None:
         assert layer.input_norm is not None
         attended = attended * torch.sigmoid(layer.gate(rms_norm(x, layer.input_norm, eps, block)))
-    x = _added(x, layer.o(attended), layer.o_norm, eps, block)
+    x = _added(x, _out(layer, attended), layer.o_norm, eps, block)
     y = x if layer.post_norm is None else rms_norm(x, layer.post_norm, eps, block)
     if layer.gate_up is None or layer.down is None:
-        assert layer.mixture is not None
+        if layer.mixture is None:
+            return x
         if layer.down_norm is None and block.residual == 1.0:
             return layer.mixture(y, residual=x)
         return _added(x, layer.mixture(y), layer.down_norm, eps, block)
-    gate, up = layer.gate_up(y).chunk(2, dim=-1)
-    gate = F.silu(gate) if block.activation == "silu" else F.gelu(gate, approximate="tanh")
-    out = layer.down(gate * up)
+    out = layer.down(_activated(layer.gate_up(y), block))
+    if block.down != 1.0:
+        out = out * block.down
     if layer.mixture is not None:
-        assert layer.shared is not None
-        out = layer.mixture(y) + torch.sigmoid(F.linear(y, layer.shared)) * out
+        if layer.shared is not None:
+            out = torch.sigmoid(F.linear(y, layer.shared)) * out
+        out = layer.mixture(y) + out
     return _added(x, out, layer.down_norm, eps, block)
+
+
+def _out(layer: Layer, attended: torch.Tensor) -> torch.Tensor:
+    """What attention brings to the residual, and what a mixer beside it brings, which follows it in
+    `attended`.
+    """
+    if layer.mixer_out is None or layer.mixer is None:
+        return layer.o(attended)
+    width = layer.mixer.sizes.value_size
+    return layer.o(attended[..., :-width]) + layer.mixer_out(attended[..., -width:])
+
+
+def _activated(both: torch.Tensor, block: Block) -> torch.Tensor:
+    """An MLP between its products: gate and up side by side, or what has no gate."""
+    if block.activation == "relu2":
+        return F.relu(both).square()
+    gate, up = both.chunk(2, dim=-1)
+    if block.gate != 1.0:
+        gate = gate * block.gate
+    gate = F.silu(gate) if block.activation == "silu" else F.gelu(gate, approximate="tanh")
+    return gate * up
 
 
 def _added(
@@ -277,7 +307,7 @@ def _added(
     return x + part if block.residual == 1.0 else x + part * block.residual
 
 
-_PACKED = ("qkv", "o", "gate", "gate_up", "down")
+_PACKED = ("qkv", "o", "gate", "gate_up", "down", "mixer_in", "mixer_out")
 _FOLDED = (*NORMS, "norm")
 
 
@@ -368,8 +398,10 @@ def _layers(
             _mixture(config, i, plain, packed, stacks),
             plain.get(f"{i}.sinks"),
             packed.get(f"{i}.gate"),
-            _delta_net(config, i, plain),
+            _mixer(config, i, plain),
             plain.get(f"{i}.shared"),
+            packed.get(f"{i}.mixer_in"),
+            packed.get(f"{i}.mixer_out"),
         )
         for i in range(config.num_layers)
     ]
@@ -383,16 +415,18 @@ def _has_bias(config: ModelConfig, name: str) -> bool:
     if kind in ("qkv", "o", "gate"):
         attends = int(number) not in config.recurrent_layers
         return attends and (config.o_bias if kind == "o" else config.attention_bias)
-    return config.mlp_bias
+    return config.mlp_bias and not kind.startswith("mixer")
 
 
-def _delta_net(config: ModelConfig, layer: int, plain: dict[str, torch.Tensor]) -> DeltaNet | None:
+def _mixer(config: ModelConfig, layer: int, plain: dict[str, torch.Tensor]) -> Mixer | None:
     """Make the small weights of a recurrent layer; None for another."""
     if config.recurrent is None or layer not in config.recurrent.layers:
         return None
-    conv, *rest = (
-        plain[f"{layer}.delta.{name}"] for name in ("conv", "rates", "decay", "step", "out_norm")
-    )
+    at = f"{layer}.mixer."
+    held = {name.removeprefix(at): t for name, t in plain.items() if name.startswith(at)}
+    if config.recurrent.ssd is not None:
+        return Mamba2.of(config.recurrent, config.recurrent.ssd, held)
+    conv, *rest = (held[name] for name in ("conv", "rates", "decay", "step", "out_norm"))
     return DeltaNet(config.recurrent, conv.squeeze(1), *rest)
 
 

@@ -46,7 +46,8 @@ class Experts:
     the plain MLP of intermediate_size instead. bias: whether router and experts have biases. clamp:
     gpt-oss's activation in place of SwiGLU. stored: how a checkpoint holds experts, each "apart",
     "stacked" in one tensor by input or "rows" by output, or in "mxfp4" (engine/model/tensors.py).
-    shared: width of an expert that every token takes beside its own, 0: there is none.
+    shared: width of an expert that every token takes beside its own, 0: there is none;
+    shared_gate: whether the sigmoid of a product of its input multiplies what it adds.
     """
 
     count: int
@@ -58,13 +59,15 @@ class Experts:
     clamp: Clamp | None = None
     stored: str = "apart"
     shared: int = 0
+    shared_gate: bool = True
 
     def parameters(self, hidden: int, read: bool = False) -> int:
         """Weights of one layer's mixture; `read`: those that one token reads."""
         experts = self.per_token if read else self.count
         biases = self.count + experts * (2 * self.width + hidden) if self.bias else 0
         own = self.count * hidden + experts * 3 * hidden * self.width + biases
-        return own + (3 * hidden * self.shared + hidden if self.shared else 0)
+        gate = hidden if self.shared and self.shared_gate else 0
+        return own + 3 * hidden * self.shared + gate
 
 
 @dataclass(eq=False)

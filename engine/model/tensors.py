@@ -17,39 +17,39 @@ from weights.mxfp4 import COLUMNS
 
 def targets(config: ModelConfig) -> list[Target]:
     """List the fused tensors that the model needs, in file order, with their stored parts."""
-    hidden, inter = config.hidden_size, config.intermediate_size
-    first = config.prefix
-    found = [Target("embed", ((f"{first}embed_tokens.weight", (config.vocab_size, hidden)),))]
-    gate_up: tuple[tuple[str, int], ...] = (("gate_proj", inter), ("up_proj", inter))
-    if config.block.fused:
-        gate_up = (("gate_up_proj", 2 * inter),)
-    recurrent = set(config.recurrent_layers)
+    hidden, first, names = config.hidden_size, config.prefix, config.names
+    found = [Target("embed", ((f"{first}{names.embed}.weight", (config.vocab_size, hidden)),))]
+    sizes, alone = config.recurrent, set(config.recurrent_layers)
     for i in range(config.num_layers):
-        mlp = f"{first}layers.{i}.mlp."
         before, after = (
             [
-                Target(f"{i}.{name}", ((f"{first}layers.{i}.{stored}.weight", (width,)),))
+                Target(f"{i}.{name}", ((f"{at}{stored}.weight", (width,)),))
                 for name, stored, width in norms
             ]
-            for norms in _norms(config, i in recurrent)
+            for norms, at in zip(_norms(config, i), _halves(config, i))
         )
-        mixer = _delta_net(config, i) if i in recurrent else _attention(config, i)
-        found += [*before, *mixer, *after, *_mlp(config, i, mlp, gate_up)]
-        if config.mlp_bias:
-            found += [
-                Target(f"{i}.gate_up.bias", tuple((f"{mlp}{n}.bias", (r,)) for n, r in gate_up)),
-                Target(f"{i}.down.bias", ((f"{mlp}down_proj.bias", (hidden,)),)),
-            ]
-    found.append(Target("norm", ((f"{first}norm.weight", (hidden,)),)))
+        found += [*before, *([] if i in alone else _attention(config, i))]
+        if sizes is not None and i in sizes.layers:
+            found += _delta_net(config, i) if sizes.ssd is None else _mamba(config, i)
+        if i not in config.bare:
+            found += [*after, *_mlp(config, i)]
+    found.append(Target("norm", ((f"{first}{names.norm}.weight", (hidden,)),)))
     if not config.tied_embeddings:
         found.append(Target("lm_head", (("lm_head.weight", (config.vocab_size, hidden)),)))
     return found
 
 
+def _halves(config: ModelConfig, layer: int) -> tuple[str, str]:
+    """What begins the stored names of a layer's two halves."""
+    numbers = config.names.halves[layer] if config.names.halves else (layer, layer)
+    first, second = (f"{config.prefix}layers.{number}." for number in numbers)
+    return first, second
+
+
 def _attention(config: ModelConfig, layer: int) -> list[Target]:
     """List the weights of a layer's attention, but for its norms."""
     hidden, q, kv = config.hidden_size, config.q_size, config.kv_size
-    at = f"{config.prefix}layers.{layer}.self_attn."
+    at = f"{_halves(config, layer)[0]}{config.names.attention}"
     qkv: tuple[tuple[str, int], ...] = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
     if config.block.fused:
         qkv = (("qkv_proj", q + 2 * kv),)
@@ -86,15 +86,15 @@ def _delta_net(config: ModelConfig, layer: int) -> list[Target]:
     at, heads = f"{config.prefix}layers.{layer}.linear_attn.", sizes.value_heads
     found = [
         Target(f"{layer}.o", ((f"{at}out_proj.weight", (hidden, sizes.value_size)),)),
-        Target(f"{layer}.delta.conv", ((f"{at}conv1d.weight", (sizes.channels, 1, sizes.taps)),)),
-        Target(f"{layer}.delta.decay", ((f"{at}A_log", (heads,)),)),
-        Target(f"{layer}.delta.step", ((f"{at}dt_bias", (heads,)),)),
-        Target(f"{layer}.delta.out_norm", ((f"{at}norm.weight", (sizes.value_dim,)),)),
+        Target(f"{layer}.mixer.conv", ((f"{at}conv1d.weight", (sizes.channels, 1, sizes.taps)),)),
+        Target(f"{layer}.mixer.decay", ((f"{at}A_log", (heads,)),)),
+        Target(f"{layer}.mixer.step", ((f"{at}dt_bias", (heads,)),)),
+        Target(f"{layer}.mixer.out_norm", ((f"{at}norm.weight", (sizes.value_dim,)),)),
     ]
     if not sizes.interleaved:
         qkvz = (("in_proj_qkv", sizes.channels), ("in_proj_z", sizes.value_size))
         rates = (("in_proj_b", heads), ("in_proj_a", heads))
-        for name, parts in (("qkv", qkvz), ("delta.rates", rates)):
+        for name, parts in (("qkv", qkvz), ("mixer.rates", rates)):
             stored = tuple((f"{at}{part}.weight", (rows, hidden)) for part, rows in parts)
             found.append(Target(f"{layer}.{name}", stored))
         return found
@@ -102,7 +102,7 @@ def _delta_net(config: ModelConfig, layer: int) -> list[Target]:
     keys, group = sizes.key_heads, heads // sizes.key_heads
     for name, stored_as, widths in (
         ("qkv", "in_proj_qkvz", [sizes.key_dim] * 2 + [group * sizes.value_dim] * 2),
-        ("delta.rates", "in_proj_ba", [group, group]),
+        ("mixer.rates", "in_proj_ba", [group, group]),
     ):
         stops = list(itertools.accumulate(widths))
         stored = tuple((f"{at}{stored_as}.weight", (keys * width, hidden)) for width in widths)
@@ -111,26 +111,57 @@ def _delta_net(config: ModelConfig, layer: int) -> list[Target]:
     return found
 
 
-def _mlp(
-    config: ModelConfig, layer: int, at: str, gate_up: tuple[tuple[str, int], ...]
-) -> list[Target]:
+def _mamba(config: ModelConfig, layer: int) -> list[Target]:
+    """List the weights of a recurrent layer of Mamba-2, but for its input norm. Of the stored
+    projection's rows, z, then x, B and C, then dt, the first two change places and dt is apart.
+    """
+    sizes, hidden = config.recurrent, config.hidden_size
+    assert sizes is not None and sizes.ssd is not None
+    ssd, wide, heads = sizes.ssd, sizes.value_size, sizes.value_heads
+    at, total = f"{_halves(config, layer)[0]}{config.names.mixer}", wide + sizes.channels + heads
+    first, second = ("mixer_in", "mixer_out") if ssd.beside else ("qkv", "o")
+    stops, widths = (wide + sizes.channels, wide, total), (sizes.channels, wide, heads)
+    xbc, z, dt = (
+        ((f"{at}in_proj.weight", (width, hidden)), Rows(1, total, stop - width, stop))
+        for width, stop in zip(widths, stops)
+    )
+    small: list[tuple[str, str, tuple[int, ...]]]
+    small = [("decay", "A_log", (heads,)), ("step", "dt_bias", (heads,)), ("skip", "D", (heads,))]
+    small.append(("conv", "conv1d.weight", (sizes.channels, 1, sizes.taps)))
+    if ssd.conv_bias:
+        small.append(("conv_bias", "conv1d.bias", (sizes.channels,)))
+    if ssd.gate != "alone":
+        small.append(("out_norm", "norm.weight", (wide,)))
+    return [
+        Target(f"{layer}.{first}", (xbc[0], z[0]), rows=(xbc[1], z[1])),
+        Target(f"{layer}.{second}", ((f"{at}out_proj.weight", (hidden, wide)),)),
+        Target(f"{layer}.mixer.rates", (dt[0],), rows=(dt[1],)),
+        *(Target(f"{layer}.mixer.{name}", ((f"{at}{n}", shape),)) for name, n, shape in small),
+    ]
+
+
+def _mlp(config: ModelConfig, layer: int) -> list[Target]:
     """List the weights of a layer's MLP, or of its router and experts."""
-    hidden, experts = config.hidden_size, config.experts_of(layer)
+    hidden, names = config.hidden_size, config.names
+    experts, inter = config.experts_of(layer), config.intermediate_size
+    first, bare = _halves(config, layer)[1], config.block.activation == "relu2"
     if experts is None:
-        fused = tuple((f"{at}{name}.weight", (rows, hidden)) for name, rows in gate_up)
-        down = ((f"{at}down_proj.weight", (hidden, config.intermediate_size)),)
-        return [Target(f"{layer}.gate_up", fused), Target(f"{layer}.down", down)]
+        stored = ("gate_up_proj",) if config.block.fused else names.gate_up
+        rows = (1 if bare else 2) * inter // len(stored)
+        return _plain_mlp(config, layer, first + names.mlp, tuple((n, rows) for n in stored))
+    at = first + names.mixture
     if experts.stored in ("stacked", MXFP4):
         return _stacked(experts, layer, at, hidden)
     width = experts.width
-    found = [Target(f"{layer}.router", ((f"{at}gate.weight", (experts.count, hidden)),))]
-    found += _shared(experts, layer, at, hidden)
+    router = ((f"{at}{names.router}.weight", (experts.count, hidden)),)
+    found = [Target(f"{layer}.router", router)]
+    found += _shared(config, experts, layer, first + names.shared)
     if experts.stored == "rows":
-        shapes = (("gate_up", (2 * width, hidden)), ("down", (hidden, width)))
+        gate_ups = "gate_up", names.gate_ups, (2 * width, hidden)
         for number in range(experts.count):
-            for part, shape in shapes:
-                name, stored = f"{layer}.experts.{number}.{part}", f"{at}experts.{part}_proj"
-                found.append(Target(name, ((stored, shape),), (number, experts.count)))
+            for part, stored_as, shape in (gate_ups, ("down", names.downs, (hidden, width))):
+                name, entry = f"{layer}.experts.{number}.{part}", (number, experts.count)
+                found.append(Target(name, ((f"{at}{stored_as}", shape),), entry))
         return found
     for number in range(experts.count):
         mine, name = f"{at}experts.{number}.", f"{layer}.experts.{number}"
@@ -140,17 +171,40 @@ def _mlp(
     return found
 
 
-def _shared(experts: Experts, layer: int, at: str, hidden: int) -> list[Target]:
+def _plain_mlp(
+    config: ModelConfig, layer: int, at: str, gate_up: tuple[tuple[str, int], ...]
+) -> list[Target]:
+    """List an MLP's two matrices, of which the first may be stored in parts (name, rows), and their
+    biases.
+    """
+    hidden, down = config.hidden_size, f"{at}{config.names.down}"
+    parts = tuple((f"{at}{name}.weight", (rows, hidden)) for name, rows in gate_up)
+    found = [
+        Target(f"{layer}.gate_up", parts),
+        Target(f"{layer}.down", ((f"{down}.weight", (hidden, config.intermediate_size)),)),
+    ]
+    if config.mlp_bias:
+        biases = tuple((f"{at}{name}.bias", (rows,)) for name, rows in gate_up)
+        found.append(Target(f"{layer}.gate_up.bias", biases))
+        found.append(Target(f"{layer}.down.bias", ((f"{down}.bias", (hidden,)),)))
+    return found
+
+
+def _shared(config: ModelConfig, experts: Experts, layer: int, at: str) -> list[Target]:
     """List the expert that every token takes, under the names of a plain MLP, and its gate."""
-    width, mine = experts.shared, f"{at}shared_expert."
+    width, hidden, names = experts.shared, config.hidden_size, config.names
     if not width:
         return []
-    parts = tuple((f"{mine}{name}_proj.weight", (width, hidden)) for name in ("gate", "up"))
-    return [
-        Target(f"{layer}.shared", ((f"{at}shared_expert_gate.weight", (1, hidden)),)),
+    rows = 2 * width // len(names.gate_up)
+    parts = tuple((f"{at}{name}.weight", (rows, hidden)) for name in names.gate_up)
+    found = [
         Target(f"{layer}.gate_up", parts),
-        Target(f"{layer}.down", ((f"{mine}down_proj.weight", (hidden, width)),)),
+        Target(f"{layer}.down", ((f"{at}{names.down}.weight", (hidden, width)),)),
     ]
+    if not experts.shared_gate:
+        return found
+    gate = f"{at.removesuffix('.')}_gate.weight"
+    return [Target(f"{layer}.shared", ((gate, (1, hidden)),)), *found]
 
 
 def _stacked(experts: Experts, layer: int, at: str, hidden: int) -> list[Target]:
@@ -180,7 +234,7 @@ def _stacked(experts: Experts, layer: int, at: str, hidden: int) -> list[Target]
 
 # (name in Layer, stored name) of the norms around a layer's halves; "both" renames the MLP's
 _AROUND = {
-    "before": (("input_norm", "input_layernorm"), ("post_norm", "post_attention_layernorm")),
+    "before": (),
     "after": (("o_norm", "post_attention_layernorm"), ("down_norm", "post_feedforward_layernorm")),
     "both": (
         ("input_norm", "input_layernorm"),
@@ -192,13 +246,15 @@ _AROUND = {
 _Norms = list[tuple[str, str, int]]  # (name in Layer, stored name, width)
 
 
-def _norms(config: ModelConfig, recurrent: bool = False) -> tuple[_Norms, _Norms]:
+def _norms(config: ModelConfig, layer: int) -> tuple[_Norms, _Norms]:
     """List a layer's norms: those before the product of attention, and the others."""
-    kind, hidden = config.block.qk_norm, config.hidden_size
+    kind, hidden, names = config.block.qk_norm, config.hidden_size, config.names
     around = [(name, stored, hidden) for name, stored in _AROUND[config.block.norms]]
+    if config.block.norms == "before":
+        around = [("input_norm", names.before, hidden), ("post_norm", names.after, hidden)]
     before = [norm for norm in around if norm[0] == "input_norm"]
     after = [norm for norm in around if norm[0] != "input_norm"]
-    if kind != "none" and not recurrent:
+    if kind != "none" and layer not in config.recurrent_layers:
         whole = kind == "width"
         before += [
             ("q_norm", "self_attn.q_norm", config.q_size if whole else config.head_dim),

@@ -28,7 +28,8 @@ def _recurrent(config: ModelConfig, attention: int) -> float:
     sizes = config.recurrent
     if sizes is None:
         return 0.0
-    weights = sizes.parameters(config.hidden_size) - attention
+    weights = sizes.parameters(config.hidden_size)
+    weights -= 0 if config.beside else attention
     # chunk-wise: two products with S, and about four with the other tokens of a chunk
     state = sizes.value_heads * (3 * sizes.key_dim * sizes.value_dim + 4 * CHUNK * sizes.key_dim)
     return 2.0 * len(sizes.layers) * (weights + state)

@@ -47,7 +47,7 @@ def unfit(planner: Planner) -> str:
     config = planner.config
     if config.local_layers:
         return f"the sliding-window layers of this model ({config.family}) forget rows"
-    if config.recurrent_layers:
+    if config.recurrent is not None:
         return (
             f"the recurrent layers of this model ({config.family}) have a state that no row gives"
         )

@@ -211,7 +211,7 @@ def run(args: argparse.Namespace) -> None:
     llm = LLM(args.model, device=args.device, dtype=args.dtype, method=Full())
     require_numbers(args, llm.config.num_layers)
     local = llm.config.local_layers
-    if llm.config.recurrent_layers:
+    if llm.config.recurrent is not None:
         raise UsageError(
             f"calibrate: does not know the recurrent layers of this model ({llm.config.family}); "
             "give filter layers by hand"

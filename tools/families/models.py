@@ -65,6 +65,24 @@ MIXED = dict(
     moe_intermediate_size=24,
     shared_expert_intermediate_size=40,
 )
+FALCON = dict(
+    mamba_d_ssm=64,
+    mamba_n_heads=4,
+    mamba_d_head=16,
+    mamba_d_state=24,
+    mamba_n_groups=2,
+    head_dim=16,
+    attention_in_multiplier=0.9,
+    key_multiplier=0.4,
+    attention_out_multiplier=0.7,
+    ssm_in_multiplier=1.3,
+    ssm_multipliers=[0.8, 0.6, 1.5, 0.7, 1.2],
+    ssm_out_multiplier=0.6,
+    mlp_multipliers=[0.75, 0.5],
+    embedding_multiplier=3.0,
+    lm_head_multiplier=0.25,
+)
+MAMBA = dict(mamba_n_heads=6, mamba_d_head=16, mamba_d_state=24, mamba_n_groups=2)
 # name: (transformers' configuration, changes to it)
 VARIANTS: dict[str, tuple[str, dict]] = {
     "llama": ("Llama", dict(head_dim=16)),
@@ -130,6 +148,56 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     ),
     "granite": ("Granite", GRANITE),
     "granite-bias": ("Granite", dict(**GRANITE, attention_bias=True, mlp_bias=True)),
+    "granite-hybrid": (
+        "GraniteMoeHybrid",
+        dict(
+            **GRANITE,
+            **MAMBA,
+            num_hidden_layers=8,
+            layer_types=([LINEAR] * 3 + [FULL]) * 2,
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            shared_intermediate_size=40,
+        ),
+    ),
+    "granite-hybrid-dense": (
+        "GraniteMoeHybrid",
+        dict(
+            **{**GRANITE, **MAMBA, "mamba_n_groups": 1, "mamba_conv_bias": False},
+            num_hidden_layers=6,
+            layer_types=[LINEAR, FULL] * 3,
+            num_local_experts=0,
+            shared_intermediate_size=72,
+            attention_bias=True,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "granite-hybrid-attention": (
+        "GraniteMoeHybrid",
+        dict(
+            **GRANITE,
+            **MAMBA,  # read by transformers, and of no layer
+            layer_types=[FULL] * 4,
+            num_local_experts=0,
+            shared_intermediate_size=72,
+            position_embedding_type="rope",
+        ),
+    ),
+    "bamba": (
+        "Bamba",
+        dict(**MAMBA, num_hidden_layers=6, attn_layer_indices=[1, 3, 5], head_dim=16),
+    ),
+    "falcon-h1": ("FalconH1", dict(**FALCON, mamba_rms_norm=False)),
+    "falcon-h1-norm": (
+        "FalconH1",
+        dict(
+            **{**FALCON, "attention_in_multiplier": 1.0, "attention_out_multiplier": 1.0},
+            mamba_rms_norm=True,
+            mamba_norm_before_gate=False,
+            attention_bias=True,
+        ),
+    ),
+    "falcon-h1-after": ("FalconH1", dict(**FALCON, mamba_rms_norm=True, mlp_bias=True)),
     "mistral-window": ("Mistral", dict(sliding_window=50)),
     "ministral": (
         "Ministral",

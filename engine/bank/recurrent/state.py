@@ -17,9 +17,9 @@ import torch
 
 from engine.bank.recurrent.savepoints import Snapshot
 from engine.base.interrupts import complete
-from engine.model.recurrent import DeltaNet, Mixed, Recurrent
+from engine.model.recurrent import Mixed, Mixer, Recurrent
 from kernels.recurrent.conv import conv_chunk, conv_step
-from kernels.recurrent.delta import Tail, folded, gated_delta_chunk, gated_delta_step
+from kernels.recurrent.delta import Tail, folded
 
 KEPT = 8  # newest tokens whose rows stay apart from S, so that they can be taken back
 FOLD = 13  # tokens whose rows go into S together: a step reads S, and only every 13th writes it
@@ -98,18 +98,19 @@ class RecurrentState:
     # ---------------------------------------------------------------- tokens through a layer
 
     def step(
-        self, layer: int, net: DeltaNet, mixed: Mixed, positions: torch.Tensor, backend: str
+        self, layer: int, net: Mixer, mixed: Mixed, positions: torch.Tensor, backend: str
     ) -> torch.Tensor:
         """Run a step's tokens at positions int64 [B, Q]: float32 [B, Q, Hv, dv]. Their rows are
         written; `commit` takes them.
         """
         held = self.of(layer)
-        q, k, v = net.heads(conv_step(mixed.qkv, held.inputs, positions, net.conv, backend))
+        weights = net.conv, backend, net.conv_bias
+        convolved = conv_step(mixed.qkv, held.inputs, positions, *weights)
         where = held.state, held.tail, self._base, positions
-        return gated_delta_step(q, k, v, mixed.g, mixed.beta, *where, backend)
+        return net.step(convolved, mixed, *where, backend)
 
     def chunk(
-        self, layer: int, net: DeltaNet, mixed: Mixed, start: int, keep: bool, backend: str
+        self, layer: int, net: Mixer, mixed: Mixed, start: int, keep: bool, backend: str
     ) -> torch.Tensor:
         """Run a prompt's tokens from position `start` on, which is at least `base`: float32
         [B, C, Hv, dv]. keep: `commit` will take what they change.
@@ -117,13 +118,12 @@ class RecurrentState:
         assert self.base <= start <= self.length, (self.base, start, self.length)
         held, size, taps = self.of(layer), mixed.qkv.shape[1], self.sizes.taps
         before = self._inputs_before(held.inputs, start)
-        q, k, v = net.heads(conv_chunk(mixed.qkv, before, net.conv, backend))
+        convolved = conv_chunk(mixed.qkv, before, net.conv, backend, net.conv_bias)
         state = folded(held.state, held.tail, self.base, start - self.base, backend)
         stop = start + size
         base = max(self.base, stop - KEPT)
         rows = (stop - max(base, start)) if keep else 0
-        tokens = q, k, v, mixed.g, mixed.beta
-        out, state, tail = gated_delta_chunk(*tokens, state, rows, backend)
+        out, state, tail = net.chunk(convolved, mixed, state, rows, backend)
         if keep:
             if base < start:  # part of the rows from before stays apart
                 state = folded(held.state, held.tail, self.base, base - self.base, backend)

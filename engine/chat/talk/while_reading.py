@@ -51,7 +51,7 @@ def most_full(layers: int) -> int:
 def unable(llm: LLM, tokens: int) -> str:
     """Why a document of so many tokens cannot calibrate a model; "" where it can."""
     layers = len(llm.config.seeing_layers)
-    if llm.config.recurrent_layers:
+    if llm.config.recurrent is not None:
         return f"a search does not know the recurrent layers of this model ({llm.config.family})"
     if layers < 4:
         return f"{layers} layers see everything, and fewer than 4 leave nothing to choose"

@@ -13,6 +13,7 @@ import torch
 
 from engine.bank.base import Bank, Step
 from engine.forward.layer import LayerForm, one_by_one, split_rows
+from engine.model.config.config import ModelConfig
 from engine.model.llama import Llama, pre_recurrence
 from engine.model.recurrent import Mixed
 
@@ -25,7 +26,7 @@ def recur_step(
     """
     model = form.model
     layer, eps = model.layers[number], model.config.rms_norm_eps
-    assert layer.delta is not None
+    assert layer.mixer is not None
     # the reference gives a token the same bits however many others go with it
     first = one_by_one(pre_recurrence) if form.backend == "reference" else pre_recurrence
     mixed = Mixed(*first(layer, x, eps))
@@ -33,10 +34,19 @@ def recur_step(
     for step, parts in zip(steps, split_rows(steps, *mixed)):
         state = step.bank.recurrent
         assert state is not None, "a bank without the state of recurrent layers"
-        given = number, layer.delta, Mixed(*parts), step.positions
+        given = number, layer.mixer, Mixed(*parts), step.positions
         out.append(state.step(*given, form.backend))
     joined = out[0] if len(out) == 1 else torch.cat(out, dim=1)
-    return layer.delta.gated(joined, mixed.z, eps)
+    return layer.mixer.gated(joined, mixed.z, eps)
+
+
+def beside(config: ModelConfig, attended: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+    """Join what a layer's attention and the mixer beside it bring, each times its factor, for
+    `post_attention`: attended [B, S, H, D], mixed [B, S, ...] -> [B, S, H * D + Hv * dv].
+    """
+    ssd = config.beside
+    assert ssd is not None
+    return torch.cat((attended.flatten(2) * ssd.attended, mixed.flatten(2) * ssd.added), -1)
 
 
 def recur_chunk(
@@ -52,7 +62,7 @@ def recur_chunk(
     bank's commit takes the state after it.
     """
     layer, eps = model.layers[number], model.config.rms_norm_eps
-    assert layer.delta is not None and bank.recurrent is not None
+    assert layer.mixer is not None and bank.recurrent is not None
     mixed = pre_recurrence(layer, x, eps)
-    out = bank.recurrent.chunk(number, layer.delta, mixed, start, keep, backend)
-    return layer.delta.gated(out, mixed.z, eps)
+    out = bank.recurrent.chunk(number, layer.mixer, mixed, start, keep, backend)
+    return layer.mixer.gated(out, mixed.z, eps)

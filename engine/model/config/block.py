@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.model.config.names import LLAMA_NAMES, Names
 from engine.model.config.rope_config import Rope
 from engine.model.mixture import Experts
 from engine.model.recurrent import Recurrent
@@ -21,9 +22,11 @@ class Block:
     qk_norm: RMSNorm of q and k before rotation: "none", "head" (each head) or "width" (all heads at
     once). norms: where a layer normalises: "before" its halves, "after" them, or "both". wide_norm:
     a norm's weight multiplies in float32, before the cast. norm_offset: what a norm adds to its
-    stored weight. activation: "silu" or "gelu_tanh". o_bias: whether attention_bias is on o as
-    well. fused: q, k, v are stored as one tensor, and gate, up as one. embedding, residual, logits:
-    factors of the embedding, of what a half adds to the residual, and of the logits. logit_cap:
+    stored weight. activation: "silu" or "gelu_tanh", or "relu2" without a gate. o_bias: whether
+    attention_bias is on o as well. fused: q, k, v are stored as one tensor, and gate, up as one.
+    embedding, residual, logits: factors of the embedding, of what a half adds to the residual, and
+    of the logits. gate, down: factors of an MLP's gate before the activation, and of its output
+    (without experts). logit_cap:
     logits become cap * tanh(logits / cap); 0: they stay. score: factor of q . k, None:
     head_dim ** -0.5. score_cap: as logit_cap, of attention's logits. sinks: whether every query
     head has a learned logit that counts in its softmax and brings no value. gated: whether the
@@ -40,6 +43,8 @@ class Block:
     embedding: float = 1.0
     residual: float = 1.0
     logits: float = 1.0
+    gate: float = 1.0
+    down: float = 1.0
     logit_cap: float = 0.0
     score: float | None = None
     score_cap: float = 0.0
@@ -58,7 +63,8 @@ class Facts:
     included, 0 for all of them; empty: every layer sees everything. layer_ropes: the rope of each
     layer; empty: one for all. positions: a limit of the context below max_position_embeddings.
     experts: the mixture in place of the MLP, None: there is none. recurrent: the layers that have a
-    recurrent state in place of attention, None: there are none.
+    recurrent state in place of attention or beside it, None: there are none. bare: layers without
+    an MLP. names: of the stored tensors.
     """
 
     block: Block = LLAMA
@@ -69,3 +75,5 @@ class Facts:
     positions: int | None = None
     experts: Experts | None = None
     recurrent: Recurrent | None = None
+    bare: tuple[int, ...] = ()
+    names: Names = LLAMA_NAMES

@@ -22,10 +22,11 @@ from engine.model.config import families
 from engine.model.config.block import LLAMA, Block
 from engine.model.config.family import Family, Sizes
 from engine.model.config.fields import Fields
+from engine.model.config.names import LLAMA_NAMES, Names
 from engine.model.config.rope_config import MAX_POSITIONS, Rope, parse_rope
 from engine.model.config.rope_override import overridden, pins_long
 from engine.model.mixture import Experts
-from engine.model.recurrent import Recurrent
+from engine.model.recurrent import Recurrent, Ssd
 from kernels.launch.softmax import PLAIN, Softmax
 from kernels.rows.forms import DTYPES as PACKED
 from kernels.rows.forms import row_widths
@@ -48,8 +49,9 @@ class ModelConfig:
     Immutable and hashable. `dtype` is the stored one ("float32" | "bfloat16" | "float16").
     `attention_bias` puts a bias on q, k, v and (Block.o_bias) on o; `mlp_bias` on gate, up and
     down. `max_positions` is the context in tokens that the model was made for. `block`, `windows`,
-    `layer_ropes`, `experts` and `recurrent` are the family's (engine/model/config/block.py).
-    `prefix` begins the stored names of the layers' tensors. `bank` is no file's: how rows of K and
+    `layer_ropes`, `experts`, `recurrent` and `bare` are the family's
+    (engine/model/config/block.py). `prefix` begins the stored names of the layers' tensors, and
+    `names` has the others. `bank` is no file's: how rows of K and
     V are held, "model" (in the model's dtype) or packed: a name of `kernels.rows.forms`.
     """
 
@@ -77,8 +79,10 @@ class ModelConfig:
     layer_ropes: tuple[Rope, ...] = ()
     experts: Experts | None = None
     recurrent: Recurrent | None = None
-    # no fact of the model: saved rows outlive a change of names
+    # no facts of the model: saved rows outlive a change of names
     prefix: str = field(default="model.", repr=False)
+    names: Names = field(default=LLAMA_NAMES, repr=False)
+    bare: tuple[int, ...] = field(default=(), repr=False)
     bank: str = "model"
 
     @property
@@ -104,7 +108,15 @@ class ModelConfig:
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
         """The layers that have a recurrent state in place of attention, ascending."""
-        return () if self.recurrent is None else self.recurrent.layers
+        if self.recurrent is None or self.beside is not None:
+            return ()
+        return self.recurrent.layers
+
+    @property
+    def beside(self) -> Ssd | None:
+        """What layers have that attend beside their recurrence; None where none does."""
+        ssd = None if self.recurrent is None else self.recurrent.ssd
+        return ssd if ssd is not None and ssd.beside else None
 
     @property
     def attending_layers(self) -> tuple[int, ...]:
@@ -221,7 +233,9 @@ class ModelConfig:
 
     def experts_of(self, layer: int) -> Experts | None:
         """The mixture of a layer; None where it has an MLP."""
-        return None if self.experts is None or layer in self.experts.dense else self.experts
+        if self.experts is None or layer in self.experts.dense or layer in self.bare:
+            return None
+        return self.experts
 
     def _parameters(self, read: bool) -> int:
         attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
@@ -233,9 +247,10 @@ class ModelConfig:
             attention += self.num_heads
         if self.block.gated:
             attention += self.hidden_size * self.q_size
-        mlp = 3 * self.hidden_size * self.intermediate_size
+        ungated = self.block.activation == "relu2"
+        mlp = (2 if ungated else 3) * self.hidden_size * self.intermediate_size
         if self.mlp_bias:
-            mlp += 2 * self.intermediate_size + self.hidden_size
+            mlp += (1 if ungated else 2) * self.intermediate_size + self.hidden_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
         norms = self.hidden_size * (4 if self.block.norms == "both" else 2)
         if self.block.qk_norm != "none":
@@ -244,12 +259,14 @@ class ModelConfig:
         attention *= len(self.attending_layers)
         if self.recurrent is not None:
             attention += len(self.recurrent.layers) * self.recurrent.parameters(self.hidden_size)
-        mlps = self.num_layers * mlp
+        halves = self.num_layers - len(self.bare)
+        mlps = halves * mlp
         if self.experts is not None:
             dense = len(self.experts.dense)
             mixture = self.experts.parameters(self.hidden_size, read)
-            mlps = dense * mlp + (self.num_layers - dense) * mixture
-        return embeddings + attention + self.num_layers * norms + mlps + self.hidden_size
+            mlps = dense * mlp + (halves - dense) * mixture
+        norms = self.num_layers * norms - len(self.bare) * self.hidden_size
+        return embeddings + attention + norms + mlps + self.hidden_size
 
     @classmethod
     def from_dict(
@@ -283,7 +300,11 @@ class ModelConfig:
                 "num_key_value_heads", kv_heads, f"a divisor of num_attention_heads = {heads}"
             )
         head_dim = _head_dim(fields, hidden, heads, family.head_dim)
-        layers = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
+        layers = (
+            fields.integer("num_hidden_layers", 1, MAX_LAYERS)
+            if family.layers is None
+            else family.layers(fields)
+        )
         max_positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
         vocab = fields.integer("vocab_size", 1, MAX_VOCAB)
         where = source if rope is None else f"{source} with rope {rope[:60]}"
@@ -299,7 +320,7 @@ class ModelConfig:
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=fields.number("rms_norm_eps", above=0.0, below=0.1),
+            rms_norm_eps=fields.number(family.eps, above=0.0, below=0.1),
             max_positions=min(max_positions, facts.positions or max_positions),
             rope=main,
             tied_embeddings=fields.flag("tie_word_embeddings", default=family.tied),
@@ -315,7 +336,9 @@ class ModelConfig:
             layer_ropes=facts.layer_ropes,
             experts=facts.experts,
             recurrent=facts.recurrent,
-            prefix=family.prefix(architecture),
+            prefix=facts.names.first or family.prefix(architecture),
+            names=facts.names,
+            bare=facts.bare,
         )
 
     @classmethod

@@ -39,7 +39,8 @@ class Family:
     tied, head_dim: defaults, those of transformers' configuration. activation: its key and accepted
     names. rope: what its rope may be. quantised: methods of quantization_config that its own
     tensors know (engine/model/tensors.py). towers: those of `architectures` that have a vision
-    tower, of which the language model alone is read. intermediate: the key of the MLP's width.
+    tower, of which the language model alone is read. intermediate, eps: the keys of the MLP's width
+    and of what a norm adds to a mean square. layers: counts them where no field does.
     """
 
     name: str
@@ -52,6 +53,8 @@ class Family:
     quantised: tuple[str, ...] = ()
     towers: tuple[str, ...] = ()
     intermediate: str = "intermediate_size"
+    eps: str = "rms_norm_eps"
+    layers: Callable[[Fields], int] | None = None
 
     def text_part(self, architecture: str, fields: Fields) -> tuple[dict[str, Any], str]:
         """Return (the language model's fields, what stands before their keys in messages)."""
@@ -75,9 +78,11 @@ def window(fields: Fields) -> int | None:
     return fields.integer("sliding_window", 1, 1 << 31, default=None)
 
 
-def layer_types(fields: Fields, layers: int, other: str = SLIDING) -> tuple[str, ...] | None:
+def layer_types(
+    fields: Fields, layers: int, other: str = SLIDING, renamed: Mapping[str, str] = {}
+) -> tuple[str, ...] | None:
     """Return layer_types, checked: "full_attention" or `other` for every layer; None where the
-    field is missing.
+    field is missing. renamed: older names of the two.
     """
     found = fields.data.get("layer_types")
     if found is None:
@@ -85,10 +90,11 @@ def layer_types(fields: Fields, layers: int, other: str = SLIDING) -> tuple[str,
     if not isinstance(found, list) or len(found) != layers:
         count = f"a list of {len(found)}" if isinstance(found, list) else found
         fields.refuse("layer_types", count, f"a list of {layers} names, one for each layer")
-    for name in found:
+    types = tuple(renamed.get(name, name) if isinstance(name, str) else name for name in found)
+    for name in types:
         if name not in (FULL, other):
             fields.unsupported("layer_types", name, f"{FULL} or {other}")
-    return tuple(found)
+    return types
 
 
 def windows(

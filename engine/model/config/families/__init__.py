@@ -5,9 +5,12 @@ from __future__ import annotations
 import difflib
 
 from engine.model.config.families import (
+    bamba,
+    falcon_h1,
     gemma,
     gpt_oss,
     granite,
+    granite_hybrid,
     llama,
     mistral,
     olmo2,
@@ -25,9 +28,12 @@ from engine.model.config.family import Family
 from engine.model.config.fields import Fields
 
 __all__ = [
+    "bamba",
+    "falcon_h1",
     "gemma",
     "gpt_oss",
     "granite",
+    "granite_hybrid",
     "llama",
     "mistral",
     "olmo2",
@@ -53,6 +59,9 @@ FAMILIES: tuple[Family, ...] = (
     smollm3.FAMILY,
     phi3.FAMILY,
     granite.FAMILY,
+    granite_hybrid.FAMILY,
+    falcon_h1.FAMILY,
+    bamba.FAMILY,
     olmo2.FAMILY,
     olmo3.FAMILY,
     gemma.GEMMA3,
