@@ -28,6 +28,12 @@ MOE: dict = dict(
     num_experts_per_tok=2,
     moe_intermediate_size=8,
 )
+MINIMAX: dict = dict(
+    architectures=["MiniMaxM2ForCausalLM"],
+    model_type="minimax_m2",
+    num_local_experts=3,
+    num_experts_per_tok=2,
+)
 GEMMA2 = dict(architectures=["Gemma2ForCausalLM"], model_type="gemma2", hidden_act=...)
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, truncate=False)
 OSS: dict = dict(
@@ -313,6 +319,18 @@ BROKEN_FAMILIES: list[Broken] = [
         "mlp_only_layers: found",
         "layer numbers below 1",
     ),
+    _row("minimax-scores", _config(**MINIMAX, scoring_func="softmax"), "scoring_func: found soft"),
+    _row(
+        "minimax-linear",
+        _config(**MINIMAX, attn_type_list=[0]),
+        "attn_type_list: found",
+        "for each",
+    ),
+    _row("minimax-shared", _config(**MINIMAX, shared_intermediate_size=9), "found 9, expected 0"),
+    _row("minimax-no-norm", _config(**MINIMAX, use_qk_norm=False), "use_qk_norm: found False"),
+    _row("minimax-odd-rope", _config(**MINIMAX, rotary_dim=3), "an even number"),
+    _row("minimax-wide-rope", _config(**MINIMAX, rotary_dim=1 << 20), "rotary_dim: found 1048576"),
+    _row("minimax-no-count", _config(**MINIMAX | {"num_local_experts": ...}), "num_local_experts"),
     # a cap on attention scores, sinks, experts in MXFP4
     _row(
         "cap-negative",

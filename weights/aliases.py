@@ -115,6 +115,12 @@ ALIASES: dict[str, Alias] = {
     "gemma-2-2b": Alias("google/gemma-2-2b-it", 8192, 2_614_341_888, _GATED),
     "gemma-2-9b": Alias("google/gemma-2-9b-it", 8192, 9_241_705_984, _GATED),
     "gemma-2-27b": Alias("google/gemma-2-27b-it", 8192, 27_227_128_320, _GATED),
+    "minimax-m2": Alias(
+        "MiniMaxAI/MiniMax-M2",
+        196608,
+        228_689_764_864,
+        "8 of 256 experts a token: 11.0B read; stored in fp8",
+    ),
     "gpt-oss-20b": Alias(
         "openai/gpt-oss-20b",
         131072,

@@ -124,6 +124,11 @@ _SHAPES: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
         (4608, 36864, 46, 32, 16, 128, 256000, True),
         {"query_pre_attn_scalar": 144},
     ),
+    "MiniMaxAI/MiniMax-M2": (
+        "MiniMaxM2",
+        (3072, 1536, 62, 48, 8, 128, 200064, False),
+        {"num_local_experts": 256, "num_experts_per_tok": 8, "rotary_dim": 64},
+    ),
     "openai/gpt-oss-20b": (
         "GptOss",
         (2880, 2880, 24, 64, 8, 64, 201088, False),

@@ -249,10 +249,12 @@ def _mixture_failure(model: Llama, mixtures: list[Mixture]) -> str:
         for rows in STEP_ROWS:
             generator = torch.Generator().manual_seed(rows)
             x = torch.randn(rows, model.config.hidden_size, generator=generator).to(device, dtype)
-            logits = torch.nn.functional.linear(x, mixture.router, mixture.bias)
-            if why := differs("router", multiply_rows(x, mixture.router, mixture.bias), logits):
+            router = mixture.router, None if experts.sigmoid else mixture.bias
+            logits = torch.nn.functional.linear(x, *router)
+            if why := differs("router", multiply_rows(x, *router), logits):
                 return why
-            given = logits, experts.per_token, experts.normalise
+            correction = mixture.bias if experts.sigmoid else None
+            given = logits, experts.per_token, experts.normalise, correction
             choice, wanted = choose_experts(*given), choose_experts_ref(*given)
             for name, one, other in zip(Choice._fields, choice, wanted, strict=True):
                 listed = slice(None if name == "listed" else int(wanted.listed))

@@ -47,7 +47,8 @@ class Experts:
     gpt-oss's activation in place of SwiGLU. stored: how a checkpoint holds experts, each "apart",
     "stacked" in one tensor by input or "rows" by output, or in "mxfp4" (engine/model/tensors.py).
     shared: width of an expert that every token takes beside its own, 0: there is none;
-    shared_gate: whether the sigmoid of a product of its input multiplies what it adds.
+    shared_gate: whether the sigmoid of a product of its input multiplies what it adds. sigmoid:
+    sigmoids in place of the softmax, chosen with a correction (kernels/experts/choose.py).
     """
 
     count: int
@@ -60,11 +61,13 @@ class Experts:
     stored: str = "apart"
     shared: int = 0
     shared_gate: bool = True
+    sigmoid: bool = False
 
     def parameters(self, hidden: int, read: bool = False) -> int:
         """Weights of one layer's mixture; `read`: those that one token reads."""
         experts = self.per_token if read else self.count
         biases = self.count + experts * (2 * self.width + hidden) if self.bias else 0
+        biases += self.count if self.sigmoid else 0
         own = self.count * hidden + experts * 3 * hidden * self.width + biases
         gate = hidden if self.shared and self.shared_gate else 0
         return own + 3 * hidden * self.shared + gate
@@ -82,7 +85,7 @@ class Mixture:
     router: torch.Tensor  # [count, hidden]
     gate_up: Sequence[Matrix]  # [2 * width, hidden]
     down: Sequence[Matrix]  # [hidden, width]
-    bias: torch.Tensor | None = None  # of the router, [count]
+    bias: torch.Tensor | None = None  # of the router, or the correction of sigmoids, [count]
     stacks: tuple[Stack, Stack] | None = None
 
     @property
@@ -115,7 +118,7 @@ class Mixture:
             experts, router = self.experts, (self.router, self.bias)
             chosen = router, self.stacks, experts.per_token, experts.normalise, experts.clamp
             added = None if residual is None else residual.flatten(0, 1)
-            return mix_experts(flat, *chosen, added).view_as(x)
+            return mix_experts(flat, *chosen, added, experts.sigmoid).view_as(x)
         routed = self.route(flat)
         out = (self._one_row if len(flat) == 1 else self._sorted)(flat, *routed).view_as(x)
         return out if residual is None else residual + out
@@ -154,8 +157,10 @@ class Mixture:
         """Choose experts for rows [T, hidden]: (weights in their dtype, numbers int64), both
         [T, per_token].
         """
-        logits = torch.nn.functional.linear(flat, self.router, self.bias)
-        shares, chosen = best_experts(logits, self.experts.per_token, self.experts.normalise)
+        experts, bias = self.experts, self.bias
+        logits = torch.nn.functional.linear(flat, self.router, None if experts.sigmoid else bias)
+        correction = bias if experts.sigmoid else None
+        shares, chosen = best_experts(logits, experts.per_token, experts.normalise, correction)
         return shares.to(flat.dtype), chosen
 
 

@@ -155,6 +155,9 @@ def _mlp(config: ModelConfig, layer: int) -> list[Target]:
     width = experts.width
     router = ((f"{at}{names.router}.weight", (experts.count, hidden)),)
     found = [Target(f"{layer}.router", router)]
+    if experts.sigmoid:
+        stored = f"{at}{names.correction}"
+        found.append(Target(f"{layer}.router.bias", ((stored, (experts.count,)),)))
     found += _shared(config, experts, layer, first + names.shared)
     if experts.stored == "rows":
         gate_ups = "gate_up", names.gate_ups, (2 * width, hidden)
@@ -163,11 +166,12 @@ def _mlp(config: ModelConfig, layer: int) -> list[Target]:
                 name, entry = f"{layer}.experts.{number}.{part}", (number, experts.count)
                 found.append(Target(name, ((f"{at}{stored_as}", shape),), entry))
         return found
+    gate, up, down = names.expert
     for number in range(experts.count):
         mine, name = f"{at}experts.{number}.", f"{layer}.experts.{number}"
-        parts = tuple((f"{mine}{n}_proj.weight", (width, hidden)) for n in ("gate", "up"))
+        parts = tuple((f"{mine}{n}.weight", (width, hidden)) for n in (gate, up))
         found.append(Target(f"{name}.gate_up", parts))
-        found.append(Target(f"{name}.down", ((f"{mine}down_proj.weight", (hidden, width)),)))
+        found.append(Target(f"{name}.down", ((f"{mine}{down}.weight", (hidden, width)),)))
     return found
 
 

@@ -36,14 +36,25 @@ class Choice(NamedTuple):
 
 
 def best_experts(
-    logits: torch.Tensor, per_token: int, normalise: bool
+    logits: torch.Tensor,
+    per_token: int,
+    normalise: bool,
+    correction: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose per row of logits [T, E], by torch's operators: (shares float32, ids int64), both
     [T, per_token], the best first.
 
     The softmax runs in float32. normalise: over the chosen alone, so that they sum to one. Equal
     logits go to the lower id, but on a CPU, where torch.topk takes a third of a stable sort's time.
+    correction [E]: sigmoids take the softmax's place, and the best are those of sigmoid plus
+    correction; the correction chooses alone and is in no share (DeepSeek-V3, arXiv 2412.19437,
+    equation 16).
     """
+    if correction is not None:
+        sigmoids = logits.float().sigmoid()
+        _, ids = best_experts(sigmoids + correction.float(), per_token, True)
+        shares = sigmoids.gather(1, ids)
+        return shares / shares.sum(-1, keepdim=True) if normalise else shares, ids
     if logits.device.type == "cpu":
         kept, ids = torch.topk(logits, per_token, dim=-1)
     else:
@@ -54,14 +65,24 @@ def best_experts(
     return torch.softmax(logits, dim=-1, dtype=torch.float32).gather(1, ids), ids
 
 
-def choose_experts_ref(logits: torch.Tensor, per_token: int, normalise: bool) -> Choice:
+def choose_experts_ref(
+    logits: torch.Tensor,
+    per_token: int,
+    normalise: bool,
+    correction: torch.Tensor | None = None,
+) -> Choice:
     """Reference of `choose_experts`, same arguments; logits in float64 give shares in float64."""
     rows, count = logits.shape
-    ids = torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :per_token]
-    over = torch.full_like(logits, float("-inf"))
-    over = over.scatter(1, ids, logits.gather(1, ids)) if normalise else logits
-    shares = torch.softmax(over, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    ranks = logits if correction is None else wide.sigmoid() + correction
+    ids = torch.sort(ranks, dim=-1, descending=True, stable=True).indices[:, :per_token]
     taken = torch.zeros_like(logits, dtype=torch.bool).scatter(1, ids, True)
+    if correction is None:
+        over = wide.masked_fill(~taken, float("-inf")) if normalise else wide
+        shares = torch.softmax(over, -1)
+    else:
+        shares = torch.where(taken, wide.sigmoid(), 0)
+        shares = shares / shares.sum(-1, keepdim=True) if normalise else shares
     listed = taken.any(0).nonzero()[:, 0]
     room = min(count, rows * per_token)
     bits = (taken.int() << torch.arange(rows, device=logits.device)[:, None]).sum(0)
@@ -77,14 +98,19 @@ def choose_experts_ref(logits: torch.Tensor, per_token: int, normalise: bool) ->
     return found
 
 
-def choose_experts(logits: torch.Tensor, per_token: int, normalise: bool) -> Choice:
+def choose_experts(
+    logits: torch.Tensor,
+    per_token: int,
+    normalise: bool,
+    correction: torch.Tensor | None = None,
+) -> Choice:
     """Choose `per_token` experts for each row of logits [R, E], contiguous, by the Triton kernel of
     this file.
 
     At most MOST_ROWS rows and MOST_EXPERTS experts. NaN ranks highest, as torch.topk has it, and
     makes every share of its row NaN; -0 equals +0; equal logits go to the lower id. Shares are the
     float32 softmax of the row, normalise: of its chosen alone. A row's shares do not depend on the
-    other rows. Raises ValueError for more rows.
+    other rows. correction [E]: as in `best_experts`. Raises ValueError for more rows.
     """
     count, device = logits.shape[1], logits.device
     rows = rows_of(logits, count)
@@ -97,6 +123,7 @@ def choose_experts(logits: torch.Tensor, per_token: int, normalise: bool) -> Cho
     )
     choose_kernel[(1,)](
         logits,
+        logits if correction is None else correction,
         *found,
         rows,
         count,
@@ -104,6 +131,7 @@ def choose_experts(logits: torch.Tensor, per_token: int, normalise: bool) -> Cho
         BLOCK=block,
         ROWS=MOST_ROWS,
         ALL=not normalise,
+        SIGMOID=correction is not None,
         num_warps=8 if block >= MANY else 4,
         **dependent(logits),
     )
@@ -113,6 +141,7 @@ def choose_experts(logits: torch.Tensor, per_token: int, normalise: bool) -> Cho
 @triton.jit(do_not_specialize=["rows"])
 def choose_kernel(
     logits,
+    correction,
     experts,
     members,
     shares,
@@ -123,6 +152,7 @@ def choose_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     ALL: tl.constexpr,
+    SIGMOID: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Choose for all rows: one program. A key is a logit's order and, below it, the expert's place
@@ -133,15 +163,24 @@ def choose_kernel(
     wait_for_last_kernel(DEPENDENT)
     x = tl.load(logits + r[:, None] * count + e[None, :], mask=inside, other=float("-inf"))
     x = x.to(tl.float32)
-    rank = tl.where(x != x, 0xFFFFFFFF, ordered(x)).to(tl.uint32)
+    score = x
+    if SIGMOID:
+        x = 1.0 / (1.0 + tl.exp(-x))
+        more = tl.load(correction + e, mask=e < count, other=0.0).to(tl.float32)
+        score = x + more[None, :]
+    rank = tl.where(score != score, 0xFFFFFFFF, ordered(score)).to(tl.uint32)
     keys = tl.where(inside, (rank.to(tl.int64) << 16) | (BLOCK - e)[None, :], 0)
     for _ in range(BEST):
         best = tl.max(keys, 1)
         keys = tl.where(keys == best[:, None], 0, keys)
     taken = inside & (keys == 0)
     over = inside if ALL else taken
-    p = tl.where(over, tl.exp(x - tl.max(x, 1)[:, None]), 0.0)
-    share = tl.where(taken, p / tl.sum(p, 1)[:, None], 0.0)
+    if SIGMOID:
+        whole = 1.0 if ALL else tl.sum(tl.where(taken, x, 0.0), 1)[:, None]
+        share = tl.where(taken, x / whole, 0.0)
+    else:
+        p = tl.where(over, tl.exp(x - tl.max(x, 1)[:, None]), 0.0)
+        share = tl.where(taken, p / tl.sum(p, 1)[:, None], 0.0)
     bits = tl.sum(tl.where(taken, 1 << r[:, None], 0), 0)
     used = bits != 0
     place = tl.cumsum(used.to(tl.int32), 0) - 1

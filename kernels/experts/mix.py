@@ -29,13 +29,15 @@ def mix_experts(
     normalise: bool,
     clamp: Clamp | None = None,
     residual: torch.Tensor | None = None,
+    sigmoid: bool = False,
 ) -> torch.Tensor:
     """Run the experts that the rows of x [R, I] choose and add residual [R, I]: [R, I] in x's
     dtype.
 
-    router: its matrix [E, I], contiguous, and its bias [E] or None. stacks: gate and up [2 W, I]
-    and the last matrix [I, W] of every expert, which `mixes`. Everything else as in
-    `choose_experts` and `open_experts`. More than MOST_ROWS rows run some at a time.
+    router: its matrix [E, I], contiguous, and its bias [E] or None; with sigmoid, its correction.
+    stacks: gate and up [2 W, I] and the last matrix [I, W] of every expert, which `mixes`.
+    Everything else as in `choose_experts` and `open_experts`. More than MOST_ROWS rows run some at
+    a time.
     """
     if torch.compiler.is_compiling():
         parts = [t for stack in stacks for t in _parts(stack)]
@@ -43,9 +45,9 @@ def mix_experts(
         limits = [] if clamp is None else list(clamp)
         return mix_experts_op(
             x, *router, parts, ",".join(kinds), [n for form in forms for n in form],
-            per_token, normalise, limits, residual,
+            per_token, normalise, limits, residual, sigmoid,
         )  # fmt: skip
-    return _mixed(x, router, stacks, per_token, normalise, clamp, residual)
+    return _mixed(x, router, stacks, per_token, normalise, clamp, residual, sigmoid)
 
 
 def _mixed(
@@ -56,13 +58,15 @@ def _mixed(
     normalise: bool,
     clamp: Clamp | None,
     residual: torch.Tensor | None,
+    sigmoid: bool,
 ) -> torch.Tensor:
-    found = []
+    found, (matrix, bias) = [], router
     for start in range(0, len(x), MOST_ROWS):
         rows = slice(start, start + MOST_ROWS)
         mine = x[rows].contiguous()
         added = None if residual is None else residual[rows].contiguous()
-        choice = choose_experts(multiply_rows(mine, *router), per_token, normalise)
+        logits = multiply_rows(mine, matrix, None if sigmoid else bias)
+        choice = choose_experts(logits, per_token, normalise, bias if sigmoid else None)
         opened = open_experts(mine, stacks[0], choice, clamp)
         found.append(sum_experts(opened, stacks[1], choice, added))
     return found[0] if len(found) == 1 else torch.cat(found)
@@ -108,6 +112,7 @@ def mix_experts_op(
     normalise: bool,
     limits: Sequence[float],
     residual: torch.Tensor | None,
+    sigmoid: bool,
 ) -> torch.Tensor:
     """`mix_experts` in plain tensors: of both stacks what `_parts` and `_form` give, one after the
     other. An operator that a compiler does not look into.
@@ -117,7 +122,9 @@ def mix_experts_op(
     gate_up = _stack(parts[:half], one, forms[:sizes])
     down = _stack(parts[half:], other, forms[sizes:])
     clamp = (limits[0], limits[1]) if limits else None
-    return _mixed(x, (router, router_bias), (gate_up, down), per_token, normalise, clamp, residual)
+    router_both = router, router_bias
+    stacks = gate_up, down
+    return _mixed(x, router_both, stacks, per_token, normalise, clamp, residual, sigmoid)
 
 
 @mix_experts_op.register_fake
@@ -132,5 +139,6 @@ def _(
     normalise: bool,
     limits: Sequence[float],
     residual: torch.Tensor | None,
+    sigmoid: bool,
 ) -> torch.Tensor:
     return x.new_empty(x.shape)

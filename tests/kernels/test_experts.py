@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels.experts.choose import choose_experts, choose_experts_ref
+from kernels.experts.choose import best_experts, choose_experts, choose_experts_ref
 from kernels.experts.mix import mix_experts, mixes
 from kernels.experts.open import open_experts, open_experts_ref
 from kernels.experts.sum import sum_experts, sum_experts_ref
@@ -45,6 +45,27 @@ def test_a_choice(rows, count, best, dtype, normalise):
     if normalise:
         listed = found.shares[: int(found.listed)]
         torch.testing.assert_close(listed.sum(0), torch.ones(rows), **close)
+
+
+@pytest.mark.parametrize("rows, count, best", [*SHAPES, (1, 256, 8), (5, 256, 8)])
+@pytest.mark.parametrize("dtype, normalise", [(F32, True), (F32, False), (BF16, True)])
+def test_a_choice_by_sigmoids_with_a_correction(rows, count, best, dtype, normalise):
+    """The correction chooses others than the sigmoids alone, and is in no share."""
+    logits, correction = noise(rows, rows, count, dtype=dtype), noise(9, count)
+    found = choose_experts(logits, best, normalise, correction)
+    wanted = choose_experts_ref(logits.double(), best, normalise, correction.double())
+    close = dict(rtol=1e-5, atol=1e-7, check_dtype=False)
+    assert_same_choice(found, wanted, **close)
+    shares, ids = best_experts(logits, best, normalise, correction)
+    assert sorted(set(ids.flatten().tolist())) == wanted.experts[: int(wanted.listed)].tolist()
+    listed = wanted.shares[: int(wanted.listed)]
+    torch.testing.assert_close(shares.sum().double(), listed.sum(), rtol=1e-5, atol=0)
+    alone = choose_experts_ref(logits.double(), best, normalise)
+    if count >= 32 and best > 1:
+        assert alone.experts.tolist() != wanted.experts.tolist()
+    wrong = torch.full_like(logits, float("nan"))
+    spoilt = choose_experts(wrong, best, normalise, correction)
+    assert spoilt.shares[: int(spoilt.listed)].isnan().all()
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 3.5, -1e30])

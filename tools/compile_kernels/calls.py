@@ -33,10 +33,12 @@ from tools.compile_kernels.cases import HOST_LAUNCHERS, PREFILL_LAUNCHERS, STEP_
 
 # grids do not enter a kernel: any long bank compiles the same code
 CAPACITY, BUDGET = 131072, 2048
-# experts, those of a row, hidden size, width and activation of gpt-oss-20b and of Qwen3-30B-A3B
-MIXTURES: tuple[tuple[int, int, int, int, Clamp | None], ...] = (
-    (32, 4, 2880, 2880, (7.0, 1.702)),
-    (128, 8, 2048, 768, None),
+# experts, those of a row, hidden size, width, activation and whether the router has sigmoids, of
+# gpt-oss-20b, of Qwen3-30B-A3B and of MiniMax-M2
+MIXTURES: tuple[tuple[int, int, int, int, Clamp | None, bool], ...] = (
+    (32, 4, 2880, 2880, (7.0, 1.702), False),
+    (128, 8, 2048, 768, None, False),
+    (256, 8, 3072, 1536, None, True),
 )
 
 
@@ -163,12 +165,13 @@ def call_step(case: Case) -> None:
         wide = meta(1, queries, inner, dtype=dtype)
         multiply_few_bits(wide, words(kind, hidden, inner), residual=x)
     elif case.launcher == "experts":
-        for count, best, width, inner, clamp in MIXTURES:
+        for count, best, width, inner, clamp, sigmoid in MIXTURES:
             own, bias = meta(queries, width, dtype=dtype), clamp is not None
-            router = meta(count, width, dtype=dtype), meta(count, dtype=dtype) if bias else None
+            some = meta(count, dtype=dtype) if bias or sigmoid else None
+            router = meta(count, width, dtype=dtype), some
             up = experts(case, count, 2 * inner, width, bias)
             down = experts(case, count, width, inner, bias)
-            mix_experts(own, router, (up, down), best, bias, clamp, own)
+            mix_experts(own, router, (up, down), best, bias, clamp, own, sigmoid)
     elif case.launcher == "tiles":
         chunk = meta(512 if queries == 1 else queries, hidden, dtype=dtype)
         multiply_tiles(chunk, words(case.packed or "int4", hidden, hidden))

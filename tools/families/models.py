@@ -250,6 +250,16 @@ VARIANTS: dict[str, tuple[str, dict]] = {
             ),
         ),
     ),
+    "minimax-m2": (
+        "MiniMaxM2",
+        dict(
+            head_dim=16,
+            intermediate_size=24,
+            num_local_experts=7,
+            num_experts_per_tok=3,
+            rope_parameters=dict(rope_type="default", rope_theta=5e6, partial_rotary_factor=0.5),
+        ),
+    ),
     "olmo2": ("Olmo2", {}),
     "olmo2-bias": ("Olmo2", dict(attention_bias=True, num_key_value_heads=4)),
     "olmo3": (
@@ -293,6 +303,9 @@ def make(folder: Path, name: str, **more: Any) -> Any:
     theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     theirs = theirs.float().eval()
     with torch.no_grad():
+        for key, buffer in theirs.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.3)  # as far apart as sigmoids are
         for key, weight in theirs.named_parameters():
             if "norm" in key:
                 plain = (

@@ -57,6 +57,7 @@ TEMPLATES = {
     "Qwen2": _CHATML,
     "Qwen3": _THINKING,
     "Qwen3-MoE": _THINKING,
+    "MiniMax-M2": _THINKING,
     "Qwen3.5": _THINKING,
     "Qwen3.5-MoE": _THINKING,
     "Qwen3-Next": _THINKING,

@@ -60,8 +60,8 @@ class Rope:
 class RopeRules:
     """What a family's rope may be: the default base, kinds beside KINDS, kinds written for another
     one, whether a part of a head may stay as it is, the share that rotates where the file names
-    none, and for which type of layer the rope is wanted where `rope_parameters` has one for each
-    type.
+    none, for which type of layer the rope is wanted where `rope_parameters` has one for each type,
+    and the key of the dimensions that rotate, where a file may give those.
     """
 
     theta: float = DEFAULT_THETA
@@ -70,6 +70,7 @@ class RopeRules:
     partial: bool = False
     rotates: float = 1.0
     nested: str = ""
+    dims: str = ""
 
 
 def parse_rope(
@@ -149,8 +150,10 @@ def _parse_kind(
 
 def _partial(outer: Fields, inner: Fields, head_dim: int, rules: RopeRules) -> float:
     """Return the share of a head that rotates; the inner field wins."""
-    partial = 1.0
-    for fields, usual in ((outer, rules.rotates), (inner, None)):
+    partial, rotates = 1.0, rules.rotates
+    if rules.dims and (dims := outer.integer(rules.dims, 2, head_dim, default=None)):
+        rotates = dims / head_dim
+    for fields, usual in ((outer, rotates), (inner, None)):
         found = fields.number("partial_rotary_factor", 0.0, 1.0, default=usual, closed=True)
         if found is None:
             continue

@@ -89,7 +89,9 @@ def test_weights_are_counted(tmp_path, name):
     """The plan's count is transformers', and the fused tensors hold every stored one once."""
     theirs = make(tmp_path, name)
     config = ModelConfig.from_folder(tmp_path)
-    assert config.parameters == sum(p.numel() for p in theirs.parameters())
+    counted = dict(theirs.named_parameters())
+    counted |= {k: b for k, b in theirs.named_buffers() if k in theirs.state_dict()}
+    assert config.parameters == sum(tensor.numel() for tensor in counted.values())
     stored = {name: math.prod(t.shape) for name, t in Checkpoint.open(tmp_path).tensors.items()}
     if config.tied_embeddings:
         stored.pop("lm_head.weight", None)

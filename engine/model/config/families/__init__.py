@@ -12,6 +12,7 @@ from engine.model.config.families import (
     granite,
     granite_hybrid,
     llama,
+    minimax_m2,
     mistral,
     olmo2,
     olmo3,
@@ -35,6 +36,7 @@ __all__ = [
     "granite",
     "granite_hybrid",
     "llama",
+    "minimax_m2",
     "mistral",
     "olmo2",
     "olmo3",
@@ -67,6 +69,7 @@ FAMILIES: tuple[Family, ...] = (
     gemma.GEMMA3,
     gemma.GEMMA2,
     gpt_oss.FAMILY,
+    minimax_m2.FAMILY,
 )
 BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
 
