@@ -9,11 +9,11 @@ from dataclasses import dataclass
 class Names:
     """Stored names. first: what begins those of the layers, "" where the architecture says
     (Family.prefix). Of a layer: its parts attention, mixer (a recurrent layer's), mlp, mixture
-    (with its router, the correction of sigmoids, its stacked matrices and the gate, up and down of an
-    expert that lies apart), the expert that all tokens take (shared), the norms
-    before its halves, and of an MLP gate and up, stored as one or as two (one where there is no
-    gate), and down. halves: for each layer the stored numbers of its halves, which are layers of
-    their own there; -1: it has no second one. Empty: a layer is a layer.
+    (with its router, the correction of sigmoids, its stacked matrices, and gate, up and down of an
+    expert that lies apart), the expert that all tokens take (shared), the norms before its halves,
+    and of an MLP gate and up, stored as one or as two (one where there is no gate), and down.
+    halves: for each layer the stored numbers of its halves, which are layers of their own there;
+    -1: it has no second one. Empty: a layer is a layer.
     """
 
     first: str = ""
