@@ -156,8 +156,8 @@ def _mlp(config: ModelConfig, layer: int) -> list[Target]:
     router = ((f"{at}{names.router}.weight", (experts.count, hidden)),)
     found = [Target(f"{layer}.router", router)]
     if experts.sigmoid:
-        stored = f"{at}{names.correction}"
-        found.append(Target(f"{layer}.router.bias", ((stored, (experts.count,)),)))
+        correction = f"{at}{names.correction}"
+        found.append(Target(f"{layer}.router.bias", ((correction, (experts.count,)),)))
     found += _shared(config, experts, layer, first + names.shared)
     if experts.stored == "rows":
         gate_ups = "gate_up", names.gate_ups, (2 * width, hidden)
