@@ -2,7 +2,8 @@
 #   make chat                          the shipped model, or MODEL=folder|alias|hub-id ARGS="--ctx 32K ..."
 #   make serve                         the same over HTTP, OpenAI-compatible (docs/SERVER.md)
 #   make quick                         the tests that catch most, within a minute
-#   make real-model                    fetch and check a small real checkpoint (93 MB), kept in ~/.cache
+#   make real-model                    fetch a small real checkpoint (93 MB), kept in ~/.cache: to judge
+#                                      methods on, not for its answers
 #   make lint test                     what a change must pass; make format first
 #   make docs-check                    run the commands of README.md and docs/*.md
 #   make studies-test                  the tests of tools/studies, which make test leaves out
@@ -63,7 +64,7 @@ pocket: $(READY)
 docs-check: $(READY_DEV)
 	@$(PY) -m tools.repo.docs_check $(ARGS)
 
-real-model: $(READY_DEV)
+real-model: $(READY)
 	@$(PY) -m tools.real_model $(ARGS)
 
 clean:

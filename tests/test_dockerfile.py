@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from engine.base.errors import UsageError
-from engine.serve.cli import keys_of, parser
+from engine.serve.flags import keys_of, parser
 from tests.programs.lowest import tomllib
 from tests.test_wheel import NAMES
 

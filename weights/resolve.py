@@ -154,7 +154,9 @@ def _fetched(
         return Resolved(folder, "cache", name, hub_id, _revision(folder), alias)
     if hub.constants.HF_HUB_OFFLINE:
         raise _offline(hub, hub_id, folder)
-    if progress:
+    if progress and config_only:
+        progress(f"fetching config.json of {hub_id}")
+    elif progress:
         progress(
             f"{'resuming' if folder else 'fetching'} {hub_id} into {hub.constants.HF_HUB_CACHE}"
         )

@@ -29,12 +29,17 @@ def _keep_folder() -> None:
 
 
 def start() -> int:
-    """Import the engine, which takes seconds, and run the chat; no Ctrl-C prints a traceback."""
+    """Look at the flags, import the engine, which takes seconds, and run the chat; no Ctrl-C prints
+    a traceback.
+    """
     _keep_descriptors()
     _keep_folder()
     interruptible = signal.getsignal(signal.SIGINT) == signal.default_int_handler
     if interruptible:
         signal.signal(signal.SIGINT, _leave)
+    from engine.chat.flags import parser, require_sense
+
+    parser().require(require_sense)
     from engine.chat.cli import main
 
     if interruptible:

@@ -29,14 +29,13 @@ from engine.base.errors import (
 from engine.base.figures import first_line
 from engine.base.version import VERSION
 from engine.chat.evidence import watch_of
-from engine.chat.flags import parser
+from engine.chat.flags import parser, require_sense
 from engine.chat.repl import answer_lines
 from engine.chat.talk.chat import Chat
 from engine.chat.talk.keeping import KeptSession
 from engine.cli.figures import plan_text
 from engine.cli.introduce import introduce
-from engine.cli.model_flags import settings_of
-from engine.cli.settings import flag_named, method_of, params_of
+from engine.cli.settings import flag_named, method_of, params_of, settings_of
 from engine.cli.verdict import plan_verdict
 from engine.llm import LLM
 from engine.load.options import Options
@@ -176,13 +175,7 @@ def run(args: argparse.Namespace, display: Display) -> int:
         asked = {**settings_of(args), "method": method_of(args, pocket=False)}
         emit((fits(Options.of(asked)) if here else table()) + "\n")
         return 0
-    if "-" in args.file and args.interactive:
-        raise UsageError(
-            "-f -: reads standard input to its end, so -i has nothing left to read; "
-            "give the document as a file"
-        )
-    if args.calibrate and not args.file and args.prompt is not None and not args.interactive:
-        raise UsageError("--calibrate: found no document, expected one to read (-f FILE)")
+    require_sense(args)
     require_output()
     for name in ("prompt", "system"):
         if getattr(args, name) is not None:
@@ -197,9 +190,11 @@ def run(args: argparse.Namespace, display: Display) -> int:
         emit(text + "\n")
         if llm.resolved is not None and llm.resolved.why_not:
             display.line(
-                f"planned in {llm.plan().dtype} from the sizes in the table of aliases, as "
-                f"config.json could not be fetched: {llm.resolved.why_not}"
+                f"planned in {llm.plan().dtype} from the sizes in the table of aliases: its "
+                "config.json is not on this machine"
             )
+            if args.verbose:
+                display.line(llm.resolved.why_not)
         return 0 if ok else OutOfMemoryPlan.exit_code
     if llm.resolved is not None:
         llm.resolved.require_fetched()

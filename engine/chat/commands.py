@@ -24,7 +24,8 @@ from engine.cli.figures import (
     plan_text,
     stats_text,
 )
-from engine.cli.settings import exact_with, method_with, setting
+from engine.cli.model_flags import setting
+from engine.cli.settings import exact_with, method_with
 from engine.methods.exact import Exact
 from engine.methods.registry import methods
 from engine.sampling.params import SamplingParams

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from engine.base.errors import UsageError
 from engine.cli.model_flags import fits_flag, gigabytes, model_flags
 from engine.cli.parser import Parser
 
@@ -52,6 +53,19 @@ def parser() -> Parser:
     _proof_flags(p.add_argument_group("proof").add_argument)
     _output_flags(p.add_argument_group("what to print").add_argument)
     return p
+
+
+def require_sense(args: argparse.Namespace) -> None:
+    """Raise UsageError for flags that do not go together."""
+    if args.version or args.list_models:
+        return
+    if "-" in args.file and args.interactive:
+        raise UsageError(
+            "-f -: reads standard input to its end, so -i has nothing left to read; "
+            "give the document as a file"
+        )
+    if args.calibrate and not args.file and args.prompt is not None and not args.interactive:
+        raise UsageError("--calibrate: found no document, expected one to read (-f FILE)")
 
 
 def _prompt_flags(add: Callable) -> None:

@@ -1,19 +1,19 @@
 """The flags that say what runs: model, context, placement and method, for the chat and the server.
 
-`model_flags` adds them to either's parser, `settings_of` makes LLM's keyword arguments of them.
+`model_flags` adds them to either's parser, engine/cli/settings.py makes LLM's keyword arguments of
+them. Nothing here imports torch: a wrong flag is said at once.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from engine.base.checks import MOST
-from engine.cli.settings import method_of, setting
-from engine.load.options import SAVEPOINTS
-from engine.methods.registry import methods
+from engine.methods.names import NAMES
 
 # ---------------------------------------------------------------- values
 
@@ -86,38 +86,15 @@ def drafts(text: str) -> int | str:
         raise argparse.ArgumentTypeError(f"found {text!r}, expected 0 to 7, or auto") from None
 
 
-# ---------------------------------------------------------------- what they set
-
-
-def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return LLM's keyword arguments that the flags of `model_flags` ask for. Raises SettingError
-    for settings of a method that do not fit it.
-    """
-    shipped = args.model is None
-    # The shipped model's products take microseconds: a second thread gains nothing, and on a
-    # machine that does other work its spinning costs a factor of 50 (1900 tokens read in 30 s
-    # instead of 0.5 s at load 7 on two cores).
-    threads = 1 if shipped and args.threads is None else args.threads
-    planned = args.fits or Card()  # imagined; the programs take it with a plan alone
-    return {
-        "device": args.device,
-        "dtype": args.dtype,
-        "weights": args.weights,
-        "bank": args.bank,
-        "savepoints": args.savepoints,
-        "max_context": args.ctx,
-        "threads": threads,
-        "chunk": args.chunk,
-        "compile": {"auto": None, "on": True, "off": False}[args.compile],
-        "offload": args.offload,
-        "vram_budget": args.vram_budget,
-        "ram_budget": args.ram_budget,
-        "rope": args.rope,
-        "beyond": args.beyond,
-        "method": method_of(args, shipped),
-        "imagined_gpu": planned.gpu,
-        "imagined_host": planned.host,
-    }
+def setting(text: str) -> tuple[str, object]:
+    """Parse KEY=VALUE. A value is a Python literal (page=32, filter_layers=2,8,18) or else text."""
+    key, equals, value = (part.strip() for part in text.partition("="))
+    if not equals or not key.isidentifier():
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected KEY=VALUE such as page=32")
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, value
 
 
 # ---------------------------------------------------------------- the flags
@@ -184,9 +161,9 @@ def _placement_flags(add: Callable) -> None:
     add(
         "--savepoints",
         type=int,
-        default=SAVEPOINTS,
         metavar="N",
-        help="keep N earlier states of a model's recurrent layers to go back to (0: none)",
+        help="keep N earlier states of a model's recurrent layers to go back to (default 12; "
+        "0: none)",
     )
     add("--threads", type=int, metavar="N", help="use N CPU threads")
     add("--chunk", type=int, metavar="N", help="read prompts in chunks of N tokens")
@@ -213,13 +190,12 @@ def _placement_flags(add: Callable) -> None:
 
 
 def _method_flags(add: Callable) -> None:
-    names = tuple(methods())
     add(
         "--method",
-        choices=names,
+        choices=NAMES,
         metavar="NAME",
         help="omnikv, full, or a baseline to compare with: "
-        + ", ".join(name for name in names if name not in ("omnikv", "full"))
+        + ", ".join(name for name in NAMES if name not in ("omnikv", "full"))
         + " (default: omnikv where the model's filter layers are known, else full)",
     )
     add(

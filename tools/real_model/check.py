@@ -51,9 +51,14 @@ class Row:
         return self.ours == self.theirs
 
 
+def has_transformers() -> bool:
+    """Whether there is something to compare with."""
+    return importlib.util.find_spec("transformers") is not None
+
+
 def require_transformers() -> None:
     """Raise EngineError with the remedy where transformers is missing."""
-    if importlib.util.find_spec("transformers") is None:
+    if not has_transformers():
         raise EngineError(
             "the check needs transformers: pip install transformers (or pip install -r "
             "requirements-dev.txt), or leave it out with --no-check"

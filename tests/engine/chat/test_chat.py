@@ -24,7 +24,8 @@ from engine.methods.evict.streaming_llm import StreamingLLM
 from engine.methods.full import Full
 from engine.methods.omnikv.method import OmniKV
 from engine.methods.select.quest import Quest
-from engine.terminal.display import Display, printable
+from engine.terminal.display import Display
+from engine.text.boundary import printable
 from tests.clocks import set_clock
 from tests.engine.chat.typed_chat import chat
 

@@ -160,7 +160,10 @@ def test_an_alias_is_planned_before_anything_of_it_is_here(offline, capsys):
     plan = json.loads(printed.out)
     assert plan["fits"] and plan["free_bytes"] == 48 * GB and plan["device"] == "cuda:0"
     assert plan["max_context"] == 131072 and plan["host_bytes"] == 70 * 131072 * 2 * 8 * 136
-    assert "the sizes in the table of aliases" in printed.err and "HF_HUB_OFFLINE" in printed.err
+    assert "the sizes in the table of aliases" in printed.err
+    assert not re.search("hub|cache|resum|fetch|OFFLINE", printed.err)  # a plan needs none of them
+    assert main([*asked, "--verbose"]) == 0
+    assert "HF_HUB_OFFLINE" in capsys.readouterr().err
     assert main([*asked[:-6], "--fits", "24", "--ram-budget", "64", "--plan", "--json"]) == 1
     plan = json.loads(capsys.readouterr().out)
     assert not plan["fits"] and plan["verdict"].startswith("does not fit: ")

@@ -3,17 +3,25 @@
 Stops: a setting that the chat has and the server lacks, or that the server takes and drops.
 """
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from engine.base.errors import UsageError
 from engine.chat import cli as chat
 from engine.chat import flags as chat_flags
 from engine.cli.parser import OURS
+from engine.load.options import SAVEPOINTS
 from engine.methods.exact import Exact
 from engine.methods.full import Full
+from engine.methods.names import NAMES
+from engine.methods.registry import methods
 from engine.methods.select.quest import Quest
 from engine.serve import cli as serve
 from engine.terminal.display import Display
+from tests.builders import ROOT
 
 SHARED = ("context and placement", "method")  # groups of flags that describe what runs
 # flags -> what they must end in: fields of Options, or of the method
@@ -139,3 +147,73 @@ def test_both_programs_say_first_in_which_form_weights_and_bank_are_held(capsys,
     assert ", weights bfloat16, bank bfloat16, OmniKV(" in capsys.readouterr().err
     with pytest.raises(UsageError, match="--fits: found no --plan beside it"):
         serve.open_model(serve.parser().parse_args(["--fits", "80"]))
+
+
+def imported_by(*words, stdout=subprocess.DEVNULL):
+    """(exit code, modules that were imported, what else stderr has) of a program."""
+    command = [sys.executable, "-X", "importtime", "-m", *words]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    lines = done.stderr.splitlines()
+    modules = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
+    return done.returncode, modules, [line for line in lines if not line.startswith("import time:")]
+
+
+@pytest.mark.parametrize(
+    "words, code, said",
+    [
+        ("engine.chat --help", 0, None),
+        ("engine.serve --help", 0, None),
+        ("engine.chat --modle x", 2, "did you mean --model?"),
+        ("engine.serve --kv-cache-dtype x", 2, "use --bank"),
+        ("engine.chat --method qest", 2, "did you mean quest?"),
+        ("engine.serve --ctx many", 2, "--ctx: found 'many', expected a number of tokens"),
+        ("engine.chat -f - -i", 2, "-i has nothing left to read"),
+        ("engine.chat --calibrate -p a", 2, "found no document"),
+        ("engine.serve --slots 0", 2, "--slots: expected 1 to 256"),
+        ("engine.serve --host 0.0.0.0", 2, "give --api-key-file"),
+    ],
+)
+def test_a_wrong_flag_and_help_need_no_torch(words, code, said):
+    """torch takes seconds, tens of them on a machine that is busy. Counted, not timed."""
+    found, modules, lines = imported_by(*words.split())
+    assert found == code
+    heavy = {"torch", "triton", "numpy", "transformers", "starlette", "uvicorn", "engine.llm"}
+    assert "argparse" in modules and not modules & heavy
+    assert len(modules) < 400, len(modules)  # torch alone brings more than 1,000
+    if said is None:
+        assert lines == []
+    else:
+        (line,) = lines
+        assert line.startswith("error: ") and said in line
+
+
+def test_help_that_nobody_takes_is_no_traceback():
+    with open("/dev/full", "w") as full:
+        code, _, lines = imported_by("engine.chat", "--help", stdout=full)
+    assert code == 1 and lines == [
+        "error: standard output: cannot be written: No space left on device"
+    ]
+    reader, writer = os.pipe()
+    os.close(reader)
+    code, _, lines = imported_by("engine.serve", "--help", stdout=writer)
+    os.close(writer)
+    assert (code, lines) == (1, [])
+
+
+def test_the_command_line_has_all_methods():
+    assert NAMES == tuple(methods())
+    for parser in (chat_flags.parser(), serve.parser()):
+        (flag,) = (action for action in parser._actions if action.dest == "method")
+        assert flag.choices == NAMES
+
+
+def test_the_help_says_how_many_savepoints_there_are():
+    (flag,) = (a for a in chat_flags.parser()._actions if a.dest == "savepoints")
+    assert f"default {SAVEPOINTS};" in flag.help

@@ -16,8 +16,9 @@ from starlette.requests import Request
 
 from engine.base.errors import UsageError
 from engine.serve.app import make_app
-from engine.serve.cli import keys_of, main, parser
+from engine.serve.cli import main
 from engine.serve.errors import ApiError
+from engine.serve.flags import keys_of, parser
 from engine.serve.guards import LOOPBACK, Guard
 from tests.engine.serve.conftest import serving
 
