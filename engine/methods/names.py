@@ -1,5 +1,5 @@
 """The names of methods that a command line takes, known before torch is imported; the registry has
-their classes (tests/engine/methods/test_registry.py holds the two together).
+their classes (tests/engine/serve/test_flags.py holds the two together).
 """
 
 NAMES = (
