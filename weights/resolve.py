@@ -154,12 +154,10 @@ def _fetched(
         return Resolved(folder, "cache", name, hub_id, _revision(folder), alias)
     if hub.constants.HF_HUB_OFFLINE:
         raise _offline(hub, hub_id, folder)
-    if progress and config_only:
-        progress(f"fetching config.json of {hub_id}")
-    elif progress:
-        progress(
-            f"{'resuming' if folder else 'fetching'} {hub_id} into {hub.constants.HF_HUB_CACHE}"
-        )
+    if progress:
+        begun = "resuming" if folder and not config_only else "fetching"
+        where = f"{hub_id} into {hub.constants.HF_HUB_CACHE}"
+        progress(f"{begun} {f'config.json of {hub_id}' if config_only else where}")
     folder = _download(hub, hub_id, name, CONFIG_PATTERNS if config_only else PATTERNS)
     missing = _missing(folder)
     if missing and not (config_only and missing != "config.json"):
