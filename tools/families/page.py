@@ -22,8 +22,9 @@ HEAD = """
 
 Written by `python -m tools.families`; do not edit it by hand.
 
-The engine runs models with plain attention in all layers, or in all but sliding-window ones. What
-a family does differently from Llama is a few constants of its configuration
+The engine runs Llama and the families below it in this page: plain attention in all layers, sliding
+windows or a recurrent form in some of them, mixtures of experts. The first table says what works
+with each. What a family does differently from Llama is a few constants of its configuration
 (engine/model/config/block.py), read by one file each in engine/model/config/families/. How
 fast each is: docs/PERFORMANCE.md.
 """
