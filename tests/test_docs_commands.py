@@ -7,6 +7,7 @@ nothing. `make docs-check` runs the slow ones too.
 
 import ast
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,32 @@ def test_commands_are_found_in_blocks_and_sentences():
     assert found == ["make chat", "python -m tools.eval --model X", "make quick"] + [
         "python -m tools.bench -t 1"
     ]
+
+
+def test_one_page_is_checked_by_itself_and_says_how_much_of_it_ran(monkeypatch, capsys):
+    """Its own commands, also those that another page has first; nothing counts as run that was only
+    looked up.
+    """
+    checked = []
+    monkeypatch.setattr(docs_check, "check", lambda command, out: checked.append(command) or "")
+    monkeypatch.setattr(sys, "argv", ["docs_check", "--page", "docs/MACHINES.md"])
+    assert docs_check.main() == 0
+    assert {c.page for c in checked} == {"docs/MACHINES.md"} and len(checked) >= 5
+    run, looked = re.search(r"MACHINES.md: (\d+) run, (\d+) by", capsys.readouterr().out).groups()
+    assert int(run) >= 4 and int(run) + int(looked) == len(checked)
+    (chat,) = [c for c in checked if c.text == "make chat"]  # README has it too
+    assert chat.rule.way == "run"
+
+
+def test_a_command_on_the_real_model_runs_where_that_is(monkeypatch, tmp_path):
+    """Elsewhere its flags are looked up."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(docs_check, "REAL", tmp_path)
+    command = Command("page", "python -m engine.chat --model $HOME/nothing -p hello")
+    assert command.rule.way == "real" and "no such folder" in check(command, tmp_path)
+    monkeypatch.setattr(docs_check, "REAL", tmp_path / "none")
+    assert check(command, tmp_path) == ""
+    assert "no flag --promt" in check(Command("page", command.text + " --promt"), tmp_path)
 
 
 @pytest.mark.parametrize("module", PROGRAMS)

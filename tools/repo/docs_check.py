@@ -3,7 +3,7 @@
 A command is a line of a code block, or code in a sentence, that begins with make, python or pip.
 What needs a hub, a GPU, hours or a server is not run as it stands: RULES says in one line each how
 it is checked instead. A command that no rule knows fails. FOLDER, MODEL and NAME stand for the
-shipped model.
+shipped model. The last lines say how many of each page's commands ran as it has them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import os
 import re
 import runpy
 import shlex
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -33,13 +34,15 @@ BEGINS = re.compile(r"(make|python3?|pip|omnikv-\w+|cat [\w.]+ \| python3?) ")
 FENCED = re.compile(r"^```[a-z]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PLACES = {"FOLDER": "weights/pocket", "MODEL": "weights/pocket", "NAME": "pocket"}
 MINUTES = 10  # a command may take
+REAL = Path.home() / ".cache/omnikv/models/smollm2-135m-instruct"  # as pages name it
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How commands that match `pattern` are checked. way: "run", "help" (the program's --help names
-    every flag), "skip", or a flag that is added. why: of a skip. codes: exit codes that are right.
-    fast: whether the test suite runs it too.
+    """How commands that match `pattern` are checked. way: "run", "real" (run where the real model
+    is, else as "help"), "help" (the program's --help names every flag), "skip", or a flag that is
+    added. why: of a skip. codes: exit codes that are right. fast: whether the test suite runs it
+    too.
     """
 
     pattern: str
@@ -62,7 +65,8 @@ RULES = (
     Rule(r"python -m engine\.chat .*--plan", "run", codes=(0, 1), fast=True),
     Rule(r"python -m engine\.chat --list-models$", "run", fast=True),
     Rule(r"python -m engine\.chat --list-models", "run"),
-    Rule(r"python -m engine\.(chat|serve) .*--model (llama|\$HOME)", "help"),
+    Rule(r"python -m engine\.chat .*--model \$HOME", "real"),
+    Rule(r"python -m engine\.(chat|serve) .*--model llama", "help"),
     Rule(r"python -m engine\.chat .*--method NAME", "help"),
     Rule(r"python -m engine\.chat\b", "run"),
     # longer than the shipped model
@@ -70,8 +74,11 @@ RULES = (
     Rule(r"python -m engine\.serve\b", "--plan", codes=(0, 1)),
     Rule(r"python -m tools$", "run"),
     Rule(r"python -m tools\.(fidelity|compare)\b", "--estimate"),
-    Rule(r"python -m tools\.exact report\b", "run", fast=True),
-    Rule(r"python -m tests\.launches\b", "run"),
+    Rule(r"python -m tools\.studies\.exact report\b", "run", fast=True),
+    Rule(r"python -m tools\.repo\.core$", "run", fast=True),
+    Rule(r"python -m tools\.real_model$", "real"),
+    Rule(r"python -m tests\.programs\.launches\b", "run"),
+    Rule(r"python -m tools\.compile_kernels\.predict$", "run"),
     Rule(r"python -m (tools|tests)\.", "help"),
 )
 
@@ -112,11 +119,13 @@ def commands(text: str, page: str = "") -> list[Command]:
     return [Command(page, line) for line in found]
 
 
-def all_commands() -> list[Command]:
-    """Those of all pages, the first place of each."""
+def all_commands(wanted: Collection[str] = ()) -> list[Command]:
+    """Those of these pages, or of all; the first place of each."""
     found: dict[str, Command] = {}
     for path in pages():
         name = str(path.relative_to(ROOT))
+        if wanted and name not in wanted:
+            continue
         for command in commands(path.read_text(encoding="utf-8"), name):
             found.setdefault(command.text, command)
     return list(found.values())
@@ -136,7 +145,7 @@ def check(command: Command, out: Path) -> str:
     rule = command.rule
     if rule is None:
         return "no rule knows it (RULES in tools/repo/docs_check.py)"
-    words = shlex.split(plainly(command.text))
+    words = shlex.split(os.path.expandvars(plainly(command.text)))
     words = [
         PLACES.get(word, str(out / "out") if word in ("OUT", "DIR") else word) for word in words
     ]
@@ -146,7 +155,7 @@ def check(command: Command, out: Path) -> str:
         return _extras(command.text)
     if rule.way == "target":
         return _target(words)
-    if rule.way == "help":
+    if rule.way == "help" or rule.way == "real" and not REAL.is_dir():
         return _helped(words)
     return _ran(words, rule, out)
 
@@ -235,7 +244,7 @@ def shown(command: Command) -> Iterator[str]:
 
 def run(args: argparse.Namespace) -> int:
     """Check them all; 1 where one does not work."""
-    failed, todo = [], all_commands()
+    failed, todo = [], all_commands(args.page or ())
     todo = [c for c in todo if not args.fast or c.rule is None or c.rule.fast]
     for number, command in enumerate(todo, 1):
         began = time.monotonic()
@@ -246,6 +255,10 @@ def run(args: argparse.Namespace) -> int:
         say(f"  {number} of {len(todo)}: {wrong or 'works'}, {time.monotonic() - began:.1f} s")
         if wrong:
             failed.append(f"{command.page}: {command.text}: {wrong}")
+    for page in dict.fromkeys(c.page for c in todo):
+        own = [c.rule for c in todo if c.page == page and c.rule is not None]
+        ran = sum(rule.way not in ("help", "target", "extras", "skip") for rule in own)
+        print(f"{page}: {ran} run, {len(own) - ran} by their flags")
     print("\n".join([f"{len(todo)} commands, {len(failed)} fail", *failed]))
     return 1 if failed else 0
 
@@ -258,6 +271,7 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--fast", action="store_true", help="only those that take seconds")
+    parser.add_argument("--page", nargs="+", metavar="PAGE", help="only these, as docs/BATCH.md")
     args = parser.parse_args()
     return guarded(lambda: run(args))
 
