@@ -37,7 +37,9 @@ _YARN = "rope of its card for long texts"
 _BASE = "base model: completes text"
 _MXFP4 = "MXFP4: on a CPU held as it is in a byte a weight, on a GPU in bfloat16 or --weights int4"
 
-# Contexts and sizes: the models' cards.
+_HYBRID = "hybrid: every fourth layer attends"
+
+# Contexts and sizes: the models' cards; of the language model alone where there is a vision tower.
 ALIASES: dict[str, Alias] = {
     "llama-3-8b-262k": Alias("gradientai/Llama-3-8B-Instruct-262k", 262144, 8_030_261_248),
     "llama-3-8b-1048k": Alias(
@@ -105,6 +107,23 @@ ALIASES: dict[str, Alias] = {
         "8 of 128 experts a token: 3.3B read",
     ),
     "qwen3-32b": Alias("Qwen/Qwen3-32B", 40960, 32_762_123_264),
+    "qwen3-next-80b-a3b": Alias(
+        "Qwen/Qwen3-Next-80B-A3B-Instruct",
+        262144,
+        79_674_391_296,
+        f"10 of 512 experts a token; {_HYBRID}",
+    ),
+    "qwen3.5-0.8b": Alias("Qwen/Qwen3.5-0.8B", 262144, 752_393_024, _HYBRID),
+    "qwen3.5-2b": Alias("Qwen/Qwen3.5-2B", 262144, 1_881_825_088, _HYBRID),
+    "qwen3.5-4b": Alias("Qwen/Qwen3.5-4B", 262144, 4_205_751_296, _HYBRID),
+    "qwen3.5-27b": Alias("Qwen/Qwen3.5-27B", 262144, 26_895_998_464, _HYBRID),
+    "qwen3.5-35b-a3b": Alias(
+        "Qwen/Qwen3.5-35B-A3B", 262144, 34_660_610_688, f"8 of 256 experts a token; {_HYBRID}"
+    ),
+    "qwen3.6-27b": Alias("Qwen/Qwen3.6-27B", 262144, 26_895_998_464, _HYBRID),
+    "qwen3.6-35b-a3b": Alias(
+        "Qwen/Qwen3.6-35B-A3B", 262144, 34_660_610_688, f"8 of 256 experts a token; {_HYBRID}"
+    ),
     "phi-3.5-mini": Alias("microsoft/Phi-3.5-mini-instruct", 131072, 3_821_079_552),
     "phi-4-mini": Alias("microsoft/Phi-4-mini-instruct", 131072, 3_836_021_760),
     "phi-4": Alias("microsoft/phi-4", 16384, 14_659_507_200),

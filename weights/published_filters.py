@@ -58,6 +58,7 @@ PUBLISHED: dict[str, PublishedFilters] = {
     "Qwen/Qwen2.5-7B-Instruct-1M": PublishedFilters((0, 2, 4, 11, 16, 22), 0, SPARSE_VLLM),
     "Qwen/Qwen3-4B-Instruct-2507": PublishedFilters((0, 1, 3, 9, 13, 16, 21, 28), 0, SPARSE_VLLM),
     "Qwen/Qwen3-8B": PublishedFilters((0, 2, 7, 14, 23), 0, KASCADE),
+    "Qwen/Qwen3.6-27B": PublishedFilters((3, 11, 23, 31, 35, 47, 59), 0, SPARSE_VLLM),
     "HuggingFaceTB/SmolLM2-135M-Instruct": PublishedFilters(
         _SMOLLM2, 0, "by loss, on the Q4_1 form of these weights (docs/CALIBRATION.md)", True
     ),

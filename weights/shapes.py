@@ -30,6 +30,30 @@ _GPT_OSS = {
         "truncate": False,
     },
 }
+_DELTA = {
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+}
+_QWEN35_27B = (
+    "Qwen3_5",
+    (5120, 17408, 64, 24, 4, 256, 248320, False),
+    _DELTA | {"linear_num_value_heads": 48},
+)
+_QWEN35_35B = (
+    "Qwen3_5Moe",
+    (2048, 512, 40, 16, 2, 256, 248320, False),
+    _DELTA
+    | {
+        "linear_num_value_heads": 32,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
+)
 _ONE_MILLION = {"dual_chunk_attention_config": {"chunk_size": 262144}}
 # hub id: (family, sizes in the order of _KEYS, other fields)
 _SHAPES: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
@@ -97,6 +121,37 @@ _SHAPES: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
         },
     ),
     "Qwen/Qwen3-32B": ("Qwen3", (5120, 25600, 64, 64, 8, 128, 151936, False), {}),
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": (
+        "Qwen3Next",
+        (2048, 5120, 48, 16, 2, 256, 151936, False),
+        _DELTA
+        | {
+            "linear_num_value_heads": 32,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+        },
+    ),
+    "Qwen/Qwen3.5-0.8B": (
+        "Qwen3_5",
+        (1024, 3584, 24, 8, 2, 256, 248320, True),
+        _DELTA | {"linear_num_value_heads": 16},
+    ),
+    "Qwen/Qwen3.5-2B": (
+        "Qwen3_5",
+        (2048, 6144, 24, 8, 2, 256, 248320, True),
+        _DELTA | {"linear_num_value_heads": 16},
+    ),
+    "Qwen/Qwen3.5-4B": (
+        "Qwen3_5",
+        (2560, 9216, 32, 16, 4, 256, 248320, True),
+        _DELTA | {"linear_num_value_heads": 32},
+    ),
+    "Qwen/Qwen3.5-27B": _QWEN35_27B,
+    "Qwen/Qwen3.6-27B": _QWEN35_27B,
+    "Qwen/Qwen3.5-35B-A3B": _QWEN35_35B,
+    "Qwen/Qwen3.6-35B-A3B": _QWEN35_35B,
     "HuggingFaceTB/SmolLM3-3B": ("SmolLM3", (2048, 11008, 36, 16, 4, 128, 128256, True), {}),
     "microsoft/Phi-3.5-mini-instruct": ("Phi3", (3072, 8192, 32, 32, 32, 96, 32064, False), {}),
     "microsoft/Phi-4-mini-instruct": (

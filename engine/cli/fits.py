@@ -141,6 +141,7 @@ class Machine:
             rounding.bytes(config, dtype, self.device, options.backend),
             options.offload,
             options.max_context,
+            options.savepoints,
         )
         if found.context < (options.max_context or min(USEFUL, alias.context)):
             return None

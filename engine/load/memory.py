@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from engine.bank.query_ring import SLOTS as RING
-from engine.bank.recurrent.state import snapshot_bytes, state_bytes
+from engine.bank.recurrent.state import FOLD, KEPT, snapshot_bytes, state_bytes
 from engine.base.figures import human
 from engine.load.link_bytes import prompt_link_bytes, step_link_bytes
 from engine.load.report import OFFLOAD_CHUNK, ROUND, Item, Plan
@@ -22,6 +22,8 @@ from engine.model.config.config import ModelConfig
 from engine.model.low_bits import FewBits
 from engine.plan.free_memory import HEADROOM, free_bytes
 from engine.plan.layers import LayerPlan
+from engine.plan.needs import RING as RING_QUERIES
+from engine.plan.needs import Needs
 from engine.plan.placement import (
     SLOTS,
     Placement,
@@ -90,7 +92,7 @@ def memory_items(
         ("weights", *(weights[:2] if weights else _plain_weights(config, size, head_twice))),
         ("context bank", bank, f"{kept} layers x {_bank_note(config, size, device)}"),
         *((("sliding windows", rings, _window_note(config)),) if rings else ()),
-        *_state_items(config, size, savepoints, device.type == "cpu" or shared),
+        *_state_items(config, needs, size, savepoints, device.type == "cpu" or shared),
         *_tier_items(config, placement, size, context, device.type == "cpu" or shared),
         ("query ring", ring, f"last {RING} queries of every layer"),
         ("decode scratch", scratch, ""),
@@ -102,7 +104,7 @@ def memory_items(
 
 
 def _state_items(
-    config: ModelConfig, size: int, savepoints: int, one_memory: bool
+    config: ModelConfig, needs: Needs, size: int, savepoints: int, one_memory: bool
 ) -> tuple[Item, ...]:
     """Return the bytes of recurrent layers: their state, that of a chunk before it is committed,
     and savepoints where they take the device's memory.
@@ -110,7 +112,7 @@ def _state_items(
     if config.recurrent is None:
         return ()
     held, layers = state_bytes(config.recurrent, size), len(config.recurrent.layers)
-    one = snapshot_bytes(config.recurrent, size)
+    one = savepoint_bytes(config, needs, size, 1)
     kept = savepoints * one if one_memory else 0
     note = f"{savepoints} x {human(one)}" + (" in host memory" if not one_memory else "")
     if not savepoints:
@@ -119,6 +121,17 @@ def _state_items(
         ("recurrent state", held, f"of {layers} layers, at any length"),
         ("state savepoints", kept, note),
     )
+
+
+def savepoint_bytes(config: ModelConfig, needs: Needs, size: int, savepoints: int) -> int:
+    """Return the most bytes of a session's savepoints of recurrent layers, in host memory: with the
+    queries before rotation that a selector's window reads.
+    """
+    if config.recurrent is None:
+        return 0
+    window = min(needs.window + KEPT + FOLD - 1, RING_QUERIES) if needs.window else 0
+    queries = len(config.attending_layers) * window * config.q_size * size
+    return savepoints * (snapshot_bytes(config.recurrent, size) + queries)
 
 
 def _bank_note(config: ModelConfig, size: int, device: torch.device) -> str:
@@ -297,11 +310,20 @@ class _Search:
 
     def fits(self, context: int, placement: Placement | None) -> bool:
         """Say whether a context with this placement fits on the device and in host memory."""
-        if placement is not None and not self.one_memory:
-            host = placement.host_bytes(self.config, self.dtype.itemsize, context)
-            if host > self.host_free * HEADROOM:
-                return False
+        if self.host_bytes(context, placement) > self.host_free * HEADROOM and not self.one_memory:
+            return False
         return self.fits_device(context, placement)
+
+    def host_bytes(self, context: int, placement: Placement | None) -> int:
+        """Return the bytes in host memory: of the host tier, and of savepoints where the device's
+        memory is another.
+        """
+        size = self.dtype.itemsize
+        tier = placement.host_bytes(self.config, size, context) if placement else 0
+        if self.one_memory:
+            return tier
+        needs = self.method.needs(self.layers, self.config, context, size)
+        return tier + savepoint_bytes(self.config, needs, size, self.savepoints)
 
     def fits_device(self, context: int, placement: Placement | None) -> bool:
         """Say whether the device's part of a context with this placement fits there."""
@@ -429,7 +451,7 @@ def plan_at(
         free_name=found.name,
         note=note,
         placement=placement,
-        host_bytes=placement.host_bytes(config, size, context) if placement else 0,
+        host_bytes=search.host_bytes(context, placement),
         host_free=found.host,
         host_name=found.host_name,
         shared=found.shared,
@@ -466,14 +488,18 @@ def largest_context(
     weights: FewBits | None = None,
     offload: str = "auto",
     most: int | None = None,
+    savepoints: int = 0,
 ) -> Largest:
     """Find the longest context that fits into so many free bytes of a device and of host memory.
 
-    The device need not exist. Offloads what does not fit on a GPU, or as `offload` says. weights:
-    see `memory_items`. most: tokens to look for, of the model's own positions.
+    The device need not exist. Offloads what does not fit on a GPU, or as `offload` says. weights,
+    savepoints: see `memory_items`. most: tokens to look for, of the model's own positions.
     """
     chunk, asked = default_chunk(device.type, config), ("auto", offload, SLOTS)
-    search = _Search(config, method, layers, dtype, device, chunk, *asked, free, host_free, weights)
+    search = _Search(
+        *(config, method, layers, dtype, device, chunk, *asked, free, host_free, weights),
+        savepoints=savepoints,
+    )
     context = search.largest_context()
     context = context if most is None else min(context, most)
     placement = search.placement(context) if context else None

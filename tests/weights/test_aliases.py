@@ -39,6 +39,8 @@ KEYS = (
 
 
 def checked(alias, config):
+    """The figures of an alias; its filter layers are layers that attend to everything."""
+    assert set(alias.filter_layers or ()) <= set(config.seeing_layers)
     assert alias.params == config.parameters and alias.bytes_bf16 == 2 * config.parameters
     layers = alias.filter_layers or ()
     assert all(a < b for a, b in zip(layers, layers[1:], strict=False)) and all(
@@ -88,6 +90,7 @@ def test_published_filter_layers():
         "qwen3-4b-2507": (0, 1, 3, 9, 13, 16, 21, 28),
         "qwen3-8b": (0, 2, 7, 14, 23),
         "qwen3-8b-128k": (0, 2, 7, 14, 23),
+        "qwen3.6-27b": (3, 11, 23, 31, 35, 47, 59),
         "smollm2-135m": (0, 3, 5, 7, 14, 17, 20, 24),
     }
     hub_ids = {alias.hub_id for alias in ALIASES.values()}

@@ -19,6 +19,7 @@ from engine.base.errors import BadCheckpoint, SavedFileError, SettingError, Unsu
 from engine.methods.registry import methods
 from engine.plan.layers import Role
 from tests.builders import hybrid_config, random_ids, tiny_llm
+from tests.engine.methods.method_checks import allocated
 from tests.programs.hybrid_walks import CHUNK, CONTEXT, METHODS, SPARSE, walks
 from tools.families.models import ids_of, make
 
@@ -168,20 +169,60 @@ def test_sessions_of_a_batch_say_what_each_says_alone():
                 assert apart(found[session], rows[number]) < 1e-4
 
 
-def test_the_plan_counts_what_is_allocated():
-    llm = llm_of(SPARSE)
-    items = {name: size for name, size, _ in llm.plan().items}
+@pytest.mark.parametrize("method", ["omnikv", "windowed"])
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_the_plan_counts_what_is_allocated(method, tier):
+    llm = llm_of(METHODS[method], offload=tier)
+    plan = llm.plan()
+    items = {name: size for name, size, _ in plan.items}
     with llm.session() as session:
-        held = session.bank.nbytes
-        assert held == items["context bank"] + items["recurrent state"]
+        held = items["context bank"] + items["recurrent state"]
+        assert allocated(session.bank.recurrent) == items["recurrent state"]
+        if tier == "host":
+            assert session.bank.tiered
+            held += items["working sets"] + items["streaming"]
+        assert session.bank.nbytes == held
+        if tier == "device":
+            assert allocated(session.bank) == held
         assert session.stats.state_bytes == items["recurrent state"]
         assert session.query_ring.nbytes == items["query ring"]
         session.prefill(random_ids(CONTEXT - 30))
         for token in random_ids(29):
             session.decode(token)
-        assert 0 < session.stats.savepoint_bytes <= items["state savepoints"]
-    roles = llm.plan().layers.roles
+        kept = session.history.states
+        assert len(kept.points) == 12
+        assert session.stats.savepoint_bytes == kept.nbytes == allocated(kept)
+        most = items["state savepoints"]
+        # the tails of most are shorter than the longest
+        assert 0.5 * most < kept.nbytes <= most
+        if tier == "host":
+            assert session.stats.host_bytes <= items["host tier"] == plan.host_bytes
+    roles = plan.layers.roles
     assert roles.count(Role.RECURRENT) == 6 and roles.count(Role.SPARSE) == 1
+
+
+def test_a_gpus_plan_counts_savepoints_in_host_memory():
+    """Where the device's memory is another they take no byte of it, and the host's must have
+    room.
+    """
+
+    def plan(savepoints, host=1 << 40):
+        given = dict(imagined_gpu=80 << 30, imagined_host=host, device="cuda", load=False)
+        return LLM(
+            "qwen3.6-27b",
+            method=Full(),
+            weights="int4",
+            max_context=65536,
+            savepoints=savepoints,
+            **given,
+        ).plan()
+
+    none, some = plan(0), plan(12)
+    assert none.host_bytes == 0 and none.fits and some.fits
+    # 48 layers of 48 heads, 128 x 128 in float32, and up to 20 rows
+    assert 12 * 48 * 48 * 128 * 128 * 4 < some.host_bytes < 1.4 * 12 * 48 * 48 * 128 * 128 * 4
+    assert some.total == none.total and some.bytes_of("state savepoints") == 0
+    assert not plan(12, host=some.host_bytes).fits
 
 
 def test_every_method_runs_or_refuses_in_one_line():
@@ -294,17 +335,22 @@ def test_a_vision_tower_and_further_heads_are_never_read(tmp_path):
     assert read["done"] == read["total"] <= text + gated
 
 
-def test_bytes_per_step_of_the_published_filter_layers_of_27b_at_256k():
-    """Of 64 layers 16 attend; 7 of those are filters, 9 read 2,048 tokens and a tail."""
-    config = dataclasses.replace(
-        hybrid_config(64, max_positions=262144), num_heads=24, num_kv_heads=4, head_dim=256
-    )
-    plan = OmniKV(filter_layers=(3, 11, 23, 31, 35, 47, 59), tokens=2048).plan(config)
-    assert [plan.count(r) for r in (Role.FILTER, Role.SPARSE, Role.RECURRENT)] == [7, 9, 48]
+@pytest.mark.parametrize("weights, whole", [("auto", 1.16), ("int4", 1.36)])
+def test_bytes_per_step_of_the_published_filter_layers_of_27b_at_256k(weights, whole):
+    """Of 64 layers 16 attend; 7 of those are filters, 9 read 2,048 tokens and a tail. Of a whole
+    step with its weights and states as well.
+    """
+    given = dict(device="cuda", imagined_gpu=80 * 10**9, load=False, max_context=262144)
+    llm = LLM("qwen3.6-27b", weights=weights, **given)
+    plan, config, layers = llm.plan(), llm.planner.config, llm.planner.layers
+    assert llm.planner.method.filter_layers == (3, 11, 23, 31, 35, 47, 59) and plan.fits
+    assert [layers.count(r) for r in (Role.FILTER, Role.SPARSE, Role.RECURRENT)] == [7, 9, 48]
     row, n = config.kv_bytes(2), 262144
     full = sum(config.rows_seen(n)) * row
     sparse = sum(
-        2048 + 256 if i in plan.sparse_layers else r for i, r in enumerate(config.rows_seen(n))
+        2048 + 256 if i in layers.sparse_layers else r for i, r in enumerate(config.rows_seen(n))
     )
-    assert full == 16 * 2**30
+    assert full == plan.full_bank == 16 * 2**30 and plan.budget == 2048
     assert round(full / (sparse * row), 2) == 2.26
+    others = plan.step_weights + plan.bytes_of("recurrent state")
+    assert round((others + full) / (others + sparse * row), 2) == whole
