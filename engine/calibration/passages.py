@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from engine.bank.base import Bank
+from engine.forward.recurrent.mixer import beside, recur_chunk
 from engine.model.llama import Llama, post_attention, pre_attention
 from engine.model.rope import Rotary
 from engine.plan.layers import LayerPlan, Role, tail_start
@@ -103,7 +104,8 @@ class Passage:
     """Positions start .. stop-1 of a text whose rows up to `start` are in a bank.
 
     ids: the whole text; tail: as in OmniKV. Several passages may share a bank: they read it only.
-    The rows that sliding-window layers see before it are copied, because their rings go on.
+    The rows that sliding-window layers see before it are copied, because their rings go on, and so
+    is the state of recurrent layers, which must stand at `start`.
     `choose` and `lend` are what is chosen in filter layers and what becomes of it in sparse ones.
     Holds float32 [P, vocab] and what its traces hold. Not thread-safe.
     """
@@ -130,6 +132,7 @@ class Passage:
         self.tails = tail_start(positions + 1, tail)
         self.newer = torch.arange(stop, device=device) > positions[:, None]
         self.windows = self._windows(positions)
+        self.state = None if bank.recurrent is None else bank.recurrent.copy()
         self.softmax = model.config.softmax(model.sinks)
         self.reference = torch.zeros(())
         with torch.inference_mode():
@@ -165,7 +168,12 @@ class Passage:
         for number in range(first, config.num_layers):
             if trace is not None:
                 trace.inputs.append(x)
-            layer = model.layers[number]
+            layer, mixed = model.layers[number], None
+            if layer.mixer is not None:
+                mixed = recur_chunk(model, number, x, self.state, self.start, False, "auto")
+                if layer.mixer_out is None:
+                    x = post_attention(layer, x, mixed, config.rms_norm_eps)
+                    continue
             cos, sin = self.turns[number]
             q, k, v, _ = pre_attention(layer, x, cos, sin, *sizes)
             if number in self.windows:
@@ -180,7 +188,8 @@ class Passage:
                 out, found = self._dense(number, q[0], k[0], v[0], picks)
                 if found is not None:
                     chosen[number] = found
-            x = post_attention(layer, x, out[None], config.rms_norm_eps)
+            attended = out[None] if mixed is None else beside(config, out[None], mixed)
+            x = post_attention(layer, x, attended, config.rms_norm_eps)
         if trace is not None:
             trace.chosen = {f: chosen[f] for f in set(does) if f >= 0}
         return model.logits(x[0])

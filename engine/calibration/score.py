@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from engine.calibration.passages import Passage, Trace
 from engine.calibration.search import Layers, plan_of
@@ -15,9 +16,14 @@ class Passages:
     """
 
     def __init__(
-        self, make: Callable[[], Sequence[Passage]], layers: int, local: Sequence[int] = ()
+        self,
+        make: Callable[[], Sequence[Passage]],
+        layers: int,
+        local: Sequence[int] = (),
+        recurrent: Sequence[int] = (),
     ):
-        self._make, self.layers, self.local = make, layers, local
+        self._make, self.layers = make, layers
+        self.plan_of = partial(plan_of, layers=layers, local=local, recurrent=recurrent)
         self.passages: Sequence[Passage] = ()
         self.measured, self.seconds = 0, 0.0
         self._parent: Layers | None = None
@@ -26,7 +32,7 @@ class Passages:
     def __call__(self, full: Layers, parent: Layers | None, texts: slice) -> list[float]:
         """Mean KL of each of these texts, nats."""
         self.passages = self.passages or self._make()
-        found, plan, began = [], plan_of(full, self.layers, self.local), time.perf_counter()
+        found, plan, began = [], self.plan_of(full), time.perf_counter()
         for number in range(*texts.indices(len(self.passages))):
             trace = self.passages[number].run(plan, self._trace(number, parent))
             found.append(float(trace.kl.mean()))
@@ -40,7 +46,7 @@ class Passages:
         if parent != self._parent:
             self._parent, self._traces = parent, {}
         if number not in self._traces:
-            plan = plan_of(parent, self.layers, self.local)
+            plan = self.plan_of(parent)
             self._traces[number] = self.passages[number].run(plan, keep=True)
         return self._traces[number]
 

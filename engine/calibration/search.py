@@ -37,21 +37,22 @@ def filters_of(full: Sequence[int]) -> Layers:
     return tuple(full[first:])
 
 
-def seeing(layers: int, local: Sequence[int]) -> list[int]:
+def seeing(layers: int, others: Sequence[int]) -> list[int]:
     """Of so many layers those that see everything; a search numbers these only."""
-    return [layer for layer in range(layers) if layer not in local]
+    return [layer for layer in range(layers) if layer not in others]
 
 
-def plan_of(full: Sequence[int], layers: int, local: Sequence[int] = ()) -> LayerPlan:
-    """The layer plan without wait layers under which exactly these layers are full. local: the
-    model's sliding-window layers; `full` and `layers` number and count the others.
+def plan_of(
+    full: Sequence[int], layers: int, local: Sequence[int] = (), recurrent: Sequence[int] = ()
+) -> LayerPlan:
+    """The layer plan without wait layers under which exactly these layers are full. local,
+    recurrent: the model's sliding-window and recurrent layers; `full` and `layers` number and count
+    the others.
     """
-    if not local:
-        return layer_plan(layers, filters_of(full), 0)
-    numbers = seeing(layers + len(local), local)
-    return layer_plan(
-        layers + len(local), [numbers[i] for i in filters_of(full)], 0, local_layers=local
-    )
+    total = layers + len(local) + len(recurrent)
+    numbers = seeing(total, (*local, *recurrent))
+    filters = [numbers[i] for i in filters_of(full)]
+    return layer_plan(total, filters, 0, local_layers=local, recurrent_layers=recurrent)
 
 
 def full_layers(plan: LayerPlan) -> Layers:

@@ -54,7 +54,7 @@ def run_chunk(
     for number, layer in enumerate(model.layers):
         mixed = None
         if layer.mixer is not None:
-            mixed = recur_chunk(model, number, x, bank, start, advance, backend)
+            mixed = recur_chunk(model, number, x, bank.recurrent, start, advance, backend)
         if mixed is not None and layer.mixer_out is None:
             if number == config.num_layers - 1 and every is None:
                 if not last_logits:

@@ -9,8 +9,10 @@ import torch
 
 from engine import Full, OmniKV
 from engine.calibration.passages import MaxOverHeads, Passage
+from engine.calibration.score import Passages
+from engine.calibration.search import Search, full_layers, seeing
 from engine.plan.layers import layer_plan
-from tests.builders import random_ids, tiny_llm
+from tests.builders import hybrid_config, random_ids, tiny_llm
 
 N, P, K, TAIL = 420, 50, 24, 64
 
@@ -129,3 +131,44 @@ def test_a_selection_per_head_reads_what_each_head_chose(llm, ids):
         torch.testing.assert_close(kl(twice), shared.kl, atol=1e-5, rtol=0)
         lost = kl(twice, lambda f, layer, rows: torch.zeros_like(rows))
         assert (lost - shared.kl).abs().mean() > 0.05
+
+
+@pytest.mark.parametrize("filters", [(3,), (3, 11), (7,)])
+def test_a_passage_over_recurrent_layers_is_the_decode_steps(ids, filters):
+    """Their state stands at the passage's first token, whatever the plan."""
+    config = hybrid_config(16)
+    llm = tiny_llm(Full(), config, max_context=512, chunk=64)
+    method = OmniKV(filter_layers=filters, tokens=K, tail=TAIL, dense_below=0)
+    full, _ = steps(llm, ids, Full())
+    sparse, chosen = steps(llm, ids, method)
+    p, q = torch.log_softmax(full, -1), torch.log_softmax(sparse, -1)
+    kl = (p.exp() * (p - q)).sum(-1)
+    with llm.session(Full()) as session:
+        found = passage(llm, session, ids)
+        trace = found.run(method.plan(config), keep=True)
+        again = found.run(method.plan(config), trace)
+        # the session goes on as if there had been no passage
+        for token in ids[N - P :]:
+            last = session.decode(token)
+    torch.testing.assert_close(found.reference, p, atol=1e-3, rtol=0)
+    assert kl.mean() > 1e-3
+    torch.testing.assert_close(trace.kl, kl, atol=1e-3, rtol=0.02)
+    assert torch.equal(again.kl, trace.kl)
+    torch.testing.assert_close(last, full[-1], atol=1e-4, rtol=0)
+    assert set(trace.chosen) == {f for f in filters if f in chosen[0]} != set()
+
+
+def test_a_search_over_recurrent_layers_chooses_among_the_others(ids):
+    llm = tiny_llm(Full(), hybrid_config(16), max_context=512, chunk=64)
+    recurrent = llm.config.recurrent_layers
+    with llm.session(Full()) as session:
+        made = [passage(llm, session, ids)]
+        score = Passages(lambda: made, 4, (), recurrent)
+        found = Search(4, score, 1, lambda *_: None).down(3)
+        numbers = seeing(16, recurrent)
+        assert numbers == [3, 7, 11, 15]
+        for count, best in found.items():
+            plan = score.plan_of(best.full)
+            assert len(best.full) == count and set(plan.seeing_layers) == set(numbers)
+            assert set(full_layers(plan)) - set(recurrent) == {numbers[i] for i in best.full}
+            assert float(made[0].run(plan).kl.mean()) == pytest.approx(best.cost)

@@ -18,7 +18,7 @@ from engine import LLM
 from engine.base.errors import UsageError
 from engine.calibration.passages import Choose, Lend, MaxOverHeads, Passage
 from engine.calibration.score import Passages, bytes_share, worth
-from engine.calibration.search import Found, Layers, Search, filters_of, plan_of, seeing
+from engine.calibration.search import Found, Layers, Search, filters_of, seeing
 from engine.plan.filter_layers import cache_file
 from tools.calibrate.state import State
 from tools.calibrate.texts import pieces_of
@@ -68,7 +68,7 @@ class Row:
     search: float
     held: float
     same: float
-    numbers: Layers = ()  # of the layers that see everything, where some slide
+    numbers: Layers = ()  # of the layers that see everything, where others do not
 
     @property
     def filters(self) -> Layers:
@@ -185,8 +185,8 @@ def bound(args: argparse.Namespace, layers: int) -> int:
 
 def run_by_loss(llm: LLM, args: argparse.Namespace, length: int) -> tuple[Row, list[str], int]:
     """(the chosen row, lines of the report, k of a text)."""
-    local = llm.config.local_layers
-    layers = llm.config.num_layers - len(local)
+    local, recurrent = llm.config.local_layers, llm.config.recurrent_layers
+    layers = llm.config.num_layers - len(local) - len(recurrent)
     most = bound(args, layers)
     both = texts_of(llm, args, length)
     state = State(state_path(llm, args.out), settings_of(llm, args, both), layers, args.fresh)
@@ -196,13 +196,14 @@ def run_by_loss(llm: LLM, args: argparse.Namespace, length: int) -> tuple[Row, l
         read(llm, both[0], args, "search", made.append)
         return made
 
-    found = searched(args, state, Passages(passages, layers, local), len(both[0]), layers, most)
+    score = Passages(passages, layers, local, recurrent)
+    found = searched(args, state, score, len(both[0]), layers, most)
     missing = [f.full for f in found.values() if f.full not in state.held]
     held: dict[Layers, list[tuple[float, float]]] = {full: [] for full in missing}
 
     def measure(passage: Passage) -> None:
         for full, figures in held.items():
-            trace = passage.run(plan_of(full, layers, local))
+            trace = passage.run(score.plan_of(full))
             figures.append((float(trace.kl.mean()), float(trace.same.float().mean())))
 
     if missing:
@@ -211,7 +212,7 @@ def run_by_loss(llm: LLM, args: argparse.Namespace, length: int) -> tuple[Row, l
         kl, same = (sum(column) / len(figures) for column in zip(*figures))
         state.held[full] = kl, same
     state.save()
-    numbers = tuple(seeing(llm.config.num_layers, local)) if local else ()
+    numbers = tuple(seeing(llm.config.num_layers, (*local, *recurrent)))
     rows = [
         Row(found[n].full, found[n].cost, *state.held[found[n].full], numbers)
         for n in sorted(found)

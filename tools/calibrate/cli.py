@@ -210,22 +210,18 @@ def run(args: argparse.Namespace) -> None:
     require_places(args)
     llm = LLM(args.model, device=args.device, dtype=args.dtype, method=Full())
     require_numbers(args, llm.config.num_layers)
-    local = llm.config.local_layers
-    if llm.config.recurrent is not None:
+    whole = len(llm.config.seeing_layers)
+    if whole < 3:
         raise UsageError(
-            f"calibrate: does not know the recurrent layers of this model ({llm.config.family}); "
-            "give filter layers by hand"
+            f"calibrate: found {whole} layers that see everything, expected at least 3: fewer "
+            "leave nothing to choose"
         )
-    if len(local) > llm.config.num_layers - 3:
-        raise UsageError(
-            f"calibrate: found {llm.config.num_layers - len(local)} layers that see everything, "
-            "expected at least 3: fewer leave nothing to choose"
-        )
-    if local and args.by != "loss":
-        raise UsageError(
-            f"--by {args.by}: does not know sliding-window layers ({llm.config.family}); use "
-            "--by loss"
-        )
+    kinds = ("sliding-window", llm.config.local_layers), ("recurrent", llm.config.recurrent_layers)
+    for kind, layers in kinds:
+        if layers and args.by != "loss":
+            raise UsageError(
+                f"--by {args.by}: does not know {kind} layers ({llm.config.family}); use --by loss"
+            )
     length = checked_length(args, llm)
     if args.by == "loss":
         by_loss(llm, args, length)
@@ -253,7 +249,7 @@ def by_loss(llm: LLM, args: argparse.Namespace, length: int) -> None:
     print("\n".join(lines))
     print(
         f"\nchosen: {chosen.filters}, {len(chosen.full)} of "
-        f"{llm.config.num_layers - len(llm.config.local_layers)} layers full, "
+        f"{len(llm.config.seeing_layers)} layers full, "
         f"held-out KL {chosen.held:.4f}"
     )
     if not args.dry_run:

@@ -72,7 +72,6 @@ NOTES = {
     "use --by loss": "g",
     "does not know the cap on attention scores": "h",
     "does not know the attention sinks": "i",
-    "give filter layers by hand": "j",
     "does not know the recurrent layers": "k",
     "a recurrent layer, expected layers that": "l",
 }

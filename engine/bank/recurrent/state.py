@@ -266,6 +266,13 @@ class RecurrentState:
             to.copy_(of)
         self._pending = {}
 
+    def copy(self) -> RecurrentState:
+        """Return another state that holds what this one does."""
+        held = self._inputs
+        found = RecurrentState(self.sizes, held.dtype, held.device, held.shape[1])
+        found.copy_from(self)
+        return found
+
     def copy_from(self, other: RecurrentState) -> None:
         """Hold what another sequence of the same model holds (fork)."""
         mine, theirs = ((s._states, s._inputs, *s._tails, s._base) for s in (self, other))

@@ -52,7 +52,10 @@ def unable(llm: LLM, tokens: int) -> str:
     """Why a document of so many tokens cannot calibrate a model; "" where it can."""
     layers = len(llm.config.seeing_layers)
     if llm.config.recurrent is not None:
-        return f"a search does not know the recurrent layers of this model ({llm.config.family})"
+        return (
+            f"the recurrent layers of this model ({llm.config.family}) have left a passage behind; "
+            "python -m tools.calibrate finds filter layers"
+        )
     if layers < 4:
         return f"{layers} layers see everything, and fewer than 4 leave nothing to choose"
     if tokens < LEAST:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.bank.base import Bank, Step
+from engine.bank.base import Step
+from engine.bank.recurrent.state import RecurrentState
 from engine.forward.layer import LayerForm, one_by_one, split_rows
 from engine.model.config.config import ModelConfig
 from engine.model.llama import Llama, pre_recurrence
@@ -53,16 +54,16 @@ def recur_chunk(
     model: Llama,
     number: int,
     x: torch.Tensor,
-    bank: Bank,
+    state: RecurrentState | None,
     start: int,
     keep: bool,
     backend: str,
 ) -> torch.Tensor:
-    """As `recur_step`, of a prompt's chunk x [B, C, hidden] from position `start` on. keep: the
-    bank's commit takes the state after it.
+    """As `recur_step`, of a prompt's chunk x [B, C, hidden] from position `start` on. keep: a
+    commit of `state` takes what the chunk changes.
     """
     layer, eps = model.layers[number], model.config.rms_norm_eps
-    assert layer.mixer is not None and bank.recurrent is not None
+    assert layer.mixer is not None and state is not None
     mixed = pre_recurrence(layer, x, eps)
-    out = bank.recurrent.chunk(number, layer.mixer, mixed, start, keep, backend)
+    out = state.chunk(number, layer.mixer, mixed, start, keep, backend)
     return layer.mixer.gated(out, mixed.z, eps)
