@@ -83,8 +83,10 @@ def checkpoint(folder: Path) -> Path:
     return folder
 
 
-def talk(server: Running, kind: str, turns: int, seed: int) -> list[Turn]:
-    """The turns of one client. kind: edited or stripped."""
+def talk(server: Running, kind: str, turns: int, seed: int, words: int) -> list[Turn]:
+    """The turns of one client. kind: edited or stripped. words: about as many as the longest text
+    has.
+    """
     draw, messages = random.Random(seed), list[dict[str, str]]()
     found, held = list[Turn](), list[int]()
     llm, thinks = server.service.llm, kind == "stripped"
@@ -94,9 +96,9 @@ def talk(server: Running, kind: str, turns: int, seed: int) -> list[Turn]:
         return " ".join(draw.choice(WORDS) for _ in range(draw.randint(least, most)))
 
     for _ in range(turns):
-        messages.append({"role": "user", "content": text(10, 160)})
-        thought = f"{text(20, 80)}\n</think>\n\n" if thinks else ""
-        said = thought + text(20, 80)
+        messages.append({"role": "user", "content": text(10, words)})
+        thought = f"{text(10, words // 2)}\n</think>\n\n" if thinks else ""
+        said = thought + text(10, words // 2)
         body = {
             "model": "pocket",
             "messages": messages,
@@ -116,17 +118,25 @@ def talk(server: Running, kind: str, turns: int, seed: int) -> list[Turn]:
         answer = reply.json()["choices"][0]["message"]["content"]
         assert answer == said[len(thought) :]
         if not thinks:
-            answer = " ".join([*answer.split()[:3], text(10, 60)])
+            answer = " ".join([*answer.split()[:3], text(5, words // 2)])
         messages.append({"role": "assistant", "content": answer})
     return found
 
 
-def run(folder: Path, kind: str, savepoints: int, method: str, turns: int, seed: int) -> list[Turn]:
+def run(
+    folder: Path,
+    kind: str,
+    savepoints: int,
+    method: str,
+    turns: int,
+    seed: int,
+    words: int = 160,
+) -> list[Turn]:
     """The turns of one client over a server of its own. folder: of the checkpoint."""
     settings = dict(max_context=32768, chunk=CHUNK, threads=1, savepoints=savepoints, load=False)
     llm = LLM(str(folder), method=METHODS[method], device="cpu", **settings)
     with serving(llm, slots=1, most=8 << 20) as server:
-        return talk(server, kind, turns, seed)
+        return talk(server, kind, turns, seed, words)
 
 
 def bound() -> int:

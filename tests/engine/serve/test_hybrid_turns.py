@@ -23,13 +23,14 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("kind, method", [("edited", "full"), ("stripped", "omnikv")])
 def test_20_turns_read_at_most_one_savepoint_distance_again(folder, kind, method):
-    turns = run(folder, kind, 12, method, 20, 1)
-    assert len(turns) == 20 and turns[-1].prompt > 1500
+    turns = run(folder, kind, 12, method, 20, 1, 30)
+    assert len(turns) == 20 and turns[-1].prompt > 500
     assert max(turn.again for turn in turns) <= bound()
     # with nothing kept every turn reads all that it has read before
-    without = run(folder, kind, 0, method, 4, 1)
-    assert [turn.again for turn in without] == [turn.prompt - turn.new for turn in without]
-    assert without[3].again > 2 * max(turn.again for turn in turns)
+    without = run(folder, kind, 0, method, 4, 1, 30)
+    # unless the edit lies within the tokens that stand apart from the state
+    assert all(turn.again in (0, turn.prompt - turn.new) for turn in without)
+    assert max(t.again for t in without) > 4 * max(t.again for t in turns)
 
 
 @pytest.mark.parametrize("method", [Full(), SPARSE])
