@@ -11,6 +11,7 @@ from engine import Full, OmniKV
 from engine.calibration.passages import MaxOverHeads, Passage
 from engine.calibration.score import Passages
 from engine.calibration.search import Search, full_layers, seeing
+from engine.model.config.config import ModelConfig
 from engine.plan.layers import layer_plan
 from tests.builders import hybrid_config, random_ids, tiny_llm
 
@@ -172,3 +173,23 @@ def test_a_search_over_recurrent_layers_chooses_among_the_others(ids):
             assert len(best.full) == count and set(plan.seeing_layers) == set(numbers)
             assert set(full_layers(plan)) - set(recurrent) == {numbers[i] for i in best.full}
             assert float(made[0].run(plan).kl.mean()) == pytest.approx(best.cost)
+
+
+def test_a_passage_over_layers_that_attend_beside_their_recurrence(ids):
+    """Falcon-H1's: both halves of a layer go through the passage."""
+    pytest.importorskip("transformers")
+    from tools.families.models import configuration
+
+    config = ModelConfig.from_dict(configuration("falcon-h1").to_dict())
+    assert config.beside is not None and not config.recurrent_layers
+    llm = tiny_llm(Full(), config, max_context=512, chunk=64)
+    method = OmniKV(filter_layers=(1,), tokens=K, tail=TAIL, dense_below=0)
+    full, _ = steps(llm, ids, Full())
+    sparse, _ = steps(llm, ids, method)
+    p, q = torch.log_softmax(full, -1), torch.log_softmax(sparse, -1)
+    kl = (p.exp() * (p - q)).sum(-1)
+    with llm.session(Full()) as session:
+        found = passage(llm, session, ids)
+        trace = found.run(method.plan(config))
+    torch.testing.assert_close(found.reference, p, atol=1e-3, rtol=0)
+    torch.testing.assert_close(trace.kl, kl, atol=1e-3, rtol=0.02)
