@@ -63,7 +63,8 @@ def tiny_config(
         "tie_word_embeddings": False,
         "hidden_act": "silu",
     }
-    return ModelConfig.from_dict({**fields, **changes})
+    given = {key: value for key, value in {**fields, **changes}.items() if value is not ...}
+    return ModelConfig.from_dict(given)
 
 
 def session_config(**changes: Any) -> ModelConfig:
@@ -71,19 +72,66 @@ def session_config(**changes: Any) -> ModelConfig:
     return tiny_config(**{**SESSION_MODEL, **changes})
 
 
-def hybrid_config(layers: int = 8, **changes: Any) -> ModelConfig:
-    """A model of recurrent layers (Qwen3.5), every fourth one with attention; `changes` are fields
-    of config.json.
-    """
-    fields = {
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "model_type": "qwen3_5_text",
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 12,
-    }
-    return tiny_config(layers, hidden=48, head_dim=16, **{**fields, **changes})
+MAMBA: dict[str, Any] = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 24}
+# architecture and fields of the models with recurrent layers, of which every fourth one attends;
+# in Falcon-H1's all do
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3.5": (
+        "Qwen3_5ForCausalLM",
+        {
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+        },
+    ),
+    "granite": (
+        "GraniteMoeHybridForCausalLM",
+        {
+            **MAMBA,
+            "mamba_n_groups": 2,
+            "num_local_experts": 4,
+            "shared_intermediate_size": 40,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.2,
+        },
+    ),
+    "nemotron": (
+        "NemotronHForCausalLM",
+        {
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 24,
+            "n_groups": 2,
+            "layer_norm_epsilon": 1e-5,
+        },
+    ),
+    "falcon": (
+        "FalconH1ForCausalLM",
+        {**MAMBA, "mamba_d_ssm": 96, "key_multiplier": 0.5, "ssm_out_multiplier": 0.5},
+    ),
+    "bamba": ("BambaForCausalLM", MAMBA),
+}
+
+
+def hybrid_config(layers: int = 8, family: str = "qwen3.5", **changes: Any) -> ModelConfig:
+    """A model with recurrent layers, of a family of HYBRIDS; changes: fields of config.json."""
+    architecture, fields = HYBRIDS[family]
+    attends = [(i + 1) % 4 == 0 for i in range(layers)]
+    named = {
+        "granite": {"layer_types": ["attention" if full else "mamba" for full in attends]},
+        "nemotron": {
+            "hybrid_override_pattern": "".join("*-" if full else "M-" for full in attends)
+        },
+        "bamba": {"attn_layer_indices": [i for i, full in enumerate(attends) if full]},
+    }.get(family, {})
+    if family == "nemotron":  # an MLP is a layer of its own, and one layer has none
+        named["hybrid_override_pattern"] = named["hybrid_override_pattern"].replace(
+            "M-M-", "MM-", 1
+        )
+        named |= {"num_hidden_layers": 2 * layers - 1, "mlp_hidden_act": "relu2"}
+    given = {"architectures": [architecture], "model_type": ..., **fields, **named, **changes}
+    return tiny_config(layers, hidden=48, head_dim=16, **given)
 
 
 def tiny_weights(

@@ -192,7 +192,7 @@ def fusable(model: Llama) -> bool:
     whole = all(r.kind != "none" and r.width(config.head_dim) == config.head_dim for r in ropes)
     held = [model.lm_head, *(m for layer in model.layers for m in layer.matrices)]
     ours = all(_ours(matrix) for matrix in held)
-    alike = config.experts is None and not config.bare
+    alike = config.experts is None and not config.bare and config.beside is None
     return block == LLAMA and whole and ours and alike
 
 

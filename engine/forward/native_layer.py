@@ -44,7 +44,7 @@ def natively(model: Llama) -> bool:
     norms = [model.norm, *(norm for layer in model.layers for norm in layer.norms)]
     alike = all(norm.dtype == model.dtype and norm.is_contiguous() for norm in norms)
     on_cpu = model.device.type == "cpu" and usable()
-    whole = config.experts is None and not config.bare
+    whole = config.experts is None and not config.bare and config.beside is None
     return on_cpu and alike and block == LLAMA and whole
 
 

@@ -3,7 +3,7 @@ interrupt, save, restore, check. After each walk the session must say what a fre
 read and decoded the same tokens in the same parts.
 
     python -m tests.programs.hybrid_walks [--walks N] [--seed S] [--tier device|host] [--method M]
-        [--savepoints N]
+        [--savepoints N] [--family F]
 
 Prints one line: walks, the worst difference of logits, and the most tokens that a truncate ran
 again beside the tokens it took back. tests/engine/session/test_hybrid_walks.py runs some.
@@ -23,7 +23,7 @@ from engine import LLM, Full, OmniKV, SamplingParams
 from engine.methods.base import Method
 from engine.methods.exact import Exact
 from engine.session.session import Session
-from tests.builders import VOCAB, hybrid_config, tiny_llm
+from tests.builders import HYBRIDS, VOCAB, hybrid_config, tiny_llm
 
 CONTEXT, CHUNK = 1024, 64
 SPARSE = OmniKV(filter_layers=(3,), tokens=24, tail=64, dense_below=0)
@@ -236,10 +236,16 @@ OPERATIONS = (
 
 
 def walks(
-    count: int, seed: int, method: str, tier: str | None, savepoints: int = 12, steps: int = 8
+    count: int,
+    seed: int,
+    method: str,
+    tier: str | None,
+    savepoints: int = 12,
+    steps: int = 8,
+    family: str = "qwen3.5",
 ) -> Found:
     """Take `count` walks of `steps` operations each."""
-    config = hybrid_config(max_positions=CONTEXT)
+    config = hybrid_config(family=family, max_positions=CONTEXT)
     settings = dict(max_context=CONTEXT, chunk=CHUNK, savepoints=savepoints)
     llm, found = tiny_llm(METHODS[method], config, **settings), Found()
     chosen, weights = zip(*OPERATIONS)
@@ -265,13 +271,16 @@ def main() -> None:
     parser.add_argument("--tier", choices=("device", "host"), default="device")
     parser.add_argument("--method", choices=tuple(METHODS), default="omnikv")
     parser.add_argument("--savepoints", type=int, default=12)
+    parser.add_argument("--family", choices=tuple(HYBRIDS), default="qwen3.5")
     args = parser.parse_args()
-    found = walks(args.walks, args.seed, args.method, args.tier, args.savepoints)
+    settings = dict(savepoints=args.savepoints, family=args.family)
+    found = walks(args.walks, args.seed, args.method, args.tier, **settings)
     share = found.again / max(1, found.back)
     length, to, again = max(found.pairs, key=lambda pair: pair[2], default=(0, 0, 0))
     print(
-        f"{found.walks} walks, {args.method} on the {args.tier} tier, {args.savepoints} savepoints:"
-        f" {found.sparse} sparse steps, logits at most {found.worst:.1e} apart, {found.ties} ties; "
+        f"{found.walks} walks of {args.family}, {args.method} on the {args.tier} tier, "
+        f"{args.savepoints} savepoints: {found.sparse} sparse steps, logits at most "
+        f"{found.worst:.1e} apart, {found.ties} ties; "
         f"{len(found.pairs)} truncates took back {found.back} tokens and ran {found.again} again "
         f"({share:.2f} of each), at most {again} (from {length} to {to})"
     )

@@ -74,8 +74,10 @@ def known() -> tuple[list[Facts], set[str]]:
     for name, alias in ALIASES.items():
         config = _parse(name, config_of(alias), asked, {}, alias.rope)
         aliases.setdefault(config.family, {})[name] = alias
-    # Gemma names its activation otherwise, and nests the bases of its ropes
-    common = set.intersection(*asked.values()) | {"hidden_act", "rope_theta"}
+    # Gemma names its activation otherwise, and nests the bases of its ropes; Nemotron-H and Granite
+    # 4 have other names for two more
+    others = {"hidden_act", "rope_theta", "rms_norm_eps", "intermediate_size", "num_hidden_layers"}
+    common = set.intersection(*asked.values()) | others
     plain = _tensors(configs["Llama"]["llama"])
     found = []
     for family in families.FAMILIES:
@@ -126,7 +128,7 @@ def _module(family: Family) -> Any:
 
 def _tensors(config: ModelConfig) -> set[str]:
     """Stored names of a layer's tensors, without their layer; biases by their matrix."""
-    first = "model.layers.0."
+    first = f"{config.prefix}layers.0."
     names = (name for target in targets(config) for name, _ in target.parts)
     return {name.removeprefix(first) for name in names if name.startswith(first)}
 

@@ -65,6 +65,13 @@ MIXED = dict(
     moe_intermediate_size=24,
     shared_expert_intermediate_size=40,
 )
+NEMOTRON = dict(
+    mamba_num_heads=6,
+    mamba_head_dim=16,
+    ssm_state_size=24,
+    head_dim=16,
+    layer_norm_epsilon=1e-5,
+)
 FALCON = dict(
     mamba_d_ssm=64,
     mamba_n_heads=4,
@@ -198,6 +205,25 @@ VARIANTS: dict[str, tuple[str, dict]] = {
         ),
     ),
     "falcon-h1-after": ("FalconH1", dict(**FALCON, mamba_rms_norm=True, mlp_bias=True)),
+    "nemotron-h": (
+        "NemotronH",
+        dict(
+            **NEMOTRON,
+            layers_block_type=[LINEAR, "mlp", LINEAR, LINEAR, "mlp", FULL, "mlp"] * 2 + [FULL],
+            n_groups=2,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "nemotron-h-bias": (
+        "NemotronH",
+        dict(
+            **NEMOTRON,
+            layers_block_type=[LINEAR, FULL, "mlp"] * 3,
+            n_groups=1,
+            mlp_bias=True,
+            use_conv_bias=False,
+        ),
+    ),
     "mistral-window": ("Mistral", dict(sliding_window=50)),
     "ministral": (
         "Ministral",

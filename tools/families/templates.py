@@ -39,6 +39,11 @@ _TURNS = (
     "{{ '<end_of_turn>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
+_ROLES = (
+    "{%- for m in messages %}{{- '<|start_of_role|>' + m['role'] + '<|end_of_role|>' + "
+    "m['content'] + '<|end_of_text|>\n' }}{%- if loop.last and add_generation_prompt %}"
+    "{{- '<|start_of_role|>assistant<|end_of_role|>' }}{%- endif %}{%- endfor %}"
+)
 # by the name of the family in engine/model/config/families
 TEMPLATES = {
     "Llama": (
@@ -74,11 +79,18 @@ TEMPLATES = {
         "'\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}"
         "{% else %}{{ eos_token }}{% endif %}"
     ),
-    "Granite": (
-        "{%- for m in messages %}{{- '<|start_of_role|>' + m['role'] + '<|end_of_role|>' + "
-        "m['content'] + '<|end_of_text|>\n' }}{%- if loop.last and add_generation_prompt %}"
-        "{{- '<|start_of_role|>assistant<|end_of_role|>' }}{%- endif %}{%- endfor %}"
+    "Granite": _ROLES,
+    "Granite 4": _ROLES,
+    "Nemotron-H": (
+        "{{- '<SPECIAL_10>System\n' }}{%- set talk = messages %}"
+        "{%- if messages[0].role == 'system' %}{{- messages[0].content | trim }}"
+        "{%- set talk = messages[1:] %}{%- endif %}{%- for m in talk %}"
+        "{%- if m.role == 'user' %}{{- '\n<SPECIAL_11>User\n' + m.content | trim }}{%- else %}"
+        "{{- '\n<SPECIAL_11>Assistant\n' + m.content | trim }}{%- endif %}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '\n<SPECIAL_11>Assistant\n' }}{%- endif %}"
     ),
+    "Falcon-H1": _CHATML,
+    "Bamba": _CHATML,
     "OLMo 2": (
         "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}"
         "{{ '<|assistant|>\n' + m['content'] + eos_token }}"
