@@ -43,6 +43,7 @@ SOURCES = (
     "recurrent.cpp",
     "recurrent_prompt.cpp",
     "rows.cpp",
+    "ssd.cpp",
     "step.cpp",
     "topk.cpp",
 )

@@ -18,9 +18,13 @@ H = r * G heads (head h reads group h // r), ds the state's dimension, dh the he
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from kernels.launch.dispatch import choose
+from kernels.native.library import Case
+from kernels.recurrent import native_ssd
 from kernels.recurrent.delta import CHUNK, SEGMENT, Tail, folded_ref
 
 # ---------------------------------------------------------------- a step
@@ -49,8 +53,11 @@ def ssd_step(
     host.
     """
     given = c, b, x, g, dt, skip, state, tail, base, positions
-    if choose(backend, c) == "reference":
+    chosen = choose(backend, c, lambda: native_ssd.takes_step(c, b, x, state))
+    if chosen == "reference":
         return ssd_step_ref(*given)
+    if chosen == "native":
+        return native_ssd.ssd_step((c, b, x, g, dt, skip), state, tail, base, positions)
     return ssd_step_torch(*given)
 
 
@@ -156,8 +163,12 @@ def ssd_chunk(
     Arguments as of `ssd_step`, with N for Q; 0 <= keep <= N. Nothing is written to.
     """
     given = c, b, x, g, dt, skip, state, keep
-    if choose(backend, c) == "reference":
+    chosen = choose(backend, c, lambda: native_ssd.takes_chunk(c, b, x, state))
+    if chosen == "reference":
         return ssd_chunk_ref(*given)
+    if chosen == "native":
+        out, after, *rows = native_ssd.ssd_chunk((c, b, x, g, dt, skip), state, keep)
+        return out, after, Tail(*rows)
     return ssd_chunk_torch(*given)
 
 
@@ -244,3 +255,43 @@ def _segment(tokens: list[torch.Tensor], state: torch.Tensor) -> tuple[torch.Ten
         state = state * last[:, :, :, i] + brought[:, :, :, i]
     out = out.flatten(3, 4).flatten(1, 2).transpose(1, 2)[:, :count]
     return out, state.flatten(1, 2)
+
+
+def _tokens(count: int, ds: int, dh: int) -> tuple[native_ssd.Given, torch.Tensor]:
+    """(c, b, x, g, dt and skip, S) of random tokens of two sequences, for self-tests."""
+    draw = torch.Generator().manual_seed(1)
+    sizes = (2, count, 2, ds), (2, count, 2, ds), (2, count, 6, dh), (6,), (2, 6, ds, dh)
+    c, b, x, skip, state = (torch.randn(*size, generator=draw) for size in sizes)
+    g, dt = torch.rand(2, 2, count, 6, generator=draw).unbind()
+    return (c, b, x, -g, dt, skip), state
+
+
+@native_ssd.CHUNK.self_test
+def _chunks() -> Iterator[Case]:
+    for count, keep, ds, dh in ((67, 3, 32, 64), (20, 1, 20, 80), (130, 70, 7, 16)):
+        given, state = _tokens(count, ds, dh)
+        found, expected = (
+            native_ssd.ssd_chunk(given, state, keep),
+            ssd_chunk_ref(*given, state, keep),
+        )
+        names = "output", "state", "key", "delta", "decay"
+        for name, mine, theirs in zip(names, found, (*expected[:2], *expected[2])):
+            yield f"a prompt's {name}", mine, theirs, torch.float32
+
+
+@native_ssd.STEP.self_test
+def _steps() -> Iterator[Case]:
+    draw = torch.Generator().manual_seed(2)
+    for count, ds, dh in ((1, 32, 64), (3, 20, 80), (8, 5, 16)):
+        given, state = _tokens(count, ds, dh)
+        sizes = (2, 2, 32, ds), (2, 6, 32, dh), (2, 6, 32)
+        ring = Tail(*(torch.randn(*size, generator=draw) for size in sizes))
+        ring.decays.neg_().clamp_(max=0)
+        base = torch.tensor([29, 5])
+        positions = base[:, None] + 7 + torch.arange(count)
+        rings = [Tail(*(part.clone() for part in ring)) for _ in range(2)]
+        found = native_ssd.ssd_step(given, state, rings[0], base, positions)
+        expected = ssd_step_ref(*given, state, rings[1], base, positions)
+        both = zip((found, *rings[0]), (expected, *rings[1]))
+        for name, (mine, theirs) in zip(("output", "key", "delta", "decay"), both):
+            yield f"a step's {name}", mine, theirs, torch.float32

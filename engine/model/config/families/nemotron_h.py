@@ -56,14 +56,13 @@ def _pairs(fields: Fields) -> tuple[tuple[str, ...], tuple[tuple[int, int], ...]
 
 def _facts(fields: Fields, sizes: Sizes) -> Facts:
     types, halves = _pairs(fields)
-    still = replace(sizes.rope, kind="none", factor=1.0, attention_factor=1.0)
     if (act := fields.text("mamba_hidden_act", default="silu")) != "silu":
         fields.unsupported("mamba_hidden_act", act, "silu")
     return Facts(
         Block(wide_norm=True, activation="relu2"),
         attention_bias=fields.flag("attention_bias", default=False),
         mlp_bias=fields.flag("mlp_bias", default=False),
-        layer_ropes=(still,) * sizes.layers,
+        layer_ropes=(replace(sizes.rope, kind="none", factor=1.0),) * sizes.layers,
         recurrent=mamba(fields, types, None, LIST, keys=KEYS),
         bare=tuple(layer for layer, (_, second) in enumerate(halves) if second < 0),
         names=replace(NAMES, halves=halves),
