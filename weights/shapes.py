@@ -55,6 +55,32 @@ _QWEN35_35B = (
     },
 )
 _ONE_MILLION = {"dual_chunk_attention_config": {"chunk_size": 262144}}
+# Granite 4's models of four layers with attention
+_GRANITE4 = {
+    "layer_types": ["attention" if i % 10 == 5 else "mamba" for i in range(40)],
+    "mamba_d_state": 128,
+    "position_embedding_type": "nope",
+}
+_GRANITE4_MICRO = {"mamba_n_heads": 64, "num_local_experts": 0, "shared_intermediate_size": 8192}
+_GRANITE4_TINY = {
+    "mamba_n_heads": 48,
+    "num_local_experts": 64,
+    "num_experts_per_tok": 6,
+    "shared_intermediate_size": 1024,
+}
+_GRANITE4_SMALL = {
+    "mamba_n_heads": 128,
+    "num_local_experts": 72,
+    "num_experts_per_tok": 10,
+    "shared_intermediate_size": 1536,
+}
+_NEMOTRON_NANO2 = {
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 80,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "layer_norm_epsilon": 1e-5,
+}
 # hub id: (family, sizes in the order of _KEYS, other fields)
 _SHAPES: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     "gradientai/Llama-3-8B-Instruct-262k": ("Llama", _LLAMA3_8B, {}),
@@ -160,6 +186,29 @@ _SHAPES: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
         {"partial_rotary_factor": 0.75},
     ),
     "microsoft/phi-4": ("Phi3", (5120, 17920, 40, 40, 10, 128, 100352, False), {}),
+    "ibm-granite/granite-4.0-h-micro": (
+        "GraniteMoeHybrid",
+        (2048, 8192, 40, 32, 8, 64, 100352, True),
+        {**_GRANITE4, **_GRANITE4_MICRO},
+    ),
+    "ibm-granite/granite-4.0-h-tiny": (
+        "GraniteMoeHybrid",
+        (1536, 512, 40, 12, 4, 128, 100352, True),
+        {**_GRANITE4, **_GRANITE4_TINY},
+    ),
+    "ibm-granite/granite-4.0-h-small": (
+        "GraniteMoeHybrid",
+        (4096, 768, 40, 32, 8, 128, 100352, True),
+        {**_GRANITE4, **_GRANITE4_SMALL},
+    ),
+    "nvidia/NVIDIA-Nemotron-Nano-9B-v2": (
+        "NemotronH",
+        (4480, 15680, 56, 40, 8, 128, 131072, False),
+        {
+            **_NEMOTRON_NANO2,
+            "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+        },
+    ),
     "ibm-granite/granite-3.3-8b-instruct": (
         "Granite",
         (4096, 12800, 40, 32, 8, 128, 49159, True),
