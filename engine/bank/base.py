@@ -94,7 +94,9 @@ class Bank(ABC):
         batch: int = 1,
     ) -> None:
         self.num_layers, self.attending = config.num_layers, config.attending_layers
-        self.full_layers = len(config.seeing_layers)
+        # the layer whose rows each layer reads
+        self.row_layers = tuple(map(config.rows_of, range(config.num_layers)))
+        self.keeping = config.keeping_layers
         self.kv_heads = config.num_kv_heads
         self.dtype, self.device = config.row_dtype(dtype), torch.device(device)
         # elements of a head's row of K, and of V
@@ -127,7 +129,7 @@ class Bank(ABC):
     def figures(self) -> dict[str, object]:
         """Return the bank's part of SessionStats, as keyword arguments."""
         row_bytes = self.kv_heads * sum(self.widths) * self.dtype.itemsize
-        everything = self.full_layers * self.capacity * self.batch * row_bytes + self.ring_bytes
+        everything = len(self.keeping) * self.capacity * self.batch * row_bytes + self.ring_bytes
         everything += 0 if self.recurrent is None else self.recurrent.nbytes
         return dict(bank_bytes=self.nbytes, resident=self.nbytes / everything)
 
@@ -152,11 +154,15 @@ class Bank(ABC):
         backend: str = "auto",
     ) -> None:
         """Store the results of one layer of a decode step: k, v [B, Q, Hkv, D] at the step's
-        positions, and q_pre_rope [B, Q, H, D] in the layer's query ring. backend: of the launcher.
+        positions, and q_pre_rope [B, Q, H, D] in the layer's query ring; of a layer that reads
+        another's rows only the query. backend: of the launcher.
 
         The query goes along because one kernel stores all three. On a GPU no position visits the
         host.
         """
+        if self.row_layers[layer] != layer:
+            step.query_ring.write(layer, q_pre_rope, step.positions)
+            return
         ring, (bank_k, bank_v, twice) = step.query_ring.of(layer), self.step_rows(layer)
         store_step(k, v, q_pre_rope, bank_k, bank_v, ring, step.positions, twice, backend)
 
@@ -165,7 +171,8 @@ class Bank(ABC):
         self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int, backend: str = "auto"
     ) -> None:
         """Store k, v [B, C, Hkv, D], floats or packed, of a prefill chunk at positions start ..
-        start + C - 1. backend: that rounds floats, where rows are packed.
+        start + C - 1; a layer that reads another's rows stores none. backend: that rounds floats,
+        where rows are packed.
 
         Raises OutOfHostMemory before anything has changed.
         """

@@ -21,7 +21,7 @@ from engine.base.interrupts import complete
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from engine.plan.placement import Placement, ring_size
-from kernels.rows.forms import stored, stored_keys
+from kernels.rows.forms import row_widths, stored, stored_keys
 
 BLOCK = 65536  # tokens of a block that `blocks` yields
 
@@ -66,8 +66,9 @@ class DeviceBank(Bank):
         super().__init__(config, capacity, dtype, device, batch)
         self._rings: dict[int, WindowRing] = {} if donor is None else donor._rings
         if donor is None:
-            shape = batch, self.kv_heads, self.widths
-            for layer in config.local_layers:
+            for layer in config.ring_layers:
+                heads, head_dim = config.heads_of(layer)
+                shape = batch, heads, row_widths(head_dim, self.dtype)
                 window = config.windows[layer]
                 size = ring_size(window, chunk, self.capacity)
                 self._rings[layer] = WindowRing(window, size, shape, self.dtype, self.device)
@@ -75,10 +76,9 @@ class DeviceBank(Bank):
             self.recurrent = donor.recurrent
         elif config.recurrent is not None:
             self.recurrent = RecurrentState(config.recurrent, dtype, self.device, batch)
-        recurrent = set(config.recurrent_layers)
         self._layers: list[LayerRows | None] = [None] * self.num_layers
-        for layer in range(self.num_layers):
-            if layer in offloaded or layer in self._rings or layer in recurrent:
+        for layer in self.keeping:
+            if layer in offloaded:
                 continue
             handed = None if donor is None else donor._layers[layer]
             self._layers[layer] = handed or self._reserve(self._wants_token_major(plan, layer))
@@ -86,7 +86,8 @@ class DeviceBank(Bank):
             self.relayout(plan)
 
     def _wants_token_major(self, plan: LayerPlan, layer: int) -> bool:
-        return plan.gathers(layer) and self.device.type != "cpu"
+        readers = [i for i, rows in enumerate(self.row_layers) if rows == layer]
+        return all(map(plan.gathers, readers)) and self.device.type != "cpu"
 
     def _reserve(self, token_major: bool) -> LayerRows:
         heads, at = self.kv_heads, self.kv_heads * self.widths[0]
@@ -111,7 +112,7 @@ class DeviceBank(Bank):
         return sum(ring.nbytes for ring in self._rings.values())
 
     def window_ring(self, layer: int) -> WindowRing | None:
-        return self._rings.get(layer)
+        return self._rings.get(self.row_layers[layer])
 
     def holds(self, length: int) -> bool:
         return all(ring.holds(length) for ring in self._rings.values())
@@ -127,6 +128,8 @@ class DeviceBank(Bank):
     def write_chunk(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int, backend: str = "auto"
     ) -> None:
+        if self.row_layers[layer] != layer:
+            return
         ring = self._rings.get(layer)
         if ring is not None:
             ring.write_chunk(k, v, start, backend)
@@ -137,7 +140,7 @@ class DeviceBank(Bank):
         bank_v[:, :, start:stop] = stored(v, bank_v, backend).transpose(1, 2)
 
     def kv(self, layer: int, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        held = self._layers[layer]
+        held = self._layers[self.row_layers[layer]]
         assert held is not None, f"layer {layer} is not on the device"
         k, v = held.k, held.v
         return (k, v) if stop in (None, k.shape[2]) else (k[:, :, :stop], v[:, :, :stop])

@@ -17,8 +17,8 @@ SLOTS = RING + 8
 class QueryRing:
     """The newest RING pre-RoPE queries of every layer, position p in slot p % SLOTS.
 
-    slots [attending layers, B, SLOTS, H, D]; `of` finds a layer's. Positions low .. high-1 are
-    valid; other slots hold stale data.
+    slots [attending layers, B, SLOTS, H, D]; `of` finds a layer's, whose heads may be narrower.
+    Positions low .. high-1 are valid; other slots hold stale data.
     changes: counts what was written or taken back otherwise than by a step. kept: {length: the
     newest queries there, as `newest` gives them}, which come back where the ring is cut to that
     length.
@@ -29,7 +29,8 @@ class QueryRing:
     ):
         attending = config.attending_layers
         self._number = {layer: i for i, layer in enumerate(attending)}
-        shape = (len(attending), batch, SLOTS, config.num_heads, config.head_dim)
+        self._widths = [config.heads_of(layer)[1] for layer in attending]
+        shape = (len(attending), batch, SLOTS, config.num_heads, max(self._widths))
         self.slots = torch.zeros(shape, dtype=dtype, device=device)
         self.low = self.high = self.changes = 0
         self.kept: dict[int, torch.Tensor] = {}
@@ -41,7 +42,13 @@ class QueryRing:
 
     def of(self, layer: int) -> torch.Tensor:
         """The slots of a layer that attends, [B, SLOTS, H, D]: a view."""
-        return self.slots[self._number[layer]]
+        number = self._number[layer]
+        return self.slots[number, ..., : self._widths[number]]
+
+    def write(self, layer: int, queries: torch.Tensor, positions: torch.Tensor) -> None:
+        """Store queries [B, Q, H, D] of a step at positions [B, Q] int64."""
+        rows = torch.arange(len(queries), device=queries.device).unsqueeze(1)
+        self.of(layer).index_put_((rows, positions % SLOTS), queries)
 
     def write_chunk(self, newest: torch.Tensor, stop: int) -> None:
         """Store newest [layers, B, W, H, D]: the last W queries of a chunk that ended at `stop`.

@@ -61,7 +61,8 @@ class Trace:
 
     kl float32 [P], nats; same bool [P], whether the most likely tokens agree. does: what each layer
     did (`doings`). inputs: hidden states [1, P, hidden] before each layer, and chosen: what each
-    filter layer chose, bool [1 or Hkv, P, n]; both empty where they were not kept.
+    filter layer chose, bool [1 or Hkv, P, n]; made: k and v [1, P, Hkv, D] of layers whose rows
+    others read; all empty where they were not kept.
     """
 
     does: tuple[int, ...]
@@ -69,6 +70,7 @@ class Trace:
     same: torch.Tensor
     inputs: list[torch.Tensor] = field(default_factory=list)
     chosen: dict[int, torch.Tensor] = field(default_factory=dict)
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -157,12 +159,12 @@ class Passage:
     ) -> torch.Tensor:
         """Logits float32 [P, vocab]."""
         model, config = self.model, self.model.config
-        sizes = config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
-        first, x, chosen = 0, model.embedded(self.tokens), {}
+        first, x, chosen, made = 0, model.embedded(self.tokens), {}, {}
+        more = None if model.per_layer is None else model.per_layer.inputs(self.tokens, x)
         if parent is not None:
             layers = range(config.num_layers)
             first = next((i for i in layers if does[i] != parent.does[i]), config.num_layers - 1)
-            x, chosen = parent.inputs[first], dict(parent.chosen)
+            x, chosen, made = parent.inputs[first], dict(parent.chosen), dict(parent.made)
         if trace is not None and parent is not None:
             trace.inputs.extend(parent.inputs[:first])
         for number in range(first, config.num_layers):
@@ -175,7 +177,10 @@ class Passage:
                     x = post_attention(layer, x, mixed, config.rms_norm_eps)
                     continue
             cos, sin = self.turns[number]
-            q, k, v, _ = pre_attention(layer, x, cos, sin, *sizes)
+            q, k, v, _ = pre_attention(layer, x, cos, sin, *config.sizes_of(number))
+            if number in config.row_layers:
+                made[number] = k, v
+            k, v = made.get(config.rows_of(number), (k, v))
             if number in self.windows:
                 out = self._local(number, q[0], k[0], v[0])
             elif does[number] >= 0:
@@ -190,8 +195,10 @@ class Passage:
                     chosen[number] = found
             attended = out[None] if mixed is None else beside(config, out[None], mixed)
             x = post_attention(layer, x, attended, config.rms_norm_eps)
+            x = model.refined(number, x, None if more is None else more[:, :, number])
         if trace is not None:
             trace.chosen = {f: chosen[f] for f in set(does) if f >= 0}
+            trace.made = made
         return model.logits(x[0])
 
     def _windows(self, positions: torch.Tensor) -> dict[int, Window]:

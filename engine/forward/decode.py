@@ -15,7 +15,7 @@ import torch
 
 from engine.bank.base import Attends, Bank, Step
 from engine.bank.query_ring import QueryRing
-from engine.forward.layer import LayerForm, TorchLayer
+from engine.forward.layer import LayerForm, TorchLayer, layer_inputs, refine
 from engine.forward.recurrent.mixer import beside, recur_step
 from engine.model.llama import Llama
 from engine.model.rope import Rotary
@@ -39,7 +39,9 @@ def step_together(
     sequence's own, in its own tensors, and cost the same as when it runs alone.
     """
     steps = [sequence.step for sequence in sequences]
-    x = model.embedded(_joined([sequence.tokens for sequence in sequences]))
+    tokens = _joined([sequence.tokens for sequence in sequences])
+    x = model.embedded(tokens)
+    more = layer_inputs(halves, tokens, x)
     turns = [step.rotary.of_layers(step.positions) for step in steps]
     angles: dict[int, list[torch.Tensor]] = {}  # of each rope
     for number, layer in enumerate(model.layers):
@@ -60,7 +62,7 @@ def step_together(
         attended = _joined(found)
         if mixed is not None:
             attended = beside(model.config, attended, mixed)
-        x = halves.after(number, x, attended)
+        x = refine(halves, number, halves.after(number, x, attended), more)
     return halves.logits(x)
 
 

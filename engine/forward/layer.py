@@ -85,6 +85,30 @@ def split_rows(steps: Sequence[Step], *tensors: torch.Tensor) -> Iterable[tuple[
     return zip(*(tensor.split(sizes, dim=1) for tensor in tensors))
 
 
+def layer_inputs(form: LayerForm, tokens: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+    """What layers add to tokens int64 [B, Q] of embeddings x [B, Q, hidden] beside their halves,
+    [B, Q, L, P]; None where they add nothing.
+    """
+    more = form.model.per_layer
+    if more is None:
+        return None
+    return (
+        one_by_one(more.inputs)(tokens, x)
+        if form.backend == "reference"
+        else more.inputs(tokens, x)
+    )
+
+
+def refine(
+    form: LayerForm, number: int, x: torch.Tensor, inputs: torch.Tensor | None
+) -> torch.Tensor:
+    """Finish the output x [B, Q, hidden] of a layer, of `layer_inputs`."""
+    mine = None if inputs is None else inputs[:, :, number]
+    if form.backend != "reference" or mine is None:
+        return form.model.refined(number, x, mine)
+    return one_by_one(lambda x, mine: form.model.refined(number, x, mine))(x, mine)
+
+
 class TorchLayer:
     """torch's operators. pieces: the two halves of a layer, plain or compiled. backend: of what is
     stored, and of the products: few rows are C++'s under "auto" and "native", experts are chosen on
@@ -111,7 +135,7 @@ class TorchLayer:
         self._pre_attention, self._post_attention, self._logits = pre, post, logits
         config = model.config
         self._eps = config.rms_norm_eps
-        self._sizes = config.num_heads, config.num_kv_heads, config.head_dim, self._eps
+        self._sizes = [config.sizes_of(layer) for layer in range(config.num_layers)]
 
     def before(
         self,
@@ -121,7 +145,7 @@ class TorchLayer:
         sin: torch.Tensor,
         steps: Sequence[Step],
     ) -> list[torch.Tensor]:
-        found = self._pre_attention(self.model.layers[number], x, cos, sin, *self._sizes)
+        found = self._pre_attention(self.model.layers[number], x, cos, sin, *self._sizes[number])
         queries = []
         for step, (q, k, v, q_pre_rope) in zip(steps, split_rows(steps, *found)):
             step.bank.write_step(number, k, v, q_pre_rope, step, self.backend)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 
 from engine.bank.base import AttendsPrompt, Bank
 from engine.forward.prompt_layer import PLAIN, Pieces
@@ -48,8 +49,9 @@ def run_chunk(
     config = model.config
     positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
     turns = rotary.of_layers(positions[:1], total)
-    sizes = config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
     x = model.embedded(tokens)
+    more = None if model.per_layer is None else model.per_layer.inputs(tokens, x)
+    widest = max(config.heads_of(layer)[1] for layer in config.attending_layers)
     newest = []
     for number, layer in enumerate(model.layers):
         mixed = None
@@ -63,8 +65,11 @@ def run_chunk(
             x = pieces[1](layer, x, mixed, config.rms_norm_eps)
             continue
         cos, sin = turns[number]
-        q, k, v, q_pre_rope = pieces[0](layer, x, cos, sin, *sizes)
-        newest.append(q_pre_rope[:, -MOST_WINDOW:].clone())
+        q, k, v, q_pre_rope = pieces[0](layer, x, cos, sin, *config.sizes_of(number))
+        # narrower heads end in zeros that nobody reads
+        newest.append(
+            F.pad(q_pre_rope[:, -MOST_WINDOW:], (0, widest - q_pre_rope.shape[-1])).clone()
+        )
         del q_pre_rope
         if write:
             bank.write_chunk(number, k, v, start, backend)
@@ -77,6 +82,7 @@ def run_chunk(
                 # The last layer's output is wanted for the prompt's last token only.
                 break
             x, q, first = x[:, -1:], q[:, -1:], start + tokens.shape[1] - 1
+            more = None if more is None else more[:, -1:]
         if slides:
             stop = start + tokens.shape[1]
             attended = runtime.attend_prompt_local(number, q, bank, first, stop)
@@ -86,6 +92,7 @@ def run_chunk(
         if mixed is not None:
             attended = beside(config, attended, mixed[:, -x.shape[1] :])
         x = pieces[1](layer, x, attended, config.rms_norm_eps)
+        x = model.refined(number, x, None if more is None else more[:, :, number])
     if every is not None:
         every(x, start)
     return model.logits(x[:, -1]) if last_logits else None, torch.stack(newest)

@@ -76,13 +76,14 @@ def memory_items(
     GPU whose memory is the host's. savepoints: most earlier states of recurrent layers.
     """
     size, context = dtype.itemsize, reserved_rows(context, device.type)
-    kept = len(config.seeing_layers)
+    kept = len(config.keeping_layers)
     kept -= len(placement.layers) if placement else 0
     bank = kept * context * config.kv_bytes(size)
     rings = window_bytes(config, size, chunk, context)
     needs = method.needs(layers, config, context, size)
     scratch = scratch_bytes(scratch_shape(config, needs, context, dtype), device, backend)
-    ring = len(config.attending_layers) * RING * config.q_size * size
+    widest = max(config.heads_of(layer)[1] for layer in config.attending_layers)
+    ring = len(config.attending_layers) * RING * config.num_heads * widest * size
     store = needs.store_bytes
     if needs.one_chunk:
         chunk = context
@@ -167,13 +168,13 @@ def mxfp4_bytes(config: ModelConfig) -> int:
 
 def window_bytes(config: ModelConfig, size: int, chunk: int, context: int) -> int:
     """Return the bytes of the rings of sliding-window layers, to the byte what a bank allocates."""
-    rows = (2 * ring_size(config.windows[i], chunk, context) for i in config.local_layers)
-    return sum(rows) * config.kv_bytes(size)
+    rows = (2 * ring_size(config.windows[i], chunk, context) for i in config.ring_layers)
+    return sum(rows) * config.kv_bytes(size, local=True)
 
 
 def _full_bank(config: ModelConfig, size: int, chunk: int, context: int) -> int:
     """Return the bytes of K and V of all layers."""
-    whole = len(config.seeing_layers) * context * config.kv_bytes(size)
+    whole = len(config.keeping_layers) * context * config.kv_bytes(size)
     return whole + window_bytes(config, size, chunk, context)
 
 
@@ -343,6 +344,7 @@ class _Search:
             min(self.chunk, context),
             self.slots,
             by_layer=self.device.type == "cuda",
+            row_layers=self.config.row_layers,
         )
         if full is None or self.offload == "host" or full.staged_layers:
             return full

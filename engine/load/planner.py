@@ -171,7 +171,9 @@ class Planner:
         if offload == "device" or (planned is None and offload != "host" and not staged):
             return None
         chunk, slots = min(self.chunk, capacity), self.options.slots
-        placement = full_placement(needs, capacity, chunk, slots, by_layer=on_gpu)
+        placement = full_placement(
+            needs, capacity, chunk, slots, by_layer=on_gpu, row_layers=self.config.row_layers
+        )
         if (
             placement is None
             or planned is None

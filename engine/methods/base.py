@@ -155,11 +155,12 @@ def scratch_shape(
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         capacity=capacity,
-        budget=max(needs.selected, config.window),
+        budget=max(needs.selected, 0 if config.local_heads else config.window),
         scored=needs.selected > 0,
         window=needs.window,
         dtype=config.row_dtype(dtype),
         capped=config.block.score_cap > 0,
+        local=(*config.local_heads, config.window) if config.local_heads else None,
     )
 
 

@@ -18,6 +18,7 @@ from engine.model.config.block import LLAMA, Block
 from engine.model.config.config import ModelConfig
 from engine.model.mamba import Mamba2
 from engine.model.mixture import Mixture, Stacks
+from engine.model.per_layer import PerLayer
 from engine.model.recurrent import DeltaNet, Mixed, Mixer
 from engine.model.rope import apply_rope
 from kernels.layer.linear import Linear, pack_linear
@@ -53,11 +54,15 @@ class Layer:
     # qkv and o of a mixer beside attention
     mixer_in: Matrix | None = None
     mixer_out: Matrix | None = None
+    scalar: torch.Tensor | None = None  # [1], of the layer's output
+    # of a mixture beside the MLP, [hidden]: of the MLP's output, of the experts' input and output
+    beside: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     @property
     def norms(self) -> list[torch.Tensor]:
         """The norms that this layer has."""
-        return [t for name in NORMS if (t := getattr(self, name)) is not None]
+        found = [t for name in NORMS if (t := getattr(self, name)) is not None]
+        return found + list(self.beside or ())
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -93,6 +98,7 @@ class Llama:
     layers: list[Layer]
     norm: torch.Tensor  # [hidden]
     lm_head: Matrix  # [vocab, hidden]
+    per_layer: PerLayer | None = None
 
     @property
     def sinks(self) -> tuple[torch.Tensor, ...]:
@@ -108,10 +114,14 @@ class Llama:
         ]
         plain += self.sinks
         plain += [layer.shared for layer in self.layers if layer.shared is not None]
+        plain += [layer.scalar for layer in self.layers if layer.scalar is not None]
         plain += [
             t for layer in self.layers if layer.mixer is not None for t in layer.mixer.tensors
         ]
         packed = [m for layer in self.layers for m in layer.matrices]
+        if self.per_layer is not None:
+            plain += self.per_layer.tensors
+            packed += self.per_layer.matrices
         head = self.lm_head
         if head is not self.embed and not (isinstance(head, Linear) and head.weight is self.embed):
             packed.append(head)
@@ -146,7 +156,8 @@ class Llama:
         embed = head if self.lm_head is self.embed else self.embed
         assert not isinstance(embed, Linear)
         layers = [layer.on_torch() for layer in self.layers]
-        return replace(self, embed=embed, layers=layers, lm_head=head)
+        more = None if self.per_layer is None else self.per_layer.on_torch()
+        return replace(self, embed=embed, layers=layers, lm_head=head, per_layer=more)
 
     def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         """Map tokens int64 [...] to the first layer's x [..., hidden]."""
@@ -154,6 +165,18 @@ class Llama:
         x = table[tokens] if isinstance(table, torch.Tensor) else table.gather(tokens)
         # rounded to the weights' dtype, as transformers does for Gemma
         return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype).item()
+
+    def refined(
+        self, number: int, x: torch.Tensor, inputs: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Finish a layer's output x [B, S, hidden]: add what its inputs [B, S, P] gate
+        (PerLayer.inputs), and scale it. x itself in families that have neither.
+        """
+        scalar = self.layers[number].scalar
+        if self.per_layer is not None:
+            assert inputs is not None
+            x = self.per_layer.added(number, x, inputs)
+        return x if scalar is None else x * scalar
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Map x [..., hidden] after the last layer to float32 logits [..., vocab]."""
@@ -215,13 +238,16 @@ def pre_attention(
 
     Returns rotated q [B, S, H, D], rotated k [B, S, Hkv, D], v [B, S, Hkv, D] and q before
     rotation (normed where the family norms q), which the query ring keeps for selectors that look
-    at a window of queries.
+    at a window of queries. kv_heads: 0 where the layer reads another's rows. Where no v was stored
+    (Block.keys_as_values) v is k before its norm.
     """
     batch, length, _ = x.shape
     if layer.input_norm is not None:
         x = rms_norm(x, layer.input_norm, eps, layer.block)
-    qkv = layer.qkv(x).view(batch, length, heads + 2 * kv_heads, head_dim)
-    qk, v = qkv.split([heads + kv_heads, kv_heads], dim=2)
+    qkv = layer.qkv(x).view(batch, length, -1, head_dim)
+    qk, v = qkv[:, :, : heads + kv_heads], qkv[:, :, qkv.shape[2] - kv_heads :]
+    if layer.block.unit_values:
+        v = _normalised(v, eps, layer.block).to(v.dtype)
     if layer.q_norm is not None:
         qk = normed_heads(layer, qk, heads, eps)
     rotated = apply_rope(qk, cos, sin)
@@ -238,7 +264,9 @@ def pre_recurrence(layer: Layer, x: torch.Tensor, eps: float) -> Mixed:
 def normed_heads(layer: Layer, qk: torch.Tensor, heads: int, eps: float) -> torch.Tensor:
     """Norm q and k, qk [B, S, H + Hkv, D]: each head, or all heads of each at once."""
     block = layer.block
-    assert layer.q_norm is not None and layer.k_norm is not None
+    assert layer.q_norm is not None
+    if layer.k_norm is None:  # the layer reads another's rows
+        return rms_norm(qk, layer.q_norm, eps, block)
     if block.qk_norm == "width":
         q, k = qk[:, :, :heads], qk[:, :, heads:]
         q = rms_norm(q.flatten(2), layer.q_norm, eps, block).view_as(q)
@@ -270,7 +298,9 @@ def post_attention(
     out = layer.down(_activated(layer.gate_up(y), block))
     if block.down != 1.0:
         out = out * block.down
-    if layer.mixture is not None:
+    if layer.mixture is not None and layer.beside is not None:
+        out = _beside(layer, x, out, eps)
+    elif layer.mixture is not None:
         if layer.shared is not None:
             out = torch.sigmoid(F.linear(y, layer.shared)) * out
         out = layer.mixture(y) + out
@@ -298,6 +328,18 @@ def _activated(both: torch.Tensor, block: Block) -> torch.Tensor:
     return gate * up
 
 
+def _beside(layer: Layer, x: torch.Tensor, out: torch.Tensor, eps: float) -> torch.Tensor:
+    """Add to the MLP's output `out` [B, S, hidden] that of the mixture beside it, which takes x
+    [B, S, hidden] as attention left it.
+    """
+    mixture, block = layer.mixture, layer.block
+    assert mixture is not None and mixture.scale is not None and layer.beside is not None
+    after, before, last = layer.beside
+    routed = _normalised(x, eps, block).to(x.dtype) * mixture.scale * x.shape[-1] ** -0.5
+    mixed = mixture(rms_norm(x, before, eps, block), routed=routed)
+    return rms_norm(out, after, eps, block) + rms_norm(mixed, last, eps, block)
+
+
 def _added(
     x: torch.Tensor, part: torch.Tensor, norm: torch.Tensor | None, eps: float, block: Block
 ) -> torch.Tensor:
@@ -308,6 +350,7 @@ def _added(
 
 
 _PACKED = ("qkv", "o", "gate", "gate_up", "down", "mixer_in", "mixer_out")
+_PER_LAYER = ("layer_gate", "layer_out", "layer_inputs")
 _FOLDED = (*NORMS, "norm")
 
 
@@ -346,7 +389,7 @@ def assemble(
             continue
         if isinstance(tensor, torch.Tensor):
             coming -= tensor.nbytes
-        if kind not in _PACKED:
+        if kind not in (*_PACKED, *_PER_LAYER):
             assert isinstance(tensor, torch.Tensor)
             # for a moment there are two of it, where the weights to come will lie
             if kind == "lm_head" and coming >= tensor.nbytes:
@@ -372,7 +415,8 @@ def assemble(
     assert embed is not None and not isinstance(embed, Linear)
     lm_head = packed.get("lm_head") or _head(config, embed, plain, form, head_twice)
     layers = _layers(config, plain, packed, stacks)
-    return Llama(config, dtype, torch.device(device), embed, layers, plain["norm"], lm_head)
+    more = _per_layer(config, plain, packed)
+    return Llama(config, dtype, torch.device(device), embed, layers, plain["norm"], lm_head, more)
 
 
 def _layers(
@@ -402,6 +446,8 @@ def _layers(
             plain.get(f"{i}.shared"),
             packed.get(f"{i}.mixer_in"),
             packed.get(f"{i}.mixer_out"),
+            plain.get(f"{i}.scalar"),
+            _norms_beside(i, plain),
         )
         for i in range(config.num_layers)
     ]
@@ -416,6 +462,36 @@ def _has_bias(config: ModelConfig, name: str) -> bool:
         attends = int(number) not in config.recurrent_layers
         return attends and (config.o_bias if kind == "o" else config.attention_bias)
     return config.mlp_bias and not kind.startswith("mixer")
+
+
+def _norms_beside(
+    layer: int, plain: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """The norms of a mixture beside a layer's MLP; None where there is none."""
+    if f"{layer}.mlp_norm" not in plain:
+        return None
+    after, before, last = (
+        plain[f"{layer}.{name}"] for name in ("mlp_norm", "experts_norm", "mixed_norm")
+    )
+    return after, before, last
+
+
+def _per_layer(
+    config: ModelConfig, plain: dict[str, torch.Tensor], packed: dict[str, Matrix]
+) -> PerLayer | None:
+    """Make the embeddings for each layer of what has arrived; None where there are none."""
+    if not config.block.per_layer:
+        return None
+    layers = range(config.num_layers)
+    return PerLayer(
+        plain["layer_embed"],
+        packed["layer_inputs"],
+        plain["layer_inputs_norm"],
+        [packed[f"{i}.layer_gate"] for i in layers],
+        [packed[f"{i}.layer_out"] for i in layers],
+        [plain[f"{i}.layer_norm"] for i in layers],
+        config.rms_norm_eps,
+    )
 
 
 def _mixer(config: ModelConfig, layer: int, plain: dict[str, torch.Tensor]) -> Mixer | None:
@@ -465,4 +541,5 @@ def _mixture(
     )
     bias = plain.get(f"{layer}.router.bias")
     both = None if stacks is None else stacks.of(layer)
-    return Mixture(experts, plain[f"{layer}.router"], gate_up, down, bias, both)
+    own = plain.get(f"{layer}.router.scale"), plain.get(f"{layer}.router.share")
+    return Mixture(experts, plain[f"{layer}.router"], gate_up, down, bias, both, *own)

@@ -48,7 +48,9 @@ class Experts:
     "stacked" in one tensor by input or "rows" by output, or in "mxfp4" (engine/model/tensors.py).
     shared: width of an expert that every token takes beside its own, 0: there is none;
     shared_gate: whether the sigmoid of a product of its input multiplies what it adds. sigmoid:
-    sigmoids in place of the softmax, chosen with a correction (kernels/experts/choose.py).
+    sigmoids in place of the softmax, chosen with a correction (kernels/experts/choose.py). beside:
+    Gemma 4's, which runs beside the layer's MLP: the router has a norm and scales of its own,
+    experts have GELU, and the host chooses.
     """
 
     count: int
@@ -62,12 +64,14 @@ class Experts:
     shared: int = 0
     shared_gate: bool = True
     sigmoid: bool = False
+    beside: bool = False
 
     def parameters(self, hidden: int, read: bool = False) -> int:
         """Weights of one layer's mixture; `read`: those that one token reads."""
         experts = self.per_token if read else self.count
         biases = self.count + experts * (2 * self.width + hidden) if self.bias else 0
         biases += self.count if self.sigmoid else 0
+        biases += self.count + 4 * hidden if self.beside else 0
         own = self.count * hidden + experts * 3 * hidden * self.width + biases
         gate = hidden if self.shared and self.shared_gate else 0
         return own + 3 * hidden * self.shared + gate
@@ -87,11 +91,15 @@ class Mixture:
     down: Sequence[Matrix]  # [hidden, width]
     bias: torch.Tensor | None = None  # of the router, or the correction of sigmoids, [count]
     stacks: tuple[Stack, Stack] | None = None
+    # beside an MLP: of the router's input, [hidden], and of every expert's share, [count]
+    scale: torch.Tensor | None = None
+    share: torch.Tensor | None = None
 
     @property
     def routers(self) -> list[torch.Tensor]:
         """The router's tensors."""
-        return [self.router] if self.bias is None else [self.router, self.bias]
+        own = (self.router, self.bias, self.scale, self.share)
+        return [tensor for tensor in own if tensor is not None]
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -111,16 +119,23 @@ class Mixture:
         """Let the host choose from now on. The memory stays: an expert's matrices are its views."""
         self.stacks = None
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Run the experts that x [B, S, hidden] chooses and add `residual`: [B, S, hidden]."""
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        routed: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run the experts that x [B, S, hidden] chooses, or `routed` in its place, and add
+        `residual`: [B, S, hidden].
+        """
         flat = x.flatten(0, 1)
         if self.stacks is not None and (torch.compiler.is_compiling() or len(flat) <= MOST_ROWS):
             experts, router = self.experts, (self.router, self.bias)
-            chosen = router, self.stacks, experts.per_token, experts.normalise, experts.clamp
+            given = router, self.stacks, experts.per_token, experts.normalise, experts.clamp
             added = None if residual is None else residual.flatten(0, 1)
-            return mix_experts(flat, *chosen, added, experts.sigmoid).view_as(x)
-        routed = self.route(flat)
-        out = (self._one_row if len(flat) == 1 else self._sorted)(flat, *routed).view_as(x)
+            return mix_experts(flat, *given, added, experts.sigmoid).view_as(x)
+        chosen = self.route(flat if routed is None else routed.flatten(0, 1))
+        out = (self._one_row if len(flat) == 1 else self._sorted)(flat, *chosen).view_as(x)
         return out if residual is None else residual + out
 
     def _one_row(
@@ -129,7 +144,7 @@ class Mixture:
         """Run a decode step's experts: one activation and one sum for all of them."""
         numbers = chosen[0].tolist()
         both = torch.cat([self.gate_up[number](flat) for number in numbers])
-        mixed = zip(numbers, activated(both, self.experts.clamp).split(1))
+        mixed = zip(numbers, self._activated(both).split(1))
         parts = torch.cat([self.down[number](part) for number, part in mixed])
         return torch.mm(weights, parts)
 
@@ -149,9 +164,16 @@ class Mixture:
                 continue
             mine, start = slice(start, start + count), start + count
             both = self.gate_up[number](flat[rows[mine]])
-            part = self.down[number](activated(both, self.experts.clamp))
+            part = self.down[number](self._activated(both))
             out.index_add_(0, rows[mine], part * shares[mine])
         return out
+
+    def _activated(self, both: torch.Tensor) -> torch.Tensor:
+        """The activation between an expert's two matrices."""
+        if not self.experts.beside:
+            return activated(both, self.experts.clamp)
+        gate, up = both.chunk(2, dim=-1)
+        return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
     def route(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose experts for rows [T, hidden]: (weights in their dtype, numbers int64), both
@@ -161,6 +183,8 @@ class Mixture:
         logits = torch.nn.functional.linear(flat, self.router, None if experts.sigmoid else bias)
         correction = bias if experts.sigmoid else None
         shares, chosen = best_experts(logits, experts.per_token, experts.normalise, correction)
+        if self.share is not None:
+            shares = shares * self.share[chosen]
         return shares.to(flat.dtype), chosen
 
 

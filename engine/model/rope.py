@@ -27,6 +27,10 @@ def inv_freq(rope: Rope, head_dim: int, seq_len: int = 0) -> torch.Tensor:
     if rope.kind == "dynamic":
         return _dynamic(rope, _exponents(head_dim), torch.tensor([seq_len]))[0]
     power = rope.theta ** _exponents(head_dim)
+    if rope.kind == "proportional":  # Gemma 4: further pairs stay as they are
+        plain = 1.0 / power / rope.factor
+        plain[int(rope.partial * head_dim // 2) :] = 0.0
+        return plain
     if rope.kind == "yarn":
         return _yarn(rope, head_dim, power)
     if rope.kind == "longrope":
@@ -103,10 +107,13 @@ class Rotary:
     """
 
     def __init__(self, config: ModelConfig, device: torch.device | str = "cpu"):
-        of_layers = config.layer_ropes or (config.rope,) * config.num_layers
-        self.ropes = tuple(dict.fromkeys(of_layers))
-        self._of_layer = tuple(map(self.ropes.index, of_layers))
-        self._turns = [_Turns(rope, config.head_dim, device) for rope in self.ropes]
+        ropes = config.layer_ropes or (config.rope,) * config.num_layers
+        # ropes of heads of two widths are two
+        of_layers = [(rope, config.heads_of(i)[1]) for i, rope in enumerate(ropes)]
+        known = list(dict.fromkeys(of_layers))
+        self.ropes = tuple(rope for rope, _ in known)
+        self._of_layer = tuple(map(known.index, of_layers))
+        self._turns = [_Turns(rope, head_dim, device) for rope, head_dim in known]
 
     def at(
         self, positions: torch.Tensor, total: int | None = None, layer: int = 0

@@ -19,6 +19,7 @@ def targets(config: ModelConfig) -> list[Target]:
     """List the fused tensors that the model needs, in file order, with their stored parts."""
     hidden, first, names = config.hidden_size, config.prefix, config.names
     found = [Target("embed", ((f"{first}{names.embed}.weight", (config.vocab_size, hidden)),))]
+    found += _per_layer(config)
     sizes, alone = config.recurrent, set(config.recurrent_layers)
     for i in range(config.num_layers):
         before, after = (
@@ -33,6 +34,7 @@ def targets(config: ModelConfig) -> list[Target]:
             found += _delta_net(config, i) if sizes.ssd is None else _mamba(config, i)
         if i not in config.bare:
             found += [*after, *_mlp(config, i)]
+        found += _last(config, i)
     found.append(Target("norm", ((f"{first}{names.norm}.weight", (hidden,)),)))
     if not config.tied_embeddings:
         found.append(Target("lm_head", (("lm_head.weight", (config.vocab_size, hidden)),)))
@@ -48,13 +50,16 @@ def _halves(config: ModelConfig, layer: int) -> tuple[str, str]:
 
 def _attention(config: ModelConfig, layer: int) -> list[Target]:
     """List the weights of a layer's attention, but for its norms."""
-    hidden, q, kv = config.hidden_size, config.q_size, config.kv_size
+    heads, kv_heads, width, _ = config.sizes_of(layer)
+    hidden, q, kv = config.hidden_size, heads * width, kv_heads * width
     at = f"{_halves(config, layer)[0]}{config.names.attention}"
     qkv: tuple[tuple[str, int], ...] = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
+    if config.block.keys_as_values and layer in config.seeing_layers:
+        qkv = qkv[:2]
+    qkv = tuple((name, count) for name, count in qkv if count)
     if config.block.fused:
         qkv = (("qkv_proj", q + 2 * kv),)
     rows: tuple[Rows | None, ...] = ()
-    heads, width = config.num_heads, config.head_dim
     if config.block.gated:  # q and its gate take turns, head by head
         rows = Rows(heads, 2 * width, 0, width), None, None
     parts = tuple((f"{at}{n}.weight", (count, hidden)) for n, count in qkv)
@@ -143,12 +148,17 @@ def _mamba(config: ModelConfig, layer: int) -> list[Target]:
 def _mlp(config: ModelConfig, layer: int) -> list[Target]:
     """List the weights of a layer's MLP, or of its router and experts."""
     hidden, names = config.hidden_size, config.names
-    experts, inter = config.experts_of(layer), config.intermediate_size
+    experts, inter = config.experts_of(layer), config.mlp_of(layer)
     first, bare = _halves(config, layer)[1], config.block.activation == "relu2"
-    if experts is None:
+    found: list[Target] = []
+    if experts is None or experts.beside:
         stored = ("gate_up_proj",) if config.block.fused else names.gate_up
         rows = (1 if bare else 2) * inter // len(stored)
-        return _plain_mlp(config, layer, first + names.mlp, tuple((n, rows) for n in stored))
+        found += _plain_mlp(config, layer, first + names.mlp, tuple((n, rows) for n in stored))
+    if experts is None:
+        return found
+    if experts.beside:
+        return found + _beside(config, experts, layer, first)
     at = first + names.mixture
     if experts.stored in ("stacked", MXFP4):
         return _stacked(experts, layer, at, hidden)
@@ -160,18 +170,81 @@ def _mlp(config: ModelConfig, layer: int) -> list[Target]:
         found.append(Target(f"{layer}.router.bias", ((correction, (experts.count,)),)))
     found += _shared(config, experts, layer, first + names.shared)
     if experts.stored == "rows":
-        gate_ups = "gate_up", names.gate_ups, (2 * width, hidden)
-        for number in range(experts.count):
-            for part, stored_as, shape in (gate_ups, ("down", names.downs, (hidden, width))):
-                name, entry = f"{layer}.experts.{number}.{part}", (number, experts.count)
-                found.append(Target(name, ((f"{at}{stored_as}", shape),), entry))
-        return found
+        return found + _by_rows(config, experts, layer, at)
     gate, up, down = names.expert
     for number in range(experts.count):
         mine, name = f"{at}experts.{number}.", f"{layer}.experts.{number}"
         parts = tuple((f"{mine}{n}.weight", (width, hidden)) for n in (gate, up))
         found.append(Target(f"{name}.gate_up", parts))
         found.append(Target(f"{name}.down", ((f"{mine}{down}.weight", (hidden, width)),)))
+    return found
+
+
+def _by_rows(config: ModelConfig, experts: Experts, layer: int, at: str) -> list[Target]:
+    """List experts that lie in two tensors, each expert an entry, stored by output."""
+    hidden, width, names = config.hidden_size, experts.width, config.names
+    gate_ups, found = ("gate_up", names.gate_ups, (2 * width, hidden)), []
+    for number in range(experts.count):
+        for part, stored_as, shape in (gate_ups, ("down", names.downs, (hidden, width))):
+            name, entry = f"{layer}.experts.{number}.{part}", (number, experts.count)
+            found.append(Target(name, ((f"{at}{stored_as}", shape),), entry))
+    return found
+
+
+def _beside(config: ModelConfig, experts: Experts, layer: int, at: str) -> list[Target]:
+    """List the mixture beside a layer's MLP: its router with two scales, experts, three norms."""
+    hidden = config.hidden_size
+    return [
+        Target(f"{layer}.router", ((f"{at}router.proj.weight", (experts.count, hidden)),)),
+        Target(f"{layer}.router.scale", ((f"{at}router.scale", (hidden,)),)),
+        Target(f"{layer}.router.share", ((f"{at}router.per_expert_scale", (experts.count,)),)),
+        *_by_rows(config, experts, layer, at),
+        *(
+            Target(f"{layer}.{name}", ((f"{at}{stored}.weight", (hidden,)),))
+            for name, stored in (
+                ("mlp_norm", "post_feedforward_layernorm_1"),
+                ("experts_norm", "pre_feedforward_layernorm_2"),
+                ("mixed_norm", "post_feedforward_layernorm_2"),
+            )
+        ),
+    ]
+
+
+def _per_layer(config: ModelConfig) -> list[Target]:
+    """List what makes a token's embeddings for each layer."""
+    width, first = config.block.per_layer, config.prefix
+    if not width:
+        return []
+    shapes = (
+        ("layer_embed", "embed_tokens_per_layer", (config.vocab_size, config.num_layers * width)),
+        (
+            "layer_inputs",
+            "per_layer_model_projection",
+            (config.num_layers * width, config.hidden_size),
+        ),
+        ("layer_inputs_norm", "per_layer_projection_norm", (width,)),
+    )
+    return [Target(name, ((f"{first}{stored}.weight", shape),)) for name, stored, shape in shapes]
+
+
+def _last(config: ModelConfig, layer: int) -> list[Target]:
+    """List what finishes a layer's output (Llama.refined)."""
+    at, width, hidden = (
+        f"{config.prefix}layers.{layer}.",
+        config.block.per_layer,
+        config.hidden_size,
+    )
+    found = []
+    if config.block.scalar:
+        found.append(Target(f"{layer}.scalar", ((f"{at}layer_scalar", (1,)),)))
+    if width:
+        shapes = (
+            ("layer_gate", "per_layer_input_gate", (width, hidden)),
+            ("layer_out", "per_layer_projection", (hidden, width)),
+            ("layer_norm", "post_per_layer_input_norm", (hidden,)),
+        )
+        for name, stored, shape in shapes:
+            found.append(Target(f"{layer}.{name}", ((f"{at}{stored}.weight", shape),)))
     return found
 
 
@@ -185,7 +258,7 @@ def _plain_mlp(
     parts = tuple((f"{at}{name}.weight", (rows, hidden)) for name, rows in gate_up)
     found = [
         Target(f"{layer}.gate_up", parts),
-        Target(f"{layer}.down", ((f"{down}.weight", (hidden, config.intermediate_size)),)),
+        Target(f"{layer}.down", ((f"{down}.weight", (hidden, config.mlp_of(layer))),)),
     ]
     if config.mlp_bias:
         biases = tuple((f"{at}{name}.bias", (rows,)) for name, rows in gate_up)
@@ -259,26 +332,36 @@ def _norms(config: ModelConfig, layer: int) -> tuple[_Norms, _Norms]:
     before = [norm for norm in around if norm[0] == "input_norm"]
     after = [norm for norm in around if norm[0] != "input_norm"]
     if kind != "none" and layer not in config.recurrent_layers:
-        whole = kind == "width"
-        before += [
-            ("q_norm", "self_attn.q_norm", config.q_size if whole else config.head_dim),
-            ("k_norm", "self_attn.k_norm", config.kv_size if whole else config.head_dim),
-        ]
+        heads, kv_heads, head_dim, _ = config.sizes_of(layer)
+        for name, count in (("q_norm", heads), ("k_norm", kv_heads)):
+            if count:
+                width = count * head_dim if kind == "width" else head_dim
+                before.append((name, f"self_attn.{name}", width))
     return before, after
 
 
 def ignored(config: ModelConfig) -> Callable[[str], bool]:
     """Return a function that says whether a stored tensor, by name, may be left unread.
 
-    These are the rotary buffers of old exports, lm_head if it is tied, and what a model has beside
-    its language model: a vision tower, and layers that predict several tokens.
+    These are the rotary buffers of old exports, lm_head if it is tied, k and v of layers that read
+    another's rows, and what a model has beside its language model: towers for images and sound, and
+    layers that predict several tokens.
     """
+    first = config.prefix
     beside = ("model.visual.", "mtp.") if config.recurrent else ()
+    tower = first.startswith("model.") and first != "model."
+    readers = tuple(
+        f"{first}layers.{i}.self_attn.{part}"
+        for i in range(config.num_layers)
+        for part in ("k_proj.", "v_proj.", "k_norm.")
+        if config.rows_of(i) != i
+    )
 
     def may_skip(name: str) -> bool:
         return (
             name.endswith("rotary_emb.inv_freq")
-            or name.startswith(beside)
+            or name.startswith((*beside, *readers))
+            or (tower and name.startswith("model.") and not name.startswith(first))
             or (config.tied_embeddings and name == "lm_head.weight")
         )
 

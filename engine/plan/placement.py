@@ -128,16 +128,33 @@ def part_bytes(config: ModelConfig, size: int) -> int:
     return -(-config.kv_bytes(size) // ROW_ALIGN) * ROW_ALIGN
 
 
+def _sparing(needs: Needs, row_layers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The groups of Needs.offload, each without layers that read another's rows, and without those
+    whose rows a layer reads that selects otherwise than the group.
+    """
+    found = []
+    for group in needs.offload if row_layers else ():
+        elsewhere = {rows for i, rows in enumerate(row_layers) if i not in group}
+        kept = (layer for layer in group if row_layers[layer] == layer)
+        found.append(tuple(i for i in kept if not needs.selected or i not in elsewhere))
+    return tuple(group for group in found if group) if row_layers else needs.offload
+
+
 def full_placement(
-    needs: Needs, capacity: int, chunk: int, slots: float = SLOTS, by_layer: bool = False
+    needs: Needs,
+    capacity: int,
+    chunk: int,
+    slots: float = SLOTS,
+    by_layer: bool = False,
+    row_layers: tuple[int, ...] = (),
 ) -> Placement | None:
     """Return the placement that offloads every layer that a method can spare (Needs.offload), or
-    None where it can spare none.
+    None where it can spare none. row_layers: as in ModelConfig.
 
     slots: slots per selected token, at least 1. 0 turns reuse off: every step fetches its whole
     selection.
     """
-    groups = needs.offload
+    groups = _sparing(needs, row_layers)
     if not groups:
         return None
     budget = needs.selected if needs.fetches else 0

@@ -117,20 +117,24 @@ class SessionStats:
         self,
         rows: Sequence[int],
         roles: Sequence[Role],
-        row_bytes: int,
+        row_bytes: Sequence[int],
         sparse: bool,
     ) -> None:
         """Count a decode step.
 
-        rows: bank rows that each layer read. sparse: whether the sparse layers read a selection.
+        rows: bank rows that each layer read, of row_bytes each. sparse: whether the sparse layers
+        read a selection.
         """
-        read = sum(r for r, role in zip(rows, roles) if role in (Role.SPARSE, Role.RETAINED))
+        partial = [role in (Role.SPARSE, Role.RETAINED) for role in roles]
+        read = sum(count for count, less in zip(rows, partial) if less)
+        size = [count * one for count, one in zip(rows, row_bytes)]
+        some = sum(count for count, less in zip(size, partial) if less)
         self.decode_steps += 1
         self.sparse_steps += sparse
         self.dense_steps += not sparse
         self.rows_read_sparse += read
-        self.bytes_read_sparse += read * row_bytes
-        self.bytes_read_dense += (sum(rows) - read) * row_bytes
+        self.bytes_read_sparse += some
+        self.bytes_read_dense += sum(size) - some
 
 
 class _Closed:
@@ -175,7 +179,10 @@ class SessionState:
         self.counters = SessionStats()  # `stats` is a copy
         self.clock = StepClock(loaded.model.device)
         config, dtype, device = loaded.config, loaded.dtype, loaded.model.device
-        self.row_bytes = config.kv_bytes(dtype.itemsize)
+        self.row_bytes = [
+            config.kv_bytes(dtype.itemsize, local=layer in config.local_layers)
+            for layer in range(config.num_layers)
+        ]
         self.query_ring = QueryRing(config, 1, dtype, device)
         self.history = History(planner.savepoints)
         if placement is None:
@@ -402,7 +409,7 @@ def held_figures(session: SessionState) -> dict[str, Any]:
     )
     if runtime.needs.history == "store":
         # Resident: what the method needs, of what its tokens would take. The bank stands beside.
-        every = plan.num_layers * session.row_bytes * max(1, len(session.ids))
+        every = sum(session.row_bytes) * max(1, len(session.ids))
         figures |= dict(
             selection_bytes=0,
             store_bytes=runtime.nbytes,

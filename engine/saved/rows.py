@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import torch
 
 from engine.bank.base import Bank
+from engine.bank.window_ring import WindowRing
 from engine.saved.ahead import DEPTH, ahead
 from kernels.rows.forms import ZEROS, with_zeros
 
@@ -46,35 +47,48 @@ def _sides(bank: Bank, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _whole(bank: Bank) -> list[int]:
-    """The layers that hold all tokens, ascending."""
-    return [layer for layer in bank.attending if bank.window_ring(layer) is None]
+    """The layers that hold rows of all tokens, ascending."""
+    return list(bank.keeping)
+
+
+def _rings(bank: Bank) -> dict[int, WindowRing]:
+    """{sliding-window layer that writes rows: its ring}."""
+    found = {}
+    for layer, rows in enumerate(bank.row_layers):
+        ring = bank.window_ring(layer) if rows == layer else None
+        if ring is not None:
+            found[layer] = ring
+    return found
+
+
+def _ring_widths(bank: Bank, ring: WindowRing) -> tuple[int, int]:
+    """As `_widths`, of a ring."""
+    zeros = ZEROS.get(bank.dtype, 0)
+    return ring.k.shape[-1] - zeros, ring.v.shape[-1] - zeros
 
 
 def windows(bank: Bank, stop: int) -> dict[int, tuple[int, torch.Tensor]]:
     """{sliding-window layer: (first position held, its K and V up to stop-1 [2, B, Hkv, n, D])}, on
     the CPU; [B, Hkv, n, K and then V] where packed rows differ in length.
     """
-    found, kept = {}, _widths(bank)
-    for layer in range(bank.num_layers):
-        ring = bank.window_ring(layer)
-        if ring is not None:
-            views = [view[..., :width] for view, width in zip(ring.views(ring.low, stop), kept)]
-            same = kept[0] == kept[1]
-            found[layer] = ring.low, (torch.stack(views) if same else torch.cat(views, -1)).cpu()
+    found = {}
+    for layer, ring in _rings(bank).items():
+        kept = _ring_widths(bank, ring)
+        views = [view[..., :width] for view, width in zip(ring.views(ring.low, stop), kept)]
+        same = kept[0] == kept[1]
+        found[layer] = ring.low, (torch.stack(views) if same else torch.cat(views, -1)).cpu()
     return found
 
 
 def write_windows(bank: Bank, held: dict[int, tuple[int, torch.Tensor]], stop: int) -> None:
     """Store the rows that `windows` returned. Raises ValueError for rows of another bank."""
-    rings = {layer: bank.window_ring(layer) for layer in range(bank.num_layers)}
-    rings = {layer: ring for layer, ring in rings.items() if ring is not None}
+    rings = _rings(bank)
     if set(held) != set(rings):
         raise ValueError("windows")
     for layer, ring in rings.items():
-        assert ring is not None
         low, rows = held[layer]
-        one, other = _widths(bank)
-        shape: tuple[int, ...] = bank.batch, bank.kv_heads, stop - low, one + other
+        one, other = _ring_widths(bank, ring)
+        shape: tuple[int, ...] = bank.batch, ring.k.shape[1], stop - low, one + other
         if one == other:
             shape = 2, *shape[:-1], one
         enough = type(low) is int and 0 <= low <= max(0, stop - ring.window)

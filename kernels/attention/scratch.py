@@ -32,7 +32,8 @@ class ScratchShape:
 
     capacity: rows of the bank; budget: the most tokens that a sparse layer reads (0: no sparse
     layer); scored: filter layers leave scores, and the top-k runs; window: queries of a windowed
-    selector (0: none); dtype: the bank's; capped: logits have a cap.
+    selector (0: none); dtype: the bank's; capped: logits have a cap. local: (K/V heads, head_dim,
+    tokens seen) of sliding-window layers whose heads are others.
     """
 
     batch: int
@@ -46,6 +47,7 @@ class ScratchShape:
     window: int = 0
     dtype: torch.dtype = torch.float32
     capped: bool = False
+    local: tuple[int, int, int] | None = None
 
     @property
     def rows(self) -> int:
@@ -132,6 +134,12 @@ def _sizes(
     s: ScratchShape, device: torch.device, backend: str
 ) -> dict[str, tuple[int, torch.dtype]]:
     """Size every field of the Scratch of a backend: {name: (elements, dtype)}."""
+    if s.local is not None:
+        heads, width, seen = s.local
+        local = replace(s, kv_heads=heads, head_dim=width, budget=seen, scored=False, window=0)
+        both = (_sizes(replace(one, local=None), device, backend) for one in (s, local))
+        first, second = both
+        return {name: max(first[name], second[name]) for name in first}
     chosen = backend if backend == "triton" else choose_for(backend, device)
     sizes = {name: (0, torch.float32) for name in Scratch.__dataclass_fields__}
     if chosen == "cpu":

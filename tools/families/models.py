@@ -53,6 +53,20 @@ GEMMA = dict(
     tie_word_embeddings=True,
     final_logit_softcapping=20.0,
 )
+GEMMA4 = dict(
+    head_dim=16,
+    global_head_dim=24,
+    num_hidden_layers=6,
+    layer_types=[SLIDING, FULL] * 3,
+    sliding_window=90,
+    hidden_size_per_layer_input=0,
+    tie_word_embeddings=True,
+    final_logit_softcapping=20.0,
+    rope_parameters={
+        FULL: dict(rope_type="proportional", partial_rotary_factor=0.5, rope_theta=1e6),
+        SLIDING: dict(rope_type="default", rope_theta=1e4),
+    },
+)
 GRANITE = dict(
     embedding_multiplier=12.0,
     residual_multiplier=0.22,
@@ -257,6 +271,32 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     ),
     "gemma2": ("Gemma2", dict(**GEMMA, sliding_window=128, attn_logit_softcapping=None)),
     "gemma2-cap": ("Gemma2", dict(**GEMMA, sliding_window=128, attn_logit_softcapping=3.0)),
+    "gemma4": ("Gemma4Text", {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "gemma4-shared": (
+        "Gemma4Text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 10,
+            "layer_types": [SLIDING, FULL] * 5,
+            "num_kv_shared_layers": 5,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": VOCAB,
+            "num_key_value_heads": 1,
+        },
+    ),
+    "gemma4-moe": (
+        "Gemma4Text",
+        {
+            **GEMMA4,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 4,
+        },
+    ),
     "gpt-oss": (
         "GptOss",
         dict(
@@ -332,14 +372,22 @@ def make(folder: Path, name: str, **more: Any) -> Any:
         for key, buffer in theirs.named_buffers():
             if key.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.3)  # as far apart as sigmoids are
+            elif key.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
         for key, weight in theirs.named_parameters():
-            if "norm" in key:
+            if kind.startswith("Gemma4") and key.endswith(("q_norm.weight", "k_norm.weight")):
+                weight.normal_(0.6, 0.1)  # scores have no other scale
+            elif "norm" in key:
                 plain = (
-                    not kind.startswith(("Gemma", "Qwen3_5", "Qwen3Next")) or "linear_attn" in key
+                    kind.startswith("Gemma4")
+                    or not kind.startswith(("Gemma", "Qwen3_5", "Qwen3Next"))
+                    or "linear_attn" in key
                 )
                 weight.normal_(1.0 if plain else 0.0, 0.2)
             elif key.endswith(("A_log", "dt_bias")):
                 weight.uniform_(-3.0, 0.0)  # decays of 3 to 100 tokens
+            elif key.endswith(("router.scale", "per_expert_scale")):
+                weight.uniform_(0.5, 1.5)
             elif key.endswith("sinks"):
                 weight.normal_(1.0, 2.0)
             elif key.endswith("bias"):

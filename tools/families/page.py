@@ -149,7 +149,7 @@ def notes(results: Mapping[str, Sequence[Attempt]]) -> Iterator[str]:
             if attempt.why:
                 sentence = attempt.why.removeprefix(f"{attempt.name}: ")
                 sentence = re.sub(
-                    r"\((Mistral|Qwen[23][-.\w]*|MiniMax-M2|SmolLM3|Phi-3|Gemma [23]|gpt-oss)\)",
+                    r"\((Mistral|Qwen[23][-.\w]*|MiniMax-M2|SmolLM3|Phi-3|Gemma [234]|gpt-oss)\)",
                     "(...)",
                     sentence,
                 )

@@ -109,6 +109,7 @@ TEMPLATES = {
     ),
     "Gemma 3": _TURNS,
     "Gemma 2": _TURNS,
+    "Gemma 4": _TURNS,
     "gpt-oss": (
         "{%- macro turn(role, text, channel) %}{{- '<|start|>' + role }}"
         "{%- if channel %}{{- '<|channel|>' + channel }}{%- endif %}"

@@ -166,7 +166,7 @@ class TieredBank(Bank):
     # ---------------------------------------------------------------- where layers live
 
     def on_host(self, layer: int) -> bool:
-        return layer in self._set_of
+        return self.row_layers[layer] in self._set_of
 
     def must_stream(self, layer: int, backend: str) -> bool:
         """Whether an offloaded layer is not staged whole, and either longer than a stream block or
@@ -176,8 +176,8 @@ class TieredBank(Bank):
         change a bit.
         """
         return (
-            layer in self._set_of
-            and layer not in self._whole.staged
+            self.on_host(layer)
+            and self.row_layers[layer] not in self._whole.staged
             and backend != "reference"
             and (self.length > self.placement.block or not self.placement.budget)
         )
@@ -200,6 +200,8 @@ class TieredBank(Bank):
         if not self.on_host(layer):
             self._resident.write_chunk(layer, k, v, start, backend)
             return
+        if self.row_layers[layer] != layer:
+            return
         self._writer.begin_chunk(start, start + k.shape[1])
         # a chunk does not pass through the ring: it is read back when decode begins
         self._ring_stop = 0
@@ -214,9 +216,11 @@ class TieredBank(Bank):
     def kv(self, layer: int, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.on_host(layer):
             return self._resident.kv(layer, stop)
+        layer = self.row_layers[layer]
         return self._whole.kv(layer, self.length if stop is None else min(stop, self.length))
 
     def rows(self, layer: int, first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        layer = self.row_layers[layer]
         ws = self._set_of.get(layer)
         if ws is None:
             return self._resident.rows(layer, first, stop)
@@ -228,18 +232,18 @@ class TieredBank(Bank):
     def listed(self, layer: int, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.on_host(layer):
             return self._resident.listed(layer, tokens)
-        return self._whole.listed(layer, tokens)
+        return self._whole.listed(self.row_layers[layer], tokens)
 
     def stage_layer(self, layer: int) -> None:
         if self.on_host(layer):
-            self._whole.stage(layer)
+            self._whole.stage(self.row_layers[layer])
 
     def blocks(
         self, layer: int, start: int, stop: int, size: int | None = None, ahead: bool = True
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         if not self.on_host(layer):
             return self._resident.blocks(layer, start, stop, size or self.placement.block)
-        return self._blocks.blocks(layer, start, stop, size, ahead)
+        return self._blocks.blocks(self.row_layers[layer], start, stop, size, ahead)
 
     @property
     def room(self) -> int:  # type: ignore[override]
@@ -250,23 +254,31 @@ class TieredBank(Bank):
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         # rows that were decoded since and are read again may be in the ring only
         self.write_back(wanted[0].begin)
-        return self._blocks.gathered(layer, wanted, following)
+        following = None if following is None else self.row_layers[following]
+        return self._blocks.gathered(self.row_layers[layer], wanted, following)
 
     def newest_rows(self, layer: int, first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.on_host(layer):
             return self._resident.newest_rows(layer, first, stop)
-        return self._blocks.newest_rows(layer, first, stop)
+        return self._blocks.newest_rows(self.row_layers[layer], first, stop)
 
     def fetch(self, layers: Sequence[int], index: torch.Tensor, counts: torch.Tensor) -> None:
-        ws = self._set_of.get(layers[0])
+        ws = self._set_among(layers)
         if ws is not None:
             ws.fetch(index[0, 0], counts, self._fetch_stream)
 
     def wait_fetched(self, layers: Sequence[int]) -> None:
-        ws = self._set_of.get(layers[0])
+        ws = self._set_among(layers)
         if ws is not None:
             for layer in ws.group:
                 ws.ready(layer)
+
+    def _set_among(self, layers: Sequence[int]) -> WorkingSet | None:
+        """The working set of the layers of one group, of which some may read rows of layers that
+        stay on the device; None where none is offloaded.
+        """
+        held = (self._set_of.get(self.row_layers[layer]) for layer in layers)
+        return next((ws for ws in held if ws is not None and ws.group[0] in layers), None)
 
     def selected(
         self,
@@ -277,6 +289,7 @@ class TieredBank(Bank):
         step: Step,
         fetched: bool = True,
     ) -> SparseRows:
+        layer = self.row_layers[layer]
         ws = self._set_of.get(layer)
         if ws is None:
             return self._resident.selected(layer, index, counts, tail_start, step)
@@ -294,7 +307,7 @@ class TieredBank(Bank):
     ) -> SparseRows:
         if not self.on_host(layer):
             return self._resident.picked(layer, index, counts, tail_start, step)
-        return self._whole.pick(layer, index, counts, tail_start, self.length)
+        return self._whole.pick(self.row_layers[layer], index, counts, tail_start, self.length)
 
     # ---------------------------------------------------------------- around a prompt, a step
 
@@ -387,6 +400,8 @@ class TieredBank(Bank):
         )
         self._resident.copy_recurrent(other)
         for layer in self.attending:
+            if self.row_layers[layer] != layer:
+                continue
             if not self.on_host(layer) and not other.on_host(layer):
                 self._resident.copy_layer(layer, other, length)
             elif not shared:

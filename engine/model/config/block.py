@@ -31,6 +31,11 @@ class Block:
     head_dim ** -0.5. score_cap: as logit_cap, of attention's logits. sinks: whether every query
     head has a learned logit that counts in its softmax and brings no value. gated: whether the
     sigmoid of a product of the layer's input, stored beside q, multiplies attention's output.
+    unit_values: whether each head of v is divided by its root mean square. keys_as_values: whether
+    layers that see everything have no v_proj and take k before its norm. scalar: whether a stored
+    number multiplies a layer's output. per_layer: width of the embedding that a token has for each
+    layer beside its own (engine/model/per_layer.py), 0: there is none. wide_readers: whether the
+    MLP of a layer that reads another's rows is twice as wide.
     """
 
     qk_norm: str = "none"
@@ -50,6 +55,11 @@ class Block:
     score_cap: float = 0.0
     sinks: bool = False
     gated: bool = False
+    unit_values: bool = False
+    keys_as_values: bool = False
+    scalar: bool = False
+    per_layer: int = 0
+    wide_readers: bool = False
 
 
 LLAMA = Block()
@@ -64,7 +74,9 @@ class Facts:
     layer; empty: one for all. positions: a limit of the context below max_position_embeddings.
     experts: the mixture in place of the MLP, None: there is none. recurrent: the layers that have a
     recurrent state in place of attention or beside it, None: there are none. bare: layers without
-    an MLP. names: of the stored tensors.
+    an MLP. names: of the stored tensors. seeing_heads: (K/V heads, head_dim) of the layers that see
+    everything, where the sizes that all share are those of sliding ones. row_layers: the layer
+    whose K and V each layer reads; empty: its own.
     """
 
     block: Block = LLAMA
@@ -77,3 +89,5 @@ class Facts:
     recurrent: Recurrent | None = None
     bare: tuple[int, ...] = ()
     names: Names = LLAMA_NAMES
+    seeing_heads: tuple[int, int] | None = None
+    row_layers: tuple[int, ...] = ()

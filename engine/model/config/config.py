@@ -50,9 +50,11 @@ class ModelConfig:
     `attention_bias` puts a bias on q, k, v and (Block.o_bias) on o; `mlp_bias` on gate, up and
     down. `max_positions` is the context in tokens that the model was made for. `block`, `windows`,
     `layer_ropes`, `experts`, `recurrent` and `bare` are the family's
-    (engine/model/config/block.py). `prefix` begins the stored names of the layers' tensors, and
-    `names` has the others. `bank` is no file's: how rows of K and
-    V are held, "model" (in the model's dtype) or packed: a name of `kernels.rows.forms`.
+    (engine/model/config/block.py). `num_kv_heads` and `head_dim` are those of layers that see
+    everything; `local_heads` has both of sliding ones where they differ. `row_layers` has the layer
+    whose K and V each layer reads; empty: its own. `prefix` begins the stored names of the layers'
+    tensors, and `names` has the others. `bank` is no file's: how rows of K and V are held, "model"
+    (in the model's dtype) or packed: a name of `kernels.rows.forms`.
     """
 
     architecture: str
@@ -79,6 +81,8 @@ class ModelConfig:
     layer_ropes: tuple[Rope, ...] = ()
     experts: Experts | None = None
     recurrent: Recurrent | None = None
+    local_heads: tuple[int, int] | None = None
+    row_layers: tuple[int, ...] = ()
     # no facts of the model: saved rows outlive a change of names
     prefix: str = field(default="model.", repr=False)
     names: Names = field(default=LLAMA_NAMES, repr=False)
@@ -126,9 +130,37 @@ class ModelConfig:
 
     @property
     def seeing_layers(self) -> tuple[int, ...]:
-        """The layers that see every token and keep its row, ascending."""
+        """The layers that see every token, ascending."""
         local = set(self.local_layers)
         return tuple(layer for layer in self.attending_layers if layer not in local)
+
+    @property
+    def keeping_layers(self) -> tuple[int, ...]:
+        """The `seeing_layers` that write rows: all but those that read another's, ascending."""
+        return tuple(layer for layer in self.seeing_layers if self.rows_of(layer) == layer)
+
+    @property
+    def ring_layers(self) -> tuple[int, ...]:
+        """The `local_layers` that write rows, ascending."""
+        return tuple(layer for layer in self.local_layers if self.rows_of(layer) == layer)
+
+    def rows_of(self, layer: int) -> int:
+        """The layer whose K and V a layer reads: itself, or one below it."""
+        return self.row_layers[layer] if self.row_layers else layer
+
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """(K/V heads, head_dim) of a layer."""
+        if self.local_heads is None or not self.windows[layer]:
+            return self.num_kv_heads, self.head_dim
+        return self.local_heads
+
+    def sizes_of(self, layer: int) -> tuple[int, int, int, float]:
+        """(query heads, K/V heads that it computes, head_dim, eps) of a layer, as `pre_attention`
+        takes them; a layer that reads another's rows computes none.
+        """
+        kv_heads, head_dim = self.heads_of(layer)
+        own = self.rows_of(layer) == layer
+        return self.num_heads, kv_heads if own else 0, head_dim, self.rms_norm_eps
 
     @property
     def other_layers(self) -> tuple[int, ...]:
@@ -170,12 +202,17 @@ class ModelConfig:
         """Whether o has a bias."""
         return self.attention_bias and self.block.o_bias
 
-    def kv_bytes(self, dtype_bytes: int) -> int:
-        """Return the bytes of K and V of one token in one layer, for floats of `dtype_bytes`."""
+    def kv_bytes(self, dtype_bytes: int, local: bool = False) -> int:
+        """Return the bytes of K and V of one token in a layer that sees everything, or with `local`
+        in one that slides, for floats of `dtype_bytes`.
+        """
+        heads, width = self.num_kv_heads, self.head_dim
+        if local and self.local_heads is not None:
+            heads, width = self.local_heads
         if self.bank == "model":
-            return 2 * self.kv_size * dtype_bytes
+            return 2 * heads * width * dtype_bytes
         dtype = PACKED[self.bank]
-        return self.num_kv_heads * sum(row_widths(self.head_dim, dtype)) * dtype.itemsize
+        return heads * sum(row_widths(width, dtype)) * dtype.itemsize
 
     def row_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the bank's rows under a model in `dtype`."""
@@ -227,9 +264,15 @@ class ModelConfig:
     def mlp_width(self) -> int:
         """Width of the MLP that a token goes through: of a mixture, all its experts together."""
         if self.experts is None:
-            return self.intermediate_size
+            return max(map(self.mlp_of, range(self.num_layers)))
         mixed = self.experts.per_token * self.experts.width + self.experts.shared
+        mixed += self.intermediate_size if self.experts.beside else 0
         return max(mixed, self.intermediate_size) if self.experts.dense else mixed
+
+    def mlp_of(self, layer: int) -> int:
+        """Width of a layer's MLP."""
+        twice = self.block.wide_readers and self.rows_of(layer) != layer
+        return self.intermediate_size * (2 if twice else 1)
 
     def experts_of(self, layer: int) -> Experts | None:
         """The mixture of a layer; None where it has an MLP."""
@@ -238,35 +281,54 @@ class ModelConfig:
         return self.experts
 
     def _parameters(self, read: bool) -> int:
-        attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
-        if self.attention_bias:
-            attention += self.q_size * (1 + self.block.gated) + 2 * self.kv_size
-        if self.o_bias:
-            attention += self.hidden_size
-        if self.block.sinks:
-            attention += self.num_heads
-        if self.block.gated:
-            attention += self.hidden_size * self.q_size
-        ungated = self.block.activation == "relu2"
-        mlp = (2 if ungated else 3) * self.hidden_size * self.intermediate_size
-        if self.mlp_bias:
-            mlp += (1 if ungated else 2) * self.intermediate_size + self.hidden_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
         norms = self.hidden_size * (4 if self.block.norms == "both" else 2)
-        if self.block.qk_norm != "none":
-            whole = self.block.qk_norm == "width"
-            attention += self.q_size + self.kv_size if whole else 2 * self.head_dim
-        attention *= len(self.attending_layers)
+        attention = sum(map(self._attention_parameters, self.attending_layers))
         if self.recurrent is not None:
             attention += len(self.recurrent.layers) * self.recurrent.parameters(self.hidden_size)
-        halves = self.num_layers - len(self.bare)
-        mlps = halves * mlp
-        if self.experts is not None:
-            dense = len(self.experts.dense)
-            mixture = self.experts.parameters(self.hidden_size, read)
-            mlps = dense * mlp + (halves - dense) * mixture
+        ungated = self.block.activation == "relu2"
+        mlps = 0
+        for layer in range(self.num_layers):
+            experts, width = self.experts_of(layer), self.mlp_of(layer)
+            if experts is not None:
+                mlps += experts.parameters(self.hidden_size, read)
+            if layer not in self.bare and (experts is None or experts.beside):
+                mlps += (2 if ungated else 3) * self.hidden_size * width
+                if self.mlp_bias:
+                    mlps += (1 if ungated else 2) * width + self.hidden_size
         norms = self.num_layers * norms - len(self.bare) * self.hidden_size
-        return embeddings + attention + norms + mlps + self.hidden_size
+        found = embeddings + attention + norms + mlps + self.hidden_size
+        return found + self._per_layer_parameters(read)
+
+    def _attention_parameters(self, layer: int) -> int:
+        """Weights of a layer's attention, with its own norms."""
+        block, hidden = self.block, self.hidden_size
+        heads, kv_heads, head_dim, _ = self.sizes_of(layer)
+        q, k = heads * head_dim, kv_heads * head_dim
+        v = 0 if block.keys_as_values and layer in self.seeing_layers else k
+        found = hidden * (2 * q + k + v)
+        if self.attention_bias:
+            found += q * (1 + block.gated) + k + v
+        found += hidden if self.o_bias else 0
+        found += heads if block.sinks else 0
+        found += hidden * q if block.gated else 0
+        if block.qk_norm == "width":
+            found += q + k
+        elif block.qk_norm == "head":
+            found += head_dim * (2 if kv_heads else 1)
+        return found
+
+    def _per_layer_parameters(self, read: bool) -> int:
+        """Weights of the layers' scalars and of a token's embeddings for each layer; `read`: those
+        that one token reads.
+        """
+        layers, width, hidden = self.num_layers, self.block.per_layer, self.hidden_size
+        found = layers if self.block.scalar else 0
+        if width:
+            table = layers * width * (1 if read else self.vocab_size)
+            found += table + layers * width * hidden + width
+            found += layers * (2 * width * hidden + hidden)
+        return found
 
     @classmethod
     def from_dict(
@@ -311,6 +373,10 @@ class ModelConfig:
         turns = parse_rope(data, where, max_positions, head_dim, family.rope, inner)
         main = replace(turns, long=pins_long(rope))
         facts = family.facts(fields, Sizes(layers, hidden, head_dim, max_positions, main))
+        own = kv_heads, head_dim
+        kv_heads, head_dim = facts.seeing_heads or own
+        if heads % kv_heads:
+            fields.refuse("num_attention_heads", heads, f"a multiple of {kv_heads} K/V heads")
         return cls(
             architecture=architecture,
             vocab_size=vocab,
@@ -336,6 +402,8 @@ class ModelConfig:
             layer_ropes=facts.layer_ropes,
             experts=facts.experts,
             recurrent=facts.recurrent,
+            local_heads=own if facts.windows and own != (kv_heads, head_dim) else None,
+            row_layers=facts.row_layers,
             prefix=facts.names.first or family.prefix(architecture),
             names=facts.names,
             bare=facts.bare,

@@ -12,6 +12,7 @@ from engine.model.config.rope_config import MAX_THETA, Rope, RopeRules, parse_ro
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 RECURRENT = "linear_attention"
+MOST_HEADS, MOST_DIM = 1 << 16, 1024  # far beyond any released model
 # a model with a vision tower: where its config.json has the language model's fields, and where its
 # file has those weights
 TEXT_CONFIG, TEXT_TENSORS = "text_config", "model.language_model."
@@ -131,3 +132,60 @@ def layer_ropes(types: tuple[str, ...], sliding: Rope, full: Rope) -> tuple[Rope
     if sliding == full:
         return ()
     return tuple(sliding if name == SLIDING else full for name in types)
+
+
+def shared_rows(fields: Fields, types: tuple[str, ...]) -> tuple[int, ...]:
+    """Return whose K and V each layer reads: of the last `num_kv_shared_layers` the newest layer of
+    the same type before them, of others their own; () where none shares.
+    """
+    count = len(types)
+    shared = fields.integer("num_kv_shared_layers", 0, count - 1, default=0)
+    if not shared:
+        return ()
+    own = count - shared
+    found = list(range(own))
+    for layer in range(own, count):
+        before = [i for i in range(own) if types[i] == types[layer]]
+        if not before:
+            expected = f"fewer: no layer before them is of type {types[layer]}"
+            fields.refuse("num_kv_shared_layers", shared, expected)
+        found.append(before[-1])
+    return tuple(found)
+
+
+def heads_of_type(
+    fields: Fields, types: tuple[str, ...], kind: str, usual: int, kv_too: bool
+) -> tuple[int, int]:
+    """Return (K/V heads, head_dim) of the layers of type `kind`: of `per_layer_config`, else
+    `global_head_dim` (or the usual) and, if kv_too, `num_global_key_value_heads`. Layers of a type
+    must be alike, and other types as the model.
+    """
+    heads = fields.integer("num_key_value_heads", 1, MOST_HEADS)
+    by_layer = fields.data.get("per_layer_config")
+    if by_layer is None:
+        width = fields.integer("global_head_dim", 2, MOST_DIM, default=usual)
+        if kv_too:
+            heads = fields.integer("num_global_key_value_heads", 1, MOST_HEADS, default=heads)
+    else:
+        width, heads = _alike(fields, by_layer, types, kind, heads)
+    if width % 2:
+        fields.refuse("global_head_dim", width, "an even number: rope rotates pairs")
+    return heads, width
+
+
+def _alike(
+    fields: Fields, by_layer: object, types: tuple[str, ...], kind: str, heads: int
+) -> tuple[int, int]:
+    """Return (head_dim, K/V heads) that `per_layer_config` gives every layer of type `kind`."""
+    expected = f"head_dim for every {kind} layer, all alike, and for no other"
+    wanted = {str(i) for i, name in enumerate(types) if name == kind}
+    if not isinstance(by_layer, dict) or set(by_layer) != wanted:
+        fields.unsupported("per_layer_config", by_layer, expected)
+    changes = list(by_layer.values())
+    first = changes[0]
+    known = {"head_dim", "num_key_value_heads"}
+    if not isinstance(first, dict) or any(c != first for c in changes) or not set(first) <= known:
+        fields.unsupported("per_layer_config", first, expected)
+    inner = Fields(first, fields.source, f"{fields.prefix}per_layer_config.")
+    width = inner.integer("head_dim", 2, MOST_DIM)
+    return width, inner.integer("num_key_value_heads", 1, MOST_HEADS, default=heads)

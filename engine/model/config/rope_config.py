@@ -16,6 +16,7 @@ from engine.model.config.fields import Fields
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 LONGROPE = "longrope"
+PROPORTIONAL = "proportional"
 MAX_STRETCH = 1e6  # of one pair's frequency: far beyond any released factor (65)
 DEFAULT_THETA = 10000.0
 # the largest released is 3.6e9 (llama-3-8b-1048k); float32 powers stay far from overflow
@@ -32,8 +33,9 @@ class Rope:
     unscaled up to that length. `attention_factor` multiplies cos and sin and is final: yarn's
     mscale is already worked in. `partial` is the share of a head, from its first dimension on, that
     rotates. `short_factor` and `long_factor` divide the frequencies of longrope's pairs; `long`
-    says which (ModelConfig.at_context sets it). Kind "none" rotates nothing. A kind leaves fields
-    that it does not use at their defaults, so that equal ropes compare equal.
+    says which (ModelConfig.at_context sets it). Kind "none" rotates nothing; "proportional" pairs
+    the halves of a whole head and turns the first `partial` of the pairs. A kind leaves fields that
+    it does not use at their defaults, so that equal ropes compare equal.
     """
 
     kind: str
@@ -53,7 +55,7 @@ class Rope:
 
     def width(self, head_dim: int) -> int:
         """Return how many dimensions of a head rotate."""
-        return int(head_dim * self.partial)
+        return head_dim if self.kind == PROPORTIONAL else int(head_dim * self.partial)
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def parse_rope(
     kind = rules.renamed.get(kind, kind)
     if kind not in KINDS + rules.kinds:
         inner.unsupported(kind_key, kind, "one of " + ", ".join(KINDS + rules.kinds))
-    partial = _partial(outer, inner, head_dim, rules)
+    partial = _partial(outer, inner, head_dim, rules, kind)
     has_inner_theta = inside.get("rope_theta") is not None
     theta = (inner if has_inner_theta else outer).number(
         "rope_theta", 1.0, MAX_THETA, default=rules.theta
@@ -121,8 +123,9 @@ def _parse_kind(
     """Parse the numbers of one kind. where: the fields that hold the original maximum; rotary_dim:
     dimensions of a head that rotate.
     """
-    if kind == "default":
-        return Rope("default", theta)
+    if kind in ("default", PROPORTIONAL):
+        stretched = kind == PROPORTIONAL and inner.data.get("factor") is not None
+        return Rope(kind, theta, _factor(inner) if stretched else 1.0)
     if kind == "linear":
         return Rope("linear", theta, _factor(inner))
     if kind == "dynamic":
@@ -148,7 +151,7 @@ def _parse_kind(
     return _yarn(inner, theta, original, max_positions)
 
 
-def _partial(outer: Fields, inner: Fields, head_dim: int, rules: RopeRules) -> float:
+def _partial(outer: Fields, inner: Fields, head_dim: int, rules: RopeRules, kind: str) -> float:
     """Return the share of a head that rotates; the inner field wins."""
     partial, rotates = 1.0, rules.rotates
     if rules.dims and (dims := outer.integer(rules.dims, 2, head_dim, default=None)):
@@ -158,7 +161,7 @@ def _partial(outer: Fields, inner: Fields, head_dim: int, rules: RopeRules) -> f
         if found is None:
             continue
         partial = found
-        if partial != 1.0 and not rules.partial:
+        if partial != 1.0 and not rules.partial and kind != PROPORTIONAL:
             fields.unsupported("partial_rotary_factor", partial, "1.0")
         width = int(head_dim * partial)
         if width < 2 or width % 2:

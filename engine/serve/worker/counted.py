@@ -27,7 +27,8 @@ class Figures:
         dense = now.dense_steps - before.dense_steps
         weights = session.planner.plan().step_weights
         held = (self._length + len(session)) // 2  # in an answer's mean step
-        full = weights + sum(session.loaded.config.rows_seen(held)) * session.row_bytes
+        seen = session.loaded.config.rows_seen(held)
+        full = weights + sum(rows * one for rows, one in zip(seen, session.row_bytes))
         rows = _rows(now) - _rows(before)
         read = weights + rows / (sparse + dense) if sparse + dense else full
         found: dict[str, Any] = {"sparse_steps": sparse, "dense_steps": dense}

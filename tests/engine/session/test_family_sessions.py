@@ -7,22 +7,25 @@ wrong width, a plan that counts what nobody allocates.
 """
 
 import functools
+import json
+import shutil
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine import LLM, Full, OmniKV
 from engine.bank.pool.block_table import BlockTable
 from engine.bank.pool.host_pool import HostPool
-from engine.base.errors import SettingError
+from engine.base.errors import BadCheckpoint, SettingError, UnsupportedCheckpoint
 from engine.methods.registry import methods
 from engine.model.config.config import ModelConfig
 from tools.families.models import ids_of, make
 
 pytest.importorskip("transformers")
-NAMES = ["minimax-m2"]
+NAMES = ["minimax-m2", "gemma4", "gemma4-shared", "gemma4-moe"]
 # every residue modulo 8, whole chunks and blocks and one beside them
 LENGTHS = [1, 2, 3, 10, 36, 61, 62, 63, 64, 65, 127, 128, 129, 195, 333, 511, 513, 700]
 STEPS = 20
@@ -198,3 +201,126 @@ def test_every_method_runs_or_refuses_in_one_line(name):
         except SettingError as error:
             assert "\n" not in str(error)
     assert {"full", "omnikv", "quest"} <= ran
+
+
+SHARED = "gemma4-shared"
+
+
+def test_rows_that_layers_share_exist_once():
+    """Of 10 layers, 5 of them sliding, the last 5 read the rows of layers 3 and 4."""
+    llm = llm_of(SHARED)
+    config = llm.config
+    assert config.row_layers == (0, 1, 2, 3, 4, 3, 4, 3, 4, 3)
+    assert config.keeping_layers == (1, 3) and config.seeing_layers == (1, 3, 5, 7, 9)
+    items = {key: size for key, size, _ in llm.plan().items}
+    assert items["context bank"] == 2 * CONTEXT * config.kv_bytes(4)
+    with llm.session() as session:
+        bank = session.bank
+        session.prefill(ids_of(200))
+        for layer in (5, 7, 9):
+            assert bank.kv(layer)[0].data_ptr() == bank.kv(3)[0].data_ptr()
+        assert bank.window_ring(8) is bank.window_ring(4) is not bank.window_ring(2)
+
+
+@pytest.mark.parametrize("filters, kept", [((1,), (3,)), ((1, 5), ()), ((3,), ())])
+def test_rows_go_to_the_host_where_all_their_readers_choose_together(filters, kept):
+    """Layer 3 is offloaded where it and its readers 5, 7 and 9 are in one group; a reader that
+    chooses anew, or layer 3 as a filter, leaves its rows on the device.
+    """
+    ids, found = ids_of(333), []
+    method = OmniKV(filter_layers=filters, tokens=40, tail=64, dense_below=0)
+    for tier in ("device", "host"):
+        llm = llm_of(SHARED, method, offload=tier)
+        with llm.session() as session:
+            found.append(run(session, ids[:325], ids[325:]))
+            assert session.stats.sparse_steps == 8
+            if tier == "host":
+                assert tuple(i for i in (1, 3) if session.bank.on_host(i)) == kept
+    assert apart(*found) < 2e-5
+
+
+def test_towers_are_never_read(tmp_path):
+    """Bytes read are those of the language model; its logits are transformers'."""
+    folder, _, wanted = made("gemma4")
+    stored = load_file(folder / "model.safetensors")
+    stored = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in stored.items()
+    }
+    text = sum(tensor.nbytes for tensor in stored.values())
+    for tower in ("vision_tower", "embed_vision", "audio_tower", "embed_audio"):
+        stored[f"model.{tower}.weight"] = torch.randn(64, 64)
+    save_file(stored, tmp_path / "model.safetensors")
+    inner = json.loads((folder / "config.json").read_text())
+    outer = {"architectures": ["Gemma4ForConditionalGeneration"], "text_config": inner}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    read = {}
+    llm = LLM(
+        tmp_path,
+        device="cpu",
+        method=Full(),
+        max_context=256,
+        progress=lambda p: read.update(done=p.bytes_done, total=p.bytes_total),
+    )
+    with llm.session() as session:
+        assert apart(session.prefill(ids_of(90)), wanted[89]) < 2e-5
+    assert read["done"] == read["total"] <= text
+
+
+def test_k_and_v_of_readers_in_a_file_are_left_unread(tmp_path):
+    """Released checkpoints store k and v of layers that never use them."""
+    folder, _, wanted = made(SHARED)
+    stored = load_file(folder / "model.safetensors")
+    for part, shape in (("k_proj", (24, 48)), ("v_proj", (24, 48)), ("k_norm", (24,))):
+        stored[f"model.layers.7.self_attn.{part}.weight"] = torch.randn(shape)
+    shutil.copytree(folder, tmp_path / "model")
+    save_file(stored, tmp_path / "model" / "model.safetensors")
+    llm = LLM(tmp_path / "model", device="cpu", method=Full(), max_context=256)
+    with llm.session() as session:
+        assert apart(session.prefill(ids_of(90)), wanted[89]) < 2e-5
+
+
+GEMMA4 = dict(
+    architectures=["Gemma4ForCausalLM"],
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    global_head_dim=16,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-5,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+    rope_parameters={
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+)
+BAD = [
+    ({"rope_parameters": None}, "rope_parameters: found nothing, expected an object"),
+    ({"layer_types": ["full_attention"] * 3}, "layer_types: found a list of 3"),
+    ({"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "for the last layer"),
+    ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention: found all"),
+    ({"global_head_dim": 7}, "global_head_dim: found 7, expected an even number"),
+    ({"global_head_dim": 1 << 20}, "global_head_dim: found 1048576"),
+    ({"num_global_key_value_heads": 3, "attention_k_eq_v": True}, "a multiple of 3 K/V heads"),
+    ({"num_kv_shared_layers": 4}, "num_kv_shared_layers: found 4"),
+    ({"num_kv_shared_layers": 3}, "no layer before them is of type full_attention"),
+    ({"per_layer_config": {"1": {"head_dim": 16}}}, "all alike"),
+    ({"per_layer_config": {"1": {"head_dim": 16}, "3": {"hidden_size": 9}}}, "all alike"),
+    ({"per_layer_config": {"1": {"head_dim": "a"}, "3": {"head_dim": "a"}}}, "found a, expected"),
+    ({"enable_moe_block": True}, "num_experts: found nothing"),
+    ({"enable_moe_block": True, "num_experts": 2, "top_k_experts": 3}, "top_k_experts: found 3"),
+    ({"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input: found -1"),
+]
+
+
+@pytest.mark.parametrize("changes, words", BAD)
+def test_a_config_without_sense_is_one_line(changes, words):
+    assert ModelConfig.from_dict(GEMMA4).local_heads == (2, 8)
+    with pytest.raises((BadCheckpoint, UnsupportedCheckpoint), match=words) as error:
+        ModelConfig.from_dict(GEMMA4 | changes)
+    assert "\n" not in str(error.value)

@@ -8,6 +8,7 @@ from engine.model.config.families import (
     bamba,
     falcon_h1,
     gemma,
+    gemma4,
     gpt_oss,
     granite,
     granite_hybrid,
@@ -33,6 +34,7 @@ __all__ = [
     "bamba",
     "falcon_h1",
     "gemma",
+    "gemma4",
     "gpt_oss",
     "granite",
     "granite_hybrid",
@@ -71,6 +73,7 @@ FAMILIES: tuple[Family, ...] = (
     olmo3.FAMILY,
     gemma.GEMMA3,
     gemma.GEMMA2,
+    gemma4.FAMILY,
     gpt_oss.FAMILY,
     minimax_m2.FAMILY,
 )

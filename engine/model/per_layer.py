@@ -1,0 +1,59 @@
+"""A token's embeddings for each layer beside its own, as Gemma 4 has them: one table, and one
+product of the first layer's input, give a vector per layer, which gates what the layer adds last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from kernels.layer.linear import Linear
+from kernels.quant.linear import QuantisedLinear
+
+
+@dataclass
+class PerLayer:
+    """The weights of all layers' embeddings: L layers of width P."""
+
+    table: torch.Tensor  # [vocab, L * P]
+    project: Linear | QuantisedLinear  # [L * P, hidden]
+    norm: torch.Tensor  # [P], of the product
+    gates: list[Linear | QuantisedLinear]  # [P, hidden] of each layer
+    outs: list[Linear | QuantisedLinear]  # [hidden, P] of each layer
+    norms: list[torch.Tensor]  # [hidden] of each layer
+    eps: float
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The table and the norms."""
+        return [self.table, self.norm, *self.norms]
+
+    @property
+    def matrices(self) -> list[Linear | QuantisedLinear]:
+        """The matrices."""
+        return [self.project, *self.gates, *self.outs]
+
+    def on_torch(self) -> PerLayer:
+        """Return the same weights, multiplied by torch's operators alone."""
+        gates, outs = ([m.on_torch() for m in held] for held in (self.gates, self.outs))
+        return replace(self, project=self.project.on_torch(), gates=gates, outs=outs)
+
+    def inputs(self, tokens: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Map tokens int64 [B, S], whose embeddings are x [B, S, hidden], to what each layer adds:
+        [B, S, L, P].
+        """
+        width = self.norm.shape[0]
+        scale = torch.tensor(width**0.5, dtype=x.dtype).item()  # rounded, as transformers' is
+        own = (self.table[tokens] * scale).unflatten(-1, (-1, width))
+        made = (self.project(x) * x.shape[-1] ** -0.5).unflatten(-1, (-1, width))
+        return (self._normed(made, self.norm) + own) * 2.0**-0.5
+
+    def added(self, number: int, x: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+        """Add to the output x [B, S, hidden] of a layer what its inputs [B, S, P] gate."""
+        gate = F.gelu(self.gates[number](x), approximate="tanh") * inputs
+        return x + self._normed(self.outs[number](gate), self.norms[number])
+
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x.float(), x.shape[-1:], weight.float(), self.eps).to(x.dtype)
