@@ -145,6 +145,9 @@ ALIASES: dict[str, Alias] = {
     "olmo-2-7b": Alias("allenai/OLMo-2-1124-7B-Instruct", 4096, 7_298_617_344),
     "gemma-3-270m": Alias("google/gemma-3-270m-it", 32768, 268_098_176, _GATED),
     "gemma-3-1b": Alias("google/gemma-3-1b-it", 32768, 999_885_952, _GATED),
+    "gemma-4-31b": Alias(
+        "google/gemma-4-31B-it", 262144, 30_697_345_340, "10 of 60 layers see everything"
+    ),
     "gemma-2-2b": Alias("google/gemma-2-2b-it", 8192, 2_614_341_888, _GATED),
     "gemma-2-9b": Alias("google/gemma-2-9b-it", 8192, 9_241_705_984, _GATED),
     "gemma-2-27b": Alias("google/gemma-2-27b-it", 8192, 27_227_128_320, _GATED),

@@ -228,6 +228,21 @@ _SHAPES: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
         (4608, 36864, 46, 32, 16, 128, 256000, True),
         {"query_pre_attn_scalar": 144},
     ),
+    "google/gemma-4-31B-it": (
+        "Gemma4",
+        (5376, 21504, 60, 32, 16, 256, 262144, True),
+        {
+            "global_head_dim": 512,
+            "num_global_key_value_heads": 4,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "sliding_window": 1024,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
     "MiniMaxAI/MiniMax-M2": (
         "MiniMaxM2",
         (3072, 1536, 62, 48, 8, 128, 200064, False),
