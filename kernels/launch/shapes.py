@@ -74,13 +74,14 @@ class Config:
     stages: int
     queries: int  # queries packed in one tile
 
-    def launch(self, group: int, head_dim: int) -> dict[str, int]:
-        """Return what a launch takes of this shape, for `group` heads per kv head.
+    def launch(self, group: int, head_dim: int, bound: bool = True) -> dict[str, int]:
+        """Return what a launch takes of this shape, for `group` heads per kv head. bound: whether
+        ptxas is told how many registers it may take.
 
         For one query at most MOST_REGISTERS a thread: told so, ptxas takes what it needs up to
         there. Left alone it aims at 96 and spills 24 bytes of some kernels (head_dim 64, group 8).
         """
-        few = self.queries == 1 and torch.version.hip is None
+        few = bound and self.queries == 1 and torch.version.hip is None
         return dict(
             QT=self.queries,
             G=group,

@@ -13,7 +13,7 @@ import torch
 from kernels.launch.dispatch import choose
 from kernels.launch.isa import multiplies
 from kernels.launch.on_device import on_device
-from kernels.launch.shapes import Config, power_of_two
+from kernels.launch.shapes import Config, card, power_of_two
 from kernels.launch.softmax import PLAIN, Softmax, capped
 from kernels.launch.triton import tl, triton
 from kernels.rows.forms import is_packed, key_floats, stored_queries, unpack_keys
@@ -196,7 +196,8 @@ def column_kernel(
         tl.store(sums + b * ssb + n * ssn + t, total, mask=t < stop)
 
 
-# heads of 256: told so, ptxas takes 153 to 224; left alone it aims at 128 on sm_89 and spills
+# heads of 256: told so, ptxas takes 153 to 224; left alone it aims at 128 on sm_89 and spills, and
+# so does triton 3.6.0's of packed rows (head_dim 64, group 8; head_dim 128 of int4 on sm_120)
 WIDE_REGISTERS = 224
 
 
@@ -242,7 +243,7 @@ def column_scores_triton(
         [(first - start, last - start, stop) for first, last, stop in blocks], torch.int32, q.device
     )
     tiles = -(-max(1, max(stop for *_, stop in blocks)) // config.block)
-    bounded = config.dim > 128 and config.warps == 8 and torch.version.hip is None
+    bounded = config.warps == 8 and (config.dim > 128 or _told(k))
     column_kernel[(tiles, len(blocks) * batch)](
         q,
         k,
@@ -265,5 +266,15 @@ def column_scores_triton(
         CAP=softmax.cap * 1.4426950408889634,
         num_warps=config.warps,
         num_stages=config.stages,
-        **(dict(maxnreg=WIDE_REGISTERS) if bounded else {}),
+        **(dict(maxnreg=WIDE_REGISTERS) if bounded and torch.version.hip is None else {}),
     )
+
+
+def _told(k: torch.Tensor) -> bool:
+    """Tell whether ptxas is told how many registers packed rows of K [B, Hkv, T, bytes] may take:
+    rows of 8 bits on capability 8, all of them on 12.
+    """
+    found = card(k.device)
+    if found is None or not is_packed(k):
+        return False
+    return found.capability[0] == 12 or (found.capability[0] == 8 and k.dtype != torch.uint8)

@@ -32,7 +32,7 @@ from tools.compile_kernels.compiler import (
     DEFAULT_TARGETS,
     TARGETS,
     Report,
-    depends,
+    capability,
     known,
     possible,
 )
@@ -126,10 +126,10 @@ def write_table(path: Path, reports: Sequence[Report], faults: int, left: Sequen
 
 def compiled(cases: Sequence[Case], targets: Sequence[str], store: Store) -> list[Report]:
     """The reports of all variants of these cases, target by target."""
-    forms = {form: variants(cases, form) for form in {depends(target) for target in targets}}
+    forms = {which: variants(cases, which) for which in set(map(capability, targets))}
     reports = []
     for target in targets:
-        launches = [launch for launch in forms[depends(target)] if possible(launch, target)]
+        launches = [launch for launch in forms[capability(target)] if possible(launch, target)]
         for number, launch in enumerate(launches):
             if sys.stderr.isatty():
                 progress(f"{target} {number + 1}/{len(launches)}")

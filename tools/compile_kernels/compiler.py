@@ -10,7 +10,6 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from kernels.launch.pdl import LEAST_CAPABILITY
 from kernels.launch.triton import triton
 from tools.compile_kernels.variants import Launch
 
@@ -52,10 +51,10 @@ COUNTED = (*INSTRUCTIONS, "loop", "CALL")
 BYTEWISE = {"blocks_kernel": 2}
 
 
-def depends(target: str) -> bool:
-    """Whether kernels for a target are launched before the ones in front of them have ended."""
+def capability(target: str) -> tuple[int, int]:
+    """The capability of a target's GPUs, by which launches differ; that of sm_80 for AMD's."""
     backend, architecture, *_ = TARGETS[target]
-    return backend == "cuda" and divmod(architecture, 10) >= LEAST_CAPABILITY
+    return divmod(architecture, 10) if backend == "cuda" else (8, 0)
 
 
 @dataclass

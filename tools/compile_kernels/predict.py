@@ -68,7 +68,7 @@ def product_loops(kind: str) -> dict[str, Loop]:
     """The loops of a kind's products by matrix."""
     case = {"W16": Case("product"), "W8": Case("few_bits", packed="int8")}
     found: dict[str, Loop] = {}
-    for launch in variants([case.get(kind, Case("few_bits"))], dependent=True):
+    for launch in variants([case.get(kind, Case("few_bits"))], (9, 0)):
         of = launch.constants
         rows = of["HELD"] * (2 if of["GATED"] else 1)
         columns = of["STEP"] if "STEP" in of else of["ALONG"] * of["SETS"] * 16 * of["PARTS"]
@@ -122,7 +122,7 @@ def dense_operations(packed: str) -> float:
     """Operations of a lane for each token of a layer, in the loop of dense attention."""
     launch = next(
         found
-        for found in variants([Case("dense", packed=packed)], dependent=True)
+        for found in variants([Case("dense", packed=packed)], (9, 0))
         if found.function.__name__ == "dense_kernel"
     )
     loop = counted(launch).instructions["loop"]

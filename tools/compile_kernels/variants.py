@@ -18,13 +18,13 @@ class Launch(Variant):
     case: Case
 
 
-def variants(cases: Iterable[Case], dependent: bool = False) -> list[Launch]:
+def variants(cases: Iterable[Case], capability: tuple[int, int] = (8, 0)) -> list[Launch]:
     """Every distinct launch of the cases, in order. A variant that several cases share belongs to
-    the first of them. dependent: as launched on a GPU with programmatic dependent launch.
+    the first of them. capability: of the GPU on which they would be launched.
     """
     found: dict[tuple, Launch] = {}
     for case in cases:
-        with recorded() as launches, imagined(Card((9, 0) if dependent else (8, 0))):
+        with recorded() as launches, imagined(Card(capability)):
             call(case)
         for launched in launches:
             variant = Launch(**vars(specialise(launched)), case=case)
