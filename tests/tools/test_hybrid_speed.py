@@ -1,0 +1,23 @@
+"""tools.speed.hybrid times the model that it names, on both sides."""
+
+import json
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from tools.speed import hybrid
+
+
+def test_both_sides_run_and_what_a_step_reads_is_counted(tmp_path, capsys):
+    path = tmp_path / "found.json"
+    flags = ["--layers", "4", "--vocabulary", "199", "--prompt", "40", "--turns", "1"]
+    assert hybrid.main([*flags, "--dtype", "float32", "--json", str(path)]) == 0
+    said, found = capsys.readouterr().out, json.loads(path.read_text())
+    assert "| a step, ms |" in said and "| a prompt, tokens/s |" in said
+    assert all(len(both) == 2 and min(both) > 0 for both in found["whole"].values())
+    # three layers: qkvz, o, gate and up, down; S of 16 heads; at most 20 rows
+    weights = 3 * 4 * 1024 * (8192 + 2048 + 3 * 3584)
+    states = 3 * 4 * 16 * 128 * 128
+    assert weights + states < found["alone"]["bytes"] < 1.01 * (weights + states)
+    assert hybrid.main(["--layers", "2"]) == 2
