@@ -83,11 +83,7 @@ def run_chunk(
                 break
             x, q, first = x[:, -1:], q[:, -1:], start + tokens.shape[1] - 1
             more = None if more is None else more[:, -1:]
-        if slides:
-            stop = start + tokens.shape[1]
-            attended = runtime.attend_prompt_local(number, q, bank, first, stop)
-        else:
-            attended = runtime.attend_prompt(number, q, bank, first)
+        attended = _attended(runtime, number, q, bank, first, slides)
         del q
         if mixed is not None:
             attended = beside(config, attended, mixed[:, -x.shape[1] :])
@@ -96,3 +92,12 @@ def run_chunk(
     if every is not None:
         every(x, start)
     return model.logits(x[:, -1]) if last_logits else None, torch.stack(newest)
+
+
+def _attended(
+    runtime: AttendsPrompt, number: int, q: torch.Tensor, bank: Bank, first: int, slides: bool
+) -> torch.Tensor:
+    """What a layer's queries q [B, C, H, D] at the positions from `first` on attend to."""
+    if slides:
+        return runtime.attend_prompt_local(number, q, bank, first, first + q.shape[1])
+    return runtime.attend_prompt(number, q, bank, first)

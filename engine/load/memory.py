@@ -93,7 +93,7 @@ def memory_items(
         ("weights", *(weights[:2] if weights else _plain_weights(config, size, head_twice))),
         ("context bank", bank, f"{kept} layers x {_bank_note(config, size, device)}"),
         *((("sliding windows", rings, _window_note(config)),) if rings else ()),
-        *_state_items(config, needs, size, savepoints, device.type == "cpu" or shared),
+        *_state_items(config, needs, size, savepoints, device.type, shared),
         *_tier_items(config, placement, size, context, device.type == "cpu" or shared),
         ("query ring", ring, f"last {RING} queries of every layer"),
         ("decode scratch", scratch, ""),
@@ -105,7 +105,7 @@ def memory_items(
 
 
 def _state_items(
-    config: ModelConfig, needs: Needs, size: int, savepoints: int, one_memory: bool
+    config: ModelConfig, needs: Needs, size: int, savepoints: int, device: str, shared: bool
 ) -> tuple[Item, ...]:
     """Return the bytes of recurrent layers: their state, that of a chunk before it is committed,
     and savepoints where they take the device's memory.
@@ -114,12 +114,15 @@ def _state_items(
         return ()
     held, layers = state_bytes(config.recurrent, size), len(config.recurrent.layers)
     one = savepoint_bytes(config, needs, size, 1)
+    one_memory, note = device == "cpu" or shared, f"{savepoints} x {human(one)}"
     kept = savepoints * one if one_memory else 0
-    note = f"{savepoints} x {human(one)}" + (" in host memory" if not one_memory else "")
+    note += "" if one_memory else " in host memory"
     if not savepoints:
         note = "none: going back reads again from the beginning"
+    plain = config.recurrent.ssd is not None and device != "cpu"
+    how = ", run by torch's operators" if plain else ""
     return (
-        ("recurrent state", held, f"of {layers} layers, at any length"),
+        ("recurrent state", held, f"of {layers} layers, at any length{how}"),
         ("state savepoints", kept, note),
     )
 

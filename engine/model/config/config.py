@@ -356,17 +356,9 @@ class ModelConfig:
         _refuse_unsupported(fields, family, quantised)
         hidden = fields.integer("hidden_size", 1, MAX_WIDTH)
         heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
-        kv_heads = fields.integer("num_key_value_heads", 1, MAX_HEADS, default=heads)
-        if heads % kv_heads:
-            fields.refuse(
-                "num_key_value_heads", kv_heads, f"a divisor of num_attention_heads = {heads}"
-            )
+        kv_heads = _kv_heads(fields, heads)
         head_dim = _head_dim(fields, hidden, heads, family.head_dim)
-        layers = (
-            fields.integer("num_hidden_layers", 1, MAX_LAYERS)
-            if family.layers is None
-            else family.layers(fields)
-        )
+        layers = _layers(fields, family)
         max_positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
         vocab = fields.integer("vocab_size", 1, MAX_VOCAB)
         where = source if rope is None else f"{source} with rope {rope[:60]}"
@@ -449,6 +441,20 @@ def _refuse_unsupported(fields: Fields, family: Family, quantised_too: bool) -> 
 
 def _method(quantised: object) -> object:
     return quantised.get("quant_method") if isinstance(quantised, dict) else None
+
+
+def _layers(fields: Fields, family: Family) -> int:
+    if family.layers is not None:
+        return family.layers(fields)
+    return fields.integer("num_hidden_layers", 1, MAX_LAYERS)
+
+
+def _kv_heads(fields: Fields, heads: int) -> int:
+    """Return num_key_value_heads, else as many as query heads."""
+    found = fields.integer("num_key_value_heads", 1, MAX_HEADS, default=heads)
+    if heads % found:
+        fields.refuse("num_key_value_heads", found, f"a divisor of num_attention_heads = {heads}")
+    return found
 
 
 def _head_dim(fields: Fields, hidden: int, heads: int, usual: int | None) -> int:

@@ -10,6 +10,7 @@ import torch
 
 from engine import LLM, Full, OmniKV
 from engine.base.errors import BadCheckpoint, SettingError, UnsupportedCheckpoint
+from engine.load.memory import memory_items
 from engine.plan.layers import Role
 from tests.builders import hybrid_config, random_ids, tiny_llm
 from tests.engine.session.test_hybrid import LENGTHS, STEPS, apart
@@ -115,6 +116,14 @@ def test_an_edited_conversation_reads_little_again(family):
         assert session.stats.tokens_again <= 3 * 4
     with llm.session() as fresh:
         assert apart(found, fresh.prefill(kept)) < 2e-4
+
+
+def test_the_plan_of_a_gpu_says_that_torchs_operators_run_the_recurrence():
+    config, method = hybrid_config(family="granite"), Full()
+    for device, said in (("cuda", True), ("cpu", False)):
+        given = config, method, method.plan(config), torch.float32, torch.device(device)
+        notes = [note for _, _, note in memory_items(*given, context=512, chunk=64)]
+        assert any("torch's operators" in note for note in notes) == said
 
 
 def test_filter_layers_are_attention_layers():
