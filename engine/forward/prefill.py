@@ -54,9 +54,7 @@ def run_chunk(
     widest = max(config.heads_of(layer)[1] for layer in config.attending_layers)
     newest = []
     for number, layer in enumerate(model.layers):
-        mixed = None
-        if layer.mixer is not None:
-            mixed = recur_chunk(model, number, x, bank.recurrent, start, advance, backend)
+        mixed = _mixed(model, number, x, bank, start, advance, backend)
         if mixed is not None and layer.mixer_out is None:
             if number == config.num_layers - 1 and every is None:
                 if not last_logits:
@@ -66,10 +64,7 @@ def run_chunk(
             continue
         cos, sin = turns[number]
         q, k, v, q_pre_rope = pieces[0](layer, x, cos, sin, *config.sizes_of(number))
-        # narrower heads end in zeros that nobody reads
-        newest.append(
-            F.pad(q_pre_rope[:, -MOST_WINDOW:], (0, widest - q_pre_rope.shape[-1])).clone()
-        )
+        newest.append(_newest(q_pre_rope, widest))
         del q_pre_rope
         if write:
             bank.write_chunk(number, k, v, start, backend)
@@ -85,13 +80,27 @@ def run_chunk(
             more = None if more is None else more[:, -1:]
         attended = _attended(runtime, number, q, bank, first, slides)
         del q
-        if mixed is not None:
-            attended = beside(config, attended, mixed[:, -x.shape[1] :])
+        attended = attended if mixed is None else beside(config, attended, mixed[:, -x.shape[1] :])
         x = pieces[1](layer, x, attended, config.rms_norm_eps)
         x = model.refined(number, x, None if more is None else more[:, :, number])
     if every is not None:
         every(x, start)
     return model.logits(x[:, -1]) if last_logits else None, torch.stack(newest)
+
+
+def _mixed(
+    model: Llama, number: int, x: torch.Tensor, bank: Bank, start: int, keep: bool, backend: str
+) -> torch.Tensor | None:
+    """What a layer's recurrence brings, as `recur_chunk`; None where it has none."""
+    if model.layers[number].mixer is None:
+        return None
+    return recur_chunk(model, number, x, bank.recurrent, start, keep, backend)
+
+
+def _newest(queries: torch.Tensor, widest: int) -> torch.Tensor:
+    """The newest queries before rotation; narrower heads end in zeros that nobody reads."""
+    newest = queries[:, -MOST_WINDOW:]
+    return F.pad(newest, (0, widest - queries.shape[-1])).clone()
 
 
 def _attended(

@@ -361,14 +361,10 @@ class ModelConfig:
         layers = _layers(fields, family)
         max_positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
         vocab = fields.integer("vocab_size", 1, MAX_VOCAB)
-        where = source if rope is None else f"{source} with rope {rope[:60]}"
-        turns = parse_rope(data, where, max_positions, head_dim, family.rope, inner)
-        main = replace(turns, long=pins_long(rope))
+        main = _main_rope(fields, rope, max_positions, head_dim, family)
         facts = family.facts(fields, Sizes(layers, hidden, head_dim, max_positions, main))
         own = kv_heads, head_dim
-        kv_heads, head_dim = facts.seeing_heads or own
-        if heads % kv_heads:
-            fields.refuse("num_attention_heads", heads, f"a multiple of {kv_heads} K/V heads")
+        kv_heads, head_dim = _whole(fields, heads, facts.seeing_heads or own)
         return cls(
             architecture=architecture,
             vocab_size=vocab,
@@ -441,6 +437,22 @@ def _refuse_unsupported(fields: Fields, family: Family, quantised_too: bool) -> 
 
 def _method(quantised: object) -> object:
     return quantised.get("quant_method") if isinstance(quantised, dict) else None
+
+
+def _main_rope(
+    fields: Fields, rope: str | None, max_positions: int, head_dim: int, family: Family
+) -> Rope:
+    """Parse the rope, of which messages say that it was overridden."""
+    where = fields.source if rope is None else f"{fields.source} with rope {rope[:60]}"
+    given = fields.data, where, max_positions, head_dim, family.rope, fields.prefix
+    return replace(parse_rope(*given), long=pins_long(rope))
+
+
+def _whole(fields: Fields, heads: int, seeing: tuple[int, int]) -> tuple[int, int]:
+    """Require that query heads share the K/V heads of the layers that see everything."""
+    if heads % seeing[0]:
+        fields.refuse("num_attention_heads", heads, f"a multiple of {seeing[0]} K/V heads")
+    return seeing
 
 
 def _layers(fields: Fields, family: Family) -> int:
