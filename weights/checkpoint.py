@@ -36,18 +36,20 @@ CHUNK = 4 << 20
 
 
 # forms of a target that is not stored as it is wanted
-TURNED, MXFP4 = "turned", "mxfp4"
+TURNED, MXFP4, WIDE = "turned", "mxfp4", "wide"
 
 
 class Rows(NamedTuple):
     """Rows of a stored tensor that a part is: those `first` .. stop-1 of each of `groups` groups of
-    `size` rows.
+    `size` rows. pairs: of those as many last ones lie in pairs, row by row; the part has the first
+    of every pair, and then the second.
     """
 
     groups: int
     size: int
     first: int
     stop: int
+    pairs: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,9 @@ class Target:
 
     entry: (number, count) of a target that is one of `count` in stacked tensors, whose parts'
     shapes are those of one. form: TURNED, a matrix stored as its transpose; MXFP4, whose parts are
-    blocks and scales (weights/mxfp4.py); "" for neither. rows: of each part's stored tensor, where
-    the part is not all of it; () for a target whose parts all are.
+    blocks and scales (weights/mxfp4.py); WIDE, float32 whatever the model's dtype; "" for none of
+    them. rows: of each part's stored tensor, where the part is not all of it; () for a target whose
+    parts all are.
     """
 
     name: str
@@ -229,6 +232,7 @@ class Checkpoint:
         else:
             turned = target.form == TURNED
             shape = target.parts[0][1] if turned else target.shape
+            dtype = torch.float32 if target.form == WIDE else dtype
             out, row = torch.empty(shape, dtype=dtype, device=device), 0
             whole = target.rows or (None,) * len(infos)
             for (name, info), (_, part), some in zip(infos, target.parts, whole):
@@ -246,6 +250,9 @@ class Checkpoint:
                     place = replace(info, start=start, stop=start + count * size)
                     mine = below[group * count : (group + 1) * count].view(count * one)
                     maps[info.file].copy(name, place, mine, check_finite)
+                    if some.pairs:
+                        paired = mine.view(count, -1)[count - some.pairs :]
+                        paired.copy_(paired.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1))
             out = out.t().contiguous() if turned else out
         for _, info in infos:
             read.advance(info)

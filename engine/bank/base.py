@@ -99,8 +99,10 @@ class Bank(ABC):
         self.keeping = config.keeping_layers
         self.kv_heads = config.num_kv_heads
         self.dtype, self.device = config.row_dtype(dtype), torch.device(device)
-        # elements of a head's row of K, and of V
+        # elements of a head's row of K, and of V; 0 where V is K
         self.widths = row_widths(config.head_dim, self.dtype)
+        if config.sides == 1:
+            self.widths = self.widths[0], 0
         self.capacity, self.batch = reserved_rows(capacity, self.device.type), batch
 
     # ---------------------------------------------------------------- sizes

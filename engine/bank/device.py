@@ -29,7 +29,7 @@ BLOCK = 65536  # tokens of a block that `blocks` yields
 class LayerRows(NamedTuple):
     """K and V of a layer: views [B, Hkv, T, width] of one memory, whose widths are those of
     Bank.widths. token_major: it is [batch, capacity, K of every head and then V], else K [batch,
-    kv_heads, capacity, width] and then V.
+    kv_heads, capacity, width] and then V. Where V is K it is the same view, and nothing follows.
     """
 
     k: torch.Tensor
@@ -39,7 +39,7 @@ class LayerRows(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of both."""
-        return self.k.nbytes + self.v.nbytes
+        return self.k.nbytes + (0 if self.v is self.k else self.v.nbytes)
 
 
 class DeviceBank(Bank):
@@ -95,12 +95,13 @@ class DeviceBank(Bank):
         memory = torch.empty(tokens * both, dtype=self.dtype, device=self.device)
         if token_major:
             rows = memory.view(self.batch, self.capacity, both)
-            k, v = (part.unflatten(2, (heads, -1)) for part in (rows[..., :at], rows[..., at:]))
-            return LayerRows(k.transpose(1, 2), v.transpose(1, 2), True)
+            parts = [rows[..., :at], rows[..., at:]] if self.widths[1] else [rows]
+            sides = [part.unflatten(2, (heads, -1)).transpose(1, 2) for part in parts]
+            return LayerRows(sides[0], sides[-1], True)
         shape = self.batch, heads, self.capacity, -1
-        return LayerRows(
-            memory[: tokens * at].view(shape), memory[tokens * at :].view(shape), False
-        )
+        parts = [memory[: tokens * at], memory[tokens * at :]] if self.widths[1] else [memory]
+        sides = [part.view(shape) for part in parts]
+        return LayerRows(sides[0], sides[-1], False)
 
     @property
     def nbytes(self) -> int:
@@ -137,7 +138,8 @@ class DeviceBank(Bank):
         bank_k, bank_v = self.kv(layer)
         stop = start + k.shape[1]
         bank_k[:, :, start:stop] = stored_keys(k, bank_k, backend).transpose(1, 2)
-        bank_v[:, :, start:stop] = stored(v, bank_v, backend).transpose(1, 2)
+        if bank_v is not bank_k:
+            bank_v[:, :, start:stop] = stored(v, bank_v, backend).transpose(1, 2)
 
     def kv(self, layer: int, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         held = self._layers[self.row_layers[layer]]

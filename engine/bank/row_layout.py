@@ -16,8 +16,8 @@ from kernels.rows.forms import stored, stored_keys
 @dataclass(frozen=True)
 class RowLayout:
     """Sizes of a row, and the device on which buffers of rows are made. widths: elements of one
-    head's K, and of its V. part_bytes: bytes of a row, padding included
-    (engine.plan.placement.part_bytes).
+    head's K, and of its V; 0: V is K, and its views are those of K. part_bytes: bytes of a row,
+    padding included (engine.plan.placement.part_bytes).
     """
 
     kv_heads: int
@@ -44,8 +44,9 @@ class RowLayout:
         """
         part_k, part_v = self._parts(rows)
         part_k.copy_(stored_keys(k, rows, backend).flatten(1))
-        part_v.copy_(stored(v, rows, backend).flatten(1))
+        if self.widths[1]:
+            part_v.copy_(stored(v, rows, backend).flatten(1))
 
     def _parts(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = (self.kv_heads * width for width in self.widths)
-        return rows[:, :k], rows[:, k : k + v]
+        return rows[:, :k], rows[:, k : k + v] if v else rows[:, :k]

@@ -217,6 +217,7 @@ def fusable(model: Llama) -> bool:
     held = [model.lm_head, *(m for layer in model.layers for m in layer.matrices)]
     ours = all(_ours(matrix) for matrix in held)
     alike = config.experts is None and not config.bare and config.beside is None
+    alike = alike and config.latent is None
     return block == LLAMA and whole and ours and alike
 
 

@@ -45,6 +45,7 @@ def natively(model: Llama) -> bool:
     alike = all(norm.dtype == model.dtype and norm.is_contiguous() for norm in norms)
     on_cpu = model.device.type == "cpu" and usable()
     whole = config.experts is None and not config.bare and config.beside is None
+    whole = whole and config.latent is None
     return on_cpu and alike and block == LLAMA and whole
 
 

@@ -221,6 +221,8 @@ def prefill_bytes(config: ModelConfig, size: int, chunk: int, device_type: str) 
     residual = 4 * config.hidden_size * size + 4 * config.hidden_size
     pending = recurrent_bytes(config, chunk)
     attention = config.q_size * (2 * size + 8) + 2 * config.kv_size * size + 8 * config.num_heads
+    if config.latent:  # queries before and after rotation, and what they are joined from
+        attention += 2 * config.q_size * size
     mlp = 3 * config.mlp_width * size
     logits = 4 * config.vocab_size
     if device_type != "cpu":

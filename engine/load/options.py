@@ -268,6 +268,11 @@ class Options:
         if self.bank not in PACKED:
             return dataclasses.replace(config, bank="model")
         form = FORMS[PACKED[self.bank]]
+        if config.latent:
+            raise SettingError(
+                f"bank: found {self.bank!r}, expected 'auto' or 'model' for a model with latent "
+                "attention: packed rows of K and of V differ, and here both are one row"
+            )
         if config.head_dim % form.multiple or config.head_dim > form.most:
             raise SettingError(
                 f"bank: found {self.bank!r}, expected 'auto' or 'model' for heads of "

@@ -23,5 +23,10 @@ class Full(Method):
         # over an offloaded bank a step streams blocks that the host counts: `fetches` forbids a
         # captured graph there
         return Needs(
-            offload=plan.each_layer, cuda_graph=True, sliding=True, capped=True, recurrent=True
+            offload=plan.each_layer,
+            cuda_graph=True,
+            sliding=True,
+            capped=True,
+            recurrent=True,
+            latent=True,
         )

@@ -1,5 +1,5 @@
-"""Which methods fit a model: not every one knows sliding windows, recurrent layers, capped scores
-or sinks.
+"""Which methods fit a model: not every one knows sliding windows, recurrent layers, latent
+attention, capped scores or sinks.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from engine.plan.needs import Needs
 
 
 def require_windows(method: Method, plan: LayerPlan, config: ModelConfig) -> None:
-    """Raise SettingError where a model has sliding-window or recurrent layers, a cap on attention
-    scores or sinks, and the method, whose layer plan for it is `plan`, knows none (Needs.sliding,
-    recurrent, capped).
+    """Raise SettingError where a model has sliding-window or recurrent layers, latent attention, a
+    cap on attention scores or sinks, and the method, whose layer plan for it is `plan`, knows none
+    (Needs.sliding, recurrent, latent, capped).
     """
     needs = method.needs(plan, config, config.max_positions, itemsize=4)
     name = getattr(method, "method", method).name  # in exact mode the drafter's
@@ -27,6 +27,11 @@ def require_windows(method: Method, plan: LayerPlan, config: ModelConfig) -> Non
         raise SettingError(
             f"{name}: does not know the recurrent layers of this model ({config.family}); use full "
             "or omnikv" + (" without settings of its own for prompts" if needs.own_prompts else "")
+        )
+    if config.latent and not needs.latent:
+        raise SettingError(
+            f"{name}: does not know the latent attention of this model ({config.family}), where "
+            "one row is K and V of all heads; use full or omnikv"
         )
     for has, what in (
         (config.block.score_cap, "the cap on attention scores"),

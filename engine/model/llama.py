@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from engine.model.config.block import LLAMA, Block
 from engine.model.config.config import ModelConfig
+from engine.model.heads.latent import LatentHeads
 from engine.model.mamba import Mamba2
 from engine.model.mixture import Mixture, Stacks
 from engine.model.per_layer import PerLayer
@@ -57,6 +58,8 @@ class Layer:
     scalar: torch.Tensor | None = None  # [1], of the layer's output
     # of a mixture beside the MLP, [hidden]: of the MLP's output, of the experts' input and output
     beside: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    # of latent attention, whose qkv makes queries (or their latent) and one row of all heads
+    latent: LatentHeads | None = None
 
     @property
     def norms(self) -> list[torch.Tensor]:
@@ -69,6 +72,7 @@ class Layer:
         """The matrices that this layer has, but for the router of a mixture."""
         found = [self.qkv, self.o, self.gate, self.gate_up, self.down]
         found += [self.mixer_in, self.mixer_out]
+        found.append(None if self.latent is None else self.latent.query)
         experts = [] if self.mixture is None else self.mixture.matrices
         return [matrix for matrix in found if matrix is not None] + experts
 
@@ -84,6 +88,7 @@ class Layer:
             mixer_in=None if self.mixer_in is None else self.mixer_in.on_torch(),
             mixer_out=None if self.mixer_out is None else self.mixer_out.on_torch(),
             mixture=None if self.mixture is None else self.mixture.on_torch(),
+            latent=None if self.latent is None else self.latent.on_torch(),
         )
 
 
@@ -115,9 +120,8 @@ class Llama:
         plain += self.sinks
         plain += [layer.shared for layer in self.layers if layer.shared is not None]
         plain += [layer.scalar for layer in self.layers if layer.scalar is not None]
-        plain += [
-            t for layer in self.layers if layer.mixer is not None for t in layer.mixer.tensors
-        ]
+        for mixer in (m for x in self.layers for m in (x.mixer, x.latent) if m is not None):
+            plain += mixer.tensors
         packed = [m for layer in self.layers for m in layer.matrices]
         if self.per_layer is not None:
             plain += self.per_layer.tensors
@@ -244,6 +248,8 @@ def pre_attention(
     batch, length, _ = x.shape
     if layer.input_norm is not None:
         x = rms_norm(x, layer.input_norm, eps, layer.block)
+    if layer.latent is not None:
+        return layer.latent.split(layer.qkv(x), cos, sin)
     qkv = layer.qkv(x).view(batch, length, -1, head_dim)
     qk, v = qkv[:, :, : heads + kv_heads], qkv[:, :, qkv.shape[2] - kv_heads :]
     if layer.block.unit_values:
@@ -283,7 +289,10 @@ def post_attention(
     layer: Layer, x: torch.Tensor, attended: torch.Tensor, eps: float
 ) -> torch.Tensor:
     """Run the second half of a layer: x [B, S, hidden], attended [B, S, H, D] -> new x."""
-    block, attended = layer.block, attended.flatten(2)
+    block = layer.block
+    if layer.latent is not None:
+        attended = layer.latent.values(attended)
+    attended = attended.flatten(2)
     if layer.gate is not None:
         assert layer.input_norm is not None
         attended = attended * torch.sigmoid(layer.gate(rms_norm(x, layer.input_norm, eps, block)))
@@ -349,7 +358,7 @@ def _added(
     return x + part if block.residual == 1.0 else x + part * block.residual
 
 
-_PACKED = ("qkv", "o", "gate", "gate_up", "down", "mixer_in", "mixer_out")
+_PACKED = ("qkv", "o", "queries", "gate", "gate_up", "down", "mixer_in", "mixer_out")
 _PER_LAYER = ("layer_gate", "layer_out", "layer_inputs")
 _FOLDED = (*NORMS, "norm")
 
@@ -448,6 +457,7 @@ def _layers(
             packed.get(f"{i}.mixer_out"),
             plain.get(f"{i}.scalar"),
             _norms_beside(i, plain),
+            _latent_heads(config, i, plain, packed),
         )
         for i in range(config.num_layers)
     ]
@@ -458,6 +468,8 @@ def _has_bias(config: ModelConfig, name: str) -> bool:
     if ".experts." in name:
         return config.experts is not None and config.experts.bias
     number, _, kind = name.rpartition(".")
+    if kind == "queries":
+        return False
     if kind in ("qkv", "o", "gate"):
         attends = int(number) not in config.recurrent_layers
         return attends and (config.o_bias if kind == "o" else config.attention_bias)
@@ -504,6 +516,25 @@ def _mixer(config: ModelConfig, layer: int, plain: dict[str, torch.Tensor]) -> M
         return Mamba2.of(config.recurrent, config.recurrent.ssd, held)
     conv, *rest = (held[name] for name in ("conv", "rates", "decay", "step", "out_norm"))
     return DeltaNet(config.recurrent, conv.squeeze(1), *rest)
+
+
+def _latent_heads(
+    config: ModelConfig, layer: int, plain: dict[str, torch.Tensor], packed: dict[str, Matrix]
+) -> LatentHeads | None:
+    """Make what latent attention has inside; None where there is none."""
+    if config.latent is None:
+        return None
+    keys, values = (
+        plain[f"{layer}.{name}"].unflatten(0, (config.num_heads, -1)) for name in ("keys", "values")
+    )
+    return LatentHeads(
+        config.latent,
+        keys,
+        values.transpose(1, 2),
+        plain[f"{layer}.latent_norm"],
+        plain.get(f"{layer}.query_norm"),
+        packed.get(f"{layer}.queries"),
+    )
 
 
 def _head(

@@ -122,7 +122,9 @@ class OnTheWay:
         """
         kind, _, columns = word.partition(":")
         group = int(columns or GROUP)
-        widths = {config.hidden_size, config.q_size}
+        widths = {config.hidden_size, config.value_size}
+        if config.latent and config.latent.query_rank:
+            widths.add(config.latent.query_rank)
         if config.experts is None or config.experts.dense:
             widths.add(config.intermediate_size)
         if config.experts is not None:

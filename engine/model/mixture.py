@@ -19,6 +19,7 @@ import torch
 from kernels.experts.choose import best_experts
 from kernels.experts.mix import mix_experts, mixes
 from kernels.experts.open import activated
+from kernels.experts.route import Routing, route_experts, router_logits
 from kernels.experts.stack import Stack
 from kernels.layer.gemv import MOST_ROWS
 from kernels.layer.linear import Linear, pack_linear
@@ -50,7 +51,8 @@ class Experts:
     shared_gate: whether the sigmoid of a product of its input multiplies what it adds. sigmoid:
     sigmoids in place of the softmax, chosen with a correction (kernels/experts/choose.py). beside:
     Gemma 4's, which runs beside the layer's MLP: the router has a norm and scales of its own,
-    experts have GELU, and the host chooses.
+    experts have GELU, and the host chooses. routing: another way from logits to a choice
+    (kernels/experts/route.py), in place of `sigmoid`.
     """
 
     count: int
@@ -65,14 +67,20 @@ class Experts:
     shared_gate: bool = True
     sigmoid: bool = False
     beside: bool = False
+    routing: Routing | None = None
+
+    @property
+    def corrected(self) -> bool:
+        """Whether a learned correction takes part in the choice."""
+        return self.sigmoid or (self.routing is not None and self.routing.corrected)
 
     def parameters(self, hidden: int, read: bool = False) -> int:
         """Weights of one layer's mixture; `read`: those that one token reads."""
         experts = self.per_token if read else self.count
         biases = self.count + experts * (2 * self.width + hidden) if self.bias else 0
-        biases += self.count if self.sigmoid else 0
         biases += self.count + 4 * hidden if self.beside else 0
         own = self.count * hidden + experts * 3 * hidden * self.width + biases
+        own += self.count if self.corrected else 0
         gate = hidden if self.shared and self.shared_gate else 0
         return own + 3 * hidden * self.shared + gate
 
@@ -89,7 +97,7 @@ class Mixture:
     router: torch.Tensor  # [count, hidden]
     gate_up: Sequence[Matrix]  # [2 * width, hidden]
     down: Sequence[Matrix]  # [hidden, width]
-    bias: torch.Tensor | None = None  # of the router, or the correction of sigmoids, [count]
+    bias: torch.Tensor | None = None  # of the router, or the correction of the choice, [count]
     stacks: tuple[Stack, Stack] | None = None
     # beside an MLP: of the router's input, [hidden], and of every expert's share, [count]
     scale: torch.Tensor | None = None
@@ -133,7 +141,8 @@ class Mixture:
             experts, router = self.experts, (self.router, self.bias)
             given = router, self.stacks, experts.per_token, experts.normalise, experts.clamp
             added = None if residual is None else residual.flatten(0, 1)
-            return mix_experts(flat, *given, added, experts.sigmoid).view_as(x)
+            more = experts.sigmoid, experts.routing
+            return mix_experts(flat, *given, added, *more).view_as(x)
         chosen = self.route(flat if routed is None else routed.flatten(0, 1))
         out = (self._one_row if len(flat) == 1 else self._sorted)(flat, *chosen).view_as(x)
         return out if residual is None else residual + out
@@ -180,9 +189,15 @@ class Mixture:
         [T, per_token].
         """
         experts, bias = self.experts, self.bias
-        logits = torch.nn.functional.linear(flat, self.router, None if experts.sigmoid else bias)
-        correction = bias if experts.sigmoid else None
-        shares, chosen = best_experts(logits, experts.per_token, experts.normalise, correction)
+        taken, correction = (experts.per_token, experts.normalise), None
+        if experts.corrected:
+            correction, bias = bias, None
+        if experts.routing is None:
+            logits = torch.nn.functional.linear(flat, self.router, bias)
+            shares, chosen = best_experts(logits, *taken, correction)
+        else:
+            logits = router_logits(flat, self.router)
+            shares, chosen = route_experts(logits, *taken, experts.routing, correction)
         if self.share is not None:
             shares = shares * self.share[chosen]
         return shares.to(flat.dtype), chosen

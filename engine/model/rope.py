@@ -114,6 +114,7 @@ class Rotary:
         self.ropes = tuple(rope for rope, _ in known)
         self._of_layer = tuple(map(known.index, of_layers))
         self._turns = [_Turns(rope, head_dim, device) for rope, head_dim in known]
+        self._stretch = config.latent.stretch if config.latent else None
 
     def at(
         self, positions: torch.Tensor, total: int | None = None, layer: int = 0
@@ -131,8 +132,14 @@ class Rotary:
     def of_layers(
         self, positions: torch.Tensor, total: int | None = None
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return `at` of every layer, computed once per rope."""
+        """Return `at` of every layer, computed once per rope, as `pre_attention` takes it: where
+        queries grow with their position, cos has that factor behind it.
+        """
         found = [turns.at(positions, total) for turns in self._turns]
+        if self._stretch is not None:
+            beta, original = self._stretch
+            times = 1 + beta * torch.log1p(torch.floor(positions.float() / original))
+            found = [(torch.cat((cos, times[..., None]), -1), sin) for cos, sin in found]
         return [found[number] for number in self._of_layer]
 
     def rope_of(self, layer: int) -> int:

@@ -11,7 +11,7 @@ import torch
 
 from engine.model.config.config import ModelConfig
 from engine.model.mixture import Experts
-from weights.checkpoint import MXFP4, TURNED, Rows, Target
+from weights.checkpoint import MXFP4, TURNED, WIDE, Rows, Target
 from weights.mxfp4 import COLUMNS
 
 
@@ -29,7 +29,8 @@ def targets(config: ModelConfig) -> list[Target]:
             ]
             for norms, at in zip(_norms(config, i), _halves(config, i))
         )
-        found += [*before, *([] if i in alone else _attention(config, i))]
+        attends = _latent_attention if config.latent else _attention
+        found += [*before, *([] if i in alone else attends(config, i))]
         if sizes is not None and i in sizes.layers:
             found += _delta_net(config, i) if sizes.ssd is None else _mamba(config, i)
         if i not in config.bare:
@@ -79,6 +80,47 @@ def _attention(config: ModelConfig, layer: int) -> list[Target]:
         found.append(Target(f"{layer}.o.bias", ((f"{at}o_proj.bias", (hidden,)),)))
     if config.block.sinks:
         found.append(Target(f"{layer}.sinks", ((f"{at}sinks", (config.num_heads,)),)))
+    return found
+
+
+def _latent_attention(config: ModelConfig, layer: int) -> list[Target]:
+    """List the weights of a layer's latent attention: the product that makes queries (or their
+    latent) and the row, what follows inside, and the output projection. kv_b_proj holds, head by
+    head, the rows of its key matrix and of its value matrix.
+    """
+    sizes, hidden, heads = config.latent, config.hidden_size, config.num_heads
+    assert sizes is not None
+    at, pairs = f"{config.prefix}layers.{layer}.self_attn.", sizes.turned if sizes.pairs else 0
+    queries = heads * sizes.head
+    turned = Rows(heads, sizes.head, 0, sizes.head, pairs)
+    # the rotated part of a row is stored last and held first
+    row = sizes.rank + sizes.turned
+    parts = Rows(1, row, sizes.rank, row, pairs), Rows(1, row, 0, sizes.rank)
+    first = (
+        ("q_a_proj", sizes.query_rank, None) if sizes.query_rank else ("q_proj", queries, turned)
+    )
+    latent = "kv_a_proj_with_mqa"
+    made = first, (latent, sizes.turned, parts[0]), (latent, sizes.rank, parts[1])
+    rows = tuple(some for *_, some in made)
+    stored = tuple((f"{at}{name}.weight", (count, hidden)) for name, count, _ in made)
+    found = [
+        Target(f"{layer}.qkv", stored, rows=rows),
+        Target(f"{layer}.o", ((f"{at}o_proj.weight", (hidden, config.value_size)),)),
+        Target(f"{layer}.latent_norm", ((f"{at}kv_a_layernorm.weight", (sizes.rank,)),)),
+    ]
+    each = sizes.plain + sizes.value
+    for name, start, stop in (("keys", 0, sizes.plain), ("values", sizes.plain, each)):
+        part = f"{at}kv_b_proj.weight", (heads * (stop - start), sizes.rank)
+        found.append(Target(f"{layer}.{name}", (part,), rows=(Rows(heads, each, start, stop),)))
+    if sizes.query_rank:
+        rank = sizes.query_rank
+        part = f"{at}q_b_proj.weight", (queries, rank)
+        found.append(Target(f"{layer}.queries", (part,), rows=(turned,)))
+        found.append(Target(f"{layer}.query_norm", ((f"{at}q_a_layernorm.weight", (rank,)),)))
+    if config.attention_bias:
+        biases = tuple((f"{at}{name}.bias", (count,)) for name, count, _ in made)
+        found.append(Target(f"{layer}.qkv.bias", biases, rows=rows))
+        found.append(Target(f"{layer}.o.bias", ((f"{at}o_proj.bias", (hidden,)),)))
     return found
 
 
@@ -163,11 +205,13 @@ def _mlp(config: ModelConfig, layer: int) -> list[Target]:
     if experts.stored in ("stacked", MXFP4):
         return _stacked(experts, layer, at, hidden)
     width = experts.width
+    # another routing than the softmax's: scores that differ little choose
+    form = WIDE if experts.routing else ""
     router = ((f"{at}{names.router}.weight", (experts.count, hidden)),)
-    found = [Target(f"{layer}.router", router)]
-    if experts.sigmoid:
-        correction = f"{at}{names.correction}"
-        found.append(Target(f"{layer}.router.bias", ((correction, (experts.count,)),)))
+    found = [Target(f"{layer}.router", router, form=form)]
+    if experts.corrected:
+        correction = ((f"{at}{names.correction}", (experts.count,)),)
+        found.append(Target(f"{layer}.router.bias", correction, form=form))
     found += _shared(config, experts, layer, first + names.shared)
     if experts.stored == "rows":
         return found + _by_rows(config, experts, layer, at)
@@ -348,7 +392,9 @@ def ignored(config: ModelConfig) -> Callable[[str], bool]:
     layers that predict several tokens.
     """
     first = config.prefix
-    beside = ("model.visual.", "mtp.") if config.recurrent else ()
+    beside: tuple[str, ...] = ("model.visual.", "mtp.") if config.recurrent else ()
+    if config.latent:  # the layer behind the last predicts several tokens
+        beside = (f"{first}layers.{config.num_layers}.",)
     tower = first.startswith("model.") and first != "model."
     readers = tuple(
         f"{first}layers.{i}.self_attn.{part}"

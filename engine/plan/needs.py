@@ -38,7 +38,8 @@ class Needs:
     truncate goes back: "bank" sets the length, "store" restores an evicting store and re-runs the
     steps since, "rerun" re-runs the steps over the bank. queries: most tokens of one step. sliding:
     it knows sliding-window layers. capped: it knows a cap on attention's logits, and sinks.
-    recurrent: it knows layers without attention, whose state only their tokens lead to.
+    recurrent: it knows layers without attention, whose state only their tokens lead to. latent: it
+    knows rows of latent attention, where V is K and one row serves all heads.
     """
 
     selected: int = 0
@@ -66,3 +67,4 @@ class Needs:
     sliding: bool = False
     capped: bool = False
     recurrent: bool = False
+    latent: bool = False

@@ -54,11 +54,12 @@ class PrefillFlops:
     @classmethod
     def of(cls, config: ModelConfig) -> PrefillFlops:
         """Count a model's multiply-adds, two FLOPs each."""
-        rows = config.hidden_size * (config.q_size + 2 * config.kv_size)
-        layer = rows + config.hidden_size * (config.q_size + 3 * config.mlp_width)
+        # the last layer's output projection runs for one token
+        rows = config.attention_weights - config.hidden_size * config.value_size
+        layer = config.attention_weights + config.hidden_size * 3 * config.mlp_width
         local = [config.windows[i] for i in config.local_layers]
         seen = 4.0 * config.q_size * sum(local)
-        seen += _recurrent(config, rows + config.hidden_size * config.q_size)
+        seen += _recurrent(config, config.attention_weights)
         return cls(
             2.0 * (layer * (config.num_layers - 1) + rows) + seen,
             4.0 * config.q_size,

@@ -33,6 +33,8 @@ def piece_shape(bank: Bank, tokens: int) -> tuple[int, ...]:
 def _widths(bank: Bank) -> tuple[int, int]:
     """Elements of a head's row of K and of V in a piece."""
     one, other = bank.widths
+    if not other:
+        return one, 0
     zeros = ZEROS.get(bank.dtype, 0)
     return one - zeros, other - zeros
 
@@ -40,6 +42,9 @@ def _widths(bank: Bank) -> tuple[int, int]:
 def _sides(bank: Bank, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """View rows of one layer of a piece as K and V [tokens, Hkv, D]."""
     rows = rows.view(len(rows), -1)
+    if not bank.widths[1]:  # V is K
+        k = rows.unflatten(1, (bank.kv_heads, -1))
+        return k, k
     at = bank.kv_heads * _widths(bank)[0]
     return rows[:, :at].unflatten(1, (bank.kv_heads, -1)), rows[:, at:].unflatten(
         1, (bank.kv_heads, -1)

@@ -22,6 +22,7 @@ from kernels.attention.reference import attend_alone, head_max
 from kernels.attention.scratch import Scratch, ScratchShape, make_scratch
 from kernels.attention.split import (
     MERGE_CHUNK,
+    dealt,
     decode_config,
     dense_splits,
     query_tile,
@@ -377,11 +378,11 @@ def decode_dense_triton(
     split and kv head, and with scores 4 * H per row.
     """
     batch, queries, heads, head_dim = q.shape
+    k, v = dealt(k, heads), dealt(v, heads)
     kv_heads, capacity, group = k.shape[1], k.shape[2], heads // k.shape[1]
     if scratch is None:
-        largest = ScratchShape(
-            batch, queries, heads, kv_heads, head_dim, capacity, scored=scores is not None
-        )
+        sizes = batch, queries, heads, kv_heads, head_dim, capacity
+        largest = ScratchShape(*sizes, scored=scores is not None)
         scratch = make_scratch(largest, q.device, "triton")
     splits = dense_splits(capacity)
     config = dense_config(queries, group, head_dim, q.itemsize, k.dtype if is_packed(k) else None)

@@ -13,6 +13,7 @@ from kernels.attention.native import part_floats, reads
 from kernels.attention.split import (
     MERGE_CHUNK,
     TAIL_ROOM,
+    dealt_heads,
     dense_splits,
     most_sparse_splits,
     tickets,
@@ -147,6 +148,7 @@ def _sizes(
         return sizes | _cpu_sizes(s, native)
     if chosen != "triton":
         return sizes
+    s = replace(s, kv_heads=dealt_heads(s.heads, s.kv_heads, s.head_dim))
     dense, sms = dense_splits(s.capacity), processors(device)
     splits = max(dense, most_sparse_splits(s.budget, s.kv_heads, sms) if s.budget else 0)
     chunks = -(-splits // MERGE_CHUNK)

@@ -13,6 +13,7 @@ from kernels.attention.reference import attend_alone
 from kernels.attention.scratch import Scratch, ScratchShape, make_scratch
 from kernels.attention.split import (
     SPARSE_CHUNK,
+    dealt,
     decode_config,
     query_tile,
     sparse_extent,
@@ -307,6 +308,7 @@ def decode_sparse_triton(
     split and kv head, written and read.
     """
     batch, queries, heads, head_dim = q.shape
+    k, v = dealt(k, heads), dealt(v, heads)
     kv_heads, budget = k.shape[1], index.shape[2]
     group = heads // kv_heads
     if scratch is None:

@@ -22,6 +22,9 @@ SPARSE_CHUNK = 64
 MERGE_TILE = 4096
 # programs of the sparse kernel for each SM
 PER_PROCESSOR = 2
+# under a head wider than this a program takes at most DEALT query heads, where all of them share
+# one K/V head (latent attention): the accumulator of more would not fit the registers
+WIDE_HEAD, DEALT = 256, 16
 # tail rows that the sparse grid is sized for (default tail: below 320); longer ones still work
 TAIL_ROOM = 512
 
@@ -48,10 +51,30 @@ def decode_config(
     dim = max(least, power_of_two(head_dim))
     most = min(64 if itemsize < 4 else 32, 16384 // (dim * itemsize))
     packed = max(1, min(queries, most // group))
+    if dim > 512:
+        # 16 rows of 1024 are 64 registers under 8 warps; two tiles of 32 KB at a time fit 99 KB
+        return Config(16, max(16, power_of_two(group)), dim, warps=8, stages=2, queries=1)
     block = min(64 if packed * group > 32 else 128, max(16, tile_bytes // (dim * itemsize)))
     return Config(
         block, max(16, power_of_two(packed * group)), dim, warps=4, stages=3, queries=packed
     )
+
+
+def dealt_heads(heads: int, kv_heads: int, head_dim: int) -> int:
+    """Count the K/V heads that programs see: more than the one that there is where it is wider than
+    WIDE_HEAD, so that a program has at most DEALT query heads.
+    """
+    if head_dim <= WIDE_HEAD or kv_heads > 1:
+        return kv_heads
+    return next(n for n in range(1, heads + 1) if heads % n == 0 and heads // n <= DEALT)
+
+
+def dealt(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """View rows [B, Hkv, T, D] as programs see them under so many query heads: one K/V head as
+    several that are the same memory.
+    """
+    seen = dealt_heads(heads, rows.shape[1], rows.shape[3])
+    return rows if seen == rows.shape[1] else rows.expand(-1, seen, -1, -1)
 
 
 def gathered_config(group: int, head_dim: int, itemsize: int, packed: bool = False) -> Config:

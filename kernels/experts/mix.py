@@ -10,6 +10,7 @@ import torch
 
 from kernels.experts.choose import MOST_EXPERTS, choose_experts
 from kernels.experts.open import Clamp, open_experts
+from kernels.experts.route import Routing, listed, route_experts, router_logits
 from kernels.experts.stack import Stack
 from kernels.experts.sum import sum_experts
 from kernels.layer.gemv import MOST_ROWS, multiply_rows
@@ -30,11 +31,14 @@ def mix_experts(
     clamp: Clamp | None = None,
     residual: torch.Tensor | None = None,
     sigmoid: bool = False,
+    routing: Routing | None = None,
 ) -> torch.Tensor:
     """Run the experts that the rows of x [R, I] choose and add residual [R, I]: [R, I] in x's
     dtype.
 
-    router: its matrix [E, I], contiguous, and its bias [E] or None; with sigmoid, its correction.
+    router: its matrix [E, I], contiguous, and its bias [E] or None; with sigmoid, or a routing that
+    corrects, its correction. routing: as `route_experts` takes it, by torch's operators in place of
+    the kernel that chooses; the matrix is float32 then.
     stacks: gate and up [2 W, I] and the last matrix [I, W] of every expert, which `mixes`.
     Everything else as in `choose_experts` and `open_experts`. More than MOST_ROWS rows run some at
     a time.
@@ -45,9 +49,9 @@ def mix_experts(
         limits = [] if clamp is None else list(clamp)
         return mix_experts_op(
             x, *router, parts, ",".join(kinds), [n for form in forms for n in form],
-            per_token, normalise, limits, residual, sigmoid,
+            per_token, normalise, limits, residual, sigmoid, [] if routing is None else [*routing],
         )  # fmt: skip
-    return _mixed(x, router, stacks, per_token, normalise, clamp, residual, sigmoid)
+    return _mixed(x, router, stacks, per_token, normalise, clamp, residual, sigmoid, routing)
 
 
 def _mixed(
@@ -59,14 +63,20 @@ def _mixed(
     clamp: Clamp | None,
     residual: torch.Tensor | None,
     sigmoid: bool,
+    routing: Routing | None,
 ) -> torch.Tensor:
     found, (matrix, bias) = [], router
     for start in range(0, len(x), MOST_ROWS):
         rows = slice(start, start + MOST_ROWS)
         mine = x[rows].contiguous()
         added = None if residual is None else residual[rows].contiguous()
-        logits = multiply_rows(mine, matrix, None if sigmoid else bias)
-        choice = choose_experts(logits, per_token, normalise, bias if sigmoid else None)
+        if routing is None:
+            logits = multiply_rows(mine, matrix, None if sigmoid else bias)
+            choice = choose_experts(logits, per_token, normalise, bias if sigmoid else None)
+        else:
+            logits = router_logits(mine, matrix)
+            routed = route_experts(logits, per_token, normalise, routing, bias)
+            choice = listed(*routed, len(matrix))
         opened = open_experts(mine, stacks[0], choice, clamp)
         found.append(sum_experts(opened, stacks[1], choice, added))
     return found[0] if len(found) == 1 else torch.cat(found)
@@ -113,6 +123,7 @@ def mix_experts_op(
     limits: Sequence[float],
     residual: torch.Tensor | None,
     sigmoid: bool,
+    routing: Sequence[float],
 ) -> torch.Tensor:
     """`mix_experts` in plain tensors: of both stacks what `_parts` and `_form` give, one after the
     other. An operator that a compiler does not look into.
@@ -124,7 +135,8 @@ def mix_experts_op(
     clamp = (limits[0], limits[1]) if limits else None
     router_both = router, router_bias
     stacks = gate_up, down
-    return _mixed(x, router_both, stacks, per_token, normalise, clamp, residual, sigmoid)
+    given = x, router_both, stacks, per_token, normalise, clamp, residual, sigmoid
+    return _mixed(*given, Routing.of(routing) if routing else None)
 
 
 @mix_experts_op.register_fake
@@ -140,5 +152,6 @@ def _(
     limits: Sequence[float],
     residual: torch.Tensor | None,
     sigmoid: bool,
+    routing: Sequence[float],
 ) -> torch.Tensor:
     return x.new_empty(x.shape)

@@ -80,6 +80,7 @@ class Config:
 
         For one query at most MOST_REGISTERS a thread: told so, ptxas takes what it needs up to
         there. Left alone it aims at 96 and spills 24 bytes of some kernels (head_dim 64, group 8).
+        Heads of more than 256 have up to 255: sparse rows of latents spill 8 bytes under 168.
         """
         few = bound and self.queries == 1 and torch.version.hip is None
         return dict(
@@ -90,7 +91,7 @@ class Config:
             DP=self.dim,
             num_warps=self.warps,
             num_stages=self.stages,
-            **(dict(maxnreg=MOST_REGISTERS) if few else {}),
+            **(dict(maxnreg=MOST_REGISTERS if self.dim <= 256 else 255) if few else {}),
         )
 
 

@@ -29,6 +29,7 @@ _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_cuda = torch.ops.aten._scaled_dot_product_flash_attention
 _efficient_cuda = torch.ops.aten._scaled_dot_product_efficient_attention
 _cudnn_cuda = torch.ops.aten._scaled_dot_product_cudnn_attention
+MOST_FLASH = 256  # elements of a head that torch's flash kernel takes
 # rows of a GPU's smallest block of the past. cuDNN builds a plan per new shape, which takes tenths
 # of a second, so it reads blocks of this times a power of two: 7 shapes up to a million tokens.
 # Published for an H100 at 16K rows of 128: cuDNN 595 TFLOP/s, torch's flash kernel 370.
@@ -102,11 +103,18 @@ def _fused(
     if cudnn:
         out, lse, *_ = _cudnn_cuda(q, k, v, None, True, 0.0, False, False, scale=scale)
         return out, lse.reshape(out.shape[:3])  # some versions leave a last dimension of 1
-    if q.dtype == torch.float32:  # the flash kernel knows 16 bits only
+    if _efficient(q):
         out, lse, *_ = _efficient_cuda(q, k, v, None, True, 0.0, causal, scale=scale)
     else:
         out, lse, *_ = _flash_cuda(q, k, v, 0.0, causal, scale=scale)
     return out, lse[:, :, : q.shape[2]]  # the efficient kernel rounds its rows up
+
+
+def _efficient(q: torch.Tensor) -> bool:
+    """Whether the memory-efficient kernel attends on a GPU: the flash kernel knows 16 bits and
+    heads of up to MOST_FLASH only.
+    """
+    return q.dtype == torch.float32 or q.shape[-1] > MOST_FLASH
 
 
 def prefill_dense_ref(
@@ -149,7 +157,8 @@ def prefill_dense(
         return prefill_dense_ref(q, k, v, start, scale, softmax)
     # in float32 torch would build the mask, and every score; cuDNN reads blocks of the past
     blocks = start >= CUDNN_BLOCK and has_cudnn(q.device, q.dtype, q.shape[-1])
-    whole = chosen == "triton" and q.dtype != torch.float32 and not blocks and not is_packed(k)
+    # and whatever the flash kernel lacks, torch would do with every score
+    whole = chosen == "triton" and not _efficient(q) and not blocks and not is_packed(k)
     if whole and softmax is PLAIN:
         return prefill_dense_cuda(q, k, v, start, scale)
     return prefill_dense_lse(q, k, v, start, scale, softmax, backend)[0]

@@ -34,6 +34,11 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
         ([77], dict(queries=8, group=16, head_dim=256, kv_heads=1, dtype=F16, kind="softmax")),
         # two query tiles, the last partly full, under two kv heads
         ([77], dict(queries=5, group=8, head_dim=96, kv_heads=2, kind="raw")),
+        # latent attention: its query heads are dealt to programs of at most 16
+        ([130, 1], dict(head_dim=576, group=16, kv_heads=1, dtype=BF16, kind="softmax")),
+        ([513], dict(head_dim=320, group=32, kv_heads=1, dtype=BF16, layout="tokens")),
+        ([67], dict(queries=3, head_dim=288, group=40, kv_heads=1, kind="raw")),
+        ([33], dict(queries=2, head_dim=576, group=20, kv_heads=1, dtype=F16, kind="softmax")),
     ],
 )
 def test_dense(lengths, shape):
@@ -70,6 +75,9 @@ def test_dense_two_merge_levels_give_the_same_bits(monkeypatch):
         ([50], [12], dict(queries=3, group=1, head_dim=40)),
         ([40], [20], dict(queries=8, group=16, head_dim=32, kv_heads=1, dtype=BF16)),
         ([40], [20], dict(queries=5, group=8, head_dim=96, kv_heads=2)),
+        ([65, 3], [20, 1], dict(head_dim=576, group=16, kv_heads=1, dtype=BF16)),
+        ([40], [31], dict(queries=3, head_dim=288, group=40, kv_heads=1)),
+        ([33], [64], dict(head_dim=320, group=32, kv_heads=1, dtype=F16, layout="heads")),
         ([0], [1100], dict(kv_heads=1, head_dim=32)),
         ([300, 5], [1500, 2], dict(kv_heads=1, head_dim=32, budget=400)),
     ],

@@ -33,7 +33,26 @@ OSS = dict(
     rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=512),
     sliding_window=60,
 )
-FAMILIES = {"qwen3-moe": QWEN, "gpt-oss": OSS}
+# latent attention, and a choice by torch's operators on the device
+DEEPSEEK = dict(
+    architectures=["DeepseekV3ForCausalLM"],
+    heads=4,
+    kv_heads=4,
+    q_lora_rank=32,
+    kv_lora_rank=24,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=8,
+    v_head_dim=8,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    n_shared_experts=1,
+    moe_intermediate_size=32,
+    first_k_dense_replace=0,
+    n_group=4,
+    topk_group=2,
+    norm_topk_prob=True,
+)
+FAMILIES = {"qwen3-moe": QWEN, "gpt-oss": OSS, "deepseek-v3": DEEPSEEK}
 SPARSE = OmniKV(filter_layers=(1,), tokens=16, tail=64, dense_below=0)
 
 

@@ -140,6 +140,12 @@ def _others() -> list[Case]:
             for name in ("dense", "sparse")
             for queries in range(2, MOST_QUERIES + 1)
         ),
+        # latent attention's rows, under the query heads that a program takes
+        *(
+            Case(name, "bfloat16", d, g)
+            for name in ("dense", "scored", "sparse")
+            for d, g in ((576, 16), (320, 16), (288, 10))
+        ),
     ]
 
 

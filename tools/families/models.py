@@ -104,6 +104,25 @@ FALCON = dict(
     lm_head_multiplier=0.25,
 )
 MAMBA = dict(mamba_n_heads=6, mamba_d_head=16, mamba_d_state=24, mamba_n_groups=2)
+LATENT = dict(
+    num_key_value_heads=4,
+    kv_lora_rank=24,
+    q_lora_rank=20,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=12,
+    v_head_dim=16,
+)
+LATENT_YARN = dict(
+    rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=512
+)
+ROUTED = dict(
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    n_shared_experts=2,
+    moe_intermediate_size=24,
+    first_k_dense_replace=1,
+    routed_scaling_factor=1.7,
+)
 # name: (transformers' configuration, changes to it)
 VARIANTS: dict[str, tuple[str, dict]] = {
     "llama": ("Llama", dict(head_dim=16)),
@@ -326,6 +345,81 @@ VARIANTS: dict[str, tuple[str, dict]] = {
             rope_parameters=dict(rope_type="default", rope_theta=5e6, partial_rotary_factor=0.5),
         ),
     ),
+    "deepseek-v2-lite": ("DeepseekV2", {**LATENT, **ROUTED, "q_lora_rank": None}),
+    "deepseek-v2": (
+        "DeepseekV2",
+        {
+            **LATENT,
+            **ROUTED,
+            "attention_bias": True,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": {**LATENT_YARN, "mscale": 0.707, "mscale_all_dim": 0.9},
+        },
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {**LATENT, **ROUTED, "n_group": 4, "topk_group": 2, "norm_topk_prob": True},
+    ),
+    "deepseek-v3-yarn": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            **ROUTED,
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "norm_topk_prob": False,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_parameters": {**LATENT_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "glm4-moe-lite": (
+        "Glm4MoeLite",
+        {**LATENT, **ROUTED, "mlp_layer_types": ["dense", "sparse", "sparse", "dense"]},
+    ),
+    "minicpm3": (
+        "MiniCPM3",
+        {
+            **LATENT,
+            "v_head_dim": None,
+            "tie_word_embeddings": True,
+            "scale_emb": 3.0,
+            "dim_model_base": 32,
+        },
+    ),
+    "minicpm3-longrope": (
+        "MiniCPM3",
+        {
+            **LATENT,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": dict(
+                rope_type="longrope",
+                rope_theta=1e4,
+                short_factor=[1.0, 1.1, 1.3, 1.6],
+                long_factor=[1.0, 1.5, 2.5, 4.0],
+                original_max_position_embeddings=512,
+            ),
+        },
+    ),
+    "mistral4": (
+        "Mistral4",
+        {
+            **LATENT,
+            **ROUTED,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": {
+                **LATENT_YARN,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.3,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
     "olmo2": ("Olmo2", {}),
     "olmo2-bias": ("Olmo2", dict(attention_bias=True, num_key_value_heads=4)),
     "olmo3": (
@@ -366,7 +460,10 @@ def make(folder: Path, name: str, **more: Any) -> Any:
 
     kind, config = VARIANTS[name][0], configuration(name, **more)
     torch.manual_seed(sum(map(ord, name)))
-    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    maker = transformers.AutoModelForCausalLM.from_config
+    if kind == "Mistral4":  # which the list of automatic ones lacks
+        maker = transformers.Mistral4ForCausalLM._from_config
+    theirs = maker(config, attn_implementation="eager")
     theirs = theirs.float().eval()
     with torch.no_grad():
         for key, buffer in theirs.named_buffers():
@@ -393,7 +490,7 @@ def make(folder: Path, name: str, **more: Any) -> Any:
             elif key.endswith("bias"):
                 weight.normal_(0.0, 0.3)
             else:
-                peaky = any(part in key for part in ("q_proj", "k_proj", "qkv_proj"))
+                peaky = any(part in key for part in ("q_proj", "k_proj", "qkv_proj", "q_b_proj"))
                 weight.normal_(0.0, weight.shape[-1] ** -0.5 * (2.5 if peaky else 1.0))
     theirs.save_pretrained(folder)
     theirs.generation_config.eos_token_id = None  # greedy tokens are compared to the end

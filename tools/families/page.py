@@ -74,6 +74,7 @@ NOTES = {
     "does not know the attention sinks": "i",
     "does not know the recurrent layers": "k",
     "a recurrent layer, expected layers that": "l",
+    "does not know the latent attention": "m",
 }
 REFUSED: tuple[tuple[str, dict[str, object]], ...] = (
     ("Gemma 3 with vision (4B and more)", dict(architectures=["Gemma3ForConditionalGeneration"])),
@@ -149,7 +150,8 @@ def notes(results: Mapping[str, Sequence[Attempt]]) -> Iterator[str]:
             if attempt.why:
                 sentence = attempt.why.removeprefix(f"{attempt.name}: ")
                 sentence = re.sub(
-                    r"\((Mistral|Qwen[23][-.\w]*|MiniMax-M2|SmolLM3|Phi-3|Gemma [234]|gpt-oss)\)",
+                    r"\((Mistral|Qwen[23][-.\w]*|MiniMax-M2|SmolLM3|Phi-3|Gemma [234]|gpt-oss|"
+                    r"DeepSeek-V[23]|GLM-4\.7-Flash|MiniCPM3|Mistral 4)\)",
                     "(...)",
                     sentence,
                 )

@@ -44,6 +44,15 @@ _ROLES = (
     "m['content'] + '<|end_of_text|>\n' }}{%- if loop.last and add_generation_prompt %}"
     "{{- '<|start_of_role|>assistant<|end_of_role|>' }}{%- endif %}{%- endfor %}"
 )
+_BARS = (
+    "{{ bos_token }}{%- set ns = namespace(system='') %}{%- for m in messages %}"
+    "{%- if m['role'] == 'system' %}{%- set ns.system = m['content'] %}{%- endif %}{%- endfor %}"
+    "{{ ns.system }}{%- for m in messages %}{%- if m['role'] == 'user' %}"
+    "{{- '<|User|>' + m['content'] }}{%- elif m['role'] == 'assistant' %}"
+    "{%- set text = m['content'].split('</think>')[-1] %}"
+    "{{- '<|Assistant|>' + text + eos_token }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|Assistant|>' }}{%- endif %}"
+)
 # by the name of the family in engine/model/config/families
 TEMPLATES = {
     "Llama": (
@@ -106,6 +115,27 @@ TEMPLATES = {
         "{%- if m['role'] == 'assistant' and loop.last -%}{{ eos_token }}{%- else -%}"
         "{{ '<|im_end|>\n' }}{%- endif -%}{%- endfor -%}"
         "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+    ),
+    "DeepSeek-V2": (
+        "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}"
+        "{{ 'User: ' + m['content'] + '\n\n' }}{% elif m['role'] == 'assistant' %}"
+        "{{ 'Assistant: ' + m['content'] + eos_token }}{% else %}"
+        "{{ m['content'] + '\n\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+    ),
+    "DeepSeek-V3": _BARS,
+    "GLM-4.7-Flash": (
+        "[gMASK]<sop>{%- for m in messages %}{{- '<|' + m.role + '|>' }}"
+        "{%- if m.role == 'assistant' %}{{- '</think>' + m.content.split('</think>')[-1].strip() }}"
+        "{%- else %}{{- m.content }}{%- endif %}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|assistant|><think>' }}{%- endif %}"
+    ),
+    "MiniCPM3": _CHATML,
+    "Mistral 4": (
+        "{{- bos_token }}{%- for m in messages %}{%- if m.role == 'system' %}"
+        "{{- '[SYSTEM_PROMPT]' + m.content + '[/SYSTEM_PROMPT]' }}{%- elif m.role == 'user' %}"
+        "{{- '[INST]' + m.content + '[/INST]' }}{%- else %}{{- m.content + eos_token }}"
+        "{%- endif %}{%- endfor %}"
     ),
     "Gemma 3": _TURNS,
     "Gemma 2": _TURNS,

@@ -86,8 +86,8 @@ def seconds(llm: LLM, tokens: int) -> float:
     passes = Search(layers, _never, COUNT, _silent).measurements(most_full(layers))
     # attention to n rows, beside a layer's products
     n = sum(ends(tokens)) / COUNT
-    products = config.q_size * 2 + config.kv_size * 2 + 3 * config.intermediate_size
-    attention = 2 * n * config.q_size / (config.hidden_size * products)
+    products = config.attention_weights + 3 * config.hidden_size * config.intermediate_size
+    attention = 2 * n * config.q_size / products
     # a set shares half of its layers with the one that it comes from
     return passes * best * 0.5 * (1 + attention)
 

@@ -50,6 +50,7 @@ class BrutalOffload(Method):
             sliding=True,
             capped=True,
             recurrent=True,
+            latent=True,
         )
 
     def runtime(self, setup: Setup) -> BrutalRuntime:

@@ -79,6 +79,7 @@ class OmniKV(Settings):
             sliding=True,
             capped=True,
             recurrent=not self._own_prompts and not self.official,
+            latent=not self.official,
         )
 
     @property

@@ -99,6 +99,7 @@ class MInference(Method):
             own_prompts=True,
             cuda_graph=True,
             sliding=True,
+            latent=True,
         )
 
     def prompt_rows(

@@ -87,7 +87,13 @@ class Quest(Budgeted):
         rows = config.num_kv_heads * needs.selected
         # bounds of capped logits have the order of those of the logits
         return replace(
-            needs, whole_layer=False, step_rows=rows, sliding=True, capped=True, recurrent=True
+            needs,
+            whole_layer=False,
+            step_rows=rows,
+            sliding=True,
+            capped=True,
+            recurrent=True,
+            latent=True,
         )
 
     def runtime(self, setup: Setup) -> Runtime:

@@ -89,7 +89,13 @@ class TidalDecode(Budgeted):
         rows = self.choices(config) * needs.selected
         # capped logits have the order of the logits
         return replace(
-            needs, whole_layer=False, step_rows=rows, sliding=True, capped=True, recurrent=True
+            needs,
+            whole_layer=False,
+            step_rows=rows,
+            sliding=True,
+            capped=True,
+            recurrent=True,
+            latent=True,
         )
 
     def runtime(self, setup: Setup) -> Runtime:

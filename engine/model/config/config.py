@@ -19,9 +19,10 @@ import torch
 
 from engine.base.errors import BadCheckpoint, UnsupportedCheckpoint
 from engine.model.config import families
-from engine.model.config.block import LLAMA, Block
+from engine.model.config.block import LLAMA, Block, Facts
 from engine.model.config.family import Family, Sizes
 from engine.model.config.fields import Fields
+from engine.model.config.latent import Latent, without_share
 from engine.model.config.names import LLAMA_NAMES, Names
 from engine.model.config.rope_config import MAX_POSITIONS, Rope, parse_rope
 from engine.model.config.rope_override import overridden, pins_long
@@ -52,7 +53,8 @@ class ModelConfig:
     `layer_ropes`, `experts`, `recurrent` and `bare` are the family's
     (engine/model/config/block.py). `num_kv_heads` and `head_dim` are those of layers that see
     everything; `local_heads` has both of sliding ones where they differ. `row_layers` has the layer
-    whose K and V each layer reads; empty: its own. `prefix` begins the stored names of the layers'
+    whose K and V each layer reads; empty: its own. `latent`: the sizes of latent attention, whose
+    one K/V head has rows of `head_dim` elements. `prefix` begins the stored names of the layers'
     tensors, and `names` has the others. `bank` is no file's: how rows of K and V are held, "model"
     (in the model's dtype) or packed: a name of `kernels.rows.forms`.
     """
@@ -83,6 +85,7 @@ class ModelConfig:
     recurrent: Recurrent | None = None
     local_heads: tuple[int, int] | None = None
     row_layers: tuple[int, ...] = ()
+    latent: Latent | None = None
     # no facts of the model: saved rows outlive a change of names
     prefix: str = field(default="model.", repr=False)
     names: Names = field(default=LLAMA_NAMES, repr=False)
@@ -103,6 +106,23 @@ class ModelConfig:
     def kv_size(self) -> int:
         """Width of the key (or value) projection: num_kv_heads * head_dim."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Width of what the output projection reads: the values of all query heads."""
+        return self.num_heads * (self.latent.value if self.latent else self.head_dim)
+
+    @property
+    def attention_weights(self) -> int:
+        """Weights of a layer's attention without biases, and without the norms of heads."""
+        if self.latent:
+            return self.latent.parameters(self.hidden_size, self.num_heads)
+        return self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
+
+    @property
+    def sides(self) -> int:
+        """What a row keeps: 2, K and V, or 1, K alone, where V is the same."""
+        return 1 if self.latent else 2
 
     @property
     def local_layers(self) -> tuple[int, ...]:
@@ -210,7 +230,7 @@ class ModelConfig:
         if local and self.local_heads is not None:
             heads, width = self.local_heads
         if self.bank == "model":
-            return 2 * heads * width * dtype_bytes
+            return self.sides * heads * width * dtype_bytes
         dtype = PACKED[self.bank]
         return heads * sum(row_widths(width, dtype)) * dtype.itemsize
 
@@ -303,6 +323,8 @@ class ModelConfig:
     def _attention_parameters(self, layer: int) -> int:
         """Weights of a layer's attention, with its own norms."""
         block, hidden = self.block, self.hidden_size
+        if self.latent:
+            return self.attention_weights + self.latent.biases(hidden) * self.attention_bias
         heads, kv_heads, head_dim, _ = self.sizes_of(layer)
         q, k = heads * head_dim, kv_heads * head_dim
         v = 0 if block.keys_as_values and layer in self.seeing_layers else k
@@ -355,13 +377,11 @@ class ModelConfig:
         fields = Fields(data, source, inner)
         _refuse_unsupported(fields, family, quantised)
         hidden = fields.integer("hidden_size", 1, MAX_WIDTH)
-        heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
-        kv_heads = _kv_heads(fields, heads)
-        head_dim = _head_dim(fields, hidden, heads, family.head_dim)
+        heads, kv_heads, head_dim, latent = _heads(fields, hidden, family)
         layers = _layers(fields, family)
         max_positions = fields.integer("max_position_embeddings", 1, MAX_POSITIONS)
         vocab = fields.integer("vocab_size", 1, MAX_VOCAB)
-        main = _main_rope(fields, rope, max_positions, head_dim, family)
+        main = _main_rope(fields, rope, max_positions, latent or head_dim, family)
         facts = family.facts(fields, Sizes(layers, hidden, head_dim, max_positions, main))
         own = kv_heads, head_dim
         kv_heads, head_dim = _whole(fields, heads, facts.seeing_heads or own)
@@ -392,6 +412,7 @@ class ModelConfig:
             recurrent=facts.recurrent,
             local_heads=own if facts.windows and own != (kv_heads, head_dim) else None,
             row_layers=facts.row_layers,
+            latent=latent,
             prefix=facts.names.first or family.prefix(architecture),
             names=facts.names,
             bare=facts.bare,
@@ -467,6 +488,38 @@ def _kv_heads(fields: Fields, heads: int) -> int:
     if heads % found:
         fields.refuse("num_key_value_heads", found, f"a divisor of num_attention_heads = {heads}")
     return found
+
+
+def _main_rope(
+    fields: Fields, override: str | None, max_positions: int, head: Latent | int, family: Family
+) -> Rope:
+    """Parse the rope, into which `override` has been worked. head: head_dim, or the sizes of latent
+    attention, of whose rows the part that rotates is a head to the file.
+    """
+    data, inner, where = fields.data, fields.prefix, fields.source
+    where = where if override is None else f"{where} with rope {override[:60]}"
+    width = head if isinstance(head, int) else head.turned
+    data = data if isinstance(head, int) else without_share(data, head)
+    found = parse_rope(data, where, max_positions, width, family.rope, inner)
+    partial = found.partial if isinstance(head, int) else head.partial
+    return replace(found, long=pins_long(override), partial=partial)
+
+
+def _heads(fields: Fields, hidden: int, family: Family) -> tuple[int, int, int, Latent | None]:
+    """Return (query heads, K/V heads, head_dim, the sizes of latent attention, whose heads share
+    one row, or None).
+    """
+    heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
+    kv_heads = _kv_heads(fields, heads)
+    if family.latent is None:
+        return heads, kv_heads, _head_dim(fields, hidden, heads, family.head_dim), None
+    if kv_heads != heads:
+        fields.unsupported("num_key_value_heads", kv_heads, f"num_attention_heads = {heads}")
+    latent = family.latent(fields)
+    if latent.width > MAX_HEAD_DIM:
+        most = f"at most {MAX_HEAD_DIM - latent.turned} beside qk_rope_head_dim = {latent.turned}"
+        fields.refuse("kv_lora_rank", latent.rank, most)
+    return heads, 1, latent.width, latent
 
 
 def _head_dim(fields: Fields, hidden: int, heads: int, usual: int | None) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from engine.model.config.block import Facts
 from engine.model.config.fields import Fields
+from engine.model.config.latent import Latent
 from engine.model.config.rope_config import MAX_THETA, Rope, RopeRules, parse_rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -41,7 +42,8 @@ class Family:
     names. rope: what its rope may be. quantised: methods of quantization_config that its own
     tensors know (engine/model/tensors.py). towers: those of `architectures` that have a vision
     tower, of which the language model alone is read. intermediate, eps: the keys of the MLP's width
-    and of what a norm adds to a mean square. layers: counts them where no field does.
+    and of what a norm adds to a mean square. layers: counts them where no field does. latent: reads
+    the sizes of latent attention; None: the family has none.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Family:
     intermediate: str = "intermediate_size"
     eps: str = "rms_norm_eps"
     layers: Callable[[Fields], int] | None = None
+    latent: Callable[[Fields], Latent] | None = None
 
     def text_part(self, architecture: str, fields: Fields) -> tuple[dict[str, Any], str]:
         """Return (the language model's fields, what stands before their keys in messages)."""

@@ -1,0 +1,1 @@
+"""What the heads of attention have inside where they are not Llama's."""
