@@ -19,7 +19,7 @@ import torch
 
 from engine.base.errors import BadCheckpoint, UnsupportedCheckpoint
 from engine.model.config import families
-from engine.model.config.block import LLAMA, Block, Facts
+from engine.model.config.block import LLAMA, Block
 from engine.model.config.family import Family, Sizes
 from engine.model.config.fields import Fields
 from engine.model.config.latent import Latent, without_share
@@ -458,15 +458,6 @@ def _refuse_unsupported(fields: Fields, family: Family, quantised_too: bool) -> 
 
 def _method(quantised: object) -> object:
     return quantised.get("quant_method") if isinstance(quantised, dict) else None
-
-
-def _main_rope(
-    fields: Fields, rope: str | None, max_positions: int, head_dim: int, family: Family
-) -> Rope:
-    """Parse the rope, of which messages say that it was overridden."""
-    where = fields.source if rope is None else f"{fields.source} with rope {rope[:60]}"
-    given = fields.data, where, max_positions, head_dim, family.rope, fields.prefix
-    return replace(parse_rope(*given), long=pins_long(rope))
 
 
 def _whole(fields: Fields, heads: int, seeing: tuple[int, int]) -> tuple[int, int]:
