@@ -28,9 +28,9 @@ import torch
 
 from kernels.launch.dispatch import choose
 from kernels.native.library import Case
-from kernels.recurrent import native
+from kernels.recurrent import chunk, native
+from kernels.recurrent.chunk import CHUNK
 
-CHUNK = 64  # tokens whose products are taken together (the paper's chunk-wise form)
 SEGMENT = 8  # chunks whose products are held at a time: bounds a long prompt's memory
 EPS = 1e-6  # beside a squared length, as in transformers
 
@@ -214,6 +214,9 @@ def gated_delta_chunk(
         return gated_delta_chunk_ref(*given)
     if chosen == "native":
         out, after, *rows = native.delta_chunk(*given, EPS)
+        return out, after, Tail(*rows)
+    if chosen == "triton" and max(state.shape[2:]) <= chunk.MOST_DIM:
+        out, after, *rows = chunk.delta_chunk(*given, EPS)
         return out, after, Tail(*rows)
     return gated_delta_chunk_torch(*given)
 
