@@ -26,6 +26,7 @@ from engine.forward.layer import FusedLayer, LayerForm, TorchLayer, fusable
 from engine.forward.native_backend import require_native
 from engine.forward.native_layer import NativeLayer, natively
 from engine.forward.prompt_layer import FUSED, PLAIN, Pieces
+from engine.forward.recurrent.self_test import delta_nets, recurrence_failure
 from engine.model.llama import Llama
 from engine.model.mixture import Mixture
 from engine.model.rope import Rotary
@@ -81,6 +82,7 @@ def step_layer(
     if is_tested(model.device):
         _check_few_bits(model)
         _check_mixtures(model)
+        _check_recurrence(model, backend)
     plain = TorchLayer(model, pieces, backend)
     possible = choose_for(backend, model.device) == "triton" and fusable(model)
     if step == "fused":
@@ -278,6 +280,26 @@ def _mixture_failure(model: Llama, mixtures: list[Mixture]) -> str:
                 if why := differs(name, found, want, dtype):
                     return f"replayed as a graph, {why}"
     return ""
+
+
+def _check_recurrence(model: Llama, backend: str) -> None:
+    """Run gated delta nets on torch's operators if our own kernels say something else on this
+    device; warn once. All of a model's layers have one shape.
+    """
+    nets = delta_nets(model)
+    if not nets or choose_for(backend, model.device) != "triton":
+        return
+    eps = model.config.rms_norm_eps
+    why = _either_way(
+        model.device,
+        lambda: _reason(
+            model.device, lambda: recurrence_failure(nets[0], eps), "backend='reference'"
+        ),
+    )
+    if why:
+        for net in nets:
+            net.refuse()
+        warnings.warn(f"recurrent layers run on torch's operators: {why}", stacklevel=4)
 
 
 class _Layer:

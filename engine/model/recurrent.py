@@ -14,7 +14,10 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
+from kernels.launch.dispatch import choose_for
 from kernels.recurrent.delta import Tail, gated_delta_chunk, gated_delta_step
+from kernels.recurrent.gates import gated_norm, gates
+from kernels.recurrent.step import NetWeights
 
 
 class Ssd(NamedTuple):
@@ -146,19 +149,32 @@ class DeltaNet:
     bias: torch.Tensor  # [Hv], dt_bias
     norm: torch.Tensor  # [dv]
     conv_bias: torch.Tensor | None = None
+    refused: bool = False  # a self-test refused the Triton kernels of this recurrence
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         return [self.conv, self.rates, self.decay, self.bias, self.norm]
 
+    @property
+    def weights(self) -> NetWeights:
+        """What a step in one launch reads beside its products."""
+        return NetWeights(self.conv, self.decay, self.bias, self.norm)
+
+    def refuse(self) -> None:
+        """Run on torch's operators where Triton's kernels would run."""
+        self.refused = True
+
+    def backend(self, asked: str) -> str:
+        """Return the backend of this layer's launchers where a model's is `asked`."""
+        triton = choose_for(asked, self.conv.device) == "triton"
+        return "cpu" if self.refused and triton else asked
+
     def mixed(self, x: torch.Tensor, projected: torch.Tensor) -> Mixed:
         sizes = self.sizes
         qkv, z = projected.split([sizes.channels, sizes.value_size], -1)
-        beta, a = F.linear(x, self.rates).chunk(2, -1)
-        # as in transformers: beta in x's dtype, g in float32
-        g = -self.decay.float().exp() * F.softplus(a.float() + self.bias)
+        g, beta = gates(F.linear(x, self.rates), self.decay, self.bias)
         z = z.unflatten(-1, (sizes.value_heads, sizes.value_dim))
-        return Mixed(qkv, z, g, beta.sigmoid().float())
+        return Mixed(qkv, z, g, beta)
 
     def heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Split convolved qkv [B, S, C] into q, k [B, S, Hk, dk] and v [B, S, Hv, dv]."""
@@ -178,16 +194,14 @@ class DeltaNet:
         backend: str,
     ) -> torch.Tensor:
         tokens = *self.heads(convolved), mixed.g, mixed.beta
-        return gated_delta_step(*tokens, state, tail, base, positions, backend)
+        return gated_delta_step(*tokens, state, tail, base, positions, self.backend(backend))
 
     def chunk(
         self, convolved: torch.Tensor, mixed: Mixed, state: torch.Tensor, keep: int, backend: str
     ) -> tuple[torch.Tensor, torch.Tensor, Tail]:
         tokens = *self.heads(convolved), mixed.g, mixed.beta
-        return gated_delta_chunk(*tokens, state, keep, backend)
+        return gated_delta_chunk(*tokens, state, keep, self.backend(backend))
 
     def gated(self, out: torch.Tensor, z: torch.Tensor, eps: float) -> torch.Tensor:
         """Norm each head of out, then gate it."""
-        out = out.to(z.dtype).float()
-        normed = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + eps)
-        return (self.norm * normed.to(z.dtype) * F.silu(z.float())).to(z.dtype)
+        return gated_norm(out, z, self.norm, eps)

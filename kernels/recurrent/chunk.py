@@ -48,6 +48,8 @@ def delta_chunk(
     """
     batch, count, heads, dk = k.shape
     group, dv, whole = v.shape[2] // heads, v.shape[3], count - keep
+    # torch's convolution leaves channel after channel
+    q, k, v = (t if t.stride()[2:] == (t.shape[3], 1) else t.contiguous() for t in (q, k, v))
     out = torch.empty(batch, count, heads * group, dv, dtype=torch.float32, device=v.device)
     keys = out.new_empty(batch, heads, keep, dk)
     deltas = out.new_empty(batch, heads * group, keep, dv)
@@ -56,8 +58,8 @@ def delta_chunk(
     for first in range(0, max(whole, 1), step):
         ended = whole - first <= step
         part = slice(first, count if ended else first + step)
-        tokens = [t[:, part] for t in (q, k, v, g, beta)]
-        state = _segment(*tokens, state, out[:, part], keys, deltas, keep if ended else 0, eps)
+        given = q[:, part], k[:, part], v[:, part], g[:, part], beta[:, part], state
+        state = _segment(*given, out[:, part], keys, deltas, keep if ended else 0, eps)
     return out, state, keys, deltas, g[:, whole:].transpose(1, 2).contiguous()
 
 
@@ -173,10 +175,12 @@ def passed_on(across, within, PIECES: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def product(a, b, PRECISION: tl.constexpr):
-    """Multiply a, as it is stored, by b float32. What 16 bits hold is one part of TF32."""
+    """Multiply a, as it is stored, by b float32. What 16 bits hold is one part of TF32; b's first
+    part is its nearest, so that all but the last bit of the rest fits into the second.
+    """
     if PRECISION == "ieee" or a.dtype == tl.float32:
         return tl.dot(a.to(tl.float32), b, input_precision=PRECISION)
-    high = (b.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    high = ((b.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
     wide = a.to(tl.float32)
     low = tl.dot(wide, b - high, input_precision="tf32")
     return tl.dot(wide, high, low, input_precision="tf32")

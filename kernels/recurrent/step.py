@@ -40,7 +40,8 @@ class NetWeights(NamedTuple):
 
 class Held(NamedTuple):
     """What one layer holds of B sequences, as kernels/recurrent/conv.py and delta.py have it: S
-    float32 [B, Hv, dk, dv], the ring of inputs [B, T, C], the tail.
+    float32 [B, Hv, dk, dv], the convolution's newest inputs [B, T, C] in the model's dtype, and the
+    tail. Position p lies in row p % T.
     """
 
     state: torch.Tensor
@@ -125,7 +126,8 @@ def taps_of(conv, c, inside, TAPS: tl.constexpr):
     """Load the convolution's weights of channels c, each tap's a vector."""
     taps = ()
     for tap in tl.static_range(TAPS):
-        taps = taps + (tl.load(conv + c * TAPS + tap, mask=inside, other=0.0).to(tl.float32),)
+        one = tl.load(conv + c * TAPS + tap, mask=inside, other=0.0).to(tl.float32)
+        taps = taps + (one,)  # type: ignore[assignment]
     return taps
 
 
@@ -215,8 +217,7 @@ def net_step_kernel(
 ):
     """Run the tokens of a step through one value head: grid (value heads, sequences).
 
-    S, the tail's rows and weights are loaded before the kernel waits: the kernel in front of it
-    writes none of them.
+    S and the weights are loaded before the kernel waits: no kernel of a step writes them.
     """
     kind = out.dtype.element_ty
     head, b, heads = tl.program_id(0), tl.program_id(1).to(tl.int64), key_heads * group

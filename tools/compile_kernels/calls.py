@@ -23,6 +23,8 @@ from kernels.prefill.tiled import attend_tiles
 from kernels.quant.gemm import multiply_tiles
 from kernels.quant.gemv import multiply_few_bits
 from kernels.quant.words import Words, row_words
+from kernels.recurrent.delta import Tail, gated_delta_chunk
+from kernels.recurrent.step import Held, NetWeights, net_step
 from kernels.rows.forms import DTYPES, row_widths
 from kernels.select.column_scores import column_scores
 from kernels.select.topk import select_topk
@@ -172,6 +174,8 @@ def call_step(case: Case) -> None:
             up = experts(case, count, 2 * inner, width, bias)
             down = experts(case, count, width, inner, bias)
             mix_experts(own, router, (up, down), best, bias, clamp, own, sigmoid)
+    elif case.launcher == "net":
+        call_net(case)
     elif case.launcher == "tiles":
         chunk = meta(512 if queries == 1 else queries, hidden, dtype=dtype)
         multiply_tiles(chunk, words(case.packed or "int4", hidden, hidden))
@@ -186,6 +190,29 @@ def call_step(case: Case) -> None:
             at = meta(1, queries, dtype=torch.int64)
             rotate_store(qkv, angle, angle, k, v, ring, at, twice)
         rotate_rows(qkv, angle, angle, heads + 8)
+
+
+def call_net(case: Case) -> None:
+    """Run a gated delta net's step, and its prompt of some chunks, at the sizes of Qwen3.5: what is
+    projected is q, k, v and z of a token in one row.
+    """
+    dtype, floats, dim = getattr(torch, case.dtype), torch.float32, case.head_dim
+    keys, heads, rows, queries = 16, 16 * case.group, 32, case.queries
+    channels = 2 * keys * dim + heads * dim
+    sizes = (channels, 4), (heads,), (heads,), (dim,)
+    weights = NetWeights(*(meta(*size, dtype=dtype) for size in sizes))
+    ring = (1, keys, rows, dim), (1, heads, rows, dim), (1, heads, rows)
+    state, inputs = meta(1, heads, dim, dim, dtype=floats), meta(1, rows, channels, dtype=dtype)
+    held = Held(state, inputs, Tail(*(meta(*size, dtype=floats) for size in ring)))
+    row = meta(1, queries, channels + heads * dim, dtype=dtype)
+    rates, one = meta(1, queries, 2 * heads, dtype=dtype), meta(1, dtype=torch.int64)
+    positions = meta(1, queries, dtype=torch.int64)
+    net_step(row, rates, weights, held, one, positions, 1e-6, "triton")
+    convolved = meta(1, 1024, channels, dtype=dtype)
+    q, k, v = convolved.split([keys * dim, keys * dim, heads * dim], -1)
+    g = meta(1, 1024, heads, dtype=floats)
+    q, k, v = (t.unflatten(-1, (-1, dim)) for t in (q, k, v))
+    gated_delta_chunk(q, k, v, g, g, state, 8, "triton")
 
 
 def call_host(launcher: str) -> None:

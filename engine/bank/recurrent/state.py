@@ -11,31 +11,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
 from engine.bank.recurrent.savepoints import Snapshot
 from engine.base.interrupts import complete
-from engine.model.recurrent import Mixed, Mixer, Recurrent
+from engine.model.recurrent import DeltaNet, Mixed, Mixer, Recurrent
 from kernels.recurrent.conv import conv_chunk, conv_step
 from kernels.recurrent.delta import Tail, folded
+from kernels.recurrent.step import Held, net_step
 
 KEPT = 8  # newest tokens whose rows stay apart from S, so that they can be taken back
 FOLD = 13  # tokens whose rows go into S together: a step reads S, and only every 13th writes it
 MOST = 8  # tokens of one step
 # rows of a ring: the tokens apart from S, those of a step, and inputs of a convolution of 4
 ROWS = 32
-
-
-class LayerState(NamedTuple):
-    """What one layer holds: S float32 [B, Hv, dk, dv], the convolution's newest inputs [B, ROWS, C]
-    in the model's dtype, and the tail. Position p lies in row p % ROWS.
-    """
-
-    state: torch.Tensor
-    inputs: torch.Tensor
-    tail: Tail
 
 
 @dataclass(frozen=True)
@@ -90,10 +80,10 @@ class RecurrentState:
         held = (self._states, self._inputs, *self._tails, self._base)
         return sum(t.nbytes for t in held)
 
-    def of(self, layer: int) -> LayerState:
+    def of(self, layer: int) -> Held:
         """What a layer holds: views."""
         i = self._number[layer]
-        return LayerState(self._states[i], self._inputs[i], Tail(*(t[i] for t in self._tails)))
+        return Held(self._states[i], self._inputs[i], Tail(*(t[i] for t in self._tails)))
 
     # ---------------------------------------------------------------- tokens through a layer
 
@@ -108,6 +98,22 @@ class RecurrentState:
         convolved = conv_step(mixed.qkv, held.inputs, positions, *weights)
         where = held.state, held.tail, self._base, positions
         return net.step(convolved, mixed, *where, backend)
+
+    def whole_step(
+        self,
+        layer: int,
+        net: DeltaNet,
+        projected: torch.Tensor,
+        rates: torch.Tensor,
+        positions: torch.Tensor,
+        eps: float,
+        backend: str,
+    ) -> torch.Tensor:
+        """Run a step's tokens from their products to the gated norm, as `net_step` of
+        kernels/recurrent/step.py: [B, Q, Hv, dv]. Their rows are written; `commit` takes them.
+        """
+        where = self._base, positions
+        return net_step(projected, rates, net.weights, self.of(layer), *where, eps, backend)
 
     def chunk(
         self, layer: int, net: Mixer, mixed: Mixed, start: int, keep: bool, backend: str

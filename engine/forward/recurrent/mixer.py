@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
 from engine.bank.base import Step
 from engine.bank.recurrent.state import RecurrentState
 from engine.forward.layer import LayerForm, one_by_one, split_rows
 from engine.model.config.config import ModelConfig
-from engine.model.llama import Llama, pre_recurrence
-from engine.model.recurrent import Mixed
+from engine.model.llama import Layer, Llama, pre_recurrence, rms_norm
+from engine.model.recurrent import DeltaNet, Mixed
+from kernels.launch.dispatch import choose_for
 
 
 def recur_step(
@@ -28,6 +30,8 @@ def recur_step(
     model = form.model
     layer, eps = model.layers[number], model.config.rms_norm_eps
     assert layer.mixer is not None
+    if isinstance(layer.mixer, DeltaNet) and _on_triton(layer.mixer, form.backend):
+        return _whole_step(layer, layer.mixer, number, x, steps, eps, form.backend)
     # the reference gives a token the same bits however many others go with it
     first = one_by_one(pre_recurrence) if form.backend == "reference" else pre_recurrence
     mixed = Mixed(*first(layer, x, eps))
@@ -39,6 +43,34 @@ def recur_step(
         out.append(state.step(*given, form.backend))
     joined = out[0] if len(out) == 1 else torch.cat(out, dim=1)
     return layer.mixer.gated(joined, mixed.z, eps)
+
+
+def _on_triton(net: DeltaNet, backend: str) -> bool:
+    return choose_for(net.backend(backend), net.conv.device) == "triton"
+
+
+def _whole_step(
+    layer: Layer,
+    net: DeltaNet,
+    number: int,
+    x: torch.Tensor,
+    steps: Sequence[Step],
+    eps: float,
+    backend: str,
+) -> torch.Tensor:
+    """`recur_step` of a gated delta net on our own kernels: between its products each sequence has
+    one launch.
+    """
+    assert layer.input_norm is not None
+    x = rms_norm(x, layer.input_norm, eps, layer.block)
+    products = layer.qkv(x), F.linear(x, net.rates)
+    out = []
+    for step, (projected, rates) in zip(steps, split_rows(steps, *products)):
+        state = step.bank.recurrent
+        assert state is not None, "a bank without the state of recurrent layers"
+        given = number, net, projected, rates, step.positions, eps
+        out.append(state.whole_step(*given, backend))
+    return out[0] if len(out) == 1 else torch.cat(out, dim=1)
 
 
 def beside(config: ModelConfig, attended: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.recurrent.conv import conv_chunk
 from kernels.recurrent.delta import Tail, gated_delta_chunk
 from kernels.recurrent.step import Held, NetWeights, net_step
 from tests.kernels.support.kernel_checks import assert_close
