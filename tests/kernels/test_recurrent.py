@@ -5,24 +5,24 @@ gates that overflow, a chunk's system solved in a form that cancels, a last chun
 that count.
 """
 
-import warnings
-from unittest import mock
-
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
-import engine.forward.self_test
 from engine import Full
-from engine.forward.self_test import step_layer
+from engine.bank.recurrent.state import RecurrentState
+from engine.forward.recurrent.self_test import delta_nets, recurrence_failure
+from engine.model.llama import pre_recurrence, rms_norm
 from kernels.recurrent import step
-from tests.builders import hybrid_config, random_ids, tiny_llm
+from tests.builders import hybrid_config, tiny_llm
 from tests.kernels.support.recurrent_checks import (
     HOSTILE,
     Shape,
     check_chunk,
     check_rows_alone,
     check_step,
+    normal,
 )
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
@@ -127,44 +127,47 @@ def test_a_prompt_longer_than_a_segment(monkeypatch):
 
 
 @pytest.fixture
-def hybrid():
-    """A small Qwen3.5 on our own kernels, and the answers of the reference."""
-
-    def made(**settings):
-        config = hybrid_config(4, max_positions=256)
-        return tiny_llm(Full(), config, max_context=256, chunk=64, **settings)
-
-    return made
+def llm():
+    return tiny_llm(Full(), hybrid_config(4, max_positions=256), max_context=256, chunk=64)
 
 
-def answers(llm):
-    with llm.session() as session:
-        found = [session.prefill(random_ids(75))]
-        found += [session.decode(token) for token in (3, 4, 5)]
-        session.truncate(74)
-        return torch.stack([*found, session.decode(9)])
+def through(model, backend):
+    """A prompt of two chunks and three steps through the first layer's state: all that it adds."""
+    layer, eps = model.layers[0], model.config.rms_norm_eps
+    state = RecurrentState(model.config.recurrent, model.dtype, "cpu")
+    x, at, found = normal(1, 1, 75, model.config.hidden_size), 0, []
+    for width in (64, 6, 1, 3, 1):
+        part, first, at = x[:, at : at + width], at, at + width
+        if width >= 6:
+            mixed = pre_recurrence(layer, part, eps)
+            out = state.chunk(0, layer.mixer, mixed, first, True, backend)
+            found.append(layer.mixer.gated(out, mixed.z, eps))
+        else:
+            normed = rms_norm(part, layer.input_norm, eps, layer.block)
+            products = layer.qkv(normed), F.linear(normed, layer.mixer.rates)
+            positions = torch.arange(first, at)[None]
+            found.append(state.whole_step(0, layer.mixer, *products, positions, eps, backend))
+        state.commit(at)
+    return torch.cat(found, 1)
 
 
-def test_a_session_is_the_references(hybrid):
-    """Prompts of several chunks, steps, and one after going back."""
-    with mock.patch.object(step, "net_step_triton", wraps=step.net_step_triton) as ran:
-        found = answers(hybrid(backend="triton"))
-    assert ran.call_count
-    torch.testing.assert_close(found, answers(hybrid(backend="reference")), rtol=1e-4, atol=1e-4)
+def test_a_layer_is_the_references(llm):
+    model = llm.load().model
+    with torch.inference_mode():
+        found, wanted = (through(model, backend) for backend in ("triton", "reference"))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
 
 
-def test_kernels_that_lie_leave_torchs_operators(hybrid, monkeypatch):
-    """As on a GPU: the self-test's finding is said once, and answers stay right."""
-    llm = hybrid(backend="triton")
-    monkeypatch.setattr(engine.forward.self_test, "is_tested", lambda device: True)
-    sizes = llm.load().model, llm.rotary, llm.load().pieces
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        step_layer(*sizes, "plain", "triton")
-    assert not any(layer.mixer and layer.mixer.refused for layer in llm.model.layers)
-    real = step.net_step_triton
-    monkeypatch.setattr(step, "net_step_triton", lambda *given: real(*given) * 1.5)
-    with pytest.warns(UserWarning, match="recurrent layers run on torch's operators: a step's"):
-        step_layer(*sizes, "plain", "triton")
-    wanted = answers(hybrid(backend="reference"))
-    torch.testing.assert_close(answers(llm), wanted, rtol=1e-4, atol=1e-4)
+def test_the_self_test_finds_a_kernel_that_lies(llm, monkeypatch):
+    """Torch's operators run then: a lie in the kernel is in no answer."""
+    model = llm.load().model
+    net, eps = delta_nets(model)[0], model.config.rms_norm_eps
+    assert len(delta_nets(model)) == 3
+    with torch.inference_mode():
+        assert recurrence_failure(net, eps) == ""
+        real = step.net_step_triton
+        monkeypatch.setattr(step, "net_step_triton", lambda *given: real(*given) * 1.5)
+        assert recurrence_failure(net, eps).startswith("a step's output differs by")
+        assert net.backend("triton") == "triton"
+        net.refuse()
+        assert (net.backend("triton"), net.backend("reference")) == ("cpu", "reference")
