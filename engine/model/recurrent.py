@@ -8,7 +8,7 @@ changes a state of constant size, and what it reads is normed and gated by z.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -149,7 +149,8 @@ class DeltaNet:
     bias: torch.Tensor  # [Hv], dt_bias
     norm: torch.Tensor  # [dv]
     conv_bias: torch.Tensor | None = None
-    refused: bool = False  # a self-test refused the Triton kernels of this recurrence
+    # a self-test refused the Triton kernels of this recurrence
+    refused: bool = field(default=False, init=False)
 
     @property
     def tensors(self) -> list[torch.Tensor]:

@@ -52,10 +52,11 @@ def _results(net: DeltaNet, eps: float, backend: str) -> list[tuple[str, torch.T
     base = torch.full((1,), 3, dtype=torch.int64, device=device)
     found: list[tuple[str, torch.Tensor]] = []
     for count in COUNTS:
-        given = made(1, count, sizes.channels + sizes.value_size), made(1, count, 2 * heads)
+        projected = made(1, count, sizes.channels + sizes.value_size).to(dtype)
+        rates = made(1, count, 2 * heads).to(dtype)
         positions = torch.arange(8, 8 + count, device=device)[None]
         where = net.weights, held, base, positions, eps, backend
-        out = net_step(*(t.to(dtype) for t in given), *where)
+        out = net_step(projected, rates, *where)
         found += [("a step's output", out), ("a step's delta", tail.deltas[:, :, 8 : 8 + count])]
         found += [("a step's inputs", held.inputs[:, 8 : 8 + count])]
     q, k, v = net.heads(made(1, PROMPT, sizes.channels).to(dtype))
