@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.launch.shapes import power_of_two
+from kernels.launch.shapes import card, power_of_two
 from kernels.launch.triton import tl, triton
 
 CHUNK = 64
@@ -53,13 +53,14 @@ def delta_chunk(
     out = torch.empty(batch, count, heads * group, dv, dtype=torch.float32, device=v.device)
     keys = out.new_empty(batch, heads, keep, dk)
     deltas = out.new_empty(batch, heads * group, keep, dv)
-    step = CHUNK * SEGMENT
+    chunk = chunk_for(k.device)
+    step = chunk * SEGMENT
     # the tokens that are kept go with the last whole ones
     for first in range(0, max(whole, 1), step):
         ended = whole - first <= step
         part = slice(first, count if ended else first + step)
         given = q[:, part], k[:, part], v[:, part], g[:, part], beta[:, part], state
-        state = _segment(*given, out[:, part], keys, deltas, keep if ended else 0, eps)
+        state = _segment(*given, out[:, part], keys, deltas, keep if ended else 0, eps, chunk)
     return out, state, keys, deltas, g[:, whole:].transpose(1, 2).contiguous()
 
 
@@ -75,18 +76,21 @@ def _segment(
     deltas: torch.Tensor,
     keep: int,
     eps: float,
+    chunk: int,
 ) -> torch.Tensor:
-    """Run some chunks: S after all tokens but `keep`, whose keys and deltas are written."""
+    """Run some chunks of `chunk` tokens: S after all tokens but `keep`, whose keys and deltas are
+    written.
+    """
     batch, count, heads, dk = k.shape
     group, dv, whole = v.shape[2] // heads, v.shape[3], count - keep
-    wholes = -(-whole // CHUNK)
-    chunks = wholes + -(-keep // CHUNK)
+    wholes = -(-whole // chunk)
+    chunks = wholes + -(-keep // chunk)
     g, beta, state = g.contiguous(), beta.contiguous(), state.contiguous()
     after = torch.empty_like(state) if whole else state.clone()
-    solved, asked = out.new_empty(2, batch, heads * group, chunks, CHUNK, CHUNK)
-    factors = out.new_empty(batch, heads * group, chunks, 4, CHUNK)
+    solved, asked = out.new_empty(2, batch, heads * group, chunks, chunk, chunk)
+    factors = out.new_empty(batch, heads * group, chunks, 4, chunk)
     sizes = whole, count, wholes, heads, group, *k.stride()[:2], *q.stride()[:2]
-    shape = dict(dk=dk, CHUNK=CHUNK, PRECISION=_precision(), num_stages=1)
+    shape = dict(dk=dk, CHUNK=chunk, PRECISION=_precision(), num_stages=1)
     solve_kernel[(chunks, heads * group, batch)](
         q, k, g, beta, solved, asked, factors, keys, *sizes, keep, eps, dk,
         **shape, PART=PART, PIECE=PIECE, num_warps=8,
@@ -98,6 +102,14 @@ def _segment(
         **shape, HALF=min(HALF, max(16, power_of_two(dk))), dv=dv, COLUMNS=columns, num_warps=4,
     )  # fmt: skip
     return after
+
+
+def chunk_for(device: torch.device) -> int:
+    """Tokens of a chunk on a card: half of CHUNK on capability 12, where `delta_chunk_kernel` takes
+    all 255 registers for 64 and spills 24 bytes.
+    """
+    found = card(device)
+    return CHUNK // 2 if found is not None and found.capability[0] == 12 else CHUNK
 
 
 def _precision() -> str:
@@ -273,10 +285,10 @@ def solve_kernel(
     )
     among *= decays * (unit * rate)[:, None]
     among = tl.where(before, among, 0.0)
-    tl.store(
-        solved + of_chunk * CHUNK * CHUNK + place,
-        inverted(among, CHUNK, PIECE, PRECISION) * rate[None, :],
-    )
+    inverse = inverted(among, CHUNK, PIECE, PRECISION)
+    # read anew: held through the inversion, it takes registers that sm_80 has not
+    rate = tl.load(beta + of_first + i * (heads * group), mask=live, other=0.0)
+    tl.store(solved + of_chunk * CHUNK * CHUNK + place, inverse * rate[None, :])
 
 
 @triton.jit(do_not_specialize=["whole", "count", "wholes", "heads", "group", "chunks", "keep"])
@@ -353,8 +365,9 @@ def delta_chunk_kernel(
         found = in_halves(asked + system, delta, found, PRECISION, CHUNK, COLUMNS)
         at = out + n * out_row + y[None, :]
         tl.store(at, found, mask=inside)
-        at = deltas + (of_head * keep + n - whole) * dv + y[None, :]
-        tl.store(at, delta, mask=inside & (c >= wholes))
+        if c >= wholes:
+            at = deltas + (of_head * keep + n - whole) * dv + y[None, :]
+            tl.store(at, delta, mask=inside)
         late = delta * tl.load(factor + 2 * CHUNK + i)[:, None]
         shrink = tl.load(factor + 3 * CHUNK)
         tile = rows_of(k, k_row, first, live, dk, HALF, CHUNK)
@@ -363,5 +376,9 @@ def delta_chunk_kernel(
             tile = rows_of(k + HALF, k_row, first, live, dk - HALF, HALF, CHUNK)
             s2 = s2 * shrink + product(tl.trans(tile), late, PRECISION)
         if c + 1 == wholes:
-            tl.store(after + of_s, s, mask=both)
-            tl.store(after + of_s + HALF * dv, s2, mask=more)
+            # 0 here, which the compiler does not see: places that are kept through the loop take
+            # registers that sm_120 has not
+            row = x + (c - wholes + 1)
+            end = after + (row[:, None] * dv + y[None, :])
+            tl.store(end, s, mask=(row < dk)[:, None] & in_v[None, :])
+            tl.store(end + HALF * dv, s2, mask=(row < dk - HALF)[:, None] & in_v[None, :])

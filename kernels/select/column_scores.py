@@ -13,7 +13,7 @@ import torch
 from kernels.launch.dispatch import choose
 from kernels.launch.isa import multiplies
 from kernels.launch.on_device import on_device
-from kernels.launch.shapes import Config, card, power_of_two
+from kernels.launch.shapes import Card, Config, card, power_of_two
 from kernels.launch.softmax import PLAIN, Softmax, capped
 from kernels.launch.triton import tl, triton
 from kernels.rows.forms import is_packed, key_floats, stored_queries, unpack_keys
@@ -197,17 +197,20 @@ def column_kernel(
 
 
 # heads of 256: told so, ptxas takes 153 to 224; left alone it aims at 128 on sm_89 and spills, and
-# so does triton 3.6.0's of packed rows (head_dim 64, group 8; head_dim 128 of int4 on sm_120)
+# so it does of packed rows (triton 3.6.0 on sm_89 and sm_120, both on sm_110: up to 72 bytes)
 WIDE_REGISTERS = 224
 
 
-def column_config(head_dim: int, itemsize: int, rows: torch.dtype | None = None) -> Config:
+def column_config(
+    head_dim: int, itemsize: int, rows: torch.dtype | None = None, found: Card | None = None
+) -> Config:
     """Choose 64 queries x 128 rows in 16 bits under 8 warps.
 
     Two score tiles (best and new) take 64 registers; with 128 queries sm_80 and sm_89 spill up to
     200 bytes. Tiles are smaller in float32, where products take registers, and of packed rows, of
     which 128 spill on sm_89 and sm_100, and 64 of 6 bits on sm_89. At group 4 a product of 2.1
-    MFLOP reads 24 KB. rows: the dtype of K where it is packed.
+    MFLOP reads 24 KB. rows: the dtype of K where it is packed; found: the card, if there is one, of
+    which those of capability 12 spill 8 bytes of 128 rows.
     """
     dim = max(16, power_of_two(head_dim))
     if itemsize == 4 or dim > 128:
@@ -215,7 +218,8 @@ def column_config(head_dim: int, itemsize: int, rows: torch.dtype | None = None)
         # heads of 256 under 4 warps and a cap: 80 bytes of spills on sm_100
         warps = 4 if itemsize == 4 else 8
         return Config(side, side, dim, warps=warps, stages=2, queries=side)
-    block = 128 if rows is None else 32 if rows == torch.uint8 else 64
+    whole = 64 if found is not None and found.capability[0] == 12 else 128
+    block = whole if rows is None else 32 if rows == torch.uint8 else 64
     return Config(block, 64, dim, warps=8, stages=2, queries=64)
 
 
@@ -237,7 +241,9 @@ def column_scores_triton(
     """
     batch, _, heads, head_dim = q.shape
     kv_heads = k.shape[1]
-    config = column_config(head_dim, q.element_size(), k.dtype if is_packed(k) else None)
+    config = column_config(
+        head_dim, q.element_size(), k.dtype if is_packed(k) else None, card(q.device)
+    )
     q = stored_queries(q, k)
     table = on_device(
         [(first - start, last - start, stop) for first, last, stop in blocks], torch.int32, q.device
@@ -272,9 +278,10 @@ def column_scores_triton(
 
 def _told(k: torch.Tensor) -> bool:
     """Tell whether ptxas is told how many registers packed rows of K [B, Hkv, T, bytes] may take:
-    rows of 8 bits on capability 8, all of them on 12.
+    rows of 8 bits on capability 8, all of them on 11 and 12.
     """
     found = card(k.device)
     if found is None or not is_packed(k):
         return False
-    return found.capability[0] == 12 or (found.capability[0] == 8 and k.dtype != torch.uint8)
+    major = found.capability[0]
+    return major >= 11 or (major == 8 and k.dtype != torch.uint8)

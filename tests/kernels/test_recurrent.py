@@ -14,7 +14,9 @@ from engine import Full
 from engine.bank.recurrent.state import RecurrentState
 from engine.forward.recurrent.self_test import delta_nets, recurrence_failure
 from engine.model.llama import pre_recurrence, rms_norm
+from kernels.launch.shapes import Card, imagined
 from kernels.recurrent import step
+from kernels.recurrent.chunk import chunk_for
 from tests.builders import hybrid_config, tiny_llm
 from tests.kernels.support.recurrent_checks import (
     HOSTILE,
@@ -124,6 +126,13 @@ def test_a_prompt_longer_than_a_segment(monkeypatch):
     monkeypatch.setattr("kernels.recurrent.chunk.SEGMENT", 1)
     for count, keep in ((64, 0), (72, 8), (129, 1), (200, 66)):
         check_chunk("cpu", Shape(1, 2, 16, 16), F32, "plain", count, keep, batch=1)
+
+
+def test_shorter_chunks_of_cards_with_fewer_registers_to_spare():
+    with imagined(Card((12, 0))):
+        assert chunk_for(torch.device("cpu")) == 32
+        for count, keep in ((1, 0), (31, 8), (32, 0), (33, 33), (97, 8)):
+            check_chunk("cpu", Shape(1, 2, 128, 16), BF16, "plain", count, keep, batch=1)
 
 
 @pytest.fixture
