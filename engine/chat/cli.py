@@ -26,7 +26,7 @@ from engine.base.errors import (
     SettingError,
     UsageError,
 )
-from engine.base.figures import first_line
+from engine.base.figures import count, first_line
 from engine.base.version import VERSION
 from engine.chat.evidence import watch_of
 from engine.chat.flags import parser, require_sense
@@ -87,12 +87,12 @@ def open_model(args: argparse.Namespace, display: Display) -> LLM:
 
 def converse(args: argparse.Namespace, llm: LLM, params: SamplingParams, display: Display) -> int:
     """Answer once or talk; return the exit code."""
-    once = bool(args.prompt is not None or args.file) and not args.interactive
+    once = bool(args.prompt is not None or "-" in args.file) and not args.interactive
     documents = read_documents(args.file, longest_document(llm.max_context), display.line)
     if len(documents) > 1 and args.prompt is None and once:
         raise UsageError(
-            f"-f: found {len(documents)} documents and no question, expected -p TEXT, or -i to "
-            "stay in the chat"
+            f"-f: found {len(documents)} documents, standard input (-) among them, and no "
+            "question, expected -p TEXT"
         )
     introduce(llm.planner, display)
     if llm.device.type == "cpu" and to_compile():
@@ -134,13 +134,22 @@ def _talk(args: argparse.Namespace, chat: Chat, documents: list[Given], once: bo
     for given in documents:
         if given.note:
             chat.display.line(f"{given.name}: {given.note}")
-        if args.prompt is None and once:  # it is the message
+        if args.prompt is None and once:  # -f -: no line is left to ask with
             return INTERRUPTED if chat.ask(given.text) == "interrupted" else 0
         if not chat.read(given.text, given.name, titled=len(documents) > 1) and once:
             return INTERRUPTED
     if args.prompt is not None and chat.ask(args.prompt) == "interrupted" and once:
         return INTERRUPTED
-    return 0 if once else answer_lines(chat)
+    if once:
+        return 0
+    person = sys.stdin is not None and sys.stdin.isatty()
+    if documents and args.prompt is None and person:
+        read = count(len(documents), "document")
+        chat.display.note(f"{read} read, now ask; /sources shows which passages an answer read")
+    code = answer_lines(chat)
+    if documents and not (code or person or chat.last):
+        chat.display.line("no question came on standard input: ask one with -p TEXT")
+    return code
 
 
 def welcome(chat: Chat, display: Display, once: bool) -> None:

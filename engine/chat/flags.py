@@ -12,13 +12,16 @@ from engine.cli.model_flags import fits_flag, gigabytes, model_flags
 from engine.cli.parser import Parser
 
 MAX_TOKENS = 1024  # default bound of an answer in the chat; the library's 64 is for programs
-EPILOG = """With -p or -f the program answers once and ends (-i stays in the chat). With both, it
-reads the document first and then asks the question.
+EPILOG = """With -p the program answers once and ends (-i stays in the chat), with -f it reads the
+document first. With -f alone the chat opens behind the document: you type the questions, or a pipe
+brings one a line. -f - alone answers standard input itself, as one message.
 
 examples:
   python -m engine.chat                             the shipped model and its document
   python -m engine.chat --model NAME --ctx 128K --plan
+  python -m engine.chat --model NAME -f book.txt
   python -m engine.chat --model NAME -f book.txt -p "Who is the narrator?"
+  python -m engine.chat --model NAME -f book.txt < questions.txt
   python -m engine.chat --model NAME -f may.pdf -f june.pdf -p "What has changed?"
   python -m engine.chat --model NAME --method quest --set page=32 --tokens 512
 
@@ -87,7 +90,7 @@ def _prompt_flags(add: Callable) -> None:
     )
     add("--cache", metavar="DIR", help="keep what was read in this folder, for any method")
     add("--cache-limit", type=gigabytes, metavar="GB", help="at most this much (default 50)")
-    add("-i", "--interactive", action="store_true", help="stay in the chat after -p or -f")
+    add("-i", "--interactive", action="store_true", help="stay in the chat after -p")
 
 
 def _sampling_flags(add: Callable) -> None:

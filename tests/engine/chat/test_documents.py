@@ -5,6 +5,7 @@ said to be of another file.
 """
 
 import gzip
+import io
 import json
 
 import pytest
@@ -76,13 +77,53 @@ def test_a_document_given_twice_is_read_once_and_of_one_name_two_are_told_apart(
     assert f"{given[2]}: given twice, read once" in capsys.readouterr().err
 
 
-def test_several_documents_alone_are_no_message(fake, capsys, tmp_path):
-    """One document without a question is the message itself; of several none is."""
-    fake("Lily.")
+def test_documents_alone_are_read_and_each_piped_line_is_a_question(
+    fake, monkeypatch, capsys, tmp_path
+):
+    llm = fake("Lily.", "A goat.")
+    (tmp_path / "a.txt").write_text("Lily had a goat.")
+    flags = ["-f", str(tmp_path / "a.txt")]
+    code, out, err = chat(llm, monkeypatch, capsys, "Who?", "What had she?", flags=flags)
+    assert (code, out) == (0, "Lily.\nA goat.\n") and "no question" not in err
+    spelled = held(llm)
+    assert "Lily had a goat.\n\nWho?<|end|>" in spelled and "What had she?<|end|>" in spelled
+    assert "/help" not in err and "now ask" not in err
+
+
+def test_documents_without_any_question_say_that_none_came(fake, monkeypatch, capsys, tmp_path):
+    llm = fake("Lily.")
+    flags = []
     for name in "ab":
         (tmp_path / name).write_text("Lily ran.")
-    assert main(["--model", "x", "-f", str(tmp_path / "a"), "-f", str(tmp_path / "b")]) == 2
-    assert "-f: found 2 documents and no question, expected -p" in capsys.readouterr().err
+        flags += ["-f", str(tmp_path / name)]
+    code, out, err = chat(llm, monkeypatch, capsys, flags=flags)
+    assert (code, out) == (0, "") and "no question came on standard input: ask one with -p" in err
+
+
+def test_on_a_terminal_a_document_alone_opens_the_chat(fake, monkeypatch, capsys, tmp_path):
+    class Person(io.StringIO):
+        def isatty(self):
+            return True
+
+    llm = fake("Lily.")
+    (tmp_path / "a.txt").write_text("Lily ran.")
+    monkeypatch.setattr("sys.stdin", Person("Who?\n"))
+    assert main(["--model", "x", "-f", str(tmp_path / "a.txt")]) == 0
+    out, err = capsys.readouterr()
+    assert out == "Lily.\n" and "Lily ran.\n\nWho?<|end|>" in held(llm)
+    assert "1 document read, now ask" in err and "no question came" not in err
+
+
+def test_standard_input_beside_a_document_leaves_nothing_to_ask_with(
+    fake, monkeypatch, capsys, tmp_path
+):
+    fake("Lily.")
+    (tmp_path / "a.txt").write_text("Lily ran.")
+    piped = io.TextIOWrapper(io.BytesIO(b"Lily sat."))
+    monkeypatch.setattr("sys.stdin", piped)
+    assert main(["--model", "x", "-f", str(tmp_path / "a.txt"), "-f", "-"]) == 2
+    said = "-f: found 2 documents, standard input (-) among them, and no question, expected -p"
+    assert said in capsys.readouterr().err
 
 
 def test_read_takes_the_same_formats(fake, monkeypatch, capsys, tmp_path):
