@@ -124,7 +124,7 @@ def converse(args: argparse.Namespace, llm: LLM, params: SamplingParams, display
         if note := cache.note(llm.planner):
             display.line(note)
     with KeptSession(chat, Path(args.session) if args.session else None) as kept:
-        if args.model is None and not (once and documents) and not kept.resumed:
+        if args.model is None and not documents and not kept.resumed:
             welcome(chat, display, once)
         return _talk(args, chat, documents, once)
 

@@ -11,7 +11,7 @@ import json
 import pytest
 
 from engine.chat.cli import main
-from tests.engine.chat.typed_chat import chat
+from tests.engine.chat.typed_chat import chat, typed
 from tests.engine.text.papers_made import docx, epub, odt, paragraph, pdf
 
 HTML = (
@@ -177,3 +177,15 @@ def test_a_question_to_the_shipped_model_is_about_its_own_document(capsys):
     assert main(flags) == 0
     out, err = capsys.readouterr()
     assert "66160" in out and "this model's own, welcome.txt, is read" in err
+
+
+@pytest.mark.parametrize("more", [[], ["-i"]], ids=["alone", "stays"])
+def test_beside_a_given_document_the_shipped_models_own_is_not_read(
+    monkeypatch, capsys, tmp_path, more
+):
+    (tmp_path / "mine.txt").write_text("The pass key of Zoe is 11223. Remember it.")
+    typed(monkeypatch, "What is the pass key of Alice?")
+    assert main(["--threads", "1", "-n", "16", "-f", str(tmp_path / "mine.txt"), *more]) == 0
+    out, err = capsys.readouterr()
+    assert "66160" not in out and "welcome.txt" not in err and "a town's news" not in err
+    assert "mine.txt: " in err
