@@ -103,7 +103,7 @@ class Machine:
         dtype = str(options.resolved_dtype("bfloat16", device)).removeprefix("torch.")
         forms = {"weights": options.weights, "bank": options.bank}
         held = (f"{k} {dtype if v in ('auto', 'model', 'float') else v}" for k, v in forms.items())
-        text = f"{', '.join(held)}; {human(free.bytes)} {free.name}"
+        text = f"{', '.join(held)}; {free.name}"
         if not on_gpu:
             text = text.replace(" free RAM", " of free RAM")
         elif free.host_name.endswith("of this machine"):
@@ -112,7 +112,8 @@ class Machine:
                 f"(--fits {free.bytes / 1e9:g}+128 names another)"
             )
         else:
-            text += f", beside {human(free.host)} of host memory"
+            whose = "" if free.host_name.endswith("host memory") else " of host memory"
+            text += f", beside {free.host_name}{whose}"
         if options.max_context is not None:
             text += f"; for a context of {count(options.max_context)}"
         return cls(device, free, text)

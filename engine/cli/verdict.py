@@ -31,17 +31,17 @@ def plan_verdict(planner: Planner) -> tuple[bool, str]:
     """Return (whether the plan of one session fits, the line that says so)."""
     plan = planner.plan()
     need = _of_plan(plan)
-    allowed = f"the {human(plan.free * HEADROOM)} that may be used ({plan.free_name})"
+    allowed = f"the {human(plan.free * HEADROOM)} that may be used (of {plan.free_name})"
     if plan.fits:
         line = f"fits: {human(need.bytes)} of {allowed}"
         if plan.placement is not None and plan.device != "cpu":
             line += f", {human(plan.host_bytes)} of the {human(plan.host_free * HEADROOM)} of host "
-            line += "memory"
+            line += f"memory that may be used (of {plan.host_name})"
         return True, line
     over, host = need.bytes - plan.free * HEADROOM, plan.host_bytes - plan.host_free * HEADROOM
     short = [f"{human(over)} too much for {allowed}"] if over > 0 else []
     if plan.device != "cpu" and host > 0:
-        short.append(f"{human(host)} of host memory too much")
+        short.append(f"{human(host)} of host memory too much (of {plan.host_name})")
     found = []
     if ROUND <= plan.largest_context < plan.max_context:
         found.append(f"--ctx {plan.largest_context}")

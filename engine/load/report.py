@@ -27,16 +27,16 @@ class Plan:
 
     max_context, chunk: tokens; largest_context: most tokens that fit. dense_below: tokens of
     context below which every layer reads everything. items: device memory at max_context. free,
-    host_free: bytes found on the device and in host memory; free_name and host_name say what was
-    asked; shared: it is a GPU's and the host's at once. placement: what lives in host memory; None:
-    nothing. host_bytes: host tier of one session (on a CPU it is part of the total). full_bank:
-    bytes of K and V of all layers. budget: selected or retained tokens. kept: bytes of K and V that
-    an evicting method keeps after a prompt of max_context; 0 for other methods. outlook: what exact
-    mode promises at max_context. prompt_link_bytes, step_link_bytes: the most that reading
-    max_context tokens, and a step after them, brings from host memory. offload: what was asked:
-    "auto", "host" or "device". head_copy: bytes of a tied lm_head that is held a second time,
-    packed for products. kernels: why a CPU's steps run torch's operators; "" where they run our
-    kernels.
+    host_free: bytes found on the device and in host memory; free_name and host_name say what bounds
+    them, with a figure; shared: it is a GPU's and the host's at once. placement: what lives in host
+    memory; None: nothing. host_bytes: host tier of one session (on a CPU it is part of the total).
+    full_bank: bytes of K and V of all layers. budget: selected or retained tokens. kept: bytes of K
+    and V that an evicting method keeps after a prompt of max_context; 0 for other methods. outlook:
+    what exact mode promises at max_context. prompt_link_bytes, step_link_bytes: the most that
+    reading max_context tokens, and a step after them, brings from host memory. offload: what was
+    asked: "auto", "host" or "device". head_copy: bytes of a tied lm_head that is held a second
+    time, packed for products. kernels: why a CPU's steps run torch's operators; "" where they run
+    our kernels.
     """
 
     model: str
@@ -55,7 +55,7 @@ class Plan:
     placement: Placement | None = None
     host_bytes: int = 0
     host_free: int = 0
-    host_name: str = "free host memory"
+    host_name: str = "no host memory"
     shared: bool = False
     full_bank: int = 0
     budget: int = 0
@@ -110,10 +110,7 @@ class Plan:
         if self.placement is None:
             whose = ", whose memory is the host's" if self.shared else ""
             return f"everything on the device{whose}{self.unheeded and f'; {self.unheeded}'}"
-        line = (
-            f"{self.placement.describe()}; {human(self.host_bytes)} of {human(self.host_free)} "
-            f"{self.host_name}"
-        )
+        line = f"{self.placement.describe()}; {human(self.host_bytes)} of {self.host_name}"
         if self.shared:
             line += "; it is the device's memory too: offload=auto reads those rows in place"
         if getattr(self.method, "wait_layers", None) == 0 and self.placement.budget:
@@ -197,8 +194,7 @@ class Plan:
                 f"it the whole bank ({human(self.full_bank)}), which answers do not read"
             )
         lines += [
-            f"  {'total at peak':<{width}}  {human(self.total):>10}  "
-            f"of {human(self.free)} {self.free_name}",
+            f"  {'total at peak':<{width}}  {human(self.total):>10}  of {self.free_name}",
             f"placement {self.where}; mem {self.mem:.1%} (formula), {held}",
             f"largest context that fits here: {self.largest_context} tokens",
         ]
@@ -239,8 +235,8 @@ class Plan:
         if self.total <= self.free * HEADROOM:
             raise OutOfMemoryPlan(
                 f"{self.model} at {self.max_context} tokens needs {human(self.host_bytes)} of host "
-                f"memory for offloaded layers, but only {human(self.host_free * HEADROOM)} of the "
-                f"{human(self.host_free)} free may be used; remedies: "
+                f"memory for offloaded layers, but only {human(self.host_free * HEADROOM)} of "
+                f"{self.host_name} may be used; remedies: "
                 f"{flag}={self.largest_context}, then offload='device', then freeing memory"
             )
         part, size, _ = max(self.items, key=lambda item: item[1])
@@ -252,7 +248,7 @@ class Plan:
             )
         raise OutOfMemoryPlan(
             f"{self.model} at {self.max_context} tokens needs {human(self.total)} "
-            f"({part}: {human(size)}), but only {human(self.free * HEADROOM)} of the "
-            f"{human(self.free)} {self.free_name} may be used; remedies: {first}, "
+            f"({part}: {human(size)}), but only {human(self.free * HEADROOM)} of "
+            f"{self.free_name} may be used; remedies: {first}, "
             f"then a smaller dtype than {self.dtype}, then freeing memory"
         )

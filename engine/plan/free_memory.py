@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from engine.base.figures import human
+
 # Share of the free memory that a plan may use: a card filled to 98% is 5-20 times slower, without
 # an error.
 HEADROOM = 0.95
@@ -52,8 +54,9 @@ def shares_memory(device: torch.device) -> bool:
 
 
 class Free(NamedTuple):
-    """Free bytes of a device and of host memory, within budgets, each with the name of what was
-    asked. shared: the device is a GPU and both are the same bytes.
+    """Free bytes of a device and of host memory, within budgets, each with the words for what
+    bounds it and the figure that was found or given: "20.85 GB free RAM", "a budget of 64.00 GB".
+    shared: the device is a GPU and both are the same bytes.
     """
 
     bytes: int
@@ -75,7 +78,6 @@ def free_bytes(
     without the second its host memory is host_budget, or this machine's. idle_host: bytes of a
     GPU's host memory that are taken for sessions and that none of them uses.
     """
-    host_name = "free host memory"
     shared = imagined is None and shares_memory(device)
     if shared:
         # CUDA's own figure counts the page cache as used there
@@ -84,20 +86,28 @@ def free_bytes(
         free, name = available_bytes(device)
     else:
         free, name = imagined, "free on an imagined GPU"
-    if budget is not None:
-        free, name = min(free, int(budget / HEADROOM)), "allowed"
+    free, name = _within(budget, free, name)
+    host, host_name = free, "free host memory"
     if imagined_host is not None:
         host, host_name = imagined_host, "free imagined host memory"
-    else:
-        one = device.type == "cpu" or shared
-        host = free if one else available_bytes(torch.device("cpu"))[0] + idle_host
-        if imagined is not None and host_budget is None:
-            host_name = "free host memory of this machine"
-    if host_budget is not None:
-        allowed = int(host_budget / HEADROOM)
-        # a budget beside an imagined GPU is all that is known of its host
-        host = allowed if imagined is not None and imagined_host is None else min(host, allowed)
-    return Free(free, name, host, host_name, shared)
+    elif imagined is not None and host_budget is not None:
+        host = _budgeted(host_budget)  # all that is known of an imagined GPU's host
+    elif device.type != "cpu" and not shared:
+        host = available_bytes(torch.device("cpu"))[0] + idle_host
+        host_name += " of this machine" if imagined is not None else ""
+    return Free(free, name, *_within(host_budget, host, host_name), shared)
+
+
+def _budgeted(budget: int) -> int:
+    """Return the free bytes of which a plan may use just the budget."""
+    return int(budget / HEADROOM)
+
+
+def _within(budget: int | None, free: int, name: str) -> tuple[int, str]:
+    """Return (free bytes, the words for what bounds them)."""
+    if budget is not None and _budgeted(budget) <= free:
+        return _budgeted(budget), f"a budget of {human(budget)}"
+    return free, f"{human(free)} {name}"
 
 
 def _meminfo(path: Path = Path("/proc/meminfo")) -> int | None:

@@ -24,7 +24,8 @@ GB = 10**9
 
 
 def _without_gpu(heading: str, ram: int) -> tuple[str, Machine, Options]:
-    free = Free(ram * GB, "free RAM", ram * GB, "free RAM")
+    name = f"{human(ram * GB)} free RAM"
+    free = Free(ram * GB, name, ram * GB, name)
     return heading, Machine(torch.device("cpu"), free, heading), Options(device="cpu")
 
 

@@ -109,11 +109,13 @@ def test_what_the_table_says_in_few_bits_is_what_the_plan_says(offline, capsys):
 
 def test_a_context_and_a_budget_are_honoured(capsys):
     rows, heading, rest = listed(capsys, "--fits", "24", "--ctx", "100K", "--ram-budget", "1")
-    assert "102,400 tokens" in heading and "1.05 GB of host memory" in heading
+    assert "102,400 tokens" in heading and "beside a budget of 1.00 GB of host memory" in heading
     assert rows and set(rows.values()) == {102400}
     assert "shorter than 102,400 tokens: " in rest and "smollm2-135m" in rest
     less, heading, _ = listed(capsys, "--fits", "--device", "cpu", "--ram-budget", "3")
-    assert heading.startswith("weights bfloat16, bank bfloat16") and "3.16 GB" in heading
+    assert (
+        heading.startswith("weights bfloat16, bank bfloat16") and "a budget of 3.00 GB" in heading
+    )
     assert less.keys() < listed(capsys, "--fits", "--device", "cpu")[0].keys()
 
 
@@ -130,7 +132,11 @@ def test_a_card_has_host_memory_of_its_own(offline, capsys):
     assert main([*asked, "--fits", "80+40"]) == 0
     beside = capsys.readouterr().out.splitlines()
     assert "of 40.00 GB free imagined host memory" in "\n".join(beside)
-    assert beside[-1].startswith("fits: ")
+    assert "of the 38.00 GB of host memory that may be used (of 40.00 GB free im" in beside[-1]
+    assert main([*asked, "--fits", "80", "--ram-budget", "40"]) == 0
+    budget = capsys.readouterr().out
+    assert "GB of a budget of 40.00 GB; mem" in budget and "42.1" not in budget
+    assert "of the 40.00 GB of host memory that may be used (of a budget of 40.00 GB)" in budget
     less, _, _ = listed(capsys, "--fits", "24+1")
     assert less["llama-3-8b-262k"] < listed(capsys, "--fits", "24+128")[0]["llama-3-8b-262k"]
 

@@ -64,6 +64,48 @@ def test_the_smaller_of_machine_and_container_counts(monkeypatch):
         assert available_bytes(torch.device("cpu")) == expected
 
 
+@pytest.mark.parametrize(
+    "given, bytes_, name, host_name",
+    [
+        ({}, 16 * GB, "16.00 GB free RAM", "16.00 GB free host memory"),
+        # a budget beyond what is free bounds nothing
+        (dict(budget=64 * GB), 16 * GB, "16.00 GB free RAM", "16.00 GB free host memory"),
+        (
+            dict(budget=4 * GB, host_budget=4 * GB),
+            int(4 * GB / freemem.HEADROOM),
+            "a budget of 4.00 GB",
+            "a budget of 4.00 GB",
+        ),
+        (
+            dict(imagined=80 * GB, host_budget=64 * GB),
+            80 * GB,
+            "80.00 GB free on an imagined GPU",
+            "a budget of 64.00 GB",
+        ),
+        (
+            dict(imagined=80 * GB, imagined_host=64 * GB),
+            80 * GB,
+            "80.00 GB free on an imagined GPU",
+            "64.00 GB free imagined host memory",
+        ),
+        (
+            dict(imagined=80 * GB),
+            80 * GB,
+            "80.00 GB free on an imagined GPU",
+            "16.00 GB free host memory of this machine",
+        ),
+    ],
+)
+def test_what_bounds_a_plan_is_said_with_the_figure_given(
+    monkeypatch, given, bytes_, name, host_name
+):
+    """A budget of 64 was printed as 67.37 GB of free host memory, of which a machine had 23."""
+    monkeypatch.setattr(freemem, "available_bytes", lambda device: (16 * GB, "free RAM"))
+    device = torch.device("cuda" if "imagined" in given else "cpu")
+    found = freemem.free_bytes(device, **given)
+    assert (found.bytes, found.name, found.host_name) == (bytes_, name, host_name)
+
+
 def test_this_machine():
     free, what = available_bytes(torch.device("cpu"))
     assert free > 1e6 and what
