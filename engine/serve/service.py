@@ -46,6 +46,7 @@ SHORTEST = 32  # tokens of a text that can be forgotten; shorter ones may begin 
 # a template may write a text otherwise where a question follows it, and set a mark between them
 QUESTION = "\n\n?"
 BORDER = 4  # last tokens of a text, which what follows it may have changed
+NAME_SHOWN = 80  # characters of a name that is another model's
 LOOK = 0.1  # seconds between two looks at whether the client is still there
 FULL = (OutOfDeviceMemory, OutOfHostMemory, OutOfMemoryPlan)
 
@@ -121,9 +122,14 @@ class Service:
         name, alias = body.get("model"), self.settings.alias
         if name is None:
             return
-        if text_of(name, "model") != alias:
+        found = text_of(name, "model")
+        if found != alias:
+            cut = found if len(found) <= NAME_SHOWN else f"{found[:NAME_SHOWN]}..."
             raise ApiError(
-                404, f"model: found another name, expected {alias}", "model", "model_not_found"
+                404,
+                f"model: found {ascii(cut)}, expected {alias}",  # no control character passes
+                "model",
+                "model_not_found",
             )
 
     def may_fit(self, texts: Iterable[str], param: str) -> None:

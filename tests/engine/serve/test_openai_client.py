@@ -216,3 +216,8 @@ def test_a_refusal_is_the_clients_own_error(server):
     with pytest.raises(openai.NotFoundError) as missing:
         chat(server, model="gpt-9")
     assert missing.value.code == "model_not_found"
+    assert "model: found 'gpt-9', expected " in missing.value.message
+    with pytest.raises(openai.NotFoundError) as hostile:
+        chat(server, model="\x1b[31m\n" + "\u202e" * 9000)
+    said = hostile.value.body["message"]
+    assert said.startswith(r"model: found '\x1b[31m\n\u202e\u202e") and len(said) < 600
