@@ -242,7 +242,10 @@ def _method(chat: Chat, rest: str) -> None:
         chat.display.line(brief(session.method))
         return
     if name not in (names := [*methods(), "exact"]):
-        raise UsageError(f"/method: found {name!r}, expected one of {', '.join(names)}")
+        chat.display.line(f"the methods are {', '.join(names)}")
+        near = difflib.get_close_matches(name, names, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UsageError(f"/method: found {name[:80]!r}, expected one of these names{hint}")
     try:
         settings = dict(setting(word) for word in words)
     except argparse.ArgumentTypeError as error:

@@ -23,6 +23,7 @@ from engine.methods.evict.snapkv import SnapKV
 from engine.methods.evict.streaming_llm import StreamingLLM
 from engine.methods.full import Full
 from engine.methods.omnikv.method import OmniKV
+from engine.methods.registry import methods
 from engine.methods.select.quest import Quest
 from engine.terminal.display import Display
 from engine.text.boundary import printable
@@ -738,3 +739,12 @@ def test_text_that_is_not_utf8_is_refused_and_never_changed(fake, capsys, tmp_pa
     path.write_bytes("caf\xe9".encode("latin-1"))
     assert main(["--model", "x", "-f", str(path), "-p", "Who?"]) == 2
     assert "found byte 0xe9 at 3, expected UTF-8" in capsys.readouterr().err
+
+
+def test_a_wrong_method_is_answered_with_every_name(fake, monkeypatch, capsys):
+    """A line of bounded length cut the list in its middle."""
+    names = [*methods(), "exact"]
+    _, _, err = chat(fake(), monkeypatch, capsys, "/method nonsense", "/method quets")
+    assert f"the methods are {', '.join(names)}\n" in err
+    assert "error: /method: found 'nonsense', expected one of these names\n" in err
+    assert "expected one of these names; did you mean quest?\n" in err
