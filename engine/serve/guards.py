@@ -101,7 +101,11 @@ class Guard:
         most = max(most, self.most)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            raise ApiError(415, "content-type: expected application/json")
+            raise ApiError(
+                415,
+                f"content-type: found {ascii(kind[:80])}, expected application/json; add the "
+                "header, with curl -H 'content-type: application/json'",
+            )
         declared = request.headers.get("content-length", "")
         if declared.isdigit() and int(declared[:20]) > most:
             raise _too_large(most)

@@ -199,6 +199,8 @@ def test_pages_of_other_sites_and_other_names_are_refused(server):
         assert "access-control-allow-origin" not in reply.headers
     simple = server.http.post(CHAT, content=json.dumps(ASK), headers={"Content-Type": "text/plain"})
     assert simple.status_code == 415  # what a form of another site can send
+    assert "found 'text/plain'" in simple.text
+    assert "add the header, with curl -H 'content-type: application/json'" in simple.text
 
 
 def test_bodies_are_bounded(server):
