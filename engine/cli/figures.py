@@ -186,7 +186,8 @@ def _speed(planner: Planner, session: Session, last: GenerationStats | None) -> 
         rows.append(
             (
                 "read",
-                f"{count(s.prefill_tokens)} in {clock(s.prefill_seconds)}, {rate:,.0f} tok/s",
+                f"{count(s.prefill_tokens)} in all, of documents and questions, in "
+                f"{clock(s.prefill_seconds)} of the model's own time, {rate:,.0f} tok/s",
             )
         )
     if s.decode_seconds and s.decode_steps:
@@ -194,8 +195,8 @@ def _speed(planner: Planner, session: Session, last: GenerationStats | None) -> 
         rows.append(
             (
                 "written",
-                f"{count(s.decode_steps)} in {clock(s.decode_seconds)}, {rate:,.1f} tok/s, "
-                f"{1000 / rate:.1f} ms each",
+                f"{count(s.decode_steps, 'step')} in all, those of end tokens among them, in "
+                f"{clock(s.decode_seconds)}, {rate:,.1f} steps/s, {1000 / rate:.1f} ms each",
             )
         )
     if s.drafted:

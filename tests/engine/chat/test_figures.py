@@ -59,8 +59,11 @@ def test_a_new_session_shows_its_context_and_memory_only(llm):
 
 def test_full_attention_says_nothing_of_sparse_steps_or_the_host(llm):
     text = stats_text(llm.planner, session_of(llm), LAST)
-    assert "read          900 tokens in 3.0 s, 300 tok/s" in text
-    assert "written       100 tokens in 2.0 s, 50.0 tok/s, 20.0 ms each" in text
+    assert "read          900 tokens in all, of documents and questions, in 3.0 s of the " in text
+    assert "in 3.0 s of the model's own time, 300 tok/s" in text
+    # a step more than an answer shows tokens where an end token was run
+    said = "written       100 steps in all, those of end tokens among them, in 2.0 s, 50.0 steps/s"
+    assert f"{said}, 20.0 ms each" in text
     assert "last answer   800 tokens cached, 100 read, 50 written at 50.0 tok/s" in text
     assert "K and V       30.00 kB on average; full attention reads 64.00 kB now" in text
     assert "sparse" not in text and "host" not in text and "Mem%" not in text
