@@ -117,9 +117,13 @@ def _run(
         timeout_graceful_shutdown=int(args.grace) + 5,
     )
 
+    def leave() -> None:  # beside the signal's handler, which may have cut into another line
+        _say(f"stopping; answers under way have {args.grace:g} s to end")
+        service.stop(args.grace)
+
     def end() -> None:
         if service.announce_end():
-            threading.Thread(target=service.stop, args=(args.grace,), daemon=True).start()
+            threading.Thread(target=leave, daemon=True).start()
 
     server = Server(config, links, end, _say)
     failed: list[BaseException] = []
@@ -147,13 +151,14 @@ def _run(
     asyncio.run(server.serve(links))
     loader.join(0.5)
     if loader.is_alive():
-        sys.stderr.flush()
+        _say("stopped")
         os._exit(
             0 if server.started else 1
         )  # a thread inside C++ would abort the process at the interpreter's end
     service.stop(args.grace)
     if failed:
         raise failed[0]
+    _say("stopped")
     return 0 if server.started else 1
 
 

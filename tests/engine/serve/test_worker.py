@@ -312,7 +312,8 @@ def test_signs_of_life_are_events_where_the_interface_has_them(server):
     assert events[-1].type in ("response.completed", "response.incomplete")
 
 
-def test_the_program_starts_serves_and_ends_at_sigterm(tmp_path):
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT], ids=["TERM", "INT"])
+def test_the_program_starts_serves_and_ends_at_a_signal(tmp_path, ending):
     """Also: no prompt in its log, a cut answer has a finish_reason, exit code 0."""
     command = [
         sys.executable,
@@ -349,10 +350,11 @@ def test_the_program_starts_serves_and_ends_at_sigterm(tmp_path):
                     lines.append(line)
                     data += line.startswith("data")  # a comment is none
                     if data == 2 and line.startswith("data"):
-                        process.send_signal(signal.SIGTERM)
+                        process.send_signal(ending)
             assert lines[-2] == "data: [DONE]" and '"finish_reason": "' in lines[-4]
             assert process.wait(40) == 0
         finally:
             process.kill()
     said = (tmp_path / "log").read_text()
+    assert re.search(r"\nstopping; answers under way have \d+ s to end\nstopped\n$", said), said
     assert "sesame" not in said and "a-secret-key" not in said and "Traceback" not in said
