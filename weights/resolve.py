@@ -154,7 +154,7 @@ def _fetched(
         return Resolved(folder, "cache", name, hub_id, _revision(folder), alias)
     if hub.constants.HF_HUB_OFFLINE:
         raise _offline(hub, hub_id, folder)
-    if progress:
+    if progress and not (alias and config_only):  # the table's sizes do as well
         begun = "resuming" if folder and not config_only else "fetching"
         where = f"{hub_id} into {hub.constants.HF_HUB_CACHE}"
         progress(f"{begun} {f'config.json of {hub_id}' if config_only else where}")
@@ -245,8 +245,8 @@ def _download(hub: ModuleType, hub_id: str, name: str, patterns: list[str]) -> P
         ) from error
     except errors.LocalEntryNotFoundError as error:
         raise HubError(
-            f"{hub_id}: incomplete in the cache, and the hub cannot be reached: {_cause(error)}; "
-            f"check the connection and run again to resume"
+            f"{hub_id}: not or not wholly in the cache, and the hub cannot be reached: "
+            f"{_cause(error)}; check the connection and run again"
         ) from error
     except errors.HfHubHTTPError as error:
         status = getattr(getattr(error, "response", None), "status_code", None)

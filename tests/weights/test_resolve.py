@@ -248,6 +248,17 @@ def test_a_damaged_index_is_left_to_the_loader(cache, fake, index):
         pytest.fail(str(error))
 
 
+def test_a_plan_from_the_table_says_nothing_of_fetching(cache, fake):
+    """Offline it began with "fetching" and spoke of a download to resume."""
+    fake.answer = raising(hub_error("LocalEntryNotFoundError", "down"))
+    told = []
+    assert resolve("llama-3.1-8b", told.append, config_only=True).source == "table"
+    assert told == []
+    with pytest.raises(HubError):
+        resolve("org/name", told.append, config_only=True)
+    assert told == ["fetching config.json of org/name"]
+
+
 def test_config_only_is_content_with_the_config(cache, fake):
     """A plan needs no weights; a load after it does."""
     snapshot = cached(cache, "org/name")
@@ -337,7 +348,7 @@ def test_download_fetches_what_is_needed_and_no_more(cache, fake):
                 cause=ConnectionError("Name or service not known\nhint"),
             ),
             HubError,
-            ["cannot be reached", "Name or service not known", "again to resume"],
+            ["cannot be reached", "not or not wholly in the cache", "and run again"],
         ),
         (
             hub_error("HfHubHTTPError", "401 Client Error", 401),
