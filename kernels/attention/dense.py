@@ -31,7 +31,7 @@ from kernels.attention.split import (
 from kernels.launch.dispatch import choose
 from kernels.launch.pdl import dependent, wait_for_last_kernel
 from kernels.launch.radix import BINS, count_first_digit, ordered
-from kernels.launch.shapes import DENSE_SPLIT, Config, card, needs_wide
+from kernels.launch.shapes import DENSE_SPLIT, MOST_REGISTERS, Config, card, needs_wide
 from kernels.launch.softmax import PLAIN, Softmax, capped
 from kernels.launch.triton import tl, triton
 from kernels.rows.forms import is_packed, step_value_sums, wide_stored_queries
@@ -347,16 +347,19 @@ def dense_config(
     return decode_config(queries, group, head_dim, itemsize, tile, rows)
 
 
-def told_registers(k: torch.Tensor, group: int) -> bool:
-    """Tell whether ptxas is told how many registers `dense_kernel` may take.
+def registers_told(q: torch.Tensor, k: torch.Tensor, group: int) -> int | None:
+    """Choose what ptxas is told that a thread of `dense_kernel` may take; None: nothing.
 
-    Not on capability 10 and 11: told so, triton 3.7.1's takes all 168 there and still spills 8
-    bytes (groups 1 and 4, int8 rows, int4 rows); left alone it takes 107 to 142 and spills none,
-    but for plain rows of group 8, of which it spills 16.
+    On capability 10 and 11 triton 3.7.1's takes all MOST_REGISTERS and still spills 8 bytes of
+    plain rows in groups of 1 and 4, of rows of 4 bits and of float16 over rows of 8. Left alone it
+    takes 107 to 142 of the first two and spills none; of the others it spills 8 to 24.
     """
     found = card(k.device)
-    alone = found is not None and found.capability[0] in (10, 11)
-    return not alone or (group >= 8 and not is_packed(k))
+    if found is None or found.capability[0] not in (10, 11):
+        return MOST_REGISTERS
+    if is_packed(k) and k.dtype != torch.uint8:
+        return MOST_REGISTERS + 8 if q.dtype == torch.float16 else MOST_REGISTERS
+    return None if group < 8 or is_packed(k) else MOST_REGISTERS
 
 
 def decode_dense_triton(
@@ -416,7 +419,7 @@ def decode_dense_triton(
         WIDE=needs_wide(k.stride(2), v.stride(2)),
         **softmax.launch(),
         **merging(scratch, batch, tiles, splits, MERGE_CHUNK, head_dim),
-        **config.launch(group, head_dim, told_registers(k, group)),
+        **config.launch(group, head_dim, registers_told(q, k, group)),
         **dependent(q),
     )
     shape = kv_heads, splits, DENSE_SPLIT, config.block, MERGE_CHUNK

@@ -74,15 +74,17 @@ class Config:
     stages: int
     queries: int  # queries packed in one tile
 
-    def launch(self, group: int, head_dim: int, bound: bool = True) -> dict[str, int]:
-        """Return what a launch takes of this shape, for `group` heads per kv head. bound: whether
-        ptxas is told how many registers it may take.
+    def launch(
+        self, group: int, head_dim: int, registers: int | None = MOST_REGISTERS
+    ) -> dict[str, int]:
+        """Return what a launch takes of this shape, for `group` heads per kv head. registers: what
+        ptxas is told that a thread may take, None: nothing.
 
         For one query at most MOST_REGISTERS a thread: told so, ptxas takes what it needs up to
         there. Left alone it aims at 96 and spills 24 bytes of some kernels (head_dim 64, group 8).
         Heads of more than 256 have up to 255: sparse rows of latents spill 8 bytes under 168.
         """
-        few = bound and self.queries == 1 and torch.version.hip is None
+        few = registers is not None and self.queries == 1 and torch.version.hip is None
         return dict(
             QT=self.queries,
             G=group,
@@ -91,7 +93,7 @@ class Config:
             DP=self.dim,
             num_warps=self.warps,
             num_stages=self.stages,
-            **(dict(maxnreg=MOST_REGISTERS if self.dim <= 256 else 255) if few else {}),
+            **(dict(maxnreg=registers if self.dim <= 256 else 255) if few else {}),
         )
 
 

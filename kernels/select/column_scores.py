@@ -277,11 +277,11 @@ def column_scores_triton(
 
 
 def _told(k: torch.Tensor) -> bool:
-    """Tell whether ptxas is told how many registers packed rows of K [B, Hkv, T, bytes] may take:
-    rows of 8 bits on capability 8, all of them on 11 and 12.
+    """Tell whether ptxas is told how many registers rows of K [B, Hkv, T, ..] may take: packed ones
+    of 8 bits on capability 8, all packed ones on 11, and all rows on 12.
     """
     found = card(k.device)
-    if found is None or not is_packed(k):
+    if found is None or not (is_packed(k) or found.capability[0] == 12):
         return False
     major = found.capability[0]
     return major >= 11 or (major == 8 and k.dtype != torch.uint8)
