@@ -347,8 +347,9 @@ def dense_config(
     return decode_config(queries, group, head_dim, itemsize, tile, rows)
 
 
-def registers_told(q: torch.Tensor, k: torch.Tensor, group: int) -> int | None:
-    """Choose what ptxas is told that a thread of `dense_kernel` may take; None: nothing.
+def registers_told(dtype: torch.dtype, k: torch.Tensor, group: int) -> int:
+    """Choose what ptxas is told that a thread of `dense_kernel` may take; 0: nothing.
+    dtype: of the queries, as they were given.
 
     On capability 10 and 11 triton 3.7.1's takes all MOST_REGISTERS and still spills 8 bytes of
     plain rows in groups of 1 and 4, of rows of 4 bits and of float16 over rows of 8. Left alone it
@@ -358,8 +359,8 @@ def registers_told(q: torch.Tensor, k: torch.Tensor, group: int) -> int | None:
     if found is None or found.capability[0] not in (10, 11):
         return MOST_REGISTERS
     if is_packed(k) and k.dtype != torch.uint8:
-        return MOST_REGISTERS + 8 if q.dtype == torch.float16 else MOST_REGISTERS
-    return None if group < 8 or is_packed(k) else MOST_REGISTERS
+        return MOST_REGISTERS + 8 if dtype == torch.float16 else MOST_REGISTERS
+    return 0 if group < 8 or is_packed(k) else MOST_REGISTERS
 
 
 def decode_dense_triton(
@@ -419,7 +420,7 @@ def decode_dense_triton(
         WIDE=needs_wide(k.stride(2), v.stride(2)),
         **softmax.launch(),
         **merging(scratch, batch, tiles, splits, MERGE_CHUNK, head_dim),
-        **config.launch(group, head_dim, registers_told(q, k, group)),
+        **config.launch(group, head_dim, registers_told(out.dtype, k, group)),
         **dependent(q),
     )
     shape = kv_heads, splits, DENSE_SPLIT, config.block, MERGE_CHUNK

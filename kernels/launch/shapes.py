@@ -74,17 +74,15 @@ class Config:
     stages: int
     queries: int  # queries packed in one tile
 
-    def launch(
-        self, group: int, head_dim: int, registers: int | None = MOST_REGISTERS
-    ) -> dict[str, int]:
+    def launch(self, group: int, head_dim: int, registers: int = MOST_REGISTERS) -> dict[str, int]:
         """Return what a launch takes of this shape, for `group` heads per kv head. registers: what
-        ptxas is told that a thread may take, None: nothing.
+        ptxas is told that a thread may take, 0: nothing.
 
         For one query at most MOST_REGISTERS a thread: told so, ptxas takes what it needs up to
         there. Left alone it aims at 96 and spills 24 bytes of some kernels (head_dim 64, group 8).
         Heads of more than 256 have up to 255: sparse rows of latents spill 8 bytes under 168.
         """
-        few = registers is not None and self.queries == 1 and torch.version.hip is None
+        few = registers > 0 and self.queries == 1 and torch.version.hip is None
         return dict(
             QT=self.queries,
             G=group,
