@@ -445,8 +445,8 @@ MIXTURES = (
     Breakage(
         "a logit that is not a number is never chosen",
         "kernels/experts/choose.py",
-        r"tl\.where\(x != x, 0xFFFFFFFF, ordered\(x\)\)",
-        "ordered(x)",
+        r"tl\.where\(score != score, 0xFFFFFFFF, ordered\(score\)\)",
+        "ordered(score)",
         (f"{EXPERTS}::test_a_router_that_is_not_a_number_spoils_its_own_rows[True]",),
     ),
     Breakage(

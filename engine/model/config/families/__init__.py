@@ -92,6 +92,7 @@ FAMILIES: tuple[Family, ...] = (
     minicpm3.FAMILY,
     mistral4.FAMILY,
 )
+ENDING = "ForCausalLM"
 BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
 
 
@@ -123,5 +124,9 @@ def _expected(name: str) -> str:
         wanted += "forcausallm"
     near = [known[key] for key in difflib.get_close_matches(wanted, known, n=1, cutoff=0.75)]
     hint = f" (the nearest is {near[0]})" if near else ""
-    shown = (name for name in BY_ARCHITECTURE if not name.startswith("LLaMA"))
-    return "one of " + ", ".join(shown) + hint
+    names = [name for name in BY_ARCHITECTURE if not name.startswith("LLaMA")]
+    # dozens of names in one line: an ending that nearly all have is said once
+    short = [name.removesuffix(ENDING) for name in names[1:] if name.endswith(ENDING)]
+    others = [name for name in names if not name.endswith(ENDING)]
+    shown = f"one of {names[0]}, as well {', '.join(short)} (each {ENDING})"
+    return ", ".join([shown, *others]) + hint
