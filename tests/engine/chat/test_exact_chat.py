@@ -50,7 +50,8 @@ def test_sources_are_those_of_the_drafts_and_are_called_so(capsys, monkeypatch, 
     lines = ["/method exact draft=3", "Hello", "/sources 2", f"/sources {page}"]
     lines += ["/method exact draft=0", "Hello", "/sources"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n"))
-    main([*ASK[1:], "-n", "12", "-f", str(DOCUMENT), "-i"])
+    welcome = DOCUMENT.with_name("welcome.txt")
+    main([*ASK[1:], "-n", "12", "-f", str(DOCUMENT), "-f", str(welcome), "-i"])
     said = capsys.readouterr().err
     assert "what the drafts of the last answer read, most read first" in said
     assert "full attention read every token and decided every word; drafts guessed them" in said

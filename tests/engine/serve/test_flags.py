@@ -208,7 +208,9 @@ def test_help_that_nobody_takes_is_no_traceback():
 
 
 def test_the_command_line_has_all_methods():
-    assert NAMES == tuple(methods())
+    # a test may have imported a method of its own
+    ours = [name for name, cls in methods().items() if cls.__module__.startswith("engine.")]
+    assert list(NAMES) == ours
     for parser in (chat_flags.parser(), serve.parser()):
         (flag,) = (action for action in parser._actions if action.dest == "method")
         assert flag.choices == NAMES
