@@ -353,13 +353,16 @@ def registers_told(dtype: torch.dtype, k: torch.Tensor, group: int) -> int:
 
     On capability 10 and 11 triton 3.7.1's takes all MOST_REGISTERS and still spills 8 bytes of
     plain rows in groups of 1 and 4, of rows of 4 bits and of float16 over rows of 8. Left alone it
-    takes 107 to 142 of the first two and spills none; of the others it spills 8 to 24.
+    takes 107 to 142 of the first two and spills none; of the others it spills 8 to 24. On 12 the
+    last alone spills.
     """
     found = card(k.device)
-    if found is None or found.capability[0] not in (10, 11):
+    if found is None or found.capability[0] < 10:
         return MOST_REGISTERS
     if is_packed(k) and k.dtype != torch.uint8:
         return MOST_REGISTERS + 8 if dtype == torch.float16 else MOST_REGISTERS
+    if found.capability[0] >= 12:
+        return MOST_REGISTERS
     return 0 if group < 8 or is_packed(k) else MOST_REGISTERS
 
 
