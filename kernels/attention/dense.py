@@ -349,7 +349,7 @@ def dense_config(
 
 def registers_told(dtype: torch.dtype, k: torch.Tensor, group: int) -> int:
     """Choose what ptxas is told that a thread of `dense_kernel` may take; 0: nothing.
-    dtype: of the queries, as they were given.
+    dtype: of the queries, as they were given; k [B, Hkv, T, D], or its packed rows.
 
     On capability 10 and 11 triton 3.7.1's takes all MOST_REGISTERS and still spills 8 bytes of
     plain rows in groups of 1 and 4, of rows of 4 bits and of float16 over rows of 8. Left alone it
