@@ -128,5 +128,5 @@ def _expected(name: str) -> str:
     # dozens of names in one line: an ending that nearly all have is said once
     short = [name.removesuffix(ENDING) for name in names[1:] if name.endswith(ENDING)]
     others = [name for name in names if not name.endswith(ENDING)]
-    shown = f"one of {names[0]}, as well {', '.join(short)} (each {ENDING})"
+    shown = f"one of {names[0]}, or of {', '.join(short)} (each {ENDING})"
     return ", ".join([shown, *others]) + hint
