@@ -28,13 +28,14 @@ MOST_WORKERS = 8
 
 @dataclass
 class Run:
-    """One pytest run: its arguments and environment, then its exit status and counts."""
+    """One pytest run: its arguments and environment, then its exit status, counts and failures."""
 
     name: str
     arguments: list[str]
     interpret: bool = False
     status: int = 0
     counts: dict[str, int] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
 
     def execute(self, options: list[str], report: Path) -> None:
         """Run pytest to its end; an unreadable report (a crash) counts as one error."""
@@ -54,7 +55,8 @@ class Run:
             # as it comes: a run that is stopped has shown how far it was
             for line in process.stdout:
                 print(f"[{self.name}] {line.rstrip()}", flush=True)
-        self.status, self.counts = process.returncode, read_counts(report)
+        self.status = process.returncode
+        self.counts, self.failures = read_counts(report), read_failures(report)
 
 
 def workers() -> list[str]:
@@ -87,6 +89,20 @@ def read_counts(report: Path) -> dict[str, int]:
     }
 
 
+def read_failures(report: Path) -> list[str]:
+    """A line for each failed test of a junit report: `classname::name: message`, 240 characters."""
+    try:
+        cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+    except (OSError, ElementTree.ParseError):
+        return [f"no report in {report.name}: pytest stopped before its end"]
+    found = []
+    for case in cases:
+        for fault in (*case.findall("failure"), *case.findall("error")):
+            words = " ".join(fault.get("message", "").split())
+            found.append(f"{case.get('classname')}::{case.get('name')}: {words}"[:240])
+    return found
+
+
 def suite() -> list[Run]:
     """Every test but those of the studies."""
     rest = Run("engine", ["tests", f"--ignore={INTERPRETED}", f"--ignore={STUDIES}"])
@@ -114,7 +130,8 @@ def main(arguments: list[str]) -> int:
             run.execute(options, Path(folder) / f"{number}.xml")
     failed = [run for run in runs if run.status not in (0, NO_TESTS_COLLECTED)]
     for run in failed:
-        print(f"FAILED RUN: {run.name} (exit status {run.status})")
+        # named once more at the end: a log is often read by its last lines alone
+        print(f"FAILED RUN: {run.name} (exit status {run.status})", *run.failures, sep="\n  ")
     if short and not paths:
         from quick import left_out
 
