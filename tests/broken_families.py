@@ -127,8 +127,8 @@ BROKEN_FAMILIES: list[Broken] = [
         "unknown-model-type",
         _config(architectures=..., model_type="mamba"),
         "model_type mamba",
-        "with the ending ForCausalLM, Mistral, Qwen2,",
-        "one of LlamaForCausalLM, ",
+        "one of LlamaForCausalLM",
+        "the nearest is BambaForCausalLM",
     ),
     _row("architectures-number", _config(architectures=[3]), "architectures", "a list with one"),
     # tensors that a family needs

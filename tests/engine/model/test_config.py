@@ -5,6 +5,7 @@ in one useful line.
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from engine.base.errors import BadCheckpoint, UnsupportedCheckpoint
 from engine.model.config.config import ModelConfig
+from engine.model.config.families import BY_ARCHITECTURE
 from engine.model.config.rope_config import Rope
 from tests.builders import POCKET
 
@@ -32,6 +34,7 @@ BASE = {
     "hidden_act": "silu",
 }
 GONE = object()
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def config(generation=None, **changes):
@@ -296,7 +299,7 @@ def test_senseless_fields_are_named(changes, key, words):
         ),
         (
             {"architectures": ["Qwen2MoeForCausalLM"]},
-            ["found Qwen2MoeForCausalLM", "the nearest is Qwen3MoeForCausalLM", "Olmo2ForCausalLM"],
+            ["found Qwen2MoeForCausalLM", "the nearest is Qwen3MoeForCausalLM", "docs/MODELS.md"],
         ),
         (
             {"architectures": GONE, "model_type": "granitemoe"},
@@ -340,6 +343,12 @@ def test_sound_but_unsupported(changes, words):
     line = str(caught.value)
     assert line.startswith("folder/config.json: ") and "\n" not in line
     assert all(word in line for word in words), line
+
+
+def test_the_page_that_an_unknown_architecture_is_sent_to_lists_all() -> None:
+    page = (ROOT / "docs" / "MODELS.md").read_text()
+    missing = [name for name in BY_ARCHITECTURE if f"`{name}`" not in page]
+    assert not missing and len(BY_ARCHITECTURE) >= 33
 
 
 LLAMA3 = {
