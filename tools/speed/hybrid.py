@@ -2,7 +2,8 @@
 
 Random weights of Qwen3.5-0.8B's shape, with fewer layers and a smaller vocabulary where asked for,
 the same shape in transformers, which runs torch's form of the delta rule without further packages.
-The two take turns; figures are medians of thread CPU seconds of one thread. Then the recurrent
+`--llama-cpp` adds llama.cpp (the packages llama-cpp-python and gguf), which reads a file of that
+shape. They take turns; figures are medians of thread CPU seconds of one thread. Then the recurrent
 layers alone: a step through all of them, whose bytes are their weights, states and rows, beside the
 rate at which a sum reads; and a prompt's tokens chunk by chunk beside the same tokens in steps.
 """
@@ -12,8 +13,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,9 +28,11 @@ from engine.model.llama import post_attention, pre_recurrence
 from engine.model.tensors import random_stream
 from engine.session.session import Session
 from tools.bench.header import version
+from tools.bench.run import Missing
 from tools.common.program import say
 from tools.speed import harness
 from tools.speed.harness import SHAPED, Report, flag
+from tools.speed.hybrid_llamacpp import Llama, write
 from weights.aliases import ALIASES
 from weights.shapes import config_of
 
@@ -92,29 +97,43 @@ def ours(session: Session, token: int) -> None:
         session.decode(token)
 
 
-def whole(session: Session, theirs: Peer, prompt: int, turns: int) -> dict[str, list[float]]:
-    """{what: median seconds of ours and of theirs}: of a step, and of a prompt."""
+def llama_cpp(data: dict[str, Any], dtype: torch.dtype, context: int) -> Llama:
+    """llama.cpp's model of random weights of the same shape. Raises UsageError where it does not
+    run.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            # llama.cpp maps the file, which stays readable when its name is gone
+            return Llama(write(data, dtype, Path(folder) / "hybrid.gguf"), context, BATCH)
+        except Missing as error:
+            raise UsageError(str(error)) from error
+
+
+def whole(
+    session: Session, others: dict[str, Any], prompt: int, turns: int
+) -> dict[str, list[float]]:
+    """{what: median seconds of ours and of each of the others}: of a step, and of a prompt."""
     ids = [3 + number % 97 for number in range(prompt)]
 
     def again(_: int) -> float:
         session.truncate(0)
         return harness.seconds(session.prefill, ids)
 
-    ways: dict[str, Callable[[int], float]] = {
-        "prompt": again,
-        "their prompt": lambda _: harness.seconds(theirs.read, ids),
-    }
-    found = harness.in_turns(ways, turns)
+    ways: dict[str, Callable[[int], float]] = {"engine": again}
+    for name, other in others.items():
+        ways[name] = lambda _, other=other: harness.seconds(other.read, ids)  # type: ignore[misc]
+    prompts = harness.in_turns(ways, turns)
     session.truncate(0)
     session.prefill(ids[:DEPTH])
-    theirs.read(ids[:DEPTH])
-    ways = {
-        "step": lambda _: harness.seconds(ours, session, 5) / BATCH,
-        "their step": lambda _: harness.seconds(theirs.steps, 5) / BATCH,
+    ways = {"engine": lambda _: harness.seconds(ours, session, 5) / BATCH}
+    for name, other in others.items():
+        other.read(ids[:DEPTH])
+        ways[name] = lambda _, other=other: harness.seconds(other.steps, 5) / BATCH  # type: ignore[misc]
+    steps = harness.in_turns(ways, turns)
+    return {
+        what: [statistics.median(times) for times in found.values()]
+        for what, found in (("step", steps), ("prompt", prompts))
     }
-    found |= harness.in_turns(ways, turns)
-    middle = {name: statistics.median(times) for name, times in found.items()}
-    return {name: [middle[name], middle[f"their {name}"]] for name in ("step", "prompt")}
 
 
 def layers_alone(session: Session, prompt: int, turns: int) -> dict[str, float]:
@@ -183,7 +202,10 @@ def work(args: argparse.Namespace) -> Report:
     )
     with llm.session() as session:
         say(f"{args.layers} layers, {args.dtype}: {llm.plan().bytes_of('weights') / 1e9:.2f} GB")
-        both = whole(session, Peer(peer(data, dtype)), args.prompt, args.turns)
+        others: dict[str, Any] = {"transformers": Peer(peer(data, dtype))}
+        if args.llama_cpp:
+            others["llama.cpp"] = llama_cpp(data, dtype, context)
+        both = whole(session, others, args.prompt, args.turns)
         alone = layers_alone(session, args.prompt, args.turns)
     rate, share = alone["bytes"] / alone["step"], alone["read"] / alone["step"]
     rows = [
@@ -191,7 +213,7 @@ def work(args: argparse.Namespace) -> Report:
         ("a prompt, tokens/s", *(f"{args.prompt / s:.0f}" for s in both["prompt"])),
     ]
     lines = [
-        harness.markdown(f"{ALIAS}, {args.layers} layers | engine | transformers", rows),
+        harness.markdown(" | ".join((f"{ALIAS}, {args.layers} layers", "engine", *others)), rows),
         "",
         f"recurrent layers' step: {1e3 * alone['step']:.1f} ms for {alone['bytes'] / 1e6:.0f} MB, "
         f"{rate / 1e9:.1f} GB/s, {share:.2f} of the rate of a sum",
@@ -203,6 +225,8 @@ def work(args: argparse.Namespace) -> Report:
         f"{args.dtype}, one thread, thread CPU time, medians of {args.turns} turns, "
         f"{harness.machine()}; torch {version('torch')}, transformers {version('transformers')}"
     )
+    if args.llama_cpp:
+        facts += f", {others['llama.cpp'].settings}"
     kept = dict(dtype=args.dtype, layers=args.layers, prompt=args.prompt, whole=both, alone=alone)
     return Report(facts, "\n".join(lines), kept | {"facts": facts} | harness.origin())
 
@@ -213,6 +237,7 @@ FLAGS = {
     "--vocabulary": flag(32000, "words; the released model has 248,320"),
     "--prompt": flag(512, "tokens of a prompt"),
     "--turns": flag(3, "turns of each"),
+    "--llama-cpp": dict(action="store_true", help="time llama.cpp too, which must be installed"),
 }
 main = harness.program("hybrid", __doc__, FLAGS, work)
 
