@@ -26,7 +26,8 @@ FOUR_IN_FIVE = tuple(0.8**i for i in range(1, 8))
 @dataclass(frozen=True)
 class ExactCosts:
     """Costs of one model under one method, in bytes of weights. weights: bytes that a step reads of
-    them; row: bytes of a row; offloaded: layers in host memory of a GPU.
+    them; row: bytes of a row of a layer that sees everything; offloaded: layers in host memory of a
+    GPU.
     """
 
     layers: LayerPlan
@@ -36,6 +37,8 @@ class ExactCosts:
     factors: CpuCosts
     offloaded: frozenset[int] = frozenset()
     experts: int = 0  # bytes of the experts that a token takes: another one takes others
+    windows: tuple[int, ...] = ()  # tokens that each layer sees, 0 for all of them; (): all see all
+    local: float = 1.0  # bytes of a sliding layer's row beside `row`
 
     @classmethod
     def of(
@@ -64,19 +67,24 @@ class ExactCosts:
         if mixture is not None:
             one = 3 * config.hidden_size * mixture.width * mixture.per_token
             experts = one * (config.num_layers - len(mixture.dense)) * itemsize
-        return cls(layers, weights, size, config.group, factors, far, experts)
+        local = config.kv_bytes(itemsize, local=True) / size
+        windows = config.windows
+        return cls(layers, weights, size, config.group, factors, far, experts, windows, local)
 
     def full(self, rows: Sequence[int], tokens: int = 1) -> float:
         """A step of full attention over `tokens` tokens. rows: bank rows by layer."""
         more, f = tokens - 1, self.factors
-        read = sum(n * (LINK if layer in self.offloaded else 1.0) for layer, n in enumerate(rows))
+        read = sum(
+            n * (LINK if layer in self.offloaded else 1.0)
+            for layer, n in enumerate(self._wide(rows))
+        )
         attention = f.kv * self.row * read * (1 + f.query * self.group * more)
         return self.weights * (1 + f.weight * more) + self.experts * more + attention
 
     def draft(self, rows: Sequence[int], chooses: bool) -> float:
         """A draft step. chooses: whether its filter layers do, and fetch what they chose."""
         f, read = self.factors, 0.0
-        for layer, n in enumerate(rows):
+        for layer, n in enumerate(self._wide(rows)):
             role = self.layers.roles[layer]
             if chooses and role is not Role.SPARSE:
                 read += n * (f.filter if role is Role.FILTER else 1.0)
@@ -117,10 +125,19 @@ class ExactCosts:
         dense, first, _ = self._steps(context, read)
         return self.full(dense) / first
 
+    def _wide(self, rows: Sequence[int]) -> list[float]:
+        """Rows by layer, each counted by its bytes beside those of a layer that sees everything."""
+        roles = self.layers.roles
+        return [n * (self.local if role is Role.LOCAL else 1.0) for role, n in zip(roles, rows)]
+
     def _steps(self, context: int, read: int) -> tuple[list[int], float, float]:
         """(rows of a full step by layer, cost of the first draft step, of a later one)."""
         roles = self.layers.roles
-        rows = [0 if role is Role.RECURRENT else context for role in roles]
+        windows = self.windows or (0,) * len(roles)
+        rows = [
+            0 if role is Role.RECURRENT else min(context, window) if window else context
+            for role, window in zip(roles, windows)
+        ]
         own = [read if role is Role.SPARSE else n for role, n in zip(roles, rows)]
         kept = [min(read, n) for n in rows]
         return rows, self.draft(own, True), self.draft(kept, False)

@@ -4,6 +4,7 @@ Stops: drafting that goes on where nothing is accepted, a length that never chan
 an acceptance rule that bends the distribution.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from engine.exact.draft_length import PROBE, Acceptance, DraftLength
 from engine.exact.prompt_lookup import PromptLookup
 from engine.plan.exact_costs import ExactCosts
 from engine.sampling.sampler import Sampler
-from tests.builders import session_config, tiny_llm
+from tests.builders import session_config, tiny_config, tiny_llm
 from tools.bench.shapes import shape_config, shape_filters
 
 VOCAB = 5
@@ -91,6 +92,25 @@ def test_costs_grow_with_the_context_and_promise_more():
     assert gains == sorted(gains) and gains[-1] > 2
     far = ExactCosts.of(config, plan, 2, "cuda", offloaded=plan.sparse_layers)
     assert far.alone(262144, 2304) > far.predicted(262144, 2304, 7)[1], "the link decides"
+
+
+def test_a_sliding_layer_is_counted_by_its_window_and_its_own_row():
+    """As Gemma 4: five of six layers slide, with rows of half the bytes."""
+    windows = (512,) * 5 + (0,)
+    config = replace(
+        tiny_config(layers=6, heads=4, kv_heads=2, head_dim=32),
+        windows=windows,
+        local_heads=(2, 16),
+    )
+    costs = ExactCosts.of(config, OmniKV(filter_layers=(5,)).plan(config), 2, "cuda")
+    assert costs.row == 2 * 2 * 32 * 2
+    rows = config.rows_seen(65536)
+    read = costs.full(rows) - costs.weights
+    assert read == costs.row * 65536 + 5 * 512 * (costs.row // 2)
+    # a prediction counts the same rows: the windows are read whatever is chosen
+    assert costs.alone(65536, 65536) == pytest.approx(1.0)
+    wide = replace(costs, windows=(), local=1.0)
+    assert wide.full([65536] * 6) > 5 * costs.full(rows)
 
 
 def test_the_plan_says_what_to_expect():
