@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -183,16 +184,17 @@ class OnTheWay:
         """As Rounding.bytes."""
         if not self.rounds and not self.mxfp4:
             return None
-        shapes = shapes_of(config)
-        if self.mxfp4:
-            held = {name: self.held(name, shape[-1]) for name, shape in shapes.items()}
-            said = "experts in int8 with the values of their MXFP4, "
-            return _counted(config, shapes, held, dtype, device, backend, said)
-        if config.tied_embeddings:
-            shapes["lm_head"] = shapes["embed"]
+        counts = kinds_of(config)
+        if config.tied_embeddings and not self.mxfp4:
+            (embed,) = (shape for name, shape in counts if name == "embed")
+            counts = {**counts, ("lm_head", embed): 1}
+        shapes = dict(counts.keys())
         held = {name: self.held(name, shape[-1]) for name, shape in shapes.items()}
-        bits = f"int4, groups of {self.group}, " if self.kind == "int4" else "int8, "
-        return _counted(config, shapes, held, dtype, device, backend, bits)
+        said = f"int4, groups of {self.group}, " if self.kind == "int4" else "int8, "
+        if self.mxfp4:
+            said = "experts in int8 with the values of their MXFP4, "
+        times = {name: count for (name, _), count in counts.items()}
+        return _counted(config, shapes, held, dtype, device, backend, said, times)
 
 
 def whole_bytes(columns: int, gpu: bool) -> Held:
@@ -378,6 +380,20 @@ def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {target.name: target.shape for target in targets(config)}
 
 
+@lru_cache(maxsize=128)  # the models of --list-models --fits
+def kinds_of(config: ModelConfig) -> dict[tuple[str, tuple[int, ...]], int]:
+    """{(name of the first, shape): how many} of the tensors that an OnTheWay holds alike: those of
+    one shape and one last part of their name, experts apart. A mixture has tens of thousands.
+    """
+    first: dict[tuple[str, bool, tuple[int, ...]], str] = {}
+    counts: dict[tuple[str, tuple[int, ...]], int] = {}
+    for name, shape in shapes_of(config).items():
+        kind = name.rpartition(".")[2], ".experts." in name, shape
+        one = first.setdefault(kind, name), shape
+        counts[one] = counts.get(one, 0) + 1
+    return counts
+
+
 def _counted(
     config: ModelConfig,
     shapes: Mapping[str, tuple[int, ...]],
@@ -386,8 +402,11 @@ def _counted(
     device: torch.device,
     backend: str,
     said: str,
+    times: Mapping[str, int] | None = None,
 ) -> FewBits:
-    """Count all tensors: `held` says how; what it does not is in `dtype`."""
+    """Count all tensors: `held` says how; what it does not is in `dtype`. times: how many there are
+    of each, where `shapes` names one for all.
+    """
     sizes: dict[str, int] = {}
     forms: dict[str, str] = {}
     shared_table = config.tied_embeddings and "lm_head" not in held
@@ -404,7 +423,7 @@ def _counted(
         if name.split(".")[-1] not in ("lm_head", "embed"):
             forms[GROUPED if one.kind == "int8" and not one.whole(pair) else one.kind] = form
     note = f"{config.parameters / 1e9:.2f} B parameters, {said}{_how(forms, device)}"
-    total = sum(sizes.values())
+    total = sum(size * (times or {}).get(name, 1) for name, size in sizes.items())
     read = total - (0 if shared_table else sizes["embed"])
     return FewBits(total, note, read, "int4" if "int4" in forms else "int8")
 
