@@ -30,7 +30,7 @@ PART = 16  # of a head's dimensions are loaded at a time for the chunk's product
 SEGMENT = 32  # chunks whose matrices are held at a time: 50 MB for 48 value heads
 MOST_DIM = 128  # of a key or a value head
 COLUMNS = 16  # of S in one program
-HALF = 64  # rows of S in one of a program's two tiles
+REGISTERS = 255  # told for shorter chunks: left alone, ptxas aims at 168 and spills 8 bytes
 
 
 def delta_chunk(
@@ -95,18 +95,19 @@ def _segment(
         q, k, g, beta, solved, asked, factors, keys, *sizes, keep, eps, dk,
         **shape, PART=PART, PIECE=PIECE, num_warps=8,
     )  # fmt: skip
-    columns = min(COLUMNS, max(16, power_of_two(dv)))
+    columns, tile = (max(16, power_of_two(d)) for d in (min(COLUMNS, dv), min(chunk, dk)))
+    told = dict(maxnreg=REGISTERS) if chunk < CHUNK else {}
     delta_chunk_kernel[(-(-dv // columns), heads * group, batch)](
         q, k, v, solved, asked, factors, state, out, after, deltas, *sizes,
         *v.stride()[:2], *out.stride()[:2], chunks, keep,
-        **shape, HALF=min(HALF, max(16, power_of_two(dk))), dv=dv, COLUMNS=columns, num_warps=4,
+        **shape, TILE=tile, dv=dv, COLUMNS=columns, num_warps=4, **told,
     )  # fmt: skip
     return after
 
 
 def chunk_for(device: torch.device) -> int:
-    """Tokens of a chunk on a card: half of CHUNK on capability 12, where `delta_chunk_kernel` takes
-    all 255 registers for 64 and spills 24 bytes.
+    """Tokens of a chunk on a card, and rows of S in a tile of `delta_chunk_kernel`: half of CHUNK
+    on capability 12, where that kernel takes all 255 registers for 64 and spills 24 bytes.
     """
     found = card(device)
     return CHUNK // 2 if found is not None and found.capability[0] == 12 else CHUNK
@@ -186,15 +187,15 @@ def passed_on(across, within, PIECES: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def product(a, b, PRECISION: tl.constexpr):
-    """Multiply a, as it is stored, by b float32. What 16 bits hold is one part of TF32; b's first
-    part is its nearest, so that all but the last bit of the rest fits into the second.
+def product(a, b, acc, PRECISION: tl.constexpr):
+    """Add a, as it is stored, times b float32 to acc. What 16 bits hold is one part of TF32; b's
+    first part is its nearest, so that all but the last bit of the rest fits into the second.
     """
     if PRECISION == "ieee" or a.dtype == tl.float32:
-        return tl.dot(a.to(tl.float32), b, input_precision=PRECISION)
+        return tl.dot(a.to(tl.float32), b, acc, input_precision=PRECISION)
     high = ((b.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
     wide = a.to(tl.float32)
-    low = tl.dot(wide, b - high, input_precision="tf32")
+    low = tl.dot(wide, b - high, acc, input_precision="tf32")
     return tl.dot(wide, high, low, input_precision="tf32")
 
 
@@ -319,18 +320,18 @@ def delta_chunk_kernel(
     chunks,
     keep,
     dk: tl.constexpr,
-    HALF: tl.constexpr,
+    TILE: tl.constexpr,
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
     dv: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Run all chunks through some columns of S: grid (tiles of columns, value heads, sequences). S
-    is two tiles of HALF rows, whose keys and queries are loaded one after the other.
+    is tiles of TILE rows, whose keys and queries are loaded one after the other.
     """
     head, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     key_head, of_head = head // group, b * heads * group + head
-    i, x, y = tl.arange(0, CHUNK), tl.arange(0, HALF), tl.arange(0, COLUMNS)
+    i, x, y = tl.arange(0, CHUNK), tl.arange(0, TILE), tl.arange(0, COLUMNS)
     y += tl.program_id(0) * COLUMNS
     in_v = y < dv
     v += b * v_batch + head * dv
@@ -339,24 +340,26 @@ def delta_chunk_kernel(
     q += b * q_batch + key_head * dk
     state += of_head * dk * dv
     after += of_head * dk * dv
-    of_s = x[:, None] * dv + y[None, :]
-    both = (x < dk)[:, None] & in_v[None, :]
-    more = (x < dk - HALF)[:, None] & in_v[None, :]
-    s = tl.load(state + of_s, mask=both, other=0.0)
-    s2 = tl.load(state + of_s + HALF * dv, mask=more, other=0.0)
+    TILES: tl.constexpr = (dk + TILE - 1) // TILE
+    s = ()
+    for tile in tl.static_range(TILES):
+        row = (x + tile * TILE)[:, None]
+        one = tl.load(state + row * dv + y[None, :], mask=(row < dk) & in_v[None, :], other=0.0)
+        s = s + (one,)  # type: ignore[assignment]
     for c in range(chunks):
         first, live = tokens_of_chunk(c, whole, count, wholes, CHUNK)
         inside = live[:, None] & in_v[None, :]
         of_chunk = of_head * chunks + c
         factor, system = factors + of_chunk * 4 * CHUNK, of_chunk * CHUNK * CHUNK
         n = (first + i)[:, None]
-        read = product(rows_of(k, k_row, first, live, dk, HALF, CHUNK), s, PRECISION)
-        found = product(rows_of(q, q_row, first, live, dk, HALF, CHUNK), s, PRECISION)
-        if dk > HALF:
-            tile = rows_of(k + HALF, k_row, first, live, dk - HALF, HALF, CHUNK)
-            read += product(tile, s2, PRECISION)
-            tile = rows_of(q + HALF, q_row, first, live, dk - HALF, HALF, CHUNK)
-            found += product(tile, s2, PRECISION)
+        read = tl.zeros([CHUNK, COLUMNS], tl.float32)
+        found = tl.zeros([CHUNK, COLUMNS], tl.float32)
+        for tile in tl.static_range(TILES):
+            d = tile * TILE
+            keys = rows_of(k + d, k_row, first, live, dk - d, TILE, CHUNK)
+            read = product(keys, s[tile], read, PRECISION)
+            queries = rows_of(q + d, q_row, first, live, dk - d, TILE, CHUNK)
+            found = product(queries, s[tile], found, PRECISION)
         at = v + n * v_row + y[None, :]
         value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         value -= tl.load(factor + i)[:, None] * read
@@ -370,15 +373,17 @@ def delta_chunk_kernel(
             tl.store(at, delta, mask=inside)
         late = delta * tl.load(factor + 2 * CHUNK + i)[:, None]
         shrink = tl.load(factor + 3 * CHUNK)
-        tile = rows_of(k, k_row, first, live, dk, HALF, CHUNK)
-        s = s * shrink + product(tl.trans(tile), late, PRECISION)
-        if dk > HALF:
-            tile = rows_of(k + HALF, k_row, first, live, dk - HALF, HALF, CHUNK)
-            s2 = s2 * shrink + product(tl.trans(tile), late, PRECISION)
+        taken = ()
+        for tile in tl.static_range(TILES):
+            d = tile * TILE
+            keys = rows_of(k + d, k_row, first, live, dk - d, TILE, CHUNK)
+            one = product(tl.trans(keys), late, s[tile] * shrink, PRECISION)
+            taken = taken + (one,)  # type: ignore[assignment]
+        s = taken
         if c + 1 == wholes:
             # 0 here, which the compiler does not see: places that are kept through the loop take
             # registers that sm_120 has not
-            row = x + (c - wholes + 1)
-            end = after + (row[:, None] * dv + y[None, :])
-            tl.store(end, s, mask=(row < dk)[:, None] & in_v[None, :])
-            tl.store(end + HALF * dv, s2, mask=(row < dk - HALF)[:, None] & in_v[None, :])
+            for tile in tl.static_range(TILES):
+                row = (x + (c - wholes + 1 + tile * TILE))[:, None]
+                there = (row < dk) & in_v[None, :]
+                tl.store(after + (row * dv + y[None, :]), s[tile], mask=there)
