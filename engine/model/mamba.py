@@ -90,7 +90,7 @@ class Mamba2:
         tokens = *self.heads(convolved), mixed.g, mixed.beta, self.skip
         return ssd_chunk(*tokens, state, keep, backend)
 
-    def gated(self, out: torch.Tensor, z: torch.Tensor, eps: float) -> torch.Tensor:
+    def gated(self, out: torch.Tensor, z: torch.Tensor, eps: float, backend: str) -> torch.Tensor:
         """Gate out and norm the heads of each group together, in the order that Ssd.gate says."""
         gate, kind, out = F.silu(z.float()), z.dtype, out.float()
         if self.norm is None:

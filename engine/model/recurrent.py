@@ -133,7 +133,7 @@ class Mixer(Protocol):
         """Run a prompt's tokens, convolved [B, N, C], as `gated_delta_chunk`."""
         ...
 
-    def gated(self, out: torch.Tensor, z: torch.Tensor, eps: float) -> torch.Tensor:
+    def gated(self, out: torch.Tensor, z: torch.Tensor, eps: float, backend: str) -> torch.Tensor:
         """Norm out [B, S, Hv, dv] and gate it by z, in z's dtype."""
         ...
 
@@ -203,6 +203,6 @@ class DeltaNet:
         tokens = *self.heads(convolved), mixed.g, mixed.beta
         return gated_delta_chunk(*tokens, state, keep, self.backend(backend))
 
-    def gated(self, out: torch.Tensor, z: torch.Tensor, eps: float) -> torch.Tensor:
+    def gated(self, out: torch.Tensor, z: torch.Tensor, eps: float, backend: str) -> torch.Tensor:
         """Norm each head of out, then gate it."""
-        return gated_norm(out, z, self.norm, eps)
+        return gated_norm(out, z, self.norm, eps, self.backend(backend))

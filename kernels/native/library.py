@@ -36,8 +36,10 @@ FOLDER = Path(__file__).parent
 PREBUILT = FOLDER / "prebuilt"  # ISA.so: of a wheel; a clone has none
 SOURCES = (
     "attention.cpp",
-    "packed.cpp",
+    "conv.cpp",
     "few_bits.cpp",
+    "gates.cpp",
+    "packed.cpp",
     "prefill.cpp",
     "product.cpp",
     "recurrent.cpp",

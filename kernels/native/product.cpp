@@ -171,8 +171,7 @@ static void finish(const Call &c, const typename P::Element *x, int ahead, int f
     if (c.gated) {
         multiply<P>(c, x, ahead, outputs + first, count, up);
         for (int t = 0; t < c.rows; t++) {
-            // exp(88) is finite, and what it leaves of a gate below -88 is nothing
-            const Floats opened = y[t] / (1 + exponential(y[t] < -88 ? all(88) : -y[t]));
+            const Floats opened = silu(y[t]);
             y[t] = Kept<K>::rounded(Kept<K>::rounded(opened) * up[t]);
         }
     }

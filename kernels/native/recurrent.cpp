@@ -1,5 +1,5 @@
-// A decode step of a recurrent layer: the causal convolution of each channel over its newest inputs, and
-// the gated delta rule over S and the rows of the tokens since (kernels/recurrent).
+// A decode step of a gated delta net: the delta rule over S and the rows of the tokens since
+// (kernels/recurrent/delta.py).
 #include <math.h>
 
 #include "kinds.h"
@@ -21,7 +21,7 @@ struct Call {
     float eps;  // beside a squared length
 };
 
-constexpr int MOST = 8;   // tokens of a step, taps of a convolution
+constexpr int MOST = 8;   // tokens of a step
 constexpr int BLOCK = 4;  // vectors of a row of S whose sums lie in registers
 #if defined(__AVX512F__)
 constexpr int TOGETHER = 2;  // pairs of (key, query) that meet a row of S at once
@@ -198,67 +198,12 @@ static int delta_step(const Call &c) {
     return failed;
 }
 
-// The causal convolution of a step's tokens, and silu. The ring gets the step's inputs.
-struct Conv {
-    const char *x, *weight;  // [batch, count, channels], rows `x_row` bytes apart; [channels, taps]
-    const char *bias;        // [channels]; NULL: there is none
-    char *inputs, *out;      // [batch, size, channels]; [batch, count, channels]
-    const int64_t *positions;  // [batch, count]
-    long x_batch, x_row;
-    int batch, count, channels, taps, size;
-};
-
-template <class K>
-static int convolve(const Conv &c) {
-    const long row = (long)c.channels * K::bytes;
-    for (int token = 0; token < c.batch * c.count; token++) {
-        const int b = token / c.count, i = token % c.count;
-        const long at = c.positions[token];
-        char *ring = c.inputs + b * (long)c.size * row;
-        memcpy(ring + at % c.size * row, c.x + b * c.x_batch + i * c.x_row, row);
-        for (int channel = 0; channel < c.channels; channel += W) {
-            const int some = c.channels - channel < W ? c.channels - channel : W;
-            float weights[W * MOST] = {};  // of these channels, as they lie: one channel's taps together
-            for (int i = 0; i < some * c.taps; i += W)
-                store(weights + i, read_some<K>(c.weight, (long)channel * c.taps + i, some * c.taps - i));
-            Floats sum = c.bias ? read_some<K>(c.bias, channel, some) : Floats{};
-            for (int tap = 0; tap < c.taps; tap++) {
-                const long from = at - (c.taps - 1 - tap);
-                if (from < 0) continue;
-                Floats weight;
-                UNROLL for (int lane = 0; lane < W; lane++) weight[lane] = weights[lane * c.taps + tap];
-                sum += read_some<K>(ring + from % c.size * row, channel, some) * weight;
-            }
-            const Floats y = Kept<K>::rounded(sum);
-            write_some<K>(c.out + token * row, channel, some, y / (1.f + exponential(-y)));
-        }
-    }
-    return 0;
-}
-
 }  // namespace
 
-#if defined(__F16C__)
-#define OF_KIND(kind, call) \
-    if (kind == FLOAT32) return call(Float32); \
-    if (kind == BFLOAT16) return call(BFloat16); \
-    return kind == FLOAT16 ? call(Float16) : 1
-#else
-#define OF_KIND(kind, call) \
-    if (kind == FLOAT32) return call(Float32); \
-    return kind == BFLOAT16 ? call(BFloat16) : 1
-#endif
-
-// Returns 0, 1 for a kind that this build lacks, or 2 without memory; so does the next.
+// Returns 0, 1 for a kind that this build lacks, or 2 without memory.
 extern "C" int omnikv_delta_step(const Call *c, int kind) {
 #define DELTA(K) delta_step<K>(*c)
     OF_KIND(kind, DELTA);
 }
 
-extern "C" int omnikv_conv_step(const Conv *c, int kind) {
-#define CONV(K) convolve<K>(*c)
-    OF_KIND(kind, CONV);
-}
-
 extern "C" int omnikv_sizeof_delta_call() { return sizeof(Call); }
-extern "C" int omnikv_sizeof_conv_call() { return sizeof(Conv); }

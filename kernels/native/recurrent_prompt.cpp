@@ -175,12 +175,8 @@ static int delta_chunk(const Call &c) {
 
 // Returns 0, 1 for a kind that this build lacks, or 2 without memory.
 extern "C" int omnikv_delta_chunk(const Call *c, int kind) {
-    if (kind == FLOAT32) return delta_chunk<Float32>(*c);
-    if (kind == BFLOAT16) return delta_chunk<BFloat16>(*c);
-#if defined(__F16C__)
-    if (kind == FLOAT16) return delta_chunk<Float16>(*c);
-#endif
-    return 1;
+#define DELTA(K) delta_chunk<K>(*c)
+    OF_KIND(kind, DELTA);
 }
 
 extern "C" int omnikv_sizeof_delta_chunk_call() { return sizeof(Call); }

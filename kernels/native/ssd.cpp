@@ -289,21 +289,13 @@ static int ssd_chunk(const Chunk &k) {
 
 // Returns 0, 1 for a kind that this build lacks, or 2 without memory; so does the next.
 extern "C" int omnikv_ssd_step(const Step *s, int kind) {
-    if (kind == FLOAT32) return ssd_step<Float32>(*s);
-    if (kind == BFLOAT16) return ssd_step<BFloat16>(*s);
-#if defined(__F16C__)
-    if (kind == FLOAT16) return ssd_step<Float16>(*s);
-#endif
-    return 1;
+#define STEP(K) ssd_step<K>(*s)
+    OF_KIND(kind, STEP);
 }
 
 extern "C" int omnikv_ssd_chunk(const Chunk *k, int kind) {
-    if (kind == FLOAT32) return ssd_chunk<Float32>(*k);
-    if (kind == BFLOAT16) return ssd_chunk<BFloat16>(*k);
-#if defined(__F16C__)
-    if (kind == FLOAT16) return ssd_chunk<Float16>(*k);
-#endif
-    return 1;
+#define CHUNKS(K) ssd_chunk<K>(*k)
+    OF_KIND(kind, CHUNKS);
 }
 
 extern "C" int omnikv_sizeof_ssd_step() { return sizeof(Step); }

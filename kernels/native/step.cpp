@@ -78,33 +78,18 @@ static void rotate_store(const Call &c) {
     }
 }
 
-#if defined(__F16C__)
-#define OF_KIND(kind, call) \
-    if (kind == FLOAT32) call(Float32); \
-    else if (kind == BFLOAT16) call(BFloat16); \
-    else if (kind == FLOAT16) call(Float16); \
-    else return 1; \
-    return 0
-#else
-#define OF_KIND(kind, call) \
-    if (kind == FLOAT32) call(Float32); \
-    else if (kind == BFLOAT16) call(BFloat16); \
-    else return 1; \
-    return 0
-#endif
-
 }  // namespace
 
 // x [rows, size] times weight [size] -> out; kinds of kinds.h. Returns 0, or 1 for a kind that
 // this build lacks; so does the next.
 extern "C" int omnikv_normalize(const char *x, const char *weight, char *out, int kind, int rows, int size,
                                 float eps) {
-#define NORMALIZE(K) normalize<K>(x, weight, out, rows, size, eps)
+#define NORMALIZE(K) (normalize<K>(x, weight, out, rows, size, eps), 0)
     OF_KIND(kind, NORMALIZE);
 }
 
 extern "C" int omnikv_rotate_store(const Call *c, int kind) {
-#define ROTATE(K) rotate_store<K>(*c)
+#define ROTATE(K) (rotate_store<K>(*c), 0)
     OF_KIND(kind, ROTATE);
 }
 

@@ -145,6 +145,9 @@ INLINE Floats exponential(Floats x) {
     return x < -87.33654f ? Floats{} : found;
 }
 
+// x * sigmoid(x). exp(88) is finite, and what it leaves of an x below -88 is nothing.
+INLINE Floats silu(Floats x) { return x / (1 + exponential(x < -88 ? all(88) : -x)); }
+
 // cap * tanh(x / cap), as kernels/launch/softmax.py has it in a kernel: tanh(y) is 1 - 2 / (e^2y + 1).
 INLINE Floats capped(Floats x, float cap) {
     const Floats y = x * (2 / cap);
@@ -181,3 +184,15 @@ INLINE Floats totals(const Floats *a) {
 }
 
 }  // namespace
+
+// Returns what `call` returns for the reader of a kind, 1 for a kind that this build lacks.
+#if defined(__F16C__)
+#define OF_KIND(kind, call) \
+    if (kind == FLOAT32) return call(Float32); \
+    if (kind == BFLOAT16) return call(BFloat16); \
+    return kind == FLOAT16 ? call(Float16) : 1
+#else
+#define OF_KIND(kind, call) \
+    if (kind == FLOAT32) return call(Float32); \
+    return kind == BFLOAT16 ? call(BFloat16) : 1
+#endif

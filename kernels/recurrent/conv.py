@@ -9,6 +9,7 @@ Inputs of the newest tokens are kept, in the model's dtype, in row position % T 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -33,14 +34,15 @@ def conv_step(
     inputs [B, T, C]: a ring that holds the K - 1 inputs before, and gets x. T is at least
     K - 1 + Q. Inputs before position 0 are zeros. No index visits the host.
     """
-    if choose(backend, x, lambda: native.takes_conv(x, inputs, weight)) == "native":
+    chosen = choose(backend, x, lambda: native.takes_conv(x, inputs, weight))
+    if chosen == "native":
         return native.conv_step(x, inputs, positions, weight, bias)
     width, size = weight.shape[1], inputs.shape[1]
     rows = torch.arange(len(x), device=x.device)[:, None]
     back = positions[:, :1] + torch.arange(1 - width, 0, device=x.device)
     before = inputs[rows, back % size] * (back >= 0)[..., None]
     inputs[rows, positions % size] = x
-    return conv_chunk(x, before, weight, backend, bias)
+    return conv_chunk(x, before, weight, chosen, bias)
 
 
 def conv_chunk(
@@ -53,8 +55,11 @@ def conv_chunk(
     """Convolve x [B, N, C] with weight [C, K], add bias [C] and apply silu: [B, N, C] in x's dtype.
     before [B, K - 1, C]: the inputs before x.
     """
+    chosen = choose(backend, x, lambda: native.takes_conv(x, before, weight))
+    if chosen == "native":
+        return native.conv_chunk(x, before, weight, bias)
     wide = torch.cat((before, x), 1)
-    if choose(backend, x) == "reference":
+    if chosen == "reference":
         return conv_ref(wide, weight, bias)
     if x.shape[1] > 1:
         out = F.conv1d(wide.transpose(1, 2), weight[:, None], bias, groups=weight.shape[0])
@@ -90,3 +95,18 @@ def _steps() -> Iterator[Case]:
             expected = conv_step(given[0], rings[1], *given[1:], "reference", more)
             yield f"a convolution in {dtype}", found, expected, dtype
             yield f"a convolution's ring in {dtype}", rings[0], rings[1], dtype
+
+
+@native.CONV.self_test
+def _chunks() -> Iterator[Case]:
+    draw = torch.Generator().manual_seed(2)
+    for channels, taps, counts in ((40, 4, (1, 2, 3, 4, 19)), (529, 3, (5,)), (7, 1, (2,))):
+        weight, bias = torch.randn(channels, taps + 1, generator=draw).split((taps, 1), 1)
+        for count, dtype in product(counts, FLOATS):
+            rows = torch.randn(2, taps - 1 + count, 2 * channels, generator=draw) * 40
+            rows, given = rows.to(dtype)[..., :channels], weight.to(dtype).contiguous()
+            before, x = rows[:, : taps - 1].contiguous(), rows[:, taps - 1 :]
+            more = bias[:, 0].to(dtype).contiguous() if count % 2 else None
+            found = native.conv_chunk(x, before, given, more)
+            expected = conv_chunk(x, before, given, "reference", more)
+            yield f"a prompt's convolution in {dtype}", found, expected, dtype

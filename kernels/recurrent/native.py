@@ -1,4 +1,6 @@
-"""A decode step of a recurrent layer by the C++ kernels: the convolution and the delta rule."""
+"""A recurrent layer by the C++ kernels: the convolution and the delta rule, of a step and of a
+prompt.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ class _Chunk(ctypes.Structure):
 
 
 class _Conv(ctypes.Structure):
-    """`Conv` of recurrent.cpp."""
+    """`Conv` of conv.cpp."""
 
     _fields_ = [
         *(
@@ -55,13 +57,16 @@ class _Conv(ctypes.Structure):
             for name in ("x", "weight", "bias", "inputs", "out", "positions")
         ),
         *((name, ctypes.c_long) for name in ("x_batch", "x_row")),
-        *((name, ctypes.c_int) for name in ("batch", "count", "channels", "taps", "size")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("batch", "count", "channels", "taps", "size", "threads")
+        ),
     ]
 
 
 DELTA = Binding("the delta rule", omnikv_sizeof_delta_call=_Delta)
 CHUNK = Binding("the delta rule over a prompt", omnikv_sizeof_delta_chunk_call=_Chunk)
-CONV = Binding("a step's convolution", omnikv_sizeof_conv_call=_Conv)
+CONV = Binding("the convolution", omnikv_sizeof_conv_call=_Conv)
 
 
 def takes_step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: torch.Tensor) -> bool:
@@ -147,8 +152,8 @@ def delta_chunk(
 
 
 def takes_conv(x: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the C++ kernel runs here and takes a step of x [B, Q, C] on a CPU: one float dtype,
-    inputs and weight contiguous, at most 8 taps.
+    """Whether the C++ kernel runs here and takes x [B, N, C] on a CPU: one float dtype, inputs and
+    weight contiguous, at most 8 taps.
     """
     dtypes = {x.dtype, inputs.dtype, weight.dtype}
     dense = inputs.is_contiguous() and weight.is_contiguous() and x.stride(-1) == 1
@@ -164,16 +169,34 @@ def conv_step(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`conv_step` of kernels/recurrent/conv.py, same arguments. bias: contiguous, in x's dtype."""
+    return _convolved(x, inputs, positions.long().contiguous(), weight, bias)
+
+
+def conv_chunk(
+    x: torch.Tensor,
+    before: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`conv_chunk` of kernels/recurrent/conv.py, same arguments. bias: contiguous, in x's dtype."""
+    return _convolved(x, before, None, weight, bias)
+
+
+def _convolved(
+    x: torch.Tensor,
+    inputs: torch.Tensor,
+    places: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
     (batch, count, channels), size = x.shape, x.element_size()
     out = torch.empty(batch, count, channels, dtype=x.dtype)
-    places = positions.long().contiguous()
     assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
     call = _Conv(
         x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(),
-        inputs.data_ptr(), out.data_ptr(), places.data_ptr(),
+        inputs.data_ptr(), out.data_ptr(), None if places is None else places.data_ptr(),
         x.stride(0) * size, x.stride(1) * size,
-        batch, count, channels, weight.shape[1], inputs.shape[1],
+        batch, count, channels, weight.shape[1], inputs.shape[1], torch.get_num_threads(),
     )  # fmt: skip
-    code = loaded().omnikv_conv_step(ctypes.byref(call), FLOATS[x.dtype])
-    check(code, "a step's convolution")
+    check(loaded().omnikv_conv(ctypes.byref(call), FLOATS[x.dtype]), CONV.name)
     return out

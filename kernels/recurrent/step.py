@@ -90,7 +90,8 @@ def net_step_ref(
     q, k, v, z = (t.unflatten(-1, (-1, d)) for t, d in ((q, dk), (k, dk), (v, dv), (z, dv)))
     g, beta = gates(rates, weights.decay, weights.bias)
     where = held.state, held.tail, base, positions
-    return gated_norm(gated_delta_step(q, k, v, g, beta, *where, backend), z, weights.norm, eps)
+    out = gated_delta_step(q, k, v, g, beta, *where, backend)
+    return gated_norm(out, z, weights.norm, eps, backend)
 
 
 def net_step_triton(

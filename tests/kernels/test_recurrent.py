@@ -150,7 +150,7 @@ def through(model, backend):
         if width >= 6:
             mixed = pre_recurrence(layer, part, eps)
             out = state.chunk(0, layer.mixer, mixed, first, True, backend)
-            found.append(layer.mixer.gated(out, mixed.z, eps))
+            found.append(layer.mixer.gated(out, mixed.z, eps, backend))
         else:
             normed = rms_norm(part, layer.input_norm, eps, layer.block)
             products = layer.qkv(normed), F.linear(normed, layer.mixer.rates)

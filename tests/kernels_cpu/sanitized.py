@@ -7,6 +7,8 @@ import torch
 import kernels.layer.native_step  # registers its self-test
 import kernels.recurrent.conv
 import kernels.recurrent.delta  # likewise: prompts and steps at seams
+import kernels.recurrent.gates
+import kernels.recurrent.ssd
 from kernels.attention.native import attend
 from kernels.layer.native_product import Product
 from kernels.native import library

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from kernels.native.library import missing
-from kernels.recurrent import native
-from kernels.recurrent.conv import conv_step
+from kernels.recurrent import native, native_gates
+from kernels.recurrent.conv import conv_chunk, conv_step
 from kernels.recurrent.delta import folded, gated_delta_chunk, gated_delta_step, unit
+from kernels.recurrent.gates import gated_norm
 from tests.kernels_cpu.test_recurrent import RING, inputs, loop, off, ring_of
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "compiles")
@@ -137,3 +138,110 @@ def test_the_convolution_is_the_references(channels, taps, dtype):
     wanted = wanted * torch.sigmoid(wanted)
     found, plain = (off(torch.cat(parts, 1).double(), wanted) for parts in results)
     assert found <= 2 * plain + 1e-8
+
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def convolved(x, before, weight, bias):
+    """The convolution and silu in float64, token by token."""
+    wide, taps = torch.cat([before, x], 1).double(), weight.shape[1]
+    out = []
+    for i in range(x.shape[1]):
+        one = (wide[:, i : i + taps].mT * weight.double()).sum(-1)
+        out.append(one if bias is None else one + bias.double())
+    y = torch.stack(out, 1)
+    return y * torch.sigmoid(y)
+
+
+def prompt(count, channels, taps, dtype, batch=2, scale=1.0):
+    """(x, before, weight, bias): x is part of wider rows, as a projection leaves it."""
+    draw = torch.Generator().manual_seed(count + channels + taps)
+    rows = torch.randn(batch, taps - 1 + count, channels + 24, generator=draw) * scale
+    weight = torch.randn(channels, taps, generator=draw).to(dtype)
+    bias = torch.randn(channels, generator=draw).to(dtype) if count % 2 else None
+    rows = rows.to(dtype)[..., 8 : channels + 8]
+    return rows[:, taps - 1 :], rows[:, : taps - 1].contiguous(), weight, bias
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("count", [*range(1, 18), 31, 61, 64, 65, 127])
+def test_a_prompts_convolution_is_as_near_as_torchs(count, dtype, threads):
+    """Channels below, at and above a block's; against the loop in float64."""
+    for channels, taps in ((3, 2), (16, 4), (101, 4), (1040, 4), (40, 8), (33, 1)):
+        x, before, weight, bias = prompt(count, channels, taps, dtype)
+        assert native.takes_conv(x, before, weight)
+        wanted = convolved(x, before, weight, bias)
+        found, plain = (conv_chunk(x, before, weight, name, bias) for name in ("native", "cpu"))
+        assert found.dtype == dtype and found.is_contiguous()
+        assert off(found.double(), wanted) <= 2 * off(plain.double(), wanted) + 1e-7
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_parts_of_a_prompt_have_the_bits_of_the_whole(dtype):
+    """What one part leaves is what the next begins with, and steps in a ring say the same."""
+    x, before, weight, bias = prompt(97, 70, 4, dtype)
+    whole = conv_chunk(x, before, weight, "native", bias)
+    wide, at, parts = torch.cat([before, x], 1), 0, []
+    for width in (1, 2, 3, 4, 1, 13, 73):
+        held = wide[:, at : at + 3].contiguous()
+        parts.append(conv_chunk(x[:, at : at + width], held, weight, "native", bias))
+        at += width
+    assert at == 97 and torch.equal(torch.cat(parts, 1), whole)
+    ring = torch.zeros(2, RING, 70, dtype=dtype)
+    ring[:, 7:10] = before
+    steps = []
+    for i in range(97):
+        position = torch.full((2, 1), 10 + i)
+        steps.append(conv_step(x[:, i : i + 1], ring, position, weight, "native", bias))
+    assert torch.equal(torch.cat(steps, 1), whole)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_large_inputs_and_what_is_not_finite_stay_in_their_channel(dtype):
+    """silu of what is far below 0 is 0: exp(-x) has no float32 there."""
+    x, before, weight, _ = prompt(9, 20, 4, dtype, scale=100.0)
+    wanted = convolved(x, before, weight, None)
+    assert float(wanted.min()) > -1 and float((wanted.abs() < 1e-38).double().mean()) > 0.1
+    found = conv_chunk(x, before, weight, "native")
+    plain = conv_chunk(x, before, weight, "cpu")
+    assert off(found.double(), wanted) <= 2 * off(plain.double(), wanted) + 1e-7
+    x = x.clone()
+    x[0, 4, 11] = float("nan")
+    bad = conv_chunk(x, before, weight, "native").isnan().nonzero().tolist()
+    assert bad == [[0, i, 11] for i in range(4, 8)]
+
+
+def test_a_convolution_that_it_does_not_take_runs_on_torch():
+    x, before, weight, _ = prompt(5, 12, 9, torch.float32)
+    assert not native.takes_conv(x, before, weight)
+    assert off(conv_chunk(x, before, weight), convolved(x, before, weight, None)) < 1e-6
+    x, before, weight, _ = prompt(5, 12, 4, torch.bfloat16)
+    assert not native.takes_conv(x, before.float(), weight)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 64, 101, 128])
+def test_the_gated_norm_is_as_near_as_torchs(size, dtype, threads):
+    """A weight in z's dtype, and one in float32; z is part of wider rows."""
+    draw = torch.Generator().manual_seed(size)
+    for count in (1, 2, 37):
+        out = torch.randn(2, count, 3, size, generator=draw) * 4
+        wide = (torch.randn(2, count, 5 + 3 * size, generator=draw) * 30).to(dtype)
+        z, weight = wide[..., 5:].unflatten(2, (3, size)), torch.randn(size, generator=draw)
+        for scale in (weight, weight.to(dtype)):
+            assert native_gates.takes_norm(out, z, scale)
+            found, plain = (gated_norm(out, z, scale, 1e-6, name) for name in ("native", "cpu"))
+            value, gate = out.to(dtype).double(), z.double()
+            normed = value * torch.rsqrt(value.square().mean(-1, keepdim=True) + 1e-6)
+            wanted = scale.double() * normed * gate * torch.sigmoid(gate)
+            assert found.dtype == dtype and found.shape == out.shape
+            assert off(found.double(), wanted) <= 2 * off(plain.double(), wanted) + 1e-7
+
+
+def test_a_gated_norm_of_other_dtypes_runs_on_torch():
+    out, z = torch.randn(1, 2, 3, 16), torch.randn(1, 2, 3, 16).bfloat16()
+    weight = torch.randn(16)
+    assert not native_gates.takes_norm(out, z, weight.half())
+    assert not native_gates.takes_norm(out.double(), z, weight)
+    assert not native_gates.takes_norm(out.transpose(1, 2), z.transpose(1, 2), weight)

@@ -154,7 +154,7 @@ def layers_alone(session: Session, prompt: int, turns: int) -> dict[str, float]:
             assert layer.mixer is not None
             mixed = pre_recurrence(layer, out, eps)
             found = state.step(number, layer.mixer, mixed, at, "auto")
-            out = post_attention(layer, out, layer.mixer.gated(found, mixed.z, eps), eps)
+            out = post_attention(layer, out, layer.mixer.gated(found, mixed.z, eps, "auto"), eps)
 
     held = sum(m.nbytes for number in numbers for m in model.layers[number].matrices)
     rows = state.length - state.base

@@ -42,7 +42,7 @@ def recur_step(
         given = number, layer.mixer, Mixed(*parts), step.positions
         out.append(state.step(*given, form.backend))
     joined = out[0] if len(out) == 1 else torch.cat(out, dim=1)
-    return layer.mixer.gated(joined, mixed.z, eps)
+    return layer.mixer.gated(joined, mixed.z, eps, form.backend)
 
 
 def _on_triton(net: DeltaNet, backend: str) -> bool:
@@ -98,4 +98,4 @@ def recur_chunk(
     assert layer.mixer is not None and state is not None
     mixed = pre_recurrence(layer, x, eps)
     out = state.chunk(number, layer.mixer, mixed, start, keep, backend)
-    return layer.mixer.gated(out, mixed.z, eps)
+    return layer.mixer.gated(out, mixed.z, eps, backend)
