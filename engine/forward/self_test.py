@@ -256,17 +256,17 @@ def _mixture_failure(model: Llama, mixtures: list[Mixture]) -> str:
             if why := differs("router", multiply_rows(x, *router), logits):
                 return why
             correction = mixture.bias if experts.sigmoid else None
-            given = logits, experts.per_token, experts.normalise, correction
+            given = logits, experts.per_token, experts.normalise, correction, mixture.share
             choice, wanted = choose_experts(*given), choose_experts_ref(*given)
             for name, one, other in zip(Choice._fields, choice, wanted, strict=True):
                 listed = slice(None if name == "listed" else int(wanted.listed))
                 if why := differs(f"choice of {name}", one[listed], other[listed]):
                     return f"{why} ({rows} rows)"
-            want = open_experts_ref(x, gate_up, wanted, experts.clamp)
+            want = open_experts_ref(x, gate_up, wanted, experts.activation)
             want = sum_experts_ref(want, down, wanted)
 
-            def run(x=x, choice=choice, clamp=experts.clamp, up=gate_up, down=down) -> torch.Tensor:
-                return sum_experts(open_experts(x, up, choice, clamp), down, choice)
+            def run(x=x, choice=choice, made=experts.activation, up=gate_up, down=down):
+                return sum_experts(open_experts(x, up, choice, made), down, choice)
 
             name, found = "sum of experts", run()
             if why := differs(name, found, want, dtype) or differs_overall(name, found, want):

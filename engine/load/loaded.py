@@ -72,8 +72,7 @@ class Loaded:
         # a forced backend compares plain products; otherwise weights take their fastest form
         form = "auto" if planner.backend in ON_CPU else "plain"
         words = "words" if planner.backend == "triton" else form
-        beside = planner.config.experts is not None and planner.config.experts.beside
-        stacked = not beside and choose_for(planner.backend, planner.device) == "triton"
+        stacked = choose_for(planner.backend, planner.device) == "triton"
         held = form, words, planner.plan().head_copy > 0, stacked
         digest = WeightsDigest()
         tied, stream = config.tied_embeddings, digest.watch(stream)

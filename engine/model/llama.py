@@ -19,7 +19,7 @@ from engine.model.config.config import ModelConfig
 from engine.model.heads.latent import LatentHeads
 from engine.model.mamba import Mamba2
 from engine.model.mixture import Mixture, Stacks
-from engine.model.per_layer import PerLayer
+from engine.model.per_layer import PerLayer, rounded
 from engine.model.recurrent import DeltaNet, Mixed, Mixer
 from engine.model.rope import apply_rope
 from kernels.layer.linear import Linear, pack_linear
@@ -105,6 +105,10 @@ class Llama:
     lm_head: Matrix  # [vocab, hidden]
     per_layer: PerLayer | None = None
 
+    def __post_init__(self) -> None:
+        """Round what embeddings are multiplied by: a step asks no tensor for it."""
+        self.scale = rounded(self.config.block.embedding, self.dtype)
+
     @property
     def sinks(self) -> tuple[torch.Tensor, ...]:
         """Attention sinks of every layer, [H]; () where there are none."""
@@ -165,10 +169,9 @@ class Llama:
 
     def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         """Map tokens int64 [...] to the first layer's x [..., hidden]."""
-        table, scale = self.embed, self.config.block.embedding
+        table = self.embed
         x = table[tokens] if isinstance(table, torch.Tensor) else table.gather(tokens)
-        # rounded to the weights' dtype, as transformers does for Gemma
-        return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype).item()
+        return x if self.scale == 1.0 else x * self.scale
 
     def refined(
         self, number: int, x: torch.Tensor, inputs: torch.Tensor | None = None

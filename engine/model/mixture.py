@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from kernels.experts.choose import best_experts
 from kernels.experts.mix import mix_experts, mixes
-from kernels.experts.open import activated
+from kernels.experts.open import SILU, Activation, activated
 from kernels.experts.route import Routing, route_experts, router_logits
 from kernels.experts.stack import Stack
 from kernels.layer.gemv import MOST_ROWS
@@ -31,27 +31,18 @@ if TYPE_CHECKING:
     Matrix = Linear | QuantisedLinear
 
 
-class Clamp(NamedTuple):
-    """gpt-oss's activation (kernels/experts/open.py): gate at most `limit` and up within it. Gate
-    and up take turns in an expert's outputs.
-    """
-
-    limit: float
-    alpha: float
-
-
 @dataclass(frozen=True)
 class Experts:
     """The mixture of a model's layers: `count` experts of `width` in each, of which a token takes
     `per_token`. normalise: whether the weights of the chosen sum to one. dense: layers that have
-    the plain MLP of intermediate_size instead. bias: whether router and experts have biases. clamp:
-    gpt-oss's activation in place of SwiGLU. stored: how a checkpoint holds experts, each "apart",
-    "stacked" in one tensor by input or "rows" by output, or in "mxfp4" (engine/model/tensors.py).
-    shared: width of an expert that every token takes beside its own, 0: there is none;
-    shared_gate: whether the sigmoid of a product of its input multiplies what it adds. sigmoid:
-    sigmoids in place of the softmax, chosen with a correction (kernels/experts/choose.py). beside:
-    Gemma 4's, which runs beside the layer's MLP: the router has a norm and scales of its own,
-    experts have GELU, and the host chooses. routing: another way from logits to a choice
+    the plain MLP of intermediate_size instead. bias: whether router and experts have biases.
+    activation: of an expert (kernels/experts/open.py). stored: how a checkpoint holds experts, each
+    "apart", "stacked" in one tensor by input or "rows" by output, or in "mxfp4"
+    (engine/model/tensors.py). shared: width of an expert that every token takes beside its own, 0:
+    there is none; shared_gate: whether the sigmoid of a product of its input multiplies what it
+    adds. sigmoid: sigmoids in place of the softmax, chosen with a correction
+    (kernels/experts/choose.py). beside: Gemma 4's, which runs beside the layer's MLP: the router
+    has a norm and scales of its own. routing: another way from logits to a choice
     (kernels/experts/route.py), in place of `sigmoid`.
     """
 
@@ -61,7 +52,7 @@ class Experts:
     normalise: bool
     dense: tuple[int, ...] = ()
     bias: bool = False
-    clamp: Clamp | None = None
+    activation: Activation = SILU
     stored: str = "apart"
     shared: int = 0
     shared_gate: bool = True
@@ -74,15 +65,20 @@ class Experts:
         """Whether a learned correction takes part in the choice."""
         return self.sigmoid or (self.routing is not None and self.routing.corrected)
 
+    @property
+    def outputs(self) -> int:
+        """Outputs of an expert's first matrix: gate and up, or up alone."""
+        return self.activation.made * self.width
+
     def parameters(self, hidden: int, read: bool = False) -> int:
         """Weights of one layer's mixture; `read`: those that one token reads."""
-        experts = self.per_token if read else self.count
-        biases = self.count + experts * (2 * self.width + hidden) if self.bias else 0
+        experts, each = self.per_token if read else self.count, hidden * (self.activation.made + 1)
+        biases = self.count + experts * (self.outputs + hidden) if self.bias else 0
         biases += self.count + 4 * hidden if self.beside else 0
-        own = self.count * hidden + experts * 3 * hidden * self.width + biases
+        own = self.count * hidden + experts * each * self.width + biases
         own += self.count if self.corrected else 0
         gate = hidden if self.shared and self.shared_gate else 0
-        return own + 3 * hidden * self.shared + gate
+        return own + each * self.shared + gate
 
 
 @dataclass(eq=False)
@@ -95,7 +91,7 @@ class Mixture:
 
     experts: Experts
     router: torch.Tensor  # [count, hidden]
-    gate_up: Sequence[Matrix]  # [2 * width, hidden]
+    gate_up: Sequence[Matrix]  # [outputs, hidden]
     down: Sequence[Matrix]  # [hidden, width]
     bias: torch.Tensor | None = None  # of the router, or the correction of the choice, [count]
     stacks: tuple[Stack, Stack] | None = None
@@ -139,9 +135,9 @@ class Mixture:
         flat = x.flatten(0, 1)
         if self.stacks is not None and (torch.compiler.is_compiling() or len(flat) <= MOST_ROWS):
             experts, router = self.experts, (self.router, self.bias)
-            given = router, self.stacks, experts.per_token, experts.normalise, experts.clamp
-            added = None if residual is None else residual.flatten(0, 1)
-            more = experts.sigmoid, experts.routing
+            given = router, self.stacks, experts.per_token, experts.normalise, experts.activation
+            added, read = (None if t is None else t.flatten(0, 1) for t in (residual, routed))
+            more = experts.sigmoid, experts.routing, read, self.share
             return mix_experts(flat, *given, added, *more).view_as(x)
         chosen = self.route(flat if routed is None else routed.flatten(0, 1))
         out = (self._one_row if len(flat) == 1 else self._sorted)(flat, *chosen).view_as(x)
@@ -153,7 +149,7 @@ class Mixture:
         """Run a decode step's experts: one activation and one sum for all of them."""
         numbers = chosen[0].tolist()
         both = torch.cat([self.gate_up[number](flat) for number in numbers])
-        mixed = zip(numbers, self._activated(both).split(1))
+        mixed = zip(numbers, activated(both, self.experts.activation).split(1))
         parts = torch.cat([self.down[number](part) for number, part in mixed])
         return torch.mm(weights, parts)
 
@@ -173,16 +169,9 @@ class Mixture:
                 continue
             mine, start = slice(start, start + count), start + count
             both = self.gate_up[number](flat[rows[mine]])
-            part = self.down[number](self._activated(both))
+            part = self.down[number](activated(both, self.experts.activation))
             out.index_add_(0, rows[mine], part * shares[mine])
         return out
-
-    def _activated(self, both: torch.Tensor) -> torch.Tensor:
-        """The activation between an expert's two matrices."""
-        if not self.experts.beside:
-            return activated(both, self.experts.clamp)
-        gate, up = both.chunk(2, dim=-1)
-        return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
     def route(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose experts for rows [T, hidden]: (weights in their dtype, numbers int64), both
@@ -210,7 +199,7 @@ class Stacks:
 
     def __init__(self, experts: Experts, hidden: int, dtype: torch.dtype) -> None:
         self._count, self._dtype = experts.count, dtype
-        self._possible = mixes(experts.count, max(2 * experts.width, hidden))
+        self._possible = mixes(experts.count, max(experts.outputs, hidden))
         self._held: dict[str, Stack] = {}
         self._apart: set[str] = set()
 

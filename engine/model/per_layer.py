@@ -13,6 +13,11 @@ from kernels.layer.linear import Linear
 from kernels.quant.linear import QuantisedLinear
 
 
+def rounded(factor: float, dtype: torch.dtype) -> float:
+    """Return a factor of embeddings rounded to a dtype, as transformers' are."""
+    return torch.tensor(factor, dtype=dtype).item()
+
+
 @dataclass
 class PerLayer:
     """The weights of all layers' embeddings: L layers of width P."""
@@ -24,6 +29,10 @@ class PerLayer:
     outs: list[Linear | QuantisedLinear]  # [hidden, P] of each layer
     norms: list[torch.Tensor]  # [hidden] of each layer
     eps: float
+
+    def __post_init__(self) -> None:
+        """Round what a token's own embeddings are multiplied by: a step asks no tensor for it."""
+        self.scale = rounded(self.norm.shape[0] ** 0.5, self.table.dtype)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -45,8 +54,7 @@ class PerLayer:
         [B, S, L, P].
         """
         width = self.norm.shape[0]
-        scale = torch.tensor(width**0.5, dtype=x.dtype).item()  # rounded, as transformers' is
-        own = (self.table[tokens] * scale).unflatten(-1, (-1, width))
+        own = (self.table[tokens] * self.scale).unflatten(-1, (-1, width))
         made = (self.project(x) * x.shape[-1] ** -0.5).unflatten(-1, (-1, width))
         return (self._normed(made, self.norm) + own) * 2.0**-0.5
 

@@ -70,6 +70,7 @@ def choose_experts_ref(
     per_token: int,
     normalise: bool,
     correction: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
 ) -> Choice:
     """Reference of `choose_experts`, same arguments; logits in float64 give shares in float64."""
     rows, count = logits.shape
@@ -83,6 +84,8 @@ def choose_experts_ref(
     else:
         shares = torch.where(taken, wide.sigmoid(), 0)
         shares = shares / shares.sum(-1, keepdim=True) if normalise else shares
+    if scale is not None:
+        shares = shares * scale.to(shares.dtype)
     listed = taken.any(0).nonzero()[:, 0]
     room = min(count, rows * per_token)
     bits = (taken.int() << torch.arange(rows, device=logits.device)[:, None]).sum(0)
@@ -103,6 +106,7 @@ def choose_experts(
     per_token: int,
     normalise: bool,
     correction: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
 ) -> Choice:
     """Choose `per_token` experts for each row of logits [R, E], contiguous, by the Triton kernel of
     this file.
@@ -110,7 +114,8 @@ def choose_experts(
     At most MOST_ROWS rows and MOST_EXPERTS experts. NaN ranks highest, as torch.topk has it, and
     makes every share of its row NaN; -0 equals +0; equal logits go to the lower id. Shares are the
     float32 softmax of the row, normalise: of its chosen alone. A row's shares do not depend on the
-    other rows. correction [E]: as in `best_experts`. Raises ValueError for more rows.
+    other rows. correction [E]: as in `best_experts`. scale [E]: of each expert's shares, last.
+    Raises ValueError for more rows.
     """
     count, device = logits.shape[1], logits.device
     rows = rows_of(logits, count)
@@ -124,6 +129,7 @@ def choose_experts(
     choose_kernel[(1,)](
         logits,
         logits if correction is None else correction,
+        logits if scale is None else scale,
         *found,
         rows,
         count,
@@ -132,6 +138,7 @@ def choose_experts(
         ROWS=MOST_ROWS,
         ALL=not normalise,
         SIGMOID=correction is not None,
+        SCALED=scale is not None,
         num_warps=8 if block >= MANY else 4,
         **dependent(logits),
     )
@@ -142,6 +149,7 @@ def choose_experts(
 def choose_kernel(
     logits,
     correction,
+    scale,
     experts,
     members,
     shares,
@@ -153,6 +161,7 @@ def choose_kernel(
     ROWS: tl.constexpr,
     ALL: tl.constexpr,
     SIGMOID: tl.constexpr,
+    SCALED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Choose for all rows: one program. A key is a logit's order and, below it, the expert's place
@@ -181,6 +190,8 @@ def choose_kernel(
     else:
         p = tl.where(over, tl.exp(x - tl.max(x, 1)[:, None]), 0.0)
         share = tl.where(taken, p / tl.sum(p, 1)[:, None], 0.0)
+    if SCALED:
+        share *= tl.load(scale + e, mask=e < count, other=0.0).to(tl.float32)[None, :]
     bits = tl.sum(tl.where(taken, 1 << r[:, None], 0), 0)
     used = bits != 0
     place = tl.cumsum(used.to(tl.int32), 0) - 1

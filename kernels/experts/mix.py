@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from kernels.experts.choose import MOST_EXPERTS, choose_experts
-from kernels.experts.open import Clamp, open_experts
+from kernels.experts.open import SILU, Activation, open_experts
 from kernels.experts.route import Routing, listed, route_experts, router_logits
 from kernels.experts.stack import Stack
 from kernels.experts.sum import sum_experts
@@ -28,30 +28,37 @@ def mix_experts(
     stacks: tuple[Stack, Stack],
     per_token: int,
     normalise: bool,
-    clamp: Clamp | None = None,
+    activation: Activation = SILU,
     residual: torch.Tensor | None = None,
     sigmoid: bool = False,
     routing: Routing | None = None,
+    routed: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run the experts that the rows of x [R, I] choose and add residual [R, I]: [R, I] in x's
     dtype.
 
     router: its matrix [E, I], contiguous, and its bias [E] or None; with sigmoid, or a routing that
     corrects, its correction. routing: as `route_experts` takes it, by torch's operators in place of
-    the kernel that chooses; the matrix is float32 then.
-    stacks: gate and up [2 W, I] and the last matrix [I, W] of every expert, which `mixes`.
+    the kernel that chooses; the matrix is float32 then. routed [R, I]: what the router reads in
+    place of x, and scale [E]: of each expert's shares, both without a routing.
+    stacks: the first matrix [2 W, I] or [W, I] and the last [I, W] of every expert, which `mixes`.
     Everything else as in `choose_experts` and `open_experts`. More than MOST_ROWS rows run some at
     a time.
     """
     if torch.compiler.is_compiling():
         parts = [t for stack in stacks for t in _parts(stack)]
         kinds, forms = zip(*(_form(stack) for stack in stacks))
-        limits = [] if clamp is None else list(clamp)
+        kind, *limits = activation
         return mix_experts_op(
             x, *router, parts, ",".join(kinds), [n for form in forms for n in form],
-            per_token, normalise, limits, residual, sigmoid, [] if routing is None else [*routing],
+            per_token, normalise, kind, limits, residual, sigmoid,
+            [] if routing is None else [*routing], routed, scale,
         )  # fmt: skip
-    return _mixed(x, router, stacks, per_token, normalise, clamp, residual, sigmoid, routing)
+    return _mixed(
+        x, router, stacks, per_token, normalise, activation, residual, sigmoid, routing, routed,
+        scale,
+    )  # fmt: skip
 
 
 def _mixed(
@@ -60,10 +67,12 @@ def _mixed(
     stacks: tuple[Stack, Stack],
     per_token: int,
     normalise: bool,
-    clamp: Clamp | None,
+    activation: Activation,
     residual: torch.Tensor | None,
     sigmoid: bool,
     routing: Routing | None,
+    routed: torch.Tensor | None,
+    scale: torch.Tensor | None,
 ) -> torch.Tensor:
     found, (matrix, bias) = [], router
     for start in range(0, len(x), MOST_ROWS):
@@ -71,13 +80,15 @@ def _mixed(
         mine = x[rows].contiguous()
         added = None if residual is None else residual[rows].contiguous()
         if routing is None:
-            logits = multiply_rows(mine, matrix, None if sigmoid else bias)
-            choice = choose_experts(logits, per_token, normalise, bias if sigmoid else None)
+            read = mine if routed is None else routed[rows].contiguous()
+            logits = multiply_rows(read, matrix, None if sigmoid else bias)
+            given = logits, per_token, normalise
+            choice = choose_experts(*given, bias if sigmoid else None, scale)
         else:
             logits = router_logits(mine, matrix)
-            routed = route_experts(logits, per_token, normalise, routing, bias)
-            choice = listed(*routed, len(matrix))
-        opened = open_experts(mine, stacks[0], choice, clamp)
+            chosen = route_experts(logits, per_token, normalise, routing, bias)
+            choice = listed(*chosen, len(matrix))
+        opened = open_experts(mine, stacks[0], choice, activation)
         found.append(sum_experts(opened, stacks[1], choice, added))
     return found[0] if len(found) == 1 else torch.cat(found)
 
@@ -120,10 +131,13 @@ def mix_experts_op(
     forms: Sequence[int],
     per_token: int,
     normalise: bool,
+    kind: str,
     limits: Sequence[float],
     residual: torch.Tensor | None,
     sigmoid: bool,
     routing: Sequence[float],
+    routed: torch.Tensor | None,
+    scale: torch.Tensor | None,
 ) -> torch.Tensor:
     """`mix_experts` in plain tensors: of both stacks what `_parts` and `_form` give, one after the
     other. An operator that a compiler does not look into.
@@ -132,11 +146,10 @@ def mix_experts_op(
     one, other = kinds.split(",")
     gate_up = _stack(parts[:half], one, forms[:sizes])
     down = _stack(parts[half:], other, forms[sizes:])
-    clamp = (limits[0], limits[1]) if limits else None
     router_both = router, router_bias
-    stacks = gate_up, down
-    given = x, router_both, stacks, per_token, normalise, clamp, residual, sigmoid
-    return _mixed(*given, Routing.of(routing) if routing else None)
+    stacks, activation = (gate_up, down), Activation(kind, *limits)
+    given = x, router_both, stacks, per_token, normalise, activation, residual, sigmoid
+    return _mixed(*given, Routing.of(routing) if routing else None, routed, scale)
 
 
 @mix_experts_op.register_fake
@@ -149,9 +162,12 @@ def _(
     forms: Sequence[int],
     per_token: int,
     normalise: bool,
+    kind: str,
     limits: Sequence[float],
     residual: torch.Tensor | None,
     sigmoid: bool,
     routing: Sequence[float],
+    routed: torch.Tensor | None,
+    scale: torch.Tensor | None,
 ) -> torch.Tensor:
     return x.new_empty(x.shape)

@@ -1,5 +1,5 @@
-"""Gate and up of the experts that a decode step's rows chose, with the activation: every expert is
-read once for all of its rows.
+"""The first matrix of the experts that a decode step's rows chose, with the activation: each expert
+is read once for all of its rows.
 
 The grid has a place for each expert that could have been chosen; programs beyond the list leave. A
 program multiplies all rows of the step, of which those that did not choose its expert are zero and
@@ -7,6 +7,8 @@ are not read: tensor cores take 16 rows at a time whether one is wanted or all.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,56 +31,75 @@ from kernels.quant.gemv import (
     words_of,
 )
 
-Clamp = tuple[float, float]  # (limit, alpha) of gpt-oss's activation
 
-
-def activated(both: torch.Tensor, clamp: Clamp | None = None) -> torch.Tensor:
-    """Apply an expert's activation to gate and up [..., 2 W]: [..., W].
-
-    None: SwiGLU (arXiv 2002.05202), gate in the first half. Else gpt-oss's: gate and up take turns,
-    gate is at most `limit` and up within it, and (up + 1) * gate * sigmoid(alpha * gate) is left.
+class Activation(NamedTuple):
+    """What lies between an expert's two matrices. kind: "silu" and "gelu_tanh" act on a gate that
+    multiplies up, gate in the first half (SwiGLU and GEGLU, arXiv 2002.05202); "clamped" is
+    gpt-oss's, whose gate and up take turns: gate is at most `limit` and up within it, and (up + 1)
+    * gate * sigmoid(alpha * gate) is left; "relu2" is the square of what is positive, without a
+    gate (arXiv 2109.08668).
     """
-    if clamp is None:
-        gate, up = both.chunk(2, dim=-1)
-        return F.silu(gate) * up
-    limit, alpha = clamp
-    gate, up = both[..., ::2].clamp(max=limit), both[..., 1::2].clamp(-limit, limit)
-    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+    kind: str = "silu"
+    limit: float = 0.0
+    alpha: float = 0.0
+
+    @property
+    def made(self) -> int:
+        """Outputs of the first matrix for each of the activation."""
+        return 1 if self.kind == "relu2" else 2
+
+
+SILU = Activation()
+
+
+def activated(made: torch.Tensor, activation: Activation = SILU) -> torch.Tensor:
+    """Apply an expert's activation to what its first matrix made, [..., 2 W], or [..., W] where
+    there is no gate: [..., W].
+    """
+    kind, limit, alpha = activation
+    if kind == "relu2":
+        return F.relu(made).square()
+    if kind == "clamped":
+        gate, up = made[..., ::2].clamp(max=limit), made[..., 1::2].clamp(-limit, limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+    gate, up = made.chunk(2, dim=-1)
+    return (F.silu(gate) if kind == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
 def open_experts_ref(
-    x: torch.Tensor, stack: Stack, choice: Choice, clamp: Clamp | None = None
+    x: torch.Tensor, stack: Stack, choice: Choice, activation: Activation = SILU
 ) -> torch.Tensor:
     """Reference of `open_experts`, same arguments; 0 where that writes nothing."""
-    out = x.new_zeros(*choice.shares.shape, stack.outputs // 2)
+    out = x.new_zeros(*choice.shares.shape, stack.outputs // activation.made)
     listed = range(int(choice.listed))
     for slot, number, bits in zip(listed, choice.experts.tolist(), choice.members.tolist()):
         weight, bias = stack.expert(number)
         dense = weight if isinstance(weight, torch.Tensor) else weight.rows(slice(None), x.dtype)
         for row in range(len(x)):
             if bits >> row & 1:
-                out[slot, row] = activated(F.linear(x[row], dense, bias), clamp)
+                out[slot, row] = activated(F.linear(x[row], dense, bias), activation)
     return out
 
 
 def open_experts(
-    x: torch.Tensor, stack: Stack, choice: Choice, clamp: Clamp | None = None
+    x: torch.Tensor, stack: Stack, choice: Choice, activation: Activation = SILU
 ) -> torch.Tensor:
-    """Multiply the rows of x [R, I], contiguous, by gate and up of the experts that they chose, by
-    the Triton kernels of this file: [D, R, W] in x's dtype.
+    """Multiply the rows of x [R, I], contiguous, by the first matrix of the experts that they chose
+    and activate, by the Triton kernels of this file: [D, R, W] in x's dtype.
 
-    stack: gate and up, [2 W, I] of each expert; choice: of these rows, at most MOST_ROWS. clamp: as
-    `activated` says. Only rows of listed experts that chose them are written. Sums are float32,
-    rounded to the dtype after the bias, after SiLU and at the end. A row's bits do not depend on
-    the other rows.
+    stack: gate and up, [2 W, I] of each expert, or [W, I] where there is no gate; choice: of these
+    rows, at most MOST_ROWS. Only rows of listed experts that chose them are written. Sums are
+    float32, rounded to the dtype after the bias, after the gate's activation and at the end. A
+    row's bits do not depend on the other rows.
     """
-    width, inputs = stack.outputs // 2, stack.inputs
+    (kind, limit, alpha), made = activation, activation.made
+    width, inputs = stack.outputs // made, stack.inputs
     rows, (room, _) = rows_of(x, inputs), choice.shares.shape
     out = torch.empty(room, rows, width, dtype=x.dtype, device=x.device)
-    limit, alpha = clamp or (0.0, 0.0)
     weight, bias = stack.weight, x if stack.bias is None else stack.bias
     chosen = choice.experts, choice.members, choice.listed
-    named = dict(CLAMPED=clamp is not None, BIAS=stack.bias is not None, num_warps=4)
+    named = dict(ACTIVATION=kind, MADE=made, BIAS=stack.bias is not None, num_warps=4)
     if isinstance(weight, torch.Tensor):
         open_kernel[(-(-width // HELD), room)](
             x, weight, bias, *chosen, out, rows, width, inputs, weight.shape[0], limit, alpha,
@@ -89,7 +110,7 @@ def open_experts(
             **dependent(x),
         )  # fmt: skip
         return out
-    x, held = whole_lanes(x), WORDS_HELD // 2
+    x, held = whole_lanes(x), WORDS_HELD // made
     launch = words_launch(weight, x)
     if x.itemsize == 2 and torch.version.hip is None:
         # under 128 registers gates and ups in turn spill 16 bytes, under 168 still 8; either way
@@ -106,19 +127,19 @@ def open_experts(
 
 
 @triton.jit
-def outputs_of_expert(width, HELD: tl.constexpr, CLAMPED: tl.constexpr):
+def outputs_of_expert(width, HELD: tl.constexpr, MADE: tl.constexpr, ACTIVATION: tl.constexpr):
     """Number the outputs of a program, and the rows of an expert's matrix that make them: gates,
     then ups, whether they take turns or lie in halves. Outputs beyond the last have the last row.
     """
     n = tl.program_id(0) * HELD + tl.arange(0, HELD)
-    return n, row_of_output(tl.arange(0, 2 * HELD), width, HELD, CLAMPED)
+    return n, row_of_output(tl.arange(0, MADE * HELD), width, HELD, ACTIVATION)
 
 
 @triton.jit
-def row_of_output(i, width, HELD: tl.constexpr, CLAMPED: tl.constexpr):
+def row_of_output(i, width, HELD: tl.constexpr, ACTIVATION: tl.constexpr):
     """Number the rows of an expert's matrix at places i of a program, as `outputs_of_expert`."""
     first = tl.minimum(tl.program_id(0) * HELD + i % HELD, width - 1)
-    if CLAMPED:
+    if ACTIVATION == "clamped":
         m = 2 * first + i // HELD
     else:
         m = first + (i // HELD) * width
@@ -138,21 +159,28 @@ def store_opened(
     limit,
     alpha,
     kind: tl.constexpr,
-    CLAMPED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BIAS: tl.constexpr,
 ):
     """Store the activation of sums [gates and ups, rows] as outputs n of rows r."""
     if BIAS:
         sums += tl.load(bias + m).to(tl.float32)[:, None]
     y = sums.to(kind).to(tl.float32)
-    gate, up = tl.split(tl.permute(tl.reshape(y, [2, n.shape[0], r.shape[0]]), [1, 2, 0]))
-    if CLAMPED:
-        # comparisons that leave NaN as it is
-        gate = tl.where(gate > limit, limit, gate)
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-        y = (up + 1.0) * (gate / (1.0 + tl.exp(-alpha * gate)))
+    if ACTIVATION == "relu2":
+        y = tl.where(y < 0.0, 0.0, y)  # NaN stays
+        y = y * y
     else:
-        y = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32) * up
+        gate, up = tl.split(tl.permute(tl.reshape(y, [2, n.shape[0], r.shape[0]]), [1, 2, 0]))
+        if ACTIVATION == "clamped":
+            # comparisons that leave NaN as it is
+            gate = tl.where(gate > limit, limit, gate)
+            up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+            y = (up + 1.0) * (gate / (1.0 + tl.exp(-alpha * gate)))
+        else:
+            turned = gate
+            if ACTIVATION == "gelu_tanh":  # (1 + tanh(u)) / 2 is the sigmoid of 2 u
+                turned = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+            y = (gate / (1.0 + tl.exp(-turned))).to(kind).to(tl.float32) * up
     at = r[None, :] * width + n[:, None]
     tl.store(out + at, y.to(kind), mask=(n < width)[:, None] & (r < rows)[None, :])
 
@@ -182,7 +210,8 @@ def open_kernel(
     HELD: tl.constexpr,
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
-    CLAMPED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    MADE: tl.constexpr,
     BIAS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -191,18 +220,18 @@ def open_kernel(
     slot = tl.program_id(1)
     if slot >= tl.load(listed):
         return
-    n, m = outputs_of_expert(width, HELD, CLAMPED)
-    m += tl.load(experts + slot) * (2 * width)
+    n, m = outputs_of_expert(width, HELD, MADE, ACTIVATION)
+    m += tl.load(experts + slot) * (MADE * width)
     r = rows_of_expert(tl.load(members + slot), rows, 0, 16)
     k = tl.arange(0, STEP)
-    acc = tl.zeros([2 * HELD, 16], tl.float32)
+    acc = tl.zeros([MADE * HELD, 16], tl.float32)
     for start in tl.range(0, inputs, STEP, num_stages=STAGES):
         tile = weight_tile(weight, m, start + k, stored, inputs)
         columns = row_tile(x, r, start + k, rows, inputs)
         acc = tl.dot(tile, tl.trans(columns), acc, input_precision="ieee")
     out += slot.to(tl.int64) * rows * width
     kind: tl.constexpr = x.dtype.element_ty
-    store_opened(acc, bias, out, n, m, r, rows, width, limit, alpha, kind, CLAMPED, BIAS)
+    store_opened(acc, bias, out, n, m, r, rows, width, limit, alpha, kind, ACTIVATION, BIAS)
 
 
 @triton.jit(do_not_specialize=["rows", "carrier"])
@@ -236,7 +265,8 @@ def open_words_kernel(
     OFFSETS: tl.constexpr,
     WHOLE: tl.constexpr,
     EVEN: tl.constexpr,
-    CLAMPED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    MADE: tl.constexpr,
     BIAS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -250,19 +280,21 @@ def open_words_kernel(
     mine = tl.load(members + slot)
     if ((mine >> first) & ((1 << ROWS) - 1)) == 0:
         return
-    TILES: tl.constexpr = HELD // 8
+    TILES: tl.constexpr = MADE * HELD // 16
     WARPS: tl.constexpr = ALONG * TILES
-    n, m = outputs_of_expert(width, HELD, CLAMPED)
-    above = tl.load(experts + slot) * (2 * width)
+    n, m = outputs_of_expert(width, HELD, MADE, ACTIVATION)
+    above = tl.load(experts + slot) * (MADE * width)
     r = rows_of_expert(mine, rows, first, ROWS)
     sums = sums_of_blocks(
         x, words, scales, offsets,
-        above + row_of_output(places_of_words(WARPS, TILES), width, HELD, CLAMPED),
-        above + row_of_output(places_of_scales(WARPS, TILES), width, HELD, CLAMPED),
+        above + row_of_output(places_of_words(WARPS, TILES), width, HELD, ACTIVATION),
+        above + row_of_output(places_of_scales(WARPS, TILES), width, HELD, ACTIVATION),
         tl.minimum(first + rows_of_lanes(WARPS), rows - 1),
         inputs, blocks, groups, carrier,
         TILES, ALONG, SETS, UNITS, PARTS, PER_GROUP, JOINED, ADDED, OFFSETS, WHOLE, EVEN, False,
     )  # fmt: skip
     out += slot.to(tl.int64) * rows * width
     kind: tl.constexpr = x.dtype.element_ty
-    store_opened(sums, bias, out, n, above + m, r, rows, width, limit, alpha, kind, CLAMPED, BIAS)
+    store_opened(
+        sums, bias, out, n, above + m, r, rows, width, limit, alpha, kind, ACTIVATION, BIAS
+    )

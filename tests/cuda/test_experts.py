@@ -7,8 +7,11 @@ import torch
 
 from kernels.experts.choose import choose_experts, choose_experts_ref
 from kernels.experts.mix import mix_experts
+from kernels.experts.open import SILU
 from tests.kernels.support.expert_checks import (
     CLAMP,
+    GELU,
+    RELU2,
     assert_rows_alone,
     assert_same_choice,
     check_mixture,
@@ -47,9 +50,12 @@ def test_a_choice(rows, count, best, dtype):
 @pytest.mark.parametrize("kind", ["floats", "int8", "int4"])
 @pytest.mark.parametrize("rows, count, best", [(1, 32, 4), (2, 4, 1), (7, 16, 8), (16, 32, 4)])
 def test_a_mixture(rows, count, best, kind, dtype):
-    """gpt-oss-20b's sizes with its activation, and Qwen3-30B-A3B's."""
+    """gpt-oss-20b's sizes with its activation, Qwen3-30B-A3B's, Gemma 4 26B-A4B's and Nemotron 3
+    Nano's."""
     check_mixture("cuda", rows, count, best, 2880, 2880, dtype, True, CLAMP, kind)
-    check_mixture("cuda", rows, count, best, 2048, 768, dtype, False, None, kind)
+    check_mixture("cuda", rows, count, best, 2048, 768, dtype, False, SILU, kind)
+    check_mixture("cuda", rows, count, best, 2816, 704, dtype, True, GELU, kind)
+    check_mixture("cuda", rows, count, best, 2688, 1856, dtype, True, RELU2, kind)
 
 
 @pytest.mark.parametrize("kind", ["floats", "int8", "int4"])
@@ -69,7 +75,7 @@ def test_a_graph_follows_what_is_fed(kind):
     x = noise(0, 4, 1536, dtype=torch.bfloat16, device="cuda")
 
     def run():
-        return mix_experts(x, (router, None), stacks, 4, True, None, x)
+        return mix_experts(x, (router, None), stacks, 4, True, SILU, x)
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

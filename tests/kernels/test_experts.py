@@ -12,10 +12,12 @@ import torch.nn.functional as F
 
 from kernels.experts.choose import best_experts, choose_experts, choose_experts_ref
 from kernels.experts.mix import mix_experts, mixes
-from kernels.experts.open import open_experts, open_experts_ref
+from kernels.experts.open import SILU, open_experts, open_experts_ref
 from kernels.experts.sum import sum_experts, sum_experts_ref
 from tests.kernels.support.expert_checks import (
     CLAMP,
+    GELU,
+    RELU2,
     assert_rows_alone,
     assert_same_choice,
     check_mixture,
@@ -101,31 +103,46 @@ def test_a_router_that_is_not_a_number_spoils_its_own_rows(normalise):
 
 @pytest.mark.parametrize("rows, count, best", SHAPES)
 @pytest.mark.parametrize(
-    "dtype, normalise, clamp", [(F32, False, None), (BF16, True, CLAMP), (F16, True, None)]
+    "dtype, normalise, activation", [(F32, False, SILU), (BF16, True, CLAMP), (F16, True, SILU)]
 )
-def test_a_mixture_is_that_of_a_loop_in_float64(rows, count, best, dtype, normalise, clamp):
+def test_a_mixture_is_that_of_a_loop_in_float64(rows, count, best, dtype, normalise, activation):
     """Widths that fill no tile, and several rounds of columns; biases under the clamp."""
     hidden, width = (300, 37) if (rows, count) == (3, 5) else (20, 12)
-    check_mixture("cpu", rows, count, best, hidden, width, dtype, normalise, clamp)
+    check_mixture("cpu", rows, count, best, hidden, width, dtype, normalise, activation)
+
+
+@pytest.mark.parametrize("rows, count, best", [(1, 4, 1), (3, 5, 2), (16, 6, 3)])
+@pytest.mark.parametrize("dtype, activation", [(F32, GELU), (BF16, GELU), (F16, RELU2)])
+def test_a_mixture_with_another_activation(rows, count, best, dtype, activation):
+    """Gemma 4's, and Nemotron 3's without a gate, whose outputs fill a tile by themselves."""
+    check_mixture("cpu", rows, count, best, 300, 37, dtype, True, activation)
+
+
+@pytest.mark.parametrize(
+    "rows, kind, activation", [(1, "int4", GELU), (3, "int4", RELU2), (16, "int8", RELU2)]
+)
+def test_experts_of_few_bits_with_another_activation(rows, kind, activation):
+    check_mixture("cpu", rows, 4, 2, 64, 64, F16, True, activation, kind)
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8"])
 @pytest.mark.parametrize("rows, count, best", [(1, 32, 4), (3, 2, 2), (16, 8, 2)])
-@pytest.mark.parametrize("dtype, clamp", [(F16, None), (BF16, CLAMP)])
-def test_experts_of_few_bits(kind, rows, count, best, dtype, clamp):
+@pytest.mark.parametrize("dtype, activation", [(F16, SILU), (BF16, CLAMP)])
+def test_experts_of_few_bits(kind, rows, count, best, dtype, activation):
     """Groups of 32 and 64; columns that fill no round, and some that do."""
     hidden, width = (64, 576) if rows == 3 else (64, 64)
-    check_mixture("cpu", rows, count, best, hidden, width, dtype, True, clamp, kind)
+    check_mixture("cpu", rows, count, best, hidden, width, dtype, True, activation, kind)
 
 
+@pytest.mark.parametrize("activation", [CLAMP, GELU, RELU2])
 @pytest.mark.parametrize("kind", ["floats", "int4"])
-def test_the_references_are_the_kernels(kind):
+def test_the_references_are_the_kernels(kind, activation):
     """Each launcher's own, what is written and nothing else; with a residual."""
-    stacks, _, router = mixture(8, 96, 64, F32, kind, bias=True)
+    stacks, _, router = mixture(8, 96, 64, F32, kind, True, activation=activation)
     x = noise(4, 5, 96)
     choice = choose_experts(F.linear(x, router), 2, True)
-    opened = open_experts(x, stacks[0], choice, CLAMP)
-    wanted = open_experts_ref(x, stacks[0], choice, CLAMP)
+    opened = open_experts(x, stacks[0], choice, activation)
+    wanted = open_experts_ref(x, stacks[0], choice, activation)
     for slot in range(int(choice.listed)):
         for row in range(5):
             if choice.members[slot] >> row & 1:
@@ -133,6 +150,29 @@ def test_the_references_are_the_kernels(kind):
     residual = noise(6, 5, 96)
     found = sum_experts(opened, stacks[1], choice, residual)
     torch.testing.assert_close(found, sum_experts_ref(wanted, stacks[1], choice, residual))
+
+
+def test_a_router_with_an_input_and_scales_of_its_own():
+    """Gemma 4's: the experts' rows are others than those that choose, and each expert's shares have
+    a factor; in float64 by hand, eager and compiled.
+    """
+    stacks, wide, router = mixture(6, 40, 24, F32, activation=GELU)
+    x, read, scale = noise(1, 18, 40), noise(2, 18, 40), noise(3, 6)
+    logits, exact = F.linear(read, router), torch.zeros(18, 40, dtype=torch.float64)
+    for e in range(6):
+        wide[1][0][e] *= scale[e].double()
+    exact = oracle(x, logits, *wide, 3, True, GELU)
+
+    def run(x):
+        given = (router, None), stacks, 3, True, GELU
+        return mix_experts(x, *given, x, routed=read, scale=scale)
+
+    torch.testing.assert_close(run(x), (x + exact).float(), rtol=1e-4, atol=1e-5)
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), run(x))
+    few = logits[:5].contiguous(), 3, True, None, scale
+    assert_same_choice(choose_experts(*few), choose_experts_ref(*few), rtol=1e-5, atol=1e-7)
 
 
 def test_all_rows_choose_the_same_expert():
@@ -149,7 +189,7 @@ def test_all_rows_choose_the_same_expert():
     found = sum_experts(open_experts(x, up, choice), down, choice)
     wide = [(m.nan_to_num(), b) for m, b in wide]
     torch.testing.assert_close(
-        found.double(), oracle(x, logits, *wide, 1, True, None), rtol=1e-4, atol=1e-5
+        found.double(), oracle(x, logits, *wide, 1, True, SILU), rtol=1e-4, atol=1e-5
     )
 
 
@@ -163,8 +203,8 @@ def test_what_is_not_a_number_stays_in_its_row_and_in_its_expert():
     x[2] = float("nan")
     up.expert(3)[0].fill_(float("nan"))
     choice = choose_experts(logits, 2, True)
-    for clamp in (None, CLAMP):
-        found = sum_experts(open_experts(x, up, choice, clamp), down, choice)
+    for activation in (SILU, CLAMP, GELU):
+        found = sum_experts(open_experts(x, up, choice, activation), down, choice)
         assert found.isnan().any(1).tolist() == [True, True, True, True, False, False]
 
 
@@ -178,11 +218,11 @@ def test_torch_compile_takes_a_mixture_as_one_operator():
     """Of floats with biases, and of few bits: one graph, for one row and for more than a launch
     takes.
     """
-    for kind, clamp in (("floats", CLAMP), ("int4", None)):
-        stacks, _, router = mixture(3, 32, 32, F32, kind, bias=clamp is not None)
+    for kind, activation in (("floats", CLAMP), ("int4", SILU)):
+        stacks, _, router = mixture(3, 32, 32, F32, kind, bias=activation == CLAMP)
 
-        def run(x, stacks=stacks, router=router, clamp=clamp):
-            return mix_experts(x + 1, (router, None), stacks, 2, True, clamp, x)
+        def run(x, stacks=stacks, router=router, activation=activation):
+            return mix_experts(x + 1, (router, None), stacks, 2, True, activation, x)
 
         compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
         for rows in (1, 18):

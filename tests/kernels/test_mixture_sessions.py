@@ -52,7 +52,24 @@ DEEPSEEK = dict(
     topk_group=2,
     norm_topk_prob=True,
 )
-FAMILIES = {"qwen3-moe": QWEN, "gpt-oss": OSS, "deepseek-v3": DEEPSEEK}
+# a mixture beside the MLP, whose router has an input and scales of its own
+GEMMA = dict(
+    architectures=["Gemma4ForCausalLM"],
+    hidden_activation="gelu_pytorch_tanh",
+    hidden_size_per_layer_input=0,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+    sliding_window=60,
+    rope_parameters=dict(
+        full_attention=dict(rope_type="proportional", partial_rotary_factor=0.5, rope_theta=1e6),
+        sliding_attention=dict(rope_type="default", rope_theta=1e4),
+    ),
+    global_head_dim=16,
+    enable_moe_block=True,
+    num_experts=6,
+    top_k_experts=2,
+    moe_intermediate_size=32,
+)
+FAMILIES = {"qwen3-moe": QWEN, "gpt-oss": OSS, "deepseek-v3": DEEPSEEK, "gemma4": GEMMA}
 SPARSE = OmniKV(filter_layers=(1,), tokens=16, tail=64, dense_below=0)
 
 
@@ -97,7 +114,7 @@ def test_experts_lie_once_in_memory_and_the_plan_counts_them(name, word):
     """An expert's matrix is a view of its layer's, whatever its weights are held in; a prompt's
     rows and a step's read the same.
     """
-    config = session_config(layers=3, hidden=64, head_dim=16, **FAMILIES[name])
+    config = session_config(layers=4, hidden=64, head_dim=16, **FAMILIES[name])
     stream = lambda *given: random_stream(*given, seed=5)  # noqa: E731
     llm = LLM.from_stream(
         config, stream, weights=word, backend="triton", device="cpu", max_context=256, method=Full()

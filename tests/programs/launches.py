@@ -41,7 +41,7 @@ STEPS = {
     "OmniKV w0": (OmniKV(wait_layers=0, **FILTERS), "device"),
     "w1, host tier": (OmniKV(wait_layers=1, **FILTERS), "host"),
 }
-# layers, experts and experts of a token, of two mixtures; hidden sizes do not change a count
+# layers, experts and experts of a token, of three mixtures; hidden sizes do not change a count
 _GPT_OSS = dict(
     architectures=["GptOssForCausalLM"],
     num_local_experts=32,
@@ -55,10 +55,26 @@ _QWEN3_MOE = dict(
     moe_intermediate_size=32,
     norm_topk_prob=True,
 )
+_GEMMA4 = dict(
+    architectures=["Gemma4ForCausalLM"],
+    hidden_activation="gelu_pytorch_tanh",
+    hidden_size_per_layer_input=0,
+    rope_parameters=dict(
+        full_attention=dict(rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1e6),
+        sliding_attention=dict(rope_type="default", rope_theta=1e4),
+    ),
+    global_head_dim=32,
+    attention_k_eq_v=True,
+    enable_moe_block=True,
+    num_experts=128,
+    top_k_experts=8,
+    moe_intermediate_size=32,
+)
 _SMALL = dict(heads=16, kv_heads=4, hidden=64, head_dim=16, max_positions=131072)
 MIXTURES = {
     "gpt-oss-20b": dict(layers=24, intermediate_size=32, **_SMALL, **_GPT_OSS),
     "qwen3-30b-a3b": dict(layers=48, **_SMALL, **_QWEN3_MOE),
+    "gemma-4-26b-a4b": dict(layers=30, **_SMALL, **_GEMMA4),
 }
 # before: 2 fused kernels and 1 product; after: 3 fused and 3 products, two of them with split-K
 BEFORE, AFTER = 3, 8

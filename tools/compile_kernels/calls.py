@@ -8,7 +8,7 @@ from kernels.attention.dense import decode_dense
 from kernels.attention.scratch import ScratchShape, make_scratch
 from kernels.attention.sparse import decode_sparse
 from kernels.experts.mix import mix_experts
-from kernels.experts.open import Clamp
+from kernels.experts.open import SILU, Activation
 from kernels.experts.stack import Stack
 from kernels.launch.softmax import PLAIN, Softmax
 from kernels.layer.gemv import multiply_rows
@@ -35,12 +35,14 @@ from tools.compile_kernels.cases import HOST_LAUNCHERS, PREFILL_LAUNCHERS, STEP_
 
 # grids do not enter a kernel: any long bank compiles the same code
 CAPACITY, BUDGET = 131072, 2048
-# experts, those of a row, hidden size, width, activation and whether the router has sigmoids, of
-# gpt-oss-20b, of Qwen3-30B-A3B and of MiniMax-M2
-MIXTURES: tuple[tuple[int, int, int, int, Clamp | None, bool], ...] = (
-    (32, 4, 2880, 2880, (7.0, 1.702), False),
-    (128, 8, 2048, 768, None, False),
-    (256, 8, 3072, 1536, None, True),
+# experts, those of a row, hidden size, width, activation and what the router has, of gpt-oss-20b,
+# Qwen3-30B-A3B, MiniMax-M2, Gemma 4 26B-A4B and Nemotron 3 Nano
+MIXTURES: tuple[tuple[int, int, int, int, Activation, str], ...] = (
+    (32, 4, 2880, 2880, Activation("clamped", 7.0, 1.702), ""),
+    (128, 8, 2048, 768, SILU, ""),
+    (256, 8, 3072, 1536, SILU, "sigmoids"),
+    (128, 8, 2816, 704, Activation("gelu_tanh"), "scales"),
+    (128, 6, 2688, 1856, Activation("relu2"), "sigmoids"),
 )
 
 
@@ -167,13 +169,15 @@ def call_step(case: Case) -> None:
         wide = meta(1, queries, inner, dtype=dtype)
         multiply_few_bits(wide, words(kind, hidden, inner), residual=x)
     elif case.launcher == "experts":
-        for count, best, width, inner, clamp, sigmoid in MIXTURES:
-            own, bias = meta(queries, width, dtype=dtype), clamp is not None
-            some = meta(count, dtype=dtype) if bias or sigmoid else None
-            router = meta(count, width, dtype=dtype), some
-            up = experts(case, count, 2 * inner, width, bias)
+        for count, best, width, inner, activation, has in MIXTURES:
+            own, bias = meta(queries, width, dtype=dtype), activation.kind == "clamped"
+            sigmoid, numbers = has == "sigmoids", meta(count, dtype=dtype)
+            router = meta(count, width, dtype=dtype), numbers if bias or sigmoid else None
+            up = experts(case, count, activation.made * inner, width, bias)
             down = experts(case, count, width, inner, bias)
-            mix_experts(own, router, (up, down), best, bias, clamp, own, sigmoid)
+            scaled = dict(routed=own, scale=numbers) if has == "scales" else {}
+            given = (up, down), best, bias or has == "scales", activation, own, sigmoid
+            mix_experts(own, router, *given, **scaled)
     elif case.launcher == "net":
         call_net(case)
     elif case.launcher == "tiles":

@@ -28,8 +28,8 @@ TARGETS: dict[str, tuple] = {
 DEFAULT_TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 # constants that tell one kernel's launches apart
 FORMS = (
-    "LEVEL", "LAST", "SOFTMAX", "COUNTED", "ADD", "SPARSE", "MERGES", "GATED", "CLAMPED",
-    "RESIDUAL", "BIAS",
+    "LEVEL", "LAST", "SOFTMAX", "COUNTED", "ADD", "SPARSE", "MERGES", "GATED", "ACTIVATION",
+    "RESIDUAL", "BIAS", "SCALED",
 )  # fmt: skip
 # what is counted in the code of a kernel: instructions by name; "loop": those of the longest loop,
 # and "CALL" the functions called there

@@ -25,6 +25,7 @@ from tests.programs.launches import MIXTURES, Launches, mixture_launches
 
 pytest.importorskip("triton", reason="triton is not installed here")
 SMALL = dict(MIXTURES["qwen3-30b-a3b"], layers=2, num_experts=8)
+GEMMA = "gemma-4-26b-a4b"
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -35,7 +36,7 @@ def test_a_step_waits_for_nothing_and_launches_four_kernels_a_layer(name):
     ours = ("product_kernel", "choose_kernel", "open_kernel", "sum_kernel")
     assert {kernel: device.by[kernel] for kernel in ours} == dict.fromkeys(ours, layers)
     # uncompiled, torch's operators around them included
-    most = {"gpt-oss-20b": 903, "qwen3-30b-a3b": 2227}
+    most = {"gpt-oss-20b": 903, "qwen3-30b-a3b": 2227, GEMMA: 3245}
     assert device.by.total() <= most[name] < host.by.total() - 8 * layers
 
 
@@ -56,13 +57,14 @@ def test_experts_of_few_bits_launch_what_floats_launch(weights):
         assert found.by[kernel] == 24
 
 
+@pytest.mark.parametrize("changes", [SMALL, dict(MIXTURES[GEMMA], layers=6, num_experts=8)])
 @pytest.mark.parametrize("on_host", [False, True])
-def test_a_step_is_captured_unless_the_host_chooses(on_host, monkeypatch):
+def test_a_step_is_captured_unless_the_host_chooses(on_host, changes, monkeypatch):
     """On a GPU that refuses a read while it captures."""
     gpu, record = FakeGPU(monkeypatch, cards=1), Launches()
     capture_stream.cache_clear(), graphs._anchor.cache_clear()
     with record.kernels_counted():
-        llm = tiny_llm(Full(), session_config(**SMALL), backend="triton", max_context=512)
+        llm = tiny_llm(Full(), session_config(**changes), backend="triton", max_context=512)
         llm.loaded = replace(llm.load(), graphs=True)
         if on_host:
             for layer in llm.model.layers:
@@ -84,9 +86,11 @@ def test_a_step_is_captured_unless_the_host_chooses(on_host, monkeypatch):
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_layers_half_is_one_graph_for_all_layers(name, weights):
     """With the mixture as one operator; a graph for one token and one for any number of them. The
-    output projection's product of few bits tells more than 16 rows from fewer.
+    output projection's product of few bits tells more than 16 rows from fewer. Gemma 4's layers
+    that see everything have wider heads, and so graphs of their own.
     """
-    config, record = session_config(**MIXTURES[name] | dict(layers=3)), Launches()
+    layers = dict(layers=6 if name == GEMMA else 3)
+    config, record = session_config(**MIXTURES[name] | layers), Launches()
     torch._dynamo.reset(), torch._dynamo.utils.counters.clear()
     with record.kernels_counted(), torch.no_grad():
         given = dict(backend="triton", device="cpu", max_context=512, dtype="bfloat16")
@@ -95,11 +99,12 @@ def test_a_layers_half_is_one_graph_for_all_layers(name, weights):
         half = graphs._of_any_width(half)
         for width in (1, 5, 17):
             x = torch.randn(1, width, config.hidden_size).bfloat16()
-            attended = torch.randn(1, width, config.num_heads, config.head_dim).bfloat16()
-            for layer in llm.load().model.layers:
+            for number, layer in enumerate(llm.load().model.layers):
+                heads = config.num_heads, config.heads_of(number)[1]
+                attended = torch.randn(1, width, *heads).bfloat16()
                 assert half(layer, x, attended, 1e-5).shape == x.shape
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (
-        2 if weights == "float" else 3
+        (2 if weights == "float" else 3) * (2 if name == GEMMA else 1)
     )
     torch._dynamo.reset()
 

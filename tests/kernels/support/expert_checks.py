@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from kernels.experts.choose import Choice, best_experts, choose_experts
 from kernels.experts.mix import mix_experts
-from kernels.experts.open import Clamp, activated, open_experts
+from kernels.experts.open import SILU, Activation, activated, open_experts
 from kernels.experts.stack import Stack
 from kernels.experts.sum import sum_experts
 from kernels.quant.rounding import to_int4, to_int8
@@ -18,7 +18,8 @@ from kernels.quant.words import Words
 from tests.kernels.support.kernel_checks import assert_close
 
 F32, BF16 = torch.float32, torch.bfloat16
-CLAMP = (0.7, 1.702)  # a limit that random numbers reach
+CLAMP = Activation("clamped", 0.7, 1.702)  # a limit that random numbers reach
+GELU, RELU2 = Activation("gelu_tanh"), Activation("relu2")
 Wide = list[torch.Tensor]  # matrices [E, O, I] and biases [E, O] in float64
 
 
@@ -68,9 +69,10 @@ def mixture(
     kind: str = "floats",
     bias: bool = False,
     device: str = "cpu",
+    activation: Activation = SILU,
 ) -> tuple[tuple[Stack, Stack], tuple[Wide, Wide], torch.Tensor]:
     """Both stacks of a mixture, the same in float64, and a router."""
-    up, wide_up = made(count, 2 * width, hidden, dtype, kind, bias, 1, device)
+    up, wide_up = made(count, activation.made * width, hidden, dtype, kind, bias, 1, device)
     down, wide_down = made(count, hidden, width, dtype, kind, bias, 2, device)
     router = noise(9, count, hidden, dtype=dtype, scale=hidden**-0.5, device=device)
     return (up, down), (wide_up, wide_down), router
@@ -83,7 +85,7 @@ def oracle(
     down: Wide,
     per_token: int,
     normalise: bool,
-    clamp: Clamp | None,
+    activation: Activation,
 ) -> torch.Tensor:
     """Every token and every expert by itself, in float64."""
     out = torch.zeros(len(x), down[0].shape[1], dtype=torch.float64, device=x.device)
@@ -93,7 +95,7 @@ def oracle(
         total = shares[best].sum() if normalise else 1.0
         for e in best:
             both = up[0][e] @ x[row].double() + up[1][e]
-            part = down[0][e] @ activated(both, clamp) + down[1][e]
+            part = down[0][e] @ activated(both, activation) + down[1][e]
             out[row] += part * shares[e] / total
     return out
 
@@ -105,7 +107,7 @@ def in_torch(
     down: Wide,
     per_token: int,
     normalise: bool,
-    clamp: Clamp | None,
+    activation: Activation,
 ) -> torch.Tensor:
     """The same by torch's operators, in the dtype of x."""
     shares, ids = best_experts(logits, per_token, normalise)
@@ -113,7 +115,7 @@ def in_torch(
     for row in range(len(x)):
         for place, e in enumerate(ids[row].tolist()):
             matrices = [t[e].to(x.dtype) for t in (*up, *down)]
-            part = F.linear(activated(F.linear(x[row], *matrices[:2]), clamp), *matrices[2:])
+            part = F.linear(activated(F.linear(x[row], *matrices[:2]), activation), *matrices[2:])
             out[row] += part * shares[row, place].to(x.dtype)
     return out
 
@@ -124,11 +126,11 @@ def run_parts(
     stacks: tuple[Stack, Stack],
     per_token: int,
     normalise: bool,
-    clamp: Clamp | None = None,
+    activation: Activation = SILU,
 ) -> torch.Tensor:
     """The three launchers over given logits."""
     choice = choose_experts(logits, per_token, normalise)
-    return sum_experts(open_experts(x, stacks[0], choice, clamp), stacks[1], choice)
+    return sum_experts(open_experts(x, stacks[0], choice, activation), stacks[1], choice)
 
 
 def check_mixture(
@@ -140,23 +142,23 @@ def check_mixture(
     width: int,
     dtype: torch.dtype,
     normalise: bool = True,
-    clamp: Clamp | None = None,
+    activation: Activation = SILU,
     kind: str = "floats",
 ) -> None:
     """Check a mixture against the oracle; biases go with the clamped activation."""
-    bias = clamp is not None
-    stacks, wide, router = mixture(count, hidden, width, dtype, kind, bias, device)
+    bias = activation.kind == "clamped"
+    stacks, wide, router = mixture(count, hidden, width, dtype, kind, bias, device, activation)
     x = noise(rows, rows, hidden, dtype=dtype, device=device)
     router_bias = noise(3, count, dtype=dtype, device=device) if bias else None
     logits = F.linear(x, router, router_bias)
-    given = logits, *wide, per_token, normalise, clamp
+    given = logits, *wide, per_token, normalise, activation
     exact, plain = oracle(x, *given), in_torch(x, *given)
-    found = run_parts(x, logits, stacks, per_token, normalise, clamp)
+    found = run_parts(x, logits, stacks, per_token, normalise, activation)
     what = f"{kind}, {rows} rows, {per_token} of {count}"
     assert found.dtype == dtype and found.shape == x.shape and torch.isfinite(found).all(), what
     assert_close(found, exact, plain, dtype, what)
     if dtype == F32:  # else a router's logit in another last place may choose another expert
-        whole = mix_experts(x, (router, router_bias), stacks, per_token, normalise, clamp)
+        whole = mix_experts(x, (router, router_bias), stacks, per_token, normalise, activation)
         torch.testing.assert_close(whole, found, rtol=1e-4, atol=1e-5)
 
 

@@ -18,6 +18,7 @@ from engine.model.config.family import FULL, SLIDING, Family, Sizes
 from engine.model.config.fields import Fields
 from engine.model.config.rope_config import PROPORTIONAL, RopeRules
 from engine.model.mixture import Experts
+from kernels.experts.open import Activation
 
 WIDEST = 1 << 20
 
@@ -65,7 +66,10 @@ def _experts(fields: Fields) -> Experts:
     count = fields.integer("num_experts", 1, 4096)
     chosen = fields.integer("top_k_experts", 1, count)
     width = fields.integer("moe_intermediate_size", 1, WIDEST)
-    return Experts(count, chosen, width, normalise=True, stored="rows", beside=True)
+    gelu = Activation("gelu_tanh")
+    return Experts(
+        count, chosen, width, normalise=True, activation=gelu, stored="rows", beside=True
+    )
 
 
 FAMILY = Family(

@@ -14,7 +14,8 @@ from engine.model.config.block import Block, Facts
 from engine.model.config.family import FULL, SLIDING, Family, Sizes, layer_types, window, windows
 from engine.model.config.fields import Fields
 from engine.model.config.rope_config import RopeRules
-from engine.model.mixture import Clamp, Experts
+from engine.model.mixture import Experts
+from kernels.experts.open import Activation
 from weights.mxfp4 import COLUMNS
 
 MOST = 4096  # experts of a layer; the largest released has 128
@@ -35,7 +36,8 @@ def _experts(fields: Fields, hidden: int) -> Experts:
         width,
         normalise=True,
         bias=True,
-        clamp=Clamp(
+        activation=Activation(
+            "clamped",
             fields.number("swiglu_limit", 0.0, 1e6, default=7.0),
             fields.number("swiglu_alpha", 0.0, 1e3, default=1.702),
         ),
