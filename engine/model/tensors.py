@@ -215,10 +215,10 @@ def _mlp(config: ModelConfig, layer: int) -> list[Target]:
     found += _shared(config, experts, layer, first + names.shared)
     if experts.stored == "rows":
         return found + _by_rows(config, experts, layer, at)
-    gate, up, down = names.expert
+    *made, down = names.expert
     for number in range(experts.count):
         mine, name = f"{at}experts.{number}.", f"{layer}.experts.{number}"
-        parts = tuple((f"{mine}{n}.weight", (width, hidden)) for n in (gate, up))
+        parts = tuple((f"{mine}{n}.weight", (width, hidden)) for n in made)
         found.append(Target(f"{name}.gate_up", parts))
         found.append(Target(f"{name}.down", ((f"{mine}{down}.weight", (hidden, width)),)))
     return found
@@ -316,7 +316,7 @@ def _shared(config: ModelConfig, experts: Experts, layer: int, at: str) -> list[
     width, hidden, names = experts.shared, config.hidden_size, config.names
     if not width:
         return []
-    rows = 2 * width // len(names.gate_up)
+    rows = experts.activation.made * width // len(names.gate_up)
     parts = tuple((f"{at}{name}.weight", (rows, hidden)) for name in names.gate_up)
     found = [
         Target(f"{layer}.gate_up", parts),

@@ -69,7 +69,30 @@ GEMMA = dict(
     top_k_experts=2,
     moe_intermediate_size=32,
 )
-FAMILIES = {"qwen3-moe": QWEN, "gpt-oss": OSS, "deepseek-v3": DEEPSEEK, "gemma4": GEMMA}
+# experts without a gate, between layers of a recurrence and layers that attend
+NEMOTRON = dict(
+    architectures=["NemotronHForCausalLM"],
+    num_hidden_layers=8,
+    hybrid_override_pattern="ME*EME*E",
+    mlp_hidden_act="relu2",
+    layer_norm_epsilon=1e-5,
+    mamba_num_heads=4,
+    mamba_head_dim=16,
+    ssm_state_size=16,
+    n_groups=2,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    moe_shared_expert_intermediate_size=32,
+    routed_scaling_factor=2.5,
+)
+FAMILIES = {
+    "qwen3-moe": QWEN,
+    "gpt-oss": OSS,
+    "deepseek-v3": DEEPSEEK,
+    "gemma4": GEMMA,
+    "nemotron-3": NEMOTRON,
+}
 SPARSE = OmniKV(filter_layers=(1,), tokens=16, tail=64, dense_below=0)
 
 

@@ -257,6 +257,21 @@ VARIANTS: dict[str, tuple[str, dict]] = {
             use_conv_bias=False,
         ),
     ),
+    "nemotron-h-moe": (
+        "NemotronH",
+        dict(
+            **NEMOTRON,
+            layers_block_type=[LINEAR, "moe", LINEAR, LINEAR, "mlp", FULL, "moe"] * 2 + [FULL],
+            n_groups=2,
+            n_routed_experts=8,
+            num_experts_per_tok=3,
+            n_group=4,
+            topk_group=2,
+            moe_intermediate_size=24,
+            moe_shared_expert_intermediate_size=40,
+            routed_scaling_factor=2.5,
+        ),
+    ),
     "mistral-window": ("Mistral", dict(sliding_window=50)),
     "ministral": (
         "Ministral",

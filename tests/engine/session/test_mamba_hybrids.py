@@ -18,7 +18,7 @@ from tests.programs.hybrid_walks import CHUNK, CONTEXT, SPARSE, walks
 from tools.families.models import ids_of, make
 
 FAMILIES = ("granite", "nemotron", "falcon", "bamba")
-VARIANTS = ("granite-hybrid", "nemotron-h", "falcon-h1", "bamba")
+VARIANTS = ("granite-hybrid", "nemotron-h", "nemotron-h-moe", "falcon-h1", "bamba")
 
 
 def llm_of(family, method=None, **settings):
@@ -158,15 +158,21 @@ BAD = [
     ("nemotron", {"hybrid_override_pattern": 3}, BadCheckpoint, "what each layer is"),
     (
         "nemotron",
-        {"hybrid_override_pattern": "ME*-", "num_hidden_layers": 4},
-        UnsupportedCheckpoint,
-        "found moe, expected",
-    ),
-    (
-        "nemotron",
         {"hybrid_override_pattern": "-M*-", "num_hidden_layers": 4},
         UnsupportedCheckpoint,
         "mlp in layer 0",
+    ),
+    (
+        "nemotron",
+        {"hybrid_override_pattern": "ME*-", "num_hidden_layers": 4, "moe_latent_size": 8},
+        UnsupportedCheckpoint,
+        "moe_latent_size: found 8, expected null beside experts",
+    ),
+    (
+        "nemotron",
+        {"hybrid_override_pattern": "ME*-", "num_hidden_layers": 4, "n_routed_experts": 0},
+        BadCheckpoint,
+        "n_routed_experts",
     ),
     ("nemotron", {"mamba_hidden_act": "gelu"}, UnsupportedCheckpoint, "mamba_hidden_act"),
     ("falcon", {"ssm_multipliers": [1.0] * 4}, BadCheckpoint, "a list of 5 factors"),

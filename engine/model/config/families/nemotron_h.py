@@ -1,9 +1,10 @@
-"""Nemotron-H: layers of Mamba-2, of attention without rope and of an MLP without a gate, each by
-itself. A layer here is one of the first two and the MLP after it, where there is one.
+"""Nemotron-H and Nemotron 3: layers of Mamba-2, of attention without rope and of an MLP or experts
+without a gate, each by itself. A layer here is one of the first two and what follows of the others.
 
-Reads `layers_block_type`, or `hybrid_override_pattern` (M, * and -), whose length num_hidden_layers
-must be; `mamba_num_heads`, `mamba_head_dim`, `n_groups`, `ssm_state_size`, `conv_kernel`,
-`use_conv_bias`, `attention_bias` and `mlp_bias`. Expects backbone.layers with a norm and a mixer.
+Reads `layers_block_type`, or `hybrid_override_pattern` (M, *, - and E), whose length
+num_hidden_layers must be; `mamba_num_heads`, `mamba_head_dim`, `n_groups`, `ssm_state_size`,
+`conv_kernel`, `use_conv_bias`, `attention_bias`, `mlp_bias`, the fields of DeepSeek's experts and
+`moe_shared_expert_intermediate_size`. Expects backbone.layers with a norm and a mixer.
 """
 
 from __future__ import annotations
@@ -11,18 +12,24 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine.model.config.block import Block, Facts
+from engine.model.config.families.deepseek_fields import WIDEST, experts, factor, groups
 from engine.model.config.families.mamba_fields import OLDER, Keys, mamba
 from engine.model.config.family import FULL, RECURRENT, Family, Sizes
 from engine.model.config.fields import Fields
 from engine.model.config.names import Names
+from engine.model.mixture import Experts
+from kernels.experts.open import Activation
+from kernels.experts.route import Routing
 
-MOST_LAYERS, MLP = 4096, "mlp"
-LETTERS = {"M": RECURRENT, "*": FULL, "-": MLP, "E": "moe"}
+MOST_LAYERS, MLP, MOE = 4096, "mlp", "moe"
+LETTERS = {"M": RECURRENT, "*": FULL, "-": MLP, "E": MOE}
 PATTERN, LIST = "hybrid_override_pattern", "layers_block_type"
 KEYS = Keys("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
 KEYS = KEYS._replace(conv_bias="use_conv_bias", biases=("use_bias", "mamba_proj_bias"))
-NAMES = Names("backbone.", "embeddings", "norm_f", "mixer.", "mixer.", "mixer.")
+NAMES = Names("backbone.", "embeddings", "norm_f", "mixer.", "mixer.", "mixer.", "mixer.")
 NAMES = replace(NAMES, before="norm", after="norm", gate_up=("up_proj",))
+NAMES = replace(NAMES, correction="gate.e_score_correction_bias", shared="mixer.shared_experts.")
+NAMES = replace(NAMES, expert=("up_proj", "down_proj"))
 
 
 def _stored(fields: Fields) -> tuple[str, list[str]]:
@@ -38,24 +45,43 @@ def _stored(fields: Fields) -> tuple[str, list[str]]:
     return key, [names.get(name, name) if isinstance(name, str) else name for name in found]
 
 
-def _pairs(fields: Fields) -> tuple[tuple[str, ...], tuple[tuple[int, int], ...]]:
-    """Return the types of layers, and the stored numbers of their halves."""
-    (key, stored), types, halves = _stored(fields), [], []
+def _pairs(fields: Fields) -> tuple[tuple[str, ...], tuple[tuple[int, int], ...], list[str]]:
+    """Return the types of layers, the stored numbers of their halves, and what each second is."""
+    (key, stored), types, halves, seconds = _stored(fields), [], [], []
     for number, kind in enumerate(stored):
         if kind in (RECURRENT, FULL):
             types.append(kind)
             halves.append((number, -1))
-        elif kind != MLP:
-            fields.unsupported(key, kind, f"{RECURRENT}, {FULL} or {MLP}")
-        elif not halves or halves[-1][1] >= 0:
-            fields.unsupported(key, f"{MLP} in layer {number}", "one after another kind of layer")
+            seconds.append("")
+        elif kind not in (MLP, MOE):
+            fields.unsupported(key, kind, f"{RECURRENT}, {FULL}, {MLP} or {MOE}")
+        elif not seconds or seconds[-1]:
+            fields.unsupported(key, f"{kind} in layer {number}", "one after another kind of layer")
         else:
-            halves[-1] = halves[-1][0], number
-    return tuple(types), tuple(halves)
+            halves[-1], seconds[-1] = (halves[-1][0], number), kind
+    return tuple(types), tuple(halves), seconds
+
+
+def _experts(fields: Fields, sizes: Sizes, seconds: list[str]) -> Experts | None:
+    if MOE not in seconds:
+        return None
+    for key, plain in (("moe_latent_size", None), ("mlp_bias", False)):
+        if fields.data.get(key) not in (None, plain):
+            fields.unsupported(key, fields.data[key], f"{plain or 'null'} beside experts")
+    count, kept = groups(fields)
+    routing = Routing(True, count, kept, 2, factor(fields, 1.0), corrected=True)
+    dense = tuple(layer for layer, kind in enumerate(seconds) if kind == MLP)
+    normalise = fields.flag("norm_topk_prob", default=True)
+    found, shared = (
+        experts(fields, sizes, dense, routing, normalise),
+        "moe_shared_expert_intermediate_size",
+    )
+    assert found is not None
+    return replace(found, activation=Activation("relu2"), shared=fields.integer(shared, 1, WIDEST))
 
 
 def _facts(fields: Fields, sizes: Sizes) -> Facts:
-    types, halves = _pairs(fields)
+    types, halves, seconds = _pairs(fields)
     if (act := fields.text("mamba_hidden_act", default="silu")) != "silu":
         fields.unsupported("mamba_hidden_act", act, "silu")
     return Facts(
@@ -63,6 +89,7 @@ def _facts(fields: Fields, sizes: Sizes) -> Facts:
         attention_bias=fields.flag("attention_bias", default=False),
         mlp_bias=fields.flag("mlp_bias", default=False),
         layer_ropes=(replace(sizes.rope, kind="none", factor=1.0),) * sizes.layers,
+        experts=_experts(fields, sizes, seconds),
         recurrent=mamba(fields, types, None, LIST, keys=KEYS),
         bare=tuple(layer for layer, (_, second) in enumerate(halves) if second < 0),
         names=replace(NAMES, halves=halves),
