@@ -12,7 +12,7 @@ PYTHON ?= python3
 MODEL ?=
 ARGS ?=
 PY = .venv/bin/python
-PIP = $(PY) -m pip --disable-pip-version-check --quiet
+PIP = $(PY) -m pip --disable-pip-version-check
 READY = .venv/.runtime
 READY_DEV = .venv/.dev
 READY_SERVE = .venv/.serve
@@ -71,22 +71,36 @@ clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# a venv knows its clone: `.venv/bin/python -m engine.chat` runs in any folder
+KNOW_CLONE = import os, sysconfig; folder = sysconfig.get_path("purelib"); \
+	print(os.path.relpath(".", folder), file=open(os.path.join(folder, "omnikv-clone.pth"), "w"))
+
+# install PACKAGES: of what pip says, a line per package that is megabytes, and the last ones
+define install
+	@rm -f .venv/.failed
+	@{ $(PIP) install $(1) || touch .venv/.failed; } | \
+		awk '/(Downloading|Using cached) .*MB\)|^Installing|^Successfully/ {print; fflush()}' >&2
+	@test ! -e .venv/.failed
+endef
+
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "needs Python 3.10 or newer, found " + sys.version.split()[0] + ": make PYTHON=/path/to/python3")'
 	@echo 'making .venv (once)' >&2
 	@$(PYTHON) -m venv .venv
+	@$(PY) -c '$(KNOW_CLONE)'
 
 $(READY): requirements.txt | .venv/bin/python
-	@echo 'installing the packages of requirements.txt into .venv (once; torch is large)' >&2
-	@$(PIP) install -r requirements.txt
+	@echo 'installing torch and what it needs into .venv, once, in minutes: 1.7 GB of disk with a CPU' >&2
+	@echo 'build of torch, some 6 GB with the CUDA build, which Linux gets from most indexes' >&2
+	$(call install,-r requirements.txt)
 	@touch $@
 
 $(READY_SERVE): pyproject.toml $(READY)
-	@echo 'installing starlette, uvicorn and llguidance into .venv (once)' >&2
-	@$(PIP) install 'starlette>=1.0.1' 'uvicorn>=0.34' 'llguidance>=1.7'
+	@echo 'installing starlette, uvicorn and llguidance into .venv, once: some MB' >&2
+	$(call install,'starlette>=1.0.1' 'uvicorn>=0.34' 'llguidance>=1.7')
 	@touch $@
 
 $(READY_DEV): requirements-dev.txt $(READY)
-	@echo 'installing the packages of requirements-dev.txt into .venv (once)' >&2
-	@$(PIP) install -r requirements-dev.txt
+	@echo 'installing the packages of requirements-dev.txt into .venv, once: 0.3 GB of disk' >&2
+	$(call install,-r requirements-dev.txt)
 	@touch $@
