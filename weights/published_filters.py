@@ -35,7 +35,7 @@ class PublishedFilters:
     def told(self) -> str:
         """One clause for people: where they come from, and what nobody has checked."""
         if self.found_here:
-            return f"found here, {self.source}"
+            return f"found by the search of python -m tools.calibrate, {self.source}"
         return f"published in {self.source.partition(' (')[0]}, not checked here"
 
 
@@ -60,7 +60,7 @@ PUBLISHED: dict[str, PublishedFilters] = {
     "Qwen/Qwen3-8B": PublishedFilters((0, 2, 7, 14, 23), 0, KASCADE),
     "Qwen/Qwen3.6-27B": PublishedFilters((3, 11, 23, 31, 35, 47, 59), 0, SPARSE_VLLM),
     "HuggingFaceTB/SmolLM2-135M-Instruct": PublishedFilters(
-        _SMOLLM2, 0, "by loss, on the Q4_1 form of these weights (docs/CALIBRATION.md)", True
+        _SMOLLM2, 0, "on the Q4_1 form of these weights (docs/CALIBRATION.md)", True
     ),
 }
 
@@ -70,7 +70,7 @@ FOUND: dict[str, dict[str, PublishedFilters]] = {
     # .015 nats at a budget of 6.67%
     "19040bc4abd77ac40ad434c29538a4123380b052f3dc1bfb3ab4fee47d2783df": {
         "c741718d46dee9154f93729f891d0f64d21a04315a1e2e315689b7c30506b793": PublishedFilters(
-            _SMOLLM2, 0, "by loss (docs/CALIBRATION.md)", True
+            _SMOLLM2, 0, "on these weights (docs/CALIBRATION.md)", True
         ),
     },
 }

@@ -37,9 +37,9 @@ def start() -> int:
     interruptible = signal.getsignal(signal.SIGINT) == signal.default_int_handler
     if interruptible:
         signal.signal(signal.SIGINT, _leave)
-    from engine.chat.flags import parser, require_sense
+    from engine.chat.flags import answer_at_once, parser, require_sense
 
-    parser().require(require_sense)
+    parser().require(require_sense, answer_at_once)
     from engine.chat.cli import main
 
     if interruptible:

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import traceback
 import warnings
-from importlib import metadata
 from pathlib import Path
 
 from engine.base.device import NO_MEMORY
@@ -26,10 +24,9 @@ from engine.base.errors import (
     SettingError,
     UsageError,
 )
-from engine.base.figures import count, first_line
-from engine.base.version import VERSION
+from engine.base.figures import first_line
 from engine.chat.evidence import watch_of
-from engine.chat.flags import parser, require_sense
+from engine.chat.flags import answer_at_once, parser, require_sense
 from engine.chat.repl import answer_lines
 from engine.chat.talk.chat import Chat
 from engine.chat.talk.keeping import KeptSession
@@ -50,20 +47,6 @@ from engine.text.boundary import printable, valid
 from kernels.native.library import COMPILING, to_compile
 
 INTERRUPTED = 130  # as shells report a Ctrl-C
-
-
-def versions() -> str:
-    """Return one line of versions for bug reports."""
-    found = []
-    for package in ("torch", "triton", "tokenizers", "safetensors"):
-        try:
-            found.append(f"{package} {metadata.version(package)}")
-        except metadata.PackageNotFoundError:
-            found.append(f"no {package}")
-    return (
-        f"omnikv-engine {VERSION} (python {platform.python_version()}, {', '.join(found)}, "
-        f"{platform.system()} {platform.machine()})"
-    )
 
 
 def open_model(args: argparse.Namespace, display: Display) -> LLM:
@@ -135,6 +118,7 @@ def _talk(args: argparse.Namespace, chat: Chat, documents: list[Given], once: bo
         if given.note:
             chat.display.line(f"{given.name}: {given.note}")
         if args.prompt is None and once:  # -f -: no line is left to ask with
+            chat.warn_of_demonstration(given.text)
             return INTERRUPTED if chat.ask(given.text) == "interrupted" else 0
         if not chat.read(given.text, given.name, titled=len(documents) > 1) and once:
             return INTERRUPTED
@@ -144,8 +128,8 @@ def _talk(args: argparse.Namespace, chat: Chat, documents: list[Given], once: bo
         return 0
     person = sys.stdin is not None and sys.stdin.isatty()
     if documents and args.prompt is None and person:
-        read = count(len(documents), "document")
-        chat.display.note(f"{read} read, now ask; /sources shows which passages an answer read")
+        read = "the document" if len(documents) == 1 else f"the {len(documents)} documents"
+        chat.display.note(f"ask about {read}; /sources shows which passages an answer read")
     code = answer_lines(chat)
     if documents and not (code or person or chat.last):
         chat.display.line("no question came on standard input: ask one with -p TEXT")
@@ -173,16 +157,14 @@ def welcome(chat: Chat, display: Display, once: bool) -> None:
 
 def run(args: argparse.Namespace, display: Display) -> int:
     """Do what the flags say; return the exit code. Raises typed errors."""
-    if args.version:
-        emit(versions() + "\n")
+    if (text := answer_at_once(args)) is not None:
+        emit(text + "\n")
         return 0
-    if args.list_models or (args.fits is not None and not args.plan):
+    if args.fits is not None and not args.plan:
         from engine.cli.fits import fits
-        from weights.aliases import table
 
-        here = args.fits is not None
         asked = {**settings_of(args), "method": method_of(args, pocket=False)}
-        emit((fits(Options.of(asked)) if here else table()) + "\n")
+        emit(fits(Options.of(asked)) + "\n")
         return 0
     require_sense(args)
     require_output()

@@ -18,6 +18,10 @@ from engine.plan.layers import tail_start
 from engine.session.session import Session
 
 CHOOSES = "/method omnikv dense_below=0 chooses at every length"
+EXPLAINED = (
+    "(KL: how far the probabilities of the next token are from full attention's, 0: the same; mass "
+    "kept: the share of full attention's weights that falls on the tokens that were read)"
+)
 EVERY = 16  # steps between measurements where only --exact-below is given
 
 
@@ -49,6 +53,7 @@ def run_check(chat: Chat, rest: str) -> None:
         report = session.check(steps, chat.interrupts.watched(display.working("steps checked:")))
     display.clear()
     display.line(str(report))
+    display.note(EXPLAINED)
 
 
 def waits(session: Session) -> str:
@@ -109,8 +114,8 @@ def run_sources(chat: Chat, rest: str) -> None:
     if not found:
         alike = len(conversation.sources(len(conversation.ends)))
         display.line(
-            f"the last answer read {alike:,} passages alike: {conversation.session.method.name} "
-            f"does not rank them ({CHOOSES})"
+            f"the last answer read {alike:,} passages, all equally: "
+            f"{conversation.session.method.name} does not rank them ({CHOOSES})"
             if alike
             else "the last answer chose no passage of the documents"
         )
@@ -140,8 +145,8 @@ def sources_text(conversation: Conversation, found: list[Passage]) -> str:
     choices = count(conversation.choices.made, "choice")
     drafts = _drafts(conversation)
     lines = [
-        f"what {'the drafts of ' if drafts else ''}the last answer read, most read first, in % of "
-        f"the passages shown ({choices} of tokens)"
+        f"the passages that {'the drafts of ' if drafts else ''}the last answer read most, in % of "
+        f"all that are shown (from {choices} of tokens)"
     ]
     if drafts:
         lines.append("full attention read every token and decided every word; drafts guessed them")
@@ -165,8 +170,8 @@ def _tail_note(conversation: Conversation) -> list[str]:
     if all(document.stop <= character for document in conversation.documents):
         return []
     return [
-        f"(from token {start:,} on every layer reads everything at every step: "
-        "the tail is not ranked)"
+        f"(tokens from {start:,} on, the newest, are read by every layer at every step and not "
+        "ranked)"
     ]
 
 
@@ -188,5 +193,9 @@ def write_sources(chat: Chat, path: str) -> None:
     ranked = any(run.reads)
     display.line(
         f"wrote {path}"
-        + ("" if ranked else "; it read passages alike: the page shows none of them")
+        + (
+            ""
+            if ranked
+            else "; the answer read all its passages equally, so that the page shows none"
+        )
     )

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 from engine.base.errors import UsageError
 from engine.cli.model_flags import fits_flag, gigabytes, model_flags
-from engine.cli.parser import Parser
+from engine.cli.parser import Parser, version_flag
+from weights.aliases import table
 
 MAX_TOKENS = 1024  # default bound of an answer in the chat; the library's 64 is for programs
 EPILOG = """With -p the program answers once and ends (-i stays in the chat), with -f it reads the
@@ -60,7 +61,7 @@ def parser() -> Parser:
 
 def require_sense(args: argparse.Namespace) -> None:
     """Raise UsageError for flags that do not go together."""
-    if args.version or args.list_models:
+    if args.list_models:
         return
     if "-" in args.file and args.interactive:
         raise UsageError(
@@ -69,6 +70,11 @@ def require_sense(args: argparse.Namespace) -> None:
         )
     if args.calibrate and not args.file and args.prompt is not None and not args.interactive:
         raise UsageError("--calibrate: found no document, expected one to read (-f FILE)")
+
+
+def answer_at_once(args: argparse.Namespace) -> str | None:
+    """The table of aliases, where these flags ask for that; None where the engine must run."""
+    return table() if args.list_models and args.fits is None else None
 
 
 def _prompt_flags(add: Callable) -> None:
@@ -197,8 +203,4 @@ def _output_flags(add: Callable) -> None:
     add("--list-models", action="store_true", help="print the model aliases and end")
     add("--quiet", action="store_true", help="print no progress and no figures")
     add("--verbose", action="store_true", help="print a traceback with each error")
-    add(
-        "--version",
-        action="store_true",
-        help="print the versions of the engine and its libraries and end",
-    )
+    version_flag(add)

@@ -296,8 +296,8 @@ def memory_text(planner: Planner, session: Session) -> str:
 
     The context bank includes the working sets and streaming buffers of a host tier.
     """
-    plan, stats = planner.plan().to_dict(), session.stats
-    planned = dict(plan["items"])
+    plan, stats = planner.plan(), session.stats
+    planned = {name: size for name, size, _ in plan.items}
     planned["context bank"] += planned.pop("working sets", 0) + planned.pop("streaming", 0)
     held = {name: size for field, name in HELD.items() if (size := getattr(stats, field))}
     on_host = "host tier" not in planned  # on a GPU the total does not count it
@@ -305,10 +305,9 @@ def memory_text(planner: Planner, session: Session) -> str:
     for name in dict.fromkeys([*planned, *held]):
         if name != "host tier" or not on_host:
             table.append((name, _size(planned, name), _size(held, name)))
-    table.append(("total at the peak", human(plan["total_bytes"]), ""))
-    table.append(("free when planned", human(plan["free_bytes"]), ""))
+    table.append(("total at the peak", human(plan.total), f"of {plan.free_name}"))
     if on_host and held.get("host tier"):
-        table.append(("host tier", _size(plan, "host_bytes"), _size(held, "host tier")))
+        table.append(("host tier", human(plan.host_bytes), _size(held, "host tier")))
     width = max(len(name) for name, *_ in table)
     lines = [f"{name:<{width}}  {left:>10}  {right:>10}".rstrip() for name, left, right in table]
     if held.get("retained rows"):

@@ -10,14 +10,14 @@ from engine.terminal.display import Display
 
 def introduce(planner: Planner, display: Display) -> None:
     """Print model, dtype, device, method and memory before the weights are read."""
-    plan, found = planner.plan().to_dict(), planner.resolved
+    plan, found = planner.plan(), planner.resolved
     assert found is not None  # the command line always names a model
     revision = f" at {found.revision[:12]}" if found.revision else ""
     display.note(f"model {model_name(planner)}, from {found.folder}{revision}")
     display.note(
-        f"{plan['dtype']} on {plan['device']}, {forms_of(planner)}, {brief(planner.method)}, "
-        f"context {plan['max_context']:,} tokens; needs {human(plan['total_bytes'])} at the peak, "
-        f"{human(plan['free_bytes'])} free"
+        f"{plan.dtype} on {plan.device}, {forms_of(planner)}, {brief(planner.method)}, "
+        f"context {plan.max_context:,} tokens; needs {human(plan.total)} at the peak, "
+        f"of {plan.free_name}"
     )
     if note := start_note(planner):
         display.note(note)

@@ -1,4 +1,6 @@
-"""The argument parser of our programs: errors in one line, names that are nearly right."""
+"""The argument parser of our programs: errors in one line, names that are nearly right,
+versions.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from engine.base.errors import OutputFailed, UsageError
+from engine.base.version import versions
 from engine.terminal.lines import Lines
 from engine.terminal.output import abandon_output, emit
 
@@ -57,9 +60,13 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
     def print_help(self, file: Any = None) -> None:
-        """Print the help; exit with 1 where standard output cannot take it."""
+        """Print the help."""
+        self.tell(self.format_help(), file)
+
+    def tell(self, text: str, file: Any = None) -> None:
+        """Print a text; exit with 1 where standard output cannot take it."""
         try:
-            emit(self.format_help(), file)
+            emit(text, file)
         except BrokenPipeError:
             abandon_output()
             sys.exit(1)
@@ -68,14 +75,43 @@ class Parser(argparse.ArgumentParser):
             Lines().error(str(error))
             sys.exit(error.exit_code)
 
-    def require(self, sense: Callable[[argparse.Namespace], None]) -> None:
-        """End with a line and 2 where this command line is wrong, or with its help: a program does
-        so before it imports torch, which takes seconds. sense: raises UsageError.
+    def require(
+        self,
+        sense: Callable[[argparse.Namespace], None],
+        answer: Callable[[argparse.Namespace], str | None] = lambda args: None,
+    ) -> None:
+        """End with a line and 2 where this command line is wrong, or with what needs no engine:
+        a program does so before it imports torch, which takes seconds.
+
+        sense: raises UsageError. answer: a text to print, or None where the engine must run.
         """
+        args = self.parse_args()
         try:
-            sense(self.parse_args())
+            sense(args)
         except UsageError as error:
             self.error(str(error))
+        if (text := answer(args)) is not None:
+            self.tell(text + "\n")
+            sys.exit(0)
+
+
+class _Versions(argparse.Action):
+    """Prints the versions and ends the program."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
+        assert isinstance(parser, Parser)
+        parser.tell(versions() + "\n")
+        parser.exit()
+
+
+def version_flag(add: Callable) -> None:
+    """Add --version. add: add_argument of a Parser or of a group of it."""
+    add(
+        "--version",
+        action=_Versions,
+        nargs=0,
+        help="print the versions of the engine and its libraries and end",
+    )
 
 
 def _hint(unknown: str, flags: list[str]) -> str:

@@ -187,7 +187,7 @@ class Plan:
             f"  {name:<{width}}  {human(size):>10}  {note}".rstrip()
             for name, size, note in self.items
         ]
-        held = f"resident {self.resident:.1%} (allocated)"
+        held = f"{self.resident:.1%} of the bank are on the device"
         if self.kept:
             held = (
                 f"a store of {human(self.kept)} ({self.resident:.1%} of all K and V), and beside "
@@ -195,7 +195,8 @@ class Plan:
             )
         lines += [
             f"  {'total at peak':<{width}}  {human(self.total):>10}  of {self.free_name}",
-            f"placement {self.where}; mem {self.mem:.1%} (formula), {held}",
+            f"placement {self.where}",
+            f"reads     {self.mem:.1%} of the bank in a step (the paper's Mem%); {held}",
             f"largest context that fits here: {self.largest_context} tokens",
         ]
         if self.prompt_link_bytes:

@@ -20,7 +20,7 @@ from engine.cli.settings import flag_named, settings_of
 from engine.cli.verdict import slots_verdict
 from engine.llm import LLM
 from engine.load.batch_plan import SlotPlan, plan_slots
-from engine.load.pocket import POCKET
+from engine.load.pocket import DEMONSTRATION, POCKET, is_pocket
 from engine.load.report import Plan
 from engine.saved.cache import BlockCache
 from engine.serve.flags import LOOPBACK, keys_of, parser, require_sense
@@ -80,6 +80,8 @@ def serve(args: argparse.Namespace) -> int:
     llm = open_model(args)
     slots_of(args, llm).require_fit()
     introduce(llm.planner, Display())
+    if is_pocket(llm.folder):
+        _say(DEMONSTRATION)
     if llm.device.type == "cpu" and to_compile():
         _say(COMPILING)
     cache = None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from engine.base.errors import UsageError
 from engine.cli.model_flags import fits_flag, gigabytes, model_flags
-from engine.cli.parser import Parser
+from engine.cli.parser import Parser, version_flag
 
 KEY_VARIABLE = "OMNIKV_API_KEY"
 PAUSE = 1.0  # seconds
@@ -70,6 +70,7 @@ def parser() -> Parser:
     add("--cache", metavar="DIR", help="keep what was read in this folder, for any method")
     add("--cache-limit", type=gigabytes, metavar="GB", help="at most this much (default 50)")
     model_flags(p)
+    version_flag(add)
     return p
 
 

@@ -42,14 +42,12 @@ class Display(Lines):
             speed = p.bytes_done / max(p.seconds, 1e-9)
             done = p.bytes_done >= p.bytes_total
             self.progress(
-                f"loading shard {p.shard}/{p.shards} · {p.bytes_done / 1e9:.2f} of "
-                f"{p.bytes_total / 1e9:.2f} GB · {speed / 1e9:.2f} GB/s",
+                f"loading file {p.shard} of {p.shards} · {human(p.bytes_done)} of "
+                f"{human(p.bytes_total)} · {human(speed)}/s",
                 started,
                 done,
             )
             if done:
-                self.note(
-                    f"loaded {human(p.bytes_total)} in {clock(p.seconds)} ({speed / 1e9:.2f} GB/s)"
-                )
+                self.note(f"loaded {human(p.bytes_total)} in {clock(p.seconds)} ({human(speed)}/s)")
 
         return show

@@ -14,6 +14,7 @@ from engine.text.boundary import one_line, printable
 # seconds before a terminal shows progress: most reads are shorter and would only flicker
 PATIENCE = 0.4
 EVERY = 5.0  # seconds between progress lines where stderr is not a terminal
+REDRAW = 0.1  # seconds between them on a terminal: figures that change faster cannot be read
 
 
 class Lines:
@@ -28,7 +29,7 @@ class Lines:
         self.quiet = quiet
         self.tty = self.stream is not None and self.stream.isatty()
         self.dims = self.tty and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-        self._width = 0  # characters of the progress line on the screen
+        self._shown = ""  # the progress line on the screen
         self._next = 0.0  # when the next progress line is due
 
     def line(self, text: str = "") -> None:
@@ -57,9 +58,9 @@ class Lines:
 
     def clear(self) -> None:
         """Erase the progress line."""
-        if self._width:
-            self._write("\r" + " " * self._width + "\r")
-            self._width = 0
+        if self._shown:
+            self._write("\r" + " " * len(self._shown) + "\r")
+            self._shown = ""
 
     def progress(self, text: str, started: float, last: bool = False) -> None:
         """Show how far some work is. started: time.monotonic() when it began. last: whether it is
@@ -76,10 +77,12 @@ class Lines:
             return
         if last:
             self.clear()
-        elif now - started >= PATIENCE:
+        elif now >= max(self._next, started + PATIENCE):
             text = text[: max(20, shutil.get_terminal_size().columns - 1)]
-            self._write("\r" + text.ljust(self._width))
-            self._width = len(text)
+            if self._shown != text:
+                self._next = now + REDRAW
+                self._write("\r" + text.ljust(len(self._shown)))
+                self._shown = text
 
     def working(self, text: str) -> Callable[[int, int], None]:
         """Return a progress callback (done, total) that writes `text` before the figures."""

@@ -12,6 +12,7 @@ from engine.chat.talk.calibrating import Calibrating, noted
 from engine.chat.talk.conversation import Conversation
 from engine.cli.figures import answer_line, bytes_read, context_used, resident_bytes, stats_text
 from engine.llm import LLM
+from engine.load.pocket import DEMONSTRATION, POCKET, is_pocket
 from engine.methods.mass_meter import Watch
 from engine.sampling.params import SamplingParams
 from engine.session.results import GenerationStats, Piece
@@ -74,6 +75,7 @@ class Chat:
         self.conversation.session.watch_with(watch)
         self.last: GenerationStats | None = None  # figures of the last answer
         self.last_bytes = 0  # K and V bytes that its steps read
+        self.warned = False  # that the model is a demonstration
         if not self.conversation.templated:
             display.note("this model has no chat template, so it completes text")
 
@@ -90,6 +92,7 @@ class Chat:
         if not text.strip():
             self.display.line(f"{name}: empty, nothing to read")
             return True
+        self.warn_of_demonstration(text)
         calibration = self.calibrating.begin(self, text)
         started = time.monotonic()
         with self.interrupts:
@@ -118,6 +121,15 @@ class Chat:
         if calibration is not None:
             self.calibrating.finish(self, calibration)
         return True
+
+    def warn_of_demonstration(self, text: str) -> None:
+        """Say once that the model in the box knows no text but its own."""
+        if self.warned or not is_pocket(self.llm.folder):
+            return
+        own = POCKET / "welcome.txt"
+        if not own.is_file() or text.strip() != own.read_text(encoding="utf-8").strip():
+            self.warned = True
+            self.display.line(DEMONSTRATION)
 
     def ask(self, text: str) -> str:
         """Answer a message; return why the answer ended (Piece.finish_reason)."""

@@ -137,7 +137,7 @@ function figures({ method, usage, first, seconds, evidence }) {
 
 // why an answer has no passages
 function nothing({ method, evidence: { selections, figures: counted } }) {
-  if (selections) return "It read more passages alike than can be listed: none is ranked above the others.";
+  if (selections) return "It read more passages equally than can be listed: none is ranked above the others.";
   if (method !== "exact") return "Every step read everything: no passage was chosen.";
   return "Full attention read everything and decided every word" + (counted && counted.drafted
     ? "; its drafts were copied from where the same words stood before (lookup), so that no passage was chosen." : "; nothing was drafted.");

@@ -123,7 +123,7 @@ class Words {
     const spans = this.read(word);
     mark(spans);
     if (spans.length) reach(spans[0][0]);
-    $("readout").textContent = "“" + this.text.slice(word.start, word.stop) + "” read " + (spans.length ? this.told(word) : "nothing in particular: its step read everything, or more passages alike than can be listed");
+    $("readout").textContent = "“" + this.text.slice(word.start, word.stop) + "” read " + (spans.length ? this.told(word) : "nothing in particular: its step read everything, or more passages equally than can be listed");
   }
 
   told(word) {

@@ -104,8 +104,12 @@ class FakePlan:
     fits: bool = True
     total: int = 1640
     free: int = 10**9
-    free_name: str = "free RAM"
+    free_name: str = "1.00 GB free RAM"
+    device: str = "cpu"
+    dtype: str = "float32"
     max_context: int = 512
+    host_bytes: int = 0
+    items: tuple = (("weights", 1000, ""), ("context bank", 640, ""))
     note: str = ""
     unheeded: str = ""
 
@@ -118,13 +122,7 @@ class FakePlan:
 
     def to_dict(self):
         return {
-            "items": {"weights": 1000, "context bank": 640},
             "total_bytes": 1640,
-            "free_bytes": 10**9,
-            "method": "Full()",
-            "dtype": "float32",
-            "device": "cpu",
-            "max_context": 512,
         }
 
     def __str__(self):
@@ -148,7 +146,7 @@ class FakeLLM:
         self.config = SimpleNamespace(
             num_layers=2, kv_bytes=lambda size: 8 * size, rows_seen=lambda n: [n, n], bank="model"
         )
-        self.few_bits, self.options = None, SimpleNamespace(weights="auto")
+        self.folder, self.few_bits, self.options = None, None, SimpleNamespace(weights="auto")
         self.planner = self
         self.method = Full()
         self.resolved = SimpleNamespace(

@@ -11,6 +11,7 @@ import json
 import pytest
 
 from engine.chat.cli import main
+from tests.builders import POCKET
 from tests.engine.chat.typed_chat import chat, typed
 from tests.engine.text.papers_made import docx, epub, odt, paragraph, pdf
 
@@ -87,7 +88,7 @@ def test_documents_alone_are_read_and_each_piped_line_is_a_question(
     assert (code, out) == (0, "Lily.\nA goat.\n") and "no question" not in err
     spelled = held(llm)
     assert "Lily had a goat.\n\nWho?<|end|>" in spelled and "What had she?<|end|>" in spelled
-    assert "/help" not in err and "now ask" not in err
+    assert "/help" not in err and "ask about the document" not in err
 
 
 def test_documents_without_any_question_say_that_none_came(fake, monkeypatch, capsys, tmp_path):
@@ -111,7 +112,7 @@ def test_on_a_terminal_a_document_alone_opens_the_chat(fake, monkeypatch, capsys
     assert main(["--model", "x", "-f", str(tmp_path / "a.txt")]) == 0
     out, err = capsys.readouterr()
     assert out == "Lily.\n" and "Lily ran.\n\nWho?<|end|>" in held(llm)
-    assert "1 document read, now ask" in err and "no question came" not in err
+    assert "ask about the document" in err and "no question came" not in err
 
 
 def test_standard_input_beside_a_document_leaves_nothing_to_ask_with(
@@ -189,3 +190,28 @@ def test_beside_a_given_document_the_shipped_models_own_is_not_read(
     out, err = capsys.readouterr()
     assert "66160" not in out and "welcome.txt" not in err and "a town's news" not in err
     assert "mine.txt: " in err
+
+
+OWN = (POCKET / "welcome.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "folder, text, warned",
+    [(POCKET, "My book.\n", True), (POCKET, OWN, False), ("/elsewhere", "My book.\n", False)],
+)
+def test_the_model_in_the_box_says_once_that_it_knows_no_other_texts(
+    fake, monkeypatch, capsys, tmp_path, folder, text, warned
+):
+    """A newcomer's own file got nonsense for an answer, and no word on why."""
+    llm = fake("nonsense")
+    llm.folder = folder
+    path = tmp_path / "mine.txt"
+    path.write_text(text)
+    _, _, err = chat(
+        llm, monkeypatch, capsys, "Who?", f"/read {path}", flags=["-f", str(path), "--quiet"]
+    )
+    assert err.count("expect nonsense") == warned
+    assert err.count("--list-models --fits") == warned
+    main(["--model", "x", "-f", str(path), "-p", "Who?", "--json"])
+    out, err = capsys.readouterr()
+    assert "expect nonsense" not in out and err.count("expect nonsense") == warned

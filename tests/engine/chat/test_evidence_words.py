@@ -49,7 +49,7 @@ def test_pages_that_tie_are_not_ranked(said, tmp_path):
     path = tmp_path / "read.html"
     err = said("/method quest", ASKED, "/sources", f"/sources {path}")
     assert "quest does not rank them" in err and "% of" not in err
-    assert "alike: the page shows none of them" in err
+    assert "read all its passages equally, so that the page shows none" in err
     assert '"totals": [0.0, 0.0' in path.read_text()
 
 

@@ -53,7 +53,7 @@ def test_sources_are_those_of_the_drafts_and_are_called_so(capsys, monkeypatch, 
     welcome = DOCUMENT.with_name("welcome.txt")
     main([*ASK[1:], "-n", "12", "-f", str(DOCUMENT), "-f", str(welcome), "-i"])
     said = capsys.readouterr().err
-    assert "what the drafts of the last answer read, most read first" in said
+    assert "the passages that the drafts of the last answer read most" in said
     assert "full attention read every token and decided every word; drafts guessed them" in said
     assert "welcome.txt, line" in said and "no draft was made by a sparse step" in said
     run = json.loads(page.read_text())

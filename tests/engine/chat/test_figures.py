@@ -3,14 +3,19 @@
 Stops: a zero that means "not used here", a counter that is missing from /stats all, a path twice.
 """
 
+import io
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from engine.cli.figures import all_stats_text, memory_text, model_name, stats_text
+from engine.cli.introduce import introduce
+from engine.llm import LLM
 from engine.runner.state import SessionStats
 from engine.session.results import GenerationStats
+from engine.terminal.display import Display
 from tests.engine.chat.fake_llm import FakeLLM, FakeSession
 
 COUNTED = SessionStats(
@@ -103,13 +108,26 @@ def test_all_of_stats_is_every_counter(llm):
 def test_memory_sets_what_is_held_beside_what_was_planned(llm):
     lines = memory_text(llm.planner, session_of(llm, host_bytes=5_000_000)).splitlines()
     assert lines[0].split() == ["planned", "held", "now"]
-    assert [line.split() for line in lines[1:6]] == [
+    assert [line.split() for line in lines[1:5]] == [
         ["weights", "1.00", "kB"],
         ["context", "bank", "640", "B", "64.00", "kB"],
-        ["total", "at", "the", "peak", "1.64", "kB"],
-        ["free", "when", "planned", "1.00", "GB"],
-        ["host", "tier", "5.00", "MB"],
+        ["total", "at", "the", "peak", "1.64", "kB", "of", "1.00", "GB", "free", "RAM"],
+        ["host", "tier", "0", "B", "5.00", "MB"],
     ]
+
+
+@pytest.mark.parametrize(
+    "budget, bound", [(None, r"of \d+\.\d\d GB free RAM$"), (10**9, "of a budget of 1.00 GB$")]
+)
+def test_what_a_plan_is_measured_against_goes_by_its_name(budget, bound):
+    """A budget of 1 GB was called free, with its figure: 1.05 GB free."""
+    llm = LLM("pocket", max_context=1024, ram_budget=budget, device="cpu", load=False)
+    screen = io.StringIO()
+    introduce(llm.planner, Display(screen))
+    assert re.search(f"at the peak, {bound}", screen.getvalue(), re.MULTILINE)
+    text = memory_text(llm.planner, session_of(llm))
+    assert re.search(f"^total at the peak .* {bound}", text, re.MULTILINE)
+    assert "free" not in text.replace("free RAM", "")
 
 
 @pytest.mark.parametrize(

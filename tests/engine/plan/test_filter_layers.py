@@ -102,14 +102,15 @@ def test_a_published_set_says_its_source_and_that_nobody_checked_it(monkeypatch,
 def test_a_set_that_was_found_here_comes_with_its_weights_only(model, monkeypatch):
     """By fingerprint and digest: another training of the same shape does not get it."""
     config = LLM(model, device="cpu", load=False).config
-    found = PublishedFilters((1, 4), 0, "by loss (a test)", found_here=True)
+    found = PublishedFilters((1, 4), 0, "on these weights (a test)", found_here=True)
     table = {fingerprint(model): {weights_digest(model): found}}
     monkeypatch.setattr("engine.plan.filter_layers.FOUND", table)
     known = filter_layers(model, None, config)
     assert (known.layers, known.source, known.wait) == ((1, 4), "found", 0)
     llm = LLM(model, device="cpu", load=False)
     assert llm.method == OmniKV(filter_layers=(1, 4), wait_layers=0)
-    assert start_note(llm.planner) == "filter layers (1, 4): found here, by loss (a test)"
+    said = "found by the search of python -m tools.calibrate, on these weights (a test)"
+    assert start_note(llm.planner) == f"filter layers (1, 4): {said}"
     # a calibration of one's own comes first
     (model / "omnikv.json").write_text(json.dumps(calibration(model)))
     assert filter_layers(model, None, config).layers == (1,)

@@ -114,7 +114,7 @@ def test_the_page_sends_what_is_not_plainly_text():
     ("method", "evidence", "words"),
     [
         ("sparse", {"selections": 0}, "Every step read everything: no passage was chosen."),
-        ("sparse", {"selections": 9}, "more passages alike than can be listed"),
+        ("sparse", {"selections": 9}, "more passages equally than can be listed"),
         ("exact", {"selections": 0, "figures": {"drafted": 7}}, "drafts were copied from where"),
         ("exact", {"selections": 0, "figures": {"drafted": 0}}, "nothing was drafted."),
     ],
