@@ -107,7 +107,8 @@ def _reset(chat: Chat, rest: str) -> None:
     system = "the system prompt stays" if talk.system is not None else ""
     if len(talk.session) or talk.opened:
         held = ", ".join(d.name for d in talk.documents) or "the document"
-        stays = f"{held} {'stay' if len(talk.documents) > 1 else 'stays'} read (/reset all drops)"
+        stay, them = ("stay", "them") if len(talk.documents) > 1 else ("stays", "it")
+        stays = f"{held} {stay} read (/reset all drops {them})"
     else:
         stays = "the context is empty"
     parts = [stays, system, _dropped(before, [d.name for d in talk.documents])]

@@ -102,10 +102,11 @@ def run_sources(chat: Chat, rest: str) -> None:
         display.line("no answer yet: ask something first")
         return
     if not conversation.choices.made:
-        display.line(
-            "the last answer ran full attention: it read every token and chose none "
-            f"({_how_to_choose(chat)})"
-        )
+        what = "ran full attention: it read every token and chose none"
+        plan = conversation.session.plan
+        if plan.partial_layers and not plan.sparse_layers:
+            what = "chose no passage"
+        display.line(f"the last answer {what} ({_how_to_choose(chat)})")
         return
     if is_file:
         write_sources(chat, rest)

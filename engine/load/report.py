@@ -187,7 +187,7 @@ class Plan:
             f"  {name:<{width}}  {human(size):>10}  {note}".rstrip()
             for name, size, note in self.items
         ]
-        held = f"{self.resident:.1%} of the bank are on the device"
+        held = f"{self.resident:.1%} of the bank is on the device"
         if self.kept:
             held = (
                 f"a store of {human(self.kept)} ({self.resident:.1%} of all K and V), and beside "

@@ -54,7 +54,8 @@ def require_savable(method: Method, history: str) -> None:
     if history != "bank":
         raise SettingError(
             f"save: found a session of {method.name}, which keeps a store of its own beside the "
-            "bank; expected a method that keeps every token (switch with set_method(Full()))"
+            "bank; expected a method that keeps every token (/method full in the "
+            "chat, set_method(Full()) in a program)"
         )
 
 

@@ -150,7 +150,7 @@ def test_reset_goes_back_to_the_end_of_the_documents(fake, monkeypatch, capsys, 
     llm, err = begun(fake, monkeypatch, capsys, tmp_path, "/reset", "What?")
     spelled, log = held(llm), llm.sessions[0].log
     assert "text of b.txt is a long one.\n\nWhat?<|end|>" in spelled and "Who?" not in spelled
-    assert "a new conversation begins: a.txt, b.txt stay read (/reset all drops)" in err
+    assert "a new conversation begins: a.txt, b.txt stay read (/reset all drops them)" in err
     assert not any(entry[0] == "truncate" and entry[2] == 0 for entry in log)
 
 
@@ -158,7 +158,7 @@ def test_a_document_read_behind_a_question_is_dropped_by_name(fake, monkeypatch,
     (tmp_path / "c.txt").write_text("The last one.")
     lines = (f"/read {tmp_path / 'c.txt'}", "/reset", "What?")
     llm, err = begun(fake, monkeypatch, capsys, tmp_path, *lines)
-    assert "b.txt stay read (/reset all drops); c.txt is no longer read: /read it again" in err
+    assert "b.txt stay read (/reset all drops them); c.txt is no longer read: /read it again" in err
     assert "The last one." not in held(llm)
 
 

@@ -43,6 +43,12 @@ def test_check_under_a_method_that_chooses_nothing_is_in_the_chats_words(said, n
     err = said(f"/method {name}", ASKED, "/check", "/sources")
     assert "nothing to compare: " in err and "method=OmniKV(" not in err and "checking" not in err
     assert "/method omnikv dense_below=0" in err and "--dense-below" not in err
+    assert ("the last answer ran full attention" in err) == (name == "full")
+    assert ("the last answer chose no passage (h2o drops tokens" in err) == (name == "h2o")
+
+
+def test_what_a_method_cannot_do_is_said_with_a_command_of_the_chat(said, tmp_path):
+    assert "(/method full in the chat, " in said("/method h2o", f"/save {tmp_path / 'a'}")
 
 
 def test_pages_that_tie_are_not_ranked(said, tmp_path):
