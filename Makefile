@@ -1,7 +1,7 @@
 # Every target makes and reuses .venv by itself: Python 3.10+ and make are the whole set-up.
 #   make chat                          the shipped model, or MODEL=folder|alias|hub-id ARGS="--ctx 32K ..."
 #   make serve                         the same over HTTP, OpenAI-compatible (docs/SERVER.md)
-#   make quick                         the tests that catch most, within a minute
+#   make quick                         the tests that catch most, in a minute of two free cores
 #   make real-model                    fetch a small real checkpoint (93 MB), kept in ~/.cache: to judge
 #                                      methods on, not for its answers
 #   make lint test                     what a change must pass; make format first

@@ -298,7 +298,7 @@ def test_device_bytes_are_the_plans(method, slots):
     assert stats.host_bytes == plan.placement.host_bytes(CONFIG, 4, 301)
     row, layers = CONFIG.kv_bytes(4), CONFIG.num_layers
     assert plan.resident == pytest.approx(planned / (row * layers * llm.max_context))
-    assert "in host memory" in str(plan) and "resident" in str(plan)
+    assert "in host memory" in str(plan) and "of the bank is on the device" in str(plan)
 
 
 def test_mem_is_the_papers_formula():

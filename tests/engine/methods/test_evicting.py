@@ -674,7 +674,9 @@ def test_an_evicting_method_through_the_public_calls():
     # two numbers: what it keeps, and the bank that stands beside it
     bank, store = plan.bytes_of("context bank"), plan.kept
     assert f"a store of {human(store)} (30.1% of all K and V)" in str(plan)
-    assert f"beside it the whole bank ({human(bank)})" in str(plan) and "resident" not in str(plan)
+    assert f"beside it the whole bank ({human(bank)})" in str(plan) and "of the bank is" not in str(
+        plan
+    )
     assert (plan.to_dict()["store_kv_bytes"], plan.to_dict()["bank_bytes"]) == (store, bank)
     answer = llm.generate(random_ids(100), SamplingParams(max_tokens=5, ignore_eos=True))
     with llm.session() as session:
