@@ -28,8 +28,9 @@ INLINE void open_weights(const Conv &c, int first, int some, float *weights) {
     float one[W * MOST];
     for (int channel = 0; channel < some; channel += W) {
         const int size = (some - channel < W ? some - channel : W) * c.taps;
+        const long at = (long)(first + channel) * c.taps;
         for (int i = 0; i < W * c.taps; i += W)
-            store(one + i, i < size ? read_some<K>(c.weight, (long)(first + channel) * c.taps + i, size - i) : Floats{});
+            store(one + i, i < size ? read_some<K>(c.weight, at + i, size - i) : Floats{});
         for (int tap = 0; tap < c.taps; tap++)
             for (int lane = 0; lane < W; lane++) weights[tap * BLOCK + channel + lane] = one[lane * c.taps + tap];
     }
@@ -88,7 +89,8 @@ static int convolve_all(const Conv &c) {
     const long row = (long)c.channels * K::bytes;
     for (int token = 0; token < c.batch * c.count && c.positions; token++) {
         const int b = token / c.count, i = token % c.count;
-        memcpy(c.inputs + (b * (long)c.size + c.positions[token] % c.size) * row, c.x + b * c.x_batch + i * c.x_row, row);
+        char *to = c.inputs + (b * (long)c.size + c.positions[token] % c.size) * row;
+        memcpy(to, c.x + b * c.x_batch + i * c.x_row, row);
     }
     return 0;
 }

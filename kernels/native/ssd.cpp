@@ -1,12 +1,12 @@
 // Mamba-2's recurrence (kernels/recurrent/ssd.py), of a step's few tokens and of a prompt's chunk. A step
-// reads S and the rows of the tokens since, and writes rows; a prompt takes 64 tokens at a time. With p the
+// reads S and the rows of the tokens since, and writes rows; a prompt takes CHUNK tokens at a time. With p the
 // log decay since a chunk's beginning:
 //     y = exp(p) C S + lower(exp(p_i - p_j) c_i . b_j) (dt x) + skip x
 //     S = exp(p_last) S + B^T (exp(p_last - p) dt x)
 #include <math.h>
 
+#include "chunk.h"
 #include "kinds.h"
-#include "multiply.h"
 #include "rounding.h"
 #include "scratch.h"
 
@@ -36,7 +36,6 @@ struct Chunk {
 };
 
 constexpr int MOST = 8;   // tokens of a step
-constexpr int CHUNK = 64;  // tokens of a prompt whose products are taken together
 
 template <class K>
 INLINE void open_row(const char *row, int size, float *out) {
@@ -197,7 +196,7 @@ struct ChunkWork {
     }
 };
 
-// c, b and all their products of `size` tokens from `first` on.
+// c and b of `size` tokens from `first` on, and the products of each c with the b up to its own.
 template <class K>
 INLINE void open_chunk(const Tokens &t, int n, int group, int first, int size, const ChunkWork &w) {
     const long at = (long)group * t.ds * K::bytes;
@@ -205,10 +204,8 @@ INLINE void open_chunk(const Tokens &t, int n, int group, int first, int size, c
         open_row<K>(t.c + n * t.c_batch + (first + i) * t.c_row + at, t.ds, w.c + i * t.ds);
         open_row<K>(t.b + n * t.b_batch + (first + i) * t.b_row + at, t.ds, w.b + i * t.ds);
     }
-    const int wide = (size + W - 1) / W * W;
-    for (int d = 0; d < t.ds; d++)
-        for (int i = 0; i < wide; i++) w.across[d * CHUNK + i] = i < size ? w.b[i * t.ds + d] : 0;
-    multiply(w.c, t.ds, w.across, CHUNK, w.asked, CHUNK, size, wide, t.ds, 0);
+    turn_across(w.b, size, t.ds, w.across, CHUNK);
+    among(w.c, w.across, CHUNK, w.asked, size, t.ds);
 }
 
 // One head's chunk: y, and S in place.
@@ -217,7 +214,7 @@ INLINE void head_chunk(const Tokens &t, int n, int head, int first, int size, fl
     const long apart = (long)t.groups * t.each, token = ((long)n * t.count + first) * apart + head;
     double sum = 0;
     for (int i = 0; i < size; i++) w.passed[i] = sum += t.g[token + i * apart];
-    multiply(w.c, t.ds, state, t.dh, w.out, t.dh, size, t.dh, t.ds, 0);
+    multiply({w.c, t.ds, 1}, state, t.dh, w.out, t.dh, size, t.dh, t.ds, 0);
     for (int i = 0; i < size; i++) {
         const char *x = t.x + n * t.x_batch + (first + i) * t.x_row + (long)head * t.dh * K::bytes;
         const float decay = expf((float)w.passed[i]), dt = t.dt[token + i * apart], skip = t.skip[head];
@@ -229,15 +226,12 @@ INLINE void head_chunk(const Tokens &t, int n, int head, int first, int size, fl
             store(added + d, brought);
             store(late + d, brought * left);
         }
-        float *weights = w.weights + i * CHUNK;
-        for (int j = 0; j < CHUNK; j++) weights[j] = j <= i ? (float)(w.passed[i] - w.passed[j]) : -INFINITY;
-        for (int j = 0; j < size; j += W)
-            store(weights + j, exponential(load(weights + j)) * load(w.asked + i * CHUNK + j));
+        weigh(w.asked + i * CHUNK, w.passed, i, 1, w.weights + i * CHUNK);
     }
-    multiply(w.weights, CHUNK, w.added, t.dh, w.out, t.dh, size, t.dh, size, 1);
+    multiply({w.weights, CHUNK, 1}, w.added, t.dh, w.out, t.dh, size, t.dh, size, 1, true);
     for (int i = 0; i < size; i++)
         memcpy(t.out + (token + i * apart) * t.dh, w.out + (long)i * t.dh, sizeof(float) * t.dh);
-    multiply(w.across, CHUNK, w.late, t.dh, state, t.dh, t.ds, t.dh, size, expf((float)sum));
+    multiply({w.b, 1, t.ds}, w.late, t.dh, state, t.dh, t.ds, t.dh, size, expf((float)sum));
 }
 
 // The chunks of some heads of a group: those of the tokens that S gets, then those that leave rows, on a

@@ -1,4 +1,5 @@
-// A key or a query of a recurrent layer: divided by its length, times a factor, as float32.
+// A key or a query of a recurrent layer: divided by its length, times a factor, as float32. Returns what it
+// was multiplied by.
 #pragma once
 #include <math.h>
 
@@ -7,7 +8,7 @@
 namespace {
 
 template <class K>
-INLINE void unit(const char *row, int size, float eps, float factor, float *out) {
+INLINE float unit(const char *row, int size, float eps, float factor, float *out) {
     Floats squares = {};
     for (int i = 0; i < size; i += W) {
         const Floats x = read_some<K>(row, i, size - i);
@@ -16,6 +17,7 @@ INLINE void unit(const char *row, int size, float eps, float factor, float *out)
     const float scale = factor / sqrtf(total(squares) + eps);
     for (int i = 0; i < size; i += W)
         write_some<Float32>(out, i, size - i, read_some<K>(row, i, size - i) * scale);
+    return scale;
 }
 
 }  // namespace
