@@ -19,6 +19,7 @@ import kernels.prefill.dense
 import kernels.quant.linear
 import kernels.recurrent.conv
 import kernels.recurrent.delta
+import kernels.recurrent.gates
 import kernels.recurrent.ssd
 import kernels.select.topk  # noqa: F401  every binding is known
 from kernels.native import library
