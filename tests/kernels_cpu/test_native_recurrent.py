@@ -103,6 +103,42 @@ def test_a_prompt_is_the_loop_over_its_tokens(count, shape, threads):
         assert torch.equal(given[-1], before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [*SHAPES[1:], (1, 2, 64, 16), (2, 1, 2, 32), (1, 8, 48, 64)])
+def test_a_prompt_of_any_dtype_is_as_near_as_torchs(shape, dtype):
+    """q, k and v are parts of one row. Keys of 16 bits are multiplied as they are stored where they
+    are pairs and no wider than values: odd ones and wider ones are not.
+    """
+    heads, group, dk, dv = shape
+    for count in (*range(1, 9), 31, 32, 33, 61, 64, 97, 130):
+        q, k, v, g, beta, state = inputs(count, shape, batch=2, seed=count)
+        rows = torch.cat([t.flatten(2) for t in (q, k, v)], 2).to(dtype)
+        parts = rows.split([heads * dk, heads * dk, heads * group * dv], 2)
+        tokens = [part.unflatten(2, (-1, d)) for part, d in zip(parts, (dk, dk, dv))]
+        given = *tokens, g, beta, state
+        assert native.takes_chunk(*tokens, state)
+        out, deltas, states = loop(*given)
+        keep = count // 3
+        mine, plain = (gated_delta_chunk(*given, keep, name) for name in ("native", "cpu"))
+        pairs = [(out, mine[0], plain[0]), (states[count - keep], mine[1], plain[1])]
+        if keep:
+            wanted = deltas[:, count - keep :].transpose(1, 2)
+            pairs.append((wanted, mine[2].deltas, plain[2].deltas))
+        for wanted, found, other in pairs:
+            assert off(found, wanted) <= 2 * off(other, wanted) + 2e-7
+
+
+def test_a_key_that_is_not_finite_stays_in_its_heads_of_a_prompt():
+    q, k, v, g, beta, state = inputs(40, SHAPES[3])
+    for dtype in (torch.float32, torch.bfloat16):
+        tokens = [t.to(dtype) for t in (q, k, v)]
+        before, _, _ = gated_delta_chunk(*tokens, g, beta, state, 0, "native")
+        tokens[1][0, 20, 0, 5] = float("nan")
+        found, _, _ = gated_delta_chunk(*tokens, g, beta, state, 0, "native")
+        assert torch.equal(found[:, :, 2:], before[:, :, 2:])
+        assert found[:, 20:, :2].isnan().all()
+
+
 @pytest.mark.parametrize("decay", [0.02, 60.0])
 def test_slow_and_fast_decays_are_as_near_as_the_recurrent_form(decay):
     """Slow ones have the most to cancel, fast ones leave nothing of S: exp(p) is 0 then."""
