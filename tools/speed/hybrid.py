@@ -32,7 +32,7 @@ from tools.bench.run import Missing
 from tools.common.program import say
 from tools.speed import harness
 from tools.speed.harness import SHAPED, Report, flag
-from tools.speed.hybrid_llamacpp import Llama, write
+from tools.speed.peers.llama_cpp import Llama, write
 from weights.aliases import ALIASES
 from weights.shapes import config_of
 

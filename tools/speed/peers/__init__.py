@@ -1,0 +1,1 @@
+"""Other engines beside which tools.speed times this one."""
