@@ -159,8 +159,8 @@ class Passage:
     ) -> torch.Tensor:
         """Logits float32 [P, vocab]."""
         model, config = self.model, self.model.config
-        first, x, chosen, made = 0, model.embedded(self.tokens), {}, {}
-        more = None if model.per_layer is None else model.per_layer.inputs(self.tokens, x)
+        x, more = model.begun(self.tokens)
+        first, chosen, made = 0, dict[int, torch.Tensor](), {}
         if parent is not None:
             layers = range(config.num_layers)
             first = next((i for i in layers if does[i] != parent.does[i]), config.num_layers - 1)
@@ -171,6 +171,7 @@ class Passage:
             if trace is not None:
                 trace.inputs.append(x)
             layer, mixed = model.layers[number], None
+            x, predicted = model.entered(number, x)
             if layer.mixer is not None:
                 mixed = recur_chunk(model, number, x, self.state, self.start, False, "auto")
                 if layer.mixer_out is None:
@@ -195,7 +196,7 @@ class Passage:
                     chosen[number] = found
             attended = out[None] if mixed is None else beside(config, out[None], mixed)
             x = post_attention(layer, x, attended, config.rms_norm_eps)
-            x = model.refined(number, x, None if more is None else more[:, :, number])
+            x = model.refined(number, x, None if more is None else more[:, :, number], predicted)
         if trace is not None:
             trace.chosen = {f: chosen[f] for f in set(does) if f >= 0}
             trace.made = made

@@ -15,7 +15,7 @@ import torch
 
 from engine.bank.base import Attends, Bank, Step
 from engine.bank.query_ring import QueryRing
-from engine.forward.layer import LayerForm, TorchLayer, layer_inputs, refine
+from engine.forward.layer import LayerForm, TorchLayer, begin, enter, refine
 from engine.forward.recurrent.mixer import beside, recur_step
 from engine.model.llama import Llama
 from engine.model.rope import Rotary
@@ -40,11 +40,11 @@ def step_together(
     """
     steps = [sequence.step for sequence in sequences]
     tokens = _joined([sequence.tokens for sequence in sequences])
-    x = model.embedded(tokens)
-    more = layer_inputs(halves, tokens, x)
+    x, more = begin(halves, tokens)
     turns = [step.rotary.of_layers(step.positions) for step in steps]
     angles: dict[int, list[torch.Tensor]] = {}  # of each rope
     for number, layer in enumerate(model.layers):
+        x, predicted = enter(halves, number, x)
         mixed = recur_step(halves, number, x, steps) if layer.mixer is not None else None
         if mixed is not None and layer.mixer_out is None:
             x = halves.after(number, x, mixed)
@@ -62,7 +62,7 @@ def step_together(
         attended = _joined(found)
         if mixed is not None:
             attended = beside(model.config, attended, mixed)
-        x = refine(halves, number, halves.after(number, x, attended), more)
+        x = refine(halves, number, halves.after(number, x, attended), more, predicted)
     return halves.logits(x)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -56,12 +56,12 @@ class LayerForm(Protocol):
         ...
 
 
-def one_by_one(piece: Callable) -> Callable:
+def one_by_one(piece: Callable) -> Callable[..., Any]:
     """`piece` of a step's tokens, one token at a time: tensors [.., Q, ...] are cut along their
     second dimension. A token gets the same bits however many others go with it: for the reference.
     """
 
-    def run(*arguments: object) -> object:
+    def run(*arguments: object) -> Any:
         tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
         count = max(t.shape[1] for t in tensors)
         if count == 1:
@@ -85,28 +85,35 @@ def split_rows(steps: Sequence[Step], *tensors: torch.Tensor) -> Iterable[tuple[
     return zip(*(tensor.split(sizes, dim=1) for tensor in tensors))
 
 
-def layer_inputs(form: LayerForm, tokens: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-    """What layers add to tokens int64 [B, Q] of embeddings x [B, Q, hidden] beside their halves,
-    [B, Q, L, P]; None where they add nothing.
-    """
-    more = form.model.per_layer
-    if more is None:
-        return None
-    return (
-        one_by_one(more.inputs)(tokens, x)
-        if form.backend == "reference"
-        else more.inputs(tokens, x)
-    )
+def begin(form: LayerForm, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As Llama.begun, of a step."""
+    if form.backend != "reference" or form.model.per_layer is None:
+        return form.model.begun(tokens)
+    return one_by_one(form.model.begun)(tokens)
+
+
+def enter(
+    form: LayerForm, number: int, x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As Llama.entered, of a step."""
+    if form.backend != "reference" or form.model.altup is None:
+        return form.model.entered(number, x)
+    return one_by_one(lambda x: form.model.entered(number, x))(x)
 
 
 def refine(
-    form: LayerForm, number: int, x: torch.Tensor, inputs: torch.Tensor | None
+    form: LayerForm,
+    number: int,
+    x: torch.Tensor,
+    inputs: torch.Tensor | None,
+    predicted: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Finish the output x [B, Q, hidden] of a layer, of `layer_inputs`."""
+    """Finish the output x [B, Q, hidden] of a layer, as Llama.refined; inputs: of `begin`."""
     mine = None if inputs is None else inputs[:, :, number]
     if form.backend != "reference" or mine is None:
-        return form.model.refined(number, x, mine)
-    return one_by_one(lambda x, mine: form.model.refined(number, x, mine))(x, mine)
+        return form.model.refined(number, x, mine, predicted)
+    given = (x, mine) if predicted is None else (x, mine, predicted)
+    return one_by_one(lambda *parts: form.model.refined(number, *parts))(*given)
 
 
 class TorchLayer:

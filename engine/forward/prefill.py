@@ -49,11 +49,11 @@ def run_chunk(
     config = model.config
     positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
     turns = rotary.of_layers(positions[:1], total)
-    x = model.embedded(tokens)
-    more = None if model.per_layer is None else model.per_layer.inputs(tokens, x)
+    x, more = model.begun(tokens)
     widest = max(config.heads_of(layer)[1] for layer in config.attending_layers)
     newest = []
     for number, layer in enumerate(model.layers):
+        x, predicted = model.entered(number, x)
         mixed = _mixed(model, number, x, bank, start, advance, backend)
         if mixed is not None and layer.mixer_out is None:
             if number == config.num_layers - 1 and every is None:
@@ -77,12 +77,12 @@ def run_chunk(
                 # The last layer's output is wanted for the prompt's last token only.
                 break
             x, q, first = x[:, -1:], q[:, -1:], start + tokens.shape[1] - 1
-            more = None if more is None else more[:, -1:]
+            more, predicted = (None if t is None else t[:, -1:] for t in (more, predicted))
         attended = _attended(runtime, number, q, bank, first, slides)
         del q
         attended = attended if mixed is None else beside(config, attended, mixed[:, -x.shape[1] :])
         x = pieces[1](layer, x, attended, config.rms_norm_eps)
-        x = model.refined(number, x, None if more is None else more[:, :, number])
+        x = model.refined(number, x, None if more is None else more[:, :, number], predicted)
     if every is not None:
         every(x, start)
     return model.logits(x[:, -1]) if last_logits else None, torch.stack(newest)

@@ -218,7 +218,10 @@ def prefill_bytes(config: ModelConfig, size: int, chunk: int, device_type: str) 
     activations (measured for chunks of 512: 50 MB for the 160M shape in bfloat16, 95 in float32,
     115 for Llama-3.2-1B in bfloat16; planned 43, 80 and 157).
     """
-    residual = 4 * config.hidden_size * size + 4 * config.hidden_size
+    # streams: as they were, as predicted, and as corrected twice
+    residual = 4 * (
+        config.hidden_size * (size + 1) + config.block.streams * config.hidden_size * size
+    )
     pending = recurrent_bytes(config, chunk)
     attention = config.q_size * (2 * size + 8) + 2 * config.kv_size * size + 8 * config.num_heads
     if config.latent:  # queries before and after rotation, and what they are joined from

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
+from engine.model.altup import AltUp, Laurel
 from engine.model.config.block import LLAMA, Block
 from engine.model.config.config import ModelConfig
 from engine.model.heads.latent import LatentHeads
@@ -60,6 +61,8 @@ class Layer:
     beside: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     # of latent attention, whose qkv makes queries (or their latent) and one row of all heads
     latent: LatentHeads | None = None
+    laurel: Laurel | None = None
+    cut: float | None = None  # standard deviations above its mean, of the MLP's gate
 
     @property
     def norms(self) -> list[torch.Tensor]:
@@ -104,6 +107,7 @@ class Llama:
     norm: torch.Tensor  # [hidden]
     lm_head: Matrix  # [vocab, hidden]
     per_layer: PerLayer | None = None
+    altup: AltUp | None = None  # of models with several streams
 
     def __post_init__(self) -> None:
         """Round what embeddings are multiplied by: a step asks no tensor for it."""
@@ -124,8 +128,8 @@ class Llama:
         plain += self.sinks
         plain += [layer.shared for layer in self.layers if layer.shared is not None]
         plain += [layer.scalar for layer in self.layers if layer.scalar is not None]
-        for mixer in (m for x in self.layers for m in (x.mixer, x.latent) if m is not None):
-            plain += mixer.tensors
+        parts = [self.altup, *(m for x in self.layers for m in (x.mixer, x.latent, x.laurel))]
+        plain += [tensor for part in parts if part is not None for tensor in part.tensors]
         packed = [m for layer in self.layers for m in layer.matrices]
         if self.per_layer is not None:
             plain += self.per_layer.tensors
@@ -173,21 +177,52 @@ class Llama:
         x = table[tokens] if isinstance(table, torch.Tensor) else table.gather(tokens)
         return x if self.scale == 1.0 else x * self.scale
 
+    def begun(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Map tokens int64 [B, S] to (what goes into the first layer: their embeddings, or streams
+        [B, S, A, hidden] of them; what layers add beside their halves [B, S, L, P], or None).
+        """
+        x, more = self.embedded(tokens), self.per_layer
+        streams = x if self.altup is None else self.altup.spread(x)
+        return streams, None if more is None else more.inputs(tokens, x)
+
+    def entered(self, number: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return (what a layer computes of [B, S, hidden], its predicted streams or None) from x as
+        the layer before it left it.
+        """
+        if self.altup is None:
+            return x, None
+        predicted = self.altup.predicted(number, x)
+        return predicted[:, :, 0], predicted
+
     def refined(
-        self, number: int, x: torch.Tensor, inputs: torch.Tensor | None = None
+        self,
+        number: int,
+        x: torch.Tensor,
+        inputs: torch.Tensor | None = None,
+        predicted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Finish a layer's output x [B, S, hidden]: add what its inputs [B, S, P] gate
-        (PerLayer.inputs), and scale it. x itself in families that have neither.
+        """Finish a layer's output x [B, S, hidden]: correct the streams that were predicted, add
+        what its inputs [B, S, P] gate (PerLayer.inputs), and scale it. x itself in families that
+        have none of these.
         """
         scalar = self.layers[number].scalar
+        if self.altup is not None:
+            assert inputs is not None and predicted is not None and self.per_layer is not None
+            x = self.altup.corrected(number, predicted, x)
+            first = x[:, :, 0] * self.altup.scales[number]
+            more = self.per_layer.gated(number, first, inputs)[:, :, None]
+            return torch.cat((x[:, :, :1], x[:, :, 1:] + more), dim=2)
         if self.per_layer is not None:
             assert inputs is not None
-            x = self.per_layer.added(number, x, inputs)
+            x = x + self.per_layer.gated(number, x, inputs)
         return x if scalar is None else x * scalar
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Map x [..., hidden] after the last layer to float32 logits [..., vocab]."""
+        """Map x [..., hidden], or streams [..., A, hidden], after the last layer to float32 logits
+        [..., vocab].
+        """
         block = self.config.block
+        x = x if self.altup is None else self.altup.folded(x)
         found = self.lm_head(rms_norm(x, self.norm, self.config.rms_norm_eps, block)).float()
         if block.logits != 1.0:
             found *= block.logits
@@ -299,7 +334,11 @@ def post_attention(
     if layer.gate is not None:
         assert layer.input_norm is not None
         attended = attended * torch.sigmoid(layer.gate(rms_norm(x, layer.input_norm, eps, block)))
+    before = x
     x = _added(x, _out(layer, attended), layer.o_norm, eps, block)
+    if layer.laurel is not None:
+        assert layer.input_norm is not None
+        x = layer.laurel.joined(x, rms_norm(before, layer.input_norm, eps, block))
     y = x if layer.post_norm is None else rms_norm(x, layer.post_norm, eps, block)
     if layer.gate_up is None or layer.down is None:
         if layer.mixture is None:
@@ -307,7 +346,7 @@ def post_attention(
         if layer.down_norm is None and block.residual == 1.0:
             return layer.mixture(y, residual=x)
         return _added(x, layer.mixture(y), layer.down_norm, eps, block)
-    out = layer.down(_activated(layer.gate_up(y), block))
+    out = layer.down(_activated(layer.gate_up(y), block, layer.cut))
     if block.down != 1.0:
         out = out * block.down
     if layer.mixture is not None and layer.beside is not None:
@@ -329,13 +368,16 @@ def _out(layer: Layer, attended: torch.Tensor) -> torch.Tensor:
     return layer.o(attended[..., :-width]) + layer.mixer_out(attended[..., -width:])
 
 
-def _activated(both: torch.Tensor, block: Block) -> torch.Tensor:
-    """An MLP between its products: gate and up side by side, or what has no gate."""
+def _activated(both: torch.Tensor, block: Block, cut: float | None) -> torch.Tensor:
+    """An MLP between its products: gate and up side by side, or what has no gate; cut: Layer's."""
     if block.activation == "relu2":
         return F.relu(both).square()
     gate, up = both.chunk(2, dim=-1)
     if block.gate != 1.0:
         gate = gate * block.gate
+    if cut is not None:
+        least = gate.mean(-1, keepdim=True) + gate.std(-1, keepdim=True, correction=0) * cut
+        gate = F.relu(gate - least)
     gate = F.silu(gate) if block.activation == "silu" else F.gelu(gate, approximate="tanh")
     return gate * up
 
@@ -427,8 +469,9 @@ def assemble(
     assert embed is not None and not isinstance(embed, Linear)
     lm_head = packed.get("lm_head") or _head(config, embed, plain, form, head_twice)
     layers = _layers(config, plain, packed, stacks)
-    more = _per_layer(config, plain, packed)
-    return Llama(config, dtype, torch.device(device), embed, layers, plain["norm"], lm_head, more)
+    more, altup = _per_layer(config, plain, packed), _altup(config, plain)
+    own = config, dtype, torch.device(device)
+    return Llama(*own, embed, layers, plain["norm"], lm_head, more, altup)
 
 
 def _layers(
@@ -461,6 +504,8 @@ def _layers(
             plain.get(f"{i}.scalar"),
             _norms_beside(i, plain),
             _latent_heads(config, i, plain, packed),
+            _laurel(config, i, plain),
+            config.block.cuts[i] if config.block.cuts else None,
         )
         for i in range(config.num_layers)
     ]
@@ -507,6 +552,28 @@ def _per_layer(
         [plain[f"{i}.layer_norm"] for i in layers],
         config.rms_norm_eps,
     )
+
+
+def _laurel(config: ModelConfig, layer: int, plain: dict[str, torch.Tensor]) -> Laurel | None:
+    """Make a layer's map beside attention; None where there is none."""
+    if not config.block.laurel:
+        return None
+    left, right, norm = (plain[f"{layer}.laurel.{name}"] for name in ("left", "right", "norm"))
+    return Laurel(left, right, norm, config.rms_norm_eps)
+
+
+def _altup(config: ModelConfig, plain: dict[str, torch.Tensor]) -> AltUp | None:
+    """Make what keeps several streams of what has arrived; None where there is one."""
+    if not config.block.streams:
+        return None
+    others = range(config.block.streams - 1)
+    spreads, folds = ([plain[f"altup.{name}.{i}"] for i in others] for name in ("spread", "fold"))
+    routers, norms, predictors, correctors, scales = (
+        [plain[f"{layer}.altup.{name}"] for layer in range(config.num_layers)]
+        for name in ("router", "norm", "predictor", "corrector", "scale")
+    )
+    each = routers, norms, predictors, correctors, scales
+    return AltUp(spreads, folds, *each, config.rms_norm_eps)
 
 
 def _mixer(config: ModelConfig, layer: int, plain: dict[str, torch.Tensor]) -> Mixer | None:

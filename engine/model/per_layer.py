@@ -1,5 +1,6 @@
-"""A token's embeddings for each layer beside its own, as Gemma 4 has them: one table, and one
-product of the first layer's input, give a vector per layer, which gates what the layer adds last.
+"""A token's embeddings for each layer beside its own, as Gemma 3n and 4 have them: one table, and
+one product of the first layer's input, give a vector per layer, which gates what the layer adds
+last.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
+from engine.model.altup import normed
 from kernels.layer.linear import Linear
 from kernels.quant.linear import QuantisedLinear
 
@@ -22,7 +24,7 @@ def rounded(factor: float, dtype: torch.dtype) -> float:
 class PerLayer:
     """The weights of all layers' embeddings: L layers of width P."""
 
-    table: torch.Tensor  # [vocab, L * P]
+    table: torch.Tensor  # [vocab, L * P]; tokens beyond it have its first row
     project: Linear | QuantisedLinear  # [L * P, hidden]
     norm: torch.Tensor  # [P], of the product
     gates: list[Linear | QuantisedLinear]  # [P, hidden] of each layer
@@ -54,14 +56,14 @@ class PerLayer:
         [B, S, L, P].
         """
         width = self.norm.shape[0]
+        tokens = torch.where(tokens < len(self.table), tokens, 0)
         own = (self.table[tokens] * self.scale).unflatten(-1, (-1, width))
         made = (self.project(x) * x.shape[-1] ** -0.5).unflatten(-1, (-1, width))
-        return (self._normed(made, self.norm) + own) * 2.0**-0.5
+        return (normed(made, self.norm, self.eps) + own) * 2.0**-0.5
 
-    def added(self, number: int, x: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-        """Add to the output x [B, S, hidden] of a layer what its inputs [B, S, P] gate."""
+    def gated(self, number: int, x: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+        """Return what the output x [B, S, hidden] of a layer lets through of its inputs [B, S, P],
+        as [B, S, hidden].
+        """
         gate = F.gelu(self.gates[number](x), approximate="tanh") * inputs
-        return x + self._normed(self.outs[number](gate), self.norms[number])
-
-    def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x.float(), x.shape[-1:], weight.float(), self.eps).to(x.dtype)
+        return normed(self.outs[number](gate), self.norms[number], self.eps)

@@ -260,7 +260,11 @@ def _per_layer(config: ModelConfig) -> list[Target]:
     if not width:
         return []
     shapes = (
-        ("layer_embed", "embed_tokens_per_layer", (config.vocab_size, config.num_layers * width)),
+        (
+            "layer_embed",
+            "embed_tokens_per_layer",
+            (config.per_layer_vocab, config.num_layers * width),
+        ),
         (
             "layer_inputs",
             "per_layer_model_projection",
@@ -268,7 +272,13 @@ def _per_layer(config: ModelConfig) -> list[Target]:
         ),
         ("layer_inputs_norm", "per_layer_projection_norm", (width,)),
     )
-    return [Target(name, ((f"{first}{stored}.weight", shape),)) for name, stored, shape in shapes]
+    found = [Target(name, ((f"{first}{stored}.weight", shape),)) for name, stored, shape in shapes]
+    square = config.hidden_size, config.hidden_size
+    for i in range(config.block.streams - 1):
+        for name, stored in (("spread", "projections"), ("fold", "unembed_projections")):
+            part = f"{first}altup_{stored}.{i}.weight", square
+            found.append(Target(f"altup.{name}.{i}", (part,)))
+    return found
 
 
 def _last(config: ModelConfig, layer: int) -> list[Target]:
@@ -278,7 +288,19 @@ def _last(config: ModelConfig, layer: int) -> list[Target]:
         config.block.per_layer,
         config.hidden_size,
     )
-    found = []
+    found, streams, rank = [], config.block.streams, config.block.laurel
+    named: list[tuple[str, str, tuple[int, ...]]] = []
+    if rank:
+        named.append(("laurel.left", "laurel.linear_left.weight", (rank, hidden)))
+        named.append(("laurel.right", "laurel.linear_right.weight", (hidden, rank)))
+        named.append(("laurel.norm", "laurel.post_laurel_norm.weight", (hidden,)))
+    if streams:
+        named.append(("altup.router", "altup.modality_router.weight", (streams, hidden)))
+        named.append(("altup.norm", "altup.router_norm.weight", (hidden,)))
+        named.append(("altup.predictor", "altup.prediction_coefs.weight", (streams**2, streams)))
+        named.append(("altup.corrector", "altup.correction_coefs.weight", (streams, streams)))
+        named.append(("altup.scale", "altup.correct_output_scale", (hidden,)))
+    found += [Target(f"{layer}.{name}", ((f"{at}{n}", shape),)) for name, n, shape in named]
     if config.block.scalar:
         found.append(Target(f"{layer}.scalar", ((f"{at}layer_scalar", (1,)),)))
     if width:

@@ -305,6 +305,25 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     ),
     "gemma2": ("Gemma2", dict(**GEMMA, sliding_window=128, attn_logit_softcapping=None)),
     "gemma2-cap": ("Gemma2", dict(**GEMMA, sliding_window=128, attn_logit_softcapping=3.0)),
+    "gemma3n": (
+        "Gemma3nText",
+        {
+            **{key: GEMMA4[key] for key in ("head_dim", "sliding_window", "tie_word_embeddings")},
+            "num_hidden_layers": 10,
+            "layer_types": [SLIDING, FULL] * 5,
+            "num_kv_shared_layers": 4,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": VOCAB - 9,
+            "altup_num_inputs": 3,
+            "laurel_rank": 8,
+            "activation_sparsity_pattern": [0.7] * 3 + [0.0] * 7,
+            "final_logit_softcapping": 20.0,
+            "rope_parameters": {
+                FULL: dict(rope_type="default", rope_theta=1e6),
+                SLIDING: dict(rope_type="default", rope_theta=1e4),
+            },
+        },
+    ),
     "gemma4": ("Gemma4Text", {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1}),
     "gemma4-shared": (
         "Gemma4Text",
@@ -487,11 +506,13 @@ def make(folder: Path, name: str, **more: Any) -> Any:
             elif key.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)
         for key, weight in theirs.named_parameters():
-            if kind.startswith("Gemma4") and key.endswith(("q_norm.weight", "k_norm.weight")):
+            if kind.startswith(("Gemma4", "Gemma3n")) and key.endswith(
+                ("q_norm.weight", "k_norm.weight")
+            ):
                 weight.normal_(0.6, 0.1)  # scores have no other scale
             elif "norm" in key:
                 plain = (
-                    kind.startswith("Gemma4")
+                    kind.startswith(("Gemma4", "Gemma3n"))
                     or not kind.startswith(("Gemma", "Qwen3_5", "Qwen3Next"))
                     or "linear_attn" in key
                 )
@@ -500,6 +521,8 @@ def make(folder: Path, name: str, **more: Any) -> Any:
                 weight.uniform_(-3.0, 0.0)  # decays of 3 to 100 tokens
             elif key.endswith(("router.scale", "per_expert_scale")):
                 weight.uniform_(0.5, 1.5)
+            elif key.endswith("correct_output_scale"):
+                weight.normal_(1.0, 0.2)
             elif key.endswith("sinks"):
                 weight.normal_(1.0, 2.0)
             elif key.endswith("bias"):

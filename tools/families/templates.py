@@ -140,6 +140,7 @@ TEMPLATES = {
     "Gemma 3": _TURNS,
     "Gemma 2": _TURNS,
     "Gemma 4": _TURNS,
+    "Gemma 3n": _TURNS,
     "gpt-oss": (
         "{%- macro turn(role, text, channel) %}{{- '<|start|>' + role }}"
         "{%- if channel %}{{- '<|channel|>' + channel }}{%- endif %}"

@@ -34,8 +34,12 @@ class Block:
     unit_values: whether each head of v is divided by its root mean square. keys_as_values: whether
     layers that see everything have no v_proj and take k before its norm. scalar: whether a stored
     number multiplies a layer's output. per_layer: width of the embedding that a token has for each
-    layer beside its own (engine/model/per_layer.py), 0: there is none. wide_readers: whether the
-    MLP of a layer that reads another's rows is twice as wide.
+    layer beside its own (engine/model/per_layer.py), 0: there is none. per_layer_vocab: tokens of
+    its table, whose first serves those beyond; 0: every token has its own. wide_readers: whether
+    the MLP of a layer that reads another's rows is twice as wide. streams: of a token between
+    layers (engine/model/altup.py), 0: x alone. laurel: rank of the map beside attention, 0: there
+    is none. cuts: how many standard deviations above its mean each layer's gate is cut, None: it is
+    not; empty: none is.
     """
 
     qk_norm: str = "none"
@@ -59,7 +63,11 @@ class Block:
     keys_as_values: bool = False
     scalar: bool = False
     per_layer: int = 0
+    per_layer_vocab: int = 0
     wide_readers: bool = False
+    streams: int = 0
+    laurel: int = 0
+    cuts: tuple[float | None, ...] = ()
 
 
 LLAMA = Block()

@@ -340,14 +340,24 @@ class ModelConfig:
             found += head_dim * (2 if kv_heads else 1)
         return found
 
+    @property
+    def per_layer_vocab(self) -> int:
+        """Tokens of the table of embeddings for each layer."""
+        return self.block.per_layer_vocab or self.vocab_size
+
     def _per_layer_parameters(self, read: bool) -> int:
-        """Weights of the layers' scalars and of a token's embeddings for each layer; `read`: those
-        that one token reads.
+        """Weights of the layers' scalars, of a token's embeddings for each layer and of its
+        streams; `read`: those that one token reads.
         """
         layers, width, hidden = self.num_layers, self.block.per_layer, self.hidden_size
         found = layers if self.block.scalar else 0
+        if laurel := self.block.laurel:
+            found += layers * (2 * laurel * hidden + hidden)
+        if streams := self.block.streams:
+            found += 2 * (streams - 1) * hidden**2
+            found += layers * (streams**3 + streams**2 + streams * hidden + 2 * hidden)
         if width:
-            table = layers * width * (1 if read else self.vocab_size)
+            table = layers * width * (1 if read else self.per_layer_vocab)
             found += table + layers * width * hidden + width
             found += layers * (2 * width * hidden + hidden)
         return found
@@ -389,7 +399,7 @@ class ModelConfig:
             architecture=architecture,
             vocab_size=vocab,
             hidden_size=hidden,
-            intermediate_size=fields.integer(family.intermediate, 1, MAX_WIDTH),
+            intermediate_size=_intermediate(fields, family.intermediate, layers),
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
@@ -465,6 +475,16 @@ def _whole(fields: Fields, heads: int, seeing: tuple[int, int]) -> tuple[int, in
     if heads % seeing[0]:
         fields.refuse("num_attention_heads", heads, f"a multiple of {seeing[0]} K/V heads")
     return seeing
+
+
+def _intermediate(fields: Fields, key: str, layers: int) -> int:
+    """Return the width of an MLP, which may be given for each layer if all are alike."""
+    found = fields.data.get(key)
+    if isinstance(found, list) and found:
+        if len(found) != layers or any(width != found[0] for width in found):
+            fields.unsupported(key, found, f"one width, or {layers} that are alike")
+        fields = Fields({key: found[0]}, fields.source, fields.prefix)
+    return fields.integer(key, 1, MAX_WIDTH)
 
 
 def _layers(fields: Fields, family: Family) -> int:

@@ -25,7 +25,7 @@ from engine.model.config.config import ModelConfig
 from tools.families.models import ids_of, make
 
 pytest.importorskip("transformers")
-NAMES = ["minimax-m2", "gemma4", "gemma4-shared", "gemma4-moe"]
+NAMES = ["minimax-m2", "gemma4", "gemma4-shared", "gemma4-moe", "gemma3n"]
 # every residue modulo 8, whole chunks and blocks and one beside them
 LENGTHS = [1, 2, 3, 10, 36, 61, 62, 63, 64, 65, 127, 128, 129, 195, 333, 511, 513, 700]
 STEPS = 20
@@ -239,9 +239,10 @@ def test_rows_go_to_the_host_where_all_their_readers_choose_together(filters, ke
     assert apart(*found) < 2e-5
 
 
-def test_towers_are_never_read(tmp_path):
+@pytest.mark.parametrize("name", ["gemma4", "gemma3n"])
+def test_towers_are_never_read(tmp_path, name):
     """Bytes read are those of the language model; its logits are transformers'."""
-    folder, _, wanted = made("gemma4")
+    folder, _, wanted = made(name)
     stored = load_file(folder / "model.safetensors")
     stored = {
         name.replace("model.", "model.language_model.", 1): tensor
@@ -252,7 +253,10 @@ def test_towers_are_never_read(tmp_path):
         stored[f"model.{tower}.weight"] = torch.randn(64, 64)
     save_file(stored, tmp_path / "model.safetensors")
     inner = json.loads((folder / "config.json").read_text())
-    outer = {"architectures": ["Gemma4ForConditionalGeneration"], "text_config": inner}
+    outer = {
+        "architectures": [f"{name.capitalize()}ForConditionalGeneration"],
+        "text_config": inner,
+    }
     (tmp_path / "config.json").write_text(json.dumps(outer))
     shutil.copy(folder / "tokenizer.json", tmp_path)
     read = {}
@@ -316,6 +320,32 @@ BAD = [
     ({"enable_moe_block": True, "num_experts": 2, "top_k_experts": 3}, "top_k_experts: found 3"),
     ({"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input: found -1"),
 ]
+
+
+GEMMA3N = {key: GEMMA4[key] for key in list(GEMMA4)[1:8] + list(GEMMA4)[9:12]} | dict(
+    architectures=["Gemma3nForCausalLM"], num_kv_shared_layers=2
+)
+BAD3N = [
+    ({"num_kv_shared_layers": None}, "num_kv_shared_layers: found nothing"),
+    ({"activation_sparsity_pattern": [0.5]}, "expected a list of 4 shares"),
+    ({"activation_sparsity_pattern": [0.5, 1, 0, 0]}, "of at least 0 and below 1"),
+    ({"altup_num_inputs": 1}, "altup_num_inputs: found 1, expected an integer from 2"),
+    ({"altup_active_idx": 1}, "altup_active_idx: found 1, expected 0"),
+    ({"altup_correct_scale": False}, "altup_correct_scale: found False, expected true"),
+    ({"laurel_rank": 0}, "laurel_rank: found 0"),
+    ({"intermediate_size": [64, 64, 64, 32]}, "expected one width, or 4 that are alike"),
+    ({"intermediate_size": [64, 64]}, "expected one width, or 4 that are alike"),
+    ({"vocab_size_per_layer_input": 0}, "vocab_size_per_layer_input: found 0"),
+]
+
+
+@pytest.mark.parametrize("changes, words", BAD3N)
+def test_a_config_of_gemma_3n_without_sense_is_one_line(changes, words):
+    config = ModelConfig.from_dict(GEMMA3N | {"intermediate_size": [64] * 4})
+    assert config.row_layers == (0, 1, 0, 1) and config.intermediate_size == 64
+    with pytest.raises((BadCheckpoint, UnsupportedCheckpoint), match=words) as error:
+        ModelConfig.from_dict(GEMMA3N | changes)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("changes, words", BAD)
