@@ -77,7 +77,7 @@ class ExactRunner(StepRunner):
         self._exact, self._drafter = self.runtime, self.runtime.drafter
         self._kept = Kept(self._drafter)
         needs = self._drafter.needs
-        self._own_draft = self.issued_by(self._drafter, needs, self.token)
+        self._own_draft = self.issued_by(self._drafter, needs, self.token, method.early_exit)
         self._kept_draft = self.issued_by(self._kept, needs, self.token)
         self._verify_steps: dict[int, GraphedStep] = {}
         placement = bank.placement
@@ -88,6 +88,7 @@ class ExactRunner(StepRunner):
             loaded.device.type,
             placement.layers if placement else (),
             loaded.few_bits,
+            method.early_exit,
         )
         fixed = None if method.draft == "auto" else int(method.draft)
         self._by_drafter = DraftLength(fixed)
@@ -186,8 +187,9 @@ class ExactRunner(StepRunner):
         most = min(MOST_DRAFTS, self._session.capacity - n, sampler.left)
         if most < 1:
             return none
-        own, kept = self._drafter.rows_read(n), self._drafter.kept_rows(n)
-        first, later = self._costs.draft(own, True), self._costs.draft(kept, False)
+        own, kept = self._draft_rows(n)
+        early = self._method.early_exit > 0
+        first, later = self._costs.draft(own, True), self._costs.draft(kept, early)
 
         def copied(d: int) -> float:
             return self._costs.full(dense, d + 1)
@@ -207,6 +209,13 @@ class ExactRunner(StepRunner):
         drafts = self._guess(n, count)
         return drafts, self._by_drafter, drafted(len(drafts))
 
+    def _draft_rows(self, n: int) -> tuple[list[int], list[int]]:
+        """Rows that the first draft step reads after n tokens, and a later one, by layer."""
+        if not self._method.early_exit:
+            return self._drafter.rows_read(n), self._drafter.kept_rows(n)
+        rows = self._costs.drafts(self._drafter.rows_read(n))
+        return rows, rows
+
     def _copied(self, most: int) -> list[int]:
         """What followed the newest tokens where they occurred before."""
         if not self._method.lookup:
@@ -218,7 +227,8 @@ class ExactRunner(StepRunner):
 
     def _guess(self, n: int, count: int) -> list[int]:
         """At most `count` drafts by the method's sparse steps: the first chooses, the others read
-        what it chose. Fewer after an end token, or where host memory ends.
+        what it chose; or by steps that end early. Fewer after an end token, or where host memory
+        ends.
         """
         sampler, bank = self._session.sampler, self.bank
         assert sampler is not None
@@ -231,7 +241,7 @@ class ExactRunner(StepRunner):
                 super().feed(token, m)
                 logits = step(m)[0, -1]
                 self._drafter.commit(1)
-                if step is self._own_draft:
+                if step is self._own_draft and not self._method.early_exit:
                     self._kept.tail_start.copy_(self._drafter.tail_start(self.at(m)))
                     step = self._kept_draft
                 try:
@@ -272,7 +282,7 @@ class ExactRunner(StepRunner):
         self._cycle = Cycle(drafts, logits, n, self._query_ring.changes, source)
         rows = self.dense_runtime.rows_read(last)
         if source is self._by_drafter:
-            own, kept = self._drafter.rows_read(n), self._drafter.kept_rows(n)
+            own, kept = self._draft_rows(n)
             more = len(drafts) - 1
             rows = [a + b + more * c for a, b, c in zip(rows, own, kept)]
         self._count(n, len(drafts), cost, rows)

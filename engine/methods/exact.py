@@ -9,7 +9,10 @@ is fed next costs nothing then. The bank, the query ring and the logits are thos
 Full(), so nothing that is drafted shows in an answer.
 
 Sources: speculative decoding (Leviathan et al., 2023) with the model's own sparse attention as the
-drafter (TriForce, 2024; MagicDec, 2024; SparseSpec, 2025).
+drafter (TriForce, 2024; MagicDec, 2024; SparseSpec, 2025). Checkpoints that were trained to be left
+early draft by their first layers and the head instead (LayerSkip, Elhoushi et al., ACL 2024):
+`Exact(Full(), early_exit=8)`. Such drafts need no bank of their own: their rows are the first
+layers' rows of full attention.
 """
 
 from __future__ import annotations
@@ -39,6 +42,8 @@ class Exact(Method):
     """method: the selecting method that drafts. draft: tokens drafted before each verification, 0
     to 7, or "auto": as many as pay, by the acceptance so far and counted bytes. lookup: draft also
     what followed the newest three tokens where they occurred before, where that has paid more.
+    early_exit: draft by full attention in so many first layers and the head, with method Full(); 0:
+    by the method.
 
     Raises SettingError for a method that cannot draft: one that evicts, reads prompts its own way,
     or reads everything.
@@ -47,6 +52,7 @@ class Exact(Method):
     method: Method
     draft: int | str = "auto"
     lookup: bool = True
+    early_exit: int = 0
 
     named = False  # made from another method: --exact, /method exact
     full_prompts = True
@@ -55,7 +61,16 @@ class Exact(Method):
         method = self.method
         if not isinstance(method, Method) or isinstance(method, Exact):
             raise SettingError(f"method: found {method!r}, expected a method such as OmniKV(...)")
-        if method.cannot_draft:
+        if not is_integer(self.early_exit) or self.early_exit < 0:
+            raise SettingError(
+                f"early_exit: found {self.early_exit!r}, expected a number of layers, or 0"
+            )
+        if self.early_exit and method.name != "full":
+            raise SettingError(
+                f"early_exit: found method {method.name}, expected full: the first layers draft, "
+                "and they read everything"
+            )
+        if method.cannot_draft and not self.early_exit:
             raise SettingError(
                 f"method: {method.name} cannot draft for exact mode: {method.cannot_draft}"
             )
@@ -70,16 +85,32 @@ class Exact(Method):
 
     def completed(self, filter_layers: Callable[[], FilterLayers]) -> Method:
         """With the inner method completed; Full() where that has no sparse layer for this model."""
+        if self.early_exit:
+            return self
         inner = self.method.completed(filter_layers)
         return inner if inner.cannot_draft else replace(self, method=inner)
 
     def plan(self, config: ModelConfig) -> LayerPlan:
-        """The inner method's roles; every layer is read whole, by verification."""
+        """The inner method's roles; every layer is read whole, by verification. Raises SettingError
+        where the model has no such layers to leave after.
+        """
+        if self.early_exit >= config.num_layers:
+            raise SettingError(
+                f"early_exit: found {self.early_exit}, expected fewer than this model's "
+                f"{config.num_layers} layers"
+            )
+        if self.early_exit and config.recurrent is not None:
+            raise SettingError(
+                f"early_exit: the recurrent layers of this model ({config.family}) draft together "
+                "or not at all; let omnikv draft"
+            )
         return replace(self.method.plan(config), whole=True)
 
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
         """The inner method's, for steps of up to 8 tokens."""
         needs = self.method.needs(plan, config, capacity, itemsize)
+        if self.early_exit:  # a step that ends early would break the order of whole layers' copies
+            needs = replace(needs, offload=())
         # verification reads every layer whole
         return replace(needs, step_rows=capacity, queries=MOST_DRAFTS + 1)
 
@@ -100,7 +131,8 @@ class Exact(Method):
         held: FewBits | None = None,
     ) -> str:
         """The gain to expect from counted bytes, where four drafts in five are accepted."""
-        costs = ExactCosts.of(config, plan, itemsize, device_type, offloaded, held)
+        given = config, plan, itemsize, device_type, offloaded, held
+        costs = ExactCosts.of(*given, self.early_exit)
         needs = self.needs(plan, config, context, itemsize)
         read = min(context, needs.selected + needs.tail)
         most = MOST_DRAFTS if self.draft == "auto" else int(self.draft)
@@ -119,7 +151,7 @@ class Exact(Method):
 
     def validate(self, plan: LayerPlan) -> None:
         """Raise SettingError where the inner method has no sparse layer: nothing could draft."""
-        if not plan.sparse_layers:
+        if not plan.sparse_layers and not self.early_exit:
             raise SettingError(
                 f"method: {self.method.name} has no sparse layer among this model's "
                 f"{plan.num_layers}, so nothing can draft for exact mode; use full attention, or "

@@ -158,6 +158,10 @@ class Llama:
         layers = [replace(x, mixture=x.mixture and x.mixture.on_host()) for x in self.layers]
         return replace(self, layers=layers)
 
+    def first(self, layers: int) -> Llama:
+        """Return the model of the first `layers` layers and the head, of the same memory."""
+        return replace(self, layers=self.layers[:layers])
+
     def on_torch(self) -> Llama:
         """Return the same model, of the same memory, multiplied by torch's operators alone: for
         backends without C++ kernels. Itself where it has none.

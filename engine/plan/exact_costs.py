@@ -39,6 +39,8 @@ class ExactCosts:
     experts: int = 0  # bytes of the experts that a token takes: another one takes others
     windows: tuple[int, ...] = ()  # tokens that each layer sees, 0 for all of them; (): all see all
     local: float = 1.0  # bytes of a sliding layer's row beside `row`
+    drafted: int = 0  # bytes of weights that a draft step reads; 0: as every step
+    early: int = 0  # layers that a draft step runs; 0: all
 
     @classmethod
     def of(
@@ -49,10 +51,12 @@ class ExactCosts:
         device_type: str,
         offloaded: Collection[int] = (),
         held: FewBits | None = None,
+        early: int = 0,
     ) -> ExactCosts:
         """Costs on a device ("cpu" or "cuda"); on a CPU host memory is no other memory.
 
-        held: weights in few bits; None: all in elements of `itemsize` bytes, as the bank.
+        held: weights in few bits; None: all in elements of `itemsize` bytes, as the bank. early:
+        layers of a draft step, after which the head follows; 0: all.
         """
         mixture = config.experts
         weights = config.step_parameters * itemsize if held is None else held.read
@@ -69,7 +73,11 @@ class ExactCosts:
             experts = one * (config.num_layers - len(mixture.dense)) * itemsize
         local = config.kv_bytes(itemsize, local=True) / size
         windows = config.windows
-        return cls(layers, weights, size, config.group, factors, far, experts, windows, local)
+        head = config.vocab_size * config.hidden_size
+        share = head / (config.step_parameters - (0 if config.tied_embeddings else head))
+        part = int(weights * (share + (1 - share) * early / config.num_layers)) if early else 0
+        of_rows = size, config.group, factors, far, experts, windows, local
+        return cls(layers, weights, *of_rows, part, early)
 
     def full(self, rows: Sequence[int], tokens: int = 1) -> float:
         """A step of full attention over `tokens` tokens. rows: bank rows by layer."""
@@ -92,7 +100,11 @@ class ExactCosts:
             read += n * f.row
             if chooses and layer in self.offloaded:
                 read += n * MISSES * LINK
-        return self.weights + f.kv * self.row * read
+        return (self.drafted or self.weights) + f.kv * self.row * read
+
+    def drafts(self, rows: Sequence[int]) -> list[int]:
+        """Rows that a draft step of the first layers reads, of those that all layers would."""
+        return [n if layer < self.early else 0 for layer, n in enumerate(rows)]
 
     def predicted(
         self,
@@ -138,6 +150,9 @@ class ExactCosts:
             0 if role is Role.RECURRENT else min(context, window) if window else context
             for role, window in zip(roles, windows)
         ]
+        if self.early:
+            cost = self.draft(self.drafts(rows), True)
+            return rows, cost, cost
         own = [read if role is Role.SPARSE else n for role, n in zip(roles, rows)]
         kept = [min(read, n) for n in rows]
         return rows, self.draft(own, True), self.draft(kept, False)

@@ -99,10 +99,14 @@ class StepRunner:
         self._own_step = self.issued_by(self.runtime, self.runtime.needs, self.token)
         self._dense_step = self.issued_by(self.dense_runtime, self.dense_runtime.needs, self.token)
 
-    def issued_by(self, attends: Attends, needs: Needs, token: torch.Tensor) -> GraphedStep:
-        """A step of `attends` on token int64 [1, Q] and this runner's length."""
-        loaded = self._loaded
-        decoder = Decoder(self.model, loaded.rotary, attends, self._query_ring, self.halves)
+    def issued_by(
+        self, attends: Attends, needs: Needs, token: torch.Tensor, layers: int = 0
+    ) -> GraphedStep:
+        """A step of `attends` on token int64 [1, Q] and this runner's length, which ends after so
+        many layers; 0: after all.
+        """
+        loaded, model = self._loaded, self.model.first(layers) if layers else self.model
+        decoder = Decoder(model, loaded.rotary, attends, self._query_ring, self.halves)
         graphs = loaded.graphs and not self._plain and self.model.capturable
         return GraphedStep(decoder, needs, token, self.length, self.bank, graphs)
 

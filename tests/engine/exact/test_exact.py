@@ -10,9 +10,10 @@ import torch
 from engine import H2O, Exact, Full, InfLLM, MInference, OmniKV, Quest, SamplingParams, TidalDecode
 from engine.base.errors import SettingError
 from engine.methods.select.pod import PodUntrained
+from engine.plan.exact_costs import ExactCosts
 from engine.plan.layers import Role
 from engine.session.generate import generate
-from tests.builders import random_ids, session_config, tiny_llm
+from tests.builders import hybrid_config, random_ids, session_config, tiny_llm
 
 LAYERS = 4
 CONFIG = session_config(layers=LAYERS, hidden=32, vocab_size=23)
@@ -331,3 +332,84 @@ def test_filter_layers_that_leave_no_sparse_layer_cannot_draft(wait):
 def test_a_model_without_sparse_layers_runs_full_attention():
     llm = tiny_llm(Exact(OmniKV()), session_config(layers=2, hidden=32), max_context=128)
     assert llm.method == Full()
+
+
+# ------------------------------------------------------------------ drafts of the first layers
+
+
+def leaving(**settings):
+    """A model whose last two layers change little, so that it may be left before them."""
+    llm = model(**settings)
+    for layer in llm.load().model.layers[2:]:
+        layer.o.weight.mul_(0.3)
+        layer.down.weight.mul_(0.3)
+    return llm
+
+
+@pytest.mark.parametrize("draft", [3, 7, "auto"])
+def test_what_the_first_layers_draft_leaves_the_state_of_full_attention(draft):
+    """After every token, to the bit, across going back and a copy; fewer bytes a token than a full
+    step where drafts are right.
+    """
+    llm, ids = leaving(), random_ids(170, 23, seed=3)
+    method = Exact(Full(), draft=draft, lookup=False, early_exit=2)
+    with llm.session(method) as exact, llm.session(Full()) as full:
+        for _ in range(2):
+            pairs = zip(generate(exact, ids, GREEDY), generate(full, ids, GREEDY), strict=True)
+            for mine, theirs in pairs:
+                assert mine.token_id == theirs.token_id
+                assert torch.equal(exact.last_logits, full.last_logits)
+            assert_same_state(exact, full)
+            for session in (exact, full):
+                session.truncate(190)
+        counters = exact.counters
+        if draft == "auto":
+            return
+        assert counters.accepted > 10 and counters.drafted > counters.accepted + 7
+        with exact.fork() as copy, full.fork() as other:
+            for mine, theirs in zip(generate(copy, [3], GREEDY), generate(other, [3], GREEDY)):
+                assert mine.token_id == theirs.token_id
+            assert_same_state(copy, other)
+
+
+def test_a_seed_writes_the_text_of_full_attention_where_the_first_layers_draft():
+    llm, ids = leaving(backend="auto"), random_ids(200, 23, seed=4)
+    method = Exact(Full(), draft=4, early_exit=2)
+    with llm.session(method) as exact, llm.session(Full()) as full:
+        pairs = zip(generate(exact, ids, SAMPLED), generate(full, ids, SAMPLED), strict=True)
+        assert all(mine.token_id == theirs.token_id for mine, theirs in pairs)
+        assert exact.counters.accepted > 10
+
+
+def test_a_draft_of_the_first_layers_costs_their_bytes_and_the_heads():
+    """By hand, on a GPU's costs: two layers of four, the head, and rows of two layers."""
+    plan = Full().plan(CONFIG)
+    costs = ExactCosts.of(CONFIG, plan, 4, "cuda", early=2)
+    head = 23 * 32
+    layers = CONFIG.step_parameters - 2 * head  # the embedding is looked up
+    assert costs.draft(costs.drafts([100] * 4), True) == pytest.approx(
+        4 * (layers / 2 + head) + 200 * costs.row, rel=1e-3
+    )
+    assert costs.full([100] * 4) == 4 * (layers + head) + 400 * costs.row
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        (dict(method=OMNIKV, early_exit=2), "found method omnikv, expected full"),
+        (dict(method=Full(), early_exit=-1), "early_exit: found -1"),
+        (dict(method=Full(), early_exit=True), "early_exit: found True"),
+        (dict(method=Full(), early_exit=4), "expected fewer than this model's 4 layers"),
+        (dict(method=Full()), "full cannot draft"),
+    ],
+)
+def test_an_early_exit_without_sense_is_one_line(given, words):
+    with pytest.raises(SettingError, match=words) as error:
+        model().session(Exact(**given))
+    assert "\n" not in str(error.value)
+
+
+def test_recurrent_layers_are_not_left_early():
+    llm = tiny_llm(Full(), hybrid_config(), max_context=256)
+    with pytest.raises(SettingError, match="early_exit: the recurrent layers of this model"):
+        llm.session(Exact(Full(), early_exit=4))
