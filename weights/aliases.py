@@ -37,6 +37,7 @@ _YARN = "rope of its card for long texts"
 _BASE = "base model: completes text"
 _MXFP4 = "MXFP4: on a CPU held as it is in a byte a weight, on a GPU in bfloat16 or --weights int4"
 
+_LATENT = "latent attention: 576 values a token and layer"
 _HYBRID = "hybrid: every fourth layer attends"
 
 # Contexts and sizes: the models' cards; of the language model alone where there is a vision tower.
@@ -151,6 +152,36 @@ ALIASES: dict[str, Alias] = {
     "gemma-2-2b": Alias("google/gemma-2-2b-it", 8192, 2_614_341_888, _GATED),
     "gemma-2-9b": Alias("google/gemma-2-9b-it", 8192, 9_241_705_984, _GATED),
     "gemma-2-27b": Alias("google/gemma-2-27b-it", 8192, 27_227_128_320, _GATED),
+    "deepseek-v2-lite": Alias(
+        "deepseek-ai/DeepSeek-V2-Lite-Chat", 32768, 15_706_484_224, f"{_LATENT}; 2.4B read"
+    ),
+    "deepseek-coder-v2-lite": Alias(
+        "deepseek-ai/DeepSeek-Coder-V2-Lite-Instruct",
+        163840,
+        15_706_484_224,
+        f"{_LATENT}; 2.4B read",
+    ),
+    "deepseek-v3": Alias(
+        "deepseek-ai/DeepSeek-V3-0324",
+        163840,
+        671_026_419_200,
+        f"{_LATENT}; 37B read; stored in fp8",
+    ),
+    "deepseek-r1": Alias(
+        "deepseek-ai/DeepSeek-R1-0528",
+        163840,
+        671_026_419_200,
+        f"{_LATENT}; 37B read; stored in fp8",
+    ),
+    "glm-4.7-flash": Alias(
+        "zai-org/GLM-4.7-Flash", 202752, 29_943_393_920, f"{_LATENT}; 4 of 64 experts a token"
+    ),
+    "minicpm3-4b": Alias(
+        "openbmb/MiniCPM3-4B",
+        32768,
+        4_073_875_968,
+        "latent attention: 288 values a token and layer",
+    ),
     "minimax-m2": Alias(
         "MiniMaxAI/MiniMax-M2",
         196608,

@@ -81,6 +81,53 @@ _NEMOTRON_NANO2 = {
     "ssm_state_size": 128,
     "layer_norm_epsilon": 1e-5,
 }
+_DEEPSEEK_LITE = {
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+_DEEPSEEK_V3 = {
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_group": 8,
+    "topk_group": 4,
+}
+_DEEPSEEK_V3_SIZES = (7168, 18432, 61, 128, 128, None, 129280, False)
+_GLM_FLASH = {
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 1,
+    "q_lora_rank": 768,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_MINICPM3 = {
+    "q_lora_rank": 768,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+}
 # hub id: (family, sizes in the order of _KEYS, other fields)
 _SHAPES: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     "gradientai/Llama-3-8B-Instruct-262k": ("Llama", _LLAMA3_8B, {}),
@@ -242,6 +289,28 @@ _SHAPES: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
             },
         },
+    ),
+    "deepseek-ai/DeepSeek-V2-Lite-Chat": (
+        "DeepseekV2",
+        (2048, 10944, 27, 16, 16, None, 102400, False),
+        _DEEPSEEK_LITE,
+    ),
+    "deepseek-ai/DeepSeek-Coder-V2-Lite-Instruct": (
+        "DeepseekV2",
+        (2048, 10944, 27, 16, 16, None, 102400, False),
+        _DEEPSEEK_LITE,
+    ),
+    "deepseek-ai/DeepSeek-V3-0324": ("DeepseekV3", _DEEPSEEK_V3_SIZES, _DEEPSEEK_V3),
+    "deepseek-ai/DeepSeek-R1-0528": ("DeepseekV3", _DEEPSEEK_V3_SIZES, _DEEPSEEK_V3),
+    "zai-org/GLM-4.7-Flash": (
+        "Glm4MoeLite",
+        (2048, 10240, 47, 20, 20, None, 154880, False),
+        _GLM_FLASH,
+    ),
+    "openbmb/MiniCPM3-4B": (
+        "MiniCPM3",
+        (2560, 6400, 62, 40, 40, None, 73448, True),
+        _MINICPM3,
     ),
     "MiniMaxAI/MiniMax-M2": (
         "MiniMaxM2",
