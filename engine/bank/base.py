@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -30,6 +30,9 @@ from engine.plan.needs import Needs
 from engine.plan.placement import Placement, reserved_rows
 from kernels.layer.store import store_step
 from kernels.rows.forms import as_bytes, row_widths
+
+# makes K and V [B, H, n, D] of all query heads of rows [B, 1, n, width] of latent attention
+Opened = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class SparseRows(NamedTuple):
@@ -368,6 +371,17 @@ class AttendsPrompt(Protocol):
 
     def attend_prompt(self, layer: int, q: torch.Tensor, bank: Bank, start: int) -> torch.Tensor:
         """Attention of q [B, C, H, D], rotated, at positions from `start` on -> [B, C, H, D]."""
+        ...
+
+    @property
+    def reads_whole_prompts(self) -> bool:
+        """Whether `attend_prompt` attends to everything in every layer and keeps nothing of it."""
+        ...
+
+    def attend_opened(
+        self, layer: int, q: torch.Tensor, bank: Bank, start: int, opened: Opened
+    ) -> torch.Tensor:
+        """As `attend_prompt` where `reads_whole_prompts`, q meeting what `opened` makes of rows."""
         ...
 
     def attend_prompt_local(

@@ -5,6 +5,7 @@ logits are computed for the last token only, unless the caller wants every token
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,8 @@ import torch.nn.functional as F
 from engine.bank.base import AttendsPrompt, Bank
 from engine.forward.prompt_layer import PLAIN, Pieces
 from engine.forward.recurrent.mixer import beside, recur_chunk
-from engine.model.llama import Llama
+from engine.model.heads.latent import LatentHeads
+from engine.model.llama import Llama, pre_attention
 from engine.model.rope import Rotary
 from engine.plan.needs import MOST_WINDOW
 
@@ -40,17 +42,17 @@ def run_chunk(
     prompt that ends at `total`.
 
     Returns (logits float32 [B, vocab] or None, newest pre-RoPE queries [attending layers,
-    B, min(C, MOST_WINDOW), H, D]). write=False leaves the bank as it is: it holds this chunk
-    already, and the caller wants its queries, its logits or its recurrent state. pieces: the two
-    halves of a layer. backend: that rounds rows for a bank in fewer bits, and of recurrent layers.
-    every: takes the output of all tokens, for which the last layer is computed whole. advance: the
-    bank's commit takes the state of recurrent layers after the chunk.
+    B, min(C, MOST_WINDOW), H, D]). write=False leaves the bank as it is: it holds this chunk, and
+    the caller wants its queries, logits or state. pieces: the two halves of a layer. backend: that
+    rounds rows for a bank in fewer bits, and of recurrent layers. every: takes the output of all
+    tokens, for which the last layer is computed whole. advance: the bank's commit takes the state.
     """
     config = model.config
     positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
     turns = rotary.of_layers(positions[:1], total)
     x, more = model.begun(tokens)
     widest = max(config.heads_of(layer)[1] for layer in config.attending_layers)
+    opening = _opening(model, runtime, start, tokens.shape[1], every is not None, backend)
     newest = []
     for number, layer in enumerate(model.layers):
         x, predicted = model.entered(number, x)
@@ -62,9 +64,10 @@ def run_chunk(
                 x, mixed = x[:, -1:], mixed[:, -1:]
             x = pieces[1](layer, x, mixed, config.rms_norm_eps)
             continue
-        cos, sin = turns[number]
-        q, k, v, q_pre_rope = pieces[0](layer, x, cos, sin, *config.sizes_of(number))
-        newest.append(_newest(q_pre_rope, widest))
+        opens = layer.latent if number in opening else None
+        first_half = pieces[0] if opens is None else partial(pre_attention, absorb=False)
+        q, k, v, q_pre_rope = first_half(layer, x, *turns[number], *config.sizes_of(number))
+        newest.append(_newest(q_pre_rope, widest, opens))
         del q_pre_rope
         if write:
             bank.write_chunk(number, k, v, start, backend)
@@ -73,12 +76,11 @@ def run_chunk(
         if number == config.num_layers - 1 and every is None:
             if runtime.needs.every_query and not slides:
                 runtime.attend_prompt(number, q, bank, first)
-            if not last_logits:
-                # The last layer's output is wanted for the prompt's last token only.
+            if not last_logits:  # only the prompt's last token needs the last layer's output
                 break
             x, q, first = x[:, -1:], q[:, -1:], start + tokens.shape[1] - 1
             more, predicted = (None if t is None else t[:, -1:] for t in (more, predicted))
-        attended = _attended(runtime, number, q, bank, first, slides)
+        attended = _attended(runtime, number, q, bank, first, slides, opens)
         del q
         attended = attended if mixed is None else beside(config, attended, mixed[:, -x.shape[1] :])
         x = pieces[1](layer, x, attended, config.rms_norm_eps)
@@ -97,16 +99,42 @@ def _mixed(
     return recur_chunk(model, number, x, bank.recurrent, start, keep, backend)
 
 
-def _newest(queries: torch.Tensor, widest: int) -> torch.Tensor:
+def _opening(
+    model: Llama, runtime: AttendsPrompt, start: int, count: int, whole: bool, backend: str
+) -> range:
+    """The layers of latent attention whose rows become keys and values in this chunk: where its
+    queries are many, and not the last one's, whose newest query alone attends unless it is `whole`.
+    The reference never makes them.
+    """
+    config = model.config
+    if config.latent is None or backend == "reference" or not runtime.reads_whole_prompts:
+        return range(0)
+    given = start, count, model.dtype.itemsize, model.device.type
+    return range((config.num_layers - (not whole)) * config.latent.expands(*given))
+
+
+def _newest(queries: torch.Tensor, widest: int, opens: LatentHeads | None) -> torch.Tensor:
     """The newest queries before rotation; narrower heads end in zeros that nobody reads."""
     newest = queries[:, -MOST_WINDOW:]
-    return F.pad(newest, (0, widest - queries.shape[-1])).clone()
+    newest = newest if opens is None else opens.absorbed(newest)
+    return F.pad(newest, (0, widest - newest.shape[-1])).clone()
 
 
 def _attended(
-    runtime: AttendsPrompt, number: int, q: torch.Tensor, bank: Bank, first: int, slides: bool
+    runtime: AttendsPrompt,
+    number: int,
+    q: torch.Tensor,
+    bank: Bank,
+    first: int,
+    slides: bool,
+    opens: LatentHeads | None,
 ) -> torch.Tensor:
-    """What a layer's queries q [B, C, H, D] at the positions from `first` on attend to."""
+    """What a layer's queries q [B, C, H, D] at the positions from `first` on attend to. opens:
+    makes keys and values of rows, and the heads are joined then.
+    """
+    if opens is not None:
+        found = runtime.attend_opened(number, opens.attending(q), bank, first, opens.opened)
+        return found[..., : opens.sizes.value].flatten(2)
     if slides:
         return runtime.attend_prompt_local(number, q, bank, first, first + q.shape[1])
     return runtime.attend_prompt(number, q, bank, first)

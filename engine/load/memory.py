@@ -19,6 +19,7 @@ from engine.load.link_bytes import prompt_link_bytes, step_link_bytes
 from engine.load.report import OFFLOAD_CHUNK, ROUND, Item, Plan
 from engine.methods.base import Method, scratch_shape
 from engine.model.config.config import ModelConfig
+from engine.model.config.latent import OPENED_ROWS, Latent
 from engine.model.low_bits import FewBits
 from engine.plan.free_memory import HEADROOM, free_bytes
 from engine.plan.layers import LayerPlan
@@ -226,6 +227,7 @@ def prefill_bytes(config: ModelConfig, size: int, chunk: int, device_type: str) 
     attention = config.q_size * (2 * size + 8) + 2 * config.kv_size * size + 8 * config.num_heads
     if config.latent:  # queries before and after rotation, and what they are joined from
         attention += 2 * config.q_size * size
+        pending += opened_bytes(config.latent, config.num_heads, size)
     mlp = 3 * config.mlp_width * size
     logits = 4 * config.vocab_size
     if device_type != "cpu":
@@ -233,6 +235,14 @@ def prefill_bytes(config: ModelConfig, size: int, chunk: int, device_type: str) 
     widest = 2 * config.mlp_width * config.hidden_size * size
     activations = chunk * (residual + attention + mlp + config.mlp_width * size)
     return activations * 3 // 2 + widest + logits + pending
+
+
+def opened_bytes(latent: Latent, heads: int, size: int) -> int:
+    """Return the bytes of the keys and values that a prompt's attention makes of rows, and of the
+    product that makes the larger half. Its queries and sums are shorter than those of a chunk that
+    makes none.
+    """
+    return OPENED_ROWS * heads * (2 * latent.opened + max(latent.plain, latent.value)) * size
 
 
 def recurrent_bytes(config: ModelConfig, chunk: int) -> int:

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from engine.bank.base import Bank, Step
+from engine.bank.base import Bank, Opened, Step
 from engine.bank.host.streamed_attention import attend_stream
 from engine.bank.row_origins import FULL, Span
 from engine.model.config.config import ModelConfig
+from engine.model.config.latent import OPENED_ROWS
 from engine.model.low_bits import FewBits
 from engine.plan.filter_layers import FilterLayers
 from engine.plan.layers import LayerPlan, layer_plan
@@ -255,14 +256,33 @@ class Runtime:
         q [B, C, H, D] rotated -> [B, C, H, D].
         """
         if bank.on_host(layer) and self.setup.backend != "reference":
-            # the model's last layer attends in the last chunk only: no block of it comes unasked
-            ahead = any(bank.on_host(i) for i in range(layer + 1, bank.num_layers - 1))
-            given = self.scale, None, ahead, self.softmax[layer], self.setup.backend
-            return attend_stream(q, bank, layer, start, *given)
+            return attend_stream(q, bank, layer, start, *self._streamed(layer, bank))
         k, v = bank.kv(layer)
         return prefill_dense(
             q, k, v, start, self.scale, self.setup.backend, softmax=self.softmax[layer]
         )
+
+    @property
+    def reads_whole_prompts(self) -> bool:
+        """Whether `attend_prompt` attends to everything in every layer and keeps nothing of it, so
+        that `attend_opened` may stand for it: not where a method has its own, unless it says so.
+        """
+        return type(self).attend_prompt is Runtime.attend_prompt
+
+    def attend_opened(
+        self, layer: int, q: torch.Tensor, bank: Bank, start: int, opened: Opened
+    ) -> torch.Tensor:
+        """`attend_prompt` of latent attention where `reads_whole_prompts`: q [B, C, H, D] meets the
+        K and V of D elements that `opened` makes of OPENED_ROWS rows at a time.
+        """
+        given = self._streamed(layer, bank)
+        return attend_stream(q, bank, layer, start, *given, size=OPENED_ROWS, opened=opened)
+
+    def _streamed(self, layer: int, bank: Bank) -> tuple[float, None, bool, Softmax, str]:
+        """What a prompt's `attend_stream` is told of a layer."""
+        # the model's last layer attends in the last chunk only: no block of it comes unasked
+        ahead = any(bank.on_host(i) for i in range(layer + 1, bank.num_layers - 1))
+        return self.scale, None, ahead, self.softmax[layer], self.setup.backend
 
     def attend_prompt_local(
         self, layer: int, q: torch.Tensor, bank: Bank, start: int, stop: int

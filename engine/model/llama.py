@@ -278,6 +278,7 @@ def pre_attention(
     kv_heads: int,
     head_dim: int,
     eps: float,
+    absorb: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run the first half of a layer on x [B, S, hidden]; cos, sin float32 [B or 1, S, R/2], R being
     the part of a head that rotates.
@@ -285,13 +286,14 @@ def pre_attention(
     Returns rotated q [B, S, H, D], rotated k [B, S, Hkv, D], v [B, S, Hkv, D] and q before
     rotation (normed where the family norms q), which the query ring keeps for selectors that look
     at a window of queries. kv_heads: 0 where the layer reads another's rows. Where no v was stored
-    (Block.keys_as_values) v is k before its norm.
+    (Block.keys_as_values) v is k before its norm. absorb: of latent attention, as
+    LatentHeads.split takes it.
     """
     batch, length, _ = x.shape
     if layer.input_norm is not None:
         x = rms_norm(x, layer.input_norm, eps, layer.block)
     if layer.latent is not None:
-        return layer.latent.split(layer.qkv(x), cos, sin)
+        return layer.latent.split(layer.qkv(x), cos, sin, absorb)
     qkv = layer.qkv(x).view(batch, length, -1, head_dim)
     qk, v = qkv[:, :, : heads + kv_heads], qkv[:, :, qkv.shape[2] - kv_heads :]
     if layer.block.unit_values:
@@ -330,9 +332,11 @@ def normed_heads(layer: Layer, qk: torch.Tensor, heads: int, eps: float) -> torc
 def post_attention(
     layer: Layer, x: torch.Tensor, attended: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Run the second half of a layer: x [B, S, hidden], attended [B, S, H, D] -> new x."""
+    """Run the second half of a layer: x [B, S, hidden], attended [B, S, H, D] -> new x. attended
+    may be [B, S, N], of heads that are joined already; of latent attention it then holds values.
+    """
     block = layer.block
-    if layer.latent is not None:
+    if layer.latent is not None and attended.dim() == 4:
         attended = layer.latent.values(attended)
     attended = attended.flatten(2)
     if layer.gate is not None:

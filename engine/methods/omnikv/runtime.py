@@ -65,6 +65,10 @@ class OmniKVRuntime(Runtime):
             return super().attend_prompt(layer, q, bank, start)
         return self.prefill.attend(layer, q, bank, start)
 
+    @property
+    def reads_whole_prompts(self) -> bool:
+        return self.prefill is None
+
     def prompt_flops(self, flops: PrefillFlops, start: int, stop: int) -> tuple[float, float]:
         if self.prefill is None:
             return flops.parts(start, stop)

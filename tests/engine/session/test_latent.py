@@ -6,6 +6,7 @@ not be, pairs in the wrong order, a head's matrix applied to another head.
 """
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ from engine import LLM, Exact, Full, OmniKV, SamplingParams
 from engine.bank.device import DeviceBank
 from engine.bank.host.tiered import TieredBank
 from engine.base.errors import BadCheckpoint, SettingError, UnsupportedCheckpoint
+from engine.methods.base import Setup
 from engine.methods.registry import methods
 from engine.model.config.config import ModelConfig
+from engine.model.config.latent import Latent
+from engine.model.heads.latent import LatentHeads
 from engine.plan.layers import layer_plan
 from tests.latent_simulation import Simulation
 from tools.families.models import VARIANTS, ids_of, make
@@ -84,8 +88,29 @@ def lite(tmp_path_factory):
     return folder, make(folder, "deepseek-v2-lite")
 
 
+@pytest.fixture
+def opens(monkeypatch):
+    """Decides for every chunk whether its rows become keys and values, and counts the rows that
+    did.
+    """
+    rows, made = [], LatentHeads.opened
+
+    def opened(self, some):
+        rows.append(some.shape[2])
+        return made(self, some)
+
+    def always(value):
+        monkeypatch.setattr(Latent, "expands", lambda *_: value)
+        return rows
+
+    monkeypatch.setattr(LatentHeads, "opened", opened)
+    return always
+
+
+@pytest.mark.parametrize("made", [False, True], ids=["rows", "keys and values"])
 @pytest.mark.parametrize("name", NAMES)
-def test_prompts_of_every_residue_and_20_steps_are_transformers(tmp_path, name):
+def test_prompts_of_every_residue_and_20_steps_are_transformers(tmp_path, opens, name, made):
+    rows = opens(made)
     # longrope: one set of frequencies for up to 512 tokens
     most = 512 if "longrope" in name else max(LENGTHS) + STEPS
     theirs, ids = make(tmp_path, name), ids_of(most)
@@ -97,18 +122,23 @@ def test_prompts_of_every_residue_and_20_steps_are_transformers(tmp_path, name):
         llm = chunks[7 if number % 3 == 0 and n < 100 else 256]
         with llm.session() as session:
             assert apart(said(session, ids, n), wanted[n - 1 : n + STEPS]) < 2e-5, n
+    assert bool(rows) == made
 
 
+@pytest.mark.parametrize("made", [False, True], ids=["rows", "keys and values"])
 @pytest.mark.parametrize("tier", ["device", "host"])
 @pytest.mark.parametrize("name", ["deepseek-v2-lite", "deepseek-v3", "minicpm3", "mistral4"])
-def test_omnikv_is_the_simulation_in_float64(tmp_path, name, tier):
+def test_omnikv_is_the_simulation_in_float64(tmp_path, opens, name, tier, made):
     """Keys and values of all heads, expanded from latents, and the published selection."""
+    rows = opens(made)
     simulation, ids = Simulation(make(tmp_path, name)), ids_of(320)
     llm = LLM(tmp_path, device="cpu", method=SPARSE, chunk=64, offload=tier)
     with llm.session() as session:
         assert isinstance(session.bank, TieredBank) == (tier == "host")
         found = said(session, ids, 300, 8)[1:]
         assert session.stats.sparse_steps == 8
+    # chunks of 64 in all layers but the last: 64, 128 .. 300 rows each
+    assert sum(rows) == made * 3 * (64 + 128 + 192 + 256 + 300)
     wanted, chosen = simulation.steps(ids, 300, 8, SPARSE)
     assert apart(found, wanted) < 2e-5
     assert all(len(some) == SPARSE.tokens for some in chosen)
@@ -192,6 +222,133 @@ def test_a_greedy_answer_is_transformers_in_exact_mode_too(lite):
             prompt[0].tolist(), SamplingParams(max_tokens=16, ignore_eos=True)
         )
         assert answer.token_ids == wanted[0, 150:].tolist()
+
+
+# ---------------------------------------------------------------- prompts in two forms
+
+SHAPES = [
+    Latent(48, 16, 32, 32),
+    Latent(40, 8, 16, 48),
+    Latent(33, 6, 15, 10),
+    Latent(64, 16, 16, 8),
+]
+
+
+def exact(heads, q, rows, start, scale):
+    """Attention of queries q [C, H, head] to keys and values of rows [T, width], in float64."""
+    sizes, q, rows = heads.sizes, q.double(), rows.double()
+    turned, latent = rows.split([sizes.turned, sizes.rank], -1)
+    k = torch.einsum("tr,hpr->htp", latent, heads.key.double())
+    k = torch.cat((turned.expand(len(k), -1, -1), k), -1)
+    v = torch.einsum("tr,hrv->htv", latent, heads.value.double())
+    logits = torch.einsum("chd,htd->hct", q, k) * scale
+    seen = torch.arange(len(rows)) <= start + torch.arange(len(q))[:, None]
+    return torch.einsum("hct,htv->chv", logits.masked_fill(~seen, -math.inf).softmax(-1), v)
+
+
+@pytest.mark.parametrize("count", [1, 2, 63, 64, 65, 131])
+@pytest.mark.parametrize("start", [0, 1, 63, 64, 257])
+@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+def test_both_forms_of_a_prompt_are_attention_in_float64(monkeypatch, sizes, start, count):
+    monkeypatch.setattr("engine.methods.base.OPENED_ROWS", 64)
+    generator = torch.Generator().manual_seed(start * 1000 + count)
+    n, scale = start + count, sizes.head**-0.5
+    key, value, rows, q = (
+        torch.randn(*shape, generator=generator)
+        for shape in (
+            (4, sizes.plain, sizes.rank),
+            (4, sizes.value, sizes.rank),
+            (n, sizes.width),
+            (1, count, 4, sizes.head),
+        )
+    )
+    key, value = (part * sizes.rank**-0.5 for part in (key, value))
+    heads = LatentHeads(sizes, key, value.transpose(1, 2), torch.ones(sizes.rank))
+    small = dict(kv_lora_rank=sizes.rank, qk_rope_head_dim=sizes.turned)
+    small |= dict(qk_nope_head_dim=sizes.plain, v_head_dim=sizes.value, num_attention_heads=4)
+    config = ModelConfig.from_dict({**LITE, **small, "num_key_value_heads": 4})
+    config = dataclasses.replace(config, num_layers=2)
+    bank = DeviceBank(config, layer_plan(2), n, torch.float32, "cpu")
+    bank.write_chunk(0, rows[None, :, None], rows[None, :, None], 0)
+    runtime = Full().runtime(Setup.of(config, Full(), n))
+    runtime.scale, wanted = scale, exact(heads, q[0], rows, start, scale)
+    met = heads.values(runtime.attend_prompt(0, heads.absorbed(q), bank, start))[0]
+    made = runtime.attend_opened(0, heads.attending(q), bank, start, heads.opened)
+    made = made[0, ..., : sizes.value]
+    # plain torch in float32
+    k, v = heads.opened(rows[None, None])
+    mask = torch.arange(n) <= start + torch.arange(count)[:, None]
+    plain = torch.nn.functional.scaled_dot_product_attention(
+        heads.attending(q).transpose(1, 2), k, v, mask, scale=scale
+    )[0].transpose(0, 1)[..., : sizes.value]
+    bound = 2 * float((plain - wanted).abs().max()) + 1e-7
+    for found in (met, made):
+        assert found.shape == wanted.shape
+        assert float((found - wanted).abs().max()) <= max(bound, 2e-6 * float(wanted.abs().max()))
+
+
+def counted(sizes, start, queries, size, per_byte):
+    """Costs of both forms, pair by pair and row by row."""
+    made = met = 0.0
+    matrices = 2 * sizes.rank * (sizes.plain + sizes.value)
+    longest = max(sizes.plain + sizes.turned, sizes.value)
+    for _ in range(start + queries):
+        made += matrices + per_byte * 2 * 2 * longest * size
+    for query in range(queries):
+        met += matrices
+        pairs = start + query + 1
+        made += pairs * 2 * 2 * longest
+        met += pairs * 2 * 2 * (sizes.turned + sizes.rank)
+    return made, met
+
+
+@pytest.mark.parametrize("sizes", [Latent(512, 64, 128, 128), Latent(256, 32, 64, 64), *SHAPES])
+def test_the_form_of_a_prompt_follows_from_counted_costs(sizes):
+    seen = set()
+    for start in (0, 1, 500, 4096):
+        for queries in (1, 2, 100, 200, 512, 2048):
+            for size, kind, per_byte in ((2, "cpu", 30.0), (4, "cpu", 30.0), (2, "cuda", 300.0)):
+                made, met = counted(sizes, start, queries, size, per_byte)
+                assert sizes.expands(start, queries, size, kind) == (made < met)
+                seen.add(made < met)
+    assert False in seen
+    lite = Latent(512, 64, 128, 128)
+    assert lite.expands(4096, 512, 2, "cpu") and not lite.expands(4096, 100, 2, "cpu")
+    assert not any(lite.expands(start, 1, 2, "cpu") for start in (0, 1, 100_000))
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.parametrize("selector", ["uniform", "exponential"])
+def test_queries_that_a_selector_looks_at_are_those_of_rows(lite, opens, selector, tier):
+    """The query ring keeps queries in the latent's space, whatever the prompt's form."""
+    method = dataclasses.replace(SPARSE, selector=selector, window=16)
+    ids, found, chosen = ids_of(340), [], []
+    for made in (False, True):
+        rows = opens(made)
+        llm = LLM(lite[0], device="cpu", method=method, chunk=100, offload=tier)
+        with llm.session() as session:
+            found.append(said(session, ids, 330, 8))
+            chosen.append(session.selections)
+            assert session.stats.sparse_steps == 8 and bool(rows) == made
+    assert apart(*found) < 1e-5
+    assert all(torch.equal(chosen[0][layer], chosen[1][layer]) for layer in chosen[0])
+
+
+def test_a_prompt_whose_rows_are_chosen_keeps_its_form(lite, opens):
+    """Methods that attend to a prompt in their own way get queries of rows, and no bit changes."""
+    sparse = dataclasses.replace(SPARSE, prefill_ratio=1, prefill_dense_end=64)
+    sparse = dataclasses.replace(sparse, prefill_block=64)
+    for method in (sparse, methods()["minference"]()):
+        found = []
+        for made in (False, True):
+            rows = opens(made)
+            llm = LLM(lite[0], device="cpu", method=method, chunk=128)
+            with llm.session() as session:
+                found.append(said(session, ids_of(420), 410, 4))
+                # so short a prompt MInference reads whole, in its own way
+                assert method is not sparse or session.runtime.prefill.rows_read
+            assert not rows
+        assert torch.equal(*found)
 
 
 # ---------------------------------------------------------------- bytes
