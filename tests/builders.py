@@ -114,6 +114,22 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def latent_config(layers: int = 8, **changes: Any) -> ModelConfig:
+    """A model with latent attention and no mixture (DeepSeek-V2's), whose chunks of 64 tokens make
+    keys and values and shorter ones do not; changes: fields of config.json.
+    """
+    sizes = {"kv_lora_rank": 120, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+    plain = {"q_lora_rank": 20, "first_k_dense_replace": layers, "n_routed_experts": 4}
+    fields = {**sizes, **plain, "num_experts_per_tok": 2, "moe_intermediate_size": 16, **changes}
+    given = {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": ...,
+        "head_dim": ...,
+        **fields,
+    }
+    return tiny_config(layers, kv_heads=4, hidden=48, **given)
+
+
 def hybrid_config(layers: int = 8, family: str = "qwen3.5", **changes: Any) -> ModelConfig:
     """A model with recurrent layers, of a family of HYBRIDS; changes: fields of config.json."""
     architecture, fields = HYBRIDS[family]

@@ -1,6 +1,6 @@
-"""Random walks of a session over a model with recurrent layers: read, decode, truncate, fork,
-interrupt, save, restore, check. After each walk the session must say what a fresh one says that
-read and decoded the same tokens in the same parts.
+"""Random walks of a session over a model with recurrent layers, or with latent attention: read,
+decode, truncate, fork, interrupt, save, restore, check. After each walk the session must say what a
+fresh one says that read and decoded the same tokens in the same parts.
 
     python -m tests.programs.hybrid_walks [--walks N] [--seed S] [--tier device|host] [--method M]
         [--savepoints N] [--family F]
@@ -23,9 +23,10 @@ from engine import LLM, Full, OmniKV, SamplingParams
 from engine.methods.base import Method
 from engine.methods.exact import Exact
 from engine.session.session import Session
-from tests.builders import HYBRIDS, VOCAB, hybrid_config, tiny_llm
+from tests.builders import HYBRIDS, VOCAB, hybrid_config, latent_config, tiny_llm
 
 CONTEXT, CHUNK = 1024, 64
+LATENT = "latent"  # the family without a recurrence
 SPARSE = OmniKV(filter_layers=(3,), tokens=24, tail=64, dense_below=0)
 WINDOWED = OmniKV(
     filter_layers=(3,), tokens=24, tail=64, dense_below=0, selector="exponential", window=16
@@ -245,7 +246,8 @@ def walks(
     family: str = "qwen3.5",
 ) -> Found:
     """Take `count` walks of `steps` operations each."""
-    config = hybrid_config(family=family, max_positions=CONTEXT)
+    given = dict(max_positions=CONTEXT)
+    config = latent_config(**given) if family == LATENT else hybrid_config(family=family, **given)
     settings = dict(max_context=CONTEXT, chunk=CHUNK, savepoints=savepoints)
     llm, found = tiny_llm(METHODS[method], config, **settings), Found()
     chosen, weights = zip(*OPERATIONS)
@@ -271,7 +273,7 @@ def main() -> None:
     parser.add_argument("--tier", choices=("device", "host"), default="device")
     parser.add_argument("--method", choices=tuple(METHODS), default="omnikv")
     parser.add_argument("--savepoints", type=int, default=12)
-    parser.add_argument("--family", choices=tuple(HYBRIDS), default="qwen3.5")
+    parser.add_argument("--family", choices=(*HYBRIDS, LATENT), default="qwen3.5")
     args = parser.parse_args()
     settings = dict(savepoints=args.savepoints, family=args.family)
     found = walks(args.walks, args.seed, args.method, args.tier, **settings)

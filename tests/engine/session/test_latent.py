@@ -22,6 +22,7 @@ from engine.model.config.latent import Latent
 from engine.model.heads.latent import LatentHeads
 from engine.plan.layers import layer_plan
 from tests.latent_simulation import Simulation
+from tests.programs.hybrid_walks import LATENT, walks
 from tools.families.models import VARIANTS, ids_of, make
 
 pytest.importorskip("transformers")
@@ -349,6 +350,23 @@ def test_a_prompt_whose_rows_are_chosen_keeps_its_form(lite, opens):
                 assert method is not sparse or session.runtime.prefill.rows_read
             assert not rows
         assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.parametrize("method", ["omnikv", "exact"])
+def test_random_walks_end_where_a_fresh_session_does(monkeypatch, method, tier):
+    """Some of the walks of tests/programs/hybrid_walks.py, in whose chunks both forms are found."""
+    forms, expands = set(), Latent.expands
+
+    def noted(*given):
+        form = expands(*given)
+        forms.add(form)
+        return form
+
+    monkeypatch.setattr(Latent, "expands", noted)
+    found = walks(6, 7, method, tier, family=LATENT)
+    assert found.walks == 6 and found.sparse and found.pairs and found.again == 0
+    assert forms == {False, True}
 
 
 # ---------------------------------------------------------------- bytes
