@@ -51,6 +51,14 @@ class Rows(NamedTuple):
     stop: int
     pairs: int = 0
 
+    @property
+    def index(self) -> torch.Tensor:
+        """Which rows of the stored tensor these are, in the part's order: int64."""
+        found = torch.arange(self.groups * self.size).view(self.groups, self.size)
+        found = found[:, self.first : self.stop]
+        plain, paired = found.split([found.shape[1] - self.pairs, self.pairs], 1)
+        return torch.cat((plain, paired[:, 0::2], paired[:, 1::2]), 1).flatten()
+
 
 @dataclass(frozen=True)
 class Target:

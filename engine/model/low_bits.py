@@ -30,7 +30,7 @@ from weights.quantised.stored import Form, Stored
 GROUP = 32  # columns under one scale of int4, unless its word says more (docs/QUANTISATION.md)
 GPU_GROUP = 64  # of int8 on a GPU, where outliers have no product
 OUTLIER_SHARE = 32  # without a compiler one weight in so many is left out of its row's int8 scale
-MATRICES = ("qkv", "o", "gate", "gate_up", "down", "lm_head")
+MATRICES = ("qkv", "queries", "o", "gate", "gate_up", "down", "lm_head")
 
 
 @dataclass(frozen=True)

@@ -155,9 +155,7 @@ class GGUFCheckpoint:
         if place.heads:
             rows = halves(rows, place.heads)
         if some is not None:
-            rows = rows.unflatten(0, (some.groups, some.size))[:, some.first : some.stop].flatten(
-                0, 1
-            )
+            rows = rows[some.index]
         if stored.kind in FLOATS:
             found = rows.contiguous().view(FLOATS[stored.kind])
             found = found.flatten() if line else found

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from weights.checkpoint import DTYPES, Checkpoint, LoadProgress, Target
+from weights.checkpoint import DTYPES, WIDE, Checkpoint, LoadProgress, Target
 from weights.errors import BadCheckpoint, UnsupportedCheckpoint
 from weights.jsonfile import shown
 from weights.quantised.format import FLOATS, Format, Part
@@ -52,13 +52,7 @@ class QuantisedCheckpoint:
         model does not have; what a format raises.
         """
         known, targets = set[str](), list(targets)
-        if any(target.rows for target in targets):
-            raise UnsupportedCheckpoint(
-                f"{self.folder}: quantised weights of a model with recurrent layers or gated "
-                f"attention: found {self.format.described}, expected floats or a GGUF file (not "
-                "supported)"
-            )
-        for name, shape in (part for target in targets for part in target.parts):
+        for name, shape in (part for target in targets for part in target.stored):
             parts = self._parts(name, shape)
             if parts is None:
                 self._require(name, Part(FLOATS, shape))
@@ -102,7 +96,7 @@ class QuantisedCheckpoint:
         for target in targets:
             forms = [
                 self.format.form((shape[0], shape[1])) if self._parts(name, shape) else None
-                for name, shape in target.parts
+                for name, shape in target.stored
             ]
             if len(forms) > 1 and any(form and form.permuted for form in forms):
                 orders = [
@@ -133,8 +127,12 @@ class QuantisedCheckpoint:
         total = sum(info.nbytes for info in self.tensors.values())
         for target in targets:
             parts: list[torch.Tensor | Stored] = []
-            for name, shape in target.parts:
-                part, size = self._read(name, shape, dtype, check_finite)
+            wanted = torch.float32 if target.form == WIDE else dtype
+            rows = target.rows or (None,) * len(target.parts)
+            for (name, shape), some in zip(target.stored, rows):
+                part, size = self._read(name, shape, wanted, check_finite)
+                if some is not None:
+                    part = part.rows(some.index) if isinstance(part, Stored) else part[some.index]
                 parts.append(part.to(device))
                 done += size
                 if progress:

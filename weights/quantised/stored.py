@@ -32,6 +32,11 @@ class Stored(NamedTuple):
     permutation: torch.Tensor | None = None
     table: torch.Tensor | None = None
 
+    def rows(self, index: torch.Tensor) -> Stored:
+        """Some rows, int64 [n], each with its scales."""
+        offsets = None if self.offsets is None else self.offsets[index]
+        return self._replace(values=self.values[index], scales=self.scales[index], offsets=offsets)
+
     def to(self, device: torch.device | str) -> Stored:
         """The same matrix on a device."""
         moved: Any = {
