@@ -146,6 +146,24 @@ ALIASES: dict[str, Alias] = {
     "olmo-2-7b": Alias("allenai/OLMo-2-1124-7B-Instruct", 4096, 7_298_617_344),
     "gemma-3-270m": Alias("google/gemma-3-270m-it", 32768, 268_098_176, _GATED),
     "gemma-3-1b": Alias("google/gemma-3-1b-it", 32768, 999_885_952, _GATED),
+    "gemma-4-e2b": Alias(
+        "google/gemma-4-E2B-it",
+        131072,
+        4_628_569_379,
+        "7 of 35 layers see everything, 3 of them keep rows",
+    ),
+    "gemma-4-e4b": Alias(
+        "google/gemma-4-E4B-it",
+        131072,
+        7_463_013_418,
+        "7 of 42 layers see everything, 4 of them keep rows",
+    ),
+    "gemma-4-26b-a4b": Alias(
+        "google/gemma-4-26B-A4B-it",
+        262144,
+        25_233_141_790,
+        "8 of 128 experts a token; 5 of 30 layers see everything",
+    ),
     "gemma-4-31b": Alias(
         "google/gemma-4-31B-it", 262144, 30_697_345_340, "10 of 60 layers see everything"
     ),

@@ -20,6 +20,15 @@ _KEYS = (
 )
 _LLAMA3_8B = (4096, 14336, 32, 32, 8, 128, 128256, False)
 _GEMMA3 = {"sliding_window": 512, "sliding_window_pattern": 6}
+_GEMMA4 = {
+    "global_head_dim": 512,
+    "hidden_size_per_layer_input": 256,
+    "sliding_window": 512,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
 _GPT_OSS = {
     "quantization_config": {"quant_method": "mxfp4"},
     "num_experts_per_tok": 4,
@@ -275,19 +284,45 @@ _SHAPES: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
         (4608, 36864, 46, 32, 16, 128, 256000, True),
         {"query_pre_attn_scalar": 144},
     ),
+    "google/gemma-4-E2B-it": (
+        "Gemma4",
+        (1536, 6144, 35, 8, 1, 256, 262144, True),
+        _GEMMA4
+        | {
+            "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+            "num_kv_shared_layers": 20,
+            "use_double_wide_mlp": True,
+        },
+    ),
+    "google/gemma-4-E4B-it": (
+        "Gemma4",
+        (2560, 10240, 42, 8, 2, 256, 262144, True),
+        _GEMMA4 | {"num_kv_shared_layers": 18},
+    ),
+    "google/gemma-4-26B-A4B-it": (
+        "Gemma4",
+        (2816, 2112, 30, 16, 8, 256, 262144, True),
+        _GEMMA4
+        | {
+            "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "sliding_window": 1024,
+            "enable_moe_block": True,
+            "num_experts": 128,
+            "top_k_experts": 8,
+            "moe_intermediate_size": 704,
+        },
+    ),
     "google/gemma-4-31B-it": (
         "Gemma4",
         (5376, 21504, 60, 32, 16, 256, 262144, True),
-        {
-            "global_head_dim": 512,
+        _GEMMA4
+        | {
             "num_global_key_value_heads": 4,
             "attention_k_eq_v": True,
             "hidden_size_per_layer_input": 0,
             "sliding_window": 1024,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            },
         },
     ),
     "deepseek-ai/DeepSeek-V2-Lite-Chat": (
