@@ -38,6 +38,7 @@ _BASE = "base model: completes text"
 _MXFP4 = "MXFP4: on a CPU held as it is in a byte a weight, on a GPU in bfloat16 or --weights int4"
 
 _LATENT = "latent attention: 576 values a token and layer"
+_BESIDE = "hybrid: every layer attends beside Mamba-2"
 _HYBRID = "hybrid: every fourth layer attends"
 
 # Contexts and sizes: the models' cards; of the language model alone where there is a vision tower.
@@ -143,6 +144,15 @@ ALIASES: dict[str, Alias] = {
         "10 of 72 experts a token: 8.8B read",
     ),
     "nemotron-nano-9b-v2": Alias("nvidia/NVIDIA-Nemotron-Nano-9B-v2", 131072, 8_888_227_328),
+    "falcon-h1-0.5b": Alias("tiiuae/Falcon-H1-0.5B-Instruct", 16384, 521_411_104, _BESIDE),
+    "falcon-h1-1.5b": Alias("tiiuae/Falcon-H1-1.5B-Instruct", 131072, 1_554_789_760, _BESIDE),
+    "falcon-h1-7b": Alias("tiiuae/Falcon-H1-7B-Instruct", 262144, 7_585_513_568, _BESIDE),
+    "bamba-9b": Alias(
+        "ibm-ai-platform/Bamba-9B-v2",
+        4096,
+        9_780_235_392,
+        f"{_BASE}; hybrid: 3 of 32 layers attend",
+    ),
     "olmo-2-7b": Alias("allenai/OLMo-2-1124-7B-Instruct", 4096, 7_298_617_344),
     "gemma-3-270m": Alias("google/gemma-3-270m-it", 32768, 268_098_176, _GATED),
     "gemma-3-1b": Alias("google/gemma-3-1b-it", 32768, 999_885_952, _GATED),

@@ -265,6 +265,31 @@ _SHAPES: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
             "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
         },
     ),
+    "tiiuae/Falcon-H1-0.5B-Instruct": (
+        "FalconH1",
+        (1024, 2048, 36, 8, 2, 64, 32784, False),
+        {"mamba_d_ssm": 1536, "mamba_n_heads": 24, "mamba_d_head": 64, "mamba_d_state": 128},
+    ),
+    "tiiuae/Falcon-H1-1.5B-Instruct": (
+        "FalconH1",
+        (2048, 4608, 24, 8, 2, 128, 65537, False),
+        {"mamba_d_ssm": 3072, "mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 256},
+    ),
+    "tiiuae/Falcon-H1-7B-Instruct": (
+        "FalconH1",
+        (3072, 12288, 44, 12, 2, 128, 130048, False),
+        {"mamba_d_ssm": 3072, "mamba_n_heads": 24, "mamba_d_head": 128, "mamba_d_state": 256},
+    ),
+    "ibm-ai-platform/Bamba-9B-v2": (
+        "Bamba",
+        (4096, 14336, 32, 32, 8, 128, 128256, False),
+        {
+            "attn_layer_indices": [9, 18, 27],
+            "mamba_n_heads": 128,
+            "mamba_d_head": 64,
+            "mamba_d_state": 128,
+        },
+    ),
     "ibm-granite/granite-3.3-8b-instruct": (
         "Granite",
         (4096, 12800, 40, 32, 8, 128, 49159, True),
