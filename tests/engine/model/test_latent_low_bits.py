@@ -1,4 +1,5 @@
-"""Latent attention with weights in few bits: rounded on the way, and checkpoints that come so.
+"""Latent attention with weights in few bits: rounded on the way, and checkpoints that come so,
+also those of hybrids, whose parts are rows of stored tensors too.
 
 Stops: the queries' second product left as floats, a head's rows of kv_b_proj taken with another
 head's scales, bytes that the plan counts otherwise than they are held.
@@ -16,7 +17,7 @@ from engine.model.low_bits import OnTheWay
 from engine.model.tensors import random_stream, targets
 from kernels.quant.linear import QuantisedLinear
 from kernels.quant.matrix import Quantised
-from tests.builders import latent_config, random_ids
+from tests.builders import HYBRIDS, hybrid_config, latent_config, random_ids
 from tests.weights.quantised_files import FORMATS
 
 # rows of 32 and 64: groups of 32 divide them; no layer is a mixture, so no rounding turns a choice
@@ -76,9 +77,37 @@ def test_sparse_steps_over_few_bits_are_sparse(word):
         assert session.stats.sparse_steps == 12
 
 
-def written(folder, name):
+def fields(model):
+    """config.json of a model, but for what its family alone has."""
+    return dict(
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_hidden_layers=model.num_layers,
+        num_attention_heads=model.num_heads,
+        max_position_embeddings=model.max_positions,
+        rms_norm_eps=model.rms_norm_eps,
+        rope_theta=model.rope.theta,
+        torch_dtype="float32",
+    )
+
+
+def latent_fields(model):
+    sizes = model.latent
+    return fields(model) | dict(
+        architectures=["DeepseekV2ForCausalLM"],
+        kv_lora_rank=sizes.rank,
+        q_lora_rank=sizes.query_rank,
+        qk_rope_head_dim=sizes.turned,
+        qk_nope_head_dim=sizes.plain,
+        v_head_dim=sizes.value,
+        first_k_dense_replace=model.num_layers,
+    )
+
+
+def written(folder, name, model, fields):
     """Write a model in a format of FORMATS, and one of the floats that it means; two folders."""
-    model, few, floats = config(), {}, {}
+    few, floats = {}, {}
     settings, pack = FORMATS[name]
     shapes = dict(part for target in targets(model) for part in target.stored)
     generator = torch.Generator().manual_seed(3)
@@ -91,25 +120,6 @@ def written(folder, name):
             few |= {base + suffix: tensor for suffix, tensor in parts.items()}
         else:
             few[key] = weight
-    sizes = model.latent
-    fields = dict(
-        architectures=["DeepseekV2ForCausalLM"],
-        vocab_size=model.vocab_size,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        num_hidden_layers=model.num_layers,
-        num_attention_heads=model.num_heads,
-        kv_lora_rank=sizes.rank,
-        q_lora_rank=sizes.query_rank,
-        qk_rope_head_dim=sizes.turned,
-        qk_nope_head_dim=sizes.plain,
-        v_head_dim=sizes.value,
-        first_k_dense_replace=model.num_layers,
-        max_position_embeddings=model.max_positions,
-        rms_norm_eps=model.rms_norm_eps,
-        rope_theta=model.rope.theta,
-        torch_dtype="float32",
-    )
     for part, tensors, more in (
         ("few", few, {"quantization_config": settings}),
         ("floats", floats, {}),
@@ -126,7 +136,7 @@ def test_a_checkpoint_that_comes_quantised_says_what_its_floats_say(tmp_path, na
     """kv_a_proj_with_mqa and kv_b_proj are read in parts, each row with its scales. The reference
     multiplies what is stored; a CPU holds blocks of FP8 as int8.
     """
-    pair = written(tmp_path, name)
+    pair = written(tmp_path, name, config(), latent_fields(config()))
     for backend, tolerance in (("reference", 2e-5), ("auto", 0.05)):
         given = dict(method=Full(), dtype="float32", backend=backend, **SETTINGS)
         few, floats = (LLM(part, **given) for part in pair)
@@ -134,3 +144,21 @@ def test_a_checkpoint_that_comes_quantised_says_what_its_floats_say(tmp_path, na
         assert isinstance(few.model.layers[0].latent.query, QuantisedLinear)
         wanted = logits(floats)
         assert float((logits(few) - wanted).norm() / wanted.norm()) < tolerance
+
+
+@pytest.mark.parametrize("name", ["deepseek", "w8a8"])
+def test_so_does_one_with_recurrent_layers_and_gates(tmp_path, name):
+    """q_proj holds a head's query and its gate by turns."""
+    model = hybrid_config(4, hidden_size=64)
+    own = dict(head_dim=model.head_dim, num_key_value_heads=model.num_kv_heads)
+    architecture, more = HYBRIDS["qwen3.5"]
+    given = fields(model) | own | more | {"architectures": [architecture]}
+    few, floats = (
+        LLM(part, method=Full(), dtype="float32", backend="reference", **SETTINGS)
+        for part in written(tmp_path, name, model, given)
+    )
+    assert few.config.recurrent_layers == (0, 1, 2)
+    assert few.model.nbytes == few.plan().bytes_of("weights") < floats.model.nbytes
+    assert isinstance(few.model.layers[3].gate, QuantisedLinear)
+    wanted = logits(floats)
+    assert float((logits(few) - wanted).norm() / wanted.norm()) < 2e-5
