@@ -12,8 +12,8 @@ POCKET = Path(weights.__file__).parent / "pocket"
 # what a person who gives it another text must know
 DEMONSTRATION = (
     "the model in the box is a demonstration of 6 million parameters that only knows texts like "
-    "its own: expect nonsense about any other; --model NAME runs a real one (--list-models --fits "
-    "says which fit here)"
+    "its own: expect nonsense about any other; --model NAME runs a real one (python -m engine.chat "
+    "--list-models --fits says which fit here)"
 )
 
 
