@@ -143,8 +143,8 @@ def _run(
             port = links[0].getsockname()[1]
             name = f"[{args.host}]" if ":" in args.host else args.host
             _say(
-                f"{service.settings.alias} is ready: http://{name}:{port}/v1 for programs, "
-                f"context {service.llm.max_context:,} tokens"
+                f"{service.settings.alias} is ready: http://{name}:{port}/v1, for programs; "
+                f"context of {service.llm.max_context:,} tokens"
             )
             _say(f"open http://{name}:{port}/ in a browser to read a document and ask about it")
 
