@@ -63,6 +63,7 @@ def main() -> int:
         shutil.copytree(ROOT / "tests", home / "tests", ignore=unused)
         shutil.copy(ROOT / "pyproject.toml", home)
         (home / "weights").symlink_to(site / "engine" / "weights")  # tests name files in it
+        (home / "docs").symlink_to(ROOT / "docs")  # and pages
         rewritten(home / "tests")
         (home / "sitecustomize.py").write_text(ALONE.format(clone=str(ROOT)), encoding="utf-8")
         files = []

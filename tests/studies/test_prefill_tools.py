@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tools.studies.prefill import quality, table
+from tools.studies.prefill import block_recall, quality, table
 from tools.studies.prefill.speed import integrate
 
 
@@ -79,3 +79,13 @@ def test_wrong_task_is_refused(capsys):
     with pytest.raises(SystemExit):
         quality.main(["--tasks", "nothing"])
     assert "found 'nothing'" in capsys.readouterr().err
+
+
+def test_block_recall_finds_layers_in_the_shipped_model(capsys):
+    """Its calibration has no wait layer, and the study ended in StopIteration."""
+    arguments = ["--length", "900", "--thresholds", "0.9", "--threads", "1"]
+    assert block_recall.main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "layers [1, 3]" in said
+    recalls = [float(line.split("|")[4]) for line in said.splitlines() if "| 0.9 |" in line]
+    assert len(recalls) == 3 and recalls[0] >= 0.9, "the oracle keeps what was wanted"

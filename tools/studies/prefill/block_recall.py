@@ -51,9 +51,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def captured(llm: LLM, ids: Sequence[int]) -> Layers:
     """{layer: (q [1, n, H, D], k [1, Hkv, n, D])} of a prompt, of the layers that
-    dense_layers="block_sparse" would touch.
+    dense_layers="block_sparse" would touch with a wait layer behind each filter: a calibration may
+    leave no other.
     """
-    plan, found = llm.resolve_method(OmniKV())[1], {}
+    plan, found = llm.resolve_method(OmniKV(wait_layers=1))[1], {}
     with llm.session(Full()) as session:
         attend = Runtime.attend_prompt
 
