@@ -52,7 +52,7 @@ class Rows(NamedTuple):
     pairs: int = 0
 
     @property
-    def index(self) -> torch.Tensor:
+    def numbers(self) -> torch.Tensor:
         """Which rows of the stored tensor these are, in the part's order: int64."""
         found = torch.arange(self.groups * self.size).view(self.groups, self.size)
         found = found[:, self.first : self.stop]

@@ -65,8 +65,8 @@ def run_chunk(
             x = pieces[1](layer, x, mixed, config.rms_norm_eps)
             continue
         opens = layer.latent if number in opening else None
-        first_half = pieces[0] if opens is None else partial(pre_attention, absorb=False)
-        q, k, v, q_pre_rope = first_half(layer, x, *turns[number], *config.sizes_of(number))
+        half: Callable = pieces[0] if opens is None else partial(pre_attention, absorb=False)
+        q, k, v, q_pre_rope = half(layer, x, *turns[number], *config.sizes_of(number))
         newest.append(_newest(q_pre_rope, widest, opens))
         del q_pre_rope
         if write:

@@ -155,7 +155,7 @@ class GGUFCheckpoint:
         if place.heads:
             rows = halves(rows, place.heads)
         if some is not None:
-            rows = rows[some.index]
+            rows = rows[some.numbers]
         if stored.kind in FLOATS:
             found = rows.contiguous().view(FLOATS[stored.kind])
             found = found.flatten() if line else found

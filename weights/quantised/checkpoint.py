@@ -132,7 +132,9 @@ class QuantisedCheckpoint:
             for (name, shape), some in zip(target.stored, rows):
                 part, size = self._read(name, shape, wanted, check_finite)
                 if some is not None:
-                    part = part.rows(some.index) if isinstance(part, Stored) else part[some.index]
+                    part = (
+                        part.rows(some.numbers) if isinstance(part, Stored) else part[some.numbers]
+                    )
                 parts.append(part.to(device))
                 done += size
                 if progress:
