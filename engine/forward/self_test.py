@@ -26,7 +26,7 @@ from engine.forward.layer import FusedLayer, LayerForm, TorchLayer, fusable
 from engine.forward.native_backend import require_native
 from engine.forward.native_layer import NativeLayer, natively
 from engine.forward.prompt_layer import FUSED, PLAIN, Pieces
-from engine.forward.recurrent.self_test import delta_nets, recurrence_failure
+from engine.forward.recurrent.self_test import mixers, recurrence_failure
 from engine.model.llama import Llama
 from engine.model.mixture import Mixture
 from engine.model.rope import Rotary
@@ -283,10 +283,10 @@ def _mixture_failure(model: Llama, mixtures: list[Mixture]) -> str:
 
 
 def _check_recurrence(model: Llama, backend: str) -> None:
-    """Run gated delta nets on torch's operators if our own kernels say something else on this
+    """Run recurrent layers on torch's operators if our own kernels say something else on this
     device; warn once. All of a model's layers have one shape.
     """
-    nets = delta_nets(model)
+    nets = mixers(model)
     if not nets or choose_for(backend, model.device) != "triton":
         return
     eps = model.config.rms_norm_eps

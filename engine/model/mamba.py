@@ -8,12 +8,12 @@ dt A, and what C reads of it is gated by z and normed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 
-from engine.model.recurrent import Mixed, Recurrent, Ssd
+from engine.model.recurrent import Mixed, Recurrent, Ssd, unrefused
 from kernels.recurrent.delta import Tail
 from kernels.recurrent.ssd import ssd_chunk, ssd_step
 
@@ -34,6 +34,8 @@ class Mamba2:
     skip: torch.Tensor  # float32 [H], D
     norm: torch.Tensor | None  # [H * dh]
     scales: torch.Tensor | None = None  # [C + H * dh]: factors of x, B, C, and z
+    # a self-test refused the Triton kernels of this recurrence
+    refused: bool = field(default=False, init=False)
 
     @classmethod
     def of(cls, sizes: Recurrent, ssd: Ssd, held: dict[str, torch.Tensor]) -> Mamba2:
@@ -54,6 +56,12 @@ class Mamba2:
         found = [self.conv, self.rates, self.decay, self.bias, self.skip]
         more = self.conv_bias, self.norm, self.scales
         return found + [tensor for tensor in more if tensor is not None]
+
+    def refuse(self) -> None:
+        self.refused = True
+
+    def backend(self, asked: str) -> str:
+        return unrefused(asked, self.conv.device, self.refused)
 
     def mixed(self, x: torch.Tensor, projected: torch.Tensor) -> Mixed:
         sizes, steps = self.sizes, F.linear(x, self.rates).float()
@@ -82,13 +90,13 @@ class Mamba2:
         backend: str,
     ) -> torch.Tensor:
         tokens = *self.heads(convolved), mixed.g, mixed.beta, self.skip
-        return ssd_step(*tokens, state, tail, base, positions, backend)
+        return ssd_step(*tokens, state, tail, base, positions, self.backend(backend))
 
     def chunk(
         self, convolved: torch.Tensor, mixed: Mixed, state: torch.Tensor, keep: int, backend: str
     ) -> tuple[torch.Tensor, torch.Tensor, Tail]:
         tokens = *self.heads(convolved), mixed.g, mixed.beta, self.skip
-        return ssd_chunk(*tokens, state, keep, backend)
+        return ssd_chunk(*tokens, state, keep, self.backend(backend))
 
     def gated(self, out: torch.Tensor, z: torch.Tensor, eps: float, backend: str) -> torch.Tensor:
         """Gate out and norm the heads of each group together, in the order that Ssd.gate says."""

@@ -106,6 +106,14 @@ class Mixer(Protocol):
         """All of them."""
         ...
 
+    def refuse(self) -> None:
+        """Run on torch's operators where Triton's kernels would run."""
+        ...
+
+    def backend(self, asked: str) -> str:
+        """Return the backend of this layer's launchers where a model's is `asked`."""
+        ...
+
     def mixed(self, x: torch.Tensor, projected: torch.Tensor) -> Mixed:
         """Split the product `projected` [B, S, C + Hv * dv] of the normed x [B, S, hidden], and
         compute rates and decays.
@@ -138,6 +146,13 @@ class Mixer(Protocol):
         ...
 
 
+def unrefused(asked: str, device: torch.device, refused: bool) -> str:
+    """Return the backend of a recurrent layer's launchers where a model's is `asked`: torch's
+    operators in place of Triton's kernels that a self-test has refused.
+    """
+    return "cpu" if refused and choose_for(asked, device) == "triton" else asked
+
+
 @dataclass
 class DeltaNet:
     """The small weights of one recurrent layer; its two matrices are Layer.qkv and Layer.o."""
@@ -162,13 +177,10 @@ class DeltaNet:
         return NetWeights(self.conv, self.decay, self.bias, self.norm)
 
     def refuse(self) -> None:
-        """Run on torch's operators where Triton's kernels would run."""
         self.refused = True
 
     def backend(self, asked: str) -> str:
-        """Return the backend of this layer's launchers where a model's is `asked`."""
-        triton = choose_for(asked, self.conv.device) == "triton"
-        return "cpu" if self.refused and triton else asked
+        return unrefused(asked, self.conv.device, self.refused)
 
     def mixed(self, x: torch.Tensor, projected: torch.Tensor) -> Mixed:
         sizes = self.sizes

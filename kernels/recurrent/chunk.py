@@ -90,7 +90,7 @@ def _segment(
     solved, asked = out.new_empty(2, batch, heads * group, chunks, chunk, chunk)
     factors = out.new_empty(batch, heads * group, chunks, 4, chunk)
     sizes = whole, count, wholes, heads, group, *k.stride()[:2], *q.stride()[:2]
-    shape = dict(dk=dk, CHUNK=chunk, PRECISION=_precision(), num_stages=1)
+    shape = dict(dk=dk, CHUNK=chunk, PRECISION=precision(), num_stages=1)
     solve_kernel[(chunks, heads * group, batch)](
         q, k, g, beta, solved, asked, factors, keys, *sizes, keep, eps, dk,
         **shape, PART=PART, PIECE=PIECE, num_warps=8,
@@ -113,7 +113,7 @@ def chunk_for(device: torch.device) -> int:
     return CHUNK // 2 if found is not None and found.capability[0] == 12 else CHUNK
 
 
-def _precision() -> str:
+def precision() -> str:
     """How float32 is multiplied: AMD's compiler has no three-fold form."""
     return "ieee" if torch.version.hip is not None else "tf32x3"
 

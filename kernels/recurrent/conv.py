@@ -18,6 +18,7 @@ from kernels.launch.dispatch import choose
 from kernels.native.kinds import FLOATS
 from kernels.native.library import Case
 from kernels.recurrent import native
+from kernels.recurrent.gpu.conv import convolve
 
 
 def conv_step(
@@ -58,6 +59,8 @@ def conv_chunk(
     chosen = choose(backend, x, lambda: native.takes_conv(x, before, weight))
     if chosen == "native":
         return native.conv_chunk(x, before, weight, bias)
+    if chosen == "triton":
+        return convolve(x, before, weight, bias)
     wide = torch.cat((before, x), 1)
     if chosen == "reference":
         return conv_ref(wide, weight, bias)

@@ -26,6 +26,7 @@ from kernels.launch.dispatch import choose
 from kernels.native.library import Case
 from kernels.recurrent import native_ssd
 from kernels.recurrent.delta import CHUNK, SEGMENT, Tail, folded_ref
+from kernels.recurrent.gpu import ssd_chunk as gpu
 
 # ---------------------------------------------------------------- a step
 
@@ -169,6 +170,11 @@ def ssd_chunk(
     if chosen == "native":
         out, after, *rows = native_ssd.ssd_chunk((c, b, x, g, dt, skip), state, keep)
         return out, after, Tail(*rows)
+    if chosen == "triton" and state.shape[2] <= gpu.MOST_DIM:
+        out, after = gpu.ssd_chunk_triton(*given)
+        kept = slice(c.shape[1] - keep, None)
+        added = dt[:, kept, :, None] * x[:, kept].float()
+        return out, after, _rows(b[:, kept].float(), added, g[:, kept], 0)
     return ssd_chunk_torch(*given)
 
 

@@ -35,6 +35,7 @@ def cases(target):
             Case(name, head_dim=d, group=g, softmax=particular.get((d, g), ""))
             for name in ("dense", "scored", "sparse")
             for d, g in ((64, 4), (64, 8), (128, 1), (128, 4), (128, 8))
+            if name != "scored" or g == 8
         ]
         prefill = [Case("columns"), Case("gathered"), Case("blocks")]
         step = [Case("product"), Case("few_bits", queries=3), Case("norm"), Case("rotate")]
@@ -56,7 +57,7 @@ def cases(target):
         "sm_87": [Case("sparse", group=4)],
         "sm_110": [Case("blocks")],
         "sm_120": [Case("gathered"), Case("few_bits", packed="int8")],
-        "sm_121": [Case("parts")],
+        "sm_121": [Case("parts"), Case("ssd")],
     }
     return [*(least if target in LARGE else ()), *others[target]]
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from engine import Full
 from engine.bank.recurrent.state import RecurrentState
-from engine.forward.recurrent.self_test import delta_nets, recurrence_failure
+from engine.forward.recurrent.self_test import mixers, recurrence_failure
 from engine.model.llama import pre_recurrence, rms_norm
 from kernels.launch.shapes import Card, imagined
 from kernels.recurrent import step
@@ -170,8 +170,8 @@ def test_a_layer_is_the_references(llm):
 def test_the_self_test_finds_a_kernel_that_lies(llm, monkeypatch):
     """Torch's operators run then: a lie in the kernel is in no answer."""
     model = llm.load().model
-    net, eps = delta_nets(model)[0], model.config.rms_norm_eps
-    assert len(delta_nets(model)) == 3
+    net, eps = mixers(model)[0], model.config.rms_norm_eps
+    assert len(mixers(model)) == 3
     with torch.inference_mode():
         assert recurrence_failure(net, eps) == ""
         real = step.net_step_triton

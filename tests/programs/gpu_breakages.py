@@ -23,6 +23,7 @@ TIMES = "tests/tools/test_gpu_times.py"
 PACKED = "tests/kernels/test_rows_int8.py"
 SELF = "tests/engine/forward/test_self_test.py"
 COMPILED = "tests/aot/test_ahead.py"
+SSD = "tests/kernels/test_ssd.py"
 
 FINDINGS = (
     Breakage(
@@ -595,7 +596,38 @@ AHEAD_OF_LAUNCH = (
     ),
 )
 
-TABLE = FINDINGS + STEP + SECOND + MIXTURES + AHEAD_OF_LAUNCH
+RECURRENT = (
+    Breakage(
+        "decays are summed in one part, and small ones are lost beside large ones",
+        "kernels/recurrent/gpu/ssd_chunk.py",
+        r"    coarse = tl\.floor\(g \* 1024\.0 \+ 0\.5\) \* 0\.0009765625\n",
+        "    coarse = g\n",
+        (f"{SSD}::test_a_prompt",),
+    ),
+    Breakage(
+        "a prompt's last chunk ends at its last token, kept or not",
+        "kernels/recurrent/gpu/ssd_chunk.py",
+        r"tl\.where\(chunk < wholes, whole, count\)",
+        "count",
+        (f"{SSD}::test_prompts_of_every_residue",),
+    ),
+    Breakage(
+        "a prompt's convolution sees zeros before its chunk",
+        "kernels/recurrent/gpu/conv.py",
+        r"tl\.where\(place >= 0, new, old\)",
+        "new",
+        (f"{SSD}::test_a_prompts_convolution",),
+    ),
+    Breakage(
+        "Mamba-2's kernels are not tested before the first answer",
+        "engine/forward/recurrent/self_test.py",
+        r"if layer\.mixer is not None\]",
+        "if isinstance(layer.mixer, DeltaNet)]",
+        (f"{SSD}::test_the_self_test_finds_a_kernel_that_lies",),
+    ),
+)
+
+TABLE = FINDINGS + STEP + SECOND + MIXTURES + AHEAD_OF_LAUNCH + RECURRENT
 
 if __name__ == "__main__":
     sys.exit(main(table=TABLE))

@@ -23,7 +23,9 @@ from kernels.prefill.tiled import attend_tiles
 from kernels.quant.gemm import multiply_tiles
 from kernels.quant.gemv import multiply_few_bits
 from kernels.quant.words import Words, row_words
+from kernels.recurrent.conv import conv_chunk
 from kernels.recurrent.delta import Tail, gated_delta_chunk
+from kernels.recurrent.ssd import ssd_chunk
 from kernels.recurrent.step import Held, NetWeights, net_step
 from kernels.rows.forms import DTYPES, row_widths
 from kernels.select.column_scores import column_scores
@@ -180,6 +182,8 @@ def call_step(case: Case) -> None:
             mix_experts(own, router, *given, **scaled)
     elif case.launcher == "net":
         call_net(case)
+    elif case.launcher == "ssd":
+        call_ssd(case)
     elif case.launcher == "tiles":
         chunk = meta(512 if queries == 1 else queries, hidden, dtype=dtype)
         multiply_tiles(chunk, words(case.packed or "int4", hidden, hidden))
@@ -212,11 +216,26 @@ def call_net(case: Case) -> None:
     rates, one = meta(1, queries, 2 * heads, dtype=dtype), meta(1, dtype=torch.int64)
     positions = meta(1, queries, dtype=torch.int64)
     net_step(row, rates, weights, held, one, positions, 1e-6, "triton")
-    convolved = meta(1, 1024, channels, dtype=dtype)
+    mixed = meta(1, 1024, channels + heads * dim, dtype=dtype)[..., :channels]
+    convolved = conv_chunk(mixed, meta(1, 3, channels, dtype=dtype), weights.conv, "triton")
     q, k, v = convolved.split([keys * dim, keys * dim, heads * dim], -1)
     g = meta(1, 1024, heads, dtype=floats)
     q, k, v = (t.unflatten(-1, (-1, dim)) for t in (q, k, v))
     gated_delta_chunk(q, k, v, g, g, state, 8, "triton")
+
+
+def call_ssd(case: Case) -> None:
+    """Run the prompt of a Mamba-2 layer at the sizes of Nemotron-H: heads of 64, 8 groups."""
+    dtype, floats, dim, groups = getattr(torch, case.dtype), torch.float32, case.head_dim, 8
+    heads, tokens = groups * case.group, 1024
+    channels = heads * 64 + 2 * groups * dim
+    mixed = meta(1, tokens, channels + heads * 64, dtype=dtype)[..., :channels]
+    given = mixed, meta(1, 3, channels, dtype=dtype), meta(channels, 4, dtype=dtype), "triton"
+    convolved = conv_chunk(*given, meta(channels, dtype=dtype))
+    x, b, c = convolved.split([heads * 64, groups * dim, groups * dim], -1)
+    x, b, c = (t.unflatten(-1, (-1, d)) for t, d in ((x, 64), (b, dim), (c, dim)))
+    g, state = meta(1, tokens, heads, dtype=floats), meta(1, heads, dim, 64, dtype=floats)
+    ssd_chunk(c, b, x, g, g, meta(heads, dtype=floats), state, 8, "triton")
 
 
 def call_host(launcher: str) -> None:

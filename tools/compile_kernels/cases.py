@@ -12,7 +12,7 @@ PREFILL_LAUNCHERS = ("columns", "gathered", "blocks", "capped", "parts")
 # those that know a cap on logits, or sinks
 SOFTMAX_LAUNCHERS = ("dense", "scored", "sparse", "window", "gathered", "capped")
 HOST_LAUNCHERS = ("slots", "fetch", "home", "store")
-STEP_LAUNCHERS = ("product", "norm", "rotate", "few_bits", "tiles", "experts", "net")
+STEP_LAUNCHERS = ("product", "norm", "rotate", "few_bits", "tiles", "experts", "net", "ssd")
 FLOATS = ("bfloat16", "float16", "float32")
 ROW_FORMS = ("int8", "int4", "fp8")  # of a bank
 MOST_QUERIES = 8  # tokens of a step that exact mode checks
@@ -24,8 +24,10 @@ class Case:
 
     launcher: dense, scored (dense with scores), apart (dense and sparse with merges of their own),
     sparse, topk, window, or one of PREFILL_LAUNCHERS, HOST_LAUNCHERS and STEP_LAUNCHERS; net is a
-    gated delta net's step and prompt. group: query heads per K/V head, of which there are 8; for
-    net value heads per key head, of which there are 16, and head_dim is both's. queries: of a step;
+    gated delta net's step and prompt, ssd a Mamba-2 layer's. group: query heads per K/V head, of
+    which there are 8; for net value heads per key head, of which there are 16, and head_dim is
+    both's; for ssd heads per group, of which there are 8, and head_dim is the state's. queries: of
+    a step;
     for tiles the rows of a prompt's chunk, 512 by default. packed: what the bank's rows are held
     in, one of ROW_FORMS; of few_bits and tiles the weights' kind, "int8", "int4" (the default, in
     groups of 32) or "int4:N" for groups of N; of experts their weights', which else are floats.
@@ -163,7 +165,8 @@ def _steps() -> list[Case]:
         Case("few_bits", queries=8, packed="int8"),
         *(Case("tiles", queries=32, packed=kind) for kind in ("int4", "int8")),
         *(Case("experts", packed=form) for form in ("int8", "int4")),
-        *(Case("net", dtype) for dtype in ("float16", "float32")),
+        *(Case(name, dtype) for name in ("net", "ssd") for dtype in ("float16", "float32")),
+        Case("ssd", head_dim=256),
     ]
 
 

@@ -94,7 +94,7 @@ class RecurrentState:
         written; `commit` takes them.
         """
         held = self.of(layer)
-        weights = net.conv, backend, net.conv_bias
+        weights = net.conv, net.backend(backend), net.conv_bias
         convolved = conv_step(mixed.qkv, held.inputs, positions, *weights)
         where = held.state, held.tail, self._base, positions
         return net.step(convolved, mixed, *where, backend)
@@ -124,7 +124,8 @@ class RecurrentState:
         assert self.base <= start <= self.length, (self.base, start, self.length)
         held, size, taps = self.of(layer), mixed.qkv.shape[1], self.sizes.taps
         before = self._inputs_before(held.inputs, start)
-        convolved = conv_chunk(mixed.qkv, before, net.conv, backend, net.conv_bias)
+        weights = net.conv, net.backend(backend), net.conv_bias
+        convolved = conv_chunk(mixed.qkv, before, *weights)
         state = folded(held.state, held.tail, self.base, start - self.base, backend)
         stop = start + size
         base = max(self.base, stop - KEPT)

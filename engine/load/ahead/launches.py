@@ -24,7 +24,7 @@ from engine.forward.graphs import FIRST_BUCKET
 from engine.forward.layer import FusedLayer, LayerForm, TorchLayer, fusable
 from engine.forward.prefill import run_chunk
 from engine.forward.prompt_layer import Pieces, prompt_pieces
-from engine.forward.recurrent.self_test import delta_nets, launch_recurrence
+from engine.forward.recurrent.self_test import launch_recurrence, mixers
 from engine.forward.self_test import launch_tested
 from engine.load.ahead.recording import Launch, recorded, specialise
 from engine.methods.base import Method, Runtime, Setup
@@ -85,7 +85,7 @@ def _run(answer: FirstAnswer) -> None:
     pieces = prompt_pieces(halves)
     if ours:
         launch_tested(model, rotary)
-    for net in delta_nets(model)[:1]:
+    for net in mixers(model)[:1]:
         launch_recurrence(net, config.rms_norm_eps)
     full = Full()
     for method, layers in ((answer.method, answer.layers), (full, full.plan(config))):
