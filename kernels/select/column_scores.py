@@ -210,11 +210,13 @@ def column_config(
     200 bytes. Tiles are smaller in float32, where products take registers, and of packed rows, of
     which 128 spill on sm_89 and sm_100, and 64 of 6 bits on sm_89. At group 4 a product of 2.1
     MFLOP reads 24 KB. rows: the dtype of K where it is packed; found: the card, if there is one, of
-    which those of capability 12 spill 8 bytes of 128 rows.
+    which those of capability 12 spill 8 bytes of 128 rows. Wider heads than 256 have smaller tiles,
+    for 64 KB of shared memory: 64 rows of 512 would take 128, which sm_89 has not.
     """
     dim = max(16, power_of_two(head_dim))
     if itemsize == 4 or dim > 128:
         side = 32 if itemsize == 4 and dim > 64 else 64
+        side = max(16, side * 256 // dim) if dim > 256 else side
         # heads of 256 under 4 warps and a cap: 80 bytes of spills on sm_100
         warps = 4 if itemsize == 4 else 8
         return Config(side, side, dim, warps=warps, stages=2, queries=side)

@@ -25,6 +25,8 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
         (140, 300, dict(group=4, head_dim=16, dtype=BF16, batch=1)),
         (60, 90, dict(blocks=[(0, 20, 40), (20, 41, 90), (41, 60, 1)], stride=4)),
         (300, 140, dict(blocks=[(0, 256, 140), (256, 300, 100)], stride=16, dtype=BF16)),
+        (33, 65, dict(group=8, kv_heads=1, head_dim=512, dtype=BF16, batch=1)),
+        (17, 33, dict(group=2, kv_heads=1, head_dim=576, batch=1)),
         (9, 200, dict(sharpness=6.0)),
         (9, 70, dict(sharpness=0.0, dtype=F16)),
     ],

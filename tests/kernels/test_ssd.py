@@ -13,67 +13,25 @@ from engine.bank.recurrent.state import RecurrentState
 from engine.forward.recurrent.self_test import mixers, recurrence_failure
 from engine.model.llama import pre_recurrence
 from kernels.launch.shapes import Card, imagined
-from kernels.recurrent.conv import conv_chunk
 from kernels.recurrent.gpu import ssd_chunk as gpu
-from kernels.recurrent.ssd import ssd_chunk
 from tests.builders import hybrid_config, tiny_llm
-from tests.kernels.support.kernel_checks import assert_close
-from tests.kernels_cpu.test_ssd import inputs, loop
+from tests.kernels.support.ssd_checks import HOSTILE, check_convolution, check_ssd_chunk
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-HOSTILE = ("plain", "kept", "forgotten", "mixed", "long decay", "zero keys")
-
-
-def tokens(count, shape, dtype, kind, batch):
-    """(c, b, x, g, dt, skip, state): x, b and c are parts of one row, as a convolution leaves
-    them; kind: of HOSTILE.
-    """
-    groups, each, ds, dh = shape
-    c, b, x, g, dt, skip, state = inputs(count, shape, batch)
-    if kind == "kept":
-        g.mul_(1e-6)
-    elif kind == "forgotten":
-        g.sub_(30)
-    elif kind == "mixed":  # sums of -60,000 in a chunk: a difference of float32 is off by 0.004
-        g[:, ::3] *= 1e-5
-        g[:, 1::3] -= 2000
-    elif kind == "long decay":
-        g.mul_(0.02)
-    elif kind == "zero keys":
-        b[:, ::2] = 0
-    rows = torch.cat([t.flatten(2) for t in (x, b, c)], 2).to(dtype)
-    parts = rows.split([groups * each * dh, groups * ds, groups * ds], 2)
-    x, b, c = (part.unflatten(2, (-1, d)) for part, d in zip(parts, (dh, ds, ds)))
-    return c, b, x, g, dt, skip, state
-
-
-def check_chunk(shape, dtype, kind, count, keep, batch=1):
-    """Compare a prompt with the oracle and with plain torch, and what is kept."""
-    given = tokens(count, shape, dtype, kind, batch)
-    before = given[-1].clone()
-    exact, added, states = loop(*given)
-    found, plain = (ssd_chunk(*given, keep, backend) for backend in ("triton", "cpu"))
-    what = f"{kind} {shape} {dtype} {count} tokens, {keep} kept"
-    assert torch.equal(given[-1], before), what
-    for oracle, mine, theirs in zip((exact, states[count - keep]), found[:2], plain[:2]):
-        assert_close(mine, oracle, theirs, torch.float32, what)
-    assert [part.shape[2] for part in found[2]] == [keep] * 3
-    for mine, theirs in zip(found[2], plain[2], strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_a_prompt(kind, dtype):
-    check_chunk((1, 2, 64, 32), dtype, kind, 131, 5)
+    check_ssd_chunk("cpu", (1, 2, 64, 32), dtype, kind, 131, 5)
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 61, 63, 64, 65, 127, 128, 129, 195, 333])
 def test_prompts_of_every_residue(count):
     for keep in (0, min(count, 8)):
-        check_chunk((1, 1, 16, 16), F32, "plain", count, keep)
+        check_ssd_chunk("cpu", (1, 1, 16, 16), F32, "plain", count, keep)
 
 
 @pytest.mark.parametrize(
@@ -87,40 +45,28 @@ def test_prompts_of_every_residue(count):
     ],
 )
 def test_prompts_of_other_shapes(shape, dtype):
-    check_chunk(shape, dtype, "plain", 70, 8, batch=2)
+    check_ssd_chunk("cpu", shape, dtype, "plain", 70, 8, batch=2)
 
 
 def test_shorter_chunks_of_cards_with_fewer_registers_to_spare():
     with imagined(Card((12, 0))):
         for count, keep in ((1, 0), (31, 8), (32, 0), (33, 33), (97, 8)):
-            check_chunk((1, 2, 128, 16), BF16, "mixed", count, keep)
+            check_ssd_chunk("cpu", (1, 2, 128, 16), BF16, "mixed", count, keep)
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("channels, taps", [(40, 4), (130, 4), (128, 2), (7, 1)])
 def test_a_prompts_convolution(channels, taps, biased, dtype):
-    """Tokens are parts of longer rows, and a sequence's first ones see the inputs before."""
-    for count in (2, 3, 31, 32, 33, 67):
-        draw = torch.Generator().manual_seed(count)
-        rows = torch.randn(2, count, channels + 24, generator=draw).to(dtype)
-        before = torch.randn(2, taps - 1, channels, generator=draw).to(dtype)
-        weight = torch.randn(channels, taps, generator=draw).to(dtype)
-        bias = torch.randn(channels, generator=draw).to(dtype) if biased else None
-        x = rows[..., :channels]
-        found, plain = (conv_chunk(x, before, weight, way, bias) for way in ("triton", "reference"))
-        wide = torch.cat((before, x), 1).double()
-        exact = sum(wide[:, i : i + count] * weight[:, i].double() for i in range(taps))
-        exact = exact if bias is None else exact + bias.double()
-        assert found.dtype == dtype and found.is_contiguous()
-        assert_close(found, exact * exact.sigmoid(), plain, dtype, f"{count} tokens")
+    for count in (1, 2, 3, 31, 32, 33, 67):
+        check_convolution("cpu", channels, taps, biased, dtype, count)
 
 
 def test_a_prompt_longer_than_a_segment(monkeypatch):
     """S goes from one pair of launches to the next."""
     monkeypatch.setattr("kernels.recurrent.gpu.ssd_chunk.SEGMENT", 1)
     for count, keep in ((64, 0), (72, 8), (129, 1), (200, 66)):
-        check_chunk((1, 2, 16, 16), F32, "plain", count, keep)
+        check_ssd_chunk("cpu", (1, 2, 16, 16), F32, "plain", count, keep)
 
 
 FAMILIES = ("granite", "nemotron", "falcon", "bamba")
@@ -145,7 +91,7 @@ def through(model, backend):
         else:
             positions = torch.arange(first, at)[None]
             out = state.step(0, layer.mixer, mixed, positions, backend)
-        found.append(layer.mixer.gated(out, mixed.z, eps))
+        found.append(layer.mixer.gated(out, mixed.z, eps, backend))
         state.commit(at)
     return torch.cat(found, 1)
 

@@ -605,10 +605,10 @@ RECURRENT = (
         (f"{SSD}::test_a_prompt",),
     ),
     Breakage(
-        "a prompt's last chunk ends at its last token, kept or not",
+        "S has taken the tokens that are to stay apart from it",
         "kernels/recurrent/gpu/ssd_chunk.py",
-        r"tl\.where\(chunk < wholes, whole, count\)",
-        "count",
+        r"if chunk \+ 1 == wholes:",
+        "if chunk + 1 == chunks:",
         (f"{SSD}::test_prompts_of_every_residue",),
     ),
     Breakage(

@@ -29,7 +29,7 @@ from engine.forward.decode import Decoder
 from engine.model.tensors import random_stream
 from engine.sampling.params import SamplingParams
 from engine.sampling.sampler import Sampler
-from tests.builders import VOCAB, session_config, tiny_llm
+from tests.builders import VOCAB, hybrid_config, session_config, tiny_llm
 from tests.fake_gpu import READS
 
 # Llama-3-8B's layers, the bucket of 128K tokens, filters of the published setting
@@ -75,6 +75,17 @@ MIXTURES = {
     "gpt-oss-20b": dict(layers=24, intermediate_size=32, **_SMALL, **_GPT_OSS),
     "qwen3-30b-a3b": dict(layers=48, **_SMALL, **_QWEN3_MOE),
     "gemma-4-26b-a4b": dict(layers=30, **_SMALL, **_GEMMA4),
+}
+# as many layers as Qwen3.5-0.8B, of which every fourth attends, and as Granite 4 Small, of which 4
+# of 40 do
+RECURRENT = {
+    "qwen3.5": hybrid_config(24, max_positions=131072),
+    "granite 4": hybrid_config(
+        40,
+        "granite",
+        max_positions=131072,
+        layer_types=["attention" if i % 10 == 5 else "mamba" for i in range(40)],
+    ),
 }
 # before: 2 fused kernels and 1 product; after: 3 fused and 3 products, two of them with split-K
 BEFORE, AFTER = 3, 8
@@ -188,6 +199,16 @@ def mixture_launches(name, chosen="device", weights="auto") -> Launches:
     return record
 
 
+def recurrent_launches(name) -> Launches:
+    """The launches and the waits of one decode step of one of RECURRENT; both halves of a layer are
+    torch's operators, uncompiled.
+    """
+    record = Launches()
+    with record.kernels_counted():
+        _step(_model(RECURRENT[name], Full(), "device", "plain", "auto"), record, plain=False)
+    return record
+
+
 def _model(config, method, offload, step, weights) -> LLM:
     llm = LLM.from_stream(
         config,
@@ -260,6 +281,10 @@ def main() -> None:
             parts = ", ".join(f"{k} {n}" for k, n in record.by.most_common(12))
             waits = record.reads.total()
             print(f"{name}, chosen on the {chosen}: {record.by.total()}, {waits} waits  {parts}")
+    for name in RECURRENT:
+        record = recurrent_launches(name)
+        parts = ", ".join(f"{k} {n}" for k, n in record.by.most_common(12))
+        print(f"{name}: {record.by.total()}, {record.reads.total()} waits  {parts}")
     for ahead in (False, True):
         found = token_launches(ahead)
         parts = ", ".join(f"{k} {n}" for k, n in found.most_common())

@@ -149,6 +149,13 @@ def _others() -> list[Case]:
             for name in ("dense", "scored", "sparse")
             for d, g in ((576, 16), (320, 16), (288, 10))
         ),
+        # the heads of Gemma 4 that see everything, and what chooses among rows as wide as these
+        *(Case(name, "bfloat16", 512, 8) for name in ("dense", "scored", "sparse", "rotate")),
+        *(
+            Case(name, "bfloat16", d, g)
+            for name in ("window", "gathered", "columns")
+            for d, g in ((512, 8), (576, 16))
+        ),
     ]
 
 

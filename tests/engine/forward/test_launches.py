@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from tests.programs.launches import STEPS, launches, token_launches
+from tests.programs.launches import STEPS, launches, recurrent_launches, token_launches
 
 
 @pytest.fixture(scope="module")
@@ -58,3 +58,18 @@ def test_a_token_that_nobody_waits_for_costs_three_launches():
     """Choose, copy, count up; where the host reads it first, it is eight."""
     assert token_launches(ahead=True) == {"max": 1, "copy_": 1, "fill_": 1}
     assert token_launches(ahead=False).total() <= 8
+
+
+def test_a_delta_net_is_one_launch_between_its_products():
+    """The 18 of Qwen3.5's shape, beside 6 layers that attend; torch's operators are uncompiled."""
+    record = recurrent_launches("qwen3.5")
+    assert record.by["net_step_kernel"] == 18 and record.by["dense_kernel"] == 6
+    assert record.by.total() <= 969 and not record.reads
+    assert not {"softplus", "bmm", "index_put_"} & record.by.keys()
+
+
+def test_mamba_2_launches_no_more_than_it_did():
+    """36 layers, whose steps are torch's operators but for the convolution."""
+    record = recurrent_launches("granite 4")
+    assert record.by["conv_kernel"] == 36 and record.by["dense_kernel"] == 4
+    assert record.by.total() <= 3543 and not record.reads
