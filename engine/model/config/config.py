@@ -480,7 +480,7 @@ def _whole(fields: Fields, heads: int, seeing: tuple[int, int]) -> tuple[int, in
 def _intermediate(fields: Fields, key: str, layers: int) -> int:
     """Return the width of an MLP, which may be given for each layer if all are alike."""
     found = fields.data.get(key)
-    if isinstance(found, list) and found:
+    if isinstance(found, list) and len(found) > 1:
         if len(found) != layers or any(width != found[0] for width in found):
             fields.unsupported(key, found, f"one width, or {layers} that are alike")
         fields = Fields({key: found[0]}, fields.source, fields.prefix)

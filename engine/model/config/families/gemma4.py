@@ -49,13 +49,12 @@ def _facts(fields: Fields, sizes: Sizes) -> Facts:
         wide_readers=fields.flag("use_double_wide_mlp", default=False),
     )
     size, mixed = family.window(fields) or 512, fields.flag("enable_moe_block", default=False)
+    near = family.sliding_rope(fields, sizes, "rope_theta", 1e4)
     return Facts(
         block,
         attention_bias=fields.flag("attention_bias", default=False),
         windows=tuple(0 if kind == FULL else size for kind in types),
-        layer_ropes=family.layer_ropes(
-            types, family.sliding_rope(fields, sizes, "rope_theta", 1e4), sizes.rope
-        ),
+        layer_ropes=family.layer_ropes(types, near, sizes.rope),
         experts=_experts(fields) if mixed else None,
         seeing_heads=family.heads_of_type(fields, types, FULL, 512, same),
         row_layers=family.shared_rows(fields, types),
@@ -65,11 +64,8 @@ def _facts(fields: Fields, sizes: Sizes) -> Facts:
 def _experts(fields: Fields) -> Experts:
     count = fields.integer("num_experts", 1, 4096)
     chosen = fields.integer("top_k_experts", 1, count)
-    width = fields.integer("moe_intermediate_size", 1, WIDEST)
-    gelu = Activation("gelu_tanh")
-    return Experts(
-        count, chosen, width, normalise=True, activation=gelu, stored="rows", beside=True
-    )
+    width, gelu = fields.integer("moe_intermediate_size", 1, WIDEST), Activation("gelu_tanh")
+    return Experts(count, chosen, width, True, activation=gelu, stored="rows", beside=True)
 
 
 FAMILY = Family(

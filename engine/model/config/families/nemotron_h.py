@@ -13,53 +13,21 @@ from dataclasses import replace
 
 from engine.model.config.block import Block, Facts
 from engine.model.config.families.deepseek_fields import WIDEST, experts, factor, groups
-from engine.model.config.families.mamba_fields import OLDER, Keys, mamba
-from engine.model.config.family import FULL, RECURRENT, Family, Sizes
+from engine.model.config.families.mamba_fields import Keys, mamba
+from engine.model.config.families.nemotron_layers import LIST, MLP, MOE, pairs
+from engine.model.config.family import Family, Sizes
 from engine.model.config.fields import Fields
 from engine.model.config.names import Names
 from engine.model.mixture import Experts
 from kernels.experts.open import Activation
 from kernels.experts.route import Routing
 
-MOST_LAYERS, MLP, MOE = 4096, "mlp", "moe"
-LETTERS = {"M": RECURRENT, "*": FULL, "-": MLP, "E": MOE}
-PATTERN, LIST = "hybrid_override_pattern", "layers_block_type"
 KEYS = Keys("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
 KEYS = KEYS._replace(conv_bias="use_conv_bias", biases=("use_bias", "mamba_proj_bias"))
 NAMES = Names("backbone.", "embeddings", "norm_f", "mixer.", "mixer.", "mixer.", "mixer.")
 NAMES = replace(NAMES, before="norm", after="norm", gate_up=("up_proj",))
 NAMES = replace(NAMES, correction="gate.e_score_correction_bias", shared="mixer.shared_experts.")
 NAMES = replace(NAMES, expert=("up_proj", "down_proj"))
-
-
-def _stored(fields: Fields) -> tuple[str, list[str]]:
-    """Return the field that names each stored layer, and these names."""
-    key = LIST if fields.data.get(LIST) is not None else PATTERN
-    found = fields.data.get(key)
-    if not isinstance(found, list if key == LIST else str) or not 0 < len(found) <= MOST_LAYERS:
-        fields.refuse(key, found, "what each layer is")
-    count = fields.integer("num_hidden_layers", 1, MOST_LAYERS, default=len(found))
-    if count != len(found):
-        fields.refuse(key, f"{len(found)} layers", f"num_hidden_layers {count}")
-    names = OLDER if key == LIST else LETTERS
-    return key, [names.get(name, name) if isinstance(name, str) else name for name in found]
-
-
-def _pairs(fields: Fields) -> tuple[tuple[str, ...], tuple[tuple[int, int], ...], list[str]]:
-    """Return the types of layers, the stored numbers of their halves, and what each second is."""
-    (key, stored), types, halves, seconds = _stored(fields), [], [], []
-    for number, kind in enumerate(stored):
-        if kind in (RECURRENT, FULL):
-            types.append(kind)
-            halves.append((number, -1))
-            seconds.append("")
-        elif kind not in (MLP, MOE):
-            fields.unsupported(key, kind, f"{RECURRENT}, {FULL}, {MLP} or {MOE}")
-        elif not seconds or seconds[-1]:
-            fields.unsupported(key, f"{kind} in layer {number}", "one after another kind of layer")
-        else:
-            halves[-1], seconds[-1] = (halves[-1][0], number), kind
-    return tuple(types), tuple(halves), seconds
 
 
 def _experts(fields: Fields, sizes: Sizes, seconds: list[str]) -> Experts | None:
@@ -81,7 +49,7 @@ def _experts(fields: Fields, sizes: Sizes, seconds: list[str]) -> Experts | None
 
 
 def _facts(fields: Fields, sizes: Sizes) -> Facts:
-    types, halves, seconds = _pairs(fields)
+    types, halves, seconds = pairs(fields)
     if (act := fields.text("mamba_hidden_act", default="silu")) != "silu":
         fields.unsupported("mamba_hidden_act", act, "silu")
     return Facts(
@@ -103,5 +71,5 @@ FAMILY = Family(
     head_dim=128,  # whatever the width and the heads
     activation=("mlp_hidden_act", ("relu2",)),
     eps="layer_norm_epsilon",
-    layers=lambda fields: len(_pairs(fields)[0]),
+    layers=lambda fields: len(pairs(fields)[0]),
 )
