@@ -40,7 +40,8 @@ def cases(target):
         prefill = [Case("columns"), Case("gathered"), Case("blocks")]
         step = [Case("product"), Case("few_bits", queries=3), Case("norm"), Case("rotate")]
         step += [Case("tiles"), Case("experts"), Case("experts", packed="int4")]
-        others = [Case("dense", dtype="float32"), Case("window"), Case("topk"), Case("apart")]
+        # a window is sampled on sm_89, whose shared memory is the least
+        others = [Case("dense", dtype="float32"), Case("topk"), Case("apart")]
         return [*decode, *prefill, *step, *others]
     least = [Case("dense", head_dim=64, group=4), Case("sparse", group=4)]
     others = {
