@@ -166,8 +166,12 @@ class Machine:
         return found
 
     def other(self, alias: Alias, options: Options) -> tuple[str, str, str] | None:
-        """Return (flags, tokens that fit, bytes needed) of the first form that fits."""
-        for form in FORMS:
+        """Return (flags, tokens that fit, bytes needed) of the first form that fits: as asked for
+        but for that, or with the bank's own rows where a model takes none of fewer bits.
+        """
+        own = {"bank": "model"}
+        more = [] if options.bank == "model" else [own, *({**form, **own} for form in FORMS)]
+        for form in (*FORMS, *more):
             if row := self.row(alias, replace(options, **form)):  # type: ignore[arg-type]
                 return flags(form), *row[:2]
         return None

@@ -17,6 +17,7 @@ PROGRAMS = (
     "pocket.filters",
     "pocket.train",
     "prefill.block_recall",
+    "prefill.latent",
     "prefill.quality",
     "prefill.table",
     "reuse",
