@@ -23,7 +23,8 @@ from engine.model.mixture import Mixture, Stacks
 from engine.model.per_layer import PerLayer, rounded
 from engine.model.recurrent import DeltaNet, Mixed, Mixer
 from engine.model.rope import apply_rope
-from kernels.layer.linear import Linear, pack_linear
+from kernels.layer.linear import Linear, choose_form, pack_linear
+from kernels.native.pages import moved
 from kernels.quant.linear import QuantisedLinear, pack_quantised
 from kernels.quant.matrix import Quantised
 
@@ -414,6 +415,7 @@ def _added(
 _PACKED = ("qkv", "o", "queries", "gate", "gate_up", "down", "mixer_in", "mixer_out")
 _PER_LAYER = ("layer_gate", "layer_out", "layer_inputs")
 _FOLDED = (*NORMS, "norm")
+SMALL = 32 << 20  # bytes of a tensor that may be twice in memory for a moment
 
 
 def assemble(
@@ -451,6 +453,7 @@ def assemble(
             continue
         if isinstance(tensor, torch.Tensor):
             coming -= tensor.nbytes
+            tensor = _placed(tensor, form, coming)
         if kind not in (*_PACKED, *_PER_LAYER):
             assert isinstance(tensor, torch.Tensor)
             # for a moment there are two of it, where the weights to come will lie
@@ -480,6 +483,17 @@ def assemble(
     more, altup = _per_layer(config, plain, packed), _altup(config, plain)
     own = config, dtype, torch.device(device)
     return Llama(*own, embed, layers, plain["norm"], lm_head, more, altup)
+
+
+def _placed(tensor: torch.Tensor, form: str, coming: int) -> torch.Tensor:
+    """A tensor where a CPU reads it fastest, if that is the memory that its product will read.
+    coming: bytes of the weights after it; while it is copied there are two of it, where they will
+    lie. Without so many, the last of a model, it stays.
+    """
+    if tensor.device.type != "cpu" or tensor.dim() < 2 or max(coming, SMALL) < tensor.nbytes:
+        return tensor
+    kept = choose_form(tensor, form) not in ("narrow", "packed")
+    return moved(tensor) if kept else tensor
 
 
 def _layers(

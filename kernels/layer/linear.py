@@ -5,8 +5,10 @@ its bound. `F.linear` reaches that bound on a GPU and in float32 on a CPU. In bf
 re-packs the weight on every call and reads it at half to four fifths of the rate of `torch.mv`, or
 of `torch.mm` with the weight as the LEFT factor (docs/LOG.md, 2026-11-20). Where the C++ kernels
 run, they multiply few rows by a weight as it is stored (kernels/layer/native_product.py); the forms
-below are for more rows then, and for machines without a compiler. Prefill multiplies many rows and
-is bound by arithmetic: there `F.linear` is as good as any.
+below are for more rows then, and for machines without a compiler. Beside them no copy is worth it:
+in large pages (kernels/native/pages.py) they read weights of 15 to 117 MB at 24 to 26 GB/s for one
+row where oneDNN's copy is read at 13 to 16. Prefill multiplies many rows and is bound by
+arithmetic: there `F.linear` is as good as any.
 """
 
 from __future__ import annotations
@@ -28,10 +30,6 @@ WIDE_ROWS = {"default": 2, "avx2": 6, "avx512": 6, "avx512_bf16": 6}
 WIDE_BLOCK = 1 << 20  # elements of a weight that are float32 at a time (4 MB)
 # for one row, which reads them once: 1 MB stays in a core's cache
 WIDE_BLOCK_ONE = 1 << 18
-# bfloat16 with instructions of its own: from so many elements on oneDNN's copy is as fast for one
-# row as the C++ kernels (16,384 x 2,048: 35.5 and 37.0 GB/s), and faster for prompts of 9 to 128
-# tokens
-BIG = 1 << 23
 FORMS = ("plain", "left", "narrow", "packed", "widened")
 
 
@@ -62,7 +60,7 @@ def choose_form(
     known = (torch.float32, torch.bfloat16, torch.float16)
     if weight.device.type != "cpu" or weight.dtype not in known:
         return "plain"
-    copy = copy and not (found is None and reads(weight) and not _big(weight))
+    copy = copy and not (found is None and reads(weight))
     if weight.dtype == torch.float32:
         return "narrow" if copy and weight.shape[1] <= NARROW else "left"
     found = isa() if found is None else found
@@ -74,11 +72,6 @@ def choose_form(
         return "packed" if copy and torch.backends.mkldnn.is_available() else "plain"
     # ARM multiplies 16 bits natively
     return "plain"
-
-
-def _big(weight: torch.Tensor) -> bool:
-    """Whether a copy of a weight is worth it beside the C++ kernels."""
-    return weight.dtype == torch.bfloat16 and weight.numel() >= BIG
 
 
 def packs(dtype: torch.dtype) -> bool:

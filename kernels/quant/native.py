@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from kernels.native.kinds import FLOATS
 from kernels.native.library import Binding, Case, loaded
+from kernels.native.pages import zeros
 from kernels.quant.matrix import Quantised
 
 LANES = 16  # outputs of a panel
@@ -99,7 +100,7 @@ class Panels:
             raise ValueError(f"{weight.kind} in groups of {weight.group}: no panels hold that")
         rows, columns = weight.shape
         panels, words = -(-rows // LANES), -(-columns // PARTS[weight.kind])
-        values = torch.zeros(panels, words, LANES, dtype=torch.int32)
+        values = zeros(panels, words, LANES, dtype=torch.int32)
         step = max(1, (1 << 20) // columns // LANES)  # panels at a time
         for start in range(0, panels, step):
             part = weight.values[start * LANES : (start + step) * LANES].view(torch.uint8)
