@@ -164,7 +164,7 @@ static void multiply_panel(const Product &p, int panel, const float *const *x, c
         for (int i = k; i < stop; i++) {
             const int32_t *at = words + (long)i * LANES;
             Ints held[VECTORS];
-            __builtin_prefetch((const char *)at + AHEAD);
+            __builtin_prefetch((const char *)at + AHEAD, 0, 2);
             for (int v = 0; v < VECTORS; v++) held[v] = *(const Ints *)(at + v * W);
             multiply_parts<BITS, R, N, 0>(held, x, i * PARTS, sums);
         }
