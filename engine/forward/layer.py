@@ -16,7 +16,8 @@ import torch
 
 from engine.bank.base import Step
 from engine.model.config.block import LLAMA
-from engine.model.llama import Llama, Matrix, post_attention, pre_attention
+from engine.model.llama import Llama, Matrix, post_attention, pre_attention, pre_recurrence
+from engine.model.recurrent import Mixed
 from kernels.launch.dispatch import NATIVE, choose_for
 from kernels.layer.gemv import MOST_ROWS, multiply_rows
 from kernels.layer.norm import normalize_rows
@@ -45,6 +46,10 @@ class LayerForm(Protocol):
         """Norm, q/k/v and rotation of a layer; the rows of each of `steps` go to its own bank and
         query ring. cos, sin float32 [B, Q, D/2]. Returns rotated q [B, q, H, D] of each.
         """
+        ...
+
+    def recurrence(self, number: int, x: torch.Tensor) -> Mixed:
+        """What a recurrent layer makes of its tokens before its convolution."""
         ...
 
     def after(self, number: int, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
@@ -140,6 +145,9 @@ class TorchLayer:
         whole = (*pieces, model.logits)
         pre, post, logits = map(one_by_one, whole) if backend == "reference" else whole
         self._pre_attention, self._post_attention, self._logits = pre, post, logits
+        self._pre_recurrence = (
+            one_by_one(pre_recurrence) if backend == "reference" else pre_recurrence
+        )
         config = model.config
         self._eps = config.rms_norm_eps
         self._sizes = [config.sizes_of(layer) for layer in range(config.num_layers)]
@@ -158,6 +166,9 @@ class TorchLayer:
             step.bank.write_step(number, k, v, q_pre_rope, step, self.backend)
             queries.append(q)
         return queries
+
+    def recurrence(self, number: int, x: torch.Tensor) -> Mixed:
+        return Mixed(*self._pre_recurrence(self.model.layers[number], x, self._eps))
 
     def after(self, number: int, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         return self._post_attention(self.model.layers[number], x, attended, self._eps)
@@ -196,6 +207,9 @@ class FusedLayer:
             ring = step.query_ring.of(number)
             queries.append(rotate_store(mine, c, s, k, v, ring, step.positions, twice))
         return queries
+
+    def recurrence(self, number: int, x: torch.Tensor) -> Mixed:
+        return pre_recurrence(self.model.layers[number], x, self._eps)
 
     def after(self, number: int, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         layer = self.model.layers[number]

@@ -18,6 +18,7 @@ from engine.bank.base import Step
 from engine.forward.layer import TorchLayer, split_rows
 from engine.model.config.block import LLAMA
 from engine.model.llama import Llama, Matrix, normed_heads
+from engine.model.recurrent import Mixed
 from engine.model.rope import apply_rope
 from kernels.layer.linear import Linear
 from kernels.layer.native_step import normalize_rows, rotate_store, usable
@@ -28,10 +29,14 @@ from kernels.quant.native import product as multiply_few_bits
 def natively(model: Llama) -> bool:
     """Tell whether the C++ kernels can do what a model's layers do on this machine."""
     config = model.config
+    norms = [model.norm, *(norm for layer in model.layers for norm in layer.norms)]
     # what is on the left is done elsewhere, or here
     block = replace(
         config.block,
         qk_norm="none" if config.block.qk_norm == "head" else config.block.qk_norm,
+        wide_norm=False,
+        norm_offset=0.0,
+        gated=False,
         o_bias=True,
         fused=False,
         embedding=1.0,
@@ -41,7 +46,6 @@ def natively(model: Llama) -> bool:
         score_cap=0.0,
         sinks=False,
     )
-    norms = [model.norm, *(norm for layer in model.layers for norm in layer.norms)]
     alike = all(norm.dtype == model.dtype and norm.is_contiguous() for norm in norms)
     on_cpu = model.device.type == "cpu" and usable()
     whole = config.experts is None and not config.bare and config.beside is None
@@ -63,6 +67,10 @@ class NativeLayer:
         config = model.config
         self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
         self._per_row = config.num_heads + 2 * config.num_kv_heads, config.head_dim
+        block = config.block
+        # a float32 weight holds the offset since it was loaded
+        folded = 0.0 if model.dtype == torch.float32 else block.norm_offset
+        self._offset = folded if block.wide_norm else None
         self._own_logits = config.block.logits == 1.0 and not config.block.logit_cap
 
     def before(
@@ -74,7 +82,7 @@ class NativeLayer:
         steps: Sequence[Step],
     ) -> list[torch.Tensor]:
         layer = self.model.layers[number]
-        qkv = multiply(x, layer.qkv, norm=layer.input_norm, eps=self._eps)
+        qkv = multiply(x, layer.qkv, norm=layer.input_norm, eps=self._eps, offset=self._offset)
         qkv = qkv.view(*x.shape[:2], *self._per_row)
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -85,7 +93,7 @@ class NativeLayer:
             k, v, twice = step.bank.step_rows(number)
             ring = step.query_ring.of(number)
             if k.dtype == x.dtype:
-                given = k, v, ring, step.positions, twice, norms, self._eps
+                given = k, v, ring, step.positions, twice, norms, self._eps, self._offset
                 queries.append(rotate_store(mine, c, s, *given))
                 continue
             qk, v = mine[:, :, : -self._kv_heads], mine[:, :, -self._kv_heads :]
@@ -97,18 +105,34 @@ class NativeLayer:
             queries.append(turned[:, :, : self._heads])
         return queries
 
+    def recurrence(self, number: int, x: torch.Tensor) -> Mixed:
+        layer = self.model.layers[number]
+        assert layer.mixer is not None and layer.input_norm is not None
+        x = normalize_rows(x, layer.input_norm, self._eps, self._offset)
+        return layer.mixer.mixed(x, multiply(x, layer.mixer_in or layer.qkv))
+
     def after(self, number: int, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         layer = self.model.layers[number]
         assert layer.gate_up is not None and layer.down is not None
-        x = multiply(attended.flatten(2), layer.o, residual=x)
-        mixed = multiply(x, layer.gate_up, norm=layer.post_norm, eps=self._eps, gated=True)
+        attended = attended.flatten(2)
+        if layer.gate is not None:
+            opened = multiply(
+                x, layer.gate, norm=layer.input_norm, eps=self._eps, offset=self._offset
+            )
+            attended = attended * torch.sigmoid(opened)
+        x = multiply(attended, layer.o, residual=x)
+        mixed = multiply(
+            x, layer.gate_up, norm=layer.post_norm, eps=self._eps, gated=True, offset=self._offset
+        )
         return multiply(mixed, layer.down, residual=x)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         if not self._own_logits:
             return self._plain.logits(x)
         model = self.model
-        return multiply(x, model.lm_head, norm=model.norm, eps=self._eps, wide=True)
+        return multiply(
+            x, model.lm_head, norm=model.norm, eps=self._eps, wide=True, offset=self._offset
+        )
 
 
 def multiply(
@@ -119,13 +143,14 @@ def multiply(
     residual: torch.Tensor | None = None,
     gated: bool = False,
     wide: bool = False,
+    offset: float | None = None,
 ) -> torch.Tensor:
     """A product with what is around it, as kernels.layer.native_product.Product."""
     product = matrix.own(x) if isinstance(matrix, Linear) else None
     if product is not None:
-        return product(x, norm, eps, residual, gated, wide)
+        return product(x, norm, eps, residual, gated, wide, offset)
     if norm is not None:
-        x = normalize_rows(x, norm, eps)
+        x = normalize_rows(x, norm, eps, offset)
     if isinstance(matrix, QuantisedLinear) and matrix.native:
         assert matrix.panels is not None
         x, kept = matrix.ordered(x).contiguous(), torch.float32 if wide else None

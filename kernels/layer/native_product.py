@@ -64,14 +64,16 @@ class Product:
         residual: torch.Tensor | None = None,
         gated: bool = False,
         wide: bool = False,
+        offset: float | None = None,
     ) -> torch.Tensor:
         """Multiply x [..., I], of the weight's dtype: [..., O].
 
         norm [I]: x is divided by its root mean square and scaled first, as kernels/layer/norm.py
-        does. gated: the first half of the outputs goes through SiLU and scales the second (SwiGLU,
-        arXiv 2002.05202), so there are O / 2. residual [..., O or O / 2] is added. Sums are float32
-        and rounded where torch's operators round; wide: the result is float32 then. Results do not
-        depend on the number of threads.
+        does; offset: it is added to norm, which multiplies before x is rounded. gated: the first
+        half of the outputs goes through SiLU and scales the second (SwiGLU, arXiv 2002.05202), so
+        there are O / 2. residual [..., O or O / 2] is added. Sums are float32 and rounded where
+        torch's operators round; wide: the result is float32 then. Results do not depend on the
+        number of threads.
         """
         x = x.contiguous()
         outputs = self.outputs // 2 if gated else self.outputs
@@ -88,6 +90,8 @@ class Product:
             gated,
             wide,
             torch.get_num_threads(),
+            offset is not None,
+            offset or 0.0,
         )
         check(code, f"a product of {self.dtype}")
         return out
@@ -98,7 +102,9 @@ def _function() -> ctypes._NamedFuncPointer:
     library = loaded()
     function = library.omnikv_product
     pointer, number = ctypes.c_void_p, ctypes.c_int
-    function.argtypes = [pointer] * 3 + [ctypes.c_float] + [pointer] * 2 + [number] * 4
+    function.argtypes = (
+        [pointer] * 3 + [ctypes.c_float] + [pointer] * 2 + [number] * 5 + [ctypes.c_float]
+    )
     return function
 
 
@@ -116,3 +122,7 @@ def _products() -> Iterator[Case]:
         expected = F.silu(gate) * up + residual.double()
         found = Product(weight, bias)(x, norm, 1e-5, residual, gated=True)
         yield f"a gated product in {dtype}", found, expected, dtype
+        normed = (F.rms_norm(x.float(), (72,), None, 1e-5) * (norm.float() + 1)).to(dtype)
+        expected = F.linear(normed.double(), weight.double())
+        found = Product(weight)(x, norm, 1e-5, offset=1.0)
+        yield f"a product behind a wide norm in {dtype}", found, expected, dtype

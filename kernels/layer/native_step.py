@@ -9,6 +9,7 @@ import functools
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 
 from kernels.layer.norm import normalize_rows_ref
 from kernels.layer.rotate_store import rotate_store_ref
@@ -39,6 +40,8 @@ class _Call(ctypes.Structure):
         ),
         ("eps", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm")),
+        ("wide", ctypes.c_int),
+        ("offset", ctypes.c_float),
     ]
 
 
@@ -50,14 +53,17 @@ def usable() -> bool:
     return _BINDING.usable()
 
 
-def normalize_rows(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Divide each row of x [..., N] by its root mean square and scale it by weight [N], both of one
-    float dtype: as kernels/layer/norm.py does, on a CPU.
+def normalize_rows(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float | None = None
+) -> torch.Tensor:
+    """Divide each row of x [..., N] by its root mean square and scale it by weight [N], of x's
+    dtype: as kernels/layer/norm.py does, on a CPU. offset: it is added to weight, which multiplies
+    before x is rounded.
     """
     x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     size = x.shape[-1]
     given = x.data_ptr(), weight.data_ptr(), out.data_ptr(), FLOATS[x.dtype]
-    _functions()[0](*given, x.numel() // size, size, eps)
+    _functions()[0](*given, x.numel() // size, size, eps, offset is not None, offset or 0.0)
     return out
 
 
@@ -72,6 +78,7 @@ def rotate_store(
     twice: tuple[int, int] | None = None,
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     eps: float = 0.0,
+    offset: float | None = None,
 ) -> torch.Tensor:
     """Rotate the pairs (i, i + R/2) of q and k and store the step, as kernels/layer/rotate_store.py
     does.
@@ -79,8 +86,8 @@ def rotate_store(
     qkv [B, Q, H + 2 Hkv, D] contiguous; cos, sin float32 [B, Q, R/2] contiguous, R <= D: dimensions
     from R on stay; the bank's views, of qkv's dtype, ring, positions and twice as in
     kernels/layer/store.py. norms ([D], [D]): every head of q and of k is divided by its root mean
-    square and scaled first. Returns rotated q [B, Q, H, D], new. Mutates bank_k, bank_v and ring,
-    and qkv where there are norms.
+    square and scaled first, as `normalize_rows` does. Returns rotated q [B, Q, H, D], new. Mutates
+    bank_k, bank_v and ring, and qkv where there are norms.
     """
     batch, queries, _, dim = qkv.shape
     kv_heads, slots, heads = bank_k.shape[1], ring.shape[1], ring.shape[2]
@@ -93,6 +100,7 @@ def rotate_store(
         ring.data_ptr(), positions.data_ptr(),
         batch, queries, heads, kv_heads, dim, cos.shape[-1], slots, *(twice or (0, 0)),
         eps, *((None, None) if norms is None else (norm.data_ptr() for norm in norms)),
+        offset is not None, offset or 0.0,
     )  # fmt: skip
     _functions()[1](ctypes.byref(call), FLOATS[qkv.dtype])
     return out
@@ -102,7 +110,9 @@ def rotate_store(
 def _functions() -> tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer]:
     library = loaded()
     norm, rotate = library.omnikv_normalize, library.omnikv_rotate_store
-    norm.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int] * 3 + [ctypes.c_float]
+    norm.argtypes = (
+        [ctypes.c_void_p] * 3 + [ctypes.c_int] * 3 + [ctypes.c_float, ctypes.c_int, ctypes.c_float]
+    )
     return norm, rotate
 
 
@@ -118,6 +128,8 @@ def _steps() -> Iterator[Case]:
         narrow, by = x.to(dtype), weight.to(dtype)
         expected = normalize_rows_ref(narrow, by, 1e-5)
         yield f"a norm in {dtype}", normalize_rows(narrow, by, 1e-5), expected, dtype
+        expected = (F.rms_norm(narrow.float(), (64,), None, 1e-5) * (by.float() + 1)).to(dtype)
+        yield f"a wide norm in {dtype}", normalize_rows(narrow, by, 1e-5, 1.0), expected, dtype
         results = []
         for turn in (rotate_store, rotate_store_ref):
             k, v, ring = torch.zeros(3, 1, 4, 8, 64, dtype=dtype).unbind()

@@ -15,7 +15,7 @@ constexpr long LITTLE = 1 << 18;  // bytes of a weight that another thread is no
 
 // How a weight's dtype is multiplied: `width` elements at a time, x as floats or as they are.
 template <class K>
-struct Wide {
+struct Each {
     typedef K Kind;
     typedef float Element;
     typedef Floats Part;
@@ -53,6 +53,7 @@ struct Call {
     char *out;             // [rows, outputs or half of them]
     float eps;
     int rows, gated, wide, threads;  // wide: out is float32
+    Wide norms;
 };
 
 // x as products read it, rows `ahead` elements apart, normed where asked for; 0 behind `inputs` and in
@@ -66,7 +67,7 @@ static void prepare(const Call &c, typename P::Element *to, int ahead) {
         const float scale = c.norm ? norm_scale<K>(row, inputs, c.eps) : 1;
         int i = 0;
         for (; i < inputs; i += W)
-            P::keep(to + i, c.norm ? normed<K>(row, c.norm, i, inputs - i, scale)
+            P::keep(to + i, c.norm ? normed<K>(row, c.norm, i, inputs - i, scale, c.norms)
                                    : read_some<K>(row, i, inputs - i));
         for (; i < ahead; i += W) P::keep(to + i, Floats{});
     }
@@ -213,16 +214,17 @@ static int run(const Call &c) {
 
 // Returns 0, 1 for a kind that this build lacks, or 2 without memory.
 extern "C" int omnikv_product(const Matrix *matrix, const char *x, const char *norm, float eps,
-                              const char *residual, char *out, int rows, int gated, int wide, int threads) {
-    const Call c = {matrix, x, norm, residual, out, eps, rows, gated, wide, threads};
-    if (matrix->kind == FLOAT32) return run<Wide<Float32>>(c);
+                              const char *residual, char *out, int rows, int gated, int wide, int threads,
+                              int wide_norm, float offset) {
+    const Call c = {matrix, x, norm, residual, out, eps, rows, gated, wide, threads, {wide_norm, offset}};
+    if (matrix->kind == FLOAT32) return run<Each<Float32>>(c);
 #if defined(__AVX512BF16__)
     if (matrix->kind == BFLOAT16) return run<Pairs>(c);
 #else
-    if (matrix->kind == BFLOAT16) return run<Wide<BFloat16>>(c);
+    if (matrix->kind == BFLOAT16) return run<Each<BFloat16>>(c);
 #endif
 #if defined(__F16C__)
-    if (matrix->kind == FLOAT16) return run<Wide<Float16>>(c);
+    if (matrix->kind == FLOAT16) return run<Each<Float16>>(c);
 #endif
     return 1;
 }

@@ -5,11 +5,12 @@
 namespace {
 
 template <class K>
-static void normalize(const char *x, const char *weight, char *out, int rows, int size, float eps) {
+static void normalize(const char *x, const char *weight, char *out, int rows, int size, float eps,
+                      Wide wide) {
     for (int r = 0; r < rows; r++, x += (long)size * K::bytes, out += (long)size * K::bytes) {
         const float scale = norm_scale<K>(x, size, eps);
         for (int i = 0; i < size; i += W)
-            write_some<K>(out, i, size - i, normed<K>(x, weight, i, size - i, scale));
+            write_some<K>(out, i, size - i, normed<K>(x, weight, i, size - i, scale, wide));
     }
 }
 
@@ -25,6 +26,7 @@ struct Call {
     int first, count;  // the bank's rows are a ring of `count` from row `first` on, held twice; 0: no ring
     float eps;
     const char *q_norm, *k_norm;  // [dim] or NULL: what each head of q and k is normed and scaled by first
+    Wide wide;
 };
 
 // A product that a sum is not fused with: torch rounds it.
@@ -59,8 +61,8 @@ static void rotate_store(const Call &c) {
         const float *cos = c.cos + (long)token * c.pairs, *sin = c.sin + (long)token * c.pairs;
         char *head = c.qkv + token * all_heads * size, *k_heads = head + c.heads * size;
         if (c.q_norm) {
-            normalize<K>(head, c.q_norm, head, c.heads, c.dim, c.eps);
-            normalize<K>(k_heads, c.k_norm, k_heads, c.kv_heads, c.dim, c.eps);
+            normalize<K>(head, c.q_norm, head, c.heads, c.dim, c.eps, c.wide);
+            normalize<K>(k_heads, c.k_norm, k_heads, c.kv_heads, c.dim, c.eps, c.wide);
         }
         memcpy(c.ring + (b * (long)c.slots + at % c.slots) * c.heads * size, head, c.heads * size);
         char *out = c.out + token * c.heads * size;
@@ -83,8 +85,8 @@ static void rotate_store(const Call &c) {
 // x [rows, size] times weight [size] -> out; kinds of kinds.h. Returns 0, or 1 for a kind that
 // this build lacks; so does the next.
 extern "C" int omnikv_normalize(const char *x, const char *weight, char *out, int kind, int rows, int size,
-                                float eps) {
-#define NORMALIZE(K) (normalize<K>(x, weight, out, rows, size, eps), 0)
+                                float eps, int wide, float offset) {
+#define NORMALIZE(K) (normalize<K>(x, weight, out, rows, size, eps, Wide{wide, offset}), 0)
     OF_KIND(kind, NORMALIZE);
 }
 

@@ -22,10 +22,18 @@ FEW = settings(max_examples=40, deadline=None, derandomize=True)
 EPS = 1e-5
 
 
-def around(x, weight, bias, norm, residual, gated):
+def normed(x, norm, offset):
+    """A norm as the model makes it; with an offset a wide one, of float32 or more inside."""
+    if offset is None:
+        return F.rms_norm(x, x.shape[-1:], None, EPS) * norm
+    wide = x if x.dtype == torch.float64 else x.float()
+    return (F.rms_norm(wide, x.shape[-1:], None, EPS) * (norm.to(wide.dtype) + offset)).to(x.dtype)
+
+
+def around(x, weight, bias, norm, residual, gated, offset):
     """What a `Product` computes, by torch's operators in the dtype of what is given."""
     if norm is not None:
-        x = F.rms_norm(x, x.shape[-1:], None, EPS) * norm
+        x = normed(x, norm, offset)
     y = F.linear(x, weight, bias)
     if gated:
         gate, up = y.chunk(2, dim=-1)
@@ -41,6 +49,7 @@ def around(x, weight, bias, norm, residual, gated):
     outputs=st.sampled_from([1, 5, 16, 17, 33, 48]),
     bias=st.booleans(),
     norm=st.booleans(),
+    offset=st.sampled_from([None, 0.0, 1.0]),
     residual=st.booleans(),
     gated=st.booleans(),
     wide=st.booleans(),
@@ -48,7 +57,7 @@ def around(x, weight, bias, norm, residual, gated):
     seed=st.integers(0, 99),
 )
 def test_a_product_is_within_twice_torchs_own_error(
-    dtype, rows, inputs, outputs, bias, norm, residual, gated, wide, scale, seed
+    dtype, rows, inputs, outputs, bias, norm, offset, residual, gated, wide, scale, seed
 ):
     """Of the largest value: single ones of few roundings may be further from torch's."""
     torch.manual_seed(seed)
@@ -62,10 +71,10 @@ def test_a_product_is_within_twice_torchs_own_error(
         "residual": torch.randn(rows, outputs).to(dtype) if residual else None,
     }
     assert reads(weight)
-    exact = around(**{k: v if v is None else v.double() for k, v in given.items()}, gated=gated)
-    own = around(**given, gated=gated)
+    double = {k: v if v is None else v.double() for k, v in given.items()}
+    exact, own = (around(**each, gated=gated, offset=offset) for each in (double, given))
     made = Product(weight, given["bias"])
-    found = made(given["x"], given["norm"], EPS, given["residual"], gated, wide)
+    found = made(given["x"], given["norm"], EPS, given["residual"], gated, wide, offset)
     assert found.shape == own.shape and found.dtype == (torch.float32 if wide else dtype)
     limit = 2 * (own.double() - exact).abs().max()
     limit += torch.finfo(dtype).eps * exact.abs().max() + scale * inputs * 2**-26
@@ -108,13 +117,14 @@ def test_products_do_not_depend_on_the_threads():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [None, 0.0, 1.0])
 @pytest.mark.parametrize("size", [1, 64, 333])
-def test_a_norm_is_within_twice_torchs_own_error(dtype, size):
+def test_a_norm_is_within_twice_torchs_own_error(dtype, size, offset):
     torch.manual_seed(size)
     x, weight = torch.randn(2, 3, size).to(dtype) * 5, torch.randn(size).to(dtype)
-    wide = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + EPS)
-    exact, own = wide * weight.double(), normalize_rows_ref(x, weight, EPS)
-    error = (normalize_rows(x, weight, EPS).double() - exact).abs().max()
+    exact = normed(x.double(), weight.double(), offset)
+    own = normalize_rows_ref(x, weight, EPS) if offset is None else normed(x, weight, offset)
+    error = (normalize_rows(x, weight, EPS, offset).double() - exact).abs().max()
     assert error <= 2 * (own.double() - exact).abs().max() + 2**-22 * exact.abs().max()
 
 
@@ -127,10 +137,10 @@ def test_a_norm_is_within_twice_torchs_own_error(dtype, size):
     part=st.sampled_from([1, 2]),
     layout=st.sampled_from(["heads", "tokens"]),
     ring=st.booleans(),
-    normed=st.booleans(),
+    offset=st.sampled_from(["no norms", None, 1.0]),
 )
 def test_rows_are_rotated_and_stored_as_torch_does(
-    dtype, batch, queries, dim, part, layout, ring, normed
+    dtype, batch, queries, dim, part, layout, ring, offset
 ):
     """To the bit: after the norm of a head, too, as here every head's is exact."""
     torch.manual_seed(dim)
@@ -141,7 +151,7 @@ def test_rows_are_rotated_and_stored_as_torch_does(
     positions = torch.tensor([[9], [4]])[:batch] + torch.arange(queries)
     shape = (batch, kv_heads, 24, dim) if layout == "heads" else (batch, 24, kv_heads, dim)
     norms = None
-    if normed:
+    if offset != "no norms":
         qkv = qkv.sign()
         norms = torch.randn(dim).to(dtype), torch.randn(dim).to(dtype)
     results = []
@@ -152,10 +162,11 @@ def test_rows_are_rotated_and_stored_as_torch_does(
         twice = (2, 10) if ring else None
         given, more = qkv.clone(), {}
         if norms is not None and run is rotate_store:
-            more = {"norms": norms, "eps": 0.0}
+            more = {"norms": norms, "eps": 0.0, "offset": offset}
         elif norms is not None:
-            given[:, :, :heads] *= norms[0]
-            given[:, :, heads:-kv_heads] *= norms[1]
+            q_norm, k_norm = (norm.float() + (offset or 0.0) for norm in norms)
+            given[:, :, :heads] = given[:, :, :heads] * q_norm
+            given[:, :, heads:-kv_heads] = given[:, :, heads:-kv_heads] * k_norm
         cos, sin = angle.cos(), angle.sin()
         if run is rotate_store_ref:
             # what does not rotate is turned by nothing

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from engine.bank.base import Step
 from engine.bank.recurrent.state import RecurrentState
-from engine.forward.layer import LayerForm, one_by_one, split_rows
+from engine.forward.layer import LayerForm, split_rows
 from engine.model.config.config import ModelConfig
 from engine.model.llama import Layer, Llama, pre_recurrence, rms_norm
 from engine.model.recurrent import DeltaNet, Mixed
@@ -32,9 +32,7 @@ def recur_step(
     assert layer.mixer is not None
     if isinstance(layer.mixer, DeltaNet) and _on_triton(layer.mixer, form.backend):
         return _whole_step(layer, layer.mixer, number, x, steps, eps, form.backend)
-    # the reference gives a token the same bits however many others go with it
-    first = one_by_one(pre_recurrence) if form.backend == "reference" else pre_recurrence
-    mixed = Mixed(*first(layer, x, eps))
+    mixed = form.recurrence(number, x)
     out = []
     for step, parts in zip(steps, split_rows(steps, *mixed)):
         state = step.bank.recurrent

@@ -10,7 +10,7 @@ from engine.forward.layer import TorchLayer
 from engine.forward.native_layer import NativeLayer
 from engine.methods.exact import Exact
 from kernels.native.library import missing
-from tests.builders import random_ids, session_config, tiny_llm
+from tests.builders import hybrid_config, random_ids, session_config, tiny_llm
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 SPARSE = OmniKV(filter_layers=(1, 4), tokens=24, dense_below=0)
@@ -51,6 +51,24 @@ def test_a_session_says_what_it_says_on_torchs_operators(case):
     if method is SPARSE:
         assert session.selections and session.stats.sparse_steps
     torch.testing.assert_close(session.decode(7), twin.decode(7), rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("bank", ["auto", "int8"])
+def test_gates_wide_norms_and_recurrent_layers_say_what_they_say_on_torchs_operators(dtype, bank):
+    """In bfloat16 to a share of the largest logit: both round, at other places of long sums."""
+    method = OmniKV(filter_layers=(3,), tokens=24, dense_below=0)
+    llm = tiny_llm(method, hybrid_config(), dtype=dtype, bank=bank)
+    session = llm.session()
+    assert type(session.runner.halves) is NativeLayer
+    session.prefill(random_ids(90))
+    twin = session.fork()
+    twin.set_backend("cpu")
+    assert type(twin.runner.halves) is TorchLayer
+    found, wanted = session.decode(7), twin.decode(7)
+    assert session.selections and session.stats.sparse_steps
+    limit = (2e-4 if dtype == "float32" else 3e-2) * wanted.abs().max()
+    assert (found - wanted).abs().max() <= limit
 
 
 def test_sessions_of_a_batch_say_what_they_say_alone():
