@@ -84,6 +84,7 @@ class Bank(ABC):
     """
 
     tiered = False  # whether some layers live in host memory
+    forgets = False  # whether it holds no more rows than a store has yet to take
     placement: Placement | None = None  # which layers do, and what they keep on the device
     recurrent: RecurrentState | None = None  # of the recurrent layers, where there are some
     room = 0  # rows of an offloaded layer that may be asked for at once (`gathered`)
@@ -332,6 +333,11 @@ class Bank(ABC):
     def wait_fetched(self, layers: Sequence[int]) -> None:
         """Make the current stream wait for the last `fetch` of a group. Its index tensors may be
         written again afterwards.
+        """
+
+    def forget(self, layer: int, n: int) -> None:
+        """Note that a layer's rows of positions below n are read no more: an evicting method that
+        forgets has its own copies of those that it keeps. A bank of all rows keeps them.
         """
 
     # ---------------------------------------------------------------- going back, copies, end

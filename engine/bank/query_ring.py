@@ -4,6 +4,8 @@ methods and resuming work with windowed selectors.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from engine.model.config.config import ModelConfig
@@ -92,6 +94,10 @@ class QueryRing:
         """
         if self.low < self.high:
             self.kept = {**self.kept, self.high: self.newest()}
+
+    def keep_at(self, lengths: Iterable[int]) -> None:
+        """Keep the queries of these lengths, of those that are kept."""
+        self.kept = {length: self.kept[length] for length in lengths if length in self.kept}
 
     def truncate(self, length: int) -> None:
         """Invalidate positions >= length; bring back what was kept there. Other slots keep stale

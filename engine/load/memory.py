@@ -23,8 +23,8 @@ from engine.model.config.latent import OPENED_ROWS, Latent
 from engine.model.low_bits import FewBits
 from engine.plan.free_memory import HEADROOM, free_bytes
 from engine.plan.layers import LayerPlan
+from engine.plan.needs import MOST_WINDOW, STORES, Needs
 from engine.plan.needs import RING as RING_QUERIES
-from engine.plan.needs import Needs
 from engine.plan.placement import (
     SLOTS,
     Placement,
@@ -79,9 +79,11 @@ def memory_items(
     size, context = dtype.itemsize, reserved_rows(context, device.type)
     kept = len(config.keeping_layers)
     kept -= len(placement.layers) if placement else 0
-    bank = kept * context * config.kv_bytes(size)
     rings = window_bytes(config, size, chunk, context)
     needs = method.needs(layers, config, context, size)
+    bank, bank_note = kept * context * config.kv_bytes(size), _bank_note(config, size, device)
+    if needs.forgets:
+        bank, bank_note = _waiting_item(config, needs, size, chunk, context)
     scratch = scratch_bytes(scratch_shape(config, needs, context, dtype), device, backend)
     widest = max(config.heads_of(layer)[1] for layer in config.attending_layers)
     ring = len(config.attending_layers) * RING * config.num_heads * widest * size
@@ -92,7 +94,7 @@ def memory_items(
     chosen = method.prompt_bytes(config, context, chunk, size)
     return (
         ("weights", *(weights[:2] if weights else _plain_weights(config, size, head_twice))),
-        ("context bank", bank, f"{kept} layers x {_bank_note(config, size, device)}"),
+        ("context bank", bank, f"{kept} layers x {bank_note}"),
         *((("sliding windows", rings, _window_note(config)),) if rings else ()),
         *_state_items(config, needs, size, savepoints, device.type, shared),
         *_tier_items(config, placement, size, context, device.type == "cpu" or shared),
@@ -100,9 +102,47 @@ def memory_items(
         ("decode scratch", scratch, ""),
         ("selection", needs.device_bytes, "scores and indices" if needs.selected else ""),
         *((("retained rows", store, needs.store_note),) if store else ()),
+        *_forgetting_items(config, needs, size, chunk, context, savepoints),
         *((("sparse prefill", chosen, "what a chunk's queries choose from"),) if chosen else ()),
         ("prefill workspace", workspace, f"activations of one chunk of {chunk} tokens"),
     )
+
+
+def _waiting(needs: Needs, chunk: int, context: int) -> int:
+    """Return the most rows of a layer that wait for the store of a method that forgets."""
+    return min(context, min(chunk, context) + needs.waiting)
+
+
+def _waiting_item(
+    config: ModelConfig, needs: Needs, size: int, chunk: int, context: int
+) -> tuple[int, str]:
+    """Return the bytes of rows that wait for a store, with a step's in each layer, and their
+    note.
+    """
+    rows, step = _waiting(needs, chunk, context), 2
+    until = "a prompt's, until its cut" if needs.waiting >= context else "of a chunk"
+    each = config.kv_bytes(size)
+    note = f"{each} B of {rows} rows {until}; what the store does not take is freed"
+    return len(config.keeping_layers) * (rows + step) * each, note
+
+
+def _forgetting_items(
+    config: ModelConfig, needs: Needs, size: int, chunk: int, context: int, savepoints: int
+) -> tuple[Item, ...]:
+    """Return what a method that forgets takes beside its store: a layer's rows twice as they are
+    cut, and the stores that it can go back to.
+    """
+    if not needs.forgets:
+        return ()
+    points = min(STORES, savepoints) if needs.point_bytes else 0
+    # with the newest queries before rotation, which full attention would not compute again
+    point = needs.point_bytes + len(config.attending_layers) * MOST_WINDOW * config.q_size * size
+    rows = _waiting(needs, chunk, context) + min(needs.retained, context)
+    cut = rows * config.kv_bytes(size)
+    note = f"{points} x {human(point)}, the store at a prompt's end to go back to"
+    if not points:
+        note = "none: going back reads again from the beginning"
+    return ("cut of a layer", cut, "its rows once more"), ("savepoints", points * point, note)
 
 
 def _state_items(

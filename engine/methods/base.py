@@ -438,6 +438,10 @@ class Runtime:
     def truncate(self, length: int) -> None:
         """Forget what the last step chose: the session was cut to `length` tokens (0: as new)."""
 
+    def waiting_from(self, length: int) -> int:
+        """The first of `length` positions whose rows no store has taken yet."""
+        return length
+
     def copy_from(self, other: Any, sequence: int = 0) -> None:
         """Take over, as sequence `sequence`, the state of a runtime of one sequence (fork,
         batch).

@@ -11,6 +11,8 @@ from typing import Literal
 from engine.plan.layers import TAIL_BLOCK
 
 MOST_WINDOW = 64  # past queries that a selection or a prompt's end may read
+# stores that a session which forgets keeps to go back to, at most: each is as large as the store
+STORES = 2
 RING = 128  # newest queries that a session keeps: going back by RING - MOST_WINDOW runs none again
 
 
@@ -68,3 +70,6 @@ class Needs:
     capped: bool = False
     recurrent: bool = False
     latent: bool = False
+    forgets: bool = False
+    waiting: int = 0
+    point_bytes: int = 0

@@ -6,12 +6,12 @@ A record and nothing else: engine/runner/prompt.py ends prompts, engine/runner/r
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from engine.bank.recurrent.savepoints import Savepoints
+from engine.bank.recurrent.savepoints import Savepoints, cheapest
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,13 @@ def reopened(points: list[Savepoint], n: int | None = None) -> list[Savepoint]:
 
 class History:
     """The savepoints of one session, oldest first, and its pending replay. states: at most
-    `most_states` earlier states of its recurrent layers.
+    `most_states` earlier states of its recurrent layers. most_stores: of the savepoints that keep a
+    method's state; None: all do. A session that forgets has the stores of these and no others.
     """
 
     def __init__(self, most_states: int = 0) -> None:
         self.states = Savepoints(most_states)
+        self.most_stores: int | None = None
         self.savepoints: list[Savepoint] = []
         self.pending: PendingReplay | None = None  # runs before the next step
         self.initial: Any = None  # the runtime's state before the first prompt
@@ -114,13 +116,29 @@ class History:
             start = point.start
         return start
 
-    def begin(self, initial: Any, points: list[Savepoint]) -> None:
+    def begin(self, initial: Any, points: list[Savepoint], most_stores: int | None = None) -> None:
         """Record a new runtime's state before its first prompt, and the savepoints under it."""
-        self.initial, self.savepoints = initial, points
+        self.initial, self.most_stores = initial, most_stores
+        self.savepoints = self._thinned(points)
 
     def add(self, point: Savepoint) -> None:
         """Record the end of a prompt."""
-        self.savepoints = [*self.savepoints, point]  # a new list: a replay may hold the old one
+        # a new list: a replay may hold the old one
+        self.savepoints = self._thinned([*self.savepoints, point])
+
+    def _thinned(self, points: list[Savepoint]) -> list[Savepoint]:
+        """The savepoints, of which no more keep a state than may: those go that cost least."""
+        if self.most_stores is None:
+            return points
+        held = [i for i, point in enumerate(points) if point.state is not None]
+        while len(held) > self.most_stores:
+            i = held.pop(cheapest([(points[i].length, True) for i in held]))
+            points = [*points[:i], replace(points[i], state=None), *points[i + 1 :]]
+        return points
+
+    def loadable(self, point: Savepoint) -> bool:
+        """Say whether a session can return to a savepoint without what came before it."""
+        return self.most_stores is None or point.state is not None
 
     def keep(self, points: list[Savepoint]) -> None:
         """Replace the savepoints."""
@@ -143,4 +161,5 @@ class History:
     def copy_from(self, other: History) -> None:
         """Copy another session's savepoints (fork)."""
         self.savepoints, self.initial = list(other.savepoints), other.initial
+        self.most_stores = other.most_stores
         self.states.copy_from(other.states)

@@ -23,6 +23,7 @@ def end_prompt(
     session.keep_state(turn=True)
     with session.changing():
         session.history.add(ended(session, session.runner, start, length, logits, more))
+    session.keep_queries()
     session.stand_at(logits)
     placement = session.bank.placement
     warms = placement is not None and placement.reuse and session.runtime.needs.fetches
@@ -36,6 +37,7 @@ def close_latest(session: SessionState) -> None:
     with session.changing():
         point = ended(session, session.runner, part.start, part.length, part.logits)
         session.history.add(point)
+    session.keep_queries()
 
 
 def ended(

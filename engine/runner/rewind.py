@@ -5,6 +5,8 @@ of three ways, depending on the source of the method's state (`Needs.history`):
 
   bank    Every token is in the bank. Truncating sets its length.
   store   Rows were evicted. The store of the last savepoint is rebuilt; later tokens are replayed.
+          A session that forgets keeps the stores of few savepoints, with their rows, and replays
+          from the last one that it has; without one it reads all tokens again.
   rerun   The state derives from the steps taken. They are replayed from the last savepoint.
 
 The last two are exact too; they cost the replayed steps. A `PendingReplay` is recorded before the
@@ -140,7 +142,7 @@ def tokens_again(session: SessionState, n: int) -> int:
     kept, cut = _ends_at(session, n, session.history.ends)
     if cut is not None and cut.switched:
         return n if needs.every_query else 0
-    return n - (kept[-1].length if kept else 0)
+    return n - max((p.length for p in kept if session.history.loadable(p)), default=0)
 
 
 def _reach(session: SessionState, n: int) -> int:
@@ -223,21 +225,42 @@ def _run_again(
     progress: Progress | None,
     more: bool = False,
 ) -> None:
-    n = len(ids)
-    point = kept[-1] if kept else Savepoint(0, 0, session.history.initial)
-    prompt = cut.start if cut is not None else n
-    _load(session, point, list(kept))
-    eta = _eta(session, session.runner, point.length, prompt)
-    for at in range(point.length, prompt):
+    n, history = len(ids), session.history
+    known = max((i + 1 for i, point in enumerate(kept) if history.loadable(point)), default=0)
+    point = kept[known - 1] if known else Savepoint(0, 0, history.initial)
+    later = [*kept[known:], *([replace(cut, length=n, open=more)] if cut is not None else [])]
+    _load(session, point, kept[:known])
+    for start, stop, open_ in _prompts(later):
+        _step_to(session, ids, start, progress)
+        read(session, ids[start:stop], progress, open_)
+    _step_to(session, ids, n, progress)
+    if point.length == n:
+        session.learn(point.logits)
+
+
+def _prompts(points: list[Savepoint]) -> list[tuple[int, int, bool]]:
+    """(start, stop, whether it goes on) of the prompts of these savepoints, the parts of each
+    together.
+    """
+    found: list[tuple[int, int, bool]] = []
+    for point in points:
+        start = point.start
+        if found and found[-1][2] and start in found[-1][:2]:
+            start = found.pop()[0]
+        found.append((start, point.length, point.open))
+    return found
+
+
+def _step_to(session: SessionState, ids: list[int], stop: int, progress: Progress | None) -> None:
+    """Decode the tokens up to position `stop` again."""
+    first = len(session.committed)
+    eta = _eta(session, session.runner, first, stop)
+    for at in range(first, stop):
         began = time.perf_counter()
         step(session, ids[at])
         eta.add(at, at + 1, time.perf_counter() - began)
         if progress is not None:
             progress(eta.progress(at + 1))
-    if prompt < n:
-        read(session, ids[prompt:], progress, more)
-    elif point.length == n:
-        session.learn(point.logits)
 
 
 def _switch_again(session: SessionState, ids: list[int], progress: Progress | None) -> None:
@@ -302,7 +325,9 @@ def _one_prompt(
     """Take all tokens so far, which another method has read, for one prompt."""
     if runner.runtime.needs.every_query:
         _show_every_query(session, runner, progress)
-    return ended(session, runner, 0, len(session.committed), logits, switched=True)
+    # one that forgets has no rows left to be cut again
+    again = not runner.runtime.needs.forgets
+    return ended(session, runner, 0, len(session.committed), logits, switched=again)
 
 
 def _show_every_query(session: SessionState, runner: StepRunner, progress: Progress | None) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from engine.bank.base import Bank
+from engine.bank.chunk_bank import ChunkBank
 from engine.bank.device import DeviceBank
 from engine.bank.host.tiered import TieredBank
 from engine.bank.query_ring import QueryRing
@@ -23,6 +24,7 @@ from engine.load.planner import Planner
 from engine.methods.base import Runtime
 from engine.methods.mass_meter import Watch
 from engine.plan.layers import LayerPlan, Role, mem_from_budget
+from engine.plan.needs import STORES, Needs
 from engine.plan.placement import Placement
 from engine.runner.history import History, Savepoint
 from engine.runner.step_runner import StepRunner
@@ -161,6 +163,7 @@ class SessionState:
         planner: Planner,
         capacity: int,
         plan: LayerPlan,
+        needs: Needs,
         placement: Placement | None = None,
         offload: str | None = None,
     ) -> None:
@@ -185,18 +188,28 @@ class SessionState:
         ]
         self.query_ring = QueryRing(config, 1, dtype, device)
         self.history = History(planner.savepoints)
+        self.bank = self.new_bank(plan, needs, placement)
+
+    def new_bank(self, plan: LayerPlan, needs: Needs, placement: Placement | None) -> Bank:
+        """An empty bank for this session under a method with such needs."""
+        loaded, planner = self.loaded, self.planner
+        config, dtype, device = loaded.config, loaded.dtype, loaded.model.device
+        if needs.forgets:
+            span = planner.chunk + needs.waiting
+            return ChunkBank(config, self.capacity, dtype, device, span=span)
+        given = config, plan, self.capacity, dtype, device
         if placement is None:
-            self.bank: Bank = DeviceBank(config, plan, capacity, dtype, device, chunk=planner.chunk)
-        else:
-            where = placement, loaded.host_pool, planner.backend
-            self.bank = TieredBank(config, plan, capacity, dtype, device, *where)
+            return DeviceBank(*given, chunk=planner.chunk)
+        return TieredBank(*given, placement, loaded.host_pool, planner.backend)
 
     def go_on(self, runner: StepRunner, points: list[Savepoint]) -> None:
         """Replace the runner; `points` are the savepoints under its method."""
         self.method, self.plan, self.backend = runner.method, runner.plan, runner.backend
         self.bank, self.runner = runner.bank, runner
         self.selected = False
-        self.history.begin(runner.initial, points)
+        forgets = runner.runtime.needs.forgets
+        stores = min(STORES, self.planner.options.savepoints) if forgets else None
+        self.history.begin(runner.initial, points, stores)
 
     # ---------------------------------------------------------------- contents
 
@@ -288,6 +301,12 @@ class SessionState:
         if window and self.query_ring.high == state.length:
             queries = self.query_ring.newest(window + state.length - state.base).cpu()
         states.add(replace(state.snapshot(), turn=turn, queries=queries, end=state.length))
+
+    def keep_queries(self) -> None:
+        """Keep the queries of savepoints that the session can return to, and no others."""
+        history = self.history
+        if history.most_stores is not None:
+            self.query_ring.keep_at(p.length for p in history.savepoints if history.loadable(p))
 
     def stand_back(self, n: int, again: bool = False) -> int:
         """Have the recurrent layers' state at a length up to n tokens, the nearest that is known;
@@ -408,7 +427,7 @@ def held_figures(session: SessionState) -> dict[str, Any]:
         **session.bank.figures(),
     )
     if runtime.needs.history == "store":
-        # Resident: what the method needs, of what its tokens would take. The bank stands beside.
+        # Resident: what the method needs, of what its tokens would take. A bank may stand beside.
         every = sum(session.row_bytes) * max(1, len(session.ids))
         figures |= dict(
             selection_bytes=0,

@@ -18,6 +18,7 @@ from engine.base.checks import (
     one_of,
 )
 from engine.base.device import current
+from engine.base.errors import SettingError
 from engine.forward.native_backend import require_native
 from engine.forward.prefill import Outputs
 from engine.load.loaded import Loaded
@@ -59,7 +60,8 @@ class Session(SessionState):
         placement: Placement | None = None,
         offload: str | None = None,
     ) -> None:
-        super().__init__(loaded, planner, capacity, plan, placement, offload)
+        needs = method.needs(plan, loaded.config, capacity, loaded.dtype.itemsize)
+        super().__init__(loaded, planner, capacity, plan, needs, placement, offload)
         self.go_on(new_runner(self, method, plan, planner.backend, self.bank), [])
 
     # ---------------------------------------------------------------- what it holds
@@ -96,18 +98,26 @@ class Session(SessionState):
         it; no token is read again.
 
         An evicting method takes all tokens so far for one prompt; one that sums attention runs
-        their queries over the bank once more, with `progress`. A prompt that was to go on ends
-        here. All or nothing, interrupted or not.
+        their queries over the bank once more, with `progress`. A session that forgets has no rows
+        for another method: its tokens are read again as one prompt (`reads_again`). A prompt that
+        was to go on ends here. All or nothing, interrupted or not; what was to be read again is
+        read by the next call.
         """
         self.require_open()
         method, plan = self.planner.resolve_method(method)
         if self.ids:
             method.validate_prompt(0, self.history.prompt_length or len(self.ids))
-            method.validate_switch(len(self.ids))
+            if not self.bank.forgets:
+                method.validate_switch(len(self.ids))
         placement = None
-        if self.bank.tiered and plan.sparse_layers:
+        if (self.bank.tiered and plan.sparse_layers) or self.reads_again(method):
             placement = self.planner.placement(method, plan, self.capacity, self.offload)
         switch(self, method, plan, self.backend, placement, progress)
+
+    def reads_again(self, method: Method) -> int:
+        """Return how many tokens `set_method(method)` reads again because their rows are gone."""
+        self.require_open()
+        return len(self.ids) if self.bank.forgets and method != self.method else 0
 
     def set_backend(self, backend: str) -> None:
         """Continue with other launchers ("auto", "reference", "cpu", "native", "triton") over the
@@ -159,6 +169,11 @@ class Session(SessionState):
         self.require_open()
         ids = checked_ids(ids, self.loaded.config.vocab_size)
         self.require_room(len(ids))
+        if self.bank.forgets:
+            raise SettingError(
+                f"adopt: found {self.method.name} with forget=True, which has no bank for rows "
+                "that others made; read the tokens, or use forget=False"
+            )
         adopt(self, ids, origins, states)
 
     # ---------------------------------------------------------------- decoding

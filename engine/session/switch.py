@@ -11,13 +11,16 @@ from typing import TypeVar
 import torch
 
 from engine.bank.base import Bank
+from engine.bank.chunk_bank import ChunkBank
 from engine.base.checks import callables
 from engine.base.interrupts import complete
 from engine.exact.runner import runner_of
 from engine.methods.base import Method
 from engine.plan.layers import LayerPlan
+from engine.plan.needs import Needs
 from engine.plan.placement import Placement
 from engine.plan.prefill_time import Progress
+from engine.runner.history import PendingReplay, Savepoint
 from engine.runner.rewind import replay, switched
 from engine.runner.state import SessionState
 from engine.runner.step_runner import StepRunner
@@ -46,22 +49,55 @@ def switch(
     callables(progress=progress)
     # not exclusive(): tensors that are made here are written to outside inference mode too
     with session.loaded.busy():
-        replay(session, progress)
-        old = session.bank
-        bank = old.relayout(plan, placement)
+        again = session.bank.forgets and method != session.method
+        if not again or session.history.pending is None:
+            replay(session, progress)
+        old, needs = session.bank, _needs(session, method, plan)
+        if again or (needs.forgets and not old.forgets):
+            bank = session.new_bank(plan, needs, placement)
+        else:
+            bank = old.relayout(plan, placement)
         try:
             runner = new_runner(session, method, plan, backend, bank)
-            points = switched(session, runner, progress)
+            points = [] if again else _brought(session, runner, progress)
         except BaseException:
             complete(bank.close if bank is not old else partial(old.relayout, session.plan))
             raise
+        ids = list(session.ids)
 
         def take() -> None:
             session.go_on(runner, points)
+            if again:
+                session.rewind(0)
+                again_as = PendingReplay(ids, [Savepoint(0, len(ids) + 1)]) if ids else None
+                session.history.postpone(again_as)
+            session.keep_queries()
             if bank is not old:
                 old.close()
 
         complete(take)
+        if again:
+            replay(session, progress)
+
+
+def _needs(session: SessionState, method: Method, plan: LayerPlan) -> Needs:
+    loaded = session.loaded
+    return method.needs(plan, loaded.config, session.capacity, loaded.dtype.itemsize)
+
+
+def _brought(
+    session: SessionState, runner: StepRunner, progress: Progress | None
+) -> list[Savepoint]:
+    """Bring a new runner to the session's length, as `switched`; one that forgets makes its store
+    of the rows of the session's bank.
+    """
+    bank, old, n = runner.bank, session.bank, len(session.committed)
+    if not isinstance(bank, ChunkBank) or old.forgets:
+        return switched(session, runner, progress)
+    bank.read_from(old)
+    points = switched(session, runner, progress)
+    bank.settle(runner.runtime.waiting_from(n), n)
+    return points
 
 
 def fork(session: SessionState, open_session: Callable[..., S]) -> S:

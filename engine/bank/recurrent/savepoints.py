@@ -74,7 +74,7 @@ class Savepoints:
         """Keep a savepoint, after all others; drop one if there are too many."""
         points = [*self.points, point]
         if len(points) > self.most:
-            del points[_cheapest(points)]
+            del points[cheapest([(each.length, each.turn) for each in points])]
         self.points = points
 
     def best(self, n: int) -> Snapshot | None:
@@ -103,14 +103,16 @@ class Savepoints:
         self.keep(other.points)
 
 
-def _cheapest(points: list[Snapshot]) -> int:
-    """Return which of the points to drop; never the newest one, which others are measured from."""
-    now = points[-1].length
+def cheapest(points: list[tuple[int, bool]]) -> int:
+    """Return which of the points (length, turn) to drop; never the newest one, which others are
+    measured from.
+    """
+    now = points[-1][0]
 
     def cost(i: int) -> float:
-        before = points[i - 1].length if i else 0
+        before = points[i - 1][0] if i else 0
         far = now - before
-        gap = points[i + 1].length - before
-        return gap / max(1, far) * (WEIGHT if points[i].turn else 1.0)
+        gap = points[i + 1][0] - before
+        return gap / max(1, far) * (WEIGHT if points[i][1] else 1.0)
 
     return min(range(len(points) - 1), key=cost, default=0)

@@ -18,7 +18,7 @@ from engine.base.errors import SettingError
 from engine.methods.base import Runtime, Setup
 from engine.methods.evict.h2o import H2O
 from engine.methods.evict.shared.accumulated_scores import AccumulatingRuntime
-from engine.methods.evict.shared.store import Part, Rows, Sequence, best
+from engine.methods.evict.shared.store import Part, Rows, Sequence, best, row_bytes
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
@@ -58,6 +58,23 @@ class H2OPlus(H2O):
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
         # segments are counted from the prompt's beginning
         return replace(super().needs(plan, config, capacity, itemsize), final_call=None)
+
+    def store_bytes(
+        self, plan: LayerPlan, config: ModelConfig, itemsize: int, capacity: int
+    ) -> int:
+        """The stores before and after a chunk, which is committed at its end, and the scores of
+        both with a segment.
+        """
+        rows = plan.num_layers * (
+            min(capacity, self.budget(plan, capacity)) + self.waiting(capacity)
+        )
+        stores = 2 * self.store_rows(plan, capacity)
+        row = row_bytes(config, itemsize, self.scored)
+        return stores * config.num_kv_heads * row + 8 * config.num_heads * rows
+
+    def waiting(self, capacity: int) -> int:
+        """A segment that a chunk has begun."""
+        return min(capacity, self.segment_of(capacity))
 
     def segment_of(self, length: int) -> int:
         """Tokens of a segment of a prompt that ends at `length`."""
@@ -153,6 +170,12 @@ class H2OPlusRuntime(AccumulatingRuntime):
         for layer, (progress, _) in self.pending.items():
             self.layers[layer] = progress
 
+    def forget_read(self, b: int, sequence: Sequence) -> None:
+        """All but a segment that has begun."""
+        assert self.bank is not None
+        for layer, progress in enumerate(self.layers):
+            self.bank.forget(layer, progress.since)
+
     def end_prompt(self, length: int, step: Step | None = None) -> None:
         """Cut the last segment, whole or not."""
         if step is None:
@@ -164,6 +187,8 @@ class H2OPlusRuntime(AccumulatingRuntime):
             if progress.since < length:
                 k, v = self._live(layer, progress, length)
                 self.layers[layer] = self._cut(layer, progress, k, v, length)
+                del k, v
+            self.bank.forget(layer, length)
         sequence.read_to(length, self.method.budgets(self.plan, length))
         sequence.keep([[progress.rows] for progress in self.layers if progress.rows])
         self.layers = []

@@ -83,6 +83,10 @@ class Windowed(Evicting):
         # a budget by share is computed before the prompt is read
         return replace(super().needs(plan, config, capacity, itemsize), final_call=None)
 
+    def waiting(self, capacity: int) -> int:
+        """None: what a chunk leaves goes into the store at once."""
+        return 0 if self.own_prefill else capacity
+
     def max_rows(self, budget: int) -> int | None:
         return budget + 1
 
@@ -204,6 +208,27 @@ class WindowedRuntime(EvictingRuntime):
         weights = torch.softmax(torch.cat([far, near], -1) * self.scale, -1)
         values = floats(torch.cat([v[:, :sinks], v[:, rows]], 1))
         return torch.einsum("hgct,htd->chgd", weights, values).reshape(q.shape).to(q.dtype)
+
+    def forget_read(self, b: int, sequence: Sequence) -> None:
+        """Of a chunk the next one sees the sinks and the window before it, where prompts are read
+        so.
+        """
+        if self.method.own_prefill:
+            sequence.allot(self.method.budgets(self.plan, int(self.total)))
+            self.fold(b, None, self.choose_read)
+
+    def choose_read(
+        self, sequence: Sequence, layer: int, parts: list[Part], step: Step | None
+    ) -> list[tuple[Part, torch.Tensor]]:
+        """The rows that count as sinks in this prompt, which are its first ones even where an
+        earlier and smaller budget has dropped the true ones, and as many as its end may keep.
+        """
+        (part,), budget = parts, sequence.budgets[layer]
+        sinks = self.method.sinks(budget, int(self.total))
+        order = torch.argsort(part.positions, dim=1)
+        true = int((part.positions[0] < sinks).sum())
+        newest = max(sinks, order.shape[1] - (budget - true))
+        return [(part, torch.cat([order[:, :sinks], order[:, newest:]], 1))]
 
     def rank(self, sequence: Sequence, layer: int, part: Part, step: Step | None) -> torch.Tensor:
         """The sinks and the newest."""

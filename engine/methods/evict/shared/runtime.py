@@ -3,7 +3,8 @@ and attention that reads the store only.
 
 A method writes its settings (an `Evicting`) and one hook, `EvictingRuntime.rank`.
 
-The bank may live in host memory: answers read it while nothing is cut, and going back does.
+The bank may live in host memory: answers read it while nothing is cut, and going back does. With
+`forget` it holds no more than what the store has yet to take (engine/bank/chunk_bank.py).
 
 Until the first cut everything is in the bank: a first prompt is read by full attention, or as the
 method says. The cut makes the store; from then on the bank's older K and V are not read. A later
@@ -16,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -230,22 +232,31 @@ class EvictingRuntime(Runtime):
         sequence, layers = self.sequences[b], []
         assert self.bank is not None
         for layer in range(self.plan.num_layers):
-            parts = []
-            for number, (heads, k, v, held) in enumerate(
-                self.live(layer, self.bank, sequence.length, b)
-            ):
-                positions = sequence.positions(layer, number, held, len(k), k.device)
-                scores = None
-                if sequence.sums is not None:
-                    scores = sequence.sums[layer][heads, :, : k.shape[1]]
-                parts.append(Part(heads, k, v, positions, scores))
-            if choose is None:
-                chosen = [(part, everything(part)) for part in parts]
-            else:
-                chosen = choose(sequence, layer, parts, step)
-            most = self.method.max_rows(sequence.budgets[layer])
-            layers.append([Rows.gather(part, index, most) for part, index in chosen])
+            layers.append(self._made(b, layer, step, choose))
+            if self.method.forget:
+                # layer by layer, so that no more than one layer's rows are held twice
+                sequence.replace(layer, layers[layer])
+                self.bank.forget(layer, sequence.length)
         sequence.keep(layers)
+
+    def _made(self, b: int, layer: int, step: Step | None, choose: Chooser | None) -> list[Rows]:
+        """A layer's new store."""
+        sequence, parts = self.sequences[b], []
+        assert self.bank is not None
+        for number, (heads, k, v, held) in enumerate(
+            self.live(layer, self.bank, sequence.length, b)
+        ):
+            positions = sequence.positions(layer, number, held, len(k), k.device)
+            scores = None
+            if sequence.sums is not None:
+                scores = sequence.sums[layer][heads, :, : k.shape[1]]
+            parts.append(Part(heads, k, v, positions, scores))
+        if choose is None:
+            chosen = [(part, everything(part)) for part in parts]
+        else:
+            chosen = choose(sequence, layer, parts, step)
+        most = self.method.max_rows(sequence.budgets[layer])
+        return [Rows.gather(part, index, most) for part, index in chosen]
 
     # ---------------------------------------------------------------- a step
 
@@ -279,7 +290,14 @@ class EvictingRuntime(Runtime):
             self.add_scores(b, sequence, count)
             if not self.reading:
                 self._evict(b, sequence)
+            elif self.method.forget:
+                self.forget_read(b, sequence)
         self.pending = {}
+
+    def forget_read(self, b: int, sequence: Sequence) -> None:
+        """Forget rows of the prompt under way that its chunks to come will not attend to; by
+        default none: it is cut at its end.
+        """
 
     def _evict(self, b: int, sequence: Sequence) -> None:
         # the first step after a prompt that was not cut, or of a session without one
@@ -298,29 +316,47 @@ class EvictingRuntime(Runtime):
     # ---------------------------------------------------------------- going back, copies
 
     def state(self) -> Any:
-        """Positions, scores and budgets, and how far a prompt is that goes on: K and V come back
-        from the bank.
+        """Positions, scores and budgets, and how far a prompt is that goes on; K and V too where no
+        bank holds them. None where a session that forgets cannot come back here: rows wait for a
+        cut, or the step that cuts is yet to come.
         """
-        held = self.sequences[0]
+        held, forget = self.sequences[0], self.method.forget
+        if forget and held.length and not self._settled(held):
+            return None
         layers = None
         if held.layers is not None:
-            layers = [[rows.state() for rows in layer] for layer in held.layers]
+            layers = [[rows.state(forget) for rows in layer] for layer in held.layers]
         prompt = held.since, held.prompt, self.reading, self.total
         return held.length, prompt, list(held.budgets), layers, cloned(held.sums)
 
+    def _settled(self, sequence: Sequence) -> bool:
+        """Whether a sequence's store has what it takes of every token so far, and has been cut."""
+        if sequence.layers is None or sequence.since < sequence.length:
+            return False
+        most = map(self.method.max_rows, sequence.budgets)
+        full = zip(most, sequence.layers)
+        return all(m is None or rows.held < m for m, parts in full for rows in parts)
+
     def load(self, state: Any, length: int | None) -> None:
-        """Gather the stores of a state from the bank, bit for bit."""
+        """Make the stores of a state again, from it or from the bank, bit for bit."""
         at, (since, prompt, reading, total), budgets, layers, sums = state
         found = Sequence(at, since, prompt, None, list(budgets), cloned(sums))
         if layers is not None:
-            assert self.bank is not None
             found.layers = []
             for layer, parts in enumerate(layers):
-                k, v = (t[0] for t in self.bank.kv(layer))
                 most = self.method.max_rows(budgets[layer])
-                found.layers.append([Rows.rebuild(part, k, v, most) for part in parts])
+                kv = partial(self._bank_rows, layer)
+                found.layers.append([Rows.rebuild(part, kv, most) for part in parts])
         self.sequences[0], self.pending = found, {}
         self.reading, self.total = reading, total
+
+    def _bank_rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.bank is not None
+        k, v = self.bank.kv(layer)
+        return k[0], v[0]
+
+    def waiting_from(self, length: int) -> int:
+        return self.sequences[0].since if length else 0
 
     def copy_from(self, other: Any, sequence: int = 0) -> None:
         theirs: Sequence = other.sequences[0]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.bank.row_origins import Span
-from engine.base.checks import at_most_one, fraction, integer
+from engine.base.checks import at_most_one, boolean, fraction, integer
 from engine.base.errors import SettingError
 from engine.base.figures import human
 from engine.methods.base import Method
@@ -28,10 +28,13 @@ ANSWER = 1024
 class Evicting(Method):
     """Budget: tokens | share, at most one, per K/V head and layer; share is of the bank's length at
     the end of the latest prefill. Where neither is given the method's published default holds.
+    forget: free the rows that the store does not take, and keep no bank beside it; going back
+    further than a savepoint, and another method, read the tokens again.
     """
 
     tokens: int | None = None
     share: float | None = None
+    forget: bool = False
 
     named = False
     scored = False  # whether the store keeps a float32 score per query head with every token
@@ -41,6 +44,7 @@ class Evicting(Method):
 
     def __post_init__(self) -> None:
         at_most_one(self, "tokens", "share")
+        boolean("forget", self.forget)
         if self.tokens is not None:
             integer("tokens", self.tokens, self.min_tokens)
         elif self.share is not None:
@@ -76,17 +80,41 @@ class Evicting(Method):
         return LayerPlan((Role.RETAINED,) * config.num_layers, (), (None,) * config.num_layers)
 
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
-        prompt = capacity - 1
+        prompt, waiting = capacity - 1, self.waiting(capacity) if self.forget else 0
+        store = self.store_bytes(plan, config, itemsize, capacity)
+        if waiting >= capacity:
+            # as a layer is cut, the rows that stay take the place of those that waited
+            store -= self.store_rows(plan, capacity) * config.kv_bytes(itemsize)
         return Needs(
-            store_bytes=self.store_bytes(plan, config, itemsize, capacity),
+            store_bytes=store,
             store_note=self.store_note(plan, config, itemsize, capacity),
             retained=min(capacity, self.budget(plan, capacity)),
             retained_bytes=self.kv_bytes(plan, config, itemsize, prompt, 1) if prompt else 0,
-            offload=plan.each_layer,
+            offload=() if self.forget else plan.each_layer,
             whole_layer=True,
             step_rows=0,  # a step reads its store
             history="store",
+            forgets=self.forget,
+            waiting=waiting,
+            point_bytes=self.point_bytes(plan, config, itemsize, capacity) if self.forget else 0,
         )
+
+    def waiting(self, capacity: int) -> int:
+        """Rows of a layer beside a chunk's that wait for a cut, in a session of `capacity` tokens
+        that forgets: by default a prompt's, until its end.
+        """
+        return capacity
+
+    def point_bytes(
+        self, plan: LayerPlan, config: ModelConfig, itemsize: int, capacity: int
+    ) -> int:
+        """Bytes of the store at a prompt's end, which a session that forgets keeps to go back to; 0
+        where the first step of an answer makes it.
+        """
+        if self.cut == "first_step":
+            return 0
+        rows = sum(min(capacity, budget) for budget in self.budgets(plan, capacity))
+        return rows * config.num_kv_heads * row_bytes(config, itemsize, self.scored)
 
     def prompt_rows(
         self,
@@ -149,7 +177,7 @@ class Evicting(Method):
         self, plan: LayerPlan, config: ModelConfig, itemsize: int, prompt: int, generated: int = 0
     ) -> int:
         """Bytes of the stores then, positions and scores included: exactly what a session allocates
-        beside its bank.
+        beside its bank, or without one.
         """
         rows = self.rows_reserved(plan, prompt, generated)
         return rows * config.num_kv_heads * row_bytes(config, itemsize, self.scored)
@@ -160,6 +188,11 @@ class Evicting(Method):
         """Most bytes that a session of `capacity` tokens holds after a prompt and an answer of
         ANSWER tokens, which stay where nothing is evicted in an answer.
         """
+        rows = self.store_rows(plan, capacity)
+        return rows * config.num_kv_heads * row_bytes(config, itemsize, self.scored)
+
+    def store_rows(self, plan: LayerPlan, capacity: int) -> int:
+        """Rows of all layers in `store_bytes`, per K/V head."""
         answer, rows = answer_tokens(capacity), 0
         prompt = capacity - answer
         for short, budget in zip(self.budgets(plan, prompt), self.budgets(plan, capacity)):
@@ -169,12 +202,16 @@ class Evicting(Method):
                 rows += min(prompt, short) + answer + ROOM
             else:
                 rows += min(most, capacity + ROOM)
-        return rows * config.num_kv_heads * row_bytes(config, itemsize, self.scored)
+        return rows
 
     def store_note(self, plan: LayerPlan, config: ModelConfig, itemsize: int, capacity: int) -> str:
         """What `store_bytes` counts, for the plan."""
+        if self.forget and self.waiting(capacity) >= capacity:
+            kept = self.point_bytes(plan, config, itemsize, capacity)
+            kept = kept or self.held_bytes(plan, config, itemsize, capacity - 1, 1)
+            return f"scores and positions; {human(kept)} with K and V after the prompt's cut"
         if all(self.max_rows(budget) is not None for budget in self.budgets(plan, capacity)):
-            return "the most that is kept beside the bank"
+            return f"the most that is kept{'' if self.forget else ' beside the bank'}"
         answer = answer_tokens(capacity)
         token = plan.num_layers * config.num_kv_heads * row_bytes(config, itemsize, self.scored)
         return (

@@ -2,13 +2,14 @@
 to hold is what is allocated.
 
 A layer's store is a list of `Rows`, one per run of K/V heads that keep equally many tokens (one for
-all heads, or one per head where budgets differ: Ada-KV). The session's bank stays while the engine
-runs: it is the peak, and it lets a session go back and continue under another method. Attention
-does not read it; `resident` is the store.
+all heads, or one per head where budgets differ: Ada-KV). With `forget` it is all that there is of
+K and V; else the session's bank stays beside it, unread, so that the session can go back and go on
+under another method. `resident` is the store.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -85,6 +86,11 @@ class Sequence:
     def keep(self, layers: list[list[Rows]]) -> None:
         """Take a store made of all tokens so far, in which their scores are."""
         self.layers, self.since, self.sums = layers, self.length, None
+
+    def replace(self, layer: int, parts: list[Rows]) -> None:
+        """Take a layer's new store while the others' are made: the old one is freed."""
+        if self.layers is not None:
+            self.layers[layer] = parts
 
     def lengthen(self, count: int) -> None:
         """Count tokens that were read or written."""
@@ -210,23 +216,33 @@ class Rows:
             self.scores[heads, :, slots] = self.scores[:, :, last].clone()
         self.held = last
 
-    def state(self) -> Any:
-        """(heads, positions [h, held], scores or None, base): what `rebuild` needs beside the
-        bank.
+    def state(self, rows: bool) -> Any:
+        """(first head, one past the last, positions [h, held], scores or None, base, (k, v) or
+        None): what `rebuild` needs. rows: K and V too, which no bank holds.
         """
         scores = None if self.scores is None else self.scores[:, :, : self.held].clone()
-        return self.heads, self.positions[:, : self.held].clone(), scores, self.base
+        kv = tuple(side.clone() for side in self.kv()) if rows else None
+        heads = self.heads.start, self.heads.stop
+        return *heads, self.positions[:, : self.held].clone(), scores, self.base, kv
 
     @classmethod
-    def rebuild(cls, state: Any, k: torch.Tensor, v: torch.Tensor, most: int | None = None) -> Rows:
-        """The Rows of a state from the bank's own k, v [Hkv, T, D] of that layer, bit for bit."""
-        heads, positions, scores, base = state
-        count, index = positions.shape[1], positions.long().unsqueeze(-1)
-        part = Part(heads, k[heads], v[heads], positions, scores)
-        found = cls.empty(part, count, reserved(base, count, most), base)
-        for mine, theirs in ((found.k, part.k), (found.v, part.v)):
-            mine[:, :count] = _gathered(theirs, index)
-        found.positions[:, :count] = positions
+    def rebuild(
+        cls, state: Any, bank_kv: Callable[[], tuple[torch.Tensor, torch.Tensor]], most: int | None
+    ) -> Rows:
+        """The Rows of a state, bit for bit; bank_kv gives the bank's k, v [Hkv, T, D] of that layer
+        where the state has none.
+        """
+        first, stop, positions, scores, base, kv = state
+        count, heads = positions.shape[1], slice(first, stop)
+        if kv is None:
+            index = positions.long().unsqueeze(-1)
+            kv = tuple(_gathered(side[heads], index) for side in bank_kv())
+        k, v = kv
+        found = cls.empty(
+            Part(heads, k, v, positions, scores), count, reserved(base, count, most), base
+        )
+        for mine, theirs in ((found.k, k), (found.v, v), (found.positions, positions)):
+            mine[:, :count] = theirs
         if found.scores is not None:
             found.scores[:, :, :count] = scores
         return found
