@@ -22,6 +22,7 @@ from engine.cli.figures import (
     full_attention_cost,
     memory_text,
     plan_text,
+    reading_time,
     stats_text,
 )
 from engine.cli.model_flags import setting
@@ -260,11 +261,17 @@ def _method(chat: Chat, rest: str) -> None:
         method = exact_with(session.method, settings)
     else:
         method = method_with(name, settings, {})
+    again = session.reads_again(method)
+    if again:
+        chat.display.line(
+            f"{session.method.name} has freed rows that {method.name} needs: {again:,} tokens are "
+            f"read again{reading_time(session, again)}"
+        )
     # one that sums attention runs the queries once more: between two chunks it can be stopped
     with chat.interrupts:
         session.set_method(method, chat.interrupts.watched(chat.display.reading()))
-    done = "nothing is read again"
-    if getattr(method, "scored", False):
+    done = f"{again:,} tokens were read again" if again else "nothing is read again"
+    if getattr(method, "scored", False) and not again:
         done = "the queries ran once more to sum their attention"
     length = len(session)
     if name == "full" and length:

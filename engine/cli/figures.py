@@ -216,14 +216,13 @@ def _held(planner: Planner, session: Session) -> Rows:
     s = session.stats
     rows = [("context bank", f"{human(s.bank_bytes)} on the device")]
     if s.store_bytes:
-        rows.append(
-            (
-                "retained rows",
-                f"{human(s.store_bytes)} beside the bank; their K and V are {s.resident:.1%} of "
-                "all tokens'",
-            )
-        )
-        rows[0] = ("context bank", f"{rows[0][1]}, whole: answers do not read it")
+        beside = "" if s.forgets else " beside the bank"
+        kept = f"{human(s.store_bytes)}{beside}; their K and V are {s.resident:.1%} of all tokens'"
+        rows.append(("retained rows", kept))
+        note = "whole: answers do not read it"
+        if s.forgets:
+            note = "rows that wait for the store; what it does not take is freed"
+        rows[0] = ("context bank", f"{rows[0][1]}, {note}")
     elif s.resident < 1:
         rows[0] = ("context bank", f"{rows[0][1]}, {s.resident:.1%} of what all layers would take")
     if s.snapshot_bytes:
@@ -288,6 +287,16 @@ def _figure(name: str, value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
+def reading_time(session: Session, tokens: int) -> str:
+    """Format how long reading so many tokens again takes at the session's rate; empty if it has
+    none.
+    """
+    s = session.stats
+    if not s.prefill_tokens or not s.prefill_seconds:
+        return ""
+    return f", about {clock(tokens * s.prefill_seconds / s.prefill_tokens)} at the rate so far"
+
+
 # ---------------------------------------------------------------- /memory and /plan
 
 
@@ -311,7 +320,10 @@ def memory_text(planner: Planner, session: Session) -> str:
     width = max(len(name) for name, *_ in table)
     lines = [f"{name:<{width}}  {left:>10}  {right:>10}".rstrip() for name, left, right in table]
     if held.get("retained rows"):
-        lines.append("answers read the retained rows; the whole context bank stands beside them")
+        beside = "the whole context bank stands beside them"
+        if stats.forgets:
+            beside = "rows that they do not take are freed"
+        lines.append(f"answers read the retained rows; {beside}")
     if process := process_memory(planner):
         lines.append(f"this process holds {process}")
     return "\n".join(lines)

@@ -120,9 +120,9 @@ def _waiting_item(
     note.
     """
     rows, step = _waiting(needs, chunk, context), 2
-    until = "a prompt's, until its cut" if needs.waiting >= context else "of a chunk"
+    until = "of a prompt, until its cut" if needs.waiting >= context else "of a chunk"
     each = config.kv_bytes(size)
-    note = f"{each} B of {rows} rows {until}; what the store does not take is freed"
+    note = f"{each} B x {rows} rows {until}; what the store does not take is freed"
     return len(config.keeping_layers) * (rows + step) * each, note
 
 
@@ -135,14 +135,20 @@ def _forgetting_items(
     if not needs.forgets:
         return ()
     points = min(STORES, savepoints) if needs.point_bytes else 0
-    # with the newest queries before rotation, which full attention would not compute again
+    # with the newest queries before rotation, which no full attention can compute again, and logits
     point = needs.point_bytes + len(config.attending_layers) * MOST_WINDOW * config.q_size * size
+    point += 4 * config.vocab_size
     rows = _waiting(needs, chunk, context) + min(needs.retained, context)
     cut = rows * config.kv_bytes(size)
-    note = f"{points} x {human(point)}, the store at a prompt's end to go back to"
+    saved, note = points * point, f"{points} x {human(point)}, a prompt's store to go back to"
+    if needs.proportional and needs.waiting >= context:
+        # of a shorter prompt the stores are smaller, and the next prompt is what is left
+        waiting, _ = _waiting_item(config, needs, size, chunk, context)
+        saved = max(0, (points + 1) * point - waiting)
+        note += ", in the place of rows that waited"
     if not points:
         note = "none: going back reads again from the beginning"
-    return ("cut of a layer", cut, "its rows once more"), ("savepoints", points * point, note)
+    return ("cut of a layer", cut, "its rows once more"), ("savepoints", saved, note)
 
 
 def _state_items(

@@ -96,13 +96,18 @@ class Plan:
         """Share of the bank's bytes that is on the device at max_context.
 
         Slots, tail and staging count. Where tokens are evicted it is the share that the store
-        keeps; the whole bank is allocated beside it and not counted.
+        keeps; the whole bank is allocated beside it and not counted, unless the method forgets.
         """
         if self.kept:
             return self.kept / max(1, self.full_bank)
         names = ("context bank", "working sets", "streaming")
         held = sum(size for name, size, _ in self.items if name in names)
         return held / max(1, self.full_bank)
+
+    @property
+    def forgets(self) -> bool:
+        """Whether rows that an evicting method does not keep are freed."""
+        return bool(getattr(self.method, "forget", False))
 
     @property
     def where(self) -> str:
@@ -124,7 +129,8 @@ class Plan:
         """One line where host memory was asked for and the method has no use for it, else ""."""
         if self.offload != "host" or self.placement is not None:
             return ""
-        return f"{self.method.name} keeps its bank on the device: offload=host has no effect"
+        why = "keeps no bank" if self.forgets else "keeps its bank on the device"
+        return f"{self.method.name} {why}: offload=host has no effect"
 
     def bytes_of(self, name: str) -> int:
         """Return the bytes of one item."""
@@ -189,9 +195,13 @@ class Plan:
         ]
         held = f"{self.resident:.1%} of the bank is on the device"
         if self.kept:
-            held = (
-                f"a store of {human(self.kept)} ({self.resident:.1%} of all K and V), and beside "
-                f"it the whole bank ({human(self.full_bank)}), which answers do not read"
+            held = f"a store of {human(self.kept)} ({self.resident:.1%} of all K and V), and "
+            held += (
+                "nothing else of the prompt"
+                if self.forgets
+                else (
+                    f"beside it the whole bank ({human(self.full_bank)}), which answers do not read"
+                )
             )
         lines += [
             f"  {'total at peak':<{width}}  {human(self.total):>10}  of {self.free_name}",

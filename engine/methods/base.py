@@ -435,6 +435,22 @@ class Runtime:
     def load(self, state: Any, length: int | None) -> None:
         """Go back to a `state` taken when the bank held `length` tokens (None: a copy)."""
 
+    def restored(self, state: Any, length: int) -> Any:
+        """Return for `load` a state of a file, taken at `length` tokens. Raises ValueError if it
+        cannot be one of this runtime: its first number is the budget that the buffers were
+        allocated for, and the others count tokens.
+        """
+        fresh = self.state()
+        parts = fresh if isinstance(fresh, tuple) else (fresh,)
+        found = state if isinstance(state, tuple) else (state,)
+        if [type(x) for x in found] != [type(x) for x in parts]:
+            raise ValueError("state")
+        for i, x in enumerate(found):
+            most = max(self.needs.selected, parts[0] or 0) if i == 0 else length
+            if x is not None and not 0 <= x <= most:
+                raise ValueError("state")
+        return state
+
     def truncate(self, length: int) -> None:
         """Forget what the last step chose: the session was cut to `length` tokens (0: as new)."""
 

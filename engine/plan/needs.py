@@ -73,3 +73,4 @@ class Needs:
     forgets: bool = False
     waiting: int = 0
     point_bytes: int = 0
+    proportional: bool = False

@@ -132,9 +132,16 @@ class History:
             return points
         held = [i for i, point in enumerate(points) if point.state is not None]
         while len(held) > self.most_stores:
-            i = held.pop(cheapest([(points[i].length, True) for i in held]))
-            points = [*points[:i], replace(points[i], state=None), *points[i + 1 :]]
-        return points
+            del held[cheapest([(points[i].length, True) for i in held])]
+        kept = {*held, len(points) - 1}  # a step may end the newest one's prompt with its logits
+        return [
+            replace(
+                point,
+                state=point.state if i in held else None,
+                logits=point.logits if i in kept else None,
+            )
+            for i, point in enumerate(points)
+        ]
 
     def loadable(self, point: Savepoint) -> bool:
         """Say whether a session can return to a savepoint without what came before it."""

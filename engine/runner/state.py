@@ -73,7 +73,9 @@ class SessionStats:
     hit_rate: float = 0.0  # hits / selected tokens
     bytes_fetched: int = 0  # for selections: misses x bytes of a group's row, exactly
     store_bytes: int = 0  # K, V, positions and scores that an evicting method keeps
-    # positions, scores and queries kept so that its answer can be taken back
+    forgets: bool = False  # whether it frees what the store does not take: no bank stands beside it
+    # positions, scores and queries kept so that its answer can be taken back; where it forgets,
+    # rows too
     snapshot_bytes: int = 0
     # whole layers and blocks copied back to the device (prefill, dense steps, brutal offload)
     bytes_streamed: int = 0
@@ -432,6 +434,7 @@ def held_figures(session: SessionState) -> dict[str, Any]:
         figures |= dict(
             selection_bytes=0,
             store_bytes=runtime.nbytes,
+            forgets=session.bank.forgets,
             snapshot_bytes=session.history.nbytes + session.query_ring.kept_bytes,
             resident=runtime.kv_bytes / every,
         )

@@ -2,8 +2,8 @@
 
 The file holds the tokens, the rows of all layers in pieces, sliding windows, the query ring, the
 savepoints with their logits, the method with its state, and what the program adds. It names the
-model that made it (engine/saved/model_key.py). A method whose store is no part of the bank cannot
-be saved.
+model that made it (engine/saved/model_key.py). Of a session that forgets the state is the store,
+with positions and rows, and there are no others. A store that stands beside a bank is not saved.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from engine.methods.base import Method
 from engine.methods.exact import Exact
 from engine.methods.registry import make
 from engine.runner.history import Savepoint
-from engine.runner.rewind import cut
+from engine.runner.rewind import cut, replay
 from engine.runner.rollback import exclusive
 from engine.runner.state import SessionState
 from engine.saved.container import Reader, Writer
@@ -49,13 +49,21 @@ S = TypeVar("S", bound=SessionState)
 Progress = Callable[[int, int], None]  # (tokens done, tokens in all)
 
 
-def require_savable(method: Method, history: str) -> None:
-    """Raise SettingError if a session of this method has state that a file cannot restore."""
-    if history != "bank":
+def require_savable(session: SessionState) -> None:
+    """Raise SettingError if a session has state that a file cannot restore."""
+    name, needs = session.method.name, session.runtime.needs
+    if needs.forgets:
+        if session.runtime.state() is None:
+            waits = len(session) - session.runtime.waiting_from(len(session))
+            raise SettingError(
+                f"save: found {waits or len(session)} tokens of {name} that are not cut yet, "
+                "expected a store; let it answer first"
+            )
+    elif needs.history != "bank":
         raise SettingError(
-            f"save: found a session of {method.name}, which keeps a store of its own beside the "
-            "bank; expected a method that keeps every token (/method full in the "
-            "chat, set_method(Full()) in a program)"
+            f"save: found a session of {name}, which keeps a store of its own beside the "
+            "bank; expected a method that keeps every token (/method full in the chat, "
+            "set_method(Full()) in a program), or one with forget=True"
         )
 
 
@@ -68,11 +76,14 @@ def save_session(
     """Write a session to `path` (see Session.save)."""
     callables(progress=progress)
     path = Path(path)
-    require_savable(session.method, session.runtime.needs.history)
     tensors: list[torch.Tensor] = []
     with exclusive(session.loaded):
+        if session.bank.forgets:
+            replay(session)
+        require_savable(session)
         facts = _facts(session, extra, tensors)
-        total, bank = len(session), session.bank
+        bank = session.bank
+        total = 0 if bank.forgets else len(session)  # of whose rows there are pieces
         plan = [(f"value.{i}", t.dtype, tuple(t.shape)) for i, t in enumerate(tensors)]
         plan += [
             (f"rows.{number}", bank.dtype, piece_shape(bank, stop - first))
@@ -95,7 +106,7 @@ def _facts(session: SessionState, extra: Any, tensors: list[torch.Tensor]) -> di
         "queries": queries,
         "ring": (ring.low, ring.high),
         "kept": ring.kept,
-        "windows": windows(session.bank, len(session)),
+        "windows": {} if session.bank.forgets else windows(session.bank, len(session)),
         "recurrent": states(session),
         "last_logits": session.last_logits,
         "state": runtime.state(),
@@ -221,7 +232,8 @@ def _fill(
     """Load the file into an empty session, then truncate it to `wanted` tokens."""
     bank, ring = session.bank, session.query_ring
     with exclusive(session.loaded):
-        _read_rows(bank, reader, [s for s in spans(len(ids)) if s[0] < wanted], wanted, progress)
+        held = [] if bank.forgets else [s for s in spans(len(ids)) if s[0] < wanted]
+        _read_rows(bank, reader, held, wanted, progress)
         try:
             low, high = state["ring"]
             if not 0 <= low <= high <= len(ids):
@@ -232,13 +244,10 @@ def _fill(
             ring.kept = _kept(session, state.get("kept", {}), len(ids))
             write_windows(bank, state.get("windows", {}), len(ids))
             write_states(session, state.get("recurrent"), len(ids))
-            points = [
-                Savepoint(start, length, saved, _logits(session, logits), bool(open_))
-                for start, length, saved, logits, open_ in state["savepoints"]
-            ]
+            now = session.runtime.restored(state["state"], len(ids))
+            points = [_point(session, len(ids), *saved) for saved in state["savepoints"]]
             session.restored(ids, points)
-            _require_plausible(session, [state["state"], *(p.state for p in points)])
-            session.runtime.load(state["state"], len(ids))
+            session.runtime.load(now, len(ids))
             session.learn(_logits(session, state["last_logits"]))
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, IndexError):
             raise reader.damaged("its description makes no session") from None
@@ -265,21 +274,21 @@ def _read_rows(
                 progress(min(stop, wanted), wanted)
 
 
-def _require_plausible(session: SessionState, states: list[Any]) -> None:
-    """Raise ValueError if a state cannot be one of this session's runtime: its first number is the
-    budget that the buffers were allocated for, and the others count tokens.
-    """
-    runtime = session.runtime
-    fresh = runtime.state()
-    parts = fresh if isinstance(fresh, tuple) else (fresh,)
-    for state in states:
-        found = state if isinstance(state, tuple) else (state,)
-        if [type(x) for x in found] != [type(x) for x in parts]:
-            raise ValueError("state")
-        for i, x in enumerate(found):
-            most = max(runtime.needs.selected, parts[0] or 0) if i == 0 else len(session.ids)
-            if x is not None and not 0 <= x <= most:
-                raise ValueError("state")
+def _point(
+    session: SessionState,
+    total: int,
+    start: int,
+    length: int,
+    state: Any,
+    logits: torch.Tensor | None,
+    open_: bool,
+) -> Savepoint:
+    """A savepoint of a file. One of a session that forgets may have lost its state."""
+    if not 0 <= start <= length <= total:
+        raise ValueError("savepoint")
+    if state is not None or not session.bank.forgets:
+        state = session.runtime.restored(state, length)
+    return Savepoint(start, length, state, _logits(session, logits), bool(open_))
 
 
 def _kept(

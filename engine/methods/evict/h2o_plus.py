@@ -171,8 +171,11 @@ class H2OPlusRuntime(AccumulatingRuntime):
             self.layers[layer] = progress
 
     def forget_read(self, b: int, sequence: Sequence) -> None:
-        """All but a segment that has begun."""
+        """All but a segment that has begun; and the store of before this prompt."""
         assert self.bank is not None
+        rows = [[progress.rows] for progress in self.layers if progress.rows is not None]
+        if rows:
+            sequence.keep_read(rows, self.layers[0].since)
         for layer, progress in enumerate(self.layers):
             self.bank.forget(layer, progress.since)
 

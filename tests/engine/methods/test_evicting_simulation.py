@@ -5,6 +5,8 @@ Stops: a score summed over the wrong queries or in the wrong order of heads, a t
 one step early, a softmax over what is gone, a distance that is not the method's.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -65,12 +67,15 @@ def assert_scores(rows, expected):
         np.testing.assert_allclose(mine[head], expected[head][:, where], atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("backend", ["reference", "auto"])
+@pytest.mark.parametrize(
+    ("backend", "forget"), [("reference", False), ("auto", False), ("auto", True)]
+)
 @pytest.mark.parametrize("heads", [(4, 1), (8, 2), (4, 4)])
 @pytest.mark.parametrize("name", METHODS)
-def test_rows_and_logits_are_the_simulations(name, heads, backend):
+def test_rows_and_logits_are_the_simulations(name, heads, backend, forget):
     """Two turns: a prompt of 90 tokens, an answer, a second prompt over what is left, an answer."""
     method, rule = METHODS[name]
+    method = replace(method, forget=forget)
     config = tiny_config(layers=LAYERS, heads=heads[0], kv_heads=heads[1])
     weights = tiny_weights(config, seed=sum(heads))
     llm = tiny_llm(Full(), config, weights, max_context=256, backend=backend, chunk=37)
@@ -91,6 +96,7 @@ def test_rows_and_logits_are_the_simulations(name, heads, backend):
                         assert_scores(
                             session.runtime.sequences[0].layers[layer][0], oracle.scores[layer]
                         )
+        assert session.bank.forgets == forget
         assert session.stats.sparse_steps == 9 and session.runtime.rows_read(len(session))[0] < len(
             session
         )

@@ -46,6 +46,11 @@ class Under:
         """Whether going back leaves the bank's rows as they were read."""
         return not (self.row.evicts or self.row.replays)
 
+    @property
+    def forgets(self) -> bool:
+        """Whether rows that its store does not take are freed."""
+        return needs_of(self.method).forgets
+
     def keeps_queries(self, count: int) -> int:
         """Newest queries at the end of a prompt of `count` tokens that come back there."""
         if self.row.approximate or not self.keeps_rows:
@@ -131,7 +136,21 @@ class Model:
         self.logits = True
 
     def switch(self, under: Under) -> None:
-        """Another method goes on."""
+        """Another method goes on. Tokens are read again, as one prompt, after one that forgets;
+        and before one, where its session goes back or a commit was interrupted.
+        """
+        forgot, ids = self.under.forgets, tuple(self.ids)
+        if forgot and under.method == self.under.method:
+            return
+        if ids and (forgot or under.forgets):
+            rows = all(event.dense or event.kind == "switch" for event in self.events)
+            exact = forgot or (rows and self.inexact is None)
+            self.inexact = None if exact else 0
+            self.events = [Event("prefill", under, ids)]
+            self.begun, self.logits = under, forgot
+            if forgot:
+                self.guessed, self.low = frozenset(), max(0, len(ids) - RING)
+            return
         guesses = self.reaches(windows(under.method)[1], len(self.ids))
         self.events.append(Event("switch", under, guesses=guesses))
 

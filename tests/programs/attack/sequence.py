@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine import Full
 from engine.base.errors import ContextTooLong, SettingError
@@ -86,7 +86,10 @@ def pick(rng: random.Random, looks_back: bool = False) -> Under:
     """A method of the table. looks_back: of those that read past queries."""
     rows = [row for row in TABLE if not looks_back or any(max(windows(m)) for m in row.sparse)]
     row = rng.choice(rows)
-    return Under(rng.choice(row.sparse or (row.neutral,)), row)
+    method = rng.choice(row.sparse or (row.neutral,))
+    if row.evicts and rng.random() < 0.6:
+        method = replace(method, forget=True)
+    return Under(method, row)
 
 
 def llm_of(chunk: int, bank: str) -> LLM:

@@ -24,6 +24,7 @@ import torch
 
 from engine.bank.base import Bank, Step
 from engine.methods.base import Runtime, Setup
+from engine.methods.evict.shared.saved_rows import checked_layers
 from engine.methods.evict.shared.settings import Evicting
 from engine.methods.evict.shared.store import Part, Rows, Sequence, best
 from kernels.attention.dense import decode_dense
@@ -336,6 +337,23 @@ class EvictingRuntime(Runtime):
         most = map(self.method.max_rows, sequence.budgets)
         full = zip(most, sequence.layers)
         return all(m is None or rows.held < m for m, parts in full for rows in parts)
+
+    def restored(self, state: Any, length: int) -> Any:
+        """Of a session that forgets, whose file has the store itself."""
+        at, (since, prompt, reading, total), budgets, layers, sums = state
+        counts = at, since, prompt, *budgets
+        if any(type(count) is not int or count < 0 for count in counts) or reading is not False:
+            raise ValueError("state")
+        if not (at == since == length and prompt <= length and sums is None and total >= 0):
+            raise ValueError("state")
+        if layers is None:
+            if length:
+                raise ValueError("layers")
+            return state
+        if len(budgets) != self.plan.num_layers:
+            raise ValueError("budgets")
+        layers = checked_layers(layers, self.setup, self.method.scored, length)
+        return at, (since, prompt, reading, total), list(budgets), layers, None
 
     def load(self, state: Any, length: int | None) -> None:
         """Make the stores of a state again, from it or from the bank, bit for bit."""

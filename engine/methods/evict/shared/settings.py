@@ -97,6 +97,7 @@ class Evicting(Method):
             forgets=self.forget,
             waiting=waiting,
             point_bytes=self.point_bytes(plan, config, itemsize, capacity) if self.forget else 0,
+            proportional=self.tokens is None,
         )
 
     def waiting(self, capacity: int) -> int:

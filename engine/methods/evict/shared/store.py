@@ -87,6 +87,10 @@ class Sequence:
         """Take a store made of all tokens so far, in which their scores are."""
         self.layers, self.since, self.sums = layers, self.length, None
 
+    def keep_read(self, layers: list[list[Rows]], since: int) -> None:
+        """Take the store of a prompt under way, which has the tokens before `since`."""
+        self.layers, self.since = layers, since
+
     def replace(self, layer: int, parts: list[Rows]) -> None:
         """Take a layer's new store while the others' are made: the old one is freed."""
         if self.layers is not None:

@@ -1,0 +1,64 @@
+"""A store that comes from a file, which anybody may have written: it is one, or it is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from engine.methods.base import Setup
+from kernels.rows.forms import row_widths
+
+
+def checked_layers(layers: Any, setup: Setup, scored: bool, length: int) -> list[list[Any]]:
+    """Return the layers of a state (Rows.state, with rows) at `length` tokens, on the session's
+    device. Raises ValueError if they are no store of such a session.
+    """
+    if not isinstance(layers, list) or len(layers) != setup.config.num_layers:
+        raise ValueError("layers")
+    return [_checked_layer(parts, setup, scored, length) for parts in layers]
+
+
+def _checked_layer(parts: Any, setup: Setup, scored: bool, length: int) -> list[Any]:
+    found, at = [], 0
+    for first, stop, positions, scores, base, kv in parts:
+        whole = type(first) is type(stop) is type(base) is int
+        if not (whole and first == at < stop <= setup.config.num_kv_heads):
+            raise ValueError("heads")
+        at, count = stop, _checked_positions(positions, stop - first, length)
+        if not 0 <= base <= count:
+            raise ValueError("base")
+        _require(scores, scored, (stop - first, setup.config.group, count), torch.float32)
+        dtype = setup.config.row_dtype(setup.dtype)
+        for side, width in zip(kv, row_widths(setup.config.head_dim, dtype), strict=True):
+            _require(side, True, (stop - first, count, width), dtype)
+        tensors = positions, scores, *kv
+        mine = [None if t is None else t.to(setup.device) for t in tensors]
+        found.append((first, stop, mine[0], mine[1], base, tuple(mine[2:])))
+    if at != setup.config.num_kv_heads:
+        raise ValueError("heads")
+    return found
+
+
+def _checked_positions(positions: Any, heads: int, length: int) -> int:
+    """How many each head holds: different ones, of tokens that there are."""
+    if not isinstance(positions, torch.Tensor) or positions.dim() != 2:
+        raise ValueError("positions")
+    count = positions.shape[1]
+    _require(positions, True, (heads, count), torch.int32)
+    ordered = positions.sort(1).values
+    if count and (int(ordered.min()) < 0 or int(ordered.max()) >= length):
+        raise ValueError("positions")
+    if bool((ordered[:, 1:] == ordered[:, :-1]).any()):
+        raise ValueError("positions")
+    return count
+
+
+def _require(tensor: Any, there: bool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raise ValueError but for a tensor of this shape and dtype, or None where there is none."""
+    if (tensor is not None) != there:
+        raise ValueError("tensor")
+    if there and not (isinstance(tensor, torch.Tensor) and tensor.dtype == dtype):
+        raise ValueError("dtype")
+    if there and tuple(tensor.shape) != shape:
+        raise ValueError("shape")
