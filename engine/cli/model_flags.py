@@ -163,7 +163,7 @@ def _placement_flags(add: Callable) -> None:
         type=int,
         metavar="N",
         help="keep N earlier states of a model's recurrent layers to go back to (default 12; "
-        "0: none)",
+        "0: none), or stores of a method that forgets (2 at most)",
     )
     add("--threads", type=int, metavar="N", help="use N CPU threads")
     add("--chunk", type=int, metavar="N", help="read prompts in chunks of N tokens")

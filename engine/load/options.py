@@ -110,7 +110,8 @@ class Options:
     "int4:128" for as many as they say), "float" to dequantise what is stored in few bits. bank:
     "model" (K and V in the model's dtype; "auto" is that), "int8", "int4" (values in 4 bits, keys
     in 6) or "fp8" (docs/QUANTISATION.md). savepoints: earlier states that a session of a model with
-    recurrent layers keeps in host memory, so that going back reads few tokens again (0: none).
+    recurrent layers keeps in host memory, so that going back reads few tokens again (0: none); of a
+    method that forgets, stores, 2 at most.
     check_finite: refuse weights with NaN or infinity. imagined_gpu: with load=False, plan for a GPU
     with so many free bytes, whether there is one or not; imagined_host: and for so many of host
     memory beside it (None: ram_budget, or this machine's). wait: a call while another thread's
