@@ -153,4 +153,4 @@ class Forced:
 
 def _stores(state: Any) -> list[torch.Tensor]:
     """The positions that every K/V head of a state of EvictingRuntime holds, layer by layer."""
-    return [head for layer in state[3] or () for part in layer for head in part[1]]
+    return [head for layer in state[3] or () for part in layer for head in part[2]]
