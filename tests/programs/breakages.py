@@ -302,11 +302,33 @@ def run_tests(root: Path, tests: tuple[str, ...]) -> subprocess.CompletedProcess
     """Run tests in a copy of the tree, until one fails."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no"]
     command += ["-p", "no:cacheprovider", "-rf", *tests]
+    environment = environment_of(tests)
+    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+
+
+def environment_of(tests: tuple[str, ...]) -> dict[str, str]:
+    """The variables that these tests run under."""
     interpreted = str(int(all("tests/kernels/" in test for test in tests)))
     environment = {**os.environ, "TRITON_INTERPRET": interpreted, "OMP_NUM_THREADS": "1"}
     environment["COLUMNS"] = "240"  # pytest cuts its summary there
     environment["PYTHONDONTWRITEBYTECODE"] = "1"  # a source that changes within a second
-    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    return environment
+
+
+def parts(tests: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The interpreted ones, which need a process of their own, and the others."""
+    kinds = [tuple(t for t in tests if ("tests/kernels/" in t) is some) for some in (True, False)]
+    return [part for part in kinds if part]
+
+
+def require_tests(root: Path, tests: tuple[str, ...]) -> None:
+    """Exit where pytest does not find one of these, parameters included."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    for part in parts(tests):
+        where = dict(cwd=root, env=environment_of(part), capture_output=True, text=True)
+        found = subprocess.run([*command, *part], **where)
+        if found.returncode != PASSED:
+            raise SystemExit(f"{found.stdout}{found.stderr}")
 
 
 def copy_tree(root: Path, target: Path) -> None:
@@ -325,25 +347,27 @@ def main(arguments: list[str] | None = None, table: tuple[Breakage, ...] = TABLE
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--only", nargs="+", metavar="WORDS", help="names that hold one of these")
     parser.add_argument("--root", type=Path, default=ROOT, help="checkout to break a copy of")
-    parser.add_argument("--match", action="store_true", help="only look whether patterns match")
+    parser.add_argument(
+        "--match", action="store_true", help="only look whether patterns match and tests exist"
+    )
     chosen = parser.parse_args(arguments)
     wanted = [b for b in table if not chosen.only or any(w in b.name for w in chosen.only)]
     for breakage in wanted:  # every pattern first: a table that is out of date costs nothing
         place(chosen.root, breakage)
+    tests = tuple(dict.fromkeys(test for b in wanted for test in b.tests))
     if chosen.match:
-        print(f"{len(wanted)} patterns match one place each")
+        require_tests(chosen.root, tests)
+        print(f"{len(wanted)} patterns match one place each, and their tests exist")
         return 0
     missed = []
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         copy_tree(chosen.root, root)
-        tests = dict.fromkeys(test for b in wanted for test in b.tests)
-        # interpreted ones need a process of their own
-        for some in (True, False):
-            part = tuple(test for test in tests if ("tests/kernels/" in test) is some)
-            sound = run_tests(root, part) if part else None
-            if sound is not None and sound.returncode != PASSED:
-                raise SystemExit(f"the tests must pass before anything is broken:\n{sound.stdout}")
+        for part in parts(tests):
+            sound = run_tests(root, part)
+            if sound.returncode != PASSED:
+                said = f"{sound.stdout}{sound.stderr}"
+                raise SystemExit(f"the tests must pass before anything is broken:\n{said}")
         for breakage in wanted:
             start = time.monotonic()
             path, text = break_tree(root, breakage)
